@@ -1,0 +1,70 @@
+"""Training batches: what the buffer hands to the trainer.
+
+Shape legend: T = packed input rows of a microbatch, N = sequences in it, L, K as in trajectory.py. Row t of every
+per-row array belongs to input token t, and `target_ids`, `rollout_logprobs`, `kept` and the masks of row t describe the
+token that follows it (labels are shifted here, before any slicing). Torch-free.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moerl.contract.trajectory import KeptSets, Trajectory
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainSample:
+    """One trajectory with what the algorithm attached to it. advantages: float32 [S], 0 where not trained on."""
+
+    trajectory: Trajectory
+    advantages: NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TextSample:
+    """One supervised sequence. token_ids: int32 [S]; loss_mask: bool [S], True on tokens to be learned."""
+
+    token_ids: NDArray[np.int32]
+    loss_mask: NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Microbatch:
+    """Packed (THD) sequences, one forward pass. Pad rows, if any, form a last sequence with `loss_mask` False.
+
+    input_ids, target_ids, position_ids: int64 [T]. cu_seqlens: int32 [N + 1], pad sequence included.
+    loss_mask: bool [T]; True where the target was sampled (or is to be learned).
+    is_pad: bool [T].
+    advantages, rollout_logprobs, kept_logmass, temperatures: float32 [T] (zeros, zeros, zeros, ones without
+        trajectories).
+    kept: CSR over T rows; truncated: bool [T], True where the target was drawn from a listed kept set.
+    expert_ids: uint8/uint16 [T, L, K] or None (no replay); pad rows hold distinct, spread ids.
+    sample_index: int32 [T]; index of the row's sample in the batch handed to the packer, -1 on pad rows.
+    routing_checksums: uint64 [L] or None; the salted checksum per MoE layer, computed from the trajectories before
+        packing (`moerl.contract.routing`).
+    rollout_keys: uint64 [N]; salt of each sequence, 0 for the pad sequence.
+    """
+
+    input_ids: NDArray[np.int64]
+    target_ids: NDArray[np.int64]
+    position_ids: NDArray[np.int64]
+    cu_seqlens: NDArray[np.int32]
+    loss_mask: NDArray[np.bool_]
+    is_pad: NDArray[np.bool_]
+    advantages: NDArray[np.float32]
+    rollout_logprobs: NDArray[np.float32]
+    kept_logmass: NDArray[np.float32]
+    temperatures: NDArray[np.float32]
+    kept: KeptSets
+    truncated: NDArray[np.bool_]
+    sample_index: NDArray[np.int32]
+    expert_ids: NDArray[np.uint8] | NDArray[np.uint16] | None = None
+    routing_checksums: NDArray[np.uint64] | None = None
+    rollout_keys: NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.input_ids)

@@ -1,0 +1,120 @@
+"""The ports of the loop: small protocols that close the runtime circle without imports between siblings.
+
+Engines, tasks and weight sinks implement these; `moerl/orchestration` wires them. Torch-free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from moerl.contract.trajectory import FinishReason, Lineage, ModelSpec, SamplingParams, Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutRequest:
+    """One rollout asked of an engine.
+
+    prompt_ids: token ids, at least one. max_new_tokens: >= 1.
+    stop_ids: sampling one of these ends the rollout; it stays in the trajectory.
+    """
+
+    lineage: Lineage
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    max_new_tokens: int
+    stop_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """An engine's handshake. `captures_*` say what its trajectories carry; `policy_version` is -1 before any sync."""
+
+    engine_id: str
+    spec: ModelSpec
+    policy_version: int
+    captures_routing: bool = True
+    captures_kept_sets: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutRecord:
+    """What an engine adapter delivers before the contract has looked at it: `Trajectory` field values by name."""
+
+    rollout_id: str
+    engine_id: str
+    policy_version: int
+    values: Mapping[str, Any]
+
+
+@runtime_checkable
+class RolloutEngine(Protocol):
+    """Samples trajectories and reports the routing and kept set of every token."""
+
+    def handshake(self) -> EngineInfo: ...
+
+    def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[RolloutRecord]:
+        """Yields one record per request, in the order in which they finish."""
+        ...
+
+    def abort(self, rollout_ids: Collection[str] | None = None) -> None:
+        """Finishes the named requests (all when None) with what they have; reason `abort`."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class WeightSink(Protocol):
+    """Receives whole sets of HF-named weights."""
+
+    def begin_update(self, version: int) -> None: ...
+
+    def receive(self, tensors: Iterable[tuple[str, Any]]) -> None: ...
+
+    def end_update(self) -> None:
+        """Takes the new version into use; raises `WeightSyncError` where a tensor is missing. Old version stays."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One problem of a task. `facts` is what its reward needs (the answer, metadata)."""
+
+    prompt_id: str
+    text: str
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Task(Protocol):
+    """Prompts and their rewards.
+
+    `split` is one of train, dev (looked at while tuning) and heldout (only for final numbers); they are disjoint.
+    """
+
+    def prompts(self, split: str, count: int) -> list[Prompt]:
+        """The first `count` prompts of a split; deterministic."""
+        ...
+
+    def reward(self, prompt: Prompt, response: str, finish_reason: FinishReason) -> dict[str, float]:
+        """Named rewards of a response; `reward` is the one trained on, `accuracy` (0 or 1) the one reported."""
+        ...
+
+
+class DemonstrationTask(Task, Protocol):
+    """A task that can write demonstrations, for a supervised cold start."""
+
+    def demonstrations(self, prompts: Sequence[Prompt], seed: int) -> list[str]:
+        """One response text per prompt (without the end-of-sequence token)."""
+        ...
+
+    def work_prefix(self, prompt: Prompt) -> str:
+        """Text that, put at the start of a response, makes the model show its work; the honest baseline of a cold
+        start that only sometimes does."""
+        ...
+
+
+RewardFunction = Callable[[Mapping[str, Any], str], float | Mapping[str, float]]
+"""A user's reward: ``(row, response_text) -> reward`` or a mapping that holds at least ``reward``."""
+
+TrajectoryFilter = Callable[[Trajectory], bool]

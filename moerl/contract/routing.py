@@ -1,0 +1,54 @@
+"""Salted checksums over routing: independent evidence that Keep Routing enforced what was recorded.
+
+The checksum of MoE layer l over a set of rows is, modulo 2^64,
+
+    sum over rows r and their experts e of  mix(mix(rollout_key[r] + position[r] * P1) + (l * P2 + e + 1) * P3)
+
+with `mix` the splitmix64 finaliser (Steele, Lea and Flood, OOPSLA 2014). It does not depend on the order of rows or
+of experts within a row, and any shift of a row or a layer, or a swap between rollouts, changes it. This module
+computes it from trajectories (numpy); the trainer computes it from the routing map handed to the dispatcher (torch,
+`moerl.trainer.evidence`). The two share only these constants.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+from numpy.typing import NDArray
+
+POSITION_PRIME = 0x9E3779B97F4A7C15
+LAYER_PRIME = 0x000000000001000F
+EXPERT_PRIME = 0xC2B2AE3D27D4EB4F
+MIX_1 = 0xBF58476D1CE4E5B9
+MIX_2 = 0x94D049BB133111EB
+
+
+def mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The splitmix64 finaliser, elementwise on uint64."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(MIX_1)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(MIX_2)
+    return x ^ (x >> np.uint64(31))
+
+
+def rollout_key(rollout_id: str) -> int:
+    """64-bit salt of a rollout id (BLAKE2b)."""
+    return int.from_bytes(hashlib.blake2b(rollout_id.encode(), digest_size=8).digest(), "little")
+
+
+def routing_checksums(key: int, expert_ids: NDArray[np.uint8] | NDArray[np.uint16]) -> NDArray[np.uint64]:
+    """Checksum per MoE layer of one trajectory.
+
+    Args:
+        key: `rollout_key` of the trajectory.
+        expert_ids: [S-1, L, K], row t at token position t.
+
+    Returns:
+        uint64 [L].
+    """
+    num_rows, num_layers, _ = expert_ids.shape
+    positions = np.arange(num_rows, dtype=np.uint64)
+    rows = mix(np.uint64(key) + positions * np.uint64(POSITION_PRIME))
+    layers = np.arange(num_layers, dtype=np.uint64) * np.uint64(LAYER_PRIME)
+    slots = (layers[None, :, None] + expert_ids.astype(np.uint64) + np.uint64(1)) * np.uint64(EXPERT_PRIME)
+    return mix(rows[:, None, None] + slots).sum(axis=(0, 2), dtype=np.uint64)

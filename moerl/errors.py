@@ -1,0 +1,91 @@
+"""The exception hierarchy.
+
+Every error a user can meet says what was seen, what was expected and what to do next. All of them survive
+pickling, because they cross process boundaries.
+"""
+
+from __future__ import annotations
+
+
+class MoerlError(Exception):
+    """Base of every error raised on purpose.
+
+    Args:
+        what: One clause naming what is wrong, with the dotted path or field where there is one.
+        seen: The offending value.
+        expected: What would have been right.
+        remedy: What the reader should do next.
+    """
+
+    def __init__(self, what: str, *, seen: object = None, expected: object = None, remedy: str = "") -> None:
+        self.what = what
+        self.seen = None if seen is None else str(seen)
+        self.expected = None if expected is None else str(expected)
+        self.remedy = remedy
+        super().__init__(what)
+
+    def __str__(self) -> str:
+        parts = [self.what]
+        if self.seen is not None:
+            parts.append(f"seen: {self.seen}")
+        if self.expected is not None:
+            parts.append(f"expected: {self.expected}")
+        if self.remedy:
+            parts.append(f"remedy: {self.remedy}")
+        return "; ".join(parts)
+
+    def __reduce__(self):
+        return (_rebuild, (type(self), self.__dict__.copy()))
+
+
+def _rebuild(cls: type[MoerlError], state: dict[str, object]) -> MoerlError:
+    error = cls.__new__(cls)
+    error.__dict__.update(state)
+    Exception.__init__(error, state.get("what", ""))
+    return error
+
+
+class ConfigError(MoerlError):
+    """The configuration is wrong: unknown key, wrong type, impossible combination."""
+
+
+class ContractError(MoerlError):
+    """A trajectory or frame breaks the data contract; the record is quarantined, never repaired.
+
+    Args:
+        reason: Stable reason code, for example ``expert_id_out_of_range``.
+        field: The field of the record that breaks the invariant.
+    """
+
+    def __init__(
+        self,
+        reason: str,
+        *,
+        field: str,
+        seen: object = None,
+        expected: object = None,
+        remedy: str = "inspect the quarantined record; the engine and trainer must agree on model and version",
+    ) -> None:
+        super().__init__(f"contract: {reason} in field '{field}'", seen=seen, expected=expected, remedy=remedy)
+        self.reason = reason
+        self.field = field
+
+
+class EngineError(MoerlError):
+    """A rollout engine refused or failed a request."""
+
+
+class ReplayError(MoerlError):
+    """Keep Routing was not proved for a step; the optimizer update was not applied."""
+
+
+class WeightSyncError(MoerlError):
+    """Weights did not reach an engine whole."""
+
+
+class CheckpointError(MoerlError):
+    """A checkpoint is missing, corrupt or of another run."""
+
+
+class RewardError(MoerlError):
+    """A reward function failed or returned something that is not a finite number."""

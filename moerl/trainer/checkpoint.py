@@ -1,0 +1,133 @@
+"""Checkpoint directories: written under a temporary name, hashed, renamed, and checked before use.
+
+A checkpoint exists when its directory has its final name and a manifest whose hashes match every file. The newest
+valid one is used; a corrupt newer one is named loudly and left where it is. Standard library only: what goes into a
+checkpoint is the business of those who write the files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moerl.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A valid checkpoint. state: what the loop stored in the manifest. skipped: newer ones that were corrupt."""
+
+    path: Path
+    state: dict[str, Any]
+    skipped: tuple[str, ...] = ()
+
+
+class CheckpointStore:
+    """The checkpoints of one run.
+
+    Args:
+        folder: holds one directory per checkpoint; names sort in the order of writing.
+        keep: how many to keep, at least 1.
+    """
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        self.folder = folder
+        self.keep = keep
+
+    def begin(self, name: str) -> Path:
+        """An empty directory to write into; leftovers of an interrupted attempt are removed."""
+        path = self._temporary(name)
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir(parents=True)
+        return path
+
+    def commit(self, name: str, state: dict[str, Any]) -> Path:
+        """Hashes and syncs every file, writes the manifest, renames, removes the oldest beyond `keep`."""
+        temporary, final = self._temporary(name), self.folder / name
+        files = {}
+        for path in sorted(p for p in temporary.rglob("*") if p.is_file()):
+            _sync(path)
+            files[str(path.relative_to(temporary))] = {"bytes": path.stat().st_size, "blake2b": _hash(path)}
+        manifest = temporary / MANIFEST
+        manifest.write_text(json.dumps({"format": FORMAT, "state": state, "files": files}, indent=1))
+        _sync(manifest)
+        _sync(temporary)
+        if final.exists():
+            shutil.rmtree(final)
+        temporary.rename(final)
+        _sync(self.folder)
+        for old in self._names()[: -self.keep]:
+            shutil.rmtree(self.folder / old)
+        return final
+
+    def latest(self) -> Checkpoint | None:
+        """The newest valid checkpoint; None where none was ever written.
+
+        Raises:
+            CheckpointError: checkpoints exist and none of them is valid.
+        """
+        skipped: list[str] = []
+        for name in reversed(self._names()):
+            problem = find_problem(self.folder / name)
+            if problem is None:
+                manifest = json.loads((self.folder / name / MANIFEST).read_text())
+                return Checkpoint(self.folder / name, manifest["state"], tuple(skipped))
+            skipped.append(f"{name}: {problem}")
+        if skipped:
+            raise CheckpointError(
+                f"no checkpoint in {self.folder} is valid",
+                seen="; ".join(skipped),
+                expected="at least one whose files match its manifest",
+                remedy="restore a checkpoint directory from a copy, or start a new run with another run_dir",
+            )
+        return None
+
+    def _temporary(self, name: str) -> Path:
+        return self.folder / f".{name}.partial"
+
+    def _names(self) -> list[str]:
+        if not self.folder.exists():
+            return []
+        return sorted(p.name for p in self.folder.iterdir() if p.is_dir() and not p.name.startswith("."))
+
+
+def find_problem(path: Path) -> str | None:
+    """What is wrong with a checkpoint directory; None where it is valid."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+    except FileNotFoundError:
+        return "no manifest"
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        return f"unreadable manifest ({error})"
+    if manifest.get("format") != FORMAT:
+        return f"format {manifest.get('format')}, not {FORMAT}"
+    for name, facts in manifest["files"].items():
+        file = path / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.stat().st_size != facts["bytes"]:
+            return f"{name} has {file.stat().st_size} bytes, not {facts['bytes']}"
+        if _hash(file) != facts["blake2b"]:
+            return f"{name} does not match its hash"
+    return None
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, hashlib.blake2b).hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,58 @@
+"""The trainer's side of the proof that Keep Routing happened.
+
+Computes the salted checksum of `moerl.contract.routing` from the routing map that is handed to the token dispatcher,
+and compares it with the one computed from the trajectories before packing. Runs in every trainer rank.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moerl.contract.batch import Microbatch
+from moerl.contract.routing import EXPERT_PRIME, LAYER_PRIME, MIX_1, MIX_2, POSITION_PRIME
+
+
+def _signed(value: int) -> int:
+    """A uint64 constant as the int64 with the same bits: torch has no uint64 arithmetic, int64 wraps alike."""
+    value %= 1 << 64
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """Logical right shift of int64."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def mix(x: Tensor) -> Tensor:
+    """The splitmix64 finaliser on int64 bit patterns."""
+    x = (x ^ _shift_right(x, 30)) * _signed(MIX_1)
+    x = (x ^ _shift_right(x, 27)) * _signed(MIX_2)
+    return x ^ _shift_right(x, 31)
+
+
+def row_keys(batch: Microbatch, device: torch.device) -> Tensor:
+    """int64 [T]: salt of every packed row from its rollout and token position."""
+    lengths = np.diff(batch.cu_seqlens)
+    keys = torch.from_numpy(np.repeat(batch.rollout_keys, lengths).view(np.int64).copy())
+    positions = torch.from_numpy(batch.position_ids.copy())
+    return mix(keys + positions * _signed(POSITION_PRIME)).to(device)
+
+
+def map_checksum(routing_map_TE: Tensor, keys_T: Tensor, is_pad_T: Tensor, moe_layer: int) -> Tensor:
+    """int64 scalar: checksum of one layer's routing map over this rank's rows, pad rows left out.
+
+    Args:
+        routing_map_TE: bool [T, E], as the dispatcher receives it.
+        keys_T: `row_keys` of these rows. is_pad_T: bool [T].
+        moe_layer: index among the model's MoE layers, from 0.
+    """
+    rows, experts = (routing_map_TE & ~is_pad_T[:, None]).nonzero(as_tuple=True)
+    slots = (experts + (moe_layer * LAYER_PRIME + 1)) * _signed(EXPERT_PRIME)
+    return mix(keys_T[rows] + slots).sum()
+
+
+def as_signed(checksums: np.ndarray) -> Tensor:
+    """uint64 checksums as int64 bit patterns."""
+    return torch.from_numpy(checksums.view(np.int64).copy())
