@@ -92,6 +92,10 @@ class Task(Protocol):
     `split` is one of train, dev (looked at while tuning) and heldout (only for final numbers); they are disjoint.
     """
 
+    def size(self, split: str) -> int:
+        """How many prompts a split has."""
+        ...
+
     def prompts(self, split: str, count: int) -> list[Prompt]:
         """The first `count` prompts of a split; deterministic."""
         ...
@@ -101,12 +105,18 @@ class Task(Protocol):
         ...
 
 
+@runtime_checkable
 class DemonstrationTask(Task, Protocol):
     """A task that can write demonstrations, for a supervised cold start."""
 
     def demonstrations(self, prompts: Sequence[Prompt], seed: int) -> list[str]:
         """One response text per prompt (without the end-of-sequence token)."""
         ...
+
+
+@runtime_checkable
+class WorkedTask(Task, Protocol):
+    """A task whose responses may or may not show their work."""
 
     def work_prefix(self, prompt: Prompt) -> str:
         """Text that, put at the start of a response, makes the model show its work; the honest baseline of a cold

@@ -41,6 +41,7 @@ class CheckpointStore:
     def __init__(self, folder: Path, keep: int) -> None:
         self.folder = folder
         self.keep = keep
+        self._corrupt: set[str] = set()
 
     def begin(self, name: str) -> Path:
         """An empty directory to write into; leftovers of an interrupted attempt are removed."""
@@ -50,21 +51,26 @@ class CheckpointStore:
         return path
 
     def commit(self, name: str, state: dict[str, Any]) -> Path:
-        """Hashes and syncs every file, writes the manifest, renames, removes the oldest beyond `keep`."""
+        """Hashes and syncs every file, writes the manifest, renames, removes the oldest beyond `keep`.
+
+        Checkpoints that `latest` found to be corrupt do not count as kept ones.
+        """
         temporary, final = self._temporary(name), self.folder / name
         files = {}
         for path in sorted(p for p in temporary.rglob("*") if p.is_file()):
             _sync(path)
             files[str(path.relative_to(temporary))] = {"bytes": path.stat().st_size, "blake2b": _hash(path)}
         manifest = temporary / MANIFEST
-        manifest.write_text(json.dumps({"format": FORMAT, "state": state, "files": files}, indent=1))
+        content = {"format": FORMAT, "state": state, "files": files}
+        manifest.write_text(json.dumps({**content, "blake2b": _hash_of(content)}, indent=1))
         _sync(manifest)
         _sync(temporary)
         if final.exists():
             shutil.rmtree(final)
         temporary.rename(final)
         _sync(self.folder)
-        for old in self._names()[: -self.keep]:
+        self._corrupt.discard(name)
+        for old in [each for each in self._names() if each not in self._corrupt][: -self.keep]:
             shutil.rmtree(self.folder / old)
         return final
 
@@ -81,6 +87,7 @@ class CheckpointStore:
                 manifest = json.loads((self.folder / name / MANIFEST).read_text())
                 return Checkpoint(self.folder / name, manifest["state"], tuple(skipped))
             skipped.append(f"{name}: {problem}")
+            self._corrupt.add(name)
         if skipped:
             raise CheckpointError(
                 f"no checkpoint in {self.folder} is valid",
@@ -107,8 +114,10 @@ def find_problem(path: Path) -> str | None:
         return "no manifest"
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         return f"unreadable manifest ({error})"
-    if manifest.get("format") != FORMAT:
-        return f"format {manifest.get('format')}, not {FORMAT}"
+    if not isinstance(manifest, dict) or manifest.pop("blake2b", None) != _hash_of(manifest):
+        return "the manifest does not match its own hash"
+    if manifest["format"] != FORMAT:
+        return f"format {manifest['format']}, not {FORMAT}"
     for name, facts in manifest["files"].items():
         file = path / name
         if not file.is_file():
@@ -123,6 +132,12 @@ def find_problem(path: Path) -> str | None:
 def _hash(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, hashlib.blake2b).hexdigest()
+
+
+def _hash_of(content: dict[str, Any]) -> str:
+    """Hash of a mapping as it reads back from JSON."""
+    canonical = json.dumps(json.loads(json.dumps(content)), sort_keys=True)
+    return hashlib.blake2b(canonical.encode()).hexdigest()
 
 
 def _sync(path: Path) -> None:

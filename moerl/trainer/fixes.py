@@ -20,15 +20,19 @@ def apply() -> None:
 
 
 def _count_local_tokens(original: Any) -> Any:
-    """The load-balancing loss with a padding mask counts local tokens after summing them, in place, over the group.
+    """The load-balancing loss with a padding mask counts local tokens after summing them, in place, over the group,
+    and divides by a count that is 0 where every row is padding.
 
-    With tensor parallelism of size n its gradient came out n times too large. Goes when
-    `get_tokens_per_expert_and_token_count` counts before it reduces.
+    With tensor parallelism of size n its gradient came out n times too large, and a microbatch of pad rows alone made
+    every router's gradient NaN. Goes when `get_tokens_per_expert_and_token_count` counts before it reduces and the
+    loss of no token is 0.
     """
 
     @functools.wraps(original)
     def count(routing_map: Tensor, reduce_group: Any, topk: int, with_padding_mask: bool = False) -> Any:
         per_expert, local, total = original(routing_map, reduce_group, topk, with_padding_mask)
-        return per_expert, routing_map.sum() / topk if with_padding_mask else local, total
+        if not with_padding_mask:
+            return per_expert, local, total
+        return per_expert, routing_map.sum() / topk, total.clamp(min=1)
 
     return count

@@ -39,7 +39,7 @@ def start(*, rank: int, world_size: int, rendezvous: str, tensor: int, expert: i
     """Joins the process group and builds Megatron's groups.
 
     Args:
-        rendezvous: a torch.distributed init method, for example ``file:///run/rendezvous``.
+        rendezvous: a torch.distributed init method, for example ``file:///run/rendezvous``; not used by one process.
         tensor, expert: parallel sizes; the data-parallel size is what is left of `world_size`.
         seed: seeds Megatron's RNG tracker.
     """
@@ -50,12 +50,10 @@ def start(*, rank: int, world_size: int, rendezvous: str, tensor: int, expert: i
 
     if torch.cuda.is_available():
         torch.cuda.set_device(rank % torch.cuda.device_count())
+    # One process needs nobody to meet, and so no file or port.
+    meeting = {"init_method": rendezvous} if world_size > 1 else {"store": dist.HashStore()}
     dist.init_process_group(
-        platform.collective_backend(),
-        init_method=rendezvous,
-        rank=rank,
-        world_size=world_size,
-        timeout=COLLECTIVE_TIMEOUT,
+        platform.collective_backend(), rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT, **meeting
     )
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=tensor,

@@ -125,4 +125,6 @@ class Optimizer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._optimizer.load_state_dict(state["optimizer"])
+        # Megatron's scheduler adds the loaded steps to its own.
+        self._scheduler.num_steps = 0
         self._scheduler.load_state_dict(state["scheduler"])

@@ -83,6 +83,8 @@ class RouterTap:
     def before_dispatch(self, routing_map_TE: Tensor) -> None:
         if self.schedule is not None:
             self.schedule.observe(self, routing_map_TE)
+            # One routing call, one dispatch: a bypass of the next call must not pass for this one.
+            self.active = None
 
 
 class KeepRouting:
@@ -144,10 +146,14 @@ class KeepRouting:
         Args:
             enforce: replay the recorded routing; otherwise routers choose for themselves and are only observed.
             training: a backward pass follows, so recompute may call the routers again.
+
+        Raises:
+            ReplayError: on every rank, where any rank has a batch that cannot be replayed.
         """
         if any(tap.schedule is not None for tap in self.taps):
             raise ReplayError("a replay schedule is open already", remedy="close it before the next one is opened")
         schedule = ReplaySchedule(self, batches, enforce=enforce, training=training)
+        _raise_together(schedule.find_unusable_routing())
         for tap in self.taps:
             tap.schedule = schedule
         try:
@@ -169,6 +175,27 @@ class ReplaySchedule:
         self.calls_PML = torch.zeros(shape, dtype=torch.int64)
         self.expert_load_LE = torch.zeros(owner.spec.num_moe_layers, owner.spec.num_experts, dtype=torch.int64)
         self._rows: dict[int, _LocalRows] = {}
+
+    def find_unusable_routing(self) -> ReplayError | None:
+        """What keeps a batch from being replayed; None where each has a target for every input row, and checksums."""
+        spec = self.owner.spec
+        for microbatch, batch in enumerate(self.batches):
+            if self.enforce and (batch.expert_ids is None or batch.routing_checksums is None):
+                return ReplayError(
+                    f"microbatch {microbatch} is without recorded routing",
+                    seen="no expert ids or no checksums of them",
+                    expected="both, for Keep Routing",
+                    remedy="pack the batch for replay, or set keep_routing.mode=off",
+                )
+            wanted = (batch.num_rows, spec.num_moe_layers, spec.experts_per_token)
+            if batch.expert_ids is not None and batch.expert_ids.shape != wanted:
+                return ReplayError(
+                    f"the routing rows of microbatch {microbatch} do not match its input rows",
+                    seen=batch.expert_ids.shape,
+                    expected=f"{wanted} (rows, MoE layers, experts per token)",
+                    remedy="every input row needs its route, prompt included; cut routes where their tokens are cut",
+                )
+        return None
 
     def begin(self, microbatch: int) -> None:
         """Names the microbatch whose forward pass comes next."""
@@ -255,16 +282,7 @@ class ReplaySchedule:
         """
         checksums_PML = self.checksums_PML.to(platform.device())
         dist.all_reduce(checksums_PML, group=self.owner.tensor_group)
-        problem = self._first_problem(checksums_PML.cpu())
-        failed = torch.tensor([int(problem is not None)], device=platform.device())
-        dist.all_reduce(failed, op=dist.ReduceOp.MAX)
-        if problem is not None:
-            raise problem
-        if int(failed):
-            raise ReplayError(
-                "Keep Routing was not proved on another rank",
-                remedy="read that rank's log; no update was applied",
-            )
+        _raise_together(self._first_problem(checksums_PML.cpu()))
         phases = 1 + int(self.training and self.owner.recomputes)
         return phases * self.owner.spec.num_moe_layers * sum(int((~batch.is_pad).sum()) for batch in self.batches)
 
@@ -332,6 +350,19 @@ class _LocalRows:
         out = self.layers_differing_t.new_empty(size * len(self.layers_differing_t))
         dist.all_gather_into_tensor(out, self.layers_differing_t, group=group)
         return out
+
+
+def _raise_together(problem: ReplayError | None) -> None:
+    """Raises on every rank where any rank has a problem, so that none is left waiting in a later collective."""
+    failed = torch.tensor([int(problem is not None)], device=platform.device())
+    dist.all_reduce(failed, op=dist.ReduceOp.MAX)
+    if problem is not None:
+        raise problem
+    if int(failed):
+        raise ReplayError(
+            "Keep Routing was not proved on another rank",
+            remedy="read that rank's log; no update was applied",
+        )
 
 
 def _moe_pattern(config: Any) -> list[int]:

@@ -38,8 +38,8 @@ def publish(tensors: Iterable[tuple[str, Tensor]], sink: WeightSink | None, vers
     if sink is None:
         counted.exhaust()
     else:
-        sink.begin_update(version)
         try:
+            sink.begin_update(version)
             sink.receive(counted)
         finally:
             counted.exhaust()

@@ -1,0 +1,28 @@
+"""KL terms per token. Runs in trainer processes.
+
+The penalty uses exact KLs (`moerl.kernels`: a sum over the kept set or over the whole vocabulary). The
+estimator below serves metrics, where only the log-probs of the sampled tokens are at hand.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def kl_penalty(loss_T: Tensor, kl_T: Tensor, loss_mask_T: Tensor, kl_coef: float) -> Tensor:
+    """`loss + kl_coef * KL` per token, 0 added where `loss_mask_T` is False. `kl_T` is exact and
+    differentiable."""
+    return loss_T + kl_coef * kl_T.masked_fill(~loss_mask_T, 0.0)
+
+
+def k3_estimate(sampler_logprobs_T: Tensor, other_logprobs_T: Tensor) -> Tensor:
+    """Estimates KL(sampler || other) from tokens drawn by the sampler: `exp(d) - 1 - d`, `d = other -
+    sampler`.
+
+    Schulman's k3 (2020, "Approximating KL divergence"): never negative, low variance, unbiased where
+    `other`'s support lies within the sampler's. Where the sampler was truncated and `other` is not, it is
+    biased: tokens that were cut are never drawn.
+    """
+    difference_T = other_logprobs_T - sampler_logprobs_T
+    return torch.expm1(difference_T) - difference_T

@@ -1,0 +1,34 @@
+"""From token losses to the number that is differentiated. Runs in trainer processes, once per microbatch."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from moerl.errors import ContractError
+
+
+def token_mean(loss_T: Tensor, loss_mask_T: Tensor, denominator: float) -> Tensor:
+    """`sum of loss over trained tokens / denominator`.
+
+    With the same denominator everywhere, the sum of these over all microbatches and data-parallel ranks is
+    the mean over all trained tokens of the batch, so the gradient depends neither on packing nor on layout
+    (token-level loss: DAPO, Yu et al. 2025, arXiv:2503.14476). Gradients are to be summed, not averaged,
+    over ranks.
+
+    Args:
+        loss_T: float. loss_mask_T: bool; True on trained tokens.
+        denominator: number of trained tokens of the whole batch, over all microbatches and data-parallel
+            ranks.
+
+    Raises:
+        ContractError: the denominator is not positive.
+    """
+    if not denominator > 0:
+        raise ContractError(
+            "no_trained_token",
+            field="loss_mask",
+            seen=f"denominator {denominator}",
+            expected="at least one trained token in the batch",
+            remedy="skip a batch that has nothing to train on before the forward pass",
+        )
+    return loss_T.masked_fill(~loss_mask_T, 0.0).sum() / denominator

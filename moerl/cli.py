@@ -1,0 +1,219 @@
+"""The command line: ``moerl train | sft | rollout | eval``.
+
+Reads and checks the configuration, starts further ranks where the parallel sizes ask for them, and hands over to
+`moerl.orchestration.commands`. That import comes last, so that help and configuration errors need no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from moerl.errors import ConfigError, MoerlError
+from moerl.launch.local import launch_local
+from moerl.launch.rank import RankInfo, die_with_launcher, rank_info
+
+if TYPE_CHECKING:
+    from moerl.config.schema import RunConfig
+
+
+@dataclass(frozen=True, slots=True)
+class _Command:
+    """summary: one line. text: what it does and leaves behind. examples: (command line, what it is for)."""
+
+    summary: str
+    text: str
+    examples: tuple[tuple[str, str], ...]
+
+
+COMMANDS = {
+    "train": _Command(
+        "post-train a model: cold start where the recipe has one, then reinforcement learning",
+        "Builds or loads the model, runs the cold start, trains with reinforcement learning and evaluates on fresh\n"
+        "problems. The run directory then holds the resolved config, metrics.jsonl, TensorBoard events, summary.json,\n"
+        "checkpoints, rollouts in Parquet and PNG curves.",
+        (
+            ("moerl train recipe=laptop", "the demo, minutes on two cores"),
+            ("moerl train recipe=laptop algorithm.group_size=16 run_dir=runs/wide", "change what you like"),
+            ("moerl train task=jsonl task.path=my.jsonl task.reward=my_rewards:score", "a task of your own"),
+            ("moerl train resume=runs/wide", "go on after a stop"),
+        ),
+    ),
+    "sft": _Command(
+        "only the cold start: supervised fine-tuning on the task's demonstrations",
+        "Builds or loads the model, trains it on demonstrations that the task writes (or your JSONL holds), and\n"
+        "saves it as a Hugging Face directory in the run directory.",
+        (
+            ("moerl sft recipe=laptop", "the demo's cold start"),
+            ("moerl sft recipe=laptop sft.steps=800 run_dir=runs/longer", "a longer one"),
+        ),
+    ),
+    "rollout": _Command(
+        "sample responses from a saved model, score them and write them to Parquet",
+        "Samples group_size responses to prompts_per_step prompts, with routing and kept sets, and writes them to the\n"
+        "run directory. Nothing is trained.",
+        (
+            ("moerl rollout model=pretrained model.path=DIR", "DIR: a model that a run saved"),
+            ("moerl rollout model=pretrained model.path=DIR rollout.top_p=0.8", "sample more narrowly"),
+        ),
+    ),
+    "eval": _Command(
+        "measure a saved model on held-out problems",
+        "Answers the held-out problems greedily and prints the accuracy; the run directory holds the numbers.",
+        (
+            ("moerl eval model=pretrained model.path=DIR", "DIR: a model that a run saved"),
+            ("moerl eval model=pretrained model.path=DIR evaluation.heldout_problems=500", "fewer problems"),
+        ),
+    ),
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"command line: {message}", remedy=f"see `{self.prog} --help`")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit status: 0, 1 (a run failed) or 2 (wrong command line or configuration)."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(arguments)
+    except MoerlError as error:
+        if "--traceback" in arguments:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:
+        print("interrupted; `moerl train resume=RUN_DIR` goes on from the last checkpoint", file=sys.stderr)
+        return 130
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_overview())
+        return 0 if arguments else 2
+    if arguments[0] == "--version":
+        print(f"moerl {importlib.metadata.version('moerl')}")
+        return 0
+    command, rest = arguments[0], arguments[1:]
+    if command not in COMMANDS:
+        raise ConfigError(
+            "command line: unknown command",
+            seen=command,
+            expected=f"one of {', '.join(COMMANDS)}",
+            remedy="see `moerl --help`",
+        )
+    options = _parser(command).parse_intermixed_args(rest)
+    if options.help:
+        print(_help(command, options.config_dir))
+        return 0
+    return _run(command, options, arguments)
+
+
+def _run(command: str, options: argparse.Namespace, arguments: list[str]) -> int:
+    from moerl.config.checks import config_notes
+    from moerl.config.load import dump_config, load_config, refuse_taken_run_dir, split_resume
+
+    here = rank_info()
+    if here.is_launched:
+        die_with_launcher()
+    config = load_config(options.overrides, command=command, config_dir=options.config_dir)
+    resume = split_resume(options.overrides)[0] is not None
+    if options.show_config:
+        print(dump_config(config), end="")
+        return 0
+    world_size = config.parallel.world_size
+    if here.is_launched:
+        _check_world_size(here, world_size)
+        return _hand_over(command, config, resume)
+    if not resume:
+        refuse_taken_run_dir(config)
+    for note in config_notes(config):
+        print(f"note: {note}", file=sys.stderr)
+    if world_size == 1:
+        return _hand_over(command, config, resume)
+    ranks_command = [sys.executable, "-m", "moerl", *arguments]
+    if not resume:
+        ranks_command.append(f"run_dir={_quoted(config.run_dir)}")
+    return launch_local(ranks_command, run_dir=config.run_dir, world_size=world_size, num_threads=config.num_threads)
+
+
+def _hand_over(command: str, config: RunConfig, resume: bool) -> int:
+    from moerl.orchestration import commands
+
+    if command == "train":
+        return commands.run_train(config, resume=resume)
+    if command == "sft":
+        return commands.run_sft(config, resume=resume)
+    if command == "rollout":
+        return commands.run_rollout(config)
+    return commands.run_eval(config)
+
+
+def _check_world_size(here: RankInfo, world_size: int) -> None:
+    if here.world_size != world_size:
+        raise ConfigError(
+            "WORLD_SIZE: does not fit the parallel sizes",
+            seen=here.world_size,
+            expected=world_size,
+            remedy="run `moerl train` directly; it starts its own ranks",
+        )
+
+
+def _quoted(path: Path) -> str:
+    """A path as a quoted value of the override grammar."""
+    text = str(path).replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{text}'"
+
+
+def _parser(command: str) -> argparse.ArgumentParser:
+    parser = _Parser(prog=f"moerl {command}", add_help=False)
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
+    parser.add_argument("--config-dir", type=Path, metavar="DIR", help="directory with config groups of your own")
+    parser.add_argument("--show-config", action="store_true", help="print the resolved configuration and stop")
+    parser.add_argument("--traceback", action="store_true", help="show where an error was raised")
+    parser.add_argument("-h", "--help", action="store_true", help="show this text")
+    return parser
+
+
+def _help(command: str, config_dir: Path | None) -> str:
+    from moerl.config.help_text import groups_text, keys_text
+
+    about = COMMANDS[command]
+    parts = [
+        f"usage: moerl {command} [options] [GROUP=OPTION ...] [KEY=VALUE ...]",
+        f"moerl {command}: {about.summary}.\n\n{about.text}",
+        "examples:\n" + "\n".join(f"  {line}\n      {purpose}" for line, purpose in about.examples),
+        "options:\n" + _options_text(command),
+        groups_text(config_dir),
+        keys_text(),
+    ]
+    return "\n\n".join(parts)
+
+
+def _options_text(command: str) -> str:
+    actions = [action for action in _parser(command)._actions if action.option_strings]
+    heads = [", ".join(action.option_strings) + (f" {action.metavar}" if action.metavar else "") for action in actions]
+    return "\n".join(f"  {head:<20}{action.help}" for head, action in zip(heads, actions, strict=True))
+
+
+def _overview() -> str:
+    lines = [f"  {name:<10}{command.summary}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: moerl COMMAND [options] [GROUP=OPTION ...] [KEY=VALUE ...]",
+            "",
+            "RL post-training of mixture-of-experts language models, with routing and sampling masks kept.",
+            "",
+            "commands:",
+            *lines,
+            "",
+            "start here: moerl train recipe=laptop",
+            "`moerl COMMAND --help` explains a command and lists every key; `moerl --version` prints the version.",
+        ]
+    )

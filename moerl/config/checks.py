@@ -1,0 +1,254 @@
+"""Rules between configuration fields, checked before anything starts. Pure functions, any process.
+
+`check_run` holds for every `RunConfig`; `check_command` adds what one command needs, files included. Each rule
+names the dotted path, the value seen, the value expected and the remedy.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from moerl.contract.trajectory import MAX_KEPT_IDS
+from moerl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from moerl.config.schema import ParallelConfig, RunConfig
+
+COMMANDS = ("train", "sft", "rollout", "eval")
+
+
+def check_run(config: RunConfig) -> None:
+    """Checks the rules that hold for every command. Raises `ConfigError` at the first that is broken."""
+    _check_model(config)
+    _check_parallel(config.parallel)
+    _check_sharding(config)
+    _check_lengths(config)
+    _check_algorithm(config)
+    _check_task(config)
+
+
+def check_command(config: RunConfig, command: str) -> None:
+    """Checks what `command` (one of `COMMANDS`) needs beyond `check_run`; looks at the files that are named.
+
+    Raises:
+        ConfigError: The command cannot run with this configuration.
+    """
+    if command == "train" and config.rollout.temperature == 0.0:
+        raise ConfigError(
+            "rollout.temperature: greedy samples cannot be trained on",
+            seen=0.0,
+            expected="> 0",
+            remedy="set rollout.temperature=1.0",
+        )
+    if command == "sft" and config.sft.steps == 0:
+        raise ConfigError(
+            "sft.steps: nothing to do", seen=0, expected=">= 1", remedy="set sft.steps, for example sft.steps=400"
+        )
+    if command in ("rollout", "eval"):
+        _check_reader(config, command)
+    _check_files(config)
+
+
+def config_notes(config: RunConfig) -> list[str]:
+    """What a user should know about a configuration that is allowed; one line each, to be printed and logged."""
+    notes = []
+    rollout = config.rollout
+    cuts = rollout.top_p < 1.0 or rollout.min_p > 0.0 or rollout.top_k is not None
+    if cuts and rollout.top_k is None:
+        notes.append(f"rollout.top_k is null while top_p or min_p cut: top_k = {MAX_KEPT_IDS} is in force")
+    if cuts and not config.keep_sampling_mask.enabled:
+        notes.append(
+            "keep_sampling_mask.enabled is false while sampling is truncated: every log-ratio is off by the log of"
+            " the kept mass; good for a comparison only"
+        )
+    return notes
+
+
+def _check_model(config: RunConfig) -> None:
+    model = config.model
+    if (model.path is None) == (model.architecture is None):
+        raise ConfigError(
+            "model.path and model.architecture: one of them must be given",
+            seen="neither" if model.path is None else "both",
+            expected="one; the other null",
+            remedy="use model=pretrained model.path=DIR to start from a directory, or model=laptop to build one",
+        )
+    architecture = model.architecture
+    if architecture is None:
+        return
+    if architecture.experts_per_token > architecture.num_experts:
+        raise ConfigError(
+            "model.architecture.experts_per_token: more than there are experts",
+            seen=architecture.experts_per_token,
+            expected=f"<= model.architecture.num_experts = {architecture.num_experts}",
+            remedy="lower experts_per_token or raise num_experts",
+        )
+    if architecture.num_attention_heads % architecture.num_key_value_heads:
+        raise ConfigError(
+            "model.architecture.num_attention_heads: not a multiple of num_key_value_heads",
+            seen=architecture.num_attention_heads,
+            expected=f"a multiple of {architecture.num_key_value_heads}",
+            remedy="change one of the two",
+        )
+    if architecture.head_dim % 2:
+        raise ConfigError(
+            "model.architecture.head_dim: rotary embeddings need an even width",
+            seen=architecture.head_dim,
+            expected="an even number",
+            remedy=f"set model.architecture.head_dim={architecture.head_dim + 1}",
+        )
+
+
+def _check_parallel(parallel: ParallelConfig) -> None:
+    """The sizes must make whole groups, and this version must be able to run them."""
+    cell = parallel.expert * parallel.expert_tensor
+    ranks = parallel.tensor * parallel.context * parallel.data_size
+    if ranks % cell:
+        raise ConfigError(
+            "parallel: expert groups do not fit the ranks",
+            seen=f"expert x expert_tensor = {cell}, tensor x context x data = {ranks}",
+            expected="the second a multiple of the first",
+            remedy="leave parallel.data=null, or make tensor x context x data a multiple of expert x expert_tensor",
+        )
+    for name, reason in (
+        ("pipeline", "pipeline stages are not available yet"),
+        ("context", "splitting sequences over ranks is not available yet"),
+        ("expert_tensor", "splitting an expert over ranks is not available yet"),
+    ):
+        if getattr(parallel, name) != 1:
+            raise ConfigError(
+                f"parallel.{name}: {reason}",
+                seen=getattr(parallel, name),
+                expected=1,
+                remedy=f"set parallel.{name}=1; use parallel.tensor or parallel.expert",
+            )
+    smallest = max(1, parallel.expert // parallel.tensor)
+    if parallel.data_size != smallest:
+        raise ConfigError(
+            "parallel.data: data parallelism beyond what expert parallelism brings is not available yet",
+            seen=parallel.data_size,
+            expected=f"null or {smallest}",
+            remedy="set parallel.data=null",
+        )
+
+
+def _check_sharding(config: RunConfig) -> None:
+    architecture, parallel = config.model.architecture, config.parallel
+    if architecture is None:
+        return
+    for name, size, axis in (
+        ("num_attention_heads", parallel.tensor, "tensor"),
+        ("num_key_value_heads", parallel.tensor, "tensor"),
+        ("num_experts", parallel.expert, "expert"),
+    ):
+        value = getattr(architecture, name)
+        if value % size:
+            raise ConfigError(
+                f"parallel.{axis}: does not divide model.architecture.{name}",
+                seen=f"parallel.{axis} = {size}, {name} = {value}",
+                expected=f"a divisor of {value}",
+                remedy=f"lower parallel.{axis} or change model.architecture.{name}",
+            )
+
+
+def _check_lengths(config: RunConfig) -> None:
+    longest = config.rollout.max_new_tokens
+    if longest >= config.trainer.microbatch_tokens:
+        raise ConfigError(
+            "trainer.microbatch_tokens: does not hold one response with its prompt",
+            seen=config.trainer.microbatch_tokens,
+            expected=f"> rollout.max_new_tokens = {longest}",
+            remedy="raise trainer.microbatch_tokens or lower rollout.max_new_tokens",
+        )
+    architecture = config.model.architecture
+    if architecture is not None and longest >= architecture.max_positions:
+        raise ConfigError(
+            "rollout.max_new_tokens: the model has no room for a prompt and this many tokens",
+            seen=longest,
+            expected=f"< model.architecture.max_positions = {architecture.max_positions}",
+            remedy="lower rollout.max_new_tokens or raise model.architecture.max_positions",
+        )
+
+
+def _check_algorithm(config: RunConfig) -> None:
+    algorithm = config.algorithm
+    if algorithm.prompts_per_step % algorithm.minibatches:
+        raise ConfigError(
+            "algorithm.minibatches: does not divide algorithm.prompts_per_step",
+            seen=f"minibatches = {algorithm.minibatches}, prompts_per_step = {algorithm.prompts_per_step}",
+            expected=f"a divisor of {algorithm.prompts_per_step}",
+            remedy="make algorithm.prompts_per_step a multiple of algorithm.minibatches",
+        )
+
+
+def _check_task(config: RunConfig) -> None:
+    task = config.task
+    if task.name == "jsonl":
+        if task.heldout_fraction + task.dev_fraction >= 1.0:
+            raise ConfigError(
+                "task.heldout_fraction and task.dev_fraction: nothing is left to train on",
+                seen=f"{task.heldout_fraction} + {task.dev_fraction}",
+                expected="a sum below 1",
+                remedy="lower one of them, for example task.heldout_fraction=0.1",
+            )
+        if config.sft.steps > 0 and task.response_key is None:
+            raise ConfigError(
+                "sft.steps: a cold start needs demonstrations and the task has none",
+                seen=f"sft.steps = {config.sft.steps}, task.response_key = null",
+                expected="sft.steps = 0, or a response_key",
+                remedy="set sft.steps=0, or name the key that holds demonstrations with task.response_key",
+            )
+        return
+    for what in ("terms", "digits"):
+        low, high = getattr(task, f"min_{what}"), getattr(task, f"max_{what}")
+        if low > high:
+            raise ConfigError(
+                f"task.min_{what}: above task.max_{what}",
+                seen=f"{low} > {high}",
+                expected=f"min_{what} <= max_{what}",
+                remedy=f"raise task.max_{what} or lower task.min_{what}",
+            )
+    missing = [n for n in range(task.min_terms, task.max_terms + 1) if n not in task.worked_probability]
+    if missing:
+        raise ConfigError(
+            "task.worked_probability: a number of terms has no probability",
+            seen=f"terms {sorted(task.worked_probability)}",
+            expected=f"every number from {task.min_terms} to {task.max_terms}",
+            remedy=f"add task.worked_probability.{missing[0]}=0.5",
+        )
+
+
+def _check_reader(config: RunConfig, command: str) -> None:
+    """`rollout` and `eval` read a model that exists, in one process."""
+    if config.model.path is None:
+        raise ConfigError(
+            f"model.path: moerl {command} needs trained weights",
+            seen="null",
+            expected="a Hugging Face directory",
+            remedy="add model=pretrained model.path=DIR, for example a directory that a run saved",
+        )
+    if config.parallel.world_size != 1:
+        raise ConfigError(
+            f"parallel: moerl {command} runs in one process",
+            seen=f"{config.parallel.world_size} processes",
+            expected=1,
+            remedy="add parallel=single",
+        )
+
+
+def _check_files(config: RunConfig) -> None:
+    path = config.model.path
+    if path is not None and not (path / "config.json").is_file():
+        raise ConfigError(
+            "model.path: not a Hugging Face model directory",
+            seen=path,
+            expected="a directory with config.json",
+            remedy="give the directory that holds config.json and the weights",
+        )
+    if config.task.name == "jsonl" and not config.task.path.is_file():
+        raise ConfigError(
+            "task.path: no such file",
+            seen=config.task.path,
+            expected="a JSONL file",
+            remedy="give the path of your JSONL file",
+        )

@@ -1,0 +1,102 @@
+"""From pydantic's errors to a `ConfigError` with dotted path, value seen, value expected and remedy. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from moerl.config.reference import children, closest, config_keys, describe
+from moerl.errors import ConfigError
+
+
+def explain(error: ValidationError) -> ConfigError:
+    """The first error in full; the paths of further ones are named in the same line."""
+    details = error.errors(include_url=False)
+    unknown_first = sorted(details, key=lambda detail: detail["type"] != "extra_forbidden")
+    first = _explain_one(unknown_first[0])
+    others = [dotted(detail["loc"]) for detail in unknown_first[1:]]
+    if not others:
+        return first
+    named = ", ".join(dict.fromkeys(others[:5])) + (", ..." if len(others) > 5 else "")
+    return ConfigError(
+        first.what, seen=first.seen, expected=first.expected, remedy=f"{first.remedy} (also wrong: {named})"
+    )
+
+
+def unknown_key(path: str) -> ConfigError:
+    """The error for a key that does not exist, with the key that was probably meant."""
+    meant = closest(path)
+    siblings = children(path.rpartition(".")[0])
+    return ConfigError(
+        f"{path}: unknown key",
+        expected=f"one of {', '.join(siblings)}" if siblings else None,
+        remedy=f"did you mean {meant}?" if meant else "`moerl train --help` lists all keys",
+    )
+
+
+def dotted(location: tuple[int | str, ...]) -> str:
+    """A pydantic location as a dotted path: without the name of the task that pydantic puts behind `task`."""
+    parts = [str(part) for part in location]
+    if parts[:1] == ["task"] and len(parts) > 1:
+        del parts[1]
+    return ".".join(part for part in parts if part != "[key]") or "configuration"
+
+
+def _explain_one(detail: ErrorDetails) -> ConfigError:
+    path, kind = dotted(detail["loc"]), detail["type"]
+    context: dict[str, Any] = detail.get("ctx", {})
+    if kind == "extra_forbidden":
+        return _explain_extra(path, detail["loc"])
+    if kind == "missing":
+        return ConfigError(
+            f"{path}: no value given",
+            expected=describe(path) or None,
+            remedy=f"add {path}=VALUE, or set it in the recipe",
+        )
+    if kind in ("union_tag_invalid", "union_tag_not_found"):
+        return ConfigError(
+            f"{path}.name: unknown task",
+            seen=context.get("tag"),
+            expected=context.get("expected_tags", "the name of a task"),
+            remedy="choose a task with task=NAME",
+        )
+    if kind == "string_pattern_mismatch" and path == "task.reward":
+        return ConfigError(
+            f"{path}: not the name of a function",
+            seen=repr(detail["input"]),
+            expected='"package.module:function"',
+            remedy="name the module and the function, for example task.reward=my_rewards:exact_match",
+        )
+    if path == "recipe" and isinstance(detail["input"], dict):
+        return ConfigError(
+            "recipe: the recipe's values landed under `recipe`",
+            seen=sorted(detail["input"]),
+            expected="values at the top",
+            remedy="make `# @package _global_` the first line of the recipe file",
+        )
+    expected = detail["msg"].removeprefix("Input should be ").removeprefix("Value should be ")
+    meaning = describe(path)
+    return ConfigError(
+        f"{path}: wrong value",
+        seen=f"{detail['input']!r} ({type(detail['input']).__name__})",
+        expected=expected[:1].lower() + expected[1:],
+        remedy=f"change {path}" + (f" ({meaning.rstrip('.')})" if meaning else ""),
+    )
+
+
+def _explain_extra(path: str, location: tuple[int | str, ...]) -> ConfigError:
+    """An unknown key; one of another task says which task it belongs to."""
+    owners = {key.owner for key in config_keys() if key.path == path}
+    if location[:1] == ("task",) and owners:
+        task = next(name for name, owner in _TASK_OWNERS.items() if owner in owners)
+        return ConfigError(
+            f"{path}: not a key of task {location[1]}",
+            expected=f"task={task}, which has it",
+            remedy=f"add task={task} or remove {path}",
+        )
+    return unknown_key(path)
+
+
+_TASK_OWNERS = {"chain_sum": "ChainSumTaskConfig", "jsonl": "JsonlTaskConfig"}

@@ -1,0 +1,89 @@
+"""Config groups and keys as ``--help`` lists them, generated from the schema and the YAML files."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from moerl.config.load import CONFIGS, compose_values, config_groups
+from moerl.config.reference import Key, config_keys
+
+WIDTH = 110
+_KEY_WIDTH = 46
+_REQUIRED = "???"
+
+
+def groups_text(config_dir: Path | None = None) -> str:
+    """Config groups with their options, the default one marked, and what each option is."""
+    lines = ["config groups (GROUP=OPTION; an option sets many keys at once):"]
+    defaults = _default_options()
+    for group, options in config_groups(config_dir).items():
+        for option in options:
+            mark = " (default)" if defaults.get(group) == option else ""
+            lines += _entry(f"{group}={option}{mark}", _first_comment(group, option, config_dir))
+    lines.append("  --config-dir DIR adds options of your own: DIR/recipe/mine.yaml becomes recipe=mine")
+    return "\n".join(lines)
+
+
+def keys_text() -> str:
+    """Every key with its default value, type and meaning, by section."""
+    composed = compose_values([])
+    lines = ["keys (KEY=VALUE; shown with the value they have when nothing else is said):"]
+    section = None
+    for key in config_keys():
+        heading = _heading(key)
+        if heading != section:
+            lines += ["", f"  {heading}"]
+            section = heading
+        lines += _entry(f"{key.path}={_default(key, composed)}", f"{key.type_name}. {key.description}")
+    lines += ["", "  On the command of a run that exists: resume=RUN_DIR goes on from its last checkpoint."]
+    return "\n".join(lines)
+
+
+def _heading(key: Key) -> str:
+    if key.owner == "JsonlTaskConfig":
+        return "task=jsonl, besides task.name"
+    if key.owner == "ChainSumTaskConfig":
+        return "task=chain_sum"
+    return key.path.rpartition(".")[0] or "run"
+
+
+def _default(key: Key, composed: dict[str, Any]) -> str:
+    values: Any = composed
+    path = key.path
+    if key.owner == "JsonlTaskConfig":
+        values = yaml.safe_load((CONFIGS / "task" / "jsonl.yaml").read_text(encoding="utf-8"))
+        path = path.removeprefix("task.")
+    for part in path.split("."):
+        values = values[part]
+    if values == _REQUIRED:
+        return "(you must give it)"
+    return values if isinstance(values, str) else json.dumps(values).replace('"', "")
+
+
+def _default_options() -> dict[str, str]:
+    defaults = yaml.safe_load((CONFIGS / "config.yaml").read_text(encoding="utf-8"))["defaults"]
+    return {group: option for entry in defaults if isinstance(entry, dict) for group, option in entry.items()}
+
+
+def _first_comment(group: str, option: str, config_dir: Path | None) -> str:
+    """The first comment line of an option's file that is not a Hydra directive."""
+    folders = [CONFIGS] if config_dir is None else [CONFIGS, config_dir]
+    path = next(path for path in (folder / group / f"{option}.yaml" for folder in folders) if path.is_file())
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if line.startswith("#") and "@package" not in line:
+            return line.lstrip("# ")
+    return ""
+
+
+def _entry(head: str, text: str) -> list[str]:
+    """One entry in two columns; a head that is too long gets a line of its own."""
+    indent = " " * (_KEY_WIDTH + 4)
+    wrapped = textwrap.wrap(text, WIDTH - len(indent)) or [""]
+    if len(head) > _KEY_WIDTH:
+        return [f"    {head}", *(f"{indent}{line}" for line in wrapped)]
+    return [f"    {head:<{_KEY_WIDTH}}{wrapped[0]}".rstrip(), *(f"{indent}{line}" for line in wrapped[1:])]

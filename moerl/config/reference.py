@@ -1,0 +1,150 @@
+"""The keys of a configuration, read off the schema: for help texts and for naming what an error is about.
+
+Pure functions over `moerl.config.schema`; any process.
+"""
+
+from __future__ import annotations
+
+import difflib
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from moerl.config.schema import RunConfig
+
+_PLAIN_NAMES = {int: "int", float: "float", bool: "bool", str: "text", Path: "path", types.NoneType: "null"}
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key that can be set.
+
+    path: dotted path. type_name: what it takes, for example ``int >= 1``. description: the meaning.
+    owner: the model the field belongs to, for example ``JsonlTaskConfig``.
+    """
+
+    path: str
+    type_name: str
+    description: str
+    owner: str
+
+
+def config_keys() -> list[Key]:
+    """Every leaf key of `RunConfig` in the order of the schema; both tasks' keys are listed."""
+    return list(_walk(RunConfig, ""))
+
+
+def sections() -> set[str]:
+    """Dotted paths of the keys that hold other keys, for example ``model.architecture``."""
+    paths = set()
+    for key in config_keys():
+        parents = key.path.split(".")[:-1]
+        paths |= {".".join(parents[: depth + 1]) for depth in range(len(parents))}
+    return paths
+
+
+def is_known(path: str) -> bool:
+    """True for a key, a section, and anything inside a key that holds a mapping."""
+    known = {key.path: key.type_name for key in config_keys()}
+    if path in known or path in sections():
+        return True
+    parent = path.rpartition(".")[0]
+    return known.get(parent, "").startswith("mapping")
+
+
+def children(section: str) -> list[str]:
+    """Names of the keys and sections directly under a dotted path; the root is the empty text."""
+    prefix = f"{section}." if section else ""
+    inside = [key.path.removeprefix(prefix) for key in config_keys() if key.path.startswith(prefix)]
+    return list(dict.fromkeys(rest.split(".")[0] for rest in inside))
+
+
+def closest(path: str) -> str | None:
+    """The valid key that `path` most likely meant, None where nothing is near.
+
+    A misspelt name in the right section comes first, then the right name in the wrong section, then any near
+    spelling.
+    """
+    section, _, last = path.rpartition(".")
+    near = difflib.get_close_matches(last, children(section), n=1, cutoff=0.7)
+    if near:
+        return f"{section}.{near[0]}" if section else near[0]
+    paths = [key.path for key in config_keys()]
+    same_name = [known for known in paths if known.rpartition(".")[2] == last]
+    if same_name:
+        return max(same_name, key=lambda known: difflib.SequenceMatcher(None, known, path).ratio())
+    near = difflib.get_close_matches(path, paths, n=1, cutoff=0.75)
+    if near:
+        return near[0]
+    by_name = {known.rpartition(".")[2]: known for known in paths}
+    near = difflib.get_close_matches(last, by_name, n=1, cutoff=0.75)
+    return by_name[near[0]] if near else None
+
+
+def describe(path: str) -> str:
+    """The description of a key, or an empty text."""
+    return next((key.description for key in config_keys() if key.path == path), "")
+
+
+def _walk(model: type[BaseModel], prefix: str) -> Iterator[Key]:
+    for name, info in model.model_fields.items():
+        path = f"{prefix}{name}"
+        models = _models(info.annotation)
+        if models:
+            seen: set[str] = set()
+            for child in models:
+                keys = [key for key in _walk(child, f"{path}.") if key.path not in seen]
+                seen |= {key.path for key in keys}
+                yield from keys
+        else:
+            type_name = _type_name(info.annotation, info.metadata)
+            if path == "task.name":
+                type_name = " | ".join(_task_names())
+            yield Key(path, type_name, info.description or "", model.__name__)
+
+
+def _task_names() -> list[str]:
+    tasks = _models(RunConfig.model_fields["task"].annotation)
+    return [get_args(task.model_fields["name"].annotation)[0] for task in tasks]
+
+
+def _models(annotation: Any) -> list[type[BaseModel]]:
+    """The pydantic models an annotation can hold."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    if get_origin(annotation) in (Union, types.UnionType, Annotated):
+        return [model for argument in get_args(annotation) for model in _models(argument)]
+    return []
+
+
+def _type_name(annotation: Any, metadata: list[Any]) -> str:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _type_name(arguments[0], [part for info in arguments[1:] for part in _constraints(info)])
+    if origin is Literal:
+        return " | ".join(str(value) for value in arguments)
+    if origin in (Union, types.UnionType):
+        return " or ".join(_type_name(argument, metadata) for argument in arguments)
+    if origin is dict:
+        return "mapping of " + " to ".join(_type_name(argument, []) for argument in arguments)
+    name = _PLAIN_NAMES[annotation]
+    return name if annotation is types.NoneType else name + _bounds(metadata)
+
+
+def _constraints(info: Any) -> list[Any]:
+    return info.metadata if isinstance(info, FieldInfo) else [info]
+
+
+def _bounds(metadata: list[Any]) -> str:
+    low = next((f">= {part.ge:g}" for part in metadata if isinstance(part, Ge)), None)
+    low = low or next((f"> {part.gt:g}" for part in metadata if isinstance(part, Gt)), None)
+    high = next((f"<= {part.le:g}" for part in metadata if isinstance(part, Le)), None)
+    high = high or next((f"< {part.lt:g}" for part in metadata if isinstance(part, Lt)), None)
+    bounds = ", ".join(bound for bound in (low, high) if bound)
+    return f" {bounds}" if bounds else ""

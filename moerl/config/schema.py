@@ -1,0 +1,253 @@
+"""The configuration of a run as frozen, strict pydantic models; values live in `moerl/configs`, not here.
+
+Read by every process. A field is described once, at the field; `--help` prints these descriptions. Rules between
+fields are in `moerl.config.checks` and hold for every `RunConfig` that exists.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from moerl.config.checks import check_run
+from moerl.contract.trajectory import MAX_KEPT_IDS
+
+Count = Annotated[int, Field(ge=1)]
+CountOrZero = Annotated[int, Field(ge=0)]
+NonNegative = Annotated[float, Field(ge=0.0)]
+Positive = Annotated[float, Field(gt=0.0)]
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
+FloatName = Literal["float32", "bfloat16"]
+
+
+class Section(BaseModel):
+    """Base of every section: frozen, unknown keys refused, no coercion, no NaN or infinity."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class ArchitectureConfig(Section):
+    """A Qwen3-MoE model to build from scratch; every layer is an MoE layer."""
+
+    hidden_size: Count = Field(description="Width of the residual stream.")
+    num_layers: Count = Field(description="Transformer layers, each with experts.")
+    num_attention_heads: Count = Field(description="Query heads.")
+    num_key_value_heads: Count = Field(description="Key and value heads (GQA).")
+    head_dim: Count = Field(description="Width of one attention head; even.")
+    num_experts: Count = Field(description="Experts per layer.")
+    experts_per_token: Count = Field(description="Experts that each token is sent to.")
+    moe_intermediate_size: Count = Field(description="Inner width of one expert.")
+    max_positions: Count = Field(description="Longest sequence, prompt and response, in tokens.")
+    initializer_range: Positive = Field(description="Standard deviation of the initial weights.")
+    tie_word_embeddings: bool = Field(description="Share input and output embeddings.")
+    vocab_size: Count = Field(description="Largest vocabulary the task's tokenizer may have.")
+
+
+class ModelConfig(Section):
+    """Which model is trained: one of `path` and `architecture`."""
+
+    path: Path | None = Field(description="Hugging Face directory to start from; null builds `architecture`.")
+    dtype: FloatName = Field(description="Precision of the trainer.")
+    architecture: ArchitectureConfig | None = Field(description="Model to build; null starts from `path`.")
+
+
+class ParallelConfig(Section):
+    """Parallel sizes of the trainer."""
+
+    tensor: Count = Field(description="Tensor-parallel size.")
+    pipeline: Count = Field(description="Pipeline-parallel size.")
+    expert: Count = Field(description="Expert-parallel size.")
+    expert_tensor: Count = Field(description="Tensor-parallel size inside an expert.")
+    context: Count = Field(description="Context-parallel size.")
+    data: Count | None = Field(description="Data-parallel size; null takes the smallest that fits the rest.")
+
+    @property
+    def data_size(self) -> int:
+        """The data-parallel size in force."""
+        if self.data is not None:
+            return self.data
+        return max(1, self.expert * self.expert_tensor // (self.tensor * self.context))
+
+    @property
+    def world_size(self) -> int:
+        """Processes of the trainer."""
+        return self.tensor * self.pipeline * self.context * self.data_size
+
+
+class TrainerConfig(Section):
+    """How a training step is cut up."""
+
+    microbatch_tokens: Count = Field(description="Most tokens packed into one forward pass.")
+    recompute: Literal["none", "selective", "full"] = Field(
+        description="Activations computed again in the backward pass to save memory."
+    )
+
+
+class OptimizerConfig(Section):
+    """AdamW and its learning-rate schedule."""
+
+    lr: Positive = Field(description="Peak learning rate.")
+    min_lr_ratio: Share = Field(description="Last learning rate as a share of `lr`.")
+    schedule: Literal["constant", "linear", "cosine"] = Field(description="Decay after the warm-up.")
+    warmup_steps: CountOrZero = Field(description="Optimizer steps of linear warm-up.")
+    beta1: Decay = Field(description="Decay of the first moment.")
+    beta2: Decay = Field(description="Decay of the second moment.")
+    eps: Positive = Field(description="Added to the denominator of the update.")
+    weight_decay: NonNegative = Field(description="Decoupled weight decay.")
+    clip_grad: NonNegative = Field(description="Largest global gradient norm; 0 = no clipping.")
+
+
+class AlgorithmConfig(Section):
+    """The policy-gradient algorithm."""
+
+    name: Literal["grpo"] = Field(description="Algorithm.")
+    steps: Count = Field(description="Batches of rollouts to train on.")
+    prompts_per_step: Count = Field(description="Prompts in a batch.")
+    group_size: Annotated[int, Field(ge=2)] = Field(description="Responses sampled per prompt.")
+    minibatches: Count = Field(description="Optimizer steps per batch.")
+    clip_low: Share = Field(description="Ratios below 1 - clip_low are clipped.")
+    clip_high: NonNegative = Field(description="Ratios above 1 + clip_high are clipped.")
+    normalize_std: bool = Field(description="Divide advantages by the standard deviation of their group.")
+    importance_cap: Positive | None = Field(
+        description="Cap of the truncated importance weight between sampler and trainer; null = no correction."
+    )
+    kl_coef: NonNegative = Field(description="Weight of the KL to the starting model; 0 = no reference model.")
+    moe_aux_loss_coef: NonNegative = Field(description="Weight of the load-balancing loss.")
+
+
+class RolloutConfig(Section):
+    """How responses are sampled."""
+
+    engine: Literal["embedded"] = Field(description="Engine that samples.")
+    dtype: FloatName = Field(description="Precision of the engine.")
+    max_running: Count = Field(description="Responses sampled side by side.")
+    max_new_tokens: Count = Field(description="Longest response in tokens.")
+    temperature: NonNegative = Field(description="Sampling temperature; training needs more than 0.")
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = Field(description="Nucleus mass.")
+    top_k: Annotated[int, Field(ge=1, le=MAX_KEPT_IDS)] | None = Field(
+        description=f"Largest kept set; null = {MAX_KEPT_IDS} where top_p or min_p cut, else everything."
+    )
+    min_p: Decay = Field(description="Least probability, as a share of the most likely token's.")
+
+
+class KeepRoutingConfig(Section):
+    """Keep Routing."""
+
+    mode: Literal["off", "rollout"] = Field(
+        description="rollout = train through the experts that the sampler used; off = the trainer's own choice."
+    )
+
+
+class KeepSamplingMaskConfig(Section):
+    """Keep Sampling Mask."""
+
+    enabled: bool = Field(description="Score sampled tokens inside the set they were drawn from.")
+
+
+class SftConfig(Section):
+    """Cold start by supervised fine-tuning on the task's demonstrations."""
+
+    steps: CountOrZero = Field(description="Optimizer steps; 0 = no cold start.")
+    batch_size: Count = Field(description="Demonstrations per step.")
+    num_examples: Count = Field(description="Demonstrations to draw from.")
+    moe_aux_loss_coef: NonNegative = Field(description="Weight of the load-balancing loss.")
+    optimizer: OptimizerConfig = Field(description="Optimizer of the cold start.")
+
+
+class ChainSumTaskConfig(Section):
+    """Sums and differences in a row, from reasoning-gym."""
+
+    name: Literal["chain_sum"] = Field(description="Task.")
+    min_terms: Annotated[int, Field(ge=2)] = Field(description="Fewest terms of a problem.")
+    max_terms: Annotated[int, Field(ge=2)] = Field(description="Most terms of a problem.")
+    min_digits: Count = Field(description="Fewest digits of a term.")
+    max_digits: Count = Field(description="Most digits of a term.")
+    num_train: Count = Field(description="Training problems.")
+    worked_probability: dict[int, Share] = Field(
+        description="Per number of terms: share of demonstrations that show their work."
+    )
+
+
+class JsonlTaskConfig(Section):
+    """Prompts from a JSONL file and a reward function of your own."""
+
+    name: Literal["jsonl"] = Field(description="Task.")
+    path: Path = Field(description="JSONL file, one object per problem.")
+    reward: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")] = Field(
+        description='Reward function, as "package.module:function".'
+    )
+    prompt_key: Annotated[str, Field(min_length=1)] = Field(description="Key of the prompt text in a row.")
+    response_key: Annotated[str, Field(min_length=1)] | None = Field(
+        description="Key of a demonstration in a row; null = the file has none."
+    )
+    heldout_fraction: Share = Field(description="Share of rows kept for the final numbers.")
+    dev_fraction: Share = Field(description="Share of rows kept for evaluation while training.")
+    reward_timeout_seconds: Positive = Field(description="Longest time one reward may take.")
+
+
+TaskConfig = Annotated[ChainSumTaskConfig | JsonlTaskConfig, Field(discriminator="name")]
+
+
+class EvaluationConfig(Section):
+    """Greedy evaluation."""
+
+    every: CountOrZero = Field(description="Steps between evaluations on dev problems; 0 = start and end only.")
+    dev_problems: Count = Field(description="Problems looked at while training.")
+    heldout_problems: Count = Field(description="Problems for the final numbers, looked at by nothing else.")
+
+
+class CheckpointConfig(Section):
+    """Trainer checkpoints, from which a run goes on."""
+
+    every: CountOrZero = Field(description="Steps between checkpoints; 0 = at the end of a stage only.")
+    keep: Annotated[int, Field(ge=2)] = Field(description="Newest checkpoints kept; a spare one must remain.")
+
+
+class MismatchConfig(Section):
+    """Sampler against trainer."""
+
+    every: CountOrZero = Field(description="Steps between full mismatch tables; 0 = at the end only.")
+
+
+class DumpConfig(Section):
+    """Rollouts on disk."""
+
+    rollouts_every: CountOrZero = Field(description="Steps between Parquet dumps of the rollouts; 0 = never.")
+
+
+class QuarantineConfig(Section):
+    """Trajectories that break the data contract."""
+
+    max_rate: Share = Field(description="Share of quarantined trajectories above which the run stops.")
+
+
+class RunConfig(Section):
+    """Everything that decides what a run does."""
+
+    recipe: str = Field(description="Recipe the run started from.")
+    seed: CountOrZero = Field(description="Seed of weights, prompts and sampling.")
+    run_dir: Path = Field(description="Where the run is written; null = runs/<recipe>-seed<seed>-<time>.")
+    num_threads: Count = Field(description="CPU threads of the whole run; results depend on it.")
+    model: ModelConfig = Field(description="The model.")
+    parallel: ParallelConfig = Field(description="Parallel sizes.")
+    trainer: TrainerConfig = Field(description="The trainer.")
+    optimizer: OptimizerConfig = Field(description="Optimizer of the reinforcement learning.")
+    algorithm: AlgorithmConfig = Field(description="The algorithm.")
+    rollout: RolloutConfig = Field(description="Sampling.")
+    keep_routing: KeepRoutingConfig = Field(description="Keep Routing.")
+    keep_sampling_mask: KeepSamplingMaskConfig = Field(description="Keep Sampling Mask.")
+    sft: SftConfig = Field(description="Cold start.")
+    task: TaskConfig = Field(description="The task.")
+    evaluation: EvaluationConfig = Field(description="Evaluation.")
+    checkpoint: CheckpointConfig = Field(description="Checkpoints.")
+    mismatch: MismatchConfig = Field(description="Mismatch tables.")
+    dump: DumpConfig = Field(description="Rollout dumps.")
+    quarantine: QuarantineConfig = Field(description="Quarantine.")
+
+    @model_validator(mode="after")
+    def _fields_fit_together(self) -> RunConfig:
+        check_run(self)
+        return self

@@ -1,0 +1,324 @@
+"""The invariants of a trajectory: the one place that decides whether a record may be trained on.
+
+Runs in whatever process constructs a `Trajectory`. Everything is vectorised; nothing is repaired. The reason codes
+are `moerl.contract.reasons.Reason`. Per-record facts and turns are here, kept sets and expert ids in
+`moerl.contract.supports`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moerl.contract.reasons import Reason
+from moerl.contract.supports import check_expert_ids, check_kept_sets, refuse_where
+from moerl.errors import ContractError
+
+if TYPE_CHECKING:
+    from moerl.contract.trajectory import ModelSpec, SamplingParams, Trajectory
+
+_INT32_MAX = 2**31 - 1
+_INT64_MAX = 2**63 - 1
+
+
+def check_trajectory(trajectory: Trajectory) -> None:
+    """Refuses a trajectory that breaks any invariant which can be judged from the record alone.
+
+    Raises:
+        ContractError: Names the first broken invariant by its reason code, with field, value and expectation.
+    """
+    _check_types(trajectory)
+    _check_spec(trajectory.spec)
+    _check_lineage(trajectory)
+    _check_named_values(trajectory)
+    _check_layout(trajectory)
+    _check_tokens(trajectory)
+    _check_turns(trajectory)
+    _check_logprobs(trajectory)
+    _check_version_values(trajectory)
+    check_kept_sets(trajectory)
+    check_expert_ids(trajectory)
+
+
+def check_versions(trajectory: Trajectory, trainer_version: int) -> None:
+    """Refuses a trajectory that claims weights the trainer has not made yet.
+
+    Raises:
+        ContractError: `version_from_the_future`.
+    """
+    refuse_where(
+        trajectory.policy_versions > trainer_version,
+        Reason.VERSION_FROM_THE_FUTURE,
+        field="policy_versions",
+        values=trajectory.policy_versions,
+        expected=f"at most the trainer's version {trainer_version}",
+    )
+
+
+def _is_int(value: object) -> bool:
+    """True for Python and numpy integers, not for booleans."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return _is_int(value) or isinstance(value, float | np.floating)
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond float64
+        return False
+
+
+def _check_types(trajectory: Trajectory) -> None:
+    # A late import: trajectory.py imports this module at its top.
+    from moerl.contract import trajectory as schema
+
+    expected: dict[str, type] = {
+        "spec": schema.ModelSpec,
+        "lineage": schema.Lineage,
+        "kept": schema.KeptSets,
+        "finish_reason": schema.FinishReason,
+        "turns": tuple,
+        "rewards": dict,
+        "scores": dict,
+        "timings": dict,
+        "engine_id": str,
+        "attempt": int,
+    }
+    for name, kind in expected.items():
+        _demand_type(getattr(trajectory, name), kind, name)
+    for index, turn in enumerate(trajectory.turns):
+        _demand_type(turn, schema.Turn, f"turns[{index}]")
+        _demand_type(turn.kind, schema.TurnKind, f"turns[{index}].kind")
+        if turn.sampling is not None:
+            _demand_type(turn.sampling, schema.SamplingParams, f"turns[{index}].sampling")
+    _demand_range(trajectory.attempt, 0, _INT32_MAX, "attempt")
+    _demand_text(trajectory.engine_id, "engine_id")
+
+
+def _demand_type(value: object, kind: type, name: str) -> None:
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise ContractError(Reason.WRONG_TYPE, field=name, seen=type(value).__name__, expected=kind.__name__)
+
+
+def _demand_range(value: Any, low: int, high: int, name: str, reason: Reason = Reason.VALUE_OUT_OF_RANGE) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise ContractError(reason, field=name, seen=repr(value), expected=f"an integer in [{low}, {high}]")
+
+
+def _demand_text(value: object, name: str) -> None:
+    _demand_type(value, str, name)
+    try:
+        str(value).encode()
+    except UnicodeEncodeError as error:
+        raise ContractError(
+            Reason.TEXT_NOT_UTF8, field=name, seen=ascii(value), expected="text that UTF-8 can encode"
+        ) from error
+
+
+def _check_spec(spec: ModelSpec) -> None:
+    reason = Reason.SPEC_INVALID
+    _demand_range(spec.num_moe_layers, 1, _INT32_MAX, "spec.num_moe_layers", reason)
+    _demand_range(spec.num_experts, 1, 65536, "spec.num_experts", reason)
+    _demand_range(spec.experts_per_token, 1, spec.num_experts, "spec.experts_per_token", reason)
+    _demand_range(spec.vocab_size, 1, _INT32_MAX, "spec.vocab_size", reason)
+    _demand_text(spec.fingerprint, "spec.fingerprint")
+
+
+def _check_lineage(trajectory: Trajectory) -> None:
+    lineage = trajectory.lineage
+    for name in ("rollout_id", "prompt_id", "group_id"):
+        value = getattr(lineage, name)
+        _demand_text(value, f"lineage.{name}")
+        if not value:
+            raise ContractError(
+                Reason.LINEAGE_INCOMPLETE, field=f"lineage.{name}", seen="''", expected="a non-empty id"
+            )
+    for name in ("episode_id", "agent_id", "parent_rollout_id"):
+        _demand_text(getattr(lineage, name), f"lineage.{name}")
+    _demand_range(lineage.fork_at, -1, _INT32_MAX, "lineage.fork_at")
+    if (lineage.fork_at >= 0) != bool(lineage.parent_rollout_id):
+        raise ContractError(
+            Reason.LINEAGE_INCOMPLETE,
+            field="lineage.fork_at",
+            seen=f"fork_at={lineage.fork_at}, parent_rollout_id={lineage.parent_rollout_id!r}",
+            expected="both for a fork, neither otherwise",
+        )
+
+
+def _check_named_values(trajectory: Trajectory) -> None:
+    for group in ("rewards", "timings"):
+        for name, value in getattr(trajectory, group).items():
+            _demand_text(name, f"{group} name")
+            if not _is_number(value):
+                raise ContractError(
+                    Reason.WRONG_TYPE, field=f"{group}[{name!r}]", seen=type(value).__name__, expected="a number"
+                )
+            if not _is_finite(value):
+                raise ContractError(
+                    Reason.VALUE_NOT_FINITE, field=f"{group}[{name!r}]", seen=value, expected="a finite number"
+                )
+    for name in trajectory.scores:
+        _demand_text(name, "scores name")
+
+
+def _check_layout(trajectory: Trajectory) -> None:
+    """Dtypes and shapes: every array is what the spec and the number of tokens say, before any content is read."""
+    spec = trajectory.spec
+    _demand_array(trajectory.token_ids, np.dtype(np.int32), (None,), "token_ids")
+    num_tokens = len(trajectory.token_ids)
+    if num_tokens < 2:
+        raise ContractError(
+            Reason.TOO_SHORT, field="token_ids", seen=num_tokens, expected="a prompt token and a sampled token"
+        )
+    per_token = {"sampled": np.bool_, "rollout_logprobs": np.float32, "kept_logmass": np.float32}
+    per_token |= {"policy_versions": np.int32, "truncated": np.bool_}
+    for name, dtype in per_token.items():
+        _demand_array(getattr(trajectory, name), np.dtype(dtype), (num_tokens,), name)
+    rows = num_tokens - 1
+    routing_shape = (rows, spec.num_moe_layers, spec.experts_per_token)
+    _demand_array(trajectory.expert_ids, spec.expert_dtype, routing_shape, "expert_ids")
+    _demand_array(trajectory.routed, np.dtype(np.bool_), (rows,), "routed")
+    _demand_array(trajectory.kept.offsets, np.dtype(np.int64), (num_tokens + 1,), "kept.offsets")
+    _demand_array(trajectory.kept.ids, np.dtype(np.int32), (None,), "kept.ids")
+    for name, score in trajectory.scores.items():
+        _demand_array(score, np.dtype(np.float32), (num_tokens,), f"scores[{name!r}]")
+
+
+def _demand_array(value: object, dtype: np.dtype[Any], shape: tuple[int | None, ...], name: str) -> None:
+    if not isinstance(value, np.ndarray):
+        raise ContractError(Reason.WRONG_TYPE, field=name, seen=type(value).__name__, expected="ndarray")
+    if value.dtype != dtype:
+        raise ContractError(Reason.WRONG_DTYPE, field=name, seen=value.dtype, expected=dtype)
+    agrees = value.ndim == len(shape) and all(
+        want is None or have == want for have, want in zip(value.shape, shape, strict=True)
+    )
+    if not agrees:
+        raise ContractError(Reason.WRONG_SHAPE, field=name, seen=value.shape, expected=shape)
+
+
+def _check_tokens(trajectory: Trajectory) -> None:
+    token_ids, sampled = trajectory.token_ids, trajectory.sampled
+    vocab_size = trajectory.spec.vocab_size
+    refuse_where(
+        (token_ids < 0) | (token_ids >= vocab_size),
+        Reason.TOKEN_ID_OUT_OF_RANGE,
+        field="token_ids",
+        values=token_ids,
+        expected=f"in [0, {vocab_size})",
+    )
+    if sampled[0]:
+        raise ContractError(Reason.FIRST_TOKEN_SAMPLED, field="sampled", seen="sampled[0] is True", expected=False)
+    if not sampled.any():
+        raise ContractError(Reason.NOTHING_SAMPLED, field="sampled", seen=0, expected="at least one sampled token")
+    if not sampled[-1]:
+        raise ContractError(
+            Reason.NOT_TRIMMED,
+            field="sampled",
+            seen=f"the last sampled token is {int(np.flatnonzero(sampled)[-1])} of {len(sampled)}",
+            expected="nothing after the last sampled token",
+        )
+    for name, score in trajectory.scores.items():
+        refuse_where(
+            ~np.isfinite(score), Reason.VALUE_NOT_FINITE, field=f"scores[{name!r}]", values=score, expected="finite"
+        )
+
+
+def _check_turns(trajectory: Trajectory) -> None:
+    from moerl.contract.trajectory import TurnKind
+
+    position = 0
+    for index, turn in enumerate(trajectory.turns):
+        name = f"turns[{index}]"
+        contiguous = _is_int(turn.start) and _is_int(turn.end) and turn.start == position < turn.end
+        if not contiguous:
+            raise ContractError(
+                Reason.TURNS_DO_NOT_COVER,
+                field=name,
+                seen=f"[{turn.start!r}, {turn.end!r})",
+                expected=f"a non-empty span that starts at {position}",
+            )
+        position = turn.end
+        if (turn.sampling is not None) != (turn.kind is TurnKind.SAMPLED):
+            raise ContractError(
+                Reason.SAMPLING_MISPLACED,
+                field=f"{name}.sampling",
+                seen=f"{turn.sampling} on a turn of kind {turn.kind}",
+                expected="sampling parameters on sampled turns and only there",
+            )
+        if turn.sampling is not None:
+            _check_sampling(turn.sampling, f"{name}.sampling")
+    if position != len(trajectory):
+        raise ContractError(
+            Reason.TURNS_DO_NOT_COVER, field="turns", seen=f"end at {position}", expected=f"end at {len(trajectory)}"
+        )
+    lengths = [turn.end - turn.start for turn in trajectory.turns]
+    says_sampled = np.repeat([turn.kind is TurnKind.SAMPLED for turn in trajectory.turns], lengths)
+    refuse_where(
+        says_sampled != trajectory.sampled,
+        Reason.TURN_KIND_DISAGREES,
+        field="turns",
+        values=says_sampled,
+        expected="sampled turns exactly where `sampled` is True",
+    )
+
+
+def _check_sampling(sampling: SamplingParams, name: str) -> None:
+    from moerl.contract.trajectory import MAX_KEPT_IDS
+
+    reason = Reason.SAMPLING_INVALID
+    bounds = {
+        "temperature": lambda x: 0.0 <= x < np.inf,
+        "top_p": lambda x: 0.0 < x <= 1.0,
+        "min_p": lambda x: 0.0 <= x < 1.0,
+    }
+    for key, holds in bounds.items():
+        value = getattr(sampling, key)
+        if not _is_number(value) or not holds(value):
+            raise ContractError(
+                reason,
+                field=f"{name}.{key}",
+                seen=repr(value),
+                expected="temperature in [0, inf), top_p in (0, 1], min_p in [0, 1)",
+            )
+    if sampling.top_k is not None:
+        _demand_range(sampling.top_k, 1, MAX_KEPT_IDS, f"{name}.top_k", reason)
+    _demand_range(sampling.seed, -_INT64_MAX - 1, _INT64_MAX, f"{name}.seed", reason)
+
+
+def _check_logprobs(trajectory: Trajectory) -> None:
+    logprobs, logmass, sampled = trajectory.rollout_logprobs, trajectory.kept_logmass, trajectory.sampled
+
+    def demand(bad: NDArray[np.bool_], reason: Reason, field: str, expected: str) -> None:
+        refuse_where(bad, reason, field=field, values=getattr(trajectory, field), expected=expected)
+
+    demand(~np.isfinite(logprobs), Reason.LOGPROB_NOT_FINITE, "rollout_logprobs", "finite")
+    demand(logprobs > 0, Reason.LOGPROB_POSITIVE, "rollout_logprobs", "at most 0")
+    demand(~sampled & (logprobs != 0), Reason.LOGPROB_NOT_ZERO, "rollout_logprobs", "0 where not sampled")
+    demand(~np.isfinite(logmass), Reason.KEPT_MASS_NOT_FINITE, "kept_logmass", "finite")
+    demand(logmass > 0, Reason.KEPT_MASS_POSITIVE, "kept_logmass", "at most 0")
+    uncut = ~trajectory.truncated & (logmass != 0)
+    demand(uncut, Reason.KEPT_MASS_NOT_ZERO, "kept_logmass", "0 where nothing was cut")
+
+
+def _check_version_values(trajectory: Trajectory) -> None:
+    versions, sampled = trajectory.policy_versions, trajectory.sampled
+    refuse_where(
+        sampled & (versions < 0),
+        Reason.VERSION_NEGATIVE,
+        field="policy_versions",
+        values=versions,
+        expected="at least 0 on a sampled token",
+    )
+    refuse_where(
+        ~sampled & (versions != -1),
+        Reason.VERSION_NOT_SAMPLED,
+        field="policy_versions",
+        values=versions,
+        expected="-1 where not sampled",
+    )

@@ -1,0 +1,125 @@
+"""How arrays become bytes on the wire, and back: exact, little-endian, every length checked first.
+
+Expert ids travel layer by layer, since expert popularity differs between layers and the entropy coder then adapts to
+each. Kept ids travel as differences within a row, split into byte planes: their high bytes are nearly all zero.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moerl.contract.frame import Buffer
+from moerl.contract.reasons import Reason
+from moerl.errors import ContractError
+
+
+def array_bytes(array: NDArray[Any]) -> memoryview:
+    """The little-endian bytes of an array, without a copy where it is contiguous already."""
+    little = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
+    return memoryview(little.reshape(-1).view(np.uint8))
+
+
+def read_array(data: Buffer, dtype: type[Any] | np.dtype[Any], count: int, field: str) -> NDArray[Any]:
+    """A fresh, aligned [count] array of native `dtype`.
+
+    Raises:
+        ContractError: `array_length_wrong`.
+    """
+    native = np.dtype(dtype)
+    demand_length(data, count * native.itemsize, field)
+    return np.frombuffer(data, native.newbyteorder("<")).astype(native)
+
+
+def demand_length(data: Buffer, num_bytes: int, field: str) -> None:
+    if len(data) != num_bytes:
+        raise ContractError(
+            Reason.ARRAY_LENGTH_WRONG, field=field, seen=f"{len(data)} bytes", expected=f"{num_bytes} bytes"
+        )
+
+
+def pack_flags(flags: NDArray[np.bool_]) -> memoryview:
+    """bool [n] as ceil(n / 8) bytes."""
+    return memoryview(np.packbits(flags, bitorder="little"))
+
+
+def read_flags(data: Buffer, count: int, field: str) -> NDArray[np.bool_]:
+    """bool [count]. Spare bits of the last byte must be zero."""
+    demand_length(data, (count + 7) // 8, field)
+    bits = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little").view(np.bool_)
+    if bits[count:].any():
+        raise ContractError(Reason.ARRAY_LENGTH_WRONG, field=field, seen="flags beyond the end", expected=count)
+    return bits[:count].copy()
+
+
+def pack_runs(values: NDArray[np.int32]) -> tuple[memoryview, memoryview]:
+    """Run-length code of a non-empty int32 [n]: values int32 [runs] and lengths uint32 [runs]."""
+    starts = np.flatnonzero(np.concatenate(([True], values[1:] != values[:-1])))
+    lengths = np.diff(starts, append=len(values)).astype(np.uint32)
+    return array_bytes(values[starts]), array_bytes(lengths)
+
+
+def read_runs(values: Buffer, lengths: Buffer, count: int, field: str) -> NDArray[np.int32]:
+    """int32 [count] from its run-length code; the total is compared before anything is expanded."""
+    num_runs = len(lengths) // 4
+    run_lengths = read_array(lengths, np.uint32, num_runs, f"{field} lengths").astype(np.int64)
+    run_values = read_array(values, np.int32, num_runs, f"{field} values")
+    total = int(run_lengths.sum())
+    if total != count:
+        raise ContractError(Reason.ARRAY_LENGTH_WRONG, field=field, seen=f"{total} tokens", expected=count)
+    return np.repeat(run_values, run_lengths)
+
+
+def expert_planes(expert_ids: NDArray[Any]) -> Iterator[memoryview]:
+    """The bytes of [S-1, L, K] layer by layer, [S-1, K] each; a part is valid until the next is asked for."""
+    words = _as_words(expert_ids)
+    plane = np.empty_like(words[:, 0])
+    data = memoryview(plane.reshape(-1).view(np.uint8))
+    for layer in range(words.shape[1]):
+        # One buffer throughout: fresh ones of this size cost more in page faults than the copy itself.
+        np.copyto(plane, words[:, layer])
+        yield data
+
+
+def read_expert_planes(data: Buffer, shape: tuple[int, int, int], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """A fresh, contiguous [S-1, L, K] array of `dtype` from the bytes of [L, S-1, K]."""
+    num_rows, num_layers, top_k = shape
+    demand_length(data, math.prod(shape) * dtype.itemsize, "expert_ids")
+    planes = np.frombuffer(data, dtype.newbyteorder("<")).reshape(num_layers, num_rows, top_k)
+    words = np.ascontiguousarray(_as_words(planes).swapaxes(0, 1))
+    return words.view(planes.dtype).astype(dtype, copy=False)
+
+
+def _as_words(array_ABK: NDArray[Any]) -> NDArray[Any]:
+    """Little-endian [A, B, n] in words as wide as the bytes of a row allow: several times faster to transpose."""
+    little = np.ascontiguousarray(array_ABK, array_ABK.dtype.newbyteorder("<"))
+    row_bytes = little.shape[2] * little.itemsize
+    return little.view(f"u{math.gcd(row_bytes, 8)}")
+
+
+def pack_kept_ids(offsets: NDArray[np.int64], ids: NDArray[np.int32]) -> memoryview:
+    """Byte planes [4, nnz] of the differences within each row (the first id of a row stands as it is)."""
+    deltas = np.diff(ids, prepend=np.int32(0))
+    row_starts = offsets[:-1][np.diff(offsets) > 0]
+    deltas[row_starts] = ids[row_starts]
+    return memoryview(np.ascontiguousarray(_as_bytes(deltas).T).reshape(-1))
+
+
+def read_kept_ids(data: Buffer, offsets: NDArray[np.int64]) -> NDArray[np.int32]:
+    """int32 [nnz]. Modulo 2^32 and so exact for any content: what is wrong stays wrong for the invariants to find."""
+    count = int(offsets[-1])
+    demand_length(data, 4 * count, "kept.ids")
+    planes = np.frombuffer(data, np.uint8).reshape(4, count)
+    deltas = np.ascontiguousarray(planes.T).view("<u4").reshape(-1)
+    running = np.zeros(count + 1, np.uint32)
+    np.cumsum(deltas, dtype=np.uint32, out=running[1:])
+    return (running[1:] - np.repeat(running[offsets[:-1]], np.diff(offsets))).view(np.int32)
+
+
+def _as_bytes(array: NDArray[Any]) -> NDArray[np.uint8]:
+    """uint8 [n, itemsize] of a flat array, least significant byte first."""
+    return np.frombuffer(array_bytes(array), np.uint8).reshape(-1, array.itemsize)

@@ -1,0 +1,246 @@
+"""Quarantine: the gate every record passes before it may be trained on, and the place where refused ones are kept.
+
+Owned by the process that collects rollouts. A refused record is written whole, counted by reason, and never repaired;
+the run stops when too many are refused, since dropping bad samples in silence biases the data. Layout of a refused
+record: `<folder>/<reason>-<digest of the rollout id>/` with `record.json` (why) and `record.msgpack` or `frame.bin`
+(the content); it appears in one rename.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from moerl.contract.files import write_folder
+from moerl.contract.frame import DEFAULT_LIMITS, WireLimits
+from moerl.contract.invariants import check_versions
+from moerl.contract.ports import RolloutRecord
+from moerl.contract.reasons import Reason
+from moerl.contract.trajectory import Lineage, ModelSpec, Trajectory
+from moerl.contract.wire import check_spec_agrees, decode_records
+from moerl.errors import ContractError
+
+_FIELDS = {field.name: field for field in dataclasses.fields(Trajectory)}
+_REQUIRED = tuple(
+    name
+    for name, field in _FIELDS.items()
+    if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+)
+_MAX_DEPTH = 32
+
+
+class Quarantine:
+    """Admits records as trajectories or keeps them aside with the reason.
+
+    Args:
+        folder: Where refused records go; made when the first is written.
+        max_rate: Largest tolerated share of refused records, in [0, 1].
+        min_records: Records to see before the rate is judged, at least 1.
+        spec: The trainer's model. Records of another are refused; needed for `admit_frame`.
+    """
+
+    def __init__(self, folder: Path, max_rate: float, min_records: int = 32, *, spec: ModelSpec | None = None) -> None:
+        if not 0.0 <= max_rate <= 1.0 or min_records < 1:
+            raise ValueError(f"max_rate {max_rate} not in [0, 1], or min_records {min_records} below 1")
+        self.folder = Path(folder)
+        self.max_rate = max_rate
+        self.min_records = min_records
+        self.spec = spec
+        self.counts: Counter[str] = Counter()
+        self.num_admitted = 0
+        self._expected: set[str] = set()
+        self._admitted: set[str] = set()
+
+    @property
+    def num_refused(self) -> int:
+        return self.counts.total()
+
+    @property
+    def num_seen(self) -> int:
+        return self.num_admitted + self.num_refused
+
+    @property
+    def rate(self) -> float:
+        """Share of records refused so far."""
+        return self.num_refused / self.num_seen if self.num_seen else 0.0
+
+    def expect(self, rollout_ids: Iterable[str]) -> None:
+        """Announces rollouts that were requested; an answer to anything else is refused."""
+        self._expected.update(rollout_ids)
+
+    def admit(self, record: RolloutRecord, *, trainer_version: int) -> Trajectory | None:
+        """The record as a checked trajectory, or None where it was refused and written to the folder.
+
+        Only admitted rollout ids count as answered: another attempt at a refused one is welcome.
+
+        Raises:
+            ContractError: `quarantine_rate_exceeded`; the record is on disk by then.
+        """
+        trajectory = self._admit_or_keep(record, trainer_version)
+        self._judge_rate()
+        return trajectory
+
+    def _admit_or_keep(self, record: RolloutRecord, trainer_version: int) -> Trajectory | None:
+        try:
+            trajectory = self._check(record, trainer_version)
+        except ContractError as error:
+            facts = {
+                "rollout_id": record.rollout_id,
+                "engine_id": record.engine_id,
+                "policy_version": record.policy_version,
+                "trainer_version": trainer_version,
+            }
+            content = msgspec.msgpack.encode(_plain(dict(record.values)))
+            self._keep(error, facts, "record.msgpack", content)
+            return None
+        self._admitted.add(record.rollout_id)
+        self.num_admitted += 1
+        return trajectory
+
+    def admit_frame(
+        self, frame: bytes, engine_id: str, *, trainer_version: int, limits: WireLimits = DEFAULT_LIMITS
+    ) -> list[Trajectory]:
+        """The admitted trajectories of a frame. A frame that cannot be read is kept whole and counts as one record.
+
+        Raises:
+            ContractError: `quarantine_rate_exceeded`; everything refused is on disk by then.
+        """
+        if self.spec is None:
+            raise ValueError("admit_frame needs the trainer's spec: Quarantine(..., spec=...)")
+        try:
+            records = decode_records(frame, spec=self.spec, limits=limits)
+        except ContractError as error:
+            facts = {
+                "rollout_id": "",
+                "engine_id": engine_id,
+                "policy_version": None,
+                "trainer_version": trainer_version,
+            }
+            self._keep(error, facts, "frame.bin", frame)
+            records = []
+        admitted = [self._admit_or_keep(record, trainer_version) for record in records]
+        # Judged last: the records behind the one that exceeds the rate are looked at and kept as well.
+        self._judge_rate()
+        return [trajectory for trajectory in admitted if trajectory is not None]
+
+    def _check(self, record: RolloutRecord, trainer_version: int) -> Trajectory:
+        _check_field_names(record.values)
+        self._check_identity(record)
+        trajectory = Trajectory(**record.values)
+        if self.spec is not None:
+            check_spec_agrees(trajectory.spec, self.spec)
+        check_versions(trajectory, trainer_version)
+        return trajectory
+
+    def _check_identity(self, record: RolloutRecord) -> None:
+        rollout_id, lineage = record.rollout_id, record.values["lineage"]
+        if not isinstance(rollout_id, str):
+            raise ContractError(Reason.WRONG_TYPE, field="rollout_id", seen=type(rollout_id).__name__, expected="str")
+        seen = lineage.rollout_id if isinstance(lineage, Lineage) else type(lineage).__name__
+        if seen != rollout_id:
+            raise ContractError(
+                Reason.ROLLOUT_ID_DISAGREES, field="lineage.rollout_id", seen=repr(seen), expected=repr(rollout_id)
+            )
+        if rollout_id in self._admitted:
+            raise ContractError(
+                Reason.ROLLOUT_DUPLICATE,
+                field="rollout_id",
+                seen=repr(rollout_id),
+                expected="one answer per rollout",
+            )
+        if rollout_id not in self._expected:
+            raise ContractError(
+                Reason.ROLLOUT_UNREQUESTED,
+                field="rollout_id",
+                seen=repr(rollout_id),
+                expected="the id of a rollout that was requested",
+            )
+
+    def _keep(self, error: ContractError, facts: dict[str, Any], name: str, content: bytes) -> None:
+        """Writes a refused record, then counts it."""
+        why = {
+            **facts,
+            "reason": str(error.reason),
+            "field": error.field,
+            "expected": error.expected,
+            "seen": error.seen,
+            "content": name,
+        }
+        digest = hashlib.blake2b(str(facts["rollout_id"]).encode(errors="surrogatepass"), digest_size=8)
+        contents = {"record.json": json.dumps(why, indent=2, default=ascii).encode(), name: content}
+        write_folder(self.folder, f"{error.reason}-{digest.hexdigest()}", contents)
+        self.counts[str(error.reason)] += 1
+
+    def _judge_rate(self) -> None:
+        if self.num_seen >= self.min_records and self.rate > self.max_rate:
+            raise ContractError(
+                Reason.QUARANTINE_RATE_EXCEEDED,
+                field="records",
+                seen=f"{self.num_refused} of {self.num_seen} refused: {dict(self.counts)}",
+                expected=f"a rate of at most {self.max_rate}",
+                remedy=f"inspect {self.folder}: the cause is on the engines' side or in a version mismatch",
+            )
+
+
+def read_quarantined(folder: Path) -> tuple[dict[str, Any], Any]:
+    """One refused record: its `record.json`, and its content with arrays restored (bytes for a frame)."""
+    why = json.loads((folder / "record.json").read_bytes())
+    content = (folder / why["content"]).read_bytes()
+    if why["content"] == "frame.bin":
+        return why, content
+    return why, _restored(msgspec.msgpack.decode(content))
+
+
+def _check_field_names(values: Mapping[str, Any]) -> None:
+    for name in values:
+        if name not in _FIELDS:
+            raise ContractError(Reason.UNKNOWN_FIELD, field=str(name), seen=repr(name), expected=list(_FIELDS))
+    for name in _REQUIRED:
+        if name not in values:
+            raise ContractError(Reason.MISSING_FIELD, field=name, seen=sorted(values), expected=list(_REQUIRED))
+
+
+def _plain(value: Any, depth: int = 0) -> Any:
+    """Anything as msgpack types. Arrays keep dtype, shape and bytes; what has no plain form keeps its `repr`."""
+    if depth > _MAX_DEPTH:
+        return {"repr": f"<{type(value).__name__} nested deeper than {_MAX_DEPTH}>"}
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        return {"dtype": value.dtype.str, "shape": list(value.shape), "data": value.tobytes()}
+    if isinstance(value, np.generic) and not value.dtype.hasobject:
+        return _plain(value.item(), depth + 1)
+    if isinstance(value, Enum):
+        return _plain(value.value, depth + 1)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name), depth + 1) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {ascii(k) if not isinstance(k, str) else k: _plain(v, depth + 1) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, depth + 1) for item in value]
+    return value if _is_plain_scalar(value) else {"repr": ascii(value)}
+
+
+def _is_plain_scalar(value: Any) -> bool:
+    if isinstance(value, str):
+        return not any("\ud800" <= character <= "\udfff" for character in value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return -(2**63) <= value < 2**64
+    return value is None or isinstance(value, bool | float | bytes)
+
+
+def _restored(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_restored(item) for item in value]
+    if isinstance(value, dict):
+        if value.keys() == {"dtype", "shape", "data"}:
+            return np.frombuffer(value["data"], np.dtype(value["dtype"])).reshape(value["shape"])
+        return {name: _restored(item) for name, item in value.items()}
+    return value

@@ -1,0 +1,350 @@
+"""The wire codec: trajectories as one frame of msgpack, from engine hosts to the trainer and between trainer ranks.
+
+Decoding is strict: unknown and missing fields, wrong types, wrong lengths, another model or fingerprint and anything
+the invariants refuse raise `ContractError`. Typed structs bound the nesting depth; no pickle. Framing, sizes and
+checksums are `moerl.contract.frame`, array layouts `moerl.contract.planes`. A payload is
+
+    document bytes u64 | document (msgpack) | expert ids of each trajectory in order, [L, S-1, K]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from moerl.contract.frame import DEFAULT_LIMITS, FrameKind, WireLimits, pack_frame, unpack_frame
+from moerl.contract.planes import (
+    array_bytes,
+    demand_length,
+    expert_planes,
+    pack_flags,
+    pack_kept_ids,
+    pack_runs,
+    read_array,
+    read_expert_planes,
+    read_flags,
+    read_kept_ids,
+    read_runs,
+)
+from moerl.contract.ports import RolloutRecord
+from moerl.contract.reasons import Reason
+from moerl.contract.trajectory import (
+    FinishReason,
+    KeptSets,
+    Lineage,
+    ModelSpec,
+    SamplingParams,
+    Trajectory,
+    Turn,
+    TurnKind,
+)
+from moerl.errors import ContractError
+
+
+class WireStruct(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Base of everything on the wire: every field is required, no other is allowed."""
+
+
+class SpecMessage(WireStruct):
+    """Mirrors `ModelSpec`."""
+
+    num_moe_layers: int
+    experts_per_token: int
+    num_experts: int
+    vocab_size: int
+    fingerprint: str
+
+
+class LineageMessage(WireStruct):
+    """Mirrors `Lineage`."""
+
+    rollout_id: str
+    prompt_id: str
+    group_id: str
+    episode_id: str
+    agent_id: str
+    parent_rollout_id: str
+    fork_at: int
+
+
+class SamplingMessage(WireStruct):
+    """Mirrors `SamplingParams`."""
+
+    temperature: float
+    top_p: float
+    top_k: int | None
+    min_p: float
+    seed: int
+
+
+class TurnMessage(WireStruct):
+    """Mirrors `Turn`."""
+
+    start: int
+    end: int
+    kind: TurnKind
+    sampling: SamplingMessage | None
+
+
+class TrajectoryMessage(WireStruct):
+    """Mirrors `Trajectory`; arrays are raw bytes whose lengths follow from `num_tokens` and the spec.
+
+    token_ids int32, rollout_logprobs and kept_logmass float32, kept_sizes uint16: [S] each. sampled and truncated
+    [S], routed [S-1]: bits. version_values int32 and version_lengths uint32: runs of `policy_versions`. kept_ids:
+    byte planes of differences. scores: float32 [S] by name. Expert ids follow the document.
+    """
+
+    lineage: LineageMessage
+    turns: list[TurnMessage]
+    num_tokens: int
+    token_ids: memoryview
+    sampled: memoryview
+    rollout_logprobs: memoryview
+    kept_logmass: memoryview
+    version_values: memoryview
+    version_lengths: memoryview
+    routed: memoryview
+    kept_sizes: memoryview
+    kept_ids: memoryview
+    truncated: memoryview
+    finish_reason: FinishReason
+    rewards: dict[str, float]
+    scores: dict[str, memoryview]
+    engine_id: str
+    attempt: int
+    timings: dict[str, float]
+
+
+class TrajectoriesMessage(WireStruct):
+    """The payload of a frame of trajectories. `spec` is None only in a frame without any."""
+
+    spec: SpecMessage | None
+    trajectories: list[TrajectoryMessage]
+
+
+_DOCUMENT_BYTES = struct.Struct("<Q")
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(TrajectoriesMessage)
+
+
+def encode_trajectories(trajectories: Sequence[Trajectory]) -> bytes:
+    """One frame holding all trajectories, in order.
+
+    Raises:
+        ContractError: `spec_mismatch`, the trajectories are not all of one model.
+    """
+    message = TrajectoriesMessage(
+        spec=common_spec(trajectories), trajectories=[to_message(trajectory) for trajectory in trajectories]
+    )
+    return seal(message, trajectories, FrameKind.TRAJECTORIES)
+
+
+def seal(message: WireStruct, trajectories: Sequence[Trajectory], kind: FrameKind) -> bytes:
+    """A frame of a document and the expert ids of its trajectories."""
+    document = _encoder.encode(message)
+    payload_bytes = _DOCUMENT_BYTES.size + len(document) + sum(t.expert_ids.nbytes for t in trajectories)
+
+    def parts() -> Iterator[bytes | memoryview]:
+        yield _DOCUMENT_BYTES.pack(len(document))
+        yield document
+        for trajectory in trajectories:
+            yield from expert_planes(trajectory.expert_ids)
+
+    return pack_frame(parts(), payload_bytes, kind)
+
+
+class ExpertIds:
+    """The bytes behind a document, taken trajectory by trajectory."""
+
+    def __init__(self, data: memoryview, spec: ModelSpec) -> None:
+        self._rest = data
+        self._spec = spec
+
+    def take(self, num_tokens: int) -> np.ndarray:
+        """The expert ids of the next trajectory, [S-1, L, K]; `array_length_wrong` where too few bytes are left."""
+        spec = self._spec
+        shape = (num_tokens - 1, spec.num_moe_layers, spec.experts_per_token)
+        num_bytes = math.prod(shape) * spec.expert_dtype.itemsize
+        data, self._rest = self._rest[:num_bytes], self._rest[num_bytes:]
+        return read_expert_planes(data, shape, spec.expert_dtype)
+
+    def finish(self) -> None:
+        """Refuses bytes that belong to no trajectory."""
+        demand_length(self._rest, 0, "expert_ids beyond the last trajectory")
+
+
+def decode_trajectories(frame: bytes, *, spec: ModelSpec, limits: WireLimits = DEFAULT_LIMITS) -> list[Trajectory]:
+    """The trajectories of a frame, checked.
+
+    Args:
+        frame: What `encode_trajectories` returned on the other side.
+        spec: The receiver's model; anything else is refused.
+        limits: The most to accept.
+
+    Raises:
+        ContractError: With the reason code of the first thing found wrong.
+    """
+    return [Trajectory(**record.values) for record in decode_records(frame, spec=spec, limits=limits)]
+
+
+def decode_records(frame: bytes, *, spec: ModelSpec, limits: WireLimits = DEFAULT_LIMITS) -> list[RolloutRecord]:
+    """Like `decode_trajectories`, but leaves the invariants to `Quarantine.admit`, record by record."""
+    message, expert_bytes = open_sealed(unpack_frame(frame, FrameKind.TRAJECTORIES, limits), _decoder)
+    if message.trajectories:
+        check_same_spec(message.spec, spec)
+    expert_ids = ExpertIds(expert_bytes, spec)
+    records = [_to_record(item, spec, expert_ids) for item in message.trajectories]
+    expert_ids.finish()
+    return records
+
+
+def open_sealed[Message](payload: bytes, decoder: msgspec.msgpack.Decoder[Message]) -> tuple[Message, memoryview]:
+    """The typed document of a payload and the bytes behind it.
+
+    Raises:
+        ContractError: `message_malformed`.
+    """
+    view = memoryview(payload)
+    start = _DOCUMENT_BYTES.size
+    end = start + (_DOCUMENT_BYTES.unpack_from(view)[0] if len(view) >= start else len(view))
+    if end > len(view):
+        raise ContractError(
+            Reason.MESSAGE_MALFORMED, field="payload", seen=f"{len(view)} bytes", expected=f"{end} bytes or more"
+        )
+    try:
+        return decoder.decode(view[start:end]), view[end:]
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ContractError(
+            Reason.MESSAGE_MALFORMED, field="payload", seen=error, expected="the message of this schema version"
+        ) from error
+
+
+def common_spec(trajectories: Sequence[Trajectory]) -> SpecMessage | None:
+    """The spec that all trajectories share; None without any."""
+    if not trajectories:
+        return None
+    spec = trajectories[0].spec
+    for trajectory in trajectories:
+        if trajectory.spec != spec:
+            raise ContractError(Reason.SPEC_MISMATCH, field="spec", seen=trajectory.spec, expected=spec)
+    return SpecMessage(**dataclasses.asdict(spec))
+
+
+def check_same_spec(seen: SpecMessage | None, expected: ModelSpec) -> None:
+    """Refuses data of another model: sizes first, then the fingerprint."""
+    if seen is None:
+        raise ContractError(Reason.SPEC_MISMATCH, field="spec", seen="none", expected=expected)
+    spec = ModelSpec(**msgspec.structs.asdict(seen))
+    check_spec_agrees(spec, expected)
+
+
+def check_spec_agrees(seen: ModelSpec, expected: ModelSpec) -> None:
+    """Raises `spec_mismatch` or `fingerprint_mismatch` where two sides do not speak of the same model."""
+    remedy = "serve the model that is trained; both sides derive the spec from the model's config and tokenizer"
+    if dataclasses.replace(seen, fingerprint=expected.fingerprint) != expected:
+        raise ContractError(Reason.SPEC_MISMATCH, field="spec", seen=seen, expected=expected, remedy=remedy)
+    if seen.fingerprint != expected.fingerprint:
+        raise ContractError(
+            Reason.FINGERPRINT_MISMATCH,
+            field="spec.fingerprint",
+            seen=repr(seen.fingerprint),
+            expected=repr(expected.fingerprint),
+            remedy=remedy,
+        )
+
+
+def to_message(trajectory: Trajectory) -> TrajectoryMessage:
+    """A checked trajectory as its message."""
+    version_values, version_lengths = pack_runs(trajectory.policy_versions)
+    kept = trajectory.kept
+    return TrajectoryMessage(
+        lineage=LineageMessage(**dataclasses.asdict(trajectory.lineage)),
+        turns=[_turn_message(turn) for turn in trajectory.turns],
+        num_tokens=len(trajectory),
+        token_ids=array_bytes(trajectory.token_ids),
+        sampled=pack_flags(trajectory.sampled),
+        rollout_logprobs=array_bytes(trajectory.rollout_logprobs),
+        kept_logmass=array_bytes(trajectory.kept_logmass),
+        version_values=version_values,
+        version_lengths=version_lengths,
+        routed=pack_flags(trajectory.routed),
+        kept_sizes=array_bytes(kept.sizes.astype(np.uint16)),
+        kept_ids=pack_kept_ids(kept.offsets, kept.ids),
+        truncated=pack_flags(trajectory.truncated),
+        finish_reason=trajectory.finish_reason,
+        rewards={name: float(value) for name, value in trajectory.rewards.items()},
+        scores={name: array_bytes(score) for name, score in trajectory.scores.items()},
+        engine_id=trajectory.engine_id,
+        attempt=trajectory.attempt,
+        timings={name: float(value) for name, value in trajectory.timings.items()},
+    )
+
+
+def _turn_message(turn: Turn) -> TurnMessage:
+    # int() and float(): a numpy scalar passes the invariants but is no msgpack type.
+    sampling = turn.sampling and SamplingMessage(
+        temperature=float(turn.sampling.temperature),
+        top_p=float(turn.sampling.top_p),
+        top_k=None if turn.sampling.top_k is None else int(turn.sampling.top_k),
+        min_p=float(turn.sampling.min_p),
+        seed=int(turn.sampling.seed),
+    )
+    return TurnMessage(start=int(turn.start), end=int(turn.end), kind=turn.kind, sampling=sampling)
+
+
+def _turn(message: TurnMessage) -> Turn:
+    sampling = message.sampling and SamplingParams(**msgspec.structs.asdict(message.sampling))
+    return Turn(message.start, message.end, message.kind, sampling)
+
+
+def to_values(message: TrajectoryMessage, spec: ModelSpec, expert_ids: ExpertIds) -> dict[str, Any]:
+    """`Trajectory` field values by name, from a message whose array lengths all agree; content is not judged.
+
+    Raises:
+        ContractError: `array_length_wrong`, or `too_short` for a trajectory without a sampled token.
+    """
+    num_tokens = message.num_tokens
+    if num_tokens < 2:
+        raise ContractError(Reason.TOO_SHORT, field="num_tokens", seen=num_tokens, expected="at least 2")
+    # First of all: its length proves `num_tokens`, on which everything below spends memory.
+    token_ids = read_array(message.token_ids, np.int32, num_tokens, "token_ids")
+    offsets = np.zeros(num_tokens + 1, np.int64)
+    np.cumsum(read_array(message.kept_sizes, np.uint16, num_tokens, "kept_sizes"), out=offsets[1:])
+    return {
+        "spec": spec,
+        "lineage": Lineage(**msgspec.structs.asdict(message.lineage)),
+        "turns": tuple(_turn(turn) for turn in message.turns),
+        "token_ids": token_ids,
+        "sampled": read_flags(message.sampled, num_tokens, "sampled"),
+        "rollout_logprobs": read_array(message.rollout_logprobs, np.float32, num_tokens, "rollout_logprobs"),
+        "kept_logmass": read_array(message.kept_logmass, np.float32, num_tokens, "kept_logmass"),
+        "policy_versions": read_runs(message.version_values, message.version_lengths, num_tokens, "policy_versions"),
+        "expert_ids": expert_ids.take(num_tokens),
+        "routed": read_flags(message.routed, num_tokens - 1, "routed"),
+        "kept": KeptSets(offsets, read_kept_ids(message.kept_ids, offsets)),
+        "truncated": read_flags(message.truncated, num_tokens, "truncated"),
+        "finish_reason": message.finish_reason,
+        "rewards": message.rewards,
+        "scores": {
+            name: read_array(data, np.float32, num_tokens, f"scores[{name!r}]") for name, data in message.scores.items()
+        },
+        "engine_id": message.engine_id,
+        "attempt": message.attempt,
+        "timings": message.timings,
+    }
+
+
+def _to_record(message: TrajectoryMessage, spec: ModelSpec, expert_ids: ExpertIds) -> RolloutRecord:
+    values = to_values(message, spec, expert_ids)
+    return RolloutRecord(
+        rollout_id=message.lineage.rollout_id,
+        engine_id=message.engine_id,
+        policy_version=int(values["policy_versions"].max()),
+        values=values,
+    )

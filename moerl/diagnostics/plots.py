@@ -1,0 +1,176 @@
+"""PNG curves of a run, drawn from its `metrics.jsonl`. Torch-free; matplotlib is imported when something is drawn."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moerl.telemetry.metrics import METRICS
+from moerl.telemetry.sinks import read_rows
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+INK, QUIET, GRID = "#1f2933", "#66727f", "#e4e7eb"
+BLUE, ORANGE, GREEN = "#2563a8", "#d9700e", "#2f855a"
+OVERVIEW_FILE = "curves.png"
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One curve: a metric of a stage. `label` goes into the legend; `marked` draws the points (rare ones)."""
+
+    stage: str
+    metric: str
+    label: str
+    color: str
+    marked: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """One chart: a file name, a title, the unit of its values, and its curves."""
+
+    name: str
+    title: str
+    unit: str
+    lines: tuple[Line, ...]
+    is_share: bool = False
+    is_log: bool = False
+
+
+CHARTS = (
+    Chart("reward", "Reward", "mean reward per response", (Line("rl", "reward/mean", "sampled responses", BLUE),)),
+    Chart(
+        "accuracy",
+        "Accuracy",
+        "share of right answers",
+        (
+            Line("rl", "accuracy/mean", "sampled, training problems", BLUE),
+            Line("evaluation", "accuracy/mean", "greedy, dev problems", ORANGE, marked=True),
+        ),
+        is_share=True,
+    ),
+    Chart("length", "Response length", "mean tokens", (Line("rl", "response/length_mean", "sampled responses", BLUE),)),
+    Chart(
+        "mismatch",
+        "Sampler against trainer",
+        "mean |log-prob difference| in nats",
+        (
+            Line("rl", "mismatch/logprob_abs_mean", "as trained", BLUE),
+            Line("rl", "mismatch/neither/logprob_abs_mean", "nothing kept", ORANGE, marked=True),
+            Line("rl", "mismatch/both/logprob_abs_mean", "routing and sampling mask kept", GREEN, marked=True),
+        ),
+        is_log=True,
+    ),
+)
+
+
+def draw_curves(metrics_path: Path, directory: Path, title: str = "") -> list[Path]:
+    """Draws one PNG per chart that has data, and all of them together in `curves.png`.
+
+    Args:
+        metrics_path: a run's `metrics.jsonl`.
+        directory: where the PNGs go; made if needed.
+        title: of the overview, for example the name of the run.
+
+    Returns:
+        The files written, the overview first; empty where there is nothing to draw.
+    """
+    rows = read_rows(metrics_path)
+    charts = [chart for chart in CHARTS if any(_points(rows, line)[0] for line in chart.lines)]
+    if not charts:
+        return []
+    directory.mkdir(parents=True, exist_ok=True)
+    overview = directory / OVERVIEW_FILE
+    _draw_overview(rows, charts, overview, title)
+    return [overview, *(_draw_single(rows, chart, directory / f"{chart.name}.png") for chart in charts)]
+
+
+def _points(rows: Sequence[dict[str, Any]], line: Line) -> tuple[list[int], list[float]]:
+    """Steps and values of a curve."""
+    chosen = [row for row in rows if row["stage"] == line.stage and line.metric in row]
+    return [row["step"] for row in chosen], [row[line.metric] for row in chosen]
+
+
+def _draw_single(rows: Sequence[dict[str, Any]], chart: Chart, path: Path) -> Path:
+    figure = _figure(7.0, 4.2)
+    _draw(figure.subplots(), rows, chart)
+    figure.savefig(path, dpi=130)
+    return path
+
+
+def _draw_overview(rows: Sequence[dict[str, Any]], charts: Sequence[Chart], path: Path, title: str) -> None:
+    figure = _figure(12.0, 7.6 if len(charts) > 2 else 4.2)
+    columns = min(2, len(charts))
+    axes = figure.subplots(-(-len(charts) // 2), columns, squeeze=False).flatten()
+    for axis, chart in zip(axes, charts, strict=False):
+        _draw(axis, rows, chart)
+    for axis in axes[len(charts) :]:
+        axis.set_visible(False)
+    if title:
+        figure.suptitle(title, color=INK, fontsize=14, fontweight="bold", x=0.012, ha="left")
+    figure.savefig(path, dpi=130)
+
+
+def _figure(width: float, height: float):
+    """A figure of its own canvas: no pyplot, so no state is shared with the caller."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
+    figure.get_layout_engine().set(w_pad=0.15, h_pad=0.12)  # type: ignore[union-attr]
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _draw(axis: Axes, rows: Sequence[dict[str, Any]], chart: Chart) -> None:
+    from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+    drawn = 0
+    for line in chart.lines:
+        assert line.metric in METRICS
+        steps, values = _points(rows, line)
+        if not steps:
+            continue
+        drawn += 1
+        style: dict[str, Any] = {"linewidth": 1.4 if line.marked else 1.8}
+        if line.marked or len(steps) == 1:
+            style |= {"marker": "o", "markersize": 5.0}
+        axis.plot(steps, values, color=line.color, label=line.label, **style)
+    axis.set_title(chart.title, loc="left", color=INK, fontsize=12, fontweight="bold", pad=8)
+    axis.set_xlabel("training step", color=QUIET)
+    axis.set_ylabel(chart.unit, color=QUIET)
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    if chart.is_share:
+        axis.set_ylim(0.0, 1.0)
+        axis.yaxis.set_major_formatter(PercentFormatter(1.0))
+    values = [value for line in chart.lines for value in _points(rows, line)[1]]
+    if chart.is_log and min(values) > 0.0:
+        _whole_decades(axis, min(values), max(values))
+    elif not chart.is_share:
+        axis.set_ylim(bottom=min(0.0, axis.get_ylim()[0]))
+    _quiet_frame(axis)
+    if drawn > 1:
+        axis.legend(frameon=False, fontsize=9, labelcolor=INK, loc="best")
+
+
+def _whole_decades(axis: Axes, low: float, high: float) -> None:
+    """A logarithmic axis that starts and ends at a power of ten."""
+    from matplotlib.ticker import NullFormatter
+
+    axis.set_yscale("log")
+    axis.set_ylim(10.0 ** math.floor(math.log10(low)), 10.0 ** math.ceil(math.log10(high) + 1e-9))
+    axis.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _quiet_frame(axis: Axes) -> None:
+    axis.grid(True, color=GRID, linewidth=0.8)
+    axis.set_axisbelow(True)
+    axis.tick_params(which="both", colors=QUIET, length=0)
+    for side, spine in axis.spines.items():
+        spine.set_visible(side in ("left", "bottom"))
+        spine.set_color(GRID)

@@ -1,0 +1,121 @@
+"""`summary.json` and the closing lines of a run. Torch-free; runs in rank 0."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+SUMMARY_FILE = "summary.json"
+SKILL_STANDARD_ERRORS = 2.0
+"""The final model must beat the worked cold start by this many standard errors before skill is claimed."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """The numbers of a finished run.
+
+    heldout_accuracy_*: greedy accuracy in [0, 1] on `heldout_problems` problems that nothing else looked at; None where
+        it was not measured. cold_start_worked: the cold start made to show its work.
+    response_length_*: mean greedy response, tokens.
+    mismatch: the last mismatch table: figures per scorer (`moerl.telemetry.metrics.SCORERS`), by metric name.
+    wall_seconds: of all processes that worked on the run, one after the other. peak_rss_bytes: of all its processes.
+    steps: batches of rollouts trained on. tokens_trained: tokens whose loss was part of an update.
+    """
+
+    recipe: str
+    seed: int
+    steps: int
+    tokens_trained: int
+    wall_seconds: float
+    peak_rss_bytes: int
+    heldout_problems: int
+    heldout_accuracy_cold_start: float | None = None
+    heldout_accuracy_cold_start_worked: float | None = None
+    heldout_accuracy_final: float | None = None
+    response_length_cold_start: float | None = None
+    response_length_final: float | None = None
+    num_quarantined: int = 0
+    mismatch: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+    @property
+    def shows_skill(self) -> bool:
+        """True where the final model beats the worked cold start by more than chance would explain.
+
+        With accuracies p, q on n problems each, the standard error of the difference, taken as independent, is
+        sqrt((p (1 - p) + q (1 - q)) / n).
+        """
+        worked, final = self.heldout_accuracy_cold_start_worked, self.heldout_accuracy_final
+        if worked is None or final is None:
+            return False
+        error = math.sqrt((worked * (1 - worked) + final * (1 - final)) / self.heldout_problems)
+        return final - worked > SKILL_STANDARD_ERRORS * error
+
+
+def write_summary(summary: RunSummary, run_dir: Path) -> Path:
+    """Writes `summary.json` atomically; returns its path."""
+    path = run_dir / SUMMARY_FILE
+    partial = path.with_suffix(".partial")
+    with partial.open("w", encoding="utf-8") as file:
+        json.dump({**asdict(summary), "shows_skill": summary.shows_skill}, file, indent=2, allow_nan=False)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+    return path
+
+
+def closing_lines(summary: RunSummary, run_dir: Path) -> list[str]:
+    """The last lines of a run: what was learned, what it took, where everything is."""
+    cost = (
+        f"{summary.steps} steps, {summary.tokens_trained:,} tokens trained in {summary.wall_seconds / 60:.1f} minutes,"
+        f" peak memory {summary.peak_rss_bytes / 2**30:.1f} GiB"
+    )
+    lines = [*_accuracy_lines(summary), *_mismatch_lines(summary), cost]
+    if summary.num_quarantined:
+        lines.append(f"{summary.num_quarantined} trajectories broke the data contract: see {run_dir / 'quarantine'}")
+    return [*lines, f"run directory: {run_dir}"]
+
+
+def _accuracy_lines(summary: RunSummary) -> list[str]:
+    cold, final = summary.heldout_accuracy_cold_start, summary.heldout_accuracy_final
+    on = f"greedy, {summary.heldout_problems} held-out problems"
+    if cold is None or final is None:
+        only = cold if final is None else final
+        return [] if only is None else [f"accuracy {only:.3f} ({on})"]
+    return [f"accuracy {cold:.3f} -> {final:.3f} ({on})", *_length_lines(summary), *_verdict(summary)]
+
+
+def _length_lines(summary: RunSummary) -> list[str]:
+    cold, final = summary.response_length_cold_start, summary.response_length_final
+    if cold is None or final is None:
+        return []
+    return [f"response length {cold:.1f} -> {final:.1f} tokens"]
+
+
+def _verdict(summary: RunSummary) -> list[str]:
+    """Behaviour or skill: what the gain over the cold start is made of."""
+    worked, final = summary.heldout_accuracy_cold_start_worked, summary.heldout_accuracy_final
+    if worked is None or final is None:
+        return []
+    baseline = f"the cold start made to show its work: {worked:.3f}"
+    if summary.shows_skill:
+        return [f"{baseline}; the final model beats it: it learned to show its work, and works better"]
+    if final <= (summary.heldout_accuracy_cold_start or 0.0):
+        return [f"{baseline}; the final model does not beat the cold start: nothing was gained"]
+    return [
+        f"{baseline}; the final model does not beat it clearly: it learned to show its work, not to calculate better"
+    ]
+
+
+def _mismatch_lines(summary: RunSummary) -> list[str]:
+    figures = {name: summary.mismatch.get(name, {}).get("mismatch/logprob_abs_mean") for name in ("neither", "both")}
+    if figures["neither"] is None or figures["both"] is None:
+        return []
+    return [
+        f"sampler against trainer, mean |log-prob difference|: {figures['neither']:.1e} nat,"
+        f" {figures['both']:.1e} with Keep Routing and Keep Sampling Mask"
+    ]

@@ -1,0 +1,121 @@
+"""Kept sets on the device, and reductions over them.
+
+Runs in trainer processes. A kept set is a segment of the N listed ids; sums over segments are accumulated in
+float64, so that a set of thousands of ids loses nothing and the order of additions does not show in the
+float32 result.
+Shape legend: `moerl/kernels/__init__.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moerl.contract.trajectory import KeptSets
+from moerl.errors import ContractError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeptRows:
+    """The kept sets of a microbatch as flat tensors.
+
+    rows: int64 [N], the row of each listed id, ascending. ids: int64 [N], global ids, ascending in a row.
+    offsets: int64 [T + 1]; row t lists ids[offsets[t]:offsets[t + 1]].
+    truncated: bool [T]; True where a set is listed, False where the whole vocabulary was open.
+    """
+
+    rows: Tensor
+    ids: Tensor
+    offsets: Tensor
+    truncated: Tensor
+
+    @classmethod
+    def from_csr(cls, kept: KeptSets, truncated: NDArray[np.bool_], device: torch.device | str) -> KeptRows:
+        """Copies the kept sets of a microbatch to `device`.
+
+        Raises `ContractError` where `truncated` (bool [T]) and the listed sets disagree: an empty set never
+        means the whole vocabulary, and a listed set is never left unused.
+        """
+        sizes = kept.sizes
+        if len(sizes) != len(truncated) or int(kept.offsets[-1]) != len(kept.ids):
+            raise ContractError(
+                "kept_shape",
+                field="kept",
+                seen=f"{len(sizes)} rows, {len(truncated)} flags, {len(kept.ids)} ids for {kept.offsets[-1]}",
+                expected="one flag per row and offsets that end at the number of ids",
+                remedy="pass the kept sets and the truncated flags of the same microbatch",
+            )
+        wrong = np.flatnonzero((sizes > 0) != truncated)
+        if len(wrong):
+            row = int(wrong[0])
+            raise ContractError(
+                "truncated_disagrees",
+                field="truncated",
+                seen=f"row {row}: truncated={bool(truncated[row])} with {int(sizes[row])} listed ids",
+                expected="truncated exactly where ids are listed",
+                remedy="pack flags and kept sets from the same rows; an empty set never means all ids",
+            )
+        return cls(
+            rows=torch.tensor(np.repeat(np.arange(len(sizes)), sizes), dtype=torch.int64, device=device),
+            ids=torch.tensor(kept.ids, dtype=torch.int64, device=device),
+            offsets=torch.tensor(kept.offsets, dtype=torch.int64, device=device),
+            truncated=torch.tensor(truncated, dtype=torch.bool, device=device),
+        )
+
+    @property
+    def num_rows(self) -> int:
+        """T."""
+        return len(self.truncated)
+
+
+def segment_sum(values_N: Tensor, rows_N: Tensor, num_rows: int) -> Tensor:
+    """Sum of `values_N` per row: [T], dtype of the values, accumulated in float64, differentiable."""
+    sums_T = values_N.new_zeros(num_rows, dtype=torch.float64)
+    return sums_T.index_add(0, rows_N, values_N.double()).to(values_N.dtype)
+
+
+def segment_log_softmax(z_N: Tensor, rows_N: Tensor, num_rows: int) -> Tensor:
+    """Log-softmax within each row's listed ids: `z - logsumexp(z of the row)`, [N], differentiable.
+
+    A row with one id gives exactly 0 with exactly zero gradient.
+    """
+    return _SegmentLogSoftmax.apply(z_N, rows_N, num_rows)  # type: ignore[return-value]
+
+
+class _SegmentLogSoftmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, z_N: Tensor, rows_N: Tensor, num_rows: int) -> Tensor:
+        max_T = z_N.new_full((num_rows,), float("-inf")).scatter_reduce(0, rows_N, z_N, "amax")
+        shifted_N = z_N - max_T[rows_N]
+        log_sum_T = segment_sum(shifted_N.exp(), rows_N, num_rows).log()
+        logprobs_N = shifted_N - log_sum_T[rows_N]
+        ctx.save_for_backward(rows_N, logprobs_N)
+        ctx.num_rows = num_rows
+        return logprobs_N
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor) -> tuple[Tensor, None, None]:
+        rows_N, logprobs_N = ctx.saved_tensors
+        total_T = segment_sum(grads[0], rows_N, ctx.num_rows)
+        return grads[0] - logprobs_N.exp() * total_T[rows_N], None, None
+
+
+def kl_kept(kept_logprobs_N: Tensor, reference_kept_logprobs_N: Tensor, kept: KeptRows) -> Tensor:
+    """Exact KL over each kept set: `sum over kept ids of p (log p - log q)`, nats.
+
+    Args:
+        kept_logprobs_N: log p at the listed ids (`SupportScores.kept_logprobs`); carries the gradient.
+        reference_kept_logprobs_N: log q at the same ids, from a call with the same selected rows.
+            Normalised over the kept set or over the whole vocabulary: both sums are exact, of different
+                references.
+        kept: the sets.
+
+    Returns:
+        float32 [T], 0 on rows that list nothing.
+    """
+    difference_N = kept_logprobs_N - reference_kept_logprobs_N.detach()
+    return segment_sum(kept_logprobs_N.exp() * difference_N, kept.rows, kept.num_rows)

@@ -1,0 +1,180 @@
+"""The commands: wires configuration, ranks, task, model, engine and stages. Runs in every trainer rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from moerl.config.load import dump_config, refuse_taken_run_dir
+from moerl.config.schema import RunConfig
+from moerl.contract.disk import write_parquet
+from moerl.contract.ports import Task
+from moerl.contract.quarantine import Quarantine
+from moerl.contract.trajectory import ModelSpec
+from moerl.launch.rank import rank_info
+from moerl.orchestration import sft
+from moerl.orchestration.evaluation import evaluate
+from moerl.orchestration.exchange import barrier
+from moerl.orchestration.models import build_model, make_engine, read_spec, read_tokenizer
+from moerl.orchestration.reporting import Reporter, make_reporter
+from moerl.orchestration.rl import RLStage
+from moerl.orchestration.rollouts import Collector, in_request_order, sampling_params
+from moerl.orchestration.run import Run
+from moerl.rollout.embedded import EmbeddedEngine
+from moerl.tasks.registry import make_task, make_tokenizer
+from moerl.trainer import layout
+
+
+def run_train(config: RunConfig, *, resume: bool) -> int:
+    """Cold start (where configured), then RL; leaves a run directory. Exit code 0."""
+    with _open_run(config, resume=resume) as (run, model_path):
+        if config.sft.steps > 0:
+            model_path = _cold_start(run, model_path)
+        collector = None
+        if run.layout.is_main:
+            run.engine = _engine(config, model_path, run.spec, version=-1)
+            collector = _collector(config, run.engine, run.task, run.tokenizer, run.spec)
+        stage = RLStage(run, model_path, collector)
+        stage.train()
+        run.write_model(config.run_dir / "final_model", like=model_path, trainer=stage.trainer)
+        run.reporter.finish(run)
+    return 0
+
+
+def run_sft(config: RunConfig, *, resume: bool) -> int:
+    """Supervised fine-tuning alone; leaves a Hugging Face directory in `run_dir`/cold_start. Exit code 0."""
+    with _open_run(config, resume=resume) as (run, model_path):
+        output = _cold_start(run, model_path)
+        if run.layout.is_main:
+            engine = _engine(config, output, run.spec, version=0)
+            collector = _collector(config, engine, run.task, run.tokenizer, run.spec)
+            heldout = evaluate(collector, "heldout", config.evaluation.heldout_problems, version=0)
+            run.record_evaluation(sft.STAGE, config.sft.steps, "cold_start", heldout)
+        run.reporter.finish(run)
+    return 0
+
+
+def run_rollout(config: RunConfig) -> int:
+    """Samples `algorithm.group_size` responses to each of `algorithm.prompts_per_step` prompts and dumps them."""
+    collector, reporter = _open_reader(config)
+    prompts = collector.task.prompts("train", config.algorithm.prompts_per_step)
+    requests = collector.requests(
+        prompts,
+        run="rollout",
+        count=config.algorithm.group_size,
+        sampling=sampling_params(config.rollout, config.seed),
+        prefixes={},
+    )
+    trajectories = []
+    for trajectory in collector.collect(prompts, requests, trainer_version=0, prefixes={}):
+        trajectories.append(trajectory)
+        reporter.rollout_progress(len(trajectories), len(requests))
+    trajectories = in_request_order(trajectories, requests)
+    path = config.run_dir / "rollouts" / "rollouts.parquet"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_parquet(path, trajectories, texts=[collector.response(t) for t in trajectories])
+    accuracy = sum(t.rewards["accuracy"] for t in trajectories) / len(trajectories)
+    reporter.say(f"{len(trajectories)} rollouts, accuracy {accuracy:.3f}, written to {path}")
+    return 0
+
+
+def run_eval(config: RunConfig) -> int:
+    """Greedy accuracy on the held-out problems."""
+    collector, reporter = _open_reader(config)
+    heldout = evaluate(collector, "heldout", config.evaluation.heldout_problems, version=0)
+    reporter.evaluation("evaluation", 0, "heldout", heldout)
+    return 0
+
+
+# --- opening ---------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _open_run(config: RunConfig, *, resume: bool) -> Iterator[tuple[Run, Path]]:
+    """Starts the ranks' groups, the task, the model directory and the run; yields the run and where to start from."""
+    _quiet_libraries()
+    torch.set_num_threads(max(1, config.num_threads // config.parallel.world_size))
+    rank = rank_info()
+    if rank.rank == 0:
+        if not resume:
+            refuse_taken_run_dir(config)
+        config.run_dir.mkdir(parents=True, exist_ok=True)
+        (config.run_dir / "config.yaml").write_text(dump_config(config))
+    reporter = make_reporter(config, is_main=rank.rank == 0, resume=resume)
+    with reporter:
+        reporter.say("starting Megatron")
+        where = layout.start(
+            rank=rank.rank,
+            world_size=rank.world_size,
+            rendezvous=rank.rendezvous,
+            tensor=config.parallel.tensor,
+            expert=config.parallel.expert,
+            seed=config.seed,
+        )
+        task = make_task(config.task)
+        model_path = config.model.path or config.run_dir / "initial_model"
+        if config.model.architecture is not None and where.is_main and not model_path.exists():
+            tokenizer = make_tokenizer(task, config.model.architecture.vocab_size)
+            build_model(config.model.architecture, tokenizer, config.seed, model_path)
+        barrier()
+        tokenizer = read_tokenizer(model_path)
+        run = Run(config, where, task, tokenizer, read_spec(model_path, tokenizer), reporter)
+        if resume:
+            run.go_back()
+        yield run, model_path
+    layout.stop()
+
+
+def _cold_start(run: Run, model_path: Path) -> Path:
+    """The cold start's directory, trained unless it is there whole."""
+    output = run.config.run_dir / "cold_start"
+    done = output.exists()
+    barrier()
+    if not done:
+        sft.train(run, model_path, output)
+    return output
+
+
+def _engine(config: RunConfig, model_path: Path, spec: ModelSpec, version: int) -> EmbeddedEngine:
+    return make_engine(
+        model_path, spec, dtype=config.rollout.dtype, max_running=config.rollout.max_running, version=version
+    )
+
+
+def _collector(
+    config: RunConfig, engine: EmbeddedEngine, task: Task, tokenizer: PreTrainedTokenizerBase, spec: ModelSpec
+) -> Collector:
+    quarantine = Quarantine(config.run_dir / "quarantine", config.quarantine.max_rate, spec=spec)
+    return Collector(engine, task, tokenizer, quarantine, config.rollout.max_new_tokens)
+
+
+def _open_reader(config: RunConfig) -> tuple[Collector, Reporter]:
+    """For the commands that only read a model: no ranks, no trainer."""
+    _quiet_libraries()
+    torch.set_num_threads(config.num_threads)
+    assert config.model.path is not None
+    refuse_taken_run_dir(config)
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    (config.run_dir / "config.yaml").write_text(dump_config(config))
+    tokenizer = read_tokenizer(config.model.path)
+    spec = read_spec(config.model.path, tokenizer)
+    engine = _engine(config, config.model.path, spec, version=0)
+    collector = _collector(config, engine, make_task(config.task), tokenizer, spec)
+    return collector, make_reporter(config, is_main=True, resume=False)
+
+
+def _quiet_libraries() -> None:
+    """Keeps library chatter off the progress display; warnings and errors of our own are printed by the reporter."""
+    import logging
+    import warnings
+
+    warnings.filterwarnings("ignore", module=r"(megatron|torch|transformers)\..*")
+    for name in ("megatron", "nvidia_resiliency_ext"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()

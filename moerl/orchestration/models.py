@@ -1,0 +1,132 @@
+"""Hugging Face model directories: built from an architecture, read for the engine, written from the trainer's export."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from huggingface_hub import save_torch_state_dict
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from moerl.config.schema import ArchitectureConfig
+from moerl.contract.spec import spec_from_hf_config
+from moerl.contract.trajectory import ModelSpec
+from moerl.errors import ConfigError
+from moerl.rollout.embedded import EmbeddedEngine
+
+VOCAB_MULTIPLE = 8
+"""The embedding is padded to a multiple of this, so that tensor parallelism can split it."""
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def build_model(
+    architecture: ArchitectureConfig, tokenizer: PreTrainedTokenizerBase, seed: int, folder: Path
+) -> None:
+    """Writes a freshly initialised Qwen3-MoE and its tokenizer; the folder appears whole or not at all."""
+    torch.manual_seed(seed)
+    config = Qwen3MoeConfig(
+        vocab_size=-(-len(tokenizer) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE,
+        hidden_size=architecture.hidden_size,
+        intermediate_size=architecture.moe_intermediate_size * architecture.experts_per_token,
+        num_hidden_layers=architecture.num_layers,
+        num_attention_heads=architecture.num_attention_heads,
+        num_key_value_heads=architecture.num_key_value_heads,
+        head_dim=architecture.head_dim,
+        num_experts=architecture.num_experts,
+        num_experts_per_tok=architecture.experts_per_token,
+        moe_intermediate_size=architecture.moe_intermediate_size,
+        max_position_embeddings=architecture.max_positions,
+        initializer_range=architecture.initializer_range,
+        tie_word_embeddings=architecture.tie_word_embeddings,
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    partial = _partial(folder)
+    Qwen3MoeForCausalLM(config).float().save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    _publish(partial, folder)
+
+
+def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer stored with a model.
+
+    Raises:
+        ConfigError: it has no end-of-sequence token, so no response could ever stop.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(
+            f"the tokenizer of {folder} has no end-of-sequence token",
+            seen="eos_token_id = null",
+            expected="an id",
+            remedy="set eos_token in the model's tokenizer_config.json",
+        )
+    return tokenizer
+
+
+def read_spec(folder: Path, tokenizer: PreTrainedTokenizerBase) -> ModelSpec:
+    """The model facts of a Hugging Face directory; ids that the tokenizer has not are never sampled."""
+    config = AutoConfig.from_pretrained(folder).to_dict()
+    return replace(spec_from_hf_config(config), vocab_size=min(len(tokenizer), int(config["vocab_size"])))
+
+
+def make_engine(folder: Path, spec: ModelSpec, *, dtype: str, max_running: int, version: int = -1) -> EmbeddedEngine:
+    """An embedded engine for the model of a Hugging Face directory.
+
+    Args:
+        version: policy version of the weights in `folder`; -1 where the engine must wait for a first update.
+    """
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype])
+    return EmbeddedEngine(
+        model, spec, engine_id="embedded-0", max_running=max_running, policy_version=version
+    )
+
+
+def write_model(folder: Path, like: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Writes exported weights as a Hugging Face directory; it appears whole or not at all.
+
+    Args:
+        like: the directory the model came from; its config and tokenizer are kept.
+        tensors: the trainer's export.
+    """
+    partial = _partial(folder)
+    for file in like.iterdir():
+        if file.is_file() and file.suffix in (".json", ".txt", ".model", ".jinja") and "safetensors" not in file.name:
+            shutil.copy2(file, partial / file.name)
+    # Gate and up projections are views of one tensor; each file entry needs storage of its own.
+    weights = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors}
+    save_torch_state_dict(weights, partial)
+    config = json.loads((partial / "config.json").read_text())
+    config["dtype"] = str(next(iter(weights.values())).dtype).removeprefix("torch.")
+    (partial / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    _publish(partial, folder)
+
+
+def _partial(folder: Path) -> Path:
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    return partial
+
+
+def _publish(partial: Path, folder: Path) -> None:
+    if folder.exists():
+        shutil.rmtree(folder)
+    partial.rename(folder)

@@ -1,0 +1,280 @@
+"""The RL loop: rollouts, rewards, packed batches, Megatron steps, weights back to the engine.
+
+    prompts -> engine -> trajectories -> rewards -> packed batch -> Megatron step -> weights -> engine
+                     (routing and kept sets ride on the trajectory; both are enforced in the step)
+
+Runs in every trainer rank. Rank 0 hosts the embedded engine and hands the batch to the others as wire frames.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moerl.algorithms.registry import Algorithm, make_algorithm
+from moerl.buffer.order import batch_indices
+from moerl.buffer.packing import pack_for_ranks
+from moerl.contract.batch import Microbatch, TrainSample
+from moerl.contract.batch_wire import decode_samples, encode_samples
+from moerl.contract.ports import WorkedTask
+from moerl.errors import MoerlError
+from moerl.orchestration import step_metrics
+from moerl.orchestration.evaluation import evaluate
+from moerl.orchestration.exchange import broadcast_bytes, gather_rows, sum_over
+from moerl.orchestration.rollouts import Collector, in_request_order, sampling_params, with_advantages
+from moerl.orchestration.run import Run
+from moerl.trainer import layout
+from moerl.trainer.losses import PolicyGradientLoss, Scorer
+from moerl.trainer.model import ModelOptions
+from moerl.trainer.trainer import MegatronTrainer, RowScores
+from moerl.weights.publish import publish
+
+STAGE = "rl"
+
+
+class RLStage:
+    """One policy, its engine and the loop between them.
+
+    Args:
+        run: the run this stage belongs to.
+        model_path: Hugging Face directory of the cold start (also the KL reference).
+        collector: asks the engine; None on ranks that do not host it.
+    """
+
+    def __init__(self, run: Run, model_path: Path, collector: Collector | None) -> None:
+        config = run.config
+        self.run, self.config, self.model_path, self.collector = run, config, model_path, collector
+        self.enforce = config.keep_routing.mode == "rollout"
+        self.algorithm: Algorithm = make_algorithm(
+            config.algorithm.name,
+            clip_low=config.algorithm.clip_low,
+            clip_high=config.algorithm.clip_high,
+            normalize_std=config.algorithm.normalize_std,
+            importance_cap=config.algorithm.importance_cap,
+            kl_coef=config.algorithm.kl_coef,
+        )
+        options = ModelOptions(
+            dtype=config.model.dtype,
+            recompute=config.trainer.recompute,
+            moe_aux_loss_coef=config.algorithm.moe_aux_loss_coef,
+            tensor=config.parallel.tensor,
+            expert=config.parallel.expert,
+        )
+        updates = config.algorithm.steps * config.algorithm.minibatches
+        self.trainer = MegatronTrainer(model_path, run.spec, run.layout, options, config.optimizer, updates)
+        self.reference = None
+        if self.algorithm.needs_reference:
+            self.reference = MegatronTrainer(model_path, run.spec, run.layout, options, None)
+
+    def train(self) -> None:
+        """Runs the stage from its start or its last checkpoint."""
+        run, steps = self.run, self.config.algorithm.steps
+        first_step = run.restore(STAGE, self.trainer)
+        self._publish(first_step)
+        self._evaluate_cold_start(first_step)
+        with run.stage(STAGE, first_step, steps):
+            for step in range(first_step, steps):
+                samples = self._rollouts(step)
+                metrics = self._train_on(samples, step)
+                self._publish(step + 1)
+                run.log(STAGE, step + 1, metrics, sum(sample.trajectory.num_sampled for sample in samples))
+                self._evaluate_dev(step + 1)
+                run.checkpoint_if_due(STAGE, step + 1, steps, self.trainer)
+        self._evaluate_final(steps)
+
+    # --- rollouts ----------------------------------------------------------------------------------------------------
+
+    def _rollouts(self, step: int) -> list[TrainSample]:
+        """This step's samples, the same on every rank."""
+        frame = None
+        with self.run.stopwatch.span("rollout"):
+            try:
+                if self.collector is not None:
+                    frame = encode_samples(self._sample(self.collector, step))
+            finally:
+                # A failed main rank tells the others, who would wait for its batch otherwise.
+                frame = broadcast_bytes(frame)
+        return decode_samples(frame, spec=self.run.spec)
+
+    def _sample(self, collector: Collector, step: int) -> list[TrainSample]:
+        config = self.config
+        prompts = self.run.train_prompts()
+        chosen = [
+            prompts[i]
+            for i in batch_indices(len(prompts), config.algorithm.prompts_per_step, step, config.seed)
+        ]
+        requests = collector.requests(
+            chosen,
+            run=f"{STAGE}-{step:06d}",
+            count=config.algorithm.group_size,
+            sampling=sampling_params(config.rollout, config.seed),
+            prefixes={},
+        )
+        finished = []
+        for trajectory in collector.collect(chosen, requests, trainer_version=step, prefixes={}):
+            finished.append(trajectory)
+            self.run.reporter.rollout_progress(len(finished), len(requests))
+        trajectories = in_request_order(finished, requests)
+        if not trajectories:
+            raise MoerlError(
+                f"step {step} has no trajectory to train on",
+                seen=f"{len(requests)} rollouts asked for, none admitted",
+                expected="at least one",
+                remedy=f"inspect {collector.quarantine.folder}",
+            )
+        self.run.dump_if_due(step + 1, trajectories, [collector.response(t) for t in trajectories])
+        return with_advantages(trajectories, self.algorithm)
+
+    # --- training ----------------------------------------------------------------------------------------------------
+
+    def _train_on(self, samples: list[TrainSample], step: int) -> dict[str, float]:
+        run, config = self.run, self.config
+        minibatches = [self._pack(part) for part in _split_groups(samples, config.algorithm.minibatches)]
+        due = config.mismatch.every and (step + 1) % config.mismatch.every == 0
+        table: dict[str, dict[str, float]] = {}
+        if due or step + 1 == config.algorithm.steps:
+            with run.stopwatch.span("mismatch"):
+                table = self._mismatch_table([batches for batches, _ in minibatches])
+            run.record_mismatch(step + 1, table)
+        with run.stopwatch.span("train"):
+            metrics = self._update(minibatches)
+        metrics |= step_metrics.rollout_metrics([sample.trajectory for sample in samples])
+        metrics |= {"weights/version": float(step + 1), "quarantine/count": float(self._num_quarantined())}
+        return metrics
+
+    def _pack(self, samples: Sequence[TrainSample]) -> tuple[list[Microbatch], int]:
+        """This rank's microbatches, and the trained tokens of all ranks."""
+        ranks = pack_for_ranks(
+            samples,
+            self.run.layout.data,
+            token_budget=self.config.trainer.microbatch_tokens,
+            multiple=self.run.layout.tensor,
+            replay=True,
+        )
+        num_tokens = sum(int(batch.loss_mask.sum()) for batches in ranks for batch in batches)
+        return ranks[self.run.layout.data_rank], num_tokens
+
+    def _update(self, minibatches: Sequence[tuple[list[Microbatch], int]]) -> dict[str, float]:
+        """One optimizer step per minibatch. With several, log-probs before the first update are the proximal ones."""
+        proximal: list[list[Tensor] | None] = [None] * len(minibatches)
+        before: list[list[RowScores]] = []
+        if len(minibatches) > 1:
+            before = [self._score(batches, enforce=self.enforce) for batches, _ in minibatches]
+            proximal = [[rows.logprobs_T for rows in scores] for scores in before]
+        tables, grad_norms, verified = [], [], 0
+        load_LE = torch.zeros(self.run.spec.num_moe_layers, self.run.spec.num_experts, dtype=torch.int64)
+        learning_rate = 0.0
+        for number, (batches, num_tokens) in enumerate(minibatches):
+            loss = PolicyGradientLoss(
+                self._scorer(batches),
+                self.algorithm,
+                float(num_tokens),
+                self.enforce,
+                proximal[number],
+                self.reference,
+            )
+            report = self.trainer.step(batches, loss, enforce=self.enforce)
+            assert report.update is not None
+            rows = report.rows if not before else _with_clipping(before[number], report.rows)
+            tables.append(step_metrics.local_rows(batches, rows))
+            grad_norms.append(report.update.grad_norm)
+            learning_rate = report.update.learning_rate
+            verified += report.rows_verified
+            load_LE += report.expert_load_LE
+        table = self._gather(tables)
+        load_LE = sum_over(load_LE, layout.data_group())
+        if self.run.layout.tensor > 1:
+            load_LE = sum_over(load_LE, layout.tensor_group())
+        return {
+            **step_metrics.disagreement(table),
+            **step_metrics.policy_metrics(table),
+            **step_metrics.load_metrics(load_LE),
+            "optimizer/grad_norm": sum(grad_norms) / len(grad_norms),
+            "optimizer/lr": learning_rate,
+            "replay/rows_verified": float(sum_over(torch.tensor([verified]), layout.data_group())),
+        }
+
+    def _scorer(self, batches: Sequence[Microbatch], *, with_full: bool = False) -> Scorer:
+        keep_mask = self.config.keep_sampling_mask.enabled or with_full
+        return Scorer(batches, self.trainer.shard, keep_mask=keep_mask, with_full=with_full)
+
+    def _score(self, batches: Sequence[Microbatch], *, enforce: bool, with_full: bool = False) -> list[RowScores]:
+        return self.trainer.score(batches, self._scorer(batches, with_full=with_full), enforce=enforce)
+
+    def _gather(self, tables: Sequence[NDArray[np.float32]]) -> step_metrics.RowTable:
+        return step_metrics.RowTable.of(gather_rows(np.concatenate(tables), layout.data_group()))
+
+    def _mismatch_table(self, minibatches: Sequence[list[Microbatch]]) -> dict[str, dict[str, float]]:
+        """The same rollouts and weights, scored with routing and sampling mask each kept and not."""
+        table = {}
+        for routing in (True, False):
+            rows = [
+                step_metrics.local_rows(batches, self._score(batches, enforce=routing, with_full=True))
+                for batches in minibatches
+            ]
+            gathered = self._gather(rows)
+            for mask in (True, False):
+                name = {(True, True): "both", (True, False): "experts", (False, True): "kept_sets"}.get(
+                    (routing, mask), "neither"
+                )
+                table[name] = step_metrics.disagreement(gathered, full=not mask)
+        return table
+
+    # --- engine ------------------------------------------------------------------------------------------------------
+
+    def _publish(self, version: int) -> None:
+        sink = None if self.collector is None else self.run.engine
+        with self.run.stopwatch.span("weights"):
+            publish(self.trainer.export(), sink, version)
+
+    def _num_quarantined(self) -> int:
+        return 0 if self.collector is None else self.collector.quarantine.num_refused
+
+    # --- evaluation --------------------------------------------------------------------------------------------------
+
+    def _evaluate_cold_start(self, first_step: int) -> None:
+        """Before the first update: dev and held-out accuracy, and held-out accuracy when made to show the work."""
+        if first_step > 0 or self.collector is None:
+            return
+        run, sizes = self.run, self.config.evaluation
+        run.record_evaluation(STAGE, 0, "dev", evaluate(self.collector, "dev", sizes.dev_problems, version=0))
+        run.record_evaluation(
+            STAGE, 0, "cold_start", evaluate(self.collector, "heldout", sizes.heldout_problems, version=0)
+        )
+        if isinstance(self.collector.task, WorkedTask):
+            worked = evaluate(self.collector, "heldout", sizes.heldout_problems, version=0, worked=True)
+            run.record_evaluation(STAGE, 0, "cold_start_worked", worked)
+
+    def _evaluate_dev(self, step: int) -> None:
+        sizes, steps = self.config.evaluation, self.config.algorithm.steps
+        due = step == steps or (sizes.every and step % sizes.every == 0)
+        if due and self.collector is not None:
+            with self.run.stopwatch.span("evaluation"):
+                dev = evaluate(self.collector, "dev", sizes.dev_problems, version=step)
+            self.run.record_evaluation(STAGE, step, "dev", dev)
+
+    def _evaluate_final(self, step: int) -> None:
+        if self.collector is not None:
+            final = evaluate(self.collector, "heldout", self.config.evaluation.heldout_problems, version=step)
+            self.run.record_evaluation(STAGE, step, "final", final)
+
+
+def _split_groups(samples: Sequence[TrainSample], parts: int) -> list[list[TrainSample]]:
+    """Samples in `parts` minibatches of whole groups, in order."""
+    groups: dict[str, list[TrainSample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.trajectory.lineage.group_id, []).append(sample)
+    chunks = np.array_split(np.arange(len(groups)), min(parts, len(groups)))
+    in_order = list(groups.values())
+    return [[sample for i in chunk for sample in in_order[i]] for chunk in chunks]
+
+
+def _with_clipping(before: Sequence[RowScores], after: Sequence[RowScores]) -> list[RowScores]:
+    """Scores from before the first update (same weights as the engine), with the clipping that happened since."""
+    return [replace(b, clipped_T=a.clipped_T) for b, a in zip(before, after, strict=True)]

@@ -1,0 +1,110 @@
+"""From prompts to checked, rewarded trajectories. Runs on the rank that hosts the embedded engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from moerl.algorithms.registry import Algorithm
+from moerl.config.schema import RolloutConfig
+from moerl.contract.batch import TrainSample
+from moerl.contract.ports import Prompt, RolloutEngine, RolloutRequest, Task
+from moerl.contract.quarantine import Quarantine
+from moerl.contract.routing import rollout_key
+from moerl.contract.trajectory import Lineage, SamplingParams, Trajectory
+from moerl.tasks.tokenizer import encode_checked
+
+
+@dataclass(frozen=True, slots=True)
+class Collector:
+    """Asks an engine for responses, passes every answer through the contract, and has it rewarded."""
+
+    engine: RolloutEngine
+    task: Task
+    tokenizer: PreTrainedTokenizerBase
+    quarantine: Quarantine
+    max_new_tokens: int
+
+    def requests(
+        self, prompts: Sequence[Prompt], *, run: str, count: int, sampling: SamplingParams, prefixes: Mapping[str, str]
+    ) -> list[RolloutRequest]:
+        """`count` requests per prompt.
+
+        Args:
+            run: names this use of the prompts (for example ``rl-000012``); part of every rollout id.
+            sampling: its seed is mixed with each rollout id.
+            prefixes: text by prompt id that is put at the start of the response, as part of the prompt.
+        """
+        requests = []
+        for prompt in prompts:
+            text = prompt.text + prefixes.get(prompt.prompt_id, "")
+            prompt_ids = tuple(encode_checked(self.tokenizer, text))
+            for number in range(count):
+                rollout_id = f"{run}/{prompt.prompt_id}/{number}"
+                seed = rollout_key(f"{sampling.seed}/{rollout_id}") >> 1
+                requests.append(
+                    RolloutRequest(
+                        lineage=Lineage(rollout_id, prompt.prompt_id, group_id=f"{run}/{prompt.prompt_id}"),
+                        prompt_ids=prompt_ids,
+                        sampling=replace(sampling, seed=seed),
+                        max_new_tokens=self.max_new_tokens,
+                        stop_ids=(int(self.tokenizer.eos_token_id),),
+                    )
+                )
+        return requests
+
+    def collect(
+        self,
+        prompts: Sequence[Prompt],
+        requests: Sequence[RolloutRequest],
+        *,
+        trainer_version: int,
+        prefixes: Mapping[str, str],
+    ) -> Iterator[Trajectory]:
+        """Admitted trajectories with their rewards, as they finish. Refused answers go to quarantine."""
+        by_id = {prompt.prompt_id: prompt for prompt in prompts}
+        self.quarantine.expect(request.lineage.rollout_id for request in requests)
+        for record in self.engine.generate(requests):
+            trajectory = self.quarantine.admit(record, trainer_version=trainer_version)
+            if trajectory is not None:
+                prompt = by_id[trajectory.lineage.prompt_id]
+                response = prefixes.get(prompt.prompt_id, "") + self.response(trajectory)
+                rewards = self.task.reward(prompt, response, trajectory.finish_reason)
+                yield replace(trajectory, rewards=rewards)
+
+    def response(self, trajectory: Trajectory) -> str:
+        """The sampled text, without the end-of-sequence token."""
+        ids = trajectory.token_ids[trajectory.sampled].tolist()
+        if ids and ids[-1] == self.tokenizer.eos_token_id:
+            ids.pop()
+        return str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+
+
+def sampling_params(config: RolloutConfig, seed: int) -> SamplingParams:
+    """The sampling distribution of training rollouts."""
+    return SamplingParams(config.temperature, config.top_p, config.top_k, config.min_p, seed)
+
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def in_request_order(trajectories: Sequence[Trajectory], requests: Sequence[RolloutRequest]) -> list[Trajectory]:
+    """Sorted as they were asked for, so that what follows does not depend on who finished first."""
+    order = {request.lineage.rollout_id: i for i, request in enumerate(requests)}
+    return sorted(trajectories, key=lambda trajectory: order[trajectory.lineage.rollout_id])
+
+
+def with_advantages(trajectories: Sequence[Trajectory], algorithm: Algorithm) -> list[TrainSample]:
+    """Advantages of each trajectory within its group, on its sampled tokens."""
+    groups = {group: i for i, group in enumerate(dict.fromkeys(t.lineage.group_id for t in trajectories))}
+    rewards_B = torch.tensor([t.rewards["reward"] for t in trajectories], dtype=torch.float32)
+    group_index_B = torch.tensor([groups[t.lineage.group_id] for t in trajectories])
+    advantages_B = algorithm.advantages(rewards_B, group_index_B).tolist()
+    return [
+        TrainSample(trajectory, np.where(trajectory.sampled, np.float32(advantage), np.float32(0.0)))
+        for trajectory, advantage in zip(trajectories, advantages_B, strict=True)
+    ]

@@ -1,0 +1,177 @@
+"""One run: its configuration, its place among the ranks, its directory, and what survives a kill.
+
+Runs in every trainer rank. Only the main rank writes, except for each rank's own shard of a checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from moerl.config.schema import RunConfig
+from moerl.contract.disk import write_parquet
+from moerl.contract.ports import Prompt, Task, WeightSink
+from moerl.contract.trajectory import ModelSpec, Trajectory
+from moerl.orchestration.evaluation import Evaluation
+from moerl.orchestration.exchange import barrier, broadcast_bytes
+from moerl.orchestration.models import write_model
+from moerl.orchestration.reporting import Reporter
+from moerl.telemetry.spans import Stopwatch, peak_rss_bytes
+from moerl.trainer.checkpoint import CheckpointStore
+from moerl.trainer.layout import Layout
+from moerl.trainer.trainer import MegatronTrainer
+
+STAGE_ORDER = ("sft", "rl")
+
+
+@dataclass(slots=True)
+class RunState:
+    """What a checkpoint keeps beside weights; plain JSON.
+
+    tokens_trained: tokens with a loss, all stages. wall_seconds: of earlier processes of this run.
+    evaluations: by name (cold_start, cold_start_worked, dev, final), the latest of each. mismatch: the latest table.
+    """
+
+    tokens_trained: int = 0
+    wall_seconds: float = 0.0
+    evaluations: dict[str, dict[str, Any]] = field(default_factory=dict)
+    mismatch: dict[str, dict[str, float]] = field(default_factory=dict)
+
+
+class Run:
+    """What the stages of a run share.
+
+    Args:
+        reporter: where metrics and progress go; on ranks other than the main one it does nothing.
+
+    Attributes:
+        engine: takes weights; None on ranks that do not host it, and before the RL stage.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        layout: Layout,
+        task: Task,
+        tokenizer: PreTrainedTokenizerBase,
+        spec: ModelSpec,
+        reporter: Reporter,
+    ) -> None:
+        self.config, self.layout, self.task, self.tokenizer, self.spec = config, layout, task, tokenizer, spec
+        self.reporter = reporter
+        self.engine: WeightSink | None = None
+        self.state = RunState()
+        self.stopwatch = Stopwatch()
+        self._started = self._last_step = time.monotonic()
+        self._checkpoint: tuple[str, int, Path] | None = None
+        self._store = CheckpointStore(config.run_dir / "checkpoints", config.checkpoint.keep)
+
+    @property
+    def wall_seconds(self) -> float:
+        """Of the whole run, resumed processes included."""
+        return self.state.wall_seconds + time.monotonic() - self._started
+
+    def train_prompts(self) -> list[Prompt]:
+        return self.task.prompts("train", self.task.size("train"))
+
+    # --- checkpoints -------------------------------------------------------------------------------------------------
+
+    def go_back(self) -> None:
+        """Finds the newest valid checkpoint of an interrupted run and takes its state; a collective.
+
+        Raises:
+            CheckpointError: checkpoints exist and none of them is valid.
+        """
+        found = None
+        if self.layout.is_main:
+            found = self._store.latest()
+            for problem in found.skipped if found else ():
+                self.reporter.warn(f"corrupt checkpoint left aside, falling back to the one before: {problem}")
+        facts = {} if found is None else {"path": str(found.path), **found.state}
+        facts = json.loads(broadcast_bytes(json.dumps(facts).encode()))
+        stage, step = (facts["stage"], int(facts["step"])) if facts else (STAGE_ORDER[0], 0)
+        self.reporter.rewind(stage, step)
+        if facts:
+            self.state = RunState(**facts["run"])
+            self._checkpoint = (stage, step, Path(facts["path"]))
+            self.reporter.say(f"{stage}: going on from step {step} ({facts['path']})")
+
+    def restore(self, stage: str, trainer: MegatronTrainer) -> int:
+        """Loads the checkpoint that `go_back` found, if it is of this stage; the step to go on with, else 0."""
+        if self._checkpoint is None or self._checkpoint[0] != stage:
+            return 0
+        _, step, path = self._checkpoint
+        trainer.restore(path)
+        return step
+
+    def checkpoint_if_due(self, stage: str, step: int, last: int, trainer: MegatronTrainer) -> None:
+        every = self.config.checkpoint.every
+        if step == last or (every and step % every == 0):
+            self.checkpoint(stage, step, trainer)
+
+    def checkpoint(self, stage: str, step: int, trainer: MegatronTrainer) -> None:
+        """Writes a checkpoint of all ranks: trainer shards, Hugging Face weights, run state."""
+        with self.stopwatch.span("checkpoint"):
+            name = f"{STAGE_ORDER.index(stage)}-{stage}-{step:06d}"
+            path = Path(broadcast_bytes(str(self._store.begin(name)).encode() if self.layout.is_main else None).decode())
+            trainer.save(path)
+            self.write_model(path / "hf", like=trainer.model.hf_path, trainer=trainer)
+            barrier()
+            if self.layout.is_main:
+                self.reporter.sync()
+                state = asdict(self.state) | {"wall_seconds": self.wall_seconds}
+                self._store.commit(name, {"stage": stage, "step": step, "run": state})
+            barrier()
+
+    def write_model(self, folder: Path, *, like: Path, trainer: MegatronTrainer) -> None:
+        """Writes the trainer's weights as a Hugging Face directory. A collective."""
+        if self.layout.is_main:
+            write_model(folder, like, trainer.export())
+        else:
+            for _ in trainer.export():
+                pass
+        barrier()
+
+    # --- what is recorded --------------------------------------------------------------------------------------------
+
+    def stage(self, name: str, first_step: int, num_steps: int) -> AbstractContextManager[object]:
+        """Shows progress over the steps of a stage."""
+        return self.reporter.stage(name, first_step, num_steps)
+
+    def log(self, stage: str, step: int, metrics: dict[str, float], num_tokens: int) -> None:
+        """Records one training step with the seconds of its stages and its throughput."""
+        self.state.tokens_trained += num_tokens
+        now = time.monotonic()
+        seconds = now - self._last_step
+        self._last_step = now
+        metrics = metrics | self.stopwatch.lap()
+        metrics |= {
+            "seconds/step": seconds,
+            "tokens/trained": float(self.state.tokens_trained),
+            "throughput/tokens_per_second": num_tokens / seconds,
+            "memory/peak_rss_bytes": float(peak_rss_bytes()),
+        }
+        self.reporter.log(stage, step, metrics)
+
+    def record_evaluation(self, stage: str, step: int, name: str, evaluation: Evaluation) -> None:
+        self.state.evaluations[name] = asdict(evaluation) | {"step": step}
+        self.reporter.evaluation(stage, step, name, evaluation)
+
+    def record_mismatch(self, step: int, table: dict[str, dict[str, float]]) -> None:
+        """Keeps the newest mismatch table: by what was enforced, the disagreement metrics."""
+        self.state.mismatch = table
+        self.reporter.mismatch(step, table)
+
+    def dump_if_due(self, step: int, trajectories: Sequence[Trajectory], texts: Sequence[str]) -> None:
+        every = self.config.dump.rollouts_every
+        if every and (step == 1 or step % every == 0):
+            folder = self.config.run_dir / "rollouts"
+            folder.mkdir(exist_ok=True)
+            write_parquet(folder / f"step-{step:06d}.parquet", trajectories, texts=texts)

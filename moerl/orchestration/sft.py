@@ -1,0 +1,93 @@
+"""Supervised fine-tuning on a task's demonstrations: the cold start. Runs in every trainer rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from moerl.buffer.order import batch_indices
+from moerl.buffer.packing import pack_text_for_ranks
+from moerl.contract.batch import TextSample
+from moerl.contract.ports import DemonstrationTask
+from moerl.errors import ConfigError
+from moerl.orchestration.exchange import sum_over
+from moerl.orchestration.run import Run
+from moerl.tasks.tokenizer import encode_checked
+from moerl.trainer import layout
+from moerl.trainer.losses import TextLoss
+from moerl.trainer.model import ModelOptions
+from moerl.trainer.trainer import MegatronTrainer
+
+STAGE = "sft"
+
+
+def demonstrations(run: Run) -> list[TextSample]:
+    """The demonstrations to learn from, tokenised; the response and its end are learned, the prompt is not."""
+    config, task, tokenizer = run.config, run.task, run.tokenizer
+    if not isinstance(task, DemonstrationTask):
+        raise ConfigError(
+            "sft.steps: the task has no demonstrations to learn from",
+            seen=config.task.name,
+            expected="a task that writes worked solutions, or a JSONL with responses (task.response_key)",
+            remedy="set sft.steps=0, or give the task demonstrations",
+        )
+    prompts = task.prompts("train", config.sft.num_examples)
+    samples = []
+    for prompt, response in zip(prompts, task.demonstrations(prompts, config.seed), strict=True):
+        prompt_ids = encode_checked(tokenizer, prompt.text)
+        response_ids = [*encode_checked(tokenizer, response), int(tokenizer.eos_token_id)]
+        token_ids = np.array(prompt_ids + response_ids, np.int32)
+        samples.append(TextSample(token_ids, np.arange(len(token_ids)) >= len(prompt_ids)))
+    return samples
+
+
+def train(run: Run, model_path: Path, output: Path) -> None:
+    """Trains from `model_path` and writes a Hugging Face directory to `output`; goes on from a checkpoint if any."""
+    config = run.config
+    samples = demonstrations(run)
+    trainer = MegatronTrainer(
+        model_path,
+        run.spec,
+        run.layout,
+        ModelOptions(
+            dtype=config.model.dtype,
+            recompute=config.trainer.recompute,
+            moe_aux_loss_coef=config.sft.moe_aux_loss_coef,
+            tensor=config.parallel.tensor,
+            expert=config.parallel.expert,
+        ),
+        config.sft.optimizer,
+        total_steps=config.sft.steps,
+    )
+    first_step = run.restore(STAGE, trainer)
+    with run.stage(STAGE, first_step, config.sft.steps):
+        for step in range(first_step, config.sft.steps):
+            indices = batch_indices(len(samples), config.sft.batch_size, step, config.seed)
+            _step(run, trainer, step, [samples[i] for i in indices])
+            run.checkpoint_if_due(STAGE, step + 1, config.sft.steps, trainer)
+    run.write_model(output, like=model_path, trainer=trainer)
+
+
+def _step(run: Run, trainer: MegatronTrainer, step: int, samples: Sequence[TextSample]) -> None:
+    with run.stopwatch.span("train"):
+        ranks = pack_text_for_ranks(
+            samples,
+            run.layout.data,
+            token_budget=run.config.trainer.microbatch_tokens,
+            multiple=run.layout.tensor,
+        )
+        num_tokens = sum(int(batch.loss_mask.sum()) for batches in ranks for batch in batches)
+        batches = ranks[run.layout.data_rank]
+        report = trainer.step(batches, TextLoss(batches, trainer.shard, float(num_tokens)), enforce=False)
+    assert report.update is not None
+    losses = [rows.losses_T.sum() for rows in report.rows if rows.losses_T is not None]
+    loss = float(sum_over(torch.stack(losses).sum().double()[None], layout.data_group()))
+    metrics = {
+        "sft/loss": loss / num_tokens,
+        "optimizer/grad_norm": report.update.grad_norm,
+        "optimizer/lr": report.update.learning_rate,
+    }
+    run.log(STAGE, step + 1, metrics, num_tokens)

@@ -1,0 +1,122 @@
+"""Metrics of one RL step: from per-row tables of all ranks and the trajectories, to named numbers.
+
+Runs on every rank up to the gather, on the main rank after it. Names, units and meanings: docs/metrics.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moerl.algorithms.mismatch import mismatch_sums, ratio_quantiles, ratio_sample
+from moerl.contract.batch import Microbatch
+from moerl.contract.trajectory import Trajectory
+from moerl.trainer.trainer import RowScores
+
+MAX_RATIO_SAMPLES = 1_000_000
+COLUMNS = ("trainer", "rollout", "full", "entropy", "clipped", "layers_differing")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowTable:
+    """Per trained token, over all data-parallel ranks: float32 [R] each.
+
+    trainer, rollout: log-probs under the support the token was drawn from. full: the trainer's over the whole
+    vocabulary (zeros where not asked for). layers_differing: MoE layers whose natural choice was not the recorded one.
+    """
+
+    trainer: NDArray[np.float32]
+    rollout: NDArray[np.float32]
+    full: NDArray[np.float32]
+    entropy: NDArray[np.float32]
+    clipped: NDArray[np.float32]
+    layers_differing: NDArray[np.float32]
+
+    @classmethod
+    def of(cls, rows_RC: NDArray[np.float32]) -> RowTable:
+        return cls(*np.ascontiguousarray(rows_RC.T))
+
+
+def local_rows(batches: Sequence[Microbatch], scores: Sequence[RowScores]) -> NDArray[np.float32]:
+    """This rank's rows of the table, float32 [R, C], columns as `COLUMNS`."""
+    parts = []
+    for batch, score in zip(batches, scores, strict=True):
+        zeros_T = torch.zeros(batch.num_rows)
+
+        def column(tensor: Tensor | None, otherwise: Tensor = zeros_T) -> NDArray[np.float32]:
+            return (otherwise if tensor is None else tensor).float().numpy()
+
+        columns_CT = np.stack(
+            [
+                column(score.logprobs_T),
+                batch.rollout_logprobs,
+                column(score.full_logprobs_T),
+                column(score.entropy_T),
+                column(score.clipped_T),
+                column(score.layers_differing_T),
+            ]
+        )
+        parts.append(columns_CT[:, batch.loss_mask].T)
+    return np.concatenate(parts).astype(np.float32)
+
+
+def disagreement(table: RowTable, *, full: bool = False) -> dict[str, float]:
+    """How far the trainer's log-probs are from the engine's, and how often its routers would have chosen otherwise.
+
+    Args:
+        full: compare the full-vocabulary log-probs, as a trainer without sampling masks would.
+    """
+    trainer = torch.from_numpy(table.full if full else table.trainer)
+    rollout = torch.from_numpy(table.rollout)
+    sums = mismatch_sums(trainer, rollout, torch.ones(len(trainer), dtype=torch.bool)).finalize()
+    return {
+        "mismatch/logprob_abs_mean": sums["mismatch_abs_mean"],
+        "mismatch/logprob_abs_max": sums["mismatch_abs_max"],
+        "mismatch/k3": sums["mismatch_k3"],
+        "mismatch/share_above_ln2": sums["mismatch_far_share"],
+        "mismatch/tokens_with_different_experts": float((table.layers_differing > 0).mean()),
+        "mismatch/layers_differing_per_token": float(table.layers_differing.mean()),
+    }
+
+
+def policy_metrics(table: RowTable) -> dict[str, float]:
+    """Entropy, clipping and the quantiles of the ratio trainer over rollout."""
+    mask = torch.ones(len(table.trainer), dtype=torch.bool)
+    ratios = ratio_sample(torch.from_numpy(table.trainer), torch.from_numpy(table.rollout), mask, MAX_RATIO_SAMPLES)
+    quantiles = ratio_quantiles(ratios)
+    return {
+        "policy/entropy": float(table.entropy.mean()),
+        "policy/clip_fraction": float(table.clipped.mean()),
+        "policy/ratio_p01": quantiles["mismatch_ratio_p01"],
+        "policy/ratio_p50": quantiles["mismatch_ratio_p50"],
+        "policy/ratio_p99": quantiles["mismatch_ratio_p99"],
+    }
+
+
+def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Reward, accuracy, length and kept sets of a batch of rollouts."""
+    lengths = np.array([t.num_sampled for t in trajectories])
+    sizes = np.concatenate([t.kept.sizes[t.truncated] for t in trajectories])
+    metrics = {
+        "reward/mean": float(np.mean([t.rewards["reward"] for t in trajectories])),
+        "accuracy/mean": float(np.mean([t.rewards["accuracy"] for t in trajectories])),
+        "response/length_mean": float(lengths.mean()),
+    }
+    if len(sizes):
+        metrics |= {"kept/size_mean": float(sizes.mean()), "kept/size_p99": float(np.quantile(sizes, 0.99))}
+    return metrics
+
+
+def load_metrics(expert_load_LE: Tensor) -> dict[str, float]:
+    """Balance of the experts, worst layer: most and least loaded expert against the mean."""
+    load_LE = expert_load_LE.double()
+    mean_L = load_LE.mean(1)
+    return {
+        "experts/load_max_over_mean": float((load_LE.max(1).values / mean_L).max()),
+        "experts/load_min_over_mean": float((load_LE.min(1).values / mean_L).min()),
+    }

@@ -1,0 +1,1 @@
+"""Rollout engines: what samples trajectories and records their routing and kept sets."""

@@ -1,0 +1,74 @@
+"""Attention of the embedded engine: grouped-query attention that never repeats the key-value cache.
+
+Runs inside the embedded rollout engine, registered with transformers under `ATTENTION`. The stock sdpa function
+repeats keys and values for every query head when there is a mask, which copies the whole cache at every step.
+Shape legend: N = rows, H = query heads, G = key-value heads, Q = query tokens, T = cached tokens, D = head size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers.modeling_utils import AttentionInterface
+
+from moerl.errors import EngineError
+
+ATTENTION = "moerl_grouped_query"
+
+
+def grouped_query_attention(
+    module: nn.Module,
+    query_NHQD: Tensor,
+    key_NGTD: Tensor,
+    value_NGTD: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """softmax(q k^T * scaling + mask) v, the attention interface of transformers.
+
+    Args:
+        module: the attention layer; not read.
+        attention_mask: bool, broadcastable to [N, H, Q, T]; True where a query sees a key.
+        options: `scaling` is read; dropout is for training and sliding windows are already in the mask.
+
+    Returns:
+        [N, Q, H, D], and None in place of attention weights.
+
+    Raises:
+        EngineError: There is no mask: transformers builds none for this function, and without one tokens would see
+            their future.
+    """
+    if attention_mask is None:
+        raise EngineError(
+            "embedded engine: attention without a mask",
+            expected="the explicit mask of the engine's own passes",
+            remedy="this model, or one that shares its config object, was called directly; load a model of its own",
+        )
+    num_rows, num_heads, num_queries, head_size = query_NHQD.shape
+    scaling = options.get("scaling")
+    if num_queries == 1:
+        # The query heads of a group become the queries of one head: the mask is the same for all of them.
+        grouped = query_NHQD.reshape(num_rows, key_NGTD.shape[1], -1, head_size)
+        out = scaled_dot_product_attention(grouped, key_NGTD, value_NGTD, attn_mask=attention_mask, scale=scaling)
+        return out.reshape(num_rows, 1, num_heads, head_size), None
+    out = scaled_dot_product_attention(
+        query_NHQD, key_NGTD, value_NGTD, attn_mask=attention_mask, scale=scaling, enable_gqa=True
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+def prefill_mask(length: int, device: torch.device) -> Tensor:
+    """bool [1, 1, P, P], causal. Prompts are padded on the right, so no real token ever sees a pad."""
+    return torch.ones(length, length, dtype=torch.bool, device=device).tril_()[None, None]
+
+
+def decode_mask(positions_N: Tensor, length: int) -> Tensor:
+    """bool [N, 1, 1, T]: row n sees its own cached tokens 0..positions_N[n]."""
+    keys_T = torch.arange(length, device=positions_N.device)
+    return (keys_T[None, :] <= positions_N[:, None])[:, None, None, :]
+
+
+AttentionInterface.register(ATTENTION, grouped_query_attention)

@@ -1,0 +1,92 @@
+"""The key-value cache of continuous batching: one slot per running sequence, each at its own length.
+
+Runs inside the embedded rollout engine. Running rows always fill slots 0..n-1, so that a step reads a view of the
+cache (no gather, no copy) and the tail of a batch costs what its few rows cost; `move` closes the gaps that
+finished rows leave. Shape legend: N = rows of a step, G = key-value heads, Q = new tokens, D = head size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+_BLOCK = 64
+
+
+class SlotCache(Cache):
+    """A transformers cache over [num_slots, G, capacity, D] tensors, one pair per layer.
+
+    Each forward pass is announced with `begin_prefill` or `begin_decode`. Capacity grows by doubling, up to
+    max_tokens.
+    """
+
+    def __init__(self, num_slots: int, max_tokens: int) -> None:
+        super().__init__(layers=[])
+        self.num_slots = num_slots
+        self.max_tokens = max_tokens
+        self.capacity = 0
+        self._keys: list[Tensor] = []
+        self._values: list[Tensor] = []
+        self._first_slot = 0
+        self._positions_N: Tensor | None = None
+        self._rows_N: Tensor | None = None
+        self._read_tokens = 0
+
+    def begin_prefill(self, first_slot: int, num_tokens: int) -> None:
+        """The next pass writes prompts of (padded) length num_tokens into the slots from first_slot on."""
+        self._grow(num_tokens)
+        self._first_slot = first_slot
+        self._positions_N = None
+
+    def begin_decode(self, positions_N: Tensor, read_tokens: int) -> None:
+        """The next pass writes one token per row into slots 0..N-1, at positions_N (int64), and reads
+        read_tokens = max(positions_N) + 1 tokens."""
+        self._grow(read_tokens)
+        self._positions_N = positions_N
+        self._rows_N = torch.arange(len(positions_N), device=positions_N.device)
+        self._read_tokens = read_tokens
+
+    def move(self, sources: Tensor, targets: Tensor, num_tokens: int) -> None:
+        """Copies the first num_tokens tokens of the source slots to the target slots (int64, disjoint)."""
+        for cached in (*self._keys, *self._values):
+            cached[targets, :, :num_tokens] = cached[sources, :, :num_tokens]
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Stores the new keys and values, [N, G, Q, D], of a layer; returns those to attend to.
+
+        A prompt attends to itself alone, so a prefill gets its own states back.
+        """
+        if layer_idx == len(self._keys):
+            self._keys.append(self._new_like(key_states))
+            self._values.append(self._new_like(value_states))
+        keys, values = self._keys[layer_idx], self._values[layer_idx]
+        if self._positions_N is None:
+            rows = slice(self._first_slot, self._first_slot + key_states.shape[0])
+            keys[rows, :, : key_states.shape[2]] = key_states
+            values[rows, :, : value_states.shape[2]] = value_states
+            return key_states, value_states
+        keys[self._rows_N, :, self._positions_N] = key_states[:, :, 0]
+        values[self._rows_N, :, self._positions_N] = value_states[:, :, 0]
+        num_rows = key_states.shape[0]
+        return keys[:num_rows, :, : self._read_tokens], values[:num_rows, :, : self._read_tokens]
+
+    def _new_like(self, states: Tensor) -> Tensor:
+        _, num_heads, _, head_size = states.shape
+        # Zeros, not what memory holds: a masked place has weight 0, and 0 * NaN would still be NaN.
+        return states.new_zeros(self.num_slots, num_heads, self.capacity, head_size)
+
+    def _grow(self, num_tokens: int) -> None:
+        if num_tokens <= self.capacity:
+            return
+        used = self.capacity
+        wanted = max(2 * used, -(-num_tokens // _BLOCK) * _BLOCK)
+        self.capacity = max(num_tokens, min(wanted, self.max_tokens))
+        for pool in (self._keys, self._values):
+            for layer, old in enumerate(pool):
+                pool[layer] = self._new_like(old)
+                pool[layer][:, :, :used] = old

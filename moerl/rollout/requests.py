@@ -1,0 +1,74 @@
+"""What the embedded engine refuses to sample, checked before anything runs.
+
+Runs inside the embedded rollout engine. Torch-free.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from moerl.contract.ports import RolloutRequest
+from moerl.contract.trajectory import MAX_KEPT_IDS, ModelSpec, SamplingParams
+from moerl.errors import EngineError
+
+
+def check_requests(requests: Sequence[RolloutRequest], spec: ModelSpec, max_positions: int) -> None:
+    """Refuses a batch that holds a request the engine or the contract cannot carry.
+
+    Args:
+        max_positions: positions the model was built for; a rollout's inputs must fit.
+
+    Raises:
+        EngineError: Naming the first offending rollout.
+    """
+    seen: set[str] = set()
+    for request in requests:
+        rollout_id = request.lineage.rollout_id
+        if rollout_id in seen:
+            raise _refusal(rollout_id, "rollout_id", rollout_id, "unique ids within one call")
+        seen.add(rollout_id)
+        _check_lengths(request, max_positions)
+        _check_tokens(rollout_id, "prompt_ids", request.prompt_ids, spec.vocab_size)
+        _check_tokens(rollout_id, "stop_ids", request.stop_ids, spec.vocab_size)
+        _check_sampling(rollout_id, request.sampling)
+
+
+def _check_lengths(request: RolloutRequest, max_positions: int) -> None:
+    rollout_id, num_prompt = request.lineage.rollout_id, len(request.prompt_ids)
+    if num_prompt == 0:
+        raise _refusal(rollout_id, "prompt_ids", "no token", "at least one token")
+    if request.max_new_tokens < 1:
+        raise _refusal(rollout_id, "max_new_tokens", request.max_new_tokens, "at least 1")
+    # The last sampled token is never fed to the model.
+    num_inputs = num_prompt + request.max_new_tokens - 1
+    if num_inputs > max_positions:
+        raise _refusal(
+            rollout_id,
+            "prompt_ids and max_new_tokens",
+            f"{num_prompt} + {request.max_new_tokens} tokens",
+            f"at most {max_positions} inputs, the model's max_position_embeddings",
+        )
+
+
+def _check_tokens(rollout_id: str, field: str, ids: tuple[int, ...], vocab_size: int) -> None:
+    if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+        wrong = next(i for i in ids if not 0 <= i < vocab_size)
+        raise _refusal(rollout_id, field, f"token id {wrong}", f"ids in [0, {vocab_size})")
+
+
+def _check_sampling(rollout_id: str, sampling: SamplingParams) -> None:
+    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
+        raise _refusal(rollout_id, "temperature", sampling.temperature, "finite, at least 0")
+    if not 0 < sampling.top_p <= 1:
+        raise _refusal(rollout_id, "top_p", sampling.top_p, "in (0, 1]")
+    if not 0 <= sampling.min_p < 1:
+        raise _refusal(rollout_id, "min_p", sampling.min_p, "in [0, 1)")
+    if sampling.top_k is not None and not 1 <= sampling.top_k <= MAX_KEPT_IDS:
+        raise _refusal(rollout_id, "top_k", sampling.top_k, f"None, or in [1, {MAX_KEPT_IDS}]")
+    if not -(2**63) <= sampling.seed < 2**63:
+        raise _refusal(rollout_id, "seed", sampling.seed, "a signed 64-bit integer")
+
+
+def _refusal(rollout_id: str, field: str, seen: object, expected: object) -> EngineError:
+    return EngineError(f"request {rollout_id!r}: {field}", seen=seen, expected=expected, remedy="correct the request")

@@ -1,0 +1,226 @@
+"""The running sequences of the embedded engine: per-slot buffers that become records when a row finishes.
+
+Runs inside the embedded rollout engine, on the host; numpy only. Running rows fill slots 0..n-1. A decode step
+writes whole columns of preallocated arrays; the only work per row happens once, when it finishes. Shape legend:
+B = slots, P = tokens a slot can hold, n = running rows, m = rows admitted or finished together, S, L, K as in the
+data contract.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moerl.contract.ports import RolloutRequest
+from moerl.contract.trajectory import FinishReason, KeptSets, ModelSpec, Turn, TurnKind
+from moerl.rollout.kept_pool import KeptPool
+
+_POOL_SLACK = 1 << 20
+"""Kept ids of finished rows that may stay in the pool before it is cleaned."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one forward pass sampled for m rows; the arrays of `moerl.rollout.sampler.Draws`, on the host."""
+
+    token_ids: NDArray[np.int64]
+    rollout_logprobs: NDArray[np.float32]
+    kept_logmass: NDArray[np.float32]
+    truncated: NDArray[np.bool_]
+    kept_ids: NDArray[np.int32]
+    kept_sizes: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Occupant:
+    """Who sits in a slot: the request, and when it was asked for and admitted (seconds, perf_counter)."""
+
+    request: RolloutRequest
+    asked_at: float
+    admitted_at: float
+
+
+class SlotTable:
+    """State of up to num_slots running sequences of at most max_tokens tokens each."""
+
+    def __init__(self, spec: ModelSpec, num_slots: int, max_tokens: int) -> None:
+        shape = (num_slots, max_tokens)
+        self.num_slots = num_slots
+        self._spec = spec
+        self._occupants: list[Occupant] = []
+        self._pool = KeptPool()
+        self._num_dead_ids = 0
+        self.lengths = np.zeros(num_slots, np.int64)
+        self.token_ids = np.empty(shape, np.int32)
+        self._rollout_logprobs = np.empty(shape, np.float32)
+        self._kept_logmass = np.empty(shape, np.float32)
+        self._policy_versions = np.empty(shape, np.int32)
+        self._truncated = np.empty(shape, np.bool_)
+        self._kept_starts = np.empty(shape, np.int64)
+        self._kept_sizes = np.empty(shape, np.int64)
+        layers, experts_per_token = spec.num_moe_layers, spec.experts_per_token
+        self._expert_ids = np.empty((*shape, layers, experts_per_token), spec.expert_dtype)
+        self._max_lengths = np.zeros(num_slots, np.int64)
+        self._seeds = np.zeros(num_slots, np.uint64)
+        self._stop_ids = np.full((num_slots, 1), -1, np.int64)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._occupants)
+
+    @property
+    def num_free(self) -> int:
+        return self.num_slots - len(self._occupants)
+
+    @property
+    def requests(self) -> list[RolloutRequest]:
+        """The running requests, in slot order."""
+        return [occupant.request for occupant in self._occupants]
+
+    def seeds(self, rows: slice) -> NDArray[np.uint64]:
+        return self._seeds[rows]
+
+    def admit(self, requests: Sequence[RolloutRequest], asked_at: float) -> slice:
+        """Puts the requests into the next free slots, in order; returns those slots."""
+        now = time.perf_counter()
+        first = self.num_running
+        for slot, request in enumerate(requests, start=first):
+            self._occupants.append(Occupant(request, asked_at, now))
+            num_prompt = len(request.prompt_ids)
+            self.lengths[slot] = num_prompt
+            self._max_lengths[slot] = num_prompt + request.max_new_tokens
+            self._seeds[slot] = request.sampling.seed % 2**64
+            self.token_ids[slot, :num_prompt] = request.prompt_ids
+            self._rollout_logprobs[slot, :num_prompt] = 0.0
+            self._kept_logmass[slot, :num_prompt] = 0.0
+            self._policy_versions[slot, :num_prompt] = -1
+            self._truncated[slot, :num_prompt] = False
+            self._kept_starts[slot, :num_prompt] = 0
+            self._kept_sizes[slot, :num_prompt] = 0
+            self._write_stop_ids(slot, request.stop_ids)
+        return slice(first, self.num_running)
+
+    def write_prompt_routing(self, rows: slice, expert_ids: NDArray[Any]) -> None:
+        """expert_ids: [m, padded prompt length, L, K]; what lies past a row's prompt is overwritten as it grows."""
+        self._expert_ids[rows, : expert_ids.shape[1]] = expert_ids
+
+    def write_decode_routing(self, expert_ids: NDArray[Any]) -> None:
+        """expert_ids: [n, L, K] of the newest token of every running row."""
+        rows = np.arange(self.num_running)
+        self._expert_ids[rows, self.lengths[: self.num_running] - 1] = expert_ids
+
+    def append(self, rows: slice, step: StepResult, policy_version: int) -> None:
+        """Appends one sampled token to each of the rows."""
+        at = (np.arange(rows.start, rows.stop), self.lengths[rows])
+        self.token_ids[at] = step.token_ids
+        self._rollout_logprobs[at] = step.rollout_logprobs
+        self._kept_logmass[at] = step.kept_logmass
+        self._policy_versions[at] = policy_version
+        self._truncated[at] = step.truncated
+        self._kept_starts[at] = self._pool.append(step.kept_ids, step.kept_sizes)
+        self._kept_sizes[at] = step.kept_sizes
+        self.lengths[rows] += 1
+
+    def stopped(self) -> NDArray[np.bool_]:
+        """bool [n]: the newest token is a stop id of its request."""
+        n = self.num_running
+        last = self.token_ids[np.arange(n), self.lengths[:n] - 1]
+        return (self._stop_ids[:n] == last[:, None]).any(axis=1)
+
+    def full(self) -> NDArray[np.bool_]:
+        """bool [n]: max_new_tokens were sampled."""
+        n = self.num_running
+        return self.lengths[:n] >= self._max_lengths[:n]
+
+    def values(self, slot: int, reason: FinishReason) -> dict[str, Any]:
+        """The `Trajectory` fields of a running row, as it stands; copies, final dtypes."""
+        occupant = self._occupants[slot]
+        request, now = occupant.request, time.perf_counter()
+        num_tokens, num_prompt = int(self.lengths[slot]), len(request.prompt_ids)
+        row = (slot, slice(num_tokens))
+        kept_sizes = self._kept_sizes[row]
+        offsets = np.zeros(num_tokens + 1, np.int64)
+        np.cumsum(kept_sizes, out=offsets[1:])
+        return {
+            "spec": self._spec,
+            "lineage": request.lineage,
+            "turns": (
+                Turn(0, num_prompt, TurnKind.PROMPT),
+                Turn(num_prompt, num_tokens, TurnKind.SAMPLED, request.sampling),
+            ),
+            "token_ids": self.token_ids[row].copy(),
+            "sampled": np.arange(num_tokens) >= num_prompt,
+            "rollout_logprobs": self._rollout_logprobs[row].copy(),
+            "kept_logmass": self._kept_logmass[row].copy(),
+            "policy_versions": self._policy_versions[row].copy(),
+            "expert_ids": self._expert_ids[slot, : num_tokens - 1].copy(),
+            "routed": np.ones(num_tokens - 1, np.bool_),
+            "kept": KeptSets(offsets, self._pool.take(self._kept_starts[row], kept_sizes)),
+            "truncated": self._truncated[row].copy(),
+            "finish_reason": reason,
+            "attempt": 0,
+            "timings": {
+                "waiting_seconds": occupant.admitted_at - occupant.asked_at,
+                "sampling_seconds": now - occupant.admitted_at,
+            },
+        }
+
+    def release(self, done: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Frees the rows marked in done, bool [n], and closes the gaps with the last running rows.
+
+        Returns:
+            sources, targets: int64 slots; the caller moves its own per-slot state (the cache) the same way.
+        """
+        n = self.num_running
+        num_left = n - int(done.sum())
+        targets = np.flatnonzero(done[:num_left])
+        sources = num_left + np.flatnonzero(~done[num_left:])
+        used = int(self.lengths[:n].max(initial=0))
+        self._num_dead_ids += int(self._kept_sizes[:n, :used][self._is_sampled(n, used) & done[:, None]].sum())
+        for array in self._per_token_arrays():
+            array[targets, :used] = array[sources, :used]
+        for array in (self.lengths, self._max_lengths, self._seeds, self._stop_ids):
+            array[targets] = array[sources]
+        for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+            self._occupants[target] = self._occupants[source]
+        del self._occupants[num_left:]
+        self._clean_pool()
+        return sources, targets
+
+    def _per_token_arrays(self) -> tuple[NDArray[Any], ...]:
+        return (
+            self.token_ids,
+            self._rollout_logprobs,
+            self._kept_logmass,
+            self._policy_versions,
+            self._truncated,
+            self._kept_starts,
+            self._kept_sizes,
+            self._expert_ids,
+        )
+
+    def _write_stop_ids(self, slot: int, stop_ids: tuple[int, ...]) -> None:
+        missing = len(stop_ids) - self._stop_ids.shape[1]
+        if missing > 0:
+            self._stop_ids = np.pad(self._stop_ids, ((0, 0), (0, missing)), constant_values=-1)
+        self._stop_ids[slot] = -1
+        self._stop_ids[slot, : len(stop_ids)] = stop_ids
+
+    def _is_sampled(self, num_rows: int, num_tokens: int) -> NDArray[np.bool_]:
+        """bool [num_rows, num_tokens]: the place holds a token (prompt tokens have empty kept sets)."""
+        return np.arange(num_tokens) < self.lengths[:num_rows, None]
+
+    def _clean_pool(self) -> None:
+        if self._num_dead_ids <= max(_POOL_SLACK, self._pool.num_used // 2):
+            return
+        n = self.num_running
+        used = int(self.lengths[:n].max(initial=0))
+        alive = self._is_sampled(n, used)
+        starts, sizes = self._kept_starts[:n, :used], self._kept_sizes[:n, :used]
+        starts[alive] = self._pool.keep_only(starts[alive], sizes[alive])
+        self._num_dead_ids = 0

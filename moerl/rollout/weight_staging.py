@@ -1,0 +1,111 @@
+"""Staging of a weight update: Hugging Face checkpoint names in, a whole new set of parameters or nothing out.
+
+Runs inside the embedded rollout engine. Checkpoints hold one tensor per expert and projection
+(`...mlp.experts.3.gate_proj.weight`); transformers 5 modules hold them fused (`...mlp.experts.gate_up_proj`
+[E, 2F, H] with gate rows first, `...mlp.experts.down_proj` [E, H, F]). Tensors are cast to the model's dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moerl.errors import WeightSyncError
+
+_GATE_UP = ".experts.gate_up_proj"
+_DOWN = ".experts.down_proj"
+_NAMED = 5
+
+
+def checkpoint_views(name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """Views of one module tensor under the names it has in a checkpoint; fused experts become one view each."""
+    if name.endswith(_GATE_UP):
+        prefix, half = name.removesuffix("gate_up_proj"), tensor.shape[1] // 2
+        gate = {f"{prefix}{e}.gate_proj.weight": tensor[e, :half] for e in range(tensor.shape[0])}
+        up = {f"{prefix}{e}.up_proj.weight": tensor[e, half:] for e in range(tensor.shape[0])}
+        return gate | up
+    if name.endswith(_DOWN):
+        prefix = name.removesuffix("down_proj")
+        return {f"{prefix}{e}.down_proj.weight": tensor[e] for e in range(tensor.shape[0])}
+    return {name: tensor}
+
+
+class WeightStaging:
+    """One update in the making: a second copy of the model's tensors, filled name by name.
+
+    model: whose tensors are wanted; it is not touched before `commit`.
+    version: the policy version of the new weights, >= 0.
+    """
+
+    def __init__(self, model: nn.Module, version: int) -> None:
+        if version < 0:
+            raise WeightSyncError(
+                "weight update: policy version",
+                seen=version,
+                expected="at least 0",
+                remedy="number updates from 0 upwards",
+            )
+        self.version = version
+        self._tied = _tied_names(model)
+        self._live = {n: t for n, t in model.state_dict().items() if n not in self._tied}
+        self._staged = {name: torch.empty_like(tensor) for name, tensor in self._live.items()}
+        self._places: dict[str, Tensor] = {}
+        for name, tensor in self._staged.items():
+            self._places |= checkpoint_views(name, tensor)
+        self._tied_received: dict[str, Tensor] = {}
+        self._filled: set[str] = set()
+        self._problems: list[str] = []
+
+    @torch.no_grad()
+    def receive(self, tensors: Iterable[tuple[str, Any]]) -> None:
+        """Copies tensors into the staged set. What is wrong with them is reported by `commit`, all of it at once."""
+        for name, tensor in tensors:
+            place = self._places.get(self._tied.get(name, name))
+            if place is None:
+                self._problems.append(f"unknown name {name}")
+            elif tuple(tensor.shape) != tuple(place.shape):
+                self._problems.append(f"{name} has shape {tuple(tensor.shape)}, not {tuple(place.shape)}")
+            elif name in self._filled or name in self._tied_received:
+                self._problems.append(f"{name} came twice")
+            elif name in self._tied:
+                self._tied_received[name] = tensor.detach().to(place, copy=True)
+            else:
+                place.copy_(tensor)
+                self._filled.add(name)
+
+    @torch.no_grad()
+    def commit(self) -> None:
+        """Copies the staged set into the model.
+
+        Raises:
+            WeightSyncError: A tensor is missing, unknown, misshaped or came twice; the model is as it was.
+        """
+        missing = sorted(self._places.keys() - self._filled)
+        problems = [f"missing {name}" for name in missing] + self._problems
+        for name, tensor in self._tied_received.items():
+            if not missing and not torch.equal(tensor, self._places[self._tied[name]]):
+                problems.append(f"{name} differs from {self._tied[name]}, to which this model ties it")
+        if problems:
+            named = "; ".join(problems[:_NAMED])
+            raise WeightSyncError(
+                f"weight update to version {self.version}: {len(problems)} problems",
+                seen=named + ("; ..." if len(problems) > _NAMED else ""),
+                expected=f"each of {len(self._places)} checkpoint tensors exactly once",
+                remedy="send the whole set again, exported from the same architecture; the old weights stay in use",
+            )
+        for name, tensor in self._live.items():
+            tensor.copy_(self._staged[name])
+
+
+def _tied_names(model: nn.Module) -> dict[str, str]:
+    """Names of tensors that share the parameter of an earlier name, and that name."""
+    first: dict[int, str] = {}
+    tied: dict[str, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owner = first.setdefault(id(parameter), name)
+        if owner != name:
+            tied[name] = owner
+    return tied

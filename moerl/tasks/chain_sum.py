@@ -1,0 +1,234 @@
+"""The `chain_sum` task of reasoning-gym: short sums, with worked solutions. Runs in the controller.
+
+A prompt is ``State the final answer to the following arithmetic problem: 0 - 2 + 5 =`` and a newline. A
+worked response is ``0-2=-2;-2+5=3`` and a last line ``#### 3``; a bare one is that last line alone.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import reasoning_gym
+
+from moerl.config.schema import ChainSumTaskConfig
+from moerl.contract.ports import Prompt
+from moerl.contract.trajectory import FinishReason
+from moerl.errors import ConfigError
+
+DEV_POOL = 512
+"""Problems reserved for the dev split; fewer where the settings have less than eight times as many
+problems."""
+
+HELDOUT_POOL = 2048
+"""Problems reserved for the held-out split; fewer where the settings have less than four times as many
+problems."""
+
+_FIRST_SEED = {"train": 0, "dev": 1_000_000_000, "heldout": 2_000_000_000}
+_SEEDS_PER_SPLIT = 1_000_000_000
+_MAX_BARREN_DRAWS = 100_000
+_FINAL_ANSWER = re.compile(r"(?:\A|\n)#### (-?[0-9]+)\Z")
+_STEP = re.compile(r"[0-9][+-][0-9]+=-?[0-9]")
+_ANSWER_MARK = "#### "
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of a worked solution: `left` `operator` `right` = `result`."""
+
+    left: int
+    operator: str
+    right: int
+    result: int
+
+    def __str__(self) -> str:
+        return f"{self.left}{self.operator}{self.right}={self.result}"
+
+
+def solve(expression: str) -> list[Step]:
+    """The steps that evaluate ``a + b - c ...`` (tokens separated by blanks) from left to right."""
+    tokens = expression.split()
+    running = int(tokens[0])
+    steps = []
+    for operator, text in zip(tokens[1::2], tokens[2::2], strict=True):
+        right = int(text)
+        result = running + right if operator == "+" else running - right
+        steps.append(Step(running, operator, right, result))
+        running = result
+    return steps
+
+
+def final_answer(response: str) -> str | None:
+    """The integer, as written, of a last line ``#### <int>``; None where the response does not end in one."""
+    match = _FINAL_ANSWER.search(response)
+    return match.group(1) if match else None
+
+
+class ChainSumTask:
+    """Implements `moerl.contract.ports.DemonstrationTask`.
+
+    The splits are disjoint by the text of the sum: dev and heldout are pools of fixed size, drawn from seeds
+    of their own; train skips every sum of either pool. Nothing in a split depends on what was asked of
+    another, and the first n prompts of a split are the same whatever n is.
+    """
+
+    open_vocabulary = False
+    """The texts of this task need a small, known set of characters."""
+
+    def __init__(self, config: ChainSumTaskConfig) -> None:
+        self.config = config
+        self._dataset = reasoning_gym.create_dataset("chain_sum", seed=0, size=1, **_gym_range(config))
+        self._sizes = _split_sizes(config)
+        self._splits: dict[str, _Split] = {}
+
+    def size(self, split: str) -> int:
+        """How many prompts a split has."""
+        if split not in self._sizes:
+            raise ConfigError(
+                "unknown split", seen=split, expected=", ".join(self._sizes), remedy="name one of these splits"
+            )
+        return self._sizes[split]
+
+    def prompts(self, split: str, count: int) -> list[Prompt]:
+        """The first `count` prompts of a split, drawn when first asked for. `ConfigError` where it has fewer."""
+        if not 0 <= count <= self.size(split):
+            raise ConfigError(
+                f"the {split} split of chain_sum does not have that many prompts",
+                seen=count,
+                expected=f"0 to {self.size(split)}",
+                remedy="ask for fewer prompts, or raise task.num_train, task.max_terms or task.max_digits",
+            )
+        if split not in self._splits:
+            self._splits[split] = _Split(split, self.config, self._reserved(split))
+        return self._splits[split].first(count)
+
+    def reward(self, prompt: Prompt, response: str, finish_reason: FinishReason) -> dict[str, float]:
+        """`reward` and `accuracy`: 1 where the response stopped by itself and its last line holds exactly
+        the answer, to the satisfaction of reasoning-gym's own verifier as well; else 0. `worked`: 1 where a
+        step is written out; never trained on."""
+        answer = final_answer(response)
+        correct = (
+            finish_reason is FinishReason.STOP
+            and answer == prompt.facts["answer"]
+            and self._dataset.score_answer(answer, dict(prompt.facts)) == 1.0
+        )
+        worked = _STEP.search(response) is not None
+        return {"reward": float(correct), "accuracy": float(correct), "worked": float(worked)}
+
+    def worked_solution(self, prompt: Prompt) -> str:
+        """The steps, separated by semicolons, then the answer."""
+        steps = ";".join(str(step) for step in solve(prompt.facts["expression"]))
+        return f"{steps}\n{self.bare_answer(prompt)}"
+
+    def bare_answer(self, prompt: Prompt) -> str:
+        return f"{_ANSWER_MARK}{prompt.facts['answer']}"
+
+    def demonstrations(self, prompts: Sequence[Prompt], seed: int) -> list[str]:
+        """Worked with the configured probability, else bare; a pure function of `seed` and the prompt,
+        whatever its company."""
+        return [
+            self.worked_solution(prompt) if self._is_worked(prompt, seed) else self.bare_answer(prompt)
+            for prompt in prompts
+        ]
+
+    def work_prefix(self, prompt: Prompt) -> str:
+        """The first number and operator of the sum: the start of the first step, without any result."""
+        first = solve(prompt.facts["expression"])[0]
+        return f"{first.left}{first.operator}"
+
+    def tokenizer_texts(self, count: int) -> list[str]:
+        """Prompts and worked solutions of the first `count` training prompts: what a tokenizer is trained
+        on."""
+        prompts = self.prompts("train", min(count, self.size("train")))
+        return [text for prompt in prompts for text in (prompt.text, self.worked_solution(prompt))]
+
+    def _is_worked(self, prompt: Prompt, seed: int) -> bool:
+        draw = random.Random(f"{seed}/{prompt.prompt_id}").random()
+        return draw < self.config.worked_probability[prompt.facts["num_terms"]]
+
+    def _reserved(self, split: str) -> set[str]:
+        """The sums that a split must not hold, since another one reserved them."""
+        others = {"dev": (), "heldout": ("dev",), "train": ("dev", "heldout")}[split]
+        return {p.facts["expression"] for other in others for p in self.prompts(other, self._sizes[other])}
+
+
+class _Split:
+    """The different sums of one split, in the order of their seeds; none of `taken` is among them."""
+
+    def __init__(self, name: str, config: ChainSumTaskConfig, taken: set[str]) -> None:
+        self._name = name
+        self._taken = taken
+        self._prompts: list[Prompt] = []
+        self._next_index = 0
+        self._dataset = reasoning_gym.create_dataset(
+            "chain_sum", seed=_FIRST_SEED[name], size=_SEEDS_PER_SPLIT, **_gym_range(config)
+        )
+
+    def first(self, count: int) -> list[Prompt]:
+        while len(self._prompts) < count:
+            entry = self._next_new()
+            self._prompts.append(_prompt(f"chain_sum-{self._name}-{len(self._prompts)}", entry))
+        return self._prompts[:count]
+
+    def _next_new(self) -> dict[str, Any]:
+        for _ in range(_MAX_BARREN_DRAWS):
+            entry = self._dataset[self._next_index]
+            self._next_index += 1
+            expression = entry["metadata"]["expression"]
+            if expression not in self._taken:
+                self._taken.add(expression)
+                return entry
+        raise ConfigError(
+            f"chain_sum finds no new problem for the {self._name} split",
+            seen=f"{len(self._prompts)} problems, then {_MAX_BARREN_DRAWS} repetitions in a row",
+            expected="a new problem now and then",
+            remedy="ask for fewer prompts, or raise task.max_terms or task.max_digits",
+        )
+
+
+def num_problems(config: ChainSumTaskConfig) -> int:
+    """How many different sums a configuration has."""
+    total = 0
+    for digits in range(config.min_digits, config.max_digits + 1):
+        numbers = 10 if digits == 1 else 9 * 10 ** (digits - 1)
+        total += sum(numbers**n * 2 ** (n - 1) for n in range(config.min_terms, config.max_terms + 1))
+    return total
+
+
+def _gym_range(config: ChainSumTaskConfig) -> dict[str, int]:
+    return {
+        "min_terms": config.min_terms,
+        "max_terms": config.max_terms,
+        "min_digits": config.min_digits,
+        "max_digits": config.max_digits,
+    }
+
+
+def _split_sizes(config: ChainSumTaskConfig) -> dict[str, int]:
+    available = num_problems(config)
+    sizes = {
+        "train": config.num_train,
+        "dev": min(DEV_POOL, available // 8),
+        "heldout": min(HELDOUT_POOL, available // 4),
+    }
+    if sum(sizes.values()) > available:
+        raise ConfigError(
+            "task.num_train is larger than the number of different problems",
+            seen=config.num_train,
+            expected=f"at most {available - sizes['dev'] - sizes['heldout']}: {available} problems less those of "
+            f"dev ({sizes['dev']}) and heldout ({sizes['heldout']})",
+            remedy="lower task.num_train, or raise task.max_terms or task.max_digits",
+        )
+    return sizes
+
+
+def _prompt(prompt_id: str, entry: Mapping[str, Any]) -> Prompt:
+    facts = {
+        "expression": entry["metadata"]["expression"],
+        "answer": entry["answer"],
+        "num_terms": entry["metadata"]["num_terms"],
+    }
+    return Prompt(prompt_id, entry["question"] + "\n", facts)

@@ -1,0 +1,147 @@
+"""Prompts from a JSON-lines file, scored by a user's function. Runs in the controller."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from moerl.config.schema import JsonlTaskConfig
+from moerl.contract.ports import Prompt
+from moerl.contract.trajectory import FinishReason
+from moerl.errors import ConfigError
+from moerl.tasks.reward_process import RewardProcess
+
+_SPLITS = ("train", "dev", "heldout")
+
+
+class JsonlTask:
+    """Implements `moerl.contract.ports.Task`, and demonstrations where the rows have responses.
+
+    A prompt's split is a pure function of its text: the same prompt never appears in two splits, and adding
+    rows moves no other row. Within a split prompts keep the order of the file.
+    """
+
+    open_vocabulary = True
+    """The texts of this task may hold any character."""
+
+    def __init__(self, config: JsonlTaskConfig) -> None:
+        self.config = config
+        self._splits: dict[str, list[Prompt]] = {split: [] for split in _SPLITS}
+        for number, row in _read_rows(config.path):
+            prompt = self._prompt(number, row)
+            self._splits[self._split_of(prompt.text)].append(prompt)
+        self._scorer = RewardProcess(config.reward, config.reward_timeout_seconds)
+
+    def size(self, split: str) -> int:
+        """How many prompts a split has."""
+        return len(self._of(split))
+
+    def prompts(self, split: str, count: int) -> list[Prompt]:
+        """The first `count` prompts of a split. `ConfigError` where it has fewer."""
+        prompts = self._of(split)
+        if not 0 <= count <= len(prompts):
+            raise ConfigError(
+                f"the {split} split of {self.config.path} does not have that many prompts",
+                seen=count,
+                expected=f"0 to {len(prompts)}",
+                remedy="add rows, ask for fewer prompts, or change task.dev_fraction and task.heldout_fraction",
+            )
+        return prompts[:count]
+
+    def reward(self, prompt: Prompt, response: str, finish_reason: FinishReason) -> dict[str, float]:
+        """What the user's function says of the text, whatever the finish reason; `accuracy`, where it does
+        not say, is 1 if reward >= 1. `RewardError` where it fails: the sample has no reward, which is not a
+        reward of 0."""
+        return self._scorer.score(prompt.facts, response)
+
+    def demonstrations(self, prompts: Sequence[Prompt], seed: int) -> list[str]:
+        """The rows' responses; `seed` changes nothing, since a row has only one."""
+        responses = [self._response(prompt) for prompt in prompts]
+        missing = [p.prompt_id for p, text in zip(prompts, responses, strict=True) if text is None]
+        if missing:
+            raise ConfigError(
+                f"{len(missing)} of {len(prompts)} rows have no demonstration",
+                seen=f"nothing under task.response_key={self.config.response_key!r} in {', '.join(missing[:3])}",
+                expected="a response in every row used for supervised training",
+                remedy="add responses, set task.response_key, or start from a trained model with sft.steps 0",
+            )
+        return [text for text in responses if text is not None]
+
+    def tokenizer_texts(self, count: int) -> list[str]:
+        """Prompts, and responses where there are any, of the first `count` training rows: what a tokenizer
+        is trained on."""
+        prompts = self._of("train")[:count]
+        responses = [self._response(prompt) for prompt in prompts]
+        return [prompt.text for prompt in prompts] + [text for text in responses if text is not None]
+
+    def close(self) -> None:
+        """Ends the process of the reward function."""
+        self._scorer.close()
+
+    def _of(self, split: str) -> list[Prompt]:
+        if split not in self._splits:
+            raise ConfigError(
+                "unknown split", seen=split, expected=", ".join(_SPLITS), remedy="name one of these splits"
+            )
+        return self._splits[split]
+
+    def _split_of(self, text: str) -> str:
+        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+        position = int.from_bytes(digest, "little") / 2**64
+        if position < self.config.dev_fraction:
+            return "dev"
+        return "heldout" if position < self.config.dev_fraction + self.config.heldout_fraction else "train"
+
+    def _prompt(self, number: int, row: dict[str, Any]) -> Prompt:
+        prompt_key, response_key = self.config.prompt_key, self.config.response_key
+        text = row.get(prompt_key)
+        if not isinstance(text, str) or not text:
+            _refuse_line(self.config.path, number, f"{text!r} under key {prompt_key!r}", "a non-empty text")
+        if response_key in row and not isinstance(row[response_key], str):
+            _refuse_line(self.config.path, number, f"{row[response_key]!r} under key {response_key!r}", "a text")
+        return Prompt(f"{self.config.path.name}:{number}", text, row)
+
+    def _response(self, prompt: Prompt) -> str | None:
+        key = self.config.response_key
+        return None if key is None else prompt.facts.get(key)
+
+
+def _read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The objects of a JSON-lines file with their line numbers, from 1."""
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise ConfigError(
+            f"task.path: cannot read {path}",
+            seen=error.strerror,
+            expected="a readable JSON-lines file",
+            remedy="check the path and its permissions",
+        ) from error
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line, parse_constant=_refuse_constant)
+            # Escapes can spell half a surrogate pair, which no tokenizer and no later file takes.
+            json.dumps(row, ensure_ascii=False).encode()
+        except (ValueError, RecursionError) as error:
+            _refuse_line(path, number, str(error), "a JSON object in UTF-8")
+        if not isinstance(row, dict):
+            _refuse_line(path, number, f"a JSON {type(row).__name__}", "a JSON object")
+        yield number, row
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _refuse_line(path: Path, number: int, seen: str, expected: str) -> NoReturn:
+    raise ConfigError(
+        f"task.path: bad line {path}:{number}",
+        seen=seen,
+        expected=expected,
+        remedy="correct or remove the line",
+    )

@@ -1,0 +1,86 @@
+"""A small tokenizer for models that start from nothing, and checked encoding. Runs in the controller.
+
+Byte-level BPE with every digit a token of its own, so that numbers of any length are read digit by digit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from moerl.errors import ConfigError
+
+PAD_TOKEN = "<pad>"
+EOS_TOKEN = "<eos>"
+PAD_ID = 0
+EOS_ID = 1
+
+
+def build_tokenizer(texts: Iterable[str], vocab_size: int, *, any_text: bool) -> PreTrainedTokenizerFast:
+    """Trains a tokenizer; the same texts give the same tokenizer.
+
+    Args:
+        texts: What it will have to encode, or a good sample of it.
+        vocab_size: Most entries it may have, `<pad>` (id 0) and `<eos>` (id 1) included.
+        any_text: True adds all 256 bytes, so that every text can be encoded; False keeps to the characters
+        of `texts`, and
+            `encode_checked` refuses others.
+
+    Raises:
+        ConfigError: The characters alone need more entries than `vocab_size`.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    # Typed as read-only properties by the library's stubs, documented as settable.
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(  # pyright: ignore[reportAttributeAccessIssue]
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[PAD_TOKEN, EOS_TOKEN],
+        show_progress=False,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()) if any_text else [],
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    if tokenizer.get_vocab_size() > vocab_size:
+        raise ConfigError(
+            "the tokenizer's alphabet does not fit in its vocabulary",
+            seen=f"{tokenizer.get_vocab_size()} entries without any merge",
+            expected=f"at most {vocab_size}",
+            remedy="raise the vocabulary size",
+        )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD_TOKEN,
+        eos_token=EOS_TOKEN,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def encode_checked(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of a text, without added special tokens; markup of special tokens inside the text counts as
+    such.
+
+    Raises:
+        ConfigError: Decoding does not give the text back, so characters were dropped or changed.
+    """
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    decoded = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    if decoded != _normalised(tokenizer, text):
+        lost = sorted(set(text) - set(decoded))
+        raise ConfigError(
+            f"the tokenizer cannot represent a text ({len(text)} characters)",
+            seen=f"characters {lost} are lost" if lost else f"it decodes to {decoded[:80]!r}",
+            expected=f"{text[:80]!r}",
+            remedy="use a tokenizer that knows these characters (any_text=True), or clean the text",
+        )
+    return ids
+
+
+def _normalised(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+    """The text as the tokenizer's own normaliser (Unicode NFC in some models) hands it on."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    normalizer = getattr(backend, "normalizer", None)
+    return text if normalizer is None else normalizer.normalize_str(text)

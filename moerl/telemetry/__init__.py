@@ -1,0 +1,1 @@
+"""What a run reports while it runs: metrics, where they go, time spans and progress. Torch-free."""

@@ -1,0 +1,161 @@
+"""The registry of metrics: every name a run may report, with its unit and its meaning.
+
+Sinks refuse a name that is not here. ``python -m moerl.telemetry.metrics > docs/metrics.md`` writes the reference
+page. Any process.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+STAGES = ("sft", "rl", "evaluation")
+"""Stages of a run, as in the `stage` of a row. Evaluations carry the number of RL steps done before them."""
+
+SCORERS = {
+    "neither": "own routing, full vocabulary",
+    "kept_sets": "own routing, inside the kept sets",
+    "experts": "recorded routing, full vocabulary",
+    "both": "recorded routing, inside the kept sets",
+}
+"""Scorers of a full mismatch table: what of the two guarantees the trainer enforces while it scores."""
+
+SPANS = ("rollout", "mismatch", "train", "weights", "evaluation", "checkpoint", "step")
+"""Parts of a run whose seconds are reported; `step` is the time since the row before, whatever happened in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric.
+
+    unit: of the value; ``1`` for shares and ratios. meaning: one line.
+    deterministic: True where two runs of one configuration on one machine report the same value.
+    """
+
+    name: str
+    unit: str
+    meaning: str
+    deterministic: bool = True
+
+
+_MISMATCH = (
+    ("logprob_abs_mean", "nat", "mean |d| of sampled tokens, d = trainer log-prob - rollout log-prob"),
+    ("logprob_abs_max", "nat", "largest |d|"),
+    ("k3", "nat", "mean of exp(d) - 1 - d; estimates KL(rollout || trainer)"),
+    ("share_above_ln2", "1", "share of tokens with |d| > ln 2: probabilities apart by more than a factor of two"),
+    (
+        "tokens_with_different_experts",
+        "1",
+        "share of tokens for which the trainer's natural choice of experts is not the recorded one in some layer",
+    ),
+    (
+        "layers_differing_per_token",
+        "layer",
+        "mean number of MoE layers in which the trainer's natural choice is not the recorded one",
+    ),
+)
+
+_ALL = (
+    Metric("reward/mean", "reward", "mean reward of the batch's responses"),
+    Metric("accuracy/mean", "1", "share of right answers: sampled in rl, greedy on dev problems in evaluation"),
+    Metric("response/length_mean", "token", "mean length of a response"),
+    Metric("heldout/accuracy", "1", "share of right greedy answers on held-out problems"),
+    Metric("heldout/accuracy_worked", "1", "the same, of the cold start made to show its work"),
+    Metric("heldout/length_mean", "token", "mean length of a greedy response to a held-out problem"),
+    Metric("policy/entropy", "nat", "mean entropy of the trainer's distribution over what a token could have been"),
+    Metric("policy/ratio_p01", "1", "1st percentile of trainer probability / rollout probability"),
+    Metric("policy/ratio_p50", "1", "median of trainer probability / rollout probability"),
+    Metric("policy/ratio_p99", "1", "99th percentile of trainer probability / rollout probability"),
+    Metric("policy/clip_fraction", "1", "share of tokens whose ratio was clipped"),
+    *(Metric(f"mismatch/{name}", unit, f"{meaning}; as the step trains") for name, unit, meaning in _MISMATCH),
+    *(
+        Metric(f"mismatch/{scorer}/{name}", unit, f"{meaning}; scored with {how}")
+        for scorer, how in SCORERS.items()
+        for name, unit, meaning in _MISMATCH
+    ),
+    Metric("kept/size_mean", "id", "mean size of a kept set, over tokens drawn from one"),
+    Metric("kept/size_p99", "id", "99th percentile of the size of a kept set"),
+    Metric("replay/rows_verified", "row", "routing rows proved to have been enforced before the update"),
+    Metric("experts/load_max_over_mean", "1", "load of the busiest expert over the mean, worst layer"),
+    Metric("experts/load_min_over_mean", "1", "load of the idlest expert over the mean, worst layer"),
+    Metric("optimizer/grad_norm", "1", "global gradient norm before clipping, mean over the step's updates"),
+    Metric("optimizer/lr", "1", "learning rate of the step's last update"),
+    Metric("sft/loss", "nat", "mean negative log-likelihood of demonstration tokens"),
+    Metric("tokens/trained", "token", "tokens whose loss was part of an update, of the run so far"),
+    Metric("quarantine/count", "trajectory", "trajectories put into quarantine so far"),
+    Metric("weights/version", "version", "policy version that the engine holds after the step"),
+    Metric("throughput/tokens_per_second", "token/s", "tokens trained over `seconds/step`", deterministic=False),
+    *(Metric(f"seconds/{span}", "s", f"wall-clock time: {span}", deterministic=False) for span in SPANS),
+    Metric("memory/peak_rss_bytes", "byte", "peak resident memory of rank 0, children included", deterministic=False),
+)
+
+METRICS: dict[str, Metric] = {metric.name: metric for metric in _ALL}
+
+
+def check_metrics(metrics: Mapping[str, float]) -> None:
+    """Raises `ValueError` for a name that is not registered and a value that is not a finite number."""
+    for name, value in metrics.items():
+        if name not in METRICS:
+            raise ValueError(f"metric {name!r} is not registered; add it to moerl/telemetry/metrics.py")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ValueError(f"metric {name!r} is {value!r}; expected a finite number, or no entry for no value")
+
+
+def deterministic_part(row: Mapping[str, object]) -> dict[str, object]:
+    """A row without the metrics that differ between equal runs (times, memory)."""
+    return {name: value for name, value in row.items() if name not in METRICS or METRICS[name].deterministic}
+
+
+def table_metrics(table: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """A mismatch table, by scorer and then by metric name, as metrics of one row: ``mismatch/<scorer>/<figure>``."""
+    return {
+        f"mismatch/{scorer}/{name.removeprefix('mismatch/')}": value
+        for scorer, figures in table.items()
+        for name, value in figures.items()
+    }
+
+
+def reference_page() -> str:
+    """docs/metrics.md as text; the figures of a mismatch table are listed once, for every scorer."""
+    tables = [Metric(f"mismatch/<scorer>/{name}", unit, f"{meaning}; in a table") for name, unit, meaning in _MISMATCH]
+    singles = [metric for metric in _ALL if metric.name.split("/")[1] not in SCORERS]
+    rows = []
+    for metric in [*singles, *tables]:
+        meaning = metric.meaning.replace("|", "\\|")
+        rows.append(f"| `{metric.name}` | {metric.unit} | {meaning} | {'yes' if metric.deterministic else 'no'} |")
+    return "\n".join([_HEAD, *rows, ""])
+
+
+_HEAD = """# Metrics
+
+Generated by `python -m moerl.telemetry.metrics > docs/metrics.md`.
+
+`metrics.jsonl` in a run directory holds one JSON object per line: `stage`, `step`, and metrics by name. The same
+numbers go to TensorBoard, one folder per stage (`tensorboard/sft`, `tensorboard/rl`, `tensorboard/evaluation`).
+
+| stage | step counts | rows |
+|---|---|---|
+| `sft` | optimizer steps of the cold start, from 1 | every step |
+| `rl` | batches of rollouts, from 1 | every step; `mismatch/<scorer>/...` in rows of their own |
+| `evaluation` | `rl` steps done before it; 0 = the cold start | dev problems on the way, held-out ones at both ends |
+
+A metric that has no value at a step is left out of its row; a value is always a finite number. Log-probs are natural
+logarithms (nats). "Same again" says whether a second run of the same configuration on the same machine reports the
+same value.
+
+A mismatch table scores the same tokens with the same weights four times, enforcing more or less of what was recorded:
+
+| scorer | experts | log-prob over |
+|---|---|---|
+| `neither` | the trainer's own choice | the full vocabulary |
+| `kept_sets` | the trainer's own choice | the kept set |
+| `experts` | as recorded | the full vocabulary |
+| `both` | as recorded | the kept set |
+
+| name | unit | meaning | same again |
+|---|---|---|---|"""
+
+
+if __name__ == "__main__":
+    print(reference_page(), end="")

@@ -1,0 +1,164 @@
+"""Where metrics go: `metrics.jsonl` and TensorBoard events. Torch-free; runs in rank 0 only.
+
+Rows are appended in the order in which they happen: the cold start, then reinforcement learning with evaluations in
+between. Going on from a checkpoint first drops every row after it, so that a file never tells a step twice.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+from moerl.telemetry.metrics import STAGES, check_metrics
+
+
+class MetricSink(Protocol):
+    """Takes rows of metrics."""
+
+    def write(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
+        """Adds one row. Raises `ValueError` for a stage or metric that is not registered."""
+        ...
+
+    def sync(self) -> None:
+        """Returns when every row is on disk; called before a checkpoint counts as saved."""
+        ...
+
+    def truncate_after(self, stage: str, step: int) -> None:
+        """Drops what happened after `step` of `stage` (sft or rl)."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def is_kept(row_stage: str, row_step: int, stage: str, step: int) -> bool:
+    """True where a row did not happen after `step` of `stage` (sft or rl).
+
+    An evaluation with step n belongs to the rl steps up to n, those at n included: evaluate before you save.
+    """
+    if stage == "sft":
+        return row_stage == "sft" and row_step <= step
+    return row_stage == "sft" or row_step <= step
+
+
+class JsonlSink:
+    """Appends rows to a JSONL file, each flushed at once.
+
+    Args:
+        path: made if it is not there; rows that are there are kept.
+
+    Raises:
+        ValueError: A whole line of the file is not a row of metrics.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            self._rewrite(read_rows(path))
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
+        _check_stage(stage)
+        check_metrics(metrics)
+        self._file.write(json.dumps({"stage": stage, "step": step, **metrics}) + "\n")
+        self._file.flush()
+
+    def sync(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def truncate_after(self, stage: str, step: int) -> None:
+        _check_position(stage)
+        self.sync()
+        kept = [row for row in read_rows(self._path) if is_kept(str(row["stage"]), int(row["step"]), stage, step)]
+        self._file.close()
+        self._rewrite(kept)
+        self._file = self._path.open("a", encoding="utf-8")
+
+    def close(self) -> None:
+        self.sync()
+        self._file.close()
+
+    def _rewrite(self, rows: list[dict]) -> None:
+        """Replaces the file atomically."""
+        partial = self._path.with_suffix(".partial")
+        with partial.open("w", encoding="utf-8") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(self._path)
+
+
+def read_rows(path: Path) -> list[dict]:
+    """The rows of a metrics file. A last line without an end, left by a kill in mid-write, is not a row.
+
+    Raises:
+        ValueError: A whole line is not a row of metrics.
+    """
+    rows = []
+    *lines, _torn = path.read_text(encoding="utf-8").split("\n")
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number}: not JSON; expected a row of metrics") from error
+        if not isinstance(row, dict) or row.get("stage") not in STAGES or not isinstance(row.get("step"), int):
+            raise ValueError(f"{path}, line {number}: no stage and step; expected a row of metrics")
+        rows.append(row)
+    return rows
+
+
+class TensorBoardSink:
+    """Writes scalars to one TensorBoard folder per stage under `directory`."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._writers: dict[str, EventFileWriter] = {}
+
+    def write(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
+        _check_stage(stage)
+        check_metrics(metrics)
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        self._add(stage, Event(step=step, summary=Summary(value=values)))
+
+    def sync(self) -> None:
+        for writer in self._writers.values():
+            writer.flush()
+
+    def truncate_after(self, stage: str, step: int) -> None:
+        """Marks a restart in every stage's events: TensorBoard then hides what is at or after its step."""
+        _check_position(stage)
+        for name in STAGES:
+            if not (self._directory / name).is_dir() or (stage == "rl" and name == "sft"):
+                continue
+            first_dropped = step + 1 if name == stage or (stage, name) == ("rl", "evaluation") else 0
+            self._add(name, Event(step=first_dropped, session_log=SessionLog(status=SessionLog.START)))
+
+    def close(self) -> None:
+        for writer in self._writers.values():
+            writer.close()
+        self._writers.clear()
+
+    def _add(self, stage: str, event: Event) -> None:
+        if stage not in self._writers:
+            self._writers[stage] = EventFileWriter(str(self._directory / stage))
+        event.wall_time = time.time()
+        self._writers[stage].add_event(event)
+
+
+def _check_stage(stage: str) -> None:
+    if stage not in STAGES:
+        raise ValueError(f"stage {stage!r} is not one of {STAGES}")
+
+
+def _check_position(stage: str) -> None:
+    if stage not in ("sft", "rl"):
+        raise ValueError(f"cannot go back to stage {stage!r}; expected sft or rl")

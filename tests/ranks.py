@@ -1,0 +1,187 @@
+"""Megatron ranks that stay alive between tests: importing Megatron takes seconds, building a tiny model little.
+
+`Ranks(2).run(function, *args, tensor=2)` calls the module-level `function(where, *args)` in each of two processes that
+hold the asked-for Megatron layout (`where`), and returns the results in rank order. Arguments and results are pickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import importlib.util
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+RANK_ENV = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+
+
+class Ranks:
+    """Processes are started by the first call, and anew by the call after a failure."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._connections: list[Connection] = []
+        self._calls = 0
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        tensor: int = 1,
+        expert: int = 1,
+        timeout_seconds: float = 120.0,
+    ) -> list[Any]:
+        """Results by rank; the exception of a rank is raised again here with that rank's traceback as a note."""
+        if not self._processes:
+            for rank in range(self.world_size):
+                self._start(rank)
+        self._calls += 1
+        call = {
+            "file": sys.modules[function.__module__].__file__,
+            "module": function.__module__,
+            "function": function.__qualname__,
+            "args": pickle.dumps(args),
+            "sizes": (tensor, expert),
+            "rendezvous": f"file://{self._folder}/rendezvous{self._calls}",
+            "timeout_seconds": timeout_seconds,
+        }
+        for connection in self._connections:
+            connection.send(call)
+        try:
+            return [_unwrap(answer) for answer in self._answers(timeout_seconds)]
+        except BaseException as error:
+            # Ranks that did not fail may wait for the one that did.
+            if self.world_size > 1 or isinstance(error, RuntimeError | TimeoutError):
+                self._stop()
+            raise
+
+    def close(self) -> None:
+        self._stop()
+        shutil.rmtree(self._folder)
+
+    def _start(self, rank: int) -> None:
+        ours, theirs = Pipe()
+        with (self._folder / f"output{rank}").open("wb") as output:
+            process = subprocess.Popen(
+                [sys.executable, __file__, str(theirs.fileno()), str(rank), str(self.world_size)],
+                env={**os.environ, **RANK_ENV},
+                stdout=output,
+                stderr=output,
+                pass_fds=[theirs.fileno()],
+            )
+        theirs.close()
+        ours.send(sys.path)
+        self._processes.append(process)
+        self._connections.append(ours)
+
+    def _answers(self, timeout_seconds: float) -> list[dict[str, Any]]:
+        answers: dict[int, dict[str, Any]] = {}
+        deadline = time.monotonic() + timeout_seconds + 10
+        while len(answers) < self.world_size:
+            for rank, connection in enumerate(self._connections):
+                if rank not in answers and connection.poll(0.01):
+                    try:
+                        answers[rank] = connection.recv()
+                    except EOFError:
+                        raise RuntimeError(f"rank {rank} died: {self._output(rank)}") from None
+            if any("error" in answer for answer in answers.values()):
+                return sorted(answers.values(), key=lambda answer: "error" not in answer)
+            if time.monotonic() > deadline:
+                raise TimeoutError("\n".join(f"rank {rank}: {self._output(rank)}" for rank in range(self.world_size)))
+        return [answers[rank] for rank in range(self.world_size)]
+
+    def _output(self, rank: int) -> str:
+        return (self._folder / f"output{rank}").read_text()[-4000:]
+
+    def _stop(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+        for connection in self._connections:
+            connection.close()
+        self._processes, self._connections = [], []
+
+
+def _unwrap(answer: dict[str, Any]) -> Any:
+    if "error" in answer:
+        error: BaseException = pickle.loads(answer["error"])  # noqa: S301 - written by this module
+        error.add_note(answer["traceback"])
+        raise error
+    return pickle.loads(answer["value"])  # noqa: S301 - written by this module
+
+
+def _rank_main(connection: Connection, rank: int, world_size: int) -> None:
+    sys.path[:] = connection.recv()
+    import torch
+
+    torch.set_num_threads(1)
+    here = None
+    modules: dict[str, Any] = {}
+    while True:
+        with contextlib.suppress(EOFError):
+            call = connection.recv()
+            faulthandler.dump_traceback_later(call["timeout_seconds"], exit=True)
+            try:
+                here = _layout(here, call, rank, world_size)
+                function = getattr(_module(modules, call), call["function"])
+                args = pickle.loads(call["args"])  # noqa: S301 - written by this module
+                answer = {"value": pickle.dumps(function(here, *args))}
+            except BaseException as error:  # noqa: BLE001 - process boundary: the caller raises it again
+                answer = {"error": _portable(error), "traceback": f"in rank {rank}:\n{traceback.format_exc()}"}
+            faulthandler.cancel_dump_traceback_later()
+            connection.send(answer)
+            continue
+        return
+
+
+def _layout(here: Any, call: dict[str, Any], rank: int, world_size: int) -> Any:
+    """The layout asked for; the one of the call before where it is the same."""
+    from moerl.trainer import layout
+
+    tensor, expert = call["sizes"]
+    if here is not None:
+        if (here.tensor, here.expert) == (tensor, expert):
+            return here
+        layout.stop()
+    return layout.start(
+        rank=rank, world_size=world_size, rendezvous=call["rendezvous"], tensor=tensor, expert=expert, seed=1
+    )
+
+
+def _module(modules: dict[str, Any], call: dict[str, Any]) -> Any:
+    """Imports a test module from its file, under the name pytest gave it, which need not be importable."""
+    if call["file"] not in modules:
+        spec = importlib.util.spec_from_file_location(call["module"], call["file"])
+        assert spec is not None
+        assert spec.loader is not None
+        module = modules[call["file"]] = importlib.util.module_from_spec(spec)
+        sys.modules[call["module"]] = module
+        spec.loader.exec_module(module)
+    return modules[call["file"]]
+
+
+def _portable(error: BaseException) -> bytes:
+    """The error pickled; a RuntimeError with its text where it does not survive that."""
+    try:
+        data = pickle.dumps(error)
+        pickle.loads(data)  # noqa: S301 - written a line before
+    except (TypeError, AttributeError, pickle.PickleError):
+        return pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
+    return data
+
+
+if __name__ == "__main__":
+    _rank_main(Connection(int(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3]))

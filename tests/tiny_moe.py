@@ -1,0 +1,195 @@
+"""A tiny Qwen3-MoE, random batches for it, and transformers as the independent judge of what the trainer computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from factories import FULL, NUCLEUS, make_trajectory
+from torch import Tensor, nn
+
+from moerl.buffer.packing import pack_for_ranks
+from moerl.config.schema import OptimizerConfig
+from moerl.contract.batch import Microbatch, TrainSample
+from moerl.contract.trajectory import ModelSpec
+
+# An odd vocabulary: tensor parallelism has to pad it.
+SPEC = ModelSpec(num_moe_layers=4, experts_per_token=2, num_experts=8, vocab_size=91, fingerprint="tiny")
+
+# A large eps keeps Adam from turning the rounding of tiny gradients into whole steps.
+OPTIMIZER = OptimizerConfig(
+    lr=1e-2,
+    min_lr_ratio=0.1,
+    schedule="linear",
+    warmup_steps=2,
+    beta1=0.9,
+    beta2=0.95,
+    eps=1e-3,
+    weight_decay=0.01,
+    clip_grad=1.0,
+)
+
+
+def write_model(path: Path, *, tied: bool, seed: int) -> Path:
+    """Saves a model of `SPEC` with random weights, norms included, in Hugging Face format."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        vocab_size=SPEC.vocab_size,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=SPEC.num_moe_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        moe_intermediate_size=48,
+        num_experts=SPEC.num_experts,
+        num_experts_per_tok=SPEC.experts_per_token,
+        norm_topk_prob=True,
+        max_position_embeddings=256,
+        initializer_range=0.1,
+        tie_word_embeddings=tied,
+    )
+    torch.manual_seed(seed)
+    model = Qwen3MoeForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+    model.save_pretrained(path)
+    return path
+
+
+def make_samples(seed: int, lengths: Sequence[int]) -> list[TrainSample]:
+    """Trajectories of these lengths with random routes and kept sets; every third one was drawn from everything."""
+    rng = np.random.default_rng(seed)
+    samples = []
+    for i, length in enumerate(lengths):
+        trajectory = make_trajectory(
+            rng,
+            SPEC,
+            num_prompt=length // 3,
+            num_sampled=length - length // 3,
+            sampling=FULL if i % 3 == 2 else NUCLEUS,
+            rollout_id=f"rollout-{seed}-{i}",
+        )
+        advantages = rng.standard_normal(length).astype(np.float32)
+        samples.append(TrainSample(trajectory, advantages * trajectory.sampled))
+    return samples
+
+
+def pack(
+    samples: Sequence[TrainSample], *, num_ranks: int = 1, token_budget: int = 64, multiple: int = 4
+) -> list[list[Microbatch]]:
+    return pack_for_ranks(samples, num_ranks, token_budget=token_budget, multiple=multiple, replay=True)
+
+
+def num_trained(batches: Sequence[Microbatch]) -> float:
+    return float(sum(int(batch.loss_mask.sum()) for batch in batches))
+
+
+def by_sample(batches: Sequence[Microbatch], rows: Sequence[np.ndarray]) -> dict[int, np.ndarray]:
+    """Per-row values of each sample, in the order of its tokens."""
+    return {
+        index: values[batch.sample_index == index]
+        for batch, values in zip(batches, rows, strict=True)
+        for index in np.unique(batch.sample_index[~batch.is_pad]).tolist()
+    }
+
+
+# --- the judge -------------------------------------------------------------------------------------------------------
+
+
+class Judge:
+    """transformers on the same weights, one sequence at a time, optionally with enforced routes."""
+
+    def __init__(self, path: Path) -> None:
+        from transformers import Qwen3MoeForCausalLM
+
+        self.model: Any = Qwen3MoeForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+        self._routes: np.ndarray | None = None
+        for index, layer in enumerate(self.model.model.layers):
+            self._take_over(layer.mlp.gate, index)
+
+    def _take_over(self, gate: Any, layer: int) -> None:
+        natural = gate.forward
+
+        def forward(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            if self._routes is None:
+                return natural(hidden)
+            logits = nn.functional.linear(hidden.reshape(-1, hidden.shape[-1]), gate.weight)
+            forced = torch.from_numpy(self._routes[:, layer].astype(np.int64))
+            chosen = logits.softmax(-1).gather(1, forced)
+            return logits, chosen / chosen.sum(-1, keepdim=True), forced
+
+        gate.forward = forward
+
+    def logits(self, input_ids: np.ndarray, routes: np.ndarray | None = None) -> Tensor:
+        """[T, V] logits of one sequence; `routes` [T, L, K] are enforced where given."""
+        self._routes = routes
+        ids = torch.from_numpy(input_ids.astype(np.int64))[None]
+        return self.model(input_ids=ids, use_cache=False).logits[0]
+
+    def gradients(self) -> dict[str, np.ndarray]:
+        return {name: p.grad.numpy() for name, p in self.model.named_parameters() if p.grad is not None}
+
+
+def support_logprobs(logits_TV: Tensor, sample: TrainSample, *, keep_mask: bool = True) -> Tensor:
+    """float64 [T, V] log-softmax over the support of each next token, -inf outside; a loop over rows."""
+    trajectory = sample.trajectory
+    z_TV = logits_TV.double() / torch.from_numpy(trajectory.temperatures[1:]).double()[:, None]
+    rows = []
+    for t, z_V in enumerate(z_TV, start=1):
+        outside_V = torch.zeros(len(z_V), dtype=torch.bool)
+        if keep_mask and trajectory.truncated[t]:
+            listed = trajectory.kept.ids[trajectory.kept.offsets[t] : trajectory.kept.offsets[t + 1]]
+            outside_V[:] = True
+            outside_V[torch.from_numpy(listed.astype(np.int64))] = False
+        rows.append(z_V.masked_fill(outside_V, -torch.inf).log_softmax(-1))
+    return torch.stack(rows)
+
+
+def target_logprobs(logprobs_TV: Tensor, sample: TrainSample) -> Tensor:
+    """[T]: the log-prob of each next token."""
+    targets = torch.from_numpy(sample.trajectory.token_ids[1:].astype(np.int64))
+    return logprobs_TV.gather(1, targets[:, None])[:, 0]
+
+
+# --- in a rank -------------------------------------------------------------------------------------------------------
+
+
+def build(where: Any, path: Path, *, total_steps: int = 8, optimizer: Any = OPTIMIZER, **options: Any) -> Any:
+    """A trainer of the model at `path` for this rank; `options` are those of `ModelOptions`."""
+    from moerl.trainer.model import ModelOptions
+    from moerl.trainer.trainer import MegatronTrainer
+
+    options = {"tensor": where.tensor, "expert": where.expert} | options
+    return MegatronTrainer(path, SPEC, where, ModelOptions(**options), optimizer, total_steps)
+
+
+def policy_loss(trainer: Any, batches: Sequence[Microbatch], denominator: float, **options: Any) -> Any:
+    """GRPO's loss over `batches`; `options` as in `PolicyGradientLoss`."""
+    from moerl.algorithms.grpo import GRPO
+    from moerl.trainer.losses import PolicyGradientLoss, Scorer
+
+    scorer = Scorer(batches, trainer.shard, keep_mask=options.pop("keep_mask", True))
+    algorithm = options.pop("algorithm", GRPO())
+    return PolicyGradientLoss(scorer, algorithm, denominator, enforce=True, **options)
+
+
+def exported(trainer: Any) -> dict[str, np.ndarray]:
+    """Copies of the full weights under their Hugging Face names; all ranks together."""
+    return {name: tensor.float().numpy().copy() for name, tensor in trainer.export()}
+
+
+def gradients(trainer: Any) -> dict[str, np.ndarray]:
+    """What the last step left in Megatron's gradient buffers, by Megatron's names."""
+    return {name: p.main_grad.float().numpy().copy() for name, p in trainer.model.module.named_parameters()}
+
+
+def largest_difference(left: dict[Any, np.ndarray], right: dict[Any, np.ndarray]) -> float:
+    assert left.keys() == right.keys()
+    return max(float(np.abs(left[name] - right[name]).max()) for name in left)

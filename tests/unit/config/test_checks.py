@@ -1,0 +1,114 @@
+"""Combinations of values that cannot run, each refused by path with its remedy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moerl.config.checks import config_notes
+from moerl.config.load import load_config
+from moerl.errors import ConfigError
+
+
+def error(*overrides: str, command: str = "train") -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(overrides, command=command)
+    assert caught.value.expected
+    assert caught.value.remedy
+    return caught.value.what
+
+
+@pytest.mark.parametrize(
+    ("overrides", "part"),
+    [
+        (["model.path=/x"], "model.path and model.architecture: one of them"),
+        (["model.architecture=null"], "model.path and model.architecture: one of them"),
+        (["model.architecture.experts_per_token=9"], "model.architecture.experts_per_token: more than"),
+        (["model.architecture.num_attention_heads=3"], "model.architecture.num_attention_heads: not a multiple"),
+        (["model.architecture.head_dim=31"], "model.architecture.head_dim: rotary"),
+        (["parallel.expert=4", "parallel.data=2"], "parallel: expert groups do not fit"),
+        (["parallel.pipeline=2"], "parallel.pipeline: pipeline stages are not available yet"),
+        (["parallel.context=2"], "parallel.context: splitting sequences over ranks is not available yet"),
+        (["parallel.expert_tensor=2"], "parallel.expert_tensor: splitting an expert"),
+        (["parallel.data=3"], "parallel.data: data parallelism beyond"),
+        (["parallel.tensor=4"], "parallel.tensor: does not divide model.architecture.num_key_value_heads"),
+        (["parallel.tensor=3"], "parallel.tensor: does not divide model.architecture.num_attention_heads"),
+        (["parallel.expert=3"], "parallel.expert: does not divide model.architecture.num_experts"),
+        (["trainer.microbatch_tokens=72"], "trainer.microbatch_tokens: does not hold one response"),
+        (["rollout.max_new_tokens=512"], "rollout.max_new_tokens: the model has no room"),
+        (["algorithm.minibatches=5"], "algorithm.minibatches: does not divide algorithm.prompts_per_step"),
+        (["task.min_terms=8"], "task.min_terms: above task.max_terms"),
+        (["task.min_digits=2"], "task.min_digits: above task.max_digits"),
+        (["task.max_terms=8"], "task.worked_probability: a number of terms has no probability"),
+        (["rollout.temperature=0"], "rollout.temperature: greedy samples cannot be trained on"),
+    ],
+)
+def test_an_impossible_combination_is_refused(overrides: list[str], part: str):
+    assert part in error(*overrides)
+
+
+def jsonl(tmp_path: Path) -> list[str]:
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"prompt": "a"}\n')
+    return ["task=jsonl", f"task.path='{path}'", "task.reward=rewards:score"]
+
+
+def test_a_jsonl_task_runs_with_a_file_that_is_there(tmp_path: Path):
+    assert load_config(jsonl(tmp_path), command="train").task.name == "jsonl"
+
+
+def test_a_jsonl_file_that_is_not_there_is_refused(tmp_path: Path):
+    overrides = ["task=jsonl", f"task.path='{tmp_path}/nope.jsonl'", "task.reward=rewards:score"]
+    assert error(*overrides) == "task.path: no such file"
+
+
+def test_fractions_that_leave_nothing_to_train_on_are_refused(tmp_path: Path):
+    assert "nothing is left" in error(*jsonl(tmp_path), "task.heldout_fraction=0.5", "task.dev_fraction=0.5")
+
+
+def test_a_cold_start_without_demonstrations_is_refused(tmp_path: Path):
+    assert "sft.steps: a cold start needs demonstrations" in error(*jsonl(tmp_path), "task.response_key=null")
+
+
+def test_sft_with_nothing_to_do_is_refused():
+    assert "sft.steps: nothing to do" in error("sft.steps=0", command="sft")
+
+
+@pytest.mark.parametrize("command", ["rollout", "eval"])
+def test_reading_commands_need_a_trained_model_and_one_process(command: str, tmp_path: Path):
+    assert f"model.path: moerl {command} needs trained weights" in error("recipe=tiny", command=command)
+    (tmp_path / "config.json").write_text("{}")
+    model = ["model=pretrained", f"model.path='{tmp_path}'"]
+    assert f"parallel: moerl {command} runs in one process" in error(*model, "parallel=tp2", command=command)
+    assert load_config([*model, "rollout.temperature=0"], command=command).model.path == tmp_path
+
+
+def test_a_model_path_without_a_model_is_refused(tmp_path: Path):
+    assert "not a Hugging Face model directory" in error("model=pretrained", f"model.path='{tmp_path}'")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world_size"),
+    [
+        (["parallel=single"], 1),
+        (["parallel=ep2"], 2),
+        (["parallel=tp2"], 2),
+        (["parallel.tensor=2", "parallel.expert=2"], 2),
+        (["parallel.expert=4"], 4),
+        (["parallel.tensor=2", "parallel.expert=4"], 4),
+    ],
+)
+def test_the_world_size_follows_from_tensor_and_expert_parallelism(overrides: list[str], world_size: int):
+    assert load_config(overrides, command="train").parallel.world_size == world_size
+
+
+def test_sampling_without_masks_is_allowed_and_noted():
+    config = load_config(["keep_sampling_mask.enabled=false"], command="train")
+    assert [note.split(" ")[0] for note in config_notes(config)] == ["keep_sampling_mask.enabled"]
+
+
+def test_the_top_k_that_comes_with_top_p_is_noted():
+    config = load_config(["rollout.top_k=null"], command="train")
+    assert any("top_k = 4096 is in force" in note for note in config_notes(config))
+    assert config_notes(load_config(["rollout.top_k=null", "rollout.top_p=1.0"], command="train")) == []

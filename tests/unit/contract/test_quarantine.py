@@ -1,0 +1,216 @@
+"""Quarantine: admitted, or kept whole with the reason; never dropped, never repaired."""
+
+import dataclasses
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from factories import SPEC, make_trajectory, values_of
+
+from moerl.contract import (
+    ContractError,
+    Lineage,
+    Quarantine,
+    Reason,
+    RolloutRecord,
+    Trajectory,
+    encode_trajectories,
+    read_quarantined,
+)
+from moerl.contract import files as files_module
+from moerl.contract.frame import FrameKind, pack_frame, unpack_frame
+
+RNG = np.random.default_rng(2)
+
+
+def record(rollout_id: str = "r0", **changes: Any) -> RolloutRecord:
+    values = values_of(make_trajectory(RNG, rollout_id=rollout_id)) | changes
+    return RolloutRecord(rollout_id, "engine-7", 3, values)
+
+
+def broken(rollout_id: str = "r0") -> RolloutRecord:
+    bad = record(rollout_id)
+    bad.values["rollout_logprobs"][4] = np.nan
+    return bad
+
+
+def gate(folder: Path, *expected: str, max_rate: float = 1.0, **options: Any) -> Quarantine:
+    quarantine = Quarantine(folder, max_rate, **options)
+    quarantine.expect(expected)
+    return quarantine
+
+
+def only_entry(folder: Path) -> Path:
+    (entry,) = folder.iterdir()
+    return entry
+
+
+def test_a_good_record_becomes_a_trajectory(tmp_path: Path):
+    quarantine = gate(tmp_path / "q", "r0")
+    assert isinstance(quarantine.admit(record(), trainer_version=3), Trajectory)
+    assert (quarantine.num_admitted, quarantine.num_refused, quarantine.rate) == (1, 0, 0.0)
+    assert not (tmp_path / "q").exists()
+
+
+def test_a_refused_record_is_kept_whole_with_the_reason(tmp_path: Path):
+    quarantine = gate(tmp_path, "r0")
+    bad = broken()
+    assert quarantine.admit(bad, trainer_version=5) is None
+    assert quarantine.counts == {"logprob_not_finite": 1}
+    why, content = read_quarantined(only_entry(tmp_path))
+    assert why["reason"] == "logprob_not_finite"
+    assert why["field"] == "rollout_logprobs"
+    assert "nan at index 4" in why["seen"]
+    assert why["expected"] == "finite"
+    identity = ("rollout_id", "engine_id", "policy_version", "trainer_version")
+    assert [why[name] for name in identity] == ["r0", "engine-7", 3, 5]
+    assert set(content) == set(bad.values)
+    for name, value in bad.values.items():
+        if isinstance(value, np.ndarray):
+            assert content[name].dtype == value.dtype
+            assert content[name].shape == value.shape
+            assert content[name].tobytes() == value.tobytes()
+    assert content["kept"]["ids"].tobytes() == bad.values["kept"].ids.tobytes()
+    assert content["turns"][1]["sampling"]["top_k"] == 12
+    assert content["lineage"]["rollout_id"] == "r0"
+
+
+@pytest.mark.parametrize(
+    ("reason", "bad"),
+    [
+        (Reason.UNKNOWN_FIELD, record(surprise=1)),
+        (Reason.MISSING_FIELD, RolloutRecord("r0", "e", 3, {"spec": SPEC})),
+        (Reason.WRONG_TYPE, record(token_ids=None)),
+        (Reason.WRONG_DTYPE, record(expert_ids=np.array([object()]))),
+        (Reason.ROLLOUT_ID_DISAGREES, record(lineage=Lineage("other", "p", "g"))),
+        (Reason.ROLLOUT_ID_DISAGREES, record(lineage=None)),
+        (Reason.ROLLOUT_UNREQUESTED, record("r1")),
+        (Reason.VERSION_FROM_THE_FUTURE, record(policy_versions=np.array([-1] * 3 + [9] * 5, np.int32))),
+        (Reason.SPEC_MISMATCH, record(spec=dataclasses.replace(SPEC, vocab_size=101))),
+        (Reason.FINGERPRINT_MISMATCH, record(spec=dataclasses.replace(SPEC, fingerprint="x"))),
+    ],
+    ids=lambda value: str(value) if isinstance(value, Reason) else "",
+)
+def test_records_are_refused_by_name(tmp_path: Path, reason: Reason, bad: RolloutRecord):
+    quarantine = gate(tmp_path, "r0", spec=SPEC)
+    assert quarantine.admit(bad, trainer_version=3) is None
+    assert quarantine.counts == {str(reason): 1}
+    assert read_quarantined(only_entry(tmp_path))[0]["reason"] == reason
+
+
+def test_a_rollout_is_admitted_once(tmp_path: Path):
+    quarantine = gate(tmp_path, "r0")
+    assert quarantine.admit(record(), trainer_version=3) is not None
+    assert quarantine.admit(record(), trainer_version=3) is None
+    assert quarantine.counts == {"rollout_duplicate": 1}
+
+
+def test_another_attempt_at_a_refused_rollout_is_welcome(tmp_path: Path):
+    quarantine = gate(tmp_path, "r0")
+    assert quarantine.admit(broken(), trainer_version=3) is None
+    assert quarantine.admit(record(), trainer_version=3) is not None
+
+
+def test_the_same_refusal_twice_keeps_both_records(tmp_path: Path):
+    for _ in range(2):
+        quarantine = gate(tmp_path, "r0")
+        quarantine.admit(broken(), trainer_version=3)
+        quarantine.admit(broken(), trainer_version=3)
+    names = sorted(entry.name for entry in tmp_path.iterdir())
+    assert len(names) == 4
+    assert all(name.startswith("logprob_not_finite-") for name in names)
+
+
+def test_the_run_stops_above_the_rate_and_not_before(tmp_path: Path):
+    ids = [f"r{i}" for i in range(8)]
+    quarantine = gate(tmp_path, *ids, max_rate=0.25, min_records=4)
+    assert quarantine.admit(broken("r0"), trainer_version=3) is None
+    for rollout_id in ids[1:4]:
+        quarantine.admit(record(rollout_id), trainer_version=3)
+    with pytest.raises(ContractError) as caught:
+        quarantine.admit(broken("r4"), trainer_version=3)
+    assert caught.value.reason == Reason.QUARANTINE_RATE_EXCEEDED
+    assert "2 of 5" in str(caught.value)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    "rollout_id", ["../../escape", "/etc/passwd", "a/b", "", "x" * 5000, "nul\0", "\ud800", "日本", ".", "a\nb"]
+)
+def test_hostile_rollout_ids_stay_in_the_folder(tmp_path: Path, rollout_id: str):
+    folder = tmp_path / "q"
+    bad = record(lineage=Lineage(rollout_id, "p", "g"))
+    bad = dataclasses.replace(bad, rollout_id=rollout_id)
+    assert gate(folder).admit(bad, trainer_version=3) is None
+    assert list(tmp_path.iterdir()) == [folder]
+    why, _ = read_quarantined(only_entry(folder))
+    assert why["rollout_id"] == rollout_id
+
+
+def test_values_of_any_kind_can_be_kept(tmp_path: Path):
+    deep: list[Any] = []
+    for _ in range(100):
+        deep = [deep]
+    odd = {"rewards": {1: 2**70, "b": {3}, "c": "\ud800", "d": np.float32(0.5)}, "turns": deep, "attempt": b"x"}
+    assert gate(tmp_path, "r0").admit(record(**odd), trainer_version=3) is None
+    content = read_quarantined(only_entry(tmp_path))[1]
+    assert content["rewards"]["1"] == {"repr": str(2**70)}
+    assert content["rewards"]["d"] == 0.5
+    assert content["attempt"] == b"x"
+
+
+def test_a_failed_write_leaves_nothing_half_written_and_is_not_swallowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def fails(*_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(files_module.os, "fsync", fails)
+    with pytest.raises(OSError, match="disk full"):
+        gate(tmp_path, "r0").admit(broken(), trainer_version=3)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_good_records_of_a_frame_are_admitted_and_bad_ones_kept(tmp_path: Path):
+    sent = [make_trajectory(RNG, rollout_id=f"r{i}", rewards={"reward": 0.125}) for i in range(3)]
+    payload = unpack_frame(encode_trajectories(sent), FrameKind.TRAJECTORIES)
+    pieces = payload.split(struct.pack(">d", 0.125))
+    broken_payload = struct.pack(">d", 0.125).join(pieces[:2]) + struct.pack(">d", np.nan) + pieces[2]
+    broken_payload += struct.pack(">d", 0.125) + pieces[3]
+    frame = pack_frame([broken_payload], len(payload), FrameKind.TRAJECTORIES)
+    quarantine = gate(tmp_path, "r0", "r1", "r2", spec=SPEC)
+    admitted = quarantine.admit_frame(frame, "engine-7", trainer_version=3)
+    assert [t.lineage.rollout_id for t in admitted] == ["r0", "r2"]
+    why, content = read_quarantined(only_entry(tmp_path))
+    assert (why["rollout_id"], why["reason"]) == ("r1", "value_not_finite")
+    assert content["expert_ids"].tobytes() == sent[1].expert_ids.tobytes()
+
+
+def test_a_frame_that_cannot_be_read_is_kept_as_bytes(tmp_path: Path):
+    frame = encode_trajectories([make_trajectory(RNG)])[:-3]
+    quarantine = gate(tmp_path, "r0", spec=SPEC)
+    assert quarantine.admit_frame(frame, "engine-7", trainer_version=3) == []
+    why, content = read_quarantined(only_entry(tmp_path))
+    assert (why["reason"], why["engine_id"]) == ("frame_truncated", "engine-7")
+    assert content == frame
+
+
+def test_every_record_of_a_frame_is_kept_when_the_rate_is_exceeded(tmp_path: Path):
+    frame = encode_trajectories([make_trajectory(RNG, rollout_id=f"r{i}") for i in range(4)])
+    quarantine = gate(tmp_path, max_rate=0.0, min_records=1, spec=SPEC)
+    with pytest.raises(ContractError, match="quarantine_rate_exceeded"):
+        quarantine.admit_frame(frame, "engine-7", trainer_version=3)
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_frames_need_the_trainers_spec(tmp_path: Path):
+    with pytest.raises(ValueError, match="spec"):
+        gate(tmp_path).admit_frame(b"", "engine-7", trainer_version=3)
+
+
+@pytest.mark.parametrize(("max_rate", "min_records"), [(-0.1, 1), (1.1, 1), (0.5, 0)])
+def test_impossible_settings_are_refused(tmp_path: Path, max_rate: float, min_records: int):
+    with pytest.raises(ValueError, match="max_rate"):
+        Quarantine(tmp_path, max_rate, min_records)

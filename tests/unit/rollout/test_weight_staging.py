@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from moerl.errors import WeightSyncError
+from moerl.rollout.weight_staging import WeightStaging
+
+
+def _checkpoint(model, folder: Path) -> dict[str, torch.Tensor]:
+    """What `save_pretrained` writes, under the names it writes."""
+    model.save_pretrained(folder)
+    return load_file(folder / "model.safetensors")
+
+
+def _state(model) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def _same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_saved_checkpoint_arrives_bit_for_bit(make_model, tmp_path: Path, tied: bool, dtype: torch.dtype):
+    source = make_model(seed=1, dtype=dtype, tie_word_embeddings=tied)
+    target = make_model(seed=2, dtype=dtype, tie_word_embeddings=tied)
+    staging = WeightStaging(target, version=4)
+    checkpoint = _checkpoint(source, tmp_path)
+    assert "model.layers.0.mlp.experts.3.gate_proj.weight" in checkpoint
+    assert ("lm_head.weight" in checkpoint) != tied
+    items = list(checkpoint.items())
+    staging.receive(items[:7])
+    staging.receive(reversed(items[7:]))
+    staging.commit()
+    assert _same(_state(target), _state(source))
+
+
+def test_nothing_changes_before_the_commit(make_model, tmp_path: Path):
+    target = make_model(seed=2)
+    before = _state(target)
+    staging = WeightStaging(target, version=0)
+    staging.receive(_checkpoint(make_model(seed=1), tmp_path).items())
+    assert _same(_state(target), before)
+
+
+def test_tensors_are_cast_to_the_dtype_of_the_model(make_model, tmp_path: Path):
+    source, target = make_model(seed=1), make_model(seed=2, dtype=torch.bfloat16)
+    staging = WeightStaging(target, version=0)
+    staging.receive(_checkpoint(source, tmp_path).items())
+    staging.commit()
+    assert _same(_state(target), _state(source.bfloat16()))
+
+
+@pytest.mark.parametrize("fault", ["missing", "unknown", "misshaped", "twice"])
+def test_a_set_that_is_not_whole_is_refused_and_the_old_weights_stay(make_model, tmp_path: Path, fault: str):
+    target, checkpoint = make_model(seed=2), _checkpoint(make_model(seed=1), tmp_path)
+    before, name = _state(target), "model.layers.2.mlp.experts.5.down_proj.weight"
+    items = list(checkpoint.items())
+    if fault == "missing":
+        items = [item for item in items if item[0] != name]
+    elif fault == "unknown":
+        name = "model.layers.1.mlp.experts.0.up_proj.weight"
+        items.append((name, torch.zeros(24, 32)))
+    elif fault == "misshaped":
+        items = [(key, tensor.T if key == name else tensor) for key, tensor in items]
+    else:
+        items.append((name, checkpoint[name]))
+    staging = WeightStaging(target, version=9)
+    staging.receive(items)
+    with pytest.raises(WeightSyncError, match=f"version 9.*{name}"):
+        staging.commit()
+    assert _same(_state(target), before)
+
+
+def test_a_tied_head_may_come_along_but_must_agree(make_model, tmp_path: Path):
+    source, target = (make_model(seed=seed, tie_word_embeddings=True) for seed in (1, 2))
+    checkpoint = _checkpoint(source, tmp_path)
+    head = checkpoint["model.embed_tokens.weight"].clone()
+    staging = WeightStaging(target, version=0)
+    staging.receive([("lm_head.weight", head), *checkpoint.items()])
+    staging.commit()
+    assert _same(_state(target), _state(source))
+    before = _state(target)
+    staging = WeightStaging(target, version=1)
+    staging.receive([*checkpoint.items(), ("lm_head.weight", head + 1)])
+    with pytest.raises(WeightSyncError, match=r"lm_head\.weight differs"):
+        staging.commit()
+    assert _same(_state(target), before)
+
+
+def test_a_negative_version_is_refused(make_model):
+    with pytest.raises(WeightSyncError, match="policy version"):
+        WeightStaging(make_model(), version=-1)

@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from moerl.errors import CheckpointError
+from moerl.trainer.checkpoint import CheckpointStore, find_problem
+
+
+def write(store: CheckpointStore, step: int) -> Path:
+    name = f"step-{step:06d}"
+    folder = store.begin(name)
+    (folder / "hf").mkdir()
+    (folder / "hf" / "weights").write_bytes(b"weights" * step)
+    (folder / "rank-00000.pt").write_bytes(b"state" * step)
+    return store.commit(name, {"step": step})
+
+
+def test_the_newest_checkpoint_comes_back_with_its_state_and_files(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints", keep=3)
+    assert store.latest() is None
+    for step in (1, 2, 10):
+        write(store, step)
+    latest = CheckpointStore(tmp_path / "checkpoints", keep=3).latest()
+    assert latest is not None
+    assert latest.state == {"step": 10}
+    assert latest.skipped == ()
+    assert (latest.path / "hf" / "weights").read_bytes() == b"weights" * 10
+
+
+def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    for step in (1, 2, 3, 4):
+        write(store, step)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000003", "step-000004"]
+
+
+def test_an_interrupted_write_does_not_count_and_leaves_nothing_in_the_next_attempt(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    write(store, 1)
+    (store.begin("step-000002") / "leftover").write_bytes(b"half a file")
+    latest = store.latest()
+    assert latest is not None
+    assert latest.state == {"step": 1}
+    assert latest.skipped == ()
+    assert not (write(store, 2) / "leftover").exists()
+
+
+def test_a_crash_while_hashing_leaves_the_checkpoint_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    write(store, 1)
+    monkeypatch.setattr(Path, "rename", lambda *paths: (_ for _ in ()).throw(OSError("killed")))
+    with pytest.raises(OSError, match="killed"):
+        write(store, 2)
+    latest = store.latest()
+    assert latest is not None
+    assert latest.state == {"step": 1}
+
+
+def test_a_checkpoint_written_twice_is_the_second_one(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    write(store, 1)
+    folder = store.begin("step-000001")
+    (folder / "other").write_bytes(b"again")
+    store.commit("step-000001", {"step": 1, "again": True})
+    latest = store.latest()
+    assert latest is not None
+    assert latest.state == {"step": 1, "again": True}
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+
+
+def flip_a_byte(folder: Path) -> None:
+    file = folder / "hf" / "weights"
+    data = bytearray(file.read_bytes())
+    data[3] ^= 1
+    file.write_bytes(data)
+
+
+def truncate_a_file(folder: Path) -> None:
+    file = folder / "rank-00000.pt"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def break_the_manifest(folder: Path) -> None:
+    manifest = folder / "manifest.json"
+    manifest.write_text(manifest.read_text()[:-40])
+
+
+def change_the_state(folder: Path) -> None:
+    manifest = folder / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"step": 3', '"step": 2'))
+
+
+def empty_the_manifest(folder: Path) -> None:
+    (folder / "manifest.json").write_text("[]")
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        (flip_a_byte, "hf/weights does not match its hash"),
+        (truncate_a_file, "rank-00000.pt has 14 bytes, not 15"),
+        (lambda folder: (folder / "hf" / "weights").unlink(), "hf/weights is missing"),
+        (lambda folder: (folder / "manifest.json").unlink(), "no manifest"),
+        (break_the_manifest, "unreadable manifest"),
+        (change_the_state, "the manifest does not match its own hash"),
+        (empty_the_manifest, "the manifest does not match its own hash"),
+    ],
+)
+def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before_and_is_named(
+    damage: Callable[[Path], None], problem: str, tmp_path: Path
+) -> None:
+    store = CheckpointStore(tmp_path, keep=3)
+    write(store, 2)
+    newest = write(store, 3)
+    assert find_problem(newest) is None
+    damage(newest)
+    latest = store.latest()
+    assert latest is not None
+    assert latest.state == {"step": 2}
+    (skipped,) = latest.skipped
+    assert skipped.startswith("step-000003: ")
+    assert problem in skipped
+    assert newest.exists()
+
+
+def test_a_checkpoint_of_another_format_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    write(store, 1)
+    monkeypatch.setattr("moerl.trainer.checkpoint.FORMAT", 99)
+    with pytest.raises(CheckpointError, match="format 1, not 99"):
+        store.latest()
+
+
+def test_a_corrupt_checkpoint_does_not_push_out_the_valid_one_before_it(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    write(store, 1)
+    flip_a_byte(write(store, 9))
+    assert store.latest() is not None
+    flip_a_byte(write(store, 2))
+    latest = store.latest()
+    assert latest is not None
+    assert latest.state == {"step": 1}
+    for step in (3, 4):
+        write(store, step)
+    assert sorted(path.name for path in tmp_path.iterdir())[-3:] == ["step-000003", "step-000004", "step-000009"]
+
+
+def test_no_valid_checkpoint_is_an_error_that_names_every_one(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    for step in (1, 2):
+        flip_a_byte(write(store, step))
+    with pytest.raises(CheckpointError) as caught:
+        store.latest()
+    assert "step-000002: hf/weights" in str(caught.value)
+    assert "step-000001: hf/weights" in str(caught.value)

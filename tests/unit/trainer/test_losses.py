@@ -1,0 +1,213 @@
+"""Keep Routing and Keep Sampling Mask against transformers with the same routes and brute-force kept sets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_moe
+import torch
+from ranks import Ranks
+
+from moerl.buffer.packing import pack_text
+from moerl.contract.batch import TextSample, TrainSample
+
+LENGTHS = (5, 30, 17, 41, 9, 24)
+MEGATRON_TO_HF = {
+    "decoder.layers.{}.mlp.router.weight": "model.layers.{}.mlp.gate.weight",
+    "decoder.layers.{}.self_attention.linear_proj.weight": "model.layers.{}.self_attn.o_proj.weight",
+    "decoder.layers.{}.self_attention.q_layernorm.weight": "model.layers.{}.self_attn.q_norm.weight",
+    "decoder.layers.{}.pre_mlp_layernorm.weight": "model.layers.{}.post_attention_layernorm.weight",
+    "decoder.final_layernorm.weight": "model.norm.weight",
+    "embedding.word_embeddings.weight": "model.embed_tokens.weight",
+    "output_layer.weight": "lm_head.weight",
+}
+
+
+def assert_same_gradients(megatron: dict[str, np.ndarray], hf: dict[str, np.ndarray]) -> None:
+    compared = 0
+    for pattern, hf_pattern in MEGATRON_TO_HF.items():
+        for layer in range(tiny_moe.SPEC.num_moe_layers):
+            name, hf_name = pattern.format(layer), hf_pattern.format(layer)
+            if name not in megatron:
+                continue
+            expected = hf[hf_name]
+            assert np.abs(expected).max() > 1e-5, f"{hf_name} has no gradient to compare"
+            actual = megatron[name][: len(expected)]
+            np.testing.assert_allclose(actual, expected, rtol=1e-3, atol=2e-6, err_msg=name)
+            compared += 1
+    assert compared >= 4 * tiny_moe.SPEC.num_moe_layers
+
+
+# --- scoring ---------------------------------------------------------------------------------------------------------
+
+
+def score(where: Any, path: Path, batches: list[Any]) -> list[dict[int, np.ndarray]]:
+    from moerl.trainer.losses import Scorer
+
+    trainer = tiny_moe.build(where, path, optimizer=None)
+    enforced = trainer.score(batches, Scorer(batches, trainer.shard, keep_mask=True, with_full=True), enforce=True)
+    natural = trainer.score(batches, Scorer(batches, trainer.shard, keep_mask=True), enforce=False)
+    open_set = trainer.score(batches, Scorer(batches, trainer.shard, keep_mask=False), enforce=True)
+    columns = (
+        [row.logprobs_T.numpy() for row in enforced],
+        [row.full_logprobs_T.numpy() for row in enforced],
+        [row.logprobs_T.numpy() for row in natural],
+        [row.logprobs_T.numpy() for row in open_set],
+        [row.entropy_T.numpy() for row in enforced],
+        [row.layers_differing_T.numpy() for row in enforced],
+    )
+    return [tiny_moe.by_sample(batches, values) for values in columns]
+
+
+def test_forced_routes_and_kept_sets_agree_with_transformers_and_matter(untied: Path, one_process: Ranks) -> None:
+    samples = tiny_moe.make_samples(4, LENGTHS)
+    (batches,) = tiny_moe.pack(samples)
+    ((enforced, full, natural, open_set, entropy, differing),) = one_process.run(score, untied, batches)
+    judge = tiny_moe.Judge(untied)
+    without_routes, without_mask = 0.0, 0.0
+    for index, sample in enumerate(samples):
+        trajectory = sample.trajectory
+        rows = trajectory.sampled[1:]
+        with torch.no_grad():
+            logits_TV = judge.logits(trajectory.token_ids[:-1], trajectory.expert_ids)
+        kept_TV = tiny_moe.support_logprobs(logits_TV, sample)
+        expected_T = tiny_moe.target_logprobs(kept_TV, sample).numpy()
+        np.testing.assert_allclose(enforced[index][rows], expected_T[rows], rtol=0, atol=1e-5)
+        assert (enforced[index][~rows] == 0).all()
+        open_TV = tiny_moe.support_logprobs(logits_TV, sample, keep_mask=False)
+        expected_full_T = tiny_moe.target_logprobs(open_TV, sample).numpy()
+        np.testing.assert_allclose(full[index][rows], expected_full_T[rows], rtol=0, atol=1e-5)
+        np.testing.assert_allclose(open_set[index][rows], expected_full_T[rows], rtol=0, atol=1e-5)
+        expected_entropy_T = -(kept_TV.exp() * kept_TV.masked_fill(kept_TV.isneginf(), 0.0)).sum(-1).numpy()
+        np.testing.assert_allclose(entropy[index][rows], expected_entropy_T[rows], rtol=0, atol=1e-5)
+        without_routes = max(without_routes, np.abs(natural[index] - enforced[index])[rows].max())
+        without_mask = max(without_mask, np.abs(open_set[index] - enforced[index])[rows].max())
+        assert (differing[index] <= tiny_moe.SPEC.num_moe_layers).all()
+    assert without_routes > 1e-2
+    assert without_mask > 1e-2
+    assert np.concatenate(list(differing.values())).mean() > 1.0
+
+
+# --- policy gradient -------------------------------------------------------------------------------------------------
+
+KL_COEF = 0.3
+
+
+def take_policy_step(
+    where: Any, path: Path, reference_path: Path, batches: list[Any], proximal: list[torch.Tensor], recompute: str
+) -> dict[str, Any]:
+    from moerl.algorithms.grpo import GRPO
+
+    optimizer = tiny_moe.OPTIMIZER.model_copy(update={"clip_grad": 0.0})
+    trainer = tiny_moe.build(where, path, optimizer=optimizer, recompute=recompute)
+    loss = tiny_moe.policy_loss(
+        trainer,
+        batches,
+        tiny_moe.num_trained(batches),
+        algorithm=GRPO(kl_coef=KL_COEF),
+        proximal_logprobs=proximal,
+        reference=tiny_moe.build(where, reference_path, optimizer=None),
+    )
+    report = trainer.step(batches, loss, enforce=True)
+    return {
+        "loss": sum(float(row.losses_T.sum()) for row in report.rows) / loss.denominator,
+        "clipped": sum(int(row.clipped_T.sum()) for row in report.rows),
+        "rows_verified": report.rows_verified,
+        "load": report.expert_load_LE.numpy(),
+        "gradients": tiny_moe.gradients(trainer),
+        "grad_norm": report.update.grad_norm,
+    }
+
+
+def judge_policy_step(
+    path: Path, reference_path: Path, samples: list[TrainSample], proximal: dict[int, np.ndarray]
+) -> tuple[float, dict[str, np.ndarray]]:
+    """GRPO with the exact KL, written down densely in float64 over transformers' logits."""
+    judge, reference = tiny_moe.Judge(path), tiny_moe.Judge(reference_path)
+    losses = []
+    for index, sample in enumerate(samples):
+        trajectory = sample.trajectory
+        inputs = (trajectory.token_ids[:-1], trajectory.expert_ids)
+        logprobs_TV = tiny_moe.support_logprobs(judge.logits(*inputs), sample)
+        with torch.no_grad():
+            reference_TV = tiny_moe.support_logprobs(reference.logits(*inputs), sample)
+        logprobs_T = tiny_moe.target_logprobs(logprobs_TV, sample)
+        proximal_T = torch.from_numpy(proximal[index]).double()
+        rollout_T = torch.from_numpy(trajectory.rollout_logprobs[1:]).double()
+        advantages_T = torch.from_numpy(sample.advantages[1:]).double()
+        weights_T = (proximal_T - rollout_T).exp().clamp(max=2.0)
+        ratio_T = (logprobs_T - proximal_T).exp()
+        policy_T = -weights_T * torch.minimum(ratio_T * advantages_T, ratio_T.clamp(0.8, 1.28) * advantages_T)
+        inside = ~logprobs_TV.isneginf()
+        p_TV, q_TV = logprobs_TV.masked_fill(~inside, 0.0), reference_TV.masked_fill(~inside, 0.0)
+        kl_T = (inside * p_TV.exp() * (p_TV - q_TV)).sum(-1)
+        losses.append((policy_T + KL_COEF * kl_T)[torch.from_numpy(trajectory.sampled[1:])])
+    loss = torch.cat(losses).mean()
+    loss.backward()
+    return loss.item(), judge.gradients()
+
+
+def test_grpo_with_exact_kl_equals_a_dense_brute_force_under_every_recompute_mode(
+    untied: Path, tmp_path: Path, one_process: Ranks
+) -> None:
+    reference_path = tiny_moe.write_model(tmp_path / "reference", tied=False, seed=9)
+    samples = tiny_moe.make_samples(5, LENGTHS)
+    (batches,) = tiny_moe.pack(samples)
+    rng = np.random.default_rng(6)
+    proximal = [torch.from_numpy((batch.rollout_logprobs - 0.05).astype(np.float32)) for batch in batches]
+    for tensor in proximal:
+        tensor += torch.from_numpy(rng.normal(0, 0.5, len(tensor)).astype(np.float32))
+    proximal_by_sample = tiny_moe.by_sample(batches, [tensor.numpy() for tensor in proximal])
+    expected_loss, expected_gradients = judge_policy_step(untied, reference_path, samples, proximal_by_sample)
+    num_rows = sum(len(sample.trajectory) - 1 for sample in samples)
+    first = None
+    for recompute, phases in (("none", 1), ("selective", 2), ("full", 2)):
+        (result,) = one_process.run(take_policy_step, untied, reference_path, batches, proximal, recompute)
+        first = first or result
+        assert result["loss"] == pytest.approx(expected_loss, abs=1e-5)
+        assert result["rows_verified"] == num_rows * tiny_moe.SPEC.num_moe_layers * phases
+        assert (result["load"].sum(1) == num_rows * tiny_moe.SPEC.experts_per_token).all()
+        assert_same_gradients(result["gradients"], expected_gradients)
+        for name, gradient in first["gradients"].items():
+            np.testing.assert_array_equal(result["gradients"][name], gradient, err_msg=f"{recompute}: {name}")
+            assert "router" not in name or np.abs(gradient).max() > 1e-4
+        squares = sum(float((gradient.astype(np.float64) ** 2).sum()) for gradient in result["gradients"].values())
+        assert result["grad_norm"] == pytest.approx(squares**0.5, rel=1e-5)
+    assert first is not None
+    assert first["clipped"] > 0
+
+
+# --- supervised ------------------------------------------------------------------------------------------------------
+
+
+def take_text_step(where: Any, path: Path, batches: list[Any]) -> tuple[float, dict[str, np.ndarray]]:
+    from moerl.trainer.losses import TextLoss
+
+    optimizer = tiny_moe.OPTIMIZER.model_copy(update={"clip_grad": 0.0})
+    trainer = tiny_moe.build(where, path, optimizer=optimizer)
+    loss = TextLoss(batches, trainer.shard, tiny_moe.num_trained(batches))
+    report = trainer.step(batches, loss, enforce=False)
+    return sum(float(row.losses_T.sum()) for row in report.rows) / loss.denominator, tiny_moe.gradients(trainer)
+
+
+def test_the_supervised_loss_and_its_gradient_equal_transformers(untied: Path, one_process: Ranks) -> None:
+    rng = np.random.default_rng(7)
+    samples = []
+    for length in LENGTHS:
+        mask = np.arange(length) >= rng.integers(1, length)
+        samples.append(TextSample(rng.integers(0, tiny_moe.SPEC.vocab_size, length, dtype=np.int32), mask))
+    batches = pack_text(samples, token_budget=64, multiple=4)
+    ((loss, gradients),) = one_process.run(take_text_step, untied, batches)
+    judge = tiny_moe.Judge(untied)
+    total, count = torch.zeros(()), 0
+    for sample in samples:
+        targets = torch.from_numpy(np.where(sample.loss_mask[1:], sample.token_ids[1:], -100).astype(np.int64))
+        logits_TV = judge.logits(sample.token_ids[:-1])
+        total = total + torch.nn.functional.cross_entropy(logits_TV, targets, reduction="sum")
+        count += int(sample.loss_mask.sum())
+    (total / count).backward()
+    assert loss == pytest.approx(total.item() / count, abs=1e-5)
+    assert_same_gradients(gradients, judge.gradients())

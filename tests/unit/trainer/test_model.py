@@ -1,0 +1,49 @@
+"""The model is the one of the Hugging Face directory: same log-probs, same tensors back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_moe
+import torch
+from ranks import Ranks
+from safetensors.numpy import load_file
+
+LENGTHS = (5, 30, 17, 41, 9, 24)
+
+
+def score_naturally(where: Any, path: Path, batches: list[Any]) -> dict[str, Any]:
+    from moerl.trainer.losses import Scorer
+
+    trainer = tiny_moe.build(where, path, optimizer=None)
+    rows = trainer.score(batches, Scorer(batches, trainer.shard, keep_mask=False), enforce=False)
+    return {
+        "logprobs": tiny_moe.by_sample(batches, [row.logprobs_T.numpy() for row in rows]),
+        "weights": tiny_moe.exported(trainer),
+    }
+
+
+@pytest.mark.parametrize("model", ["tied", "untied"])
+def test_one_process_agrees_with_transformers_and_exports_what_it_loaded(
+    model: str, one_process: Ranks, request: pytest.FixtureRequest
+) -> None:
+    path = request.getfixturevalue(model)
+    samples = tiny_moe.make_samples(3, LENGTHS)
+    (batches,) = tiny_moe.pack(samples)
+    assert len(batches) > 1
+    (result,) = one_process.run(score_naturally, path, batches)
+    judge = tiny_moe.Judge(path)
+    for index, sample in enumerate(samples):
+        with torch.no_grad():
+            logits_TV = judge.logits(sample.trajectory.token_ids[:-1])
+        expected_TV = tiny_moe.support_logprobs(logits_TV, sample, keep_mask=False)
+        expected_T = tiny_moe.target_logprobs(expected_TV, sample).numpy()
+        sampled_T = sample.trajectory.sampled[1:]
+        np.testing.assert_allclose(result["logprobs"][index][sampled_T], expected_T[sampled_T], rtol=0, atol=1e-5)
+    original = load_file(path / "model.safetensors")
+    assert result["weights"].keys() == original.keys()
+    for name, tensor in original.items():
+        np.testing.assert_array_equal(result["weights"][name], tensor, err_msg=name)

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_moe
+from ranks import Ranks
+
+from moerl.errors import MoerlError
+
+
+def step(trainer: Any, seed: int, spoil: float = 1.0) -> Any:
+    batches = tiny_moe.pack(tiny_moe.make_samples(seed, (9, 14)))[0]
+    loss = tiny_moe.policy_loss(trainer, batches, tiny_moe.num_trained(batches))
+
+    def spoiled(logits_TV: Any, microbatch: int) -> Any:
+        total, rows = loss(logits_TV, microbatch)
+        return total * spoil, rows
+
+    return trainer.step(batches, spoiled, enforce=True).update
+
+
+def check_bad_gradients(where: Any, path: Path, dtype: str) -> list[str]:
+    trainer, plain = (tiny_moe.build(where, path, dtype=dtype) for _ in range(2))
+    refusals = []
+    for spoil in (float("nan"), float("inf")):
+        with pytest.raises(MoerlError) as caught:
+            step(trainer, 41, spoil)
+        refusals.append(str(caught.value))
+        assert tiny_moe.largest_difference(tiny_moe.exported(trainer), tiny_moe.exported(plain)) == 0.0
+    assert step(trainer, 42) == step(plain, 42)
+    assert tiny_moe.largest_difference(tiny_moe.exported(trainer), tiny_moe.exported(plain)) == 0.0
+    return refusals
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_that_are_not_finite_are_refused_and_leave_no_trace(
+    dtype: str, untied: Path, one_process: Ranks
+) -> None:
+    (refusals,) = one_process.run(check_bad_gradients, untied, dtype)
+    assert all("the gradient is not finite" in refusal for refusal in refusals)
+
+
+def learning_rates(where: Any, path: Path, options: dict[str, Any], total_steps: int, num_steps: int) -> list[float]:
+    optimizer = tiny_moe.OPTIMIZER.model_copy(update=options)
+    trainer = tiny_moe.build(where, path, optimizer=optimizer, total_steps=total_steps)
+    return [step(trainer, 43).learning_rate / optimizer.lr for _ in range(num_steps)]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"schedule": "linear", "warmup_steps": 2, "min_lr_ratio": 0.1}, [0.5, 1.0, 0.775, 0.55, 0.325, 0.1, 0.1]),
+        ({"schedule": "cosine", "warmup_steps": 0, "min_lr_ratio": 0.0}, [0.9330, 0.75, 0.5, 0.25, 0.0670, 0.0]),
+        ({"schedule": "constant", "warmup_steps": 3, "min_lr_ratio": 0.1}, [1 / 3, 2 / 3, 1.0, 1.0, 1.0, 1.0]),
+        ({"schedule": "constant", "warmup_steps": 0, "min_lr_ratio": 0.1}, [1.0, 1.0]),
+    ],
+)
+def test_the_learning_rate_warms_up_from_above_zero_and_decays_to_its_minimum(
+    options: dict[str, Any], expected: list[float], untied: Path, one_process: Ranks
+) -> None:
+    (rates,) = one_process.run(learning_rates, untied, options, 6, len(expected))
+    assert rates == pytest.approx(expected, abs=1e-4)
+
+
+def clipped_and_not(where: Any, path: Path) -> list[tuple[float, float]]:
+    """(reported norm, norm of what reached the optimizer) with and without clipping."""
+    out = []
+    for clip_grad in (0.05, 0.0):
+        trainer = tiny_moe.build(where, path, optimizer=tiny_moe.OPTIMIZER.model_copy(update={"clip_grad": clip_grad}))
+        reported = step(trainer, 44).grad_norm
+        squares = sum(float((gradient.astype("float64") ** 2).sum()) for gradient in tiny_moe.gradients(trainer).values())
+        out.append((reported, squares**0.5))
+    return out
+
+
+def test_gradients_are_clipped_to_the_global_norm(untied: Path, one_process: Ranks) -> None:
+    (((reported, clipped), (free, unclipped)),) = one_process.run(clipped_and_not, untied)
+    assert clipped == pytest.approx(0.05, rel=1e-3)
+    assert reported == pytest.approx(free, rel=1e-6)
+    assert free == pytest.approx(unclipped, rel=1e-5)
+    assert free > 0.05

@@ -1,0 +1,98 @@
+"""What stands in for CUDA-only parts of Megatron computes the same. In a rank: the stand-ins are process-wide."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from ranks import Ranks
+from torch import Tensor
+
+LENGTHS = (1, 7, 2, 33, 8, 64, 3)
+
+
+def cu_seqlens_of(lengths: tuple[int, ...]) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+def attend(where: Any, num_kv_heads: int) -> tuple[float, float]:
+    """Largest difference, in values and in gradients, between packed attention and a masked softmax per sequence."""
+    from moerl.trainer.platform import PackedAttention
+
+    generator = torch.Generator().manual_seed(0)
+    total = sum(LENGTHS)
+    query = torch.randn(total, 4, 16, generator=generator, requires_grad=True)
+    key, value = (torch.randn(total, num_kv_heads, 16, generator=generator, requires_grad=True) for _ in range(2))
+    packed = SimpleNamespace(cu_seqlens_q=cu_seqlens_of(LENGTHS))
+    ours = PackedAttention(None, softmax_scale=0.3)(query, key, value, packed_seq_params=packed)
+    parts = []
+    for q, k, v in zip(*(tensor.split(LENGTHS) for tensor in (query, key, value)), strict=True):
+        k, v = (tensor.repeat_interleave(4 // num_kv_heads, dim=1) for tensor in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q, k).mul(0.3)
+        future = torch.ones(len(q), len(q), dtype=torch.bool).triu(1)
+        parts.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(future, -torch.inf).softmax(-1), v).flatten(1))
+    expected = torch.cat(parts)
+    weights = torch.randn(expected.shape, generator=generator)
+    gradients = [torch.autograd.grad((out * weights).sum(), (query, key, value)) for out in (ours, expected)]
+    differences = [(a - b).abs().max() for a, b in zip(*gradients, strict=True)]
+    return float((ours - expected).abs().max()), float(torch.stack(differences).max())
+
+
+@pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
+def test_packed_attention_equals_attention_per_sequence(num_kv_heads: int, one_process: Ranks) -> None:
+    ((values, gradients),) = one_process.run(attend, num_kv_heads)
+    assert values < 1e-5
+    assert gradients < 1e-5
+
+
+def rotate(where: Any) -> bool:
+    """True where the replaced RoPE gives what an untouched copy of Megatron's module gives, bit for bit."""
+    from megatron.core import parallel_state as mpu
+    from megatron.core.models.common.embeddings import rope_utils
+
+    spec = importlib.util.spec_from_file_location("untouched_rope_utils", rope_utils.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    untouched = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(untouched)
+    assert rope_utils._apply_rotary_pos_emb_thd.__module__ == "moerl.trainer.platform"
+    t = torch.randn(sum(LENGTHS), 4, 16, generator=torch.Generator().manual_seed(1))
+    freqs = torch.outer(torch.arange(80.0), torch.arange(1, 9).float().reciprocal()).repeat(1, 2)[:, None, None, :]
+    options = {"rotary_interleaved": False, "cp_group": mpu.get_context_parallel_group()}
+    arguments = (t, cu_seqlens_of(LENGTHS), freqs)
+    ours, theirs = (
+        module._apply_rotary_pos_emb_thd(*arguments, **options)
+        for module in (rope_utils, untouched)
+    )
+    return torch.equal(ours, theirs) and not torch.equal(ours, t)
+
+
+def test_packed_rope_equals_megatrons_loop(one_process: Ranks) -> None:
+    assert one_process.run(rotate) == [True]
+
+
+def import_the_bridge(where: Any) -> dict[str, Any]:
+    from moerl.trainer import platform
+
+    bridge = platform.import_bridge()
+    again = platform.import_bridge()
+    return {
+        "same": bridge is again,
+        "stubs": [name for name in sys.modules if name.split(".")[0] == "transformer_engine"],
+        "believers": [
+            name
+            for name, module in list(sys.modules.items())
+            if name.startswith("megatron.") and getattr(module, "HAVE_TE", False) is True
+        ],
+        "cuda_types": torch.zeros(1).type(),
+    }
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is not None, reason="Transformer Engine is there")
+def test_importing_the_bridge_leaves_no_stand_in_for_transformer_engine(one_process: Ranks) -> None:
+    (result,) = one_process.run(import_the_bridge)
+    assert result == {"same": True, "stubs": [], "believers": [], "cuda_types": "torch.FloatTensor"}

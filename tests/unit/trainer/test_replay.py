@@ -1,0 +1,390 @@
+"""Each way in which replay could silently go wrong is refused before the update, and leaves the weights alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_moe
+import torch
+from ranks import Ranks
+
+from moerl.contract.batch import Microbatch
+from moerl.errors import ReplayError
+
+LENGTHS = (21, 21, 12, 30)
+
+
+def make_batches(seed: int) -> list[Microbatch]:
+    return tiny_moe.pack(tiny_moe.make_samples(seed, LENGTHS), token_budget=48)[0]
+
+
+def step(trainer: Any, batches: list[Microbatch]) -> Any:
+    loss = tiny_moe.policy_loss(trainer, batches, tiny_moe.num_trained(batches))
+    return trainer.step(batches, loss, enforce=True)
+
+
+def assert_same_weights(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> None:
+    assert tiny_moe.largest_difference(left, right) == 0.0
+
+
+def refusal_of(where: Any, path: Path, batches: list[Microbatch], recompute: str, sabotage: Any = None) -> str:
+    """The refusal of a step over `batches`, after which neither weights nor the next step differ from a fresh
+    trainer's."""
+    trainer = tiny_moe.build(where, path, recompute=recompute)
+    untouched = tiny_moe.exported(trainer)
+    restore = sabotage(trainer) if sabotage else None
+    with pytest.raises(ReplayError) as caught:
+        step(trainer, batches)
+    assert_same_weights(tiny_moe.exported(trainer), untouched)
+    if restore:
+        restore()
+    fresh = tiny_moe.build(where, path, recompute=recompute)
+    for each in (trainer, fresh):
+        step(each, make_batches(12))
+    assert_same_weights(tiny_moe.exported(trainer), tiny_moe.exported(fresh))
+    assert tiny_moe.largest_difference(tiny_moe.exported(fresh), untouched) > 1e-3
+    return str(caught.value)
+
+
+# --- routing that is not the recorded one ----------------------------------------------------------------------------
+
+
+def shift_rows(batch: Microbatch) -> Microbatch:
+    assert batch.expert_ids is not None
+    return replace(batch, expert_ids=np.roll(batch.expert_ids, 1, axis=0))
+
+
+def shift_layers(batch: Microbatch) -> Microbatch:
+    assert batch.expert_ids is not None
+    return replace(batch, expert_ids=np.roll(batch.expert_ids, 1, axis=1))
+
+
+def swap_two_rollouts(batch: Microbatch) -> Microbatch:
+    assert batch.expert_ids is not None
+    return replace(batch, expert_ids=np.roll(batch.expert_ids, 20, axis=0))
+
+
+def change_one_expert(batch: Microbatch) -> Microbatch:
+    assert batch.expert_ids is not None
+    expert_ids = batch.expert_ids.copy()
+    unused = np.setdiff1d(np.arange(tiny_moe.SPEC.num_experts), expert_ids[7, 2])
+    expert_ids[7, 2, 0] = unused[0]
+    return replace(batch, expert_ids=expert_ids)
+
+
+def drop_prompt_rows(batch: Microbatch) -> Microbatch:
+    assert batch.expert_ids is not None
+    return replace(batch, expert_ids=batch.expert_ids[7:])
+
+
+def drop_a_layer(batch: Microbatch) -> Microbatch:
+    assert batch.expert_ids is not None
+    return replace(batch, expert_ids=batch.expert_ids[:, :-1])
+
+
+def drop_routing(batch: Microbatch) -> Microbatch:
+    return replace(batch, expert_ids=None, routing_checksums=None)
+
+
+def drop_checksums(batch: Microbatch) -> Microbatch:
+    return replace(batch, routing_checksums=None)
+
+
+def check_tampered(
+    where: Any, path: Path, tamper: Callable[[Microbatch], Microbatch], recompute: str
+) -> tuple[str, int]:
+    batches = make_batches(11)
+    (index,) = [i for i, batch in enumerate(batches) if np.diff(batch.cu_seqlens).tolist() == [20, 20]]
+    batches[index] = tamper(batches[index])
+    return refusal_of(where, path, batches, recompute), index
+
+
+@pytest.mark.parametrize(
+    ("tamper", "message"),
+    [
+        (shift_rows, "checksum"),
+        (shift_layers, "checksum"),
+        (swap_two_rollouts, "checksum"),
+        (change_one_expert, "checksum"),
+        (drop_prompt_rows, "do not match its input rows"),
+        (drop_a_layer, "do not match its input rows"),
+        (drop_routing, "without recorded routing"),
+        (drop_checksums, "without recorded routing"),
+    ],
+)
+def test_routing_that_is_not_the_recorded_one_is_refused(
+    tamper: Callable[[Microbatch], Microbatch], message: str, untied: Path, one_process: Ranks
+) -> None:
+    recompute = "full" if tamper is shift_rows else "none"
+    ((refusal, microbatch),) = one_process.run(check_tampered, untied, tamper, recompute)
+    assert message in refusal
+    assert f"microbatch {microbatch}" in refusal
+
+
+def misalign(where: Any, path: Path) -> str:
+    trainer = tiny_moe.build(where, path, optimizer=None)
+    batches = make_batches(11)
+    with trainer.keep_routing.schedule(batches, enforce=True, training=False) as schedule:
+        schedule.begin(0)
+        scores = torch.zeros(batches[0].num_rows - 1, tiny_moe.SPEC.num_experts)
+        with pytest.raises(ReplayError) as caught:
+            trainer.keep_routing.taps[1].get_replay_topk(scores, 2, default_compute_topk=torch.topk)
+    return str(caught.value)
+
+
+def test_a_slice_of_other_rows_than_the_routers_is_refused(untied: Path, one_process: Ranks) -> None:
+    (refusal,) = one_process.run(misalign, untied)
+    assert "do not match the router's input in layer 2" in refusal
+
+
+# --- replay that does not happen -------------------------------------------------------------------------------------
+
+
+def take_the_hook_out(trainer: Any) -> Callable[[], None]:
+    router = trainer.model.module.decoder.layers[2].mlp.router
+    hook, router.router_replay = router.router_replay, None
+    return lambda: setattr(router, "router_replay", hook)
+
+
+def take_the_hook_out_in_the_second_microbatch(trainer: Any) -> Callable[[], None]:
+    """As a fused path that is taken for some shapes only."""
+    router = trainer.model.module.decoder.layers[2].mlp.router
+    routing, hook, calls = router.routing, router.router_replay, []
+
+    def sometimes_fused(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        router.router_replay = hook if len(calls) == 1 else None
+        return routing(*args, **kwargs)
+
+    router.routing = sometimes_fused
+
+    def restore() -> None:
+        del router.routing
+        router.router_replay = hook
+
+    return restore
+
+
+def change_the_map_after_the_hook(trainer: Any) -> Callable[[], None]:
+    router = trainer.model.module.decoder.layers[1].mlp.router
+    routing = router.routing
+
+    def rerouted(*args: Any, **kwargs: Any) -> Any:
+        probs, routing_map = routing(*args, **kwargs)
+        return probs.roll(1, 0), routing_map.roll(1, 0)
+
+    router.routing = rerouted
+    return lambda: delattr(router, "routing")
+
+
+def dispatch_behind_the_evidence(trainer: Any) -> Callable[[], None]:
+    dispatcher = trainer.model.module.decoder.layers[1].mlp.token_dispatcher
+    observed = dispatcher.__dict__.pop("dispatch_preprocess")
+    return lambda: setattr(dispatcher, "dispatch_preprocess", observed)
+
+
+def swap_the_hooks_of_two_layers(trainer: Any) -> Callable[[], None]:
+    first, second = (trainer.model.module.decoder.layers[i].mlp.router for i in (0, 1))
+
+    def swap() -> None:
+        first.router_replay, second.router_replay = second.router_replay, first.router_replay
+
+    swap()
+    return swap
+
+
+def check_sabotaged(where: Any, path: Path, sabotage: Any, recompute: str) -> str:
+    return refusal_of(where, path, make_batches(11), recompute, sabotage)
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "message"),
+    [
+        (take_the_hook_out, "layer 3 dispatched tokens without asking"),
+        (take_the_hook_out_in_the_second_microbatch, "layer 3 dispatched tokens without asking"),
+        (change_the_map_after_the_hook, "layer 2, rank 0, microbatch 0, forward: checksum"),
+        (dispatch_behind_the_evidence, "0 calls"),
+        (swap_the_hooks_of_two_layers, "layer 1 dispatched tokens without asking"),
+    ],
+)
+def test_a_router_that_bypasses_replay_is_refused(
+    sabotage: Any, message: str, untied: Path, one_process: Ranks
+) -> None:
+    (refusal,) = one_process.run(check_sabotaged, untied, sabotage, "none")
+    assert message in refusal
+
+
+def recompute_naturally(trainer: Any) -> Callable[[], None]:
+    """Replays the forward pass and lets the recomputed one choose for itself."""
+    router = trainer.model.module.decoder.layers[1].mlp.router
+    tap = router.router_replay
+
+    def get_replay_topk(scores: Any, *args: Any) -> Any:
+        replayed = tap.get_replay_topk(scores, *args)
+        return scores.topk(replayed[1].shape[1]) if torch.is_grad_enabled() else replayed
+
+    router.router_replay = SimpleNamespace(get_replay_topk=get_replay_topk)
+    return lambda: setattr(router, "router_replay", tap)
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_recompute_that_does_not_replay_is_refused(recompute: str, untied: Path, one_process: Ranks) -> None:
+    (refusal,) = one_process.run(check_sabotaged, untied, recompute_naturally, recompute)
+    assert "layer 2, rank 0, microbatch 0, recompute: checksum" in refusal
+
+
+# --- nothing outlives a schedule -------------------------------------------------------------------------------------
+
+
+def check_forward_only(where: Any, path: Path, recompute: str) -> None:
+    from moerl.trainer.losses import Scorer
+
+    disturbed, plain = (tiny_moe.build(where, path, recompute=recompute) for _ in range(2))
+    for seed in (21, 22):
+        batches = make_batches(seed)
+        disturbed.score(batches, Scorer(batches, disturbed.shard, keep_mask=True), enforce=True)
+        disturbed.logits(batches[0], enforce=True)
+        reports = [step(each, batches) for each in (disturbed, plain)]
+        assert reports[0].rows_verified == reports[1].rows_verified > 0
+    assert_same_weights(tiny_moe.exported(disturbed), tiny_moe.exported(plain))
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_forward_only_pass_leaves_nothing_for_the_next_step(
+    recompute: str, untied: Path, one_process: Ranks
+) -> None:
+    one_process.run(check_forward_only, untied, recompute)
+
+
+class InterruptedError(Exception):
+    pass
+
+
+def check_interrupted(where: Any, path: Path, recompute: str) -> None:
+    interrupted, plain = (tiny_moe.build(where, path, recompute=recompute) for _ in range(2))
+    batches = make_batches(23)
+    loss = tiny_moe.policy_loss(interrupted, batches, tiny_moe.num_trained(batches))
+
+    def failing_loss(logits_TV: Any, microbatch: int) -> Any:
+        if microbatch == 1:
+            raise InterruptedError
+        return loss(logits_TV, microbatch)
+
+    for forward_only in (True, False):
+        with pytest.raises(InterruptedError):
+            if forward_only:
+                interrupted.score(batches, failing_loss, enforce=True)
+            else:
+                interrupted.step(batches, failing_loss, enforce=True)
+    for each in (interrupted, plain):
+        step(each, make_batches(24))
+    assert_same_weights(tiny_moe.exported(interrupted), tiny_moe.exported(plain))
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_an_exception_in_mid_schedule_leaves_nothing_for_the_next_step(
+    recompute: str, untied: Path, one_process: Ranks
+) -> None:
+    one_process.run(check_interrupted, untied, recompute)
+
+
+def check_open_schedule(where: Any, path: Path) -> str:
+    trainer = tiny_moe.build(where, path, optimizer=None)
+    batches = make_batches(25)
+    with (
+        trainer.keep_routing.schedule(batches, enforce=True, training=False),
+        pytest.raises(ReplayError) as caught,
+        trainer.keep_routing.schedule(batches, enforce=True, training=False),
+    ):
+        pass
+    return str(caught.value)
+
+
+def test_a_second_schedule_on_one_model_is_refused(untied: Path, one_process: Ranks) -> None:
+    (refusal,) = one_process.run(check_open_schedule, untied)
+    assert "open already" in refusal
+
+
+def check_several_models(where: Any, path: Path) -> None:
+    alone = tiny_moe.build(where, path)
+    step(alone, make_batches(26))
+    expected = tiny_moe.exported(alone)
+    dead = tiny_moe.build(where, path, optimizer=None)
+    policy = tiny_moe.build(where, path)
+    reference = tiny_moe.build(where, path, optimizer=None)
+    del dead
+    batches = make_batches(26)
+    loss = tiny_moe.policy_loss(policy, batches, tiny_moe.num_trained(batches))
+
+    def with_reference(logits_TV: Any, microbatch: int) -> Any:
+        # Another microbatch than the policy's, so that replay landing on the other model's routers would show.
+        other = batches[microbatch - 1]
+        assert reference.logits(other, enforce=True).shape[0] == other.num_rows
+        return loss(logits_TV, microbatch)
+
+    assert policy.step(batches, with_reference, enforce=True).rows_verified > 0
+    assert_same_weights(tiny_moe.exported(policy), expected)
+
+
+def test_a_reference_model_in_the_same_process_does_not_disturb_the_policy(untied: Path, one_process: Ranks) -> None:
+    one_process.run(check_several_models, untied)
+
+
+# --- start-up --------------------------------------------------------------------------------------------------------
+
+
+def refuse_at_start(where: Any, path: Path) -> dict[str, str]:
+    from moerl.contract.trajectory import ModelSpec
+    from moerl.trainer.replay import KeepRouting, refuse_unsupported_routers
+
+    trainer = tiny_moe.build(where, path, optimizer=None)
+    module, config = trainer.model.module, trainer.model.config
+    refusals = {}
+    with pytest.raises(ReplayError) as caught:
+        KeepRouting(module, config, tiny_moe.SPEC, trainer.keep_routing.tensor_group)
+    refusals["hook"] = str(caught.value)
+    for layer in module.decoder.layers:
+        layer.mlp.router.router_replay = None
+    with pytest.raises(ReplayError) as caught:
+        KeepRouting(module, config, ModelSpec(5, 2, 8, 91), trainer.keep_routing.tensor_group)
+    refusals["layers"] = str(caught.value)
+    refuse_unsupported_routers(config)
+    return refusals
+
+
+def test_a_model_that_is_hooked_already_or_has_other_layers_is_refused(untied: Path, one_process: Ranks) -> None:
+    (refusals,) = one_process.run(refuse_at_start, untied)
+    assert "has a replay hook already" in refusals["hook"]
+    assert "[0, 1, 2, 3]" in refusals["layers"]
+    assert "0..4" in refusals["layers"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("moe_router_fusion", True),
+        ("moe_router_load_balancing_type", "sinkhorn"),
+        ("moe_router_load_balancing_type", ["aux_loss", "quantile_balancing"]),
+        ("moe_expert_capacity_factor", 1.25),
+        ("moe_router_force_load_balancing", True),
+    ],
+)
+def test_routers_that_return_before_the_hook_or_drop_tokens_after_it_are_refused(name: str, value: object) -> None:
+    from moerl.trainer.replay import refuse_unsupported_routers
+
+    config = SimpleNamespace(
+        moe_router_fusion=False,
+        moe_router_load_balancing_type="none",
+        moe_expert_capacity_factor=None,
+        moe_router_force_load_balancing=False,
+    )
+    refuse_unsupported_routers(config)
+    setattr(config, name, value)
+    with pytest.raises(ReplayError, match=name):
+        refuse_unsupported_routers(config)
