@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from moerl.config.rank import RankInfo, rank_info
 from moerl.errors import ConfigError, MoerlError
 from moerl.launch.local import launch_local
-from moerl.launch.rank import RankInfo, die_with_launcher, rank_info
+from moerl.launch.rank import die_with_launcher
 
 if TYPE_CHECKING:
     from moerl.config.schema import RunConfig

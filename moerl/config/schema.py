@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from moerl.config.checks import check_run
 from moerl.contract.trajectory import MAX_KEPT_IDS
@@ -21,6 +21,11 @@ Positive = Annotated[float, Field(gt=0.0)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 FloatName = Literal["float32", "bfloat16"]
+
+
+def _bare_off(value: object) -> object:
+    """YAML reads a bare ``off`` as false; where ``off`` is an option it means that."""
+    return "off" if value is False else value
 
 
 class Section(BaseModel):
@@ -111,8 +116,8 @@ class AlgorithmConfig(Section):
     clip_low: Share = Field(description="Ratios below 1 - clip_low are clipped.")
     clip_high: NonNegative = Field(description="Ratios above 1 + clip_high are clipped.")
     normalize_std: bool = Field(description="Divide advantages by the standard deviation of their group.")
-    importance_cap: Positive | None = Field(
-        description="Cap of the truncated importance weight between sampler and trainer; null = no correction."
+    importance_cap: Annotated[float, Field(ge=1.0)] = Field(
+        description="Cap of the truncated importance weight between sampler and trainer, at least 1."
     )
     kl_coef: NonNegative = Field(description="Weight of the KL to the starting model; 0 = no reference model.")
     moe_aux_loss_coef: NonNegative = Field(description="Weight of the load-balancing loss.")
@@ -136,7 +141,7 @@ class RolloutConfig(Section):
 class KeepRoutingConfig(Section):
     """Keep Routing."""
 
-    mode: Literal["off", "rollout"] = Field(
+    mode: Annotated[Literal["off", "rollout"], BeforeValidator(_bare_off)] = Field(
         description="rollout = train through the experts that the sampler used; off = the trainer's own choice."
     )
 

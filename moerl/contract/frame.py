@@ -112,10 +112,9 @@ def _check_header(frame: bytes, kind: FrameKind) -> tuple[int, memoryview]:
             remedy="run the same moerl version on both sides",
         )
     body = view[HEADER_BYTES:]
-    if len(body) < body_bytes:
-        raise ContractError(Reason.FRAME_TRUNCATED, field="body", seen=len(body), expected=f"{body_bytes} bytes")
-    if len(body) > body_bytes:
-        raise ContractError(Reason.FRAME_CORRUPT, field="body", seen=len(body), expected=f"{body_bytes} bytes")
+    if len(body) != body_bytes:
+        reason = Reason.FRAME_TRUNCATED if len(body) < body_bytes else Reason.FRAME_CORRUPT
+        raise ContractError(reason, field="body", seen=len(body), expected=f"{body_bytes} bytes")
     (crc_seen,) = _CRC.unpack_from(view, _PREFIX.size)
     crc = zlib.crc32(body, zlib.crc32(view[: _PREFIX.size]))
     if crc_seen != crc:
@@ -137,11 +136,8 @@ def _decompress(body: memoryview, payload_bytes: int) -> bytes:
                 expected=f"content size {payload_bytes}, checksum True",
             )
         decompressor = zstandard.ZstdDecompressor()
-        payload = decompressor.decompress(body, max_output_size=payload_bytes, allow_extra_data=False)
+        return decompressor.decompress(body, max_output_size=payload_bytes, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise ContractError(
             Reason.FRAME_CORRUPT, field="zstd body", seen=error, expected="one whole zstd frame"
         ) from error
-    if len(payload) != payload_bytes:
-        raise ContractError(Reason.FRAME_CORRUPT, field="payload", seen=len(payload), expected=payload_bytes)
-    return payload

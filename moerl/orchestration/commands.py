@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,13 +12,13 @@ import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from moerl.config.load import dump_config, refuse_taken_run_dir
+from moerl.config.load import dump_config
+from moerl.config.rank import rank_info
 from moerl.config.schema import RunConfig
 from moerl.contract.disk import write_parquet
 from moerl.contract.ports import Task
 from moerl.contract.quarantine import Quarantine
 from moerl.contract.trajectory import ModelSpec
-from moerl.launch.rank import rank_info
 from moerl.orchestration import sft
 from moerl.orchestration.evaluation import evaluate
 from moerl.orchestration.exchange import barrier
@@ -42,7 +44,7 @@ def run_train(config: RunConfig, *, resume: bool) -> int:
         stage = RLStage(run, model_path, collector)
         stage.train()
         run.write_model(config.run_dir / "final_model", like=model_path, trainer=stage.trainer)
-        run.reporter.finish(run)
+        run.reporter.finish(run.summary(steps=config.algorithm.steps, num_quarantined=stage.num_quarantined))
     return 0
 
 
@@ -54,8 +56,8 @@ def run_sft(config: RunConfig, *, resume: bool) -> int:
             engine = _engine(config, output, run.spec, version=0)
             collector = _collector(config, engine, run.task, run.tokenizer, run.spec)
             heldout = evaluate(collector, "heldout", config.evaluation.heldout_problems, version=0)
-            run.record_evaluation(sft.STAGE, config.sft.steps, "cold_start", heldout)
-        run.reporter.finish(run)
+            run.record_evaluations(0, {"cold_start": heldout})
+        run.reporter.finish(run.summary(steps=0))
     return 0
 
 
@@ -70,11 +72,8 @@ def run_rollout(config: RunConfig) -> int:
         sampling=sampling_params(config.rollout, config.seed),
         prefixes={},
     )
-    trajectories = []
-    for trajectory in collector.collect(prompts, requests, trainer_version=0, prefixes={}):
-        trajectories.append(trajectory)
-        reporter.rollout_progress(len(trajectories), len(requests))
-    trajectories = in_request_order(trajectories, requests)
+    finished = list(collector.collect(prompts, requests, trainer_version=0, prefixes={}))
+    trajectories = in_request_order(finished, requests)
     path = config.run_dir / "rollouts" / "rollouts.parquet"
     path.parent.mkdir(parents=True, exist_ok=True)
     write_parquet(path, trajectories, texts=[collector.response(t) for t in trajectories])
@@ -87,7 +86,7 @@ def run_eval(config: RunConfig) -> int:
     """Greedy accuracy on the held-out problems."""
     collector, reporter = _open_reader(config)
     heldout = evaluate(collector, "heldout", config.evaluation.heldout_problems, version=0)
-    reporter.evaluation("evaluation", 0, "heldout", heldout)
+    reporter.evaluated(0, {"final": heldout})
     return 0
 
 
@@ -101,11 +100,9 @@ def _open_run(config: RunConfig, *, resume: bool) -> Iterator[tuple[Run, Path]]:
     torch.set_num_threads(max(1, config.num_threads // config.parallel.world_size))
     rank = rank_info()
     if rank.rank == 0:
-        if not resume:
-            refuse_taken_run_dir(config)
         config.run_dir.mkdir(parents=True, exist_ok=True)
         (config.run_dir / "config.yaml").write_text(dump_config(config))
-    reporter = make_reporter(config, is_main=rank.rank == 0, resume=resume)
+    reporter = make_reporter(config, is_main=rank.rank == 0)
     with reporter:
         reporter.say("starting Megatron")
         where = layout.start(
@@ -158,21 +155,17 @@ def _open_reader(config: RunConfig) -> tuple[Collector, Reporter]:
     _quiet_libraries()
     torch.set_num_threads(config.num_threads)
     assert config.model.path is not None
-    refuse_taken_run_dir(config)
     config.run_dir.mkdir(parents=True, exist_ok=True)
     (config.run_dir / "config.yaml").write_text(dump_config(config))
     tokenizer = read_tokenizer(config.model.path)
     spec = read_spec(config.model.path, tokenizer)
     engine = _engine(config, config.model.path, spec, version=0)
     collector = _collector(config, engine, make_task(config.task), tokenizer, spec)
-    return collector, make_reporter(config, is_main=True, resume=False)
+    return collector, make_reporter(config, is_main=True)
 
 
 def _quiet_libraries() -> None:
     """Keeps library chatter off the progress display; warnings and errors of our own are printed by the reporter."""
-    import logging
-    import warnings
-
     warnings.filterwarnings("ignore", module=r"(megatron|torch|transformers)\..*")
     for name in ("megatron", "nvidia_resiliency_ext"):
         logging.getLogger(name).setLevel(logging.ERROR)

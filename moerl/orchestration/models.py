@@ -1,4 +1,4 @@
-"""Hugging Face model directories: built from an architecture, read for the engine, written from the trainer's export."""
+"""Hugging Face model directories: built from an architecture, read for the engine, written from an export."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import torch
 from huggingface_hub import save_torch_state_dict
@@ -32,9 +33,7 @@ VOCAB_MULTIPLE = 8
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def build_model(
-    architecture: ArchitectureConfig, tokenizer: PreTrainedTokenizerBase, seed: int, folder: Path
-) -> None:
+def build_model(architecture: ArchitectureConfig, tokenizer: PreTrainedTokenizerBase, seed: int, folder: Path) -> None:
     """Writes a freshly initialised Qwen3-MoE and its tokenizer; the folder appears whole or not at all."""
     torch.manual_seed(seed)
     config = Qwen3MoeConfig(
@@ -44,7 +43,7 @@ def build_model(
         num_hidden_layers=architecture.num_layers,
         num_attention_heads=architecture.num_attention_heads,
         num_key_value_heads=architecture.num_key_value_heads,
-        head_dim=architecture.head_dim,
+        head_dim=architecture.head_dim,  # pyright: ignore[reportCallIssue]  (read from keyword arguments)
         num_experts=architecture.num_experts,
         num_experts_per_tok=architecture.experts_per_token,
         moe_intermediate_size=architecture.moe_intermediate_size,
@@ -81,6 +80,11 @@ def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def eos_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The end-of-sequence id of a tokenizer that `read_tokenizer` returned."""
+    return cast(int, tokenizer.eos_token_id)
+
+
 def read_spec(folder: Path, tokenizer: PreTrainedTokenizerBase) -> ModelSpec:
     """The model facts of a Hugging Face directory; ids that the tokenizer has not are never sampled."""
     config = AutoConfig.from_pretrained(folder).to_dict()
@@ -94,9 +98,7 @@ def make_engine(folder: Path, spec: ModelSpec, *, dtype: str, max_running: int, 
         version: policy version of the weights in `folder`; -1 where the engine must wait for a first update.
     """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype])
-    return EmbeddedEngine(
-        model, spec, engine_id="embedded-0", max_running=max_running, policy_version=version
-    )
+    return EmbeddedEngine(model, spec, engine_id="embedded-0", max_running=max_running, policy_version=version)
 
 
 def write_model(folder: Path, like: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:

@@ -29,6 +29,7 @@ from moerl.orchestration.evaluation import evaluate
 from moerl.orchestration.exchange import broadcast_bytes, gather_rows, sum_over
 from moerl.orchestration.rollouts import Collector, in_request_order, sampling_params, with_advantages
 from moerl.orchestration.run import Run
+from moerl.telemetry.metrics import table_metrics
 from moerl.trainer import layout
 from moerl.trainer.losses import PolicyGradientLoss, Scorer
 from moerl.trainer.model import ModelOptions
@@ -78,15 +79,14 @@ class RLStage:
         first_step = run.restore(STAGE, self.trainer)
         self._publish(first_step)
         self._evaluate_cold_start(first_step)
-        with run.stage(STAGE, first_step, steps):
-            for step in range(first_step, steps):
-                samples = self._rollouts(step)
-                metrics = self._train_on(samples, step)
-                self._publish(step + 1)
-                run.log(STAGE, step + 1, metrics, sum(sample.trajectory.num_sampled for sample in samples))
-                self._evaluate_dev(step + 1)
-                run.checkpoint_if_due(STAGE, step + 1, steps, self.trainer)
-        self._evaluate_final(steps)
+        run.reporter.begin_stage(STAGE, done=first_step, total=steps)
+        for step in range(first_step, steps):
+            samples = self._rollouts(step)
+            metrics = self._train_on(samples, step)
+            self._publish(step + 1)
+            run.log(STAGE, step + 1, metrics, sum(sample.trajectory.num_sampled for sample in samples))
+            self._evaluate(step + 1)
+            run.checkpoint_if_due(STAGE, step + 1, steps, self.trainer)
 
     # --- rollouts ----------------------------------------------------------------------------------------------------
 
@@ -105,10 +105,7 @@ class RLStage:
     def _sample(self, collector: Collector, step: int) -> list[TrainSample]:
         config = self.config
         prompts = self.run.train_prompts()
-        chosen = [
-            prompts[i]
-            for i in batch_indices(len(prompts), config.algorithm.prompts_per_step, step, config.seed)
-        ]
+        chosen = [prompts[i] for i in batch_indices(len(prompts), config.algorithm.prompts_per_step, step, config.seed)]
         requests = collector.requests(
             chosen,
             run=f"{STAGE}-{step:06d}",
@@ -116,10 +113,7 @@ class RLStage:
             sampling=sampling_params(config.rollout, config.seed),
             prefixes={},
         )
-        finished = []
-        for trajectory in collector.collect(chosen, requests, trainer_version=step, prefixes={}):
-            finished.append(trajectory)
-            self.run.reporter.rollout_progress(len(finished), len(requests))
+        finished = list(collector.collect(chosen, requests, trainer_version=step, prefixes={}))
         trajectories = in_request_order(finished, requests)
         if not trajectories:
             raise MoerlError(
@@ -141,12 +135,12 @@ class RLStage:
         if due or step + 1 == config.algorithm.steps:
             with run.stopwatch.span("mismatch"):
                 table = self._mismatch_table([batches for batches, _ in minibatches])
-            run.record_mismatch(step + 1, table)
+            run.state.mismatch = table
         with run.stopwatch.span("train"):
             metrics = self._update(minibatches)
         metrics |= step_metrics.rollout_metrics([sample.trajectory for sample in samples])
-        metrics |= {"weights/version": float(step + 1), "quarantine/count": float(self._num_quarantined())}
-        return metrics
+        metrics |= {"weights/version": float(step + 1), "quarantine/count": float(self.num_quarantined)}
+        return metrics | table_metrics(table)
 
     def _pack(self, samples: Sequence[TrainSample]) -> tuple[list[Microbatch], int]:
         """This rank's microbatches, and the trained tokens of all ranks."""
@@ -233,36 +227,40 @@ class RLStage:
         with self.run.stopwatch.span("weights"):
             publish(self.trainer.export(), sink, version)
 
-    def _num_quarantined(self) -> int:
+    @property
+    def num_quarantined(self) -> int:
+        """Trajectories of this process that broke the contract; 0 on ranks that do not collect."""
         return 0 if self.collector is None else self.collector.quarantine.num_refused
 
     # --- evaluation --------------------------------------------------------------------------------------------------
 
     def _evaluate_cold_start(self, first_step: int) -> None:
-        """Before the first update: dev and held-out accuracy, and held-out accuracy when made to show the work."""
+        """Before the first update: dev and held-out accuracy, and the latter when made to show the work."""
         if first_step > 0 or self.collector is None:
             return
-        run, sizes = self.run, self.config.evaluation
-        run.record_evaluation(STAGE, 0, "dev", evaluate(self.collector, "dev", sizes.dev_problems, version=0))
-        run.record_evaluation(
-            STAGE, 0, "cold_start", evaluate(self.collector, "heldout", sizes.heldout_problems, version=0)
-        )
-        if isinstance(self.collector.task, WorkedTask):
-            worked = evaluate(self.collector, "heldout", sizes.heldout_problems, version=0, worked=True)
-            run.record_evaluation(STAGE, 0, "cold_start_worked", worked)
+        dev, heldout = self.config.evaluation.dev_problems, self.config.evaluation.heldout_problems
+        with self.run.stopwatch.span("evaluation"):
+            evaluations = {
+                "dev": evaluate(self.collector, "dev", dev, version=0),
+                "cold_start": evaluate(self.collector, "heldout", heldout, version=0),
+            }
+            if isinstance(self.collector.task, WorkedTask):
+                worked = evaluate(self.collector, "heldout", heldout, version=0, worked=True)
+                evaluations["cold_start_worked"] = worked
+        self.run.record_evaluations(0, evaluations)
 
-    def _evaluate_dev(self, step: int) -> None:
-        sizes, steps = self.config.evaluation, self.config.algorithm.steps
-        due = step == steps or (sizes.every and step % sizes.every == 0)
-        if due and self.collector is not None:
-            with self.run.stopwatch.span("evaluation"):
-                dev = evaluate(self.collector, "dev", sizes.dev_problems, version=step)
-            self.run.record_evaluation(STAGE, step, "dev", dev)
-
-    def _evaluate_final(self, step: int) -> None:
-        if self.collector is not None:
-            final = evaluate(self.collector, "heldout", self.config.evaluation.heldout_problems, version=step)
-            self.run.record_evaluation(STAGE, step, "final", final)
+    def _evaluate(self, step: int) -> None:
+        """On dev problems when due; on the held-out problems after the last step."""
+        sizes, is_last = self.config.evaluation, step == self.config.algorithm.steps
+        due = is_last or (sizes.every and step % sizes.every == 0)
+        if not due or self.collector is None:
+            return
+        with self.run.stopwatch.span("evaluation"):
+            evaluations = {"dev": evaluate(self.collector, "dev", sizes.dev_problems, version=step)}
+            if is_last:
+                final = evaluate(self.collector, "heldout", sizes.heldout_problems, version=step)
+                evaluations["final"] = final
+        self.run.record_evaluations(step, evaluations)
 
 
 def _split_groups(samples: Sequence[TrainSample], parts: int) -> list[list[TrainSample]]:

@@ -16,6 +16,7 @@ from moerl.contract.ports import Prompt, RolloutEngine, RolloutRequest, Task
 from moerl.contract.quarantine import Quarantine
 from moerl.contract.routing import rollout_key
 from moerl.contract.trajectory import Lineage, SamplingParams, Trajectory
+from moerl.orchestration.models import eos_id
 from moerl.tasks.tokenizer import encode_checked
 
 
@@ -52,7 +53,7 @@ class Collector:
                         prompt_ids=prompt_ids,
                         sampling=replace(sampling, seed=seed),
                         max_new_tokens=self.max_new_tokens,
-                        stop_ids=(int(self.tokenizer.eos_token_id),),
+                        stop_ids=(eos_id(self.tokenizer),),
                     )
                 )
         return requests

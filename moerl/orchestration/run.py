@@ -8,19 +8,21 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from moerl.config.schema import RunConfig
 from moerl.contract.disk import write_parquet
 from moerl.contract.ports import Prompt, Task, WeightSink
 from moerl.contract.trajectory import ModelSpec, Trajectory
+from moerl.diagnostics.summary import RunSummary
 from moerl.orchestration.evaluation import Evaluation
-from moerl.orchestration.exchange import barrier, broadcast_bytes
+from moerl.orchestration.exchange import barrier, broadcast_bytes, gather_rows
 from moerl.orchestration.models import write_model
 from moerl.orchestration.reporting import Reporter
 from moerl.telemetry.spans import Stopwatch, peak_rss_bytes
@@ -93,7 +95,7 @@ class Run:
         if self.layout.is_main:
             found = self._store.latest()
             for problem in found.skipped if found else ():
-                self.reporter.warn(f"corrupt checkpoint left aside, falling back to the one before: {problem}")
+                self.reporter.say(f"WARNING: corrupt checkpoint left aside, falling back to the one before: {problem}")
         facts = {} if found is None else {"path": str(found.path), **found.state}
         facts = json.loads(broadcast_bytes(json.dumps(facts).encode()))
         stage, step = (facts["stage"], int(facts["step"])) if facts else (STAGE_ORDER[0], 0)
@@ -120,7 +122,9 @@ class Run:
         """Writes a checkpoint of all ranks: trainer shards, Hugging Face weights, run state."""
         with self.stopwatch.span("checkpoint"):
             name = f"{STAGE_ORDER.index(stage)}-{stage}-{step:06d}"
-            path = Path(broadcast_bytes(str(self._store.begin(name)).encode() if self.layout.is_main else None).decode())
+            path = Path(
+                broadcast_bytes(str(self._store.begin(name)).encode() if self.layout.is_main else None).decode()
+            )
             trainer.save(path)
             self.write_model(path / "hf", like=trainer.model.hf_path, trainer=trainer)
             barrier()
@@ -141,10 +145,6 @@ class Run:
 
     # --- what is recorded --------------------------------------------------------------------------------------------
 
-    def stage(self, name: str, first_step: int, num_steps: int) -> AbstractContextManager[object]:
-        """Shows progress over the steps of a stage."""
-        return self.reporter.stage(name, first_step, num_steps)
-
     def log(self, stage: str, step: int, metrics: dict[str, float], num_tokens: int) -> None:
         """Records one training step with the seconds of its stages and its throughput."""
         self.state.tokens_trained += num_tokens
@@ -160,14 +160,10 @@ class Run:
         }
         self.reporter.log(stage, step, metrics)
 
-    def record_evaluation(self, stage: str, step: int, name: str, evaluation: Evaluation) -> None:
-        self.state.evaluations[name] = asdict(evaluation) | {"step": step}
-        self.reporter.evaluation(stage, step, name, evaluation)
-
-    def record_mismatch(self, step: int, table: dict[str, dict[str, float]]) -> None:
-        """Keeps the newest mismatch table: by what was enforced, the disagreement metrics."""
-        self.state.mismatch = table
-        self.reporter.mismatch(step, table)
+    def record_evaluations(self, step: int, evaluations: dict[str, Evaluation]) -> None:
+        """Keeps and reports the evaluations made after `step` RL steps, by name (`reporting.EVALUATIONS`)."""
+        self.state.evaluations |= {name: asdict(evaluation) for name, evaluation in evaluations.items()}
+        self.reporter.evaluated(step, evaluations)
 
     def dump_if_due(self, step: int, trajectories: Sequence[Trajectory], texts: Sequence[str]) -> None:
         every = self.config.dump.rollouts_every
@@ -175,3 +171,27 @@ class Run:
             folder = self.config.run_dir / "rollouts"
             folder.mkdir(exist_ok=True)
             write_parquet(folder / f"step-{step:06d}.parquet", trajectories, texts=texts)
+
+    def summary(self, *, steps: int, num_quarantined: int = 0) -> RunSummary:
+        """The numbers of the run as it stands; a collective."""
+        peaks = gather_rows(np.array([[peak_rss_bytes() / 2**20]], np.float32), dist.group.WORLD)
+
+        def figure(evaluation: str, name: str) -> float | None:
+            return self.state.evaluations.get(evaluation, {}).get(name)
+
+        return RunSummary(
+            recipe=self.config.recipe,
+            seed=self.config.seed,
+            steps=steps,
+            tokens_trained=self.state.tokens_trained,
+            wall_seconds=self.wall_seconds,
+            peak_rss_bytes=int(peaks.sum()) * 2**20,
+            heldout_problems=self.config.evaluation.heldout_problems,
+            heldout_accuracy_cold_start=figure("cold_start", "accuracy"),
+            heldout_accuracy_cold_start_worked=figure("cold_start_worked", "accuracy"),
+            heldout_accuracy_final=figure("final", "accuracy"),
+            response_length_cold_start=figure("cold_start", "length_mean"),
+            response_length_final=figure("final", "length_mean"),
+            num_quarantined=num_quarantined,
+            mismatch=self.state.mismatch,
+        )

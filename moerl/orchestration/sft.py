@@ -14,6 +14,7 @@ from moerl.contract.batch import TextSample
 from moerl.contract.ports import DemonstrationTask
 from moerl.errors import ConfigError
 from moerl.orchestration.exchange import sum_over
+from moerl.orchestration.models import eos_id
 from moerl.orchestration.run import Run
 from moerl.tasks.tokenizer import encode_checked
 from moerl.trainer import layout
@@ -38,7 +39,7 @@ def demonstrations(run: Run) -> list[TextSample]:
     samples = []
     for prompt, response in zip(prompts, task.demonstrations(prompts, config.seed), strict=True):
         prompt_ids = encode_checked(tokenizer, prompt.text)
-        response_ids = [*encode_checked(tokenizer, response), int(tokenizer.eos_token_id)]
+        response_ids = [*encode_checked(tokenizer, response), eos_id(tokenizer)]
         token_ids = np.array(prompt_ids + response_ids, np.int32)
         samples.append(TextSample(token_ids, np.arange(len(token_ids)) >= len(prompt_ids)))
     return samples
@@ -63,11 +64,11 @@ def train(run: Run, model_path: Path, output: Path) -> None:
         total_steps=config.sft.steps,
     )
     first_step = run.restore(STAGE, trainer)
-    with run.stage(STAGE, first_step, config.sft.steps):
-        for step in range(first_step, config.sft.steps):
-            indices = batch_indices(len(samples), config.sft.batch_size, step, config.seed)
-            _step(run, trainer, step, [samples[i] for i in indices])
-            run.checkpoint_if_due(STAGE, step + 1, config.sft.steps, trainer)
+    run.reporter.begin_stage(STAGE, done=first_step, total=config.sft.steps)
+    for step in range(first_step, config.sft.steps):
+        indices = batch_indices(len(samples), config.sft.batch_size, step, config.seed)
+        _step(run, trainer, step, [samples[i] for i in indices])
+        run.checkpoint_if_due(STAGE, step + 1, config.sft.steps, trainer)
     run.write_model(output, like=model_path, trainer=trainer)
 
 

@@ -58,7 +58,10 @@ class _Run:
     asked_at: float
     params: RowParams | None = None
     aborted_ids: set[str] = field(default_factory=set)
-    abort_all: bool = False
+
+    @property
+    def unfinished_ids(self) -> list[str]:
+        return [request.lineage.rollout_id for request in (*self.table.requests, *self.waiting)]
 
 
 class EmbeddedEngine:
@@ -137,10 +140,7 @@ class EmbeddedEngine:
         with self._lock:
             if self._run is None:
                 return
-            if rollout_ids is None:
-                self._run.abort_all = True
-            else:
-                self._run.aborted_ids |= set(rollout_ids)
+            self._run.aborted_ids |= set(self._run.unfinished_ids if rollout_ids is None else rollout_ids)
 
     def close(self) -> None:
         """Takes the hooks off the model."""
@@ -182,8 +182,7 @@ class EmbeddedEngine:
                     self._between_steps()
         finally:
             with self._lock:
-                left = [*run.table.requests, *run.waiting]
-                self.unfinished += [request.lineage.rollout_id for request in left]
+                self.unfinished += run.unfinished_ids
                 self._run = None
 
     def _open_run(self, waiting: deque[RolloutRequest]) -> _Run:
@@ -220,17 +219,12 @@ class EmbeddedEngine:
         return records
 
     def _apply_aborts(self, run: _Run) -> list[RolloutRecord]:
-        if not (run.abort_all or run.aborted_ids):
+        if not run.aborted_ids:
             return []
-
-        def is_aborted(request: RolloutRequest) -> bool:
-            return run.abort_all or request.lineage.rollout_id in run.aborted_ids
-
-        self.unfinished += [r.lineage.rollout_id for r in run.waiting if is_aborted(r)]
-        run.waiting = deque(r for r in run.waiting if not is_aborted(r))
-        done = np.array([is_aborted(request) for request in run.table.requests], np.bool_)
-        run.abort_all = False
-        run.aborted_ids.clear()
+        aborted, run.aborted_ids = run.aborted_ids, set()
+        self.unfinished += [r.lineage.rollout_id for r in run.waiting if r.lineage.rollout_id in aborted]
+        run.waiting = deque(r for r in run.waiting if r.lineage.rollout_id not in aborted)
+        done = np.array([r.lineage.rollout_id in aborted for r in run.table.requests], np.bool_)
         return self._leave(run, done, [FinishReason.ABORT] * int(done.sum()))
 
     def _num_to_admit(self, run: _Run) -> int:

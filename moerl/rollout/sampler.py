@@ -228,10 +228,8 @@ def _break_ties(z_NV: Tensor, values_NC: Tensor, sizes_N: Tensor, ids_NM: Tensor
 def _draw(weights_NM: Tensor, u_N: Tensor) -> Tensor:
     """Column of the draw, int64 [N]: the first whose cumulated weight exceeds u * total; its weight is above 0."""
     cdf_NM = weights_NM.cumsum(-1, dtype=torch.float64)
-    total_N = cdf_NM[:, -1]
-    # Rounding can lift u * total to total itself, past the last weight.
-    below_N = torch.nextafter(total_N, torch.zeros_like(total_N))
-    target_N = torch.minimum(u_N * total_N, below_N)
+    # u is at most 1 - 2**-53, so in float64 u * total rounds to less than total: never past the last weight.
+    target_N = u_N * cdf_NM[:, -1]
     return torch.searchsorted(cdf_NM, target_N[:, None], right=True)[:, 0]
 
 

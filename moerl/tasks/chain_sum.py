@@ -68,7 +68,7 @@ def final_answer(response: str) -> str | None:
 
 
 class ChainSumTask:
-    """Implements `moerl.contract.ports.DemonstrationTask`.
+    """Implements `DemonstrationTask` and `WorkedTask` of `moerl.contract.ports`.
 
     The splits are disjoint by the text of the sum: dev and heldout are pools of fixed size, drawn from seeds
     of their own; train skips every sum of either pool. Nothing in a split depends on what was asked of

@@ -18,7 +18,7 @@ _SPLITS = ("train", "dev", "heldout")
 
 
 class JsonlTask:
-    """Implements `moerl.contract.ports.Task`, and demonstrations where the rows have responses.
+    """Implements `moerl.contract.ports.DemonstrationTask`; it can demonstrate rows that have responses.
 
     A prompt's split is a pure function of its text: the same prompt never appears in two splits, and adding
     rows moves no other row. Within a split prompts keep the order of the file.

@@ -87,7 +87,7 @@ _ALL = (
     Metric("weights/version", "version", "policy version that the engine holds after the step"),
     Metric("throughput/tokens_per_second", "token/s", "tokens trained over `seconds/step`", deterministic=False),
     *(Metric(f"seconds/{span}", "s", f"wall-clock time: {span}", deterministic=False) for span in SPANS),
-    Metric("memory/peak_rss_bytes", "byte", "peak resident memory of rank 0, children included", deterministic=False),
+    Metric("memory/peak_rss_bytes", "byte", "peak resident memory of rank 0", deterministic=False),
 )
 
 METRICS: dict[str, Metric] = {metric.name: metric for metric in _ALL}

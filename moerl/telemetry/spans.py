@@ -45,8 +45,6 @@ class Stopwatch:
 
 
 def peak_rss_bytes() -> int:
-    """Peak resident memory of this process plus that of its largest child that has ended, in bytes."""
+    """Peak resident memory of this process, in bytes."""
     unit = 1 if sys.platform == "darwin" else 1024
-    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-    return (own + children) * unit
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -51,9 +51,13 @@ def start(*, rank: int, world_size: int, rendezvous: str, tensor: int, expert: i
     if torch.cuda.is_available():
         torch.cuda.set_device(rank % torch.cuda.device_count())
     # One process needs nobody to meet, and so no file or port.
-    meeting = {"init_method": rendezvous} if world_size > 1 else {"store": dist.HashStore()}
     dist.init_process_group(
-        platform.collective_backend(), rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT, **meeting
+        platform.collective_backend(),
+        init_method=rendezvous if world_size > 1 else None,
+        store=dist.HashStore() if world_size == 1 else None,
+        rank=rank,
+        world_size=world_size,
+        timeout=COLLECTIVE_TIMEOUT,
     )
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=tensor,

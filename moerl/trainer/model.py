@@ -17,6 +17,9 @@ from moerl.contract.batch import Microbatch
 from moerl.errors import ConfigError, WeightSyncError
 from moerl.trainer import platform
 
+_VOCABULARY_TENSORS = ("embed_tokens.weight", "lm_head.weight")
+"""Tensors whose rows are the vocabulary: padded in the trainer, not in a checkpoint."""
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -47,6 +50,11 @@ class PolicyModel:
         auto_bridge = platform.import_bridge()
         self.hf_path = hf_path
         self.options = options
+        with platform.quiet():
+            self._build(auto_bridge)
+
+    def _build(self, auto_bridge: Any) -> None:
+        hf_path, options = self.hf_path, self.options
         self.bridge: Any = auto_bridge.from_hf_pretrained(str(hf_path), torch_dtype=DTYPES[options.dtype])
         self._hf_config = self.bridge.hf_pretrained.config
         _map_local_norms(type(self.bridge._model_bridge))
@@ -79,7 +87,7 @@ class PolicyModel:
                     f"weight '{name}' holds values that are not finite",
                     remedy="lower optimizer.lr or resume from an earlier checkpoint",
                 )
-            yield name, tensor
+            yield name, tensor[: self.vocab_size] if name.endswith(_VOCABULARY_TENSORS) else tensor
 
     def forward(self, module: nn.Module, batch: Microbatch) -> Tensor:
         """Logits of one packed microbatch.
@@ -120,6 +128,9 @@ def _settings(options: ModelOptions) -> dict[str, Any]:
         "sequence_parallel": options.tensor > 1,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
+        # Every tensor-parallel rank holds equally many rows of the embedding; scores leave the padding out.
+        "should_pad_vocab": True,
+        "make_vocab_size_divisible_by": 1,
         "bf16": dtype == torch.bfloat16,
         "fp16": False,
         "autocast_dtype": None,
@@ -130,7 +141,7 @@ def _settings(options: ModelOptions) -> dict[str, Any]:
         "moe_router_fusion": False,
         "moe_aux_loss_coeff": options.moe_aux_loss_coef,
         "moe_router_load_balancing_type": "aux_loss" if options.moe_aux_loss_coef > 0 else "none",
-        # The loss function divides by a global count (see `moerl.trainer.schedule`).
+        # The loss function divides by a global count (see `moerl.trainer.trainer`).
         "calculate_per_token_loss": True,
     }
     if options.recompute == "full":

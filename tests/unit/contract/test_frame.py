@@ -56,6 +56,21 @@ def test_every_flipped_bit_is_refused():
         }
 
 
+def test_another_protocol_is_refused_even_with_a_right_crc():
+    frame = bytearray(sealed(compress(PAYLOAD), len(PAYLOAD)))
+    frame[:4] = b"ELSE"
+    frame[24:28] = struct.pack("<I", zlib.crc32(frame[28:], zlib.crc32(frame[:24])))
+    with pytest.raises(ContractError) as caught:
+        unpack_frame(bytes(frame), KIND)
+    assert (caught.value.reason, caught.value.field) == (Reason.FRAME_CORRUPT, "magic")
+
+
+def test_a_body_of_another_length_is_named_before_the_crc_is_judged():
+    with pytest.raises(ContractError) as caught:
+        unpack_frame(pack_frame([PAYLOAD], len(PAYLOAD), KIND) + b"x", KIND)
+    assert (caught.value.reason, caught.value.field) == (Reason.FRAME_CORRUPT, "body")
+
+
 def test_trailing_bytes_are_refused():
     frame = pack_frame([PAYLOAD], len(PAYLOAD), KIND)
     assert refusal(frame + b"x") == Reason.FRAME_CORRUPT

@@ -3,7 +3,7 @@
 import dataclasses
 import struct
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -86,6 +86,7 @@ def test_a_refused_record_is_kept_whole_with_the_reason(tmp_path: Path):
         (Reason.WRONG_DTYPE, record(expert_ids=np.array([object()]))),
         (Reason.ROLLOUT_ID_DISAGREES, record(lineage=Lineage("other", "p", "g"))),
         (Reason.ROLLOUT_ID_DISAGREES, record(lineage=None)),
+        (Reason.WRONG_TYPE, dataclasses.replace(record(), rollout_id=cast(Any, ["r0"]))),
         (Reason.ROLLOUT_UNREQUESTED, record("r1")),
         (Reason.VERSION_FROM_THE_FUTURE, record(policy_versions=np.array([-1] * 3 + [9] * 5, np.int32))),
         (Reason.SPEC_MISMATCH, record(spec=dataclasses.replace(SPEC, vocab_size=101))),
@@ -169,6 +170,19 @@ def test_a_failed_write_leaves_nothing_half_written_and_is_not_swallowed(
 
     monkeypatch.setattr(files_module.os, "fsync", fails)
     with pytest.raises(OSError, match="disk full"):
+        gate(tmp_path, "r0").admit(broken(), trainer_version=3)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rename_that_fails_for_another_reason_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    calls: list[object] = []
+
+    def fails(*paths: object) -> None:
+        calls.append(paths)
+        raise PermissionError("read-only") if len(calls) == 1 else AssertionError("tried another name")
+
+    monkeypatch.setattr(files_module.os, "rename", fails)
+    with pytest.raises(PermissionError):
         gate(tmp_path, "r0").admit(broken(), trainer_version=3)
     assert list(tmp_path.iterdir()) == []
 

@@ -206,6 +206,14 @@ def test_a_malformed_message_is_refused(payload: bytes):
     assert refusal(sealed(payload)).reason == Reason.MESSAGE_MALFORMED
 
 
+def test_a_document_that_claims_bytes_beyond_the_payload_is_refused():
+    empty = msgspec.msgpack.encode({"spec": None, "trajectories": []})
+    assert decode_trajectories(sealed(empty), spec=SPEC) == []
+    payload = (len(empty) + 1).to_bytes(8, "little") + empty
+    frame = pack_frame([payload], len(payload), FrameKind.TRAJECTORIES)
+    assert refusal(frame).reason == Reason.MESSAGE_MALFORMED
+
+
 def test_a_payload_shorter_than_its_document_is_refused():
     for payload in (b"", b"\x01", (2**63).to_bytes(8, "little"), (9).to_bytes(8, "little") + b"12345678"):
         frame = pack_frame([payload], len(payload), FrameKind.TRAJECTORIES)

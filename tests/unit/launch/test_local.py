@@ -19,9 +19,13 @@ ROOT = Path(__file__).parents[3]
 
 def program(tmp_path: Path, body: str) -> list[str]:
     """A rank's program; `here` is its rank, `folder` is tmp_path."""
-    head = f"import os, sys, time, signal, pathlib\nhere = int(os.environ['RANK'])\nfolder = pathlib.Path({str(tmp_path)!r})\n"
+    head = f"""
+        import os, sys, time, signal, pathlib
+        here = int(os.environ['RANK'])
+        folder = pathlib.Path({str(tmp_path)!r})
+    """
     path = tmp_path / "rank.py"
-    path.write_text(head + textwrap.dedent(body))
+    path.write_text(textwrap.dedent(head) + textwrap.dedent(body))
     return [sys.executable, str(path)]
 
 

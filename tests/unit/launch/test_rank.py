@@ -6,17 +6,16 @@ from pathlib import Path
 
 import pytest
 
+from moerl.config.rank import rank_info
 from moerl.errors import ConfigError
-from moerl.launch.rank import die_with_launcher, new_rendezvous, rank_info
+from moerl.launch.rank import die_with_launcher, new_rendezvous
 
 LAUNCHED = {"MOERL_RENDEZVOUS": "file:///tmp/x", "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}
 
 
-def test_a_process_that_nobody_launched_is_alone_and_has_a_rendezvous():
+def test_a_process_that_nobody_launched_is_alone():
     here = rank_info({})
     assert (here.rank, here.world_size, here.is_launched) == (0, 1, False)
-    assert here.rendezvous.startswith("file:///")
-    assert here.rendezvous != rank_info({}).rendezvous
 
 
 def test_a_launched_process_reads_its_rank():

@@ -41,6 +41,7 @@ def make_model() -> MakeModel:
             "initializer_range": 0.2,
         }
         torch.manual_seed(seed)
-        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**(sizes | changes))).to(dtype).eval()
+        model: Any = Qwen3MoeForCausalLM(Qwen3MoeConfig(**(sizes | changes)))
+        return model.to(dtype).eval()
 
     return make

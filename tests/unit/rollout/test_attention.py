@@ -39,5 +39,6 @@ def test_a_prompt_attends_causally():
 
 
 def test_a_call_without_a_mask_is_refused():
+    query, key, value = _states(1, 3, 3)
     with pytest.raises(EngineError, match="without a mask"):
-        grouped_query_attention(nn.Identity(), *_states(1, 3, 3), None)
+        grouped_query_attention(nn.Identity(), query, key, value, None)

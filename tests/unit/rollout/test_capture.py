@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -76,8 +77,8 @@ def test_a_model_that_is_not_what_the_spec_says_is_refused(make_model, change: d
 
 
 def test_models_whose_routers_are_unknown_are_refused():
-    sizes = {"vocab_size": 20, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes: dict[str, Any] = {"vocab_size": 20, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1}
     spec = ModelSpec(num_moe_layers=1, experts_per_token=2, num_experts=4, vocab_size=20)
     mixtral = MixtralForCausalLM(MixtralConfig(**sizes, **heads, num_local_experts=4))
     llama = LlamaForCausalLM(LlamaConfig(**sizes, **heads))

@@ -40,9 +40,10 @@ class _Scripted:
         rows, n = self._rows(), self.table.num_running
         positions = self.table.lengths[:n]
         kept = [self.kept(i, t) for i, t in zip(rows, positions.tolist(), strict=True)]
+        logprobs = -np.array(rows, np.float32) - positions.astype(np.float32) / np.float32(100)
         step = StepResult(
             token_ids=np.array([ids[-1] for ids in kept]),
-            rollout_logprobs=-np.array(rows, np.float32) - positions.astype(np.float32) / 100,
+            rollout_logprobs=logprobs.astype(np.float32),
             kept_logmass=-positions.astype(np.float32),
             truncated=np.ones(n, np.bool_),
             kept_ids=np.concatenate(kept).astype(np.int32),
@@ -64,7 +65,7 @@ class _Scripted:
         for t in np.flatnonzero(trajectory.sampled).tolist():
             start, end = trajectory.kept.offsets[t : t + 2]
             assert trajectory.kept.ids[start:end].tolist() == self.kept(i, t).tolist()
-            assert trajectory.rollout_logprobs[t] == np.float32(-i) - np.float32(t) / 100
+            assert trajectory.rollout_logprobs[t] == np.float32(-i) - np.float32(t) / np.float32(100)
         wanted = self._routing(i, np.arange(len(trajectory) - 1))
         assert np.array_equal(trajectory.expert_ids, wanted)
         assert trajectory.expert_ids.dtype == np.uint16
@@ -79,7 +80,7 @@ def test_rows_keep_their_history_while_others_leave(monkeypatch: pytest.MonkeyPa
         run.step()
         done = np.zeros(run.table.num_running, np.bool_)
         done[leaving.get(number, [])] = True
-        finished += [Trajectory(**run.table.values(i, FinishReason.STOP)) for i in np.flatnonzero(done)]
+        finished += [Trajectory(**run.table.values(i, FinishReason.STOP)) for i in np.flatnonzero(done).tolist()]
         sources, targets = run.table.release(done)
         assert len(sources) == len(targets) <= done.sum()
     assert run.table.num_running == 0
@@ -114,6 +115,14 @@ def test_only_a_requests_own_stop_ids_stop_it():
     assert run.table.stopped().tolist() == [True, True, False]
     run = _Scripted([_request("a", (1,), stops=(5,)), _request("b", (1,), stops=(9, 4)), _request("c", (1,))])
     assert run.table.stopped().tolist() == [False, False, False]
+
+
+def test_a_reused_slot_forgets_the_stop_ids_of_its_last_row():
+    run = _Scripted([_request("a", (1,), stops=(9, 4))])
+    run.table.release(np.array([True]))
+    run.table.admit([_request("a", (1,))], asked_at=0.0)
+    run._append()
+    assert run.table.stopped().tolist() == [False]
 
 
 def test_a_row_is_full_after_max_new_tokens():

@@ -70,7 +70,9 @@ def clipped_and_not(where: Any, path: Path) -> list[tuple[float, float]]:
     for clip_grad in (0.05, 0.0):
         trainer = tiny_moe.build(where, path, optimizer=tiny_moe.OPTIMIZER.model_copy(update={"clip_grad": clip_grad}))
         reported = step(trainer, 44).grad_norm
-        squares = sum(float((gradient.astype("float64") ** 2).sum()) for gradient in tiny_moe.gradients(trainer).values())
+        squares = sum(
+            float((gradient.astype("float64") ** 2).sum()) for gradient in tiny_moe.gradients(trainer).values()
+        )
         out.append((reported, squares**0.5))
     return out
 

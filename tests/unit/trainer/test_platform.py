@@ -64,10 +64,7 @@ def rotate(where: Any) -> bool:
     freqs = torch.outer(torch.arange(80.0), torch.arange(1, 9).float().reciprocal()).repeat(1, 2)[:, None, None, :]
     options = {"rotary_interleaved": False, "cp_group": mpu.get_context_parallel_group()}
     arguments = (t, cu_seqlens_of(LENGTHS), freqs)
-    ours, theirs = (
-        module._apply_rotary_pos_emb_thd(*arguments, **options)
-        for module in (rope_utils, untouched)
-    )
+    ours, theirs = (module._apply_rotary_pos_emb_thd(*arguments, **options) for module in (rope_utils, untouched))
     return torch.equal(ours, theirs) and not torch.equal(ours, t)
 
 

@@ -256,9 +256,7 @@ def check_forward_only(where: Any, path: Path, recompute: str) -> None:
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_a_forward_only_pass_leaves_nothing_for_the_next_step(
-    recompute: str, untied: Path, one_process: Ranks
-) -> None:
+def test_a_forward_only_pass_leaves_nothing_for_the_next_step(recompute: str, untied: Path, one_process: Ranks) -> None:
     one_process.run(check_forward_only, untied, recompute)
 
 

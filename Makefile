@@ -1,0 +1,33 @@
+# `make demo` and `make test` set everything up by themselves; `make setup` alone makes the environment (.venv).
+PYTHON ?=
+BIN := .venv/bin
+# Test processes: as many as cores, each with one thread.
+JOBS ?= auto
+
+.PHONY: setup demo lint test test-slow bench clean
+
+setup: .venv/.ready
+
+.venv/.ready: pyproject.toml scripts/setup.sh
+	@PYTHON="$(PYTHON)" sh scripts/setup.sh
+
+demo: setup
+	$(BIN)/moerl train recipe=laptop
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/pyright
+
+test: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "not slow and not gpu" tests
+
+test-slow: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m slow tests
+
+bench: setup
+	for file in bench/[a-z]*.py; do $(BIN)/python $$file || exit 1; done
+
+clean:
+	rm -rf .venv dist build runs

@@ -1,0 +1,101 @@
+"""The cost of capturing kept sets: the embedded engine's sampler with and without listing them.
+
+`python bench/sampler.py [--json FILE]`. Batch 64, vocabulary 151,936, two threads. The baseline of the claim is the
+same sampler without capture (identical draws), in alternating turns. For context, a sampler that sorts the whole
+vocabulary and captures nothing. Each ratio is of the least disturbed turns, since other load on the machine only
+ever adds time; medians are shown beside it.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from _report import Result, json_argument, report
+from torch import Tensor
+
+from moerl.contract.trajectory import SamplingParams
+from moerl.rollout.sampler import RowParams, sample, uniforms
+
+NUM_ROWS, NUM_VOCAB, NUM_THREADS, REPEATS = 64, 151_936, 2, 25
+GOAL = 1.05
+
+
+def peaked_logits() -> Tensor:
+    """bfloat16 [NUM_ROWS, NUM_VOCAB]: a long tail and, per row, a few hundred likely tokens; what a model says."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 1.5 * torch.randn(NUM_ROWS, NUM_VOCAB, generator=generator)
+    likely = torch.randint(NUM_VOCAB, (NUM_ROWS, 300), generator=generator)
+    peaks = 8.0 + 3.0 * torch.randn(NUM_ROWS, 300, generator=generator)
+    return logits.scatter_(1, likely, peaks).bfloat16()
+
+
+def flat_logits() -> Tensor:
+    """bfloat16 [NUM_ROWS, NUM_VOCAB]: so flat that every kept set is as large as it may be; the worst case."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(NUM_ROWS, NUM_VOCAB, generator=generator).bfloat16()
+
+
+def sort_all(logits_NV: Tensor, params: RowParams) -> Tensor:
+    """The plain sampler: sort, cut jointly, renormalise, draw by multinomial; float32, no kept sets."""
+    probs_NV = (logits_NV.float() / params.temperature[:, None]).softmax(-1)
+    sorted_NV, ids_NV = probs_NV.sort(dim=-1, descending=True)
+    before_NV = sorted_NV.cumsum(-1) - sorted_NV
+    sorted_NV[before_NV > params.top_p[:, None]] = 0.0
+    if params.max_top_k:
+        sorted_NV[torch.arange(NUM_VOCAB) >= params.top_k[:, None]] = 0.0
+    return ids_NV.gather(1, torch.multinomial(sorted_NV, 1))
+
+
+def seconds_in_turns(functions: list[Callable[[], object]], repeats: int) -> list[list[float]]:
+    """Seconds of every turn of every function, run one after the other again and again; one turn each to warm up."""
+    taken: list[list[float]] = [[] for _ in functions]
+    for _ in range(repeats + 1):
+        for function, own in zip(functions, taken, strict=True):
+            start = time.perf_counter()
+            function()
+            own.append(time.perf_counter() - start)
+    return [own[1:] for own in taken]
+
+
+@torch.inference_mode()
+def measure(name: str, params: SamplingParams, logits: Tensor) -> list[Result]:
+    rows = RowParams.of([params] * NUM_ROWS)
+    u = uniforms(np.arange(NUM_ROWS, dtype=np.uint64), np.arange(NUM_ROWS))
+    kept = sample(logits, rows, u).kept_sizes.float().mean().item()
+    captured, plain = seconds_in_turns(
+        [lambda: sample(logits, rows, u), lambda: sample(logits, rows, u, capture=False)], REPEATS
+    )
+    (sorting,) = seconds_in_turns([lambda: sort_all(logits, rows)], repeats=3)
+    ratio = min(captured) / min(plain)
+
+    def shown(what: str, seconds: list[float]) -> Result:
+        spread = max(seconds) - min(seconds)
+        return Result(f"{name}: {what}", 1e3 * statistics.median(seconds), unit="ms", spread=1e3 * spread)
+
+    return [
+        Result(f"{name}: capture / none", ratio, f"<= {GOAL}", ratio <= GOAL, "x"),
+        shown("capture", captured),
+        shown("none", plain),
+        shown("full sort", sorting),
+        Result(f"{name}: kept per token", kept, unit="ids"),
+    ]
+
+
+def main() -> None:
+    json_path = json_argument(__doc__)
+    torch.set_num_threads(NUM_THREADS)
+    peaked = peaked_logits()
+    results = [
+        *measure("top_p, top_k 50", SamplingParams(top_p=0.95, top_k=50), peaked),
+        *measure("top_p", SamplingParams(top_p=0.95), peaked),
+        *measure("top_p, flat", SamplingParams(top_p=0.95), flat_logits()),
+    ]
+    report(results, json_path)
+
+
+if __name__ == "__main__":
+    main()

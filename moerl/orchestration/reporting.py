@@ -1,0 +1,155 @@
+"""What a run tells people: progress, `metrics.jsonl`, TensorBoard, plots, `summary.json`, the closing lines.
+
+Only the main rank reports; the others get a `SilentReporter` with the same methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+from moerl.config.schema import RunConfig
+from moerl.diagnostics.plots import draw_curves
+from moerl.diagnostics.summary import RunSummary, closing_lines, write_summary
+from moerl.orchestration.evaluation import Evaluation
+from moerl.telemetry.progress import make_progress
+from moerl.telemetry.sinks import JsonlSink, TensorBoardSink
+
+METRICS_FILE = "metrics.jsonl"
+
+
+class Reporter(Protocol):
+    """What stages report. Steps count from 1; an evaluation's step is the number of RL steps before it."""
+
+    def __enter__(self) -> Reporter: ...
+
+    def __exit__(self, *exc: object) -> None: ...
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        ...
+
+    def rewind(self, stage: str, step: int) -> None:
+        """Drops rows of an interrupted process after `step` of `stage`."""
+        ...
+
+    def sync(self) -> None:
+        """Every row so far is on disk."""
+        ...
+
+    def begin_stage(self, stage: str, *, done: int, total: int) -> None: ...
+
+    def log(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
+        """The row of one training step."""
+        ...
+
+    def evaluated(self, step: int, evaluations: Mapping[str, Evaluation]) -> None:
+        """The row of an evaluation; names as in `EVALUATIONS`."""
+        ...
+
+    def finish(self, summary: RunSummary) -> None:
+        """Plots, summary and closing lines."""
+        ...
+
+
+EVALUATIONS = {
+    "dev": ("accuracy/mean", "response/length_mean", "dev"),
+    "cold_start": ("heldout/accuracy", "heldout/length_mean", "held-out"),
+    "cold_start_worked": ("heldout/accuracy_worked", None, "held-out, made to show its work"),
+    "final": ("heldout/accuracy", "heldout/length_mean", "held-out"),
+}
+"""Evaluations by name: the metrics of their accuracy and length, and how to call their problems."""
+
+
+class SilentReporter:
+    """For ranks that do not report."""
+
+    def __enter__(self) -> SilentReporter:
+        return self
+
+    def __exit__(self, *exc: object) -> None: ...
+
+    def say(self, text: str) -> None: ...
+
+    def rewind(self, stage: str, step: int) -> None: ...
+
+    def sync(self) -> None: ...
+
+    def begin_stage(self, stage: str, *, done: int, total: int) -> None: ...
+
+    def log(self, stage: str, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def evaluated(self, step: int, evaluations: Mapping[str, Evaluation]) -> None: ...
+
+    def finish(self, summary: RunSummary) -> None: ...
+
+
+class MainReporter:
+    """Reports to the terminal and to the run directory."""
+
+    def __init__(self, run_dir: Path, title: str) -> None:
+        self._run_dir, self._title = run_dir, title
+        self._progress = make_progress()
+        self._rows = JsonlSink(run_dir / METRICS_FILE)
+        self._sinks = (self._rows, TensorBoardSink(run_dir / "tensorboard"))
+
+    def __enter__(self) -> MainReporter:
+        self._progress.__enter__()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for sink in self._sinks:
+            sink.close()
+        self._progress.__exit__(*exc)
+
+    def say(self, text: str) -> None:
+        self._progress.note(text)
+
+    def rewind(self, stage: str, step: int) -> None:
+        for sink in self._sinks:
+            sink.truncate_after(stage, step)
+
+    def sync(self) -> None:
+        for sink in self._sinks:
+            sink.sync()
+
+    def begin_stage(self, stage: str, *, done: int, total: int) -> None:
+        self._progress.begin_stage(stage, done=done, total=total)
+
+    def log(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
+        self._write(stage, step, metrics)
+        self._progress.update(step, metrics)
+
+    def evaluated(self, step: int, evaluations: Mapping[str, Evaluation]) -> None:
+        metrics = {}
+        for name, evaluation in evaluations.items():
+            accuracy, length, problems = EVALUATIONS[name]
+            metrics[accuracy] = evaluation.accuracy
+            if length is not None:
+                metrics[length] = evaluation.length_mean
+            self.say(
+                f"step {step}: accuracy {evaluation.accuracy:.3f} (greedy, {evaluation.num_problems} {problems} "
+                f"problems), {evaluation.length_mean:.1f} tokens"
+            )
+        self._write("evaluation", step, metrics)
+
+    def finish(self, summary: RunSummary) -> None:
+        self.sync()
+        write_summary(summary, self._run_dir)
+        plots = draw_curves(self._run_dir / METRICS_FILE, self._run_dir / "plots", self._title)
+        for line in closing_lines(summary, self._run_dir):
+            self.say(line)
+        if plots:
+            self.say(f"curves: {plots[0]}")
+
+    def _write(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
+        for sink in self._sinks:
+            sink.write(stage, step, metrics)
+
+
+def make_reporter(config: RunConfig, *, is_main: bool) -> Reporter:
+    """The reporter of this rank."""
+    if not is_main:
+        return SilentReporter()
+    return MainReporter(config.run_dir, f"{config.recipe}, seed {config.seed}")

@@ -1,0 +1,60 @@
+"""The registry of metrics and its reference page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moerl.telemetry.metrics import (
+    METRICS,
+    SCORERS,
+    check_metrics,
+    deterministic_part,
+    reference_page,
+    table_metrics,
+)
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_the_reference_page_is_current():
+    page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    assert page == reference_page(), "run: python -m moerl.telemetry.metrics > docs/metrics.md"
+
+
+def test_every_metric_has_a_unit_and_one_line_of_meaning():
+    for metric in METRICS.values():
+        assert metric.unit
+        assert metric.meaning
+        assert "\n" not in metric.meaning
+
+
+def test_every_metric_is_on_the_reference_page():
+    page = reference_page()
+    for name in METRICS:
+        parts = name.split("/")
+        listed = f"mismatch/<scorer>/{parts[2]}" if len(parts) == 3 and parts[1] in SCORERS else name
+        assert f"`{listed}`" in page
+
+
+def test_a_name_that_is_not_registered_is_refused():
+    with pytest.raises(ValueError, match="'reward/maen' is not registered"):
+        check_metrics({"reward/maen": 1.0})
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), True, "1", None])
+def test_a_value_that_is_no_finite_number_is_refused(value: object):
+    with pytest.raises(ValueError, match="expected a finite number"):
+        check_metrics({"reward/mean": value})  # type: ignore[dict-item]
+
+
+def test_times_and_memory_are_not_part_of_what_equal_runs_share():
+    row = {"stage": "rl", "step": 3, "reward/mean": 0.5, "seconds/step": 1.0, "memory/peak_rss_bytes": 7}
+    assert deterministic_part(row) == {"stage": "rl", "step": 3, "reward/mean": 0.5}
+
+
+def test_a_mismatch_table_becomes_registered_metrics():
+    row = table_metrics({"both": {"mismatch/k3": 1.0}, "neither": {"mismatch/logprob_abs_mean": 2.0}})
+    assert row == {"mismatch/both/k3": 1.0, "mismatch/neither/logprob_abs_mean": 2.0}
+    check_metrics(row)

@@ -1,0 +1,106 @@
+"""What a user watches while a run goes on."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from moerl.telemetry.progress import (
+    HeartbeatProgress,
+    LiveProgress,
+    Pace,
+    duration_text,
+    figures_text,
+    make_progress,
+)
+
+METRICS = {
+    "reward/mean": 0.5,
+    "accuracy/mean": 0.25,
+    "mismatch/logprob_abs_mean": 7e-4,
+    "throughput/tokens_per_second": 4321.0,
+    "optimizer/lr": 1.0,
+}
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def plain() -> Console:
+    return Console(file=io.StringIO(), force_terminal=False, width=20)
+
+
+def text_of(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_the_figures_worth_watching_come_in_a_fixed_order():
+    assert figures_text(METRICS) == "reward 0.500  accuracy 0.250  mismatch 7.0e-04  tokens/s 4,321"
+    assert figures_text({"sft/loss": 1.25}) == "loss 1.250"
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0s"), (42, "42s"), (185, "3m05s"), (3720, "1h02m")])
+def test_durations_read_easily(seconds: float, text: str):
+    assert duration_text(seconds) == text
+
+
+def test_the_time_left_comes_from_the_steps_of_this_process_only():
+    pace = Pace(first_step=40, total_steps=50, now=100.0)
+    assert pace.seconds_left(40, 100.0) is None
+    assert pace.seconds_left(42, 104.0) == 16.0
+
+
+def test_heartbeats_tell_the_first_and_last_step_and_are_spaced_between(plain: Console):
+    clock = Clock()
+    with HeartbeatProgress(plain, heartbeat_seconds=10.0, clock=clock) as progress:
+        progress.begin_stage("rl", done=0, total=9)
+        for step in range(1, 10):
+            clock.now += 4.0
+            progress.update(step, METRICS)
+    lines = text_of(plain).splitlines()
+    assert lines[0] == "reinforcement learning: 9 of 9 steps to do"
+    assert [line.split("  ")[0] for line in lines[1:]] == ["rl 1/9", "rl 4/9", "rl 7/9", "rl 9/9"]
+    assert lines[1].endswith("tokens/s 4,321  ETA 32s")
+
+
+def test_heartbeats_of_a_stage_that_goes_on_say_how_much_is_left(plain: Console):
+    HeartbeatProgress(plain).begin_stage("sft", done=30, total=50)
+    assert text_of(plain) == "cold start: 20 of 50 steps to do\n"
+
+
+def test_notes_are_not_wrapped_and_not_read_as_markup(plain: Console):
+    note = "checkpoint [bold]runs/a[0]/checkpoints/0-rl-000010[/bold]"
+    HeartbeatProgress(plain).note(note)
+    assert text_of(plain) == f"{note}\n"
+
+
+def test_the_live_display_shows_stage_step_figures_and_time_left():
+    console = Console(file=io.StringIO(), force_terminal=True, width=160, color_system=None)
+    clock = Clock()
+    with LiveProgress(console, clock) as progress:
+        progress.begin_stage("rl", done=0, total=10)
+        clock.now = 6.0
+        progress.update(2, METRICS)
+        progress.note("evaluation [0]: 0.5")
+    text = text_of(console)
+    for part in ("reinforcement learning", "2/10", "reward 0.500", "ETA 24s", "evaluation [0]: 0.5"):
+        assert part in text
+
+
+def test_the_live_display_needs_a_stage_first():
+    with pytest.raises(ValueError, match="before begin_stage"):
+        LiveProgress(Console(file=io.StringIO(), force_terminal=True)).update(1, {})
+
+
+def test_the_display_follows_the_kind_of_output(plain: Console):
+    assert isinstance(make_progress(plain), HeartbeatProgress)
+    assert isinstance(make_progress(Console(file=io.StringIO(), force_terminal=True)), LiveProgress)

@@ -1,0 +1,128 @@
+"""Metrics on disk, and going back to a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from moerl.telemetry.sinks import JsonlSink, MetricSink, TensorBoardSink, read_rows
+
+
+def write_a_run(sink: MetricSink, *, rl_steps: int = 4) -> None:
+    """Two cold-start steps, then RL with an evaluation at 0 and after every second step."""
+    for step in (1, 2):
+        sink.write("sft", step, {"sft/loss": 3.0 - step})
+    sink.write("evaluation", 0, {"accuracy/mean": 0.25})
+    for step in range(1, rl_steps + 1):
+        sink.write("rl", step, {"reward/mean": step / 10, "optimizer/lr": 5e-05})
+        if step % 2 == 0:
+            sink.write("evaluation", step, {"accuracy/mean": step / 8})
+
+
+def places(path: Path) -> list[tuple[str, int]]:
+    return [(row["stage"], row["step"]) for row in read_rows(path)]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "metrics.jsonl"
+
+
+def test_a_row_is_on_disk_as_soon_as_it_is_written(path: Path):
+    sink = JsonlSink(path)
+    sink.write("rl", 1, {"reward/mean": 0.1})
+    assert path.read_text() == '{"stage": "rl", "step": 1, "reward/mean": 0.1}\n'
+    sink.close()
+
+
+def test_a_torn_last_line_is_dropped_when_the_file_is_opened_again(path: Path):
+    path.write_text('{"stage": "rl", "step": 1}\n{"stage": "rl", "st')
+    sink = JsonlSink(path)
+    sink.write("rl", 2, {})
+    sink.close()
+    assert places(path) == [("rl", 1), ("rl", 2)]
+
+
+@pytest.mark.parametrize("line", ["not json", "[]", '{"step": 1}', '{"stage": "rl"}', '{"stage": "x", "step": 1}', ""])
+def test_a_whole_line_that_is_no_row_is_refused(path: Path, line: str):
+    path.write_text(f'{{"stage": "rl", "step": 1}}\n{line}\n')
+    with pytest.raises(ValueError, match="line 2"):
+        JsonlSink(path)
+
+
+def test_stages_and_metrics_that_are_not_registered_are_refused(tmp_path: Path):
+    for sink in (JsonlSink(tmp_path / "metrics.jsonl"), TensorBoardSink(tmp_path / "tensorboard")):
+        with pytest.raises(ValueError, match="stage 'test'"):
+            sink.write("test", 1, {})
+        with pytest.raises(ValueError, match="not registered"):
+            sink.write("rl", 1, {"nope": 1.0})
+        with pytest.raises(ValueError, match="cannot go back"):
+            sink.truncate_after("evaluation", 1)
+        sink.close()
+    assert places(tmp_path / "metrics.jsonl") == []
+
+
+def test_going_back_to_an_rl_step_keeps_its_evaluation_and_drops_what_came_later(path: Path):
+    sink = JsonlSink(path)
+    write_a_run(sink)
+    sink.truncate_after("rl", 2)
+    assert places(path) == [("sft", 1), ("sft", 2), ("evaluation", 0), ("rl", 1), ("rl", 2), ("evaluation", 2)]
+    sink.write("rl", 3, {})
+    sink.close()
+    assert places(path)[-1] == ("rl", 3)
+
+
+def test_going_back_to_the_cold_start_drops_all_of_rl(path: Path):
+    sink = JsonlSink(path)
+    write_a_run(sink)
+    sink.truncate_after("sft", 1)
+    sink.close()
+    assert places(path) == [("sft", 1)]
+
+
+def test_an_interrupted_file_ends_like_an_undisturbed_one(tmp_path: Path):
+    undisturbed, interrupted = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    sink = JsonlSink(undisturbed)
+    write_a_run(sink)
+    sink.close()
+    sink = JsonlSink(interrupted)
+    write_a_run(sink, rl_steps=3)
+    sink.close()
+    interrupted.write_text(interrupted.read_text() + '{"stage": "r')
+    sink = JsonlSink(interrupted)
+    sink.truncate_after("rl", 2)
+    for step in (3, 4):
+        sink.write("rl", step, {"reward/mean": step / 10, "optimizer/lr": 5e-05})
+    sink.write("evaluation", 4, {"accuracy/mean": 0.5})
+    sink.close()
+    assert interrupted.read_bytes() == undisturbed.read_bytes()
+
+
+def scalars(directory: Path, stage: str, name: str) -> list[tuple[int, float]]:
+    events = EventAccumulator(str(directory / stage), purge_orphaned_data=True)
+    events.Reload()
+    return [(event.step, event.value) for event in events.Scalars(name)]
+
+
+def test_tensorboard_reads_the_scalars_of_each_stage(tmp_path: Path):
+    sink = TensorBoardSink(tmp_path)
+    write_a_run(sink)
+    sink.close()
+    assert scalars(tmp_path, "sft", "sft/loss") == [(1, 2.0), (2, 1.0)]
+    assert scalars(tmp_path, "evaluation", "accuracy/mean") == [(0, 0.25), (2, 0.25), (4, 0.5)]
+
+
+def test_tensorboard_hides_what_came_after_the_step_gone_back_to(tmp_path: Path):
+    sink = TensorBoardSink(tmp_path)
+    write_a_run(sink)
+    sink.close()
+    sink = TensorBoardSink(tmp_path)
+    sink.truncate_after("rl", 2)
+    sink.write("rl", 3, {"reward/mean": 0.75})
+    sink.close()
+    assert [step for step, _ in scalars(tmp_path, "rl", "reward/mean")] == [1, 2, 3]
+    assert scalars(tmp_path, "rl", "reward/mean")[-1][1] == 0.75
+    assert [step for step, _ in scalars(tmp_path, "evaluation", "accuracy/mean")] == [0, 2]
+    assert len(scalars(tmp_path, "sft", "sft/loss")) == 2

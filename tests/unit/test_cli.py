@@ -1,0 +1,259 @@
+"""The command line: help, errors, and what it hands over to."""
+
+from __future__ import annotations
+
+import importlib.resources
+import os
+import shutil
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import yaml
+
+from moerl import cli
+from moerl.config.load import load_config
+from moerl.config.schema import RunConfig
+from moerl.errors import EngineError, MoerlError
+
+ROOT = Path(__file__).parents[2]
+COMMANDS = ["train", "sft", "rollout", "eval"]
+
+
+@pytest.fixture
+def handed_over(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, RunConfig, bool | None]]:
+    """Stands in for the commands; holds (command, config, resume) of each call."""
+    calls: list[tuple[str, RunConfig, bool | None]] = []
+    fake = types.ModuleType("moerl.orchestration.commands")
+
+    def make(name: str):
+        def run(config: RunConfig, resume: bool | None = None) -> int:
+            calls.append((name, config, resume))
+            return 0
+
+        return run
+
+    for name in COMMANDS:
+        setattr(fake, f"run_{name}", make(name))
+    monkeypatch.setitem(sys.modules, "moerl.orchestration.commands", fake)
+    monkeypatch.setattr("moerl.orchestration.commands", fake, raising=False)
+    return calls
+
+
+def run_python(code: str, *arguments: str, cwd: Path, path: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(path)}
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=120
+    )
+
+
+MAIN_WITHOUT_TORCH = """
+import sys
+from moerl.cli import main
+status = main(sys.argv[1:])
+heavy = {"torch", "ray", "megatron", "transformers", "matplotlib"} & set(sys.modules)
+assert not heavy, heavy
+sys.exit(status)
+"""
+
+
+def test_the_overview_names_every_command(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"  {command}" in text for command in COMMANDS)
+    assert cli.main([]) == 2
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_of_a_command_has_examples_options_groups_and_keys(command: str, capsys: pytest.CaptureFixture[str]):
+    assert cli.main([command, "--help"]) == 0
+    text = capsys.readouterr().out
+    for part in (f"usage: moerl {command}", "examples:", "--config-dir DIR", "recipe=laptop (default)"):
+        assert part in text
+    assert "algorithm.group_size=8" in text
+    assert "resume=RUN_DIR" in text
+
+
+def test_every_example_of_the_help_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "my.jsonl").write_text("{}\n")
+    for name, command in cli.COMMANDS.items():
+        for line, _ in command.examples:
+            words = line.replace("DIR", ".").split()
+            assert words[:2] == ["moerl", name]
+            if not words[2].startswith("resume="):
+                load_config(words[2:], command=name)
+
+
+def test_help_and_errors_need_no_torch(tmp_path: Path):
+    done = run_python(MAIN_WITHOUT_TORCH, "train", "--help", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    done = run_python(MAIN_WITHOUT_TORCH, "train", "algorithm.group_sise=2", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: algorithm.group_sise: unknown key")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["trian"], "unknown command; seen: trian"),
+        (["train", "--fast"], "unrecognized arguments: --fast"),
+        (["train", "seed=x"], "seed: wrong value"),
+        (["eval", "recipe=tiny"], "model.path: moerl eval needs trained weights"),
+    ],
+)
+def test_what_is_wrong_on_the_command_line_is_one_line_and_status_2(
+    arguments: list[str], part: str, capsys: pytest.CaptureFixture[str]
+):
+    assert cli.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert part in error
+    assert error.count("\n") == 1
+
+
+def test_traceback_raises_the_error_itself():
+    with pytest.raises(MoerlError):
+        cli.main(["train", "seed=x", "--traceback"])
+
+
+def test_show_config_prints_the_resolved_configuration(capsys: pytest.CaptureFixture[str], handed_over: list[object]):
+    assert cli.main(["train", "recipe=tiny", "--show-config", "seed=5"]) == 0
+    values = yaml.safe_load(capsys.readouterr().out)
+    assert (values["recipe"], values["seed"], values["run_dir"][:16]) == ("tiny", 5, "runs/tiny-seed5-")
+    assert handed_over == []
+
+
+def test_train_and_sft_are_handed_over_with_their_configuration(
+    tmp_path: Path, handed_over: list[tuple[str, RunConfig, bool | None]]
+):
+    for command in ("train", "sft"):
+        assert cli.main([command, "recipe=tiny", f"run_dir='{tmp_path}'"]) == 0
+    assert [(name, config.recipe, resume) for name, config, resume in handed_over] == [
+        ("train", "tiny", False),
+        ("sft", "tiny", False),
+    ]
+
+
+def test_rollout_and_eval_are_handed_over(tmp_path: Path, handed_over: list[tuple[str, RunConfig, bool | None]]):
+    (tmp_path / "config.json").write_text("{}")
+    for command in ("rollout", "eval"):
+        arguments = [command, "model=pretrained", f"model.path='{tmp_path}'", f"run_dir='{tmp_path}/run'"]
+        assert cli.main(arguments) == 0
+    assert [name for name, _, _ in handed_over] == ["rollout", "eval"]
+
+
+def test_resume_is_handed_over_as_such(tmp_path: Path, handed_over: list[tuple[str, RunConfig, bool | None]]):
+    from moerl.config.load import dump_config
+
+    (tmp_path / "config.yaml").write_text(dump_config(load_config(["recipe=tiny"], command="train")))
+    assert cli.main(["train", f"resume={tmp_path}"]) == 0
+    assert handed_over[0][1].run_dir == tmp_path
+    assert handed_over[0][2] is True
+
+
+def test_a_run_dir_that_holds_a_run_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], handed_over: list[object]
+):
+    (tmp_path / "config.yaml").write_text("seed: 1\n")
+    assert cli.main(["train", "recipe=tiny", f"run_dir='{tmp_path}'"]) == 2
+    assert "holds a run already" in capsys.readouterr().err
+    assert handed_over == []
+
+
+def test_notes_about_the_configuration_are_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], handed_over: list[object]
+):
+    assert cli.main(["train", f"run_dir='{tmp_path}'", "keep_sampling_mask.enabled=false"]) == 0
+    assert capsys.readouterr().err.startswith("note: keep_sampling_mask.enabled is false")
+    assert len(handed_over) == 1
+
+
+def test_a_run_that_fails_has_status_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, handed_over: list[object]
+):
+    def fail(config: RunConfig, *, resume: bool) -> int:
+        raise EngineError("the engine stopped", remedy="start again")
+
+    monkeypatch.setattr(sys.modules["moerl.orchestration.commands"], "run_train", fail)
+    assert cli.main(["train", f"run_dir='{tmp_path}'"]) == 1
+    assert capsys.readouterr().err == "error: the engine stopped; remedy: start again\n"
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], dict[str, object]]]:
+    """Stands in for the launcher."""
+    calls: list[tuple[list[str], dict[str, object]]] = []
+
+    def launch(command: list[str], **settings: object) -> int:
+        calls.append((command, settings))
+        return 5
+
+    monkeypatch.setattr(cli, "launch_local", launch)
+    return calls
+
+
+def test_parallel_sizes_start_ranks_that_share_one_run_dir(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launched, handed_over: list[object]
+):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["train", "recipe=tiny", "parallel=ep2", "num_threads=4"]) == 5
+    [(command, settings)] = launched
+    run_dir = settings["run_dir"]
+    assert command[:3] == [sys.executable, "-m", "moerl"]
+    assert command[3:] == ["train", "recipe=tiny", "parallel=ep2", "num_threads=4", f"run_dir='{run_dir}'"]
+    assert (settings["world_size"], settings["num_threads"]) == (2, 4)
+    assert load_config(command[4:], command="train").run_dir == run_dir
+    assert handed_over == []
+
+
+def test_a_run_dir_with_special_characters_reaches_the_ranks(tmp_path: Path, launched):
+    run_dir = tmp_path / "it's (a) run=1"
+    quoted = str(run_dir).replace("'", "\\'")
+    assert cli.main(["train", "recipe=tiny", "parallel=tp2", f"run_dir='{quoted}'"]) == 5
+    assert load_config(launched[0][0][4:], command="train").run_dir == run_dir
+
+
+def rank_environment(monkeypatch: pytest.MonkeyPatch, world_size: int) -> None:
+    variables = {"MOERL_RENDEZVOUS": "file:///tmp/x", "RANK": "1", "LOCAL_RANK": "1"}
+    for name, value in (variables | {"WORLD_SIZE": str(world_size)}).items():
+        monkeypatch.setenv(name, value)
+
+
+def test_a_rank_hands_over_and_starts_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launched, handed_over: list[object]
+):
+    rank_environment(monkeypatch, world_size=2)
+    (tmp_path / "config.yaml").write_text("seed: 1\n")  # written by rank 0 a moment before
+    assert cli.main(["train", "recipe=tiny", "parallel=ep2", f"run_dir='{tmp_path}'"]) == 0
+    assert len(handed_over) == 1
+    assert launched == []
+
+
+def test_a_rank_of_another_world_is_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    handed_over: list[object],
+):
+    rank_environment(monkeypatch, world_size=3)
+    assert cli.main(["train", "recipe=tiny", "parallel=ep2", f"run_dir='{tmp_path}'"]) == 2
+    assert "WORLD_SIZE: does not fit the parallel sizes" in capsys.readouterr().err
+    assert handed_over == []
+
+
+def test_configs_travel_with_the_package(tmp_path: Path):
+    folder = importlib.resources.files("moerl") / "configs"
+    assert (folder / "recipe" / "laptop.yaml").is_file()
+    shutil.copytree(ROOT / "moerl", tmp_path / "site" / "moerl", ignore=shutil.ignore_patterns("__pycache__"))
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    done = run_python(
+        MAIN_WITHOUT_TORCH, "train", "recipe=tiny", "--show-config", cwd=elsewhere, path=tmp_path / "site"
+    )
+    assert done.returncode == 0, done.stderr
+    assert yaml.safe_load(done.stdout)["recipe"] == "tiny"
