@@ -44,7 +44,7 @@ def write_model(path: Path, *, tied: bool, seed: int) -> Path:
         num_hidden_layers=SPEC.num_moe_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=32,
+        head_dim=32,  # pyright: ignore[reportCallIssue] - accepted through kwargs
         moe_intermediate_size=48,
         num_experts=SPEC.num_experts,
         num_experts_per_tok=SPEC.experts_per_token,

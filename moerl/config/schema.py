@@ -214,7 +214,7 @@ class CheckpointConfig(Section):
 class MismatchConfig(Section):
     """Sampler against trainer."""
 
-    every: CountOrZero = Field(description="Steps between full mismatch tables; 0 = at the end only.")
+    every: CountOrZero = Field(description="Steps between mismatch tables; 0 = at the first and last step only.")
 
 
 class DumpConfig(Section):

@@ -21,7 +21,8 @@ class RunSummary:
     heldout_accuracy_*: greedy accuracy in [0, 1] on `heldout_problems` problems that nothing else looked at; None where
         it was not measured. cold_start_worked: the cold start made to show its work.
     response_length_*: mean greedy response, tokens.
-    mismatch: the last mismatch table: figures per scorer (`moerl.telemetry.metrics.SCORERS`), by metric name.
+    mismatch_first, mismatch: the first and the last mismatch table: figures per scorer
+        (`moerl.telemetry.metrics.SCORERS`), by metric name. Sampling sharpens in training, so the first is the larger.
     wall_seconds: of all processes that worked on the run, one after the other. peak_rss_bytes: of all its processes.
     steps: batches of rollouts trained on. tokens_trained: tokens whose loss was part of an update.
     """
@@ -39,6 +40,7 @@ class RunSummary:
     response_length_cold_start: float | None = None
     response_length_final: float | None = None
     num_quarantined: int = 0
+    mismatch_first: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     mismatch: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     @property
@@ -112,10 +114,12 @@ def _verdict(summary: RunSummary) -> list[str]:
 
 
 def _mismatch_lines(summary: RunSummary) -> list[str]:
-    figures = {name: summary.mismatch.get(name, {}).get("mismatch/logprob_abs_mean") for name in ("neither", "both")}
-    if figures["neither"] is None or figures["both"] is None:
-        return []
-    return [
-        f"sampler against trainer, mean |log-prob difference|: {figures['neither']:.1e} nat,"
-        f" {figures['both']:.1e} with Keep Routing and Keep Sampling Mask"
-    ]
+    lines = []
+    for when, table in (("first step", summary.mismatch_first), ("last step", summary.mismatch)):
+        neither, both = (table.get(name, {}).get("mismatch/logprob_abs_mean") for name in ("neither", "both"))
+        if neither is not None and both is not None:
+            lines.append(
+                f"sampler against trainer, {when}: mean |log-prob difference| {neither:.1e} nat,"
+                f" {both:.1e} with Keep Routing and Keep Sampling Mask"
+            )
+    return lines

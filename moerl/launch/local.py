@@ -116,7 +116,6 @@ def _watch(ranks: Sequence[_Rank], stop: _Stop, grace_seconds: float) -> int:
             return 128 + stop.signal_number
         failed = [rank for rank in ranks if rank.failed]
         if failed:
-            _end(ranks, grace_seconds)
             _report(failed)
             return _status(failed[0].process.returncode)
         if all(rank.process.poll() == 0 for rank in ranks):

@@ -41,8 +41,8 @@ def broadcast_bytes(payload: bytes | None) -> bytes:
     return buffer.cpu().numpy().tobytes()
 
 
-def gather_rows(rows_RC: NDArray[np.float32], group: dist.ProcessGroup) -> NDArray[np.float32]:
-    """Tables of all ranks of `group`, one under another in rank order.
+def gather_rows(rows_RC: NDArray[np.float32], group: dist.ProcessGroup | None = None) -> NDArray[np.float32]:
+    """Tables of all ranks of `group` (all ranks where None), one under another in rank order.
 
     Args:
         rows_RC: float32 [R, C]; C agrees on all ranks, R need not.

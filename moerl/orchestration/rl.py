@@ -130,12 +130,13 @@ class RLStage:
     def _train_on(self, samples: list[TrainSample], step: int) -> dict[str, float]:
         run, config = self.run, self.config
         minibatches = [self._pack(part) for part in _split_groups(samples, config.algorithm.minibatches)]
-        due = config.mismatch.every and (step + 1) % config.mismatch.every == 0
+        due = step == 0 or (config.mismatch.every and (step + 1) % config.mismatch.every == 0)
         table: dict[str, dict[str, float]] = {}
         if due or step + 1 == config.algorithm.steps:
             with run.stopwatch.span("mismatch"):
                 table = self._mismatch_table([batches for batches, _ in minibatches])
             run.state.mismatch = table
+            run.state.mismatch_first = run.state.mismatch_first or table
         with run.stopwatch.span("train"):
             metrics = self._update(minibatches)
         metrics |= step_metrics.rollout_metrics([sample.trajectory for sample in samples])

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from moerl.config.schema import RunConfig
@@ -38,12 +37,14 @@ class RunState:
     """What a checkpoint keeps beside weights; plain JSON.
 
     tokens_trained: tokens with a loss, all stages. wall_seconds: of earlier processes of this run.
-    evaluations: by name (cold_start, cold_start_worked, dev, final), the latest of each. mismatch: the latest table.
+    evaluations: by name (cold_start, cold_start_worked, dev, final), the latest of each.
+    mismatch_first, mismatch: the first and the latest mismatch table.
     """
 
     tokens_trained: int = 0
     wall_seconds: float = 0.0
     evaluations: dict[str, dict[str, Any]] = field(default_factory=dict)
+    mismatch_first: dict[str, dict[str, float]] = field(default_factory=dict)
     mismatch: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
@@ -174,7 +175,7 @@ class Run:
 
     def summary(self, *, steps: int, num_quarantined: int = 0) -> RunSummary:
         """The numbers of the run as it stands; a collective."""
-        peaks = gather_rows(np.array([[peak_rss_bytes() / 2**20]], np.float32), dist.group.WORLD)
+        peaks = gather_rows(np.array([[peak_rss_bytes() / 2**20]], np.float32))
 
         def figure(evaluation: str, name: str) -> float | None:
             return self.state.evaluations.get(evaluation, {}).get(name)
@@ -193,5 +194,6 @@ class Run:
             response_length_cold_start=figure("cold_start", "length_mean"),
             response_length_final=figure("final", "length_mean"),
             num_quarantined=num_quarantined,
+            mismatch_first=self.state.mismatch_first,
             mismatch=self.state.mismatch,
         )

@@ -137,7 +137,7 @@ numbers go to TensorBoard, one folder per stage (`tensorboard/sft`, `tensorboard
 | stage | step counts | rows |
 |---|---|---|
 | `sft` | optimizer steps of the cold start, from 1 | every step |
-| `rl` | batches of rollouts, from 1 | every step; `mismatch/<scorer>/...` in rows of their own |
+| `rl` | batches of rollouts, from 1 | every step; a mismatch table (`mismatch/<scorer>/...`) where one is due |
 | `evaluation` | `rl` steps done before it; 0 = the cold start | dev problems on the way, held-out ones at both ends |
 
 A metric that has no value at a step is left out of its row; a value is always a finite number. Log-probs are natural

@@ -37,6 +37,8 @@ def prepare() -> None:
     """Makes Megatron importable and runnable on this machine; idempotent, nothing to do where CUDA is present."""
     if torch.cuda.is_available() or getattr(prepare, "done", False):
         return
+    # Looked for by torch's extension builder when Megatron is imported; on this machine its absence is no news.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     # Megatron's jit_fuser is torch.compile, which would call a C++ compiler at run time for very small kernels.
     torch.compiler.set_stance("force_eager")
     _replace_cuda_functions()

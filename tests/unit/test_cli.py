@@ -218,8 +218,8 @@ def test_a_run_dir_with_special_characters_reaches_the_ranks(tmp_path: Path, lau
     assert load_config(launched[0][0][4:], command="train").run_dir == run_dir
 
 
-def rank_environment(monkeypatch: pytest.MonkeyPatch, world_size: int) -> None:
-    variables = {"MOERL_RENDEZVOUS": "file:///tmp/x", "RANK": "1", "LOCAL_RANK": "1"}
+def rank_environment(monkeypatch: pytest.MonkeyPatch, folder: Path, world_size: int) -> None:
+    variables = {"MOERL_RENDEZVOUS": f"file://{folder}/rendezvous", "RANK": "1", "LOCAL_RANK": "1"}
     for name, value in (variables | {"WORLD_SIZE": str(world_size)}).items():
         monkeypatch.setenv(name, value)
 
@@ -227,7 +227,7 @@ def rank_environment(monkeypatch: pytest.MonkeyPatch, world_size: int) -> None:
 def test_a_rank_hands_over_and_starts_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launched, handed_over: list[object]
 ):
-    rank_environment(monkeypatch, world_size=2)
+    rank_environment(monkeypatch, tmp_path, world_size=2)
     (tmp_path / "config.yaml").write_text("seed: 1\n")  # written by rank 0 a moment before
     assert cli.main(["train", "recipe=tiny", "parallel=ep2", f"run_dir='{tmp_path}'"]) == 0
     assert len(handed_over) == 1
@@ -240,7 +240,7 @@ def test_a_rank_of_another_world_is_refused(
     capsys: pytest.CaptureFixture[str],
     handed_over: list[object],
 ):
-    rank_environment(monkeypatch, world_size=3)
+    rank_environment(monkeypatch, tmp_path, world_size=3)
     assert cli.main(["train", "recipe=tiny", "parallel=ep2", f"run_dir='{tmp_path}'"]) == 2
     assert "WORLD_SIZE: does not fit the parallel sizes" in capsys.readouterr().err
     assert handed_over == []

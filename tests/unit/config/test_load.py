@@ -39,7 +39,7 @@ def test_the_laptop_recipe_is_what_runs_when_nothing_is_said():
     assert config == load("recipe=laptop", f"run_dir={config.run_dir}")
     assert (config.recipe, config.algorithm.group_size, config.rollout.top_k) == ("laptop", 8, 12)
     assert isinstance(config.task, ChainSumTaskConfig)
-    assert config.task.worked_probability == {4: 0.3, 5: 0.4, 6: 0.6, 7: 0.7}
+    assert config.task.worked_probability == {4: 0.2, 5: 0.3, 6: 0.7, 7: 0.8}
 
 
 @pytest.mark.parametrize("recipe", ["laptop", "tiny"])

@@ -260,7 +260,7 @@ def test_a_forward_only_pass_leaves_nothing_for_the_next_step(recompute: str, un
     one_process.run(check_forward_only, untied, recompute)
 
 
-class InterruptedError(Exception):
+class Interruption(Exception):
     pass
 
 
@@ -271,15 +271,12 @@ def check_interrupted(where: Any, path: Path, recompute: str) -> None:
 
     def failing_loss(logits_TV: Any, microbatch: int) -> Any:
         if microbatch == 1:
-            raise InterruptedError
+            raise Interruption
         return loss(logits_TV, microbatch)
 
-    for forward_only in (True, False):
-        with pytest.raises(InterruptedError):
-            if forward_only:
-                interrupted.score(batches, failing_loss, enforce=True)
-            else:
-                interrupted.step(batches, failing_loss, enforce=True)
+    for run in (interrupted.score, interrupted.step):
+        with pytest.raises(Interruption):
+            run(batches, failing_loss, enforce=True)
     for each in (interrupted, plain):
         step(each, make_batches(24))
     assert_same_weights(tiny_moe.exported(interrupted), tiny_moe.exported(plain))
