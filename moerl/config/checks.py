@@ -23,7 +23,7 @@ def check_run(config: RunConfig) -> None:
     _check_parallel(config.parallel)
     _check_sharding(config)
     _check_lengths(config)
-    _check_algorithm(config)
+    _check_stages(config)
     _check_task(config)
 
 
@@ -170,7 +170,7 @@ def _check_lengths(config: RunConfig) -> None:
         )
 
 
-def _check_algorithm(config: RunConfig) -> None:
+def _check_stages(config: RunConfig) -> None:
     algorithm = config.algorithm
     if algorithm.prompts_per_step % algorithm.minibatches:
         raise ConfigError(
@@ -178,6 +178,14 @@ def _check_algorithm(config: RunConfig) -> None:
             seen=f"minibatches = {algorithm.minibatches}, prompts_per_step = {algorithm.prompts_per_step}",
             expected=f"a divisor of {algorithm.prompts_per_step}",
             remedy="make algorithm.prompts_per_step a multiple of algorithm.minibatches",
+        )
+    sft = config.sft
+    if sft.steps > 0 and sft.batch_size > sft.num_examples:
+        raise ConfigError(
+            "sft.batch_size: more than there are demonstrations",
+            seen=sft.batch_size,
+            expected=f"<= sft.num_examples = {sft.num_examples}",
+            remedy="lower sft.batch_size or raise sft.num_examples",
         )
 
 

@@ -19,6 +19,7 @@ from moerl.contract.disk import write_parquet
 from moerl.contract.ports import Task
 from moerl.contract.quarantine import Quarantine
 from moerl.contract.trajectory import ModelSpec
+from moerl.errors import ConfigError
 from moerl.orchestration import sft
 from moerl.orchestration.evaluation import evaluate
 from moerl.orchestration.exchange import barrier
@@ -34,7 +35,7 @@ from moerl.trainer import layout
 
 def run_train(config: RunConfig, *, resume: bool) -> int:
     """Cold start (where configured), then RL; leaves a run directory. Exit code 0."""
-    with _open_run(config, resume=resume) as (run, model_path):
+    with _open_run(config, "train", resume=resume) as (run, model_path):
         if config.sft.steps > 0:
             model_path = _cold_start(run, model_path)
         collector = None
@@ -50,7 +51,7 @@ def run_train(config: RunConfig, *, resume: bool) -> int:
 
 def run_sft(config: RunConfig, *, resume: bool) -> int:
     """Supervised fine-tuning alone; leaves a Hugging Face directory in `run_dir`/cold_start. Exit code 0."""
-    with _open_run(config, resume=resume) as (run, model_path):
+    with _open_run(config, "sft", resume=resume) as (run, model_path):
         output = _cold_start(run, model_path)
         if run.layout.is_main:
             engine = _engine(config, output, run.spec, version=0)
@@ -63,7 +64,7 @@ def run_sft(config: RunConfig, *, resume: bool) -> int:
 
 def run_rollout(config: RunConfig) -> int:
     """Samples `algorithm.group_size` responses to each of `algorithm.prompts_per_step` prompts and dumps them."""
-    collector, reporter = _open_reader(config)
+    collector, reporter = _open_reader(config, "rollout")
     prompts = collector.task.prompts("train", config.algorithm.prompts_per_step)
     requests = collector.requests(
         prompts,
@@ -84,7 +85,7 @@ def run_rollout(config: RunConfig) -> int:
 
 def run_eval(config: RunConfig) -> int:
     """Greedy accuracy on the held-out problems."""
-    collector, reporter = _open_reader(config)
+    collector, reporter = _open_reader(config, "eval")
     heldout = evaluate(collector, "heldout", config.evaluation.heldout_problems, version=0)
     reporter.evaluated(0, {"final": heldout})
     return 0
@@ -93,12 +94,40 @@ def run_eval(config: RunConfig) -> int:
 # --- opening ---------------------------------------------------------------------------------------------------------
 
 
+def check_problems(config: RunConfig, task: Task, command: str) -> None:
+    """Raises `ConfigError` where the task has fewer problems than `command` will ask of it."""
+    for key, split, count in _wanted_problems(config, command):
+        if count > task.size(split):
+            raise ConfigError(
+                f"{key}: the task has fewer problems",
+                seen=count,
+                expected=f"at most {task.size(split)}, the problems of its {split} split",
+                remedy=f"lower {key}, or give the task more problems",
+            )
+
+
+def _wanted_problems(config: RunConfig, command: str) -> list[tuple[str, str, int]]:
+    """(configuration key, split, number of problems) that a command asks of the task."""
+    evaluation, wanted = config.evaluation, []
+    if command in ("train", "rollout"):
+        wanted.append(("algorithm.prompts_per_step", "train", config.algorithm.prompts_per_step))
+    if command in ("train", "sft") and config.sft.steps > 0:
+        wanted.append(("sft.num_examples", "train", config.sft.num_examples))
+    if command == "train":
+        wanted.append(("evaluation.dev_problems", "dev", evaluation.dev_problems))
+    if command != "rollout":
+        wanted.append(("evaluation.heldout_problems", "heldout", evaluation.heldout_problems))
+    return wanted
+
+
 @contextmanager
-def _open_run(config: RunConfig, *, resume: bool) -> Iterator[tuple[Run, Path]]:
+def _open_run(config: RunConfig, command: str, *, resume: bool) -> Iterator[tuple[Run, Path]]:
     """Starts the ranks' groups, the task, the model directory and the run; yields the run and where to start from."""
     _quiet_libraries()
     torch.set_num_threads(max(1, config.num_threads // config.parallel.world_size))
     rank = rank_info()
+    task = make_task(config.task)
+    check_problems(config, task, command)
     if rank.rank == 0:
         config.run_dir.mkdir(parents=True, exist_ok=True)
         (config.run_dir / "config.yaml").write_text(dump_config(config))
@@ -113,7 +142,6 @@ def _open_run(config: RunConfig, *, resume: bool) -> Iterator[tuple[Run, Path]]:
             expert=config.parallel.expert,
             seed=config.seed,
         )
-        task = make_task(config.task)
         model_path = config.model.path or config.run_dir / "initial_model"
         if config.model.architecture is not None and where.is_main and not model_path.exists():
             tokenizer = make_tokenizer(task, config.model.architecture.vocab_size)
@@ -150,17 +178,19 @@ def _collector(
     return Collector(engine, task, tokenizer, quarantine, config.rollout.max_new_tokens)
 
 
-def _open_reader(config: RunConfig) -> tuple[Collector, Reporter]:
+def _open_reader(config: RunConfig, command: str) -> tuple[Collector, Reporter]:
     """For the commands that only read a model: no ranks, no trainer."""
     _quiet_libraries()
     torch.set_num_threads(config.num_threads)
     assert config.model.path is not None
+    task = make_task(config.task)
+    check_problems(config, task, command)
     config.run_dir.mkdir(parents=True, exist_ok=True)
     (config.run_dir / "config.yaml").write_text(dump_config(config))
     tokenizer = read_tokenizer(config.model.path)
     spec = read_spec(config.model.path, tokenizer)
     engine = _engine(config, config.model.path, spec, version=0)
-    collector = _collector(config, engine, make_task(config.task), tokenizer, spec)
+    collector = _collector(config, engine, task, tokenizer, spec)
     return collector, make_reporter(config, is_main=True)
 
 

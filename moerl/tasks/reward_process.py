@@ -105,7 +105,7 @@ class RewardProcess:
                 f"task.reward: cannot import {self._function}",
                 seen=reply["error"],
                 expected="an importable module with a function of that name",
-                remedy="check the name; the module's folder must be on PYTHONPATH",
+                remedy="check the name; the module's folder must be on PYTHONPATH (PYTHONPATH=. for this one)",
             )
         return child
 

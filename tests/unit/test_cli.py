@@ -257,3 +257,10 @@ def test_configs_travel_with_the_package(tmp_path: Path):
     )
     assert done.returncode == 0, done.stderr
     assert yaml.safe_load(done.stdout)["recipe"] == "tiny"
+
+
+def test_a_reader_that_goes_away_is_no_error():
+    command = f"{sys.executable} -m moerl train --help | head -1; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert done.stderr == ""
+    assert done.stdout.splitlines()[0].startswith("usage: moerl train")

@@ -38,6 +38,7 @@ def error(*overrides: str, command: str = "train") -> str:
         (["trainer.microbatch_tokens=72"], "trainer.microbatch_tokens: does not hold one response"),
         (["rollout.max_new_tokens=512"], "rollout.max_new_tokens: the model has no room"),
         (["algorithm.minibatches=5"], "algorithm.minibatches: does not divide algorithm.prompts_per_step"),
+        (["sft.num_examples=63"], "sft.batch_size: more than there are demonstrations"),
         (["task.min_terms=8"], "task.min_terms: above task.max_terms"),
         (["task.min_digits=2"], "task.min_digits: above task.max_digits"),
         (["task.max_terms=8"], "task.worked_probability: a number of terms has no probability"),

@@ -260,7 +260,7 @@ def test_a_forward_only_pass_leaves_nothing_for_the_next_step(recompute: str, un
     one_process.run(check_forward_only, untied, recompute)
 
 
-class Interruption(Exception):
+class InterruptionError(Exception):
     pass
 
 
@@ -271,11 +271,11 @@ def check_interrupted(where: Any, path: Path, recompute: str) -> None:
 
     def failing_loss(logits_TV: Any, microbatch: int) -> Any:
         if microbatch == 1:
-            raise Interruption
+            raise InterruptionError
         return loss(logits_TV, microbatch)
 
     for run in (interrupted.score, interrupted.step):
-        with pytest.raises(Interruption):
+        with pytest.raises(InterruptionError):
             run(batches, failing_loss, enforce=True)
     for each in (interrupted, plain):
         step(each, make_batches(24))

@@ -1,0 +1,215 @@
+"""Runs of the command line in processes that start fast: importing torch and Megatron takes seconds, a tiny run little.
+
+`Runs` starts one process that imports everything and then forks for each run; a fork parses its arguments, trains and
+exits as a fresh `moerl` would. `fault` is a function call from `faults.py`, made in the fork before the run begins.
+`moerl` starts the real command instead.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+ENVIRONMENT = {
+    # One thread: sums in a fixed order, and nothing that a fork could lose.
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "COLUMNS": "200",
+}
+START_SECONDS = 240.0
+RUN_SECONDS = 240.0
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How a run ended: exit status (negative: the signal that killed it) and everything it printed."""
+
+    status: int
+    output: str
+
+
+Fault = tuple[str, Mapping[str, Any]]
+"""Name of a function in `faults.py` and its keyword arguments."""
+
+
+class Runs:
+    """The process that forks; started by the first run."""
+
+    def __init__(self, folder: Path) -> None:
+        self._output = folder / "output"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+
+    def run(
+        self,
+        *arguments: str,
+        fault: Fault | None = None,
+        cwd: Path = ROOT,
+        path: Sequence[Path] = (),
+        timeout_seconds: float = RUN_SECONDS,
+    ) -> Finished:
+        """`moerl *arguments` in a fork. path: folders put in front of the import path."""
+        if self._connection is None:
+            self._start()
+        assert self._connection is not None
+        self._connection.send(
+            {
+                "arguments": list(arguments),
+                "fault": fault,
+                "cwd": str(cwd),
+                "path": [str(each) for each in path],
+                "timeout_seconds": timeout_seconds,
+                "output": str(self._output),
+            }
+        )
+        if not self._connection.poll(START_SECONDS + timeout_seconds):
+            raise TimeoutError(f"moerl {' '.join(arguments)}: no answer; {self._output.read_text()[-4000:]}")
+        status = self._connection.recv()
+        output = self._output.read_text()
+        if status is None:
+            raise TimeoutError(f"moerl {' '.join(arguments)} ran for {timeout_seconds} s:\n{output[-4000:]}")
+        return Finished(status, output)
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def _start(self) -> None:
+        ours, theirs = Pipe()
+        self._process = subprocess.Popen(
+            # The thread that Arrow's allocator starts for itself survives a fork; Python warns of any thread.
+            [sys.executable, "-W", "ignore", __file__, str(theirs.fileno()), str(os.getpid())],
+            env={**os.environ, **ENVIRONMENT},
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+        )
+        theirs.close()
+        self._connection = ours
+
+
+def moerl(
+    *arguments: str,
+    cwd: Path = ROOT,
+    path: Sequence[Path] = (),
+    command: Sequence[str] = (str(Path(sys.executable).with_name("moerl")),),
+    timeout_seconds: float = START_SECONDS + RUN_SECONDS,
+) -> Finished:
+    """The installed command, as a user starts it. path: as PYTHONPATH."""
+    with subprocess.Popen(
+        [*command, *arguments],
+        cwd=cwd,
+        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(str(each) for each in path)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=timeout_seconds)
+        finally:
+            process.terminate()
+    return Finished(process.returncode, output)
+
+
+def rows(run_dir: Path) -> list[dict[str, Any]]:
+    """The metrics of a run, as far as they must be the same again."""
+    from moerl.telemetry.metrics import deterministic_part
+    from moerl.telemetry.sinks import read_rows
+
+    return [deterministic_part(row) for row in read_rows(run_dir / "metrics.jsonl")]
+
+
+def summary(run_dir: Path) -> dict[str, Any]:
+    """`summary.json` without what depends on the machine's speed and memory."""
+    figures = json.loads((run_dir / "summary.json").read_text())
+    return {name: value for name, value in figures.items() if name not in ("wall_seconds", "peak_rss_bytes")}
+
+
+# --- in the forking process ------------------------------------------------------------------------------------------
+
+
+def _serve(connection: Connection, parent: int) -> None:
+    _die_with(parent)
+    _import_everything()
+    while True:
+        try:
+            call = connection.recv()
+        except EOFError:
+            return
+        child = os.fork()
+        if child == 0:
+            os._exit(_run(call))
+        connection.send(_wait(child, call["timeout_seconds"]))
+
+
+def _import_everything() -> None:
+    import importlib
+
+    from moerl.trainer import fixes, platform
+
+    platform.prepare()
+    fixes.apply()
+    platform.import_bridge()
+    for name in ("moerl.cli", "moerl.config.load", "moerl.config.help_text", "moerl.orchestration.commands", "pandas"):
+        importlib.import_module(name)
+
+
+def _wait(child: int, timeout_seconds: float) -> int | None:
+    """The exit status, None where the time ran out and the child was killed."""
+    deadline = time.monotonic() + timeout_seconds
+    while time.monotonic() < deadline:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.02)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return None
+
+
+def _run(call: dict[str, Any]) -> int:
+    parent = os.getppid()
+    _die_with(parent)
+    output = os.open(call["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.chdir(call["cwd"])
+    sys.path[:0] = call["path"]
+    status = 70
+    try:
+        if call["fault"] is not None:
+            import faults
+
+            name, arguments = call["fault"]
+            getattr(faults, name)(**arguments)
+        from moerl.cli import main
+
+        status = main(call["arguments"])
+    except BaseException:  # noqa: BLE001 - process boundary: the caller sees the status and the output
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return status
+
+
+def _die_with(parent: int) -> None:
+    from moerl.launch.rank import die_with_launcher
+
+    die_with_launcher({"MOERL_LAUNCHER_PID": str(parent)})
+
+
+if __name__ == "__main__":
+    _serve(Connection(int(sys.argv[1])), int(sys.argv[2]))
