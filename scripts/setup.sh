@@ -28,7 +28,7 @@ $pip install --editable '.[dev]'
 # megatron-bridge declares CUDA-only packages (flashinfer, TE extensions) that it imports only where CUDA is present; what
 # it needs everywhere is among our own dependencies.
 $pip install --no-deps 'megatron-bridge==0.6.2'
-.venv/bin/python -W ignore -c 'from moerl.trainer.platform import import_bridge; import_bridge()' >/dev/null 2>.venv/setup.log ||
+.venv/bin/python -W ignore -c 'from moerl.trainer.bridge import import_bridge; import_bridge()' >/dev/null 2>.venv/setup.log ||
     { cat .venv/setup.log >&2; echo "error: megatron-bridge does not import; remove .venv and run make setup again" >&2; exit 1; }
 touch .venv/.ready
 echo "setup: done"

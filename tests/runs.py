@@ -138,6 +138,54 @@ def summary(run_dir: Path) -> dict[str, Any]:
     return {name: value for name, value in figures.items() if name not in ("wall_seconds", "peak_rss_bytes")}
 
 
+REWARD = """
+def score(row, response):
+    return sum(each.isdigit() for each in response) / (1 + len(response))
+"""
+
+
+@dataclass(frozen=True)
+class Sums:
+    """A JSONL of sums with a reward that differs from answer to answer, so that every step has a gradient."""
+
+    folder: Path
+
+    @classmethod
+    def write(cls, folder: Path) -> Sums:
+        problems = [{"prompt": f"{a}+{b}=", "response": str(a + b)} for a in range(12) for b in range(12)]
+        (folder / "sums.jsonl").write_text("".join(json.dumps(problem) + "\n" for problem in problems))
+        (folder / "sums_reward.py").write_text(REWARD)
+        return cls(folder)
+
+    def train(self, run_dir: Path) -> list[str]:
+        """`moerl train recipe=tiny` on these sums: several steps of each stage, and all that carries state."""
+        return [
+            "train",
+            "recipe=tiny",
+            "task=jsonl",
+            f"task.path='{self.folder / 'sums.jsonl'}'",
+            "task.reward=sums_reward:score",
+            "task.heldout_fraction=0.2",
+            "task.dev_fraction=0.2",
+            "sft.steps=6",
+            "algorithm.steps=5",
+            "algorithm.minibatches=2",
+            "algorithm.kl_coef=0.01",
+            "rollout.max_new_tokens=10",
+            "rollout.max_running=16",
+            "checkpoint.every=2",
+            f"run_dir='{run_dir}'",
+        ]
+
+
+@dataclass(frozen=True)
+class DoneRun:
+    """A run directory and how the run ended that left it."""
+
+    folder: Path
+    finished: Finished
+
+
 # --- in the forking process ------------------------------------------------------------------------------------------
 
 
@@ -158,11 +206,11 @@ def _serve(connection: Connection, parent: int) -> None:
 def _import_everything() -> None:
     import importlib
 
-    from moerl.trainer import fixes, platform
+    from moerl.trainer import bridge, fixes, platform
 
     platform.prepare()
     fixes.apply()
-    platform.import_bridge()
+    bridge.import_bridge()
     for name in ("moerl.cli", "moerl.config.load", "moerl.config.help_text", "moerl.orchestration.commands", "pandas"):
         importlib.import_module(name)
 

@@ -91,6 +91,8 @@ def _environment(rank: int, world_size: int, rendezvous: str, num_threads: int) 
         "MOERL_LAUNCHER_PID": str(os.getpid()),
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": str(max(1, num_threads // world_size)),
+        # Ranks that wait must not burn the cores that others compute on.
+        "OMP_WAIT_POLICY": "PASSIVE",
     }
 
 

@@ -54,10 +54,10 @@ class Reporter(Protocol):
 
 
 EVALUATIONS = {
-    "dev": ("accuracy/mean", "response/length_mean", "dev"),
-    "cold_start": ("heldout/accuracy", "heldout/length_mean", "held-out"),
-    "cold_start_worked": ("heldout/accuracy_worked", None, "held-out, made to show its work"),
-    "final": ("heldout/accuracy", "heldout/length_mean", "held-out"),
+    "dev": ("accuracy/mean", "response/length_mean", "dev problems"),
+    "cold_start": ("heldout/accuracy", "heldout/length_mean", "held-out problems"),
+    "cold_start_worked": ("heldout/accuracy_worked", None, "held-out problems, made to show its work"),
+    "final": ("heldout/accuracy", "heldout/length_mean", "held-out problems"),
 }
 """Evaluations by name: the metrics of their accuracy and length, and how to call their problems."""
 
@@ -129,8 +129,8 @@ class MainReporter:
             if length is not None:
                 metrics[length] = evaluation.length_mean
             self.say(
-                f"step {step}: accuracy {evaluation.accuracy:.3f} (greedy, {evaluation.num_problems} {problems} "
-                f"problems), {evaluation.length_mean:.1f} tokens"
+                f"step {step}: accuracy {evaluation.accuracy:.3f} (greedy, {evaluation.num_problems} {problems}), "
+                f"{evaluation.length_mean:.1f} tokens"
             )
         self._write("evaluation", step, metrics)
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from moerl.contract.batch import Microbatch
 from moerl.errors import ConfigError, WeightSyncError
 from moerl.trainer import platform
+from moerl.trainer.bridge import import_bridge, quiet
 
 _VOCABULARY_TENSORS = ("embed_tokens.weight", "lm_head.weight")
 """Tensors whose rows are the vocabulary: padded in the trainer, not in a checkpoint."""
@@ -47,10 +48,10 @@ class PolicyModel:
     """
 
     def __init__(self, hf_path: Path, options: ModelOptions) -> None:
-        auto_bridge = platform.import_bridge()
+        auto_bridge = import_bridge()
         self.hf_path = hf_path
         self.options = options
-        with platform.quiet():
+        with quiet():
             self._build(auto_bridge)
 
     def _build(self, auto_bridge: Any) -> None:

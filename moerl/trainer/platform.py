@@ -1,4 +1,4 @@
-"""Everything that lets Megatron-Core and Megatron-Bridge run without CUDA, in one place.
+"""Everything that lets Megatron-Core run without CUDA, in one place (the bridge: `moerl.trainer.bridge`).
 
 Runs in every trainer rank, before anything else of Megatron is imported. With a CUDA device `prepare` changes
 nothing. Without one, four things have to give way (megatron-core 0.19.2):
@@ -16,13 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import importlib.machinery
-import importlib.util
-import io
 import logging
-import sys
-import types
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -338,70 +332,3 @@ def _replace_packed_rope() -> None:
         return rope._apply_rotary_pos_emb_bshd(t.unsqueeze(1), freqs[positions], **options).squeeze(1)
 
     rope._apply_rotary_pos_emb_thd = apply
-
-
-# --- Megatron-Bridge without Transformer Engine ----------------------------------------------------------------------
-
-
-class _StubModule(types.ModuleType):
-    """A module whose every attribute is an empty class: enough for isinstance checks and type annotations."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        stub = type(name, (), {"__doc__": "stand-in for a Transformer Engine class"})
-        setattr(self, name, stub)
-        return stub
-
-
-@contextlib.contextmanager
-def _transformer_engine_stub() -> Iterator[None]:
-    """A stub that exists only while bridge modules are imported (they import it unconditionally)."""
-    if "transformer_engine" in sys.modules or importlib.util.find_spec("transformer_engine"):
-        yield
-        return
-    names = ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.ops")
-    stubs = []
-    for name in names:
-        stub: Any = _StubModule(name)
-        stub.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
-        stub.__path__, stub.__version__ = [], "0.0"
-        sys.modules[name] = stub
-        stubs.append(stub)
-    stubs[0].pytorch, stubs[1].ops = stubs[1], stubs[2]
-    try:
-        yield
-    finally:
-        for name in names:
-            sys.modules.pop(name, None)
-        for name, module in list(sys.modules.items()):
-            if name.startswith("megatron.") and getattr(module, "HAVE_TE", False) is True:
-                module.HAVE_TE = False  # type: ignore[attr-defined]
-
-
-def import_bridge() -> Any:
-    """The `megatron.bridge.AutoBridge` class, importable with and without Transformer Engine."""
-    prepare()
-    with _transformer_engine_stub(), quiet():
-        module = importlib.import_module("megatron.bridge")
-    return module.AutoBridge
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Keeps what Megatron and the bridge print and log while they start (missing fusions, progress) off the screen.
-
-    Errors are raised, not logged, by both, and pass through.
-    """
-    root = logging.getLogger()
-    handlers, level = list(root.handlers), root.level
-    logging.disable(logging.ERROR)
-    try:
-        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(logging.NOTSET)
-        # The bridge installs a root handler of its own while it is imported.
-        root.handlers[:] = handlers
-        root.setLevel(level)

@@ -5,8 +5,71 @@ from __future__ import annotations
 import shutil
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
-from conftest import DoneRun, Sums
-from runs import Fault, Runs, rows, summary
+from runs import DoneRun, Fault, Runs, Sums, rows, summary
+
+pytestmark = pytest.mark.xdist_group("e2e")
+
+STEP = "moerl.trainer.trainer:MegatronTrainer.step"
+UPDATE = "moerl.trainer.optimizer:Optimizer.update"
+COMMIT = "moerl.trainer.checkpoint:CheckpointStore.commit"
+
+SAVE = "moerl.trainer.trainer:MegatronTrainer.save"
+WRITE = "moerl.orchestration.models:save_torch_state_dict"
+
+
+def kill(place: str, call: int = 1, *, after: bool = False) -> Fault:
+    return "kill", {"place": place, "call": call, "after": after}
+
+
+# Kills of one run, each after going on from the one before, and where the run goes on then. Checkpoints are written
+# after steps 2, 4 and 6 of the cold start, and after 2, 4 and 5 of reinforcement learning, with two updates per step.
+KILLS = {
+    "in the cold start": [
+        (kill(STEP, 2), "starting from the beginning"),
+        (kill(STEP, 4), "sft: going on from step 2"),
+        (kill(COMMIT), "sft: going on from step 2"),
+        (kill(COMMIT, 2, after=True), "sft: going on from step 6"),
+    ],
+    "between the stages and in reinforcement learning": [
+        (kill("moerl.orchestration.sft:train", after=True), "sft: going on from step 6"),
+        (kill(UPDATE, 2), "sft: going on from step 6"),
+        (kill(COMMIT), "sft: going on from step 6"),
+        (kill("moerl.orchestration.run:Run.log", 4, after=True), "rl: going on from step 2"),
+    ],
+    "while it writes what it leaves": [
+        (kill(SAVE, 5, after=True), "rl: going on from step 2"),
+        (kill(COMMIT, after=True), "rl: going on from step 4"),
+        (kill(WRITE, 2), "rl: going on from step 5"),
+        (kill("moerl.orchestration.reporting:write_summary"), "rl: going on from step 5"),
+    ],
+}
+
+
+def assert_the_same(run: Path, undisturbed: Path) -> None:
+    places, expected_places = ([(row["stage"], row["step"]) for row in rows(folder)] for folder in (run, undisturbed))
+    assert places == expected_places
+    for row, expected in zip(rows(run), rows(undisturbed), strict=True):
+        assert row == expected
+    for model in ("cold_start", "final_model"):
+        weights, expected_weights = (folder / model / "model.safetensors" for folder in (run, undisturbed))
+        assert weights.read_bytes() == expected_weights.read_bytes(), model
+    assert summary(run) == summary(undisturbed)
+
+
+@pytest.mark.parametrize("when", KILLS)
+def test_a_run_killed_again_and_again_ends_as_if_undisturbed(
+    when: str, forked: Runs, sums: Sums, undisturbed: DoneRun, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    arguments, goes_on = sums.train(run), "starting Megatron"
+    for fault, where in KILLS[when]:
+        killed = forked.run(*arguments, fault=fault, path=[sums.folder])
+        assert killed.status == -signal.SIGKILL, killed.output
+        assert goes_on in killed.output
+        arguments, goes_on = ["train", f"resume={run}"], where
+    finished = forked.run(*arguments, path=[sums.folder])
+    assert finished.status == 0, finished.output
+    assert goes_on in finished.output
+    assert_the_same(run, undisturbed.folder)
