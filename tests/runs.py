@@ -21,7 +21,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
 ENVIRONMENT = {
     # One thread: sums in a fixed order, and nothing that a fork could lose.
     "OMP_NUM_THREADS": "1",
@@ -48,7 +47,7 @@ class Runs:
     """The process that forks; started by the first run."""
 
     def __init__(self, folder: Path) -> None:
-        self._output = folder / "output"
+        self._folder, self._output = folder, folder / "output"
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
 
@@ -56,7 +55,6 @@ class Runs:
         self,
         *arguments: str,
         fault: Fault | None = None,
-        cwd: Path = ROOT,
         path: Sequence[Path] = (),
         timeout_seconds: float = RUN_SECONDS,
     ) -> Finished:
@@ -68,7 +66,7 @@ class Runs:
             {
                 "arguments": list(arguments),
                 "fault": fault,
-                "cwd": str(cwd),
+                "cwd": str(self._folder),
                 "path": [str(each) for each in path],
                 "timeout_seconds": timeout_seconds,
                 "output": str(self._output),
@@ -102,7 +100,7 @@ class Runs:
 
 def moerl(
     *arguments: str,
-    cwd: Path = ROOT,
+    cwd: Path | None = None,
     path: Sequence[Path] = (),
     command: Sequence[str] = (str(Path(sys.executable).with_name("moerl")),),
     timeout_seconds: float = START_SECONDS + RUN_SECONDS,

@@ -12,10 +12,11 @@ import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from moerl.config.load import dump_config
+from moerl.config.load import CONFIG_FILE, dump_config
 from moerl.config.rank import rank_info
 from moerl.config.schema import RunConfig
 from moerl.contract.disk import write_parquet
+from moerl.contract.files import atomic_file
 from moerl.contract.ports import Task
 from moerl.contract.quarantine import Quarantine
 from moerl.contract.trajectory import ModelSpec
@@ -129,8 +130,7 @@ def _open_run(config: RunConfig, command: str, *, resume: bool) -> Iterator[tupl
     task = make_task(config.task)
     check_problems(config, task, command)
     if rank.rank == 0:
-        config.run_dir.mkdir(parents=True, exist_ok=True)
-        (config.run_dir / "config.yaml").write_text(dump_config(config))
+        _write_config(config)
     reporter = make_reporter(config, is_main=rank.rank == 0)
     with reporter:
         reporter.say("starting Megatron")
@@ -155,10 +155,17 @@ def _open_run(config: RunConfig, command: str, *, resume: bool) -> Iterator[tupl
     layout.stop()
 
 
+def _write_config(config: RunConfig) -> None:
+    """Stores the resolved configuration; a kill leaves the file whole, or the run could not go on."""
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    with atomic_file(config.run_dir / CONFIG_FILE) as path:
+        path.write_text(dump_config(config))
+
+
 def _cold_start(run: Run, model_path: Path) -> Path:
-    """The cold start's directory, trained unless it is there whole."""
+    """The cold start's directory, trained unless it is there whole and the run goes on behind it."""
     output = run.config.run_dir / "cold_start"
-    done = output.exists()
+    done = output.exists() and run.has_done(sft.STAGE, run.config.sft.steps)
     barrier()
     if not done:
         sft.train(run, model_path, output)
@@ -185,8 +192,7 @@ def _open_reader(config: RunConfig, command: str) -> tuple[Collector, Reporter]:
     assert config.model.path is not None
     task = make_task(config.task)
     check_problems(config, task, command)
-    config.run_dir.mkdir(parents=True, exist_ok=True)
-    (config.run_dir / "config.yaml").write_text(dump_config(config))
+    _write_config(config)
     tokenizer = read_tokenizer(config.model.path)
     spec = read_spec(config.model.path, tokenizer)
     engine = _engine(config, config.model.path, spec, version=0)

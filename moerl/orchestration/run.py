@@ -20,6 +20,7 @@ from moerl.contract.disk import write_parquet
 from moerl.contract.ports import Prompt, Task, WeightSink
 from moerl.contract.trajectory import ModelSpec, Trajectory
 from moerl.diagnostics.summary import RunSummary
+from moerl.errors import CheckpointError
 from moerl.orchestration.evaluation import Evaluation
 from moerl.orchestration.exchange import barrier, broadcast_bytes, gather_rows
 from moerl.orchestration.models import write_model
@@ -90,21 +91,43 @@ class Run:
         """Finds the newest valid checkpoint of an interrupted run and takes its state; a collective.
 
         Raises:
-            CheckpointError: checkpoints exist and none of them is valid.
+            CheckpointError: checkpoints exist and none of them is valid, or they are gone.
         """
         found = None
         if self.layout.is_main:
             found = self._store.latest()
+            if found is None:
+                self._check_nothing_was_saved()
             for problem in found.skipped if found else ():
                 self.reporter.say(f"WARNING: corrupt checkpoint left aside, falling back to the one before: {problem}")
         facts = {} if found is None else {"path": str(found.path), **found.state}
         facts = json.loads(broadcast_bytes(json.dumps(facts).encode()))
         stage, step = (facts["stage"], int(facts["step"])) if facts else (STAGE_ORDER[0], 0)
         self.reporter.rewind(stage, step)
-        if facts:
-            self.state = RunState(**facts["run"])
-            self._checkpoint = (stage, step, Path(facts["path"]))
-            self.reporter.say(f"{stage}: going on from step {step} ({facts['path']})")
+        if not facts:
+            self.reporter.say("the run was stopped before its first checkpoint: starting from the beginning")
+            return
+        self.state = RunState(**facts["run"])
+        self._checkpoint = (stage, step, Path(facts["path"]))
+        self.reporter.say(f"{stage}: going on from step {step} ({facts['path']})")
+
+    def _check_nothing_was_saved(self) -> None:
+        """A stage writes a checkpoint before its model: with a model, a run without checkpoints has lost them."""
+        for model in ("cold_start", "final_model"):
+            if (self.config.run_dir / model).exists():
+                raise CheckpointError(
+                    f"the checkpoints of {self.config.run_dir} are gone",
+                    seen=f"{model} without any checkpoint",
+                    expected=f"at least one in {self._store.folder}",
+                    remedy="restore a checkpoint directory from a copy, or start a new run with another run_dir",
+                )
+
+    def has_done(self, stage: str, step: int) -> bool:
+        """True where the checkpoint that `go_back` found lies at or after `step` of `stage`."""
+        if self._checkpoint is None:
+            return False
+        found_stage, found_step, _ = self._checkpoint
+        return (STAGE_ORDER.index(found_stage), found_step) >= (STAGE_ORDER.index(stage), step)
 
     def restore(self, stage: str, trainer: MegatronTrainer) -> int:
         """Loads the checkpoint that `go_back` found, if it is of this stage; the step to go on with, else 0."""

@@ -82,7 +82,7 @@ def _step(run: Run, trainer: MegatronTrainer, step: int, samples: Sequence[TextS
         )
         num_tokens = sum(int(batch.loss_mask.sum()) for batches in ranks for batch in batches)
         batches = ranks[run.layout.data_rank]
-        report = trainer.step(batches, TextLoss(batches, trainer.shard, float(num_tokens)), enforce=False)
+        report = trainer.step(batches, TextLoss(batches, trainer.embedding_shard, float(num_tokens)), enforce=False)
     assert report.update is not None
     losses = [rows.losses_T.sum() for rows in report.rows if rows.losses_T is not None]
     loss = float(sum_over(torch.stack(losses).sum().double()[None], layout.data_group()))

@@ -103,10 +103,18 @@ class MegatronTrainer:
 
     @property
     def shard(self) -> VocabShard:
-        """The vocabulary columns of this rank."""
+        """The vocabulary columns of this rank. Ids that the engine never samples belong to no support."""
+        return self._columns(self.spec.vocab_size)
+
+    @property
+    def embedding_shard(self) -> VocabShard:
+        """The same with every id of the Hugging Face model: supervised training makes unused ids unlikely."""
+        return self._columns(self.model.vocab_size)
+
+    def _columns(self, vocab_size: int) -> VocabShard:
         module: Any = self.model.module
         group = layout.tensor_group() if self.where.tensor > 1 else None
-        return VocabShard.from_group(self.model.vocab_size, module.vocab_size // self.where.tensor, group)
+        return VocabShard.from_group(vocab_size, module.vocab_size // self.where.tensor, group)
 
     def score(self, batches: Sequence[Microbatch], loss: LossFunction, *, enforce: bool) -> list[RowScores]:
         """A forward-only pass. Leaves gradients, optimizer and replay state as they were."""

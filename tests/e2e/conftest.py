@@ -27,3 +27,12 @@ def undisturbed(sums: Sums, tmp_path_factory: pytest.TempPathFactory) -> DoneRun
     finished = moerl(*sums.train(folder), path=[sums.folder])
     assert finished.status == 0, finished.output
     return DoneRun(folder, finished)
+
+
+@pytest.fixture(scope="session")
+def tiny(forked: Runs, tmp_path_factory: pytest.TempPathFactory) -> DoneRun:
+    """`moerl train recipe=tiny`, from beginning to end."""
+    folder = tmp_path_factory.mktemp("tiny") / "run"
+    finished = forked.run("train", "recipe=tiny", f"run_dir='{folder}'")
+    assert finished.status == 0, finished.output
+    return DoneRun(folder, finished)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -73,3 +74,69 @@ def test_a_run_killed_again_and_again_ends_as_if_undisturbed(
     assert finished.status == 0, finished.output
     assert goes_on in finished.output
     assert_the_same(run, undisturbed.folder)
+
+
+# --- corrupt checkpoints ---------------------------------------------------------------------------------------------
+
+
+def flip_byte(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    file.write_bytes(content)
+
+
+def copy_of(run: DoneRun, folder: Path) -> Path:
+    return Path(shutil.copytree(run.folder, folder / "run"))
+
+
+@pytest.mark.parametrize("file", ["rank-00000.pt", "hf/model.safetensors", "manifest.json"])
+def test_a_corrupt_newest_checkpoint_is_named_and_the_one_before_is_used(
+    file: str, forked: Runs, sums: Sums, undisturbed: DoneRun, tmp_path: Path
+) -> None:
+    run = copy_of(undisturbed, tmp_path)
+    flip_byte(run / "checkpoints" / "1-rl-000005" / file)
+    (run / "summary.json").unlink()
+    finished = forked.run("train", f"resume={run}", path=[sums.folder])
+    assert finished.status == 0, finished.output
+    assert "WARNING: corrupt checkpoint left aside, falling back to the one before: 1-rl-000005" in finished.output
+    assert "rl: going on from step 4" in finished.output
+    assert_the_same(run, undisturbed.folder)
+
+
+def test_falling_back_into_the_cold_start_trains_its_rest_again(
+    forked: Runs, sums: Sums, undisturbed: DoneRun, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    assert forked.run(*sums.train(run), fault=kill(UPDATE, 8), path=[sums.folder]).status == -signal.SIGKILL
+    assert (run / "cold_start").exists()
+    flip_byte(run / "checkpoints" / "0-sft-000006" / "rank-00000.pt")
+    finished = forked.run("train", f"resume={run}", path=[sums.folder])
+    assert "sft: going on from step 4" in finished.output
+    assert_the_same(run, undisturbed.folder)
+
+
+@pytest.mark.parametrize("loss", ["every checkpoint corrupt", "every checkpoint gone"])
+def test_a_run_without_a_valid_checkpoint_stops_and_is_not_started_over(
+    loss: str, forked: Runs, sums: Sums, undisturbed: DoneRun, tmp_path: Path
+) -> None:
+    run = copy_of(undisturbed, tmp_path)
+    if loss == "every checkpoint gone":
+        shutil.rmtree(run / "checkpoints")
+    else:
+        for shard in (run / "checkpoints").glob("*/rank-00000.pt"):
+            flip_byte(shard)
+    finished = forked.run("train", f"resume={run}", path=[sums.folder])
+    assert finished.status == 1, finished.output
+    expected = (
+        "the checkpoints of .* are gone"
+        if "gone" in loss
+        else "no checkpoint in .* is valid; seen: 1-rl-000005: .*1-rl-000004: "
+    )
+    assert re.search(f"error: {expected}", finished.output)
+    assert rows(run) == rows(undisturbed.folder)
+
+
+def test_a_resume_with_another_learning_rate_is_refused(forked: Runs, undisturbed: DoneRun) -> None:
+    finished = forked.run("train", f"resume={undisturbed.folder}", "optimizer.lr=1.0")
+    assert finished.status == 2
+    assert "optimizer.lr: cannot change when a run goes on" in finished.output

@@ -1,0 +1,120 @@
+"""Runs with an option changed, and what the metrics then say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from runs import DoneRun, Runs, Sums, rows
+
+pytestmark = pytest.mark.xdist_group("e2e")
+
+Steps = list[dict[str, Any]]
+
+
+@pytest.fixture
+def train(forked: Runs, tmp_path: Path) -> Callable[..., Steps]:
+    """Runs `recipe=tiny` with overrides; returns its RL rows."""
+
+    def run(*overrides: str) -> Steps:
+        finished = forked.run("train", "recipe=tiny", f"run_dir='{tmp_path / 'run'}'", *overrides)
+        assert finished.status == 0, finished.output
+        return steps_of(tmp_path / "run")
+
+    return run
+
+
+def steps_of(run_dir: Path) -> Steps:
+    return [row for row in rows(run_dir) if row["stage"] == "rl"]
+
+
+def test_without_sampling_masks_the_reported_mismatch_is_the_kept_mass(
+    train: Callable[..., Steps], tmp_path: Path, tiny: DoneRun
+) -> None:
+    from moerl.contract.disk import read_parquet
+
+    off = train("keep_sampling_mask.enabled=false")
+    rollouts = read_parquet(tmp_path / "run" / "rollouts" / "step-000001.parquet")
+    logmass = np.concatenate([t.kept_logmass[t.sampled] for t in rollouts])
+    assert off[0]["mismatch/logprob_abs_mean"] == pytest.approx(np.abs(logmass).mean(), abs=1e-5)
+    assert off[0]["mismatch/logprob_abs_max"] == pytest.approx(np.abs(logmass).max(), abs=1e-5)
+    assert np.abs(logmass).mean() > 0.1
+    on = steps_of(tiny.folder)
+    assert on[0]["mismatch/logprob_abs_max"] < 1e-5
+    assert on[1]["mismatch/experts/logprob_abs_mean"] == pytest.approx(off[1]["mismatch/logprob_abs_mean"], rel=0.01)
+
+
+def test_sampling_that_cuts_nothing_agrees_although_the_model_has_ids_that_are_never_sampled(
+    train: Callable[..., Steps], tmp_path: Path
+) -> None:
+    import transformers
+
+    for row in train("rollout.top_p=1.0", "rollout.top_k=null"):
+        assert row["mismatch/logprob_abs_max"] < 1e-5
+        assert "kept/size_mean" not in row
+    model = tmp_path / "run" / "final_model"
+    config, tokenizer = (
+        getattr(transformers, f"Auto{name}").from_pretrained(model) for name in ("Config", "Tokenizer")
+    )
+    assert config.vocab_size > len(tokenizer)
+
+
+def test_without_replay_the_routers_disagree_and_nothing_is_verified(train: Callable[..., Steps]) -> None:
+    off = train("keep_routing.mode=off", "rollout.dtype=bfloat16")
+    for row in off:
+        assert row["replay/rows_verified"] == 0
+        assert row["mismatch/tokens_with_different_experts"] > 0
+    table = {scorer: off[1][f"mismatch/{scorer}/logprob_abs_mean"] for scorer in ("both", "kept_sets", "neither")}
+    assert off[1]["mismatch/logprob_abs_mean"] == table["kept_sets"]
+    assert table["both"] < table["kept_sets"] < table["neither"]
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_recomputed_activations_change_nothing_and_are_verified_too(
+    recompute: str, train: Callable[..., Steps], tiny: DoneRun
+) -> None:
+    verified = "replay/rows_verified"
+    for row, expected in zip(train(f"trainer.recompute={recompute}"), steps_of(tiny.folder), strict=True):
+        assert row.pop(verified) == 2 * expected.pop(verified)
+        assert row == expected
+
+
+def test_a_trainer_in_bf16_runs(train: Callable[..., Steps]) -> None:
+    for row in train("model.dtype=bfloat16", "rollout.dtype=bfloat16"):
+        assert 0 < row["mismatch/logprob_abs_mean"] < 0.05
+        assert row["replay/rows_verified"] > 0
+
+
+def test_small_microbatches_train_the_same(train: Callable[..., Steps], tiny: DoneRun) -> None:
+    for row, expected in zip(train("trainer.microbatch_tokens=64"), steps_of(tiny.folder), strict=True):
+        assert row["replay/rows_verified"] == expected["replay/rows_verified"]
+        assert row["reward/mean"] == expected["reward/mean"]
+        assert row["mismatch/logprob_abs_max"] < 1e-5
+
+
+def test_minibatches_and_a_kl_change_the_updates(
+    forked: Runs, sums: Sums, undisturbed: DoneRun, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    changed = ("algorithm.minibatches=", "algorithm.kl_coef=")
+    arguments = [each for each in sums.train(run) if not each.startswith(changed)]
+    finished = forked.run(*arguments, "algorithm.steps=2", path=[sums.folder])
+    assert finished.status == 0, finished.output
+    plain, both = steps_of(run), steps_of(undisturbed.folder)
+    # The first batch is the same; only what is done with it differs.
+    for name in ("reward/mean", "policy/entropy", "mismatch/logprob_abs_mean"):
+        assert both[0][name] == plain[0][name]
+    assert both[0]["optimizer/lr"] == plain[0]["optimizer/lr"] == 1e-4
+    assert both[0]["optimizer/grad_norm"] != plain[0]["optimizer/grad_norm"]
+    assert both[1]["policy/entropy"] != plain[1]["policy/entropy"]
+
+
+def test_a_run_without_a_cold_start_begins_with_reinforcement_learning(
+    train: Callable[..., Steps], tmp_path: Path
+) -> None:
+    assert [row["step"] for row in train("sft.steps=0")] == [1, 2, 3]
+    assert not (tmp_path / "run" / "cold_start").exists()
+    assert all(row["stage"] != "sft" for row in rows(tmp_path / "run"))

@@ -1,0 +1,148 @@
+"""What a run leaves behind, read with the tools that people have."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from runs import DoneRun
+
+pytestmark = pytest.mark.xdist_group("e2e")
+
+FIGURES = (
+    "logprob_abs_mean",
+    "logprob_abs_max",
+    "k3",
+    "share_above_ln2",
+    "tokens_with_different_experts",
+    "layers_differing_per_token",
+)
+
+
+def metric_rows(run: DoneRun, stage: str) -> list[dict[str, float]]:
+    lines = (run.folder / "metrics.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if row["stage"] == stage]
+
+
+def test_the_resolved_configuration_loads_as_it_was(tiny: DoneRun) -> None:
+    from moerl.config.load import load_config, load_resolved
+
+    config = load_config(["recipe=tiny", f"run_dir='{tiny.folder}'"], command="train")
+    assert load_resolved(tiny.folder / "config.yaml") == config
+
+
+def test_every_step_has_its_row_with_every_metric_of_its_stage(tiny: DoneRun) -> None:
+    sft, rl, evaluation = (metric_rows(tiny, stage) for stage in ("sft", "rl", "evaluation"))
+    assert [row["step"] for row in sft] == [1, 2, 3, 4]
+    assert [row["step"] for row in rl] == [1, 2, 3]
+    assert [row["step"] for row in evaluation] == [0, 2, 3]
+    assert [row["tokens/trained"] for row in sft + rl] == sorted(row["tokens/trained"] for row in sft + rl)
+    for row in sft:
+        assert {"sft/loss", "optimizer/grad_norm", "optimizer/lr", "seconds/train"} <= row.keys()
+    named = ("reward/mean", "accuracy/mean", "response/length_mean", "policy/entropy", "policy/clip_fraction")
+    named += ("policy/ratio_p01", "policy/ratio_p50", "policy/ratio_p99", "kept/size_mean", "kept/size_p99")
+    named += ("experts/load_max_over_mean", "throughput/tokens_per_second", "seconds/rollout", "seconds/step")
+    for row in rl:
+        assert {*named, *(f"mismatch/{figure}" for figure in FIGURES)} <= row.keys()
+        assert row["replay/rows_verified"] > 0
+        assert row["mismatch/logprob_abs_max"] < 1e-5
+    assert {f"mismatch/{scorer}/k3" for scorer in ("neither", "kept_sets", "experts", "both")} <= rl[-1].keys()
+    assert {"heldout/accuracy", "heldout/accuracy_worked", "accuracy/mean"} <= evaluation[0].keys()
+
+
+def test_tensorboard_shows_the_rows_of_the_metrics_file(tiny: DoneRun) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for stage in ("sft", "rl", "evaluation"):
+        events = EventAccumulator(str(tiny.folder / "tensorboard" / stage))
+        events.Reload()
+        shown: dict[int, dict[str, float]] = {}
+        for name in events.Tags()["scalars"]:
+            for event in events.Scalars(name):
+                shown.setdefault(event.step, {})[name] = event.value
+        for row in metric_rows(tiny, stage):
+            written = {name: value for name, value in row.items() if name not in ("stage", "step")}
+            assert shown.pop(int(row["step"])) == pytest.approx(written, rel=1e-6)
+        assert not shown
+
+
+def test_the_summary_has_the_figures_of_the_run(tiny: DoneRun) -> None:
+    summary = json.loads((tiny.folder / "summary.json").read_text())
+    evaluation = metric_rows(tiny, "evaluation")
+    assert summary["heldout_accuracy_cold_start"] == evaluation[0]["heldout/accuracy"]
+    assert summary["heldout_accuracy_cold_start_worked"] == evaluation[0]["heldout/accuracy_worked"]
+    assert summary["heldout_accuracy_final"] == evaluation[-1]["heldout/accuracy"]
+    assert summary["steps"] == 3
+    assert summary["tokens_trained"] == metric_rows(tiny, "rl")[-1]["tokens/trained"]
+    assert summary["wall_seconds"] > 0
+    assert summary["peak_rss_bytes"] > 100 * 2**20
+    assert set(summary["mismatch"]) == {"neither", "kept_sets", "experts", "both"}
+    assert set(summary["mismatch"]["neither"]) == {f"mismatch/{figure}" for figure in FIGURES}
+
+
+def test_checkpoints_and_final_model_load_in_transformers_with_the_same_logits(tiny: DoneRun) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    ids = torch.arange(12)[None]
+    logits = []
+    for folder in (tiny.folder / "final_model", tiny.folder / "checkpoints" / "1-rl-000003" / "hf"):
+        assert AutoTokenizer.from_pretrained(folder).encode("1 + 2 =")
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        assert type(model).__name__ == "Qwen3MoeForCausalLM"
+        assert model.dtype == torch.float32
+        with torch.no_grad():
+            logits.append(model(ids).logits)
+    assert torch.equal(*logits)
+    cold = AutoModelForCausalLM.from_pretrained(tiny.folder / "cold_start")
+    with torch.no_grad():
+        assert not torch.equal(cold(ids).logits, logits[0])
+
+
+def test_two_checkpoints_are_kept_and_nothing_half_written(tiny: DoneRun) -> None:
+    names = sorted(path.name for path in (tiny.folder / "checkpoints").iterdir())
+    assert names == ["1-rl-000002", "1-rl-000003"]
+    assert not [path for path in tiny.folder.rglob(".*") if path.exists()]
+    assert not (tiny.folder / "quarantine").exists()
+
+
+def test_dumped_rollouts_are_read_by_pandas_and_valid_for_the_contract(tiny: DoneRun) -> None:
+    import pandas
+
+    from moerl.contract.disk import read_parquet
+
+    for step, row in enumerate(metric_rows(tiny, "rl"), start=1):
+        path = tiny.folder / "rollouts" / f"step-{step:06d}.parquet"
+        table = pandas.read_parquet(path)
+        assert len(table) == 16
+        assert table["reward_reward"].mean() == row["reward/mean"]
+        assert table["num_sampled"].mean() == row["response/length_mean"]
+        assert table["text"].map(type).eq(str).all()
+        trajectories = read_parquet(path)
+        assert [t.lineage.rollout_id for t in trajectories] == list(table["rollout_id"])
+        assert {int(t.policy_versions.max()) for t in trajectories} == {step - 1}
+        assert all(t.routed.all() and t.truncated[t.sampled].all() for t in trajectories)
+
+
+def test_every_curve_is_an_image_of_something(tiny: DoneRun) -> None:
+    from matplotlib.image import imread
+
+    for name in ("reward", "accuracy", "length", "mismatch", "curves"):
+        pixels = imread(tiny.folder / "plots" / f"{name}.png")
+        assert min(pixels.shape[:2]) > 200
+        assert len(np.unique(pixels[..., :3].sum(2))) > 20
+
+
+def test_the_last_lines_say_where_everything_is_and_what_was_learned(tiny: DoneRun) -> None:
+    lines = tiny.finished.output.splitlines()[-10:]
+    assert any(line.startswith("accuracy ") and "held-out problems" in line for line in lines)
+    assert f"run directory: {tiny.folder}" in lines
+    curves = [line.removeprefix("curves: ") for line in lines if line.startswith("curves: ")]
+    assert [Path(path).is_file() for path in curves] == [True]
+
+
+def test_the_command_prints_no_warnings_and_no_tracebacks(undisturbed: DoneRun) -> None:
+    for word in ("Warning", "WARNING", "Traceback", "W1"):
+        assert word not in undisturbed.finished.output, undisturbed.finished.output

@@ -1,0 +1,87 @@
+"""The tutorial's commands, in order and as written, in a directory of their own."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+TUTORIAL = Path(__file__).parents[2] / "docs" / "tutorial.md"
+STAND_INS = {"make demo": "moerl train recipe=tiny run_dir=runs/laptop-stand-in"}
+"""What runs in the place of commands that take minutes or need the checkout."""
+
+LIMIT_SECONDS = 1500
+_BLOCK = re.compile(
+    r"(?:^<!-- (?P<note>[^>]*) -->\n|^Save this as `(?P<file>[^`]+)`:\n\n)?"
+    r"^```(?P<language>\w+)\n(?P<text>.*?)^```$",
+    re.DOTALL | re.MULTILINE,
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block. note: of the HTML comment above it, or empty. file: the name to save it under, or empty."""
+
+    note: str
+    file: str
+    language: str
+    text: str
+
+
+def blocks() -> list[Block]:
+    return [
+        Block(m["note"] or "", m["file"] or "", m["language"], m["text"]) for m in _BLOCK.finditer(TUTORIAL.read_text())
+    ]
+
+
+def as_script(block: Block) -> str:
+    """Shell lines that do what the block tells a reader to do: run it, see it fail, or save it as the named file."""
+    if block.language != "bash":
+        assert block.file, f"the text before a {block.language} block does not say under what name to save it"
+        return f"mkdir -p $(dirname {block.file})\ncat > {block.file} <<'END_OF_FILE'\n{block.text}END_OF_FILE\n"
+    if block.note.startswith("not run"):
+        return ""
+    text = STAND_INS.get(block.text.strip(), block.text.strip())
+    if block.note == "fails on purpose":
+        return f"if ( {text} ); then echo 'this was to fail'; exit 1; fi\n"
+    assert not block.note, f"a note that means nothing here: {block.note}"
+    return text + "\n"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LIMIT_SECONDS + 60)
+def test_every_command_of_the_tutorial_runs_as_written(tmp_path: Path) -> None:
+    script = "set -euxo pipefail\n" + "".join(as_script(block) for block in blocks())
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    environment.pop("PYTHONPATH", None)
+    with (tmp_path / "output.log").open("w+") as output:
+        process = subprocess.Popen(
+            ["bash", "-c", script],
+            cwd=tmp_path,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            status = process.wait(LIMIT_SECONDS)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        output.seek(0)
+        assert status == 0, output.read()[-6000:]
+    assert (tmp_path / "runs/sort/summary.json").is_file()
+
+
+def test_the_tutorial_has_commands_and_names_every_file_that_a_reader_saves() -> None:
+    found = blocks()
+    assert {block.language for block in found} == {"bash", "python", "yaml"}
+    assert all(as_script(block) or block.note.startswith("not run") for block in found)
