@@ -1,7 +1,7 @@
 # `make demo` and `make test` set everything up by themselves; `make setup` alone makes the environment (.venv).
 PYTHON ?=
 BIN := .venv/bin
-# Test processes: as many as cores, each with one thread.
+# Test processes: as many as cores, each with one thread; tests that share an expensive set-up stay together.
 JOBS ?= auto
 
 .PHONY: setup demo lint test test-slow bench clean
@@ -21,13 +21,13 @@ lint: setup
 	$(BIN)/pyright
 
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "not slow" tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "not slow" tests
 
 test-slow: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m slow tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m slow tests
 
 bench: setup
 	for file in bench/[a-z]*.py; do $(BIN)/python $$file || exit 1; done
 
 clean:
-	rm -rf .venv dist build runs
+	rm -rf .venv dist build

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from moerl.config.rank import RankInfo, rank_info
-from moerl.errors import ConfigError, MoerlError
+from moerl.errors import CheckpointError, ConfigError, MoerlError
 from moerl.launch.local import launch_local
 from moerl.launch.rank import die_with_launcher
 
@@ -42,7 +43,11 @@ COMMANDS = {
         (
             ("moerl train recipe=laptop", "the demo, minutes on two cores"),
             ("moerl train recipe=laptop algorithm.group_size=16 run_dir=runs/wide", "change what you like"),
-            ("moerl train task=jsonl task.path=my.jsonl task.reward=my_rewards:score", "a task of your own"),
+            (
+                "moerl train task=jsonl task.path=my.jsonl task.reward=my_rewards:score sft.steps=0"
+                " evaluation.dev_problems=10 evaluation.heldout_problems=10",
+                "a task of your own, with some 200 problems and my_rewards.py in the current directory",
+            ),
             ("moerl train resume=runs/wide", "go on after a stop"),
         ),
     ),
@@ -88,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MoerlError as error:
         if "--traceback" in arguments:
             raise
-        print(f"error: {error}", file=sys.stderr)
+        print("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     except BrokenPipeError:
         # The reader of our output (`| head`) went away; what is left in the buffer goes nowhere.
@@ -142,11 +147,28 @@ def _run(command: str, options: argparse.Namespace, arguments: list[str]) -> int
     for note in config_notes(config):
         print(f"note: {note}", file=sys.stderr)
     if world_size == 1:
-        return _hand_over(command, config, resume)
+        try:
+            return _hand_over(command, config, resume)
+        except MoerlError as error:
+            if not isinstance(error, ConfigError | CheckpointError) and _can_go_on(config):
+                error.add_note(_how_to_go_on(command, config))
+            raise
     ranks_command = [sys.executable, "-m", "moerl", *arguments]
     if not resume:
         ranks_command.append(f"run_dir={_quoted(config.run_dir)}")
-    return launch_local(ranks_command, run_dir=config.run_dir, world_size=world_size, num_threads=config.num_threads)
+    status = launch_local(ranks_command, run_dir=config.run_dir, world_size=world_size, num_threads=config.num_threads)
+    if status and _can_go_on(config):
+        print(_how_to_go_on(command, config), file=sys.stderr)
+    return status
+
+
+def _can_go_on(config: RunConfig) -> bool:
+    """True where a checkpoint was written; a half-written one has a name that begins with a dot."""
+    return any(config.run_dir.glob("checkpoints/[!.]*"))
+
+
+def _how_to_go_on(command: str, config: RunConfig) -> str:
+    return f"go on from the last checkpoint: moerl {command} {shlex.quote(f'resume={config.run_dir}')}"
 
 
 def _hand_over(command: str, config: RunConfig, resume: bool) -> int:

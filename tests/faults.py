@@ -1,6 +1,6 @@
 """Fault injection: what goes wrong in a run on purpose. Called in the process of the run before it begins.
 
-Places are named ``package.module:Class.method``.
+Places are named ``package.module:Class.method``; calls are counted from 1.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import functools
 import importlib
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,83 +17,87 @@ import numpy as np
 
 
 def kill(place: str, *, call: int = 1, after: bool = False) -> None:
-    """SIGKILL to this process at the `call`-th call of `place`: before it runs, or after it returned."""
-    calls = 0
+    """SIGKILL to this process at one call of `place`: before it runs, or after it returned."""
 
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            if calls < call:
-                return original(*args, **kwargs)
-            if after:
-                original(*args, **kwargs)
-            os.kill(os.getpid(), signal.SIGKILL)
+    def at(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if after:
+            original(*args, **kwargs)
+        os.kill(os.getpid(), signal.SIGKILL)
 
-        return counted
-
-    _patch(place, wrap)
+    _replace(place, at, call=call)
 
 
-def shift_routing(*, step: int) -> None:
-    """From RL step `step` on (counted from 1), what the trainer gets is routed by the row before."""
-
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        calls = 0
-
-        @functools.wraps(original)
-        def packed(*args: Any, **kwargs: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            ranks = original(*args, **kwargs)
-            if calls < step:
-                return ranks
-            return [[replace(b, expert_ids=np.roll(b.expert_ids, 1, axis=0)) for b in rank] for rank in ranks]
-
-        return packed
-
-    _patch("moerl.orchestration.rl:pack_for_ranks", wrap)
+def both(first: tuple[str, Mapping[str, Any]], second: tuple[str, Mapping[str, Any]]) -> None:
+    """Two faults in one run."""
+    for name, arguments in (first, second):
+        globals()[name](**arguments)
 
 
-def flip_bit_of_frame() -> None:
-    """One bit of the frame that carries the batch to the trainer is wrong."""
+def shift_routing(*, call: int) -> None:
+    """One packed batch comes with every row's routing one row later."""
 
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def decode(frame: bytes, **kwargs: Any) -> Any:
-            wrong = bytearray(frame)
-            wrong[len(wrong) // 2] ^= 1
-            return original(bytes(wrong), **kwargs)
+    def at(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        ranks = original(*args, **kwargs)
+        return [[replace(batch, expert_ids=np.roll(batch.expert_ids, 1, axis=0)) for batch in rank] for rank in ranks]
 
-        return decode
-
-    _patch("moerl.orchestration.rl:decode_samples", wrap)
+    _replace("moerl.orchestration.rl:pack_for_ranks", at, call=call)
 
 
-def break_records(*, every: int, only_run: str = "") -> None:
-    """Every `every`-th answer of the engine claims a probability above 1; `only_run`: start of its rollout id."""
+def flip_bit_of_frame(*, call: int) -> None:
+    """One bit is wrong in a frame that carries a batch to the trainer's ranks."""
 
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def generate(self: Any, requests: Any) -> Iterator[Any]:
-            records = (record for record in original(self, requests))
-            for number, record in enumerate(records):
-                if number % every == 0 and record.rollout_id.startswith(only_run):
-                    logprobs = record.values["rollout_logprobs"].copy()
-                    logprobs[-1] = 0.5
-                    record = replace(record, values={**record.values, "rollout_logprobs": logprobs})
+    def at(original: Callable[..., Any], frame: bytes, **kwargs: Any) -> Any:
+        wrong = bytearray(frame)
+        wrong[len(wrong) // 2] ^= 1
+        return original(bytes(wrong), **kwargs)
+
+    _replace("moerl.orchestration.rl:decode_samples", at, call=call)
+
+
+def repeat_an_expert(*, call: int) -> None:
+    """In one batch a token of a trajectory is sent to the same expert twice; everything is checked once more."""
+
+    def at(original: Callable[..., Any], trajectories: Any, algorithm: Any) -> Any:
+        expert_ids = trajectories[0].expert_ids.copy()
+        expert_ids[2, 1] = expert_ids[2, 1, 0]
+        return original([replace(trajectories[0], expert_ids=expert_ids), *trajectories[1:]], algorithm)
+
+    _replace("moerl.orchestration.rl:with_advantages", at, call=call)
+
+
+def break_records(*, only: str, count: int) -> None:
+    """The first `count` answers of the engine to rollouts whose id begins with `only` claim a probability above 1."""
+    module = importlib.import_module("moerl.rollout.embedded")
+    original = module.EmbeddedEngine.generate
+    left = count
+
+    def generate(self: Any, requests: Any) -> Iterator[Any]:
+        nonlocal left
+        for record in original(self, requests):
+            if left and record.rollout_id.startswith(only):
+                left -= 1
+                logprobs = record.values["rollout_logprobs"].copy()
+                logprobs[-1] = 0.5
+                yield replace(record, values={**record.values, "rollout_logprobs": logprobs})
+            else:
                 yield record
 
-        return generate
-
-    _patch("moerl.rollout.embedded:EmbeddedEngine.generate", wrap)
+    module.EmbeddedEngine.generate = generate
 
 
-def _patch(place: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+def _replace(place: str, function: Callable[..., Any], *, call: int) -> None:
+    """At the `call`-th call of `place`, `function` is called in its stead, with the original as first argument."""
     module, _, path = place.partition(":")
     owner: Any = importlib.import_module(module)
     *parents, name = path.split(".")
     for parent in parents:
         owner = getattr(owner, parent)
-    setattr(owner, name, wrap(getattr(owner, name)))
+    original, calls = getattr(owner, name), 0
+
+    @functools.wraps(original)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return function(original, *args, **kwargs) if calls == call else original(*args, **kwargs)
+
+    setattr(owner, name, counted)

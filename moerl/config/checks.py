@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from moerl.config.model_sizes import ModelSizes, architecture_sizes, directory_sizes
 from moerl.contract.trajectory import MAX_KEPT_IDS
 from moerl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from moerl.config.schema import ParallelConfig, RunConfig
+    from moerl.config.schema import ParallelConfig, RunConfig, TaskConfig
 
 COMMANDS = ("train", "sft", "rollout", "eval")
 
@@ -21,8 +22,9 @@ def check_run(config: RunConfig) -> None:
     """Checks the rules that hold for every command. Raises `ConfigError` at the first that is broken."""
     _check_model(config)
     _check_parallel(config.parallel)
-    _check_sharding(config)
     _check_lengths(config)
+    if config.model.architecture is not None:
+        _check_sizes(config, architecture_sizes(config.model.architecture))
     _check_stages(config)
     _check_task(config)
 
@@ -46,7 +48,9 @@ def check_command(config: RunConfig, command: str) -> None:
         )
     if command in ("rollout", "eval"):
         _check_reader(config, command)
-    _check_files(config)
+    if config.model.path is not None:
+        _check_sizes(config, directory_sizes(config.model.path))
+    _check_task_file(config.task)
 
 
 def config_notes(config: RunConfig) -> list[str]:
@@ -132,23 +136,33 @@ def _check_parallel(parallel: ParallelConfig) -> None:
         )
 
 
-def _check_sharding(config: RunConfig) -> None:
-    architecture, parallel = config.model.architecture, config.parallel
-    if architecture is None:
-        return
+def _check_sizes(config: RunConfig, sizes: ModelSizes) -> None:
+    """The parallel sizes divide what they split, and the longest response leaves room for a prompt."""
+    parallel = config.parallel
+    fixed = config.model.path is not None
     for name, size, axis in (
         ("num_attention_heads", parallel.tensor, "tensor"),
         ("num_key_value_heads", parallel.tensor, "tensor"),
         ("num_experts", parallel.expert, "expert"),
     ):
-        value = getattr(architecture, name)
+        value = getattr(sizes, name)
         if value % size:
+            where = f"{name} of {sizes.origin}" if fixed else f"{sizes.origin}.{name}"
             raise ConfigError(
-                f"parallel.{axis}: does not divide model.architecture.{name}",
+                f"parallel.{axis}: does not divide {where}",
                 seen=f"parallel.{axis} = {size}, {name} = {value}",
                 expected=f"a divisor of {value}",
-                remedy=f"lower parallel.{axis} or change model.architecture.{name}",
+                remedy=f"change parallel.{axis}" if fixed else f"change parallel.{axis} or {where}",
             )
+    longest = config.rollout.max_new_tokens
+    if longest >= sizes.max_positions:
+        where = f"max_position_embeddings of {sizes.origin}" if fixed else f"{sizes.origin}.max_positions"
+        raise ConfigError(
+            "rollout.max_new_tokens: the model has no room for a prompt and this many tokens",
+            seen=longest,
+            expected=f"< {where} = {sizes.max_positions}",
+            remedy="lower rollout.max_new_tokens" + ("" if fixed else f" or raise {where}"),
+        )
 
 
 def _check_lengths(config: RunConfig) -> None:
@@ -159,14 +173,6 @@ def _check_lengths(config: RunConfig) -> None:
             seen=config.trainer.microbatch_tokens,
             expected=f"> rollout.max_new_tokens = {longest}",
             remedy="raise trainer.microbatch_tokens or lower rollout.max_new_tokens",
-        )
-    architecture = config.model.architecture
-    if architecture is not None and longest >= architecture.max_positions:
-        raise ConfigError(
-            "rollout.max_new_tokens: the model has no room for a prompt and this many tokens",
-            seen=longest,
-            expected=f"< model.architecture.max_positions = {architecture.max_positions}",
-            remedy="lower rollout.max_new_tokens or raise model.architecture.max_positions",
         )
 
 
@@ -244,19 +250,11 @@ def _check_reader(config: RunConfig, command: str) -> None:
         )
 
 
-def _check_files(config: RunConfig) -> None:
-    path = config.model.path
-    if path is not None and not (path / "config.json").is_file():
-        raise ConfigError(
-            "model.path: not a Hugging Face model directory",
-            seen=path,
-            expected="a directory with config.json",
-            remedy="give the directory that holds config.json and the weights",
-        )
-    if config.task.name == "jsonl" and not config.task.path.is_file():
+def _check_task_file(task: TaskConfig) -> None:
+    if task.name == "jsonl" and not task.path.is_file():
         raise ConfigError(
             "task.path: no such file",
-            seen=config.task.path,
+            seen=task.path,
             expected="a JSONL file",
             remedy="give the path of your JSONL file",
         )

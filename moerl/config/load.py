@@ -25,7 +25,7 @@ from pydantic import ValidationError
 import moerl
 from moerl.config.checks import check_command
 from moerl.config.explain import explain, unknown_key
-from moerl.config.reference import is_known
+from moerl.config.reference import COMMAND_KEY, is_known
 from moerl.config.schema import RunConfig
 from moerl.errors import ConfigError
 
@@ -64,9 +64,9 @@ def load_config(overrides: Sequence[str], *, command: str, config_dir: Path | No
     values = compose_values(rest, config_dir=config_dir)
     if values.get("run_dir") is None:
         values["run_dir"] = _default_run_dir(command, str(values.get("recipe")), str(values.get("seed")))
-    config = _validate(values)
-    check_command(config, command)
-    return config
+    if COMMAND_KEY in values:
+        raise unknown_key(COMMAND_KEY)
+    return _finished(values, command)
 
 
 def compose_values(overrides: Sequence[str], *, config_dir: Path | None = None) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def refuse_taken_run_dir(config: RunConfig) -> None:
             "run_dir: holds a run already",
             seen=config.run_dir,
             expected="a new or empty directory",
-            remedy=f"go on with `moerl train resume={config.run_dir}`, or choose another run_dir",
+            remedy=f"go on with `moerl {config.command} resume={config.run_dir}`, or choose another run_dir",
         )
 
 
@@ -205,6 +205,7 @@ def _load_resumed(run_dir: Path, overrides: list[str], command: str) -> RunConfi
             remedy="leave resume away",
         )
     values = _read_values(run_dir / CONFIG_FILE)
+    _check_same_command(str(values.get(COMMAND_KEY)), command, run_dir)
     for parsed in map(_parse, overrides):
         if parsed.key not in RESUME_KEYS:
             raise ConfigError(
@@ -216,9 +217,33 @@ def _load_resumed(run_dir: Path, overrides: list[str], command: str) -> RunConfi
         section, name = parsed.key.split(".")
         values[section][name] = parsed.override.value()
     values["run_dir"] = str(run_dir)
-    config = _validate(values)
+    return _finished(values, command)
+
+
+def _check_same_command(stored: str, command: str, run_dir: Path) -> None:
+    if stored != command:
+        raise ConfigError(
+            "resume: the run belongs to another command",
+            seen=f"moerl {command} resume={run_dir}, a run of moerl {stored}",
+            expected=f"moerl {stored}",
+            remedy=f"use `moerl {stored} resume={run_dir}`" if stored in ("train", "sft") else "start a new run",
+        )
+
+
+def _finished(values: dict[str, Any], command: str) -> RunConfig:
+    """The values as the checked configuration of a command, paths made absolute."""
+    config = _with_absolute_paths(_validate({COMMAND_KEY: command, **values}))
     check_command(config, command)
     return config
+
+
+def _with_absolute_paths(config: RunConfig) -> RunConfig:
+    changed: dict[str, Any] = {"run_dir": config.run_dir.resolve()}
+    for name, section in (("model", config.model), ("task", config.task)):
+        path = getattr(section, "path", None)
+        if path is not None:
+            changed[name] = section.model_copy(update={"path": path.resolve()})
+    return config.model_copy(update=changed)
 
 
 def _read_values(path: Path) -> dict[str, Any]:

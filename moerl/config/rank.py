@@ -1,6 +1,6 @@
 """Which rank this process is, as its launcher said in the environment. Torch-free; every process of a run.
 
-`moerl.launch.local` starts ranks with RANK, LOCAL_RANK, WORLD_SIZE and MOERL_RENDEZVOUS set.
+`moerl.launch.local` starts ranks with RANK, WORLD_SIZE and MOERL_RENDEZVOUS set.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ class RankInfo:
     """
 
     rank: int
-    local_rank: int
     world_size: int
     rendezvous: str
     is_launched: bool
@@ -42,20 +41,20 @@ def rank_info(environment: Mapping[str, str] = os.environ) -> RankInfo:
                 expected="no launcher: moerl starts its own ranks",
                 remedy="run `moerl train` directly, without torchrun or mpirun",
             )
-        return RankInfo(0, 0, 1, rendezvous="", is_launched=False)
+        return RankInfo(0, 1, rendezvous="", is_launched=False)
     try:
-        rank, local_rank, world_size = (int(environment[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+        rank, world_size = (int(environment[name]) for name in ("RANK", "WORLD_SIZE"))
     except (KeyError, ValueError) as error:
         raise _bad_rank(f"{type(error).__name__}: {error}") from error
     if not 0 <= rank < world_size:
         raise _bad_rank(f"RANK={rank} WORLD_SIZE={world_size}")
-    return RankInfo(rank, local_rank, world_size, rendezvous, is_launched=True)
+    return RankInfo(rank, world_size, rendezvous, is_launched=True)
 
 
 def _bad_rank(seen: str) -> ConfigError:
     return ConfigError(
         "rank variables: not what moerl's launcher sets",
         seen=seen,
-        expected="RANK, LOCAL_RANK and WORLD_SIZE as whole numbers, RANK below WORLD_SIZE",
+        expected="RANK and WORLD_SIZE as whole numbers, RANK below WORLD_SIZE",
         remedy="unset MOERL_RENDEZVOUS and run `moerl train` again",
     )

@@ -18,6 +18,9 @@ from pydantic.fields import FieldInfo
 
 from moerl.config.schema import RunConfig
 
+COMMAND_KEY = "command"
+"""The one field of `RunConfig` that is not set by a key but by which command runs."""
+
 _PLAIN_NAMES = {int: "int", float: "float", bool: "bool", str: "text", Path: "path", types.NoneType: "null"}
 
 
@@ -36,8 +39,8 @@ class Key:
 
 
 def config_keys() -> list[Key]:
-    """Every leaf key of `RunConfig` in the order of the schema; both tasks' keys are listed."""
-    return list(_walk(RunConfig, ""))
+    """Every leaf key of `RunConfig` that can be set, in the order of the schema; both tasks' keys are listed."""
+    return [key for key in _walk(RunConfig, "") if key.path != COMMAND_KEY]
 
 
 def sections() -> set[str]:

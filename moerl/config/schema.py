@@ -19,6 +19,7 @@ CountOrZero = Annotated[int, Field(ge=0)]
 NonNegative = Annotated[float, Field(ge=0.0)]
 Positive = Annotated[float, Field(gt=0.0)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
+Part = Annotated[float, Field(gt=0.0, lt=1.0)]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 FloatName = Literal["float32", "bfloat16"]
 
@@ -113,13 +114,16 @@ class AlgorithmConfig(Section):
     prompts_per_step: Count = Field(description="Prompts in a batch.")
     group_size: Annotated[int, Field(ge=2)] = Field(description="Responses sampled per prompt.")
     minibatches: Count = Field(description="Optimizer steps per batch.")
-    clip_low: Share = Field(description="Ratios below 1 - clip_low are clipped.")
-    clip_high: NonNegative = Field(description="Ratios above 1 + clip_high are clipped.")
+    clip_low: Annotated[float, Field(gt=0.0, le=1.0)] = Field(description="Ratios below 1 - clip_low are clipped.")
+    clip_high: Positive = Field(description="Ratios above 1 + clip_high are clipped.")
     normalize_std: bool = Field(description="Divide advantages by the standard deviation of their group.")
     importance_cap: Annotated[float, Field(ge=1.0)] = Field(
         description="Cap of the truncated importance weight between sampler and trainer, at least 1."
     )
-    kl_coef: NonNegative = Field(description="Weight of the KL to the starting model; 0 = no reference model.")
+    kl_coef: NonNegative = Field(
+        description="Weight of the KL to the starting model, over each token's kept set, the reference renormalised"
+        " over the same set; over the whole vocabulary where nothing was cut. 0 = no reference model."
+    )
     moe_aux_loss_coef: NonNegative = Field(description="Weight of the load-balancing loss.")
 
 
@@ -188,8 +192,8 @@ class JsonlTaskConfig(Section):
     response_key: Annotated[str, Field(min_length=1)] | None = Field(
         description="Key of a demonstration in a row; null = the file has none."
     )
-    heldout_fraction: Share = Field(description="Share of rows kept for the final numbers.")
-    dev_fraction: Share = Field(description="Share of rows kept for evaluation while training.")
+    heldout_fraction: Part = Field(description="Share of rows kept for the final numbers.")
+    dev_fraction: Part = Field(description="Share of rows kept for evaluation while training.")
     reward_timeout_seconds: Positive = Field(description="Longest time one reward may take.")
 
 
@@ -230,8 +234,9 @@ class QuarantineConfig(Section):
 
 
 class RunConfig(Section):
-    """Everything that decides what a run does."""
+    """Everything that decides what a run does. Paths are absolute, so that a run goes on from any directory."""
 
+    command: Literal["train", "sft", "rollout", "eval"] = Field(description="Command of the run; set by moerl itself.")
     recipe: str = Field(description="Recipe the run started from.")
     seed: CountOrZero = Field(description="Seed of weights, prompts and sampling.")
     run_dir: Path = Field(description="Where the run is written; null = runs/<recipe>-seed<seed>-<time>.")

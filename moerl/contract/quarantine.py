@@ -93,18 +93,37 @@ class Quarantine:
         try:
             trajectory = self._check(record, trainer_version)
         except ContractError as error:
-            facts = {
-                "rollout_id": record.rollout_id,
-                "engine_id": record.engine_id,
-                "policy_version": record.policy_version,
-                "trainer_version": trainer_version,
-            }
-            content = msgspec.msgpack.encode(_plain(dict(record.values)))
-            self._keep(error, facts, "record.msgpack", content)
+            self._keep_record(record, error, trainer_version)
             return None
         self._admitted.add(record.rollout_id)
         self.num_admitted += 1
         return trajectory
+
+    def withdraw(self, record: RolloutRecord, error: ContractError, *, trainer_version: int) -> None:
+        """Refuses after all a record that was admitted, for example because its reward failed: never a silent zero.
+
+        Raises:
+            ContractError: `quarantine_rate_exceeded`; the record is on disk by then.
+        """
+        self._admitted.discard(record.rollout_id)
+        self.num_admitted -= 1
+        self._keep_record(record, error, trainer_version)
+        self._judge_rate()
+
+    def forget(self, rollout_ids: Iterable[str]) -> None:
+        """Drops ids whose answers have all been dealt with; a later answer to one of them counts as unrequested."""
+        ids = set(rollout_ids)
+        self._expected -= ids
+        self._admitted -= ids
+
+    def counters(self) -> dict[str, int]:
+        """What a checkpoint keeps: refused records by reason code, and `admitted`."""
+        return {**self.counts, "admitted": self.num_admitted}
+
+    def restore(self, counters: Mapping[str, int]) -> None:
+        """Takes over what `counters` returned in an earlier process of the run."""
+        self.num_admitted = counters.get("admitted", 0)
+        self.counts = Counter({reason: n for reason, n in counters.items() if reason != "admitted"})
 
     def admit_frame(
         self, frame: bytes, engine_id: str, *, trainer_version: int, limits: WireLimits = DEFAULT_LIMITS
@@ -165,6 +184,16 @@ class Quarantine:
                 expected="the id of a rollout that was requested",
             )
 
+    def _keep_record(self, record: RolloutRecord, error: ContractError, trainer_version: int) -> None:
+        facts = {
+            "rollout_id": record.rollout_id,
+            "engine_id": record.engine_id,
+            "policy_version": record.policy_version,
+            "trainer_version": trainer_version,
+        }
+        content = msgspec.msgpack.encode(_plain(dict(record.values)))
+        self._keep(error, facts, "record.msgpack", content)
+
     def _keep(self, error: ContractError, facts: dict[str, Any], name: str, content: bytes) -> None:
         """Writes a refused record, then counts it."""
         why = {
@@ -187,7 +216,7 @@ class Quarantine:
                 field="records",
                 seen=f"{self.num_refused} of {self.num_seen} refused: {dict(self.counts)}",
                 expected=f"a rate of at most {self.max_rate}",
-                remedy=f"inspect {self.folder}: the cause is on the engines' side or in a version mismatch",
+                remedy=f"inspect {self.folder}: the cause is an engine, a version mismatch or a failing reward",
             )
 
 

@@ -83,4 +83,5 @@ class Reason(StrEnum):
     ROLLOUT_ID_DISAGREES = "rollout_id_disagrees"
     ROLLOUT_DUPLICATE = "rollout_duplicate"
     ROLLOUT_UNREQUESTED = "rollout_unrequested"
+    REWARD_FAILED = "reward_failed"
     QUARANTINE_RATE_EXCEEDED = "quarantine_rate_exceeded"

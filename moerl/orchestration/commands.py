@@ -20,7 +20,7 @@ from moerl.contract.files import atomic_file
 from moerl.contract.ports import Task
 from moerl.contract.quarantine import Quarantine
 from moerl.contract.trajectory import ModelSpec
-from moerl.errors import ConfigError
+from moerl.errors import ConfigError, MoerlError
 from moerl.orchestration import sft
 from moerl.orchestration.evaluation import evaluate
 from moerl.orchestration.exchange import barrier
@@ -42,11 +42,11 @@ def run_train(config: RunConfig, *, resume: bool) -> int:
         collector = None
         if run.layout.is_main:
             run.engine = _engine(config, model_path, run.spec, version=-1)
-            collector = _collector(config, run.engine, run.task, run.tokenizer, run.spec)
+            collector = _collector(config, run.engine, run.task, run.tokenizer, run.quarantine)
         stage = RLStage(run, model_path, collector)
         stage.train()
         run.write_model(config.run_dir / "final_model", like=model_path, trainer=stage.trainer)
-        run.reporter.finish(run.summary(steps=config.algorithm.steps, num_quarantined=stage.num_quarantined))
+        run.reporter.finish(run.summary(steps=config.algorithm.steps))
     return 0
 
 
@@ -56,7 +56,7 @@ def run_sft(config: RunConfig, *, resume: bool) -> int:
         output = _cold_start(run, model_path)
         if run.layout.is_main:
             engine = _engine(config, output, run.spec, version=0)
-            collector = _collector(config, engine, run.task, run.tokenizer, run.spec)
+            collector = _collector(config, engine, run.task, run.tokenizer, run.quarantine)
             heldout = evaluate(collector, "heldout", config.evaluation.heldout_problems, version=0)
             run.record_evaluations(0, {"cold_start": heldout})
         run.reporter.finish(run.summary(steps=0))
@@ -65,30 +65,30 @@ def run_sft(config: RunConfig, *, resume: bool) -> int:
 
 def run_rollout(config: RunConfig) -> int:
     """Samples `algorithm.group_size` responses to each of `algorithm.prompts_per_step` prompts and dumps them."""
-    collector, reporter = _open_reader(config, "rollout")
-    prompts = collector.task.prompts("train", config.algorithm.prompts_per_step)
-    requests = collector.requests(
-        prompts,
-        run="rollout",
-        count=config.algorithm.group_size,
-        sampling=sampling_params(config.rollout, config.seed),
-        prefixes={},
-    )
-    finished = list(collector.collect(prompts, requests, trainer_version=0, prefixes={}))
-    trajectories = in_request_order(finished, requests)
-    path = config.run_dir / "rollouts" / "rollouts.parquet"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_parquet(path, trajectories, texts=[collector.response(t) for t in trajectories])
-    accuracy = sum(t.rewards["accuracy"] for t in trajectories) / len(trajectories)
-    reporter.say(f"{len(trajectories)} rollouts, accuracy {accuracy:.3f}, written to {path}")
+    with _open_reader(config, "rollout") as (collector, reporter):
+        prompts = collector.task.prompts("train", config.algorithm.prompts_per_step)
+        requests = collector.requests(
+            prompts,
+            run="rollout",
+            count=config.algorithm.group_size,
+            sampling=sampling_params(config.rollout, config.seed),
+            prefixes={},
+        )
+        finished = list(collector.collect(prompts, requests, trainer_version=0, prefixes={}))
+        path = config.run_dir / "rollouts" / "rollouts.parquet"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        trajectories = in_request_order(finished, requests)
+        write_parquet(path, trajectories, texts=[collector.response(t) for t in trajectories])
+        accuracy = sum(t.rewards["accuracy"] for t in trajectories) / len(trajectories)
+        reporter.say(f"{len(trajectories)} rollouts, accuracy {accuracy:.3f}, written to {path}")
     return 0
 
 
 def run_eval(config: RunConfig) -> int:
     """Greedy accuracy on the held-out problems."""
-    collector, reporter = _open_reader(config, "eval")
-    heldout = evaluate(collector, "heldout", config.evaluation.heldout_problems, version=0)
-    reporter.evaluated(0, {"final": heldout})
+    with _open_reader(config, "eval") as (collector, reporter):
+        heldout = evaluate(collector, "heldout", config.evaluation.heldout_problems, version=0)
+        reporter.evaluated(0, {"final": heldout}, {})
     return 0
 
 
@@ -132,7 +132,8 @@ def _open_run(config: RunConfig, command: str, *, resume: bool) -> Iterator[tupl
     if rank.rank == 0:
         _write_config(config)
     reporter = make_reporter(config, is_main=rank.rank == 0)
-    with reporter:
+    with reporter, _resume_hint(config, command, reporter):
+        reporter.say(f"run directory: {config.run_dir}")
         reporter.say("starting Megatron")
         where = layout.start(
             rank=rank.rank,
@@ -153,6 +154,16 @@ def _open_run(config: RunConfig, command: str, *, resume: bool) -> Iterator[tupl
             run.go_back()
         yield run, model_path
     layout.stop()
+
+
+@contextmanager
+def _resume_hint(config: RunConfig, command: str, reporter: Reporter) -> Iterator[None]:
+    """Says how to go on where a run stops early."""
+    try:
+        yield
+    except (MoerlError, KeyboardInterrupt):
+        reporter.say(f"stopped; to go on from the last checkpoint: moerl {command} resume={config.run_dir}")
+        raise
 
 
 def _write_config(config: RunConfig) -> None:
@@ -179,13 +190,17 @@ def _engine(config: RunConfig, model_path: Path, spec: ModelSpec, version: int) 
 
 
 def _collector(
-    config: RunConfig, engine: EmbeddedEngine, task: Task, tokenizer: PreTrainedTokenizerBase, spec: ModelSpec
+    config: RunConfig,
+    engine: EmbeddedEngine,
+    task: Task,
+    tokenizer: PreTrainedTokenizerBase,
+    quarantine: Quarantine,
 ) -> Collector:
-    quarantine = Quarantine(config.run_dir / "quarantine", config.quarantine.max_rate, spec=spec)
     return Collector(engine, task, tokenizer, quarantine, config.rollout.max_new_tokens)
 
 
-def _open_reader(config: RunConfig, command: str) -> tuple[Collector, Reporter]:
+@contextmanager
+def _open_reader(config: RunConfig, command: str) -> Iterator[tuple[Collector, Reporter]]:
     """For the commands that only read a model: no ranks, no trainer."""
     _quiet_libraries()
     torch.set_num_threads(config.num_threads)
@@ -196,8 +211,10 @@ def _open_reader(config: RunConfig, command: str) -> tuple[Collector, Reporter]:
     tokenizer = read_tokenizer(config.model.path)
     spec = read_spec(config.model.path, tokenizer)
     engine = _engine(config, config.model.path, spec, version=0)
-    collector = _collector(config, engine, task, tokenizer, spec)
-    return collector, make_reporter(config, is_main=True)
+    quarantine = Quarantine(config.run_dir / "quarantine", config.quarantine.max_rate, spec=spec)
+    collector = _collector(config, engine, task, tokenizer, quarantine)
+    with make_reporter(config, is_main=True) as reporter:
+        yield collector, reporter
 
 
 def _quiet_libraries() -> None:

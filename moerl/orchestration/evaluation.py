@@ -7,14 +7,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from moerl.contract.ports import WorkedTask
+from moerl.errors import MoerlError
 from moerl.orchestration.rollouts import GREEDY, Collector
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """accuracy: share of problems solved. length_mean: sampled tokens per response. rewards: means by name."""
+    """num_problems: answers that were admitted. accuracy: share of them that solve their problem.
 
-    split: str
+    length_mean: sampled tokens per response. rewards: means by name.
+    """
+
     num_problems: int
     accuracy: float
     length_mean: float
@@ -36,10 +39,16 @@ def evaluate(collector: Collector, split: str, count: int, *, version: int, work
     run = f"evaluation-{split}-{version:06d}{'-worked' if worked else ''}"
     requests = collector.requests(prompts, run=run, count=1, sampling=GREEDY, prefixes=prefixes)
     trajectories = list(collector.collect(prompts, requests, trainer_version=version, prefixes=prefixes))
+    if not trajectories:
+        raise MoerlError(
+            f"the evaluation on {split} problems has no answer to count",
+            seen=f"{len(requests)} responses asked for, none admitted",
+            expected="at least one",
+            remedy=f"inspect {collector.quarantine.folder}",
+        )
     names = sorted({name for trajectory in trajectories for name in trajectory.rewards})
     rewards = {name: float(np.mean([t.rewards[name] for t in trajectories if name in t.rewards])) for name in names}
     return Evaluation(
-        split=split,
         num_problems=len(trajectories),
         accuracy=rewards.get("accuracy", float("nan")),
         length_mean=float(np.mean([t.num_sampled for t in trajectories])),

@@ -22,7 +22,8 @@ def broadcast_bytes(payload: bytes | None) -> bytes:
     """The main rank's payload, on every rank.
 
     Args:
-        payload: the bytes on rank 0; ignored elsewhere. None on rank 0 means that it failed: the others stop too.
+        payload: the bytes on rank 0; ignored elsewhere. None on rank 0 means that it failed: the others stop too,
+            and rank 0, whose own error is on its way, gets empty bytes.
 
     Raises:
         MoerlError: on every other rank, where rank 0 failed.
@@ -32,6 +33,8 @@ def broadcast_bytes(payload: bytes | None) -> bytes:
     is_main = dist.get_rank() == 0
     length = torch.tensor([-1 if payload is None else len(payload)], dtype=torch.int64, device=_device())
     dist.broadcast(length, src=0)
+    if int(length) < 0 and is_main:
+        return b""
     if int(length) < 0:
         raise MoerlError("the main rank failed while preparing a batch", remedy="read the output of rank 0")
     buffer = torch.empty(int(length), dtype=torch.uint8, device=_device())

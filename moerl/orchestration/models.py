@@ -26,11 +26,10 @@ from moerl.contract.spec import spec_from_hf_config
 from moerl.contract.trajectory import ModelSpec
 from moerl.errors import ConfigError
 from moerl.rollout.embedded import EmbeddedEngine
+from moerl.trainer.model import DTYPES
 
 VOCAB_MULTIPLE = 8
 """The embedding is padded to a multiple of this, so that tensor parallelism can split it."""
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def build_model(architecture: ArchitectureConfig, tokenizer: PreTrainedTokenizerBase, seed: int, folder: Path) -> None:

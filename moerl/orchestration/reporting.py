@@ -44,8 +44,8 @@ class Reporter(Protocol):
         """The row of one training step."""
         ...
 
-    def evaluated(self, step: int, evaluations: Mapping[str, Evaluation]) -> None:
-        """The row of an evaluation; names as in `EVALUATIONS`."""
+    def evaluated(self, step: int, evaluations: Mapping[str, Evaluation], seconds: Mapping[str, float]) -> None:
+        """The row of an evaluation; names as in `EVALUATIONS`. seconds: spans as metrics."""
         ...
 
     def finish(self, summary: RunSummary) -> None:
@@ -80,7 +80,7 @@ class SilentReporter:
 
     def log(self, stage: str, step: int, metrics: Mapping[str, float]) -> None: ...
 
-    def evaluated(self, step: int, evaluations: Mapping[str, Evaluation]) -> None: ...
+    def evaluated(self, step: int, evaluations: Mapping[str, Evaluation], seconds: Mapping[str, float]) -> None: ...
 
     def finish(self, summary: RunSummary) -> None: ...
 
@@ -121,8 +121,8 @@ class MainReporter:
         self._write(stage, step, metrics)
         self._progress.update(step, metrics)
 
-    def evaluated(self, step: int, evaluations: Mapping[str, Evaluation]) -> None:
-        metrics = {}
+    def evaluated(self, step: int, evaluations: Mapping[str, Evaluation], seconds: Mapping[str, float]) -> None:
+        metrics = dict(seconds)
         for name, evaluation in evaluations.items():
             accuracy, length, problems = EVALUATIONS[name]
             metrics[accuracy] = evaluation.accuracy

@@ -23,7 +23,8 @@ from moerl.buffer.packing import pack_for_ranks
 from moerl.contract.batch import Microbatch, TrainSample
 from moerl.contract.batch_wire import decode_samples, encode_samples
 from moerl.contract.ports import WorkedTask
-from moerl.errors import MoerlError
+from moerl.contract.trajectory import ModelSpec
+from moerl.errors import EngineError, MoerlError
 from moerl.orchestration import step_metrics
 from moerl.orchestration.evaluation import evaluate
 from moerl.orchestration.exchange import broadcast_bytes, gather_rows, sum_over
@@ -32,7 +33,6 @@ from moerl.orchestration.run import Run
 from moerl.telemetry.metrics import table_metrics
 from moerl.trainer import layout
 from moerl.trainer.losses import PolicyGradientLoss, Scorer
-from moerl.trainer.model import ModelOptions
 from moerl.trainer.trainer import MegatronTrainer, RowScores
 from moerl.weights.publish import publish
 
@@ -60,13 +60,9 @@ class RLStage:
             importance_cap=config.algorithm.importance_cap,
             kl_coef=config.algorithm.kl_coef,
         )
-        options = ModelOptions(
-            dtype=config.model.dtype,
-            recompute=config.trainer.recompute,
-            moe_aux_loss_coef=config.algorithm.moe_aux_loss_coef,
-            tensor=config.parallel.tensor,
-            expert=config.parallel.expert,
-        )
+        if collector is not None:
+            _check_handshake(collector.engine.handshake().spec, run.spec)
+        options = run.model_options(config.algorithm.moe_aux_loss_coef)
         updates = config.algorithm.steps * config.algorithm.minibatches
         self.trainer = MegatronTrainer(model_path, run.spec, run.layout, options, config.optimizer, updates)
         self.reference = None
@@ -140,7 +136,7 @@ class RLStage:
         with run.stopwatch.span("train"):
             metrics = self._update(minibatches)
         metrics |= step_metrics.rollout_metrics([sample.trajectory for sample in samples])
-        metrics |= {"weights/version": float(step + 1), "quarantine/count": float(self.num_quarantined)}
+        metrics |= {"weights/version": float(step + 1), "quarantine/count": float(self.run.quarantine.num_refused)}
         return metrics | table_metrics(table)
 
     def _pack(self, samples: Sequence[TrainSample]) -> tuple[list[Microbatch], int]:
@@ -228,11 +224,6 @@ class RLStage:
         with self.run.stopwatch.span("weights"):
             publish(self.trainer.export(), sink, version)
 
-    @property
-    def num_quarantined(self) -> int:
-        """Trajectories of this process that broke the contract; 0 on ranks that do not collect."""
-        return 0 if self.collector is None else self.collector.quarantine.num_refused
-
     # --- evaluation --------------------------------------------------------------------------------------------------
 
     def _evaluate_cold_start(self, first_step: int) -> None:
@@ -262,6 +253,16 @@ class RLStage:
                 final = evaluate(self.collector, "heldout", sizes.heldout_problems, version=step)
                 evaluations["final"] = final
         self.run.record_evaluations(step, evaluations)
+
+
+def _check_handshake(engine: ModelSpec, trainer: ModelSpec) -> None:
+    if engine != trainer:
+        raise EngineError(
+            "the engine serves another model than the trainer trains",
+            seen=engine,
+            expected=trainer,
+            remedy="start the engine from the model directory of this run",
+        )
 
 
 def _split_groups(samples: Sequence[TrainSample], parts: int) -> list[list[TrainSample]]:

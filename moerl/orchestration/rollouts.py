@@ -14,8 +14,10 @@ from moerl.config.schema import RolloutConfig
 from moerl.contract.batch import TrainSample
 from moerl.contract.ports import Prompt, RolloutEngine, RolloutRequest, Task
 from moerl.contract.quarantine import Quarantine
+from moerl.contract.reasons import Reason
 from moerl.contract.routing import rollout_key
 from moerl.contract.trajectory import Lineage, SamplingParams, Trajectory
+from moerl.errors import ContractError, RewardError
 from moerl.orchestration.models import eos_id
 from moerl.tasks.tokenizer import encode_checked
 
@@ -66,7 +68,10 @@ class Collector:
         trainer_version: int,
         prefixes: Mapping[str, str],
     ) -> Iterator[Trajectory]:
-        """Admitted trajectories with their rewards, as they finish. Refused answers go to quarantine."""
+        """Admitted trajectories with their rewards, as they finish.
+
+        Answers that break the contract, and those whose reward fails, go to quarantine.
+        """
         by_id = {prompt.prompt_id: prompt for prompt in prompts}
         self.quarantine.expect(request.lineage.rollout_id for request in requests)
         for record in self.engine.generate(requests):
@@ -74,8 +79,14 @@ class Collector:
             if trajectory is not None:
                 prompt = by_id[trajectory.lineage.prompt_id]
                 response = prefixes.get(prompt.prompt_id, "") + self.response(trajectory)
-                rewards = self.task.reward(prompt, response, trajectory.finish_reason)
+                try:
+                    rewards = self.task.reward(prompt, response, trajectory.finish_reason)
+                except RewardError as error:
+                    failed = ContractError(Reason.REWARD_FAILED, field="rewards", seen=error, expected="finite rewards")
+                    self.quarantine.withdraw(record, failed, trainer_version=trainer_version)
+                    continue
                 yield replace(trajectory, rewards=rewards)
+        self.quarantine.forget(request.lineage.rollout_id for request in requests)
 
     def response(self, trajectory: Trajectory) -> str:
         """The sampled text, without the end-of-sequence token."""

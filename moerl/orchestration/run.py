@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from moerl.config.schema import RunConfig
 from moerl.contract.disk import write_parquet
 from moerl.contract.ports import Prompt, Task, WeightSink
+from moerl.contract.quarantine import Quarantine
 from moerl.contract.trajectory import ModelSpec, Trajectory
 from moerl.diagnostics.summary import RunSummary
 from moerl.errors import CheckpointError
@@ -28,6 +29,7 @@ from moerl.orchestration.reporting import Reporter
 from moerl.telemetry.spans import Stopwatch, peak_rss_bytes
 from moerl.trainer.checkpoint import CheckpointStore
 from moerl.trainer.layout import Layout
+from moerl.trainer.model import ModelOptions
 from moerl.trainer.trainer import MegatronTrainer
 
 STAGE_ORDER = ("sft", "rl")
@@ -39,12 +41,15 @@ class RunState:
 
     tokens_trained: tokens with a loss, all stages. wall_seconds: of earlier processes of this run.
     evaluations: by name (cold_start, cold_start_worked, dev, final), the latest of each.
+    quarantine: records refused by reason code, and `admitted`. peak_rss_bytes: largest of earlier processes.
     mismatch_first, mismatch: the first and the latest mismatch table.
     """
 
     tokens_trained: int = 0
     wall_seconds: float = 0.0
     evaluations: dict[str, dict[str, Any]] = field(default_factory=dict)
+    quarantine: dict[str, int] = field(default_factory=dict)
+    peak_rss_bytes: int = 0
     mismatch_first: dict[str, dict[str, float]] = field(default_factory=dict)
     mismatch: dict[str, dict[str, float]] = field(default_factory=dict)
 
@@ -57,6 +62,7 @@ class Run:
 
     Attributes:
         engine: takes weights; None on ranks that do not host it, and before the RL stage.
+        quarantine: where what breaks the contract goes; used on the main rank only.
     """
 
     def __init__(
@@ -72,6 +78,7 @@ class Run:
         self.reporter = reporter
         self.engine: WeightSink | None = None
         self.state = RunState()
+        self.quarantine = Quarantine(config.run_dir / "quarantine", config.quarantine.max_rate, spec=spec)
         self.stopwatch = Stopwatch()
         self._started = self._last_step = time.monotonic()
         self._checkpoint: tuple[str, int, Path] | None = None
@@ -81,6 +88,21 @@ class Run:
     def wall_seconds(self) -> float:
         """Of the whole run, resumed processes included."""
         return self.state.wall_seconds + time.monotonic() - self._started
+
+    @property
+    def peak_rss_bytes(self) -> int:
+        """Peak resident memory of this rank, the largest over the processes of the run."""
+        return max(self.state.peak_rss_bytes, peak_rss_bytes())
+
+    def model_options(self, moe_aux_loss_coef: float) -> ModelOptions:
+        """How the stages build the policy."""
+        return ModelOptions(
+            dtype=self.config.model.dtype,
+            recompute=self.config.trainer.recompute,
+            moe_aux_loss_coef=moe_aux_loss_coef,
+            tensor=self.config.parallel.tensor,
+            expert=self.config.parallel.expert,
+        )
 
     def train_prompts(self) -> list[Prompt]:
         return self.task.prompts("train", self.task.size("train"))
@@ -108,6 +130,7 @@ class Run:
             self.reporter.say("the run was stopped before its first checkpoint: starting from the beginning")
             return
         self.state = RunState(**facts["run"])
+        self.quarantine.restore(self.state.quarantine)
         self._checkpoint = (stage, step, Path(facts["path"]))
         self.reporter.say(f"{stage}: going on from step {step} ({facts['path']})")
 
@@ -154,9 +177,14 @@ class Run:
             barrier()
             if self.layout.is_main:
                 self.reporter.sync()
-                state = asdict(self.state) | {"wall_seconds": self.wall_seconds}
+                state = asdict(self.state) | {
+                    "wall_seconds": self.wall_seconds,
+                    "peak_rss_bytes": self.peak_rss_bytes,
+                    "quarantine": self.quarantine.counters(),
+                }
                 self._store.commit(name, {"stage": stage, "step": step, "run": state})
             barrier()
+        self._last_step = time.monotonic()
 
     def write_model(self, folder: Path, *, like: Path, trainer: MegatronTrainer) -> None:
         """Writes the trainer's weights as a Hugging Face directory. A collective."""
@@ -170,7 +198,10 @@ class Run:
     # --- what is recorded --------------------------------------------------------------------------------------------
 
     def log(self, stage: str, step: int, metrics: dict[str, float], num_tokens: int) -> None:
-        """Records one training step with the seconds of its stages and its throughput."""
+        """Records one training step with the seconds of its stages and its throughput.
+
+        The step ends here: evaluations and checkpoints that follow are not part of its time.
+        """
         self.state.tokens_trained += num_tokens
         now = time.monotonic()
         seconds = now - self._last_step
@@ -180,14 +211,15 @@ class Run:
             "seconds/step": seconds,
             "tokens/trained": float(self.state.tokens_trained),
             "throughput/tokens_per_second": num_tokens / seconds,
-            "memory/peak_rss_bytes": float(peak_rss_bytes()),
+            "memory/peak_rss_bytes": float(self.peak_rss_bytes),
         }
         self.reporter.log(stage, step, metrics)
 
     def record_evaluations(self, step: int, evaluations: dict[str, Evaluation]) -> None:
         """Keeps and reports the evaluations made after `step` RL steps, by name (`reporting.EVALUATIONS`)."""
         self.state.evaluations |= {name: asdict(evaluation) for name, evaluation in evaluations.items()}
-        self.reporter.evaluated(step, evaluations)
+        self.reporter.evaluated(step, evaluations, self.stopwatch.lap())
+        self._last_step = time.monotonic()
 
     def dump_if_due(self, step: int, trajectories: Sequence[Trajectory], texts: Sequence[str]) -> None:
         every = self.config.dump.rollouts_every
@@ -196,9 +228,10 @@ class Run:
             folder.mkdir(exist_ok=True)
             write_parquet(folder / f"step-{step:06d}.parquet", trajectories, texts=texts)
 
-    def summary(self, *, steps: int, num_quarantined: int = 0) -> RunSummary:
+    def summary(self, *, steps: int) -> RunSummary:
         """The numbers of the run as it stands; a collective."""
-        peaks = gather_rows(np.array([[peak_rss_bytes() / 2**20]], np.float32))
+        peaks = gather_rows(np.array([[self.peak_rss_bytes / 2**20]], np.float32))
+        measured = [e["num_problems"] for n, e in self.state.evaluations.items() if n != "dev"]
 
         def figure(evaluation: str, name: str) -> float | None:
             return self.state.evaluations.get(evaluation, {}).get(name)
@@ -210,13 +243,13 @@ class Run:
             tokens_trained=self.state.tokens_trained,
             wall_seconds=self.wall_seconds,
             peak_rss_bytes=int(peaks.sum()) * 2**20,
-            heldout_problems=self.config.evaluation.heldout_problems,
+            heldout_problems=min(measured, default=0),
             heldout_accuracy_cold_start=figure("cold_start", "accuracy"),
             heldout_accuracy_cold_start_worked=figure("cold_start_worked", "accuracy"),
             heldout_accuracy_final=figure("final", "accuracy"),
             response_length_cold_start=figure("cold_start", "length_mean"),
             response_length_final=figure("final", "length_mean"),
-            num_quarantined=num_quarantined,
+            num_quarantined=self.quarantine.num_refused,
             mismatch_first=self.state.mismatch_first,
             mismatch=self.state.mismatch,
         )

@@ -19,7 +19,6 @@ from moerl.orchestration.run import Run
 from moerl.tasks.tokenizer import encode_checked
 from moerl.trainer import layout
 from moerl.trainer.losses import TextLoss
-from moerl.trainer.model import ModelOptions
 from moerl.trainer.trainer import MegatronTrainer
 
 STAGE = "sft"
@@ -53,13 +52,7 @@ def train(run: Run, model_path: Path, output: Path) -> None:
         model_path,
         run.spec,
         run.layout,
-        ModelOptions(
-            dtype=config.model.dtype,
-            recompute=config.trainer.recompute,
-            moe_aux_loss_coef=config.sft.moe_aux_loss_coef,
-            tensor=config.parallel.tensor,
-            expert=config.parallel.expert,
-        ),
+        run.model_options(config.sft.moe_aux_loss_coef),
         config.sft.optimizer,
         total_steps=config.sft.steps,
     )

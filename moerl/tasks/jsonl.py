@@ -66,7 +66,7 @@ class JsonlTask:
                 f"{len(missing)} of {len(prompts)} rows have no demonstration",
                 seen=f"nothing under task.response_key={self.config.response_key!r} in {', '.join(missing[:3])}",
                 expected="a response in every row used for supervised training",
-                remedy="add responses, set task.response_key, or start from a trained model with sft.steps 0",
+                remedy="add responses, set task.response_key, or start from a trained model with sft.steps=0",
             )
         return [text for text in responses if text is not None]
 

@@ -35,7 +35,8 @@ class RewardProcess:
     """A user's reward function behind a time limit. Safe to call from several threads, one call at a time.
 
     Args:
-        function: ``package.module:function``, called with ``(row, response_text)``.
+        function: ``package.module:function``, called with ``(row, response_text)``. Modules are looked for where
+            this process finds them, then in the current directory.
         timeout_seconds: Time one call may take.
 
     Raises:
@@ -96,7 +97,7 @@ class RewardProcess:
     def _start(self) -> _Child:
         child = _Child()
         try:
-            reply = child.ask({"function": self._function, "sys_path": sys.path}, IMPORT_SECONDS)
+            reply = child.ask({"function": self._function, "sys_path": [*sys.path, os.getcwd()]}, IMPORT_SECONDS)
         except _ChildLostError as lost:
             reply = {"error": str(lost)}
         if "error" in reply:
@@ -105,7 +106,7 @@ class RewardProcess:
                 f"task.reward: cannot import {self._function}",
                 seen=reply["error"],
                 expected="an importable module with a function of that name",
-                remedy="check the name; the module's folder must be on PYTHONPATH (PYTHONPATH=. for this one)",
+                remedy="check the name; the module must be in the current directory or in a folder on PYTHONPATH",
             )
         return child
 

@@ -49,7 +49,7 @@ def build_tokenizer(texts: Iterable[str], vocab_size: int, *, any_text: bool) ->
             "the tokenizer's alphabet does not fit in its vocabulary",
             seen=f"{tokenizer.get_vocab_size()} entries without any merge",
             expected=f"at most {vocab_size}",
-            remedy="raise the vocabulary size",
+            remedy=f"set model.architecture.vocab_size={tokenizer.get_vocab_size()} or more",
         )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -74,7 +74,7 @@ def encode_checked(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
             f"the tokenizer cannot represent a text ({len(text)} characters)",
             seen=f"characters {lost} are lost" if lost else f"it decodes to {decoded[:80]!r}",
             expected=f"{text[:80]!r}",
-            remedy="use a tokenizer that knows these characters (any_text=True), or clean the text",
+            remedy="clean the text, or start from a model whose tokenizer knows these characters (model.path)",
         )
     return ids
 

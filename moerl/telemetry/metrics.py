@@ -21,8 +21,16 @@ SCORERS = {
 }
 """Scorers of a full mismatch table: what of the two guarantees the trainer enforces while it scores."""
 
-SPANS = ("rollout", "mismatch", "train", "weights", "evaluation", "checkpoint", "step")
-"""Parts of a run whose seconds are reported; `step` is the time since the row before, whatever happened in it."""
+SPANS = {
+    "rollout": "time of sampling, rewards and the hand-over to all ranks",
+    "mismatch": "time of scoring for a mismatch table",
+    "train": "time of packing, forward, backward, proof and update",
+    "weights": "time of sending weights to the engine",
+    "step": "time of the whole step; evaluations and checkpoints are not part of it",
+    "evaluation": "time of an evaluation, in its own row",
+    "checkpoint": "time of writing the checkpoint before this step",
+}
+"""Parts of a run whose seconds are reported, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +94,7 @@ _ALL = (
     Metric("quarantine/count", "trajectory", "trajectories put into quarantine so far"),
     Metric("weights/version", "version", "policy version that the engine holds after the step"),
     Metric("throughput/tokens_per_second", "token/s", "tokens trained over `seconds/step`", deterministic=False),
-    *(Metric(f"seconds/{span}", "s", f"wall-clock time: {span}", deterministic=False) for span in SPANS),
+    *(Metric(f"seconds/{span}", "s", meaning, deterministic=False) for span, meaning in SPANS.items()),
     Metric("memory/peak_rss_bytes", "byte", "peak resident memory of rank 0", deterministic=False),
 )
 

@@ -26,7 +26,7 @@ class Stopwatch:
     def span(self, name: str) -> Iterator[None]:
         """Counts the time inside the `with` block, also where it raises. `ValueError` for an unknown name."""
         if name not in SPANS:
-            raise ValueError(f"span {name!r} is not one of {SPANS}; add it to moerl/telemetry/metrics.py")
+            raise ValueError(f"span {name!r} is not one of {list(SPANS)}; add it to moerl/telemetry/metrics.py")
         start = self._clock()
         try:
             yield

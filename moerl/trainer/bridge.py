@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+from moerl.errors import ConfigError
 from moerl.trainer import platform
 
 
@@ -54,10 +55,24 @@ def _transformer_engine_stub() -> Iterator[None]:
 
 
 def import_bridge() -> Any:
-    """The `megatron.bridge.AutoBridge` class, importable with and without Transformer Engine."""
+    """The `megatron.bridge.AutoBridge` class, importable with and without Transformer Engine.
+
+    Raises:
+        ConfigError: Megatron-Bridge is not installed.
+    """
     platform.prepare()
-    with _transformer_engine_stub(), quiet():
-        module = importlib.import_module("megatron.bridge")
+    try:
+        with _transformer_engine_stub(), quiet():
+            module = importlib.import_module("megatron.bridge")
+    except ModuleNotFoundError as error:
+        if error.name != "megatron.bridge":
+            raise
+        raise ConfigError(
+            "megatron-bridge is not installed",
+            seen=str(error),
+            expected="megatron-bridge 0.6.2, which moerl cannot declare: it demands packages for CUDA alone",
+            remedy="pip install --no-deps megatron-bridge==0.6.2",
+        ) from error
     return module.AutoBridge
 
 

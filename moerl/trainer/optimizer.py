@@ -13,8 +13,6 @@ from moerl.config.schema import OptimizerConfig
 from moerl.errors import MoerlError
 from moerl.trainer import platform
 
-_SCHEDULES = {"constant": "constant", "linear": "linear", "cosine": "cosine"}
-
 
 @dataclass(frozen=True, slots=True)
 class UpdateReport:
@@ -73,7 +71,7 @@ class Optimizer:
             min_lr=min_lr,
             lr_warmup_steps=options.warmup_steps,
             lr_decay_steps=max(total_steps, options.warmup_steps + 1),
-            lr_decay_style=_SCHEDULES[options.schedule],
+            lr_decay_style=options.schedule,
             start_wd=options.weight_decay,
             end_wd=options.weight_decay,
             wd_incr_steps=0,

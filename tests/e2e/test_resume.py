@@ -133,6 +133,7 @@ def test_a_run_without_a_valid_checkpoint_stops_and_is_not_started_over(
         else "no checkpoint in .* is valid; seen: 1-rl-000005: .*1-rl-000004: "
     )
     assert re.search(f"error: {expected}", finished.output)
+    assert "go on from" not in finished.output
     assert rows(run) == rows(undisturbed.folder)
 
 

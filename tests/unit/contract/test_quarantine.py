@@ -228,3 +228,39 @@ def test_frames_need_the_trainers_spec(tmp_path: Path):
 def test_impossible_settings_are_refused(tmp_path: Path, max_rate: float, min_records: int):
     with pytest.raises(ValueError, match="max_rate"):
         Quarantine(tmp_path, max_rate, min_records)
+
+
+def test_an_admitted_record_whose_reward_fails_is_withdrawn_whole(tmp_path: Path):
+    quarantine = gate(tmp_path, "r0")
+    good = record()
+    assert quarantine.admit(good, trainer_version=3) is not None
+    failed = ContractError(Reason.REWARD_FAILED, field="rewards", seen="timeout", expected="finite rewards")
+    quarantine.withdraw(good, failed, trainer_version=3)
+    assert (quarantine.num_admitted, quarantine.counts) == (0, {"reward_failed": 1})
+    assert read_quarantined(only_entry(tmp_path))[0]["seen"] == "timeout"
+
+
+def test_withdrawn_records_count_towards_the_rate_that_stops_a_run(tmp_path: Path):
+    quarantine = gate(tmp_path, "r0", max_rate=0.5, min_records=1)
+    good = record()
+    quarantine.admit(good, trainer_version=3)
+    failed = ContractError(Reason.REWARD_FAILED, field="rewards", seen="timeout", expected="finite rewards")
+    with pytest.raises(ContractError, match=Reason.QUARANTINE_RATE_EXCEEDED):
+        quarantine.withdraw(good, failed, trainer_version=3)
+
+
+def test_an_answer_to_a_forgotten_request_is_refused(tmp_path: Path):
+    quarantine = gate(tmp_path, "r0")
+    quarantine.admit(record(), trainer_version=3)
+    quarantine.forget(["r0"])
+    assert quarantine.admit(record(), trainer_version=3) is None
+    assert quarantine.counts == {"rollout_unrequested": 1}
+
+
+def test_counters_survive_a_restart(tmp_path: Path):
+    before = gate(tmp_path, "r0", "r1")
+    before.admit(record("r0"), trainer_version=3)
+    before.admit(broken("r1"), trainer_version=3)
+    after = gate(tmp_path)
+    after.restore(before.counters())
+    assert (after.num_admitted, after.num_refused, after.rate) == (1, 1, 0.5)

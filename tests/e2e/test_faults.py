@@ -1,0 +1,104 @@
+"""What goes wrong between engine and trainer is refused by name, before any update."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+from runs import DoneRun, Fault, Finished, Runs, Sums, rows, summary
+
+pytestmark = pytest.mark.xdist_group("e2e")
+
+
+def train(forked: Runs, run: Path, *overrides: str, fault: Fault) -> Finished:
+    return forked.run("train", "recipe=tiny", f"run_dir='{run}'", *overrides, fault=fault)
+
+
+def rl_steps(run: Path) -> list[int]:
+    return [row["step"] for row in rows(run) if row["stage"] == "rl"]
+
+
+def reasons(run: Path) -> list[str]:
+    return [json.loads(file.read_text())["reason"] for file in (run / "quarantine").glob("*/record.json")]
+
+
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [
+        (("shift_routing", {"call": 3}), "checksum"),
+        (("flip_bit_of_frame", {"call": 2}), "error: contract: "),
+        (("repeat_an_expert", {"call": 2}), "error: contract: repeated_expert in field 'expert_ids'"),
+    ],
+)
+def test_a_damaged_batch_stops_the_run_before_its_update(
+    fault: Fault, error: str, forked: Runs, sums: Sums, undisturbed: DoneRun, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    stopped = forked.run(*sums.train(run), fault=fault, path=[sums.folder])
+    assert stopped.status == 1, stopped.output
+    assert error in stopped.output
+    assert "Traceback" not in stopped.output
+    assert stopped.output.endswith(f"go on from the last checkpoint: moerl train resume={run}\n")
+    assert rl_steps(run) == [1]
+    # Nothing of the damaged step was kept: the run goes on as if it had never been.
+    finished = forked.run("train", f"resume={run}", path=[sums.folder])
+    assert finished.status == 0, finished.output
+    assert rows(run) == rows(undisturbed.folder)
+    weights = "final_model/model.safetensors"
+    assert (run / weights).read_bytes() == (undisturbed.folder / weights).read_bytes()
+
+
+def test_routing_of_the_row_before_is_a_replay_error(forked: Runs, tmp_path: Path) -> None:
+    stopped = train(forked, tmp_path / "run", "--traceback", fault=("shift_routing", {"call": 1}))
+    assert "moerl.errors.ReplayError" in stopped.output
+
+
+def test_a_broken_answer_is_put_aside_and_the_run_goes_on(forked: Runs, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    fault = ("break_records", {"only": "rl-000000/", "count": 2})
+    finished = train(forked, run, "quarantine.max_rate=0.2", fault=fault)
+    assert finished.status == 0, finished.output
+    assert rl_steps(run) == [1, 2, 3]
+    assert reasons(run) == ["logprob_positive"] * 2
+    assert [row["quarantine/count"] for row in rows(run) if row["stage"] == "rl"] == [2, 2, 2]
+    assert summary(run)["num_quarantined"] == 2
+    assert f"2 trajectories broke the data contract: see {run / 'quarantine'}" in finished.output
+
+
+def test_too_many_broken_answers_stop_the_run(forked: Runs, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    stopped = train(forked, run, "quarantine.max_rate=0.1", fault=("break_records", {"only": "rl-", "count": 8}))
+    assert stopped.status == 1, stopped.output
+    assert "contract: quarantine_rate_exceeded" in stopped.output
+    assert "{'logprob_positive': " in stopped.output
+    assert rl_steps(run) == []
+    assert set(reasons(run)) == {"logprob_positive"}
+
+
+def test_what_was_put_aside_is_still_counted_after_a_kill(forked: Runs, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    break_some: Fault = ("break_records", {"only": "rl-000000/", "count": 2})
+    killed = train(
+        forked,
+        run,
+        "quarantine.max_rate=0.2",
+        fault=(
+            "both",
+            {"first": break_some, "second": ("kill", {"place": "moerl.orchestration.run:Run.log", "call": 6})},
+        ),
+    )
+    assert killed.status == -signal.SIGKILL
+    finished = forked.run("train", f"resume={run}", fault=("break_records", {"only": "rl-000002/", "count": 1}))
+    assert finished.status == 0, finished.output
+    assert [row["quarantine/count"] for row in rows(run) if row["stage"] == "rl"] == [2, 2, 3]
+    assert summary(run)["num_quarantined"] == 3
+
+
+def test_a_step_without_any_valid_answer_stops_the_run(forked: Runs, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    fault = ("break_records", {"only": "rl-000000/", "count": 16})
+    stopped = train(forked, run, "quarantine.max_rate=1.0", fault=fault)
+    assert stopped.status == 1
+    assert "error: step 0 has no trajectory to train on" in stopped.output

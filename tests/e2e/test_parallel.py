@@ -1,0 +1,82 @@
+"""Two ranks through the command line: the same run as with one, nothing left behind, and a rank that dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from runs import DoneRun, Sums, moerl, rows
+
+pytestmark = pytest.mark.xdist_group("parallel")
+
+FAULT_IN_ONE_RANK = """
+import os, sys
+if os.environ.get("RANK") == "1":
+    sys.path.insert(0, {tests!r})
+    import faults
+    faults.kill("moerl.trainer.optimizer:Optimizer.update", call=6 + 2 * 3 - 1)
+"""
+
+
+def processes_of(run: Path) -> list[int]:
+    """Live processes that have the run directory on their command line."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                arguments = (entry / "cmdline").read_bytes()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if str(run).encode() in arguments:
+                found.append(int(entry.name))
+    return found
+
+
+def assert_close(run: Path, one_rank: Path) -> None:
+    """The same run but for the rounding of sums that are added up in another order."""
+    for row, expected in zip(rows(run), rows(one_rank), strict=True):
+        assert (row["stage"], row["step"]) == (expected["stage"], expected["step"])
+        if row["stage"] == "sft":
+            assert row["sft/loss"] == pytest.approx(expected["sft/loss"], rel=1e-4)
+        if row["stage"] == "rl":
+            assert row["mismatch/logprob_abs_max"] < 1e-5
+            assert row["replay/rows_verified"] > 0
+            assert row["reward/mean"] == pytest.approx(expected["reward/mean"], abs=1e-6)
+            assert row["optimizer/grad_norm"] == pytest.approx(expected["optimizer/grad_norm"], rel=1e-3)
+
+
+def test_a_rank_that_dies_is_named_the_other_is_stopped_and_the_run_goes_on(
+    sums: Sums, undisturbed: DoneRun, tmp_path: Path
+) -> None:
+    run, faulty = tmp_path / "run", tmp_path / "faulty"
+    faulty.mkdir()
+    tests = str(Path(__file__).parents[1])
+    (faulty / "sitecustomize.py").write_text(FAULT_IN_ONE_RANK.format(tests=tests))
+    died = moerl(*sums.train(run), "parallel.expert=2", path=[faulty, sums.folder])
+    assert died.status == 128 + signal.SIGKILL, died.output
+    log = run / "logs" / "rank-1.log"
+    assert f"error: rank 1 ended with status {died.status}; its output is in {log}" in died.output
+    assert died.output.endswith(f"go on from the last checkpoint: moerl train resume={run}\n")
+    assert log.is_file()
+    assert processes_of(run) == []
+    finished = moerl("train", f"resume={run}", path=[sums.folder])
+    assert finished.status == 0, finished.output
+    assert "rl: going on from step 2" in finished.output
+    assert processes_of(run) == []
+    assert not list(run.glob(".rendezvous*"))
+    shards = [path.name for path in (run / "checkpoints" / "1-rl-000005").glob("rank-*.pt")]
+    assert sorted(shards) == ["rank-00000.pt", "rank-00001.pt"]
+    assert_close(run, undisturbed.folder)
+
+
+def test_tensor_parallel_ranks_train_as_one(sums: Sums, undisturbed: DoneRun, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    finished = moerl(*sums.train(run), "parallel.tensor=2", path=[sums.folder])
+    assert finished.status == 0, finished.output
+    assert processes_of(run) == []
+    assert_close(run, undisturbed.folder)
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["peak_rss_bytes"] > json.loads((undisturbed.folder / "summary.json").read_text())["peak_rss_bytes"]
