@@ -93,15 +93,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MoerlError as error:
         if "--traceback" in arguments:
             raise
-        print("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
+        _print_error(f"error: {error}", error)
         return 2 if isinstance(error, ConfigError) else 1
     except BrokenPipeError:
         # The reader of our output (`| head`) went away; what is left in the buffer goes nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except KeyboardInterrupt:
-        print("interrupted; `moerl train resume=RUN_DIR` goes on from the last checkpoint", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        _print_error("interrupted", error)
         return 130
+
+
+def _print_error(text: str, error: BaseException) -> None:
+    print("\n".join([text, *getattr(error, "__notes__", ())]), file=sys.stderr)
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -149,7 +153,7 @@ def _run(command: str, options: argparse.Namespace, arguments: list[str]) -> int
     if world_size == 1:
         try:
             return _hand_over(command, config, resume)
-        except MoerlError as error:
+        except BaseException as error:  # whatever ended the run
             if not isinstance(error, ConfigError | CheckpointError) and _can_go_on(config):
                 error.add_note(_how_to_go_on(command, config))
             raise

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -91,6 +93,27 @@ def make_from_layout(rng: np.random.Generator, layout: Layout, spec: ModelSpec =
         "engine_id": "engine-0",
     }
     return Trajectory(**(values | overrides))
+
+
+def write_hf_config(folder: Path, **changes: Any) -> None:
+    """The config.json of a tiny Qwen3-MoE with 4 query and 2 key-value heads; a change to None leaves the key out."""
+    values: dict[str, Any] = {
+        "model_type": "qwen3_moe",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "max_position_embeddings": 128,
+        "vocab_size": 100,
+        "rope_theta": 10000.0,
+    }
+    folder.mkdir(exist_ok=True)
+    kept = {name: value for name, value in (values | changes).items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(kept))
 
 
 def values_of(trajectory: Trajectory) -> dict[str, Any]:

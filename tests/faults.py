@@ -5,6 +5,7 @@ Places are named ``package.module:Class.method``; calls are counted from 1.
 
 from __future__ import annotations
 
+import builtins
 import functools
 import importlib
 import os
@@ -23,6 +24,15 @@ def kill(place: str, *, call: int = 1, after: bool = False) -> None:
         if after:
             original(*args, **kwargs)
         os.kill(os.getpid(), signal.SIGKILL)
+
+    _replace(place, at, call=call)
+
+
+def fail(place: str, error: str, *, call: int = 1) -> None:
+    """A built-in exception, by name, at one call of `place`."""
+
+    def at(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        raise getattr(builtins, error)("injected")
 
     _replace(place, at, call=call)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from moerl.contract.reasons import Reason
 from moerl.errors import ContractError
 
 
@@ -25,7 +26,7 @@ def token_mean(loss_T: Tensor, loss_mask_T: Tensor, denominator: float) -> Tenso
     """
     if not denominator > 0:
         raise ContractError(
-            "no_trained_token",
+            Reason.NO_TRAINED_TOKEN,
             field="loss_mask",
             seen=f"denominator {denominator}",
             expected="at least one trained token in the batch",

@@ -68,11 +68,6 @@ def pack_text_for_ranks(
     return [[_padded([text_rows(samples[i], i) for i in pack], multiple, None) for pack in packs] for packs in plan]
 
 
-def split_data_parallel(samples: Sequence[TrainSample], num_ranks: int) -> list[list[int]]:
-    """Indices of the samples of each rank, ascending, with nearly equal numbers of rows."""
-    return split_balanced([len(sample.trajectory) - 1 for sample in samples], num_ranks)
-
-
 def _plan(sizes: Sequence[int], num_ranks: int, token_budget: int, multiple: int) -> list[list[Pack]]:
     """Packs per rank, equally many on each; an empty pack stands for a microbatch of pad rows."""
     if not 1 <= multiple <= token_budget:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moerl.contract.batch import Microbatch, TextSample, TrainSample
+from moerl.contract.kept import concat_kept_sets, slice_kept_sets
 from moerl.contract.reasons import Reason
 from moerl.contract.routing import rollout_key, routing_checksums
 from moerl.contract.trajectory import KeptSets, ModelSpec, Trajectory
@@ -50,7 +51,6 @@ def trajectory_rows(sample: TrainSample, sample_index: int, *, replay: bool) -> 
     if replay:
         _check_routed(trajectory)
     key = rollout_key(trajectory.lineage.rollout_id)
-    first = trajectory.kept.offsets[1]
     return Rows(
         input_ids=trajectory.token_ids[:-1],
         target_ids=trajectory.token_ids[1:],
@@ -59,7 +59,7 @@ def trajectory_rows(sample: TrainSample, sample_index: int, *, replay: bool) -> 
         rollout_logprobs=trajectory.rollout_logprobs[1:],
         kept_logmass=trajectory.kept_logmass[1:],
         temperatures=trajectory.temperatures[1:],
-        kept=KeptSets(trajectory.kept.offsets[1:] - first, trajectory.kept.ids[first:]),
+        kept=slice_kept_sets(trajectory.kept, 1, len(trajectory)),
         truncated=trajectory.truncated[1:],
         sample_index=sample_index,
         expert_ids=trajectory.expert_ids if replay else None,
@@ -134,7 +134,7 @@ def concatenate(sequences: Sequence[Rows]) -> Microbatch:
         rollout_logprobs=_joined(sequences, "rollout_logprobs", np.float32),
         kept_logmass=_joined(sequences, "kept_logmass", np.float32),
         temperatures=_joined(sequences, "temperatures", np.float32),
-        kept=_joined_kept([rows.kept for rows in sequences]),
+        kept=concat_kept_sets([rows.kept for rows in sequences]),
         truncated=_joined(sequences, "truncated", np.bool_),
         sample_index=sample_index.astype(np.int32),
         expert_ids=_joined_experts(sequences),
@@ -207,13 +207,6 @@ def _check_routed(trajectory: Trajectory) -> None:
 
 def _joined(sequences: Sequence[Rows], name: str, dtype: Any) -> NDArray[Any]:
     return np.concatenate([getattr(rows, name) for rows in sequences], dtype=dtype)
-
-
-def _joined_kept(parts: Sequence[KeptSets]) -> KeptSets:
-    sizes = np.concatenate([part.sizes for part in parts])
-    offsets = np.zeros(len(sizes) + 1, np.int64)
-    np.cumsum(sizes, out=offsets[1:])
-    return KeptSets(offsets, np.concatenate([part.ids for part in parts], dtype=np.int32))
 
 
 def _joined_experts(sequences: Sequence[Rows]) -> NDArray[Any] | None:

@@ -13,12 +13,10 @@ from moerl.contract.ports import (
     DemonstrationTask,
     EngineInfo,
     Prompt,
-    RewardFunction,
     RolloutEngine,
     RolloutRecord,
     RolloutRequest,
     Task,
-    TrajectoryFilter,
     WeightSink,
 )
 from moerl.contract.quarantine import Quarantine, read_quarantined
@@ -53,7 +51,6 @@ __all__ = [
     "Prompt",
     "Quarantine",
     "Reason",
-    "RewardFunction",
     "RolloutEngine",
     "RolloutRecord",
     "RolloutRequest",
@@ -62,7 +59,6 @@ __all__ = [
     "TextSample",
     "TrainSample",
     "Trajectory",
-    "TrajectoryFilter",
     "Turn",
     "TurnKind",
     "WeightSink",

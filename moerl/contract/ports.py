@@ -5,11 +5,11 @@ Engines, tasks and weight sinks implement these; `moerl/orchestration` wires the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from moerl.contract.trajectory import FinishReason, Lineage, ModelSpec, SamplingParams, Trajectory
+from moerl.contract.trajectory import FinishReason, Lineage, ModelSpec, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +122,3 @@ class WorkedTask(Task, Protocol):
         """Text that, put at the start of a response, makes the model show its work; the honest baseline of a cold
         start that only sometimes does."""
         ...
-
-
-RewardFunction = Callable[[Mapping[str, Any], str], float | Mapping[str, float]]
-"""A user's reward: ``(row, response_text) -> reward`` or a mapping that holds at least ``reward``."""
-
-TrajectoryFilter = Callable[[Trajectory], bool]

@@ -79,6 +79,19 @@ class Reason(StrEnum):
     ARRAY_LENGTH_WRONG = "array_length_wrong"
     FILE_CORRUPT = "file_corrupt"
 
+    # Scoring in the trainer
+    KEPT_ID_OUTSIDE_VOCABULARY = "kept_id_outside_vocabulary"
+    TARGET_NOT_IN_KEPT_SET = "target_not_in_kept_set"
+    TARGET_OUTSIDE_VOCABULARY = "target_outside_vocabulary"
+    TEMPERATURE_NOT_POSITIVE = "temperature_not_positive"
+    VOCAB_SHARD_BOUNDS = "vocab_shard_bounds"
+    VOCAB_SHARD_WITHOUT_GROUP = "vocab_shard_without_group"
+    LOGITS_SHAPE = "logits_shape"
+    ROWS_DIFFER = "rows_differ"
+    KEPT_SHAPE = "kept_shape"
+    TRUNCATED_DISAGREES = "truncated_disagrees"
+    NO_TRAINED_TOKEN = "no_trained_token"
+
     # Admission
     ROLLOUT_ID_DISAGREES = "rollout_id_disagrees"
     ROLLOUT_DUPLICATE = "rollout_duplicate"

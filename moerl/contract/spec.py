@@ -1,7 +1,7 @@
 """`ModelSpec` from a Hugging Face config: what trainer and engines each compute on their own, and compare.
 
 Torch-free; any process. Reads a plain mapping (`config.to_dict()` or a parsed config.json), so that neither
-side needs the other's libraries, and both get the same fingerprint from the same architecture.
+side needs the other's libraries, and both get the same fingerprint from the same architecture and vocabulary size.
 """
 
 from __future__ import annotations

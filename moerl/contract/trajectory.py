@@ -28,7 +28,8 @@ class ModelSpec:
     experts_per_token: K.
     num_experts: E, logical experts.
     vocab_size: V, ids that may be sampled (padding rows of the embedding are not counted).
-    fingerprint: hash of architecture and tokenizer; equal on both sides or the data is refused.
+    fingerprint: hash of the architecture and vocabulary size, not of the tokenizer; equal on both sides or the data is
+        refused.
     """
 
     num_moe_layers: int

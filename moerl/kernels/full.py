@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moerl.contract.reasons import Reason
 from moerl.errors import ContractError
 from moerl.kernels.vocab_parallel import VocabShard, check_logits, compute_dtype
 
@@ -95,7 +96,7 @@ def score_full(
     outside_R = (target_ids_R < 0) | (target_ids_R >= shard.vocab_size)
     if bool(outside_R.any()):
         raise ContractError(
-            "target_outside_vocabulary",
+            Reason.TARGET_OUTSIDE_VOCABULARY,
             field="target_ids",
             seen=int(target_ids_R[outside_R][0]),
             expected=f"an id in [0, {shard.vocab_size})",
@@ -144,7 +145,7 @@ def check_temperatures(temperatures: Tensor) -> None:
     wrong = ~(temperatures > 0)
     if bool(wrong.any()):
         raise ContractError(
-            "temperature_not_positive",
+            Reason.TEMPERATURE_NOT_POSITIVE,
             field="temperatures",
             seen=float(temperatures[wrong][0]),
             expected="> 0 on every scored row",

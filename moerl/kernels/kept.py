@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moerl.contract.reasons import Reason
 from moerl.contract.trajectory import KeptSets
 from moerl.errors import ContractError
 
@@ -43,7 +44,7 @@ class KeptRows:
         sizes = kept.sizes
         if len(sizes) != len(truncated) or int(kept.offsets[-1]) != len(kept.ids):
             raise ContractError(
-                "kept_shape",
+                Reason.KEPT_SHAPE,
                 field="kept",
                 seen=f"{len(sizes)} rows, {len(truncated)} flags, {len(kept.ids)} ids for {kept.offsets[-1]}",
                 expected="one flag per row and offsets that end at the number of ids",
@@ -53,7 +54,7 @@ class KeptRows:
         if len(wrong):
             row = int(wrong[0])
             raise ContractError(
-                "truncated_disagrees",
+                Reason.TRUNCATED_DISAGREES,
                 field="truncated",
                 seen=f"row {row}: truncated={bool(truncated[row])} with {int(sizes[row])} listed ids",
                 expected="truncated exactly where ids are listed",

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moerl.contract.reasons import Reason
 from moerl.errors import ContractError
 from moerl.kernels.full import check_temperatures, score_full
 from moerl.kernels.kept import KeptRows, segment_log_softmax, segment_sum
@@ -114,7 +115,7 @@ def _check_listed(rows: Tensor, ids: Tensor, is_target: Tensor, kept: KeptRows, 
     any_outside, any_missing = torch.stack([outside.any(), missing.any()]).tolist()
     if any_outside:
         raise ContractError(
-            "kept_id_outside_vocabulary",
+            Reason.KEPT_ID_OUTSIDE_VOCABULARY,
             field="kept",
             seen=f"row {int(rows[outside][0])}: id {int(ids[outside][0])}",
             expected=f"ids in [0, {vocab_size})",
@@ -123,7 +124,7 @@ def _check_listed(rows: Tensor, ids: Tensor, is_target: Tensor, kept: KeptRows, 
     if any_missing:
         row = int(rows[missing][0])
         raise ContractError(
-            "target_not_in_kept_set",
+            Reason.TARGET_NOT_IN_KEPT_SET,
             field="kept",
             seen=f"row {row}: target {int(hits_T[row])} times among {int((rows == row).sum())} listed ids",
             expected="exactly once",

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moerl.contract.reasons import Reason
 from moerl.errors import ContractError
 
 
@@ -34,7 +35,7 @@ class VocabShard:
     def __post_init__(self) -> None:
         if not 0 <= self.start < self.end or self.vocab_size < 1:
             raise ContractError(
-                "vocab_shard_bounds",
+                Reason.VOCAB_SHARD_BOUNDS,
                 field="shard",
                 seen=f"start={self.start}, end={self.end}, vocab_size={self.vocab_size}",
                 expected="0 <= start < end and vocab_size >= 1",
@@ -42,7 +43,7 @@ class VocabShard:
             )
         if self.group is None and (self.start > 0 or self.end < self.vocab_size):
             raise ContractError(
-                "vocab_shard_without_group",
+                Reason.VOCAB_SHARD_WITHOUT_GROUP,
                 field="shard",
                 seen=f"columns [{self.start}, {self.end}) and no group",
                 expected=f"all {self.vocab_size} ids in one process, or the tensor-parallel group",
@@ -93,7 +94,7 @@ def check_logits(logits_TVp: Tensor, shard: VocabShard, **per_row: Tensor) -> No
     """Raises `ContractError` where logits do not fit the shard or a per-row tensor is not [T]."""
     if logits_TVp.dim() != 2 or logits_TVp.shape[1] != shard.num_columns:
         raise ContractError(
-            "logits_shape",
+            Reason.LOGITS_SHAPE,
             field="logits",
             seen=tuple(logits_TVp.shape),
             expected=f"[T, {shard.num_columns}], the columns [{shard.start}, {shard.end})",
@@ -102,7 +103,7 @@ def check_logits(logits_TVp: Tensor, shard: VocabShard, **per_row: Tensor) -> No
     for name, value in per_row.items():
         if value.shape != (logits_TVp.shape[0],):
             raise ContractError(
-                "rows_differ",
+                Reason.ROWS_DIFFER,
                 field=name,
                 seen=tuple(value.shape),
                 expected=f"[{logits_TVp.shape[0]}], one value per row of the logits",

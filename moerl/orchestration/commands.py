@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from moerl.config.load import CONFIG_FILE, dump_config
+from moerl.config.model_sizes import directory_sizes
 from moerl.config.rank import rank_info
 from moerl.config.schema import RunConfig
 from moerl.contract.disk import write_parquet
@@ -20,7 +21,6 @@ from moerl.contract.files import atomic_file
 from moerl.contract.ports import Task
 from moerl.contract.quarantine import Quarantine
 from moerl.contract.trajectory import ModelSpec
-from moerl.errors import ConfigError, MoerlError
 from moerl.orchestration import sft
 from moerl.orchestration.evaluation import evaluate
 from moerl.orchestration.exchange import barrier
@@ -30,6 +30,7 @@ from moerl.orchestration.rl import RLStage
 from moerl.orchestration.rollouts import Collector, in_request_order, sampling_params
 from moerl.orchestration.run import Run
 from moerl.rollout.embedded import EmbeddedEngine
+from moerl.tasks.check import check_problems, check_prompts
 from moerl.tasks.registry import make_task, make_tokenizer
 from moerl.trainer import layout
 
@@ -95,32 +96,6 @@ def run_eval(config: RunConfig) -> int:
 # --- opening ---------------------------------------------------------------------------------------------------------
 
 
-def check_problems(config: RunConfig, task: Task, command: str) -> None:
-    """Raises `ConfigError` where the task has fewer problems than `command` will ask of it."""
-    for key, split, count in _wanted_problems(config, command):
-        if count > task.size(split):
-            raise ConfigError(
-                f"{key}: the task has fewer problems",
-                seen=count,
-                expected=f"at most {task.size(split)}, the problems of its {split} split",
-                remedy=f"lower {key}, or give the task more problems",
-            )
-
-
-def _wanted_problems(config: RunConfig, command: str) -> list[tuple[str, str, int]]:
-    """(configuration key, split, number of problems) that a command asks of the task."""
-    evaluation, wanted = config.evaluation, []
-    if command in ("train", "rollout"):
-        wanted.append(("algorithm.prompts_per_step", "train", config.algorithm.prompts_per_step))
-    if command in ("train", "sft") and config.sft.steps > 0:
-        wanted.append(("sft.num_examples", "train", config.sft.num_examples))
-    if command == "train":
-        wanted.append(("evaluation.dev_problems", "dev", evaluation.dev_problems))
-    if command != "rollout":
-        wanted.append(("evaluation.heldout_problems", "heldout", evaluation.heldout_problems))
-    return wanted
-
-
 @contextmanager
 def _open_run(config: RunConfig, command: str, *, resume: bool) -> Iterator[tuple[Run, Path]]:
     """Starts the ranks' groups, the task, the model directory and the run; yields the run and where to start from."""
@@ -132,7 +107,7 @@ def _open_run(config: RunConfig, command: str, *, resume: bool) -> Iterator[tupl
     if rank.rank == 0:
         _write_config(config)
     reporter = make_reporter(config, is_main=rank.rank == 0)
-    with reporter, _resume_hint(config, command, reporter):
+    with reporter:
         reporter.say(f"run directory: {config.run_dir}")
         reporter.say("starting Megatron")
         where = layout.start(
@@ -149,21 +124,12 @@ def _open_run(config: RunConfig, command: str, *, resume: bool) -> Iterator[tupl
             build_model(config.model.architecture, tokenizer, config.seed, model_path)
         barrier()
         tokenizer = read_tokenizer(model_path)
+        check_prompts(config, task, tokenizer, command, max_positions=directory_sizes(model_path).max_positions)
         run = Run(config, where, task, tokenizer, read_spec(model_path, tokenizer), reporter)
         if resume:
             run.go_back()
         yield run, model_path
     layout.stop()
-
-
-@contextmanager
-def _resume_hint(config: RunConfig, command: str, reporter: Reporter) -> Iterator[None]:
-    """Says how to go on where a run stops early."""
-    try:
-        yield
-    except (MoerlError, KeyboardInterrupt):
-        reporter.say(f"stopped; to go on from the last checkpoint: moerl {command} resume={config.run_dir}")
-        raise
 
 
 def _write_config(config: RunConfig) -> None:
@@ -209,6 +175,8 @@ def _open_reader(config: RunConfig, command: str) -> Iterator[tuple[Collector, R
     check_problems(config, task, command)
     _write_config(config)
     tokenizer = read_tokenizer(config.model.path)
+    max_positions = directory_sizes(config.model.path).max_positions
+    check_prompts(config, task, tokenizer, command, max_positions=max_positions)
     spec = read_spec(config.model.path, tokenizer)
     engine = _engine(config, config.model.path, spec, version=0)
     quarantine = Quarantine(config.run_dir / "quarantine", config.quarantine.max_rate, spec=spec)

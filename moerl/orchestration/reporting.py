@@ -14,7 +14,7 @@ from moerl.diagnostics.plots import draw_curves
 from moerl.diagnostics.summary import RunSummary, closing_lines, write_summary
 from moerl.orchestration.evaluation import Evaluation
 from moerl.telemetry.progress import make_progress
-from moerl.telemetry.sinks import JsonlSink, TensorBoardSink
+from moerl.telemetry.sinks import JsonlSink, MetricSink, TensorBoardSink
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -92,7 +92,7 @@ class MainReporter:
         self._run_dir, self._title = run_dir, title
         self._progress = make_progress()
         self._rows = JsonlSink(run_dir / METRICS_FILE)
-        self._sinks = (self._rows, TensorBoardSink(run_dir / "tensorboard"))
+        self._sinks: tuple[MetricSink, ...] = (self._rows, TensorBoardSink(run_dir / "tensorboard"))
 
     def __enter__(self) -> MainReporter:
         self._progress.__enter__()

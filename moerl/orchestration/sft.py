@@ -12,7 +12,6 @@ from moerl.buffer.order import batch_indices
 from moerl.buffer.packing import pack_text_for_ranks
 from moerl.contract.batch import TextSample
 from moerl.contract.ports import DemonstrationTask
-from moerl.errors import ConfigError
 from moerl.orchestration.exchange import sum_over
 from moerl.orchestration.models import eos_id
 from moerl.orchestration.run import Run
@@ -27,13 +26,8 @@ STAGE = "sft"
 def demonstrations(run: Run) -> list[TextSample]:
     """The demonstrations to learn from, tokenised; the response and its end are learned, the prompt is not."""
     config, task, tokenizer = run.config, run.task, run.tokenizer
-    if not isinstance(task, DemonstrationTask):
-        raise ConfigError(
-            "sft.steps: the task has no demonstrations to learn from",
-            seen=config.task.name,
-            expected="a task that writes worked solutions, or a JSONL with responses (task.response_key)",
-            remedy="set sft.steps=0, or give the task demonstrations",
-        )
+    # `moerl.tasks.check` refused a task without demonstrations before anything started.
+    assert isinstance(task, DemonstrationTask)
     prompts = task.prompts("train", config.sft.num_examples)
     samples = []
     for prompt, response in zip(prompts, task.demonstrations(prompts, config.seed), strict=True):

@@ -44,16 +44,19 @@ def check_prompts(
         ConfigError: The tokenizer cannot represent a prompt or demonstration, a prompt leaves no room for
             `rollout.max_new_tokens`, or a demonstration is missing or too long. Names the prompt.
     """
+    lengths: dict[str, int] = {}
     for prompt in _prompts(config, task, command):
-        length = len(_encoded(task, prompt, prompt.text, tokenizer))
+        lengths[prompt.prompt_id] = length = len(_encoded(task, prompt, prompt.text, tokenizer))
         _check_length(task, prompt, length, "rollout.max_new_tokens", config.rollout.max_new_tokens, max_positions)
-    if command in ("train", "sft") and config.sft.steps > 0:
-        _check_demonstrations(config, task, tokenizer, max_positions)
+    if command not in ("train", "sft") or config.sft.steps == 0:
+        return
+    for prompt, response in _demonstrations(config, task):
+        length = lengths.get(prompt.prompt_id) or len(_encoded(task, prompt, prompt.text, tokenizer))
+        num_learned = len(_encoded(task, prompt, response, tokenizer)) + 1
+        _check_length(task, prompt, length, "demonstration and its end", num_learned, max_positions)
 
 
-def _check_demonstrations(
-    config: RunConfig, task: Task, tokenizer: PreTrainedTokenizerBase, max_positions: int
-) -> None:
+def _demonstrations(config: RunConfig, task: Task) -> list[tuple[Prompt, str]]:
     if not isinstance(task, DemonstrationTask):
         raise ConfigError(
             "sft.steps: the task has no demonstrations to learn from",
@@ -62,10 +65,7 @@ def _check_demonstrations(
             remedy="set sft.steps=0, or give the task demonstrations",
         )
     prompts = task.prompts("train", config.sft.num_examples)
-    for prompt, response in zip(prompts, task.demonstrations(prompts, config.seed), strict=True):
-        length = len(_encoded(task, prompt, prompt.text, tokenizer))
-        num_learned = len(_encoded(task, prompt, response, tokenizer)) + 1
-        _check_length(task, prompt, length, "demonstration and its end", num_learned, max_positions)
+    return list(zip(prompts, task.demonstrations(prompts, config.seed), strict=True))
 
 
 def _wanted_problems(config: RunConfig, command: str) -> list[tuple[str, str, int]]:

@@ -55,6 +55,25 @@ def test_routing_of_the_row_before_is_a_replay_error(forked: Runs, tmp_path: Pat
     assert "moerl.errors.ReplayError" in stopped.output
 
 
+@pytest.mark.parametrize(
+    ("error", "status", "said"), [("KeyboardInterrupt", 130, "\ninterrupted\n"), ("OSError", 70, "OSError: injected\n")]
+)
+def test_whatever_ends_a_run_the_last_line_says_how_it_goes_on(
+    error: str, status: int, said: str, forked: Runs, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    update = "moerl.trainer.optimizer:Optimizer.update"
+    stopped = train(forked, run, fault=("fail", {"place": update, "error": error, "call": 3}))
+    assert stopped.status == status, stopped.output
+    assert stopped.output.endswith(f"{said}go on from the last checkpoint: moerl train resume={run}\n")
+
+
+def test_before_the_first_checkpoint_there_is_nothing_to_go_on_from(forked: Runs, tmp_path: Path) -> None:
+    step = "moerl.trainer.trainer:MegatronTrainer.step"
+    stopped = train(forked, tmp_path / "run", fault=("fail", {"place": step, "error": "KeyboardInterrupt"}))
+    assert stopped.output.endswith("\ninterrupted\n")
+
+
 def test_a_broken_answer_is_put_aside_and_the_run_goes_on(forked: Runs, tmp_path: Path) -> None:
     run = tmp_path / "run"
     fault = ("break_records", {"only": "rl-000000/", "count": 2})

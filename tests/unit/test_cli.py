@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from factories import write_hf_config
 
 from moerl import cli
 from moerl.config.load import load_config
@@ -78,7 +79,7 @@ def test_the_help_of_a_command_has_examples_options_groups_and_keys(command: str
 
 def test_every_example_of_the_help_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "config.json").write_text("{}")
+    write_hf_config(tmp_path)
     (tmp_path / "my.jsonl").write_text("{}\n")
     for name, command in cli.COMMANDS.items():
         for line, _ in command.examples:
@@ -124,7 +125,7 @@ def test_traceback_raises_the_error_itself():
 def test_show_config_prints_the_resolved_configuration(capsys: pytest.CaptureFixture[str], handed_over: list[object]):
     assert cli.main(["train", "recipe=tiny", "--show-config", "seed=5"]) == 0
     values = yaml.safe_load(capsys.readouterr().out)
-    assert (values["recipe"], values["seed"], values["run_dir"][:16]) == ("tiny", 5, "runs/tiny-seed5-")
+    assert (values["recipe"], values["seed"], Path(values["run_dir"]).name[:11]) == ("tiny", 5, "tiny-seed5-")
     assert handed_over == []
 
 
@@ -140,7 +141,7 @@ def test_train_and_sft_are_handed_over_with_their_configuration(
 
 
 def test_rollout_and_eval_are_handed_over(tmp_path: Path, handed_over: list[tuple[str, RunConfig, bool | None]]):
-    (tmp_path / "config.json").write_text("{}")
+    write_hf_config(tmp_path)
     for command in ("rollout", "eval"):
         arguments = [command, "model=pretrained", f"model.path='{tmp_path}'", f"run_dir='{tmp_path}/run'"]
         assert cli.main(arguments) == 0
@@ -207,6 +208,7 @@ def test_parallel_sizes_start_ranks_that_share_one_run_dir(
     assert command[:3] == [sys.executable, "-m", "moerl"]
     assert command[3:] == ["train", "recipe=tiny", "parallel=ep2", "num_threads=4", f"run_dir='{run_dir}'"]
     assert (settings["world_size"], settings["num_threads"]) == (2, 4)
+    assert Path(str(run_dir)).is_absolute()
     assert load_config(command[4:], command="train").run_dir == run_dir
     assert handed_over == []
 

@@ -18,7 +18,6 @@ from moerl.buffer.packing import (
     pack_text,
     pack_text_for_ranks,
     pack_trajectories,
-    split_data_parallel,
 )
 from moerl.contract.batch import Microbatch, TextSample, TrainSample
 from moerl.contract.reasons import Reason
@@ -273,11 +272,6 @@ def test_a_rank_without_sequences_gets_microbatches_of_pad_rows_alone():
 
 def test_no_samples_make_no_microbatches():
     assert pack_for_ranks([], 2, token_budget=64, multiple=4, replay=True) == [[], []]
-
-
-def test_samples_are_divided_among_ranks_by_rows():
-    samples = [sample(n, f"rollout-{n}") for n in (30, 11, 10, 12)]
-    assert split_data_parallel(samples, 2) == [[0], [1, 2, 3]]
 
 
 def test_a_row_without_captured_routing_is_refused():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from factories import write_hf_config
 
 from moerl.config.checks import config_notes
 from moerl.config.load import load_config
@@ -68,6 +69,11 @@ def test_fractions_that_leave_nothing_to_train_on_are_refused(tmp_path: Path):
     assert "nothing is left" in error(*jsonl(tmp_path), "task.heldout_fraction=0.5", "task.dev_fraction=0.5")
 
 
+@pytest.mark.parametrize("key", ["task.dev_fraction", "task.heldout_fraction"])
+def test_a_split_that_is_evaluated_cannot_be_empty(key: str, tmp_path: Path):
+    assert f"{key}: wrong value" in error(*jsonl(tmp_path), f"{key}=0.0")
+
+
 def test_a_cold_start_without_demonstrations_is_refused(tmp_path: Path):
     assert "sft.steps: a cold start needs demonstrations" in error(*jsonl(tmp_path), "task.response_key=null")
 
@@ -79,14 +85,36 @@ def test_sft_with_nothing_to_do_is_refused():
 @pytest.mark.parametrize("command", ["rollout", "eval"])
 def test_reading_commands_need_a_trained_model_and_one_process(command: str, tmp_path: Path):
     assert f"model.path: moerl {command} needs trained weights" in error("recipe=tiny", command=command)
-    (tmp_path / "config.json").write_text("{}")
+    write_hf_config(tmp_path)
     model = ["model=pretrained", f"model.path='{tmp_path}'"]
     assert f"parallel: moerl {command} runs in one process" in error(*model, "parallel=tp2", command=command)
     assert load_config([*model, "rollout.temperature=0"], command=command).model.path == tmp_path
 
 
 def test_a_model_path_without_a_model_is_refused(tmp_path: Path):
-    assert "not a Hugging Face model directory" in error("model=pretrained", f"model.path='{tmp_path}'")
+    model = ["model=pretrained", f"model.path='{tmp_path}'"]
+    assert "not a Hugging Face model directory" in error(*model)
+    (tmp_path / "config.json").write_text("{")
+    assert error(*model) == f"model.path: {tmp_path}/config.json cannot be read"
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    assert "config.json: model config: unknown mixture-of-experts architecture" in error(*model)
+    write_hf_config(tmp_path, max_position_embeddings=None)
+    assert "config.json: max_position_embeddings" in error(*model)
+
+
+@pytest.mark.parametrize(
+    ("override", "part"),
+    [
+        ("parallel.tensor=4", "parallel.tensor: does not divide num_key_value_heads of "),
+        ("parallel.tensor=3", "parallel.tensor: does not divide num_attention_heads of "),
+        ("parallel.expert=3", "parallel.expert: does not divide num_experts of "),
+        ("rollout.max_new_tokens=128", "rollout.max_new_tokens: the model has no room"),
+    ],
+)
+@pytest.mark.parametrize("experts_key", ["num_experts", "num_local_experts"])
+def test_a_model_in_a_directory_must_fit_too(override: str, part: str, experts_key: str, tmp_path: Path):
+    write_hf_config(tmp_path, **{"num_experts": None, experts_key: 8})
+    assert part in error("model=pretrained", f"model.path='{tmp_path}'", override)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from factories import write_hf_config
 
 from moerl.config.load import (
     CONFIG_FILE,
@@ -14,7 +15,7 @@ from moerl.config.load import (
     refuse_taken_run_dir,
     split_resume,
 )
-from moerl.config.schema import ArchitectureConfig, ChainSumTaskConfig
+from moerl.config.schema import ArchitectureConfig, ChainSumTaskConfig, JsonlTaskConfig
 from moerl.errors import ConfigError
 
 
@@ -39,7 +40,7 @@ def test_the_laptop_recipe_is_what_runs_when_nothing_is_said():
     assert config == load("recipe=laptop", f"run_dir={config.run_dir}")
     assert (config.recipe, config.algorithm.group_size, config.rollout.top_k) == ("laptop", 8, 12)
     assert isinstance(config.task, ChainSumTaskConfig)
-    assert config.task.worked_probability == {4: 0.2, 5: 0.3, 6: 0.7, 7: 0.8}
+    assert config.task.worked_probability == {4: 0.1, 5: 0.2, 6: 0.55, 7: 0.7}
 
 
 @pytest.mark.parametrize("recipe", ["laptop", "tiny"])
@@ -62,8 +63,8 @@ def test_overrides_with_plus_signs_mean_the_same():
 
 
 def test_the_default_run_dir_names_command_recipe_and_seed():
-    assert str(load("recipe=tiny", "seed=3").run_dir).startswith("runs/tiny-seed3-")
-    assert str(load("recipe=tiny", command="sft").run_dir).startswith("runs/sft-tiny-seed1-")
+    assert str(load("recipe=tiny", "seed=3").run_dir).startswith(f"{Path.cwd()}/runs/tiny-seed3-")
+    assert str(load("recipe=tiny", command="sft").run_dir).startswith(f"{Path.cwd()}/runs/sft-tiny-seed1-")
 
 
 def test_a_new_number_of_terms_can_be_given_a_probability():
@@ -113,6 +114,9 @@ def test_hydras_own_keys_are_unknown():
         ("keep_sampling_mask.enabled=1", "a valid boolean"),
         ("rollout.top_k=5000", "less than or equal to 4096"),
         ("rollout.top_p=0", "greater than 0"),
+        ("algorithm.clip_low=0.0", "greater than 0"),
+        ("algorithm.clip_low=1.5", "less than or equal to 1"),
+        ("algorithm.clip_high=0.0", "greater than 0"),
         ("checkpoint.keep=1", "greater than or equal to 2"),
         ("run_dir=5", "a valid string"),
         ("task.worked_probability.4=1.5", "less than or equal to 1"),
@@ -178,7 +182,26 @@ def test_an_override_that_is_not_one_assignment_is_refused(override: str, part: 
 
 
 def test_a_quoted_value_may_hold_special_characters():
-    assert load("run_dir='a=b (c)'").run_dir == Path("a=b (c)")
+    assert load("run_dir='a=b (c)'").run_dir == Path("a=b (c)").resolve()
+
+
+def test_relative_paths_are_stored_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    write_hf_config(Path("model"))
+    Path("data.jsonl").write_text("")
+    config = load(
+        *("model=pretrained", "model.path=model", "task=jsonl", "task.path=data.jsonl", "task.reward=a:b"),
+        *("run_dir=run", "rollout.max_new_tokens=9"),
+    )
+    assert isinstance(config.task, JsonlTaskConfig)
+    assert (config.model.path, config.task.path) == (tmp_path / "model", tmp_path / "data.jsonl")
+    assert config.run_dir == tmp_path / "run"
+    config.run_dir.mkdir()
+    (config.run_dir / CONFIG_FILE).write_text(dump_config(config))
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    assert load("resume=../run") == config
 
 
 def test_a_recipe_of_ones_own_builds_on_a_built_in_one(tmp_path: Path):
@@ -239,6 +262,22 @@ def test_resume_takes_overrides_that_change_nothing_that_is_learned(run_dir: Pat
 
 def test_resume_refuses_any_other_override(run_dir: Path):
     assert "seed: cannot change when a run goes on" in error(f"resume={run_dir}", "seed=1")
+
+
+def test_a_run_goes_on_with_the_command_it_was_started_with(run_dir: Path, tmp_path: Path):
+    message = error(f"resume={run_dir}", command="sft")
+    assert "resume: the run belongs to another command" in message
+    assert f"remedy: use `moerl train resume={run_dir}`" in message
+    sft = tmp_path / "sft"
+    sft.mkdir()
+    (sft / CONFIG_FILE).write_text(dump_config(load("recipe=tiny", command="sft")))
+    assert f"remedy: use `moerl sft resume={sft}`" in error(f"resume={sft}")
+
+
+def test_the_command_is_no_key(tmp_path: Path):
+    assert "command: unknown key" in error("command=sft")
+    recipe = "# @package _global_\nrecipe: mine\ncommand: sft\n"
+    assert "command: unknown key" in error("recipe=mine", config_dir=write_recipe(tmp_path, recipe))
 
 
 def test_resume_of_a_directory_without_a_run_is_refused(tmp_path: Path):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from moerl.launch.local import launch_local
+from moerl.launch.local import LOOPBACK, launch_local
 
 ROOT = Path(__file__).parents[3]
 
@@ -48,7 +48,8 @@ def wait_until(condition, seconds: float = 20.0) -> None:
         time.sleep(0.02)
 
 
-def test_every_rank_gets_its_place_and_its_share_of_the_threads(tmp_path: Path):
+def test_every_rank_gets_its_place_and_its_share_of_the_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     command = program(
         tmp_path,
         """
@@ -62,7 +63,14 @@ def test_every_rank_gets_its_place_and_its_share_of_the_threads(tmp_path: Path):
     assert second[:3] == ["1", "1", "2"]
     assert first[3:] == second[3:]
     assert first[3].startswith(f"file://{tmp_path.resolve()}/run/")
-    assert first[4:] == ["lo", "1"]
+    assert first[4:] == [LOOPBACK, "1"]
+
+
+def test_the_users_network_interface_is_respected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    command = program(tmp_path, '(folder / f"env-{here}").write_text(os.environ["GLOO_SOCKET_IFNAME"])')
+    assert launch(command, tmp_path / "run") == 0
+    assert [(tmp_path / f"env-{rank}").read_text() for rank in (0, 1)] == ["eth7", "eth7"]
 
 
 def test_rank_0_keeps_the_terminal_and_the_others_write_logs(tmp_path: Path, capfd: pytest.CaptureFixture[str]):

@@ -10,7 +10,7 @@ from moerl.config.rank import rank_info
 from moerl.errors import ConfigError
 from moerl.launch.rank import die_with_launcher, new_rendezvous
 
-LAUNCHED = {"MOERL_RENDEZVOUS": "file:///run/rendezvous", "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}
+LAUNCHED = {"MOERL_RENDEZVOUS": "file:///run/rendezvous", "RANK": "1", "WORLD_SIZE": "2"}
 
 
 def test_a_process_that_nobody_launched_is_alone():
@@ -20,7 +20,7 @@ def test_a_process_that_nobody_launched_is_alone():
 
 def test_a_launched_process_reads_its_rank():
     here = rank_info(LAUNCHED)
-    assert (here.rank, here.local_rank, here.world_size, here.rendezvous) == (1, 1, 2, "file:///run/rendezvous")
+    assert (here.rank, here.world_size, here.rendezvous) == (1, 2, "file:///run/rendezvous")
     assert here.is_launched
 
 
@@ -34,7 +34,7 @@ def test_rank_variables_that_do_not_fit_are_refused(change: dict[str, str]):
     with pytest.raises(ConfigError, match="rank variables"):
         rank_info(LAUNCHED | change)
     with pytest.raises(ConfigError, match="rank variables"):
-        rank_info({name: value for name, value in LAUNCHED.items() if name != "LOCAL_RANK"})
+        rank_info({name: value for name, value in LAUNCHED.items() if name != "RANK"})
 
 
 def test_rendezvous_files_are_absolute_and_never_the_same(tmp_path: Path):

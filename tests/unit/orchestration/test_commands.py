@@ -10,7 +10,7 @@ from moerl.config.load import load_config
 from moerl.config.schema import RunConfig
 from moerl.contract.ports import Task
 from moerl.errors import ConfigError
-from moerl.orchestration.commands import check_problems
+from moerl.tasks.check import check_problems
 from moerl.tasks.registry import make_task
 
 

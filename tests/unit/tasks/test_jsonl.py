@@ -27,6 +27,8 @@ def tasting_row(row, response):
 
 MakeTask = Callable[..., JsonlTask]
 
+ALL_TRAIN = {"dev_fraction": 1e-9, "heldout_fraction": 1e-9}
+
 
 @pytest.fixture
 def make_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeTask]:
@@ -123,7 +125,7 @@ def test_rows_without_responses_cannot_demonstrate(make_task: MakeTask, response
 
 
 def test_blank_lines_are_skipped_but_counted(make_task: MakeTask):
-    task = make_task('\n{"prompt": "a"}\n\n{"prompt": "b"}\n', dev_fraction=0.0, heldout_fraction=0.0)
+    task = make_task('\n{"prompt": "a"}\n\n{"prompt": "b"}\n', **ALL_TRAIN)
     assert [p.prompt_id for p in task.prompts("train", 2)] == ["data.jsonl:2", "data.jsonl:4"]
 
 
@@ -170,5 +172,5 @@ def test_a_reward_function_that_is_not_there_is_refused_before_anything_runs(mak
 
 
 def test_prompts_carry_their_row(make_task: MakeTask):
-    task = make_task(rows(3), dev_fraction=0.0, heldout_fraction=0.0)
+    task = make_task(rows(3), **ALL_TRAIN)
     assert task.prompts("train", 1) == [Prompt("data.jsonl:1", "problem 0", rows(3)[0])]

@@ -183,6 +183,18 @@ def test_a_function_that_cannot_be_imported_is_refused(start: Start, function: s
         start(function)
 
 
+def test_a_module_in_the_current_directory_is_found_behind_all_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: Start
+):
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    (here / "only_here.py").write_text("def score(row, response):\n    return 0.5\n")
+    (here / "odd_rewards.py").write_text("raise RuntimeError('not this one')\n")
+    assert start("only_here:score").score({}, "")["reward"] == 0.5
+    assert start().score({"value": 1}, "")["reward"] == 1.0
+
+
 @pytest.mark.parametrize("function", ["odd_rewards", "odd_rewards.behave", ":f", "odd_rewards:", "m:f()"])
 def test_a_name_of_another_form_is_refused(start: Start, function: str):
     with pytest.raises(ConfigError, match="does not name a function"):
