@@ -25,7 +25,7 @@ from moerl.orchestration import sft
 from moerl.orchestration.evaluation import evaluate
 from moerl.orchestration.exchange import barrier
 from moerl.orchestration.models import build_model, make_engine, read_spec, read_tokenizer
-from moerl.orchestration.reporting import Reporter, make_reporter
+from moerl.orchestration.reporting import METRICS_FILE, Reporter, make_reporter
 from moerl.orchestration.rl import RLStage
 from moerl.orchestration.rollouts import Collector, in_request_order, sampling_params
 from moerl.orchestration.run import Run
@@ -90,6 +90,7 @@ def run_eval(config: RunConfig) -> int:
     with _open_reader(config, "eval") as (collector, reporter):
         heldout = evaluate(collector, "heldout", config.evaluation.heldout_problems, version=0)
         reporter.evaluated(0, {"final": heldout}, {})
+        reporter.say(f"the numbers are in {config.run_dir / METRICS_FILE}")
     return 0
 
 

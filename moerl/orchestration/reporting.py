@@ -137,6 +137,7 @@ class MainReporter:
     def finish(self, summary: RunSummary) -> None:
         self.sync()
         write_summary(summary, self._run_dir)
+        self._progress.end()
         plots = draw_curves(self._run_dir / METRICS_FILE, self._run_dir / "plots", self._title)
         for line in closing_lines(summary, self._run_dir):
             self.say(line)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.text import Text
 
 HEARTBEAT_SECONDS = 10.0
 STAGE_TITLES = {"sft": "cold start", "rl": "reinforcement learning"}
@@ -79,6 +80,10 @@ class ProgressDisplay(Protocol):
         """A line that stays: an evaluation, a checkpoint, a warning."""
         ...
 
+    def end(self) -> None:
+        """No step comes any more: later notes are the last lines on the screen."""
+        ...
+
 
 def make_progress(console: Console | None = None) -> ProgressDisplay:
     """A live display where `console` (standard output by default) is a terminal, heartbeat lines elsewhere."""
@@ -125,42 +130,57 @@ class HeartbeatProgress:
         # A line is for logs: no wrapping at a width, no markup.
         self._console.print(text, soft_wrap=True, markup=False, highlight=False)
 
+    def end(self) -> None:
+        return None
+
+
+class _Bars(Progress):
+    """Bars with one line of text below them, cut where the terminal ends; a column of its own would crowd them out."""
+
+    below = ""
+
+    def get_renderables(self) -> Iterator[RenderableType]:
+        yield self.make_tasks_table(self.tasks)
+        if self.below:
+            yield Text(self.below, no_wrap=True, overflow="ellipsis")
+
 
 class LiveProgress:
-    """One bar per stage with the figures of the last step; notes scroll by above it."""
+    """One bar per stage, the figures of the last step below; notes scroll by above."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._progress = Progress(
+        self._bars = _Bars(
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[figures]}", markup=False),
-            TextColumn("[dim]{task.fields[eta]}"),
+            TextColumn("[dim]{task.fields[left]}"),
             console=console,
         )
         self._task: TaskID | None = None
         self._pace = Pace(0, 0, 0.0)
 
     def __enter__(self) -> LiveProgress:
-        self._progress.start()
+        self._bars.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._progress.stop()
+        self.end()
 
     def begin_stage(self, stage: str, *, done: int, total: int) -> None:
         self._pace = Pace(done, total, self._clock())
-        self._task = self._progress.add_task(
-            STAGE_TITLES[stage], total=total, completed=done, figures="starting", eta=""
-        )
+        self._bars.below = ""
+        self._task = self._bars.add_task(STAGE_TITLES[stage], total=total, completed=done, left="")
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         if self._task is None:
             raise ValueError("update before begin_stage")
         left = self._pace.seconds_left(step, self._clock())
-        eta = "" if left is None else f"ETA {duration_text(left)}"
-        self._progress.update(self._task, completed=step, figures=figures_text(metrics), eta=eta)
+        self._bars.below = figures_text(metrics)
+        self._bars.update(self._task, completed=step, left=f"ETA {duration_text(left)}" if left else "")
 
     def note(self, text: str) -> None:
-        self._progress.console.print(text, markup=False, highlight=False)
+        self._bars.console.print(text, soft_wrap=True, markup=False, highlight=False)
+
+    def end(self) -> None:
+        self._bars.stop()

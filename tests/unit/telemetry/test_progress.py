@@ -83,17 +83,52 @@ def test_notes_are_not_wrapped_and_not_read_as_markup(plain: Console):
     assert text_of(plain) == f"{note}\n"
 
 
-def test_the_live_display_shows_stage_step_figures_and_time_left():
-    console = Console(file=io.StringIO(), force_terminal=True, width=160, color_system=None)
-    clock = Clock()
+def live_console(width: int) -> Console:
+    return Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None)
+
+
+@pytest.mark.parametrize("width", [80, 160])
+def test_the_live_display_shows_stage_step_figures_and_time_left(width: int):
+    console, clock = live_console(width), Clock()
     with LiveProgress(console, clock) as progress:
+        progress.begin_stage("sft", done=0, total=3)
         progress.begin_stage("rl", done=0, total=10)
         clock.now = 6.0
         progress.update(2, METRICS)
         progress.note("evaluation [0]: 0.5")
     text = text_of(console)
-    for part in ("reinforcement learning", "2/10", "reward 0.500", "ETA 24s", "evaluation [0]: 0.5"):
+    for part in ("reinforcement learning", "2/10", figures_text(METRICS), "ETA 24s", "evaluation [0]: 0.5"):
         assert part in text
+
+
+def test_figures_that_do_not_fit_are_cut_and_leave_the_rest_in_place():
+    console, clock = live_console(60), Clock()
+    with LiveProgress(console, clock) as progress:
+        progress.begin_stage("rl", done=0, total=10)
+        clock.now = 6.0
+        progress.update(2, METRICS)
+    text = text_of(console)
+    assert "2/10" in text
+    assert "ETA 24s" in text
+    assert "mismatch 7.0e-04  tokens/s 4,…" in text
+
+
+def test_a_stage_that_is_done_has_no_time_left():
+    console = live_console(80)
+    with LiveProgress(console, Clock()) as progress:
+        progress.begin_stage("sft", done=0, total=2)
+        progress.update(2, {"sft/loss": 1.0})
+    assert "ETA" not in text_of(console)
+
+
+def test_notes_after_the_end_are_the_last_lines_on_the_screen():
+    console = live_console(80)
+    with LiveProgress(console) as progress:
+        progress.begin_stage("sft", done=0, total=2)
+        progress.update(2, {"sft/loss": 1.0})
+        progress.end()
+        progress.note("run directory: " + "long/" * 30)
+    assert text_of(console).endswith("run directory: " + "long/" * 30 + "\n")
 
 
 def test_the_live_display_needs_a_stage_first():
