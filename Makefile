@@ -21,10 +21,10 @@ lint: setup
 	$(BIN)/pyright
 
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "not slow" tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "not slow" tests
 
 test-slow: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m slow tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m slow tests
 
 bench: setup
 	for file in bench/[a-z]*.py; do $(BIN)/python $$file || exit 1; done

@@ -4,10 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_moe
 from ranks import Ranks
+
+GROUPS = {
+    "tests/e2e/test_parallel.py": "parallel",
+    "tests/e2e/test_engine_and_trainer.py": "trainer",
+    "tests/e2e/": "e2e",
+    "tests/unit/trainer/": "trainer",
+    "tests/distributed/": "distributed",
+}
+"""Tests that share what is slow to start, by the beginning of their path: all of a group run in one test process."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Keeps groups together. pytest-xdist's own marks do so again when it knows the node ids of pytest 9.2
+    (https://github.com/pytest-dev/pytest-xdist/issues/1386)."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class GroupScheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return next((group for path, group in GROUPS.items() if nodeid.startswith(path)), nodeid)
+
+    return GroupScheduling(config, log)
 
 
 @pytest.fixture(scope="session")

@@ -6,10 +6,7 @@ import json
 import re
 from pathlib import Path
 
-import pytest
 from runs import DoneRun, Runs
-
-pytestmark = pytest.mark.xdist_group("e2e")
 
 
 def model_of(run: DoneRun) -> list[str]:

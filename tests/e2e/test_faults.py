@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 from runs import DoneRun, Fault, Finished, Runs, Sums, rows, summary
 
-pytestmark = pytest.mark.xdist_group("e2e")
-
 
 def train(forked: Runs, run: Path, *overrides: str, fault: Fault) -> Finished:
     return forked.run("train", "recipe=tiny", f"run_dir='{run}'", *overrides, fault=fault)

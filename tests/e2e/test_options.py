@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 from runs import DoneRun, Runs, Sums, rows
 
-pytestmark = pytest.mark.xdist_group("e2e")
-
 Steps = list[dict[str, Any]]
 
 

@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 from runs import DoneRun, Sums, moerl, rows
 
-pytestmark = pytest.mark.xdist_group("parallel")
-
 FAULT_IN_ONE_RANK = """
 import os, sys
 if os.environ.get("RANK") == "1":

@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 from runs import DoneRun, Fault, Runs, Sums, rows, summary
 
-pytestmark = pytest.mark.xdist_group("e2e")
-
 STEP = "moerl.trainer.trainer:MegatronTrainer.step"
 UPDATE = "moerl.trainer.optimizer:Optimizer.update"
 COMMIT = "moerl.trainer.checkpoint:CheckpointStore.commit"

@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 from runs import DoneRun
 
-pytestmark = pytest.mark.xdist_group("e2e")
-
 FIGURES = (
     "logprob_abs_mean",
     "logprob_abs_max",
