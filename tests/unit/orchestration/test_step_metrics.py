@@ -1,0 +1,98 @@
+"""The metrics of a step, against their definitions."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from factories import FULL, make_trajectory
+
+from moerl.contract.batch import TrainSample
+from moerl.orchestration.rl import _split_groups
+from moerl.orchestration.step_metrics import RowTable, disagreement, load_metrics, policy_metrics, rollout_metrics
+from moerl.telemetry.metrics import check_metrics
+
+
+def table(**columns: list[float]) -> RowTable:
+    size = len(next(iter(columns.values())))
+    names = ("trainer", "rollout", "full", "entropy", "clipped", "layers_differing")
+    return RowTable(**{name: np.array(columns.get(name, [0.0] * size), np.float32) for name in names})
+
+
+def test_the_mismatch_is_that_of_the_trainer_against_the_rollout() -> None:
+    rows = table(trainer=[-1.0, -2.0, -0.5, -3.0], rollout=[-1.0, -1.0, -0.75, -3.0], layers_differing=[0, 3, 1, 0])
+    found = disagreement(rows)
+    differences = [0.0, -1.0, 0.25, 0.0]
+    assert found == pytest.approx(
+        {
+            "mismatch/logprob_abs_mean": 1.25 / 4,
+            "mismatch/logprob_abs_max": 1.0,
+            "mismatch/k3": sum(math.exp(d) - 1 - d for d in differences) / 4,
+            "mismatch/share_above_ln2": 0.25,
+            "mismatch/tokens_with_different_experts": 0.5,
+            "mismatch/layers_differing_per_token": 1.0,
+        }
+    )
+    check_metrics(found)
+
+
+def test_a_table_without_masks_compares_the_log_probs_over_the_whole_vocabulary() -> None:
+    rows = table(trainer=[-1.0], rollout=[-1.0], full=[-1.5])
+    assert disagreement(rows)["mismatch/logprob_abs_mean"] == 0.0
+    assert disagreement(rows, full=True)["mismatch/logprob_abs_mean"] == 0.5
+
+
+def test_ratios_are_trainer_over_rollout_and_the_rest_are_means() -> None:
+    rollout = [-1.0] * 101
+    rows = table(
+        trainer=[-1.0 + i / 100 for i in range(101)],
+        rollout=rollout,
+        entropy=[float(i % 2) for i in range(101)],
+        clipped=[1.0] * 10 + [0.0] * 91,
+    )
+    found = policy_metrics(rows)
+    assert found["policy/ratio_p50"] == pytest.approx(math.exp(0.5), rel=1e-5)
+    assert found["policy/ratio_p01"] == pytest.approx(math.exp(0.01), rel=1e-3)
+    assert found["policy/ratio_p99"] == pytest.approx(math.exp(0.99), rel=1e-3)
+    assert found["policy/entropy"] == pytest.approx(50 / 101)
+    assert found["policy/clip_fraction"] == pytest.approx(10 / 101)
+    check_metrics(found)
+
+
+def test_kept_sets_are_measured_over_tokens_that_were_drawn_from_one() -> None:
+    rng = np.random.default_rng(0)
+    kept, full = make_trajectory(rng, num_sampled=4), make_trajectory(rng, num_sampled=6, sampling=FULL)
+    kept = replace(kept, rewards={"reward": 1.0, "accuracy": 1.0})
+    full = replace(full, rewards={"reward": 0.5, "accuracy": 0.0})
+    found = rollout_metrics([kept, full])
+    assert found["reward/mean"] == 0.75
+    assert found["accuracy/mean"] == 0.5
+    assert found["response/length_mean"] == 5.0
+    assert found["kept/size_mean"] == kept.kept.sizes[kept.sampled].mean()
+    check_metrics(found)
+    assert "kept/size_mean" not in rollout_metrics([full])
+
+
+def test_expert_load_is_that_of_the_worst_layer() -> None:
+    load_LE = torch.tensor([[4, 4, 4, 4], [16, 0, 8, 8], [2, 10, 2, 2]])
+    assert load_metrics(load_LE) == {"experts/load_max_over_mean": 2.5, "experts/load_min_over_mean": 0.0}
+
+
+def test_minibatches_hold_whole_groups_in_order() -> None:
+    rng = np.random.default_rng(1)
+    samples = []
+    for group, size in (("a", 3), ("b", 1), ("c", 2), ("d", 3), ("e", 1)):
+        for i in range(size):
+            trajectory = make_trajectory(rng, rollout_id=f"{group}{i}")
+            trajectory = replace(trajectory, lineage=replace(trajectory.lineage, group_id=group))
+            samples.append(TrainSample(trajectory, np.zeros(len(trajectory), np.float32)))
+
+    def ids(parts: int) -> list[str]:
+        return [" ".join(s.trajectory.lineage.rollout_id for s in part) for part in _split_groups(samples, parts)]
+
+    assert ids(1) == ["a0 a1 a2 b0 c0 c1 d0 d1 d2 e0"]
+    assert ids(2) == ["a0 a1 a2 b0 c0 c1", "d0 d1 d2 e0"]
+    assert ids(9) == ["a0 a1 a2", "b0", "c0 c1", "d0 d1 d2", "e0"]
