@@ -1,22 +1,26 @@
 #!/bin/sh
 # Makes the environment in .venv. Run by `make setup`; runs again only when pyproject.toml or this file changes.
-# PYTHON=/path/to/python3.12 names the interpreter; otherwise the first one that really runs is taken.
+# PYTHON=/path/to/python3.12 names the interpreter; otherwise the first 3.12 that really runs is taken.
 set -eu
 cd "$(dirname "$0")/.."
 
 is_usable() {
-    "$1" -c 'import sys, venv; raise SystemExit(sys.version_info[:2] not in ((3, 12), (3, 13)))' 2>/dev/null
+    "$1" -c 'import sys, venv; raise SystemExit(sys.version_info[:2] != (3, 12))' 2>/dev/null
 }
 
 find_python() {
-    for candidate in ${PYTHON:-} python3.12 python3.13 python3 \
-        "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.12*/bin/python "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.13*/bin/python; do
+    if [ -n "${PYTHON:-}" ]; then
+        is_usable "$PYTHON" && echo "$PYTHON" && return
+        echo "error: PYTHON=$PYTHON is no Python 3.12 that runs (megatron-bridge 0.6.2 takes no other)" >&2
+        return 1
+    fi
+    for candidate in python3.12 python3 "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.12*/bin/python; do
         if is_usable "$candidate"; then
             echo "$candidate"
             return
         fi
     done
-    echo "error: no Python 3.12 or 3.13 that runs was found; install one, or name it: make setup PYTHON=/path/to/python3.12" >&2
+    echo "error: no Python 3.12 that runs was found (megatron-bridge 0.6.2 takes no other); install it, or name it: make setup PYTHON=/path/to/python3.12" >&2
     return 1
 }
 
