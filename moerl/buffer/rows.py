@@ -36,6 +36,7 @@ class Rows:
     kept: KeptSets
     truncated: NDArray[np.bool_]
     sample_index: int
+    routed: NDArray[np.bool_]
     expert_ids: NDArray[np.uint8] | NDArray[np.uint16] | None = None
     checksums: NDArray[np.uint64] | None = None
     key: int = 0
@@ -44,11 +45,14 @@ class Rows:
         return len(self.input_ids)
 
 
-def trajectory_rows(sample: TrainSample, sample_index: int, *, replay: bool) -> Rows:
-    """The S - 1 rows of a trajectory, with its routing and their checksums where `replay`."""
+def trajectory_rows(sample: TrainSample, sample_index: int, *, replay: bool, uncaptured: str = "reject") -> Rows:
+    """The S - 1 rows of a trajectory, with its routing and their checksums where `replay`.
+
+    uncaptured: what happens to rows without captured routing, as in `pack_for_ranks`.
+    """
     trajectory = sample.trajectory
     _check_trainable(sample)
-    if replay:
+    if replay and uncaptured == "reject":
         _check_routed(trajectory)
     key = rollout_key(trajectory.lineage.rollout_id)
     return Rows(
@@ -62,8 +66,9 @@ def trajectory_rows(sample: TrainSample, sample_index: int, *, replay: bool) -> 
         kept=slice_kept_sets(trajectory.kept, 1, len(trajectory)),
         truncated=trajectory.truncated[1:],
         sample_index=sample_index,
+        routed=trajectory.routed,
         expert_ids=trajectory.expert_ids if replay else None,
-        checksums=routing_checksums(key, trajectory.expert_ids) if replay else None,
+        checksums=routing_checksums(key, trajectory.expert_ids, trajectory.routed) if replay else None,
         key=key,
     )
 
@@ -137,6 +142,7 @@ def concatenate(sequences: Sequence[Rows]) -> Microbatch:
         kept=concat_kept_sets([rows.kept for rows in sequences]),
         truncated=_joined(sequences, "truncated", np.bool_),
         sample_index=sample_index.astype(np.int32),
+        routed=_joined(sequences, "routed", np.bool_),
         expert_ids=_joined_experts(sequences),
         routing_checksums=_summed_checksums(sequences),
         rollout_keys=np.array([rows.key for rows in sequences], np.uint64),
@@ -163,6 +169,7 @@ def _plain_rows(
         kept=KeptSets.empty(num_rows),
         truncated=np.zeros(num_rows, np.bool_),
         sample_index=sample_index,
+        routed=np.ones(num_rows, np.bool_),
     )
 
 

@@ -65,6 +65,9 @@ class ParallelConfig(Section):
 
     tensor: Count = Field(description="Tensor-parallel size.")
     pipeline: Count = Field(description="Pipeline-parallel size.")
+    virtual_pipeline: Count = Field(
+        description="Model chunks per pipeline stage; more than 1 interleaves them, for smaller pipeline bubbles."
+    )
     expert: Count = Field(description="Expert-parallel size.")
     expert_tensor: Count = Field(description="Tensor-parallel size inside an expert.")
     context: Count = Field(description="Context-parallel size.")
@@ -89,6 +92,20 @@ class TrainerConfig(Section):
     microbatch_tokens: Count = Field(description="Most tokens packed into one forward pass.")
     recompute: Literal["none", "selective", "full"] = Field(
         description="Activations computed again in the backward pass to save memory."
+    )
+    distributed_optimizer: Annotated[Literal["off", "on", "overlap"], BeforeValidator(_bare_off)] = Field(
+        description="on = optimizer state and master weights are split over data-parallel ranks; overlap = and gradient"
+        " reduction and weight gathering run beside the computation."
+    )
+    train_router: bool = Field(description="False freezes the routers' weights.")
+    expert_bias: Literal["frozen", "update"] = Field(
+        description="What happens to the expert bias of models that have one (DeepSeek-V3, GLM-4.5): kept as loaded, or"
+        " moved towards even load after each optimizer step."
+    )
+    deterministic: bool = Field(description="Only deterministic kernels; slower on GPUs, nothing changes on a CPU.")
+    max_skipped_updates: CountOrZero = Field(
+        description="Optimizer steps in a row that may be skipped because the gradient is not finite; one more stops"
+        " the run."
     )
 
 
@@ -147,6 +164,10 @@ class KeepRoutingConfig(Section):
 
     mode: Annotated[Literal["off", "rollout"], BeforeValidator(_bare_off)] = Field(
         description="rollout = train through the experts that the sampler used; off = the trainer's own choice."
+    )
+    uncaptured: Literal["reject", "live"] = Field(
+        description="Rows whose routing the sampler did not capture: reject stops the run, live lets the trainer's"
+        " router decide there."
     )
 
 

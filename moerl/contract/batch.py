@@ -33,7 +33,11 @@ class TextSample:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Microbatch:
-    """Packed (THD) sequences, one forward pass. Pad rows, if any, form a last sequence with `loss_mask` False.
+    """Packed (THD) sequences, one forward pass, whole or one rank's share of it (`moerl.contract.shares`).
+
+    Pad rows stand at the end of their sequence or form a last sequence of their own, with `loss_mask` False. In a share
+    T counts the rows of this rank, `cu_seqlens` and `rollout_keys` stay those of the whole microbatch, and
+    `expert_ids` and `routing_checksums` hold this rank's routing rows and layers.
 
     input_ids, target_ids, position_ids: int64 [T]. cu_seqlens: int32 [N + 1], pad sequence included.
     loss_mask: bool [T]; True where the target was sampled (or is to be learned).
@@ -42,9 +46,10 @@ class Microbatch:
         trajectories).
     kept: CSR over T rows; truncated: bool [T], True where the target was drawn from a listed kept set.
     expert_ids: uint8/uint16 [T, L, K] or None (no replay); pad rows hold distinct, spread ids.
+    routed: bool [T]; False where the row's routing was not captured and the trainer's own router decides.
     sample_index: int32 [T]; index of the row's sample in the batch handed to the packer, -1 on pad rows.
-    routing_checksums: uint64 [L] or None; the salted checksum per MoE layer, computed from the trajectories before
-        packing (`moerl.contract.routing`).
+    routing_checksums: uint64 [L] or None; the salted checksum per MoE layer over captured rows, computed from the
+        trajectories before packing (`moerl.contract.routing`).
     rollout_keys: uint64 [N]; salt of each sequence, 0 for the pad sequence.
     """
 
@@ -61,10 +66,17 @@ class Microbatch:
     kept: KeptSets
     truncated: NDArray[np.bool_]
     sample_index: NDArray[np.int32]
+    routed: NDArray[np.bool_]
     expert_ids: NDArray[np.uint8] | NDArray[np.uint16] | None = None
     routing_checksums: NDArray[np.uint64] | None = None
     rollout_keys: NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))
 
     @property
     def num_rows(self) -> int:
+        """Rows of this rank: all of the microbatch, or its share."""
         return len(self.input_ids)
+
+    @property
+    def num_rows_of_all(self) -> int:
+        """Rows of the whole microbatch, over all context-parallel ranks."""
+        return int(self.cu_seqlens[-1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moerl.contract.trajectory import KeptSets
 
@@ -17,6 +18,15 @@ def concat_kept_sets(parts: Sequence[KeptSets]) -> KeptSets:
     offsets = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
     return KeptSets(offsets, np.concatenate([part.ids for part in parts]))
+
+
+def take_kept_sets(kept: KeptSets, rows: NDArray[np.integer]) -> KeptSets:
+    """The kept sets of `rows`, in that order. Raises IndexError for a row that is not there."""
+    sizes = kept.sizes[rows]
+    offsets = np.zeros(len(rows) + 1, np.int64)
+    np.cumsum(sizes, out=offsets[1:])
+    ids = np.arange(offsets[-1]) + np.repeat(kept.offsets[:-1][rows] - offsets[:-1], sizes)
+    return KeptSets(offsets, kept.ids[ids])
 
 
 def slice_kept_sets(kept: KeptSets, start: int, stop: int) -> KeptSets:

@@ -36,12 +36,15 @@ def rollout_key(rollout_id: str) -> int:
     return int.from_bytes(hashlib.blake2b(rollout_id.encode(), digest_size=8).digest(), "little")
 
 
-def routing_checksums(key: int, expert_ids: NDArray[np.uint8] | NDArray[np.uint16]) -> NDArray[np.uint64]:
+def routing_checksums(
+    key: int, expert_ids: NDArray[np.uint8] | NDArray[np.uint16], routed: NDArray[np.bool_] | None = None
+) -> NDArray[np.uint64]:
     """Checksum per MoE layer of one trajectory.
 
     Args:
         key: `rollout_key` of the trajectory.
         expert_ids: [S-1, L, K], row t at token position t.
+        routed: bool [S-1]; rows that count. None counts all.
 
     Returns:
         uint64 [L].
@@ -51,4 +54,5 @@ def routing_checksums(key: int, expert_ids: NDArray[np.uint8] | NDArray[np.uint1
     rows = mix(np.uint64(key) + positions * np.uint64(POSITION_PRIME))
     layers = np.arange(num_layers, dtype=np.uint64) * np.uint64(LAYER_PRIME)
     slots = (layers[None, :, None] + expert_ids.astype(np.uint64) + np.uint64(1)) * np.uint64(EXPERT_PRIME)
-    return mix(rows[:, None, None] + slots).sum(axis=(0, 2), dtype=np.uint64)
+    mixed = mix(rows[:, None, None] + slots)
+    return (mixed if routed is None else mixed[routed]).sum(axis=(0, 2), dtype=np.uint64)

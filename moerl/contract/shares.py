@@ -1,0 +1,116 @@
+"""Each trainer rank's share of a microbatch: its context-parallel rows, its MoE layers, its slice of routing rows.
+
+Pure numpy; any process. The controller cuts shares before it sends anything, so that no rank receives routing rows or
+kept sets that it does not use. Shape legend: T = rows of the whole microbatch, t = rows of one context-parallel rank,
+r = routing rows of one rank (t / tensor), L = MoE layers of the model, l = those of one pipeline stage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moerl.contract.batch import Microbatch
+from moerl.contract.kept import take_kept_sets
+from moerl.contract.trajectory import KeptSets
+from moerl.errors import ReplayError
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What part of a batch a trainer rank computes on; sizes and ranks are Megatron's.
+
+    data_rank: whose microbatches it runs. context, context_rank: sequences are cut into 2 x context chunks, of which
+    rank c holds chunks c and 2 x context - 1 - c (zig-zag). tensor, tensor_rank: sequence parallelism splits the rows
+    further at every router. moe_layers: indices among the model's MoE layers, from 0, in the order of the layers;
+    None for all. scores: True where the language-model head is (the last pipeline stage).
+    """
+
+    data_rank: int = 0
+    context: int = 1
+    context_rank: int = 0
+    tensor: int = 1
+    tensor_rank: int = 0
+    moe_layers: tuple[int, ...] | None = None
+    scores: bool = True
+
+    @property
+    def routing_slice(self) -> tuple[int, int]:
+        """(number of slices, this rank's) of the rows that sequence parallelism makes."""
+        return self.tensor, self.tensor_rank
+
+
+def context_rows(cu_seqlens: NDArray[np.integer], size: int, rank: int) -> NDArray[np.int64]:
+    """int64 [t]: the rows of the whole microbatch that context-parallel rank `rank` of `size` holds, in its order.
+
+    Every sequence is cut into 2 x size equal chunks; rank c takes chunk c, then chunk 2 x size - 1 - c, sequence by
+    sequence, which balances causal attention.
+
+    Raises:
+        ReplayError: a sequence is not a multiple of 2 x size rows.
+    """
+    if size == 1:
+        return np.arange(int(cu_seqlens[-1]), dtype=np.int64)
+    lengths = np.diff(cu_seqlens).astype(np.int64)
+    if (lengths % (2 * size)).any():
+        raise ReplayError(
+            "a packed sequence cannot be cut for context parallelism",
+            seen=f"{int(lengths[(lengths % (2 * size)).argmax()])} rows",
+            expected=f"a multiple of 2 x context = {2 * size}",
+            remedy="pack with the sequence multiple of this layout",
+        )
+    chunks = lengths // (2 * size)
+    starts = cu_seqlens[:-1].astype(np.int64)
+    firsts = np.stack([starts + rank * chunks, starts + (2 * size - 1 - rank) * chunks], axis=1).reshape(-1)
+    counts = np.repeat(chunks, 2)
+    before = np.concatenate([[0], np.cumsum(counts)[:-1]])
+    return np.arange(int(counts.sum()), dtype=np.int64) + np.repeat(firsts - before, counts)
+
+
+def cut_share(batch: Microbatch, place: Place) -> Microbatch:
+    """The share of the rank at `place` of a whole microbatch; `batch` itself where that is all of it.
+
+    `cu_seqlens` and `rollout_keys` stay those of the whole microbatch. Ranks that do not score get neither kept sets
+    nor what the loss alone needs.
+    """
+    if place.context == place.tensor == 1 and place.moe_layers is None and place.scores:
+        return batch
+    rows = context_rows(batch.cu_seqlens, place.context, place.context_rank)
+    layers = slice(None) if place.moe_layers is None else list(place.moe_layers)
+    num_slices, mine = place.routing_slice
+    per_slice = len(rows) // num_slices
+    routing_rows = rows[mine * per_slice : (mine + 1) * per_slice]
+    share = replace(
+        batch,
+        input_ids=batch.input_ids[rows],
+        target_ids=batch.target_ids[rows],
+        position_ids=batch.position_ids[rows],
+        loss_mask=batch.loss_mask[rows],
+        is_pad=batch.is_pad[rows],
+        routed=batch.routed[rows],
+        sample_index=batch.sample_index[rows],
+        advantages=batch.advantages[rows],
+        rollout_logprobs=batch.rollout_logprobs[rows],
+        kept_logmass=batch.kept_logmass[rows],
+        temperatures=batch.temperatures[rows],
+        truncated=batch.truncated[rows],
+        expert_ids=None if batch.expert_ids is None else batch.expert_ids[routing_rows][:, layers],
+        routing_checksums=None if batch.routing_checksums is None else batch.routing_checksums[layers],
+        kept=take_kept_sets(batch.kept, rows) if place.scores else KeptSets.empty(len(rows)),
+    )
+    return share if place.scores else _without_scoring(share)
+
+
+def _without_scoring(share: Microbatch) -> Microbatch:
+    """The share of a rank without the head: nothing of it is scored."""
+    zeros_t = np.zeros(share.num_rows, np.float32)
+    return replace(
+        share,
+        advantages=zeros_t,
+        rollout_logprobs=zeros_t,
+        kept_logmass=zeros_t,
+        temperatures=np.ones(share.num_rows, np.float32),
+        truncated=np.zeros(share.num_rows, np.bool_),
+    )
