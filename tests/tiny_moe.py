@@ -161,13 +161,14 @@ def target_logprobs(logprobs_TV: Tensor, sample: TrainSample) -> Tensor:
 # --- in a rank -------------------------------------------------------------------------------------------------------
 
 
-def build(where: Any, path: Path, *, total_steps: int = 8, optimizer: Any = OPTIMIZER, **options: Any) -> Any:
+def build(
+    where: Any, path: Path, *, total_steps: int = 8, optimizer: Any = OPTIMIZER, sharding: str = "off", **options: Any
+) -> Any:
     """A trainer of the model at `path` for this rank; `options` are those of `ModelOptions`."""
     from moerl.trainer.model import ModelOptions
     from moerl.trainer.trainer import MegatronTrainer
 
-    options = {"tensor": where.tensor, "expert": where.expert} | options
-    return MegatronTrainer(path, SPEC, where, ModelOptions(**options), optimizer, total_steps)
+    return MegatronTrainer(path, SPEC, where, ModelOptions(**options), optimizer, total_steps, sharding)
 
 
 def policy_loss(trainer: Any, batches: Sequence[Microbatch], denominator: float, **options: Any) -> Any:
@@ -177,7 +178,7 @@ def policy_loss(trainer: Any, batches: Sequence[Microbatch], denominator: float,
 
     scorer = Scorer(batches, trainer.shard, keep_mask=options.pop("keep_mask", True))
     algorithm = options.pop("algorithm", GRPO())
-    return PolicyGradientLoss(scorer, algorithm, denominator, enforce=True, **options)
+    return PolicyGradientLoss(scorer, algorithm, denominator, **options)
 
 
 def exported(trainer: Any) -> dict[str, np.ndarray]:
@@ -187,7 +188,7 @@ def exported(trainer: Any) -> dict[str, np.ndarray]:
 
 def gradients(trainer: Any) -> dict[str, np.ndarray]:
     """What the last step left in Megatron's gradient buffers, by Megatron's names."""
-    return {name: p.main_grad.float().numpy().copy() for name, p in trainer.model.module.named_parameters()}
+    return {name: p.main_grad.float().numpy().copy() for name, p in trainer.model.chunks[0].named_parameters()}
 
 
 def largest_difference(left: dict[Any, np.ndarray], right: dict[Any, np.ndarray]) -> float:
