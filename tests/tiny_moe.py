@@ -11,7 +11,8 @@ import torch
 from factories import FULL, NUCLEUS, make_trajectory
 from torch import Tensor, nn
 
-from moerl.buffer.packing import pack_for_ranks
+from moerl.buffer.packing import PackOptions, Uncaptured, pack_for_ranks
+from moerl.buffer.rows import Padding
 from moerl.config.schema import OptimizerConfig
 from moerl.contract.batch import Microbatch, TrainSample
 from moerl.contract.trajectory import ModelSpec
@@ -82,9 +83,17 @@ def make_samples(seed: int, lengths: Sequence[int]) -> list[TrainSample]:
 
 
 def pack(
-    samples: Sequence[TrainSample], *, num_ranks: int = 1, token_budget: int = 64, multiple: int = 4
+    samples: Sequence[TrainSample],
+    *,
+    num_ranks: int = 1,
+    token_budget: int = 64,
+    multiple: int = 4,
+    sequence: int = 1,
+    uncaptured: Uncaptured = "reject",
 ) -> list[list[Microbatch]]:
-    return pack_for_ranks(samples, num_ranks, token_budget=token_budget, multiple=multiple, replay=True)
+    """Microbatches per rank; `multiple` and `sequence` are those of `Padding`."""
+    options = PackOptions(token_budget, Padding(sequence, multiple))
+    return pack_for_ranks(samples, num_ranks, options, replay=True, uncaptured=uncaptured)
 
 
 def num_trained(batches: Sequence[Microbatch]) -> float:
