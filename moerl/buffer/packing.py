@@ -26,11 +26,13 @@ class PackOptions:
     """How sequences share microbatches.
 
     token_budget: most rows of a microbatch, padding included; a longer sample has a microbatch of its own.
-    padding: what the layout needs.
+    padding: what the layout needs. count_multiple: ranks get a multiple of this many microbatches, as an interleaved
+    pipeline schedule needs.
     """
 
     token_budget: int
     padding: Padding = field(default_factory=Padding)
+    count_multiple: int = 1
 
 
 def pack_trajectories(
@@ -107,7 +109,7 @@ def _plan(num_rows: Sequence[int], num_ranks: int, options: PackOptions) -> list
     for members in split_balanced(sizes, num_ranks):
         packs = first_fit_decreasing([sizes[i] for i in members], capacity)
         plan.append([[members[i] for i in pack] for pack in packs])
-    num_packs = max(map(len, plan))
+    num_packs = -(-max(map(len, plan)) // options.count_multiple) * options.count_multiple
     return [split_until(packs, sizes, num_packs) for packs in plan]
 
 
