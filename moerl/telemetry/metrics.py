@@ -85,6 +85,12 @@ _ALL = (
     Metric("kept/size_mean", "id", "mean size of a kept set, over tokens drawn from one"),
     Metric("kept/size_p99", "id", "99th percentile of the size of a kept set"),
     Metric("replay/rows_verified", "row", "routing rows proved to have been enforced before the update"),
+    Metric("data/routing_bytes", "byte", "most routing that a rank received, uncompressed"),
+    Metric(
+        "data/routing_bytes_over_share",
+        "1",
+        "routing received over what own rows and layers need, worst rank",
+    ),
     Metric("packing/fill", "1", "rows of samples over what the microbatches of all ranks could hold"),
     Metric("packing/real_rows", "1", "rows of samples over rows computed, padding included"),
     Metric("packing/cost_max_over_mean", "1", "estimated operations of the busiest data-parallel rank over the mean"),
