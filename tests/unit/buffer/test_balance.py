@@ -48,11 +48,12 @@ def test_a_sequence_moves_to_where_there_is_room():
     assert sorted(pack_rows(divided)) == [10, 10]
 
 
-def test_full_packs_only_change_what_fits():
-    # Rank 0 is dearer, but 6 does not fit in place of 4, nor beside anything.
-    divided = division([6, 4, 5, 4], [0, 0, 1, 1], [0, 1], 10)
+def test_no_exchange_overfills_either_pack():
+    # Rank 0 costs ten times as much, but 6 fits neither beside 7 and 5 nor in place of 5, and 7 not in place of 6.
+    rows, cost = np.array([6, 6, 7, 5], np.int64), np.array([10.0, 10.0, 1.0, 1.0])
+    divided = Division(rows, cost, np.array([0, 0, 1, 1]), np.array([0, 1]), 12)
     divided.improve()
-    assert max(pack_rows(divided)) <= 10
+    assert divided.pack_of.tolist() == [0, 0, 1, 1]
 
 
 def test_ranks_close_enough_are_left_alone():

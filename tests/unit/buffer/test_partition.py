@@ -74,6 +74,15 @@ def test_any_number_of_samples_takes_the_fewest_microbatches_balanced(num_sample
     assert lockstep <= 1.1, "packs that run together cost about the same"
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_exchanges_level_ranks_of_few_packs_some_filled_by_one_sequence(seed: int):
+    sizes = long_tailed(1024, seed)
+    costs = [QWEN3_30B_A3B(size) for size in sizes]
+    costs_RM = costs_of(plan_packs(sizes, costs, 32, 32768), costs)
+    assert costs_RM.shape == (32, 4)
+    assert costs_RM.sum(1).max() / costs_RM.sum(1).mean() <= 1.1
+
+
 @settings(deadline=None)
 @given(SIZES, st.integers(1, 60), st.integers(1, 9), st.sampled_from([0.0, 0.05, 3.0]))
 def test_a_plan_holds_every_sequence_once_within_the_budget(
@@ -111,6 +120,11 @@ def test_best_fit_leaves_no_two_packs_that_would_fit_together(sizes: list[int]):
 
 def test_best_fit_takes_the_fullest_pack_that_has_room():
     assert best_fit_decreasing(np.array([6, 7, 3, 4]), 10).tolist() == [1, 0, 0, 1]
+
+
+def test_fit_counts_rows_and_cost_alike():
+    assert fit(np.ones(4, np.int64), np.array([10.0, 1, 1, 1]), 2, 10).tolist() == [0, 1, 1, 1]  # pyright: ignore
+    assert fit(np.ones(4, np.int64), np.ones(4), 2, 10).tolist() == [0, 1, 0, 1]  # pyright: ignore
 
 
 def test_fit_says_where_a_sequence_finds_no_room():

@@ -34,9 +34,8 @@ def make_samples(lengths: Sequence[int], spec: ModelSpec = SPEC, **changes: Any)
     rng = np.random.default_rng(0)
     samples = []
     for i, length in enumerate(lengths):
-        shape = {"num_prompt": 2, "num_sampled": length - 2, "rollout_id": f"rollout-{i}"}
-        sampling = {"sampling": FULL if i % 3 == 2 else NUCLEUS}
-        trajectory = make_trajectory(rng, spec, **(shape | sampling | changes))
+        values: dict[str, Any] = {"sampling": FULL if i % 3 == 2 else NUCLEUS, "rollout_id": f"rollout-{i}"}
+        trajectory = make_trajectory(rng, spec, num_prompt=2, num_sampled=length - 2, **(values | changes))
         samples.append(TrainSample(trajectory, trajectory.sampled * rng.normal(size=length).astype(np.float32)))
     return samples
 
