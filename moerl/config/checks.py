@@ -107,7 +107,7 @@ def _check_model(config: RunConfig) -> None:
 
 def _check_layout(config: RunConfig, sizes: ModelSizes | None) -> None:
     """Megatron can run the layout: with this model, and with what a step brings. `sizes` None: not known yet."""
-    load = Load(config.trainer.microbatch_tokens, _fewest_samples(config)) if sizes is not None else None
+    load = layout_load(config) if sizes is not None else None
     shape = Shape.of(config.parallel)
     problems = layout_problems(shape, sizes, load)
     if not problems:
@@ -124,15 +124,23 @@ def _check_layout(config: RunConfig, sizes: ModelSizes | None) -> None:
     )
 
 
-def _fewest_samples(config: RunConfig) -> int:
-    """Sequences of the smallest optimizer step of the command."""
+def model_sizes(config: RunConfig) -> ModelSizes:
+    """The sizes of the model to build, or of the directory to start from. Raises `ConfigError` as `directory_sizes`."""
+    if config.model.architecture is not None:
+        return architecture_sizes(config.model.architecture)
+    assert config.model.path is not None
+    return directory_sizes(config.model.path)
+
+
+def layout_load(config: RunConfig) -> Load:
+    """What the layout is fed with: the token budget, and the sequences of the smallest optimizer step."""
     algorithm, sft = config.algorithm, config.sft
     steps = []
     if config.command != "sft":
         steps.append(algorithm.prompts_per_step * algorithm.group_size // algorithm.minibatches)
     if sft.steps > 0:
         steps.append(sft.batch_size)
-    return min(steps, default=sft.batch_size)
+    return Load(config.trainer.microbatch_tokens, min(steps, default=sft.batch_size))
 
 
 def _check_sizes(config: RunConfig, sizes: ModelSizes) -> None:
