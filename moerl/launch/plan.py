@@ -44,11 +44,20 @@ def plan_memory(config: RunConfig, *, gpu_memory_gib: float) -> int:
         gib = heaviest_rank(sizes, other, needs).total_bytes / GIB
         console.print(f"  fits with {gib:.1f} GiB: {other.overrides(shape)}")
     if not near:
-        console.print(
-            f"  no layout of {shape.world_size} devices fits: take more of them, trainer.recompute=full,"
-            " trainer.distributed_optimizer=overlap or a smaller trainer.microbatch_tokens"
-        )
+        console.print(f"  no layout of {shape.world_size} devices fits: {_ways_out(config)}")
     return 1
+
+
+def _ways_out(config: RunConfig) -> str:
+    """What takes less memory and is not in force yet."""
+    trainer, ways = config.trainer, ["take more of them"]
+    if config.model.dtype != "bfloat16":
+        ways.append("model.dtype=bfloat16")
+    if trainer.recompute != "full":
+        ways.append("trainer.recompute=full")
+    if trainer.distributed_optimizer == "off":
+        ways.append("trainer.distributed_optimizer=overlap")
+    return ", ".join(ways) + " or a smaller trainer.microbatch_tokens"
 
 
 def _table(rank: RankMemory, shape: Shape) -> Table:

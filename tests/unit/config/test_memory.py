@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from factories import hf_config
 
-from moerl.config.layouts import Shape
+from moerl.config.layouts import Shape, layout_problems
 from moerl.config.load import load_config
 from moerl.config.memory import Needs, heaviest_rank, needs_of, rank_memory, rank_parameters, total_parameters
 from moerl.config.model_sizes import ModelSizes, sizes_from_hf_config
@@ -264,3 +266,53 @@ def test_needs_are_read_from_the_configuration():
     assert needs_of(load_config([], command="train")) == Needs(
         8192, 4, "none", distributed_optimizer=False, reference=False
     )
+
+
+# --- the numbers in docs/trainer.md ----------------------------------------------------------------------------------
+
+PUBLISHED = {
+    "Qwen3-30B-A3B": QWEN3_30B,
+    "Qwen3-235B-A22B": QWEN3_235B,
+    "DeepSeek-V3": DEEPSEEK_V3,
+    "GLM-4.5": GLM_45,
+    "GLM-4.5-Air": GLM_45_AIR,
+}
+DOCS_NEEDS = Needs(16384, 2, "full", distributed_optimizer=True, reference=False)
+SHORT = {"TP": "tensor", "PP": "pipeline", "CP": "context", "EP": "expert", "DP": "data"}
+
+
+def shape_of(text: str) -> Shape:
+    return Shape(**{SHORT[name]: int(size) for name, size in re.findall(r"([A-Z]+)(\d+)", text)})
+
+
+def table_rows(header: str) -> list[list[str]]:
+    text = (Path(__file__).parents[3] / "docs" / "trainer.md").read_text(encoding="utf-8")
+    lines = text.partition(f"{header}\n")[2].partition("\n\n")[0].splitlines()[1:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_every_layout_in_the_docs_is_valid_and_needs_what_it_says():
+    checked = 0
+    for model, devices, *cells in table_rows("| model | devices | 80 GB | 141 GB |"):
+        sizes = sizes_of(PUBLISHED[model])
+        for cell, device_gib in zip(cells, (80, 139), strict=True):
+            if cell == "-":
+                continue
+            shape, gib = shape_of(cell), float(cell.partition(": ")[2])
+            assert layout_problems(shape, sizes) == []
+            assert shape.world_size == int(devices)
+            rank = heaviest_rank(sizes, shape, DOCS_NEEDS)
+            assert round(rank.total_bytes / 2**30, 1) == gib
+            assert rank.fits(device_gib * 2**30)
+            checked += 1
+    assert checked > 30
+
+
+def test_recompute_in_the_docs_needs_what_it_says():
+    rows = table_rows("| layout | rows per microbatch | none | selective | full |")
+    for layout, tokens, *cells in rows:
+        for cell, recompute in zip(cells, ("none", "selective", "full"), strict=True):
+            needs = replace(DOCS_NEEDS, microbatch_tokens=int(tokens), recompute=recompute)
+            rank = heaviest_rank(sizes_of(QWEN3_30B), shape_of(layout), needs)
+            assert f"{rank.total_bytes / 2**30:.1f}" == cell
+    assert len(rows) == 4
