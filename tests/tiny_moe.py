@@ -15,6 +15,7 @@ from moerl.buffer.packing import PackOptions, Uncaptured, pack_for_ranks
 from moerl.buffer.rows import Padding
 from moerl.config.schema import OptimizerConfig
 from moerl.contract.batch import Microbatch, TrainSample
+from moerl.contract.shares import cut_share
 from moerl.contract.trajectory import ModelSpec
 
 # An odd vocabulary: tensor parallelism has to pad it.
@@ -170,13 +171,26 @@ def target_logprobs(logprobs_TV: Tensor, sample: TrainSample) -> Tensor:
 # --- in a rank -------------------------------------------------------------------------------------------------------
 
 
-def build(where: Any, path: Path, *, total_steps: int = 8, optimizer: Any = OPTIMIZER, **options: Any) -> Any:
+def build(
+    where: Any, path: Path, *, total_steps: int = 8, optimizer: Any = OPTIMIZER, sharding: str = "off", **options: Any
+) -> Any:
     """A trainer of the model at `path` for this rank; `options` are those of `ModelOptions`."""
     from moerl.trainer.model import ModelOptions
     from moerl.trainer.trainer import MegatronTrainer
 
-    options = {"tensor": where.tensor, "expert": where.expert} | options
-    return MegatronTrainer(path, SPEC, where, ModelOptions(**options), optimizer, total_steps)
+    return MegatronTrainer(path, SPEC, where, ModelOptions(**options), optimizer, total_steps, sharding)
+
+
+def shares(
+    trainer: Any, samples: Sequence[TrainSample], *, token_budget: int = 64, uncaptured: Uncaptured = "reject"
+) -> tuple[list[Microbatch], float]:
+    """This rank's shares of `samples` packed for the trainer's layout, and the trained tokens of all ranks."""
+    where = trainer.where
+    padding = Padding.of(where.tensor, where.context)
+    options = PackOptions(token_budget, padding, count_multiple=where.microbatch_multiple)
+    ranks = pack_for_ranks(samples, where.data, options, replay=True, uncaptured=uncaptured)
+    denominator = num_trained([batch for batches in ranks for batch in batches])
+    return [cut_share(batch, trainer.place) for batch in ranks[where.data_rank]], denominator
 
 
 def policy_loss(trainer: Any, batches: Sequence[Microbatch], denominator: float, **options: Any) -> Any:
@@ -186,7 +200,7 @@ def policy_loss(trainer: Any, batches: Sequence[Microbatch], denominator: float,
 
     scorer = Scorer(batches, trainer.shard, keep_mask=options.pop("keep_mask", True))
     algorithm = options.pop("algorithm", GRPO())
-    return PolicyGradientLoss(scorer, algorithm, denominator, enforce=True, **options)
+    return PolicyGradientLoss(scorer, algorithm, denominator, **options)
 
 
 def exported(trainer: Any) -> dict[str, np.ndarray]:
@@ -196,7 +210,7 @@ def exported(trainer: Any) -> dict[str, np.ndarray]:
 
 def gradients(trainer: Any) -> dict[str, np.ndarray]:
     """What the last step left in Megatron's gradient buffers, by Megatron's names."""
-    return {name: p.main_grad.float().numpy().copy() for name, p in trainer.model.module.named_parameters()}
+    return {name: p.main_grad.float().numpy().copy() for name, p in trainer.model.chunks[0].named_parameters()}
 
 
 def largest_difference(left: dict[Any, np.ndarray], right: dict[Any, np.ndarray]) -> float:

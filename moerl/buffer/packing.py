@@ -29,11 +29,13 @@ class PackOptions:
     """How sequences share microbatches.
 
     token_budget: most rows of a microbatch, padding included; a longer sample has a microbatch of its own.
-    padding: what the layout needs. cost: what ranks are balanced by; rows alone where not given.
+    padding: what the layout needs. count_multiple: ranks get a multiple of this many microbatches, as an interleaved
+    pipeline schedule needs. cost: what ranks are balanced by; rows alone where not given.
     """
 
     token_budget: int
     padding: Padding = field(default_factory=Padding)
+    count_multiple: int = 1
     cost: SequenceCost = field(default_factory=SequenceCost)
 
 
@@ -59,7 +61,7 @@ def pack_for_ranks(
 ) -> list[list[Microbatch]]:
     """One list of microbatches per data-parallel rank, all of the same length; together they hold every sample once.
 
-    Expert-parallel ranks meet in every forward pass, so all must run equally many, as few as the budget allows, of
+    Expert-parallel ranks meet in every forward pass, so all must run equally many, as few as the options allow, of
     nearly equal cost (`moerl.buffer.partition.plan_packs`); a rank without enough sequences gets microbatches of pad
     rows alone.
 
@@ -134,7 +136,8 @@ def _plan(num_rows: Sequence[int], num_ranks: int, options: PackOptions) -> list
             remedy="raise trainer.microbatch_tokens",
         )
     sizes = [padding.padded(rows) for rows in num_rows]
-    return plan_packs(sizes, [options.cost(size) for size in sizes], num_ranks, budget - budget % padding.unit)
+    costs = [options.cost(size) for size in sizes]
+    return plan_packs(sizes, costs, num_ranks, budget - budget % padding.unit, count_multiple=options.count_multiple)
 
 
 def _common_spec(samples: Sequence[TrainSample]) -> ModelSpec | None:

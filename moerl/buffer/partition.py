@@ -20,10 +20,13 @@ Pack = list[int]
 """Indices of the sequences that share a microbatch, ascending."""
 
 
-def plan_packs(sizes: Sequence[int], costs: Sequence[float], num_ranks: int, capacity: int) -> list[list[Pack]]:
+def plan_packs(
+    sizes: Sequence[int], costs: Sequence[float], num_ranks: int, capacity: int, *, count_multiple: int = 1
+) -> list[list[Pack]]:
     """Packs per rank, equally many on each, every sequence in exactly one.
 
-    1. Best-fit decreasing says how many packs are needed; that number is rounded up to a multiple of the ranks.
+    1. Best-fit decreasing says how many packs are needed; that number is rounded up to a multiple of the ranks, and
+       per rank to one of `count_multiple`.
     2. That many packs are filled evenly in rows and cost (`fit`). Where this leaves a sequence over, which takes packs
        that are full to the brim, the best-fit packs stand, and ranks may get empty ones.
     3. Packs go to ranks in groups of similar cost (`deal`).
@@ -40,7 +43,8 @@ def plan_packs(sizes: Sequence[int], costs: Sequence[float], num_ranks: int, cap
         return [[] for _ in range(num_ranks)]
     rows, cost = np.asarray(sizes, np.int64), np.asarray(costs, np.float64)
     tight = best_fit_decreasing(rows, capacity)
-    num_packs = -(-(int(tight.max()) + 1) // num_ranks) * num_ranks
+    unit = num_ranks * count_multiple
+    num_packs = -(-(int(tight.max()) + 1) // unit) * unit
     pack_of = fit(rows, cost, num_packs, capacity)
     pack_of = tight if pack_of is None else pack_of
     rank_of = deal(np.bincount(pack_of, cost, num_packs), num_ranks)
