@@ -41,7 +41,7 @@ def pack_options(config: RunConfig, where: Layout, sizes: ModelSizes) -> PackOpt
     return PackOptions(
         config.trainer.microbatch_tokens,
         Padding.of(where.tensor, where.context),
-        sequence_cost(sizes),
+        cost=sequence_cost(sizes),
         count_multiple=where.microbatch_multiple,
     )
 
