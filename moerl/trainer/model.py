@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moerl.config.trainable import refuse_untrainable
 from moerl.contract.batch import Microbatch
 from moerl.errors import ConfigError, WeightSyncError
-from moerl.trainer import platform
+from moerl.trainer import families, platform
 from moerl.trainer.bridge import import_bridge, quiet
 
 _VOCABULARY_TENSORS = ("embed_tokens.weight", "lm_head.weight")
@@ -58,9 +59,9 @@ class PolicyModel:
         hf_path, options = self.hf_path, self.options
         self.bridge: Any = auto_bridge.from_hf_pretrained(str(hf_path), torch_dtype=DTYPES[options.dtype])
         self._hf_config = self.bridge.hf_pretrained.config
-        _map_local_norms(type(self.bridge._model_bridge))
+        families.adapt(type(self.bridge._model_bridge))
         provider = self.bridge.to_megatron_provider(load_weights=False)
-        for name, value in {**_settings(options), **platform.model_overrides()}.items():
+        for name, value in {**_settings(options), **platform.model_overrides(), **self._family_settings()}.items():
             if not hasattr(provider, name):
                 raise ConfigError(
                     f"Megatron provider {type(provider).__name__} has no setting '{name}'",
@@ -71,6 +72,13 @@ class PolicyModel:
         self.config: Any = provider
         self.module: nn.Module = provider.provide(pre_process=True, post_process=True)
         self.load(hf_path)
+
+    def _family_settings(self) -> dict[str, Any]:
+        config, options = self._hf_config.to_dict(), self.options
+        refuse_untrainable(config)
+        return families.provider_overrides(
+            config, moe_aux_loss_coef=options.moe_aux_loss_coef, tensor=options.tensor
+        )
 
     @property
     def vocab_size(self) -> int:
@@ -138,10 +146,6 @@ def _settings(options: ModelOptions) -> dict[str, Any]:
         "attention_softmax_in_fp32": True,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
-        "moe_router_dtype": "fp32",
-        "moe_router_fusion": False,
-        "moe_aux_loss_coeff": options.moe_aux_loss_coef,
-        "moe_router_load_balancing_type": "aux_loss" if options.moe_aux_loss_coef > 0 else "none",
         # The loss function divides by a global count (see `moerl.trainer.trainer`).
         "calculate_per_token_loss": True,
     }
@@ -154,33 +158,3 @@ def _settings(options: ModelOptions) -> dict[str, Any]:
     elif options.recompute == "selective":
         settings |= {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "moe"]}
     return settings
-
-
-_LOCAL_NORMS = {
-    "decoder.layers.*.input_layernorm.weight": "model.layers.*.input_layernorm.weight",
-    "decoder.layers.*.pre_mlp_layernorm.weight": "model.layers.*.post_attention_layernorm.weight",
-}
-
-
-def _map_local_norms(bridge_class: Any) -> None:
-    """Adds the local spec's separate norms to a bridge's names (Transformer Engine fuses them into the linears)."""
-    from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
-    from megatron.bridge.models.conversion.param_mapping import AutoMapping
-
-    if getattr(bridge_class, "_moerl_local_norms", False):
-        return
-    AutoMapping.register_module_type("RMSNorm", "replicated")
-    original = bridge_class.mapping_registry
-
-    def mapping_registry(self: Any) -> Any:
-        mappings = list(original(self).mappings)
-        known = {mapping.megatron_param for mapping in mappings}
-        mappings += [
-            AutoMapping(megatron_param=megatron_name, hf_param=hf_name)
-            for megatron_name, hf_name in _LOCAL_NORMS.items()
-            if megatron_name not in known
-        ]
-        return MegatronMappingRegistry(*mappings)
-
-    bridge_class.mapping_registry = mapping_registry
-    bridge_class._moerl_local_norms = True
