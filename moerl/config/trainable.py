@@ -118,7 +118,9 @@ _RULES: dict[str, tuple[Rule, ...]] = {
         _UNTIED,
         _NO_ATTENTION_BIAS,
         _is("rope_interleave", True, True, "Megatron's latent attention rotates interleaved pairs only"),
-        _is("rms_norm_eps", 1e-6, 1e-6, "the Hugging Face model has 1e-6 in the norms of its latents whatever this says"),
+        _is(
+            "rms_norm_eps", 1e-6, 1e-6, "the Hugging Face model has 1e-6 in the norms of its latents whatever this says"
+        ),
         Rule(
             ("q_lora_rank",),
             lambda config: bool(config.get("q_lora_rank")),

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from moerl.config.trainable import refuse_untrainable
 from moerl.contract.batch import Microbatch
 from moerl.errors import ConfigError, WeightSyncError
-from moerl.trainer import balance, families, platform
+from moerl.trainer import balance, families, platform, tensors
 from moerl.trainer.bridge import import_bridge, quiet
 from moerl.trainer.layout import Layout
 
@@ -69,7 +69,7 @@ class PolicyModel:
         hf_path, options = self.hf_path, self.options
         self.bridge: Any = auto_bridge.from_hf_pretrained(str(hf_path), torch_dtype=DTYPES[options.dtype])
         self._hf_config = self.bridge.hf_pretrained.config
-        families.adapt(type(self.bridge._model_bridge))
+        tensors.adapt(type(self.bridge._model_bridge))
         provider = self.bridge.to_megatron_provider(load_weights=False)
         settings = {**_settings(options), **_parallel_settings(self.where), **platform.model_overrides()}
         settings |= self._family_settings()
@@ -109,8 +109,13 @@ class PolicyModel:
         return int(self._hf_config.vocab_size)
 
     def load(self, hf_path: Path) -> None:
-        """Loads Hugging Face weights into this rank's shards."""
+        """Loads Hugging Face weights into this rank's shards.
+
+        Raises:
+            CheckpointError: the checkpoint lacks a parameter, or holds a tensor that would be lost.
+        """
         self.bridge.load_hf_weights(self.chunks, hf_path=str(hf_path))
+        tensors.refuse_unknown(hf_path, self._hf_config.to_dict(), self.bridge._model_bridge)
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Full tensors under Hugging Face names, on the CPU. A collective: every rank must iterate to the end."""
