@@ -19,6 +19,9 @@ def apply() -> None:
         router.get_tokens_per_expert_and_token_count = _count_local_tokens(router.get_tokens_per_expert_and_token_count)
     if not hasattr(router.TopKRouter._apply_expert_bias, "__wrapped__"):
         router.TopKRouter._apply_expert_bias = _count_real_rows(router.TopKRouter._apply_expert_bias)
+    attention: Any = importlib.import_module("megatron.core.transformer.multi_latent_attention").MLASelfAttention
+    if not hasattr(attention._qkv_down_projection, "__wrapped__"):
+        attention._qkv_down_projection = _slice_latents(attention._qkv_down_projection)
 
 
 def _count_local_tokens(original: Any) -> Any:
@@ -52,3 +55,27 @@ def _count_real_rows(original: Any) -> Any:
         return original(self, routing_map, None if padding_mask is None else padding_mask.reshape(-1, 1))
 
     return count
+
+
+def _slice_latents(original: Any) -> Any:
+    """Latent attention with column-parallel down projections loses gradient of the rotary key under tensor parallelism.
+
+    Every head uses that key, so the gradients of all ranks' heads have to be added up; the gather over columns that
+    comes before it only cuts its own rank's. With latents sliced along the sequence, as Transformer Engine's layers
+    make them, Megatron gathers the key in a way that adds. Goes when the key passes a reducing gather in both layouts.
+    """
+
+    @functools.wraps(original)
+    def project(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        from megatron.core.tensor_parallel.mappings import (
+            gather_from_tensor_model_parallel_region,
+            scatter_to_sequence_parallel_region,
+        )
+
+        query, key_value = original(self, hidden_states)
+        is_sharded = key_value.size(-1) != self.config.kv_lora_rank + self.config.qk_pos_emb_head_dim
+        if is_sharded and self.config.sequence_parallel:
+            key_value = scatter_to_sequence_parallel_region(gather_from_tensor_model_parallel_region(key_value))
+        return query, key_value
+
+    return project
