@@ -176,6 +176,7 @@ class Judge:
         self.model.set_experts_implementation("eager")
         self._routes: np.ndarray | None = None
         self._chosen: list[Tensor] = []
+        self.router_logits: list[Tensor] = []
         blocks = [layer.mlp for layer in self.model.model.layers if hasattr(layer.mlp, "experts")]
         for index, block in enumerate(blocks):
             block.experts.register_forward_pre_hook(self._hook(block.gate, index))
@@ -183,9 +184,11 @@ class Judge:
     def _hook(self, gate: Any, layer: int) -> Any:
         def replace(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
             hidden, chosen, weights = inputs
+            logits = nn.functional.linear(hidden.float(), gate.weight.float())
             if self._routes is not None:
                 chosen = torch.from_numpy(self._routes[:, layer].astype(np.int64))
-                weights = self._weights(nn.functional.linear(hidden.float(), gate.weight.float()), chosen)
+                weights = self._weights(logits, chosen)
+            self.router_logits.append(logits)
             self._chosen.append(chosen)
             return hidden, chosen, weights
 
@@ -201,7 +204,7 @@ class Judge:
 
     def logits(self, input_ids: np.ndarray, routes: np.ndarray | None = None) -> Tensor:
         """[T, V] logits of one sequence; `routes` [T, L, K] are enforced where given."""
-        self._routes, self._chosen = routes, []
+        self._routes, self._chosen, self.router_logits = routes, [], []
         ids = torch.from_numpy(input_ids.astype(np.int64))[None]
         return self.model(input_ids=ids, use_cache=False).logits[0]
 
@@ -209,7 +212,11 @@ class Judge:
         """[T, L, K] what the routers of one sequence choose by themselves."""
         with torch.no_grad():
             self.logits(input_ids)
-        return torch.stack(self._chosen, 1).numpy()
+        return self.chosen().numpy()
+
+    def chosen(self) -> Tensor:
+        """[T, L, K] the experts of the latest pass, enforced or not."""
+        return torch.stack(self._chosen, 1)
 
     def gradients(self) -> dict[str, np.ndarray]:
         return {name: p.grad.numpy() for name, p in self.model.named_parameters() if p.grad is not None}

@@ -1,8 +1,9 @@
 """Load balancing of experts in RL: what the load-balancing loss and the bias of experts count, and when they change.
 
 Runs in every trainer rank. Both count the routing that was really dispatched (recorded routes where they are enforced,
-the router's own elsewhere) and no pad row. Megatron's own loss counts the router's natural choice, and its own bias
-update comes before it is known whether the optimizer will skip the step.
+the router's own elsewhere) and no pad row. Megatron-Core 0.19.2 has its loss count the router's natural choice, its
+counters of the bias combine a map [T, E] with a pad mask [T] that does not broadcast over it, and its update of the
+bias comes before it is known whether the optimizer will skip the step.
 
 Switch loss (Fedus, Zoph and Shazeer, JMLR 2022), per MoE layer and microbatch of T rows and E experts:
 

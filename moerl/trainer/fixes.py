@@ -17,8 +17,6 @@ def apply() -> None:
     router: Any = importlib.import_module("megatron.core.transformer.moe.router")
     if not hasattr(router.get_tokens_per_expert_and_token_count, "__wrapped__"):
         router.get_tokens_per_expert_and_token_count = _count_local_tokens(router.get_tokens_per_expert_and_token_count)
-    if not hasattr(router.TopKRouter._apply_expert_bias, "__wrapped__"):
-        router.TopKRouter._apply_expert_bias = _count_real_rows(router.TopKRouter._apply_expert_bias)
     attention: Any = importlib.import_module("megatron.core.transformer.multi_latent_attention").MLASelfAttention
     if not hasattr(attention._qkv_down_projection, "__wrapped__"):
         attention._qkv_down_projection = _slice_latents(attention._qkv_down_projection)
@@ -39,20 +37,6 @@ def _count_local_tokens(original: Any) -> Any:
         if not with_padding_mask:
             return per_expert, local, total
         return per_expert, routing_map.sum() / topk, total.clamp(min=1)
-
-    return count
-
-
-def _count_real_rows(original: Any) -> Any:
-    """The counters of the expert bias combine a map [T, E] with a padding mask [T] that does not broadcast over it.
-
-    Where T is not E that fails; where it is, experts are masked instead of rows. Goes when `_apply_expert_bias` gives
-    the mask a second dimension.
-    """
-
-    @functools.wraps(original)
-    def count(self: Any, routing_map: Tensor, padding_mask: Tensor | None = None) -> Any:
-        return original(self, routing_map, None if padding_mask is None else padding_mask.reshape(-1, 1))
 
     return count
 

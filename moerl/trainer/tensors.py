@@ -131,7 +131,7 @@ def _read_weight(name: str, state: Mapping[str, Tensor]) -> Tensor:
         return weight
     scale_name = f"{name}_scale_inv"
     blocks = [-(-size // _FP8_BLOCK) for size in weight.shape]
-    scales = state[scale_name] if scale_name in state else None
+    scales = state.get(scale_name)
     if scales is None or list(scales.shape) != blocks:
         raise CheckpointError(
             f"FP8 weight '{name}' cannot be dequantised",

@@ -121,7 +121,9 @@ def test_what_changes_a_deepseek_changes_its_fingerprint(change: dict[str, Any])
     assert spec_from_hf_config(DEEPSEEK_V3 | change).fingerprint != spec_from_hf_config(DEEPSEEK_V3).fingerprint
 
 
-@pytest.mark.parametrize("change", [{"use_qk_norm": False}, {"partial_rotary_factor": 1.0}, {"attention_bias": False}], ids=str)
+@pytest.mark.parametrize(
+    "change", [{"use_qk_norm": False}, {"partial_rotary_factor": 1.0}, {"attention_bias": False}], ids=str
+)
 def test_what_changes_a_glm_changes_its_fingerprint(change: dict[str, Any]):
     assert spec_from_hf_config(GLM45 | change).fingerprint != spec_from_hf_config(GLM45).fingerprint
 
