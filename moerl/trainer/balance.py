@@ -99,7 +99,7 @@ def update_expert_bias(modules: Sequence[nn.Module], expert_load_RE: Tensor, rat
     biases_RE = torch.stack([router.expert_bias for router in routers])
     # float64 counts exactly, and this sum is over all ranks.
     load_RE = expert_load_RE.to(device=biases_RE.device, dtype=torch.float64)
-    group = mpu.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    group: Any = mpu.get_tensor_and_data_parallel_group(with_context_parallel=True)
     updated_RE = get_updated_expert_bias(load_RE, biases_RE, rate, tp_dp_cp_group=group)
     for router, bias_E in zip(routers, updated_RE, strict=True):
         router.expert_bias.copy_(bias_E)
