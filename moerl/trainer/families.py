@@ -107,6 +107,7 @@ def provider_overrides(config: Mapping[str, Any], *, moe_aux_loss_coef: float, t
         "moe_aux_loss_coeff": moe_aux_loss_coef,
         "moe_router_load_balancing_type": "aux_loss" if moe_aux_loss_coef > 0 else "none",
         "moe_router_bias_update_rate": 0.0,
+        "moe_z_loss_coeff": None,
     }
     if not torch.cuda.is_available():
         overrides["transformer_layer_spec"] = _local_layer_spec(family)
