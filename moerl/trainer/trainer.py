@@ -153,7 +153,7 @@ class MegatronTrainer:
         dist.all_reduce(num_rows, group=layout.data_and_context_group())
         report = self._run(batches, loss, enforce=enforce, scale=float(num_rows), forward_only=False)
         update = self.optimizer.update()
-        if self.options.expert_bias == "update":
+        if self.options.expert_bias == "update" and not update.skipped:
             layers = [tap.moe_layer for tap in self.keep_routing.taps]
             balance.update_expert_bias(self.model.chunks, report.expert_load_LE[layers])
         return replace(report, update=update)

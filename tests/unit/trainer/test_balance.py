@@ -135,3 +135,29 @@ def test_a_frozen_bias_keeps_its_bits(deepseek: Path, one_process: Ranks):
     original = load_file(deepseek / "model.safetensors")
     assert torch.equal(biases(result["weights"]), biases(original))
     assert not torch.equal(result["weights"]["model.norm.weight"], original["model.norm.weight"])
+
+
+def skipped_step(where: Any, path: Path, spec: ModelSpec, batches: list[Microbatch]) -> dict[str, torch.Tensor]:
+    """A step whose gradient is not finite."""
+    from moerl.trainer.losses import TextLoss
+    from moerl.trainer.model import ModelOptions
+    from moerl.trainer.trainer import MegatronTrainer
+
+    trainer = MegatronTrainer(path, spec, where, ModelOptions(expert_bias="update"), tiny_moe.OPTIMIZER, 8)
+    loss = TextLoss(batches, trainer.shard, 1.0)
+
+    def broken(logits_TV: torch.Tensor, microbatch: int) -> Any:
+        total, rows = loss(logits_TV, microbatch)
+        return total * float("nan"), rows
+
+    report = trainer.step(batches, broken, enforce=True)
+    assert report.update is not None
+    assert report.update.skipped
+    return {name: tensor.clone() for name, tensor in trainer.export()}
+
+
+def test_a_skipped_update_leaves_the_bias_alone(deepseek: Path, one_process: Ranks):
+    spec = FAMILIES["deepseek_v3"].spec()
+    (batches,) = tiny_moe.pack(families.make_samples(spec, 4, LENGTHS))
+    (weights,) = one_process.run(skipped_step, deepseek, spec, batches)
+    assert torch.equal(biases(weights), biases(load_file(deepseek / "model.safetensors")))
