@@ -102,6 +102,7 @@ class Run:
             dtype=self.config.model.dtype,
             recompute=self.config.trainer.recompute,
             moe_aux_loss_coef=moe_aux_loss_coef,
+            expert_bias=self.config.trainer.expert_bias,
             train_router=self.config.trainer.train_router,
             deterministic=self.config.trainer.deterministic,
         )
