@@ -65,8 +65,11 @@ def write_model(path: Path, *, tied: bool, seed: int) -> Path:
     return path
 
 
-def make_samples(seed: int, lengths: Sequence[int]) -> list[TrainSample]:
-    """Trajectories of these lengths with random routes and kept sets; every third one was drawn from everything."""
+def make_samples(seed: int, lengths: Sequence[int], *, uncaptured: float = 0.0) -> list[TrainSample]:
+    """Trajectories of these lengths with random routes and kept sets; every third one was drawn from everything.
+
+    uncaptured: share of the routing rows that were not captured.
+    """
     rng = np.random.default_rng(seed)
     samples = []
     for i, length in enumerate(lengths):
@@ -77,6 +80,7 @@ def make_samples(seed: int, lengths: Sequence[int]) -> list[TrainSample]:
             num_sampled=length - length // 3,
             sampling=FULL if i % 3 == 2 else NUCLEUS,
             rollout_id=f"rollout-{seed}-{i}",
+            unrouted=np.flatnonzero(rng.random(length - 1) < uncaptured) if uncaptured else (),
         )
         advantages = rng.standard_normal(length).astype(np.float32)
         samples.append(TrainSample(trajectory, advantages * trajectory.sampled))
