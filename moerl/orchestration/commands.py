@@ -127,9 +127,10 @@ def _open_run(config: RunConfig, command: str, *, resume: bool) -> Iterator[tupl
         tokenizer = read_tokenizer(model_path)
         check_prompts(config, task, tokenizer, command, max_positions=directory_sizes(model_path).max_positions)
         run = Run(config, where, task, tokenizer, read_spec(model_path, tokenizer), reporter)
-        if resume:
-            run.go_back()
-        yield run, model_path
+        with run.saver:
+            if resume:
+                run.go_back()
+            yield run, model_path
     layout.stop()
 
 

@@ -118,11 +118,17 @@ class Optimizer:
                 remedy="the weights are unchanged; resume with a lower optimizer.lr or inspect the dumped rollouts",
             )
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"optimizer": self._optimizer.state_dict(), "scheduler": self._scheduler.state_dict()}
+    @property
+    def megatron(self) -> Any:
+        """Megatron's optimizer: one, or a chain of one for dense and one for expert parameters."""
+        return self._optimizer
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._optimizer.load_state_dict(state["optimizer"])
+    def schedule_state(self) -> dict[str, Any]:
+        """Where the learning-rate schedule stands; plain data."""
+        return self._scheduler.state_dict()
+
+    def load_schedule_state(self, state: dict[str, Any]) -> None:
+        """Goes on where `schedule_state` was taken."""
         # Megatron's scheduler adds the loaded steps to its own.
         self._scheduler.num_steps = 0
-        self._scheduler.load_state_dict(state["scheduler"])
+        self._scheduler.load_state_dict(state)

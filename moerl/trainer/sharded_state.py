@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -98,7 +99,8 @@ def write(staged: StagedState, folder: Path, group: dist.ProcessGroup) -> list[P
     planner = MCoreSavePlanner(
         dedup_replicated_tensors=False, flatten_state_dict=False, flatten_sharded_tensors=False
     )
-    writer = torch.distributed.checkpoint.FileSystemWriter(folder, sync_files=True)
+    # Copying ahead would open a CUDA stream in this thread; everything is in host memory already.
+    writer = torch.distributed.checkpoint.FileSystemWriter(folder, sync_files=True, per_thread_copy_ahead=0)
     try:
         torch.distributed.checkpoint.save(
             staged.entries, storage_writer=writer, planner=planner, process_group=group

@@ -18,13 +18,13 @@ from torch import Tensor
 from moerl.config.schema import OptimizerConfig
 from moerl.contract.batch import Microbatch
 from moerl.contract.trajectory import ModelSpec
-from moerl.errors import CheckpointError
 from moerl.kernels.vocab_parallel import VocabShard
-from moerl.trainer import layout, platform
+from moerl.trainer import layout, platform, sharded_state
 from moerl.trainer.layout import Layout
 from moerl.trainer.model import ModelOptions, PolicyModel
 from moerl.trainer.optimizer import Optimizer, UpdateReport
 from moerl.trainer.replay import KeepRouting
+from moerl.trainer.sharded_state import StagedState
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -192,49 +192,18 @@ class MegatronTrainer:
         """Full weights under Hugging Face names. A collective: every rank must iterate to the end."""
         return self.model.export()
 
-    def save(self, folder: Path) -> None:
-        """Writes this rank's shard of model, optimizer, schedule and random state into `folder`."""
+    def stage(self) -> StagedState:
+        """A copy of model, optimizer, schedule and random state in host memory, for `Saver.save`. A collective."""
         assert self.optimizer is not None
-        state = {
-            "model": {k: v for k, v in self.model.module.state_dict().items() if isinstance(v, Tensor)},
-            "optimizer": self.optimizer.state_dict(),
-            "rng": torch.get_rng_state(),
-            "layout": [self.where.tensor, self.where.expert, self.where.data],
-        }
-        torch.save(state, folder / self._shard_name)
+        extra = {"schedule": self.optimizer.schedule_state()}
+        return sharded_state.stage([self.model.module], self.optimizer.megatron, extra)
 
     def restore(self, folder: Path) -> None:
-        """Reads what `save` wrote.
+        """Goes on where a checkpoint was staged, by trainers of this or another parallel layout. A collective.
 
         Raises:
-            CheckpointError: the checkpoint was written by another parallel layout.
+            CheckpointError: the checkpoint is of another model.
         """
         assert self.optimizer is not None
-        here = [self.where.tensor, self.where.expert, self.where.data]
-        path = folder / self._shard_name
-        state: dict[str, Any] = {"layout": "fewer ranks"}
-        if path.exists():
-            state = torch.load(path, map_location="cpu", weights_only=True)
-        if state["layout"] != here:
-            raise CheckpointError(
-                f"the trainer checkpoint {folder} is of another layout (tensor, expert, data)",
-                seen=here,
-                expected=state["layout"],
-                remedy="resume with the layout of the run, or start a new run from its Hugging Face weights",
-            )
-        wrong = self.model.module.load_state_dict(state["model"], strict=False)
-        # Megatron modules list `_extra_state` entries that hold nothing without FP8.
-        unmatched = [k for k in (*wrong.missing_keys, *wrong.unexpected_keys) if not k.endswith("_extra_state")]
-        if unmatched:
-            raise CheckpointError(
-                f"the trainer checkpoint {folder} does not fit the model",
-                seen=f"{len(unmatched)} unmatched tensors, first {unmatched[0]}",
-                expected="the tensors of this model",
-                remedy="resume with the model configuration of the run",
-            )
-        self.optimizer.load_state_dict(state["optimizer"])
-        torch.set_rng_state(state["rng"])
-
-    @property
-    def _shard_name(self) -> str:
-        return f"rank-{self.where.rank:05d}.pt"
+        extra = sharded_state.load(folder, [self.model.module], self.optimizer.megatron)
+        self.optimizer.load_schedule_state(extra["schedule"])
