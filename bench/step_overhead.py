@@ -17,7 +17,7 @@ import torch
 from _report import Result, json_argument, report
 
 from moerl.algorithms.grpo import GRPO
-from moerl.buffer.packing import pack_trajectories
+from moerl.buffer.packing import PackOptions, pack_trajectories
 from moerl.config.load import load_config
 from moerl.config.schema import RunConfig
 from moerl.contract.batch import Microbatch
@@ -50,7 +50,7 @@ def rollouts(config: RunConfig, folder: Path) -> tuple[Path, list[Microbatch], M
         prompts, run="bench", count=config.algorithm.group_size, sampling=sampling, prefixes={}
     )
     samples = with_advantages(list(collector.collect(prompts, requests, trainer_version=0, prefixes={})), GRPO())
-    batches = pack_trajectories(samples, token_budget=config.trainer.microbatch_tokens, multiple=1, replay=True)
+    batches = pack_trajectories(samples, PackOptions(config.trainer.microbatch_tokens), replay=True)
     where = layout.start(rank=0, world_size=1, rendezvous="", tensor=1, expert=1, seed=config.seed)
     return path, batches, MegatronTrainer(path, spec, where, ModelOptions(), config.optimizer, total_steps=1000)
 

@@ -1,7 +1,8 @@
 """Megatron ranks that stay alive between tests: importing Megatron takes seconds, building a tiny model little.
 
 `Ranks(2).run(function, *args, tensor=2)` calls the module-level `function(where, *args)` in each of two processes that
-hold the asked-for Megatron layout (`where`), and returns the results in rank order. Arguments and results are pickled.
+hold the asked-for Megatron layout (`where`; sizes as in `ParallelConfig`), and returns the results in rank order.
+Arguments and results are pickled.
 """
 
 from __future__ import annotations
@@ -40,9 +41,8 @@ class Ranks:
         self,
         function: Callable[..., Any],
         *args: Any,
-        tensor: int = 1,
-        expert: int = 1,
         timeout_seconds: float = 120.0,
+        **sizes: int,
     ) -> list[Any]:
         """Results by rank; the exception of a rank is raised again here with that rank's traceback as a note."""
         if not self._processes:
@@ -54,7 +54,7 @@ class Ranks:
             "module": function.__module__,
             "function": function.__qualname__,
             "args": pickle.dumps(args),
-            "sizes": (tensor, expert),
+            "sizes": sizes,
             "rendezvous": f"file://{self._folder}/rendezvous{self._calls}",
             "timeout_seconds": timeout_seconds,
         }
@@ -149,16 +149,18 @@ def _rank_main(connection: Connection, rank: int, world_size: int) -> None:
 
 def _layout(here: Any, call: dict[str, Any], rank: int, world_size: int) -> Any:
     """The layout asked for; the one of the call before where it is the same."""
+    from moerl.config.schema import ParallelConfig
     from moerl.trainer import layout
 
-    tensor, expert = call["sizes"]
+    sizes = dict.fromkeys(("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor"), 1)
+    sizes |= call["sizes"]
+    data = world_size // (sizes["tensor"] * sizes["pipeline"] * sizes["context"])
     if here is not None:
-        if (here.tensor, here.expert) == (tensor, expert):
+        if all(getattr(here, name) == size for name, size in sizes.items()):
             return here
         layout.stop()
-    return layout.start(
-        rank=rank, world_size=world_size, rendezvous=call["rendezvous"], tensor=tensor, expert=expert, seed=1
-    )
+    parallel = ParallelConfig(**sizes, data=data)
+    return layout.start(rank=rank, world_size=world_size, rendezvous=call["rendezvous"], parallel=parallel, seed=1)
 
 
 def _module(modules: dict[str, Any], call: dict[str, Any]) -> Any:

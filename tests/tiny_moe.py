@@ -11,7 +11,8 @@ import torch
 from factories import FULL, NUCLEUS, make_trajectory
 from torch import Tensor, nn
 
-from moerl.buffer.packing import pack_for_ranks
+from moerl.buffer.packing import PackOptions, Uncaptured, pack_for_ranks
+from moerl.buffer.rows import Padding
 from moerl.config.schema import OptimizerConfig
 from moerl.contract.batch import Microbatch, TrainSample
 from moerl.contract.trajectory import ModelSpec
@@ -82,9 +83,17 @@ def make_samples(seed: int, lengths: Sequence[int]) -> list[TrainSample]:
 
 
 def pack(
-    samples: Sequence[TrainSample], *, num_ranks: int = 1, token_budget: int = 64, multiple: int = 4
+    samples: Sequence[TrainSample],
+    *,
+    num_ranks: int = 1,
+    token_budget: int = 64,
+    multiple: int = 4,
+    sequence: int = 1,
+    uncaptured: Uncaptured = "reject",
 ) -> list[list[Microbatch]]:
-    return pack_for_ranks(samples, num_ranks, token_budget=token_budget, multiple=multiple, replay=True)
+    """Microbatches per rank; `multiple` and `sequence` are those of `Padding`."""
+    options = PackOptions(token_budget, Padding(sequence, multiple))
+    return pack_for_ranks(samples, num_ranks, options, replay=True, uncaptured=uncaptured)
 
 
 def num_trained(batches: Sequence[Microbatch]) -> float:
@@ -161,13 +170,14 @@ def target_logprobs(logprobs_TV: Tensor, sample: TrainSample) -> Tensor:
 # --- in a rank -------------------------------------------------------------------------------------------------------
 
 
-def build(where: Any, path: Path, *, total_steps: int = 8, optimizer: Any = OPTIMIZER, **options: Any) -> Any:
+def build(
+    where: Any, path: Path, *, total_steps: int = 8, optimizer: Any = OPTIMIZER, sharding: str = "off", **options: Any
+) -> Any:
     """A trainer of the model at `path` for this rank; `options` are those of `ModelOptions`."""
     from moerl.trainer.model import ModelOptions
     from moerl.trainer.trainer import MegatronTrainer
 
-    options = {"tensor": where.tensor, "expert": where.expert} | options
-    return MegatronTrainer(path, SPEC, where, ModelOptions(**options), optimizer, total_steps)
+    return MegatronTrainer(path, SPEC, where, ModelOptions(**options), optimizer, total_steps, sharding)
 
 
 def policy_loss(trainer: Any, batches: Sequence[Microbatch], denominator: float, **options: Any) -> Any:
@@ -177,7 +187,7 @@ def policy_loss(trainer: Any, batches: Sequence[Microbatch], denominator: float,
 
     scorer = Scorer(batches, trainer.shard, keep_mask=options.pop("keep_mask", True))
     algorithm = options.pop("algorithm", GRPO())
-    return PolicyGradientLoss(scorer, algorithm, denominator, enforce=True, **options)
+    return PolicyGradientLoss(scorer, algorithm, denominator, **options)
 
 
 def exported(trainer: Any) -> dict[str, np.ndarray]:
@@ -187,7 +197,7 @@ def exported(trainer: Any) -> dict[str, np.ndarray]:
 
 def gradients(trainer: Any) -> dict[str, np.ndarray]:
     """What the last step left in Megatron's gradient buffers, by Megatron's names."""
-    return {name: p.main_grad.float().numpy().copy() for name, p in trainer.model.module.named_parameters()}
+    return {name: p.main_grad.float().numpy().copy() for name, p in trainer.model.chunks[0].named_parameters()}
 
 
 def largest_difference(left: dict[Any, np.ndarray], right: dict[Any, np.ndarray]) -> float:

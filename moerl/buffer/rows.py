@@ -1,24 +1,55 @@
-"""Input rows of one sequence, in the layout of `moerl.contract.batch.Microbatch`, and their concatenation.
+"""Input rows of one sequence, in the layout of `moerl.contract.batch.Microbatch`, and the microbatch of several.
 
-Everything that describes the token after a row is shifted here, once: row t holds input token t and what
-belongs to target token t + 1. Pure numpy; runs in the controller.
+Everything that describes the token after a row is shifted here, once: row t holds input token t and what belongs to
+target token t + 1. Pad rows are added here and nowhere else. Pure numpy; runs in the controller.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moerl.contract.batch import Microbatch, TextSample, TrainSample
-from moerl.contract.kept import concat_kept_sets, slice_kept_sets
+from moerl.contract.kept import slice_kept_sets
 from moerl.contract.reasons import Reason
 from moerl.contract.routing import rollout_key, routing_checksums
 from moerl.contract.trajectory import KeptSets, ModelSpec, Trajectory
 from moerl.errors import ContractError, ReplayError
+
+
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """How many rows a layout needs.
+
+    sequence: every sequence is padded at its own end to a multiple of this. total: a microbatch is padded with a last
+    sequence of pad rows to a multiple of this (and of `sequence`).
+    """
+
+    sequence: int = 1
+    total: int = 1
+
+    @classmethod
+    def of(cls, tensor: int, context: int = 1) -> Padding:
+        """The padding of a layout.
+
+        Sequence parallelism splits the rows of a microbatch over the tensor-parallel ranks. Context parallelism cuts
+        every sequence into 2 x context chunks (zig-zag) first, each of which those ranks split again.
+        """
+        return cls(sequence=2 * context * tensor if context > 1 else 1, total=tensor)
+
+    @property
+    def unit(self) -> int:
+        """Rows of every microbatch are a multiple of this, at least one."""
+        return math.lcm(self.sequence, self.total)
+
+    def padded(self, num_rows: int) -> int:
+        """Rows of a sequence of `num_rows` with the pad rows at its end."""
+        return num_rows + -num_rows % self.sequence
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,50 +134,79 @@ def text_rows(sample: TextSample, sample_index: int) -> Rows:
     return _plain_rows(sample.token_ids[:-1], sample.token_ids[1:], sample.loss_mask[1:], sample_index)
 
 
-def pad_rows(num_rows: int, spec: ModelSpec | None) -> Rows:
-    """A sequence of pad rows; with routing where `spec` is given.
+def build_microbatch(sequences: Sequence[Rows], padding: Padding, spec: ModelSpec | None) -> Microbatch:
+    """One microbatch of the sequences in their order, padded; of pad rows alone where there are no sequences.
 
-    Row i has experts ``(i * K + k) mod E``: distinct within the row, since dropless dispatch counts on K of
-    them, and spread evenly over all, since pad rows that meet on a few experts run these out of memory.
+    Pad rows at the end of a sequence belong to it: positions go on and it keeps its key. Over the whole microbatch, pad
+    row i has experts ``(i * K + k) mod E``: distinct within the row, since dropless dispatch counts on K of them, and
+    spread evenly over all, since pad rows that meet on a few experts run these out of memory.
+
+    Args:
+        spec: the model whose routing is attached to every sequence; None where none is.
     """
-    zeros = np.zeros(num_rows, np.int64)
-    rows = _plain_rows(zeros, zeros, np.zeros(num_rows, np.bool_), sample_index=-1)
-    if spec is None:
-        return rows
-    num_slots = num_rows * spec.experts_per_token
-    slots = (np.arange(num_slots) % spec.num_experts).astype(spec.expert_dtype)
-    per_layer = slots.reshape(num_rows, 1, spec.experts_per_token)
-    return replace(
-        rows,
-        expert_ids=np.repeat(per_layer, spec.num_moe_layers, axis=1),
-        checksums=np.zeros(spec.num_moe_layers, np.uint64),
-    )
-
-
-def concatenate(sequences: Sequence[Rows]) -> Microbatch:
-    """One microbatch of the sequences in their order; a pad sequence is one whose sample index is -1."""
-    lengths = np.array([len(rows) for rows in sequences])
+    lengths, key_of = [padding.padded(len(rows)) for rows in sequences], [rows.key for rows in sequences]
+    num_last = -sum(lengths) % padding.unit if sequences else padding.unit
+    if num_last:
+        lengths, key_of = [*lengths, num_last], [*key_of, 0]
     cu_seqlens = np.concatenate([[0], np.cumsum(lengths)])
-    sample_index = np.repeat([rows.sample_index for rows in sequences], lengths)
+    fill = _Filler(sequences, cu_seqlens)
+    sample_index = np.full(fill.num_rows, -1, np.int32)
+    for rows, start in zip(sequences, cu_seqlens, strict=False):
+        sample_index[start : start + len(rows)] = rows.sample_index
+    is_pad = sample_index < 0
     return Microbatch(
-        input_ids=_joined(sequences, "input_ids", np.int64),
-        target_ids=_joined(sequences, "target_ids", np.int64),
-        position_ids=np.arange(cu_seqlens[-1]) - np.repeat(cu_seqlens[:-1], lengths),
+        input_ids=fill("input_ids", np.int64, 0),
+        target_ids=fill("target_ids", np.int64, 0),
+        position_ids=np.arange(fill.num_rows) - np.repeat(cu_seqlens[:-1], lengths),
         cu_seqlens=cu_seqlens.astype(np.int32),
-        loss_mask=_joined(sequences, "loss_mask", np.bool_),
-        is_pad=sample_index < 0,
-        advantages=_joined(sequences, "advantages", np.float32),
-        rollout_logprobs=_joined(sequences, "rollout_logprobs", np.float32),
-        kept_logmass=_joined(sequences, "kept_logmass", np.float32),
-        temperatures=_joined(sequences, "temperatures", np.float32),
-        kept=concat_kept_sets([rows.kept for rows in sequences]),
-        truncated=_joined(sequences, "truncated", np.bool_),
-        sample_index=sample_index.astype(np.int32),
-        routed=_joined(sequences, "routed", np.bool_),
-        expert_ids=_joined_experts(sequences),
-        routing_checksums=_summed_checksums(sequences),
-        rollout_keys=np.array([rows.key for rows in sequences], np.uint64),
+        loss_mask=fill("loss_mask", np.bool_, False),
+        is_pad=is_pad,
+        advantages=fill("advantages", np.float32, 0),
+        rollout_logprobs=fill("rollout_logprobs", np.float32, 0),
+        kept_logmass=fill("kept_logmass", np.float32, 0),
+        temperatures=fill("temperatures", np.float32, 1),
+        kept=fill.kept_sets(),
+        truncated=fill("truncated", np.bool_, False),
+        sample_index=sample_index,
+        routed=fill("routed", np.bool_, True),
+        expert_ids=None if spec is None else fill.expert_ids(is_pad, spec),
+        routing_checksums=None if spec is None else _summed_checksums(sequences, spec),
+        rollout_keys=np.array(key_of, np.uint64),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Filler:
+    """Writes the rows of `sequences` to where `cu_seqlens` says they begin; pad rows keep a default."""
+
+    sequences: Sequence[Rows]
+    cu_seqlens: NDArray[np.int64]
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.cu_seqlens[-1])
+
+    def __call__(self, name: str, dtype: Any, default: float) -> NDArray[Any]:
+        return self._write(np.full(self.num_rows, default, dtype), name)
+
+    def expert_ids(self, is_pad: NDArray[np.bool_], spec: ModelSpec) -> NDArray[Any]:
+        top_k = spec.experts_per_token
+        out = np.empty((self.num_rows, spec.num_moe_layers, top_k), spec.expert_dtype)
+        slots = np.arange(int(is_pad.sum()) * top_k) % spec.num_experts
+        out[is_pad] = slots.reshape(-1, 1, top_k)
+        return self._write(out, "expert_ids")
+
+    def kept_sets(self) -> KeptSets:
+        sizes = np.zeros(self.num_rows, np.int64)
+        for rows, start in zip(self.sequences, self.cu_seqlens, strict=False):
+            sizes[start : start + len(rows)] = rows.kept.sizes
+        offsets = np.concatenate([[0], np.cumsum(sizes)])
+        return KeptSets(offsets, np.concatenate([np.zeros(0, np.int32), *(rows.kept.ids for rows in self.sequences)]))
+
+    def _write(self, out: NDArray[Any], name: str) -> NDArray[Any]:
+        for rows, start in zip(self.sequences, self.cu_seqlens, strict=False):
+            out[start : start + len(rows)] = getattr(rows, name)
+        return out
 
 
 def _plain_rows(
@@ -212,16 +272,9 @@ def _check_routed(trajectory: Trajectory) -> None:
         )
 
 
-def _joined(sequences: Sequence[Rows], name: str, dtype: Any) -> NDArray[Any]:
-    return np.concatenate([getattr(rows, name) for rows in sequences], dtype=dtype)
-
-
-def _joined_experts(sequences: Sequence[Rows]) -> NDArray[Any] | None:
-    parts = [rows.expert_ids for rows in sequences if rows.expert_ids is not None]
-    assert len(parts) in (0, len(sequences)), "routing is attached to all sequences or to none"
-    return np.concatenate(parts) if parts else None
-
-
-def _summed_checksums(sequences: Sequence[Rows]) -> NDArray[np.uint64] | None:
-    parts = [rows.checksums for rows in sequences if rows.checksums is not None]
-    return np.sum(parts, axis=0, dtype=np.uint64) if parts else None
+def _summed_checksums(sequences: Sequence[Rows], spec: ModelSpec) -> NDArray[np.uint64]:
+    total = np.zeros(spec.num_moe_layers, np.uint64)
+    for rows in sequences:
+        assert rows.checksums is not None, "routing is attached to all sequences or to none"
+        total += rows.checksums
+    return total

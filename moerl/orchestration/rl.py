@@ -19,7 +19,8 @@ from torch import Tensor
 
 from moerl.algorithms.registry import Algorithm, make_algorithm
 from moerl.buffer.order import batch_indices
-from moerl.buffer.packing import pack_for_ranks
+from moerl.buffer.packing import PackOptions, pack_for_ranks
+from moerl.buffer.rows import Padding
 from moerl.contract.batch import Microbatch, TrainSample
 from moerl.contract.batch_wire import decode_samples, encode_samples
 from moerl.contract.ports import WorkedTask
@@ -144,8 +145,7 @@ class RLStage:
         ranks = pack_for_ranks(
             samples,
             self.run.layout.data,
-            token_budget=self.config.trainer.microbatch_tokens,
-            multiple=self.run.layout.tensor,
+            PackOptions(self.config.trainer.microbatch_tokens, Padding.of(self.run.layout.tensor)),
             replay=True,
         )
         num_tokens = sum(int(batch.loss_mask.sum()) for batches in ranks for batch in batches)

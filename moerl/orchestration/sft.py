@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from moerl.buffer.order import batch_indices
-from moerl.buffer.packing import pack_text_for_ranks
+from moerl.buffer.packing import PackOptions, pack_text_for_ranks
+from moerl.buffer.rows import Padding
 from moerl.contract.batch import TextSample
 from moerl.contract.ports import DemonstrationTask
 from moerl.orchestration.exchange import sum_over
@@ -64,8 +65,7 @@ def _step(run: Run, trainer: MegatronTrainer, step: int, samples: Sequence[TextS
         ranks = pack_text_for_ranks(
             samples,
             run.layout.data,
-            token_budget=run.config.trainer.microbatch_tokens,
-            multiple=run.layout.tensor,
+            PackOptions(run.config.trainer.microbatch_tokens, Padding.of(run.layout.tensor)),
         )
         num_tokens = sum(int(batch.loss_mask.sum()) for batches in ranks for batch in batches)
         batches = ranks[run.layout.data_rank]

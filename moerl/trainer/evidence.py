@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moerl.contract.batch import Microbatch
 from moerl.contract.routing import EXPERT_PRIME, LAYER_PRIME, MIX_1, MIX_2, POSITION_PRIME
+from moerl.contract.shares import context_rows
 
 
 def _signed(value: int) -> int:
@@ -32,23 +33,27 @@ def mix(x: Tensor) -> Tensor:
     return x ^ _shift_right(x, 31)
 
 
-def row_keys(batch: Microbatch, device: torch.device) -> Tensor:
-    """int64 [T]: salt of every packed row from its rollout and token position."""
-    lengths = np.diff(batch.cu_seqlens)
-    keys = torch.from_numpy(np.repeat(batch.rollout_keys, lengths).view(np.int64).copy())
-    positions = torch.from_numpy(batch.position_ids.copy())
-    return mix(keys + positions * _signed(POSITION_PRIME)).to(device)
+def row_keys(batch: Microbatch, context: int, context_rank: int) -> Tensor:
+    """int64 [t]: salt of every row of a context-parallel rank from its rollout and token position.
+
+    Args:
+        batch: that rank's share.
+    """
+    keys_T = np.repeat(batch.rollout_keys, np.diff(batch.cu_seqlens)).view(np.int64)
+    keys_t = torch.from_numpy(keys_T[context_rows(batch.cu_seqlens, context, context_rank)])
+    positions_t = torch.from_numpy(batch.position_ids.copy())
+    return mix(keys_t + positions_t * _signed(POSITION_PRIME))
 
 
-def map_checksum(routing_map_TE: Tensor, keys_T: Tensor, is_pad_T: Tensor, moe_layer: int) -> Tensor:
-    """int64 scalar: checksum of one layer's routing map over this rank's rows, pad rows left out.
+def map_checksum(routing_map_TE: Tensor, keys_T: Tensor, left_out_T: Tensor, moe_layer: int) -> Tensor:
+    """int64 scalar: checksum of one layer's routing map over this rank's rows.
 
     Args:
         routing_map_TE: bool [T, E], as the dispatcher receives it.
-        keys_T: `row_keys` of these rows. is_pad_T: bool [T].
+        keys_T: `row_keys` of these rows. left_out_T: bool [T], rows that do not count.
         moe_layer: index among the model's MoE layers, from 0.
     """
-    rows, experts = (routing_map_TE & ~is_pad_T[:, None]).nonzero(as_tuple=True)
+    rows, experts = (routing_map_TE & ~left_out_T[:, None]).nonzero(as_tuple=True)
     slots = (experts + (moe_layer * LAYER_PRIME + 1)) * _signed(EXPERT_PRIME)
     return mix(keys_T[rows] + slots).sum()
 

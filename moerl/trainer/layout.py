@@ -12,6 +12,8 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
+from moerl.config.schema import ParallelConfig
+from moerl.errors import ConfigError
 from moerl.trainer import fixes, platform
 
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
@@ -19,14 +21,23 @@ COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where this rank stands. Sizes and ranks are Megatron's; groups come from `megatron.core.parallel_state`."""
+    """Where this rank stands. Sizes and ranks are Megatron's; groups come from `megatron.core.parallel_state`.
+
+    virtual_pipeline: model chunks of this rank.
+    """
 
     rank: int
     world_size: int
     tensor: int
+    pipeline: int
+    virtual_pipeline: int
+    context: int
     expert: int
+    expert_tensor: int
     data: int
     tensor_rank: int
+    pipeline_rank: int
+    context_rank: int
     data_rank: int
 
     @property
@@ -34,15 +45,35 @@ class Layout:
         """True on the rank that hosts the embedded engine and writes the run directory."""
         return self.rank == 0
 
+    @property
+    def is_last_stage(self) -> bool:
+        """True where the language-model head is, and so the loss."""
+        return self.pipeline_rank == self.pipeline - 1
 
-def start(*, rank: int, world_size: int, rendezvous: str, tensor: int, expert: int, seed: int) -> Layout:
+    @property
+    def sequence_multiple(self) -> int:
+        """Rows of every packed sequence must be a multiple of this: two zig-zag chunks per context-parallel rank, cut
+        again by sequence parallelism."""
+        return 2 * self.context * self.tensor if self.context > 1 else 1
+
+    @property
+    def microbatch_multiple(self) -> int:
+        """The interleaved schedule runs microbatches in rounds of as many as there are stages."""
+        return self.pipeline if self.virtual_pipeline > 1 else 1
+
+
+def start(*, rank: int, world_size: int, rendezvous: str, parallel: ParallelConfig, seed: int) -> Layout:
     """Joins the process group and builds Megatron's groups.
 
     Args:
         rendezvous: a torch.distributed init method, for example ``file:///run/rendezvous``; not used by one process.
-        tensor, expert: parallel sizes; the data-parallel size is what is left of `world_size`.
+        parallel: parallel sizes; their product is `world_size`.
         seed: seeds Megatron's RNG tracker.
+
+    Raises:
+        ConfigError: the sizes are not of `world_size` processes, or there are more ranks than GPUs on a GPU machine.
     """
+    _check_world(world_size, parallel)
     platform.prepare()
     fixes.apply()
     from megatron.core import parallel_state as mpu
@@ -60,21 +91,47 @@ def start(*, rank: int, world_size: int, rendezvous: str, tensor: int, expert: i
         timeout=COLLECTIVE_TIMEOUT,
     )
     mpu.initialize_model_parallel(
-        tensor_model_parallel_size=tensor,
-        expert_model_parallel_size=expert,
-        expert_tensor_parallel_size=1,
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
+        context_parallel_size=parallel.context,
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=parallel.expert_tensor,
     )
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
     return Layout(
         rank=rank,
         world_size=world_size,
-        tensor=tensor,
-        expert=expert,
+        tensor=parallel.tensor,
+        pipeline=parallel.pipeline,
+        virtual_pipeline=parallel.virtual_pipeline,
+        context=parallel.context,
+        expert=parallel.expert,
+        expert_tensor=parallel.expert_tensor,
         data=mpu.get_data_parallel_world_size(),
         tensor_rank=mpu.get_tensor_model_parallel_rank(),
+        pipeline_rank=mpu.get_pipeline_model_parallel_rank(),
+        context_rank=mpu.get_context_parallel_rank(),
         data_rank=mpu.get_data_parallel_rank(),
     )
+
+
+def _check_world(world_size: int, parallel: ParallelConfig) -> None:
+    if parallel.world_size != world_size:
+        raise ConfigError(
+            "parallel: the sizes are not those of the processes that were started",
+            seen=f"{world_size} processes",
+            expected=f"{parallel.world_size}: tensor x pipeline x context x data",
+            remedy="start the run with `moerl train`, which starts the right number",
+        )
+    if torch.cuda.is_available() and world_size > torch.cuda.device_count():
+        raise ConfigError(
+            "parallel: more ranks than GPUs on this machine",
+            seen=f"{world_size} ranks",
+            expected=f"at most {torch.cuda.device_count()}",
+            remedy="choose smaller parallel sizes",
+        )
 
 
 def tensor_group() -> dist.ProcessGroup:
@@ -84,11 +141,39 @@ def tensor_group() -> dist.ProcessGroup:
     return cast(dist.ProcessGroup, mpu.get_tensor_model_parallel_group())
 
 
+def tensor_and_context_group() -> dist.ProcessGroup:
+    """The ranks that share the rows of this rank's microbatches."""
+    from megatron.core import parallel_state as mpu
+
+    return cast(dist.ProcessGroup, mpu.get_tensor_and_context_parallel_group())
+
+
+def context_group() -> dist.ProcessGroup:
+    """This rank's context-parallel group."""
+    from megatron.core import parallel_state as mpu
+
+    return cast(dist.ProcessGroup, mpu.get_context_parallel_group())
+
+
+def pipeline_group() -> dist.ProcessGroup:
+    """The stages of this rank's pipeline, first to last."""
+    from megatron.core import parallel_state as mpu
+
+    return cast(dist.ProcessGroup, mpu.get_pipeline_model_parallel_group())
+
+
 def data_group() -> dist.ProcessGroup:
     """This rank's data-parallel group."""
     from megatron.core import parallel_state as mpu
 
     return cast(dist.ProcessGroup, mpu.get_data_parallel_group())
+
+
+def data_and_context_group() -> dist.ProcessGroup:
+    """The ranks that hold the same parameters outside of the experts, and different rows."""
+    from megatron.core import parallel_state as mpu
+
+    return cast(dist.ProcessGroup, mpu.get_data_parallel_group(with_context_parallel=True))
 
 
 def stop() -> None:

@@ -32,7 +32,7 @@ def _tensor(array: np.ndarray, like: Tensor) -> Tensor:
 class TextLoss:
     """Next-token cross-entropy, averaged over the rows to be learned.
 
-    denominator: rows to be learned in the whole batch, over all microbatches and data-parallel ranks.
+    denominator: rows to be learned in the whole batch, over all microbatches and ranks.
     """
 
     batches: Sequence[Microbatch]
@@ -110,18 +110,18 @@ class Scorer:
 class PolicyGradientLoss:
     """The algorithm's loss on sampled tokens, with the exact KL to a reference model where one is given.
 
-    denominator: trained tokens of the whole batch, over all microbatches and data-parallel ranks.
+    denominator: trained tokens of the whole batch, over all microbatches and ranks.
     proximal_logprobs: per microbatch float32 [T], the trainer's log-probs before the first update on this batch;
         None where this update is the first one (they are then the current log-probs, without gradient).
-    reference: a frozen model of the same layout, run through the same recorded experts where `enforce` is set.
+    reference: a frozen model of the same layout; reference_inputs: its `head_inputs` for `scorer.batches`.
     """
 
     scorer: Scorer
     algorithm: Algorithm
     denominator: float
-    enforce: bool
     proximal_logprobs: Sequence[Tensor] | None = None
     reference: MegatronTrainer | None = None
+    reference_inputs: Sequence[Tensor] = ()
 
     def __call__(self, logits_TV: Tensor, microbatch: int) -> tuple[Tensor, RowScores]:
         batch = self.scorer.batches[microbatch]
@@ -151,7 +151,7 @@ class PolicyGradientLoss:
     def _kl(self, reference: MegatronTrainer, logits_TV: Tensor, scores: SupportScores, microbatch: int) -> Tensor:
         """Exact KL to the reference over the support of each token, [T]."""
         batch = self.scorer.batches[microbatch]
-        reference_logits_TV = reference.logits(batch, enforce=self.enforce)
+        reference_logits_TV = reference.head(self.reference_inputs[microbatch])
         kept = self.scorer.kept(logits_TV, microbatch)
         with torch.no_grad():
             reference_scores = self.scorer.support(reference_logits_TV, microbatch)

@@ -5,7 +5,7 @@ Runs in every trainer rank. Weights enter and leave under their Hugging Face che
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from moerl.contract.batch import Microbatch
 from moerl.errors import ConfigError, WeightSyncError
 from moerl.trainer import platform
 from moerl.trainer.bridge import import_bridge, quiet
+from moerl.trainer.layout import Layout
 
 _VOCABULARY_TENSORS = ("embed_tokens.weight", "lm_head.weight")
 """Tensors whose rows are the vocabulary: padded in the trainer, not in a checkpoint."""
@@ -30,27 +31,34 @@ class ModelOptions:
 
     dtype: name of the parameter dtype. recompute: none, selective (attention and MoE blocks) or full.
     moe_aux_loss_coef: weight of the Switch load-balancing loss; 0 leaves it out.
+    train_router: False freezes the routers' weights. deterministic: only deterministic kernels.
     """
 
     dtype: str = "float32"
     recompute: str = "none"
     moe_aux_loss_coef: float = 0.0
-    tensor: int = 1
-    expert: int = 1
+    train_router: bool = True
+    deterministic: bool = False
 
 
 class PolicyModel:
-    """A Megatron GPTModel and the bridge that loads and exports it.
+    """This rank's chunks of a Megatron GPTModel, and the bridge that loads and exports it.
 
     Args:
         hf_path: Hugging Face model directory (config and safetensors).
         options: see `ModelOptions`.
+        where: this rank's place.
+
+    Attributes:
+        chunks: the rank's parts of the model, first to last: one, or one per virtual pipeline stage.
+        config: their common TransformerConfig.
     """
 
-    def __init__(self, hf_path: Path, options: ModelOptions) -> None:
+    def __init__(self, hf_path: Path, options: ModelOptions, where: Layout) -> None:
         auto_bridge = import_bridge()
         self.hf_path = hf_path
         self.options = options
+        self.where = where
         with quiet():
             self._build(auto_bridge)
 
@@ -60,7 +68,8 @@ class PolicyModel:
         self._hf_config = self.bridge.hf_pretrained.config
         _map_local_norms(type(self.bridge._model_bridge))
         provider = self.bridge.to_megatron_provider(load_weights=False)
-        for name, value in {**_settings(options), **platform.model_overrides()}.items():
+        settings = {**_settings(options), **_parallel_settings(self.where), **platform.model_overrides()}
+        for name, value in settings.items():
             if not hasattr(provider, name):
                 raise ConfigError(
                     f"Megatron provider {type(provider).__name__} has no setting '{name}'",
@@ -69,8 +78,19 @@ class PolicyModel:
             setattr(provider, name, value)
         provider.finalize()
         self.config: Any = provider
-        self.module: nn.Module = provider.provide(pre_process=True, post_process=True)
+        self.chunks: list[nn.Module] = [self._chunk(stage) for stage in range(self.where.virtual_pipeline)]
         self.load(hf_path)
+        if not options.train_router:
+            _freeze_routers(self.chunks)
+
+    def _chunk(self, virtual_stage: int) -> nn.Module:
+        where = self.where
+        last = where.virtual_pipeline - 1
+        return self.config.provide(
+            pre_process=where.pipeline_rank == 0 and virtual_stage == 0,
+            post_process=where.is_last_stage and virtual_stage == last,
+            vp_stage=virtual_stage if where.virtual_pipeline > 1 else None,
+        )
 
     @property
     def vocab_size(self) -> int:
@@ -78,11 +98,11 @@ class PolicyModel:
 
     def load(self, hf_path: Path) -> None:
         """Loads Hugging Face weights into this rank's shards."""
-        self.bridge.load_hf_weights([self.module], hf_path=str(hf_path))
+        self.bridge.load_hf_weights(self.chunks, hf_path=str(hf_path))
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Full tensors under Hugging Face names, on the CPU. A collective: every rank must iterate to the end."""
-        for name, tensor in self.bridge.export_hf_weights([self.module], cpu=True, show_progress=False):
+        for name, tensor in self.bridge.export_hf_weights(self.chunks, cpu=True, show_progress=False):
             if not torch.isfinite(tensor).all():
                 raise WeightSyncError(
                     f"weight '{name}' holds values that are not finite",
@@ -91,20 +111,22 @@ class PolicyModel:
             yield name, tensor[: self.vocab_size] if name.endswith(_VOCABULARY_TENSORS) else tensor
 
     def forward(self, module: nn.Module, batch: Microbatch) -> Tensor:
-        """Logits of one packed microbatch.
+        """One packed microbatch through one chunk of the model.
 
         Args:
-            module: `self.module` or a wrapper of it.
+            module: one of `chunks` or a wrapper of it.
+            batch: this rank's share of the microbatch.
 
         Returns:
-            [T, V / tensor], this rank's vocabulary shard.
+            From the last chunk of the model logits [1, t, V / tensor], this rank's rows and vocabulary shard; from any
+            other the hidden states that the next one takes.
         """
         from megatron.core.packed_seq_params import PackedSeqParams
 
         to = platform.device()
         cu_seqlens = torch.from_numpy(batch.cu_seqlens.copy()).to(to)
         longest = int((batch.cu_seqlens[1:] - batch.cu_seqlens[:-1]).max())
-        logits_1TV = module(
+        return module(
             input_ids=torch.from_numpy(batch.input_ids.copy()).to(to)[None],
             position_ids=torch.from_numpy(batch.position_ids.copy()).to(to)[None],
             attention_mask=None,
@@ -115,18 +137,52 @@ class PolicyModel:
                 max_seqlen_q=longest,
                 max_seqlen_kv=longest,
             ),
-            padding_mask=torch.from_numpy(batch.is_pad.copy()).to(to)[None],
+            padding_mask=self._padding_mask(module, batch, to),
         )
-        return logits_1TV[0]
+
+    def _padding_mask(self, module: nn.Module, batch: Microbatch, to: torch.device) -> Tensor:
+        """bool [1, t]. Megatron slices it for sequence parallelism in the stage with the embedding alone."""
+        is_pad_t = torch.from_numpy(batch.is_pad.copy()).to(to)
+        if not bare(module).pre_process:
+            is_pad_t = is_pad_t.chunk(self.where.tensor)[self.where.tensor_rank]
+        return is_pad_t[None]
+
+
+def bare(module: nn.Module) -> Any:
+    """The GPTModel inside of Megatron's wrappers (precision, data parallelism)."""
+    inner: Any = module
+    while hasattr(inner, "module"):
+        inner = inner.module
+    return inner
+
+
+def _freeze_routers(chunks: Sequence[nn.Module]) -> None:
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, TopKRouter):
+                for parameter in module.parameters():
+                    parameter.requires_grad_(False)
+
+
+def _parallel_settings(where: Layout) -> dict[str, Any]:
+    return {
+        "tensor_model_parallel_size": where.tensor,
+        "pipeline_model_parallel_size": where.pipeline,
+        "virtual_pipeline_model_parallel_size": where.virtual_pipeline if where.virtual_pipeline > 1 else None,
+        "context_parallel_size": where.context,
+        "expert_model_parallel_size": where.expert,
+        "expert_tensor_parallel_size": where.expert_tensor,
+        "sequence_parallel": where.tensor > 1,
+        # Packed microbatches differ in length, so stages tell one another how much is coming.
+        "variable_seq_lengths": where.pipeline > 1,
+    }
 
 
 def _settings(options: ModelOptions) -> dict[str, Any]:
     dtype = DTYPES[options.dtype]
     settings: dict[str, Any] = {
-        "tensor_model_parallel_size": options.tensor,
-        "expert_model_parallel_size": options.expert,
-        "expert_tensor_parallel_size": 1,
-        "sequence_parallel": options.tensor > 1,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         # Every tensor-parallel rank holds equally many rows of the embedding; scores leave the padding out.
@@ -144,6 +200,7 @@ def _settings(options: ModelOptions) -> dict[str, Any]:
         "moe_router_load_balancing_type": "aux_loss" if options.moe_aux_loss_coef > 0 else "none",
         # The loss function divides by a global count (see `moerl.trainer.trainer`).
         "calculate_per_token_loss": True,
+        "deterministic_mode": options.deterministic,
     }
     if options.recompute == "full":
         settings |= {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,44 +11,63 @@ import torch.distributed as dist
 from torch import nn
 
 from moerl.config.schema import OptimizerConfig
-from moerl.errors import MoerlError
 from moerl.trainer import platform
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateReport:
-    """What one update did. grad_norm: before clipping. learning_rate: the one that was used."""
+    """What one update did.
+
+    grad_norm: before clipping; 0 where the update was skipped. learning_rate: the one that was used. skipped: the
+    gradient was not finite, so weights, moments and schedule are as they were. skipped_in_a_row: up to this one.
+    """
 
     grad_norm: float
     learning_rate: float
+    skipped: bool = False
+    skipped_in_a_row: int = 0
 
 
 class Optimizer:
-    """Wraps `module` for data parallelism and updates it.
+    """Wraps a model's chunks for data parallelism and updates them.
 
     Args:
-        module: the model, in float32 or wrapped for bfloat16.
-        config: its TransformerConfig; gets the hooks that Megatron's schedules call.
+        chunks: this rank's parts of the model, in float32 or wrapped for bfloat16.
+        config: their TransformerConfig; gets the hooks that Megatron's schedules call.
         options: the user's settings.
         total_steps: updates over which the learning rate decays.
+        sharding: off; on (state and master weights split over data-parallel ranks); overlap (and communication runs
+            beside the computation).
     """
 
-    def __init__(self, module: nn.Module, config: Any, options: OptimizerConfig, total_steps: int) -> None:
-        from megatron.core.distributed import (
-            DistributedDataParallel,
-            DistributedDataParallelConfig,
-            finalize_model_grads,
-        )
+    def __init__(
+        self,
+        chunks: Sequence[nn.Module],
+        config: Any,
+        options: OptimizerConfig,
+        total_steps: int,
+        sharding: str = "off",
+    ) -> None:
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
         from megatron.core.optimizer import get_megatron_optimizer
         from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-        self.module: Any = DistributedDataParallel(
-            config,
-            DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=False),
-            module,
+        self._config, self._overlaps = config, sharding == "overlap"
+        self._skipped_in_a_row = 0
+        wrap = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=sharding != "off",
+            overlap_grad_reduce=self._overlaps,
+            overlap_param_gather=self._overlaps,
         )
-        self.module.broadcast_params()
+        # Later chunks of an interleaved pipeline have nothing to overlap with.
+        self.modules: list[Any] = [
+            DistributedDataParallel(config, wrap, chunk, disable_bucketing=index > 0)
+            for index, chunk in enumerate(chunks)
+        ]
+        for module in self.modules:
+            module.broadcast_params()
         min_lr = options.lr * options.min_lr_ratio
         self._optimizer: Any = get_megatron_optimizer(
             MegatronOptimizerConfig(
@@ -61,8 +81,10 @@ class Optimizer:
                 clip_grad=options.clip_grad,
                 bf16=config.params_dtype == torch.bfloat16,
                 params_dtype=config.params_dtype,
+                use_distributed_optimizer=sharding != "off",
+                overlap_param_gather=self._overlaps,
             ),
-            [self.module],
+            self.modules,
         )
         self._scheduler: Any = OptimizerParamScheduler(
             self._optimizer,
@@ -79,56 +101,78 @@ class Optimizer:
         )
         # The scheduler's step 0 has learning rate 0 under warm-up: the first update uses step 1.
         self._scheduler.step(1)
+        self._install_hooks()
+
+    def _install_hooks(self) -> None:
+        """What Megatron's schedules call; a schedule that failed half-way leaves some of them switched off."""
+        from megatron.core.distributed import finalize_model_grads
+
+        config, one = self._config, len(self.modules) == 1
+
+        def of_every_chunk(name: str) -> Any:
+            functions = [getattr(module, name) for module in self.modules]
+            return functions[0] if one else functions
+
         config.finalize_model_grads_func = finalize_model_grads
         config.grad_scale_func = self._optimizer.scale_loss
-        config.no_sync_func = self.module.no_sync
+        config.no_sync_func = of_every_chunk("no_sync")
+        if self._overlaps:
+            config.grad_sync_func = of_every_chunk("start_grad_sync")
+            config.param_sync_func = of_every_chunk("start_param_sync")
 
     def zero_grad(self) -> None:
-        self.module.zero_grad_buffer()
+        """Starts a step from nothing, whatever an earlier one that failed has left behind."""
+        from megatron.core.distributed.finalize_model_grads import reset_model_temporary_tensors
+
+        self._install_hooks()
+        reset_model_temporary_tensors(self._config, self.modules)
+        for module in self.modules:
+            module.zero_grad_buffer()
         self._optimizer.zero_grad()
 
     def update(self) -> UpdateReport:
-        """Clips, updates, advances the schedule.
-
-        Raises:
-            MoerlError: on every rank, where any rank's gradient is not finite; weights are unchanged.
-        """
-        self._refuse_bad_gradients()
+        """Clips, updates, advances the schedule; skips all three where any rank's gradient is not finite."""
         learning_rate = self.learning_rate
+        if not self._gradient_is_finite():
+            self._skipped_in_a_row += 1
+            return UpdateReport(0.0, learning_rate, skipped=True, skipped_in_a_row=self._skipped_in_a_row)
         _, grad_norm, _ = self._optimizer.step()
         self._scheduler.step(1)
+        self._skipped_in_a_row = 0
         return UpdateReport(float(grad_norm or 0.0), learning_rate)
+
+    def finish_weights(self) -> None:
+        """Completes the gathering of updated weights that would otherwise run beside the next forward pass."""
+        if self._overlaps:
+            for module in self.modules:
+                module.start_param_sync(force_sync=True)
 
     @property
     def learning_rate(self) -> float:
         return float(self._optimizer.param_groups[0]["lr"])
 
-    def _refuse_bad_gradients(self) -> None:
-        buffers = [*self.module.buffers, *self.module.expert_parallel_buffers]
+    def _gradient_is_finite(self) -> bool:
+        """On every rank; a collective."""
+        buffers = [buffer for module in self.modules for buffer in (*module.buffers, *module.expert_parallel_buffers)]
         bad = torch.tensor(
             [int(not all(bool(torch.isfinite(buffer.grad_data.norm())) for buffer in buffers))],
             device=platform.device(),
         )
         dist.all_reduce(bad, op=dist.ReduceOp.MAX)
-        if int(bad):
-            raise MoerlError(
-                "the gradient is not finite",
-                seen="NaN or infinity in the gradient buffers",
-                expected="finite gradients",
-                remedy="the weights are unchanged; resume with a lower optimizer.lr or inspect the dumped rollouts",
-            )
+        return not int(bad)
 
     @property
     def megatron(self) -> Any:
         """Megatron's optimizer: one, or a chain of one for dense and one for expert parameters."""
         return self._optimizer
 
-    def schedule_state(self) -> dict[str, Any]:
-        """Where the learning-rate schedule stands; plain data."""
-        return self._scheduler.state_dict()
+    def progress(self) -> dict[str, Any]:
+        """Where the schedule and the count of skipped updates stand; plain data, the same on every rank."""
+        return {"schedule": self._scheduler.state_dict(), "skipped_in_a_row": self._skipped_in_a_row}
 
-    def load_schedule_state(self, state: dict[str, Any]) -> None:
-        """Goes on where `schedule_state` was taken."""
+    def load_progress(self, progress: dict[str, Any]) -> None:
+        """Goes on where `progress` was taken."""
+        self._skipped_in_a_row = progress["skipped_in_a_row"]
         # Megatron's scheduler adds the loaded steps to its own.
         self._scheduler.num_steps = 0
-        self._scheduler.load_state_dict(state)
+        self._scheduler.load_state_dict(progress["schedule"])

@@ -21,8 +21,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+
+from moerl.contract.shares import context_rows
 
 CPU = torch.device("cpu")
 
@@ -69,6 +72,9 @@ def model_overrides() -> dict[str, Any]:
         "persist_layer_norm": False,
         "cross_entropy_loss_fusion": False,
         "moe_shared_expert_overlap": False,
+        # gloo has no batched point-to-point operations that overlap, and its sends still read what would be freed.
+        "batch_p2p_comm": False,
+        "deallocate_pipeline_outputs": False,
     }
 
 
@@ -249,48 +255,85 @@ class _LengthGroup:
         """[num_sequences, H, longest, D] -> [m, H, D], in the order of `packed_rows`."""
         return padded.transpose(1, 2).flatten(0, 1).index_select(0, self.slots)
 
+    @classmethod
+    def of(cls, cu_seqlens: Tensor, members: Tensor) -> _LengthGroup:
+        """The group of the sequences `members` (int64 indices) among those packed as `cu_seqlens`."""
+        starts, lengths = cu_seqlens[:-1].long()[members], torch.diff(cu_seqlens.long())[members]
+        columns = torch.arange(int(lengths.max()))
+        valid = columns[None, :] < lengths[:, None]
+        packed_rows = (starts[:, None] + columns[None, :])[valid]
+        return cls(packed_rows, valid.flatten().nonzero()[:, 0], len(members), len(columns))
 
-def _length_groups(cu_seqlens: Tensor) -> list[_LengthGroup]:
-    """Groups packed sequences by length rounded up to a power of two, so that padding at most doubles the work."""
-    starts, lengths = cu_seqlens[:-1].long(), torch.diff(cu_seqlens.long())
+
+def _similar_lengths(cu_seqlens: Tensor) -> list[Tensor]:
+    """Indices of packed sequences of similar length: up to the same power of two, so that padding at most doubles the
+    work."""
+    lengths = torch.diff(cu_seqlens.long())
     buckets = torch.ceil(torch.log2(lengths.clamp(min=1).double())).long()
-    groups = []
-    for bucket in buckets[lengths > 0].unique().tolist():
-        members = (buckets == bucket) & (lengths > 0)
-        longest = int(lengths[members].max())
-        columns = torch.arange(longest)
-        valid = columns[None, :] < lengths[members][:, None]
-        packed_rows = (starts[members][:, None] + columns[None, :])[valid]
-        groups.append(_LengthGroup(packed_rows, valid.flatten().nonzero()[:, 0], int(members.sum()), longest))
-    return groups
+    return [((buckets == bucket) & (lengths > 0)).nonzero()[:, 0] for bucket in buckets[lengths > 0].unique().tolist()]
 
 
 class PackedAttention(nn.Module):
     """Causal core attention on scaled_dot_product_attention, for packed (THD) input, with grouped-query attention.
 
     Megatron's own local core attention rejects packed sequences. Sequences are padded in groups of similar length:
-    a trailing padding column is never seen by a causal query of its own sequence.
+    a trailing padding column is never seen by a causal query of its own sequence. Under context parallelism every
+    rank gathers all keys and values, and attends with the queries of its own zig-zag rows.
     """
 
-    def __init__(self, config: Any, *args: Any, softmax_scale: float | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, config: Any, *args: Any, softmax_scale: float | None = None, pg_collection: Any = None, **kwargs: Any
+    ) -> None:
         super().__init__()
         self.softmax_scale = softmax_scale
+        self.context_group = pg_collection.cp
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """query [T, H, D], key and value [T, Hkv, D] -> [T, H * D]."""
-        packed = kwargs["packed_seq_params"]
-        out_THD = torch.zeros_like(query)
-        for group in _length_groups(packed.cu_seqlens_q):
+        """query [t, H, D], key and value [t, Hkv, D] -> [t, H * D]; t rows of this rank."""
+        cu_seqlens = kwargs["packed_seq_params"].cu_seqlens_q
+        size = self.context_group.size()
+        if size > 1:
+            key, value = (_gather_context(each, cu_seqlens, self.context_group) for each in (key, value))
+        out_tHD = torch.zeros_like(query)
+        for members in _similar_lengths(cu_seqlens):
+            keys = _LengthGroup.of(cu_seqlens, members)
+            queries = keys if size == 1 else _LengthGroup.of(cu_seqlens // size, members)
             padded = nn.functional.scaled_dot_product_attention(
-                group.pad(query),
-                group.pad(key),
-                group.pad(value),
-                is_causal=True,
+                queries.pad(query),
+                keys.pad(key),
+                keys.pad(value),
+                attn_mask=None if size == 1 else self._mask(queries, keys, cu_seqlens),
+                is_causal=size == 1,
                 scale=self.softmax_scale,
                 enable_gqa=query.shape[1] != key.shape[1],
             )
-            out_THD = out_THD.index_copy(0, group.packed_rows, group.unpad(padded))
-        return out_THD.flatten(1)
+            out_tHD = out_tHD.index_copy(0, queries.packed_rows, queries.unpad(padded))
+        return out_tHD.flatten(1)
+
+    def _mask(self, queries: _LengthGroup, keys: _LengthGroup, cu_seqlens: Tensor) -> Tensor:
+        """bool [num_sequences, 1, longest query, longest key]: True where a query sees a key."""
+        positions_t = _local_positions(cu_seqlens, self.context_group)
+        padded = positions_t.new_zeros(queries.num_sequences * queries.longest)
+        padded = padded.index_copy(0, queries.slots, positions_t[queries.packed_rows])
+        columns = torch.arange(keys.longest)
+        return columns <= padded.view(queries.num_sequences, 1, queries.longest, 1)
+
+
+def _gather_context(local: Tensor, cu_seqlens: Tensor, group: Any) -> Tensor:
+    """[t, ...] of every context-parallel rank -> [T, ...] in the order of the sequences; differentiable."""
+    from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+
+    gathered = gather_from_sequence_parallel_region(local.contiguous(), group=group)
+    bounds, size = cu_seqlens.numpy(), group.size()
+    order = torch.from_numpy(np.concatenate([context_rows(bounds, size, rank) for rank in range(size)]))
+    return gathered.index_select(0, torch.argsort(order))
+
+
+def _local_positions(cu_seqlens: Tensor, group: Any) -> Tensor:
+    """int64 [t]: positions within their sequence of the rows of this context-parallel rank."""
+    lengths = torch.diff(cu_seqlens.long())
+    positions = torch.arange(int(cu_seqlens[-1])) - torch.repeat_interleave(cu_seqlens[:-1].long(), lengths)
+    return positions[torch.from_numpy(context_rows(cu_seqlens.numpy(), group.size(), group.rank()))]
 
 
 def local_layer_spec(config: Any, vp_stage: int | None = None) -> Any:
@@ -324,10 +367,9 @@ def _replace_packed_rope() -> None:
     def apply(t: Tensor, cu_seqlens: Tensor, freqs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         cp_group = kwargs.get("cp_group")
         packed_freqs = freqs.size(0) == int(cu_seqlens[-1]) and len(cu_seqlens) > 2
-        if args or packed_freqs or cp_group is None or cp_group.size() > 1:
+        if args or packed_freqs or cp_group is None:
             return original(t, cu_seqlens, freqs, *args, **kwargs)
-        lengths = torch.diff(cu_seqlens.long())
-        positions = torch.arange(t.size(0)) - torch.repeat_interleave(cu_seqlens[:-1].long(), lengths)
+        positions = _local_positions(cu_seqlens, cp_group)
         options = {k: v for k, v in kwargs.items() if k not in ("cp_group", "multi_latent_attention")}
         return rope._apply_rotary_pos_emb_bshd(t.unsqueeze(1), freqs[positions], **options).squeeze(1)
 

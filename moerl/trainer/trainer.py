@@ -1,7 +1,7 @@
 """The trainer: one Megatron model, its optimizer, Keep Routing, and the schedule that runs them.
 
-Runs in every trainer rank; every method is called by all ranks together. Shape legend: T = packed rows of a
-microbatch, V = vocabulary (this rank's shard of it), L = MoE layers, E = experts.
+Runs in every trainer rank; every method is called by all ranks together. Shape legend: T = packed rows of this rank's
+share of a microbatch, V = vocabulary (this rank's shard of it), H = hidden width, L = MoE layers, E = experts.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from moerl.config.schema import OptimizerConfig
 from moerl.contract.batch import Microbatch
+from moerl.contract.shares import Place
 from moerl.contract.trajectory import ModelSpec
 from moerl.kernels.vocab_parallel import VocabShard
 from moerl.trainer import layout, platform, sharded_state
 from moerl.trainer.layout import Layout
-from moerl.trainer.model import ModelOptions, PolicyModel
+from moerl.trainer.model import ModelOptions, PolicyModel, bare
 from moerl.trainer.optimizer import Optimizer, UpdateReport
 from moerl.trainer.replay import KeepRouting
 from moerl.trainer.sharded_state import StagedState
@@ -48,7 +49,8 @@ class RowScores:
 class LossFunction(Protocol):
     """Turns the logits of one microbatch into its share of the batch's loss and its per-row results.
 
-    The loss of a step is the sum over microbatches and data-parallel ranks, so denominators are global.
+    Called on the last pipeline stage alone. The loss of a step is the sum over microbatches, data-parallel and
+    context-parallel ranks, so denominators are global.
     """
 
     def __call__(self, logits_TV: Tensor, microbatch: int) -> tuple[Tensor, RowScores]: ...
@@ -58,8 +60,9 @@ class LossFunction(Protocol):
 class StepReport:
     """One training step of this rank.
 
-    rows: per microbatch. update: None after a forward-only pass. rows_verified: routing rows proved.
-    expert_load_LE: int64, tokens per expert on this rank.
+    rows: per microbatch, on the last pipeline stage; empty elsewhere. update: None after a forward-only pass.
+    rows_verified: routing rows proved on this rank (rows x layers x phases). expert_load_LE: int64, tokens per expert
+    of this rank's rows and layers; the sum over all ranks counts every token once.
     """
 
     rows: list[RowScores]
@@ -78,6 +81,7 @@ class MegatronTrainer:
         options: how to build the model.
         optimizer: optimizer settings; None for a model that is only read (a reference).
         total_steps: updates of the learning-rate schedule.
+        sharding: off, on or overlap: `TrainerConfig.distributed_optimizer`.
     """
 
     def __init__(
@@ -88,18 +92,24 @@ class MegatronTrainer:
         options: ModelOptions,
         optimizer: OptimizerConfig | None,
         total_steps: int = 1,
+        sharding: str = "off",
     ) -> None:
         self.where, self.spec, self.options = where, spec, options
-        self.model = PolicyModel(hf_path, options)
+        self.model = PolicyModel(hf_path, options, where)
         config = self.model.config
-        module = self.model.module
+        modules: list[nn.Module] = self.model.chunks
         if config.bf16:
             from megatron.core.transformer.module import Float16Module
 
-            module = Float16Module(config, module)
-        self.keep_routing = KeepRouting(module, config, spec, layout.tensor_group())
-        self.optimizer = None if optimizer is None else Optimizer(module, config, optimizer, total_steps)
-        self._module = module if self.optimizer is None else self.optimizer.module
+            modules = [Float16Module(config, chunk) for chunk in modules]
+        self.keep_routing = KeepRouting(modules, config, spec, where)
+        self.optimizer = None if optimizer is None else Optimizer(modules, config, optimizer, total_steps, sharding)
+        self._modules = modules if self.optimizer is None else self.optimizer.modules
+
+    @property
+    def place(self) -> Place:
+        """What share of every microbatch this rank works on."""
+        return self.keep_routing.place
 
     @property
     def shard(self) -> VocabShard:
@@ -112,19 +122,23 @@ class MegatronTrainer:
         return self._columns(self.model.vocab_size)
 
     def _columns(self, vocab_size: int) -> VocabShard:
-        module: Any = self.model.module
+        module: Any = self.model.chunks[-1]
         group = layout.tensor_group() if self.where.tensor > 1 else None
         return VocabShard.from_group(vocab_size, module.vocab_size // self.where.tensor, group)
 
     def score(self, batches: Sequence[Microbatch], loss: LossFunction, *, enforce: bool) -> list[RowScores]:
-        """A forward-only pass. Leaves gradients, optimizer and replay state as they were."""
+        """A forward-only pass. Leaves gradients, optimizer and replay state as they were.
+
+        Returns:
+            Per microbatch on the last pipeline stage; empty elsewhere.
+        """
         return self._run(batches, loss, enforce=enforce, scale=0.0, forward_only=True).rows
 
     def step(self, batches: Sequence[Microbatch], loss: LossFunction, *, enforce: bool) -> StepReport:
         """Forward, backward, proof, update.
 
         Args:
-            batches: this rank's microbatches; the same number on every data-parallel rank.
+            batches: this rank's shares; equally many on every rank.
             enforce: replay recorded routing, and prove it before the update.
 
         Raises:
@@ -135,7 +149,7 @@ class MegatronTrainer:
         # Megatron divides every gradient by the global sum of `num_tokens`; the load-balancing loss needs these to be
         # the packed rows. The loss has its global denominator already, so it is multiplied by them here.
         num_rows = torch.tensor([sum(int((~batch.is_pad).sum()) for batch in batches)], device=platform.device())
-        dist.all_reduce(num_rows, group=layout.data_group())
+        dist.all_reduce(num_rows, group=layout.data_and_context_group())
         report = self._run(batches, loss, enforce=enforce, scale=float(num_rows), forward_only=False)
         return replace(report, update=self.optimizer.update())
 
@@ -148,55 +162,80 @@ class MegatronTrainer:
         scale: float,
         forward_only: bool,
     ) -> StepReport:
-        from megatron.core.pipeline_parallel import get_forward_backward_func
-
-        rows: list[RowScores] = []
+        rows: dict[int, RowScores] = {}
         with self.keep_routing.schedule(batches, enforce=enforce, training=not forward_only) as schedule:
 
             def forward_step(microbatches: Iterator[int], module: Any) -> tuple[Tensor, Any]:
                 index = next(microbatches)
                 schedule.begin(index)
-                logits_TV = self.model.forward(module, batches[index])
 
-                def loss_function(logits_TV: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-                    total, scores = loss(logits_TV, index)
-                    rows.append(replace(scores, layers_differing_T=schedule.layers_differing(index).cpu()))
-                    num_rows = torch.tensor(int((~batches[index].is_pad).sum()), device=logits_TV.device)
+                def loss_function(logits_1TV: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+                    total, rows[index] = loss(logits_1TV[0], index)
+                    num_rows = torch.tensor(int((~batches[index].is_pad).sum()), device=logits_1TV.device)
                     return total * scale, num_rows, {}
 
-                return logits_TV, loss_function
+                return self.model.forward(module, batches[index]), loss_function
 
             with torch.set_grad_enabled(not forward_only):
-                get_forward_backward_func()(
-                    forward_step_func=forward_step,
-                    data_iterator=iter(range(len(batches))),
-                    model=self._module,
-                    num_microbatches=len(batches),
-                    seq_length=max(batch.num_rows for batch in batches),
-                    micro_batch_size=1,
-                    forward_only=forward_only,
-                )
+                self._forward_backward(forward_step, batches, forward_only=forward_only)
             verified = schedule.verify() if enforce else 0
-        return StepReport(rows, None, verified, schedule.expert_load_LE)
+            differing = schedule.layers_differing()
+        scored = [replace(rows[i], layers_differing_T=differing[i].cpu()) for i in sorted(rows)]
+        return StepReport(scored, None, verified, schedule.expert_load_LE)
 
-    def logits(self, batch: Microbatch, *, enforce: bool) -> Tensor:
-        """[T, V] logits of one microbatch, without gradient and without a schedule: what a reference model is for."""
-        with (
-            self.keep_routing.schedule([batch], enforce=enforce, training=False) as schedule,
-            torch.no_grad(),
-        ):
-            schedule.begin(0)
-            return self.model.forward(self._module, batch)
+    def _forward_backward(self, forward_step: Any, batches: Sequence[Microbatch], *, forward_only: bool) -> None:
+        """Megatron's schedule for this layout: none, 1F1B or interleaved."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        iterators = [iter(range(len(batches))) for _ in self._modules]
+        interleaved = len(self._modules) > 1
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iterators if interleaved else iterators[0],
+            model=self._modules if interleaved else self._modules[0],
+            num_microbatches=len(batches),
+            seq_length=max(batch.num_rows_of_all for batch in batches),
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+    def head_inputs(self, batches: Sequence[Microbatch], *, enforce: bool) -> list[Tensor]:
+        """What the language-model head gets, per microbatch, without gradient: all that a reference model is for.
+
+        [T / tensor, 1, H] each on the last pipeline stage; empty elsewhere. `head` makes logits of them, one microbatch
+        at a time, so that no more than one [T, V] exists.
+        """
+        kept: list[Tensor] = []
+        last: Any = bare(self._modules[-1])
+        handle = None
+        if self.where.is_last_stage:
+            handle = last.output_layer.register_forward_pre_hook(lambda _, args: kept.append(args[0].detach()))
+        try:
+            self.score(batches, _no_loss, enforce=enforce)
+        finally:
+            if handle is not None:
+                handle.remove()
+        return kept
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """[T, V] logits of an element of `head_inputs`; all tensor-parallel ranks of the last stage together."""
+        last: Any = bare(self._modules[-1])
+        weight = last.shared_embedding_or_output_weight() if last.share_embeddings_and_output_weights else None
+        with torch.no_grad():
+            logits_T1V, _ = last.output_layer(hidden, weight=weight)
+        return logits_T1V[:, 0]
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Full weights under Hugging Face names. A collective: every rank must iterate to the end."""
+        if self.optimizer is not None:
+            self.optimizer.finish_weights()
         return self.model.export()
 
     def stage(self) -> StagedState:
         """A copy of model, optimizer, schedule and random state in host memory, for `Saver.save`. A collective."""
         assert self.optimizer is not None
-        extra = {"schedule": self.optimizer.schedule_state()}
-        return sharded_state.stage([self.model.module], self.optimizer.megatron, extra)
+        self.optimizer.finish_weights()
+        return sharded_state.stage(self.model.chunks, self.optimizer.megatron, self.optimizer.progress())
 
     def restore(self, folder: Path) -> None:
         """Goes on where a checkpoint was staged, by trainers of this or another parallel layout. A collective.
@@ -205,5 +244,10 @@ class MegatronTrainer:
             CheckpointError: the checkpoint is of another model.
         """
         assert self.optimizer is not None
-        extra = sharded_state.load(folder, [self.model.module], self.optimizer.megatron)
-        self.optimizer.load_schedule_state(extra["schedule"])
+        self.optimizer.load_progress(sharded_state.load(folder, self.model.chunks, self.optimizer.megatron))
+
+
+def _no_loss(logits_TV: Tensor, microbatch: int) -> tuple[Tensor, RowScores]:
+    """Scores nothing: for passes that are made for what they leave behind."""
+    nothing = torch.zeros(0)
+    return logits_TV.new_zeros(()), RowScores(nothing, nothing)

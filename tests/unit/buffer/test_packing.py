@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moerl.buffer.packing import (
+    PackOptions,
     pack_for_ranks,
     pack_text,
     pack_text_for_ranks,
     pack_trajectories,
 )
+from moerl.buffer.rows import Padding
 from moerl.contract.batch import Microbatch, TextSample, TrainSample
 from moerl.contract.reasons import Reason
 from moerl.contract.routing import rollout_key, routing_checksums
@@ -100,7 +103,7 @@ def check_row(batch: Microbatch, row: int, sample: TrainSample) -> None:
 def test_every_token_appears_once_with_everything_that_belongs_to_it(
     samples: list[TrainSample], budget: int, multiple: int, num_ranks: int
 ):
-    ranks = pack_for_ranks(samples, num_ranks, token_budget=budget, multiple=multiple, replay=True)
+    ranks = pack_for_ranks(samples, num_ranks, PackOptions(budget, Padding(total=multiple)), replay=True)
     seen: Counter[tuple[int, int]] = Counter()
     for batch in (batch for rank in ranks for batch in rank):
         for row in np.flatnonzero(~batch.is_pad):
@@ -115,7 +118,7 @@ def test_every_token_appears_once_with_everything_that_belongs_to_it(
 @settings(max_examples=60, deadline=None)
 @given(train_samples(), st.integers(8, 60), st.sampled_from([1, 2, 8]))
 def test_a_microbatch_is_laid_out_as_its_contract_says(samples: list[TrainSample], budget: int, multiple: int):
-    for batch in pack_trajectories(samples, token_budget=budget, multiple=multiple, replay=True):
+    for batch in pack_trajectories(samples, PackOptions(budget, Padding(total=multiple)), replay=True):
         assert batch.num_rows % multiple == 0
         lengths = np.diff(batch.cu_seqlens)
         assert batch.cu_seqlens[0] == 0
@@ -150,7 +153,7 @@ def assert_dtypes(batch: Microbatch) -> None:
 def test_microbatches_keep_to_the_budget_save_for_a_longer_sequence_alone(
     samples: list[TrainSample], budget: int, multiple: int
 ):
-    for batch in pack_trajectories(samples, token_budget=budget, multiple=multiple, replay=False):
+    for batch in pack_trajectories(samples, PackOptions(budget, Padding(total=multiple)), replay=False):
         num_sequences = len(set(batch.sample_index[~batch.is_pad]))
         assert batch.num_rows <= budget or num_sequences == 1
 
@@ -160,7 +163,7 @@ def test_microbatches_keep_to_the_budget_save_for_a_longer_sequence_alone(
 def test_checksums_are_the_sums_over_the_trajectories_of_the_microbatch(
     samples: list[TrainSample], budget: int, multiple: int
 ):
-    for batch in pack_trajectories(samples, token_budget=budget, multiple=multiple, replay=True):
+    for batch in pack_trajectories(samples, PackOptions(budget, Padding(total=multiple)), replay=True):
         expected = [0] * samples[0].trajectory.spec.num_moe_layers
         for index in set(batch.sample_index[~batch.is_pad]):
             trajectory = samples[index].trajectory
@@ -171,20 +174,26 @@ def test_checksums_are_the_sums_over_the_trajectories_of_the_microbatch(
         assert batch.routing_checksums.tolist() == expected
 
 
+def assert_pads_are_empty(batch: Microbatch) -> None:
+    pad = batch.is_pad
+    assert np.array_equal(pad, batch.sample_index == -1)
+    assert not batch.loss_mask[pad].any()
+    assert not batch.truncated[pad].any()
+    assert not batch.kept.sizes[pad].any()
+    for name in ("input_ids", "target_ids", "advantages", "rollout_logprobs", "kept_logmass"):
+        assert not getattr(batch, name)[pad].any()
+    assert (batch.temperatures[pad] == 1.0).all()
+    assert batch.routed[pad].all()
+
+
 @settings(max_examples=40, deadline=None)
 @given(train_samples(), st.sampled_from([2, 8, 64]))
 def test_pad_rows_carry_no_loss_and_nothing_of_any_trajectory(samples: list[TrainSample], multiple: int):
-    for batch in pack_trajectories(samples, token_budget=64, multiple=multiple, replay=True):
+    for batch in pack_trajectories(samples, PackOptions(64, Padding(total=multiple)), replay=True):
+        assert_pads_are_empty(batch)
         pad = batch.is_pad
-        assert np.array_equal(pad, batch.sample_index == -1)
-        assert not batch.loss_mask[pad].any()
-        assert not batch.truncated[pad].any()
-        assert not batch.kept.sizes[pad].any()
-        for name in ("input_ids", "target_ids", "advantages", "rollout_logprobs", "kept_logmass"):
-            assert not getattr(batch, name)[pad].any()
-        assert (batch.temperatures[pad] == 1.0).all()
         if pad.any():
-            assert pad[-int(pad.sum()) :].all(), "pad rows are the last sequence"
+            assert pad[-int(pad.sum()) :].all(), "without padding per sequence, pad rows are the last one"
             assert batch.rollout_keys[-1] == 0
             assert np.diff(batch.cu_seqlens)[-1] == pad.sum()
 
@@ -193,7 +202,7 @@ def test_pad_rows_carry_no_loss_and_nothing_of_any_trajectory(samples: list[Trai
 def test_pad_rows_hold_distinct_experts_spread_evenly_in_every_layer(spec: ModelSpec):
     trajectory = make_trajectory(np.random.default_rng(0), spec, num_prompt=1, num_sampled=3)
     one = TrainSample(trajectory, np.zeros(4, np.float32))
-    batch = pack_trajectories([one], token_budget=128, multiple=128, replay=True)[0]
+    batch = pack_trajectories([one], PackOptions(128, Padding(total=128)), replay=True)[0]
     assert batch.expert_ids is not None
     assert batch.expert_ids.dtype == spec.expert_dtype
     pad_experts = batch.expert_ids[batch.is_pad]
@@ -205,8 +214,60 @@ def test_pad_rows_hold_distinct_experts_spread_evenly_in_every_layer(spec: Model
         assert used.max() - used.min() <= 1
 
 
+@settings(max_examples=60, deadline=None)
+@given(train_samples(), st.sampled_from([4, 8, 12]), st.sampled_from([1, 4, 16]), st.integers(1, 3))
+def test_every_sequence_is_padded_at_its_own_end(samples: list[TrainSample], sequence: int, total: int, num_ranks: int):
+    options = PackOptions(64, Padding(sequence, total))
+    batches = [batch for rank in pack_for_ranks(samples, num_ranks, options, replay=True) for batch in rank]
+    seen: Counter[int] = Counter()
+    for batch in batches:
+        assert batch.num_rows % sequence == batch.num_rows % total == 0
+        for number, (start, end) in enumerate(pairwise(batch.cu_seqlens)):
+            assert (end - start) % sequence == 0
+            index = int(batch.sample_index[start])
+            num_real = len(samples[index].trajectory) - 1 if index >= 0 else 0
+            seen[index] += 1
+            assert batch.is_pad[start:end].tolist() == [False] * num_real + [True] * (end - start - num_real)
+            assert end - start < num_real + sequence or index < 0
+            assert batch.position_ids[start:end].tolist() == list(range(end - start))
+            for row in range(start, start + num_real):
+                check_row(batch, row, samples[index])
+            if index >= 0:
+                assert batch.rollout_keys[number] == rollout_key(samples[index].trajectory.lineage.rollout_id)
+        assert_pads_are_empty(batch)
+    assert {index: seen[index] for index in range(len(samples))} == dict.fromkeys(range(len(samples)), 1)
+
+
+@settings(max_examples=30, deadline=None)
+@given(train_samples(), st.sampled_from([1, 8]), st.sampled_from([1, 32]))
+def test_pad_rows_inside_and_behind_sequences_spread_over_all_experts(
+    samples: list[TrainSample], sequence: int, total: int
+):
+    for batch in pack_trajectories(samples, PackOptions(64, Padding(sequence, total)), replay=True):
+        assert batch.expert_ids is not None
+        spec = samples[0].trajectory.spec
+        for layer in range(spec.num_moe_layers):
+            used = np.bincount(batch.expert_ids[batch.is_pad, layer].ravel(), minlength=spec.num_experts)
+            assert used.max() - used.min() <= 1
+
+
+def test_pad_rows_inside_a_sequence_count_in_no_checksum():
+    one = sample(8)
+    plain = pack_trajectories([one], PackOptions(64), replay=True)[0]
+    padded = pack_trajectories([one], PackOptions(64, Padding(sequence=16)), replay=True)[0]
+    assert (plain.num_rows, padded.num_rows) == (7, 16)
+    assert plain.routing_checksums is not None
+    assert padded.routing_checksums is not None
+    assert plain.routing_checksums.tolist() == padded.routing_checksums.tolist()
+
+
+@pytest.mark.parametrize(("tensor", "context", "sequence", "total"), [(1, 1, 1, 1), (4, 1, 1, 4), (2, 3, 12, 2)])
+def test_the_padding_of_a_layout(tensor: int, context: int, sequence: int, total: int):
+    assert Padding.of(tensor, context) == Padding(sequence, total)
+
+
 def test_no_pad_sequence_is_added_where_the_rows_fit_exactly():
-    batch = pack_trajectories([sample(9)], token_budget=8, multiple=8, replay=True)[0]
+    batch = pack_trajectories([sample(9)], PackOptions(8, Padding(total=8)), replay=True)[0]
     assert batch.num_rows == 8
     assert len(batch.cu_seqlens) == 2
     assert not batch.is_pad.any()
@@ -214,19 +275,19 @@ def test_no_pad_sequence_is_added_where_the_rows_fit_exactly():
 
 def test_padding_counts_towards_the_budget():
     samples = [sample(6, "a"), sample(6, "b")]
-    batches = pack_trajectories(samples, token_budget=10, multiple=8, replay=False)
+    batches = pack_trajectories(samples, PackOptions(10, Padding(total=8)), replay=False)
     assert [batch.num_rows for batch in batches] == [8, 8]
 
 
 def test_rows_of_a_trajectory_without_advantage_still_count_as_loss_rows():
     quiet = sample(8)
     quiet = TrainSample(quiet.trajectory, np.zeros(8, np.float32))
-    batch = pack_trajectories([quiet], token_budget=64, multiple=1, replay=False)[0]
+    batch = pack_trajectories([quiet], PackOptions(64, Padding(total=1)), replay=False)[0]
     assert batch.loss_mask.sum() == quiet.trajectory.num_sampled
 
 
 def test_without_replay_no_routing_travels():
-    batch = pack_trajectories([sample(8)], token_budget=64, multiple=8, replay=False)[0]
+    batch = pack_trajectories([sample(8)], PackOptions(64, Padding(total=8)), replay=False)[0]
     assert batch.expert_ids is None
     assert batch.routing_checksums is None
 
@@ -234,15 +295,15 @@ def test_without_replay_no_routing_travels():
 @settings(max_examples=25, deadline=None)
 @given(train_samples(), st.integers(1, 3))
 def test_packing_the_same_samples_gives_the_same_microbatches(samples: list[TrainSample], num_ranks: int):
-    first = pack_for_ranks(samples, num_ranks, token_budget=20, multiple=4, replay=True)
-    second = pack_for_ranks(samples, num_ranks, token_budget=20, multiple=4, replay=True)
+    first = pack_for_ranks(samples, num_ranks, PackOptions(20, Padding(total=4)), replay=True)
+    second = pack_for_ranks(samples, num_ranks, PackOptions(20, Padding(total=4)), replay=True)
     assert all(same(a, b) for x, y in zip(first, second, strict=True) for a, b in zip(x, y, strict=True))
 
 
 @settings(max_examples=40, deadline=None)
 @given(train_samples(), st.integers(1, 12), st.integers(8, 60))
 def test_every_rank_runs_the_same_number_of_microbatches(samples: list[TrainSample], num_ranks: int, budget: int):
-    ranks = pack_for_ranks(samples, num_ranks, token_budget=budget, multiple=4, replay=True)
+    ranks = pack_for_ranks(samples, num_ranks, PackOptions(budget, Padding(total=4)), replay=True)
     assert len(ranks) == num_ranks
     assert len({len(rank) for rank in ranks}) == 1
     assert all(batch.num_rows for rank in ranks for batch in rank)
@@ -251,13 +312,13 @@ def test_every_rank_runs_the_same_number_of_microbatches(samples: list[TrainSamp
 def test_a_rank_with_fewer_microbatches_halves_its_largest_before_it_adds_any_of_pad_rows():
     # Rank 0 needs two microbatches for 19 + 2 rows; the 6 + 6 + 6 + 2 rows of rank 1 would fit in one.
     samples = [sample(rows + 1, f"rollout-{i}") for i, rows in enumerate([19, 6, 6, 6, 2, 2])]
-    ranks = pack_for_ranks(samples, 2, token_budget=20, multiple=1, replay=False)
+    ranks = pack_for_ranks(samples, 2, PackOptions(20, Padding(total=1)), replay=False)
     held = [[sorted(set(batch.sample_index.tolist())) for batch in rank] for rank in ranks]
     assert held == [[[0], [5]], [[1, 3], [2, 4]]]
 
 
 def test_a_rank_without_sequences_gets_microbatches_of_pad_rows_alone():
-    ranks = pack_for_ranks([sample(8)], 3, token_budget=64, multiple=4, replay=True)
+    ranks = pack_for_ranks([sample(8)], 3, PackOptions(64, Padding(total=4)), replay=True)
     for rank in ranks[1:]:
         (batch,) = rank
         assert batch.num_rows == 4
@@ -271,23 +332,34 @@ def test_a_rank_without_sequences_gets_microbatches_of_pad_rows_alone():
 
 
 def test_no_samples_make_no_microbatches():
-    assert pack_for_ranks([], 2, token_budget=64, multiple=4, replay=True) == [[], []]
+    assert pack_for_ranks([], 2, PackOptions(64, Padding(total=4)), replay=True) == [[], []]
 
 
 def test_a_row_without_captured_routing_is_refused():
     lost = sample(8, "rollout-x", unrouted=(1, 2))
     with pytest.raises(ReplayError, match=r"rollout rollout-x .*seen: 2 of 7 rows without captured routing"):
-        pack_trajectories([lost], token_budget=64, multiple=1, replay=True)
+        pack_trajectories([lost], PackOptions(64, Padding(total=1)), replay=True)
 
 
 def test_a_row_without_captured_routing_does_not_matter_without_replay():
     lost = sample(8, unrouted=(1, 2))
-    assert real_rows(pack_trajectories([lost], token_budget=64, multiple=1, replay=False)) == 7
+    assert real_rows(pack_trajectories([lost], PackOptions(64, Padding(total=1)), replay=False)) == 7
+
+
+def test_rows_without_captured_routing_may_be_left_to_the_live_router():
+    lost = sample(8, "rollout-x", unrouted=(1, 2))
+    (batch,) = pack_trajectories([lost], PackOptions(64), replay=True, uncaptured="live")
+    assert np.flatnonzero(~batch.routed).tolist() == [1, 2]
+    assert batch.expert_ids is not None
+    assert not batch.expert_ids[1:3].any()
+    assert batch.routing_checksums is not None
+    captured = routing_checksums(rollout_key("rollout-x"), lost.trajectory.expert_ids, lost.trajectory.routed)
+    assert batch.routing_checksums.tolist() == captured.tolist()
 
 
 def test_greedy_tokens_are_refused():
     with pytest.raises(ContractError, match="greedy tokens in rollout rollout-0") as caught:
-        pack_trajectories([sample(8, sampling=GREEDY)], token_budget=64, multiple=1, replay=False)
+        pack_trajectories([sample(8, sampling=GREEDY)], PackOptions(64, Padding(total=1)), replay=False)
     assert caught.value.reason == Reason.SAMPLING_INVALID
 
 
@@ -302,7 +374,7 @@ def test_greedy_tokens_are_refused():
 def test_advantages_that_do_not_fit_are_refused(advantages: np.ndarray, reason: Reason):
     bad = replace(sample(8), advantages=advantages)
     with pytest.raises(ContractError, match="rollout rollout-0") as caught:
-        pack_trajectories([bad], token_budget=64, multiple=1, replay=False)
+        pack_trajectories([bad], PackOptions(64, Padding(total=1)), replay=False)
     assert caught.value.reason == reason
 
 
@@ -310,20 +382,20 @@ def test_trajectories_of_two_models_are_refused():
     other = make_trajectory(np.random.default_rng(0), replace(SPEC, fingerprint="other"), num_sampled=5)
     with pytest.raises(ContractError, match="one model in a batch"):
         pack_trajectories(
-            [sample(8), TrainSample(other, np.zeros(8, np.float32))], token_budget=64, multiple=1, replay=True
+            [sample(8), TrainSample(other, np.zeros(8, np.float32))], PackOptions(64, Padding(total=1)), replay=True
         )
 
 
 def test_a_budget_below_one_padded_row_is_refused():
     with pytest.raises(ConfigError, match=r"trainer\.microbatch_tokens"):
-        pack_trajectories([sample(8)], token_budget=7, multiple=8, replay=False)
+        pack_trajectories([sample(8)], PackOptions(7, Padding(total=8)), replay=False)
 
 
 @settings(deadline=None)
 @given(st.lists(st.integers(2, 30), max_size=10), st.integers(8, 40), st.sampled_from([1, 8]), st.integers(1, 4))
 def test_supervised_rows_are_shifted_and_appear_once(lengths: list[int], budget: int, multiple: int, num_ranks: int):
     samples = [text(length) for length in lengths]
-    ranks = pack_text_for_ranks(samples, num_ranks, token_budget=budget, multiple=multiple)
+    ranks = pack_text_for_ranks(samples, num_ranks, PackOptions(budget, Padding(total=multiple)))
     assert len({len(rank) for rank in ranks}) == 1
     batches = [batch for rank in ranks for batch in rank]
     assert real_rows(batches) == sum(lengths) - len(lengths)
@@ -342,8 +414,8 @@ def test_supervised_rows_are_shifted_and_appear_once(lengths: list[int], budget:
 
 def test_supervised_sequences_are_packed_on_one_rank_as_on_several():
     samples = [text(length) for length in (9, 5, 7)]
-    alone = pack_text(samples, token_budget=16, multiple=4)
-    (rank,) = pack_text_for_ranks(samples, 1, token_budget=16, multiple=4)
+    alone = pack_text(samples, PackOptions(16, Padding(total=4)))
+    (rank,) = pack_text_for_ranks(samples, 1, PackOptions(16, Padding(total=4)))
     assert all(same(a, b) for a, b in zip(alone, rank, strict=True))
 
 
@@ -357,5 +429,5 @@ def test_supervised_sequences_are_packed_on_one_rank_as_on_several():
 )
 def test_a_supervised_sequence_that_cannot_be_shifted_is_refused(bad: TextSample, reason: Reason):
     with pytest.raises(ContractError) as caught:
-        pack_text([text(5), bad], token_budget=64, multiple=1)
+        pack_text([text(5), bad], PackOptions(64, Padding(total=1)))
     assert caught.value.reason == reason

@@ -11,7 +11,8 @@ import tiny_moe
 import torch
 from ranks import Ranks
 
-from moerl.buffer.packing import pack_text
+from moerl.buffer.packing import PackOptions, pack_text
+from moerl.buffer.rows import Padding
 from moerl.contract.batch import TextSample, TrainSample
 
 LENGTHS = (5, 30, 17, 41, 9, 24)
@@ -199,7 +200,7 @@ def test_the_supervised_loss_and_its_gradient_equal_transformers(untied: Path, o
     for length in LENGTHS:
         mask = np.arange(length) >= rng.integers(1, length)
         samples.append(TextSample(rng.integers(0, tiny_moe.SPEC.vocab_size, length, dtype=np.int32), mask))
-    batches = pack_text(samples, token_budget=64, multiple=4)
+    batches = pack_text(samples, PackOptions(64, Padding(total=4)))
     ((loss, gradients),) = one_process.run(take_text_step, untied, batches)
     judge = tiny_moe.Judge(untied)
     total, count = torch.zeros(()), 0

@@ -11,7 +11,8 @@ import tiny_moe
 import torch
 from ranks import Ranks
 
-from moerl.buffer.packing import pack_text
+from moerl.buffer.packing import PackOptions, pack_text
+from moerl.buffer.rows import Padding
 from moerl.contract.batch import Microbatch, TextSample, TrainSample
 from moerl.errors import CheckpointError
 
@@ -90,7 +91,7 @@ def train_twice_with_two_threads(where: Any, path: Path) -> float:
     texts = [
         TextSample(sample.trajectory.token_ids.copy(), np.arange(len(sample.trajectory)) > 4) for sample in samples
     ]
-    text_batches = pack_text(texts, token_budget=1024, multiple=4)
+    text_batches = pack_text(texts, PackOptions(1024, Padding(total=4)))
     batches = tiny_moe.pack(samples, token_budget=1024)[0]
     torch.set_num_threads(2)
     assert torch.get_num_threads() == 2

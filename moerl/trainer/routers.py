@@ -1,0 +1,142 @@
+"""The routers of a live model: found once, refused where they bypass the replay hook, tapped where they do not.
+
+Runs in every trainer rank. A `RouterTap` sits in one router's `router_replay` and before its token dispatcher; what it
+does there is decided by the schedule that is open (`moerl.trainer.replay`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from moerl.errors import ReplayError
+
+NaturalTopK = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""Megatron's own choice: scores [T, E] -> (values, ids), both [T, K]."""
+
+
+class Listener(Protocol):
+    """What is open around a forward(-backward) schedule."""
+
+    def route(self, tap: RouterTap, scores_tE: Tensor, natural: NaturalTopK) -> tuple[Tensor, Tensor]: ...
+
+    def observe(self, tap: RouterTap, routing_map_tE: Tensor) -> None: ...
+
+
+@dataclass(slots=True)
+class RouterTap:
+    """One tapped router.
+
+    index: among the taps of this rank. moe_layer: index among all MoE layers of the model, from 0. layer_number:
+    Megatron's number, from 1. pending: microbatches whose recompute is still to come, oldest first. active:
+    (microbatch, phase) of the last routing call.
+    """
+
+    index: int
+    moe_layer: int
+    layer_number: int
+    schedule: Listener | None = None
+    pending: deque[int] = field(default_factory=deque)
+    active: tuple[int, int] | None = None
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Megatron's hook: (values, ids), both [T, K], chosen from scores [T, E]."""
+        assert default_compute_topk is not None
+
+        def natural(scores_TE: Tensor) -> tuple[Tensor, Tensor]:
+            return default_compute_topk(scores_TE, topk, num_groups=num_groups, group_topk=group_topk)
+
+        return natural(scores) if self.schedule is None else self.schedule.route(self, scores, natural)
+
+    def before_dispatch(self, routing_map_TE: Tensor) -> None:
+        if self.schedule is not None:
+            self.schedule.observe(self, routing_map_TE)
+            # One routing call, one dispatch: a bypass of the next call must not pass for this one.
+            self.active = None
+
+    def clear(self) -> None:
+        self.schedule, self.active = None, None
+        self.pending.clear()
+
+
+def refuse_unsupported_routers(config: Any) -> None:
+    """Raises `ReplayError` for router settings that return before the replay hook or drop tokens after it."""
+    load_balancing = config.moe_router_load_balancing_type
+    kinds = load_balancing if isinstance(load_balancing, list) else [load_balancing]
+    problems = {
+        "moe_router_fusion": config.moe_router_fusion,
+        "moe_router_load_balancing_type": [k for k in kinds if k in ("sinkhorn", "quantile_balancing")],
+        "moe_expert_capacity_factor": config.moe_expert_capacity_factor is not None,
+        "moe_router_force_load_balancing": config.moe_router_force_load_balancing,
+    }
+    for name, bad in problems.items():
+        if bad:
+            raise ReplayError(
+                f"the router setting {name} cannot be combined with Keep Routing",
+                seen=getattr(config, name),
+                expected="plain top-k routing without capacity",
+                remedy="change the setting or set keep_routing.mode=off",
+            )
+
+
+def tap_routers(chunks: Sequence[nn.Module], config: Any) -> list[RouterTap]:
+    """Taps the routers of a live model's chunks, in the order of its layers.
+
+    Layers are told apart by Megatron's layer number, which counts over the whole model whatever the pipeline; dense
+    layers are left out by the model's layer pattern. Routers of multi-token prediction restart their numbers and are
+    not part of the policy: they are bypassed.
+
+    Raises:
+        ReplayError: the routers bypass the hook, or have one already.
+    """
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    refuse_unsupported_routers(config)
+    pattern = _moe_pattern(config)
+    found: list[Any] = [layer for chunk in chunks for layer in chunk.modules() if isinstance(layer, MoELayer)]
+    layers = [layer for layer in found if not layer.router.is_mtp_layer]
+    taps = [
+        RouterTap(index, sum(pattern[: layer.layer_number - 1]), layer.layer_number)
+        for index, layer in enumerate(layers)
+    ]
+    for tap, layer in zip(taps, layers, strict=True):
+        _install(tap, layer)
+    return taps
+
+
+def _install(tap: RouterTap, layer: Any) -> None:
+    if layer.router.router_replay is not None:
+        raise ReplayError(
+            f"the router of layer {layer.layer_number} has a replay hook already",
+            seen=type(layer.router.router_replay).__name__,
+            expected="none",
+            remedy="leave Megatron's moe_enable_routing_replay off",
+        )
+    layer.router.router_replay = tap
+    dispatcher = layer.token_dispatcher
+    original = dispatcher.dispatch_preprocess
+
+    def dispatch_preprocess(hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> Any:
+        tap.before_dispatch(routing_map)
+        return original(hidden_states, routing_map, probs)
+
+    dispatcher.dispatch_preprocess = dispatch_preprocess
+
+
+def _moe_pattern(config: Any) -> list[int]:
+    """1 for every MoE layer of the whole model, 0 for dense ones, by layer number."""
+    frequency = config.moe_layer_freq
+    if isinstance(frequency, int):
+        return [int(i % frequency == 0) for i in range(config.num_layers)]
+    return list(frequency)
