@@ -1,0 +1,135 @@
+"""A checkpoint of one parallel layout goes on in another: the same losses, the same moments, the same next steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_moe
+import torch
+from ranks import Ranks
+
+from moerl.contract.shares import cut_share
+
+LENGTHS = (5, 30, 17, 41, 9, 24, 33, 12)
+NAME = "0-rl-000002"
+
+Sizes = dict[str, int]
+ONE: Sizes = {}
+LAYOUTS: dict[str, Sizes] = {
+    "one": ONE,
+    "DP2": {"data": 2},
+    "TP2": {"tensor": 2},
+    "PP2": {"pipeline": 2},
+    "PP2-VPP2": {"pipeline": 2, "virtual_pipeline": 2},
+    "EP2": {"expert": 2},
+    "ETP2": {"tensor": 2, "expert_tensor": 2},
+    "CP2": {"context": 2},
+    "TP2-EP2": {"tensor": 2, "expert": 2},
+    "TP2-PP2-EP2": {"tensor": 2, "pipeline": 2, "expert": 2},
+    "EP4": {"expert": 4},
+}
+
+
+def world_size(sizes: Sizes) -> int:
+    dense = sizes.get("tensor", 1) * sizes.get("context", 1)
+    cell = sizes.get("expert", 1) * sizes.get("expert_tensor", 1)
+    return dense * sizes.get("pipeline", 1) * sizes.get("data", max(1, cell // dense))
+
+
+class Machines:
+    """Ranks for every world size that a test asks for."""
+
+    def __init__(self, one: Ranks, two: Ranks, four: Ranks | None = None) -> None:
+        self._ranks = {1: one, 2: two, 4: four}
+
+    def run(self, layout: str, function: Any, *args: Any) -> list[Any]:
+        ranks = self._ranks[world_size(LAYOUTS[layout])]
+        assert ranks is not None
+        return ranks.run(function, *args, **LAYOUTS[layout])
+
+
+@pytest.fixture
+def machines(one_process: Ranks, two_processes: Ranks) -> Machines:
+    return Machines(one_process, two_processes)
+
+
+# --- in a rank -------------------------------------------------------------------------------------------------------
+
+
+def step(trainer: Any, seed: int) -> float:
+    """One update on all samples; the loss, the same on every rank."""
+    where = trainer.where
+    sequence = 2 * where.context * where.tensor if where.context > 1 else 1
+    ranks = tiny_moe.pack(tiny_moe.make_samples(seed, LENGTHS), num_ranks=where.data, sequence=sequence)
+    denominator = tiny_moe.num_trained([batch for part in ranks for batch in part])
+    local = [cut_share(batch, trainer.place) for batch in ranks[where.data_rank]]
+    report = trainer.step(local, tiny_moe.policy_loss(trainer, local, denominator), enforce=True)
+    counts = where.is_last_stage and where.tensor_rank == 0
+    loss = torch.tensor([sum(float(row.losses_T.sum()) for row in report.rows) * counts], dtype=torch.float64)
+    torch.distributed.all_reduce(loss)
+    return loss.item() / denominator
+
+
+def save(trainer: Any, folder: Path, name: str = NAME) -> None:
+    from moerl.trainer.checkpoint import CheckpointStore
+    from moerl.trainer.saver import Saver
+
+    with Saver(CheckpointStore(folder, keep=2)) as saver:
+        saver.save(name, trainer.stage(), {"step": 2})
+
+
+def save_and_go_on(where: Any, path: Path, folder: Path, sharding: str, dtype: str) -> tuple[list[float], Any]:
+    trainer = tiny_moe.build(where, path, sharding=sharding, dtype=dtype)
+    for seed in (1, 2):
+        step(trainer, seed)
+    save(trainer, folder)
+    return [step(trainer, seed) for seed in (3, 4)], tiny_moe.exported(trainer)
+
+
+def load_and_go_on(
+    where: Any, path: Path, folder: Path, sharding: str, dtype: str, again: Path | None
+) -> tuple[list[float], Any]:
+    """Loads into a trainer that has been elsewhere; writes what it loaded to `again`; goes on."""
+    trainer = tiny_moe.build(where, path, sharding=sharding, dtype=dtype)
+    step(trainer, 7)
+    trainer.restore(folder / NAME)
+    if again is not None:
+        save(trainer, again)
+    return [step(trainer, seed) for seed in (3, 4)], tiny_moe.exported(trainer)
+
+
+def tensors(where: Any, folder: Path) -> dict[str, np.ndarray]:
+    """Every tensor of a checkpoint, whole, under its stored name; vocabularies without their padding."""
+    from megatron.core import dist_checkpointing
+
+    found = {}
+    for name, tensor in dist_checkpointing.load_plain_tensors(str(folder / NAME)).items():
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        rows = tiny_moe.SPEC.vocab_size if "embedding" in name or "output_layer" in name else None
+        found[name] = tensor[:rows].numpy()
+    return found
+
+
+# --- resuming elsewhere ----------------------------------------------------------------------------------------------
+
+
+def check_resuming(machines: Machines, source: str, target: str, path: Path, tmp_path: Path, sharding: str) -> None:
+    first, again = tmp_path / "first", tmp_path / "again"
+    losses, weights = machines.run(source, save_and_go_on, path, first, sharding, "float32")[0]
+    for there, found in machines.run(target, load_and_go_on, path, first, sharding, "float32", again):
+        np.testing.assert_allclose(there, losses, rtol=0, atol=1e-6)
+        assert tiny_moe.largest_difference(found, weights) < 1e-5
+    (expected,), (stored,) = (machines.run("one", tensors, folder) for folder in (first, again))
+    assert any("exp_avg_sq" in name for name in expected)
+    assert tiny_moe.largest_difference(stored, expected) == 0.0
+
+
+@pytest.mark.parametrize(("source", "target"), [("one", "TP2"), ("TP2", "one"), ("EP2", "one"), ("TP2", "EP2")])
+def test_a_run_goes_on_in_another_layout(
+    source: str, target: str, untied: Path, tmp_path: Path, machines: Machines
+) -> None:
+    check_resuming(machines, source, target, untied, tmp_path, "off")
