@@ -1,4 +1,4 @@
-"""The command line: ``moerl train | sft | rollout | eval``.
+"""The command line: ``moerl train | sft | rollout | eval | export``.
 
 Reads and checks the configuration, starts further ranks where the parallel sizes ask for them, and hands over to
 `moerl.orchestration.commands`. That import comes last, so that help and configuration errors need no torch.
@@ -49,6 +49,7 @@ COMMANDS = {
                 "a task of your own, with some 200 problems and my_rewards.py in the current directory",
             ),
             ("moerl train resume=runs/wide", "go on after a stop"),
+            ("moerl train resume=runs/wide parallel.tensor=2", "go on in another parallel layout"),
         ),
     ),
     "sft": _Command(
@@ -78,6 +79,17 @@ COMMANDS = {
         ),
     ),
 }
+
+
+EXPORT = _Command(
+    "write the weights of a run's checkpoint as a Hugging Face directory",
+    "Reads one checkpoint of a run in one process, whatever layout wrote it, and writes config, tokenizer and\n"
+    "safetensors to a new directory. The run may go on meanwhile. Read only run directories that you trust.",
+    (
+        ("moerl export runs/wide --output wide-hf", "the newest checkpoint"),
+        ("moerl export runs/wide --step 40 --output wide-40", "an earlier one"),
+    ),
+)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -116,11 +128,13 @@ def _dispatch(arguments: list[str]) -> int:
         print(f"moerl {importlib.metadata.version('moerl')}")
         return 0
     command, rest = arguments[0], arguments[1:]
+    if command == "export":
+        return _export(rest)
     if command not in COMMANDS:
         raise ConfigError(
             "command line: unknown command",
             seen=command,
-            expected=f"one of {', '.join(COMMANDS)}",
+            expected=f"one of {', '.join(COMMANDS)}, export",
             remedy="see `moerl --help`",
         )
     options = _parser(command).parse_intermixed_args(rest)
@@ -187,6 +201,20 @@ def _hand_over(command: str, config: RunConfig, resume: bool) -> int:
     return commands.run_eval(config)
 
 
+def _export(arguments: list[str]) -> int:
+    parser = _export_parser()
+    if {"-h", "--help"} & set(arguments):
+        examples = "\n".join(f"  {line}\n      {purpose}" for line, purpose in EXPORT.examples)
+        usage = "usage: moerl export RUN_DIR [--step N] --output DIR"
+        about = f"moerl export: {EXPORT.summary}.\n\n{EXPORT.text}"
+        print(f"{usage}\n\n{about}\n\nexamples:\n{examples}\n\noptions:\n{_options_text(parser)}")
+        return 0
+    options = parser.parse_args(arguments)
+    from moerl.orchestration.export import run_export
+
+    return run_export(options.run_dir.resolve(), options.step, options.output.resolve())
+
+
 def _check_world_size(here: RankInfo, world_size: int) -> None:
     if here.world_size != world_size:
         raise ConfigError(
@@ -213,6 +241,16 @@ def _parser(command: str) -> argparse.ArgumentParser:
     return parser
 
 
+def _export_parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="moerl export", add_help=False)
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    parser.add_argument("--step", type=int, metavar="N", help="of which step; the newest checkpoint by default")
+    parser.add_argument("--output", type=Path, metavar="DIR", required=True, help="directory to make")
+    parser.add_argument("--traceback", action="store_true", help="show where an error was raised")
+    parser.add_argument("-h", "--help", action="store_true", help="show this text")
+    return parser
+
+
 def _help(command: str, config_dir: Path | None) -> str:
     from moerl.config.help_text import groups_text, keys_text
 
@@ -221,21 +259,21 @@ def _help(command: str, config_dir: Path | None) -> str:
         f"usage: moerl {command} [options] [GROUP=OPTION ...] [KEY=VALUE ...]",
         f"moerl {command}: {about.summary}.\n\n{about.text}",
         "examples:\n" + "\n".join(f"  {line}\n      {purpose}" for line, purpose in about.examples),
-        "options:\n" + _options_text(command),
+        "options:\n" + _options_text(_parser(command)),
         groups_text(config_dir),
         keys_text(),
     ]
     return "\n\n".join(parts)
 
 
-def _options_text(command: str) -> str:
-    actions = [action for action in _parser(command)._actions if action.option_strings]
+def _options_text(parser: argparse.ArgumentParser) -> str:
+    actions = [action for action in parser._actions if action.option_strings]
     heads = [", ".join(action.option_strings) + (f" {action.metavar}" if action.metavar else "") for action in actions]
     return "\n".join(f"  {head:<20}{action.help}" for head, action in zip(heads, actions, strict=True))
 
 
 def _overview() -> str:
-    lines = [f"  {name:<10}{command.summary}" for name, command in COMMANDS.items()]
+    lines = [f"  {name:<10}{command.summary}" for name, command in (COMMANDS | {"export": EXPORT}).items()]
     return "\n".join(
         [
             "usage: moerl COMMAND [options] [GROUP=OPTION ...] [KEY=VALUE ...]",

@@ -100,7 +100,7 @@ def run_eval(config: RunConfig) -> int:
 @contextmanager
 def _open_run(config: RunConfig, command: str, *, resume: bool) -> Iterator[tuple[Run, Path]]:
     """Starts the ranks' groups, the task, the model directory and the run; yields the run and where to start from."""
-    _quiet_libraries()
+    quiet_libraries()
     torch.set_num_threads(max(1, config.num_threads // config.parallel.world_size))
     rank = rank_info()
     task = make_task(config.task)
@@ -170,7 +170,7 @@ def _collector(
 @contextmanager
 def _open_reader(config: RunConfig, command: str) -> Iterator[tuple[Collector, Reporter]]:
     """For the commands that only read a model: no ranks, no trainer."""
-    _quiet_libraries()
+    quiet_libraries()
     torch.set_num_threads(config.num_threads)
     assert config.model.path is not None
     task = make_task(config.task)
@@ -187,7 +187,7 @@ def _open_reader(config: RunConfig, command: str) -> Iterator[tuple[Collector, R
         yield collector, reporter
 
 
-def _quiet_libraries() -> None:
+def quiet_libraries() -> None:
     """Keeps library chatter off the progress display; warnings and errors of our own are printed by the reporter."""
     warnings.filterwarnings("ignore", module=r"(megatron|torch|transformers)\..*")
     for name in ("megatron", "nvidia_resiliency_ext"):

@@ -26,13 +26,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from moerl.errors import CheckpointError
 
-METADATA = {
-    # Layers keep names of their own, so pipeline stages need not hold layers of one kind.
-    "non_homogeneous_layers": True,
-    # The distributed optimizer's moments are stored in the shape of their parameter, as the plain optimizer's are.
-    "distrib_optim_sharding_type": "fully_reshardable",
-}
-
 ENTRY_BYTES = 4096
 """Room that a stored tensor takes beyond its data, at most: archive header, padding and its lines in the index."""
 
@@ -188,9 +181,21 @@ def _sharded(chunks: Sequence[nn.Module], optimizer: Any, *, loading: bool) -> d
     optimizers = {}
     for index, each in enumerate(_optimizers(optimizer)):
         _make_moments(each)
-        state = each.sharded_state_dict(models, is_loading=loading, metadata=dict(METADATA))
+        state = each.sharded_state_dict(models, is_loading=loading, metadata=_metadata())
         optimizers[index] = _own(state)
     return {"model": models, "optimizer": optimizers}
+
+
+def _metadata() -> dict[str, Any]:
+    """What decides how Megatron's modules and optimizers name and cut their tensors."""
+    return {
+        # Layers keep names of their own, so pipeline stages need not hold layers of one kind.
+        "non_homogeneous_layers": True,
+        # The distributed optimizer's moments are stored in the shape of their parameter, as the plain optimizer's are.
+        "distrib_optim_sharding_type": "fully_reshardable",
+        # They are put together by NCCL on GPUs; the other way goes over gloo, and writes them in fewer ranks.
+        "distrib_optim_fully_reshardable_mem_efficient": not torch.cuda.is_available(),
+    }
 
 
 def _sharded_models(chunks: Sequence[nn.Module]) -> dict[str, Any]:
@@ -198,7 +203,7 @@ def _sharded_models(chunks: Sequence[nn.Module]) -> dict[str, Any]:
 
     models = {}
     for index, chunk in enumerate(chunks):
-        state = chunk.sharded_state_dict(metadata=dict(METADATA))  # pyright: ignore[reportCallIssue]
+        state = chunk.sharded_state_dict(metadata=_metadata())  # pyright: ignore[reportCallIssue]
         # Objects of models are Transformer Engine's `_extra_state`, which holds nothing but FP8 scales.
         models[str(index)] = {name: value for name, value in state.items() if not isinstance(value, ShardedObject)}
     return models

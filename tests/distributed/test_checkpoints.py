@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,27 +17,20 @@ from moerl.contract.shares import cut_share
 LENGTHS = (5, 30, 17, 41, 9, 24, 33, 12)
 NAME = "0-rl-000002"
 
-Sizes = dict[str, int]
-ONE: Sizes = {}
-LAYOUTS: dict[str, Sizes] = {
-    "one": ONE,
-    "DP2": {"data": 2},
-    "TP2": {"tensor": 2},
-    "PP2": {"pipeline": 2},
-    "PP2-VPP2": {"pipeline": 2, "virtual_pipeline": 2},
-    "EP2": {"expert": 2},
-    "ETP2": {"tensor": 2, "expert_tensor": 2},
-    "CP2": {"context": 2},
-    "TP2-EP2": {"tensor": 2, "expert": 2},
-    "TP2-PP2-EP2": {"tensor": 2, "pipeline": 2, "expert": 2},
-    "EP4": {"expert": 4},
+# Processes, and the sizes that are not 1; what is left is data parallelism.
+LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
+    "one": (1, {}),
+    "DP2": (2, {}),
+    "TP2": (2, {"tensor": 2}),
+    "PP2": (2, {"pipeline": 2}),
+    "PP2-VPP2": (2, {"pipeline": 2, "virtual_pipeline": 2}),
+    "EP2": (2, {"expert": 2}),
+    "ETP2": (2, {"tensor": 2, "expert_tensor": 2}),
+    "CP2": (2, {"context": 2}),
+    "TP2-EP2": (2, {"tensor": 2, "expert": 2}),
+    "TP2-PP2-EP2": (4, {"tensor": 2, "pipeline": 2, "expert": 2}),
+    "EP4": (4, {"expert": 4}),
 }
-
-
-def world_size(sizes: Sizes) -> int:
-    dense = sizes.get("tensor", 1) * sizes.get("context", 1)
-    cell = sizes.get("expert", 1) * sizes.get("expert_tensor", 1)
-    return dense * sizes.get("pipeline", 1) * sizes.get("data", max(1, cell // dense))
 
 
 class Machines:
@@ -46,9 +40,10 @@ class Machines:
         self._ranks = {1: one, 2: two, 4: four}
 
     def run(self, layout: str, function: Any, *args: Any) -> list[Any]:
-        ranks = self._ranks[world_size(LAYOUTS[layout])]
+        num_processes, sizes = LAYOUTS[layout]
+        ranks = self._ranks[num_processes]
         assert ranks is not None
-        return ranks.run(function, *args, **LAYOUTS[layout])
+        return ranks.run(function, *args, **sizes)
 
 
 @pytest.fixture
@@ -133,3 +128,45 @@ def test_a_run_goes_on_in_another_layout(
     source: str, target: str, untied: Path, tmp_path: Path, machines: Machines
 ) -> None:
     check_resuming(machines, source, target, untied, tmp_path, "off")
+
+
+@pytest.fixture(scope="module")
+def all_machines(one_process: Ranks, two_processes: Ranks) -> Iterator[Machines]:
+    four = Ranks(4)
+    yield Machines(one_process, two_processes, four)
+    four.close()
+
+
+MATRIX = [
+    # Each layout into one process and back.
+    *((name, "one", "off") for name in LAYOUTS if name not in ("one", "TP2", "EP2")),
+    *(("one", name, "off") for name in LAYOUTS if name not in ("one", "TP2")),
+    ("TP2-PP2-EP2", "EP4", "off"),
+    ("EP4", "TP2-PP2-EP2", "off"),
+    ("PP2", "PP2-VPP2", "off"),
+    ("CP2", "TP2", "off"),
+    # Optimizer state split over data-parallel ranks.
+    ("DP2", "one", "on"),
+    ("one", "DP2", "on"),
+    ("DP2", "DP2", "on"),
+    ("EP2", "TP2-EP2", "on"),
+    ("CP2", "EP2", "overlap"),
+    ("TP2-PP2-EP2", "EP4", "on"),
+    ("EP4", "PP2-VPP2", "overlap"),
+]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("source", "target", "sharding"), MATRIX)
+def test_a_run_goes_on_in_any_other_layout(
+    source: str, target: str, sharding: str, untied: Path, tmp_path: Path, all_machines: Machines
+) -> None:
+    check_resuming(all_machines, source, target, untied, tmp_path, sharding)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("source", "target"), [("PP2", "one"), ("one", "PP2-VPP2"), ("TP2-PP2-EP2", "EP4")])
+def test_shared_embeddings_are_stored_once(
+    source: str, target: str, tied: Path, tmp_path: Path, all_machines: Machines
+) -> None:
+    check_resuming(all_machines, source, target, tied, tmp_path, "off")
