@@ -1,4 +1,4 @@
-"""The command line: ``moerl train | sft | rollout | eval | export``.
+"""The command line: ``moerl train | sft | rollout | eval | plan memory | export``.
 
 Reads and checks the configuration, starts further ranks where the parallel sizes ask for them, and hands over to
 `moerl.orchestration.commands`. That import comes last, so that help and configuration errors need no torch.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import math
 import os
 import shlex
 import sys
@@ -78,7 +79,21 @@ COMMANDS = {
             ("moerl eval model=pretrained model.path=DIR evaluation.heldout_problems=500", "fewer problems"),
         ),
     ),
+    "plan memory": _Command(
+        "work out the memory of a training rank before asking for a machine",
+        "Prints what the heaviest rank of a layout holds, by component, and whether it fits. Starts nothing, needs no\n"
+        "GPU; of the model only config.json is read. The status is 1 where it does not fit.",
+        (
+            (
+                "moerl plan memory model=pretrained model.path=DIR model.dtype=bfloat16 parallel.expert=8"
+                " trainer.recompute=full trainer.distributed_optimizer=overlap",
+                "eight devices that share the experts",
+            ),
+            ("moerl plan memory recipe=laptop parallel.tensor=2 --gpu-memory-gib 24", "smaller devices"),
+        ),
+    ),
 }
+PLAN = "plan memory"
 
 
 EXPORT = _Command(
@@ -127,9 +142,10 @@ def _dispatch(arguments: list[str]) -> int:
     if arguments[0] == "--version":
         print(f"moerl {importlib.metadata.version('moerl')}")
         return 0
-    command, rest = arguments[0], arguments[1:]
-    if command == "export":
-        return _export(rest)
+    if arguments[0] == "export":
+        return _export(arguments[1:])
+    words = 2 if arguments[0] == "plan" else 1
+    command, rest = " ".join(arguments[:words]), arguments[words:]
     if command not in COMMANDS:
         raise ConfigError(
             "command line: unknown command",
@@ -141,7 +157,7 @@ def _dispatch(arguments: list[str]) -> int:
     if options.help:
         print(_help(command, options.config_dir))
         return 0
-    return _run(command, options, arguments)
+    return _plan(options) if command == PLAN else _run(command, options, arguments)
 
 
 def _run(command: str, options: argparse.Namespace, arguments: list[str]) -> int:
@@ -178,6 +194,18 @@ def _run(command: str, options: argparse.Namespace, arguments: list[str]) -> int
     if status and _can_go_on(config):
         print(_how_to_go_on(command, config), file=sys.stderr)
     return status
+
+
+def _plan(options: argparse.Namespace) -> int:
+    """A plan is made for `moerl train`, and starts nothing."""
+    from moerl.config.load import dump_config, load_config
+    from moerl.launch.plan import plan_memory
+
+    config = load_config(options.overrides, command="train", config_dir=options.config_dir)
+    if options.show_config:
+        print(dump_config(config), end="")
+        return 0
+    return plan_memory(config, gpu_memory_gib=options.gpu_memory_gib)
 
 
 def _can_go_on(config: RunConfig) -> bool:
@@ -236,6 +264,10 @@ def _parser(command: str) -> argparse.ArgumentParser:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     parser.add_argument("--config-dir", type=Path, metavar="DIR", help="directory with config groups of your own")
     parser.add_argument("--show-config", action="store_true", help="print the resolved configuration and stop")
+    if command == PLAN:
+        parser.add_argument(
+            "--gpu-memory-gib", type=gib_size, default=80.0, metavar="GIB", help="memory of one device, 80 if not said"
+        )
     parser.add_argument("--traceback", action="store_true", help="show where an error was raised")
     parser.add_argument("-h", "--help", action="store_true", help="show this text")
     return parser
@@ -249,6 +281,14 @@ def _export_parser() -> argparse.ArgumentParser:
     parser.add_argument("--traceback", action="store_true", help="show where an error was raised")
     parser.add_argument("-h", "--help", action="store_true", help="show this text")
     return parser
+
+
+def gib_size(text: str) -> float:
+    """A size in GiB; argparse names this function where the text is none."""
+    value = float(text)
+    if not 0.0 < value < math.inf:
+        raise ValueError(text)
+    return value
 
 
 def _help(command: str, config_dir: Path | None) -> str:
@@ -269,11 +309,11 @@ def _help(command: str, config_dir: Path | None) -> str:
 def _options_text(parser: argparse.ArgumentParser) -> str:
     actions = [action for action in parser._actions if action.option_strings]
     heads = [", ".join(action.option_strings) + (f" {action.metavar}" if action.metavar else "") for action in actions]
-    return "\n".join(f"  {head:<20}{action.help}" for head, action in zip(heads, actions, strict=True))
+    return "\n".join(f"  {head:<22}{action.help}" for head, action in zip(heads, actions, strict=True))
 
 
 def _overview() -> str:
-    lines = [f"  {name:<10}{command.summary}" for name, command in (COMMANDS | {"export": EXPORT}).items()]
+    lines = [f"  {name:<13}{command.summary}" for name, command in (COMMANDS | {"export": EXPORT}).items()]
     return "\n".join(
         [
             "usage: moerl COMMAND [options] [GROUP=OPTION ...] [KEY=VALUE ...]",

@@ -95,8 +95,8 @@ def make_from_layout(rng: np.random.Generator, layout: Layout, spec: ModelSpec =
     return Trajectory(**(values | overrides))
 
 
-def write_hf_config(folder: Path, **changes: Any) -> None:
-    """The config.json of a tiny Qwen3-MoE with 4 query and 2 key-value heads; a change to None leaves the key out."""
+def hf_config(**changes: Any) -> dict[str, Any]:
+    """The config of a tiny Qwen3-MoE with 4 query and 2 key-value heads; a change to None leaves the key out."""
     values: dict[str, Any] = {
         "model_type": "qwen3_moe",
         "hidden_size": 32,
@@ -111,9 +111,13 @@ def write_hf_config(folder: Path, **changes: Any) -> None:
         "vocab_size": 100,
         "rope_theta": 10000.0,
     }
+    return {name: value for name, value in (values | changes).items() if value is not None}
+
+
+def write_hf_config(folder: Path, **changes: Any) -> None:
+    """Writes `hf_config` as the folder's config.json."""
     folder.mkdir(exist_ok=True)
-    kept = {name: value for name, value in (values | changes).items() if value is not None}
-    (folder / "config.json").write_text(json.dumps(kept))
+    (folder / "config.json").write_text(json.dumps(hf_config(**changes)))
 
 
 def values_of(trajectory: Trajectory) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from moerl.buffer.packing import PackOptions, Uncaptured, pack_for_ranks
 from moerl.buffer.rows import Padding
 from moerl.config.schema import OptimizerConfig
 from moerl.contract.batch import Microbatch, TrainSample
+from moerl.contract.shares import cut_share
 from moerl.contract.trajectory import ModelSpec
 
 # An odd vocabulary: tensor parallelism has to pad it.
@@ -178,6 +179,18 @@ def build(
     from moerl.trainer.trainer import MegatronTrainer
 
     return MegatronTrainer(path, SPEC, where, ModelOptions(**options), optimizer, total_steps, sharding)
+
+
+def shares(
+    trainer: Any, samples: Sequence[TrainSample], *, token_budget: int = 64, uncaptured: Uncaptured = "reject"
+) -> tuple[list[Microbatch], float]:
+    """This rank's shares of `samples` packed for the trainer's layout, and the trained tokens of all ranks."""
+    where = trainer.where
+    padding = Padding.of(where.tensor, where.context)
+    options = PackOptions(token_budget, padding, count_multiple=where.microbatch_multiple)
+    ranks = pack_for_ranks(samples, where.data, options, replay=True, uncaptured=uncaptured)
+    denominator = num_trained([batch for batches in ranks for batch in batches])
+    return [cut_share(batch, trainer.place) for batch in ranks[where.data_rank]], denominator
 
 
 def policy_loss(trainer: Any, batches: Sequence[Microbatch], denominator: float, **options: Any) -> Any:

@@ -10,7 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from moerl.buffer.partition import Pack, first_fit_decreasing, split_balanced, split_until
+import numpy as np
+
+from moerl.buffer.cost import SequenceCost
+from moerl.buffer.partition import Pack, plan_packs
 from moerl.buffer.rows import Padding, build_microbatch, text_rows, trajectory_rows
 from moerl.contract.batch import Microbatch, TextSample, TrainSample
 from moerl.contract.reasons import Reason
@@ -26,11 +29,14 @@ class PackOptions:
     """How sequences share microbatches.
 
     token_budget: most rows of a microbatch, padding included; a longer sample has a microbatch of its own.
-    padding: what the layout needs.
+    padding: what the layout needs. cost: what ranks are balanced by; rows alone where not given. count_multiple: ranks
+    get a multiple of this many microbatches, as an interleaved pipeline schedule needs.
     """
 
     token_budget: int
     padding: Padding = field(default_factory=Padding)
+    cost: SequenceCost = field(default_factory=SequenceCost)
+    count_multiple: int = 1
 
 
 def pack_trajectories(
@@ -55,8 +61,9 @@ def pack_for_ranks(
 ) -> list[list[Microbatch]]:
     """One list of microbatches per data-parallel rank, all of the same length; together they hold every sample once.
 
-    Expert-parallel ranks meet in every forward pass, so all must run equally many: where a rank needs fewer, its
-    largest microbatches are halved, and where nothing is left to halve it gets microbatches of pad rows alone.
+    Expert-parallel ranks meet in every forward pass, so all must run equally many, as few as the budget allows, of
+    nearly equal cost (`moerl.buffer.partition.plan_packs`); a rank without enough sequences gets microbatches of pad
+    rows alone.
 
     Args:
         samples: trajectories of one model with their advantages; `sample_index` counts in them.
@@ -91,6 +98,33 @@ def pack_text_for_ranks(samples: Sequence[TextSample], num_ranks: int, options: 
     ]
 
 
+def packing_metrics(ranks: Sequence[Sequence[Microbatch]], options: PackOptions) -> dict[str, float]:
+    """How well whole microbatches of all data-parallel ranks are filled and balanced, by metric name.
+
+    With c the cost of microbatch i of rank r, R ranks and the sums over all: ``packing/cost_max_over_mean`` is
+    max_r(sum_i c) R / sum c, and ``packing/lockstep_over_mean`` is sum_i(max_r c) R / sum c, the time lost where the
+    ranks wait for one another in every microbatch.
+    """
+    batches = [batch for rank in ranks for batch in rank]
+    if not batches:
+        return {}
+    num_real = sum(int((~batch.is_pad).sum()) for batch in batches)
+    costs_RM = np.array([[_batch_cost(batch, options.cost) for batch in rank] for rank in ranks])
+    mean = costs_RM.sum() / len(ranks)
+    return {
+        "packing/fill": num_real / (len(batches) * options.token_budget),
+        "packing/real_rows": num_real / sum(batch.num_rows for batch in batches),
+        "packing/cost_max_over_mean": float(costs_RM.sum(1).max() / mean),
+        "packing/lockstep_over_mean": float(costs_RM.max(0).sum() / mean),
+        "packing/microbatches": float(costs_RM.shape[1]),
+    }
+
+
+def _batch_cost(batch: Microbatch, cost: SequenceCost) -> float:
+    lengths, is_sample = np.diff(batch.cu_seqlens), batch.sample_index[batch.cu_seqlens[:-1]] >= 0
+    return sum(cost(int(length)) for length in lengths[is_sample])
+
+
 def _plan(num_rows: Sequence[int], num_ranks: int, options: PackOptions) -> list[list[Pack]]:
     """Packs per rank, equally many on each; an empty pack stands for a microbatch of pad rows."""
     padding, budget = options.padding, options.token_budget
@@ -101,14 +135,9 @@ def _plan(num_rows: Sequence[int], num_ranks: int, options: PackOptions) -> list
             expected=f"at least {padding.unit}",
             remedy="raise trainer.microbatch_tokens",
         )
-    capacity = budget - budget % padding.unit
     sizes = [padding.padded(rows) for rows in num_rows]
-    plan = []
-    for members in split_balanced(sizes, num_ranks):
-        packs = first_fit_decreasing([sizes[i] for i in members], capacity)
-        plan.append([[members[i] for i in pack] for pack in packs])
-    num_packs = max(map(len, plan))
-    return [split_until(packs, sizes, num_packs) for packs in plan]
+    costs = [options.cost(size) for size in sizes]
+    return plan_packs(sizes, costs, num_ranks, budget - budget % padding.unit, count_multiple=options.count_multiple)
 
 
 def _common_spec(samples: Sequence[TrainSample]) -> ModelSpec | None:

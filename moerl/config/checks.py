@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from moerl.config.layouts import Load, Shape, layout_problems, propose
 from moerl.config.model_sizes import ModelSizes, architecture_sizes, directory_sizes
 from moerl.contract.trajectory import MAX_KEPT_IDS
 from moerl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from moerl.config.schema import ParallelConfig, RunConfig, TaskConfig
+    from moerl.config.schema import RunConfig, TaskConfig
 
 COMMANDS = ("train", "sft", "rollout", "eval")
 
@@ -21,11 +22,12 @@ COMMANDS = ("train", "sft", "rollout", "eval")
 def check_run(config: RunConfig) -> None:
     """Checks the rules that hold for every command. Raises `ConfigError` at the first that is broken."""
     _check_model(config)
-    _check_parallel(config.parallel)
     _check_lengths(config)
-    if config.model.architecture is not None:
-        _check_sizes(config, architecture_sizes(config.model.architecture))
     _check_stages(config)
+    if config.model.architecture is None:
+        _check_layout(config, None)
+    else:
+        _check_sizes(config, architecture_sizes(config.model.architecture))
     _check_task(config)
 
 
@@ -103,65 +105,55 @@ def _check_model(config: RunConfig) -> None:
         )
 
 
-def _check_parallel(parallel: ParallelConfig) -> None:
-    """The sizes must make whole groups, and this version must be able to run them."""
-    cell = parallel.expert * parallel.expert_tensor
-    ranks = parallel.tensor * parallel.context * parallel.data_size
-    if ranks % cell:
-        raise ConfigError(
-            "parallel: expert groups do not fit the ranks",
-            seen=f"expert x expert_tensor = {cell}, tensor x context x data = {ranks}",
-            expected="the second a multiple of the first",
-            remedy="leave parallel.data=null, or make tensor x context x data a multiple of expert x expert_tensor",
-        )
-    for name, reason in (
-        ("pipeline", "pipeline stages are not available yet"),
-        ("context", "splitting sequences over ranks is not available yet"),
-        ("expert_tensor", "splitting an expert over ranks is not available yet"),
-    ):
-        if getattr(parallel, name) != 1:
-            raise ConfigError(
-                f"parallel.{name}: {reason}",
-                seen=getattr(parallel, name),
-                expected=1,
-                remedy=f"set parallel.{name}=1; use parallel.tensor or parallel.expert",
-            )
-    smallest = max(1, parallel.expert // parallel.tensor)
-    if parallel.data_size != smallest:
-        raise ConfigError(
-            "parallel.data: data parallelism beyond what expert parallelism brings is not available yet",
-            seen=parallel.data_size,
-            expected=f"null or {smallest}",
-            remedy="set parallel.data=null",
-        )
+def _check_layout(config: RunConfig, sizes: ModelSizes | None) -> None:
+    """Megatron can run the layout: with this model, and with what a step brings. `sizes` None: not known yet."""
+    load = layout_load(config) if sizes is not None else None
+    shape = Shape.of(config.parallel)
+    problems = layout_problems(shape, sizes, load)
+    if not problems:
+        return
+    first, others = problems[0], [problem.key for problem in problems[1:]]
+    remedy = f"change {first.key}"
+    if sizes is not None and (near := propose(shape, sizes, load)):
+        remedy = f"the nearest that work: {near}"
+    raise ConfigError(
+        f"{first.key}: {first.what}",
+        seen=first.seen,
+        expected=first.expected,
+        remedy=remedy + (f" (also wrong: {', '.join(dict.fromkeys(others))})" if others else ""),
+    )
+
+
+def model_sizes(config: RunConfig) -> ModelSizes:
+    """The sizes of the model to build, or of the directory to start from. Raises `ConfigError` as `directory_sizes`."""
+    if config.model.architecture is not None:
+        return architecture_sizes(config.model.architecture)
+    assert config.model.path is not None
+    return directory_sizes(config.model.path)
+
+
+def layout_load(config: RunConfig) -> Load:
+    """What the layout is fed with: the token budget, and the sequences of the smallest optimizer step."""
+    algorithm, sft = config.algorithm, config.sft
+    steps = []
+    if config.command != "sft":
+        steps.append(algorithm.prompts_per_step * algorithm.group_size // algorithm.minibatches)
+    if sft.steps > 0:
+        steps.append(sft.batch_size)
+    return Load(config.trainer.microbatch_tokens, min(steps, default=sft.batch_size))
 
 
 def _check_sizes(config: RunConfig, sizes: ModelSizes) -> None:
-    """The parallel sizes divide what they split, and the longest response leaves room for a prompt."""
-    parallel = config.parallel
-    fixed = config.model.path is not None
-    for name, size, axis in (
-        ("num_attention_heads", parallel.tensor, "tensor"),
-        ("num_key_value_heads", parallel.tensor, "tensor"),
-        ("num_experts", parallel.expert, "expert"),
-    ):
-        value = getattr(sizes, name)
-        if value % size:
-            where = f"{name} of {sizes.origin}" if fixed else f"{sizes.origin}.{name}"
-            raise ConfigError(
-                f"parallel.{axis}: does not divide {where}",
-                seen=f"parallel.{axis} = {size}, {name} = {value}",
-                expected=f"a divisor of {value}",
-                remedy=f"change parallel.{axis}" if fixed else f"change parallel.{axis} or {where}",
-            )
+    """The layout fits the model, and the longest response leaves room for a prompt."""
+    _check_layout(config, sizes)
     longest = config.rollout.max_new_tokens
     if longest >= sizes.max_positions:
-        where = f"max_position_embeddings of {sizes.origin}" if fixed else f"{sizes.origin}.max_positions"
+        where = sizes.where("max_position_embeddings" if sizes.is_fixed else "max_positions")
         raise ConfigError(
             "rollout.max_new_tokens: the model has no room for a prompt and this many tokens",
             seen=longest,
             expected=f"< {where} = {sizes.max_positions}",
-            remedy="lower rollout.max_new_tokens" + ("" if fixed else f" or raise {where}"),
+            remedy="lower rollout.max_new_tokens" + ("" if sizes.is_fixed else f" or raise {where}"),
         )
 
 

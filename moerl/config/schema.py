@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from moerl.config.checks import check_run
+from moerl.config.layouts import smallest_data
 from moerl.contract.trajectory import MAX_KEPT_IDS
 
 Count = Annotated[int, Field(ge=1)]
@@ -63,14 +64,14 @@ class ModelConfig(Section):
 class ParallelConfig(Section):
     """Parallel sizes of the trainer."""
 
-    tensor: Count = Field(description="Tensor-parallel size.")
-    pipeline: Count = Field(description="Pipeline-parallel size.")
+    tensor: Count = Field(description="Tensor-parallel size; sequence parallelism comes with it.")
+    pipeline: Count = Field(description="Pipeline-parallel size; stages hold equally many layers.")
     virtual_pipeline: Count = Field(
         description="Model chunks per pipeline stage; more than 1 interleaves them, for smaller pipeline bubbles."
     )
     expert: Count = Field(description="Expert-parallel size.")
     expert_tensor: Count = Field(description="Tensor-parallel size inside an expert.")
-    context: Count = Field(description="Context-parallel size.")
+    context: Count = Field(description="Context-parallel size; each sequence is cut into zig-zag slices.")
     data: Count | None = Field(description="Data-parallel size; null takes the smallest that fits the rest.")
 
     @property
@@ -78,7 +79,9 @@ class ParallelConfig(Section):
         """The data-parallel size in force."""
         if self.data is not None:
             return self.data
-        return max(1, self.expert * self.expert_tensor // (self.tensor * self.context))
+        return smallest_data(
+            tensor=self.tensor, context=self.context, expert=self.expert, expert_tensor=self.expert_tensor
+        )
 
     @property
     def world_size(self) -> int:

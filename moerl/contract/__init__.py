@@ -5,7 +5,7 @@ pyarrow and is imported by name. Written down in docs/data_contract.md.
 """
 
 from moerl.contract.batch import Microbatch, TextSample, TrainSample
-from moerl.contract.batch_wire import decode_samples, encode_samples
+from moerl.contract.batch_wire import decode_batches, encode_batches, share_frames
 from moerl.contract.frame import SCHEMA_VERSION, WireLimits
 from moerl.contract.invariants import check_trajectory, check_versions
 from moerl.contract.kept import concat_kept_sets, slice_kept_sets
@@ -22,6 +22,7 @@ from moerl.contract.ports import (
 from moerl.contract.quarantine import Quarantine, read_quarantined
 from moerl.contract.reasons import Reason
 from moerl.contract.routing import rollout_key, routing_checksums
+from moerl.contract.sample_wire import decode_samples, encode_samples
 from moerl.contract.spec import spec_from_hf_config
 from moerl.contract.trajectory import (
     MAX_KEPT_IDS,
@@ -66,14 +67,17 @@ __all__ = [
     "check_trajectory",
     "check_versions",
     "concat_kept_sets",
+    "decode_batches",
     "decode_records",
     "decode_samples",
     "decode_trajectories",
+    "encode_batches",
     "encode_samples",
     "encode_trajectories",
     "read_quarantined",
     "rollout_key",
     "routing_checksums",
+    "share_frames",
     "slice_kept_sets",
     "spec_from_hf_config",
 ]

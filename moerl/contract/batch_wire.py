@@ -1,112 +1,266 @@
-"""Frames of training samples: what one trainer rank broadcasts to the others.
+"""Frames of microbatches: what the main rank sends to every other rank, each its own share.
 
-A frame of trajectories with an advantage per token; the same rules and limits as `moerl.contract.wire`.
+Framing, limits and checksums are those of `moerl.contract.frame`, array layouts `moerl.contract.planes`. A payload is
+
+    document bytes u64 | document (msgpack) | expert ids of each microbatch in order, [l, r, K]
+
+with t rows, l MoE layers and r routing rows of the share. No pickle. Decoding is strict: every length follows from the
+few numbers of the document and is compared before memory is spent; what cannot be a share of a packed batch is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
-from moerl.contract.batch import TrainSample
-from moerl.contract.frame import DEFAULT_LIMITS, FrameKind, WireLimits, unpack_frame
-from moerl.contract.planes import array_bytes, read_array
-from moerl.contract.reasons import Reason
-from moerl.contract.supports import refuse_where
-from moerl.contract.trajectory import ModelSpec, Trajectory
-from moerl.contract.wire import (
-    ExpertIds,
-    SpecMessage,
-    TrajectoryMessage,
-    WireStruct,
-    check_same_spec,
-    common_spec,
-    open_sealed,
-    seal,
-    to_message,
-    to_values,
+from moerl.contract.batch import Microbatch
+from moerl.contract.frame import DEFAULT_LIMITS, FrameKind, WireLimits, pack_frame, unpack_frame
+from moerl.contract.planes import (
+    array_bytes,
+    demand_length,
+    expert_planes,
+    pack_flags,
+    pack_kept_ids,
+    read_array,
+    read_expert_planes,
+    read_flags,
+    read_kept_ids,
 )
+from moerl.contract.reasons import Reason
+from moerl.contract.shares import Place, cut_share, own_routing_bytes, routing_bytes
+from moerl.contract.trajectory import KeptSets, ModelSpec
+from moerl.contract.wire import WireStruct, open_sealed
 from moerl.errors import ContractError
 
-
-class SampleMessage(WireStruct):
-    """Mirrors `TrainSample`; advantages: float32 [S] as raw bytes."""
-
-    trajectory: TrajectoryMessage
-    advantages: memoryview
+_INT_ROWS = ("input_ids", "target_ids", "position_ids")
+_FLOAT_ROWS = ("advantages", "rollout_logprobs", "kept_logmass", "temperatures")
+_FLAG_ROWS = ("loss_mask", "is_pad", "truncated", "routed")
 
 
-class SamplesMessage(WireStruct):
-    """The payload of a frame of samples. `spec` is None only in a frame without any."""
+class RoutingMessage(WireStruct):
+    """Recorded routing of a share. checksums: uint64 [num_layers] as bytes; the expert ids follow the document."""
 
-    spec: SpecMessage | None
-    samples: list[SampleMessage]
-
-
-_decoder = msgspec.msgpack.Decoder(SamplesMessage)
+    num_rows: int
+    num_layers: int
+    checksums: memoryview
 
 
-def encode_samples(samples: Sequence[TrainSample]) -> bytes:
-    """One frame holding all samples, in order.
+class BatchMessage(WireStruct):
+    """Mirrors `Microbatch`; arrays are raw little-endian bytes.
 
-    Raises:
-        ContractError: The samples are not all of one model, or advantages have the wrong shape or are not finite.
+    ints: int32 [t] by name. floats: float32 [t] by name. flags: bits [t] by name. sample_index int32 [t]. kept_sizes
+    uint16 [t]. kept_ids: byte planes of differences. cu_seqlens int32 [N + 1]; rollout_keys uint64 [N].
     """
-    messages = []
-    for sample in samples:
-        _check_advantages(sample)
-        messages.append(
-            SampleMessage(trajectory=to_message(sample.trajectory), advantages=array_bytes(sample.advantages))
+
+    num_rows: int
+    ints: dict[str, memoryview]
+    floats: dict[str, memoryview]
+    flags: dict[str, memoryview]
+    sample_index: memoryview
+    kept_sizes: memoryview
+    kept_ids: memoryview
+    cu_seqlens: memoryview
+    rollout_keys: memoryview
+    routing: RoutingMessage | None
+
+
+class BatchesMessage(WireStruct):
+    """The payload of a frame of microbatches."""
+
+    facts: dict[str, float]
+    batches: list[BatchMessage]
+
+
+_DOCUMENT_BYTES = struct.Struct("<Q")
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(BatchesMessage)
+
+
+def encode_batches(batches: Sequence[Microbatch], facts: Mapping[str, float]) -> bytes:
+    """One frame of the microbatches, or shares of microbatches, in order.
+
+    Args:
+        facts: finite numbers by name that every rank needs beside its share, such as the tokens trained by all.
+    """
+    document = _encoder.encode(
+        BatchesMessage(
+            facts={name: float(value) for name, value in facts.items()}, batches=[_message(batch) for batch in batches]
         )
-    trajectories = [sample.trajectory for sample in samples]
-    message = SamplesMessage(spec=common_spec(trajectories), samples=messages)
-    return seal(message, trajectories, FrameKind.SAMPLES)
+    )
+    expert_ids = [batch.expert_ids for batch in batches if batch.expert_ids is not None]
+    payload_bytes = _DOCUMENT_BYTES.size + len(document) + sum(ids.nbytes for ids in expert_ids)
+
+    def parts() -> Iterator[bytes | memoryview]:
+        yield _DOCUMENT_BYTES.pack(len(document))
+        yield document
+        for ids in expert_ids:
+            yield from expert_planes(ids)
+
+    return pack_frame(parts(), payload_bytes, FrameKind.BATCHES)
 
 
-def decode_samples(frame: bytes, *, spec: ModelSpec, limits: WireLimits = DEFAULT_LIMITS) -> list[TrainSample]:
-    """The samples of a frame, checked.
+def decode_batches(
+    frame: bytes, *, spec: ModelSpec, limits: WireLimits = DEFAULT_LIMITS
+) -> tuple[list[Microbatch], dict[str, float]]:
+    """The microbatches of a frame, checked against the model and themselves, and the facts sent along.
 
     Raises:
         ContractError: With the reason code of the first thing found wrong.
     """
-    message, expert_bytes = open_sealed(unpack_frame(frame, FrameKind.SAMPLES, limits), _decoder)
-    if message.samples:
-        check_same_spec(message.spec, spec)
-    expert_ids = ExpertIds(expert_bytes, spec)
-    samples = []
-    for item in message.samples:
-        trajectory = Trajectory(**to_values(item.trajectory, spec, expert_ids))
-        advantages = read_array(item.advantages, np.float32, len(trajectory), "advantages")
-        sample = TrainSample(trajectory, advantages)
-        _check_advantages(sample)
-        samples.append(sample)
-    expert_ids.finish()
-    return samples
+    message, rest = open_sealed(unpack_frame(frame, FrameKind.BATCHES, limits), _decoder)
+    for name, value in message.facts.items():
+        _demand(math.isfinite(value), Reason.VALUE_NOT_FINITE, f"facts[{name!r}]", value, "a finite number")
+    batches = []
+    for item in message.batches:
+        num_bytes = _routing_bytes(item, spec)
+        batches.append(_batch(item, rest[:num_bytes], spec))
+        rest = rest[num_bytes:]
+    demand_length(rest, 0, "expert_ids beyond the last microbatch")
+    return batches, message.facts
 
 
-def _check_advantages(sample: TrainSample) -> None:
-    """float32 [S], finite, 0 where the policy did not sample."""
-    advantages, sampled = sample.advantages, sample.trajectory.sampled
-    if advantages.dtype != np.float32 or advantages.shape != sampled.shape:
-        raise ContractError(
-            Reason.WRONG_SHAPE,
-            field="advantages",
-            seen=f"{advantages.dtype} {advantages.shape}",
-            expected=f"float32 {sampled.shape}",
+def share_frames(
+    ranks: Sequence[Sequence[Microbatch]], places: Sequence[Place], facts: Mapping[str, float]
+) -> tuple[list[bytes], dict[str, float]]:
+    """One frame per trainer rank with its share and nothing else, and metrics of the routing in them.
+
+    Args:
+        ranks: whole microbatches of each data-parallel rank. places: of every trainer rank, in rank order.
+        facts: as in `encode_batches`, the same for all.
+    """
+    frames, received, excess = [], [0.0], []
+    for place in places:
+        shares = [cut_share(batch, place) for batch in ranks[place.data_rank]]
+        frames.append(encode_batches(shares, facts))
+        received.append(float(routing_bytes(shares)))
+        own = own_routing_bytes(shares, place)
+        # Where there are fewer sequences than ranks, some receive a few pad rows and need nothing.
+        excess += [received[-1] / own] if own else []
+    if not excess:
+        return frames, {}
+    return frames, {"data/routing_bytes": max(received), "data/routing_bytes_over_share": max(excess)}
+
+
+def _message(batch: Microbatch) -> BatchMessage:
+    routing = None
+    if batch.expert_ids is not None and batch.routing_checksums is not None:
+        num_rows, num_layers, _ = batch.expert_ids.shape
+        routing = RoutingMessage(
+            num_rows=num_rows, num_layers=num_layers, checksums=array_bytes(batch.routing_checksums)
         )
-    refuse_where(
-        ~np.isfinite(advantages),
-        Reason.VALUE_NOT_FINITE,
-        field="advantages",
-        values=advantages,
-        expected="finite",
+    return BatchMessage(
+        num_rows=batch.num_rows,
+        ints={name: array_bytes(getattr(batch, name).astype(np.int32)) for name in _INT_ROWS},
+        floats={name: array_bytes(getattr(batch, name)) for name in _FLOAT_ROWS},
+        flags={name: pack_flags(getattr(batch, name)) for name in _FLAG_ROWS},
+        sample_index=array_bytes(batch.sample_index),
+        kept_sizes=array_bytes(batch.kept.sizes.astype(np.uint16)),
+        kept_ids=pack_kept_ids(batch.kept.offsets, batch.kept.ids),
+        cu_seqlens=array_bytes(batch.cu_seqlens),
+        rollout_keys=array_bytes(batch.rollout_keys),
+        routing=routing,
     )
-    refuse_where(
-        ~sampled & (advantages != 0),
-        Reason.VALUE_OUT_OF_RANGE,
-        field="advantages",
-        values=advantages,
-        expected="0 where not sampled",
+
+
+def _routing_bytes(message: BatchMessage, spec: ModelSpec) -> int:
+    """Bytes of a microbatch's expert ids behind the document; its numbers are judged before they are used."""
+    routing = message.routing
+    if routing is None:
+        return 0
+    divides = 0 < routing.num_rows <= message.num_rows and message.num_rows % routing.num_rows == 0
+    seen = f"{routing.num_rows} routing rows, {routing.num_layers} layers"
+    _demand(divides, Reason.WRONG_SHAPE, "expert_ids", seen, f"an equal part of {message.num_rows} rows")
+    expected = f"0..{spec.num_moe_layers} MoE layers"
+    _demand(0 <= routing.num_layers <= spec.num_moe_layers, Reason.WRONG_SHAPE, "expert_ids", seen, expected)
+    return routing.num_rows * routing.num_layers * spec.experts_per_token * spec.expert_dtype.itemsize
+
+
+def _batch(message: BatchMessage, expert_bytes: memoryview, spec: ModelSpec) -> Microbatch:
+    num_rows = message.num_rows
+    _demand(num_rows > 0, Reason.TOO_SHORT, "num_rows", num_rows, "at least 1")
+    for field, seen, names in (
+        ("ints", message.ints, _INT_ROWS),
+        ("floats", message.floats, _FLOAT_ROWS),
+        ("flags", message.flags, _FLAG_ROWS),
+    ):
+        _demand(sorted(seen) == sorted(names), Reason.MESSAGE_MALFORMED, field, sorted(seen), sorted(names))
+    # First of all: its length proves `num_rows`, on which everything below spends memory.
+    ints = {name: read_array(data, np.int32, num_rows, name).astype(np.int64) for name, data in message.ints.items()}
+    offsets = np.zeros(num_rows + 1, np.int64)
+    np.cumsum(read_array(message.kept_sizes, np.uint16, num_rows, "kept_sizes"), out=offsets[1:])
+    num_sequences = len(message.rollout_keys) // 8
+    batch = Microbatch(
+        **ints,
+        **{name: read_array(data, np.float32, num_rows, name) for name, data in message.floats.items()},
+        **{name: read_flags(data, num_rows, name) for name, data in message.flags.items()},
+        cu_seqlens=read_array(message.cu_seqlens, np.int32, num_sequences + 1, "cu_seqlens"),
+        kept=KeptSets(offsets, read_kept_ids(message.kept_ids, offsets)),
+        sample_index=read_array(message.sample_index, np.int32, num_rows, "sample_index"),
+        rollout_keys=read_array(message.rollout_keys, np.uint64, num_sequences, "rollout_keys"),
+        **_routing(message.routing, expert_bytes, spec),
     )
+    _check_rows(batch, spec)
+    _check_sequences(batch)
+    return batch
+
+
+def _routing(routing: RoutingMessage | None, data: memoryview, spec: ModelSpec) -> dict[str, NDArray[Any]]:
+    if routing is None:
+        return {}
+    shape = (routing.num_rows, routing.num_layers, spec.experts_per_token)
+    expert_ids = read_expert_planes(data, shape, spec.expert_dtype)
+    highest = int(expert_ids.max(initial=0))
+    expected = f"in [0, {spec.num_experts})"
+    _demand(highest < spec.num_experts, Reason.EXPERT_ID_OUT_OF_RANGE, "expert_ids", highest, expected)
+    checksums = read_array(routing.checksums, np.uint64, routing.num_layers, "routing_checksums")
+    return {"expert_ids": expert_ids, "routing_checksums": checksums}
+
+
+def _check_rows(batch: Microbatch, spec: ModelSpec) -> None:
+    """Values that no packer writes are refused: the receiver computes on them unseen."""
+    vocabulary = f"in [0, {spec.vocab_size})"
+    for name, ids in (("input_ids", batch.input_ids), ("target_ids", batch.target_ids), ("kept.ids", batch.kept.ids)):
+        inside = ids.size == 0 or (ids.min() >= 0 and ids.max() < spec.vocab_size)
+        _demand(inside, Reason.TOKEN_ID_OUT_OF_RANGE, name, f"{ids.min(initial=0)}..{ids.max(initial=0)}", vocabulary)
+    for name in _FLOAT_ROWS:
+        finite = bool(np.isfinite(getattr(batch, name)).all())
+        _demand(finite, Reason.VALUE_NOT_FINITE, name, "not finite", "finite in every row")
+    positive = bool((batch.temperatures > 0).all())
+    _demand(positive, Reason.TEMPERATURE_NOT_POSITIVE, "temperatures", batch.temperatures.min(), "above 0")
+    same = np.array_equal(batch.truncated, batch.kept.sizes > 0)
+    _demand(same, Reason.TRUNCATED_DISAGREES, "truncated", "other rows", "the rows that list kept ids")
+    same = np.array_equal(batch.is_pad, batch.sample_index < 0)
+    _demand(same, Reason.ROWS_DIFFER, "is_pad", "other rows", "the rows without a sample")
+    trained = int((batch.loss_mask & batch.is_pad).sum())
+    _demand(not trained, Reason.ROWS_DIFFER, "loss_mask", f"{trained} trained pad rows", "none")
+
+
+def _check_sequences(batch: Microbatch) -> None:
+    """`cu_seqlens` must rise from 0 to a multiple of the rows of this share."""
+    cu_seqlens = batch.cu_seqlens
+    _demand(cu_seqlens[0] == 0, Reason.OFFSETS_NOT_FROM_ZERO, "cu_seqlens", cu_seqlens[0], 0)
+    rises = bool((np.diff(cu_seqlens) > 0).all())
+    _demand(rises, Reason.OFFSETS_FALL, "cu_seqlens", "an empty or negative sequence", "at least one row in each")
+    total = batch.num_rows_of_all
+    fits = total > 0 and total % batch.num_rows == 0
+    _demand(fits, Reason.OFFSETS_END_WRONG, "cu_seqlens", total, f"a multiple of {batch.num_rows} rows")
+    longest = int(np.diff(cu_seqlens).max())
+    inside = batch.position_ids.min() >= 0 and batch.position_ids.max() < longest
+    _demand(inside, Reason.VALUE_OUT_OF_RANGE, "position_ids", batch.position_ids.max(), f"in [0, {longest})")
+
+
+def _demand(holds: object, reason: Reason, field: str, seen: object, expected: object) -> None:
+    if not holds:
+        raise ContractError(
+            reason,
+            field=field,
+            seen=seen,
+            expected=expected,
+            remedy="run the same moerl version on all ranks; otherwise report it as a bug",
+        )

@@ -40,6 +40,7 @@ class FrameKind(IntEnum):
 
     TRAJECTORIES = 1
     SAMPLES = 2
+    BATCHES = 3
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,7 +77,7 @@ def read_runs(values: Buffer, lengths: Buffer, count: int, field: str) -> NDArra
 def expert_planes(expert_ids: NDArray[Any]) -> Iterator[memoryview]:
     """The bytes of [S-1, L, K] layer by layer, [S-1, K] each; a part is valid until the next is asked for."""
     words = _as_words(expert_ids)
-    plane = np.empty_like(words[:, 0])
+    plane = np.empty((len(words), words.shape[2]), words.dtype)
     data = memoryview(plane.reshape(-1).view(np.uint8))
     for layer in range(words.shape[1]):
         # One buffer throughout: fresh ones of this size cost more in page faults than the copy itself.

@@ -7,6 +7,7 @@ r = routing rows of one rank (t / tensor), L = MoE layers of the model, l = thos
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -114,3 +115,25 @@ def _without_scoring(share: Microbatch) -> Microbatch:
         temperatures=np.ones(share.num_rows, np.float32),
         truncated=np.zeros(share.num_rows, np.bool_),
     )
+
+
+def routing_bytes(batches: Sequence[Microbatch]) -> int:
+    """Bytes of routing in these shares, uncompressed: expert ids, and a bit per row that says whether they count."""
+    return sum(batch.expert_ids.nbytes + (batch.num_rows + 7) // 8 for batch in batches if batch.expert_ids is not None)
+
+
+def own_routing_bytes(batches: Sequence[Microbatch], place: Place) -> float:
+    """What of `routing_bytes` the rank at `place` cannot do without: the rows of samples in its own slice and layers.
+
+    batches: its shares, as `cut_share` made them or a frame brought them.
+    """
+    total = 0.0
+    for batch in batches:
+        if batch.expert_ids is None:
+            continue
+        is_real = ~batch.is_pad
+        num_slices, mine = place.routing_slice
+        per_slice = batch.num_rows // num_slices
+        row_bytes = batch.expert_ids[0].nbytes
+        total += int(is_real[mine * per_slice : (mine + 1) * per_slice].sum()) * row_bytes + int(is_real.sum()) / 8
+    return total

@@ -1,21 +1,53 @@
-"""What ranks tell one another outside of Megatron: bytes from the main rank, per-row tables to it.
+"""What ranks tell one another outside of Megatron: bytes from the main rank, places and per-row tables to it.
 
 Runs in every trainer rank; every function is a collective. No pickle: frames of the wire codec and plain tensors.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from moerl.contract.shares import Place
 from moerl.errors import MoerlError
+
+_FAILED = -1
+"""In place of a length: the main rank has nothing to send, because it failed."""
 
 
 def _device(group: dist.ProcessGroup | None = None) -> torch.device:
     backend = dist.get_backend(group)
     return torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+
+
+def _to_tensor(data: bytes) -> torch.Tensor:
+    """uint8 [bytes] where the backend can send it."""
+    return torch.from_numpy(np.frombuffer(data, np.uint8).copy()).to(_device())
+
+
+def _to_bytes(buffer: torch.Tensor) -> bytes:
+    return buffer.cpu().numpy().tobytes()
+
+
+def _empty(num_bytes: int) -> torch.Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8, device=_device())
+
+
+def _main_failed(length: int) -> bool:
+    """True on the main rank where it announced its failure; the others stop."""
+    if length == _FAILED and dist.get_rank() != 0:
+        raise MoerlError("the main rank failed while preparing a batch", remedy="read the output of rank 0")
+    return length == _FAILED
+
+
+def _run(operations: list[dist.P2POp]) -> None:
+    for work in dist.batch_isend_irecv(operations) if operations else []:
+        work.wait()
 
 
 def broadcast_bytes(payload: bytes | None) -> bytes:
@@ -31,17 +63,60 @@ def broadcast_bytes(payload: bytes | None) -> bytes:
     if dist.get_world_size() == 1:
         return payload or b""
     is_main = dist.get_rank() == 0
-    length = torch.tensor([-1 if payload is None else len(payload)], dtype=torch.int64, device=_device())
+    length = torch.tensor([_FAILED if payload is None else len(payload)], dtype=torch.int64, device=_device())
     dist.broadcast(length, src=0)
-    if int(length) < 0 and is_main:
+    if _main_failed(int(length)):
         return b""
-    if int(length) < 0:
-        raise MoerlError("the main rank failed while preparing a batch", remedy="read the output of rank 0")
-    buffer = torch.empty(int(length), dtype=torch.uint8, device=_device())
-    if is_main:
-        buffer.copy_(torch.frombuffer(bytearray(payload or b""), dtype=torch.uint8))
+    buffer = _to_tensor(payload or b"") if is_main else _empty(int(length))
     dist.broadcast(buffer, src=0)
-    return buffer.cpu().numpy().tobytes()
+    return _to_bytes(buffer)
+
+
+def scatter_bytes(payloads: Sequence[bytes] | None) -> bytes:
+    """This rank's payload of those that the main rank gives, one per rank, sent from rank to rank.
+
+    Args:
+        payloads: on rank 0, the bytes for each rank in rank order; ignored elsewhere. None on rank 0 means that it
+            failed, as in `broadcast_bytes`.
+
+    Raises:
+        MoerlError: on every other rank, where rank 0 failed; on every rank, where there is not one payload per rank.
+    """
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    fits = rank != 0 or payloads is None or len(payloads) == world_size
+    lengths = torch.full((world_size,), _FAILED, dtype=torch.int64, device=_device())
+    if rank == 0 and payloads is not None and fits:
+        lengths = torch.tensor([len(payload) for payload in payloads], dtype=torch.int64, device=_device())
+    if world_size > 1:
+        dist.broadcast(lengths, src=0)
+    if not fits:
+        raise MoerlError("not one payload per rank", seen=len(payloads or ()), expected=world_size)
+    if _main_failed(int(lengths[rank])):
+        return b""
+    if rank == 0:
+        assert payloads is not None
+        # In one batch: single sends would make NCCL open a communicator of its own for every pair of ranks.
+        _run([dist.P2POp(dist.isend, _to_tensor(data), to) for to, data in enumerate(payloads) if to and data])
+        return payloads[0]
+    buffer = _empty(int(lengths[rank]))
+    _run([dist.P2POp(dist.irecv, buffer, 0)] if len(buffer) else [])
+    return _to_bytes(buffer)
+
+
+def gather_places(place: Place) -> list[Place]:
+    """The place of every rank, in rank order, on every rank."""
+    mine = _to_tensor(msgspec.json.encode(place))
+    size = dist.get_world_size()
+    if size == 1:
+        return [place]
+    lengths = torch.zeros(size, dtype=torch.int64, device=mine.device)
+    dist.all_gather_into_tensor(lengths, torch.tensor([len(mine)], device=mine.device))
+    padded = mine.new_zeros(int(lengths.max()))
+    padded[: len(mine)] = mine
+    gathered = padded.new_empty(size * len(padded))
+    dist.all_gather_into_tensor(gathered, padded)
+    parts = zip(gathered.view(size, -1), lengths.tolist(), strict=True)
+    return [msgspec.json.decode(_to_bytes(part[:length]), type=Place) for part, length in parts]
 
 
 def gather_rows(rows_RC: NDArray[np.float32], group: dist.ProcessGroup | None = None) -> NDArray[np.float32]:

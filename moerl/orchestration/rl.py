@@ -22,8 +22,8 @@ from moerl.buffer.order import batch_indices
 from moerl.buffer.packing import PackOptions, pack_for_ranks
 from moerl.buffer.rows import Padding
 from moerl.contract.batch import Microbatch, TrainSample
-from moerl.contract.batch_wire import decode_samples, encode_samples
 from moerl.contract.ports import WorkedTask
+from moerl.contract.sample_wire import decode_samples, encode_samples
 from moerl.contract.trajectory import ModelSpec
 from moerl.errors import EngineError, MoerlError
 from moerl.orchestration import step_metrics

@@ -9,6 +9,7 @@ import functools
 import importlib
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -17,6 +18,51 @@ def apply() -> None:
     router: Any = importlib.import_module("megatron.core.transformer.moe.router")
     if not hasattr(router.get_tokens_per_expert_and_token_count, "__wrapped__"):
         router.get_tokens_per_expert_and_token_count = _count_local_tokens(router.get_tokens_per_expert_and_token_count)
+    p2p: Any = importlib.import_module("megatron.core.pipeline_parallel.p2p_communication")
+    p2p.P2PCommunicator._communicate_shapes = _exchange_shapes
+
+
+def _exchange_shapes(
+    self: Any, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None, recv_prev: bool, recv_next: bool
+) -> tuple[list[int], list[int]]:
+    """Shapes travel like the tensors they announce, and nobody waits for their being read.
+
+    The original posts both directions between the same two ranks of a two-stage pipeline on one communicator, in the
+    same order on both sides, so that an interleaved schedule reads each shape in the other's place (with equal shapes
+    nobody notices). It also waits for its own announcements: with gloo a rank that sends and receives in one call then
+    waits for one that does so in two. Goes when `P2PCommunicator._communicate_shapes` tells the directions apart as
+    `_p2p_ops` does, and waits for what it receives alone.
+    """
+    p2p: Any = importlib.import_module("megatron.core.pipeline_parallel.p2p_communication")
+    to = torch.cuda.current_device()
+
+    def announced(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else torch.tensor(tensor.size(), device=to, dtype=torch.int64)
+
+    def awaited(receives: bool) -> Tensor | None:
+        return torch.empty(3, device=to, dtype=torch.int64) if receives else None
+
+    shape_prev, shape_next = awaited(recv_prev), awaited(recv_next)
+    requests = p2p._p2p_ops(
+        tensor_send_prev=announced(tensor_send_prev),
+        tensor_recv_prev=shape_prev,
+        tensor_send_next=announced(tensor_send_next),
+        tensor_recv_next=shape_next,
+        group=self.pp_group,
+        prev_pipeline_rank=self.prev_rank,
+        next_pipeline_rank=self.next_rank,
+    )
+    for name, request in requests.items():
+        if name.startswith("recv"):
+            request.wait()
+    sent = [request for name, request in requests.items() if name.startswith("send")]
+    # A request that is dropped before it is done could take its buffer with it.
+    self._announcements = [r for r in getattr(self, "_announcements", []) if not r.is_completed()] + sent
+    nothing = [0, 0, 0]
+    return (
+        nothing if shape_prev is None else shape_prev.tolist(),
+        nothing if shape_next is None else shape_next.tolist(),
+    )
 
 
 def _count_local_tokens(original: Any) -> Any:

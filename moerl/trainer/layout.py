@@ -51,12 +51,6 @@ class Layout:
         return self.pipeline_rank == self.pipeline - 1
 
     @property
-    def sequence_multiple(self) -> int:
-        """Rows of every packed sequence must be a multiple of this: two zig-zag chunks per context-parallel rank, cut
-        again by sequence parallelism."""
-        return 2 * self.context * self.tensor if self.context > 1 else 1
-
-    @property
     def microbatch_multiple(self) -> int:
         """The interleaved schedule runs microbatches in rounds of as many as there are stages."""
         return self.pipeline if self.virtual_pipeline > 1 else 1

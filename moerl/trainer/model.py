@@ -177,6 +177,8 @@ def _parallel_settings(where: Layout) -> dict[str, Any]:
         "sequence_parallel": where.tensor > 1,
         # Packed microbatches differ in length, so stages tell one another how much is coming.
         "variable_seq_lengths": where.pipeline > 1,
+        # Batched operations do not tell the two directions of an interleaved two-stage pipeline apart.
+        "batch_p2p_comm": where.virtual_pipeline == 1,
     }
 
 

@@ -89,15 +89,11 @@ def write(staged: StagedState, folder: Path, group: dist.ProcessGroup) -> list[P
     from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
     from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
 
-    planner = MCoreSavePlanner(
-        dedup_replicated_tensors=False, flatten_state_dict=False, flatten_sharded_tensors=False
-    )
+    planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False, flatten_sharded_tensors=False)
     # Copying ahead would open a CUDA stream in this thread; everything is in host memory already.
     writer = torch.distributed.checkpoint.FileSystemWriter(folder, sync_files=True, per_thread_copy_ahead=0)
     try:
-        torch.distributed.checkpoint.save(
-            staged.entries, storage_writer=writer, planner=planner, process_group=group
-        )
+        torch.distributed.checkpoint.save(staged.entries, storage_writer=writer, planner=planner, process_group=group)
     except CheckpointException as error:
         problems = {f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in error.failures.items()}
         raise unwritten(folder, "; ".join(sorted(problems))) from error

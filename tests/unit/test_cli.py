@@ -21,6 +21,7 @@ from moerl.errors import EngineError, MoerlError
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = ["train", "sft", "rollout", "eval"]
+ALL_COMMANDS = [*COMMANDS, "plan memory"]
 
 
 @pytest.fixture
@@ -63,13 +64,13 @@ sys.exit(status)
 def test_the_overview_names_every_command(capsys: pytest.CaptureFixture[str]):
     assert cli.main(["--help"]) == 0
     text = capsys.readouterr().out
-    assert all(f"  {command}" in text for command in COMMANDS)
+    assert all(f"  {command}" in text for command in ALL_COMMANDS)
     assert cli.main([]) == 2
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", ALL_COMMANDS)
 def test_the_help_of_a_command_has_examples_options_groups_and_keys(command: str, capsys: pytest.CaptureFixture[str]):
-    assert cli.main([command, "--help"]) == 0
+    assert cli.main([*command.split(), "--help"]) == 0
     text = capsys.readouterr().out
     for part in (f"usage: moerl {command}", "examples:", "--config-dir DIR", "recipe=laptop (default)"):
         assert part in text
@@ -83,10 +84,12 @@ def test_every_example_of_the_help_is_accepted(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "my.jsonl").write_text("{}\n")
     for name, command in cli.COMMANDS.items():
         for line, _ in command.examples:
-            words = line.replace("DIR", ".").split()
-            assert words[:2] == ["moerl", name]
-            if not words[2].startswith("resume="):
-                load_config(words[2:], command=name)
+            program, words = line.split(maxsplit=1)
+            assert program == "moerl"
+            assert words.startswith(f"{name} ")
+            overrides = words.removeprefix(f"{name} ").replace("DIR", ".").split(" --")[0].split()
+            if not overrides[0].startswith("resume="):
+                load_config(overrides, command="train" if name == cli.PLAN else name)
 
 
 def test_help_and_errors_need_no_torch(tmp_path: Path):
@@ -96,12 +99,16 @@ def test_help_and_errors_need_no_torch(tmp_path: Path):
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: algorithm.group_sise: unknown key")
     assert done.stderr.count("\n") == 1
+    done = run_python(MAIN_WITHOUT_TORCH, "plan", "memory", "recipe=laptop", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
         (["trian"], "unknown command; seen: trian"),
+        (["plan"], "unknown command; seen: plan"),
+        (["plan", "memory", "--gpu-memory-gib=0"], "--gpu-memory-gib: invalid gib_size value: '0'"),
         (["train", "--fast"], "unrecognized arguments: --fast"),
         (["train", "seed=x"], "seed: wrong value"),
         (["eval", "recipe=tiny"], "model.path: moerl eval needs trained weights"),
@@ -211,6 +218,22 @@ def test_parallel_sizes_start_ranks_that_share_one_run_dir(
     assert Path(str(run_dir)).is_absolute()
     assert load_config(command[4:], command="train").run_dir == run_dir
     assert handed_over == []
+
+
+def test_overrides_are_enough_for_any_layout(tmp_path: Path, launched, handed_over: list[object]):
+    layout = ["parallel.tensor=2", "parallel.expert=2", "parallel.pipeline=2", "parallel.virtual_pipeline=2"]
+    assert cli.main(["train", "recipe=tiny", *layout, f"run_dir='{tmp_path}'"]) == 5
+    assert launched[0][1]["world_size"] == 4
+    assert launched[0][0][3:9] == ["train", "recipe=tiny", *layout]
+
+
+def test_a_plan_starts_nothing_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launched, handed_over: list[object]
+):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["plan", "memory", "recipe=tiny", "parallel.tensor=2"]) == 0
+    assert cli.main(["plan", "memory", "recipe=tiny", "parallel.tensor=2", "--gpu-memory-gib", "0.001"]) == 1
+    assert (launched, handed_over, list(tmp_path.iterdir())) == ([], [], [])
 
 
 def test_a_run_dir_with_special_characters_reaches_the_ranks(tmp_path: Path, launched):

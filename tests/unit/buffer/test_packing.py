@@ -14,12 +14,14 @@ from factories import FULL, GREEDY, NUCLEUS, SPEC, Layout, make_from_layout, mak
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moerl.buffer.cost import SequenceCost
 from moerl.buffer.packing import (
     PackOptions,
     pack_for_ranks,
     pack_text,
     pack_text_for_ranks,
     pack_trajectories,
+    packing_metrics,
 )
 from moerl.buffer.rows import Padding
 from moerl.contract.batch import Microbatch, TextSample, TrainSample
@@ -309,12 +311,30 @@ def test_every_rank_runs_the_same_number_of_microbatches(samples: list[TrainSamp
     assert all(batch.num_rows for rank in ranks for batch in rank)
 
 
-def test_a_rank_with_fewer_microbatches_halves_its_largest_before_it_adds_any_of_pad_rows():
-    # Rank 0 needs two microbatches for 19 + 2 rows; the 6 + 6 + 6 + 2 rows of rank 1 would fit in one.
-    samples = [sample(rows + 1, f"rollout-{i}") for i, rows in enumerate([19, 6, 6, 6, 2, 2])]
-    ranks = pack_for_ranks(samples, 2, PackOptions(20, Padding(total=1)), replay=False)
-    held = [[sorted(set(batch.sample_index.tolist())) for batch in rank] for rank in ranks]
-    assert held == [[[0], [5]], [[1, 3], [2, 4]]]
+def test_ranks_are_balanced_by_the_cost_given():
+    lengths = [33, 33, *[17] * 4]
+    samples = [text(length) for length in lengths]
+    by_rows = pack_text_for_ranks(samples, 2, PackOptions(64))
+    by_cost = pack_text_for_ranks(samples, 2, PackOptions(64, cost=SequenceCost(0.0, 1.0)))
+    options = PackOptions(64, cost=SequenceCost(0.0, 1.0))
+    assert packing_metrics(by_rows, options)["packing/cost_max_over_mean"] >= 1.0
+    assert packing_metrics(by_cost, options)["packing/cost_max_over_mean"] == 1.0
+
+
+def test_packing_is_measured_in_fill_and_balance():
+    samples = [text(9), text(5)]
+    options = PackOptions(16, Padding(total=4), SequenceCost(1.0, 1.0))
+    ranks = pack_text_for_ranks(samples, 2, options)
+    assert packing_metrics(ranks, options) == {
+        "packing/fill": 12 / 32,
+        "packing/real_rows": 1.0,
+        "packing/cost_max_over_mean": 72 / 46,
+        "packing/lockstep_over_mean": 72 / 46,
+        "packing/microbatches": 1.0,
+    }
+    assert packing_metrics(pack_text_for_ranks([], 2, options), options) == {}
+    padded = pack_text_for_ranks([text(8)], 1, PackOptions(16, Padding(total=8)))
+    assert packing_metrics(padded, options)["packing/real_rows"] == 7 / 8
 
 
 def test_a_rank_without_sequences_gets_microbatches_of_pad_rows_alone():

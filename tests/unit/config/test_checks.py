@@ -28,14 +28,27 @@ def error(*overrides: str, command: str = "train") -> str:
         (["model.architecture.experts_per_token=9"], "model.architecture.experts_per_token: more than"),
         (["model.architecture.num_attention_heads=3"], "model.architecture.num_attention_heads: not a multiple"),
         (["model.architecture.head_dim=31"], "model.architecture.head_dim: rotary"),
-        (["parallel.expert=4", "parallel.data=2"], "parallel: expert groups do not fit"),
-        (["parallel.pipeline=2"], "parallel.pipeline: pipeline stages are not available yet"),
-        (["parallel.context=2"], "parallel.context: splitting sequences over ranks is not available yet"),
-        (["parallel.expert_tensor=2"], "parallel.expert_tensor: splitting an expert"),
-        (["parallel.data=3"], "parallel.data: data parallelism beyond"),
-        (["parallel.tensor=4"], "parallel.tensor: does not divide model.architecture.num_key_value_heads"),
+        (["parallel.expert=4", "parallel.data=2"], "parallel.data: expert groups do not fill a pipeline stage"),
+        (["parallel.virtual_pipeline=2"], "parallel.virtual_pipeline: there is no pipeline to interleave"),
+        (["parallel.pipeline=3"], "parallel.pipeline: does not divide model.architecture.num_layers"),
+        (
+            ["parallel.pipeline=2", "parallel.virtual_pipeline=4"],
+            "parallel.virtual_pipeline: times pipeline does not divide model.architecture.num_layers",
+        ),
+        (
+            [
+                "parallel.tensor=2",
+                "model.architecture.num_attention_heads=6",
+                "model.architecture.num_key_value_heads=3",
+            ],
+            "parallel.tensor: neither divides model.architecture.num_key_value_heads nor is a multiple",
+        ),
         (["parallel.tensor=3"], "parallel.tensor: does not divide model.architecture.num_attention_heads"),
         (["parallel.expert=3"], "parallel.expert: does not divide model.architecture.num_experts"),
+        (["parallel.expert_tensor=3"], "parallel.expert_tensor: does not divide model.architecture.moe_intermediate"),
+        (["trainer.microbatch_tokens=120", "parallel.context=64"], "parallel.context: a microbatch does not hold"),
+        (["parallel.data=65"], "parallel.data: an optimizer step has fewer sequences"),
+        (["parallel.data=65", "algorithm.minibatches=3", "sft.steps=0"], "parallel.data: an optimizer step has fewer"),
         (["trainer.microbatch_tokens=72"], "trainer.microbatch_tokens: does not hold one response"),
         (["rollout.max_new_tokens=512"], "rollout.max_new_tokens: the model has no room"),
         (["algorithm.minibatches=5"], "algorithm.minibatches: does not divide algorithm.prompts_per_step"),
@@ -105,7 +118,7 @@ def test_a_model_path_without_a_model_is_refused(tmp_path: Path):
 @pytest.mark.parametrize(
     ("override", "part"),
     [
-        ("parallel.tensor=4", "parallel.tensor: does not divide num_key_value_heads of "),
+        ("parallel.tensor=8", "parallel.tensor: does not divide num_attention_heads of "),
         ("parallel.tensor=3", "parallel.tensor: does not divide num_attention_heads of "),
         ("parallel.expert=3", "parallel.expert: does not divide num_experts of "),
         ("rollout.max_new_tokens=128", "rollout.max_new_tokens: the model has no room"),
@@ -126,10 +139,31 @@ def test_a_model_in_a_directory_must_fit_too(override: str, part: str, experts_k
         (["parallel.tensor=2", "parallel.expert=2"], 2),
         (["parallel.expert=4"], 4),
         (["parallel.tensor=2", "parallel.expert=4"], 4),
+        (["parallel.expert_tensor=2"], 2),
+        (["parallel.context=2", "parallel.expert=2"], 2),
+        (["parallel.tensor=2", "parallel.expert_tensor=4", "parallel.expert=2"], 8),
+        (["parallel.pipeline=2", "parallel.virtual_pipeline=2", "parallel.data=3"], 6),
+        (["parallel.tensor=2", "parallel.pipeline=2", "parallel.expert=4"], 8),
     ],
 )
-def test_the_world_size_follows_from_tensor_and_expert_parallelism(overrides: list[str], world_size: int):
+def test_the_world_size_follows_from_the_parallel_sizes(overrides: list[str], world_size: int):
     assert load_config(overrides, command="train").parallel.world_size == world_size
+
+
+def test_a_refused_layout_comes_with_the_nearest_that_work():
+    with pytest.raises(ConfigError) as caught:
+        load_config(["parallel.tensor=8", "parallel.expert=2"], command="train")
+    near = caught.value.remedy.removeprefix("the nearest that work: ").split("; or ")
+    assert near[0] == "parallel.tensor=4 parallel.expert=2 parallel.data=2 (8 processes)"
+    for line in near:
+        overrides, _, processes = line.partition(" (")
+        pasted = ["parallel.tensor=8", "parallel.expert=2", *overrides.split()]
+        assert load_config(pasted, command="train").parallel.world_size == int(processes.split()[0])
+
+
+def test_every_rule_that_a_layout_breaks_is_named():
+    with pytest.raises(ConfigError, match=r"also wrong: parallel.expert, parallel.pipeline\)"):
+        load_config(["parallel.tensor=8", "parallel.expert=3", "parallel.pipeline=3"], command="train")
 
 
 def test_sampling_without_masks_is_allowed_and_noted():

@@ -1,46 +1,259 @@
-"""Training samples between trainer ranks."""
+"""Shares of microbatches between trainer ranks: bit for bit, nothing beyond the share, nothing unchecked."""
 
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from itertools import product
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
-from factories import SPEC, make_trajectory, same_trajectory
+from factories import FULL, NUCLEUS, SPEC, make_trajectory
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from moerl.contract import ContractError, TrainSample, decode_samples, decode_trajectories, encode_samples
+from moerl.buffer.packing import PackOptions, pack_for_ranks, pack_text, pack_trajectories
+from moerl.buffer.rows import Padding
+from moerl.contract import batch_wire
+from moerl.contract.batch import Microbatch, TextSample, TrainSample
+from moerl.contract.batch_wire import decode_batches, encode_batches, share_frames
+from moerl.contract.frame import FrameKind, WireLimits, pack_frame
+from moerl.contract.shares import Place, cut_share, own_routing_bytes, routing_bytes
+from moerl.contract.trajectory import KeptSets, ModelSpec
+from moerl.contract.wire import decode_trajectories
+from moerl.errors import ContractError
 
-RNG = np.random.default_rng(0)
+WIDE = ModelSpec(num_moe_layers=4, experts_per_token=3, num_experts=300, vocab_size=70000)
+LONG = ModelSpec(num_moe_layers=4, experts_per_token=3, num_experts=16, vocab_size=100)
+PAIRS = [(SPEC, Place()), (WIDE, Place(0, 2, 1, 2, 1, (1, 3))), (SPEC, Place(0, 1, 0, 2, 0, (0,), scores=False))]
 
 
-def sample(**changes: Any) -> TrainSample:
-    trajectory = make_trajectory(RNG)
-    advantages = np.where(trajectory.sampled, RNG.normal(size=8), 0).astype(np.float32)
-    return TrainSample(trajectory, changes.get("advantages", advantages))
+def make_samples(lengths: Sequence[int], spec: ModelSpec = SPEC, **changes: Any) -> list[TrainSample]:
+    rng = np.random.default_rng(0)
+    samples = []
+    for i, length in enumerate(lengths):
+        values: dict[str, Any] = {"sampling": FULL if i % 3 == 2 else NUCLEUS, "rollout_id": f"rollout-{i}"}
+        trajectory = make_trajectory(rng, spec, num_prompt=2, num_sampled=length - 2, **(values | changes))
+        samples.append(TrainSample(trajectory, trajectory.sampled * rng.normal(size=length).astype(np.float32)))
+    return samples
 
 
-def test_samples_come_back_bit_for_bit():
-    sent = [sample(), sample()]
-    back = decode_samples(encode_samples(sent), spec=SPEC)
-    for a, b in zip(sent, back, strict=True):
-        assert same_trajectory(a.trajectory, b.trajectory)
-        assert a.advantages.tobytes() == b.advantages.tobytes()
-        assert b.advantages.dtype == np.float32
-    assert decode_samples(encode_samples([]), spec=SPEC) == []
+def packed(spec: ModelSpec, place: Place) -> list[Microbatch]:
+    options = PackOptions(64, Padding.of(place.tensor, place.context))
+    samples = make_samples([9, 20, 31, 5, 40, 33], spec, unrouted=(1,))
+    return pack_trajectories(samples, options, replay=True, uncaptured="live")
+
+
+def share(**changes: Any) -> Microbatch:
+    return replace(packed(SPEC, Place())[0], **changes)
+
+
+def assert_same(left: Microbatch, right: Microbatch) -> None:
+    for field in fields(Microbatch):
+        a, b = getattr(left, field.name), getattr(right, field.name)
+        for one, other in [(a.offsets, b.offsets), (a.ids, b.ids)] if isinstance(a, KeptSets) else [(a, b)]:
+            assert type(one) is type(other), field.name
+            if one is not None:
+                assert (one.dtype, one.shape) == (other.dtype, other.shape), field.name
+                assert one.tobytes() == other.tobytes(), field.name
+
+
+@pytest.mark.parametrize(("spec", "place"), PAIRS)
+def test_shares_come_back_bit_for_bit_with_their_facts(spec: ModelSpec, place: Place):
+    sent = [cut_share(batch, place) for batch in packed(spec, place)]
+    assert len(sent) > 1
+    back, facts = decode_batches(encode_batches(sent, {"tokens": 7, "rows": 2.5}), spec=spec)
+    assert facts == {"tokens": 7.0, "rows": 2.5}
+    for one, other in zip(sent, back, strict=True):
+        assert_same(one, other)
+
+
+def test_supervised_batches_travel_without_routing():
+    sent = pack_text([TextSample(np.arange(9, dtype=np.int32), np.arange(9) > 3)], PackOptions(64, Padding(total=4)))
+    (back,), _ = decode_batches(encode_batches(sent, {}), spec=SPEC)
+    assert_same(sent[0], back)
+
+
+def test_a_stage_without_moe_layers_receives_no_expert_ids():
+    place = Place(moe_layers=(), scores=False)
+    sent = cut_share(packed(SPEC, place)[0], place)
+    (back,), _ = decode_batches(encode_batches([sent], {}), spec=SPEC)
+    assert_same(sent, back)
+    assert back.expert_ids is not None
+    assert back.expert_ids.nbytes == 0
+
+
+def test_no_batches_are_a_frame_too():
+    assert decode_batches(encode_batches([], {"tokens": 0.0}), spec=SPEC) == ([], {"tokens": 0.0})
+
+
+def test_batches_are_not_taken_for_trajectories():
+    with pytest.raises(ContractError, match="frame_kind_wrong"):
+        decode_trajectories(encode_batches([share()], {}), spec=SPEC)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_every_flipped_bit_is_caught(data: st.DataObject):
+    frame = bytearray(encode_batches([share()], {"tokens": 1.0}))
+    bit = data.draw(st.integers(0, 8 * len(frame) - 1))
+    frame[bit // 8] ^= 1 << bit % 8
+    with pytest.raises(ContractError):
+        decode_batches(bytes(frame), spec=SPEC)
+
+
+def test_a_frame_above_the_limits_is_refused():
+    with pytest.raises(ContractError, match="frame_too_large"):
+        decode_batches(encode_batches([share()], {}), spec=SPEC, limits=WireLimits(max_payload_bytes=100))
+
+
+def last(values: np.ndarray, value: Any, index: int = -1) -> np.ndarray:
+    """A copy with one entry changed."""
+    copy = values.copy()
+    copy[index] = value
+    return copy
+
+
+BATCH = share()
+WRONG: dict[str, tuple[str, dict[str, Any]]] = {
+    "expert beyond the model": ("expert_id_out_of_range", {"expert_ids": last(BATCH.expert_ids, 8)}),  # pyright: ignore
+    "token beyond the vocabulary": ("token_id_out_of_range", {"input_ids": last(BATCH.input_ids, 100)}),
+    "negative target": ("token_id_out_of_range", {"target_ids": last(BATCH.target_ids, -1)}),
+    "kept id beyond the vocabulary": (
+        "token_id_out_of_range",
+        {"kept": KeptSets(BATCH.kept.offsets, last(BATCH.kept.ids, 100))},
+    ),
+    "advantage": ("value_not_finite", {"advantages": last(BATCH.advantages, np.nan)}),
+    "temperature": ("temperature_not_positive", {"temperatures": last(BATCH.temperatures, 0)}),
+    "truncated without ids": ("truncated_disagrees", {"truncated": ~BATCH.truncated}),
+    "pad with a sample": ("rows_differ", {"is_pad": ~BATCH.is_pad}),
+    "trained pad": ("rows_differ", {"is_pad": BATCH.is_pad | True, "sample_index": BATCH.sample_index * 0 - 1}),
+    "late start": ("offsets_not_from_zero", {"cu_seqlens": last(BATCH.cu_seqlens, 1, 0)}),
+    "empty sequence": ("offsets_fall", {"cu_seqlens": last(BATCH.cu_seqlens, 0, 1)}),
+    "wrong end": ("offsets_end_wrong", {"cu_seqlens": last(BATCH.cu_seqlens, BATCH.cu_seqlens[-1] + 1)}),
+    "position beyond its sequence": ("value_out_of_range", {"position_ids": last(BATCH.position_ids, 1000)}),
+    "routing rows of another share": ("wrong_shape", {"expert_ids": BATCH.expert_ids[:-1]}),  # pyright: ignore
+    "more layers than the model": (
+        "wrong_shape",
+        {"expert_ids": np.concatenate([BATCH.expert_ids] * 2, 1)},  # pyright: ignore
+    ),
+    "a checksum too few": ("array_length_wrong", {"routing_checksums": BATCH.routing_checksums[:-1]}),  # pyright: ignore
+    "a row too few": ("array_length_wrong", {"loss_mask": BATCH.loss_mask[:-8]}),
+    "a sequence key too few": ("array_length_wrong", {"rollout_keys": BATCH.rollout_keys[:-1]}),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_no_packer_makes_is_refused(name: str):
+    reason, changes = WRONG[name]
+    frame = encode_batches([replace(BATCH, **changes)], {})
+    with pytest.raises(ContractError, match=reason):
+        decode_batches(frame, spec=SPEC)
+
+
+def test_a_fact_that_is_no_number_is_refused():
+    with pytest.raises(ContractError, match="value_not_finite"):
+        decode_batches(encode_batches([], {"tokens": float("nan")}), spec=SPEC)
+
+
+def sealed(document: Mapping[str, Any], rest: bytes = b"") -> bytes:
+    """A well-formed frame around any document."""
+    data = msgspec.msgpack.encode(document)
+    payload = len(data).to_bytes(8, "little") + data + rest
+    return pack_frame([payload], len(payload), FrameKind.BATCHES)
+
+
+def message() -> dict[str, Any]:
+    return msgspec.to_builtins(batch_wire._message(replace(BATCH, expert_ids=None)), builtin_types=(memoryview, bytes))
 
 
 @pytest.mark.parametrize(
-    ("reason", "advantages"),
+    ("reason", "changes", "rest"),
     [
-        ("wrong_shape", np.zeros(7, np.float32)),
-        ("wrong_shape", np.zeros(8, np.float64)),
-        ("value_not_finite", np.full(8, np.nan, np.float32)),
-        ("value_out_of_range", np.ones(8, np.float32)),
+        ("message_malformed", {"extra": 1}, b""),
+        ("message_malformed", {"ints": {}}, b""),
+        ("message_malformed", {"num_rows": "many"}, b""),
+        ("too_short", {"num_rows": 0}, b""),
+        ("array_length_wrong", {"num_rows": 1 << 62}, b""),
+        ("array_length_wrong", {}, b"\0"),
+        ("wrong_shape", {"routing": {"num_rows": -1, "num_layers": 1, "checksums": b""}}, b""),
+        ("wrong_shape", {"routing": {"num_rows": 1 << 62, "num_layers": 1, "checksums": b""}}, b""),
+        ("array_length_wrong", {"routing": {"num_rows": 1, "num_layers": 1, "checksums": b"\0" * 8}}, b"\0"),
     ],
 )
-def test_bad_advantages_are_refused(reason: str, advantages: np.ndarray):
+def test_a_document_that_lies_is_refused(reason: str, changes: dict[str, Any], rest: bytes):
     with pytest.raises(ContractError, match=reason):
-        encode_samples([sample(advantages=advantages)])
+        decode_batches(sealed({"facts": {}, "batches": [message() | changes]}, rest), spec=SPEC)
 
 
-def test_samples_are_not_taken_for_trajectories():
-    with pytest.raises(ContractError, match="frame_kind_wrong"):
-        decode_trajectories(encode_samples([sample()]), spec=SPEC)
+def layouts() -> list[tuple[int, int, int, int]]:
+    """(data, pipeline, context, tensor)"""
+    return [(2, 1, 1, 1), (1, 1, 1, 2), (2, 2, 1, 2), (1, 1, 2, 1), (2, 2, 2, 2), (1, 4, 2, 4), (4, 1, 4, 2)]
+
+
+def places_of(data: int, pipeline: int, context: int, tensor: int) -> list[Place]:
+    per_stage = LONG.num_moe_layers // pipeline
+    return [
+        Place(
+            data_rank,
+            context,
+            context_rank,
+            tensor,
+            tensor_rank,
+            None if pipeline == 1 else tuple(range(stage * per_stage, (stage + 1) * per_stage)),
+            scores=stage == pipeline - 1,
+        )
+        for data_rank, stage, context_rank, tensor_rank in product(
+            range(data), range(pipeline), range(context), range(tensor)
+        )
+    ]
+
+
+@pytest.fixture(scope="module")
+def long_samples() -> list[TrainSample]:
+    """Lengths as of short rollouts, since padding per sequence counts for more there; a tenth has kept sets."""
+    rng = np.random.default_rng(3)
+    lengths = np.clip(rng.lognormal(7.0, 0.8, 48), 200, 6000).astype(int).tolist()
+    return make_samples(lengths[:5], LONG) + make_samples(lengths[5:], LONG, sampling=FULL)
+
+
+@pytest.mark.parametrize("layout", layouts())
+def test_a_rank_receives_the_routing_of_its_own_share_alone(
+    layout: tuple[int, int, int, int], long_samples: list[TrainSample]
+):
+    data, _, context, tensor = layout
+    places = places_of(*layout)
+    options = PackOptions(16384, Padding.of(tensor, context))
+    ranks = pack_for_ranks(long_samples, data, options, replay=True)
+    frames, metrics = share_frames(ranks, places, {})
+    received, own = [], []
+    for frame, place in zip(frames, places, strict=True):
+        batches, _ = decode_batches(frame, spec=LONG)
+        received.append(routing_bytes(batches))
+        own.append(own_routing_bytes(batches, place))
+        assert received[-1] <= 1.1 * own[-1]
+    row_bytes = LONG.num_moe_layers * LONG.experts_per_token * LONG.expert_dtype.itemsize
+    num_rows = sum(len(sample.trajectory) - 1 for sample in long_samples)
+    # Every routing row goes to exactly one rank; the bit per row to every stage and tensor rank of its slice.
+    assert sum(own) == pytest.approx(num_rows * (row_bytes + len(places) / data / context / 8))
+    assert metrics["data/routing_bytes"] == max(received)
+    assert metrics["data/routing_bytes_over_share"] == max(a / b for a, b in zip(received, own, strict=True))
+
+
+def test_kept_sets_go_to_the_last_stage_alone(long_samples: list[TrainSample]):
+    places = places_of(1, 2, 2, 1)
+    ranks = pack_for_ranks(long_samples, 1, PackOptions(16384, Padding.of(1, 2)), replay=True)
+    frames, _ = share_frames(ranks, places, {})
+    ids = [sum(len(batch.kept.ids) for batch in decode_batches(frame, spec=LONG)[0]) for frame in frames]
+    assert [bool(count) for count in ids] == [place.scores for place in places]
+    assert sum(ids) == sum(len(batch.kept.ids) for batch in ranks[0])
+
+
+def test_ranks_with_pad_rows_alone_have_no_ratio():
+    _, metrics = share_frames(
+        pack_for_ranks(make_samples([9]), 2, PackOptions(64), replay=True), places_of(2, 1, 1, 1), {}
+    )
+    assert metrics["data/routing_bytes_over_share"] == pytest.approx(1, abs=0.2)
+    assert share_frames([[], []], places_of(2, 1, 1, 1), {})[1] == {}

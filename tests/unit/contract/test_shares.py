@@ -88,7 +88,7 @@ def test_the_zigzag_is_megatrons(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_sequence_that_does_not_divide_is_refused():
-    with pytest.raises(ReplayError, match="6 rows.*a multiple of 2 x context = 4"):
+    with pytest.raises(ReplayError, match=r"6 rows.*a multiple of 2 x context = 4"):
         context_rows(np.array([0, 8, 14]), 2, 0)
 
 

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from gloo import run_ranks
 
+from moerl.contract.shares import Place
 from moerl.errors import EngineError, MoerlError
-from moerl.orchestration.exchange import broadcast_bytes, gather_rows
+from moerl.orchestration.exchange import broadcast_bytes, gather_places, gather_rows, scatter_bytes
 
 
 def broadcast(rank: int, world_size: int) -> bytes:
@@ -24,6 +25,23 @@ def fail_on_the_main_rank(rank: int, world_size: int) -> str:
     except MoerlError as error:
         return type(error).__name__
     return "nothing"
+
+
+def scatter(rank: int, world_size: int, payloads: list[bytes]) -> list[bytes]:
+    """Twice in a row: nothing of the first may be left for the second."""
+    return [scatter_bytes(payloads if rank == 0 else None), scatter_bytes(payloads[::-1] if rank == 0 else None)]
+
+
+def fail_to_scatter(rank: int, world_size: int, payloads: list[bytes] | None) -> str:
+    try:
+        scatter_bytes(payloads)
+    except MoerlError as error:
+        return str(error)
+    return "nothing"
+
+
+def places(rank: int, world_size: int) -> list[Place]:
+    return gather_places(Place(rank, 2, rank % 2, moe_layers=None if rank == 1 else tuple(range(rank * 5))))
 
 
 def gather(rank: int, world_size: int) -> list[list[float]]:
@@ -43,10 +61,33 @@ def test_tables_of_different_lengths_are_gathered_in_rank_order():
     assert run_ranks(3, gather) == [[[1.0] * 3] * 2 + [[2.0] * 3] * 4] * 3
 
 
+def test_every_rank_gets_its_own_bytes():
+    payloads = [b"main", b"\x00" * 100_000, b"", b"\xffz"]
+    assert run_ranks(4, scatter, payloads) == [list(pair) for pair in zip(payloads, payloads[::-1], strict=True)]
+
+
+def test_a_main_rank_without_payloads_stops_the_others():
+    seen = run_ranks(2, fail_to_scatter, None)
+    assert seen[0] == "nothing"
+    assert "the main rank failed" in seen[1]
+
+
+def test_payloads_for_other_numbers_of_ranks_stop_all():
+    seen = run_ranks(2, fail_to_scatter, [b"one"])
+    assert "not one payload per rank; seen: 1; expected: 2" in seen[0]
+    assert "the main rank failed" in seen[1]
+
+
+def test_every_rank_knows_the_place_of_every_rank():
+    expected = [Place(0, 2, 0, moe_layers=()), Place(1, 2, 1), Place(2, 2, 0, moe_layers=tuple(range(10)))]
+    assert run_ranks(3, places) == [expected] * 3
+
+
 @pytest.mark.parametrize("payload", [b"", b"x"])
 def test_one_process_talks_to_itself(payload: bytes):
-    assert run_ranks(1, _alone, payload) == [payload]
+    assert run_ranks(1, _alone, payload) == [[payload, payload]]
 
 
-def _alone(rank: int, world_size: int, payload: bytes) -> bytes:
-    return broadcast_bytes(payload)
+def _alone(rank: int, world_size: int, payload: bytes) -> list[bytes]:
+    assert gather_places(Place()) == [Place()]
+    return [broadcast_bytes(payload), scatter_bytes([payload])]

@@ -1,0 +1,236 @@
+"""Memory of one trainer rank, worked out from the model's sizes and the parallel layout. Pure; any process.
+
+Shape legend: T = rows of a microbatch, h = hidden size, k = experts per token, b = bytes of an element.
+
+**Parameters** follow megatron-core 0.19.2 with Transformer Engine layers: `tensor` splits attention, dense and shared
+MLPs, embedding and head (vocabulary padded to a multiple); `expert` deals out experts and `expert_tensor` splits each;
+`pipeline` deals out layers. Norms, routers and the projections into latent spaces are held whole.
+
+**State** per parameter: b of weights, 4 of the fp32 gradient buffer, 8 of Adam's moments and, where weights are bf16, 4
+of the fp32 master weight. A distributed optimizer splits moments and master over data x context ranks, of experts over
+the ranks that hold the same ones.
+
+**Activations** after Korthikanti et al. 2022 (arXiv:2205.05198), whose sum of what each layer keeps for its backward
+pass is taken here for GQA or latent attention, gated MLPs, no dropout, an attention kernel that keeps no scores, and
+experts. With n = T / context and m = n / tensor rows, a layer keeps, in elements:
+
+    norms        4 m h                                      two norms, input and output
+    attention    n (2 q + 2 k + v + o) / tensor             widths over all heads, q and k before and after RoPE
+                 (+ 2 m latent width)
+    dense MLP    3 n width / tensor                         up, gate and their product
+    MoE          m k (expert_tensor h + 3 width)            rows sent to this rank's experts when they are evenly
+                 + 3 n shared width / tensor + 2 m experts  loaded; router logits and probabilities (fp32)
+
+`selective` keeps only the input of an MoE block, `full` only the input of a layer (m h); either works one layer out
+again at a time. A pipeline stage keeps as many microbatches as its schedule starts before the first backward pass.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from moerl.config.layouts import Shape
+from moerl.config.model_sizes import ModelSizes
+
+if TYPE_CHECKING:
+    from moerl.config.schema import RunConfig
+
+USABLE_SHARE = 0.9
+"""Share of a device that a plan may fill; the rest is for the CUDA context, communication and dispatch buffers, the
+gradients of activations and fragmentation, which are not worked out."""
+FP32 = 4
+MOMENTS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a rank has to hold besides its part of the model.
+
+    element_bytes: of weights and activations, 2 or 4. distributed_optimizer: optimizer state is split over replicas.
+    reference: a frozen copy of the weights for the KL term.
+    """
+
+    microbatch_tokens: int
+    element_bytes: int
+    recompute: str
+    distributed_optimizer: bool
+    reference: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """Memory of a rank of one pipeline stage. parameters: number by component. bytes: by purpose."""
+
+    stage: int
+    parameters: dict[str, int]
+    bytes: dict[str, int]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.bytes.values())
+
+    def fits(self, device_bytes: float) -> bool:
+        """True where the rank fills no more than `USABLE_SHARE` of a device."""
+        return self.total_bytes <= USABLE_SHARE * device_bytes
+
+
+def needs_of(config: RunConfig) -> Needs:
+    """What the configuration of a run asks of a rank."""
+    return Needs(
+        microbatch_tokens=config.trainer.microbatch_tokens,
+        element_bytes=2 if config.model.dtype == "bfloat16" else 4,
+        recompute=config.trainer.recompute,
+        distributed_optimizer=config.trainer.distributed_optimizer != "off",
+        reference=config.algorithm.kl_coef > 0,
+    )
+
+
+def heaviest_rank(sizes: ModelSizes, shape: Shape, needs: Needs) -> RankMemory:
+    """The memory of the pipeline stage that needs most; the ranks of a stage all need the same."""
+    return max((rank_memory(sizes, shape, needs, s) for s in range(shape.pipeline)), key=lambda rank: rank.total_bytes)
+
+
+def rank_memory(sizes: ModelSizes, shape: Shape, needs: Needs, stage: int) -> RankMemory:
+    """The memory of a rank of pipeline stage `stage`, from 0. `shape` must be one that the model can be cut into."""
+    parameters = rank_parameters(sizes, shape, stage)
+    experts, everything = parameters["experts"], sum(parameters.values())
+    state = MOMENTS + (FP32 if needs.element_bytes < FP32 else 0)
+    replicas = (shape.data * shape.context, shape.expert_data) if needs.distributed_optimizer else (1, 1)
+    purposes = {
+        "weights": everything * needs.element_bytes,
+        "gradients": everything * FP32,
+        "optimizer state": state * (-(-(everything - experts) // replicas[0]) + -(-experts // replicas[1])),
+        "reference weights": everything * needs.element_bytes if needs.reference else 0,
+        "activations": _activation_bytes(sizes, shape, needs, stage),
+        "logits and their gradient": _logit_bytes(sizes, shape, needs, stage),
+    }
+    return RankMemory(stage, parameters, purposes)
+
+
+# --- parameters ------------------------------------------------------------------------------------------------------
+
+
+def total_parameters(sizes: ModelSizes) -> int:
+    """Parameters of the whole model, without multi-token-prediction layers."""
+    return sum(rank_parameters(sizes, Shape(), 0).values())
+
+
+def rank_parameters(sizes: ModelSizes, shape: Shape, stage: int) -> dict[str, int]:
+    """Number of parameters by component of a rank of pipeline stage `stage`."""
+    h, layers = sizes.hidden_size, _stage_layers(sizes, shape, stage)
+    num_moe = len(set(layers) & set(sizes.moe_layers))
+    expert = 3 * h * sizes.moe_intermediate_size // shape.expert_tensor
+    vocabulary = h * math.ceil(sizes.vocab_size / shape.tensor)
+    is_first, is_last = stage == 0, stage == shape.pipeline - 1
+    # The stage of the head holds a copy of a tied embedding, unless it is the stage of the embedding.
+    has_head = is_last and not (sizes.tie_word_embeddings and is_first)
+    return {
+        "embedding": vocabulary if is_first else 0,
+        "attention": len(layers) * _attention_parameters(sizes, shape.tensor),
+        "norms": len(layers) * 2 * h + (h if is_last else 0),
+        "dense MLP": (len(layers) - num_moe) * 3 * h * sizes.intermediate_size // shape.tensor,
+        "router": num_moe * sizes.num_experts * h,
+        "experts": num_moe * sizes.num_experts // shape.expert * expert,
+        "shared experts": num_moe * 3 * h * sizes.shared_size // shape.tensor,
+        "head": vocabulary if has_head else 0,
+    }
+
+
+def _stage_layers(sizes: ModelSizes, shape: Shape, stage: int) -> list[int]:
+    """Layers of a stage: interleaving deals chunks out in turn."""
+    per_chunk = sizes.num_layers // (shape.pipeline * shape.virtual_pipeline)
+    starts = (per_chunk * (chunk * shape.pipeline + stage) for chunk in range(shape.virtual_pipeline))
+    return [start + i for start in starts for i in range(per_chunk)]
+
+
+def _attention_parameters(sizes: ModelSizes, tensor: int) -> int:
+    """Of one layer, its inner norms included."""
+    h, heads = sizes.hidden_size, sizes.num_attention_heads
+    latent = sizes.latent
+    if latent is not None:
+        query_dim = latent.nope_dim + latent.rope_dim
+        down = h * (latent.kv_rank + latent.rope_dim) + latent.kv_rank
+        up = heads * (latent.kv_rank * (latent.nope_dim + latent.value_dim) + latent.value_dim * h)
+        if latent.q_rank:
+            down += h * latent.q_rank + latent.q_rank
+        up += heads * query_dim * (latent.q_rank or h)
+        return down + up // tensor
+    packed = (heads + 2 * sizes.num_key_value_heads) * sizes.head_dim
+    split = h * packed + heads * sizes.head_dim * h + (packed if "qkv" in sizes.attention_biases else 0)
+    whole = (2 * sizes.head_dim if sizes.qk_norm else 0) + (h if "output" in sizes.attention_biases else 0)
+    return split // tensor + whole
+
+
+# --- activations -----------------------------------------------------------------------------------------------------
+
+
+def _activation_bytes(sizes: ModelSizes, shape: Shape, needs: Needs, stage: int) -> int:
+    """What the stage keeps between forward and backward, and the one block that is being worked out again."""
+    layers, moe = _stage_layers(sizes, shape, stage), set(sizes.moe_layers)
+    kept = sum(_kept_by_layer(sizes, shape, needs, is_moe=layer in moe) for layer in layers)
+    again = 0
+    if needs.recompute == "selective" and moe & set(layers):
+        again = _mlp_bytes(sizes, shape, needs, is_moe=True)
+    elif needs.recompute == "full":
+        again = max(_layer_bytes(sizes, shape, needs, is_moe=layer in moe) for layer in layers)
+    return math.ceil(kept * _chunks_in_flight(shape, stage) / shape.virtual_pipeline) + again
+
+
+def _chunks_in_flight(shape: Shape, stage: int) -> int:
+    """Forward passes of one model chunk that await their backward pass, at most: Megatron's warm-up and one more."""
+    behind = shape.pipeline - stage - 1
+    if shape.virtual_pipeline == 1:
+        return behind + 1
+    return 2 * behind + (shape.virtual_pipeline - 1) * shape.pipeline + 1
+
+
+def _kept_by_layer(sizes: ModelSizes, shape: Shape, needs: Needs, *, is_moe: bool) -> int:
+    if needs.recompute == "full":
+        return _slice_rows(shape, needs) * sizes.hidden_size * needs.element_bytes
+    if needs.recompute == "selective" and is_moe:
+        return _layer_bytes(sizes, shape, needs, is_moe=True) - _mlp_bytes(sizes, shape, needs, is_moe=True)
+    return _layer_bytes(sizes, shape, needs, is_moe=is_moe)
+
+
+def _layer_bytes(sizes: ModelSizes, shape: Shape, needs: Needs, *, is_moe: bool) -> int:
+    norms = 4 * _slice_rows(shape, needs) * sizes.hidden_size * needs.element_bytes
+    return norms + _attention_bytes(sizes, shape, needs) + _mlp_bytes(sizes, shape, needs, is_moe=is_moe)
+
+
+def _attention_bytes(sizes: ModelSizes, shape: Shape, needs: Needs) -> int:
+    heads, latent, compressed = sizes.num_attention_heads, sizes.latent, 0
+    if latent is not None:
+        query = key = heads * (latent.nope_dim + latent.rope_dim)
+        value = output = heads * latent.value_dim
+        compressed = 2 * _slice_rows(shape, needs) * (latent.q_rank + latent.kv_rank + latent.rope_dim)
+    else:
+        query = output = heads * sizes.head_dim
+        key = value = max(sizes.num_key_value_heads, shape.tensor) * sizes.head_dim
+    widths = (2 * query + 2 * key + value + output) // shape.tensor
+    return (_rows(shape, needs) * widths + compressed) * needs.element_bytes
+
+
+def _mlp_bytes(sizes: ModelSizes, shape: Shape, needs: Needs, *, is_moe: bool) -> int:
+    n, m = _rows(shape, needs), _slice_rows(shape, needs)
+    if not is_moe:
+        return 3 * n * sizes.intermediate_size // shape.tensor * needs.element_bytes
+    width = shape.expert_tensor * sizes.hidden_size + 3 * sizes.moe_intermediate_size
+    elements = m * sizes.experts_per_token * width + 3 * n * sizes.shared_size // shape.tensor
+    return elements * needs.element_bytes + 2 * m * sizes.num_experts * FP32
+
+
+def _logit_bytes(sizes: ModelSizes, shape: Shape, needs: Needs, stage: int) -> int:
+    """[T / context, V / tensor] logits and their gradient on the last stage; float32 copies are of small chunks."""
+    if stage != shape.pipeline - 1:
+        return 0
+    return 2 * _rows(shape, needs) * math.ceil(sizes.vocab_size / shape.tensor) * needs.element_bytes
+
+
+def _rows(shape: Shape, needs: Needs) -> int:
+    return needs.microbatch_tokens // shape.context
+
+
+def _slice_rows(shape: Shape, needs: Needs) -> int:
+    return needs.microbatch_tokens // (shape.context * shape.tensor)

@@ -1,0 +1,318 @@
+"""Memory plans: parameter counts against real models and published totals, the rest against the formulas' own words."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from factories import hf_config
+
+from moerl.config.layouts import Shape, layout_problems
+from moerl.config.load import load_config
+from moerl.config.memory import Needs, heaviest_rank, needs_of, rank_memory, rank_parameters, total_parameters
+from moerl.config.model_sizes import ModelSizes, sizes_from_hf_config
+
+QWEN3_30B: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+}
+QWEN3_235B = QWEN3_30B | {
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 94,
+    "num_attention_heads": 64,
+    "moe_intermediate_size": 1536,
+}
+DEEPSEEK_V3: dict[str, Any] = {
+    "model_type": "deepseek_v3",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "num_hidden_layers": 61,
+    "first_k_dense_replace": 3,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "num_nextn_predict_layers": 1,
+    "vocab_size": 129280,
+    "max_position_embeddings": 163840,
+}
+GLM_45: dict[str, Any] = {
+    "model_type": "glm4_moe",
+    "hidden_size": 5120,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 92,
+    "first_k_dense_replace": 3,
+    "num_attention_heads": 96,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "attention_bias": True,
+    "use_qk_norm": True,
+    "n_routed_experts": 160,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 1536,
+    "num_nextn_predict_layers": 1,
+    "vocab_size": 151552,
+    "max_position_embeddings": 131072,
+}
+GLM_45_AIR = GLM_45 | {
+    "hidden_size": 4096,
+    "intermediate_size": 10944,
+    "num_hidden_layers": 46,
+    "first_k_dense_replace": 1,
+    "use_qk_norm": False,
+    "n_routed_experts": 128,
+    "moe_intermediate_size": 1408,
+}
+
+
+def sizes_of(config: dict[str, Any]) -> ModelSizes:
+    return sizes_from_hf_config(config, "config.json")
+
+
+@pytest.mark.parametrize(
+    ("config", "billions", "tolerance"),
+    [(QWEN3_30B, 30.5, 0.05), (QWEN3_235B, 235, 0.5), (DEEPSEEK_V3, 671, 0.5), (GLM_45, 355, 3), (GLM_45_AIR, 106, 1)],
+    ids=["Qwen3-30B-A3B", "Qwen3-235B-A22B", "DeepSeek-V3", "GLM-4.5", "GLM-4.5-Air"],
+)
+def test_the_parameters_of_published_models_add_up_to_their_names(
+    config: dict[str, Any], billions: float, tolerance: float
+):
+    assert total_parameters(sizes_of(config)) / 1e9 == pytest.approx(billions, abs=tolerance)
+
+
+TINY_LATENT = {
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "num_experts": None,
+    "n_shared_experts": 2,
+    "model_type": "deepseek_v3",
+}
+TINY_GLM = {
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 2,
+    "head_dim": 16,
+    "n_routed_experts": 8,
+    "num_experts": None,
+    "n_shared_experts": 1,
+    "model_type": "glm4_moe",
+}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"head_dim": 16},
+        {"num_hidden_layers": 4, "mlp_only_layers": [2], "tie_word_embeddings": True, "attention_bias": True},
+        {"num_hidden_layers": 4, "decoder_sparse_step": 2},
+        TINY_LATENT | {"q_lora_rank": 24},
+        TINY_LATENT | {"q_lora_rank": 0},
+        TINY_GLM | {"attention_bias": True, "use_qk_norm": True},
+        TINY_GLM,
+    ],
+    ids=["qwen3", "qwen3-tied-bias", "qwen3-sparse-step", "deepseek", "deepseek-whole-q", "glm-bias-norm", "glm"],
+)
+def test_parameters_are_counted_as_transformers_builds_them(changes: dict[str, Any]):
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    values = hf_config(**changes)
+    given = {name: value for name, value in values.items() if name != "model_type"}
+    if values.get("q_lora_rank") == 0:
+        given["q_lora_rank"] = None
+    config = AutoConfig.for_model(values["model_type"], **given)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert total_parameters(sizes_of(values)) == sum(parameter.numel() for parameter in model.parameters())
+    assert total_parameters(sizes_of(config.to_dict())) == total_parameters(sizes_of(values))
+
+
+@pytest.mark.parametrize("config", [QWEN3_30B, GLM_45_AIR], ids=["Qwen3-30B-A3B", "GLM-4.5-Air"])
+def test_the_stages_hold_the_model_once(config: dict[str, Any]):
+    sizes = sizes_of(config)
+    for shape in (Shape(pipeline=2), Shape(pipeline=2, virtual_pipeline=sizes.num_layers // 2)):
+        stages = [rank_parameters(sizes, shape, stage) for stage in range(2)]
+        assert sum(sum(stage.values()) for stage in stages) == total_parameters(sizes)
+        assert (stages[0]["head"], stages[1]["embedding"]) == (0, 0)
+
+
+def test_each_axis_splits_what_is_its_own():
+    sizes = sizes_of(DEEPSEEK_V3)
+    whole = rank_parameters(sizes, Shape(), 0)
+    expert = rank_parameters(sizes, Shape(expert=8, expert_tensor=2, data=16), 0)
+    assert expert["experts"] * 16 == whole["experts"]
+    assert {name: count for name, count in expert.items() if name != "experts"} == {
+        name: count for name, count in whole.items() if name != "experts"
+    }
+    tensor = rank_parameters(sizes, Shape(tensor=4), 0)
+    for name in ("embedding", "dense MLP", "shared experts", "head"):
+        assert tensor[name] * 4 == whole[name]
+    for name in ("norms", "router", "experts"):
+        assert tensor[name] == whole[name]
+    assert whole["attention"] / 4 < tensor["attention"] < whole["attention"] / 3
+    assert rank_parameters(sizes, Shape(context=4, data=2), 0) == whole
+
+
+def test_an_odd_vocabulary_is_padded_and_a_tied_one_copied_to_the_last_stage():
+    sizes = replace(sizes_of(hf_config()), vocab_size=91, tie_word_embeddings=True)
+    assert rank_parameters(sizes, Shape(tensor=2), 0)["embedding"] == 46 * sizes.hidden_size
+    assert rank_parameters(sizes, Shape(tensor=2), 0)["head"] == 0
+    assert rank_parameters(sizes, Shape(pipeline=2), 1)["head"] == 91 * sizes.hidden_size
+
+
+NEEDS = Needs(1024, 2, "none", distributed_optimizer=False, reference=False)
+
+
+def test_state_is_eighteen_bytes_per_bf16_parameter_and_sixteen_per_fp32_one():
+    sizes = sizes_of(QWEN3_30B)
+    count = total_parameters(sizes)
+    for element_bytes, expected in ((2, 18), (4, 16)):
+        memory = rank_memory(sizes, Shape(), replace(NEEDS, element_bytes=element_bytes), 0)
+        state = sum(memory.bytes[name] for name in ("weights", "gradients", "optimizer state"))
+        assert state == expected * count
+    assert rank_memory(sizes, Shape(), replace(NEEDS, reference=True), 0).bytes["reference weights"] == 2 * count
+
+
+def test_a_distributed_optimizer_splits_over_the_replicas_of_each_parameter():
+    sizes = sizes_of(QWEN3_30B)
+    shape = Shape(tensor=2, context=2, expert=4, data=4)
+    parameters = rank_parameters(sizes, shape, 0)
+    dense = sum(parameters.values()) - parameters["experts"]
+    split = rank_memory(sizes, shape, replace(NEEDS, distributed_optimizer=True), 0)
+    assert split.bytes["optimizer state"] == pytest.approx(12 * (dense / 8 + parameters["experts"] / 4), rel=1e-6)
+    assert split.bytes["weights"] == rank_memory(sizes, shape, NEEDS, 0).bytes["weights"]
+
+
+def test_activations_of_one_layer_are_the_sum_that_is_documented():
+    sizes = replace(sizes_of(hf_config()), num_layers=1, moe_layers=(0,), shared_size=16)
+    heads, key_values = 4 * sizes.head_dim, 2 * sizes.head_dim
+    attention = 2 * heads + 2 * key_values + key_values + heads
+    moe = sizes.experts_per_token * (32 + 3 * 32) + 3 * 16
+    expected = 1024 * (2 * (4 * 32 + attention + moe) + 2 * 8 * 4)
+    assert rank_memory(sizes, Shape(), NEEDS, 0).bytes["activations"] == expected
+    dense = replace(sizes, moe_layers=(), intermediate_size=64)
+    expected = 1024 * 2 * (4 * 32 + attention + 3 * 64)
+    assert rank_memory(dense, Shape(), NEEDS, 0).bytes["activations"] == expected
+
+
+def test_recomputing_more_keeps_less_and_parallel_slices_keep_less():
+    sizes = sizes_of(QWEN3_30B)
+
+    def activations(shape: Shape, recompute: str = "none") -> int:
+        return rank_memory(sizes, shape, replace(NEEDS, recompute=recompute), 0).bytes["activations"]
+
+    assert activations(Shape()) > activations(Shape(), "selective") > activations(Shape(), "full")
+    assert activations(Shape(tensor=2)) == activations(Shape()) // 2
+    assert activations(Shape(context=2)) == activations(Shape()) // 2
+
+
+def test_earlier_stages_keep_more_microbatches_and_interleaving_keeps_more_still():
+    sizes = sizes_of(QWEN3_30B)
+
+    def activations(shape: Shape, stage: int) -> int:
+        return rank_memory(sizes, shape, NEEDS, stage).bytes["activations"]
+
+    plain = Shape(pipeline=4)
+    assert [activations(plain, stage) / activations(plain, 3) for stage in range(4)] == [4, 3, 2, 1]
+    assert activations(replace(plain, virtual_pipeline=2), 0) / activations(plain, 0) == pytest.approx(11 / 8)
+
+
+def test_the_heaviest_stage_is_reported_and_the_head_holds_the_logits():
+    sizes = sizes_of(QWEN3_30B)
+    needs = replace(NEEDS, microbatch_tokens=32768, recompute="full")
+    shape = Shape(pipeline=2)
+    assert heaviest_rank(sizes, shape, needs).stage == 1
+    assert rank_memory(sizes, shape, needs, 0).bytes["logits and their gradient"] == 0
+    assert rank_memory(sizes, shape, needs, 1).bytes["logits and their gradient"] == 2 * 2 * 32768 * 151936
+
+
+def test_a_tenth_of_the_device_stays_free():
+    rank = rank_memory(sizes_of(QWEN3_30B), Shape(), NEEDS, 0)
+    assert rank.fits(rank.total_bytes / 0.89)
+    assert not rank.fits(rank.total_bytes / 0.91)
+
+
+def test_needs_are_read_from_the_configuration():
+    changes = ["model.dtype=bfloat16", "trainer.recompute=full", "trainer.distributed_optimizer=overlap"]
+    config = load_config([*changes, "algorithm.kl_coef=0.1", "trainer.microbatch_tokens=4096"], command="train")
+    assert needs_of(config) == Needs(4096, 2, "full", distributed_optimizer=True, reference=True)
+    assert needs_of(load_config([], command="train")) == Needs(
+        8192, 4, "none", distributed_optimizer=False, reference=False
+    )
+
+
+# --- the numbers in docs/trainer.md ----------------------------------------------------------------------------------
+
+PUBLISHED = {
+    "Qwen3-30B-A3B": QWEN3_30B,
+    "Qwen3-235B-A22B": QWEN3_235B,
+    "DeepSeek-V3": DEEPSEEK_V3,
+    "GLM-4.5": GLM_45,
+    "GLM-4.5-Air": GLM_45_AIR,
+}
+DOCS_NEEDS = Needs(16384, 2, "full", distributed_optimizer=True, reference=False)
+SHORT = {"TP": "tensor", "PP": "pipeline", "CP": "context", "EP": "expert", "DP": "data"}
+
+
+def shape_of(text: str) -> Shape:
+    return Shape(**{SHORT[name]: int(size) for name, size in re.findall(r"([A-Z]+)(\d+)", text)})
+
+
+def table_rows(header: str) -> list[list[str]]:
+    text = (Path(__file__).parents[3] / "docs" / "trainer.md").read_text(encoding="utf-8")
+    lines = text.partition(f"{header}\n")[2].partition("\n\n")[0].splitlines()[1:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_every_layout_in_the_docs_is_valid_and_needs_what_it_says():
+    checked = 0
+    for model, devices, *cells in table_rows("| model | devices | 80 GB | 141 GB |"):
+        sizes = sizes_of(PUBLISHED[model])
+        for cell, device_gib in zip(cells, (80, 139), strict=True):
+            if cell == "-":
+                continue
+            shape, gib = shape_of(cell), float(cell.partition(": ")[2])
+            assert layout_problems(shape, sizes) == []
+            assert shape.world_size == int(devices)
+            rank = heaviest_rank(sizes, shape, DOCS_NEEDS)
+            assert round(rank.total_bytes / 2**30, 1) == gib
+            assert rank.fits(device_gib * 2**30)
+            checked += 1
+    assert checked > 30
+
+
+def test_recompute_in_the_docs_needs_what_it_says():
+    rows = table_rows("| layout | rows per microbatch | none | selective | full |")
+    for layout, tokens, *cells in rows:
+        for cell, recompute in zip(cells, ("none", "selective", "full"), strict=True):
+            needs = replace(DOCS_NEEDS, microbatch_tokens=int(tokens), recompute=recompute)
+            rank = heaviest_rank(sizes_of(QWEN3_30B), shape_of(layout), needs)
+            assert f"{rank.total_bytes / 2**30:.1f}" == cell
+    assert len(rows) == 4
