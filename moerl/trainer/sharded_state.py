@@ -129,9 +129,7 @@ def load(folder: Path, chunks: Sequence[nn.Module], optimizer: Any) -> dict[str,
     loaded = _read(folder, _sharded(chunks, optimizer, loading=True), StrictHandling.RAISE_ALL)
     _fill(chunks, loaded["model"], folder)
     for index, each in enumerate(_optimizers(optimizer)):
-        state = loaded["optimizer"][index]
-        _set_adam_steps(each, state, loaded["adam_steps"])
-        each.load_state_dict(state)
+        _load_optimizer(each, loaded["optimizer"][index], loaded["adam_steps"])
     if loaded["layout"] == _layout():
         _set_random_state(loaded["random_states"][dist.get_rank()])
     return loaded["extra"]
@@ -258,16 +256,23 @@ def _adam_steps(optimizer: Any) -> int:
     return max(counts, default=0)
 
 
-def _set_adam_steps(optimizer: Any, state: dict[str, Any], steps: int) -> None:
-    """Writes the steps where the optimizer's `load_state_dict` looks for them."""
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-    inner = state.get("optimizer", state)
-    if isinstance(optimizer.optimizer, torch.optim.Adam) and not isinstance(optimizer, DistributedOptimizer):
-        inner["state"]["common_step"] = torch.tensor(float(steps))
-        return
-    for group in inner["param_groups"]:
-        group["step"] = steps
+def _load_optimizer(optimizer: Any, state: dict[str, Any], adam_steps: int) -> None:
+    inner = optimizer.optimizer
+    counts_per_parameter = isinstance(inner, torch.optim.Adam)
+    for group in state.get("optimizer", state)["param_groups"]:
+        if not counts_per_parameter or "step" in group:
+            group["step"] = adam_steps
+    sharded = state.pop("param_state", None)
+    optimizer.load_state_dict(state)
+    if sharded is not None:
+        # The distributed optimizer would look for torch's counts among the stored moments.
+        for moments in inner.state.values():
+            moments.pop("step", None)
+        optimizer.load_parameter_state_from_fully_reshardable(sharded)
+    if counts_per_parameter:
+        # A tensor of its own for each: torch counts in place.
+        for moments in inner.state.values():
+            moments["step"] = torch.tensor(float(adam_steps))
 
 
 # --- layout and random state -----------------------------------------------------------------------------------------

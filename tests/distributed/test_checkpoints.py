@@ -12,8 +12,6 @@ import tiny_moe
 import torch
 from ranks import Ranks
 
-from moerl.contract.shares import cut_share
-
 LENGTHS = (5, 30, 17, 41, 9, 24, 33, 12)
 NAME = "0-rl-000002"
 
@@ -57,10 +55,7 @@ def machines(one_process: Ranks, two_processes: Ranks) -> Machines:
 def step(trainer: Any, seed: int) -> float:
     """One update on all samples; the loss, the same on every rank."""
     where = trainer.where
-    sequence = 2 * where.context * where.tensor if where.context > 1 else 1
-    ranks = tiny_moe.pack(tiny_moe.make_samples(seed, LENGTHS), num_ranks=where.data, sequence=sequence)
-    denominator = tiny_moe.num_trained([batch for part in ranks for batch in part])
-    local = [cut_share(batch, trainer.place) for batch in ranks[where.data_rank]]
+    local, denominator = tiny_moe.shares(trainer, tiny_moe.make_samples(seed, LENGTHS))
     report = trainer.step(local, tiny_moe.policy_loss(trainer, local, denominator), enforce=True)
     counts = where.is_last_stage and where.tensor_rank == 0
     loss = torch.tensor([sum(float(row.losses_T.sum()) for row in report.rows) * counts], dtype=torch.float64)
