@@ -13,6 +13,7 @@ Files are written by torch.distributed.checkpoint and hold pickles: read only di
 from __future__ import annotations
 
 import io
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,9 @@ from moerl.errors import CheckpointError
 
 ENTRY_BYTES = 4096
 """Room that a stored tensor takes beyond its data, at most: archive header, padding and its lines in the index."""
+
+FULL_BYTES = 2**20
+"""A disk with less room than this counts as full where a file could not be written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +99,11 @@ def write(staged: StagedState, folder: Path, group: dist.ProcessGroup) -> list[P
     try:
         torch.distributed.checkpoint.save(staged.entries, storage_writer=writer, planner=planner, process_group=group)
     except CheckpointException as error:
-        problems = {f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in error.failures.items()}
-        raise unwritten(folder, "; ".join(sorted(problems))) from error
+        problems = [f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in error.failures.items()]
+        # torch's archive writer says nothing of a full disk but that it could not go on.
+        free = shutil.disk_usage(folder.parent).free
+        room = "the disk is full" if free < FULL_BYTES else "there is room on the disk"
+        raise unwritten(folder, "; ".join([*sorted(problems), f"{room}: {free} bytes free"])) from error
     rank = dist.get_rank(group)
     files = sorted(folder.glob(f"__{rank}_*"))
     if rank == 0:
@@ -259,10 +266,13 @@ def _adam_steps(optimizer: Any) -> int:
 def _load_optimizer(optimizer: Any, state: dict[str, Any], adam_steps: int) -> None:
     inner = optimizer.optimizer
     counts_per_parameter = isinstance(inner, torch.optim.Adam)
-    for group in state.get("optimizer", state)["param_groups"]:
-        if not counts_per_parameter or "step" in group:
-            group["step"] = adam_steps
     sharded = state.pop("param_state", None)
+    plain = state.get("optimizer", state)
+    if sharded is None and counts_per_parameter:
+        plain["state"]["common_step"] = torch.tensor(float(adam_steps))
+    else:
+        for group in plain["param_groups"]:
+            group["step"] = adam_steps
     optimizer.load_state_dict(state)
     if sharded is not None:
         # The distributed optimizer would look for torch's counts among the stored moments.

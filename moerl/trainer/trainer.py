@@ -241,7 +241,7 @@ class MegatronTrainer:
         """Goes on where a checkpoint was staged, by trainers of this or another parallel layout. A collective.
 
         Raises:
-            CheckpointError: the checkpoint is of another model.
+            CheckpointError: the checkpoint is of another model; parts of it may have been loaded, so build a new trainer.
         """
         assert self.optimizer is not None
         self.optimizer.load_progress(sharded_state.load(folder, self.model.chunks, self.optimizer.megatron))

@@ -63,31 +63,22 @@ def step(trainer: Any, seed: int) -> float:
     return loss.item() / denominator
 
 
-def save(trainer: Any, folder: Path, name: str = NAME) -> None:
-    from moerl.trainer.checkpoint import CheckpointStore
-    from moerl.trainer.saver import Saver
-
-    with Saver(CheckpointStore(folder, keep=2)) as saver:
-        saver.save(name, trainer.stage(), {"step": 2})
-
-
 def save_and_go_on(where: Any, path: Path, folder: Path, sharding: str, dtype: str) -> tuple[list[float], Any]:
     trainer = tiny_moe.build(where, path, sharding=sharding, dtype=dtype)
     for seed in (1, 2):
         step(trainer, seed)
-    save(trainer, folder)
+    tiny_moe.save(trainer, folder, NAME)
     return [step(trainer, seed) for seed in (3, 4)], tiny_moe.exported(trainer)
 
 
 def load_and_go_on(
-    where: Any, path: Path, folder: Path, sharding: str, dtype: str, again: Path | None
+    where: Any, path: Path, folder: Path, sharding: str, dtype: str, again: Path
 ) -> tuple[list[float], Any]:
     """Loads into a trainer that has been elsewhere; writes what it loaded to `again`; goes on."""
     trainer = tiny_moe.build(where, path, sharding=sharding, dtype=dtype)
     step(trainer, 7)
     trainer.restore(folder / NAME)
-    if again is not None:
-        save(trainer, again)
+    tiny_moe.save(trainer, again, NAME)
     return [step(trainer, seed) for seed in (3, 4)], tiny_moe.exported(trainer)
 
 
@@ -123,6 +114,50 @@ def test_a_run_goes_on_in_another_layout(
     source: str, target: str, untied: Path, tmp_path: Path, machines: Machines
 ) -> None:
     check_resuming(machines, source, target, untied, tmp_path, "off")
+
+
+@pytest.mark.parametrize("layout", ["TP2", "EP2", "TP2-EP2"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_in_its_own_layout_a_run_goes_on_bit_for_bit(
+    layout: str, dtype: str, untied: Path, tmp_path: Path, machines: Machines
+) -> None:
+    first, again = tmp_path / "first", tmp_path / "again"
+    expected = machines.run(layout, save_and_go_on, untied, first, "off", dtype)
+    for (there, found), (losses, weights) in zip(
+        machines.run(layout, load_and_go_on, untied, first, "off", dtype, again), expected, strict=True
+    ):
+        assert there == losses
+        assert tiny_moe.largest_difference(found, weights) == 0.0
+
+
+def random_numbers(where: Any, path: Path, folder: Path, *, load: bool) -> list[float]:
+    """What this rank draws next, after saving or loading."""
+    trainer = tiny_moe.build(where, path)
+    torch.manual_seed(100 + where.rank)
+    if load:
+        trainer.restore(folder / NAME)
+    else:
+        torch.manual_seed(200 + where.rank)
+        tiny_moe.save(trainer, folder, NAME)
+    return torch.rand(3).tolist()
+
+
+def after_saving(where: Any, path: Path, folder: Path) -> list[float]:
+    return random_numbers(where, path, folder, load=False)
+
+
+def after_loading(where: Any, path: Path, folder: Path) -> list[float]:
+    return random_numbers(where, path, folder, load=True)
+
+
+def test_random_states_come_back_in_the_layout_that_wrote_them_and_stay_as_they_were_in_another(
+    untied: Path, tmp_path: Path, machines: Machines
+) -> None:
+    saved = machines.run("TP2", after_saving, untied, tmp_path)
+    assert machines.run("TP2", after_loading, untied, tmp_path) == saved
+    assert saved[0] != saved[1]
+    elsewhere = machines.run("EP2", after_loading, untied, tmp_path)
+    assert not any(numbers in saved for numbers in elsewhere)
 
 
 @pytest.fixture(scope="module")
