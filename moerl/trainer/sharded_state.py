@@ -30,9 +30,6 @@ from moerl.errors import CheckpointError
 ENTRY_BYTES = 4096
 """Room that a stored tensor takes beyond its data, at most: archive header, padding and its lines in the index."""
 
-FULL_BYTES = 2**20
-"""A disk with less room than this counts as full where a file could not be written."""
-
 
 @dataclass(frozen=True, slots=True)
 class StagedState:
@@ -57,7 +54,7 @@ def stage(chunks: Sequence[nn.Module], optimizer: Any, extra: Mapping[str, Any])
     from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
     from megatron.core.dist_checkpointing.strategies import torch as torch_dist
 
-    sharded, _ = save_preprocess(_sharded(chunks, optimizer, loading=False))
+    sharded: Any = save_preprocess(_sharded(chunks, optimizer, loading=False))[0]
     common = {
         "extra": dict(extra),
         "adam_steps": _adam_steps(optimizer),
@@ -99,17 +96,22 @@ def write(staged: StagedState, folder: Path, group: dist.ProcessGroup) -> list[P
     try:
         torch.distributed.checkpoint.save(staged.entries, storage_writer=writer, planner=planner, process_group=group)
     except CheckpointException as error:
-        problems = [f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in error.failures.items()]
-        # torch's archive writer says nothing of a full disk but that it could not go on.
+        # Of a full disk torch's archive writer says no more than that it could not go on.
         free = shutil.disk_usage(folder.parent).free
-        room = "the disk is full" if free < FULL_BYTES else "there is room on the disk"
-        raise unwritten(folder, "; ".join([*sorted(problems), f"{room}: {free} bytes free"])) from error
+        room = "the disk is full" if free < staged.num_bytes else "the disk has room"
+        raise unwritten(folder, f"{_causes(error)}; {room}: {free} bytes free") from error
     rank = dist.get_rank(group)
     files = sorted(folder.glob(f"__{rank}_*"))
     if rank == 0:
         save_config(CheckpointingConfig("torch_dist"), str(folder))
         files += [path for path in folder.iterdir() if not path.name.startswith("__")]
     return files
+
+
+def _causes(error: CheckpointException) -> str:
+    """Which ranks failed and why, in one line."""
+    causes = [f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in sorted(error.failures.items())]
+    return " ".join("; ".join(causes).split())[:1000]
 
 
 def unwritten(folder: Path, problem: str) -> CheckpointError:
@@ -158,10 +160,13 @@ def _read(folder: Path, state: dict[str, Any], strict: Any) -> dict[str, Any]:
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.core import CheckpointingException
 
+    load: Any = dist_checkpointing.load
     try:
-        return dist_checkpointing.load(state, str(folder), strict=strict)
-    except (CheckpointingException, CheckpointException) as error:
-        raise _misfit(folder, " ".join(str(error).split())[:500]) from error
+        return load(state, str(folder), strict=strict)
+    except CheckpointException as error:
+        raise _misfit(folder, _causes(error)) from error
+    except CheckpointingException as error:
+        raise _misfit(folder, " ".join(str(error).split())[:1000]) from error
 
 
 def _misfit(folder: Path, problem: str) -> CheckpointError:
@@ -288,7 +293,7 @@ def _load_optimizer(optimizer: Any, state: dict[str, Any], adam_steps: int) -> N
 # --- layout and random state -----------------------------------------------------------------------------------------
 
 
-def _layout() -> dict[str, int]:
+def _layout() -> dict[str, Any]:
     from megatron.core import parallel_state as mpu
 
     return {
@@ -304,12 +309,10 @@ def _layout() -> dict[str, int]:
 
 def _gather_random_states() -> list[dict[str, Any]]:
     """Of every rank: torch's generators and those that Megatron keeps for parallel regions."""
-    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-
     mine = {
         "cpu": torch.get_rng_state(),
         "device": torch.cuda.get_rng_state().cpu() if torch.cuda.is_available() else None,
-        "regions": {name: value.cpu() for name, value in get_cuda_rng_tracker().get_states().items()},
+        "regions": {name: value.cpu() for name, value in _regions().get_states().items()},
     }
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
@@ -317,9 +320,14 @@ def _gather_random_states() -> list[dict[str, Any]]:
 
 
 def _set_random_state(state: Mapping[str, Any]) -> None:
-    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-
     torch.set_rng_state(state["cpu"])
     if state["device"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["device"])
-    get_cuda_rng_tracker().set_states(dict(state["regions"]))
+    _regions().set_states(dict(state["regions"]))
+
+
+def _regions() -> Any:
+    """Megatron's generators of parallel regions."""
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    return get_cuda_rng_tracker()

@@ -241,7 +241,8 @@ class MegatronTrainer:
         """Goes on where a checkpoint was staged, by trainers of this or another parallel layout. A collective.
 
         Raises:
-            CheckpointError: the checkpoint is of another model; parts of it may have been loaded, so build a new trainer.
+            CheckpointError: the checkpoint is of another model; parts of it may have been loaded, so this trainer is
+                of no use any more.
         """
         assert self.optimizer is not None
         self.optimizer.load_progress(sharded_state.load(folder, self.model.chunks, self.optimizer.megatron))

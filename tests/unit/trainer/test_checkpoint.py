@@ -84,9 +84,9 @@ def test_a_file_that_no_rank_described_is_not_committed(tmp_path: Path) -> None:
     (folder / "__0_0.distcp").write_bytes(b"mine")
     files = describe(folder, [folder / "__0_0.distcp"])
     (folder / "__1_0.distcp").write_bytes(b"of a rank that said nothing")
-    with pytest.raises(CheckpointError, match="__1_0.distcp"):
+    with pytest.raises(CheckpointError, match=r"__1_0\.distcp"):
         store.commit("step-000002", {}, files)
-    with pytest.raises(CheckpointError, match="__0_0.distcp"):
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp"):
         store.commit("step-000002", {}, {})
     latest = store.latest()
     assert latest is not None
