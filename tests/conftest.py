@@ -48,6 +48,13 @@ def two_processes() -> Iterator[Ranks]:
 
 
 @pytest.fixture(scope="session")
+def four_processes() -> Iterator[Ranks]:
+    ranks = Ranks(4)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="session")
 def untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_moe.write_model(tmp_path_factory.mktemp("untied"), tied=False, seed=1)
 

@@ -63,7 +63,7 @@ def shift_routing(*, call: int) -> None:
         ranks = original(*args, **kwargs)
         return [[replace(batch, expert_ids=np.roll(batch.expert_ids, 1, axis=0)) for batch in rank] for rank in ranks]
 
-    _replace("moerl.orchestration.rl:pack_for_ranks", at, call=call)
+    _replace("moerl.orchestration.batches:pack_for_ranks", at, call=call)
 
 
 def flip_bit_of_frame(*, call: int) -> None:
@@ -74,7 +74,7 @@ def flip_bit_of_frame(*, call: int) -> None:
         wrong[len(wrong) // 2] ^= 1
         return original(bytes(wrong), **kwargs)
 
-    _replace("moerl.orchestration.rl:decode_samples", at, call=call)
+    _replace("moerl.orchestration.batches:decode_batches", at, call=call)
 
 
 def repeat_an_expert(*, call: int) -> None:

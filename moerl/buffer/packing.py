@@ -29,14 +29,14 @@ class PackOptions:
     """How sequences share microbatches.
 
     token_budget: most rows of a microbatch, padding included; a longer sample has a microbatch of its own.
-    padding: what the layout needs. cost: what ranks are balanced by; rows alone where not given. count_multiple: ranks
-    get a multiple of this many microbatches, as an interleaved pipeline schedule needs.
+    padding: what the layout needs. count_multiple: ranks get a multiple of this many microbatches, as an interleaved
+    pipeline schedule needs. cost: what ranks are balanced by; rows alone where not given.
     """
 
     token_budget: int
     padding: Padding = field(default_factory=Padding)
-    cost: SequenceCost = field(default_factory=SequenceCost)
     count_multiple: int = 1
+    cost: SequenceCost = field(default_factory=SequenceCost)
 
 
 def pack_trajectories(
@@ -61,7 +61,7 @@ def pack_for_ranks(
 ) -> list[list[Microbatch]]:
     """One list of microbatches per data-parallel rank, all of the same length; together they hold every sample once.
 
-    Expert-parallel ranks meet in every forward pass, so all must run equally many, as few as the budget allows, of
+    Expert-parallel ranks meet in every forward pass, so all must run equally many, as few as the options allow, of
     nearly equal cost (`moerl.buffer.partition.plan_packs`); a rank without enough sequences gets microbatches of pad
     rows alone.
 

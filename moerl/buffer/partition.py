@@ -25,8 +25,8 @@ def plan_packs(
 ) -> list[list[Pack]]:
     """Packs per rank, equally many on each, every sequence in exactly one.
 
-    1. Best-fit decreasing says how many packs are needed; that number is rounded up until every rank gets
-       equally many, and a multiple of `count_multiple`.
+    1. Best-fit decreasing says how many packs are needed; that number is rounded up to a multiple of the ranks, and
+       per rank to one of `count_multiple`.
     2. That many packs are filled evenly in rows and cost (`fit`). Where this leaves a sequence over, which takes packs
        that are full to the brim, the best-fit packs stand, and ranks may get empty ones.
     3. Packs go to ranks in groups of similar cost (`deal`).
@@ -35,7 +35,6 @@ def plan_packs(
     Args:
         sizes: rows of each sequence, padding included. costs: of each sequence.
         capacity: most rows of a pack; a longer sequence has a pack of its own.
-        count_multiple: every rank gets a multiple of this many packs.
 
     Returns:
         Per rank, packs by falling cost; an empty pack is one without sequences. Deterministic.

@@ -159,7 +159,7 @@ def _attention_parameters(sizes: ModelSizes, tensor: int) -> int:
         return down + up // tensor
     packed = (heads + 2 * sizes.num_key_value_heads) * sizes.head_dim
     split = h * packed + heads * sizes.head_dim * h + (packed if "qkv" in sizes.attention_biases else 0)
-    whole = (2 * sizes.head_dim if sizes.qk_norm else 0) + (h if "output" in sizes.attention_biases else 0)
+    whole = sizes.qk_norm_size + (h if "output" in sizes.attention_biases else 0)
     return split // tensor + whole
 
 

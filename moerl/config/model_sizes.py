@@ -1,7 +1,7 @@
 """The sizes of a model that parallel sizes, lengths and memory depend on, of a model to build or of a directory.
 
 Pure functions; any process. Read from the plain content of a Hugging Face config by the names that Qwen3-MoE,
-DeepSeek-V3 and GLM-4.5 use; which families can be trained at all is decided in `moerl.contract.spec`.
+DeepSeek-V3, GLM-4.5 and OLMoE use; which families can be trained at all is decided in `moerl.contract.spec`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moerl.config.trainable import refuse_untrainable
 from moerl.contract.spec import spec_from_hf_config
 from moerl.errors import ConfigError
 
@@ -38,7 +39,8 @@ class ModelSizes:
     origin: where the sizes stand: ``model.architecture``, or the path of a config.json. is_fixed: they cannot be
     changed by keys. intermediate_size: inner width of the dense layers. shared_size: inner width of all shared
     experts of a layer together, 0 = none. moe_layers: indices of the layers with experts. max_positions: tokens.
-    qk_norm: queries and keys are normalised per head. attention_biases: which projections have a bias.
+    qk_norm_size: weights of the norms of a layer's queries and keys, 0 = none. attention_biases: which projections have
+    a bias.
     """
 
     origin: str
@@ -50,7 +52,7 @@ class ModelSizes:
     num_key_value_heads: int
     head_dim: int
     latent: LatentAttention | None
-    qk_norm: bool
+    qk_norm_size: int
     attention_biases: tuple[str, ...]
     intermediate_size: int
     num_experts: int
@@ -82,7 +84,7 @@ def architecture_sizes(architecture: ArchitectureConfig) -> ModelSizes:
         num_key_value_heads=architecture.num_key_value_heads,
         head_dim=architecture.head_dim,
         latent=None,
-        qk_norm=True,
+        qk_norm_size=2 * architecture.head_dim,
         attention_biases=(),
         intermediate_size=0,
         num_experts=architecture.num_experts,
@@ -105,6 +107,7 @@ def directory_sizes(folder: Path) -> ModelSizes:
     values = _read(file)
     try:
         spec_from_hf_config(values)
+        refuse_untrainable(values)
     except ConfigError as error:
         raise ConfigError(
             f"model.path: {file}: {error.what}", seen=error.seen, expected=error.expected, remedy=error.remedy
@@ -124,7 +127,10 @@ def sizes_from_hf_config(config: Mapping[str, Any], origin: str) -> ModelSizes:
     """
     read = _Reader(config, origin)
     num_layers, hidden_size = read.size("num_hidden_layers"), read.size("hidden_size")
-    heads, expert_size = read.size("num_attention_heads"), read.size("moe_intermediate_size")
+    heads = read.size("num_attention_heads")
+    # OLMoE has no dense layers and calls the width of its experts just that.
+    expert_size = read.size("intermediate_size" if config.get("model_type") == "olmoe" else "moe_intermediate_size")
+    head_dim = config.get("head_dim") or hidden_size // heads
     moe_layers = _moe_layers(config, num_layers)
     latent = _latent(read) if config.get("kv_lora_rank") else None
     return ModelSizes(
@@ -135,9 +141,9 @@ def sizes_from_hf_config(config: Mapping[str, Any], origin: str) -> ModelSizes:
         moe_layers=moe_layers,
         num_attention_heads=heads,
         num_key_value_heads=read.size("num_key_value_heads"),
-        head_dim=config.get("head_dim") or hidden_size // heads,
+        head_dim=head_dim,
         latent=latent,
-        qk_norm=bool(config.get("use_qk_norm", config.get("model_type") == "qwen3_moe")),
+        qk_norm_size=_qk_norm_size(config, head_dim),
         attention_biases=_attention_biases(config, latent),
         intermediate_size=read.size("intermediate_size") if len(moe_layers) < num_layers else 0,
         num_experts=read.size("num_experts", "num_local_experts", "n_routed_experts"),
@@ -187,12 +193,19 @@ def _latent(read: _Reader) -> LatentAttention:
     )
 
 
+def _qk_norm_size(config: Mapping[str, Any], head_dim: int) -> int:
+    """Qwen3-MoE and some of GLM-4.5 normalise each head, OLMoE all heads at once."""
+    if config.get("model_type") == "olmoe":
+        return (config["num_attention_heads"] + config["num_key_value_heads"]) * head_dim
+    return 2 * head_dim if config.get("use_qk_norm", config.get("model_type") == "qwen3_moe") else 0
+
+
 def _attention_biases(config: Mapping[str, Any], latent: LatentAttention | None) -> tuple[str, ...]:
-    """Qwen3-MoE's switch means all four projections; GLM-4.5's leaves the output without; latent attention has none
-    in the released models, and its few biases are left out."""
+    """The switch means all four projections, but GLM-4.5 leaves the output without; latent attention has none in the
+    released models, and its few biases are left out."""
     if not config.get("attention_bias") or latent is not None:
         return ()
-    return ("qkv", "output") if config.get("model_type") == "qwen3_moe" else ("qkv",)
+    return ("qkv",) if config.get("model_type") == "glm4_moe" else ("qkv", "output")
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -22,7 +22,6 @@ from moerl.contract.ports import (
 from moerl.contract.quarantine import Quarantine, read_quarantined
 from moerl.contract.reasons import Reason
 from moerl.contract.routing import rollout_key, routing_checksums
-from moerl.contract.sample_wire import decode_samples, encode_samples
 from moerl.contract.spec import spec_from_hf_config
 from moerl.contract.trajectory import (
     MAX_KEPT_IDS,
@@ -69,10 +68,8 @@ __all__ = [
     "concat_kept_sets",
     "decode_batches",
     "decode_records",
-    "decode_samples",
     "decode_trajectories",
     "encode_batches",
-    "encode_samples",
     "encode_trajectories",
     "read_quarantined",
     "rollout_key",

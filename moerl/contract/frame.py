@@ -39,8 +39,7 @@ class FrameKind(IntEnum):
     """What the payload holds."""
 
     TRAJECTORIES = 1
-    SAMPLES = 2
-    BATCHES = 3
+    BATCHES = 2
 
 
 @dataclass(frozen=True, slots=True)

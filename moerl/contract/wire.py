@@ -1,4 +1,4 @@
-"""The wire codec: trajectories as one frame of msgpack, from engine hosts to the trainer and between trainer ranks.
+"""The wire codec: trajectories as one frame of msgpack, from engine hosts to the trainer.
 
 Decoding is strict: unknown and missing fields, wrong types, wrong lengths, another model or fingerprint and anything
 the invariants refuse raise `ContractError`. Typed structs bound the nesting depth; no pickle. Framing, sizes and
@@ -142,10 +142,10 @@ def encode_trajectories(trajectories: Sequence[Trajectory]) -> bytes:
     message = TrajectoriesMessage(
         spec=common_spec(trajectories), trajectories=[to_message(trajectory) for trajectory in trajectories]
     )
-    return seal(message, trajectories, FrameKind.TRAJECTORIES)
+    return seal(message, trajectories)
 
 
-def seal(message: WireStruct, trajectories: Sequence[Trajectory], kind: FrameKind) -> bytes:
+def seal(message: WireStruct, trajectories: Sequence[Trajectory]) -> bytes:
     """A frame of a document and the expert ids of its trajectories."""
     document = _encoder.encode(message)
     payload_bytes = _DOCUMENT_BYTES.size + len(document) + sum(t.expert_ids.nbytes for t in trajectories)
@@ -156,7 +156,7 @@ def seal(message: WireStruct, trajectories: Sequence[Trajectory], kind: FrameKin
         for trajectory in trajectories:
             yield from expert_planes(trajectory.expert_ids)
 
-    return pack_frame(parts(), payload_bytes, kind)
+    return pack_frame(parts(), payload_bytes, FrameKind.TRAJECTORIES)
 
 
 class ExpertIds:

@@ -115,8 +115,7 @@ def _open_run(config: RunConfig, command: str, *, resume: bool) -> Iterator[tupl
             rank=rank.rank,
             world_size=rank.world_size,
             rendezvous=rank.rendezvous,
-            tensor=config.parallel.tensor,
-            expert=config.parallel.expert,
+            parallel=config.parallel,
             seed=config.seed,
         )
         model_path = config.model.path or config.run_dir / "initial_model"

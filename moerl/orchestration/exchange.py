@@ -143,8 +143,8 @@ def gather_rows(rows_RC: NDArray[np.float32], group: dist.ProcessGroup | None = 
     return torch.cat([part[:count] for part, count in zip(parts, counts.tolist(), strict=True)]).cpu().numpy()
 
 
-def sum_over(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The sum of a CPU tensor over `group`, on the CPU."""
+def sum_over(values: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """The sum of a CPU tensor over `group` (all ranks where None), on the CPU."""
     total = values.to(_device(group))
     dist.all_reduce(total, group=group)
     return total.cpu()

@@ -3,7 +3,7 @@
     prompts -> engine -> trajectories -> rewards -> packed batch -> Megatron step -> weights -> engine
                      (routing and kept sets ride on the trajectory; both are enforced in the step)
 
-Runs in every trainer rank. Rank 0 hosts the embedded engine and hands the batch to the others as wire frames.
+Runs in every trainer rank. Rank 0 hosts the embedded engine, packs the batch and sends every rank its own share.
 """
 
 from __future__ import annotations
@@ -14,25 +14,22 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from moerl.algorithms.registry import Algorithm, make_algorithm
 from moerl.buffer.order import batch_indices
-from moerl.buffer.packing import PackOptions, pack_for_ranks
-from moerl.buffer.rows import Padding
+from moerl.config.model_sizes import directory_sizes
 from moerl.contract.batch import Microbatch, TrainSample
 from moerl.contract.ports import WorkedTask
-from moerl.contract.sample_wire import decode_samples, encode_samples
 from moerl.contract.trajectory import ModelSpec
 from moerl.errors import EngineError, MoerlError
 from moerl.orchestration import step_metrics
+from moerl.orchestration.batches import BatchExchange, Minibatch, pack_options
 from moerl.orchestration.evaluation import evaluate
-from moerl.orchestration.exchange import broadcast_bytes, gather_rows, sum_over
+from moerl.orchestration.exchange import gather_rows, sum_over
 from moerl.orchestration.rollouts import Collector, in_request_order, sampling_params, with_advantages
 from moerl.orchestration.run import Run
 from moerl.telemetry.metrics import table_metrics
-from moerl.trainer import layout
 from moerl.trainer.losses import PolicyGradientLoss, Scorer
 from moerl.trainer.trainer import MegatronTrainer, RowScores
 from moerl.weights.publish import publish
@@ -65,7 +62,17 @@ class RLStage:
             _check_handshake(collector.engine.handshake().spec, run.spec)
         options = run.model_options(config.algorithm.moe_aux_loss_coef)
         updates = config.algorithm.steps * config.algorithm.minibatches
-        self.trainer = MegatronTrainer(model_path, run.spec, run.layout, options, config.optimizer, updates)
+        self.trainer = MegatronTrainer(
+            model_path,
+            run.spec,
+            run.layout,
+            options,
+            config.optimizer,
+            updates,
+            config.trainer.distributed_optimizer,
+        )
+        packing = pack_options(config, run.layout, directory_sizes(model_path))
+        self.exchange = BatchExchange(self.trainer, packing, config)
         self.reference = None
         if self.algorithm.needs_reference:
             self.reference = MegatronTrainer(model_path, run.spec, run.layout, options, None)
@@ -78,26 +85,26 @@ class RLStage:
         self._evaluate_cold_start(first_step)
         run.reporter.begin_stage(STAGE, done=first_step, total=steps)
         for step in range(first_step, steps):
-            samples = self._rollouts(step)
-            metrics = self._train_on(samples, step)
+            minibatches = self._rollouts(step)
+            metrics = self._train_on(minibatches, step)
             self._publish(step + 1)
-            run.log(STAGE, step + 1, metrics, sum(sample.trajectory.num_sampled for sample in samples))
+            run.log(STAGE, step + 1, metrics, round(sum(minibatch.num_tokens for minibatch in minibatches)))
             self._evaluate(step + 1)
             run.checkpoint_if_due(STAGE, step + 1, steps, self.trainer)
 
     # --- rollouts ----------------------------------------------------------------------------------------------------
 
-    def _rollouts(self, step: int) -> list[TrainSample]:
-        """This step's samples, the same on every rank."""
-        frame = None
+    def _rollouts(self, step: int) -> list[Minibatch]:
+        """This step's minibatches, this rank's share of each."""
+        parts = None
         with self.run.stopwatch.span("rollout"):
             try:
                 if self.collector is not None:
-                    frame = encode_samples(self._sample(self.collector, step))
+                    parts = _split_groups(self._sample(self.collector, step), self.config.algorithm.minibatches)
             finally:
                 # A failed main rank tells the others, who would wait for its batch otherwise.
-                frame = broadcast_bytes(frame)
-        return decode_samples(frame, spec=self.run.spec)
+                minibatches = self.exchange.share(parts)
+        return minibatches
 
     def _sample(self, collector: Collector, step: int) -> list[TrainSample]:
         config = self.config
@@ -124,72 +131,58 @@ class RLStage:
 
     # --- training ----------------------------------------------------------------------------------------------------
 
-    def _train_on(self, samples: list[TrainSample], step: int) -> dict[str, float]:
+    def _train_on(self, minibatches: Sequence[Minibatch], step: int) -> dict[str, float]:
         run, config = self.run, self.config
-        minibatches = [self._pack(part) for part in _split_groups(samples, config.algorithm.minibatches)]
         due = step == 0 or (config.mismatch.every and (step + 1) % config.mismatch.every == 0)
         table: dict[str, dict[str, float]] = {}
         if due or step + 1 == config.algorithm.steps:
             with run.stopwatch.span("mismatch"):
-                table = self._mismatch_table([batches for batches, _ in minibatches])
+                table = self._mismatch_table([minibatch.batches for minibatch in minibatches])
             run.state.mismatch = table
             run.state.mismatch_first = run.state.mismatch_first or table
         with run.stopwatch.span("train"):
-            metrics = self._update(minibatches)
-        metrics |= step_metrics.rollout_metrics([sample.trajectory for sample in samples])
+            metrics = self._update(minibatches, step)
+        if run.layout.is_main:
+            samples = [sample for minibatch in minibatches for sample in minibatch.samples]
+            metrics |= step_metrics.rollout_metrics([sample.trajectory for sample in samples])
+            metrics |= step_metrics.mean_of([minibatch.metrics for minibatch in minibatches])
         metrics |= {"weights/version": float(step + 1), "quarantine/count": float(self.run.quarantine.num_refused)}
         return metrics | table_metrics(table)
 
-    def _pack(self, samples: Sequence[TrainSample]) -> tuple[list[Microbatch], int]:
-        """This rank's microbatches, and the trained tokens of all ranks."""
-        ranks = pack_for_ranks(
-            samples,
-            self.run.layout.data,
-            PackOptions(self.config.trainer.microbatch_tokens, Padding.of(self.run.layout.tensor)),
-            replay=True,
-        )
-        num_tokens = sum(int(batch.loss_mask.sum()) for batches in ranks for batch in batches)
-        return ranks[self.run.layout.data_rank], num_tokens
-
-    def _update(self, minibatches: Sequence[tuple[list[Microbatch], int]]) -> dict[str, float]:
+    def _update(self, minibatches: Sequence[Minibatch], step: int) -> dict[str, float]:
         """One optimizer step per minibatch. With several, log-probs before the first update are the proximal ones."""
         proximal: list[list[Tensor] | None] = [None] * len(minibatches)
         before: list[list[RowScores]] = []
         if len(minibatches) > 1:
-            before = [self._score(batches, enforce=self.enforce) for batches, _ in minibatches]
+            before = [self._score(minibatch.batches, enforce=self.enforce) for minibatch in minibatches]
             proximal = [[rows.logprobs_T for rows in scores] for scores in before]
-        tables, grad_norms, verified = [], [], 0
+        tables, updates, verified = [], [], 0
         load_LE = torch.zeros(self.run.spec.num_moe_layers, self.run.spec.num_experts, dtype=torch.int64)
-        learning_rate = 0.0
-        for number, (batches, num_tokens) in enumerate(minibatches):
-            loss = PolicyGradientLoss(
-                self._scorer(batches),
-                self.algorithm,
-                float(num_tokens),
-                self.enforce,
-                proximal[number],
-                self.reference,
-            )
+        for number, minibatch in enumerate(minibatches):
+            batches = minibatch.batches
+            loss = self._loss(minibatch, proximal[number])
             report = self.trainer.step(batches, loss, enforce=self.enforce)
             assert report.update is not None
+            self.run.check_update(report.update, f"{STAGE}-{step + 1:06d}-{number}", minibatch.samples)
             rows = report.rows if not before else _with_clipping(before[number], report.rows)
-            tables.append(step_metrics.local_rows(batches, rows))
-            grad_norms.append(report.update.grad_norm)
-            learning_rate = report.update.learning_rate
+            tables.append(step_metrics.local_rows(self.trainer.place, batches, rows))
+            updates.append(report.update)
             verified += report.rows_verified
             load_LE += report.expert_load_LE
-        table = self._gather(tables)
-        load_LE = sum_over(load_LE, layout.data_group())
-        if self.run.layout.tensor > 1:
-            load_LE = sum_over(load_LE, layout.tensor_group())
+        table = step_metrics.RowTable.of(gather_rows(np.concatenate(tables)))
         return {
             **step_metrics.disagreement(table),
             **step_metrics.policy_metrics(table),
-            **step_metrics.load_metrics(load_LE),
-            "optimizer/grad_norm": sum(grad_norms) / len(grad_norms),
-            "optimizer/lr": learning_rate,
-            "replay/rows_verified": float(sum_over(torch.tensor([verified]), layout.data_group())),
+            **step_metrics.load_metrics(sum_over(load_LE)),
+            **step_metrics.update_metrics(updates),
+            "replay/rows_verified": float(sum_over(torch.tensor([verified]))),
         }
+
+    def _loss(self, minibatch: Minibatch, proximal: list[Tensor] | None) -> PolicyGradientLoss:
+        batches, reference = minibatch.batches, self.reference
+        inputs = [] if reference is None else reference.head_inputs(batches, enforce=self.enforce)
+        scorer = self._scorer(batches)
+        return PolicyGradientLoss(scorer, self.algorithm, minibatch.num_tokens, proximal, reference, inputs)
 
     def _scorer(self, batches: Sequence[Microbatch], *, with_full: bool = False) -> Scorer:
         keep_mask = self.config.keep_sampling_mask.enabled or with_full
@@ -198,18 +191,17 @@ class RLStage:
     def _score(self, batches: Sequence[Microbatch], *, enforce: bool, with_full: bool = False) -> list[RowScores]:
         return self.trainer.score(batches, self._scorer(batches, with_full=with_full), enforce=enforce)
 
-    def _gather(self, tables: Sequence[NDArray[np.float32]]) -> step_metrics.RowTable:
-        return step_metrics.RowTable.of(gather_rows(np.concatenate(tables), layout.data_group()))
-
     def _mismatch_table(self, minibatches: Sequence[list[Microbatch]]) -> dict[str, dict[str, float]]:
         """The same rollouts and weights, scored with routing and sampling mask each kept and not."""
         table = {}
         for routing in (True, False):
             rows = [
-                step_metrics.local_rows(batches, self._score(batches, enforce=routing, with_full=True))
+                step_metrics.local_rows(
+                    self.trainer.place, batches, self._score(batches, enforce=routing, with_full=True)
+                )
                 for batches in minibatches
             ]
-            gathered = self._gather(rows)
+            gathered = step_metrics.RowTable.of(gather_rows(np.concatenate(rows)))
             for mask in (True, False):
                 name = {(True, True): "both", (True, False): "experts", (False, True): "kept_sets"}.get(
                     (routing, mask), "neither"

@@ -16,12 +16,13 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from moerl.config.schema import RunConfig
+from moerl.contract.batch import TrainSample
 from moerl.contract.disk import write_parquet
 from moerl.contract.ports import Prompt, Task, WeightSink
 from moerl.contract.quarantine import Quarantine
 from moerl.contract.trajectory import ModelSpec, Trajectory
 from moerl.diagnostics.summary import RunSummary
-from moerl.errors import CheckpointError
+from moerl.errors import CheckpointError, MoerlError
 from moerl.orchestration.evaluation import Evaluation
 from moerl.orchestration.exchange import barrier, broadcast_bytes, gather_rows
 from moerl.orchestration.models import write_model
@@ -30,7 +31,11 @@ from moerl.telemetry.spans import Stopwatch, peak_rss_bytes
 from moerl.trainer.checkpoint import CheckpointStore
 from moerl.trainer.layout import Layout
 from moerl.trainer.model import ModelOptions
+<<<<<<< HEAD
 from moerl.trainer.saver import Saver
+=======
+from moerl.trainer.optimizer import UpdateReport
+>>>>>>> main
 from moerl.trainer.trainer import MegatronTrainer
 
 STAGE_ORDER = ("sft", "rl")
@@ -105,8 +110,9 @@ class Run:
             dtype=self.config.model.dtype,
             recompute=self.config.trainer.recompute,
             moe_aux_loss_coef=moe_aux_loss_coef,
-            tensor=self.config.parallel.tensor,
-            expert=self.config.parallel.expert,
+            expert_bias=self.config.trainer.expert_bias,
+            train_router=self.config.trainer.train_router,
+            deterministic=self.config.trainer.deterministic,
         )
 
     def train_prompts(self) -> list[Prompt]:
@@ -219,6 +225,32 @@ class Run:
             "memory/peak_rss_bytes": float(self.peak_rss_bytes),
         }
         self.reporter.log(stage, step, metrics)
+
+    def check_update(self, update: UpdateReport, name: str, samples: Sequence[TrainSample] = ()) -> None:
+        """Keeps the batch of a skipped update as ``skipped/<name>.parquet``, and stops after too many in a row.
+
+        Raises:
+            MoerlError: on every rank, where more than `trainer.max_skipped_updates` in a row were skipped.
+        """
+        if not update.skipped:
+            return
+        where = f"{name} (the batch follows from the seed)"
+        if samples:
+            where = str(self.config.run_dir / "skipped" / f"{name}.parquet")
+            Path(where).parent.mkdir(exist_ok=True)
+            write_parquet(Path(where), [sample.trajectory for sample in samples])
+        allowed = self.config.trainer.max_skipped_updates
+        self.reporter.say(
+            f"WARNING: the gradient was not finite, update skipped ({update.skipped_in_a_row} in a row, {allowed}"
+            f" allowed); its batch: {where}"
+        )
+        if update.skipped_in_a_row > allowed:
+            raise MoerlError(
+                "the gradient is not finite",
+                seen=f"{update.skipped_in_a_row} skipped updates in a row",
+                expected=f"at most trainer.max_skipped_updates = {allowed}",
+                remedy=f"the weights are unchanged; inspect {where}, and resume with a lower optimizer.lr",
+            )
 
     def record_evaluations(self, step: int, evaluations: dict[str, Evaluation]) -> None:
         """Keeps and reports the evaluations made after `step` RL steps, by name (`reporting.EVALUATIONS`)."""

@@ -9,15 +9,16 @@ import numpy as np
 import torch
 
 from moerl.buffer.order import batch_indices
-from moerl.buffer.packing import PackOptions, pack_text_for_ranks
-from moerl.buffer.rows import Padding
+from moerl.buffer.packing import PackOptions
+from moerl.config.model_sizes import directory_sizes
 from moerl.contract.batch import TextSample
 from moerl.contract.ports import DemonstrationTask
+from moerl.orchestration import step_metrics
+from moerl.orchestration.batches import pack_options, share_text
 from moerl.orchestration.exchange import sum_over
 from moerl.orchestration.models import eos_id
 from moerl.orchestration.run import Run
 from moerl.tasks.tokenizer import encode_checked
-from moerl.trainer import layout
 from moerl.trainer.losses import TextLoss
 from moerl.trainer.trainer import MegatronTrainer
 
@@ -50,32 +51,31 @@ def train(run: Run, model_path: Path, output: Path) -> None:
         run.model_options(config.sft.moe_aux_loss_coef),
         config.sft.optimizer,
         total_steps=config.sft.steps,
+        sharding=config.trainer.distributed_optimizer,
     )
+    packing = pack_options(config, run.layout, directory_sizes(model_path))
     first_step = run.restore(STAGE, trainer)
     run.reporter.begin_stage(STAGE, done=first_step, total=config.sft.steps)
     for step in range(first_step, config.sft.steps):
         indices = batch_indices(len(samples), config.sft.batch_size, step, config.seed)
-        _step(run, trainer, step, [samples[i] for i in indices])
+        _step(run, trainer, step, [samples[i] for i in indices], packing)
         run.checkpoint_if_due(STAGE, step + 1, config.sft.steps, trainer)
     run.write_model(output, like=model_path, trainer=trainer)
 
 
-def _step(run: Run, trainer: MegatronTrainer, step: int, samples: Sequence[TextSample]) -> None:
+def _step(run: Run, trainer: MegatronTrainer, step: int, samples: Sequence[TextSample], packing: PackOptions) -> None:
     with run.stopwatch.span("train"):
-        ranks = pack_text_for_ranks(
-            samples,
-            run.layout.data,
-            PackOptions(run.config.trainer.microbatch_tokens, Padding.of(run.layout.tensor)),
-        )
-        num_tokens = sum(int(batch.loss_mask.sum()) for batches in ranks for batch in batches)
-        batches = ranks[run.layout.data_rank]
-        report = trainer.step(batches, TextLoss(batches, trainer.embedding_shard, float(num_tokens)), enforce=False)
+        minibatch = share_text(samples, trainer, packing)
+        loss = TextLoss(minibatch.batches, trainer.embedding_shard, minibatch.num_tokens)
+        report = trainer.step(minibatch.batches, loss, enforce=False)
     assert report.update is not None
-    losses = [rows.losses_T.sum() for rows in report.rows if rows.losses_T is not None]
-    loss = float(sum_over(torch.stack(losses).sum().double()[None], layout.data_group()))
+    run.check_update(report.update, f"{STAGE}-{step + 1:06d}")
+    own = torch.zeros(1, dtype=torch.float64)
+    if trainer.where.tensor_rank == 0:
+        own += sum(float(rows.losses_T.double().sum()) for rows in report.rows if rows.losses_T is not None)
     metrics = {
-        "sft/loss": loss / num_tokens,
-        "optimizer/grad_norm": report.update.grad_norm,
-        "optimizer/lr": report.update.learning_rate,
+        "sft/loss": float(sum_over(own)) / minibatch.num_tokens,
+        **step_metrics.update_metrics([report.update]),
+        **minibatch.metrics,
     }
-    run.log(STAGE, step + 1, metrics, num_tokens)
+    run.log(STAGE, step + 1, metrics, round(minibatch.num_tokens))

@@ -5,7 +5,7 @@ Runs on every rank up to the gather, on the main rank after it. Names, units and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +15,9 @@ from torch import Tensor
 
 from moerl.algorithms.mismatch import mismatch_sums, ratio_quantiles, ratio_sample
 from moerl.contract.batch import Microbatch
+from moerl.contract.shares import Place
 from moerl.contract.trajectory import Trajectory
+from moerl.trainer.optimizer import UpdateReport
 from moerl.trainer.trainer import RowScores
 
 MAX_RATIO_SAMPLES = 1_000_000
@@ -24,7 +26,7 @@ COLUMNS = ("trainer", "rollout", "full", "entropy", "clipped", "layers_differing
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowTable:
-    """Per trained token, over all data-parallel ranks: float32 [R] each.
+    """Per trained token, over all ranks: float32 [R] each.
 
     trainer, rollout: log-probs under the support the token was drawn from. full: the trainer's over the whole
     vocabulary (zeros where not asked for). layers_differing: MoE layers whose natural choice was not the recorded one.
@@ -42,8 +44,13 @@ class RowTable:
         return cls(*np.ascontiguousarray(rows_RC.T))
 
 
-def local_rows(batches: Sequence[Microbatch], scores: Sequence[RowScores]) -> NDArray[np.float32]:
-    """This rank's rows of the table, float32 [R, C], columns as `COLUMNS`."""
+def local_rows(place: Place, batches: Sequence[Microbatch], scores: Sequence[RowScores]) -> NDArray[np.float32]:
+    """This rank's rows of the table, float32 [R, C], columns as `COLUMNS`: over all ranks, every trained token once.
+
+    Tensor-parallel ranks hold the same rows; the first of them speaks for all.
+    """
+    if not place.scores or place.tensor_rank > 0:
+        return np.zeros((0, len(COLUMNS)), np.float32)
     parts = []
     for batch, score in zip(batches, scores, strict=True):
         zeros_T = torch.zeros(batch.num_rows)
@@ -120,3 +127,19 @@ def load_metrics(expert_load_LE: Tensor) -> dict[str, float]:
         "experts/load_max_over_mean": float((load_LE.max(1).values / mean_L).max()),
         "experts/load_min_over_mean": float((load_LE.min(1).values / mean_L).min()),
     }
+
+
+def update_metrics(updates: Sequence[UpdateReport]) -> dict[str, float]:
+    """Gradient norm, learning rate and skipped updates of one step."""
+    done = [update.grad_norm for update in updates if not update.skipped]
+    return {
+        "optimizer/grad_norm": sum(done) / max(1, len(done)),
+        "optimizer/lr": updates[-1].learning_rate,
+        "optimizer/skipped": float(sum(update.skipped for update in updates)),
+    }
+
+
+def mean_of(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean over the minibatches of a step, of the metrics that all of them have."""
+    names = [name for name in parts[0] if all(name in part for part in parts)]
+    return {name: sum(part[name] for part in parts) / len(parts) for name in names}

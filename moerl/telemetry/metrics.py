@@ -99,6 +99,7 @@ _ALL = (
     Metric("experts/load_max_over_mean", "1", "load of the busiest expert over the mean, worst layer"),
     Metric("experts/load_min_over_mean", "1", "load of the idlest expert over the mean, worst layer"),
     Metric("optimizer/grad_norm", "1", "global gradient norm before clipping, mean over the step's updates"),
+    Metric("optimizer/skipped", "update", "optimizer steps left out because the gradient was not finite"),
     Metric("optimizer/lr", "1", "learning rate of the step's last update"),
     Metric("sft/loss", "nat", "mean negative log-likelihood of demonstration tokens"),
     Metric("tokens/trained", "token", "tokens whose loss was part of an update, of the run so far"),

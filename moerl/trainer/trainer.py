@@ -20,7 +20,11 @@ from moerl.contract.batch import Microbatch
 from moerl.contract.shares import Place
 from moerl.contract.trajectory import ModelSpec
 from moerl.kernels.vocab_parallel import VocabShard
+<<<<<<< HEAD
 from moerl.trainer import layout, platform, sharded_state
+=======
+from moerl.trainer import balance, layout, platform
+>>>>>>> main
 from moerl.trainer.layout import Layout
 from moerl.trainer.model import ModelOptions, PolicyModel, bare
 from moerl.trainer.optimizer import Optimizer, UpdateReport
@@ -101,7 +105,8 @@ class MegatronTrainer:
         if config.bf16:
             from megatron.core.transformer.module import Float16Module
 
-            modules = [Float16Module(config, chunk) for chunk in modules]
+            with balance.float32_expert_bias(modules):
+                modules = [Float16Module(config, chunk) for chunk in modules]
         self.keep_routing = KeepRouting(modules, config, spec, where)
         self.optimizer = None if optimizer is None else Optimizer(modules, config, optimizer, total_steps, sharding)
         self._modules = modules if self.optimizer is None else self.optimizer.modules
@@ -151,7 +156,11 @@ class MegatronTrainer:
         num_rows = torch.tensor([sum(int((~batch.is_pad).sum()) for batch in batches)], device=platform.device())
         dist.all_reduce(num_rows, group=layout.data_and_context_group())
         report = self._run(batches, loss, enforce=enforce, scale=float(num_rows), forward_only=False)
-        return replace(report, update=self.optimizer.update())
+        update = self.optimizer.update()
+        if self.options.expert_bias == "update" and not update.skipped:
+            layers = [tap.moe_layer for tap in self.keep_routing.taps]
+            balance.update_expert_bias(self.model.chunks, report.expert_load_LE[layers])
+        return replace(report, update=update)
 
     def _run(
         self,

@@ -321,9 +321,17 @@ def test_ranks_are_balanced_by_the_cost_given():
     assert packing_metrics(by_cost, options)["packing/cost_max_over_mean"] == 1.0
 
 
+@pytest.mark.parametrize("count_multiple", [2, 3])
+def test_ranks_get_a_multiple_of_microbatches_where_the_schedule_needs_one(count_multiple: int):
+    samples = [text(length) for length in (9, 5, 7, 16, 16)]
+    ranks = pack_text_for_ranks(samples, 2, PackOptions(16, count_multiple=count_multiple))
+    assert [len(rank) for rank in ranks] == [count_multiple] * 2
+    assert real_rows([batch for rank in ranks for batch in rank]) == 48
+
+
 def test_packing_is_measured_in_fill_and_balance():
     samples = [text(9), text(5)]
-    options = PackOptions(16, Padding(total=4), SequenceCost(1.0, 1.0))
+    options = PackOptions(16, Padding(total=4), cost=SequenceCost(1.0, 1.0))
     ranks = pack_text_for_ranks(samples, 2, options)
     assert packing_metrics(ranks, options) == {
         "packing/fill": 12 / 32,

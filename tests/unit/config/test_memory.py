@@ -85,6 +85,18 @@ GLM_45_AIR = GLM_45 | {
     "n_routed_experts": 128,
     "moe_intermediate_size": 1408,
 }
+OLMOE: dict[str, Any] = {
+    "model_type": "olmoe",
+    "hidden_size": 2048,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "vocab_size": 50304,
+    "max_position_embeddings": 4096,
+}
 
 
 def sizes_of(config: dict[str, Any]) -> ModelSizes:
@@ -93,8 +105,15 @@ def sizes_of(config: dict[str, Any]) -> ModelSizes:
 
 @pytest.mark.parametrize(
     ("config", "billions", "tolerance"),
-    [(QWEN3_30B, 30.5, 0.05), (QWEN3_235B, 235, 0.5), (DEEPSEEK_V3, 671, 0.5), (GLM_45, 355, 3), (GLM_45_AIR, 106, 1)],
-    ids=["Qwen3-30B-A3B", "Qwen3-235B-A22B", "DeepSeek-V3", "GLM-4.5", "GLM-4.5-Air"],
+    [
+        (QWEN3_30B, 30.5, 0.05),
+        (QWEN3_235B, 235, 0.5),
+        (DEEPSEEK_V3, 671, 0.5),
+        (GLM_45, 355, 3),
+        (GLM_45_AIR, 106, 1),
+        (OLMOE, 6.92, 0.01),
+    ],
+    ids=["Qwen3-30B-A3B", "Qwen3-235B-A22B", "DeepSeek-V3", "GLM-4.5", "GLM-4.5-Air", "OLMoE-1B-7B"],
 )
 def test_the_parameters_of_published_models_add_up_to_their_names(
     config: dict[str, Any], billions: float, tolerance: float
@@ -136,8 +155,18 @@ TINY_GLM = {
         TINY_LATENT | {"q_lora_rank": 0},
         TINY_GLM | {"attention_bias": True, "use_qk_norm": True},
         TINY_GLM,
+        {"model_type": "olmoe", "moe_intermediate_size": None, "num_key_value_heads": 4},
     ],
-    ids=["qwen3", "qwen3-tied-bias", "qwen3-sparse-step", "deepseek", "deepseek-whole-q", "glm-bias-norm", "glm"],
+    ids=[
+        "qwen3",
+        "qwen3-tied-bias",
+        "qwen3-sparse-step",
+        "deepseek",
+        "deepseek-whole-q",
+        "glm-bias-norm",
+        "glm",
+        "olmoe",
+    ],
 )
 def test_parameters_are_counted_as_transformers_builds_them(changes: dict[str, Any]):
     import torch

@@ -80,7 +80,7 @@ def test_trailing_bytes_are_refused():
 
 
 def test_a_frame_of_another_kind_is_refused():
-    assert refusal(pack_frame([PAYLOAD], len(PAYLOAD), FrameKind.SAMPLES)) == Reason.FRAME_KIND_WRONG
+    assert refusal(pack_frame([PAYLOAD], len(PAYLOAD), FrameKind.BATCHES)) == Reason.FRAME_KIND_WRONG
 
 
 def test_an_unknown_schema_version_is_refused():

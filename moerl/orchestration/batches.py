@@ -1,0 +1,119 @@
+"""From samples to each rank's microbatches: packed and cut on the main rank, received by every rank as its own share.
+
+Runs in every trainer rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moerl.buffer.cost import FlopSizes, SequenceCost, sequence_flops
+from moerl.buffer.packing import PackOptions, Uncaptured, pack_for_ranks, pack_text_for_ranks, packing_metrics
+from moerl.buffer.rows import Padding
+from moerl.config.model_sizes import ModelSizes
+from moerl.config.schema import RunConfig
+from moerl.contract.batch import Microbatch, TextSample, TrainSample
+from moerl.contract.batch_wire import decode_batches, share_frames
+from moerl.contract.shares import cut_share
+from moerl.contract.trajectory import ModelSpec
+from moerl.orchestration.exchange import gather_places, scatter_bytes
+from moerl.trainer.layout import Layout
+from moerl.trainer.trainer import MegatronTrainer
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Minibatch:
+    """What one optimizer step works on.
+
+    batches: this rank's shares. num_tokens: trained tokens of all ranks. metrics: of packing and exchange, on the main
+    rank. samples: on the main rank, all of them; empty elsewhere.
+    """
+
+    batches: list[Microbatch]
+    num_tokens: float
+    metrics: dict[str, float]
+    samples: Sequence[TrainSample] = ()
+
+
+def pack_options(config: RunConfig, where: Layout, sizes: ModelSizes) -> PackOptions:
+    """How sequences share microbatches in this run: the layout's padding, ranks balanced by operations."""
+    return PackOptions(
+        config.trainer.microbatch_tokens,
+        Padding.of(where.tensor, where.context),
+        cost=sequence_cost(sizes),
+        count_multiple=where.microbatch_multiple,
+    )
+
+
+def sequence_cost(sizes: ModelSizes) -> SequenceCost:
+    """Estimated operations of a sequence; dense layers count like the others."""
+    latent = sizes.latent
+    return sequence_flops(
+        FlopSizes(
+            hidden=sizes.hidden_size,
+            layers=sizes.num_layers,
+            heads=sizes.num_attention_heads,
+            key_value_heads=sizes.num_key_value_heads,
+            head_dim=sizes.head_dim if latent is None else latent.nope_dim + latent.rope_dim,
+            ffn_width=sizes.experts_per_token * sizes.moe_intermediate_size + sizes.shared_size,
+            vocab=sizes.vocab_size,
+        )
+    )
+
+
+class BatchExchange:
+    """Hands minibatches of trajectories from the main rank to all.
+
+    Args:
+        trainer: whose shares these are; a collective.
+        options: how to pack.
+        uncaptured: what happens to rows without captured routing, `keep_routing.uncaptured`.
+    """
+
+    def __init__(self, trainer: MegatronTrainer, options: PackOptions, config: RunConfig) -> None:
+        self._places = gather_places(trainer.place)
+        self._spec: ModelSpec = trainer.spec
+        self._where, self._options = trainer.where, options
+        self._uncaptured: Uncaptured = config.keep_routing.uncaptured
+
+    def share(self, minibatches: Sequence[Sequence[TrainSample]] | None) -> list[Minibatch]:
+        """Every rank's shares of the minibatches that the main rank gives; a collective.
+
+        Args:
+            minibatches: on the main rank. None there means that it failed and its own error is on its way.
+
+        Raises:
+            MoerlError: on the other ranks, where the main rank failed, here or before.
+        """
+        shared: list[Minibatch] = []
+        count = 1
+        while len(shared) < count:
+            samples = minibatches[len(shared)] if minibatches else ()
+            frames, metrics = None, {}
+            try:
+                if minibatches:
+                    frames, metrics = self._frames(samples, len(minibatches))
+            finally:
+                # The others wait for a frame, or to be told that none will come.
+                frame = scatter_bytes(frames)
+            if not frame:
+                return []
+            batches, facts = decode_batches(frame, spec=self._spec)
+            count = int(facts["minibatches"])
+            shared.append(Minibatch(batches, facts["num_tokens"], metrics, samples))
+        return shared
+
+    def _frames(self, samples: Sequence[TrainSample], count: int) -> tuple[list[bytes], dict[str, float]]:
+        ranks = pack_for_ranks(samples, self._where.data, self._options, replay=True, uncaptured=self._uncaptured)
+        num_tokens = sum(int(batch.loss_mask.sum()) for batches in ranks for batch in batches)
+        frames, metrics = share_frames(ranks, self._places, {"num_tokens": num_tokens, "minibatches": count})
+        return frames, metrics | packing_metrics(ranks, self._options)
+
+
+def share_text(samples: Sequence[TextSample], trainer: MegatronTrainer, options: PackOptions) -> Minibatch:
+    """This rank's shares of supervised sequences, which every rank has."""
+    ranks = pack_text_for_ranks(samples, trainer.where.data, options)
+    num_tokens = sum(int(batch.loss_mask.sum()) for batches in ranks for batch in batches)
+    shares = [cut_share(batch, trainer.place) for batch in ranks[trainer.where.data_rank]]
+    return Minibatch(shares, float(num_tokens), packing_metrics(ranks, options))
