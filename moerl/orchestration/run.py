@@ -31,11 +31,8 @@ from moerl.telemetry.spans import Stopwatch, peak_rss_bytes
 from moerl.trainer.checkpoint import CheckpointStore
 from moerl.trainer.layout import Layout
 from moerl.trainer.model import ModelOptions
-<<<<<<< HEAD
-from moerl.trainer.saver import Saver
-=======
 from moerl.trainer.optimizer import UpdateReport
->>>>>>> main
+from moerl.trainer.saver import Saver
 from moerl.trainer.trainer import MegatronTrainer
 
 STAGE_ORDER = ("sft", "rl")

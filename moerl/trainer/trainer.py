@@ -20,11 +20,7 @@ from moerl.contract.batch import Microbatch
 from moerl.contract.shares import Place
 from moerl.contract.trajectory import ModelSpec
 from moerl.kernels.vocab_parallel import VocabShard
-<<<<<<< HEAD
-from moerl.trainer import layout, platform, sharded_state
-=======
-from moerl.trainer import balance, layout, platform
->>>>>>> main
+from moerl.trainer import balance, layout, platform, sharded_state
 from moerl.trainer.layout import Layout
 from moerl.trainer.model import ModelOptions, PolicyModel, bare
 from moerl.trainer.optimizer import Optimizer, UpdateReport
