@@ -82,43 +82,43 @@ def test_the_summary_has_the_figures_of_the_run(tiny: DoneRun) -> None:
 
 
 def test_an_exported_checkpoint_and_the_final_model_load_in_transformers_with_the_same_logits(
-    tiny: DoneRun, forked: Runs, tmp_path: Path
+    undisturbed: DoneRun, forked: Runs, tmp_path: Path
 ) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     exported = tmp_path / "exported"
-    finished = forked.run("export", str(tiny.folder), "--output", str(exported))
+    finished = forked.run("export", str(undisturbed.folder), "--output", str(exported))
     assert finished.status == 0, finished.output
-    assert f"1-rl-000003 written to {exported}" in finished.output
+    assert f"1-rl-000005 written to {exported}" in finished.output
     ids = torch.arange(12)[None]
     logits = []
-    for folder in (tiny.folder / "final_model", exported):
-        assert AutoTokenizer.from_pretrained(folder).encode("1 + 2 =")
+    for folder in (undisturbed.folder / "final_model", exported):
+        assert AutoTokenizer.from_pretrained(folder).encode("1+2=")
         model = AutoModelForCausalLM.from_pretrained(folder)
         assert type(model).__name__ == "Qwen3MoeForCausalLM"
         assert model.dtype == torch.float32
         with torch.no_grad():
             logits.append(model(ids).logits)
     assert torch.equal(*logits)
-    cold = AutoModelForCausalLM.from_pretrained(tiny.folder / "cold_start")
+    cold = AutoModelForCausalLM.from_pretrained(undisturbed.folder / "cold_start")
     with torch.no_grad():
         assert not torch.equal(cold(ids).logits, logits[0])
 
 
 def test_an_export_takes_the_step_it_is_asked_for_and_overwrites_nothing(
-    tiny: DoneRun, forked: Runs, tmp_path: Path
+    undisturbed: DoneRun, forked: Runs, tmp_path: Path
 ) -> None:
-    second = tmp_path / "second"
-    assert forked.run("export", str(tiny.folder), "--step", "2", "--output", str(second)).status == 0
+    earlier = tmp_path / "earlier"
+    assert forked.run("export", str(undisturbed.folder), "--step", "4", "--output", str(earlier)).status == 0
     weights = "model.safetensors"
-    assert (second / weights).read_bytes() != (tiny.folder / "final_model" / weights).read_bytes()
-    again = forked.run("export", str(tiny.folder), "--output", str(second))
+    assert (earlier / weights).read_bytes() != (undisturbed.folder / "final_model" / weights).read_bytes()
+    again = forked.run("export", str(undisturbed.folder), "--output", str(earlier))
     assert again.status == 2
     assert "--output: exists already" in again.output
-    missing = forked.run("export", str(tiny.folder), "--step", "7", "--output", str(tmp_path / "no"))
+    missing = forked.run("export", str(undisturbed.folder), "--step", "7", "--output", str(tmp_path / "no"))
     assert missing.status == 1
-    assert "--step 7; there are 1-rl-000002, 1-rl-000003" in missing.output
+    assert "--step 7; there are 1-rl-000004, 1-rl-000005" in missing.output
 
 
 def test_a_corrupt_checkpoint_is_not_exported(tiny: DoneRun, forked: Runs, tmp_path: Path) -> None:
