@@ -160,19 +160,35 @@ def is_bypassed(name: str, config: Mapping[str, Any]) -> bool:
 
 
 def bypassed_tensors(hf_path: Path, config: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """The multi-token-prediction tensors of a checkpoint, as they are stored.
+    """The multi-token-prediction tensors of a checkpoint as they are stored, FP8 weights as bfloat16.
 
-    They are not trained. An export that is to be whole for an engine that drafts with them takes them from here; with
+    They are not trained: an export takes them from here, so that it is whole for an engine that drafts with them. With
     the policy's training they become stale, which costs accepted drafts and never correctness.
     """
-    from safetensors import safe_open
+    state = _LazyState(hf_path)
+    for name in state:
+        if is_bypassed(name, config) and not name.endswith("_scale_inv"):
+            weight = state[name]
+            yield name, _read_weight(name, state).bfloat16() if weight.dtype in _FP8 else weight
 
-    for file, names in _files(hf_path).items():
-        wanted = [name for name in names if is_bypassed(name, config)]
-        if wanted:
-            with safe_open(hf_path / file, framework="pt") as handle:
-                for name in wanted:
-                    yield name, handle.get_tensor(name)
+
+class _LazyState(Mapping[str, Tensor]):
+    """The tensors of a checkpoint by name, each read when asked for."""
+
+    def __init__(self, hf_path: Path) -> None:
+        self._files = {name: hf_path / file for file, names in _files(hf_path).items() for name in names}
+
+    def __getitem__(self, name: str) -> Tensor:
+        from safetensors import safe_open
+
+        with safe_open(self._files[name], framework="pt") as handle:
+            return handle.get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
 
 
 def refuse_unknown(hf_path: Path, config: Mapping[str, Any], bridge: Any) -> None:
