@@ -35,7 +35,7 @@ OPTIMIZER = OptimizerConfig(
 )
 
 
-def write_model(path: Path, *, tied: bool, seed: int) -> Path:
+def write_model(path: Path, *, tied: bool, seed: int, moe_intermediate_size: int = 48) -> Path:
     """Saves a model of `SPEC` with random weights, norms included, in Hugging Face format."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -47,7 +47,7 @@ def write_model(path: Path, *, tied: bool, seed: int) -> Path:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,  # pyright: ignore[reportCallIssue] - accepted through kwargs
-        moe_intermediate_size=48,
+        moe_intermediate_size=moe_intermediate_size,
         num_experts=SPEC.num_experts,
         num_experts_per_tok=SPEC.experts_per_token,
         norm_topk_prob=True,
@@ -220,3 +220,13 @@ def gradients(trainer: Any) -> dict[str, np.ndarray]:
 def largest_difference(left: dict[Any, np.ndarray], right: dict[Any, np.ndarray]) -> float:
     assert left.keys() == right.keys()
     return max(float(np.abs(left[name] - right[name]).max()) for name in left)
+
+
+def save(trainer: Any, folder: Path, name: str) -> Path:
+    """Writes the checkpoint `name` of a trainer into a store at `folder`; all ranks together. Returns where it is."""
+    from moerl.trainer.checkpoint import CheckpointStore
+    from moerl.trainer.saver import Saver
+
+    with Saver(CheckpointStore(folder, keep=2)) as saver:
+        saver.save(name, trainer.stage(), {})
+    return folder / name
