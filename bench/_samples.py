@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -84,7 +85,8 @@ def write_model(sizes: Sizes, folder: Path, *, dtype: torch.dtype, device: str) 
     )
     torch.manual_seed(1)
     with torch.device(device):
-        Qwen3MoeForCausalLM(config).to(dtype).save_pretrained(folder)
+        model: Any = Qwen3MoeForCausalLM(config)
+    model.to(dtype).save_pretrained(folder)
     return folder
 
 

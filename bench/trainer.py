@@ -26,24 +26,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from _measure import count, count_results, paired_ratio, ratio_results, seconds
 from _ranks import on_ranks, parallel_config
 from _report import Result, report
 from _samples import Sizes, long_tailed_lengths, make_samples, with_routes, write_model
-from _steps import (
-    Counts,
-    Ratio,
-    count,
-    make_step,
-    make_trainer,
-    natural_routes,
-    num_rows,
-    num_trained,
-    padded,
-    paired_ratio,
-    seconds,
-    shares,
-    step_flops,
-)
+from _steps import make_step, make_trainer, natural_routes, num_rows, num_trained, padded, shares, step_flops
 
 from moerl.contract.batch import TrainSample
 from moerl.contract.shares import own_routing_bytes, routing_bytes
@@ -196,32 +183,6 @@ def _pairs(where: Layout, workload: Workload, pairs: int) -> list[Result]:
         *count_results("masks on / off", on, count(no_mask)),
         *ratio_results("both on / neither", paired_ratio(both, neither, pairs), GOAL),
         Result("products counted / `sequence_flops`", off.flops / step_flops(SIZES, samples), unit="ratio"),
-    ]
-
-
-def ratio_results(name: str, ratio: Ratio, goal: float | None) -> list[Result]:
-    """The ratio, the upper end of its interval against the goal, and the CPU time next to the wall time."""
-    mine, baseline = ratio.seconds
-    return [
-        Result(f"{name}: {mine:.4g} s / {baseline:.4g} s", ratio.median, unit="ratio", spread=ratio.high - ratio.low),
-        Result(
-            f"{name}: 95% upper bound, {ratio.num_pairs} pairs",
-            ratio.high,
-            "" if goal is None else f"<= {goal}",
-            goal is None or ratio.high <= goal,
-            "ratio",
-        ),
-        Result(f"{name}: CPU time", ratio.cpu, unit="ratio"),
-    ]
-
-
-def count_results(name: str, on: Counts, off: Counts) -> list[Result]:
-    """Torch operations, output bytes and products of a step, on by off; the difference stands in the name."""
-    calls, moved = on.calls - off.calls, on.output_bytes - off.output_bytes
-    return [
-        Result(f"{name}: torch operations ({calls:+,} of {off.calls:,})", on.calls / off.calls, unit="ratio"),
-        Result(f"{name}: bytes written ({moved:+,})", on.output_bytes / off.output_bytes, unit="ratio"),
-        Result(f"{name}: products ({on.flops - off.flops:+,} FLOP)", on.flops / off.flops, unit="ratio"),
     ]
 
 
