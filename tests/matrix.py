@@ -144,7 +144,7 @@ def total(ranks: Sequence[dict[str, Any]]) -> Total:
         differing=sum(rank["differing"] for rank in ranks),
         grad_norms=[rank["grad_norm"] for rank in ranks],
         verified=sum(rank["verified"] for rank in ranks),
-        load=sum(rank["load"] for rank in ranks),
+        load=np.sum([rank["load"] for rank in ranks], axis=0),
     )
 
 

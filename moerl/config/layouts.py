@@ -7,7 +7,8 @@ layers), said before anything starts and in the words of the configuration:
     expert x expert_tensor  divides  tensor x context x data      (each pipeline stage is cut anew for its experts)
     tensor                  divides  heads, dense, shared and latent widths; key-value heads divide it or it them
     expert                  divides  experts;   expert_tensor  divides  the width of an expert
-    pipeline  is at most  layers;   virtual_pipeline > 1 needs pipeline > 1, and pipeline x virtual_pipeline divides layers
+    pipeline  is at most  layers;   virtual_pipeline > 1 needs pipeline > 1
+    pipeline x virtual_pipeline  divides  layers where virtual_pipeline > 1
 """
 
 from __future__ import annotations

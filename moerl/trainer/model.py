@@ -72,7 +72,11 @@ class PolicyModel:
         self._hf_config = self.bridge.hf_pretrained.config
         tensors.adapt(type(self.bridge._model_bridge))
         provider = self.bridge.to_megatron_provider(load_weights=False)
-        settings = {**_settings(options), **_parallel_settings(self.where, provider.num_layers), **platform.model_overrides()}
+        settings = {
+            **_settings(options),
+            **_parallel_settings(self.where, provider.num_layers),
+            **platform.model_overrides(),
+        }
         settings |= self._family_settings()
         for name, value in settings.items():
             if not hasattr(provider, name):

@@ -51,7 +51,7 @@ def test_the_formula_is_what_torch_counts_in_a_model():
     num_rows = 40
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(input_ids=torch.arange(num_rows)[None], use_cache=False)
-    # Not of the formula: the routers, rotary tables (16 / 2 angles a row), and the half of attention above the diagonal.
+    # Not of the formula: the routers, rotary tables (16 / 2 angles a row), attention above the diagonal.
     routers = 2 * (2 * 32 * 8) * num_rows
     rotary = 2 * (16 // 2) * num_rows
     cost = sequence_flops(sizes)
