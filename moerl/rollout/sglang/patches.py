@@ -1,0 +1,169 @@
+"""The patches of one SGLang release: read, applied to an installation, and proved.
+
+An installation is proved by undoing the patches in memory: what comes out must be, to the byte, what the package's own
+`RECORD` lists. Runs on the machine of the installation; needs neither torch nor SGLang.
+"""
+
+from __future__ import annotations
+
+import base64
+import csv
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import moerl
+from moerl.contract.files import atomic_file
+from moerl.errors import EngineError
+from moerl.rollout.sglang.unified_diff import FilePatch, apply_patch, parse_diff, revert_patch
+
+SGLANG_VERSION = "0.5.21"
+"""The release that the patches were made for; no other is accepted."""
+
+STAMP = "sglang/patches.json"
+"""In site-packages: what was applied. The server reports the fingerprint in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """One numbered patch file."""
+
+    name: str
+    text: str
+    files: tuple[FilePatch, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PatchSet:
+    """All patches of a release, in order. fingerprint: over release, names and contents."""
+
+    version: str
+    patches: tuple[Patch, ...]
+    fingerprint: str
+
+    @property
+    def paths(self) -> list[str]:
+        """Files that the patches touch, relative to site-packages."""
+        return sorted({file.path for patch in self.patches for file in patch.files})
+
+
+def release_folder() -> Path:
+    """The folder with patches, requirements and stand-ins; inside the wheel, or beside the package in a checkout."""
+    package = Path(moerl.__file__).resolve().parent
+    inside = package / "patches" / "sglang" / SGLANG_VERSION
+    return inside if inside.is_dir() else package.parent / "patches" / "sglang" / SGLANG_VERSION
+
+
+def read_patches(folder: Path | None = None) -> PatchSet:
+    """The patches of `folder`, by default those that belong to this version of moerl.
+
+    Raises:
+        EngineError: a file is no unified diff, or there is none.
+    """
+    folder = folder or release_folder()
+    patches = []
+    digest = hashlib.blake2b(SGLANG_VERSION.encode(), digest_size=8)
+    for path in sorted(folder.glob("[0-9]*.patch")):
+        text = path.read_text()
+        digest.update(f"\0{path.stem}\0{text}".encode())
+        patches.append(Patch(path.stem, text, parse_diff(text, path.stem)))
+    if not patches:
+        raise EngineError("SGLang patches: none found", seen=folder, expected="numbered .patch files")
+    return PatchSet(SGLANG_VERSION, tuple(patches), digest.hexdigest())
+
+
+def apply_patches(site: Path, patches: PatchSet) -> bool:
+    """Applies all patches to the package in `site`, and stamps it. Nothing is written unless all of them fit.
+
+    Returns:
+        False where exactly these patches were there already.
+
+    Raises:
+        EngineError: another release, other patches, or a file that is not as released.
+    """
+    require_release(site, patches.version)
+    if (site / STAMP).is_file():
+        verify_patches(site, patches)
+        return False
+    contents = {path: _read(site / path) for path in patches.paths}
+    _require_released(site, contents)
+    for patch in patches.patches:
+        for file in patch.files:
+            contents[file.path] = apply_patch(contents[file.path], file, patch.name)
+    for path, content in contents.items():
+        assert content is not None
+        with atomic_file(site / path) as temporary:
+            temporary.write_text(content)
+            temporary.chmod(0o644)
+    stamp = {
+        "sglang": patches.version,
+        "fingerprint": patches.fingerprint,
+        "patches": [patch.name for patch in patches.patches],
+    }
+    # Last: without the stamp nothing counts as applied.
+    with atomic_file(site / STAMP) as temporary:
+        temporary.write_text(json.dumps(stamp, indent=2) + "\n")
+        temporary.chmod(0o644)
+    return True
+
+
+def verify_patches(site: Path, patches: PatchSet) -> None:
+    """Proves that the package in `site` is the release with exactly these patches.
+
+    Raises:
+        EngineError: naming the release, the stamp or the first file that is not.
+    """
+    require_release(site, patches.version)
+    stamp = site / STAMP
+    seen = json.loads(stamp.read_text()).get("fingerprint") if stamp.is_file() else None
+    if seen != patches.fingerprint:
+        raise EngineError(
+            f"SGLang in {site}: " + ("other patches" if seen else "not patched"),
+            seen=f"patch fingerprint {seen}",
+            expected=patches.fingerprint,
+            remedy="install into a fresh folder: moerl sglang install --env DIR",
+        )
+    contents = {path: _read(site / path) for path in patches.paths}
+    for patch in reversed(patches.patches):
+        for file in reversed(patch.files):
+            contents[file.path] = revert_patch(contents[file.path], file, patch.name)
+    _require_released(site, contents)
+
+
+def require_release(site: Path, version: str) -> None:
+    """Raises EngineError where `site` holds another release of SGLang, or none."""
+    found = sorted(path.name[len("sglang-") : -len(".dist-info")] for path in site.glob("sglang-*.dist-info"))
+    if found != [version]:
+        raise EngineError(
+            f"SGLang in {site}",
+            seen=", ".join(found) or "not installed",
+            expected=f"sglang {version}, which the patches were made for",
+            remedy="install into a fresh folder: moerl sglang install --env DIR",
+        )
+
+
+def _require_released(site: Path, contents: Mapping[str, str | None]) -> None:
+    """Every file as the package's RECORD lists it; None for a file that the release has not."""
+    record = site / f"sglang-{SGLANG_VERSION}.dist-info" / "RECORD"
+    released = {row[0]: row[1] for row in csv.reader(record.read_text().splitlines())}
+    for path, content in contents.items():
+        expected = released.get(path)
+        seen = None if content is None else _record_hash(content)
+        if seen != expected:
+            raise EngineError(
+                f"SGLang in {site}: {path} is not as released",
+                seen=seen,
+                expected=expected,
+                remedy="install into a fresh folder: moerl sglang install --env DIR",
+            )
+
+
+def _record_hash(content: str) -> str:
+    digest = hashlib.sha256(content.encode()).digest()
+    return "sha256=" + base64.urlsafe_b64encode(digest).decode().rstrip("=")
+
+
+def _read(path: Path) -> str | None:
+    return path.read_bytes().decode() if path.is_file() else None
