@@ -1,4 +1,4 @@
-"""The command line: ``moerl train | sft | rollout | eval | plan memory | export``.
+"""The command line: ``moerl train | sft | rollout | eval | plan memory | export | sglang | serve``.
 
 Reads and checks the configuration, starts further ranks where the parallel sizes ask for them, and hands over to
 `moerl.orchestration.commands`. That import comes last, so that help and configuration errors need no torch.
@@ -15,10 +15,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from moerl.config.rank import RankInfo, rank_info
 from moerl.errors import CheckpointError, ConfigError, MoerlError
+from moerl.launch.arguments import Parser
 from moerl.launch.local import launch_local
 from moerl.launch.rank import die_with_launcher
 
@@ -96,6 +97,12 @@ COMMANDS = {
 PLAN = "plan memory"
 
 
+SGLANG = {
+    "sglang install": "make the environment of SGLang servers: the pinned release, patched and proved",
+    "sglang check": "prove an installation, or a running server, to be the release with our patches",
+    "serve": "run an SGLang server for rollouts until it is told to stop",
+}
+
 EXPORT = _Command(
     "write the weights of a run's checkpoint as a Hugging Face directory",
     "Reads one checkpoint of a run in one process, whatever layout wrote it, and writes config, tokenizer and\n"
@@ -105,11 +112,6 @@ EXPORT = _Command(
         ("moerl export runs/wide --step 40 --output wide-40", "an earlier one"),
     ),
 )
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"command line: {message}", remedy=f"see `{self.prog} --help`")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -144,13 +146,15 @@ def _dispatch(arguments: list[str]) -> int:
         return 0
     if arguments[0] == "export":
         return _export(arguments[1:])
+    if arguments[0] in ("sglang", "serve"):
+        return _sglang(arguments)
     words = 2 if arguments[0] == "plan" else 1
     command, rest = " ".join(arguments[:words]), arguments[words:]
     if command not in COMMANDS:
         raise ConfigError(
             "command line: unknown command",
             seen=command,
-            expected=f"one of {', '.join(COMMANDS)}, export",
+            expected=f"one of {', '.join([*COMMANDS, 'export', *SGLANG])}",
             remedy="see `moerl --help`",
         )
     options = _parser(command).parse_intermixed_args(rest)
@@ -229,6 +233,24 @@ def _hand_over(command: str, config: RunConfig, resume: bool) -> int:
     return commands.run_eval(config)
 
 
+def _sglang(arguments: list[str]) -> int:
+    """`moerl sglang install`, `moerl sglang check` and `moerl serve`."""
+    words = 2 if arguments[0] == "sglang" else 1
+    command, rest = " ".join(arguments[:words]), arguments[words:]
+    if command not in SGLANG:
+        raise ConfigError(
+            "command line: unknown command", seen=command, expected=", ".join(SGLANG), remedy="see `moerl --help`"
+        )
+    from moerl.launch import sglang
+
+    parser = sglang.parser(command)
+    if {"-h", "--help"} & set(rest):
+        usage = parser.format_usage().strip()
+        print(f"{usage}\n\nmoerl {command}: {SGLANG[command]}.\n\noptions:\n{_options_text(parser)}")
+        return 0
+    return sglang.COMMANDS[command](parser.parse_args(rest))
+
+
 def _export(arguments: list[str]) -> int:
     parser = _export_parser()
     if {"-h", "--help"} & set(arguments):
@@ -260,7 +282,7 @@ def _quoted(path: Path) -> str:
 
 
 def _parser(command: str) -> argparse.ArgumentParser:
-    parser = _Parser(prog=f"moerl {command}", add_help=False)
+    parser = Parser(prog=f"moerl {command}", add_help=False)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     parser.add_argument("--config-dir", type=Path, metavar="DIR", help="directory with config groups of your own")
     parser.add_argument("--show-config", action="store_true", help="print the resolved configuration and stop")
@@ -274,7 +296,7 @@ def _parser(command: str) -> argparse.ArgumentParser:
 
 
 def _export_parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="moerl export", add_help=False)
+    parser = Parser(prog="moerl export", add_help=False)
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     parser.add_argument("--step", type=int, metavar="N", help="of which step; the newest checkpoint by default")
     parser.add_argument("--output", type=Path, metavar="DIR", required=True, help="directory to make")
@@ -313,7 +335,8 @@ def _options_text(parser: argparse.ArgumentParser) -> str:
 
 
 def _overview() -> str:
-    lines = [f"  {name:<13}{command.summary}" for name, command in (COMMANDS | {"export": EXPORT}).items()]
+    summaries = {name: command.summary for name, command in (COMMANDS | {"export": EXPORT}).items()} | SGLANG
+    lines = [f"  {name:<16}{summary}" for name, summary in summaries.items()]
     return "\n".join(
         [
             "usage: moerl COMMAND [options] [GROUP=OPTION ...] [KEY=VALUE ...]",

@@ -1,0 +1,121 @@
+"""`moerl sglang install`, `moerl sglang check` and `moerl serve`. Torch-free."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from moerl.launch.arguments import Parser
+from moerl.rollout.sglang.endpoint import read_endpoint
+from moerl.rollout.sglang.engine import ask_facts
+from moerl.rollout.sglang.handshake import ServerFacts
+from moerl.rollout.sglang.http import SGLangHttp
+from moerl.rollout.sglang.install import DEVICES, install, site_packages
+from moerl.rollout.sglang.patches import SGLANG_VERSION, read_patches, verify_patches
+from moerl.rollout.sglang.server import ENDPOINT_FILE, ServerOptions, SGLangServer
+
+ENVIRONMENT = Path(".venv-sglang")
+_PROBE_SECONDS = 30.0
+
+
+def parser(command: str) -> Parser:
+    """The parser of one command."""
+    made = Parser(prog=f"moerl {command}", add_help=False)
+    add = made.add_argument
+    add("--env", type=Path, default=ENVIRONMENT, metavar="DIR", help=f"environment of the server, {ENVIRONMENT}")
+    if command == "sglang check":
+        add("--server", type=Path, metavar="FILE", help=f"shake hands with the server of this {ENDPOINT_FILE}, too")
+    else:
+        add("--device", choices=DEVICES, default="cuda", help="cuda, or cpu for tests and laptops")
+    if command == "sglang install":
+        add("--python", metavar="PATH", help="interpreter to make it with; the first that fits by default")
+    if command == "serve":
+        _add_server_options(add)
+    add("--traceback", action="store_true", help="show where an error was raised")
+    add("-h", "--help", action="store_true", help="show this text")
+    return made
+
+
+def _add_server_options(add: Callable[..., argparse.Action]) -> None:
+    add("--model", type=Path, required=True, metavar="DIR", help="Hugging Face directory to serve")
+    add("--folder", type=Path, required=True, metavar="DIR", help=f"for {ENDPOINT_FILE} (address, keys) and the log")
+    add("--host", default="127.0.0.1", metavar="IP", help="loopback or private address, 127.0.0.1")
+    add("--port", type=int, default=0, metavar="N", help="a free one by default")
+    add("--tensor", type=int, default=1, metavar="N", help="tensor-parallel ranks, 1")
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of weights and activations, bfloat16")
+    add("--max-running", type=int, default=64, metavar="N", help="requests side by side, 64")
+    add("--max-pool-tokens", type=int, metavar="N", help="tokens in the key-value pool; as memory allows by default")
+    add("--policy-version", type=int, default=0, metavar="N", help="version of the weights in DIR, 0")
+    add("--start-seconds", type=float, default=1800.0, metavar="S", help="longest start-up, 1800")
+
+
+def _install(options: argparse.Namespace) -> int:
+    environment = options.env.resolve()
+    changed = install(environment, options.device, options.python)
+    print(f"sglang {SGLANG_VERSION} in {environment}: " + ("installed and patched" if changed else "already installed"))
+    _list_patches()
+    return 0
+
+
+def _check(options: argparse.Namespace) -> int:
+    environment = options.env.resolve()
+    verify_patches(site_packages(environment), read_patches())
+    print(f"sglang {SGLANG_VERSION} in {environment}: the release with these patches and no other change")
+    _list_patches()
+    if options.server is not None:
+        facts = asyncio.run(_shake_hands(options.server))
+        layers = facts.report.moe_layers
+        print(f"server: same fingerprint, policy version {facts.policy_version}, {len(layers)} MoE layers {layers}")
+    return 0
+
+
+async def _shake_hands(server_file: Path) -> ServerFacts:
+    http = SGLangHttp(read_endpoint(server_file), max_connections=1, timeout_seconds=_PROBE_SECONDS)
+    try:
+        return await ask_facts(http, None)
+    finally:
+        await http.close()
+
+
+def _serve(options: argparse.Namespace) -> int:
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    server_options = ServerOptions(
+        model=options.model.resolve(),
+        environment=options.env.resolve(),
+        device=options.device,
+        tensor=options.tensor,
+        dtype=options.dtype,
+        max_running=options.max_running,
+        max_pool_tokens=options.max_pool_tokens,
+        policy_version=options.policy_version,
+        host=options.host,
+        port=options.port,
+    )
+    folder = options.folder.resolve()
+    with SGLangServer(server_options, folder) as server:
+        print(f"starting; log: {server.log}", flush=True)
+        server.wait_until_ready(options.start_seconds)
+        print(f"ready at {server.endpoint.url}; address and keys: {folder / ENDPOINT_FILE}", flush=True)
+        while not stop.wait(1.0):
+            server.require_running()
+    return 0
+
+
+def _list_patches() -> None:
+    patches = read_patches()
+    print(f"patches, fingerprint {patches.fingerprint}:")
+    for patch in patches.patches:
+        print(f"  {patch.name}")
+
+
+COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
+    "sglang install": _install,
+    "sglang check": _check,
+    "serve": _serve,
+}

@@ -1,0 +1,144 @@
+"""What a server says about itself, compared with what the trainer needs. Pure functions on parsed JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from moerl.contract.trajectory import MAX_KEPT_IDS, ModelSpec
+from moerl.errors import EngineError
+from moerl.rollout.sglang.answers import SCHEMA
+from moerl.rollout.sglang.patches import SGLANG_VERSION
+
+_REINSTALL = "start the server from an environment made by `moerl sglang install` of this version of moerl"
+
+
+class ContractReport(msgspec.Struct):
+    """`internal_states[*].contract` of `/server_info`, written by the patches.
+
+    max_request_tokens: prompt and new tokens that one request may have together.
+    moe_layers: indices of the decoder layers whose routing is captured. expert_ids: `logical`.
+    """
+
+    fingerprint: str
+    compact_schema: int
+    vocab_size: int
+    max_request_tokens: int
+    moe_layers: list[int]
+    num_experts: int = 0
+    experts_per_token: int = 0
+    expert_ids: str = ""
+    expert_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFacts:
+    """What the client keeps of a server. policy_version: the weights it holds."""
+
+    version: str
+    policy_version: int
+    report: ContractReport
+    sampling_backend: str
+    sampling_mask_max_tokens: int
+    speculative_algorithm: str | None
+    hierarchical_cache: bool
+
+
+def read_facts(info: Mapping[str, Any], weight_version: str) -> ServerFacts:
+    """Facts from the JSON of `/server_info` and the label of `/weight_version`.
+
+    Raises:
+        EngineError: the server is another release, lacks the patches, or labels its weights with no whole number.
+    """
+    if info.get("version") != SGLANG_VERSION:
+        raise _refusal("release", info.get("version"), SGLANG_VERSION)
+    states = info.get("internal_states")
+    contract = states[0].get("contract") if isinstance(states, list) and states else None
+    if contract is None:
+        raise _refusal("handshake", "no contract in its internal state", "a patched server")
+    if not weight_version.isdecimal():
+        raise EngineError(
+            "SGLang server: weight version",
+            seen=weight_version,
+            expected="a whole number",
+            remedy="start it with `moerl serve`, or with --weight-version 0",
+        )
+    try:
+        return ServerFacts(
+            version=SGLANG_VERSION,
+            policy_version=int(weight_version),
+            report=msgspec.convert(contract, ContractReport),
+            sampling_backend=str(info["sampling_backend"]),
+            sampling_mask_max_tokens=int(info["sampling_mask_max_tokens"]),
+            speculative_algorithm=info["speculative_algorithm"],
+            hierarchical_cache=bool(info["enable_hierarchical_cache"]),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise _refusal("handshake", f"{type(error).__name__}: {error}", "the facts of a patched server") from error
+
+
+def check_patches(facts: ServerFacts, fingerprint: str) -> None:
+    """Raises EngineError where the server runs without the patches, or with others."""
+    if facts.report.fingerprint != fingerprint:
+        raise _refusal("patches", facts.report.fingerprint or "unstamped", f"fingerprint {fingerprint}")
+    if facts.report.compact_schema != SCHEMA:
+        raise _refusal("compact answers", facts.report.compact_schema, f"schema {SCHEMA}")
+
+
+def check_model(facts: ServerFacts, spec: ModelSpec, moe_layers: Sequence[int]) -> None:
+    """Refuses a server whose routing rows or vocabulary are not those of the trainer's model.
+
+    Args:
+        moe_layers: indices of the trainer's MoE layers among its decoder layers.
+
+    Raises:
+        EngineError: naming the first fact that differs.
+    """
+    report = facts.report
+    convention = (report.expert_ids, report.expert_bytes)
+    pairs = [
+        ("MoE layers", tuple(report.moe_layers), tuple(moe_layers)),
+        ("number of experts", report.num_experts, spec.num_experts),
+        ("experts per token", report.experts_per_token, spec.experts_per_token),
+        ("expert ids and their bytes", convention, ("logical", spec.expert_dtype.itemsize)),
+    ]
+    for what, seen, expected in pairs:
+        if seen != expected:
+            remedy = "serve the trainer's model, with --enable-return-routed-experts"
+            raise EngineError(f"SGLang server: {what}", seen=seen, expected=expected, remedy=remedy)
+    if report.vocab_size < spec.vocab_size:
+        raise EngineError(
+            "SGLang server: vocabulary",
+            seen=report.vocab_size,
+            expected=f"at least {spec.vocab_size}",
+            remedy="serve the trainer's model",
+        )
+
+
+def check_options(facts: ServerFacts) -> None:
+    """Refuses options under which routing rows, kept sets or seeds would be wrong.
+
+    Raises:
+        EngineError: naming the option.
+    """
+    pairs = [
+        ("--sampling-backend", facts.sampling_backend, "pytorch", "seeds and kept sets come from it"),
+        ("--sampling-mask-max-tokens", facts.sampling_mask_max_tokens, MAX_KEPT_IDS, "the largest kept set"),
+        ("--speculative-algorithm", facts.speculative_algorithm, None, "it returns no kept sets"),
+        ("--enable-hierarchical-cache", facts.hierarchical_cache, False, "its hits return wrong routing rows"),
+    ]
+    for option, seen, expected, why in pairs:
+        if seen != expected:
+            raise EngineError(
+                f"SGLang server: {option}",
+                seen=seen,
+                expected=f"{expected} ({why})",
+                remedy="start it with `moerl serve`",
+            )
+
+
+def _refusal(what: str, seen: object, expected: object) -> EngineError:
+    return EngineError(f"SGLang server: {what}", seen=seen, expected=expected, remedy=_REINSTALL)

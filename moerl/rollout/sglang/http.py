@@ -1,0 +1,150 @@
+"""HTTP to one SGLang server: keys, deadlines, bounded answers, and retries where a call may be repeated.
+
+Runs in the engine's own event loop. A generation may be repeated: it has no effect but its answer, and the engine gives
+every attempt an id of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import httpx
+
+from moerl.errors import EngineError
+from moerl.rollout.sglang.endpoint import Endpoint
+
+MAX_RESPONSE_BYTES = 1 << 30
+"""Largest answer read; a longer one is given up."""
+
+_BACKOFF_SECONDS = (0.2, 1.0, 3.0)
+"""Pauses before the second, third and fourth attempt."""
+
+NUM_ATTEMPTS = len(_BACKOFF_SECONDS) + 1
+
+
+class TransportError(EngineError):
+    """No whole answer arrived, or the server said that it cannot serve now; the call may be repeated."""
+
+
+class SGLangHttp:
+    """Connections to one server, reused between calls."""
+
+    def __init__(self, endpoint: Endpoint, *, max_connections: int, timeout_seconds: float) -> None:
+        """timeout_seconds: of one call, from sending it to the last byte of its answer."""
+        self.endpoint = endpoint
+        self._timeout_seconds = timeout_seconds
+        # Server addresses are the caller's own: proxies of the environment have no business here.
+        self._client = httpx.AsyncClient(
+            base_url=endpoint.url,
+            limits=httpx.Limits(max_connections=max_connections + 2, max_keepalive_connections=max_connections + 2),
+            timeout=httpx.Timeout(None, connect=10.0),
+            trust_env=False,
+        )
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def get(self, path: str) -> dict[str, Any]:
+        """The JSON object behind `path`; repeated where it may help.
+
+        Raises:
+            EngineError: the server refused the call, or did not answer any attempt.
+        """
+        return await self._repeated("GET", path, None, admin=False)
+
+    async def admin(self, path: str, body: Mapping[str, Any]) -> None:
+        """A call that only the controller may make; its answer is not looked at. Repeated: use for calls that may be.
+
+        Raises:
+            EngineError: as `get`.
+        """
+        await self._repeated("POST", path, body, admin=True)
+
+    async def post_once(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """One attempt.
+
+        Raises:
+            TransportError: another attempt may succeed.
+            EngineError: the server refused the call.
+        """
+        return _json_object(path, await self._call("POST", path, body, admin=False))
+
+    async def _repeated(self, method: str, path: str, body: Mapping[str, Any] | None, *, admin: bool) -> dict[str, Any]:
+        for pause in (*_BACKOFF_SECONDS, None):
+            try:
+                content = await self._call(method, path, body, admin=admin)
+                return {} if admin else _json_object(path, content)
+            except TransportError:
+                if pause is None:
+                    raise
+                await asyncio.sleep(pause)
+        raise AssertionError("the last attempt returns or raises")
+
+    async def _call(self, method: str, path: str, body: Mapping[str, Any] | None, *, admin: bool) -> bytes:
+        key = self.endpoint.admin_key if admin else self.endpoint.api_key
+        headers = {"Authorization": f"Bearer {key}"}
+        try:
+            async with asyncio.timeout(self._timeout_seconds):
+                async with self._client.stream(method, path, json=body, headers=headers) as response:
+                    content = await _read_bounded(path, response)
+                    _check_status(path, response.status_code, content)
+                    return content
+        except TimeoutError as error:
+            raise TransportError(
+                f"SGLang {path}: no answer in time",
+                seen=self.endpoint.url,
+                expected=f"an answer within {self._timeout_seconds} s",
+                remedy="look at the server's log",
+            ) from error
+        except httpx.HTTPError as error:
+            raise TransportError(
+                f"SGLang {path}: the connection failed",
+                seen=f"{self.endpoint.url}: {type(error).__name__}: {error}",
+                remedy="look at the server's log; is it still running?",
+            ) from error
+
+
+async def backoff(attempt: int) -> None:
+    """Sleeps before attempt number `attempt` + 1 (0 was the first)."""
+    await asyncio.sleep(_BACKOFF_SECONDS[min(attempt, len(_BACKOFF_SECONDS) - 1)])
+
+
+async def _read_bounded(path: str, response: httpx.Response) -> bytes:
+    content = bytearray()
+    async for piece in response.aiter_bytes():
+        content += piece
+        if len(content) > MAX_RESPONSE_BYTES:
+            raise TransportError(
+                f"SGLang {path}: the answer is too long",
+                seen=f"more than {MAX_RESPONSE_BYTES} bytes",
+                expected="one answer",
+            )
+    return bytes(content)
+
+
+def _check_status(path: str, status: int, content: bytes) -> None:
+    if status == 200:
+        return
+    said = content[:500].decode(errors="replace")
+    if status == 401:
+        raise EngineError(
+            f"SGLang {path}: the server does not know our key",
+            seen="status 401",
+            expected="the key that the server was started with",
+            remedy="point to the server file of the server that runs now",
+        )
+    kind = TransportError if status in (429, 502, 503, 504) else EngineError
+    raise kind(f"SGLang {path}: refused", seen=f"status {status}: {said}", expected="status 200")
+
+
+def _json_object(path: str, content: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(content)
+    except ValueError as error:
+        raise TransportError(f"SGLang {path}: no JSON", seen=content[:200], expected="a JSON object") from error
+    if not isinstance(value, dict):
+        raise TransportError(f"SGLang {path}: no JSON object", seen=type(value).__name__, expected="a JSON object")
+    return value

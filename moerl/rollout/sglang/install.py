@@ -1,0 +1,148 @@
+"""The server's own environment: made, patched and proved. Runs wherever servers will run; needs no GPU by itself.
+
+On GPUs the environment holds what SGLang pins. On CPU it holds what a CPU server imports, and stand-ins for two
+packages that exist for CUDA only.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from moerl.errors import EngineError
+from moerl.rollout.sglang.patches import SGLANG_VERSION, apply_patches, read_patches, release_folder, verify_patches
+
+DEVICES = ("cuda", "cpu")
+PYTHONS = ("python3.12", "python3.11", "python3.10")
+"""Interpreters that the release runs on, the preferred one first."""
+
+_PROBE = "import sys, json; print(json.dumps([*sys.version_info[:2]]))"
+_SITE = "import sysconfig; print(sysconfig.get_path('purelib'))"
+
+
+def install(environment: Path, device: str, python: str | None = None) -> bool:
+    """Makes the environment, or finishes one that was begun; patches SGLang and proves it.
+
+    Args:
+        environment: its folder.
+        device: cuda or cpu.
+        python: interpreter to make it with; by default the first of `PYTHONS` that runs.
+
+    Returns:
+        False where everything was there already.
+
+    Raises:
+        EngineError: no interpreter, a package that cannot be installed, another release, or a patch that does not fit.
+    """
+    if device not in DEVICES:
+        raise EngineError("SGLang environment: device", seen=device, expected=f"one of {', '.join(DEVICES)}")
+    if _is_complete(environment, device):
+        verify_patches(site_packages(environment), read_patches())
+        return False
+    interpreter = find_python(python)
+    if not (environment / "bin" / "python").exists():
+        _run([interpreter, "-m", "venv", "--without-pip", str(environment)], "make the environment")
+    for arguments in _packages(device):
+        # No bytecode for thousands of files that no server imports.
+        pip = [interpreter, "-m", "pip", "--python", str(python_of(environment)), "install", "--no-compile", "--quiet"]
+        _run([*pip, *arguments], "install " + " ".join(arguments))
+    site = site_packages(environment)
+    if device == "cpu":
+        for folder in (release_folder() / "cpu" / "stand_ins").iterdir():
+            shutil.copytree(folder, site / folder.name, dirs_exist_ok=True)
+    apply_patches(site, read_patches())
+    _marker(environment).write_text(json.dumps({"sglang": SGLANG_VERSION, "device": device}) + "\n")
+    return True
+
+
+def python_of(environment: Path) -> Path:
+    """The environment's interpreter."""
+    return environment / "bin" / "python"
+
+
+def site_packages(environment: Path) -> Path:
+    """Where the environment's packages lie.
+
+    Raises:
+        EngineError: it has no interpreter that runs.
+    """
+    python = python_of(environment)
+    if not python.exists():
+        raise EngineError(
+            f"SGLang environment {environment}: not there",
+            expected="an environment made by `moerl sglang install`",
+            remedy=f"moerl sglang install --env {environment}",
+        )
+    return Path(_run([str(python), "-c", _SITE], "find its packages").strip())
+
+
+def find_python(named: str | None) -> str:
+    """An interpreter of a version that the release runs on, with pip.
+
+    Raises:
+        EngineError: there is none, or the named one is not.
+    """
+    for candidate in [named] if named else _candidates():
+        try:
+            version = json.loads(subprocess.run([candidate, "-c", _PROBE], capture_output=True, check=True).stdout)
+        except (OSError, subprocess.CalledProcessError, ValueError):
+            continue
+        if f"python{version[0]}.{version[1]}" in PYTHONS:
+            return candidate
+    raise EngineError(
+        "SGLang environment: no Python that runs it",
+        seen=named or ", ".join(_candidates()),
+        expected=" or ".join(PYTHONS),
+        remedy="name one: moerl sglang install --python PATH",
+    )
+
+
+def _candidates() -> Iterator[str]:
+    yield from (name for name in PYTHONS if shutil.which(name))
+    yield sys.executable
+    for name in PYTHONS:
+        yield from map(str, Path.home().glob(f".pyenv/versions/{name.removeprefix('python')}*/bin/python"))
+
+
+def _packages(device: str) -> list[list[str]]:
+    """Arguments of `pip install`, one call after the other."""
+    if device == "cuda":
+        return [[f"sglang=={SGLANG_VERSION}"]]
+    folder = release_folder() / "cpu"
+    return [["-r", str(folder / "requirements.txt")], ["--no-deps", "-r", str(folder / "packages.txt")]]
+
+
+def _marker(environment: Path) -> Path:
+    return environment / "moerl-sglang.json"
+
+
+def _is_complete(environment: Path, device: str) -> bool:
+    marker = _marker(environment)
+    if not marker.is_file():
+        return False
+    seen = json.loads(marker.read_text())
+    expected = {"sglang": SGLANG_VERSION, "device": device}
+    if seen != expected:
+        raise EngineError(
+            f"SGLang environment {environment}: made for something else",
+            seen=seen,
+            expected=expected,
+            remedy="choose another folder with --env DIR",
+        )
+    return True
+
+
+def _run(command: Sequence[str], purpose: str) -> str:
+    done = subprocess.run(list(command), capture_output=True, text=True)
+    if done.returncode != 0:
+        raise EngineError(
+            f"SGLang environment: could not {purpose}",
+            seen=(done.stderr or done.stdout).strip()[-1500:],
+            expected="status 0",
+            remedy="read the message; run the same command again when it is solved",
+        )
+    return done.stdout

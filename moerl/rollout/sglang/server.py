@@ -1,0 +1,200 @@
+"""One SGLang server as a child process: started, probed, stopped. Runs in the process that manages it.
+
+The server's options, keys included, are in a file that only its owner can read; command lines are public. Its output
+goes to a log in the same folder. It dies with its manager, however that ends (Linux).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+
+from moerl.config.server_environment import server_environment
+from moerl.contract.files import atomic_file
+from moerl.contract.trajectory import MAX_KEPT_IDS
+from moerl.errors import EngineError
+from moerl.rollout.sglang.endpoint import Endpoint, require_private, write_endpoint
+from moerl.rollout.sglang.install import python_of, site_packages
+from moerl.rollout.sglang.patches import read_patches, verify_patches
+
+ENDPOINT_FILE = "server.json"
+OPTIONS_FILE = "options.yaml"
+LOG_FILE = "server.log"
+GRACE_SECONDS = 10.0
+_POLL_SECONDS = 0.2
+
+# Parent-death signal, then the server's own entry point. A manager that died before the signal was set counts, too.
+_BOOT = """
+import ctypes, os, runpy, signal, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    if os.getppid() != int(sys.argv.pop(1)):
+        sys.exit("the manager of this server is gone")
+else:
+    sys.argv.pop(1)
+runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """What is served, and how.
+
+    model: Hugging Face directory. environment: made by `moerl sglang install`. device: cuda or cpu.
+    tensor: tensor-parallel ranks. dtype: of weights and activations. max_running: requests side by side.
+    max_pool_tokens: tokens in the key-value pool; None lets SGLang take what memory allows (needed on CPU).
+    chunked_prefill_tokens: longest piece of a prefill; None leaves it to SGLang.
+    policy_version: of the weights in `model`. host: loopback or private. port: 0 takes a free one.
+    """
+
+    model: Path
+    environment: Path
+    device: str = "cuda"
+    tensor: int = 1
+    dtype: str = "bfloat16"
+    max_running: int = 64
+    max_pool_tokens: int | None = None
+    chunked_prefill_tokens: int | None = None
+    policy_version: int = 0
+    host: str = "127.0.0.1"
+    port: int = 0
+
+
+class SGLangServer:
+    """A running server; `stop` it, or use it as a context. `endpoint` says where it is and how to be let in."""
+
+    def __init__(self, options: ServerOptions, folder: Path) -> None:
+        """Starts the process and returns at once; `wait_until_ready` comes next.
+
+        Args:
+            folder: for options, keys and log; made if needed. One server at a time.
+
+        Raises:
+            EngineError: a public address, or an environment without this version's patches.
+        """
+        require_private(options.host)
+        verify_patches(site_packages(options.environment), read_patches())
+        folder.mkdir(parents=True, exist_ok=True)
+        port = options.port or free_port(options.host)
+        host = f"[{options.host}]" if ":" in options.host else options.host
+        self.folder = folder
+        self.log = folder / LOG_FILE
+        keys = [secrets.token_urlsafe(32) for _ in range(2)]
+        with atomic_file(folder / OPTIONS_FILE) as temporary:
+            temporary.chmod(0o600)
+            temporary.write_text(yaml.safe_dump(launch_options(options, port) | dict(zip(_KEYS, keys, strict=True))))
+        command = [str(python_of(options.environment)), "-c", _BOOT, str(os.getpid())]
+        with self.log.open("ab") as output:
+            self._process = subprocess.Popen(
+                [*command, "--config", str(folder / OPTIONS_FILE)],
+                env=server_environment(options.device, options.tensor),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                # A group of its own: all its processes can be ended together, and Ctrl-C does not reach it.
+                start_new_session=True,
+            )
+        self.endpoint = Endpoint(f"http://{host}:{port}", *keys, pid=self._process.pid)
+        write_endpoint(self.endpoint, folder / ENDPOINT_FILE)
+
+    def wait_until_ready(self, timeout_seconds: float) -> None:
+        """Returns when the server serves.
+
+        Raises:
+            EngineError: it ended, or is not ready in time. The end of its log is in the message; `stop` it then.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        while not self.is_ready():
+            self.require_running()
+            if time.monotonic() > deadline:
+                raise self._failure("not ready", f"ready within {timeout_seconds} s")
+            time.sleep(_POLL_SECONDS)
+
+    def is_ready(self) -> bool:
+        """True where it answers its health probe now."""
+        try:
+            return httpx.get(f"{self.endpoint.url}/health", timeout=5.0, trust_env=False).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def require_running(self) -> None:
+        """Raises EngineError where the process has ended; the end of its log is in the message."""
+        if self._process.poll() is not None:
+            raise self._failure(f"ended with status {self._process.returncode}", "a server that runs")
+
+    def stop(self, grace_seconds: float = GRACE_SECONDS) -> None:
+        """Ends the server and all its processes: TERM, then KILL after the grace period. Twice does no harm."""
+        _signal_group(self._process.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(grace_seconds)
+        _signal_group(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        (self.folder / ENDPOINT_FILE).unlink(missing_ok=True)
+
+    def __enter__(self) -> SGLangServer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    def _failure(self, seen: str, expected: str) -> EngineError:
+        tail = self.log.read_bytes()[-3000:].decode(errors="replace")
+        error = EngineError("SGLang server", seen=seen, expected=expected, remedy=f"read {self.log}")
+        error.add_note(f"last lines of {self.log}:\n{tail}")
+        return error
+
+
+_KEYS = ("api-key", "admin-api-key")
+
+
+def launch_options(options: ServerOptions, port: int) -> dict[str, Any]:
+    """SGLang's options by name; `docs/sglang.md` says why each is there."""
+    chosen: dict[str, Any] = {
+        "model-path": str(options.model),
+        "host": options.host,
+        "port": port,
+        "device": options.device,
+        "dtype": options.dtype,
+        "tensor-parallel-size": options.tensor,
+        "max-running-requests": options.max_running,
+        "weight-version": str(options.policy_version),
+        "enable-return-routed-experts": True,
+        "sampling-backend": "pytorch",
+        "sampling-mask-max-tokens": MAX_KEPT_IDS,
+        "skip-tokenizer-init": True,
+        "skip-server-warmup": True,
+    }
+    if options.max_pool_tokens is not None:
+        chosen["max-total-tokens"] = options.max_pool_tokens
+    if options.chunked_prefill_tokens is not None:
+        chosen["chunked-prefill-size"] = options.chunked_prefill_tokens
+    if options.device == "cpu":
+        chosen |= {"attention-backend": "torch_native", "disable-cuda-graph": True}
+    return chosen
+
+
+def free_port(host: str) -> int:
+    """A port that nobody listens on now."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def _signal_group(group: int, number: int) -> None:
+    """Signals all processes of the group, if any are left."""
+    try:
+        os.killpg(group, number)
+    except ProcessLookupError:
+        return
