@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Test processes: as many as cores, each with one thread; tests that share an expensive set-up stay together.
 JOBS ?= auto
 
-.PHONY: setup demo lint test test-slow test-distributed bench clean
+.PHONY: setup demo lint test test-slow test-distributed test-sglang bench clean
 
 setup: .venv/.ready
 
@@ -21,7 +21,7 @@ lint: setup
 	$(BIN)/pyright
 
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "not slow and not distributed" tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "not slow and not distributed and not sglang" tests
 
 test-slow: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m slow tests
@@ -29,6 +29,11 @@ test-slow: setup
 # Every layout; up to eight processes in one test, so one test at a time.
 test-distributed: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m distributed tests
+
+# Live SGLang servers on CPU, in an environment of their own (2.2 GB).
+test-sglang: setup
+	$(BIN)/moerl sglang install --device cpu
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m sglang tests
 
 bench: setup
 	for file in $$(ls bench/[a-z]*.py | grep -v _gpu); do $(BIN)/python $$file || exit 1; done

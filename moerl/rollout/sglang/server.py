@@ -180,7 +180,11 @@ def launch_options(options: ServerOptions, port: int) -> dict[str, Any]:
     if options.chunked_prefill_tokens is not None:
         chosen["chunked-prefill-size"] = options.chunked_prefill_tokens
     if options.device == "cpu":
-        chosen |= {"attention-backend": "torch_native", "disable-cuda-graph": True}
+        chosen |= {
+            "attention-backend": "torch_native",
+            "cuda-graph-backend-decode": "disabled",
+            "cuda-graph-backend-prefill": "disabled",
+        }
     return chosen
 
 

@@ -1,0 +1,55 @@
+"""Live servers on CPU. `make test-sglang` makes their environment first.
+
+One server per test session and kind of model: starting one takes longer than all its tests.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import families
+import pytest
+import torch
+
+from moerl.contract.spec import moe_layer_indices
+from moerl.rollout.sglang.engine import ModelFacts, SGLangEngine
+from moerl.rollout.sglang.server import ServerOptions, SGLangServer
+
+ENVIRONMENT = Path(os.environ.get("MOERL_SGLANG_ENV", Path(__file__).parents[2] / ".venv-sglang"))
+START_SECONDS = 500.0
+FAMILY = families.FAMILIES["qwen3_moe"]
+MODEL = ModelFacts(FAMILY.spec(), moe_layer_indices(FAMILY.config().to_dict()))
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Tiny tensors: more threads only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return families.write_model(tmp_path_factory.mktemp("model") / "hf", FAMILY, seed=0)
+
+
+@pytest.fixture(scope="session")
+def server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangServer]:
+    """A server with room for everything."""
+    options = ServerOptions(
+        model=model_folder, environment=ENVIRONMENT, device="cpu", dtype="float32", max_pool_tokens=16384
+    )
+    with SGLangServer(options, tmp_path_factory.mktemp("server")) as started:
+        started.wait_until_ready(START_SECONDS)
+        yield started
+
+
+@pytest.fixture
+def engine(server: SGLangServer) -> Iterator[SGLangEngine]:
+    made = SGLangEngine(server.endpoint, MODEL, engine_id="sglang-0", max_running=16, timeout_seconds=120.0)
+    yield made
+    made.close()
