@@ -20,7 +20,6 @@ from moerl.rollout.sglang.server import ServerOptions, SGLangServer
 ENVIRONMENT = Path(os.environ.get("MOERL_SGLANG_ENV", Path(__file__).parents[2] / ".venv-sglang"))
 START_SECONDS = 500.0
 FAMILY = families.FAMILIES["qwen3_moe"]
-MODEL = ModelFacts(FAMILY.spec(), moe_layer_indices(FAMILY.config().to_dict()))
 
 
 @pytest.fixture(autouse=True)
@@ -30,6 +29,16 @@ def _one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def environment() -> Path:
+    return ENVIRONMENT
+
+
+@pytest.fixture(scope="session")
+def model() -> ModelFacts:
+    return ModelFacts(FAMILY.spec(), moe_layer_indices(FAMILY.config().to_dict()))
 
 
 @pytest.fixture(scope="session")
@@ -49,7 +58,7 @@ def server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 @pytest.fixture
-def engine(server: SGLangServer) -> Iterator[SGLangEngine]:
-    made = SGLangEngine(server.endpoint, MODEL, engine_id="sglang-0", max_running=16, timeout_seconds=120.0)
+def engine(server: SGLangServer, model: ModelFacts) -> Iterator[SGLangEngine]:
+    made = SGLangEngine(server.endpoint, model, engine_id="sglang-0", max_running=16, timeout_seconds=120.0)
     yield made
     made.close()

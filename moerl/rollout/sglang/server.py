@@ -90,7 +90,8 @@ class SGLangServer:
         host = f"[{options.host}]" if ":" in options.host else options.host
         self.folder = folder
         self.log = folder / LOG_FILE
-        keys = [secrets.token_urlsafe(32) for _ in range(2)]
+        # Hexadecimal: SGLang takes a value that begins with a dash for an option.
+        keys = [secrets.token_hex(32) for _ in range(2)]
         with atomic_file(folder / OPTIONS_FILE) as temporary:
             temporary.chmod(0o600)
             temporary.write_text(yaml.safe_dump(launch_options(options, port) | dict(zip(_KEYS, keys, strict=True))))

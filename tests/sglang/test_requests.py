@@ -1,0 +1,136 @@
+"""What a live server makes of a request: seeds, stop ids, aborts, versions, keys."""
+
+from __future__ import annotations
+
+import base64
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sglang_live
+import torch
+from sglang_reference import collect, make_requests
+from transformers import AutoModelForCausalLM
+
+from moerl.contract.trajectory import FinishReason, SamplingParams, Trajectory
+from moerl.errors import EngineError
+from moerl.rollout.embedded import EmbeddedEngine
+from moerl.rollout.sglang.answers import decode_compact
+from moerl.rollout.sglang.engine import ModelFacts, SGLangEngine
+from moerl.rollout.sglang.server import SGLangServer
+
+pytestmark = pytest.mark.sglang
+
+
+def test_the_handshake_tells_spec_and_version(engine: SGLangEngine, model: ModelFacts):
+    info = engine.handshake()
+    assert (info.spec, info.policy_version, info.engine_id) == (model.spec, 0, "sglang-0")
+
+
+def test_both_engines_draw_the_same_tokens_from_the_same_seeds(engine: SGLangEngine, model: ModelFacts, model_folder):
+    torch_model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    embedded = EmbeddedEngine(torch_model, model.spec, engine_id="embedded-0", max_running=8, policy_version=0)
+    requests = make_requests(24)
+    here = {r.rollout_id: Trajectory(**r.values) for r in embedded.generate(requests)}
+    there = collect(engine, requests)
+    assert here.keys() == there.keys()
+    for rollout_id, trajectory in here.items():
+        assert trajectory.token_ids.tolist() == there[rollout_id].token_ids.tolist()
+
+
+def test_a_request_does_not_depend_on_its_batchmates(engine: SGLangEngine):
+    requests = make_requests(12)
+    together = collect(engine, requests)
+    for request in requests:
+        (alone,) = collect(engine, [request]).values()
+        assert alone.token_ids.tolist() == together[request.lineage.rollout_id].token_ids.tolist()
+
+
+def test_only_the_stop_ids_of_the_request_end_a_response(engine: SGLangEngine):
+    for trajectory in collect(engine, make_requests(12, 40, stop_ids=(3, 17, 40))).values():
+        stopped = np.isin(trajectory.token_ids[trajectory.sampled], (3, 17, 40))
+        assert not stopped[:-1].any()
+        assert (trajectory.finish_reason == FinishReason.STOP) == stopped[-1]
+    for trajectory in collect(engine, make_requests(6, 30, stop_ids=())).values():
+        assert trajectory.finish_reason == FinishReason.LENGTH
+
+
+def test_answers_of_one_token_from_prompts_of_one_token(engine: SGLangEngine):
+    requests = [replace(r, prompt_ids=r.prompt_ids[:1], max_new_tokens=1) for r in make_requests(9)]
+    for trajectory in collect(engine, requests).values():
+        assert trajectory.expert_ids.shape == (1, 4, 2)
+
+
+def test_requests_as_long_as_the_server_takes_are_answered_in_full(engine: SGLangEngine):
+    request = make_requests(1, stop_ids=())[0]
+    room = engine._facts.report.max_request_tokens
+    (trajectory,) = collect(engine, [replace(request, max_new_tokens=room - len(request.prompt_ids))]).values()
+    assert len(trajectory) == room
+    with pytest.raises(EngineError, match="max_new_tokens"):
+        engine.generate([replace(request, max_new_tokens=room + 1 - len(request.prompt_ids))])
+
+
+def test_aborted_requests_keep_what_they_have(engine: SGLangEngine):
+    requests = [replace(r, max_new_tokens=200, stop_ids=()) for r in make_requests(20)]
+    timer = threading.Timer(1.0, engine.abort)
+    timer.start()
+    records = list(engine.generate(requests))
+    timer.join()
+    trajectories = [Trajectory(**record.values) for record in records]
+    aborted = [t for t in trajectories if t.finish_reason == FinishReason.ABORT]
+    assert aborted
+    assert all(0 < t.num_sampled < 200 for t in aborted)
+    assert len(records) + len(engine.unfinished) == 20
+
+
+def test_a_wrong_key_is_named_and_the_admin_key_guards_what_changes_a_server(server: SGLangServer, model: ModelFacts):
+    wrong = replace(server.endpoint, api_key="wrong")
+    with pytest.raises(EngineError, match="does not know our key"):
+        SGLangEngine(wrong, model, engine_id="e", max_running=1, timeout_seconds=30.0)
+    for path in ("/pause_generation", "/flush_cache", "/abort_request", "/begin_weight_update"):
+        assert sglang_live.post(server.endpoint, path, {"rid": "none"}).status_code == 401
+
+
+def test_a_server_of_another_model_is_refused(server: SGLangServer, model: ModelFacts):
+    other = ModelFacts(replace(model.spec, num_moe_layers=3), (0, 2, 3))
+    with pytest.raises(EngineError, match="MoE layers"):
+        SGLangEngine(server.endpoint, other, engine_id="e", max_running=1, timeout_seconds=30.0)
+
+
+def test_the_compact_field_says_what_the_old_fields_say(server: SGLangServer):
+    requests = [
+        replace(r, sampling=SamplingParams(top_p=0.9, top_k=20, seed=i)) for i, r in enumerate(make_requests(6))
+    ]
+    old = sglang_live.generate(server.endpoint, requests, compact_answer=False)
+    new = sglang_live.generate(server.endpoint, requests)
+    for one, other in zip(old, new, strict=True):
+        answer = decode_compact(other["meta_info"]["compact_answer"])
+        meta = one["meta_info"]
+        rows = np.frombuffer(base64.b64decode(meta["routed_experts"]), "<i4").reshape(-1, 4, 2)
+        planes = np.frombuffer(answer.expert_ids, np.uint8).reshape(4, -1, 2)
+        assert np.array_equal(rows.swapaxes(0, 1), planes)
+        assert np.frombuffer(answer.output_ids, "<i4").tolist() == one["output_ids"] == other["output_ids"]
+        assert np.allclose(np.frombuffer(answer.logprobs, "<f4"), [x[0] for x in meta["output_token_logprobs"]], atol=0)
+        kept = meta["output_token_sampling_logprobs"]
+        assert np.allclose(np.frombuffer(answer.kept_logprobs, "<f4"), kept, atol=0)
+        sizes = np.frombuffer(answer.kept_sizes, "<u4").tolist()
+        assert sizes == [len(ids) for ids in meta["output_token_sampling_mask"]]
+        assert set(other["meta_info"]).isdisjoint(
+            {"routed_experts", "output_token_logprobs", "output_token_sampling_mask"}
+        )
+
+
+def test_requests_without_a_seed_differ(server: SGLangServer):
+    body = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 12, "temperature": 1.0, "ignore_eos": True}}
+    drawn = {tuple(sglang_live.post(server.endpoint, "/generate", body).json()["output_ids"]) for _ in range(4)}
+    assert len(drawn) == 4
+
+
+def test_moerl_sglang_check_proves_environment_and_server(server: SGLangServer, environment: Path, capsys):
+    from moerl.cli import main
+
+    file = server.folder / "server.json"
+    assert main(["sglang", "check", "--env", str(environment), "--server", str(file)]) == 0
+    assert "same fingerprint" in capsys.readouterr().out

@@ -1,0 +1,150 @@
+"""A server that answers like a patched SGLang server, or as badly as a test asks; no model, no SGLang."""
+
+from __future__ import annotations
+
+import base64
+import json
+import threading
+from collections.abc import Callable, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import msgspec
+import numpy as np
+import zstandard
+
+from moerl.contract.planes import pack_kept_ids
+from moerl.contract.trajectory import MAX_KEPT_IDS, ModelSpec
+from moerl.rollout.sglang.endpoint import Endpoint
+from moerl.rollout.sglang.patches import SGLANG_VERSION, read_patches
+
+SPEC = ModelSpec(num_moe_layers=2, experts_per_token=2, num_experts=8, vocab_size=50, fingerprint="fake")
+MOE_LAYERS = (1, 3)
+Answer = tuple[int, bytes]
+
+
+def contract_report(**changes: Any) -> dict[str, Any]:
+    report = {
+        "fingerprint": read_patches().fingerprint,
+        "compact_schema": 1,
+        "vocab_size": 50,
+        "max_request_tokens": 100,
+        "moe_layers": list(MOE_LAYERS),
+        "num_experts": 8,
+        "experts_per_token": 2,
+        "expert_ids": "logical",
+        "expert_bytes": 1,
+    }
+    return report | changes
+
+
+def server_info(**changes: Any) -> dict[str, Any]:
+    info = {
+        "version": SGLANG_VERSION,
+        "internal_states": [{"contract": contract_report()}],
+        "sampling_backend": "pytorch",
+        "sampling_mask_max_tokens": MAX_KEPT_IDS,
+        "speculative_algorithm": None,
+        "enable_hierarchical_cache": False,
+    }
+    return info | changes
+
+
+def compact(fields: Mapping[str, Any]) -> str:
+    frame = zstandard.ZstdCompressor(write_checksum=True).compress(msgspec.msgpack.encode(dict(fields)))
+    return base64.b64encode(frame).decode()
+
+
+def compact_fields(num_prompt: int, count: int, *, cuts: bool) -> dict[str, Any]:
+    """A valid answer of `count` tokens; token t is t + 1, kept with its neighbour t + 2."""
+    ids = np.arange(1, count + 1, dtype="<i4")
+    kept = np.stack([ids, ids + 1], 1).reshape(-1).astype(np.int32)
+    num_rows = num_prompt + count - 1
+    experts = np.tile(np.array([1, 5], np.uint8), (2, num_rows, 1))
+    return {
+        "schema": 1,
+        "output_ids": ids.tobytes(),
+        "logprobs": np.full(count, -1.5, "<f4").tobytes(),
+        "kept_logprobs": np.full(count if cuts else 0, -0.5, "<f4").tobytes(),
+        "kept_sizes": np.full(count if cuts else 0, 2, "<u4").tobytes(),
+        "kept_ids": bytes(pack_kept_ids(np.arange(0, 2 * count + 1, 2), kept)) if cuts else b"",
+        "num_rows": num_rows,
+        "expert_ids": experts.tobytes(),
+    }
+
+
+def reply(body: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
+    """The JSON answer to a `/generate` body, of the length asked for."""
+    count = body["sampling_params"]["max_new_tokens"]
+    fields = compact_fields(len(body["input_ids"]), count, cuts=body["return_sampling_mask"])
+    meta = {
+        "id": body["rid"],
+        "finish_reason": {"type": "length", "length": count},
+        "weight_versions": [{"version": "3", "start": 0, "end": count}],
+        "compact_answer": compact(fields),
+    }
+    return {"output_ids": [], "meta_info": meta | changes}
+
+
+class FakeServer:
+    """Listens on loopback; `answer` may be replaced by a test. bodies: of all `/generate` calls, in order."""
+
+    def __init__(self) -> None:
+        self.info = server_info()
+        self.weight_version = "3"
+        self.bodies: list[dict[str, Any]] = []
+        self.admin_calls: list[tuple[str, dict[str, Any]]] = []
+        self.answer: Callable[[dict[str, Any]], Answer] = lambda body: (200, json.dumps(reply(body)).encode())
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self._http.daemon_threads = True
+        self.endpoint = Endpoint(f"http://127.0.0.1:{self._http.server_address[1]}", "key", "admin")
+        self._thread = threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+
+    def respond(self, path: str, key: str, body: dict[str, Any]) -> Answer:
+        is_admin = path == "/abort_request"
+        if key != (self.endpoint.admin_key if is_admin else self.endpoint.api_key):
+            return 401, b'{"error": "Unauthorized"}'
+        if path == "/generate":
+            self.bodies.append(body)
+            return self.answer(body)
+        if is_admin:
+            self.admin_calls.append((path, body))
+            return 200, b""
+        return 200, json.dumps(
+            self.info if path == "/server_info" else {"weight_version": self.weight_version}
+        ).encode()
+
+    def _handler(self) -> type[BaseHTTPRequestHandler]:
+        fake = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                self._send(*fake.respond(self.path, self._key(), {}))
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                self._send(*fake.respond(self.path, self._key(), body))
+
+            def _key(self) -> str:
+                return self.headers.get("Authorization", "").removeprefix("Bearer ")
+
+            def _send(self, status: int, content: bytes) -> None:
+                if status == 0:  # hang up without an answer
+                    self.close_connection = True
+                    return
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+            def log_message(self, format: str, *args: Any) -> None:
+                """Says nothing."""
+
+        return Handler

@@ -1,0 +1,40 @@
+"""Calls to a live server that the engine would not make: the raw answer, other fields, other requests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+
+from moerl.contract.ports import RolloutRequest
+from moerl.contract.trajectory import ModelSpec, Trajectory
+from moerl.rollout.sglang.answers import decode_compact, finish_reason, trajectory_values, version_spans
+from moerl.rollout.sglang.endpoint import Endpoint
+from moerl.rollout.sglang.engine import request_body
+
+
+def post(endpoint: Endpoint, path: str, body: Mapping[str, Any], *, key: str | None = None) -> httpx.Response:
+    headers = {"Authorization": f"Bearer {endpoint.api_key if key is None else key}"}
+    return httpx.post(f"{endpoint.url}{path}", json=dict(body), headers=headers, timeout=300.0, trust_env=False)
+
+
+def generate(endpoint: Endpoint, requests: Sequence[RolloutRequest], **changes: Any) -> list[dict[str, Any]]:
+    """The JSON answers, all asked at once; `changes` go into every body."""
+
+    def ask(numbered: tuple[int, RolloutRequest]) -> dict[str, Any]:
+        number, request = numbered
+        body = request_body(request, f"{number:08d}-{request.lineage.rollout_id}", 0) | changes
+        response = post(endpoint, "/generate", body)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    with ThreadPoolExecutor(len(requests)) as pool:
+        return list(pool.map(ask, enumerate(requests)))
+
+
+def trajectory(request: RolloutRequest, reply: Mapping[str, Any], spec: ModelSpec) -> Trajectory:
+    meta = reply["meta_info"]
+    answer = decode_compact(meta["compact_answer"])
+    return Trajectory(**trajectory_values(request, answer, version_spans(meta), finish_reason(meta), spec))

@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import base64
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from moerl.errors import EngineError
+from moerl.rollout.sglang.patches import STAMP, PatchSet, apply_patches, read_patches, release_folder, verify_patches
+
+OLD = "".join(f"line {i}\n" for i in range(12))
+PATCH = """--- a/sglang/one.py
++++ b/sglang/one.py
+@@ -3,3 +3,4 @@
+ line 2
+ line 3
++a new line
+ line 4
+"""
+SECOND = """--- a/sglang/one.py
++++ b/sglang/one.py
+@@ -4,3 +4,3 @@
+ line 3
+-a new line
++a newer line
+ line 4
+--- /dev/null
++++ b/sglang/two.py
+@@ -0,0 +1 @@
++new
+"""
+
+
+def record(path: str, content: str) -> str:
+    digest = base64.urlsafe_b64encode(hashlib.sha256(content.encode()).digest()).decode().rstrip("=")
+    return f"{path},sha256={digest},{len(content)}\n"
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    """site-packages with a release of one file."""
+    site = tmp_path / "site"
+    (site / "sglang").mkdir(parents=True)
+    (site / "sglang" / "one.py").write_text(OLD)
+    info = site / "sglang-0.5.21.dist-info"
+    info.mkdir()
+    (info / "RECORD").write_text(record("sglang/one.py", OLD))
+    return site
+
+
+@pytest.fixture
+def patches(tmp_path: Path) -> PatchSet:
+    folder = tmp_path / "patches"
+    folder.mkdir()
+    (folder / "0001-one.patch").write_text(PATCH)
+    (folder / "0002-two.patch").write_text(SECOND)
+    return read_patches(folder)
+
+
+def test_patches_are_applied_in_order_and_stamped(site: Path, patches: PatchSet):
+    assert apply_patches(site, patches)
+    assert "line 3\na newer line\nline 4\n" in (site / "sglang" / "one.py").read_text()
+    assert (site / "sglang" / "two.py").read_text() == "new\n"
+    assert patches.fingerprint in (site / STAMP).read_text()
+    verify_patches(site, patches)
+
+
+def test_applying_twice_does_no_harm(site: Path, patches: PatchSet):
+    apply_patches(site, patches)
+    before = (site / "sglang" / "one.py").read_text()
+    assert not apply_patches(site, patches)
+    assert (site / "sglang" / "one.py").read_text() == before
+
+
+def test_another_release_is_refused_by_name(site: Path, patches: PatchSet):
+    (site / "sglang-0.5.21.dist-info").rename(site / "sglang-0.5.23.dist-info")
+    with pytest.raises(EngineError, match=r"seen: 0\.5\.23; expected: sglang 0\.5\.21"):
+        apply_patches(site, patches)
+
+
+def test_a_file_that_is_not_as_released_is_refused_and_nothing_is_written(site: Path, patches: PatchSet):
+    changed = OLD.replace("line 11", "line eleven")
+    (site / "sglang" / "one.py").write_text(changed)
+    with pytest.raises(EngineError, match=r"one\.py is not as released"):
+        apply_patches(site, patches)
+    assert (site / "sglang" / "one.py").read_text() == changed
+    assert not (site / "sglang" / "two.py").exists()
+
+
+@pytest.mark.parametrize(("old", "new"), [("a newer line", "another line"), ("line 11", "line eleven")])
+def test_a_change_after_patching_is_found_wherever_it_is(site: Path, patches: PatchSet, old: str, new: str):
+    apply_patches(site, patches)
+    file = site / "sglang" / "one.py"
+    file.write_text(file.read_text().replace(old, new))
+    with pytest.raises(EngineError, match=r"one\.py"):
+        verify_patches(site, patches)
+
+
+def test_missing_patches_and_others_are_told_apart(site: Path, patches: PatchSet, tmp_path: Path):
+    with pytest.raises(EngineError, match="not patched"):
+        verify_patches(site, patches)
+    apply_patches(site, patches)
+    (tmp_path / "patches" / "0002-two.patch").write_text(SECOND.replace("+new", "+newer"))
+    with pytest.raises(EngineError, match="other patches"):
+        apply_patches(site, read_patches(tmp_path / "patches"))
+
+
+def test_our_own_patches_are_well_formed_and_each_has_a_line_in_the_readme():
+    patches = read_patches()
+    readme = (release_folder() / "README.md").read_text()
+    assert [patch.name[:4] for patch in patches.patches] == [f"{i:04d}" for i in range(1, len(patches.patches) + 1)]
+    for patch in patches.patches:
+        assert f"`{patch.name}`" in readme
