@@ -1,0 +1,252 @@
+"""The client against a server that answers as badly as a test asks; live servers are in `tests/sglang`."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from sglang_fake import MOE_LAYERS, SPEC, Answer, FakeServer, contract_report, reply, server_info
+
+from moerl.contract.ports import RolloutEngine, RolloutRequest
+from moerl.contract.trajectory import MAX_KEPT_IDS, Lineage, SamplingParams, Trajectory
+from moerl.errors import ContractError, EngineError
+from moerl.rollout.sglang import http
+from moerl.rollout.sglang.engine import ModelFacts, SGLangEngine
+
+MODEL = ModelFacts(SPEC, MOE_LAYERS)
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServer]:
+    monkeypatch.setattr(http, "_BACKOFF_SECONDS", (0.0, 0.0, 0.0))
+    server = FakeServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def connect(fake: FakeServer) -> Iterator[Callable[..., SGLangEngine]]:
+    engines: list[SGLangEngine] = []
+
+    def make(timeout_seconds: float = 30.0) -> SGLangEngine:
+        engines.append(
+            SGLangEngine(fake.endpoint, MODEL, engine_id="e0", max_running=4, timeout_seconds=timeout_seconds)
+        )
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def requests(count: int) -> list[RolloutRequest]:
+    sampling = SamplingParams(top_p=0.9, seed=5)
+    return [RolloutRequest(Lineage(f"r{i}", "p", "g"), (1, 2, 3), sampling, 4 + i % 3, (0,)) for i in range(count)]
+
+
+def test_every_request_becomes_one_valid_trajectory(fake: FakeServer, connect):
+    engine = connect()
+    assert isinstance(engine, RolloutEngine)
+    assert (engine.handshake().spec, engine.handshake().policy_version) == (SPEC, 3)
+    records = {record.rollout_id: Trajectory(**record.values) for record in engine.generate(requests(9))}
+    assert sorted(records) == [f"r{i}" for i in range(9)]
+    assert all(t.engine_id == "e0" and t.attempt == 0 for t in records.values())
+    assert engine.unfinished == []
+
+
+def test_a_request_says_all_that_the_contract_needs(fake: FakeServer, connect):
+    list(connect().generate(requests(1)))
+    (body,) = fake.bodies
+    assert body["sampling_params"] == {
+        "max_new_tokens": 4,
+        "ignore_eos": True,
+        "stop_token_ids": [0],
+        "temperature": 1.0,
+        "sampling_seed": 5,
+        "top_p": 0.9,
+        "min_p": 0.0,
+        "top_k": MAX_KEPT_IDS,
+    }
+    assert body["extra_key"] == "weights-3"
+    assert body["return_sampling_mask"]
+    assert body["compact_answer"]
+    assert body["rid"].endswith("-r0")
+
+
+def spoiled(kind: str, body: dict[str, Any]) -> Answer:
+    good = reply(body)
+    whole = json.dumps(good).encode()
+    field = good["meta_info"]["compact_answer"]
+    answers: dict[str, Answer] = {
+        "no answer": (0, b""),
+        "overloaded": (503, b"busy"),
+        "no JSON": (200, whole[: len(whole) // 2]),
+        "a list": (200, b"[]"),
+        "no meta": (200, b"{}"),
+        "of another request": (200, json.dumps(reply(body, id="other")).encode()),
+        "corrupt": (200, json.dumps(reply(body, compact_answer=field[:-8] + "AAAAAAA=")).encode()),
+        "truncated": (200, json.dumps(reply(body, compact_answer=field[:40])).encode()),
+        "without the field": (200, json.dumps(reply(body, compact_answer=None)).encode()),
+    }
+    return answers[kind]
+
+
+KINDS = ["no answer", "overloaded", "no JSON", "a list", "no meta", "of another request", "corrupt", "truncated"]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "without the field"])
+def test_a_damaged_answer_is_asked_for_again_under_the_same_rollout_id(kind: str, fake: FakeServer, connect):
+    good = fake.answer
+    fake.answer = lambda body: spoiled(kind, body) if len(fake.bodies) <= 2 else good(body)
+    (record,) = connect().generate(requests(1))
+    assert (record.rollout_id, record.values["attempt"]) == ("r0", 2)
+    rids = [body["rid"] for body in fake.bodies]
+    assert len(set(rids)) == 3
+    assert len({len(rid) for rid in rids}) == 1
+
+
+def test_a_request_that_never_gets_a_whole_answer_is_named_unfinished(fake: FakeServer, connect):
+    good = fake.answer
+    fake.answer = lambda body: (503, b"busy") if body["rid"].endswith("-r1") else good(body)
+    engine = connect()
+    records: list[str] = []
+    with pytest.raises(EngineError, match="busy"):
+        records += [record.rollout_id for record in engine.generate(requests(3))]
+    assert "r1" in engine.unfinished
+    assert len([b for b in fake.bodies if b["rid"].endswith("-r1")]) == 4
+
+
+def test_a_refusal_is_not_asked_for_again(fake: FakeServer, connect):
+    fake.answer = lambda body: (400, b"top_k is too large")
+    with pytest.raises(EngineError, match="top_k is too large"):
+        list(connect().generate(requests(1)))
+    assert len(fake.bodies) == 1
+
+
+def test_a_server_that_says_nothing_is_given_up_at_the_deadline(fake: FakeServer, connect):
+    release = threading.Event()
+    fake.answer = lambda body: (503 if release.wait(20) else 504, b"")
+    with pytest.raises(EngineError, match="no answer in time"):
+        list(connect(timeout_seconds=0.3).generate(requests(1)))
+    release.set()
+
+
+def test_an_endless_answer_is_given_up(fake: FakeServer, connect, monkeypatch: pytest.MonkeyPatch):
+    engine = connect()
+    monkeypatch.setattr(http, "MAX_RESPONSE_BYTES", 100)
+    with pytest.raises(EngineError, match="too long"):
+        list(engine.generate(requests(1)))
+
+
+def test_an_answer_shorter_than_asked_for_is_refused(fake: FakeServer, connect):
+    def short(body: dict[str, Any]) -> Answer:
+        body["sampling_params"]["max_new_tokens"] -= 1
+        return 200, json.dumps(reply(body)).encode()
+
+    fake.answer = short
+    with pytest.raises(EngineError, match="length of the response"):
+        list(connect().generate(requests(1)))
+
+
+def test_an_answer_that_stays_broken_ends_as_the_contract_names_it(fake: FakeServer, connect):
+    fake.answer = lambda body: (200, json.dumps(reply(body, weight_versions=None)).encode())
+    with pytest.raises(ContractError, match="weight_versions"):
+        list(connect().generate(requests(1)))
+
+
+def test_a_request_aborted_before_its_first_token_yields_nothing(fake: FakeServer, connect):
+    aborted = {"finish_reason": {"type": "abort"}}
+    fake.answer = lambda body: (200, json.dumps({"meta_info": {"id": body["rid"], **aborted}}).encode())
+    engine = connect()
+    assert list(engine.generate(requests(2))) == []
+    assert engine.unfinished == ["r0", "r1"]
+
+
+def test_an_abort_names_the_running_request_and_skips_the_waiting_ones(fake: FakeServer, connect):
+    arrived, release = threading.Event(), threading.Event()
+    good = fake.answer
+
+    def hold(body: dict[str, Any]) -> Answer:
+        if len(fake.bodies) == 4:
+            arrived.set()
+        release.wait(20)
+        return good(body)
+
+    fake.answer = hold
+    engine = connect()
+    iterator = engine.generate(requests(6))
+    first: list[Any] = []
+    thread = threading.Thread(target=lambda: first.extend(iterator))
+    thread.start()
+    assert arrived.wait(20)
+    engine.abort()
+    release.set()
+    thread.join()
+    assert len(fake.admin_calls) == 4
+    assert {body["rid"] for body in fake.bodies} == {call["rid"] for _, call in fake.admin_calls}
+    assert sorted(engine.unfinished) == ["r4", "r5"]
+
+
+def test_a_second_generate_waits_for_no_one(fake: FakeServer, connect):
+    engine = connect()
+    iterator = engine.generate(requests(3))
+    next(iterator)
+    with pytest.raises(EngineError, match="already generating"):
+        next(engine.generate(requests(1)))
+    assert len(list(iterator)) == 2
+
+
+def test_requests_beyond_the_server_are_refused_at_once(fake: FakeServer, connect):
+    long = RolloutRequest(Lineage("r0", "p", "g"), (1,) * 60, SamplingParams(), 41)
+    with pytest.raises(EngineError, match="max_new_tokens"):
+        connect().generate([long])
+    assert fake.bodies == []
+
+
+@pytest.mark.parametrize(
+    ("report", "message"),
+    [
+        ({"fingerprint": ""}, "patches; seen: unstamped"),
+        ({"fingerprint": "0" * 16}, "patches"),
+        ({"compact_schema": 2}, "compact answers"),
+        ({"moe_layers": [0, 1, 2, 3]}, "MoE layers"),
+        ({"moe_layers": [0, 1]}, "MoE layers"),
+        ({"num_experts": 16}, "number of experts"),
+        ({"experts_per_token": 4}, "experts per token"),
+        ({"expert_ids": "physical"}, "expert ids"),
+        ({"expert_bytes": 2}, "expert ids"),
+        ({"vocab_size": 49}, "vocabulary"),
+        ({"moe_layers": "all"}, "handshake"),
+    ],
+)
+def test_a_server_that_lacks_something_is_refused_by_name(report, message: str, fake: FakeServer, connect):
+    fake.info = server_info(internal_states=[{"contract": contract_report(**report)}])
+    with pytest.raises(EngineError, match=message):
+        connect()
+
+
+@pytest.mark.parametrize(
+    ("info", "message"),
+    [
+        ({"version": "0.5.23"}, r"release; seen: 0\.5\.23"),
+        ({"internal_states": [{}]}, "no contract"),
+        ({"internal_states": []}, "no contract"),
+        ({"sampling_backend": "flashinfer"}, "--sampling-backend"),
+        ({"sampling_mask_max_tokens": 512}, "--sampling-mask-max-tokens"),
+        ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm"),
+        ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache"),
+    ],
+)
+def test_a_server_with_unfit_options_is_refused_by_name(info, message: str, fake: FakeServer, connect):
+    fake.info = server_info(**info)
+    with pytest.raises(EngineError, match=message):
+        connect()
+
+
+def test_weights_without_a_number_are_refused(fake: FakeServer, connect):
+    fake.weight_version = "default"
+    with pytest.raises(EngineError, match="weight version"):
+        connect()
