@@ -29,7 +29,7 @@ def tight_server(
         dtype="float32",
         tensor=2,
         max_pool_tokens=700,
-        chunked_prefill_tokens=32,
+        chunked_prefill_tokens=16,
     )
     with SGLangServer(options, tmp_path_factory.mktemp("tight")) as started:
         started.wait_until_ready(500.0)
@@ -41,7 +41,7 @@ def test_chunked_prefill_retractions_and_two_ranks_change_nothing(
 ):
     rng = np.random.default_rng(5)
     requests = [
-        replace(r, prompt_ids=tuple(rng.integers(0, 91, 70 + i).tolist()), max_new_tokens=90, stop_ids=())
+        replace(r, prompt_ids=tuple(rng.integers(0, 91, 24 + i).tolist()), max_new_tokens=215, stop_ids=())
         for i, r in enumerate(make_requests(12))
     ]
     replies = sglang_live.generate(tight_server.endpoint, requests)

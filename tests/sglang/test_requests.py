@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -73,15 +72,15 @@ def test_requests_as_long_as_the_server_takes_are_answered_in_full(engine: SGLan
 
 
 def test_aborted_requests_keep_what_they_have(engine: SGLangEngine):
-    requests = [replace(r, max_new_tokens=200, stop_ids=()) for r in make_requests(20)]
-    timer = threading.Timer(1.0, engine.abort)
-    timer.start()
-    records = list(engine.generate(requests))
-    timer.join()
+    short, *requests = [replace(r, max_new_tokens=190, stop_ids=()) for r in make_requests(20)]
+    iterator = engine.generate([replace(short, max_new_tokens=5), *requests])
+    records = [next(iterator)]
+    engine.abort()
+    records += iterator
     trajectories = [Trajectory(**record.values) for record in records]
     aborted = [t for t in trajectories if t.finish_reason == FinishReason.ABORT]
     assert aborted
-    assert all(0 < t.num_sampled < 200 for t in aborted)
+    assert all(0 < t.num_sampled < 190 for t in aborted)
     assert len(records) + len(engine.unfinished) == 20
 
 

@@ -10,7 +10,7 @@ __version__ = "0.0.0+cpu.standin"
 def assign_req_to_token_pool_cpu(req_pool_indices, req_to_token, start_offset, end_offset, out_cache_loc, stride):
     """Writes each request's new cache places into its row of the token table."""
     taken = 0
-    for row, start, end in zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist()):
+    for row, start, end in zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True):
         places = out_cache_loc[taken : taken + end - start]
         req_to_token[row, start:end] = places.to(req_to_token.dtype)
         taken += end - start
