@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Test processes: as many as cores, each with one thread; tests that share an expensive set-up stay together.
 JOBS ?= auto
 
-.PHONY: setup demo lint test test-slow test-distributed test-sglang bench clean
+.PHONY: setup demo lint test test-slow test-distributed test-sglang bench bench-sglang clean
 
 setup: .venv/.ready
 
@@ -36,7 +36,12 @@ test-sglang: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m sglang tests
 
 bench: setup
-	for file in $$(ls bench/[a-z]*.py | grep -v _gpu); do $(BIN)/python $$file || exit 1; done
+	for file in $$(ls bench/[a-z]*.py | grep -v -e _gpu -e rollout_wire); do $(BIN)/python $$file || exit 1; done
+
+# The one benchmark that needs a live server.
+bench-sglang: setup
+	$(BIN)/moerl sglang install --device cpu
+	$(BIN)/python bench/rollout_wire.py
 
 clean:
 	rm -rf .venv dist build

@@ -49,7 +49,7 @@ def requests(count: int) -> list[RolloutRequest]:
 
 def test_every_request_becomes_one_valid_trajectory(fake: FakeServer, connect):
     engine = connect()
-    assert isinstance(engine, RolloutEngine)
+    assert isinstance(connect(), RolloutEngine)
     assert (engine.handshake().spec, engine.handshake().policy_version) == (SPEC, 3)
     records = {record.rollout_id: Trajectory(**record.values) for record in engine.generate(requests(9))}
     assert sorted(records) == [f"r{i}" for i in range(9)]
