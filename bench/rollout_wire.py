@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import numpy as np
 import torch
 from _report import Result, report
@@ -88,7 +89,7 @@ def ask(endpoint: Endpoint, requests: list[RolloutRequest], *, compact: bool) ->
 
 def read_compact(body: bytes, request: RolloutRequest, spec: ModelSpec) -> dict[str, Any]:
     """The fields of the data contract from the compact field."""
-    meta = json.loads(body)["meta_info"]
+    meta = msgspec.msgpack.decode(body)["meta_info"]
     answer = decode_compact(meta["compact_answer"])
     return trajectory_values(request, answer, version_spans(meta), finish_reason(meta), spec)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import threading
 from collections.abc import Callable, Mapping
@@ -50,9 +49,8 @@ def server_info(**changes: Any) -> dict[str, Any]:
     return info | changes
 
 
-def compact(fields: Mapping[str, Any]) -> str:
-    frame = zstandard.ZstdCompressor(write_checksum=True).compress(msgspec.msgpack.encode(dict(fields)))
-    return base64.b64encode(frame).decode()
+def compact(fields: Mapping[str, Any]) -> bytes:
+    return zstandard.ZstdCompressor(write_checksum=True).compress(msgspec.msgpack.encode(dict(fields)))
 
 
 def compact_fields(num_prompt: int, count: int, *, cuts: bool) -> dict[str, Any]:
@@ -74,7 +72,7 @@ def compact_fields(num_prompt: int, count: int, *, cuts: bool) -> dict[str, Any]
 
 
 def reply(body: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
-    """The JSON answer to a `/generate` body, of the length asked for."""
+    """The answer to a `/generate` body, of the length asked for."""
     count = body["sampling_params"]["max_new_tokens"]
     fields = compact_fields(len(body["input_ids"]), count, cuts=body["return_sampling_mask"])
     meta = {
@@ -94,7 +92,7 @@ class FakeServer:
         self.weight_version = "3"
         self.bodies: list[dict[str, Any]] = []
         self.admin_calls: list[tuple[str, dict[str, Any]]] = []
-        self.answer: Callable[[dict[str, Any]], Answer] = lambda body: (200, json.dumps(reply(body)).encode())
+        self.answer: Callable[[dict[str, Any]], Answer] = lambda body: (200, msgspec.msgpack.encode(reply(body)))
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self._http.daemon_threads = True
         self.endpoint = Endpoint(f"http://127.0.0.1:{self._http.server_address[1]}", "key", "admin")

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
+import msgspec
 
 from moerl.contract.ports import RolloutRequest
 from moerl.contract.trajectory import ModelSpec, Trajectory
@@ -21,14 +22,15 @@ def post(endpoint: Endpoint, path: str, body: Mapping[str, Any], *, key: str | N
 
 
 def generate(endpoint: Endpoint, requests: Sequence[RolloutRequest], **changes: Any) -> list[dict[str, Any]]:
-    """The JSON answers, all asked at once; `changes` go into every body."""
+    """The answers, all asked at once; `changes` go into every body."""
 
     def ask(numbered: tuple[int, RolloutRequest]) -> dict[str, Any]:
         number, request = numbered
         body = request_body(request, f"{number:08d}-{request.lineage.rollout_id}", 0) | changes
         response = post(endpoint, "/generate", body)
         assert response.status_code == 200, response.text
-        return response.json()
+        is_json = response.headers["content-type"].startswith("application/json")
+        return response.json() if is_json else msgspec.msgpack.decode(response.content)
 
     with ThreadPoolExecutor(len(requests)) as pool:
         return list(pool.map(ask, enumerate(requests)))

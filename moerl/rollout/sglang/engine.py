@@ -205,7 +205,7 @@ class SGLangEngine:
         reason = finish_reason(meta)
         if reason == FinishReason.ABORT and "compact_answer" not in meta:
             return None
-        answer = decode_compact(str(meta.get("compact_answer")))
+        answer = decode_compact(meta.get("compact_answer"))
         if num_sampled(answer) == 0:
             return None
         _check_length(request, answer, reason)
@@ -234,7 +234,7 @@ async def ask_facts(http: SGLangHttp, model: ModelFacts | None) -> ServerFacts:
 
 
 def request_body(request: RolloutRequest, request_id: str, policy_version: int) -> dict[str, Any]:
-    """The JSON of `/generate`."""
+    """The JSON body of `/generate`; the answer is msgpack."""
     sampling = request.sampling
     params: dict[str, Any] = {
         "max_new_tokens": request.max_new_tokens,

@@ -7,11 +7,11 @@ every attempt an id of its own.
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import httpx
+import msgspec
 
 from moerl.errors import EngineError
 from moerl.rollout.sglang.endpoint import Endpoint
@@ -64,19 +64,20 @@ class SGLangHttp:
         await self._repeated("POST", path, body, admin=True)
 
     async def post_once(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """One attempt.
+        """One attempt of a call that is answered in msgpack.
 
         Raises:
             TransportError: another attempt may succeed.
             EngineError: the server refused the call.
         """
-        return _json_object(path, await self._call("POST", path, body, admin=False))
+        content = await self._call("POST", path, body, admin=False)
+        return _as_object(path, content, msgspec.msgpack.decode)
 
     async def _repeated(self, method: str, path: str, body: Mapping[str, Any] | None, *, admin: bool) -> dict[str, Any]:
         for pause in (*_BACKOFF_SECONDS, None):
             try:
                 content = await self._call(method, path, body, admin=admin)
-                return {} if admin else _json_object(path, content)
+                return {} if admin else _as_object(path, content, msgspec.json.decode)
             except TransportError:
                 if pause is None:
                     raise
@@ -140,11 +141,11 @@ def _check_status(path: str, status: int, content: bytes) -> None:
     raise kind(f"SGLang {path}: refused", seen=f"status {status}: {said}", expected="status 200")
 
 
-def _json_object(path: str, content: bytes) -> dict[str, Any]:
+def _as_object(path: str, content: bytes, decode: Callable[[bytes], Any]) -> dict[str, Any]:
     try:
-        value = json.loads(content)
-    except ValueError as error:
-        raise TransportError(f"SGLang {path}: no JSON", seen=content[:200], expected="a JSON object") from error
+        value = decode(content)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise TransportError(f"SGLang {path}: unreadable", seen=content[:200], expected="one whole object") from error
     if not isinstance(value, dict):
-        raise TransportError(f"SGLang {path}: no JSON object", seen=type(value).__name__, expected="a JSON object")
+        raise TransportError(f"SGLang {path}: no object", seen=type(value).__name__, expected="an object")
     return value

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import pytest
 from sglang_fake import MOE_LAYERS, SPEC, Answer, FakeServer, contract_report, reply, server_info
 
@@ -78,23 +78,23 @@ def test_a_request_says_all_that_the_contract_needs(fake: FakeServer, connect):
 
 def spoiled(kind: str, body: dict[str, Any]) -> Answer:
     good = reply(body)
-    whole = json.dumps(good).encode()
+    whole = msgspec.msgpack.encode(good)
     field = good["meta_info"]["compact_answer"]
     answers: dict[str, Answer] = {
         "no answer": (0, b""),
         "overloaded": (503, b"busy"),
-        "no JSON": (200, whole[: len(whole) // 2]),
-        "a list": (200, b"[]"),
-        "no meta": (200, b"{}"),
-        "of another request": (200, json.dumps(reply(body, id="other")).encode()),
-        "corrupt": (200, json.dumps(reply(body, compact_answer=field[:-8] + "AAAAAAA=")).encode()),
-        "truncated": (200, json.dumps(reply(body, compact_answer=field[:40])).encode()),
-        "without the field": (200, json.dumps(reply(body, compact_answer=None)).encode()),
+        "half an answer": (200, whole[: len(whole) // 2]),
+        "a list": (200, msgspec.msgpack.encode([])),
+        "no meta": (200, msgspec.msgpack.encode({})),
+        "of another request": (200, msgspec.msgpack.encode(reply(body, id="other"))),
+        "corrupt": (200, msgspec.msgpack.encode(reply(body, compact_answer=field[:-8] + bytes(8)))),
+        "truncated": (200, msgspec.msgpack.encode(reply(body, compact_answer=field[:40]))),
+        "without the field": (200, msgspec.msgpack.encode(reply(body, compact_answer=None))),
     }
     return answers[kind]
 
 
-KINDS = ["no answer", "overloaded", "no JSON", "a list", "no meta", "of another request", "corrupt", "truncated"]
+KINDS = ["no answer", "overloaded", "half an answer", "a list", "no meta", "of another request", "corrupt", "truncated"]
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "without the field"])
@@ -144,7 +144,7 @@ def test_an_endless_answer_is_given_up(fake: FakeServer, connect, monkeypatch: p
 def test_an_answer_shorter_than_asked_for_is_refused(fake: FakeServer, connect):
     def short(body: dict[str, Any]) -> Answer:
         body["sampling_params"]["max_new_tokens"] -= 1
-        return 200, json.dumps(reply(body)).encode()
+        return 200, msgspec.msgpack.encode(reply(body))
 
     fake.answer = short
     with pytest.raises(EngineError, match="length of the response"):
@@ -152,14 +152,14 @@ def test_an_answer_shorter_than_asked_for_is_refused(fake: FakeServer, connect):
 
 
 def test_an_answer_that_stays_broken_ends_as_the_contract_names_it(fake: FakeServer, connect):
-    fake.answer = lambda body: (200, json.dumps(reply(body, weight_versions=None)).encode())
+    fake.answer = lambda body: (200, msgspec.msgpack.encode(reply(body, weight_versions=None)))
     with pytest.raises(ContractError, match="weight_versions"):
         list(connect().generate(requests(1)))
 
 
 def test_a_request_aborted_before_its_first_token_yields_nothing(fake: FakeServer, connect):
     aborted = {"finish_reason": {"type": "abort"}}
-    fake.answer = lambda body: (200, json.dumps({"meta_info": {"id": body["rid"], **aborted}}).encode())
+    fake.answer = lambda body: (200, msgspec.msgpack.encode({"meta_info": {"id": body["rid"], **aborted}}))
     engine = connect()
     assert list(engine.generate(requests(2))) == []
     assert engine.unfinished == ["r0", "r1"]
