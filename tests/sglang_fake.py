@@ -95,6 +95,8 @@ class FakeServer:
         self.answer: Callable[[dict[str, Any]], Answer] = lambda body: (200, msgspec.msgpack.encode(reply(body)))
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self._http.daemon_threads = True
+        # A client that gives up closes its connection; that is what tests ask for.
+        self._http.handle_error = lambda request, client_address: None  # pyright: ignore[reportAttributeAccessIssue]
         self.endpoint = Endpoint(f"http://127.0.0.1:{self._http.server_address[1]}", "key", "admin")
         self._thread = threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
         self._thread.start()

@@ -289,3 +289,23 @@ def test_a_reader_that_goes_away_is_no_error():
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
     assert done.stderr == ""
     assert done.stdout.splitlines()[0].startswith("usage: moerl train")
+
+
+@pytest.mark.parametrize("command", ["sglang install", "sglang check", "serve"])
+def test_help_of_server_commands_needs_no_torch(command: str, tmp_path: Path):
+    done = run_python(MAIN_WITHOUT_TORCH, *command.split(), "--help", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert f"moerl {command}: " in done.stdout
+    assert "--env DIR" in done.stdout
+
+
+def test_an_unknown_server_command_is_named(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["sglang", "remove"]) == 2
+    assert "sglang remove" in capsys.readouterr().err
+
+
+def test_checking_an_environment_that_is_not_there_says_how_to_make_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert cli.main(["sglang", "check", "--env", str(tmp_path / "none")]) == 1
+    assert "moerl sglang install" in capsys.readouterr().err

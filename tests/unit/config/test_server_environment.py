@@ -1,0 +1,22 @@
+from __future__ import annotations
+
+import pytest
+
+from moerl.config.server_environment import server_environment
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_our_own_python_does_not_leak_into_the_servers(device: str):
+    ours = {"PYTHONPATH": "x", "PYTHONHOME": "y", "VIRTUAL_ENV": "z", "PATH": "/bin", "HF_HOME": "/cache"}
+    made = server_environment(device, 1, ours)
+    assert not {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"} & set(made)
+    assert (made["PATH"], made["HF_HOME"]) == ("/bin", "/cache")
+
+
+def test_on_cpu_every_rank_has_one_core_of_its_own_while_there_are_enough():
+    bound = {n: server_environment("cpu", n, {}, (2, 5, 7))["SGLANG_CPU_OMP_THREADS_BIND"] for n in (1, 2, 4)}
+    assert bound == {1: "7", 2: "7|5", 4: "7|5|2|7"}
+
+
+def test_on_gpus_threads_are_left_alone():
+    assert server_environment("cuda", 2, {"OMP_NUM_THREADS": "8"}) == {"OMP_NUM_THREADS": "8"}
