@@ -36,6 +36,17 @@ def generate(endpoint: Endpoint, requests: Sequence[RolloutRequest], **changes: 
         return list(pool.map(ask, enumerate(requests)))
 
 
+def generate_together(endpoint: Endpoint, requests: Sequence[RolloutRequest]) -> list[dict[str, Any]]:
+    """The answers to one call with all requests in it: they reach the scheduler at the same moment."""
+    bodies = [request_body(r, f"{number:08d}-{r.lineage.rollout_id}", 0) for number, r in enumerate(requests)]
+    listed = ("rid", "input_ids", "sampling_params", "return_sampling_mask")
+    body = {name: [single[name] for single in bodies] for name in listed}
+    flags = ("return_logprob", "return_routed_experts", "compact_answer")
+    response = post(endpoint, "/generate", body | dict.fromkeys(flags, True))
+    assert response.status_code == 200, response.text
+    return msgspec.msgpack.decode(response.content)
+
+
 def trajectory(request: RolloutRequest, reply: Mapping[str, Any], spec: ModelSpec) -> Trajectory:
     meta = reply["meta_info"]
     answer = decode_compact(meta["compact_answer"])

@@ -44,7 +44,7 @@ def test_chunked_prefill_retractions_and_two_ranks_change_nothing(
         replace(r, prompt_ids=tuple(rng.integers(0, 91, 24 + i).tolist()), max_new_tokens=215, stop_ids=())
         for i, r in enumerate(make_requests(12))
     ]
-    replies = sglang_live.generate(tight_server.endpoint, requests)
+    replies = sglang_live.generate_together(tight_server.endpoint, requests)
     assert sum(reply["meta_info"]["num_retractions"] for reply in replies) > 0
     reference = Reference(model_folder)
     for request, reply in zip(requests, replies, strict=True):

@@ -136,10 +136,12 @@ class SGLangServer:
 
     def stop(self, grace_seconds: float = GRACE_SECONDS) -> None:
         """Ends the server and all its processes: TERM, then KILL after the grace period. Twice does no harm."""
-        _signal_group(self._process.pid, signal.SIGTERM)
+        # TERM goes to the first process alone, which ends the others; it would take their end for a crash.
+        self._process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(grace_seconds)
-        _signal_group(self._process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         (self.folder / ENDPOINT_FILE).unlink(missing_ok=True)
 
@@ -195,11 +197,3 @@ def free_port(host: str) -> int:
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
-
-
-def _signal_group(group: int, number: int) -> None:
-    """Signals all processes of the group, if any are left."""
-    try:
-        os.killpg(group, number)
-    except ProcessLookupError:
-        return
