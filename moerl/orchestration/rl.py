@@ -9,7 +9,7 @@ Runs in every trainer rank. Rank 0 hosts the embedded engine, packs the batch an
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -22,11 +22,12 @@ from moerl.config.model_sizes import directory_sizes
 from moerl.contract.batch import Microbatch, TrainSample
 from moerl.contract.ports import WorkedTask
 from moerl.contract.trajectory import ModelSpec
-from moerl.errors import EngineError, MoerlError
+from moerl.errors import EngineError, MoerlError, UnprovedError
 from moerl.orchestration import step_metrics
 from moerl.orchestration.batches import BatchExchange, Minibatch, pack_options
 from moerl.orchestration.evaluation import evaluate
 from moerl.orchestration.exchange import gather_rows, sum_over
+from moerl.orchestration.replay_report import explain
 from moerl.orchestration.rollouts import Collector, in_request_order, sampling_params, with_advantages
 from moerl.orchestration.run import Run
 from moerl.telemetry.metrics import table_metrics
@@ -49,7 +50,7 @@ class RLStage:
     def __init__(self, run: Run, model_path: Path, collector: Collector | None) -> None:
         config = run.config
         self.run, self.config, self.model_path, self.collector = run, config, model_path, collector
-        self.enforce = config.keep_routing.mode == "rollout"
+        self.enforce = config.keep_routing.mode != "off"
         self.algorithm: Algorithm = make_algorithm(
             config.algorithm.name,
             clip_low=config.algorithm.clip_low,
@@ -71,6 +72,7 @@ class RLStage:
             updates,
             config.trainer.distributed_optimizer,
         )
+        self._num_updates = 0
         packing = pack_options(config, run.layout, directory_sizes(model_path))
         self.exchange = BatchExchange(self.trainer, packing, config)
         self.reference = None
@@ -151,38 +153,53 @@ class RLStage:
 
     def _update(self, minibatches: Sequence[Minibatch], step: int) -> dict[str, float]:
         """One optimizer step per minibatch. With several, log-probs before the first update are the proximal ones."""
-        proximal: list[list[Tensor] | None] = [None] * len(minibatches)
-        before: list[list[RowScores]] = []
-        if len(minibatches) > 1:
-            before = [self._score(minibatch.batches, enforce=self.enforce) for minibatch in minibatches]
-            proximal = [[rows.logprobs_T for rows in scores] for scores in before]
-        tables, updates, verified = [], [], 0
-        load_LE = torch.zeros(self.run.spec.num_moe_layers, self.run.spec.num_experts, dtype=torch.int64)
-        for number, minibatch in enumerate(minibatches):
-            batches = minibatch.batches
-            loss = self._loss(minibatch, proximal[number])
-            report = self.trainer.step(batches, loss, enforce=self.enforce)
+        passes = [self._before_update(minibatch, len(minibatches)) for minibatch in minibatches]
+        totals = step_metrics.StepTotals(self.run.spec)
+        for number, (minibatch, ready) in enumerate(zip(minibatches, passes, strict=True)):
+            loss = self._loss(minibatch, ready)
+            try:
+                report = self.trainer.step(ready.batches, loss, enforce=self.enforce, prove=self._is_proved())
+            except UnprovedError as error:
+                raise explain(error, self.trainer, ready.batches, minibatch.samples) from error
             assert report.update is not None
             self.run.check_update(report.update, f"{STAGE}-{step + 1:06d}-{number}", minibatch.samples)
-            rows = report.rows if not before else _with_clipping(before[number], report.rows)
-            tables.append(step_metrics.local_rows(self.trainer.place, batches, rows))
-            updates.append(report.update)
-            verified += report.rows_verified
-            load_LE += report.expert_load_LE
-        table = step_metrics.RowTable.of(gather_rows(np.concatenate(tables)))
+            rows = report.rows if not ready.scores else _with_clipping(ready.scores, report.rows)
+            totals.add(report, step_metrics.local_rows(self.trainer.place, ready.batches, rows))
+        table = step_metrics.RowTable.of(gather_rows(np.concatenate(totals.tables)))
+        natural_LS, live_rows_L = sum_over(totals.natural_LS), sum_over(totals.live_rows_L)
+        self.run.reporter.log_layers(step + 1, step_metrics.per_layer(natural_LS, live_rows_L))
         return {
             **step_metrics.disagreement(table),
             **step_metrics.policy_metrics(table),
-            **step_metrics.load_metrics(sum_over(load_LE)),
-            **step_metrics.update_metrics(updates),
-            "replay/rows_verified": float(sum_over(torch.tensor([verified]))),
+            **step_metrics.load_metrics(sum_over(totals.load_LE)),
+            **step_metrics.natural_metrics(natural_LS, live_rows_L),
+            **step_metrics.update_metrics(totals.updates),
+            "replay/rows_verified": float(sum_over(torch.tensor([totals.verified]))),
         }
 
-    def _loss(self, minibatch: Minibatch, proximal: list[Tensor] | None) -> PolicyGradientLoss:
-        batches, reference = minibatch.batches, self.reference
-        inputs = [] if reference is None else reference.head_inputs(batches, enforce=self.enforce)
-        scorer = self._scorer(batches)
-        return PolicyGradientLoss(scorer, self.algorithm, minibatch.num_tokens, proximal, reference, inputs)
+    def _before_update(self, minibatch: Minibatch, num_minibatches: int) -> _Ready:
+        """The proximal pass, where there is more than one update per batch or its routing is what is kept."""
+        batches = minibatch.batches
+        if self.config.keep_routing.mode == "trainer":
+            scores, recorded = self.trainer.score_and_record(batches, self._scorer(batches))
+            return _Ready(recorded, scores)
+        return _Ready(batches, self._score(batches, enforce=self.enforce) if num_minibatches > 1 else [])
+
+    def _is_proved(self) -> bool:
+        """Whether the coming update is one before which replay is proved."""
+        every = self.config.keep_routing.verify
+        self._num_updates += 1
+        return every == "every" or (every != "off" and self._num_updates % every == 0)
+
+    def _loss(self, minibatch: Minibatch, ready: _Ready) -> PolicyGradientLoss:
+        inputs: list[Tensor] = []
+        if self.reference is not None:
+            mode = self.config.keep_routing.reference
+            batches = ready.batches if mode == "trainer" else minibatch.batches
+            inputs = self.reference.head_inputs(batches, enforce=mode != "off")
+        scorer = self._scorer(ready.batches)
+        proximal = [rows.logprobs_T for rows in ready.scores] if ready.scores else None
+        return PolicyGradientLoss(scorer, self.algorithm, minibatch.num_tokens, proximal, self.reference, inputs)
 
     def _scorer(self, batches: Sequence[Microbatch], *, with_full: bool = False) -> Scorer:
         keep_mask = self.config.keep_sampling_mask.enabled or with_full
@@ -245,6 +262,15 @@ class RLStage:
                 final = evaluate(self.collector, "heldout", sizes.heldout_problems, version=step)
                 evaluations["final"] = final
         self.run.record_evaluations(step, evaluations)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Ready:
+    """A minibatch before its update: this rank's shares with the routing to keep, and scores by the proximal weights
+    (empty where the update's own pass gives them)."""
+
+    batches: list[Microbatch]
+    scores: list[RowScores]
 
 
 def _check_handshake(engine: ModelSpec, trainer: ModelSpec) -> None:

@@ -15,23 +15,43 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from moerl.contract.batch import Microbatch
 from moerl.contract.shares import Place
 from moerl.contract.trajectory import ModelSpec
-from moerl.errors import ReplayError
+from moerl.errors import ReplayError, UnprovedError
 from moerl.trainer import evidence, layout, platform
 from moerl.trainer.layout import Layout
+from moerl.trainer.natural import STATISTICS, choice_statistics, differs
+from moerl.trainer.replay_rows import LocalRows, TracedRows, routing_slice
 from moerl.trainer.routers import NaturalTopK, RouterTap, tap_routers
 
 FORWARD, RECOMPUTE = 0, 1
 PHASES = ("forward", "recompute")
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """What a schedule does at the routers.
+
+    enforce: replay the recorded routing; otherwise routers choose for themselves and are only observed.
+    prove: with `enforce`, take checksums of what reaches the dispatchers.
+    record: keep the routers' own choices, for a later schedule to enforce. trace: keep what reaches the dispatchers row
+    by row, to find out where a proof failed.
+    """
+
+    enforce: bool = False
+    prove: bool = True
+    record: bool = False
+    trace: bool = False
 
 
 class KeepRouting:
@@ -85,11 +105,11 @@ class KeepRouting:
         )
 
     @contextlib.contextmanager
-    def schedule(self, batches: Sequence[Microbatch], *, enforce: bool, training: bool) -> Iterator[ReplaySchedule]:
+    def schedule(self, batches: Sequence[Microbatch], what: Replay, *, training: bool) -> Iterator[ReplaySchedule]:
         """Opens one schedule over `batches`, this rank's shares.
 
         Args:
-            enforce: replay the recorded routing; otherwise routers choose for themselves and are only observed.
+            what: see `Replay`.
             training: a backward pass follows, so recompute may call the routers again.
 
         Raises:
@@ -97,7 +117,7 @@ class KeepRouting:
         """
         if any(tap.schedule is not None for tap in self.taps):
             raise ReplayError("a replay schedule is open already", remedy="close it before the next one is opened")
-        schedule = ReplaySchedule(self, batches, enforce=enforce, training=training)
+        schedule = ReplaySchedule(self, batches, what, training=training)
         _raise_together(schedule.find_unusable_routing())
         for tap in self.taps:
             tap.schedule = schedule
@@ -111,20 +131,23 @@ class KeepRouting:
 class ReplaySchedule:
     """Targets and evidence of one schedule."""
 
-    def __init__(self, owner: KeepRouting, batches: Sequence[Microbatch], *, enforce: bool, training: bool) -> None:
-        self.owner, self.batches, self.enforce, self.training = owner, batches, enforce, training
+    def __init__(self, owner: KeepRouting, batches: Sequence[Microbatch], what: Replay, *, training: bool) -> None:
+        self.owner, self.batches, self.what, self.training = owner, batches, what, training
         self.current: int | None = None
         shape = (len(PHASES), len(batches), len(owner.taps))
         self.checksums_PMl = torch.zeros(shape, dtype=torch.int64)
         self.calls_PMl = torch.zeros(shape, dtype=torch.int64)
-        self.expert_load_LE = torch.zeros(owner.spec.num_moe_layers, owner.spec.num_experts, dtype=torch.int64)
-        self._rows: dict[int, _LocalRows] = {}
+        num_layers = owner.spec.num_moe_layers
+        self.expert_load_LE = torch.zeros(num_layers, owner.spec.num_experts, dtype=torch.int64)
+        self.natural_LS = torch.zeros(num_layers, len(STATISTICS), dtype=torch.float64, device=platform.device())
+        self.live_rows_L = torch.zeros(num_layers, dtype=torch.int64)
+        self._rows: dict[int, LocalRows] = {}
 
     def find_unusable_routing(self) -> ReplayError | None:
         """What keeps a batch from being replayed; None where each has a target for every input row, and checksums."""
         spec, where = self.owner.spec, self.owner.where
         for microbatch, batch in enumerate(self.batches):
-            if self.enforce and (batch.expert_ids is None or batch.routing_checksums is None):
+            if self.what.enforce and (batch.expert_ids is None or batch.routing_checksums is None):
                 return ReplayError(
                     f"microbatch {microbatch} is without recorded routing",
                     seen="no expert ids or no checksums of them",
@@ -145,12 +168,14 @@ class ReplaySchedule:
         """Names the microbatch whose forward pass comes next."""
         self.current = microbatch
         if microbatch not in self._rows:
-            self._rows[microbatch] = _LocalRows.of(self.batches[microbatch], self.owner.where)
+            self._rows[microbatch] = LocalRows.of(self.batches[microbatch], self.owner.where)
 
     def route(self, tap: RouterTap, scores_tE: Tensor, natural: NaturalTopK) -> tuple[Tensor, Tensor]:
         """Megatron's choice, or the recorded one on rows that have it; probabilities come from these scores."""
         tap.active = (microbatch, phase) = self._place(tap)
         rows = self._rows[microbatch]
+        if self.what.record:
+            rows.recorded[tap.index] = natural(scores_tE.detach())[1]
         if rows.expert_ids_tlK is None:
             return natural(scores_tE)
         target_tK = rows.expert_ids_tlK[:, tap.index].long()
@@ -161,15 +186,22 @@ class ReplaySchedule:
                 expected=f"{len(target_tK)} recorded rows",
                 remedy="this is a bug in packing or slicing; report it with the layout",
             )
-        natural_tK = natural(scores_tE.detach())[1] if phase == FORWARD or rows.has_live_rows else None
+        natural_tK = natural(scores_tE.detach())[1] if phase == FORWARD or rows.num_live else None
         if phase == FORWARD and natural_tK is not None:
-            differs_t = (natural_tK.sort(-1).values != target_tK.sort(-1).values).any(-1)
-            rows.layers_differing_t += differs_t & rows.routed_t
-        if not self.enforce:
+            self._compare(tap, rows, scores_tE.detach(), natural_tK, target_tK)
+        if not self.what.enforce:
             return natural(scores_tE)
-        if rows.has_live_rows and natural_tK is not None:
+        if rows.num_live and natural_tK is not None:
             target_tK = torch.where(rows.routed_t[:, None], target_tK, natural_tK)
         return scores_tE.gather(1, target_tK), target_tK
+
+    def _compare(
+        self, tap: RouterTap, rows: LocalRows, scores_tE: Tensor, natural_tK: Tensor, target_tK: Tensor
+    ) -> None:
+        """The trainer's own choice beside the recorded one, on rows that have one."""
+        rows.layers_differing_t += differs(natural_tK, target_tK, scores_tE.shape[1]) & rows.routed_t
+        self.natural_LS[tap.moe_layer] += choice_statistics(scores_tE, natural_tK, target_tK, rows.proved_t)
+        self.live_rows_L[tap.moe_layer] += rows.num_live
 
     def _place(self, tap: RouterTap) -> tuple[int, int]:
         """Which microbatch and phase a routing call belongs to.
@@ -207,9 +239,44 @@ class ReplaySchedule:
         self.calls_PMl[place] += 1
         if phase == FORWARD:
             self.expert_load_LE[tap.moe_layer] += (routing_map_tE & ~rows.is_pad_t[:, None]).sum(0).cpu()
-        if self.enforce:
+        if self.what.trace and phase == FORWARD:
+            rows.traced[tap.index] = evidence.row_checksums(routing_map_tE, rows.keys_t, tap.moe_layer).cpu()
+        if (self.what.enforce and self.what.prove) or self.what.record:
             checksum = evidence.map_checksum(routing_map_tE, rows.keys_t, ~rows.proved_t, tap.moe_layer)
             self.checksums_PMl[place] += checksum.cpu()
+
+    def recorded(self) -> list[Microbatch]:
+        """The batches with the routers' own choices as what is to be enforced, and checksums of what was dispatched.
+
+        After a schedule with `Replay.record`; a collective over the ranks that share the rows.
+        """
+        checksums_Ml = self.checksums_PMl[FORWARD].to(platform.device())
+        dist.all_reduce(checksums_Ml, group=layout.tensor_and_context_group())
+        dtype = self.owner.spec.expert_dtype
+        return [
+            replace(
+                batch,
+                expert_ids=_stacked(self._rows[microbatch].recorded, self.owner).astype(dtype),
+                routing_checksums=checksums_Ml[microbatch].cpu().numpy().view(np.uint64),
+                routed=np.ones(batch.num_rows, np.bool_),
+            )
+            for microbatch, batch in enumerate(self.batches)
+        ]
+
+    def traced(self, microbatch: int) -> TracedRows:
+        """What reached this rank's dispatchers in the forward pass of a microbatch, after `Replay.trace`."""
+        rows, batch = self._rows[microbatch], self.batches[microbatch]
+        where = self.owner.where
+        keys, positions = evidence.row_origins(batch, where.context, where.context_rank)
+        mine = routing_slice(batch, where)
+        proved = rows.proved_t.cpu().numpy()
+        checksums_tl = np.stack([rows.traced[tap.index].numpy() for tap in self.owner.taps], axis=1)
+        return TracedRows(
+            keys[mine][proved],
+            positions[mine][proved],
+            np.array([tap.moe_layer for tap in self.owner.taps]),
+            checksums_tl[proved].view(np.uint64),
+        )
 
     def layers_differing(self) -> list[Tensor]:
         """int32 [T] per microbatch: MoE layers of the whole model in which the trainer's own choice differs from the
@@ -239,6 +306,8 @@ class ReplaySchedule:
         checksums_PMl = self.checksums_PMl.to(platform.device())
         dist.all_reduce(checksums_PMl, group=layout.tensor_and_context_group())
         _raise_together(self._first_problem(checksums_PMl.cpu()))
+        if not self.what.prove:
+            return 0
         rows = sum(int(rows.proved_t.sum()) for rows in self._rows.values())
         return self._num_phases * len(self.owner.taps) * rows
 
@@ -256,6 +325,8 @@ class ReplaySchedule:
                 expected_l = evidence.as_signed(batch.routing_checksums)
                 wrong_calls = (self.calls_PMl[phase, microbatch] != 1).nonzero()
                 wrong_sums = (checksums_PMl[phase, microbatch] != expected_l).nonzero()
+                if not self.what.prove:
+                    wrong_sums = wrong_sums[:0]
                 for wrong, what in ((wrong_calls, "calls"), (wrong_sums, "checksum")):
                     if len(wrong):
                         return self._problem(what, phase, microbatch, int(wrong[0]), checksums_PMl)
@@ -272,44 +343,18 @@ class ReplaySchedule:
         else:
             seen = f"{int(checksums_PMl[phase, microbatch, index]) % 2**64:#018x}"
             wanted = f"{int(expected[index]):#018x} (from the trajectories)"
-        return ReplayError(
+        return UnprovedError(
             f"Keep Routing was not proved in {place}: {what}",
             seen=seen,
             expected=wanted,
             remedy="the update was not applied; check that routing rows travelled with their trajectory",
+            microbatch=microbatch if what == "checksum" else -1,
         )
 
 
-@dataclass(slots=True)
-class _LocalRows:
-    """This rank's routing rows of a microbatch: sequence parallelism slices its context-parallel rows once more.
-
-    routed_t: the row's routing was captured. proved_t: captured and no padding.
-    """
-
-    expert_ids_tlK: Tensor | None
-    keys_t: Tensor
-    is_pad_t: Tensor
-    routed_t: Tensor
-    proved_t: Tensor
-    has_live_rows: bool
-    layers_differing_t: Tensor
-
-    @classmethod
-    def of(cls, batch: Microbatch, where: Layout) -> _LocalRows:
-        device = platform.device()
-        num_rows = batch.num_rows // where.tensor
-        mine = slice(where.tensor_rank * num_rows, (where.tensor_rank + 1) * num_rows)
-        routed = batch.routed[mine]
-        return cls(
-            expert_ids_tlK=None if batch.expert_ids is None else torch.from_numpy(batch.expert_ids.copy()).to(device),
-            keys_t=evidence.row_keys(batch, where.context, where.context_rank)[mine].to(device),
-            is_pad_t=torch.from_numpy(batch.is_pad[mine].copy()).to(device),
-            routed_t=torch.from_numpy(routed.copy()).to(device),
-            proved_t=torch.from_numpy(routed & ~batch.is_pad[mine]).to(device),
-            has_live_rows=not routed.all(),
-            layers_differing_t=torch.zeros(num_rows, dtype=torch.int32, device=device),
-        )
+def _stacked(recorded: dict[int, Tensor], owner: KeepRouting) -> NDArray[np.int64]:
+    """int64 [t, l, K] of the choices recorded per tap."""
+    return torch.stack([recorded[tap.index] for tap in owner.taps], dim=1).cpu().numpy()
 
 
 def _raise_together(problem: ReplayError | None) -> None:
@@ -319,7 +364,7 @@ def _raise_together(problem: ReplayError | None) -> None:
     if problem is not None:
         raise problem
     if int(failed):
-        raise ReplayError(
+        raise UnprovedError(
             "Keep Routing was not proved on another rank",
             remedy="read that rank's log; no update was applied",
         )
