@@ -13,7 +13,7 @@ from ranks import Ranks
 from safetensors.numpy import load_file
 
 from moerl.contract.batch import Microbatch
-from moerl.errors import CheckpointError, MoerlError, ReplayError
+from moerl.errors import MoerlError, ReplayError
 
 LENGTHS = (5, 30, 17, 41, 9, 24)
 LAYOUTS = [(2, 1), (1, 2), (2, 2)]
@@ -180,42 +180,3 @@ def test_what_one_rank_refuses_every_rank_refuses(
     refusals = two_processes.run(refuse_one_rank, untied, kind, tensor=tensor, expert=expert)
     for refusal, message in zip(refusals, messages, strict=True):
         assert message in refusal
-
-
-# --- checkpoints -----------------------------------------------------------------------------------------------------
-
-
-def step(trainer: Any, where: Any, seed: int) -> Any:
-    batches = tiny_moe.pack(tiny_moe.make_samples(seed, LENGTHS), num_ranks=2)
-    denominator = tiny_moe.num_trained([batch for part in batches for batch in part])
-    local = mine(where, batches)
-    return trainer.step(local, tiny_moe.policy_loss(trainer, local, denominator), enforce=True).update
-
-
-def save_restore_and_go_on(where: Any, path: Path, folder: Path) -> None:
-    trainer = tiny_moe.build(where, path)
-    step(trainer, where, 91)
-    trainer.save(folder)
-    restored = tiny_moe.build(where, path)
-    restored.restore(folder)
-    for seed in (92, 93):
-        assert step(restored, where, seed) == step(trainer, where, seed)
-    assert tiny_moe.largest_difference(tiny_moe.exported(restored), tiny_moe.exported(trainer)) == 0.0
-
-
-def restore_elsewhere(where: Any, path: Path, folder: Path) -> str:
-    trainer = tiny_moe.build(where, path)
-    with pytest.raises(CheckpointError) as caught:
-        trainer.restore(folder)
-    return str(caught.value)
-
-
-@layouts
-def test_a_restored_layout_goes_on_bit_for_bit_and_another_one_is_refused(
-    tensor: int, expert: int, untied: Path, tmp_path: Path, one_process: Ranks, two_processes: Ranks
-) -> None:
-    two_processes.run(save_restore_and_go_on, untied, tmp_path, tensor=tensor, expert=expert)
-    other = LAYOUTS[LAYOUTS.index((tensor, expert)) - 1]
-    refusals = two_processes.run(restore_elsewhere, untied, tmp_path, tensor=other[0], expert=other[1])
-    refusals += one_process.run(restore_elsewhere, untied, tmp_path)
-    assert all("another layout" in refusal for refusal in refusals)
