@@ -197,6 +197,40 @@ def shares(
     return [cut_share(batch, trainer.place) for batch in ranks[where.data_rank]], denominator
 
 
+def mine(trainer: Any, ranks: Sequence[Sequence[Microbatch]]) -> list[Microbatch]:
+    """This rank's shares of whole microbatches per data-parallel rank; one process takes all of them."""
+    where = trainer.where
+    parts = ranks if where.world_size == 1 else [ranks[where.data_rank]]
+    return [cut_share(batch, trainer.place) for part in parts for batch in part]
+
+
+def speaks(trainer: Any) -> bool:
+    """True on the ranks whose rows, taken together, are every row once: those of the last stage, the first of each
+    tensor-parallel group."""
+    return trainer.place.scores and trainer.place.tensor_rank == 0
+
+
+def row_table(trainer: Any, batches: Sequence[Microbatch], rows: Sequence[Tensor]) -> np.ndarray:
+    """float64 [R, 3]: sample, position and value of this rank's rows; over all ranks every row of a sample once."""
+    if not speaks(trainer):
+        return np.zeros((0, 3))
+    parts = [
+        np.stack([batch.sample_index, batch.position_ids, values.double().numpy()], 1)[~batch.is_pad]
+        for batch, values in zip(batches, rows, strict=True)
+    ]
+    return np.concatenate(parts)
+
+
+def gathered(tables: Sequence[np.ndarray]) -> dict[int, np.ndarray]:
+    """Values of each sample in the order of its tokens, from the `row_table`s of all ranks."""
+    rows = np.concatenate(tables)
+    rows = rows[np.lexsort((rows[:, 1], rows[:, 0]))]
+    values = {index: rows[rows[:, 0] == index] for index in np.unique(rows[:, 0]).astype(int).tolist()}
+    for index, part in values.items():
+        np.testing.assert_array_equal(part[:, 1], np.arange(len(part)), err_msg=f"positions of sample {index}")
+    return {index: part[:, 2] for index, part in values.items()}
+
+
 def policy_loss(trainer: Any, batches: Sequence[Microbatch], denominator: float, **options: Any) -> Any:
     """GRPO's loss over `batches`; `options` as in `PolicyGradientLoss`."""
     from moerl.algorithms.grpo import GRPO

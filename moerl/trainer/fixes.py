@@ -70,10 +70,12 @@ def _exchange_shapes(
 
 def _count_local_tokens(original: Any) -> Any:
     """The load-balancing loss with a padding mask counts local tokens after summing them, in place, over the group,
-    and divides by a count that is 0 where every row is padding.
+    weighs every rank's part of the loss by them, and divides by a count that is 0 where every row is padding.
 
     With tensor parallelism of size n its gradient came out n times too large, and a microbatch of pad rows alone made
-    every router's gradient NaN. Goes when `get_tokens_per_expert_and_token_count` counts before it reduces and the
+    every router's gradient NaN. Local tokens themselves would do where ranks have equally many: with pad rows at the
+    end of a sequence or of a microbatch they have not, and the parts of one loss need one weight. So every rank counts
+    the mean. Goes when `attach_and_log_load_balancing_loss` weighs by the tokens of all ranks of the group, and the
     loss of no token is 0.
     """
 
@@ -82,7 +84,7 @@ def _count_local_tokens(original: Any) -> Any:
         per_expert, local, total = original(routing_map, reduce_group, topk, with_padding_mask)
         if not with_padding_mask:
             return per_expert, local, total
-        return per_expert, routing_map.sum() / topk, total.clamp(min=1)
+        return per_expert, total / reduce_group.size(), total.clamp(min=1)
 
     return count
 

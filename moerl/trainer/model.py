@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moerl.config.layouts import stage_layers
 from moerl.config.trainable import refuse_untrainable
 from moerl.contract.batch import Microbatch
 from moerl.errors import ConfigError, WeightSyncError
@@ -71,7 +72,11 @@ class PolicyModel:
         self._hf_config = self.bridge.hf_pretrained.config
         tensors.adapt(type(self.bridge._model_bridge))
         provider = self.bridge.to_megatron_provider(load_weights=False)
-        settings = {**_settings(options), **_parallel_settings(self.where), **platform.model_overrides()}
+        settings = {
+            **_settings(options),
+            **_parallel_settings(self.where, provider.num_layers),
+            **platform.model_overrides(),
+        }
         settings |= self._family_settings()
         for name, value in settings.items():
             if not hasattr(provider, name):
@@ -183,11 +188,12 @@ def _freeze_routers(chunks: Sequence[nn.Module]) -> None:
                     parameter.requires_grad_(False)
 
 
-def _parallel_settings(where: Layout) -> dict[str, Any]:
+def _parallel_settings(where: Layout, num_layers: int) -> dict[str, Any]:
     return {
         "tensor_model_parallel_size": where.tensor,
         "pipeline_model_parallel_size": where.pipeline,
         "virtual_pipeline_model_parallel_size": where.virtual_pipeline if where.virtual_pipeline > 1 else None,
+        "pipeline_model_parallel_layout": _uneven_stages(where, num_layers),
         "context_parallel_size": where.context,
         "expert_model_parallel_size": where.expert,
         "expert_tensor_parallel_size": where.expert_tensor,
@@ -197,6 +203,16 @@ def _parallel_settings(where: Layout) -> dict[str, Any]:
         # Batched operations do not tell the two directions of an interleaved two-stage pipeline apart.
         "batch_p2p_comm": where.virtual_pipeline == 1,
     }
+
+
+def _uneven_stages(where: Layout, num_layers: int) -> list[list[str]] | None:
+    """Megatron's list of what every stage holds; None where the layers divide evenly, which it works out itself."""
+    if num_layers % where.pipeline == 0:
+        return None
+    stages = [["decoder"] * count for count in stage_layers(num_layers, where.pipeline, where.virtual_pipeline)]
+    stages[0].insert(0, "embedding")
+    stages[-1].append("loss")
+    return stages
 
 
 def _settings(options: ModelOptions) -> dict[str, Any]:
