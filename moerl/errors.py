@@ -80,7 +80,7 @@ class ReplayError(MoerlError):
 
 
 class UnprovedError(ReplayError):
-    """What reached the dispatchers is not what the trajectories recorded.
+    """A proof failed on some rank; raised on every rank alike, so that all can look for the reason together.
 
     Args:
         microbatch: index of a microbatch of this rank whose checksum is wrong, or -1.

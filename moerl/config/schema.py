@@ -169,8 +169,8 @@ class KeepRoutingConfig(Section):
         description="rollout = train through the experts that the sampler used; trainer = through those that the"
         " trainer itself chose before the first update on the batch; off = each pass chooses for itself."
     )
-    reference: Annotated[Literal["off", "rollout", "trainer"], BeforeValidator(_bare_off)] = Field(
-        description="The same for the reference model; trainer needs mode=trainer."
+    reference: Annotated[Literal["off", "rollout", "trainer"] | None, BeforeValidator(_bare_off)] = Field(
+        description="The same for the reference model; trainer needs mode=trainer, null = as mode."
     )
     verify: Annotated[Literal["every", "off"] | Count, BeforeValidator(_bare_off)] = Field(
         description="When it is proved, before an update, that recorded experts reached the dispatchers: every update,"
@@ -180,6 +180,11 @@ class KeepRoutingConfig(Section):
         description="Rows whose routing the sampler did not capture: reject stops the run, live lets the trainer's"
         " router decide there."
     )
+
+    @property
+    def reference_mode(self) -> str:
+        """`reference`, or `mode` where that is null."""
+        return self.reference or self.mode
 
 
 class KeepSamplingMaskConfig(Section):

@@ -53,6 +53,7 @@ class StepTotals:
         self.tables: list[NDArray[np.float32]] = []
         self.updates: list[UpdateReport] = []
         self.verified = 0
+        self.unproved = 0
         self.load_LE = torch.zeros(layers, spec.num_experts, dtype=torch.int64)
         self.natural_LS = torch.zeros(layers, len(STATISTICS), dtype=torch.float64)
         self.live_rows_L = torch.zeros(layers, dtype=torch.int64)

@@ -90,6 +90,7 @@ _ALL = (
     Metric("routing/margin_elsewhere", "score", "the same where it does not"),
     Metric("routing/live_rows", "row", "rows, times layers, without captured routing that the trainer routed itself"),
     Metric("replay/rows_verified", "row", "routing rows proved to have been enforced before the update"),
+    Metric("replay/updates_unproved", "update", "updates of the step with recorded routing that was not proved"),
     Metric("data/routing_bytes", "byte", "most routing that a rank received, uncompressed"),
     Metric(
         "data/routing_bytes_over_share",

@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from moerl.contract.batch import Microbatch
@@ -31,7 +30,7 @@ from moerl.errors import ReplayError, UnprovedError
 from moerl.trainer import evidence, layout, platform
 from moerl.trainer.layout import Layout
 from moerl.trainer.natural import STATISTICS, choice_statistics, differs
-from moerl.trainer.replay_rows import LocalRows, TracedRows, routing_slice
+from moerl.trainer.replay_rows import LocalRows, RecordedRouting, TracedRows, routing_slice
 from moerl.trainer.routers import NaturalTopK, RouterTap, tap_routers
 
 FORWARD, RECOMPUTE = 0, 1
@@ -45,7 +44,7 @@ class Replay:
     enforce: replay the recorded routing; otherwise routers choose for themselves and are only observed.
     prove: with `enforce`, take checksums of what reaches the dispatchers.
     record: keep the routers' own choices, for a later schedule to enforce. trace: keep what reaches the dispatchers row
-    by row, to find out where a proof failed.
+    by row, to find out where a proof failed; recording does that too.
     """
 
     enforce: bool = False
@@ -143,12 +142,12 @@ class ReplaySchedule:
         self.live_rows_L = torch.zeros(num_layers, dtype=torch.int64)
         self._rows: dict[int, LocalRows] = {}
 
-    def find_unusable_routing(self) -> ReplayError | None:
+    def find_unusable_routing(self) -> UnprovedError | None:
         """What keeps a batch from being replayed; None where each has a target for every input row, and checksums."""
         spec, where = self.owner.spec, self.owner.where
         for microbatch, batch in enumerate(self.batches):
             if self.what.enforce and (batch.expert_ids is None or batch.routing_checksums is None):
-                return ReplayError(
+                return UnprovedError(
                     f"microbatch {microbatch} is without recorded routing",
                     seen="no expert ids or no checksums of them",
                     expected="both, for Keep Routing",
@@ -156,7 +155,7 @@ class ReplaySchedule:
                 )
             wanted = (batch.num_rows // where.tensor, len(self.owner.taps), spec.experts_per_token)
             if batch.expert_ids is not None and batch.expert_ids.shape != wanted:
-                return ReplayError(
+                return UnprovedError(
                     f"the routing rows of microbatch {microbatch} do not match its input rows",
                     seen=batch.expert_ids.shape,
                     expected=f"{wanted} (rows, MoE layers, experts per token of rank {where.rank})",
@@ -239,44 +238,48 @@ class ReplaySchedule:
         self.calls_PMl[place] += 1
         if phase == FORWARD:
             self.expert_load_LE[tap.moe_layer] += (routing_map_tE & ~rows.is_pad_t[:, None]).sum(0).cpu()
-        if self.what.trace and phase == FORWARD:
+        if (self.what.trace or self.what.record) and phase == FORWARD:
             rows.traced[tap.index] = evidence.row_checksums(routing_map_tE, rows.keys_t, tap.moe_layer).cpu()
-        if (self.what.enforce and self.what.prove) or self.what.record:
-            checksum = evidence.map_checksum(routing_map_tE, rows.keys_t, ~rows.proved_t, tap.moe_layer)
+        if self._takes_checksums or self.what.record:
+            checksum = evidence.map_checksum(routing_map_tE, rows.keys_t, ~self._counted(rows), tap.moe_layer)
             self.checksums_PMl[place] += checksum.cpu()
 
-    def recorded(self) -> list[Microbatch]:
+    @property
+    def _takes_checksums(self) -> bool:
+        return self.what.enforce and self.what.prove
+
+    def _counted(self, rows: LocalRows) -> Tensor:
+        """bool [t]: rows that a checksum speaks of. The trainer's own routing is known for captured rows and others."""
+        return ~rows.is_pad_t if self.what.record else rows.proved_t
+
+    def recorded(self) -> RecordedRouting:
         """The batches with the routers' own choices as what is to be enforced, and checksums of what was dispatched.
 
         After a schedule with `Replay.record`; a collective over the ranks that share the rows.
         """
         checksums_Ml = self.checksums_PMl[FORWARD].to(platform.device())
         dist.all_reduce(checksums_Ml, group=layout.tensor_and_context_group())
-        dtype = self.owner.spec.expert_dtype
-        return [
+        dtype, count = self.owner.spec.expert_dtype, len(self.owner.taps)
+        batches = [
             replace(
                 batch,
-                expert_ids=_stacked(self._rows[microbatch].recorded, self.owner).astype(dtype),
+                expert_ids=self._rows[microbatch].recorded_choices(count, self.owner.spec).astype(dtype),
                 routing_checksums=checksums_Ml[microbatch].cpu().numpy().view(np.uint64),
                 routed=np.ones(batch.num_rows, np.bool_),
             )
             for microbatch, batch in enumerate(self.batches)
         ]
+        return RecordedRouting(batches, [self.traced(microbatch) for microbatch in range(len(self.batches))])
 
     def traced(self, microbatch: int) -> TracedRows:
         """What reached this rank's dispatchers in the forward pass of a microbatch, after `Replay.trace`."""
-        rows, batch = self._rows[microbatch], self.batches[microbatch]
-        where = self.owner.where
+        rows, batch, where = self._rows[microbatch], self.batches[microbatch], self.owner.where
         keys, positions = evidence.row_origins(batch, where.context, where.context_rank)
         mine = routing_slice(batch, where)
-        proved = rows.proved_t.cpu().numpy()
-        checksums_tl = np.stack([rows.traced[tap.index].numpy() for tap in self.owner.taps], axis=1)
-        return TracedRows(
-            keys[mine][proved],
-            positions[mine][proved],
-            np.array([tap.moe_layer for tap in self.owner.taps]),
-            checksums_tl[proved].view(np.uint64),
-        )
+        counted = self._counted(rows).cpu().numpy()
+        layers = np.array([tap.moe_layer for tap in self.owner.taps], np.int64)
+        checksums_rl = rows.traced_checksums(len(layers))[counted]
+        return TracedRows(keys[mine][counted], positions[mine][counted], layers, checksums_rl)
 
     def layers_differing(self) -> list[Tensor]:
         """int32 [T] per microbatch: MoE layers of the whole model in which the trainer's own choice differs from the
@@ -293,7 +296,8 @@ class ReplaySchedule:
         return list(out.split(sizes))
 
     def verify(self) -> int:
-        """Proves that every target was eaten as often as the schedule says and reached the dispatcher.
+        """Proves that every router ran as often as the schedule says and, where recorded routing is enforced and to be
+        proved, that it reached the dispatcher.
 
         A collective over all ranks. Call before the optimizer update.
 
@@ -301,12 +305,12 @@ class ReplaySchedule:
             Routing rows verified on this rank (rows x layers x phases).
 
         Raises:
-            ReplayError: on every rank, where any rank's evidence disagrees.
+            UnprovedError: on every rank, where any rank's evidence disagrees.
         """
         checksums_PMl = self.checksums_PMl.to(platform.device())
         dist.all_reduce(checksums_PMl, group=layout.tensor_and_context_group())
         _raise_together(self._first_problem(checksums_PMl.cpu()))
-        if not self.what.prove:
+        if not self._takes_checksums:
             return 0
         rows = sum(int(rows.proved_t.sum()) for rows in self._rows.values())
         return self._num_phases * len(self.owner.taps) * rows
@@ -315,34 +319,28 @@ class ReplaySchedule:
     def _num_phases(self) -> int:
         return 1 + int(self.training and self.owner.recomputes)
 
-    def _first_problem(self, checksums_PMl: Tensor) -> ReplayError | None:
+    def _first_problem(self, checksums_PMl: Tensor) -> UnprovedError | None:
         left = [tap.layer_number for tap in self.owner.taps if tap.pending]
         if left:
-            return ReplayError(f"recompute never ran for layers {left}", remedy="report this as a bug")
+            return UnprovedError(f"recompute never ran for layers {left}", remedy="report this as a bug")
         for phase in range(self._num_phases):
             for microbatch, batch in enumerate(self.batches):
+                for index in (self.calls_PMl[phase, microbatch] != 1).nonzero().flatten().tolist():
+                    calls = int(self.calls_PMl[phase, microbatch, index])
+                    return self._problem("calls", (phase, microbatch, index), f"{calls} calls", "1 call")
+                if not self._takes_checksums:
+                    continue
                 assert batch.routing_checksums is not None
-                expected_l = evidence.as_signed(batch.routing_checksums)
-                wrong_calls = (self.calls_PMl[phase, microbatch] != 1).nonzero()
-                wrong_sums = (checksums_PMl[phase, microbatch] != expected_l).nonzero()
-                if not self.what.prove:
-                    wrong_sums = wrong_sums[:0]
-                for wrong, what in ((wrong_calls, "calls"), (wrong_sums, "checksum")):
-                    if len(wrong):
-                        return self._problem(what, phase, microbatch, int(wrong[0]), checksums_PMl)
+                sums_l, expected_l = checksums_PMl[phase, microbatch], evidence.as_signed(batch.routing_checksums)
+                for index in (sums_l != expected_l).nonzero().flatten().tolist():
+                    seen, wanted = (f"{int(sums[index]) % 2**64:#018x}" for sums in (sums_l, expected_l))
+                    return self._problem("checksum", (phase, microbatch, index), seen, f"{wanted} (as recorded)")
         return None
 
-    def _problem(self, what: str, phase: int, microbatch: int, index: int, checksums_PMl: Tensor) -> ReplayError:
+    def _problem(self, what: str, at: tuple[int, int, int], seen: str, wanted: str) -> UnprovedError:
+        phase, microbatch, index = at
         layer = self.owner.taps[index].layer_number
         place = f"layer {layer}, rank {self.owner.where.rank}, microbatch {microbatch}, {PHASES[phase]}"
-        expected = self.batches[microbatch].routing_checksums
-        assert expected is not None
-        if what == "calls":
-            seen: object = f"{int(self.calls_PMl[phase, microbatch, index])} calls"
-            wanted: object = "1 call"
-        else:
-            seen = f"{int(checksums_PMl[phase, microbatch, index]) % 2**64:#018x}"
-            wanted = f"{int(expected[index]):#018x} (from the trajectories)"
         return UnprovedError(
             f"Keep Routing was not proved in {place}: {what}",
             seen=seen,
@@ -352,12 +350,7 @@ class ReplaySchedule:
         )
 
 
-def _stacked(recorded: dict[int, Tensor], owner: KeepRouting) -> NDArray[np.int64]:
-    """int64 [t, l, K] of the choices recorded per tap."""
-    return torch.stack([recorded[tap.index] for tap in owner.taps], dim=1).cpu().numpy()
-
-
-def _raise_together(problem: ReplayError | None) -> None:
+def _raise_together(problem: UnprovedError | None) -> None:
     """Raises on every rank where any rank has a problem, so that none is left waiting in a later collective."""
     failed = torch.tensor([int(problem is not None)], device=platform.device())
     dist.all_reduce(failed, op=dist.ReduceOp.MAX)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moerl.contract.batch import Microbatch
+from moerl.contract.trajectory import ModelSpec
 from moerl.trainer import evidence, platform
 from moerl.trainer.layout import Layout
 
@@ -29,6 +30,17 @@ class TracedRows:
     positions: NDArray[np.int64]
     moe_layers: NDArray[np.int64]
     checksums_rl: NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RecordedRouting:
+    """The trainer's own routing of a forward pass, for later passes to enforce.
+
+    batches: this rank's shares with that routing, every row of them. traces: per microbatch, what was dispatched.
+    """
+
+    batches: list[Microbatch]
+    traces: list[TracedRows]
 
 
 @dataclass(slots=True)
@@ -63,6 +75,20 @@ class LocalRows:
             num_live=int((~routed & ~batch.is_pad[mine]).sum()),
             layers_differing_t=torch.zeros(len(routed), dtype=torch.int32, device=device),
         )
+
+    def recorded_choices(self, num_layers: int, spec: ModelSpec) -> NDArray[np.int64]:
+        """int64 [t, l, K]: what the routers chose; a stage of dense layers alone has no layer here."""
+        choices = np.zeros((len(self.keys_t), num_layers, spec.experts_per_token), np.int64)
+        for layer in range(num_layers):
+            choices[:, layer] = self.recorded[layer].cpu().numpy()
+        return choices
+
+    def traced_checksums(self, num_layers: int) -> NDArray[np.uint64]:
+        """uint64 [t, l]: checksums of what was dispatched, row by row."""
+        checksums = np.zeros((len(self.keys_t), num_layers), np.int64)
+        for layer in range(num_layers):
+            checksums[:, layer] = self.traced[layer].numpy()
+        return checksums.view(np.uint64)
 
 
 def routing_slice(batch: Microbatch, where: Layout) -> slice:

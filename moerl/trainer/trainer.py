@@ -25,7 +25,7 @@ from moerl.trainer.layout import Layout
 from moerl.trainer.model import ModelOptions, PolicyModel, bare
 from moerl.trainer.optimizer import Optimizer, UpdateReport
 from moerl.trainer.replay import KeepRouting, Replay, ReplaySchedule
-from moerl.trainer.replay_rows import TracedRows
+from moerl.trainer.replay_rows import RecordedRouting, TracedRows
 from moerl.trainer.sharded_state import StagedState
 
 
@@ -142,21 +142,19 @@ class MegatronTrainer:
         report, _ = self._run(batches, loss, Replay(enforce, prove), training=False)
         return report.rows
 
-    def score_and_record(
-        self, batches: Sequence[Microbatch], loss: LossFunction
-    ) -> tuple[list[RowScores], list[Microbatch]]:
-        """`score` with the trainer's own routing, and the batches with that routing as what later passes enforce."""
+    def score_and_record(self, batches: Sequence[Microbatch], loss: LossFunction) -> tuple[StepReport, RecordedRouting]:
+        """`score` with the trainer's own routing, as a report, and that routing for later passes to enforce."""
         report, recorded = self._run(batches, loss, Replay(record=True), training=False)
-        return report.rows, recorded
+        assert recorded is not None
+        return report, recorded
 
     def trace(self, batches: Sequence[Microbatch], microbatch: int) -> TracedRows:
         """What reaches this rank's dispatchers for one of the microbatches, row by row: a slow pass after a proof that
         failed. `microbatch` is the same on all ranks."""
-        with self.keep_routing.schedule(
-            batches, Replay(enforce=True, prove=False, trace=True), training=False
-        ) as open_:
-            self._forward_backward(open_, batches, _no_loss, {})
-            return open_.traced(microbatch)
+        what = Replay(enforce=True, prove=False, trace=True)
+        with self.keep_routing.schedule(batches, what, training=False) as schedule:
+            self._forward_backward(schedule, batches, _no_loss, {})
+            return schedule.traced(microbatch)
 
     def step(
         self, batches: Sequence[Microbatch], loss: LossFunction, *, enforce: bool, prove: bool = True
@@ -168,7 +166,8 @@ class MegatronTrainer:
             enforce: replay recorded routing. prove: and prove, before the update, that it reached the dispatchers.
 
         Raises:
-            ReplayError: routing was not enforced as recorded. No update was applied.
+            UnprovedError: on every rank, where routing was not enforced as recorded on one. No update was applied.
+            ReplayError: a router bypassed the hook on this rank.
         """
         assert self.optimizer is not None
         self.optimizer.zero_grad()
@@ -185,13 +184,13 @@ class MegatronTrainer:
 
     def _run(
         self, batches: Sequence[Microbatch], loss: LossFunction, what: Replay, *, training: bool, scale: float = 0.0
-    ) -> tuple[StepReport, list[Microbatch]]:
-        """One schedule, without the update; and the batches with recorded routing, where that was asked for."""
+    ) -> tuple[StepReport, RecordedRouting | None]:
+        """One schedule, without the update; and the routing recorded, where that was asked for."""
         rows: dict[int, RowScores] = {}
         with self.keep_routing.schedule(batches, what, training=training) as schedule:
             self._forward_backward(schedule, batches, loss, rows, scale=scale)
-            verified = schedule.verify() if what.enforce else 0
-            recorded = schedule.recorded() if what.record else []
+            verified = schedule.verify() if what.enforce or what.record else 0
+            recorded = schedule.recorded() if what.record else None
             differing = schedule.layers_differing()
         scored = [replace(rows[i], layers_differing_T=differing[i].cpu()) for i in sorted(rows)]
         natural_LS = schedule.natural_LS.cpu()
@@ -234,7 +233,7 @@ class MegatronTrainer:
                 forward_only=not schedule.training,
             )
 
-    def head_inputs(self, batches: Sequence[Microbatch], *, enforce: bool) -> list[Tensor]:
+    def head_inputs(self, batches: Sequence[Microbatch], *, enforce: bool, prove: bool = True) -> list[Tensor]:
         """What the language-model head gets, per microbatch, without gradient: all that a reference model is for.
 
         [T / tensor, 1, H] each on the last pipeline stage; empty elsewhere. `head` makes logits of them, one microbatch
@@ -246,7 +245,7 @@ class MegatronTrainer:
         if self.where.is_last_stage:
             handle = last.output_layer.register_forward_pre_hook(lambda _, args: kept.append(args[0].detach()))
         try:
-            self.score(batches, _no_loss, enforce=enforce)
+            self.score(batches, _no_loss, enforce=enforce, prove=prove)
         finally:
             if handle is not None:
                 handle.remove()
