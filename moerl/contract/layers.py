@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from moerl.contract.ports import EngineInfo, ReportedLayers, RolloutRecord
-from moerl.errors import EngineError
+from moerl.contract.reasons import Reason
+from moerl.errors import ContractError, EngineError
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,18 +36,24 @@ class LayerSelection:
     columns: tuple[int, ...]
 
     def of(self, record: RolloutRecord) -> RolloutRecord:
-        """The record with the MoE layers' columns alone.
+        """The record with the MoE layers' columns alone; expert ids that are no such table are the contract's affair.
 
-        One whose expert ids do not have the announced number of columns comes back with none, so that the contract
-        refuses it whatever the number is.
+        Raises:
+            ContractError: the expert ids are not of the announced number of layers.
         """
         expert_ids = record.values.get("expert_ids")
         if not isinstance(expert_ids, np.ndarray) or expert_ids.ndim != 3:
             return record
-        columns = self.columns if expert_ids.shape[1] == self.num_reported else ()
-        if columns == tuple(range(expert_ids.shape[1])):
+        if expert_ids.shape[1] != self.num_reported:
+            raise ContractError(
+                Reason.WRONG_SHAPE,
+                field="expert_ids",
+                seen=expert_ids.shape,
+                expected=f"{self.num_reported} layers, as in the handshake of engine {record.engine_id!r}",
+            )
+        if self.columns == tuple(range(self.num_reported)):
             return record
-        values: Mapping[str, Any] = {**record.values, "expert_ids": expert_ids[:, list(columns)]}
+        values: Mapping[str, Any] = {**record.values, "expert_ids": expert_ids[:, list(self.columns)]}
         return replace(record, values=values)
 
 

@@ -80,7 +80,11 @@ class Collector:
         by_id = {prompt.prompt_id: prompt for prompt in prompts}
         self.quarantine.expect(request.lineage.rollout_id for request in requests)
         for answer in self.engine.generate(requests):
-            record = self.layers.of(answer)
+            try:
+                record = self.layers.of(answer)
+            except ContractError as error:
+                self.quarantine.refuse(answer, error, trainer_version=trainer_version)
+                continue
             trajectory = self.quarantine.admit(record, trainer_version=trainer_version)
             if trajectory is not None:
                 prompt = by_id[trajectory.lineage.prompt_id]

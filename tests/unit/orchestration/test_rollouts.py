@@ -55,9 +55,15 @@ class FlakyTask:
         return {"reward": float(self.calls), "accuracy": 0.0}
 
 
-def collector(folder: Path, fails_at: int = 0) -> Collector:
+ALL_MOE = LayerSelection(SPEC.num_moe_layers, tuple(range(SPEC.num_moe_layers)))
+
+
+def collector(
+    folder: Path, fails_at: int = 0, engine: FakeEngine | None = None, layers: LayerSelection = ALL_MOE
+) -> Collector:
     quarantine = Quarantine(folder, 1.0)
-    return Collector(cast(Any, FakeEngine()), cast(Any, FlakyTask(fails_at)), cast(Any, FakeTokenizer()), quarantine, 8)
+    task, tokenizer = cast(Any, FlakyTask(fails_at)), cast(Any, FakeTokenizer())
+    return Collector(cast(Any, engine or FakeEngine()), task, tokenizer, quarantine, 8, layers)
 
 
 def collect(collect_from: Collector, count: int) -> tuple[list[Any], list[RolloutRequest]]:
