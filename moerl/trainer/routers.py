@@ -105,6 +105,7 @@ def tap_routers(chunks: Sequence[nn.Module], config: Any) -> list[RouterTap]:
     refuse_unsupported_routers(config)
     pattern = _moe_pattern(config)
     found: list[Any] = [layer for chunk in chunks for layer in chunk.modules() if isinstance(layer, MoELayer)]
+    _refuse_unknown_routers(found)
     layers = [layer for layer in found if not layer.router.is_mtp_layer]
     taps = [
         RouterTap(index, sum(pattern[: layer.layer_number - 1]), layer.layer_number)
@@ -113,6 +114,20 @@ def tap_routers(chunks: Sequence[nn.Module], config: Any) -> list[RouterTap]:
     for tap, layer in zip(taps, layers, strict=True):
         _install(tap, layer)
     return taps
+
+
+def _refuse_unknown_routers(layers: Sequence[Any]) -> None:
+    """Only a class that is known to ask the hook for every choice can be trusted to."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    for layer in layers:
+        if type(layer.router) is not TopKRouter:
+            raise ReplayError(
+                f"the router of layer {layer.layer_number} is of an unknown class",
+                seen=type(layer.router).__name__,
+                expected="TopKRouter, which asks the replay hook for every choice",
+                remedy="use a model with plain top-k routers, or teach moerl/trainer/routers.py this class",
+            )
 
 
 def _install(tap: RouterTap, layer: Any) -> None:

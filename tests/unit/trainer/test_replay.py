@@ -128,9 +128,11 @@ def test_routing_that_is_not_the_recorded_one_is_refused(
 
 
 def misalign(where: Any, path: Path) -> str:
+    from moerl.trainer.replay import Replay
+
     trainer = tiny_moe.build(where, path, optimizer=None)
     batches = make_batches(11)
-    with trainer.keep_routing.schedule(batches, enforce=True, training=False) as schedule:
+    with trainer.keep_routing.schedule(batches, Replay(enforce=True), training=False) as schedule:
         schedule.begin(0)
         scores = torch.zeros(batches[0].num_rows - 1, tiny_moe.SPEC.num_experts)
         with pytest.raises(ReplayError) as caught:
@@ -290,12 +292,14 @@ def test_an_exception_in_mid_schedule_leaves_nothing_for_the_next_step(
 
 
 def check_open_schedule(where: Any, path: Path) -> str:
+    from moerl.trainer.replay import Replay
+
     trainer = tiny_moe.build(where, path, optimizer=None)
     batches = make_batches(25)
     with (
-        trainer.keep_routing.schedule(batches, enforce=True, training=False),
+        trainer.keep_routing.schedule(batches, Replay(enforce=True), training=False),
         pytest.raises(ReplayError) as caught,
-        trainer.keep_routing.schedule(batches, enforce=True, training=False),
+        trainer.keep_routing.schedule(batches, Replay(enforce=True), training=False),
     ):
         pass
     return str(caught.value)
