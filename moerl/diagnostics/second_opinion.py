@@ -5,6 +5,7 @@ Torch-free: numpy in, numbers and tables out. Shape legend: S = tokens of a traj
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -44,6 +45,11 @@ class TrajectoryOpinion:
     num_sampled: int
     differences: Mapping[tuple[str, str], Difference]
 
+    @property
+    def worst_token(self) -> int:
+        """Index of the token where two implementations are farthest apart."""
+        return max(self.differences.values(), key=lambda each: (math.isnan(each.largest), each.largest)).worst_token
+
     def within(self, tolerance: float) -> bool:
         return all(difference.within(tolerance) for difference in self.differences.values())
 
@@ -77,11 +83,10 @@ def compare_logprobs(trajectory: Trajectory, logprobs: Mapping[str, NDArray[np.f
     return TrajectoryOpinion(trajectory.lineage.rollout_id, len(sampled), differences)
 
 
-def _difference(
-    one: NDArray[np.floating], other: NDArray[np.floating], tokens: NDArray[np.int64]
-) -> Difference:
-    gaps = np.abs(one.astype(np.float64) - other.astype(np.float64))
-    # Two infinities of one sign differ by nan, and argmax and max both name a nan before any number.
+def _difference(one: NDArray[np.floating], other: NDArray[np.floating], tokens: NDArray[np.int64]) -> Difference:
+    with np.errstate(invalid="ignore"):
+        gaps = np.abs(one.astype(np.float64) - other.astype(np.float64))
+    # Infinities are no numbers to compare, and argmax and max both name a nan before any number.
     gaps[~np.isfinite(gaps)] = np.nan
     return Difference(float(gaps.max()), float(gaps.mean()), int(tokens[gaps.argmax()]))
 
@@ -140,13 +145,11 @@ def _trajectory_table(opinions: Sequence[TrajectoryOpinion], tolerance: float) -
     table.add_column("trajectory", no_wrap=True)
     table.add_column("tokens", justify="right")
     for one, other in opinions[0].differences:
-        for figure in ("max", "mean", "at token"):
-            table.add_column(f"{one}\n{other}\n{figure}", justify="right")
+        table.add_column(f"{one}\n{other}\nmax / mean", justify="right")
+    table.add_column("token of\nthe largest", justify="right")
     table.add_column("")
     for opinion in opinions:
-        cells = []
-        for each in opinion.differences.values():
-            cells += [f"{each.largest:.2e}", f"{each.mean:.2e}", str(each.worst_token)]
+        cells = [f"{each.largest:.2e} / {each.mean:.2e}" for each in opinion.differences.values()]
         mark = "" if opinion.within(tolerance) else "OUTSIDE"
-        table.add_row(opinion.rollout_id, str(opinion.num_sampled), *cells, mark)
+        table.add_row(opinion.rollout_id, str(opinion.num_sampled), *cells, str(opinion.worst_token), mark)
     return table

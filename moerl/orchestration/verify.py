@@ -1,4 +1,4 @@
-"""`moerl verify`: dumped rollouts replayed through transformers and through the trainer, against the engine's log-probs.
+"""`moerl verify`: dumped rollouts replayed through transformers and the trainer, compared with the engine's log-probs.
 
 Runs in one process; the two models are loaded one after the other. All three compute with the recorded experts and
 inside the recorded kept sets, so what is left between them is arithmetic, or a fault.

@@ -2,8 +2,8 @@
 
 Runs inside the embedded rollout engine, and where `moerl.rollout.enforce` replays. Hooks before the experts read the
 expert ids of every row of every forward pass, prompts included; nothing is computed a second time, because a second
-pass may route differently. Shape legend:
-R = input rows of a pass (pads included), L = MoE layers, K = experts per token.
+pass may route differently. Shape legend: R = input rows of a pass (pads included), L = MoE layers, K = experts per
+token.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from moerl.contract.trajectory import ModelSpec
 from moerl.errors import EngineError
 
-EXPERTS: tuple[type[nn.Module], ...] = (Qwen3MoeExperts, DeepseekV3NaiveMoe, Glm4MoeNaiveMoe, OlmoeExperts)
+_EXPERTS: tuple[type[nn.Module], ...] = (Qwen3MoeExperts, DeepseekV3NaiveMoe, Glm4MoeNaiveMoe, OlmoeExperts)
 """Experts of the known families, one module per MoE layer. All are called as (hidden states [R, H], expert ids [R, K],
 weights [R, K]): what they are given is what the router chose, whichever module chose it."""
 
@@ -35,7 +35,7 @@ class RoutingCapture:
     """
 
     def __init__(self, model: PreTrainedModel, spec: ModelSpec) -> None:
-        experts = [module for module in model.modules() if isinstance(module, EXPERTS)]
+        experts = [module for module in model.modules() if isinstance(module, _EXPERTS)]
         _check_experts(experts, model, spec)
         self._spec = spec
         self._seen: list[list[Tensor]] = [[] for _ in experts]
@@ -83,7 +83,7 @@ def _check_experts(experts: list[Any], model: PreTrainedModel, spec: ModelSpec) 
         raise EngineError(
             "routing capture: the model has no known router",
             seen=type(model).__name__,
-            expected=f"experts of class {', '.join(cls.__name__ for cls in EXPERTS)}",
+            expected=f"experts of class {', '.join(cls.__name__ for cls in _EXPERTS)}",
             remedy="use a supported mixture-of-experts model, or add its experts to moerl/rollout/capture.py",
         )
     experts_per_token = getattr(model.config, "num_experts_per_tok", None)
