@@ -59,6 +59,20 @@ def test_a_dump_of_several_versions_needs_one_to_be_named(forked: Runs, tiny: Do
     assert "seen: versions 0, 1, 2" in finished.output
 
 
+def test_rows_without_captured_routing_are_left_to_the_routers_and_counted(
+    forked: Runs, tiny: DoneRun, tmp_path: Path
+) -> None:
+    dump = read_parquet(first_dump(tiny))
+    routed, expert_ids = dump[3].routed.copy(), dump[3].expert_ids.copy()
+    routed[:5], expert_ids[:5] = False, 0
+    dump[3] = replace(dump[3], routed=routed, expert_ids=expert_ids)
+    write_parquet(tmp_path / "uncaptured.parquet", dump)
+    finished = verify(forked, tmp_path / "uncaptured.parquet", tiny.folder / "cold_start")
+    assert finished.status == 0, finished.output
+    num_rows = sum(len(trajectory) - 1 for trajectory in dump)
+    assert f"routing, {num_rows - 5} captured rows, 5 without" in finished.output
+
+
 # --- planted faults --------------------------------------------------------------------------------------------------
 
 
