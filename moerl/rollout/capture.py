@@ -1,8 +1,9 @@
 """Routing capture: what the model's own routers chose, while it generates.
 
-Runs inside the embedded rollout engine. Hooks before the experts read the expert ids of every row of every forward
-pass, prompts included; nothing is computed a second time, because a second pass may route differently. Shape legend:
-R = input rows of a pass (pads included), L = MoE layers, K = experts per token.
+Runs inside the embedded rollout engine, and where `moerl.rollout.enforce` replays. Hooks before the experts read the
+expert ids of every row of every forward pass, prompts included; nothing is computed a second time, because a second
+pass may route differently. Shape legend: R = input rows of a pass (pads included), L = MoE layers, K = experts per
+token.
 """
 
 from __future__ import annotations

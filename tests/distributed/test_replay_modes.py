@@ -94,14 +94,14 @@ def test_natural_statistics_are_a_brute_force_over_logits_and_those_of_one_proce
     (alone,) = one_process.run(observe, untied, "none")
     ranks = two_processes.run(observe, untied, recompute, **sizes)
     for results in ([alone], ranks):
-        natural = sum(result["natural"] for result in results)
+        natural = np.sum([result["natural"] for result in results], axis=0)
         np.testing.assert_allclose(natural, brute_force([c for r in results for c in r["seen"]]), rtol=1e-5)
         np.testing.assert_allclose(natural, alone["natural"], rtol=1e-4)
     rows = [sample.trajectory.routed for sample in make_samples(31)]
     routed, live = int(sum(r.sum() for r in rows)), int(sum((~r).sum() for r in rows))
     assert alone["natural"][:, 0].tolist() == [routed] * 4
     assert 0 < alone["natural"][:, 1].sum() < 4 * routed
-    assert sum(result["live"] for result in ranks).tolist() == alone["live"].tolist() == [live] * 4
+    assert np.sum([result["live"] for result in ranks], axis=0).tolist() == alone["live"].tolist() == [live] * 4
 
 
 # --- the trainer's own routing ---------------------------------------------------------------------------------------
