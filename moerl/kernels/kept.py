@@ -60,10 +60,12 @@ class KeptRows:
                 expected="truncated exactly where ids are listed",
                 remedy="pack flags and kept sets from the same rows; an empty set never means all ids",
             )
+        offsets = torch.tensor(kept.offsets, dtype=torch.int64, device=device)
+        ids = torch.tensor(kept.ids).to(device).long()
         return cls(
-            rows=torch.tensor(np.repeat(np.arange(len(sizes)), sizes), dtype=torch.int64, device=device),
-            ids=torch.tensor(kept.ids, dtype=torch.int64, device=device),
-            offsets=torch.tensor(kept.offsets, dtype=torch.int64, device=device),
+            rows=torch.repeat_interleave(offsets.diff(), output_size=len(ids)),
+            ids=ids,
+            offsets=offsets,
             truncated=torch.tensor(truncated, dtype=torch.bool, device=device),
         )
 

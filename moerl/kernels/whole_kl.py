@@ -36,12 +36,13 @@ def kl_whole(
         ContractError: shapes or shards disagree, or a temperature is not positive.
     """
     check_rows(inputs.num_rows, temperatures=temperatures_T)
-    if reference.num_rows != inputs.num_rows or reference.shard != inputs.shard:
+    shards = [(shard.start, shard.end, shard.vocab_size) for shard in (reference.shard, inputs.shard)]
+    if reference.num_rows != inputs.num_rows or shards[0] != shards[1]:
         raise ContractError(
             Reason.ROWS_DIFFER,
             field="reference",
-            seen=f"{reference.num_rows} rows, {reference.shard}",
-            expected=f"{inputs.num_rows} rows, {inputs.shard}",
+            seen=f"{reference.num_rows} rows, shard {shards[0]}",
+            expected=f"{inputs.num_rows} rows, shard {shards[1]}",
             remedy="run model and reference on the same microbatch, under the same tensor-parallel layout",
         )
     rows_R = torch.arange(inputs.num_rows, device=temperatures_T.device)
