@@ -1,4 +1,4 @@
-"""The command line: ``moerl train | sft | rollout | eval | plan memory``.
+"""The command line: ``moerl train | sft | rollout | eval | plan memory | export``.
 
 Reads and checks the configuration, starts further ranks where the parallel sizes ask for them, and hands over to
 `moerl.orchestration.commands`. That import comes last, so that help and configuration errors need no torch.
@@ -50,6 +50,7 @@ COMMANDS = {
                 "a task of your own, with some 200 problems and my_rewards.py in the current directory",
             ),
             ("moerl train resume=runs/wide", "go on after a stop"),
+            ("moerl train resume=runs/wide parallel.tensor=2", "go on in another parallel layout"),
         ),
     ),
     "sft": _Command(
@@ -95,6 +96,17 @@ COMMANDS = {
 PLAN = "plan memory"
 
 
+EXPORT = _Command(
+    "write the weights of a run's checkpoint as a Hugging Face directory",
+    "Reads one checkpoint of a run in one process, whatever layout wrote it, and writes config, tokenizer and\n"
+    "safetensors to a new directory. The run may go on meanwhile. Read only run directories that you trust.",
+    (
+        ("moerl export runs/wide --output wide-hf", "the newest checkpoint"),
+        ("moerl export runs/wide --step 40 --output wide-40", "an earlier one"),
+    ),
+)
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"command line: {message}", remedy=f"see `{self.prog} --help`")
@@ -130,13 +142,15 @@ def _dispatch(arguments: list[str]) -> int:
     if arguments[0] == "--version":
         print(f"moerl {importlib.metadata.version('moerl')}")
         return 0
+    if arguments[0] == "export":
+        return _export(arguments[1:])
     words = 2 if arguments[0] == "plan" else 1
     command, rest = " ".join(arguments[:words]), arguments[words:]
     if command not in COMMANDS:
         raise ConfigError(
             "command line: unknown command",
             seen=command,
-            expected=f"one of {', '.join(COMMANDS)}",
+            expected=f"one of {', '.join(COMMANDS)}, export",
             remedy="see `moerl --help`",
         )
     options = _parser(command).parse_intermixed_args(rest)
@@ -215,6 +229,20 @@ def _hand_over(command: str, config: RunConfig, resume: bool) -> int:
     return commands.run_eval(config)
 
 
+def _export(arguments: list[str]) -> int:
+    parser = _export_parser()
+    if {"-h", "--help"} & set(arguments):
+        examples = "\n".join(f"  {line}\n      {purpose}" for line, purpose in EXPORT.examples)
+        usage = "usage: moerl export RUN_DIR [--step N] --output DIR"
+        about = f"moerl export: {EXPORT.summary}.\n\n{EXPORT.text}"
+        print(f"{usage}\n\n{about}\n\nexamples:\n{examples}\n\noptions:\n{_options_text(parser)}")
+        return 0
+    options = parser.parse_args(arguments)
+    from moerl.orchestration.export import run_export
+
+    return run_export(options.run_dir.resolve(), options.step, options.output.resolve())
+
+
 def _check_world_size(here: RankInfo, world_size: int) -> None:
     if here.world_size != world_size:
         raise ConfigError(
@@ -245,6 +273,16 @@ def _parser(command: str) -> argparse.ArgumentParser:
     return parser
 
 
+def _export_parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="moerl export", add_help=False)
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    parser.add_argument("--step", type=int, metavar="N", help="of which step; the newest checkpoint by default")
+    parser.add_argument("--output", type=Path, metavar="DIR", required=True, help="directory to make")
+    parser.add_argument("--traceback", action="store_true", help="show where an error was raised")
+    parser.add_argument("-h", "--help", action="store_true", help="show this text")
+    return parser
+
+
 def gib_size(text: str) -> float:
     """A size in GiB; argparse names this function where the text is none."""
     value = float(text)
@@ -261,21 +299,21 @@ def _help(command: str, config_dir: Path | None) -> str:
         f"usage: moerl {command} [options] [GROUP=OPTION ...] [KEY=VALUE ...]",
         f"moerl {command}: {about.summary}.\n\n{about.text}",
         "examples:\n" + "\n".join(f"  {line}\n      {purpose}" for line, purpose in about.examples),
-        "options:\n" + _options_text(command),
+        "options:\n" + _options_text(_parser(command)),
         groups_text(config_dir),
         keys_text(),
     ]
     return "\n\n".join(parts)
 
 
-def _options_text(command: str) -> str:
-    actions = [action for action in _parser(command)._actions if action.option_strings]
+def _options_text(parser: argparse.ArgumentParser) -> str:
+    actions = [action for action in parser._actions if action.option_strings]
     heads = [", ".join(action.option_strings) + (f" {action.metavar}" if action.metavar else "") for action in actions]
     return "\n".join(f"  {head:<22}{action.help}" for head, action in zip(heads, actions, strict=True))
 
 
 def _overview() -> str:
-    lines = [f"  {name:<13}{command.summary}" for name, command in COMMANDS.items()]
+    lines = [f"  {name:<13}{command.summary}" for name, command in (COMMANDS | {"export": EXPORT}).items()]
     return "\n".join(
         [
             "usage: moerl COMMAND [options] [GROUP=OPTION ...] [KEY=VALUE ...]",

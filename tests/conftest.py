@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +34,33 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 @pytest.fixture(scope="session")
-def one_process() -> Iterator[Ranks]:
-    ranks = Ranks(1)
+def processes() -> Iterator[Callable[[int], Ranks]]:
+    """`processes(4)`: so many ranks, started by their first call and kept until the session ends."""
+    started: dict[int, Ranks] = {}
+
+    def ranks(number: int) -> Ranks:
+        if number not in started:
+            started[number] = Ranks(number)
+        return started[number]
+
     yield ranks
-    ranks.close()
+    for each in started.values():
+        each.close()
 
 
 @pytest.fixture(scope="session")
-def two_processes() -> Iterator[Ranks]:
-    ranks = Ranks(2)
-    yield ranks
-    ranks.close()
+def one_process(processes: Callable[[int], Ranks]) -> Ranks:
+    return processes(1)
+
+
+@pytest.fixture(scope="session")
+def two_processes(processes: Callable[[int], Ranks]) -> Ranks:
+    return processes(2)
+
+
+@pytest.fixture(scope="session")
+def four_processes(processes: Callable[[int], Ranks]) -> Ranks:
+    return processes(4)
 
 
 @pytest.fixture(scope="session")

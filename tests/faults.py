@@ -10,6 +10,7 @@ import functools
 import importlib
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -18,14 +19,26 @@ import numpy as np
 
 
 def kill(place: str, *, call: int = 1, after: bool = False) -> None:
-    """SIGKILL to this process at one call of `place`: before it runs, or after it returned."""
+    """SIGKILL to this process at one call of `place`: before it runs, or after it returned.
+
+    A checkpoint that another thread is writing is finished before, so that every kill leaves the same files; to kill
+    in the midst of writing one, name a place there.
+    """
 
     def at(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if after:
             original(*args, **kwargs)
+        finish_checkpoints()
         os.kill(os.getpid(), signal.SIGKILL)
 
     _replace(place, at, call=call)
+
+
+def finish_checkpoints() -> None:
+    """Waits for checkpoints that other threads of this process are writing."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("checkpoint-writer") and thread is not threading.current_thread():
+            thread.join()
 
 
 def fail(place: str, error: str, *, call: int = 1) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import importlib.util
 import os
 import pickle
@@ -158,6 +159,8 @@ def _layout(here: Any, call: dict[str, Any], rank: int, world_size: int) -> Any:
     if here is not None:
         if all(getattr(here, name) == size for name, size in sizes.items()):
             return here
+        # Models in reference cycles hold on to process groups, and these to dozens of threads each.
+        gc.collect()
         layout.stop()
     parallel = ParallelConfig(**sizes, data=data)
     return layout.start(rank=rank, world_size=world_size, rendezvous=call["rendezvous"], parallel=parallel, seed=1)

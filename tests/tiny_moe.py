@@ -35,7 +35,7 @@ OPTIMIZER = OptimizerConfig(
 )
 
 
-def write_model(path: Path, *, tied: bool, seed: int) -> Path:
+def write_model(path: Path, *, tied: bool, seed: int, moe_intermediate_size: int = 48) -> Path:
     """Saves a model of `SPEC` with random weights, norms included, in Hugging Face format."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -47,7 +47,7 @@ def write_model(path: Path, *, tied: bool, seed: int) -> Path:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,  # pyright: ignore[reportCallIssue] - accepted through kwargs
-        moe_intermediate_size=48,
+        moe_intermediate_size=moe_intermediate_size,
         num_experts=SPEC.num_experts,
         num_experts_per_tok=SPEC.experts_per_token,
         norm_topk_prob=True,
@@ -65,8 +65,11 @@ def write_model(path: Path, *, tied: bool, seed: int) -> Path:
     return path
 
 
-def make_samples(seed: int, lengths: Sequence[int]) -> list[TrainSample]:
-    """Trajectories of these lengths with random routes and kept sets; every third one was drawn from everything."""
+def make_samples(seed: int, lengths: Sequence[int], *, uncaptured: float = 0.0) -> list[TrainSample]:
+    """Trajectories of these lengths with random routes and kept sets; every third one was drawn from everything.
+
+    uncaptured: share of the routing rows that were not captured.
+    """
     rng = np.random.default_rng(seed)
     samples = []
     for i, length in enumerate(lengths):
@@ -77,6 +80,7 @@ def make_samples(seed: int, lengths: Sequence[int]) -> list[TrainSample]:
             num_sampled=length - length // 3,
             sampling=FULL if i % 3 == 2 else NUCLEUS,
             rollout_id=f"rollout-{seed}-{i}",
+            unrouted=np.flatnonzero(rng.random(length - 1) < uncaptured) if uncaptured else (),
         )
         advantages = rng.standard_normal(length).astype(np.float32)
         samples.append(TrainSample(trajectory, advantages * trajectory.sampled))
@@ -193,6 +197,40 @@ def shares(
     return [cut_share(batch, trainer.place) for batch in ranks[where.data_rank]], denominator
 
 
+def mine(trainer: Any, ranks: Sequence[Sequence[Microbatch]]) -> list[Microbatch]:
+    """This rank's shares of whole microbatches per data-parallel rank; one process takes all of them."""
+    where = trainer.where
+    parts = ranks if where.world_size == 1 else [ranks[where.data_rank]]
+    return [cut_share(batch, trainer.place) for part in parts for batch in part]
+
+
+def speaks(trainer: Any) -> bool:
+    """True on the ranks whose rows, taken together, are every row once: those of the last stage, the first of each
+    tensor-parallel group."""
+    return trainer.place.scores and trainer.place.tensor_rank == 0
+
+
+def row_table(trainer: Any, batches: Sequence[Microbatch], rows: Sequence[Tensor]) -> np.ndarray:
+    """float64 [R, 3]: sample, position and value of this rank's rows; over all ranks every row of a sample once."""
+    if not speaks(trainer):
+        return np.zeros((0, 3))
+    parts = [
+        np.stack([batch.sample_index, batch.position_ids, values.double().numpy()], 1)[~batch.is_pad]
+        for batch, values in zip(batches, rows, strict=True)
+    ]
+    return np.concatenate(parts)
+
+
+def gathered(tables: Sequence[np.ndarray]) -> dict[int, np.ndarray]:
+    """Values of each sample in the order of its tokens, from the `row_table`s of all ranks."""
+    rows = np.concatenate(tables)
+    rows = rows[np.lexsort((rows[:, 1], rows[:, 0]))]
+    values = {index: rows[rows[:, 0] == index] for index in np.unique(rows[:, 0]).astype(int).tolist()}
+    for index, part in values.items():
+        np.testing.assert_array_equal(part[:, 1], np.arange(len(part)), err_msg=f"positions of sample {index}")
+    return {index: part[:, 2] for index, part in values.items()}
+
+
 def policy_loss(trainer: Any, batches: Sequence[Microbatch], denominator: float, **options: Any) -> Any:
     """GRPO's loss over `batches`; `options` as in `PolicyGradientLoss`."""
     from moerl.algorithms.grpo import GRPO
@@ -216,3 +254,13 @@ def gradients(trainer: Any) -> dict[str, np.ndarray]:
 def largest_difference(left: dict[Any, np.ndarray], right: dict[Any, np.ndarray]) -> float:
     assert left.keys() == right.keys()
     return max(float(np.abs(left[name] - right[name]).max()) for name in left)
+
+
+def save(trainer: Any, folder: Path, name: str) -> Path:
+    """Writes the checkpoint `name` of a trainer into a store at `folder`; all ranks together. Returns where it is."""
+    from moerl.trainer.checkpoint import CheckpointStore
+    from moerl.trainer.saver import Saver
+
+    with Saver(CheckpointStore(folder, keep=2)) as saver:
+        saver.save(name, trainer.stage(), {})
+    return folder / name

@@ -7,7 +7,8 @@ layers), said before anything starts and in the words of the configuration:
     expert x expert_tensor  divides  tensor x context x data      (each pipeline stage is cut anew for its experts)
     tensor                  divides  heads, dense, shared and latent widths; key-value heads divide it or it them
     expert                  divides  experts;   expert_tensor  divides  the width of an expert
-    pipeline x virtual_pipeline  divides  layers;   virtual_pipeline > 1 needs pipeline > 1
+    pipeline  is at most  layers;   virtual_pipeline > 1 needs pipeline > 1
+    pipeline x virtual_pipeline  divides  layers where virtual_pipeline > 1
 """
 
 from __future__ import annotations
@@ -31,6 +32,23 @@ def smallest_data(*, tensor: int, context: int, expert: int, expert_tensor: int)
     """The smallest data-parallel size with which expert groups fill a pipeline stage."""
     cell = expert * expert_tensor
     return cell // math.gcd(cell, tensor * context)
+
+
+def stage_layers(num_layers: int, pipeline: int, virtual_pipeline: int = 1) -> list[int]:
+    """Layers of each pipeline stage, all its chunks together.
+
+    As even as can be: stages differ by one layer at most. The layers that are left over go to the stages just before
+    the last one: that one has the head and its logits to work on, the first one the embedding and, in a 1F1B schedule,
+    the activations of most microbatches.
+
+    Args:
+        num_layers: at least `pipeline`; a multiple of pipeline x virtual_pipeline where chunks are interleaved.
+    """
+    even = virtual_pipeline > 1
+    if num_layers < pipeline or (even and num_layers % (pipeline * virtual_pipeline)):
+        raise ValueError(f"{num_layers} layers for {pipeline} stages of {virtual_pipeline} chunks")
+    fewest, left_over = divmod(num_layers, pipeline)
+    return [fewest + (pipeline - 1 - left_over <= stage < pipeline - 1) for stage in range(pipeline)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,15 +179,25 @@ def _of_model(shape: Shape, sizes: ModelSizes) -> Iterator[BrokenRule]:
             f"parallel.tensor = {shape.tensor}, num_key_value_heads = {key_values}",
             f"a divisor or a multiple of {key_values}",
         )
-    stages = shape.pipeline * shape.virtual_pipeline
-    if sizes.num_layers % stages:
-        plain = bool(sizes.num_layers % shape.pipeline)
+    yield from _of_stages(shape, sizes)
+
+
+def _of_stages(shape: Shape, sizes: ModelSizes) -> Iterator[BrokenRule]:
+    if shape.pipeline > sizes.num_layers:
         yield BrokenRule(
-            "parallel.pipeline" if plain else "parallel.virtual_pipeline",
-            f"{'' if plain else 'times pipeline '}does not divide {sizes.where('num_layers')}",
+            "parallel.pipeline",
+            f"is more than {sizes.where('num_layers')}",
+            f"pipeline = {shape.pipeline}, num_layers = {sizes.num_layers}",
+            f"at most {sizes.num_layers}: every stage holds a layer",
+        )
+    elif shape.virtual_pipeline > 1 and sizes.num_layers % (shape.pipeline * shape.virtual_pipeline):
+        yield BrokenRule(
+            "parallel.virtual_pipeline",
+            f"times pipeline does not divide {sizes.where('num_layers')}",
             f"pipeline = {shape.pipeline}, virtual_pipeline = {shape.virtual_pipeline}, "
             f"num_layers = {sizes.num_layers}",
-            f"pipeline x virtual_pipeline a divisor of {sizes.num_layers}: every chunk holds equally many layers",
+            f"1, or pipeline x virtual_pipeline a divisor of {sizes.num_layers}: interleaved chunks hold equally many "
+            "layers",
         )
 
 
@@ -265,12 +293,13 @@ def _valid_shapes(asked: Shape, sizes: ModelSizes, load: Load | None, world_size
     experts = _divisors(widths["expert"])
     expert_tensors = [size for size in _divisors(widths["expert_tensor"]) if size <= max(8, asked.expert_tensor)]
     contexts = sorted({asked.context, *(2**i for i in range(LARGEST_CONTEXT.bit_length()))})
-    pipelines = _divisors(sizes.num_layers)
+    pipelines = _pipelines(asked, sizes)
     for tensor, pipeline, context in itertools.product(tensors, pipelines, contexts):
         dense = tensor * pipeline * context
         if (world_size is not None and world_size % dense) or (world_size is None and dense > 2 * asked.world_size):
             continue
-        chunks = _divisors(sizes.num_layers // pipeline) if pipeline > 1 else [1]
+        interleaves = pipeline > 1 and sizes.num_layers % pipeline == 0
+        chunks = _divisors(sizes.num_layers // pipeline) if interleaves else [1]
         for expert, expert_tensor in itertools.product(experts, expert_tensors):
             if world_size is not None:
                 datas = {world_size // dense}
@@ -285,6 +314,13 @@ def _valid_shapes(asked: Shape, sizes: ModelSizes, load: Load | None, world_size
                 # The sizes above divide the model; what is left are the rules between them and the load.
                 if not layout_problems(shape, None, load):
                     yield shape
+
+
+def _pipelines(asked: Shape, sizes: ModelSizes) -> list[int]:
+    """Pipeline sizes looked at when shapes are proposed: even ones, powers of two, and the one asked for."""
+    layers = sizes.num_layers
+    powers = {2**i for i in range(layers.bit_length())}
+    return sorted(size for size in {asked.pipeline, *powers, *_divisors(layers)} if size <= layers)
 
 
 def _divisors(number: int) -> list[int]:

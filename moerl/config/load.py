@@ -26,13 +26,19 @@ import moerl
 from moerl.config.checks import check_command
 from moerl.config.explain import explain, unknown_key
 from moerl.config.reference import COMMAND_KEY, is_known
-from moerl.config.schema import RunConfig
+from moerl.config.schema import ParallelConfig, RunConfig
 from moerl.errors import ConfigError
 
 CONFIGS = Path(moerl.__file__).parent / "configs"
 CONFIG_FILE = "config.yaml"
-RESUME_KEYS = ("checkpoint.every", "checkpoint.keep", "dump.rollouts_every", "quarantine.max_rate")
-"""Keys that may change when a run goes on: none of them changes what is learned."""
+RESUME_KEYS = (
+    "checkpoint.every",
+    "checkpoint.keep",
+    "dump.rollouts_every",
+    "quarantine.max_rate",
+    *(f"parallel.{size}" for size in ParallelConfig.model_fields),
+)
+"""Keys that may change when a run goes on: none changes what is learned, other parallel sizes but for rounding."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moerl.config.trainable import refuse_untrainable
 from moerl.contract.spec import spec_from_hf_config
 from moerl.errors import ConfigError
 
@@ -106,6 +107,7 @@ def directory_sizes(folder: Path) -> ModelSizes:
     values = _read(file)
     try:
         spec_from_hf_config(values)
+        refuse_untrainable(values)
     except ConfigError as error:
         raise ConfigError(
             f"model.path: {file}: {error.what}", seen=error.seen, expected=error.expected, remedy=error.remedy

@@ -65,7 +65,7 @@ class ParallelConfig(Section):
     """Parallel sizes of the trainer."""
 
     tensor: Count = Field(description="Tensor-parallel size; sequence parallelism comes with it.")
-    pipeline: Count = Field(description="Pipeline-parallel size; stages hold equally many layers.")
+    pipeline: Count = Field(description="Pipeline-parallel size; stages differ by one layer at most.")
     virtual_pipeline: Count = Field(
         description="Model chunks per pipeline stage; more than 1 interleaves them, for smaller pipeline bubbles."
     )

@@ -100,7 +100,7 @@ def run_eval(config: RunConfig) -> int:
 @contextmanager
 def _open_run(config: RunConfig, command: str, *, resume: bool) -> Iterator[tuple[Run, Path]]:
     """Starts the ranks' groups, the task, the model directory and the run; yields the run and where to start from."""
-    _quiet_libraries()
+    quiet_libraries()
     torch.set_num_threads(max(1, config.num_threads // config.parallel.world_size))
     rank = rank_info()
     task = make_task(config.task)
@@ -126,9 +126,10 @@ def _open_run(config: RunConfig, command: str, *, resume: bool) -> Iterator[tupl
         tokenizer = read_tokenizer(model_path)
         check_prompts(config, task, tokenizer, command, max_positions=directory_sizes(model_path).max_positions)
         run = Run(config, where, task, tokenizer, read_spec(model_path, tokenizer), reporter)
-        if resume:
-            run.go_back()
-        yield run, model_path
+        with run.saver:
+            if resume:
+                run.go_back()
+            yield run, model_path
     layout.stop()
 
 
@@ -168,7 +169,7 @@ def _collector(
 @contextmanager
 def _open_reader(config: RunConfig, command: str) -> Iterator[tuple[Collector, Reporter]]:
     """For the commands that only read a model: no ranks, no trainer."""
-    _quiet_libraries()
+    quiet_libraries()
     torch.set_num_threads(config.num_threads)
     assert config.model.path is not None
     task = make_task(config.task)
@@ -185,7 +186,7 @@ def _open_reader(config: RunConfig, command: str) -> Iterator[tuple[Collector, R
         yield collector, reporter
 
 
-def _quiet_libraries() -> None:
+def quiet_libraries() -> None:
     """Keeps library chatter off the progress display; warnings and errors of our own are printed by the reporter."""
     warnings.filterwarnings("ignore", module=r"(megatron|torch|transformers)\..*")
     for name in ("megatron", "nvidia_resiliency_ext"):

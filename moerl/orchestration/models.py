@@ -27,6 +27,7 @@ from moerl.contract.trajectory import ModelSpec
 from moerl.errors import ConfigError
 from moerl.rollout.embedded import EmbeddedEngine
 from moerl.trainer.model import DTYPES
+from moerl.trainer.tensors import bypassed_tensors
 
 VOCAB_MULTIPLE = 8
 """The embedding is padded to a multiple of this, so that tensor parallelism can split it."""
@@ -104,7 +105,8 @@ def write_model(folder: Path, like: Path, tensors: Iterable[tuple[str, Tensor]])
     """Writes exported weights as a Hugging Face directory; it appears whole or not at all.
 
     Args:
-        like: the directory the model came from; its config and tokenizer are kept.
+        like: the directory the model came from; its config and tokenizer are kept, and its multi-token-prediction
+            heads, which are not trained.
         tensors: the trainer's export.
     """
     partial = _partial(folder)
@@ -113,9 +115,13 @@ def write_model(folder: Path, like: Path, tensors: Iterable[tuple[str, Tensor]])
             shutil.copy2(file, partial / file.name)
     # Gate and up projections are views of one tensor; each file entry needs storage of its own.
     weights = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors}
-    save_torch_state_dict(weights, partial)
     config = json.loads((partial / "config.json").read_text())
-    config["dtype"] = str(next(iter(weights.values())).dtype).removeprefix("torch.")
+    dtype = next(iter(weights.values())).dtype
+    weights |= dict(bypassed_tensors(like, config))
+    save_torch_state_dict(weights, partial)
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    # Weights are written as they are trained, also where they came quantised.
+    config.pop("quantization_config", None)
     (partial / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     _publish(partial, folder)
 

@@ -1,6 +1,6 @@
 """One run: its configuration, its place among the ranks, its directory, and what survives a kill.
 
-Runs in every trainer rank. Only the main rank writes, except for each rank's own shard of a checkpoint.
+Runs in every trainer rank. Only the main rank writes, except for each rank's own files of a checkpoint.
 """
 
 from __future__ import annotations
@@ -32,9 +32,12 @@ from moerl.trainer.checkpoint import CheckpointStore
 from moerl.trainer.layout import Layout
 from moerl.trainer.model import ModelOptions
 from moerl.trainer.optimizer import UpdateReport
+from moerl.trainer.saver import Saver
 from moerl.trainer.trainer import MegatronTrainer
 
 STAGE_ORDER = ("sft", "rl")
+CHECKPOINTS = "checkpoints"
+"""Folder of the checkpoints in the run directory."""
 
 
 @dataclass(slots=True)
@@ -65,6 +68,7 @@ class Run:
     Attributes:
         engine: takes weights; None on ranks that do not host it, and before the RL stage.
         quarantine: where what breaks the contract goes; used on the main rank only.
+        saver: writes checkpoints beside training; whoever opens the run leaves nothing in flight.
     """
 
     def __init__(
@@ -84,7 +88,8 @@ class Run:
         self.stopwatch = Stopwatch()
         self._started = self._last_step = time.monotonic()
         self._checkpoint: tuple[str, int, Path] | None = None
-        self._store = CheckpointStore(config.run_dir / "checkpoints", config.checkpoint.keep)
+        self._store = CheckpointStore(config.run_dir / CHECKPOINTS, config.checkpoint.keep)
+        self.saver = Saver(self._store)
 
     @property
     def wall_seconds(self) -> float:
@@ -102,6 +107,7 @@ class Run:
             dtype=self.config.model.dtype,
             recompute=self.config.trainer.recompute,
             moe_aux_loss_coef=moe_aux_loss_coef,
+            expert_bias=self.config.trainer.expert_bias,
             train_router=self.config.trainer.train_router,
             deterministic=self.config.trainer.deterministic,
         )
@@ -163,33 +169,33 @@ class Run:
         return step
 
     def checkpoint_if_due(self, stage: str, step: int, last: int, trainer: MegatronTrainer) -> None:
+        """Checks on the checkpoint in flight, and begins one where it is due.
+
+        Raises:
+            CheckpointError: one could not be written; the run stops rather than go on unsaved.
+        """
+        self.saver.poll()
         every = self.config.checkpoint.every
         if step == last or (every and step % every == 0):
             self.checkpoint(stage, step, trainer)
 
     def checkpoint(self, stage: str, step: int, trainer: MegatronTrainer) -> None:
-        """Writes a checkpoint of all ranks: trainer shards, Hugging Face weights, run state."""
+        """Begins a checkpoint of all ranks: trainer state and run state as they are now."""
         with self.stopwatch.span("checkpoint"):
-            name = f"{STAGE_ORDER.index(stage)}-{stage}-{step:06d}"
-            path = Path(
-                broadcast_bytes(str(self._store.begin(name)).encode() if self.layout.is_main else None).decode()
-            )
-            trainer.save(path)
-            self.write_model(path / "hf", like=trainer.model.hf_path, trainer=trainer)
-            barrier()
             if self.layout.is_main:
                 self.reporter.sync()
-                state = asdict(self.state) | {
-                    "wall_seconds": self.wall_seconds,
-                    "peak_rss_bytes": self.peak_rss_bytes,
-                    "quarantine": self.quarantine.counters(),
-                }
-                self._store.commit(name, {"stage": stage, "step": step, "run": state})
-            barrier()
+            state = asdict(self.state) | {
+                "wall_seconds": self.wall_seconds,
+                "peak_rss_bytes": self.peak_rss_bytes,
+                "quarantine": self.quarantine.counters(),
+            }
+            name = f"{STAGE_ORDER.index(stage)}-{stage}-{step:06d}"
+            self.saver.save(name, trainer.stage(), {"stage": stage, "step": step, "run": state})
         self._last_step = time.monotonic()
 
     def write_model(self, folder: Path, *, like: Path, trainer: MegatronTrainer) -> None:
-        """Writes the trainer's weights as a Hugging Face directory. A collective."""
+        """Writes the trainer's weights as a Hugging Face directory, after the checkpoint in flight. A collective."""
+        self.saver.wait()
         if self.layout.is_main:
             write_model(folder, like, trainer.export())
         else:

@@ -48,12 +48,14 @@ def grouped_query_attention(
             remedy="this model, or one that shares its config object, was called directly; load a model of its own",
         )
     num_rows, num_heads, num_queries, head_size = query_NHQD.shape
+    # With latent attention values are not as wide as queries and keys.
+    value_size = value_NGTD.shape[-1]
     scaling = options.get("scaling")
     if num_queries == 1:
         # The query heads of a group become the queries of one head: the mask is the same for all of them.
         grouped = query_NHQD.reshape(num_rows, key_NGTD.shape[1], -1, head_size)
         out = scaled_dot_product_attention(grouped, key_NGTD, value_NGTD, attn_mask=attention_mask, scale=scaling)
-        return out.reshape(num_rows, 1, num_heads, head_size), None
+        return out.reshape(num_rows, 1, num_heads, value_size), None
     out = scaled_dot_product_attention(
         query_NHQD, key_NGTD, value_NGTD, attn_mask=attention_mask, scale=scaling, enable_gqa=True
     )

@@ -28,7 +28,7 @@ SPANS = {
     "weights": "time of sending weights to the engine",
     "step": "time of the whole step; evaluations and checkpoints are not part of it",
     "evaluation": "time of an evaluation, in its own row",
-    "checkpoint": "time of writing the checkpoint before this step",
+    "checkpoint": "time of beginning the checkpoint before this step: copying, and waiting for an earlier one",
 }
 """Parts of a run whose seconds are reported, by name."""
 

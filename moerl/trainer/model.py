@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moerl.config.layouts import stage_layers
+from moerl.config.trainable import refuse_untrainable
 from moerl.contract.batch import Microbatch
 from moerl.errors import ConfigError, WeightSyncError
-from moerl.trainer import platform
+from moerl.trainer import balance, families, platform, tensors
 from moerl.trainer.bridge import import_bridge, quiet
 from moerl.trainer.layout import Layout
 
@@ -31,12 +33,14 @@ class ModelOptions:
 
     dtype: name of the parameter dtype. recompute: none, selective (attention and MoE blocks) or full.
     moe_aux_loss_coef: weight of the Switch load-balancing loss; 0 leaves it out.
+    expert_bias: frozen, or update: a step towards equal load after every applied update.
     train_router: False freezes the routers' weights. deterministic: only deterministic kernels.
     """
 
     dtype: str = "float32"
     recompute: str = "none"
     moe_aux_loss_coef: float = 0.0
+    expert_bias: str = "frozen"
     train_router: bool = True
     deterministic: bool = False
 
@@ -66,9 +70,14 @@ class PolicyModel:
         hf_path, options = self.hf_path, self.options
         self.bridge: Any = auto_bridge.from_hf_pretrained(str(hf_path), torch_dtype=DTYPES[options.dtype])
         self._hf_config = self.bridge.hf_pretrained.config
-        _map_local_norms(type(self.bridge._model_bridge))
+        tensors.adapt(type(self.bridge._model_bridge))
         provider = self.bridge.to_megatron_provider(load_weights=False)
-        settings = {**_settings(options), **_parallel_settings(self.where), **platform.model_overrides()}
+        settings = {
+            **_settings(options),
+            **_parallel_settings(self.where, provider.num_layers),
+            **platform.model_overrides(),
+        }
+        settings |= self._family_settings()
         for name, value in settings.items():
             if not hasattr(provider, name):
                 raise ConfigError(
@@ -79,6 +88,7 @@ class PolicyModel:
         provider.finalize()
         self.config: Any = provider
         self.chunks: list[nn.Module] = [self._chunk(stage) for stage in range(self.where.virtual_pipeline)]
+        balance.install(self.chunks)
         self.load(hf_path)
         if not options.train_router:
             _freeze_routers(self.chunks)
@@ -92,13 +102,25 @@ class PolicyModel:
             vp_stage=virtual_stage if where.virtual_pipeline > 1 else None,
         )
 
+    def _family_settings(self) -> dict[str, Any]:
+        config, options = self._hf_config.to_dict(), self.options
+        refuse_untrainable(config)
+        return families.provider_overrides(
+            config, moe_aux_loss_coef=options.moe_aux_loss_coef, tensor=self.where.tensor
+        )
+
     @property
     def vocab_size(self) -> int:
         return int(self._hf_config.vocab_size)
 
     def load(self, hf_path: Path) -> None:
-        """Loads Hugging Face weights into this rank's shards."""
+        """Loads Hugging Face weights into this rank's shards.
+
+        Raises:
+            CheckpointError: the checkpoint lacks a parameter, or holds a tensor that would be lost.
+        """
         self.bridge.load_hf_weights(self.chunks, hf_path=str(hf_path))
+        tensors.refuse_unknown(hf_path, self._hf_config.to_dict(), self.bridge._model_bridge)
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Full tensors under Hugging Face names, on the CPU. A collective: every rank must iterate to the end."""
@@ -166,11 +188,12 @@ def _freeze_routers(chunks: Sequence[nn.Module]) -> None:
                     parameter.requires_grad_(False)
 
 
-def _parallel_settings(where: Layout) -> dict[str, Any]:
+def _parallel_settings(where: Layout, num_layers: int) -> dict[str, Any]:
     return {
         "tensor_model_parallel_size": where.tensor,
         "pipeline_model_parallel_size": where.pipeline,
         "virtual_pipeline_model_parallel_size": where.virtual_pipeline if where.virtual_pipeline > 1 else None,
+        "pipeline_model_parallel_layout": _uneven_stages(where, num_layers),
         "context_parallel_size": where.context,
         "expert_model_parallel_size": where.expert,
         "expert_tensor_parallel_size": where.expert_tensor,
@@ -180,6 +203,16 @@ def _parallel_settings(where: Layout) -> dict[str, Any]:
         # Batched operations do not tell the two directions of an interleaved two-stage pipeline apart.
         "batch_p2p_comm": where.virtual_pipeline == 1,
     }
+
+
+def _uneven_stages(where: Layout, num_layers: int) -> list[list[str]] | None:
+    """Megatron's list of what every stage holds; None where the layers divide evenly, which it works out itself."""
+    if num_layers % where.pipeline == 0:
+        return None
+    stages = [["decoder"] * count for count in stage_layers(num_layers, where.pipeline, where.virtual_pipeline)]
+    stages[0].insert(0, "embedding")
+    stages[-1].append("loss")
+    return stages
 
 
 def _settings(options: ModelOptions) -> dict[str, Any]:
@@ -196,10 +229,6 @@ def _settings(options: ModelOptions) -> dict[str, Any]:
         "attention_softmax_in_fp32": True,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
-        "moe_router_dtype": "fp32",
-        "moe_router_fusion": False,
-        "moe_aux_loss_coeff": options.moe_aux_loss_coef,
-        "moe_router_load_balancing_type": "aux_loss" if options.moe_aux_loss_coef > 0 else "none",
         # The loss function divides by a global count (see `moerl.trainer.trainer`).
         "calculate_per_token_loss": True,
         "deterministic_mode": options.deterministic,
@@ -213,33 +242,3 @@ def _settings(options: ModelOptions) -> dict[str, Any]:
     elif options.recompute == "selective":
         settings |= {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "moe"]}
     return settings
-
-
-_LOCAL_NORMS = {
-    "decoder.layers.*.input_layernorm.weight": "model.layers.*.input_layernorm.weight",
-    "decoder.layers.*.pre_mlp_layernorm.weight": "model.layers.*.post_attention_layernorm.weight",
-}
-
-
-def _map_local_norms(bridge_class: Any) -> None:
-    """Adds the local spec's separate norms to a bridge's names (Transformer Engine fuses them into the linears)."""
-    from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
-    from megatron.bridge.models.conversion.param_mapping import AutoMapping
-
-    if getattr(bridge_class, "_moerl_local_norms", False):
-        return
-    AutoMapping.register_module_type("RMSNorm", "replicated")
-    original = bridge_class.mapping_registry
-
-    def mapping_registry(self: Any) -> Any:
-        mappings = list(original(self).mappings)
-        known = {mapping.megatron_param for mapping in mappings}
-        mappings += [
-            AutoMapping(megatron_param=megatron_name, hf_param=hf_name)
-            for megatron_name, hf_name in _LOCAL_NORMS.items()
-            if megatron_name not in known
-        ]
-        return MegatronMappingRegistry(*mappings)
-
-    bridge_class.mapping_registry = mapping_registry
-    bridge_class._moerl_local_norms = True

@@ -161,11 +161,18 @@ class Optimizer:
         dist.all_reduce(bad, op=dist.ReduceOp.MAX)
         return not int(bad)
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"optimizer": self._optimizer.state_dict(), "scheduler": self._scheduler.state_dict()}
+    @property
+    def megatron(self) -> Any:
+        """Megatron's optimizer: one, or a chain of one for dense and one for expert parameters."""
+        return self._optimizer
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._optimizer.load_state_dict(state["optimizer"])
+    def progress(self) -> dict[str, Any]:
+        """Where the schedule and the count of skipped updates stand; plain data, the same on every rank."""
+        return {"schedule": self._scheduler.state_dict(), "skipped_in_a_row": self._skipped_in_a_row}
+
+    def load_progress(self, progress: dict[str, Any]) -> None:
+        """Goes on where `progress` was taken."""
+        self._skipped_in_a_row = progress["skipped_in_a_row"]
         # Megatron's scheduler adds the loaded steps to its own.
         self._scheduler.num_steps = 0
-        self._scheduler.load_state_dict(state["scheduler"])
+        self._scheduler.load_state_dict(progress["schedule"])

@@ -118,6 +118,7 @@ def _replace_cuda_functions() -> None:
     cuda.stream = lambda stream: contextlib.nullcontext()
     cuda.empty_cache = lambda: None
     cuda.manual_seed = lambda seed: torch.manual_seed(seed)
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
     cuda.get_rng_state = cuda.random.get_rng_state = lambda device=None: torch.get_rng_state()
 
 
@@ -133,7 +134,7 @@ def _replace_rng_state() -> None:
 
 
 class _TorchOnCpu:
-    """Stands in for a module's `torch`: factory functions asked for "cuda" make CPU tensors."""
+    """Stands in for a module's `torch`: factory functions asked for "cuda" or pinned memory make CPU tensors."""
 
     _FACTORIES = ("zeros", "ones", "empty", "tensor", "full", "arange", "zeros_like", "empty_like")
 
@@ -147,6 +148,7 @@ class _TorchOnCpu:
         def make(*args: Any, **kwargs: Any) -> Tensor:
             if str(kwargs.get("device", "")).startswith("cuda"):
                 kwargs["device"] = CPU
+            kwargs.pop("pin_memory", None)
             return factory(*args, **kwargs)
 
         return make
@@ -164,6 +166,7 @@ _MODULES_WITH_CUDA_LITERALS = (
     "transformer.utils",
     "transformer.moe.moe_utils",
     "distributed.param_and_grad_buffer",
+    "models.common.embeddings.rope_utils",
 )
 
 

@@ -19,13 +19,13 @@ from moerl.config.schema import OptimizerConfig
 from moerl.contract.batch import Microbatch
 from moerl.contract.shares import Place
 from moerl.contract.trajectory import ModelSpec
-from moerl.errors import CheckpointError
 from moerl.kernels.vocab_parallel import VocabShard
-from moerl.trainer import layout, platform
+from moerl.trainer import balance, layout, platform, sharded_state
 from moerl.trainer.layout import Layout
 from moerl.trainer.model import ModelOptions, PolicyModel, bare
 from moerl.trainer.optimizer import Optimizer, UpdateReport
 from moerl.trainer.replay import KeepRouting
+from moerl.trainer.sharded_state import StagedState
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,7 +101,8 @@ class MegatronTrainer:
         if config.bf16:
             from megatron.core.transformer.module import Float16Module
 
-            modules = [Float16Module(config, chunk) for chunk in modules]
+            with balance.float32_expert_bias(modules):
+                modules = [Float16Module(config, chunk) for chunk in modules]
         self.keep_routing = KeepRouting(modules, config, spec, where)
         self.optimizer = None if optimizer is None else Optimizer(modules, config, optimizer, total_steps, sharding)
         self._modules = modules if self.optimizer is None else self.optimizer.modules
@@ -151,7 +152,11 @@ class MegatronTrainer:
         num_rows = torch.tensor([sum(int((~batch.is_pad).sum()) for batch in batches)], device=platform.device())
         dist.all_reduce(num_rows, group=layout.data_and_context_group())
         report = self._run(batches, loss, enforce=enforce, scale=float(num_rows), forward_only=False)
-        return replace(report, update=self.optimizer.update())
+        update = self.optimizer.update()
+        if self.options.expert_bias == "update" and not update.skipped:
+            layers = [tap.moe_layer for tap in self.keep_routing.taps]
+            balance.update_expert_bias(self.model.chunks, report.expert_load_LE[layers])
+        return replace(report, update=update)
 
     def _run(
         self,
@@ -231,63 +236,21 @@ class MegatronTrainer:
             self.optimizer.finish_weights()
         return self.model.export()
 
-    def save(self, folder: Path) -> None:
-        """Writes this rank's shard of model, optimizer, schedule and random state into `folder`."""
+    def stage(self) -> StagedState:
+        """A copy of model, optimizer, schedule and random state in host memory, for `Saver.save`. A collective."""
         assert self.optimizer is not None
-        state = {
-            "model": [
-                {k: v for k, v in chunk.state_dict().items() if isinstance(v, Tensor)} for chunk in self.model.chunks
-            ],
-            "optimizer": self.optimizer.state_dict(),
-            "rng": torch.get_rng_state(),
-            "layout": self._layout,
-        }
-        torch.save(state, folder / self._shard_name)
+        self.optimizer.finish_weights()
+        return sharded_state.stage(self.model.chunks, self.optimizer.megatron, self.optimizer.progress())
 
     def restore(self, folder: Path) -> None:
-        """Reads what `save` wrote.
+        """Goes on where a checkpoint was staged, by trainers of this or another parallel layout. A collective.
 
         Raises:
-            CheckpointError: the checkpoint was written by another parallel layout.
+            CheckpointError: the checkpoint is of another model; parts of it may have been loaded, so this trainer is
+                of no use any more.
         """
         assert self.optimizer is not None
-        here = self._layout
-        path = folder / self._shard_name
-        state: dict[str, Any] = {"layout": "fewer ranks"}
-        if path.exists():
-            state = torch.load(path, map_location="cpu", weights_only=True)
-        if state["layout"] != here:
-            raise CheckpointError(
-                f"the trainer checkpoint {folder} is of another layout (tensor, pipeline, virtual pipeline, context,"
-                " expert, expert tensor, data)",
-                seen=here,
-                expected=state["layout"],
-                remedy="resume with the layout of the run, or start a new run from its Hugging Face weights",
-            )
-        unmatched: list[str] = []
-        for chunk, saved in zip(self.model.chunks, state["model"], strict=True):
-            wrong = chunk.load_state_dict(saved, strict=False)
-            # Megatron modules list `_extra_state` entries that hold nothing without FP8.
-            unmatched += [k for k in (*wrong.missing_keys, *wrong.unexpected_keys) if not k.endswith("_extra_state")]
-        if unmatched:
-            raise CheckpointError(
-                f"the trainer checkpoint {folder} does not fit the model",
-                seen=f"{len(unmatched)} unmatched tensors, first {unmatched[0]}",
-                expected="the tensors of this model",
-                remedy="resume with the model configuration of the run",
-            )
-        self.optimizer.load_state_dict(state["optimizer"])
-        torch.set_rng_state(state["rng"])
-
-    @property
-    def _layout(self) -> list[int]:
-        where = self.where
-        sizes = (where.tensor, where.pipeline, where.virtual_pipeline, where.context, where.expert)
-        return [*sizes, where.expert_tensor, where.data]
-
-    @property
-    def _shard_name(self) -> str:
-        return f"rank-{self.where.rank:05d}.pt"
+        self.optimizer.load_progress(sharded_state.load(folder, self.model.chunks, self.optimizer.megatron))
 
 
 def _no_loss(logits_TV: Tensor, microbatch: int) -> tuple[Tensor, RowScores]:

@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from runs import DoneRun, Sums, moerl, rows
+from runs import DoneRun, Runs, Sums, moerl, rows
 
 FAULT_IN_ONE_RANK = """
 import os, sys
@@ -65,8 +65,8 @@ def test_a_rank_that_dies_is_named_the_other_is_stopped_and_the_run_goes_on(
     assert "rl: going on from step 2" in finished.output
     assert processes_of(run) == []
     assert not list(run.glob(".rendezvous*"))
-    shards = [path.name for path in (run / "checkpoints" / "1-rl-000005").glob("rank-*.pt")]
-    assert sorted(shards) == ["rank-00000.pt", "rank-00001.pt"]
+    files = [path.name for path in (run / "checkpoints" / "1-rl-000005").glob("*.distcp")]
+    assert sorted(files) == ["__0_0.distcp", "__1_0.distcp"]
     assert_close(run, undisturbed.folder)
 
 
@@ -78,3 +78,14 @@ def test_tensor_parallel_ranks_train_as_one(sums: Sums, undisturbed: DoneRun, tm
     assert_close(run, undisturbed.folder)
     summary = json.loads((run / "summary.json").read_text())
     assert summary["peak_rss_bytes"] > json.loads((undisturbed.folder / "summary.json").read_text())["peak_rss_bytes"]
+
+
+def test_a_run_goes_on_with_more_ranks(sums: Sums, undisturbed: DoneRun, tmp_path: Path, forked: Runs) -> None:
+    run = tmp_path / "run"
+    update = "moerl.trainer.optimizer:Optimizer.update"
+    killed = forked.run(*sums.train(run), fault=("kill", {"place": update, "call": 6 + 2 * 3 - 1}), path=[sums.folder])
+    assert killed.status == -signal.SIGKILL, killed.output
+    finished = moerl("train", f"resume={run}", "parallel.tensor=2", path=[sums.folder])
+    assert finished.status == 0, finished.output
+    assert "rl: going on from step 2" in finished.output
+    assert_close(run, undisturbed.folder)

@@ -12,10 +12,9 @@ from runs import DoneRun, Fault, Runs, Sums, rows, summary
 
 STEP = "moerl.trainer.trainer:MegatronTrainer.step"
 UPDATE = "moerl.trainer.optimizer:Optimizer.update"
+WRITE = "moerl.trainer.sharded_state:write"
 COMMIT = "moerl.trainer.checkpoint:CheckpointStore.commit"
-
-SAVE = "moerl.trainer.trainer:MegatronTrainer.save"
-WRITE = "moerl.orchestration.models:save_torch_state_dict"
+WRITE_MODEL = "moerl.orchestration.models:save_torch_state_dict"
 
 
 def kill(place: str, call: int = 1, *, after: bool = False) -> Fault:
@@ -38,9 +37,9 @@ KILLS = {
         (kill("moerl.orchestration.run:Run.log", 4, after=True), "rl: going on from step 2"),
     ],
     "while it writes what it leaves": [
-        (kill(SAVE, 5, after=True), "rl: going on from step 2"),
+        (kill(WRITE, 5, after=True), "rl: going on from step 2"),
         (kill(COMMIT, after=True), "rl: going on from step 4"),
-        (kill(WRITE, 2), "rl: going on from step 5"),
+        (kill(WRITE_MODEL), "rl: going on from step 5"),
         (kill("moerl.orchestration.reporting:write_summary"), "rl: going on from step 5"),
     ],
 }
@@ -87,7 +86,7 @@ def copy_of(run: DoneRun, folder: Path) -> Path:
     return Path(shutil.copytree(run.folder, folder / "run"))
 
 
-@pytest.mark.parametrize("file", ["rank-00000.pt", "hf/model.safetensors", "manifest.json"])
+@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata", "manifest.json"])
 def test_a_corrupt_newest_checkpoint_is_named_and_the_one_before_is_used(
     file: str, forked: Runs, sums: Sums, undisturbed: DoneRun, tmp_path: Path
 ) -> None:
@@ -107,7 +106,7 @@ def test_falling_back_into_the_cold_start_trains_its_rest_again(
     run = tmp_path / "run"
     assert forked.run(*sums.train(run), fault=kill(UPDATE, 8), path=[sums.folder]).status == -signal.SIGKILL
     assert (run / "cold_start").exists()
-    flip_byte(run / "checkpoints" / "0-sft-000006" / "rank-00000.pt")
+    flip_byte(run / "checkpoints" / "0-sft-000006" / "__0_0.distcp")
     finished = forked.run("train", f"resume={run}", path=[sums.folder])
     assert "sft: going on from step 4" in finished.output
     assert_the_same(run, undisturbed.folder)
@@ -121,7 +120,7 @@ def test_a_run_without_a_valid_checkpoint_stops_and_is_not_started_over(
     if loss == "every checkpoint gone":
         shutil.rmtree(run / "checkpoints")
     else:
-        for shard in (run / "checkpoints").glob("*/rank-00000.pt"):
+        for shard in (run / "checkpoints").glob("*/__0_0.distcp"):
             flip_byte(shard)
     finished = forked.run("train", f"resume={run}", path=[sums.folder])
     assert finished.status == 1, finished.output

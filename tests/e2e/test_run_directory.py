@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
-from runs import DoneRun
+from runs import DoneRun, Runs
 
 FIGURES = (
     "logprob_abs_mean",
@@ -80,29 +81,65 @@ def test_the_summary_has_the_figures_of_the_run(tiny: DoneRun) -> None:
     assert set(summary["mismatch"]["neither"]) == {f"mismatch/{figure}" for figure in FIGURES}
 
 
-def test_checkpoints_and_final_model_load_in_transformers_with_the_same_logits(tiny: DoneRun) -> None:
+def test_an_exported_checkpoint_and_the_final_model_load_in_transformers_with_the_same_logits(
+    undisturbed: DoneRun, forked: Runs, tmp_path: Path
+) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    exported = tmp_path / "exported"
+    finished = forked.run("export", str(undisturbed.folder), "--output", str(exported))
+    assert finished.status == 0, finished.output
+    assert f"1-rl-000005 written to {exported}" in finished.output
     ids = torch.arange(12)[None]
     logits = []
-    for folder in (tiny.folder / "final_model", tiny.folder / "checkpoints" / "1-rl-000003" / "hf"):
-        assert AutoTokenizer.from_pretrained(folder).encode("1 + 2 =")
+    for folder in (undisturbed.folder / "final_model", exported):
+        assert AutoTokenizer.from_pretrained(folder).encode("1+2=")
         model = AutoModelForCausalLM.from_pretrained(folder)
         assert type(model).__name__ == "Qwen3MoeForCausalLM"
         assert model.dtype == torch.float32
         with torch.no_grad():
             logits.append(model(ids).logits)
     assert torch.equal(*logits)
-    cold = AutoModelForCausalLM.from_pretrained(tiny.folder / "cold_start")
+    cold = AutoModelForCausalLM.from_pretrained(undisturbed.folder / "cold_start")
     with torch.no_grad():
         assert not torch.equal(cold(ids).logits, logits[0])
+
+
+def test_an_export_takes_the_step_it_is_asked_for_and_overwrites_nothing(
+    undisturbed: DoneRun, forked: Runs, tmp_path: Path
+) -> None:
+    earlier = tmp_path / "earlier"
+    assert forked.run("export", str(undisturbed.folder), "--step", "4", "--output", str(earlier)).status == 0
+    weights = "model.safetensors"
+    assert (earlier / weights).read_bytes() != (undisturbed.folder / "final_model" / weights).read_bytes()
+    again = forked.run("export", str(undisturbed.folder), "--output", str(earlier))
+    assert again.status == 2
+    assert "--output: exists already" in again.output
+    missing = forked.run("export", str(undisturbed.folder), "--step", "7", "--output", str(tmp_path / "no"))
+    assert missing.status == 1
+    assert "--step 7; there are 1-rl-000004, 1-rl-000005" in missing.output
+
+
+def test_a_corrupt_checkpoint_is_not_exported(tiny: DoneRun, forked: Runs, tmp_path: Path) -> None:
+    run = shutil.copytree(tiny.folder, tmp_path / "run")
+    file = run / "checkpoints" / "1-rl-000003" / "__0_0.distcp"
+    file.write_bytes(file.read_bytes()[:-1])
+    asked = forked.run("export", str(run), "--step", "3", "--output", str(tmp_path / "no"))
+    assert asked.status == 1
+    assert "__0_0.distcp has" in asked.output
+    assert not (tmp_path / "no").exists()
+    newest = forked.run("export", str(run), "--output", str(tmp_path / "yes"))
+    assert newest.status == 0, newest.output
+    assert "WARNING: corrupt checkpoint left aside: 1-rl-000003: __0_0.distcp has" in newest.output
+    assert "1-rl-000002 written to" in newest.output
 
 
 def test_two_checkpoints_are_kept_and_nothing_half_written(tiny: DoneRun) -> None:
     names = sorted(path.name for path in (tiny.folder / "checkpoints").iterdir())
     assert names == ["1-rl-000002", "1-rl-000003"]
-    assert not [path for path in tiny.folder.rglob(".*") if path.exists()]
+    # `.metadata` is the index of a checkpoint.
+    assert {path.name for path in tiny.folder.rglob(".*")} == {".metadata"}
     assert not (tiny.folder / "quarantine").exists()
 
 

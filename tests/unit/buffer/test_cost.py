@@ -27,3 +27,33 @@ def test_operations_agree_with_a_count_by_hand(num_rows: int):
 
 def test_without_a_model_rows_count():
     assert SequenceCost()(17) == 17.0
+
+
+def test_the_formula_is_what_torch_counts_in_a_model():
+    torch = pytest.importorskip("torch")
+    from torch.utils.flop_counter import FlopCounterMode
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        vocab_size=56,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,  # pyright: ignore[reportCallIssue] - accepted through kwargs
+        moe_intermediate_size=24,
+        num_experts=8,
+        num_experts_per_tok=2,
+    )
+    config._attn_implementation = config._experts_implementation = "eager"
+    model = Qwen3MoeForCausalLM(config)
+    sizes = FlopSizes(hidden=32, layers=2, heads=4, key_value_heads=2, head_dim=16, ffn_width=2 * 24, vocab=56)
+    num_rows = 40
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(input_ids=torch.arange(num_rows)[None], use_cache=False)
+    # Not of the formula: the routers, rotary tables (16 / 2 angles a row), attention above the diagonal.
+    routers = 2 * (2 * 32 * 8) * num_rows
+    rotary = 2 * (16 // 2) * num_rows
+    cost = sequence_flops(sizes)
+    masked_half = cost.quadratic * num_rows**2
+    assert counter.get_total_flops() == cost(num_rows) + masked_half + routers + rotary

@@ -30,7 +30,7 @@ def error(*overrides: str, command: str = "train") -> str:
         (["model.architecture.head_dim=31"], "model.architecture.head_dim: rotary"),
         (["parallel.expert=4", "parallel.data=2"], "parallel.data: expert groups do not fill a pipeline stage"),
         (["parallel.virtual_pipeline=2"], "parallel.virtual_pipeline: there is no pipeline to interleave"),
-        (["parallel.pipeline=3"], "parallel.pipeline: does not divide model.architecture.num_layers"),
+        (["parallel.pipeline=5"], "parallel.pipeline: is more than model.architecture.num_layers"),
         (
             ["parallel.pipeline=2", "parallel.virtual_pipeline=4"],
             "parallel.virtual_pipeline: times pipeline does not divide model.architecture.num_layers",

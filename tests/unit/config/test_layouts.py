@@ -10,7 +10,16 @@ from factories import hf_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moerl.config.layouts import Load, Shape, distance, layout_problems, nearest_layouts, propose, smallest_data
+from moerl.config.layouts import (
+    Load,
+    Shape,
+    distance,
+    layout_problems,
+    nearest_layouts,
+    propose,
+    smallest_data,
+    stage_layers,
+)
 from moerl.config.model_sizes import LatentAttention, ModelSizes, sizes_from_hf_config
 
 PLAIN = sizes_from_hf_config(hf_config(num_hidden_layers=4), "config.json")
@@ -27,6 +36,7 @@ def keys(shape: Shape, sizes: ModelSizes | None = PLAIN, load: Load | None = Non
     [
         Shape(data=2),
         Shape(tensor=2),
+        Shape(pipeline=3),
         Shape(pipeline=4),
         Shape(pipeline=2, virtual_pipeline=2),
         Shape(expert=2, data=2),
@@ -50,7 +60,7 @@ def test_what_megatron_runs_is_accepted(shape: Shape):
         (Shape(tensor=4), PLAIN, None),
         (Shape(tensor=4), replace(PLAIN, num_key_value_heads=1, head_dim=9), "tensor"),
         (Shape(tensor=8), replace(PLAIN, num_key_value_heads=8, num_attention_heads=8), None),
-        (Shape(pipeline=3), PLAIN, "pipeline"),
+        (Shape(pipeline=5), PLAIN, "pipeline"),
         (Shape(pipeline=2, virtual_pipeline=3), PLAIN, "virtual_pipeline"),
         (Shape(virtual_pipeline=2), PLAIN, "virtual_pipeline"),
         (Shape(expert=3, data=3), PLAIN, "expert"),
@@ -117,7 +127,7 @@ def megatron_takes(shape: Shape, sizes: ModelSizes, load: Load) -> bool:
     world = list(itertools.product(*(range(n) for n in (shape.pipeline, shape.data, shape.context, shape.tensor))))
     stage = [rank for rank in world if rank[0] == 0]
     replicas = len(stage) / (shape.expert * shape.expert_tensor)
-    chunk = sizes.num_layers / (shape.pipeline * shape.virtual_pipeline)
+    interleaves = shape.virtual_pipeline == 1 or splits(sizes.num_layers, shape.pipeline * shape.virtual_pipeline)
     tensor_splits = [sizes.num_attention_heads, sizes.shared_size]
     if sizes.latent:
         tensor_splits += [sizes.latent.q_rank, sizes.latent.kv_rank + sizes.latent.rope_dim]
@@ -132,7 +142,8 @@ def megatron_takes(shape: Shape, sizes: ModelSizes, load: Load) -> bool:
     return (
         replicas >= 1
         and replicas.is_integer()
-        and chunk.is_integer()
+        and interleaves
+        and all(len(range(stage, sizes.num_layers, shape.pipeline)) for stage in range(shape.pipeline))
         and (shape.pipeline > 1 or shape.virtual_pipeline == 1)
         and all(splits(size, shape.tensor) for size in tensor_splits)
         and splits(sizes.num_experts, shape.expert)
@@ -171,6 +182,34 @@ def test_the_smallest_data_size_is_the_smallest_that_fills_the_stage(
 ):
     fitting = [d for d in range(1, 65) if (tensor * context * d) % (expert * expert_tensor) == 0]
     assert smallest_data(tensor=tensor, context=context, expert=expert, expert_tensor=expert_tensor) == fitting[0]
+
+
+# --- layers of pipeline stages ---------------------------------------------------------------------------------------
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 100), st.integers(1, 24))
+def test_stages_hold_every_layer_differ_by_one_and_the_last_holds_the_fewest(num_layers: int, pipeline: int):
+    if pipeline > num_layers:
+        with pytest.raises(ValueError, match="stages"):
+            stage_layers(num_layers, pipeline)
+        return
+    layers = stage_layers(num_layers, pipeline)
+    assert len(layers) == pipeline
+    assert sum(layers) == num_layers
+    assert max(layers) - min(layers) == (num_layers % pipeline > 0)
+    assert layers[-1] == min(layers)
+    # The first stage has a layer more only where every stage but the last one has.
+    assert layers[0] == min(layers) or len(set(layers[:-1])) == 1
+
+
+def test_layers_left_over_go_to_the_stages_before_the_last():
+    assert stage_layers(61, 4) == [15, 15, 16, 15]
+    assert stage_layers(94, 4) == [23, 24, 24, 23]
+    assert stage_layers(5, 2) == [3, 2]
+    assert stage_layers(8, 2, 2) == [4, 4]
+    with pytest.raises(ValueError, match="chunks"):
+        stage_layers(10, 2, 2)
 
 
 # --- near shapes -----------------------------------------------------------------------------------------------------

@@ -273,6 +273,16 @@ def test_earlier_stages_keep_more_microbatches_and_interleaving_keeps_more_still
     assert activations(replace(plain, virtual_pipeline=2), 0) / activations(plain, 0) == pytest.approx(11 / 8)
 
 
+def test_uneven_stages_hold_the_layers_that_the_split_says_and_nothing_twice():
+    sizes = sizes_of(DEEPSEEK_V3)
+    stages = [rank_parameters(sizes, Shape(pipeline=4), stage) for stage in range(4)]
+    whole = rank_parameters(sizes, Shape(), 0)
+    assert {name: sum(stage[name] for stage in stages) for name in whole} == whole
+    per_layer = whole["attention"] // 61
+    assert [stage["attention"] // per_layer for stage in stages] == [15, 15, 16, 15]
+    assert [stage["dense MLP"] > 0 for stage in stages] == [True, False, False, False]
+
+
 def test_the_heaviest_stage_is_reported_and_the_head_holds_the_logits():
     sizes = sizes_of(QWEN3_30B)
     needs = replace(NEEDS, microbatch_tokens=32768, recompute="full")

@@ -7,13 +7,26 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import tiny_moe
 import torch
 from factories import FULL, make_trajectory
 
 from moerl.contract.batch import TrainSample
+from moerl.contract.shares import Place, cut_share
 from moerl.orchestration.rl import _split_groups
-from moerl.orchestration.step_metrics import RowTable, disagreement, load_metrics, policy_metrics, rollout_metrics
+from moerl.orchestration.step_metrics import (
+    COLUMNS,
+    RowTable,
+    disagreement,
+    load_metrics,
+    local_rows,
+    policy_metrics,
+    rollout_metrics,
+    update_metrics,
+)
 from moerl.telemetry.metrics import check_metrics
+from moerl.trainer.optimizer import UpdateReport
+from moerl.trainer.trainer import RowScores
 
 
 def table(**columns: list[float]) -> RowTable:
@@ -37,6 +50,31 @@ def test_the_mismatch_is_that_of_the_trainer_against_the_rollout() -> None:
         }
     )
     check_metrics(found)
+
+
+def test_every_trained_token_is_in_the_tables_of_all_ranks_once() -> None:
+    (whole,) = tiny_moe.pack(tiny_moe.make_samples(3, (9, 20)), multiple=8, sequence=8)[0]
+    tables = []
+    for context_rank in (0, 1):
+        for tensor_rank in (0, 1):
+            for scores in (False, True):
+                place = Place(0, 2, context_rank, 2, tensor_rank, None, scores)
+                share = cut_share(whole, place)
+                rows = RowScores(torch.from_numpy(share.rollout_logprobs - 1.0), torch.zeros(share.num_rows))
+                tables.append(local_rows(place, [share], [rows] if scores else []))
+                assert len(tables[-1]) == 0 or (scores and tensor_rank == 0)
+    table = RowTable.of(np.concatenate(tables))
+    np.testing.assert_array_equal(np.sort(table.rollout), np.sort(whole.rollout_logprobs[whole.loss_mask]))
+    np.testing.assert_array_equal(table.trainer, table.rollout - np.float32(1.0))
+    assert tables[0].shape == (0, len(COLUMNS))
+
+
+def test_skipped_updates_are_counted_and_have_no_part_in_the_gradient_norm() -> None:
+    done = [UpdateReport(1.0, 1e-3), UpdateReport(0.0, 2e-3, skipped=True, skipped_in_a_row=1), UpdateReport(3.0, 2e-3)]
+    found = update_metrics(done)
+    assert found == {"optimizer/grad_norm": 2.0, "optimizer/lr": 2e-3, "optimizer/skipped": 1.0}
+    check_metrics(found)
+    assert update_metrics(done[1:2])["optimizer/grad_norm"] == 0.0
 
 
 def test_a_table_without_masks_compares_the_log_probs_over_the_whole_vocabulary() -> None:

@@ -222,9 +222,9 @@ def test_a_bf16_model_samples_valid_trajectories(make_model):
 def test_a_closed_engine_leaves_no_hooks_behind(make_model):
     model = make_model()
     engine = EmbeddedEngine(model, spec_from_hf_config(model.config.to_dict()), engine_id="e", max_running=1)
-    assert any(module._forward_hooks for module in model.modules())
+    assert any(module._forward_pre_hooks for module in model.modules())
     engine.close()
-    assert not any(module._forward_hooks for module in model.modules())
+    assert not any(module._forward_pre_hooks for module in model.modules())
 
 
 def test_an_engine_needs_at_least_one_slot(make_model):

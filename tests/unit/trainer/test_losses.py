@@ -104,13 +104,15 @@ def take_policy_step(
 
     optimizer = tiny_moe.OPTIMIZER.model_copy(update={"clip_grad": 0.0})
     trainer = tiny_moe.build(where, path, optimizer=optimizer, recompute=recompute)
+    reference = tiny_moe.build(where, reference_path, optimizer=None)
     loss = tiny_moe.policy_loss(
         trainer,
         batches,
         tiny_moe.num_trained(batches),
         algorithm=GRPO(kl_coef=KL_COEF),
         proximal_logprobs=proximal,
-        reference=tiny_moe.build(where, reference_path, optimizer=None),
+        reference=reference,
+        reference_inputs=reference.head_inputs(batches, enforce=True),
     )
     report = trainer.step(batches, loss, enforce=True)
     return {
@@ -137,8 +139,8 @@ def judge_policy_step(
             reference_TV = tiny_moe.support_logprobs(reference.logits(*inputs), sample)
         logprobs_T = tiny_moe.target_logprobs(logprobs_TV, sample)
         proximal_T = torch.from_numpy(proximal[index]).double()
-        rollout_T = torch.from_numpy(trajectory.rollout_logprobs[1:]).double()
-        advantages_T = torch.from_numpy(sample.advantages[1:]).double()
+        rollout_T = torch.tensor(trajectory.rollout_logprobs[1:]).double()
+        advantages_T = torch.tensor(sample.advantages[1:]).double()
         weights_T = (proximal_T - rollout_T).exp().clamp(max=2.0)
         ratio_T = (logprobs_T - proximal_T).exp()
         policy_T = -weights_T * torch.minimum(ratio_T * advantages_T, ratio_T.clamp(0.8, 1.28) * advantages_T)

@@ -21,6 +21,7 @@ def cu_seqlens_of(lengths: tuple[int, ...]) -> Tensor:
 
 def attend(where: Any, num_kv_heads: int) -> tuple[float, float]:
     """Largest difference, in values and in gradients, between packed attention and a masked softmax per sequence."""
+    from moerl.trainer import layout
     from moerl.trainer.platform import PackedAttention
 
     generator = torch.Generator().manual_seed(0)
@@ -28,7 +29,8 @@ def attend(where: Any, num_kv_heads: int) -> tuple[float, float]:
     query = torch.randn(total, 4, 16, generator=generator, requires_grad=True)
     key, value = (torch.randn(total, num_kv_heads, 16, generator=generator, requires_grad=True) for _ in range(2))
     packed = SimpleNamespace(cu_seqlens_q=cu_seqlens_of(LENGTHS))
-    ours = PackedAttention(None, softmax_scale=0.3)(query, key, value, packed_seq_params=packed)
+    groups = SimpleNamespace(cp=layout.context_group())
+    ours = PackedAttention(None, softmax_scale=0.3, pg_collection=groups)(query, key, value, packed_seq_params=packed)
     parts = []
     for q, k, v in zip(*(tensor.split(LENGTHS) for tensor in (query, key, value)), strict=True):
         k, v = (tensor.repeat_interleave(4 // num_kv_heads, dim=1) for tensor in (k, v))

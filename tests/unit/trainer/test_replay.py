@@ -147,14 +147,14 @@ def test_a_slice_of_other_rows_than_the_routers_is_refused(untied: Path, one_pro
 
 
 def take_the_hook_out(trainer: Any) -> Callable[[], None]:
-    router = trainer.model.module.decoder.layers[2].mlp.router
+    router = trainer.model.chunks[0].decoder.layers[2].mlp.router
     hook, router.router_replay = router.router_replay, None
     return lambda: setattr(router, "router_replay", hook)
 
 
 def take_the_hook_out_in_the_second_microbatch(trainer: Any) -> Callable[[], None]:
     """As a fused path that is taken for some shapes only."""
-    router = trainer.model.module.decoder.layers[2].mlp.router
+    router = trainer.model.chunks[0].decoder.layers[2].mlp.router
     routing, hook, calls = router.routing, router.router_replay, []
 
     def sometimes_fused(*args: Any, **kwargs: Any) -> Any:
@@ -172,7 +172,7 @@ def take_the_hook_out_in_the_second_microbatch(trainer: Any) -> Callable[[], Non
 
 
 def change_the_map_after_the_hook(trainer: Any) -> Callable[[], None]:
-    router = trainer.model.module.decoder.layers[1].mlp.router
+    router = trainer.model.chunks[0].decoder.layers[1].mlp.router
     routing = router.routing
 
     def rerouted(*args: Any, **kwargs: Any) -> Any:
@@ -184,13 +184,13 @@ def change_the_map_after_the_hook(trainer: Any) -> Callable[[], None]:
 
 
 def dispatch_behind_the_evidence(trainer: Any) -> Callable[[], None]:
-    dispatcher = trainer.model.module.decoder.layers[1].mlp.token_dispatcher
+    dispatcher = trainer.model.chunks[0].decoder.layers[1].mlp.token_dispatcher
     observed = dispatcher.__dict__.pop("dispatch_preprocess")
     return lambda: setattr(dispatcher, "dispatch_preprocess", observed)
 
 
 def swap_the_hooks_of_two_layers(trainer: Any) -> Callable[[], None]:
-    first, second = (trainer.model.module.decoder.layers[i].mlp.router for i in (0, 1))
+    first, second = (trainer.model.chunks[0].decoder.layers[i].mlp.router for i in (0, 1))
 
     def swap() -> None:
         first.router_replay, second.router_replay = second.router_replay, first.router_replay
@@ -222,7 +222,7 @@ def test_a_router_that_bypasses_replay_is_refused(
 
 def recompute_naturally(trainer: Any) -> Callable[[], None]:
     """Replays the forward pass and lets the recomputed one choose for itself."""
-    router = trainer.model.module.decoder.layers[1].mlp.router
+    router = trainer.model.chunks[0].decoder.layers[1].mlp.router
     tap = router.router_replay
 
     def get_replay_topk(scores: Any, *args: Any) -> Any:
@@ -249,7 +249,7 @@ def check_forward_only(where: Any, path: Path, recompute: str) -> None:
     for seed in (21, 22):
         batches = make_batches(seed)
         disturbed.score(batches, Scorer(batches, disturbed.shard, keep_mask=True), enforce=True)
-        disturbed.logits(batches[0], enforce=True)
+        disturbed.head_inputs(batches, enforce=True)
         reports = [step(each, batches) for each in (disturbed, plain)]
         assert reports[0].rows_verified == reports[1].rows_verified > 0
     assert_same_weights(tiny_moe.exported(disturbed), tiny_moe.exported(plain))
@@ -320,7 +320,8 @@ def check_several_models(where: Any, path: Path) -> None:
     def with_reference(logits_TV: Any, microbatch: int) -> Any:
         # Another microbatch than the policy's, so that replay landing on the other model's routers would show.
         other = batches[microbatch - 1]
-        assert reference.logits(other, enforce=True).shape[0] == other.num_rows
+        (inputs,) = reference.head_inputs([other], enforce=True)
+        assert reference.head(inputs).shape[0] == other.num_rows
         return loss(logits_TV, microbatch)
 
     assert policy.step(batches, with_reference, enforce=True).rows_verified > 0
@@ -336,18 +337,19 @@ def test_a_reference_model_in_the_same_process_does_not_disturb_the_policy(untie
 
 def refuse_at_start(where: Any, path: Path) -> dict[str, str]:
     from moerl.contract.trajectory import ModelSpec
-    from moerl.trainer.replay import KeepRouting, refuse_unsupported_routers
+    from moerl.trainer.replay import KeepRouting
+    from moerl.trainer.routers import refuse_unsupported_routers
 
     trainer = tiny_moe.build(where, path, optimizer=None)
-    module, config = trainer.model.module, trainer.model.config
+    chunks, config = trainer.model.chunks, trainer.model.config
     refusals = {}
     with pytest.raises(ReplayError) as caught:
-        KeepRouting(module, config, tiny_moe.SPEC, trainer.keep_routing.tensor_group)
+        KeepRouting(chunks, config, tiny_moe.SPEC, where)
     refusals["hook"] = str(caught.value)
-    for layer in module.decoder.layers:
+    for layer in chunks[0].decoder.layers:
         layer.mlp.router.router_replay = None
     with pytest.raises(ReplayError) as caught:
-        KeepRouting(module, config, ModelSpec(5, 2, 8, 91), trainer.keep_routing.tensor_group)
+        KeepRouting(chunks, config, ModelSpec(5, 2, 8, 91), where)
     refusals["layers"] = str(caught.value)
     refuse_unsupported_routers(config)
     return refusals
@@ -371,7 +373,7 @@ def test_a_model_that_is_hooked_already_or_has_other_layers_is_refused(untied: P
     ],
 )
 def test_routers_that_return_before_the_hook_or_drop_tokens_after_it_are_refused(name: str, value: object) -> None:
-    from moerl.trainer.replay import refuse_unsupported_routers
+    from moerl.trainer.routers import refuse_unsupported_routers
 
     config = SimpleNamespace(
         moe_router_fusion=False,

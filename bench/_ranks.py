@@ -1,0 +1,98 @@
+"""Runs a function on real Megatron ranks: one process each, gloo or NCCL by the device, gone afterwards."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from moerl.config.schema import ParallelConfig
+from moerl.launch.local import LOOPBACK
+from moerl.launch.rank import new_rendezvous
+
+ENVIRONMENT = {
+    "GLOO_SOCKET_IFNAME": LOOPBACK,
+    "OMP_NUM_THREADS": "1",
+    # Ranks that wait must not burn the cores that others compute on.
+    "OMP_WAIT_POLICY": "PASSIVE",
+    # Megatron warns in every process of what this machine lacks.
+    "PYTHONWARNINGS": "ignore",
+}
+
+
+def parallel_config(**sizes: int) -> ParallelConfig:
+    """Parallel sizes, 1 where not named."""
+    names = ("tensor", "pipeline", "virtual_pipeline", "expert", "expert_tensor", "context", "data")
+    return ParallelConfig(**dict.fromkeys(names, 1) | sizes)
+
+
+def on_ranks(parallel: ParallelConfig, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """What ``function(where, *args)`` returns on each rank of the layout, in rank order.
+
+    Raises:
+        RuntimeError: a rank failed; with its traceback. The others are ended.
+    """
+    os.environ.update(ENVIRONMENT)
+    context = multiprocessing.get_context("spawn")
+    connections: list[Connection] = []
+    processes = []
+    with tempfile.TemporaryDirectory() as folder:
+        rendezvous = new_rendezvous(Path(folder))
+        try:
+            for rank in range(parallel.world_size):
+                ours, theirs = context.Pipe(duplex=False)
+                process = context.Process(target=_rank, args=(theirs, rank, rendezvous, parallel, function, args))
+                process.start()
+                theirs.close()
+                connections.append(ours)
+                processes.append(process)
+            return _answers(connections)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def _answers(connections: list[Connection]) -> list[Any]:
+    answers: dict[int, Any] = {}
+    while len(answers) < len(connections):
+        for ready in wait([one for rank, one in enumerate(connections) if rank not in answers]):
+            assert isinstance(ready, Connection)
+            rank = connections.index(ready)
+            try:
+                answers[rank], error = ready.recv()
+            except EOFError:
+                raise RuntimeError(f"rank {rank} died") from None
+            if error:
+                raise RuntimeError(f"rank {rank} failed:\n{error}")
+    return [answers[rank] for rank in range(len(connections))]
+
+
+def _rank(
+    connection: Connection,
+    rank: int,
+    rendezvous: str,
+    parallel: ParallelConfig,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    import torch
+
+    from moerl.trainer import layout
+
+    torch.set_num_threads(1)
+    try:
+        where = layout.start(
+            rank=rank, world_size=parallel.world_size, rendezvous=rendezvous, parallel=parallel, seed=1
+        )
+        answer = function(where, *args)
+        layout.stop()
+    except BaseException:  # noqa: BLE001 - process boundary: the caller raises it again
+        connection.send((None, traceback.format_exc()))
+    else:
+        connection.send((answer, ""))

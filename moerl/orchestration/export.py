@@ -1,0 +1,86 @@
+"""`moerl export`: the weights of any kept checkpoint of a run, as a Hugging Face directory. Runs in one process."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+from moerl.config.load import CONFIG_FILE, load_resolved
+from moerl.config.schema import ParallelConfig
+from moerl.errors import CheckpointError, ConfigError
+from moerl.orchestration.commands import quiet_libraries
+from moerl.orchestration.models import write_model
+from moerl.orchestration.run import CHECKPOINTS
+from moerl.trainer import layout
+from moerl.trainer.checkpoint import CheckpointStore, find_problem
+from moerl.trainer.model import ModelOptions, PolicyModel
+from moerl.trainer.sharded_state import load_weights
+
+ALONE = ParallelConfig(tensor=1, pipeline=1, virtual_pipeline=1, expert=1, expert_tensor=1, context=1, data=1)
+
+
+def run_export(run_dir: Path, step: int | None, output: Path) -> int:
+    """Writes the weights of one checkpoint to `output`. Exit code 0.
+
+    Args:
+        run_dir: of a run in any parallel layout; may go on training meanwhile.
+        step: which checkpoint; where both stages have one of this step, that of reinforcement learning. None for the
+            newest valid one.
+
+    Raises:
+        ConfigError: `output` is there already, or `run_dir` holds no run.
+        CheckpointError: there is no such checkpoint, or it is corrupt.
+    """
+    config = load_resolved(run_dir / CONFIG_FILE)
+    if output.exists():
+        raise ConfigError(
+            "--output: exists already", seen=output, expected="a directory to be made", remedy="choose another name"
+        )
+    path = _newest(run_dir) if step is None else _of_step(run_dir, step)
+    quiet_libraries()
+    torch.set_num_threads(config.num_threads)
+    where = layout.start(rank=0, world_size=1, rendezvous="", parallel=ALONE, seed=config.seed)
+    model_path = config.model.path or run_dir / "initial_model"
+    model = PolicyModel(model_path, ModelOptions(dtype=config.model.dtype), where)
+    load_weights(path, model.chunks)
+    write_model(output, model_path, model.export())
+    layout.stop()
+    print(f"{path.name} written to {output}")
+    return 0
+
+
+def _newest(run_dir: Path) -> Path:
+    found = CheckpointStore(run_dir / CHECKPOINTS, keep=1).latest()
+    if found is None:
+        raise _none(run_dir, "none")
+    for problem in found.skipped:
+        print(f"WARNING: corrupt checkpoint left aside: {problem}", file=sys.stderr)
+    return found.path
+
+
+def _of_step(run_dir: Path, step: int) -> Path:
+    names = CheckpointStore(run_dir / CHECKPOINTS, keep=1).names()
+    found = [name for name in names if int(name.rpartition("-")[2]) == step]
+    if not found:
+        raise _none(run_dir, f"--step {step}; there are {', '.join(names) or 'none'}")
+    path = run_dir / CHECKPOINTS / found[-1]
+    problem = find_problem(path)
+    if problem is not None:
+        raise CheckpointError(
+            f"the checkpoint {path} is corrupt",
+            seen=problem,
+            expected="files that match its manifest",
+            remedy="export another step, or restore the directory from a copy",
+        )
+    return path
+
+
+def _none(run_dir: Path, seen: str) -> CheckpointError:
+    return CheckpointError(
+        f"no such checkpoint in {run_dir / CHECKPOINTS}",
+        seen=seen,
+        expected="a checkpoint of this step",
+        remedy="give the --step of one that is there; checkpoint.keep says how many are",
+    )

@@ -1,0 +1,170 @@
+"""Saving beside training: a checkpoint is copied to host memory at once, and written while training goes on.
+
+Runs in every trainer rank. Each has one thread at a time that writes this rank's files and hashes them; the main
+rank's then commits the checkpoint. The threads talk over a process group of their own, because the training thread
+uses the others meanwhile. One checkpoint is in flight at most. A crash before the commit leaves the one before.
+"""
+
+from __future__ import annotations
+
+import datetime
+import shutil
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+
+from moerl.errors import CheckpointError
+from moerl.trainer import platform, sharded_state
+from moerl.trainer.checkpoint import CheckpointStore, Facts, describe
+from moerl.trainer.sharded_state import StagedState
+
+WRITE_TIMEOUT = datetime.timedelta(hours=2)
+"""Longest that ranks wait for one another's files."""
+
+THREAD_NAME = "checkpoint-writer"
+
+
+class Saver:
+    """Writes the checkpoints of one run; every method is called by all ranks together.
+
+    As a context it ends with nothing in flight: a checkpoint that was begun is there, or the error says why not.
+
+    Args:
+        store: where checkpoints go; the same directory for every rank.
+    """
+
+    def __init__(self, store: CheckpointStore) -> None:
+        self._store = store
+        self._group: Any = dist.new_group(backend="gloo", timeout=WRITE_TIMEOUT)
+        self._in_flight: Future[None] | None = None
+
+    def save(self, name: str, staged: StagedState, state: dict[str, Any]) -> None:
+        """Begins to write a checkpoint, after the one in flight; returns when its writing has begun.
+
+        Args:
+            staged: this rank's share.
+            state: plain JSON for the manifest; the main rank's counts.
+
+        Raises:
+            CheckpointError: the disk has no room for it, or the one before could not be written.
+        """
+        self.wait()
+        self._begin(name, staged)
+        pool = ThreadPoolExecutor(1, thread_name_prefix=THREAD_NAME)
+        self._in_flight = pool.submit(self._write, name, staged, state)
+        pool.shutdown(wait=False)
+
+    def poll(self) -> None:
+        """Notices a failed write, on all ranks in the same step, without waiting for one that goes on.
+
+        Raises:
+            CheckpointError: the checkpoint in flight could not be written.
+        """
+        if self._in_flight is None:
+            return
+        done = torch.tensor([int(self._in_flight.done())], device=platform.device())
+        dist.all_reduce(done, op=dist.ReduceOp.MIN)
+        if int(done):
+            self.wait()
+
+    def wait(self) -> None:
+        """Returns when nothing is in flight.
+
+        Raises:
+            CheckpointError: the checkpoint in flight could not be written.
+        """
+        in_flight, self._in_flight = self._in_flight, None
+        if in_flight is not None:
+            in_flight.result()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            self.wait()
+        except CheckpointError as unwritten:
+            if error is None:
+                raise
+            error.add_note(f"and {unwritten}")
+
+    def _begin(self, name: str, staged: StagedState) -> None:
+        """Makes the directory, unless the file system has less room than the checkpoint may take."""
+        answer: list[Any] = [0, ""]
+        if self._is_main:
+            try:
+                answer = [shutil.disk_usage(self._store.begin(name)).free, ""]
+            except OSError as error:
+                answer = [0, f"rank 0: {error}"]
+        dist.broadcast_object_list(answer, src=0, group=self._group)
+        free, problem = answer
+        if problem:
+            raise sharded_state.unwritten(self._store.partial(name), problem)
+        total = torch.tensor([staged.num_bytes])
+        dist.all_reduce(total, group=self._group)
+        needed = int(total)
+        if needed <= free:
+            return
+        self._abandon(name)
+        raise CheckpointError(
+            f"the disk is too full for the checkpoint {name}; the one before it is whole",
+            seen=f"{free} bytes free in {self._store.folder}",
+            expected=f"{needed} bytes",
+            remedy="free space or lower checkpoint.keep, then resume the run",
+        )
+
+    @property
+    def _is_main(self) -> bool:
+        return dist.get_rank(self._group) == 0
+
+    # --- in the writing thread ---------------------------------------------------------------------------------------
+
+    def _write(self, name: str, staged: StagedState, state: dict[str, Any]) -> None:
+        try:
+            files = self._write_files(name, staged)
+            problem = self._commit(name, state, files) if self._is_main else ""
+            answer = [problem]
+            dist.broadcast_object_list(answer, src=0, group=self._group)
+            if answer[0]:
+                raise sharded_state.unwritten(self._store.partial(name), answer[0])
+        except CheckpointError:
+            self._abandon(name)
+            raise
+        except RuntimeError as error:
+            # gloo's words for a rank that is gone.
+            self._abandon(name)
+            raise sharded_state.unwritten(self._store.partial(name), " ".join(str(error).split())[:300]) from error
+
+    def _abandon(self, name: str) -> None:
+        if self._is_main:
+            self._store.abandon(name)
+
+    def _write_files(self, name: str, staged: StagedState) -> Facts:
+        """Writes this rank's files and returns what all ranks wrote."""
+        folder = self._store.partial(name)
+        paths = sharded_state.write(staged, folder, self._group)
+        try:
+            mine: tuple[Facts, str] = describe(folder, paths), ""
+        except OSError as error:
+            mine = {}, f"rank {dist.get_rank(self._group)}: {error}"
+        everyone: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(everyone, mine, group=self._group)
+        problems = [problem for _, problem in everyone if problem]
+        if problems:
+            raise sharded_state.unwritten(folder, "; ".join(problems))
+        return {file: facts for each, _ in everyone for file, facts in each.items()}
+
+    def _commit(self, name: str, state: dict[str, Any], files: Facts) -> str:
+        """What went wrong, empty where the checkpoint is there."""
+        try:
+            self._store.commit(name, state, files)
+        except OSError as error:
+            return f"rank 0: {error}"
+        except CheckpointError as error:
+            return str(error)
+        return ""

@@ -1,0 +1,333 @@
+"""Trainer state in Megatron's distributed format (torch_dist): what is in it, and its way to files and back.
+
+Runs in every trainer rank. A tensor is stored under its place in the whole model, not under the rank that held it,
+so a checkpoint loads into another parallel layout. What is not a tensor is small and the same for all ranks, and
+comes from the optimizer that is loaded wherever it depends on the layout:
+
+- tensors: parameters and persistent buffers, master weights, Adam's moments;
+- common: steps that Adam has made, learning-rate schedule, parallel layout, every rank's random state.
+
+Files are written by torch.distributed.checkpoint and hold pickles: read only directories that you trust.
+"""
+
+from __future__ import annotations
+
+import io
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+
+from moerl.errors import CheckpointError
+
+ENTRY_BYTES = 4096
+"""Room that a stored tensor takes beyond its data, at most: archive header, padding and its lines in the index."""
+
+
+@dataclass(frozen=True, slots=True)
+class StagedState:
+    """This rank's share of a checkpoint in host memory; training may go on while it is written.
+
+    entries: by stored name, what torch.distributed.checkpoint writes. num_bytes: room on disk, at most.
+    """
+
+    entries: dict[str, Any]
+    num_bytes: int
+
+
+def stage(chunks: Sequence[nn.Module], optimizer: Any, extra: Mapping[str, Any]) -> StagedState:
+    """Copies what this rank has to write into host memory. A collective of all ranks.
+
+    Args:
+        chunks: bare Megatron models, one per virtual pipeline stage of this rank.
+        optimizer: the Megatron optimizer over them.
+        extra: plain data, the same on every rank; comes back from `load`.
+    """
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+    from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+    from megatron.core.dist_checkpointing.strategies import torch as torch_dist
+
+    sharded: Any = save_preprocess(_sharded(chunks, optimizer, loading=False))[0]
+    common = {
+        "extra": dict(extra),
+        "adam_steps": _adam_steps(optimizer),
+        "layout": _layout(),
+        "random_states": _gather_random_states(),
+    }
+    sharded["common_state"] = ShardedObject("common_state", common, (1,), (0,), replica_id=dist.get_rank())
+    by_name, _, _ = torch_dist._replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
+    num_bytes = 0
+    for shards in by_name.values():
+        for shard in shards:
+            num_bytes += ENTRY_BYTES
+            if isinstance(shard.data, Tensor):
+                shard.data = shard.data.detach().to("cpu", copy=True)
+                num_bytes += shard.data.nbytes
+    entries = torch_dist.mcore_to_pyt_state_dict(by_name, is_loading=False)
+    num_bytes += sum(len(entry.getbuffer()) for entry in entries.values() if isinstance(entry, io.BytesIO))
+    return StagedState(entries, num_bytes)
+
+
+def write(staged: StagedState, folder: Path, group: dist.ProcessGroup) -> list[Path]:
+    """Writes and syncs the files of a checkpoint; returns those that this rank wrote. A collective of `group`.
+
+    Runs in any thread, as long as nothing else uses `group`.
+
+    Args:
+        folder: the same empty directory on every rank.
+        group: all ranks, on gloo.
+
+    Raises:
+        CheckpointError: on every rank, where any rank could not write.
+    """
+    from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+    from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
+
+    planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False, flatten_sharded_tensors=False)
+    # Copying ahead would open a CUDA stream in this thread; everything is in host memory already.
+    writer = torch.distributed.checkpoint.FileSystemWriter(folder, sync_files=True, per_thread_copy_ahead=0)
+    try:
+        torch.distributed.checkpoint.save(staged.entries, storage_writer=writer, planner=planner, process_group=group)
+    except CheckpointException as error:
+        # Of a full disk torch's archive writer says no more than that it could not go on.
+        free = shutil.disk_usage(folder.parent).free
+        room = "the disk is full" if free < staged.num_bytes else "the disk has room"
+        raise unwritten(folder, f"{_causes(error)}; {room}: {free} bytes free") from error
+    rank = dist.get_rank(group)
+    files = sorted(folder.glob(f"__{rank}_*"))
+    if rank == 0:
+        save_config(CheckpointingConfig("torch_dist"), str(folder))
+        files += [path for path in folder.iterdir() if not path.name.startswith("__")]
+    return files
+
+
+def _causes(error: CheckpointException) -> str:
+    """Which ranks failed and why, in one line."""
+    causes = [f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in sorted(error.failures.items())]
+    return " ".join("; ".join(causes).split())[:1000]
+
+
+def unwritten(folder: Path, problem: str) -> CheckpointError:
+    """The error of a checkpoint that could not be written."""
+    return CheckpointError(
+        f"the checkpoint {folder.name.strip('.').removesuffix('.partial')} was not written",
+        seen=problem,
+        expected=f"files written and synced in {folder.parent}",
+        remedy="the checkpoint before it is whole; free space or repair the file system, then resume the run",
+    )
+
+
+def load(folder: Path, chunks: Sequence[nn.Module], optimizer: Any) -> dict[str, Any]:
+    """Loads models and optimizer from a checkpoint of any layout; returns what `stage` got as `extra`.
+
+    Random states come back where the layout is the one that wrote them. In another layout there is no rank they
+    belong to: every rank keeps the state that `layout.start` seeded. A collective of all ranks.
+
+    Raises:
+        CheckpointError: the checkpoint is not of these models.
+    """
+    from megatron.core.dist_checkpointing.validation import StrictHandling
+
+    loaded = _read(folder, _sharded(chunks, optimizer, loading=True), StrictHandling.RAISE_ALL)
+    _fill(chunks, loaded["model"], folder)
+    for index, each in enumerate(_optimizers(optimizer)):
+        _load_optimizer(each, loaded["optimizer"][index], loaded["adam_steps"])
+    if loaded["layout"] == _layout():
+        _set_random_state(loaded["random_states"][dist.get_rank()])
+    return loaded["extra"]
+
+
+def load_weights(folder: Path, chunks: Sequence[nn.Module]) -> None:
+    """Loads models alone from a checkpoint of any layout. A collective of all ranks.
+
+    Raises:
+        CheckpointError: the checkpoint is not of these models.
+    """
+    from megatron.core.dist_checkpointing.validation import StrictHandling
+
+    loaded = _read(folder, {"model": _sharded_models(chunks)}, StrictHandling.RAISE_UNEXPECTED)
+    _fill(chunks, loaded["model"], folder)
+
+
+def _read(folder: Path, state: dict[str, Any], strict: Any) -> dict[str, Any]:
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+
+    load: Any = dist_checkpointing.load
+    try:
+        return load(state, str(folder), strict=strict)
+    except CheckpointException as error:
+        raise _misfit(folder, _causes(error)) from error
+    except CheckpointingException as error:
+        raise _misfit(folder, " ".join(str(error).split())[:1000]) from error
+
+
+def _misfit(folder: Path, problem: str) -> CheckpointError:
+    return CheckpointError(
+        f"the trainer checkpoint {folder} does not fit the model",
+        seen=problem,
+        expected="the tensors of this model and optimizer",
+        remedy="resume with the model configuration of the run",
+    )
+
+
+# --- what is stored --------------------------------------------------------------------------------------------------
+
+
+def _sharded(chunks: Sequence[nn.Module], optimizer: Any, *, loading: bool) -> dict[str, Any]:
+    """Tensors of models and optimizers with their places in the whole; all else marked as this process's own."""
+    models = _sharded_models(chunks)
+    optimizers = {}
+    for index, each in enumerate(_optimizers(optimizer)):
+        _make_moments(each)
+        state = each.sharded_state_dict(models, is_loading=loading, metadata=_metadata())
+        optimizers[index] = _own(state)
+    return {"model": models, "optimizer": optimizers}
+
+
+def _metadata() -> dict[str, Any]:
+    """What decides how Megatron's modules and optimizers name and cut their tensors."""
+    return {
+        # Layers keep names of their own, so pipeline stages need not hold layers of one kind.
+        "non_homogeneous_layers": True,
+        # The distributed optimizer's moments are stored in the shape of their parameter, as the plain optimizer's are.
+        "distrib_optim_sharding_type": "fully_reshardable",
+        # They are put together by NCCL on GPUs; the other way goes over gloo, and writes them in fewer ranks.
+        "distrib_optim_fully_reshardable_mem_efficient": not torch.cuda.is_available(),
+    }
+
+
+def _sharded_models(chunks: Sequence[nn.Module]) -> dict[str, Any]:
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+    models = {}
+    for index, chunk in enumerate(chunks):
+        state = chunk.sharded_state_dict(metadata=_metadata())  # pyright: ignore[reportCallIssue]
+        # Objects of models are Transformer Engine's `_extra_state`, which holds nothing but FP8 scales.
+        models[str(index)] = {name: value for name, value in state.items() if not isinstance(value, ShardedObject)}
+    return models
+
+
+def _own(state: Any) -> Any:
+    """The state with every leaf that has no place in the whole marked: not stored, and unchanged by a load."""
+    from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase, ShardedTensorFactory
+
+    if isinstance(state, dict):
+        return {name: _own(value) for name, value in state.items()}
+    if isinstance(state, list):
+        return [_own(value) for value in state]
+    if isinstance(state, ShardedBase | ShardedTensorFactory | LocalNonpersistentObject):
+        return state
+    return LocalNonpersistentObject(state)
+
+
+def _fill(chunks: Sequence[nn.Module], loaded: Mapping[str, Any], folder: Path) -> None:
+    for index, chunk in enumerate(chunks):
+        wrong = chunk.load_state_dict(loaded[str(index)], strict=False)
+        unmatched = [k for k in (*wrong.missing_keys, *wrong.unexpected_keys) if not k.endswith("_extra_state")]
+        if unmatched:
+            raise _misfit(folder, f"{len(unmatched)} unmatched tensors, first {unmatched[0]}")
+
+
+# --- optimizers ------------------------------------------------------------------------------------------------------
+
+
+def _optimizers(optimizer: Any) -> list[Any]:
+    """The optimizers of a chain (dense parameters, expert parameters) that have parameters on this rank."""
+    return [each for each in getattr(optimizer, "chained_optimizers", [optimizer]) if not each.is_stub_optimizer]
+
+
+def _make_moments(optimizer: Any) -> None:
+    """Gives an optimizer that has not made a step the state it would start with, so that it has somewhere to load."""
+    inner = optimizer.optimizer
+    if inner.state:
+        return
+    optimizer.init_state_fn(inner, optimizer.config)
+    if isinstance(inner, torch.optim.Adam):
+        for moments in inner.state.values():
+            moments["step"] = torch.tensor(0.0)
+
+
+def _adam_steps(optimizer: Any) -> int:
+    """Steps that were made: torch's Adam counts them per parameter, Transformer Engine's per group."""
+    counts = set()
+    for each in _optimizers(optimizer):
+        inner = each.optimizer
+        if isinstance(inner, torch.optim.Adam):
+            counts |= {int(moments["step"]) for moments in inner.state.values()}
+        else:
+            counts |= {int(group["step"]) for group in inner.param_groups if group["params"] and "step" in group}
+    assert len(counts) <= 1, counts
+    return max(counts, default=0)
+
+
+def _load_optimizer(optimizer: Any, state: dict[str, Any], adam_steps: int) -> None:
+    inner = optimizer.optimizer
+    counts_per_parameter = isinstance(inner, torch.optim.Adam)
+    sharded = state.pop("param_state", None)
+    plain = state.get("optimizer", state)
+    if sharded is None and counts_per_parameter:
+        plain["state"]["common_step"] = torch.tensor(float(adam_steps))
+    else:
+        for group in plain["param_groups"]:
+            group["step"] = adam_steps
+    optimizer.load_state_dict(state)
+    if sharded is not None:
+        # The distributed optimizer would look for torch's counts among the stored moments.
+        for moments in inner.state.values():
+            moments.pop("step", None)
+        optimizer.load_parameter_state_from_fully_reshardable(sharded)
+    if counts_per_parameter:
+        # A tensor of its own for each: torch counts in place.
+        for moments in inner.state.values():
+            moments["step"] = torch.tensor(float(adam_steps))
+
+
+# --- layout and random state -----------------------------------------------------------------------------------------
+
+
+def _layout() -> dict[str, Any]:
+    from megatron.core import parallel_state as mpu
+
+    return {
+        "ranks": dist.get_world_size(),
+        "tensor": mpu.get_tensor_model_parallel_world_size(),
+        "pipeline": mpu.get_pipeline_model_parallel_world_size(),
+        "virtual_pipeline": mpu.get_virtual_pipeline_model_parallel_world_size() or 1,
+        "context": mpu.get_context_parallel_world_size(),
+        "expert": mpu.get_expert_model_parallel_world_size(),
+        "expert_tensor": mpu.get_expert_tensor_parallel_world_size(),
+    }
+
+
+def _gather_random_states() -> list[dict[str, Any]]:
+    """Of every rank: torch's generators and those that Megatron keeps for parallel regions."""
+    mine = {
+        "cpu": torch.get_rng_state(),
+        "device": torch.cuda.get_rng_state().cpu() if torch.cuda.is_available() else None,
+        "regions": {name: value.cpu() for name, value in _regions().get_states().items()},
+    }
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+def _set_random_state(state: Mapping[str, Any]) -> None:
+    torch.set_rng_state(state["cpu"])
+    if state["device"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["device"])
+    _regions().set_states(dict(state["regions"]))
+
+
+def _regions() -> Any:
+    """Megatron's generators of parallel regions."""
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    return get_cuda_rng_tracker()

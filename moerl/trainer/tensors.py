@@ -1,0 +1,234 @@
+"""Checkpoint tensors of every family: their names in Megatron's local layers, FP8, and what is left out.
+
+Runs in every trainer rank. Completes Megatron-Bridge 0.6.2, whose bridges know Transformer Engine's layers, log what
+they miss, and cast FP8 weights that have no scales.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moerl.errors import CheckpointError
+
+_LOCAL_NORMS = {
+    "decoder.layers.*.input_layernorm.weight": "model.layers.*.input_layernorm.weight",
+    "decoder.layers.*.pre_mlp_layernorm.weight": "model.layers.*.post_attention_layernorm.weight",
+}
+_GROUPED_EXPERTS = re.compile(r"^decoder\.layers\.\*\.mlp\.experts\.(linear_fc[12]\.weight)\*$")
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_FP8_BLOCK = 128
+
+
+def adapt(bridge_class: Any) -> None:
+    """Completes a bridge class: names of layers without Transformer Engine, dense layers, and FP8 that fails closed.
+
+    Transformer Engine fuses norms into linears and experts into groups; the local layers have both on their own.
+    Idempotent.
+    """
+    from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
+    from megatron.bridge.models.conversion.param_mapping import AutoMapping
+
+    if getattr(bridge_class, "_moerl_adapted", False):
+        return
+    AutoMapping.register_module_type("RMSNorm", "replicated")
+    original = bridge_class.mapping_registry
+
+    def mapping_registry(self: Any) -> Any:
+        mappings = list(original(self).mappings)
+        known = {mapping.megatron_param for mapping in mappings}
+        wanted = [*_dense_mlp_mappings(), *_local_expert_mappings(mappings)]
+        wanted += [AutoMapping(megatron_param=ours, hf_param=theirs) for ours, theirs in _LOCAL_NORMS.items()]
+        return MegatronMappingRegistry(*mappings, *(new for new in wanted if new.megatron_param not in known))
+
+    bridge_class.mapping_registry = mapping_registry
+    bridge_class.build_conversion_tasks = _complete(bridge_class.build_conversion_tasks)
+    bridge_class.maybe_modify_loaded_hf_weight = lambda self, hf_param, state: read_weights(hf_param, state)
+    bridge_class._moerl_adapted = True
+
+
+def _complete(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The bridge only logs a parameter that it has no checkpoint tensor for, and leaves it at its initial value."""
+    from megatron.bridge.models.conversion.utils import persistent_buffers
+
+    @functools.wraps(original)
+    def build(self: Any, hf_pretrained: Any, megatron_model: list[Any], *args: Any, **kwargs: Any) -> Any:
+        tasks = original(self, hf_pretrained, megatron_model, *args, **kwargs)
+        found = {(t.vp_stage, t.param_name) for t in tasks if t is not None and t.param_weight is not None}
+        tied = megatron_model[0].config.share_embeddings_and_output_weights
+        left = [
+            name
+            for stage, chunk in enumerate(megatron_model)
+            for name, _ in (*chunk.named_parameters(), *persistent_buffers(chunk))
+            if "_extra_state" not in name and (stage, name) not in found and not (tied and "output_layer" in name)
+        ]
+        if left:
+            raise CheckpointError(
+                "the checkpoint does not have every parameter of the model",
+                seen=f"{len(left)} without a tensor, first '{left[0]}'",
+                expected="a checkpoint tensor for every parameter",
+                remedy="use a whole checkpoint of the model that its config.json describes",
+            )
+        return tasks
+
+    return build
+
+
+def _local_expert_mappings(mappings: list[Any]) -> Iterator[Any]:
+    for mapping in mappings:
+        grouped = _GROUPED_EXPERTS.match(mapping.megatron_param)
+        if grouped:
+            yield type(mapping)(f"decoder.layers.*.mlp.experts.local_experts.*.{grouped[1]}", **_sources(mapping))
+
+
+def _sources(mapping: Any) -> dict[str, str]:
+    """The constructor arguments of a mapping that name checkpoint tensors."""
+    return mapping.hf_param if isinstance(mapping.hf_param, dict) else {"hf_param": mapping.hf_param}
+
+
+def _dense_mlp_mappings() -> list[Any]:
+    from megatron.bridge.models.conversion.param_mapping import AutoMapping, GatedMLPMapping
+
+    prefix = "model.layers.*.mlp"
+    return [
+        GatedMLPMapping(
+            megatron_param="decoder.layers.*.mlp.linear_fc1.weight",
+            gate=f"{prefix}.gate_proj.weight",
+            up=f"{prefix}.up_proj.weight",
+        ),
+        AutoMapping("decoder.layers.*.mlp.linear_fc2.weight", f"{prefix}.down_proj.weight"),
+        AutoMapping(
+            "decoder.layers.*.mlp.linear_fc1.layer_norm_weight", "model.layers.*.post_attention_layernorm.weight"
+        ),
+    ]
+
+
+def read_weights(hf_param: str | dict[str, str], state: Mapping[str, Tensor]) -> Tensor | dict[str, Tensor]:
+    """The checkpoint tensors of one Megatron parameter, FP8 weights multiplied by their block scales.
+
+    Args:
+        hf_param: a checkpoint name, or names by role.
+        state: the checkpoint.
+
+    Raises:
+        CheckpointError: an FP8 weight has no scales, or scales of another block size than 128 x 128.
+    """
+    if isinstance(hf_param, dict):
+        return {role: _read_weight(name, state) for role, name in hf_param.items()}
+    return _read_weight(hf_param, state)
+
+
+def _read_weight(name: str, state: Mapping[str, Tensor]) -> Tensor:
+    weight = state[name]
+    if weight.dtype not in _FP8:
+        return weight
+    scale_name = f"{name}_scale_inv"
+    blocks = [-(-size // _FP8_BLOCK) for size in weight.shape]
+    scales = state.get(scale_name)
+    if scales is None or list(scales.shape) != blocks:
+        raise CheckpointError(
+            f"FP8 weight '{name}' cannot be dequantised",
+            seen=f"{scale_name} " + ("is missing" if scales is None else f"of shape {list(scales.shape)}"),
+            expected=f"shape {blocks}: one scale per block of {_FP8_BLOCK} x {_FP8_BLOCK}",
+            remedy="use a checkpoint with 128 x 128 block scales, or the bfloat16 checkpoint of the model",
+        )
+    return dequantise(weight, scales)
+
+
+def dequantise(weight_MN: Tensor, scales_mn: Tensor) -> Tensor:
+    """float32 [M, N]: an FP8 weight times the scale of its 128 x 128 block; scales are [ceil(M/128), ceil(N/128)]."""
+    rows, columns = weight_MN.shape
+    scales = scales_mn.float().repeat_interleave(_FP8_BLOCK, 0)[:rows].repeat_interleave(_FP8_BLOCK, 1)[:, :columns]
+    return weight_MN.float() * scales
+
+
+# --- multi-token prediction ------------------------------------------------------------------------------------------
+
+
+def is_bypassed(name: str, config: Mapping[str, Any]) -> bool:
+    """True for checkpoint tensors of multi-token-prediction heads: layers behind the last decoder layer."""
+    layer = re.match(r"^model\.layers\.(\d+)\.", name)
+    first = config["num_hidden_layers"]
+    return layer is not None and first <= int(layer[1]) < first + int(config.get("num_nextn_predict_layers") or 0)
+
+
+def bypassed_tensors(hf_path: Path, config: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """The multi-token-prediction tensors of a checkpoint as they are stored, FP8 weights as bfloat16.
+
+    They are not trained: an export takes them from here, so that it is whole for an engine that drafts with them. With
+    the policy's training they become stale, which costs accepted drafts and never correctness.
+    """
+    state = _LazyState(hf_path)
+    for name in state:
+        if is_bypassed(name, config) and not name.endswith("_scale_inv"):
+            weight = state[name]
+            yield name, _read_weight(name, state).bfloat16() if weight.dtype in _FP8 else weight
+
+
+class _LazyState(Mapping[str, Tensor]):
+    """The tensors of a checkpoint by name, each read when asked for."""
+
+    def __init__(self, hf_path: Path) -> None:
+        self._files = {name: hf_path / file for file, names in _files(hf_path).items() for name in names}
+
+    def __getitem__(self, name: str) -> Tensor:
+        from safetensors import safe_open
+
+        with safe_open(self._files[name], framework="pt") as handle:
+            return handle.get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+
+def refuse_unknown(hf_path: Path, config: Mapping[str, Any], bridge: Any) -> None:
+    """Raises where a checkpoint holds tensors that are neither loaded nor knowingly left out.
+
+    Args:
+        config: content of its Hugging Face config.
+        bridge: the adapted model bridge, which has loaded the checkpoint.
+
+    Raises:
+        CheckpointError: a tensor would be lost in silence.
+    """
+    registry = bridge.mapping_registry()
+
+    def is_known(name: str) -> bool:
+        layer = re.match(r"^model\.layers\.(\d+)\.", name)
+        if layer is not None and int(layer[1]) >= config["num_hidden_layers"]:
+            return is_bypassed(name, config)
+        plain = name.removesuffix("_scale_inv")
+        return registry.hf_to_megatron_lookup(plain) is not None or name.endswith("rotary_emb.inv_freq")
+
+    left = [name for names in _files(hf_path).values() for name in names if not is_known(name)]
+    if left:
+        raise CheckpointError(
+            f"{hf_path} holds tensors that the trainer would lose",
+            seen=f"{len(left)} of them, first '{min(left)}'",
+            expected="only tensors of the model's parameters and of multi-token-prediction heads",
+            remedy="use a checkpoint of the plain model, without adapters or other additions",
+        )
+
+
+def _files(hf_path: Path) -> dict[str, list[str]]:
+    """Names of a checkpoint's tensors by safetensors file."""
+    from safetensors import safe_open
+
+    index = hf_path / "model.safetensors.index.json"
+    files: dict[str, list[str]] = {}
+    if index.is_file():
+        for name, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items():
+            files.setdefault(file, []).append(name)
+        return files
+    with safe_open(hf_path / "model.safetensors", framework="pt") as handle:
+        return {"model.safetensors": list(handle.keys())}
