@@ -26,7 +26,7 @@ def reasons(run: Path) -> list[str]:
     ("fault", "error"),
     [
         (("shift_routing", {"call": 3}), "checksum"),
-        (("flip_bit_of_frame", {"call": 2}), "error: contract: "),
+        (("flip_bit_of_frame", {"call": 3}), "error: contract: "),
         (("repeat_an_expert", {"call": 2}), "error: contract: repeated_expert in field 'expert_ids'"),
     ],
 )

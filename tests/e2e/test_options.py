@@ -86,8 +86,16 @@ def test_a_trainer_in_bf16_runs(train: Callable[..., Steps]) -> None:
         assert row["replay/rows_verified"] > 0
 
 
-def test_small_microbatches_train_the_same(train: Callable[..., Steps], tiny: DoneRun) -> None:
-    for row, expected in zip(train("trainer.microbatch_tokens=64"), steps_of(tiny.folder), strict=True):
+def test_small_microbatches_train_the_same(forked: Runs, tmp_path: Path) -> None:
+    steps = []
+    # The load-balancing loss is one of each microbatch.
+    for tokens in (64, 2048):
+        run = tmp_path / str(tokens)
+        overrides = ("algorithm.moe_aux_loss_coef=0", "sft.moe_aux_loss_coef=0", f"trainer.microbatch_tokens={tokens}")
+        finished = forked.run("train", "recipe=tiny", f"run_dir='{run}'", *overrides)
+        assert finished.status == 0, finished.output
+        steps.append(steps_of(run))
+    for row, expected in zip(*steps, strict=True):
         assert row["replay/rows_verified"] == expected["replay/rows_verified"]
         assert row["reward/mean"] == expected["reward/mean"]
         assert row["mismatch/logprob_abs_max"] < 1e-5

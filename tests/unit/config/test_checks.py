@@ -163,7 +163,7 @@ def test_a_refused_layout_comes_with_the_nearest_that_work():
 
 def test_every_rule_that_a_layout_breaks_is_named():
     with pytest.raises(ConfigError, match=r"also wrong: parallel.expert, parallel.pipeline\)"):
-        load_config(["parallel.tensor=8", "parallel.expert=3", "parallel.pipeline=3"], command="train")
+        load_config(["parallel.tensor=8", "parallel.expert=3", "parallel.pipeline=5"], command="train")
 
 
 def test_sampling_without_masks_is_allowed_and_noted():
