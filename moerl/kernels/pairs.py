@@ -73,7 +73,7 @@ def pair_logits(inputs: HeadInputs, pairs: Pairs) -> Tensor:
     for _, slab in pairs.common.slabs(_ids_per_slab(inputs)):
         weight_UH = inputs.weight_VpH.index_select(0, slab.columns_U)
         z_TU = matmul(inputs.hidden_TH, weight_UH.t())
-        z_N[slab.positions_P] = z_TU[slab.rows_P, slab.columns_P()]
+        z_N[slab.positions_P] = z_TU[slab.rows_P, slab.slots()]
     return z_N
 
 
@@ -86,7 +86,7 @@ def add_pair_gradients(
         sparse_products(inputs).add_gradients(inputs, pairs.rare, grad_N[pairs.rare.positions_P], grad_TH, grad_VpH)
     for _, slab in pairs.common.slabs(_ids_per_slab(inputs)):
         grad_TU = grad_N.new_zeros(inputs.num_rows, len(slab.columns_U))
-        grad_TU[slab.rows_P, slab.columns_P()] = grad_N[slab.positions_P]
+        grad_TU[slab.rows_P, slab.slots()] = grad_N[slab.positions_P]
         if grad_TH is not None:
             grad_TH += matmul(grad_TU, inputs.weight_VpH.index_select(0, slab.columns_U))
         if grad_VpH is not None:

@@ -140,9 +140,7 @@ def _whole_rows(inputs: HeadInputs, target_ids_T: Tensor, temperatures_T: Tensor
 
 def _spread(inputs: HeadInputs, whole: WholeRows, logprobs_R: Tensor, entropy_R: Tensor) -> FullScores:
     zeros_T = entropy_R.new_zeros(inputs.num_rows)
-    return FullScores(
-        zeros_T.index_copy(0, whole.rows_R, logprobs_R), zeros_T.index_copy(0, whole.rows_R, entropy_R)
-    )
+    return FullScores(zeros_T.index_copy(0, whole.rows_R, logprobs_R), zeros_T.index_copy(0, whole.rows_R, entropy_R))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -39,7 +39,7 @@ class Segments:
             offsets = self.offsets_U1[start : end + 1] - bounds[index]
             yield span, Segments(self.positions_P[span], self.rows_P[span], self.columns_U[start:end], offsets)
 
-    def columns_P(self) -> Tensor:
-        """Which of the U ids each pair has."""
+    def slots(self) -> Tensor:
+        """Which of the U ids each pair has, [P]."""
         sizes_U = self.offsets_U1.diff()
         return torch.repeat_interleave(sizes_U, output_size=len(self))

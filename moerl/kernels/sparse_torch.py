@@ -36,7 +36,7 @@ def add_gradients(
         if grad_TH is not None:
             rows_P, order_P = slab.rows_P.sort(stable=True)
             offsets_T1 = torch.searchsorted(rows_P, torch.arange(inputs.num_rows + 1, device=rows_P.device))
-            grad_TU = _sparse(offsets_T1, slab.columns_P()[order_P], grad_P[span][order_P], len(slab.columns_U))
+            grad_TU = _sparse(offsets_T1, slab.slots()[order_P], grad_P[span][order_P], len(slab.columns_U))
             grad_TH += grad_TU @ weight_UH
         if grad_VpH is not None:
             grad_UT = _sparse(slab.offsets_U1, slab.rows_P, grad_P[span], inputs.num_rows)

@@ -7,6 +7,8 @@ bits every time. Shape legend: `moerl/kernels/segments.py`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -58,11 +60,9 @@ def dots(inputs: HeadInputs, segments: Segments) -> Tensor:
     """`hidden[row] . weight[column]` of each pair, [P]."""
     hidden_TH, weight_VpH = inputs.hidden_TH.contiguous(), inputs.weight_VpH.contiguous()
     z_P = hidden_TH.new_empty(len(segments), dtype=inputs.dtype)
-    columns_P = segments.columns_U[segments.columns_P()]
+    columns_P = segments.columns_U[segments.slots()]
     width = hidden_TH.shape[1]
-    _dots_kernel[(len(segments),)](
-        hidden_TH, weight_VpH, segments.rows_P, columns_P, z_P, width, _block(width), _accumulate(inputs)
-    )
+    _dots_kernel[(len(segments),)](hidden_TH, weight_VpH, segments.rows_P, columns_P, z_P, width, **_constants(inputs))
     return z_P
 
 
@@ -71,27 +71,26 @@ def add_gradients(
 ) -> None:
     """Adds the gradient of `dots` to `grad_TH` and writes the rows `segments.columns_U` of `grad_VpH`."""
     width = inputs.hidden_TH.shape[1]
-    block, accumulate = _block(width), _accumulate(inputs)
-    pieces = triton.cdiv(width, block)
+    constants = _constants(inputs)
+    pieces = triton.cdiv(width, constants["BLOCK"])
     if grad_TH is not None:
         rows_P, order_P = segments.rows_P.sort(stable=True)
         rows_S, counts_S = torch.unique_consecutive(rows_P, return_counts=True)
         offsets_S1 = torch.nn.functional.pad(counts_S.cumsum(0), (1, 0))
-        columns_P = segments.columns_U[segments.columns_P()[order_P]]
+        columns_P = segments.columns_U[segments.slots()[order_P]]
         _segment_kernel[(len(rows_S), pieces)](
             inputs.weight_VpH.contiguous(), columns_P, grad_P[order_P], offsets_S1, grad_TH, rows_S,
-            width, block, accumulate, True,
+            width, **constants | {"ADD": True},
         )  # fmt: skip
     if grad_VpH is not None:
         _segment_kernel[(len(segments.columns_U), pieces)](
             inputs.hidden_TH.contiguous(), segments.rows_P, grad_P.contiguous(), segments.offsets_U1, grad_VpH,
-            segments.columns_U, width, block, accumulate, False,
+            segments.columns_U, width, **constants | {"ADD": False},
         )  # fmt: skip
 
 
-def _block(width: int) -> int:
-    return min(BLOCK_WIDTH, triton.next_power_of_2(width))
-
-
-def _accumulate(inputs: HeadInputs) -> tl.dtype:
-    return tl.float64 if inputs.dtype == torch.float64 else tl.float32
+def _constants(inputs: HeadInputs) -> dict[str, Any]:
+    return {
+        "BLOCK": min(BLOCK_WIDTH, triton.next_power_of_2(inputs.hidden_TH.shape[1])),
+        "ACCUMULATE": tl.float64 if inputs.dtype == torch.float64 else tl.float32,
+    }

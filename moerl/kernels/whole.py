@@ -148,7 +148,11 @@ def add_whole_gradients(
 
 
 def add_slab_gradients(
-    slabs: Slabs, gradient_of_logits: Callable[[slice], Tensor], rows_R: Tensor, grad_TH: Tensor | None, grad_VpH: Tensor | None
+    slabs: Slabs,
+    gradient_of_logits: Callable[[slice], Tensor],
+    rows_R: Tensor,
+    grad_TH: Tensor | None,
+    grad_VpH: Tensor | None,
 ) -> None:
     """Adds what the gradient of the logits of each slab (`gradient_of_logits(span)` [R, columns]) means for hidden
     states and head."""

@@ -169,9 +169,7 @@ def test_any_ragged_microbatch_is_exact(sizes: list[int], seed: int, advantage: 
 
 
 @pytest.mark.parametrize("advantage", [NEVER, ALWAYS])
-def test_a_singleton_scores_zero_with_exactly_zero_gradient(
-    advantage: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_singleton_scores_zero_with_exactly_zero_gradient(advantage: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pairs, "DENSE_ADVANTAGE", advantage)
     case = make_case([1, 1, 1])
     scores = score_kept(case.inputs(), case.targets, case.kept, case.temperatures)
@@ -181,9 +179,7 @@ def test_a_singleton_scores_zero_with_exactly_zero_gradient(
 
 
 @pytest.mark.parametrize("advantage", [NEVER, ALWAYS])
-def test_listing_the_whole_vocabulary_equals_the_full_score(
-    advantage: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_listing_the_whole_vocabulary_equals_the_full_score(advantage: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pairs, "DENSE_ADVANTAGE", advantage)
     case = make_case([VOCAB] * 6)
     listed = score_kept(case.inputs(), case.targets, case.kept, case.temperatures)

@@ -23,7 +23,8 @@ def build(kernel, pointers, **constants):
     names = kernel.arg_names
     signature = {name: pointers.get(name, "i32") for name in names} | {name: "constexpr" for name in constants}
     places = {(names.index(name),): value for name, value in constants.items()}
-    built = triton.compile(ASTSource(fn=kernel, signature=signature, constexprs=places), target=GPUTarget("cuda", 90, 32))
+    source = ASTSource(fn=kernel, signature=signature, constexprs=places)
+    built = triton.compile(source, target=GPUTarget("cuda", 90, 32))
     assert not re.search(r"\\b(atom|red)\\.", built.asm["ptx"])
     if pointers["out_ptr"] == "*bf16":
         assert "cvt.rn.bf16" in built.asm["ptx"]
