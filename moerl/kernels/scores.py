@@ -178,7 +178,9 @@ class _Score(torch.autograd.Function):
         plan: _Plan = ctx.plan
         inputs = HeadInputs(hidden_TH, weight_VpH, plan.shard)
         grad_TH = torch.zeros_like(hidden_TH, dtype=inputs.dtype) if ctx.needs_input_grad[0] else None
-        grad_VpH = torch.zeros_like(weight_VpH) if ctx.needs_input_grad[1] else None
+        grad_VpH = None
+        if ctx.needs_input_grad[1]:
+            grad_VpH = torch.zeros_like(weight_VpH, memory_format=torch.contiguous_format)
         grad_N, grad_R, _ = grads
         if grad_N is not None:
             add_pair_gradients(inputs, plan.pairs, grad_N, grad_TH, grad_VpH)

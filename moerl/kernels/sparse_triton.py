@@ -71,8 +71,7 @@ def add_gradients(
 ) -> None:
     """Adds the gradient of `dots` to `grad_TH` and writes the rows `segments.columns_U` of `grad_VpH`."""
     width = inputs.hidden_TH.shape[1]
-    constants = _constants(inputs)
-    pieces = triton.cdiv(width, constants["BLOCK"])
+    pieces = triton.cdiv(width, _constants(inputs)["BLOCK"])
     if grad_TH is not None:
         rows_P, order_P = segments.rows_P.sort(stable=True)
         rows_S, counts_S = torch.unique_consecutive(rows_P, return_counts=True)
@@ -80,17 +79,17 @@ def add_gradients(
         columns_P = segments.columns_U[segments.slots()[order_P]]
         _segment_kernel[(len(rows_S), pieces)](
             inputs.weight_VpH.contiguous(), columns_P, grad_P[order_P], offsets_S1, grad_TH, rows_S,
-            width, **constants | {"ADD": True},
+            width, **_constants(inputs, ADD=True),
         )  # fmt: skip
     if grad_VpH is not None:
         _segment_kernel[(len(segments.columns_U), pieces)](
             inputs.hidden_TH.contiguous(), segments.rows_P, grad_P.contiguous(), segments.offsets_U1, grad_VpH,
-            segments.columns_U, width, **constants | {"ADD": False},
+            segments.columns_U, width, **_constants(inputs, ADD=False),
         )  # fmt: skip
 
 
-def _constants(inputs: HeadInputs) -> dict[str, Any]:
-    return {
+def _constants(inputs: HeadInputs, **more: Any) -> dict[str, Any]:
+    return more | {
         "BLOCK": min(BLOCK_WIDTH, triton.next_power_of_2(inputs.hidden_TH.shape[1])),
         "ACCUMULATE": tl.float64 if inputs.dtype == torch.float64 else tl.float32,
     }

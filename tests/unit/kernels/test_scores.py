@@ -313,6 +313,20 @@ def test_huge_logits_do_not_overflow() -> None:
         assert torch.isfinite(values).all()
 
 
+def test_a_head_stored_by_columns_is_scored_alike() -> None:
+    case, same = make_case(MIXES["mixed"]), make_case(MIXES["mixed"])
+    case.weight = case.weight.detach().t().contiguous().t().requires_grad_()
+    assert_scores_are_exact(case)
+    ours, theirs = (
+        gradients(
+            score_kept(each.inputs(), each.targets, each.kept, each.temperatures).logprobs_T,
+            row_weights(len(each.targets)), each.weight,
+        )[0]
+        for each in (case, same)
+    )  # fmt: skip
+    assert_close(ours, theirs)
+
+
 def test_the_inputs_are_not_written_to() -> None:
     case, same = make_case(MIXES["mixed"]), make_case(MIXES["mixed"])
     score_kept(case.inputs(), case.targets, case.kept, case.temperatures).logprobs_T.sum().backward()
