@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moerl.kernels import sparse_torch
 from moerl.kernels.head import HeadInputs
-from moerl.kernels.products import SLAB_ELEMENTS, matmul
+from moerl.kernels.products import matmul, slab_columns
 from moerl.kernels.segments import Segments
 from moerl.kernels.vocab_parallel import VocabShard
 
@@ -70,7 +70,7 @@ def pair_logits(inputs: HeadInputs, pairs: Pairs) -> Tensor:
     z_N = inputs.hidden_TH.new_zeros(pairs.num_listed, dtype=inputs.dtype)
     if len(pairs.rare):
         z_N[pairs.rare.positions_P] = sparse_products(inputs).dots(inputs, pairs.rare)
-    for _, slab in pairs.common.slabs(_ids_per_slab(inputs)):
+    for _, slab in pairs.common.slabs(slab_columns(*inputs.hidden_TH.shape)):
         weight_UH = inputs.weight_VpH.index_select(0, slab.columns_U)
         z_TU = matmul(inputs.hidden_TH, weight_UH.t())
         z_N[slab.positions_P] = z_TU[slab.rows_P, slab.slots()]
@@ -84,7 +84,7 @@ def add_pair_gradients(
     `grad_VpH` (dtype of the head)."""
     if len(pairs.rare):
         sparse_products(inputs).add_gradients(inputs, pairs.rare, grad_N[pairs.rare.positions_P], grad_TH, grad_VpH)
-    for _, slab in pairs.common.slabs(_ids_per_slab(inputs)):
+    for _, slab in pairs.common.slabs(slab_columns(*inputs.hidden_TH.shape)):
         grad_TU = grad_N.new_zeros(inputs.num_rows, len(slab.columns_U))
         grad_TU[slab.rows_P, slab.slots()] = grad_N[slab.positions_P]
         if grad_TH is not None:
@@ -92,7 +92,3 @@ def add_pair_gradients(
         if grad_VpH is not None:
             grad_UH = matmul(grad_TU.t(), inputs.hidden_TH)
             grad_VpH.index_copy_(0, slab.columns_U, grad_UH.to(grad_VpH.dtype))
-
-
-def _ids_per_slab(inputs: HeadInputs) -> int:
-    return max(1, SLAB_ELEMENTS // max(inputs.num_rows, inputs.hidden_TH.shape[1]))

@@ -1,12 +1,19 @@
-"""Matrix products that accumulate and return float32. Runs in trainer processes."""
+"""Matrix products that accumulate and return float32, and how many columns to compute at a time. Runs in trainer
+processes."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-SLAB_ELEMENTS = 2**22
-"""Numbers in one slab of logits, about: 16 MiB in float32. Extra memory of a score is a few slabs."""
+SLAB_ELEMENTS = 2**21
+"""Numbers in a slab of logits, or of rows of the head, of a small microbatch: 8 MiB in float32."""
+
+
+def slab_columns(num_rows: int, width: int) -> int:
+    """Columns per slab, for hidden states [num_rows, width]: a slab has `SLAB_ELEMENTS` numbers, or as many as the
+    hidden states where those are more. Large products stay efficient, and extra memory is a few slabs."""
+    return max(SLAB_ELEMENTS // max(num_rows, width, 1), min(num_rows, width), 1)
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:

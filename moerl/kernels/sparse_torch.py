@@ -1,6 +1,6 @@
 """Sparse dot products and their gradients with torch's compressed sparse rows. Runs in trainer processes on CPUs.
 
-Goes through slabs of ids, so that no more than `SLAB_ELEMENTS` gathered numbers of the head exist at a time.
+Goes through slabs of ids, so that few gathered rows of the head exist at a time.
 Shape legend: `moerl/kernels/segments.py`.
 """
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moerl.kernels.head import HeadInputs
-from moerl.kernels.products import SLAB_ELEMENTS
+from moerl.kernels.products import slab_columns
 from moerl.kernels.segments import Segments
 
 
@@ -44,7 +44,7 @@ def add_gradients(
 
 
 def _slabs(inputs: HeadInputs, segments: Segments) -> Iterator[tuple[slice, Segments, Tensor]]:
-    for span, slab in segments.slabs(max(1, SLAB_ELEMENTS // inputs.hidden_TH.shape[1])):
+    for span, slab in segments.slabs(slab_columns(*inputs.hidden_TH.shape)):
         yield span, slab, inputs.weight_VpH.index_select(0, slab.columns_U).to(inputs.dtype)
 
 

@@ -2,7 +2,7 @@
 
 Runs in trainer processes. The forward pass keeps running maxima and sums per row; the backward pass computes each slab
 of logits again. Slabs are the outer loop, so each row of the head's gradient is summed over all rows in float32 and
-rounded once, and extra memory is a few slabs of `SLAB_ELEMENTS` numbers and a few numbers per row, however large T x V.
+rounded once, and extra memory is a few slabs (`slab_columns`) and a few numbers per row, however large T x V.
 Shape legend: `moerl/kernels/__init__.py`.
 """
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moerl.kernels.head import HeadInputs
-from moerl.kernels.products import SLAB_ELEMENTS, matmul
+from moerl.kernels.products import matmul, slab_columns
 from moerl.kernels.vocab_parallel import VocabShard
 
 
@@ -51,7 +51,7 @@ class Slabs:
 
     def spans(self) -> Iterator[slice]:
         """Columns of each slab; padding is left out. None where there is nothing to score."""
-        width = max(1, SLAB_ELEMENTS // max(len(self.hidden_RH), self.hidden_RH.shape[1]))
+        width = slab_columns(*self.hidden_RH.shape)
         if len(self.hidden_RH):
             for start in range(0, self.shard.num_real_columns, width):
                 yield slice(start, min(start + width, self.shard.num_real_columns))
