@@ -107,7 +107,7 @@ def assert_close(actual: Tensor, expected: Tensor, relative: float = 1e-6, floor
         assert float((actual - expected).abs().max()) <= relative * max(floor, float(expected.abs().max()))
 
 
-def assert_scores_are_exact(case: Case, relative: float = 1e-6) -> None:
+def assert_scores_are_exact(case: Case) -> None:
     scores = score_kept(case.inputs(), case.targets, case.kept, case.temperatures)
     hidden, weight, logits = exact(case)
     dense = masked(case, logits)
@@ -115,9 +115,9 @@ def assert_scores_are_exact(case: Case, relative: float = 1e-6) -> None:
     # Entropies and log-probs are differences of numbers as large as the logits, and those are rounded.
     scale = max(1.0, float(logits.detach().abs().max()))
     weights = row_weights(len(expected))
-    assert_close(scores.logprobs_T, expected, relative, scale)
+    assert_close(scores.logprobs_T, expected, floor=scale)
     entropy = -(dense.exp() * dense.masked_fill(~case.keep, 0.0)).sum(-1)
-    assert_close(scores.entropy_T, entropy, relative, scale)
+    assert_close(scores.entropy_T, entropy, floor=scale)
     actual = gradients(scores.logprobs_T, weights, case.hidden, case.weight)
     # A gradient is a sum of `(1 - p) * factor`, in which p is rounded relative to 1 however close to 1 it is.
     floors = [float(x.detach().abs().max() / case.temperatures.min()) for x in (weight[:VOCAB], hidden)]
@@ -125,7 +125,7 @@ def assert_scores_are_exact(case: Case, relative: float = 1e-6) -> None:
         if ours.dtype == torch.bfloat16:
             assert_close(ours, theirs, BFLOAT16)
         else:
-            assert_close(ours, theirs, relative, floor)
+            assert_close(ours, theirs, floor=floor)
     assert torch.count_nonzero(actual[1][VOCAB:]) == 0
 
 
@@ -313,7 +313,9 @@ def test_huge_logits_do_not_overflow() -> None:
         assert torch.isfinite(values).all()
 
 
-def test_a_head_stored_by_columns_is_scored_alike() -> None:
+@pytest.mark.parametrize("advantage", [NEVER, ALWAYS])
+def test_a_head_stored_by_columns_is_scored_alike(advantage: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pairs, "DENSE_ADVANTAGE", advantage)
     case, same = make_case(MIXES["mixed"]), make_case(MIXES["mixed"])
     case.weight = case.weight.detach().t().contiguous().t().requires_grad_()
     assert_scores_are_exact(case)
@@ -402,6 +404,22 @@ def test_ids_of_many_rows_become_columns_of_a_product_and_others_stay_sparse() -
     plan = pairs.plan_pairs(rows, torch.cat([often.repeat(4), seldom]), num_rows, shard)
     assert plan.common.columns_U.tolist() == often.tolist()
     assert plan.rare.columns_U.tolist() == seldom.tolist()
+
+
+@pytest.mark.parametrize("advantage", [NEVER, ALWAYS])
+def test_the_gradient_of_hidden_states_is_added_to_what_is_there(
+    advantage: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pairs, "DENSE_ADVANTAGE", advantage)
+    case = make_case([5, 3, 12])
+    inputs = case.inputs().detach()
+    plan = pairs.plan_pairs(case.kept.rows, case.kept.ids, 3, WHOLE)
+    grad_N = torch.linspace(-1.0, 1.0, len(case.kept.rows))
+    fresh, added = torch.zeros(3, WIDTH), torch.ones(3, WIDTH)
+    for grad_TH in (fresh, added):
+        pairs.add_pair_gradients(inputs, plan, grad_N, grad_TH, None)
+    assert torch.count_nonzero(fresh) == fresh.numel()
+    assert_close(added - 1.0, fresh)
 
 
 def test_no_pair_is_sparse_where_all_rows_list_everything() -> None:
