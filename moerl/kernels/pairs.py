@@ -25,8 +25,8 @@ from moerl.kernels.segments import Segments
 from moerl.kernels.vocab_parallel import VocabShard
 
 DENSE_ADVANTAGE = 16
-"""A multiply-add of a sparse dot product takes as long as this many of a matrix product. `bench/kept_scoring.py`
-measures 10 to 25 on a CPU, where the result is flat; on a GPU the ratio is larger and common ids are few."""
+"""A multiply-add of a sparse dot product is taken to last as long as this many of a matrix product: an estimate for a
+CPU, used on GPUs too. It moves the crossover, not the result."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
