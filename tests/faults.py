@@ -56,6 +56,20 @@ def both(first: tuple[str, Mapping[str, Any]], second: tuple[str, Mapping[str, A
         globals()[name](**arguments)
 
 
+def spoil_losses(*, calls: int) -> None:
+    """The policy loss of the first `calls` microbatches is not a number."""
+    module = importlib.import_module("moerl.trainer.losses")
+    original, seen = module.PolicyGradientLoss.__call__, 0
+
+    def loss(self: Any, logits_TV: Any, microbatch: int) -> Any:
+        nonlocal seen
+        seen += 1
+        value, rows = original(self, logits_TV, microbatch)
+        return (value * float("nan") if seen <= calls else value), rows
+
+    module.PolicyGradientLoss.__call__ = loss
+
+
 def shift_routing(*, call: int) -> None:
     """One packed batch comes with every row's routing one row later."""
 

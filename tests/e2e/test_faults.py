@@ -48,6 +48,30 @@ def test_a_damaged_batch_stops_the_run_before_its_update(
     assert (run / weights).read_bytes() == (undisturbed.folder / weights).read_bytes()
 
 
+def test_an_update_without_a_finite_gradient_is_skipped_and_its_batch_is_kept(forked: Runs, tmp_path: Path) -> None:
+    from moerl.contract.disk import read_parquet
+
+    run = tmp_path / "run"
+    finished = train(forked, run, fault=("spoil_losses", {"calls": 1}))
+    assert finished.status == 0, finished.output
+    assert "WARNING: the gradient was not finite, update skipped (1 in a row" in finished.output
+    (kept,) = (run / "skipped").glob("*.parquet")
+    assert str(kept) in finished.output
+    assert len(read_parquet(kept)) > 0
+    first, *others = [row for row in rows(run) if row["stage"] == "rl"]
+    assert first["optimizer/skipped"] == 1
+    assert all(row["optimizer/skipped"] == 0 for row in others)
+
+
+def test_too_many_skipped_updates_in_a_row_end_the_run(forked: Runs, tmp_path: Path) -> None:
+    stopped = train(
+        forked, tmp_path / "run", "trainer.max_skipped_updates=1", fault=("spoil_losses", {"calls": 1_000_000})
+    )
+    assert stopped.status == 1
+    assert "error: the gradient is not finite; seen: 2 skipped updates in a row" in stopped.output
+    assert len(list((tmp_path / "run" / "skipped").glob("*.parquet"))) == 2
+
+
 def test_routing_of_the_row_before_is_a_replay_error(forked: Runs, tmp_path: Path) -> None:
     stopped = train(forked, tmp_path / "run", "--traceback", fault=("shift_routing", {"call": 1}))
     assert "moerl.errors.ReplayError" in stopped.output
