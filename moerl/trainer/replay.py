@@ -257,14 +257,13 @@ class ReplaySchedule:
 
         After a schedule with `Replay.record`; a collective over the ranks that share the rows.
         """
-        checksums_Ml = self.checksums_PMl[FORWARD].to(platform.device())
-        dist.all_reduce(checksums_Ml, group=layout.tensor_and_context_group())
+        checksums_Ml = self._checksums_of_all_rows()[FORWARD]
         dtype, count = self.owner.spec.expert_dtype, len(self.owner.taps)
         batches = [
             replace(
                 batch,
                 expert_ids=self._rows[microbatch].recorded_choices(count, self.owner.spec).astype(dtype),
-                routing_checksums=checksums_Ml[microbatch].cpu().numpy().view(np.uint64),
+                routing_checksums=checksums_Ml[microbatch].numpy().view(np.uint64),
                 routed=np.ones(batch.num_rows, np.bool_),
             )
             for microbatch, batch in enumerate(self.batches)
@@ -307,13 +306,18 @@ class ReplaySchedule:
         Raises:
             UnprovedError: on every rank, where any rank's evidence disagrees.
         """
-        checksums_PMl = self.checksums_PMl.to(platform.device())
-        dist.all_reduce(checksums_PMl, group=layout.tensor_and_context_group())
-        _raise_together(self._first_problem(checksums_PMl.cpu()))
+        _raise_together(self._first_problem(self._checksums_of_all_rows()))
         if not self._takes_checksums:
             return 0
         rows = sum(int(rows.proved_t.sum()) for rows in self._rows.values())
         return self._num_phases * len(self.owner.taps) * rows
+
+    def _checksums_of_all_rows(self) -> Tensor:
+        """int64 [P, M, l] on the CPU, over the ranks that share the rows; a collective over them."""
+        # A copy: this rank's own sums stay what they are, whoever asks twice.
+        checksums_PMl = self.checksums_PMl.to(platform.device(), copy=True)
+        dist.all_reduce(checksums_PMl, group=layout.tensor_and_context_group())
+        return checksums_PMl.cpu()
 
     @property
     def _num_phases(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,24 @@ def test_without_replay_the_routers_disagree_and_nothing_is_verified(train: Call
     table = {scorer: off[1][f"mismatch/{scorer}/logprob_abs_mean"] for scorer in ("both", "kept_sets", "neither")}
     assert off[1]["mismatch/logprob_abs_mean"] == table["kept_sets"]
     assert table["both"] < table["kept_sets"] < table["neither"]
+
+
+def test_the_trainers_own_routing_is_kept_and_every_second_update_proved(
+    train: Callable[..., Steps], tmp_path: Path
+) -> None:
+    steps = train(
+        "keep_routing.mode=trainer", "keep_routing.verify=2", "algorithm.kl_coef=0.1", "rollout.dtype=bfloat16"
+    )
+    assert [row["replay/updates_unproved"] for row in steps] == [(i + 1) % 2 for i in range(len(steps))]
+    for row in steps:
+        assert (row["replay/rows_verified"] == 0) == bool(row["replay/updates_unproved"])
+        assert 0 < row["routing/disagreement"] < 0.5 < row["routing/jaccard"] < 1
+        assert row["routing/margin_at_flips"] < row["routing/margin_elsewhere"]
+    layers = [json.loads(line) for line in (tmp_path / "run" / "layers.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in layers] == [row["step"] for row in steps]
+    for row, layer in zip(steps, layers, strict=True):
+        assert np.mean(layer["disagreement"]) == pytest.approx(row["routing/disagreement"])
+        assert layer["live_rows"] == [0.0] * len(layer["disagreement"])
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
