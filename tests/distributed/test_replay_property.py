@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import hypothesis
 import matrix
 import numpy as np
 import pytest
 import tiny_moe
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from matrix import Case
 
@@ -48,11 +47,11 @@ class Example:
 
 
 @st.composite
-def examples(draw: st.DrawFn, layouts: Sequence[tuple[int, dict[str, int]]] = LAYOUTS) -> Example:
+def examples(draw: st.DrawFn, layouts: Sequence[tuple[int, dict[str, int]]] = LAYOUTS, fewest: int = 1) -> Example:
     processes, sizes = draw(st.sampled_from(layouts))
     recompute = draw(st.sampled_from(["none", "selective", "full"]))
     case = Case(processes, sizes, recompute=recompute, sharding=draw(st.sampled_from(["off", "on", "overlap"])))
-    lengths = draw(st.lists(st.integers(3, 64), min_size=1, max_size=8).map(tuple))
+    lengths = draw(st.lists(st.integers(3, 64), min_size=fewest, max_size=8).map(tuple))
     return Example(case, draw(st.integers(0, 2**16)), lengths, draw(st.sampled_from([0.0, 0.3, 0.9])))
 
 
@@ -124,8 +123,6 @@ def assert_same_gradients(found: dict[str, np.ndarray], expected: dict[str, np.n
 
 
 def check(example: Example, path: Path, processes: Any) -> None:
-    hypothesis.note(example.case.name)
-    print("EXAMPLE", example)
     alone = Example(Case(1), example.seed, example.lengths, example.uncaptured)
     (one,) = processes(1).run(step, path, alone)
     ranks = processes(example.case.processes).run(step, path, example, **example.case.sizes)
@@ -139,15 +136,20 @@ def check(example: Example, path: Path, processes: Any) -> None:
 
 
 def settled(max_examples: int) -> settings:
-    """The same examples in every run; few, since a layout takes seconds to start."""
+    """The same examples in every run; few and not made smaller, since a layout takes seconds to start."""
     unsuited = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
     return settings(
-        max_examples=max_examples, derandomize=True, database=None, deadline=None, suppress_health_check=unsuited
+        max_examples=max_examples,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        suppress_health_check=unsuited,
+        phases=[Phase.explicit, Phase.generate],
     )
 
 
 @settled(2)
-@given(example=examples([(processes, sizes) for processes, sizes in LAYOUTS if len(sizes) > 1]))
+@given(example=examples([(processes, sizes) for processes, sizes in LAYOUTS if len(sizes) > 1], fewest=4))
 def test_routing_is_enforced_as_recorded_and_gradients_are_those_of_one_process(
     example: Example, untied: Path, processes: Any
 ) -> None:
