@@ -126,7 +126,8 @@ def _layouts(workload: Workload) -> list[Result]:
         results += _layout_results(f"{name}, {len(ranks)} processes", ranks, num_rows(workload.samples))
         results.append(Result(f"{name}: step / one process", step / base, unit="ratio"))
     dense = on_ranks(parallel_config(), _layout_steps, workload, True)
-    return [*results, *_layout_results("one process, padded", dense, num_rows(workload.samples))]
+    # The share of a rank is defined for packed rows.
+    return [*results, *_layout_results("one process, padded", dense, num_rows(workload.samples))[:-1]]
 
 
 def _layout_results(name: str, ranks: Sequence[RankStep], rows: int) -> list[Result]:
