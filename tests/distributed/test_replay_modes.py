@@ -101,7 +101,7 @@ def test_natural_statistics_are_a_brute_force_over_logits_and_those_of_one_proce
     routed, live = int(sum(r.sum() for r in rows)), int(sum((~r).sum() for r in rows))
     assert alone["natural"][:, 0].tolist() == [routed] * 4
     assert 0 < alone["natural"][:, 1].sum() < 4 * routed
-    assert sum(result["live"] for result in ranks).tolist() == alone["live"].tolist() == [live] * 4
+    assert np.sum([result["live"] for result in ranks], axis=0).tolist() == alone["live"].tolist() == [live] * 4
 
 
 # --- the trainer's own routing ---------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from moerl.trainer.natural import STATISTICS, choice_statistics, differs, summar
 
 
 def brute_force(scores_tE: np.ndarray, recorded_tK: np.ndarray, counted_t: np.ndarray) -> dict[str, float]:
-    sums = dict.fromkeys(STATISTICS, 0.0)
+    sums: dict[str, float] = dict.fromkeys(STATISTICS, 0.0)
     for scores_E, recorded_K, counted in zip(scores_tE, recorded_tK, counted_t, strict=True):
         if not counted:
             continue
