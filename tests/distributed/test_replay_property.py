@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import matrix
 import numpy as np
@@ -73,11 +74,8 @@ def step(where: Any, path: Path, example: Example) -> dict[str, Any]:
         parts.append(dispatched(batches[microbatch], where, tap.moe_layer, phase, routing_map_tE.numpy()))
         original(tap, routing_map_tE)
 
-    RouterTap.before_dispatch = before_dispatch
-    try:
+    with mock.patch.object(RouterTap, "before_dispatch", before_dispatch):
         report = trainer.step(batches, tiny_moe.policy_loss(trainer, batches, denominator), enforce=True)
-    finally:
-        RouterTap.before_dispatch = original
     after = tiny_moe.exported(trainer)
     return {
         "rows": np.concatenate([np.zeros((0, 5), np.int64), *parts]),

@@ -92,9 +92,8 @@ def tap_beside_a_prediction_head(where: Any, path: Path) -> dict[str, Any]:
     model = untapped(path, where)
     model.config.mtp_num_layers = 1
     layer = get_gpt_layer_local_spec(num_experts=tiny_moe.SPEC.num_experts, qk_layernorm=True)
-    head = MultiTokenPredictionBlock(
-        model.config, spec=get_gpt_mtp_block_spec(model.config, layer, use_transformer_engine=False)
-    )
+    spec: Any = get_gpt_mtp_block_spec(model.config, layer, use_transformer_engine=False)
+    head = MultiTokenPredictionBlock(model.config, spec=spec)
     taps = tap_routers([*model.chunks, head], model.config)
     layers: list[Any] = [module for module in head.modules() if isinstance(module, MoELayer)]
     return {
