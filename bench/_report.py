@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -59,6 +61,12 @@ def json_argument(description: str | None) -> Path | None:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="also write the results here")
     return parser.parse_args().json
+
+
+def command_line() -> Result:
+    """The command that runs, from the root of the repository, with the load of the machine as its value."""
+    arguments = " ".join([f"bench/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    return Result(f"`python {arguments}`: load average at the start", os.getloadavg()[0], unit="processes")
 
 
 def report(results: Sequence[Result], json_path: Path | None = None) -> None:

@@ -77,12 +77,17 @@ def padded(samples: Sequence[TrainSample], budget: int) -> list[Microbatch]:
 
 
 def make_step(
-    trainer: MegatronTrainer, batches: Sequence[Microbatch], num_trained: float, *, mask: bool = True
+    trainer: MegatronTrainer,
+    batches: Sequence[Microbatch],
+    num_trained: float,
+    *,
+    mask: bool = True,
+    prove: bool = True,
 ) -> Step:
     """One optimizer step of GRPO over this rank's shares; replays routing where they have it."""
     loss = PolicyGradientLoss(Scorer(batches, trainer.shard, keep_mask=mask), GRPO(), num_trained)
     enforce = batches[0].expert_ids is not None
-    return lambda: trainer.step(batches, loss, enforce=enforce)
+    return lambda: trainer.step(batches, loss, enforce=enforce, prove=prove)
 
 
 def num_trained(samples: Sequence[TrainSample]) -> float:

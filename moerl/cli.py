@@ -1,4 +1,4 @@
-"""The command line: ``moerl train | sft | rollout | eval | plan memory | export | sglang | serve``.
+"""The command line: ``moerl train | sft | rollout | eval | plan memory | export | verify | sglang | serve``.
 
 Reads and checks the configuration, starts further ranks where the parallel sizes ask for them, and hands over to
 `moerl.orchestration.commands`. That import comes last, so that help and configuration errors need no torch.
@@ -95,6 +95,8 @@ COMMANDS = {
     ),
 }
 PLAN = "plan memory"
+TOLERANCE_NATS = 1e-4
+"""Several times what float32 rounding leaves between implementations, far below what a wrong expert or id costs."""
 
 
 SGLANG = {
@@ -110,6 +112,20 @@ EXPORT = _Command(
     (
         ("moerl export runs/wide --output wide-hf", "the newest checkpoint"),
         ("moerl export runs/wide --step 40 --output wide-40", "an earlier one"),
+    ),
+)
+
+VERIFY = _Command(
+    "compare a run's dumped rollouts with transformers and with the trainer",
+    "Replays rollouts with the recorded experts and kept sets through transformers and through the Megatron trainer,\n"
+    "one after the other in one process, and compares both with the engine's log-probs: a table per MoE layer and one\n"
+    "per trajectory. The status is 1 where two log-probs of a token differ by more than the tolerance.",
+    (
+        ("moerl verify runs/wide/rollouts/step-000001.parquet --model runs/wide/cold_start", "rollouts of version 0"),
+        (
+            "moerl verify runs/wide/rollouts --model wide-40 --version 40",
+            "wide-40: what `moerl export --step 40` wrote",
+        ),
     ),
 )
 
@@ -146,6 +162,8 @@ def _dispatch(arguments: list[str]) -> int:
         return 0
     if arguments[0] == "export":
         return _export(arguments[1:])
+    if arguments[0] == "verify":
+        return _verify(arguments[1:])
     if arguments[0] in ("sglang", "serve"):
         return _sglang(arguments)
     words = 2 if arguments[0] == "plan" else 1
@@ -154,7 +172,7 @@ def _dispatch(arguments: list[str]) -> int:
         raise ConfigError(
             "command line: unknown command",
             seen=command,
-            expected=f"one of {', '.join([*COMMANDS, 'export', *SGLANG])}",
+            expected=f"one of {', '.join([*COMMANDS, 'export', 'verify', *SGLANG])}",
             remedy="see `moerl --help`",
         )
     options = _parser(command).parse_intermixed_args(rest)
@@ -254,15 +272,32 @@ def _sglang(arguments: list[str]) -> int:
 def _export(arguments: list[str]) -> int:
     parser = _export_parser()
     if {"-h", "--help"} & set(arguments):
-        examples = "\n".join(f"  {line}\n      {purpose}" for line, purpose in EXPORT.examples)
-        usage = "usage: moerl export RUN_DIR [--step N] --output DIR"
-        about = f"moerl export: {EXPORT.summary}.\n\n{EXPORT.text}"
-        print(f"{usage}\n\n{about}\n\nexamples:\n{examples}\n\noptions:\n{_options_text(parser)}")
+        print(_short_help("moerl export RUN_DIR [--step N] --output DIR", EXPORT, parser))
         return 0
     options = parser.parse_args(arguments)
     from moerl.orchestration.export import run_export
 
     return run_export(options.run_dir.resolve(), options.step, options.output.resolve())
+
+
+def _verify(arguments: list[str]) -> int:
+    parser = _verify_parser()
+    if {"-h", "--help"} & set(arguments):
+        print(_short_help("moerl verify DUMP --model HF_DIR [--version N] [--tolerance NATS]", VERIFY, parser))
+        return 0
+    options = parser.parse_args(arguments)
+    from moerl.orchestration.verify import run_verify
+
+    return run_verify(
+        options.dump.resolve(), options.model.resolve(), tolerance=options.tolerance, version=options.version
+    )
+
+
+def _short_help(usage: str, command: _Command, parser: argparse.ArgumentParser) -> str:
+    """The help of a command that reads no configuration."""
+    examples = "\n".join(f"  {line}\n      {purpose}" for line, purpose in command.examples)
+    about = f"{parser.prog}: {command.summary}.\n\n{command.text}"
+    return f"usage: {usage}\n\n{about}\n\nexamples:\n{examples}\n\noptions:\n{_options_text(parser)}"
 
 
 def _check_world_size(here: RankInfo, world_size: int) -> None:
@@ -305,6 +340,33 @@ def _export_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _verify_parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="moerl verify", add_help=False)
+    parser.add_argument("dump", type=Path, metavar="DUMP")
+    parser.add_argument(
+        "--model", type=Path, metavar="HF_DIR", required=True, help="Hugging Face directory with the weights"
+    )
+    parser.add_argument("--version", type=int, metavar="N", help="policy version of these weights; leaves out others")
+    parser.add_argument(
+        "--tolerance",
+        type=nats,
+        default=TOLERANCE_NATS,
+        metavar="NATS",
+        help=f"largest difference of two log-probs of one token, {TOLERANCE_NATS:g} if not said",
+    )
+    parser.add_argument("--traceback", action="store_true", help="show where an error was raised")
+    parser.add_argument("-h", "--help", action="store_true", help="show this text")
+    return parser
+
+
+def nats(text: str) -> float:
+    """A difference of log-probs; argparse names this function where the text is none."""
+    value = float(text)
+    if not 0.0 <= value < math.inf:
+        raise ValueError(text)
+    return value
+
+
 def gib_size(text: str) -> float:
     """A size in GiB; argparse names this function where the text is none."""
     value = float(text)
@@ -335,7 +397,8 @@ def _options_text(parser: argparse.ArgumentParser) -> str:
 
 
 def _overview() -> str:
-    summaries = {name: command.summary for name, command in (COMMANDS | {"export": EXPORT}).items()} | SGLANG
+    commands = COMMANDS | {"export": EXPORT, "verify": VERIFY}
+    summaries = {name: command.summary for name, command in commands.items()} | SGLANG
     lines = [f"  {name:<16}{summary}" for name, summary in summaries.items()]
     return "\n".join(
         [

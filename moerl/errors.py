@@ -79,6 +79,20 @@ class ReplayError(MoerlError):
     """Keep Routing was not proved for a step; the optimizer update was not applied."""
 
 
+class UnprovedError(ReplayError):
+    """A proof failed on some rank; raised on every rank alike, so that all can look for the reason together.
+
+    Args:
+        microbatch: index of a microbatch of this rank whose checksum is wrong, or -1.
+    """
+
+    def __init__(
+        self, what: str, *, seen: object = None, expected: object = None, remedy: str = "", microbatch: int = -1
+    ) -> None:
+        super().__init__(what, seen=seen, expected=expected, remedy=remedy)
+        self.microbatch = microbatch
+
+
 class WeightSyncError(MoerlError):
     """Weights did not reach an engine whole."""
 

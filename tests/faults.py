@@ -8,6 +8,7 @@ from __future__ import annotations
 import builtins
 import functools
 import importlib
+import itertools
 import os
 import signal
 import threading
@@ -56,14 +57,110 @@ def both(first: tuple[str, Mapping[str, Any]], second: tuple[str, Mapping[str, A
         globals()[name](**arguments)
 
 
+def spoil_losses(*, calls: int) -> None:
+    """The policy loss of the first `calls` microbatches is not a number."""
+    module = importlib.import_module("moerl.trainer.losses")
+    original, seen = module.PolicyGradientLoss.__call__, 0
+
+    def loss(self: Any, logits_TV: Any, microbatch: int) -> Any:
+        nonlocal seen
+        seen += 1
+        value, rows = original(self, logits_TV, microbatch)
+        return (value * float("nan") if seen <= calls else value), rows
+
+    module.PolicyGradientLoss.__call__ = loss
+
+
 def shift_routing(*, call: int) -> None:
     """One packed batch comes with every row's routing one row later."""
+    _change_routing(lambda batch: np.roll(batch.expert_ids, 1, axis=0), call=call)
+
+
+def shift_layers(*, call: int) -> None:
+    """One packed batch comes with the routing of every layer in the one after it."""
+    _change_routing(lambda batch: np.roll(batch.expert_ids, 1, axis=1), call=call)
+
+
+def swap_trajectories(*, call: int, equal: bool) -> None:
+    """In one packed batch two trajectories have the routing of one another, of equal length or of different ones."""
+
+    def swapped(batch: Any) -> np.ndarray:
+        bounds = batch.cu_seqlens.tolist()
+        # Sequences of one prompt are neighbours; only routing rows move, and there are as many as before.
+        blocks = [batch.expert_ids[start:end] for start, end in itertools.pairwise(bounds)]
+        first, second = next(
+            (i, j)
+            for i, j in itertools.combinations(range(len(blocks)), 2)
+            if (len(blocks[i]) == len(blocks[j])) == equal and (batch.sample_index[[bounds[i], bounds[j]]] >= 0).all()
+        )
+        blocks[first], blocks[second] = blocks[second], blocks[first]
+        return np.concatenate(blocks)
+
+    _change_routing(swapped, call=call)
+
+
+def cut_routing(*, call: int) -> None:
+    """One packed batch comes without the routing of its first rows, and with all that belongs to the others."""
+    _change_routing(lambda batch: batch.expert_ids[2:], call=call)
+
+
+def leave_prompts_to_the_router(*, call: int) -> None:
+    """In one packed batch rows without a loss are not replayed."""
 
     def at(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         ranks = original(*args, **kwargs)
-        return [[replace(batch, expert_ids=np.roll(batch.expert_ids, 1, axis=0)) for batch in rank] for rank in ranks]
+        return [[replace(batch, routed=batch.routed & batch.loss_mask) for batch in rank] for rank in ranks]
 
     _replace("moerl.orchestration.batches:pack_for_ranks", at, call=call)
+
+
+def drop_prompt_routing(*, only: str, flagged: bool) -> None:
+    """The engine's answers to rollouts whose id begins with `only` are without routing of their prompts: with rows that
+    say so (`flagged`), or with fewer rows."""
+
+    def change(record: Any) -> Mapping[str, Any]:
+        expert_ids, routed = record.values["expert_ids"], record.values["routed"].copy()
+        num_prompt = int(record.values["sampled"].argmax())
+        if not flagged:
+            return {"expert_ids": expert_ids[num_prompt:]}
+        routed[: num_prompt - 1] = False
+        return {"expert_ids": expert_ids * routed[:, None, None].astype(expert_ids.dtype), "routed": routed}
+
+    _change_records(change, only=only)
+
+
+def dead_router(*, how: str) -> None:
+    """From the first RL step on one router of the policy is dead: replay does not reach it, as if its hook sat in a
+    router of a model that is gone (`hook`), or its probabilities are cut off from its weights (`gradient`)."""
+
+    def at(original: Callable[..., Any], stage: Any) -> Any:
+        router = stage.trainer.model.chunks[0].decoder.layers[1].mlp.router
+        if how == "hook":
+            router.router_replay = None
+            return original(stage)
+        routing = router.routing
+
+        def detached(*args: Any, **kwargs: Any) -> Any:
+            probs, routing_map = routing(*args, **kwargs)
+            return probs.detach(), routing_map
+
+        router.routing = detached
+        return original(stage)
+
+    _replace("moerl.orchestration.rl:RLStage.train", at, call=1)
+
+
+def count_updates(*, file: str) -> None:
+    """A byte in `file` for every update that the optimizer is asked for."""
+    module = importlib.import_module("moerl.trainer.optimizer")
+    original = module.Optimizer.update
+
+    def update(self: Any) -> Any:
+        with open(file, "ab") as out:
+            out.write(b".")
+        return original(self)
+
+    module.Optimizer.update = update
 
 
 def flip_bit_of_frame(*, call: int) -> None:
@@ -90,6 +187,28 @@ def repeat_an_expert(*, call: int) -> None:
 
 def break_records(*, only: str, count: int) -> None:
     """The first `count` answers of the engine to rollouts whose id begins with `only` claim a probability above 1."""
+
+    def change(record: Any) -> Mapping[str, Any]:
+        logprobs = record.values["rollout_logprobs"].copy()
+        logprobs[-1] = 0.5
+        return {"rollout_logprobs": logprobs}
+
+    _change_records(change, only=only, count=count)
+
+
+def _change_routing(change: Callable[[Any], np.ndarray], *, call: int) -> None:
+    """The expert ids of every microbatch of the `call`-th packed batch are `change` of the microbatch; their
+    checksums stay."""
+
+    def at(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        ranks = original(*args, **kwargs)
+        return [[replace(batch, expert_ids=change(batch)) for batch in rank] for rank in ranks]
+
+    _replace("moerl.orchestration.batches:pack_for_ranks", at, call=call)
+
+
+def _change_records(change: Callable[[Any], Mapping[str, Any]], *, only: str, count: int = 1_000_000) -> None:
+    """The first `count` answers of the engine to rollouts whose id begins with `only` have other values."""
     module = importlib.import_module("moerl.rollout.embedded")
     original = module.EmbeddedEngine.generate
     left = count
@@ -99,9 +218,7 @@ def break_records(*, only: str, count: int) -> None:
         for record in original(self, requests):
             if left and record.rollout_id.startswith(only):
                 left -= 1
-                logprobs = record.values["rollout_logprobs"].copy()
-                logprobs[-1] = 0.5
-                yield replace(record, values={**record.values, "rollout_logprobs": logprobs})
+                yield replace(record, values={**record.values, **change(record)})
             else:
                 yield record
 

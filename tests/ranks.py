@@ -3,17 +3,22 @@
 `Ranks(2).run(function, *args, tensor=2)` calls the module-level `function(where, *args)` in each of two processes that
 hold the asked-for Megatron layout (`where`; sizes as in `ParallelConfig`), and returns the results in rank order.
 Arguments and results are pickled.
+
+A rank is a process that has imported everything, and a fork of it that holds one layout and is replaced with it:
+a layout leaves no group and no thread behind.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
-import gc
+import importlib
 import importlib.util
+import multiprocessing
 import os
 import pickle
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -82,6 +87,7 @@ class Ranks:
                 stdout=output,
                 stderr=output,
                 pass_fds=[theirs.fileno()],
+                start_new_session=True,
             )
         theirs.close()
         ours.send(sys.path)
@@ -109,7 +115,8 @@ class Ranks:
 
     def _stop(self) -> None:
         for process in self._processes:
-            process.kill()
+            # The rank and its fork are a process group of their own.
+            os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         for connection in self._connections:
             connection.close()
@@ -125,43 +132,60 @@ def _unwrap(answer: dict[str, Any]) -> Any:
 
 
 def _rank_main(connection: Connection, rank: int, world_size: int) -> None:
+    """Hands calls on to a fork of this process that holds their layout."""
     sys.path[:] = connection.recv()
     import torch
 
+    from moerl.trainer.bridge import import_bridge
+
+    # What takes seconds to import is imported once.
+    import_bridge()
+    importlib.import_module("moerl.trainer.trainer")
     torch.set_num_threads(1)
-    here = None
+    context = multiprocessing.get_context("fork")
+    fork, pipe, sizes = None, None, None
+    with contextlib.suppress(EOFError):
+        while True:
+            call = connection.recv()
+            if fork is None or pipe is None or call["sizes"] != sizes:
+                if fork is not None:
+                    fork.kill()
+                    fork.join()
+                pipe, theirs = Pipe()
+                sizes = call["sizes"]
+                fork = context.Process(target=_fork_main, args=(theirs, pipe, rank, world_size), daemon=True)
+                fork.start()
+                theirs.close()
+            pipe.send(call)
+            connection.send_bytes(pipe.recv_bytes())
+
+
+def _fork_main(connection: Connection, parents_end: Connection, rank: int, world_size: int) -> None:
+    parents_end.close()
+    where = None
     modules: dict[str, Any] = {}
-    while True:
-        with contextlib.suppress(EOFError):
+    with contextlib.suppress(EOFError):
+        while True:
             call = connection.recv()
             faulthandler.dump_traceback_later(call["timeout_seconds"], exit=True)
             try:
-                here = _layout(here, call, rank, world_size)
+                where = where or _layout(call, rank, world_size)
                 function = getattr(_module(modules, call), call["function"])
                 args = pickle.loads(call["args"])  # noqa: S301 - written by this module
-                answer = {"value": pickle.dumps(function(here, *args))}
+                answer = {"value": pickle.dumps(function(where, *args))}
             except BaseException as error:  # noqa: BLE001 - process boundary: the caller raises it again
                 answer = {"error": _portable(error), "traceback": f"in rank {rank}:\n{traceback.format_exc()}"}
             faulthandler.cancel_dump_traceback_later()
             connection.send(answer)
-            continue
-        return
 
 
-def _layout(here: Any, call: dict[str, Any], rank: int, world_size: int) -> Any:
-    """The layout asked for; the one of the call before where it is the same."""
+def _layout(call: dict[str, Any], rank: int, world_size: int) -> Any:
     from moerl.config.schema import ParallelConfig
     from moerl.trainer import layout
 
-    sizes = dict.fromkeys(("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor"), 1)
-    sizes |= call["sizes"]
+    names = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor")
+    sizes = dict.fromkeys(names, 1) | call["sizes"]
     data = world_size // (sizes["tensor"] * sizes["pipeline"] * sizes["context"])
-    if here is not None:
-        if all(getattr(here, name) == size for name, size in sizes.items()):
-            return here
-        # Models in reference cycles hold on to process groups, and these to dozens of threads each.
-        gc.collect()
-        layout.stop()
     parallel = ParallelConfig(**sizes, data=data)
     return layout.start(rank=rank, world_size=world_size, rendezvous=call["rendezvous"], parallel=parallel, seed=1)
 

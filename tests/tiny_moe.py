@@ -95,9 +95,10 @@ def pack(
     multiple: int = 4,
     sequence: int = 1,
     uncaptured: Uncaptured = "reject",
+    count_multiple: int = 1,
 ) -> list[list[Microbatch]]:
     """Microbatches per rank; `multiple` and `sequence` are those of `Padding`."""
-    options = PackOptions(token_budget, Padding(sequence, multiple))
+    options = PackOptions(token_budget, Padding(sequence, multiple), count_multiple=count_multiple)
     return pack_for_ranks(samples, num_ranks, options, replay=True, uncaptured=uncaptured)
 
 

@@ -170,6 +170,13 @@ def _check_lengths(config: RunConfig) -> None:
 
 def _check_stages(config: RunConfig) -> None:
     algorithm = config.algorithm
+    if config.keep_routing.reference == "trainer" and config.keep_routing.mode != "trainer":
+        raise ConfigError(
+            "keep_routing.reference: the trainer's routing is not recorded",
+            seen=f"reference = trainer, mode = {config.keep_routing.mode}",
+            expected="keep_routing.mode = trainer",
+            remedy="set keep_routing.mode=trainer, or keep_routing.reference=rollout",
+        )
     if algorithm.prompts_per_step % algorithm.minibatches:
         raise ConfigError(
             "algorithm.minibatches: does not divide algorithm.prompts_per_step",

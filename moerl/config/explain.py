@@ -15,8 +15,14 @@ def explain(error: ValidationError) -> ConfigError:
     """The first error in full; the paths of further ones are named in the same line."""
     details = error.errors(include_url=False)
     unknown_first = sorted(details, key=lambda detail: detail["type"] != "extra_forbidden")
-    first = _explain_one(unknown_first[0])
-    others = [dotted(detail["loc"]) for detail in unknown_first[1:]]
+    paths = [dotted(detail["loc"]) for detail in unknown_first]
+    # Of a key that takes one of several types, pydantic tells an error for each of them.
+    same = [detail for detail, path in zip(unknown_first, paths, strict=True) if path == paths[0]]
+    explained = [_explain_one(detail) for detail in same]
+    first, others = explained[0], [path for path in paths if path != paths[0]]
+    if len(explained) > 1:
+        expected = " or ".join(dict.fromkeys(str(each.expected) for each in explained))
+        first = ConfigError(first.what, seen=first.seen, expected=expected, remedy=first.remedy)
     if not others:
         return first
     named = ", ".join(dict.fromkeys(others[:5])) + (", ..." if len(others) > 5 else "")
@@ -37,11 +43,13 @@ def unknown_key(path: str) -> ConfigError:
 
 
 def dotted(location: tuple[int | str, ...]) -> str:
-    """A pydantic location as a dotted path: without the name of the task that pydantic puts behind `task`."""
+    """A pydantic location as a dotted path: without the name of the task that pydantic puts behind `task`, and without
+    those of the types that a value can be of."""
     parts = [str(part) for part in location]
     if parts[:1] == ["task"] and len(parts) > 1:
         del parts[1]
-    return ".".join(part for part in parts if part != "[key]") or "configuration"
+    names = [part for part in parts if part not in ("[key]", "constrained-int") and not part.startswith("literal[")]
+    return ".".join(names) or "configuration"
 
 
 def _explain_one(detail: ErrorDetails) -> ConfigError:

@@ -165,13 +165,26 @@ class RolloutConfig(Section):
 class KeepRoutingConfig(Section):
     """Keep Routing."""
 
-    mode: Annotated[Literal["off", "rollout"], BeforeValidator(_bare_off)] = Field(
-        description="rollout = train through the experts that the sampler used; off = the trainer's own choice."
+    mode: Annotated[Literal["off", "rollout", "trainer"], BeforeValidator(_bare_off)] = Field(
+        description="rollout = train through the experts that the sampler used; trainer = through those that the"
+        " trainer itself chose before the first update on the batch; off = each pass chooses for itself."
+    )
+    reference: Annotated[Literal["off", "rollout", "trainer"] | None, BeforeValidator(_bare_off)] = Field(
+        description="The same for the reference model; trainer needs mode=trainer, null = as mode."
+    )
+    verify: Annotated[Literal["every", "off"] | Count, BeforeValidator(_bare_off)] = Field(
+        description="When it is proved, before an update, that recorded experts reached the dispatchers: every update,"
+        " every n-th, or never. How often a router ran is always checked."
     )
     uncaptured: Literal["reject", "live"] = Field(
         description="Rows whose routing the sampler did not capture: reject stops the run, live lets the trainer's"
         " router decide there."
     )
+
+    @property
+    def reference_mode(self) -> str:
+        """`reference`, or `mode` where that is null."""
+        return self.reference or self.mode
 
 
 class KeepSamplingMaskConfig(Section):

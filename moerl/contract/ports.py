@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any, Protocol, runtime_checkable
 
 from moerl.contract.trajectory import FinishReason, Lineage, ModelSpec, SamplingParams
@@ -27,13 +28,27 @@ class RolloutRequest:
     stop_ids: tuple[int, ...] = ()
 
 
+class ReportedLayers(StrEnum):
+    """Of which decoder layers an engine reports expert ids: of all (what dense ones carry means nothing), or of the MoE
+    layers alone."""
+
+    ALL = "all"
+    MOE = "moe"
+
+
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """An engine's handshake. `captures_*` say what its trajectories carry; `policy_version` is -1 before any sync."""
+    """An engine's handshake.
+
+    policy_version: -1 before any sync. reported_layers, layer_numbers: which layers the columns of its expert ids are;
+    the number is that of the decoder layer, from 0, dense layers counted. captures_*: what its trajectories carry.
+    """
 
     engine_id: str
     spec: ModelSpec
     policy_version: int
+    reported_layers: ReportedLayers
+    layer_numbers: tuple[int, ...]
     captures_routing: bool = True
     captures_kept_sets: bool = True
 

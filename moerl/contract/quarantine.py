@@ -110,6 +110,15 @@ class Quarantine:
         self._keep_record(record, error, trainer_version)
         self._judge_rate()
 
+    def refuse(self, record: RolloutRecord, error: ContractError, *, trainer_version: int) -> None:
+        """Keeps aside a record that whoever collects it found wrong before it could be admitted.
+
+        Raises:
+            ContractError: `quarantine_rate_exceeded`; the record is on disk by then.
+        """
+        self._keep_record(record, error, trainer_version)
+        self._judge_rate()
+
     def forget(self, rollout_ids: Iterable[str]) -> None:
         """Drops ids whose answers have all been dealt with; a later answer to one of them counts as unrequested."""
         ids = set(rollout_ids)

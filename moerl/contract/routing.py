@@ -49,10 +49,15 @@ def routing_checksums(
     Returns:
         uint64 [L].
     """
+    rows = row_checksums(key, expert_ids)
+    return (rows if routed is None else rows[routed]).sum(axis=0, dtype=np.uint64)
+
+
+def row_checksums(key: int, expert_ids: NDArray[np.uint8] | NDArray[np.uint16]) -> NDArray[np.uint64]:
+    """uint64 [S-1, L]: the share of every row in `routing_checksums`, of one trajectory."""
     num_rows, num_layers, _ = expert_ids.shape
     positions = np.arange(num_rows, dtype=np.uint64)
     rows = mix(np.uint64(key) + positions * np.uint64(POSITION_PRIME))
     layers = np.arange(num_layers, dtype=np.uint64) * np.uint64(LAYER_PRIME)
     slots = (layers[None, :, None] + expert_ids.astype(np.uint64) + np.uint64(1)) * np.uint64(EXPERT_PRIME)
-    mixed = mix(rows[:, None, None] + slots)
-    return (mixed if routed is None else mixed[routed]).sum(axis=(0, 2), dtype=np.uint64)
+    return mix(rows[:, None, None] + slots).sum(axis=2, dtype=np.uint64)

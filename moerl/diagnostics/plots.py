@@ -97,14 +97,14 @@ def _points(rows: Sequence[dict[str, Any]], line: Line) -> tuple[list[int], list
 
 
 def _draw_single(rows: Sequence[dict[str, Any]], chart: Chart, path: Path) -> Path:
-    figure = _figure(7.0, 4.2)
+    figure = new_figure(7.0, 4.2)
     _draw(figure.subplots(), rows, chart)
     figure.savefig(path, dpi=130)
     return path
 
 
 def _draw_overview(rows: Sequence[dict[str, Any]], charts: Sequence[Chart], path: Path, title: str) -> None:
-    figure = _figure(12.0, 7.6 if len(charts) > 2 else 4.2)
+    figure = new_figure(12.0, 7.6 if len(charts) > 2 else 4.2)
     columns = min(2, len(charts))
     axes = figure.subplots(-(-len(charts) // 2), columns, squeeze=False).flatten()
     for axis, chart in zip(axes, charts, strict=False):
@@ -116,7 +116,7 @@ def _draw_overview(rows: Sequence[dict[str, Any]], charts: Sequence[Chart], path
     figure.savefig(path, dpi=130)
 
 
-def _figure(width: float, height: float):
+def new_figure(width: float, height: float):
     """A figure of its own canvas: no pyplot, so no state is shared with the caller."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -153,7 +153,7 @@ def _draw(axis: Axes, rows: Sequence[dict[str, Any]], chart: Chart) -> None:
         _whole_decades(axis, min(values), max(values))
     elif not chart.is_share:
         axis.set_ylim(bottom=min(0.0, axis.get_ylim()[0]))
-    _quiet_frame(axis)
+    quiet_frame(axis)
     if drawn > 1:
         axis.legend(frameon=False, fontsize=9, labelcolor=INK, loc="best")
 
@@ -167,7 +167,7 @@ def _whole_decades(axis: Axes, low: float, high: float) -> None:
     axis.yaxis.set_minor_formatter(NullFormatter())
 
 
-def _quiet_frame(axis: Axes) -> None:
+def quiet_frame(axis: Axes) -> None:
     axis.grid(True, color=GRID, linewidth=0.8)
     axis.set_axisbelow(True)
     axis.tick_params(which="both", colors=QUIET, length=0)

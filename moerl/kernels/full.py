@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moerl.contract.reasons import Reason
-from moerl.errors import ContractError
+from moerl.kernels.checks import check_targets, check_temperatures
 from moerl.kernels.vocab_parallel import VocabShard, check_logits, compute_dtype
 
 DEFAULT_CHUNK_ROWS = 128
@@ -93,15 +92,7 @@ def score_full(
     check_logits(logits_TVp, shard, target_ids=target_ids_T, temperatures=temperatures_T)
     plan = _plan(logits_TVp, temperatures_T, shard, chunk_rows, rows_R)
     target_ids_R = target_ids_T[plan.rows_R]
-    outside_R = (target_ids_R < 0) | (target_ids_R >= shard.vocab_size)
-    if bool(outside_R.any()):
-        raise ContractError(
-            Reason.TARGET_OUTSIDE_VOCABULARY,
-            field="target_ids",
-            seen=int(target_ids_R[outside_R][0]),
-            expected=f"an id in [0, {shard.vocab_size})",
-            remedy="score only rows whose target is a token; check that engine and trainer share a tokenizer",
-        )
+    check_targets(target_ids_R, shard.vocab_size)
     logprobs_R, entropy_R = _FullScore.apply(logits_TVp, target_ids_R, plan)  # type: ignore[misc]
     return FullScores(logprobs_R, entropy_R)
 
@@ -138,19 +129,6 @@ def kl_full(
     plan = _plan(logits_TVp, temperatures_T, shard, chunk_rows, rows_R)
     kl_R: Tensor = _FullKL.apply(logits_TVp, reference_logits_TVp.detach(), plan)  # type: ignore[assignment]
     return kl_R.new_zeros(len(logits_TVp)).index_add(0, plan.rows_R, kl_R)
-
-
-def check_temperatures(temperatures: Tensor) -> None:
-    """Raises `ContractError` where a temperature is not positive (0 is greedy: nothing to differentiate)."""
-    wrong = ~(temperatures > 0)
-    if bool(wrong.any()):
-        raise ContractError(
-            Reason.TEMPERATURE_NOT_POSITIVE,
-            field="temperatures",
-            seen=float(temperatures[wrong][0]),
-            expected="> 0 on every scored row",
-            remedy="greedy tokens are not trainable: leave them out of the selected rows",
-        )
 
 
 def _plan(

@@ -60,10 +60,12 @@ class KeptRows:
                 expected="truncated exactly where ids are listed",
                 remedy="pack flags and kept sets from the same rows; an empty set never means all ids",
             )
+        offsets = torch.tensor(kept.offsets, dtype=torch.int64, device=device)
+        ids = torch.tensor(kept.ids).to(device).long()
         return cls(
-            rows=torch.tensor(np.repeat(np.arange(len(sizes)), sizes), dtype=torch.int64, device=device),
-            ids=torch.tensor(kept.ids, dtype=torch.int64, device=device),
-            offsets=torch.tensor(kept.offsets, dtype=torch.int64, device=device),
+            rows=torch.repeat_interleave(offsets.diff(), output_size=len(ids)),
+            ids=ids,
+            offsets=offsets,
             truncated=torch.tensor(truncated, dtype=torch.bool, device=device),
         )
 
@@ -76,6 +78,9 @@ class KeptRows:
 def segment_sum(values_N: Tensor, rows_N: Tensor, num_rows: int) -> Tensor:
     """Sum of `values_N` per row: [T], dtype of the values, accumulated in float64, differentiable."""
     sums_T = values_N.new_zeros(num_rows, dtype=torch.float64)
+    if values_N.is_cuda:
+        # `index_add` would add with atomics there; this sorts first and adds in order.
+        return sums_T.index_put((rows_N,), values_N.double(), accumulate=True).to(values_N.dtype)
     return sums_T.index_add(0, rows_N, values_N.double()).to(values_N.dtype)
 
 

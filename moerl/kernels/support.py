@@ -13,9 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moerl.contract.reasons import Reason
-from moerl.errors import ContractError
-from moerl.kernels.full import check_temperatures, score_full
+from moerl.kernels.checks import check_listed, check_temperatures
+from moerl.kernels.full import score_full
 from moerl.kernels.kept import KeptRows, segment_log_softmax, segment_sum
 from moerl.kernels.vocab_parallel import VocabShard, check_logits, compute_dtype, gather_kept_logits
 
@@ -95,7 +94,7 @@ def _score_listed(
     """Scores of listed rows; `entries`: positions among the N listed ids to look at (all where None)."""
     rows, ids = (kept.rows, kept.ids) if entries is None else (kept.rows[entries], kept.ids[entries])
     is_target = ids == target_ids_T[rows]
-    _check_listed(rows, ids, is_target, kept, shard.vocab_size)
+    check_listed(rows, ids, is_target, kept, shard.vocab_size)
     temperatures = temperatures_T[rows]
     check_temperatures(temperatures)
     z = gather_kept_logits(logits_TVp, rows, ids, shard)
@@ -106,27 +105,3 @@ def _score_listed(
     if entries is not None:
         logprobs = logprobs.new_zeros(len(kept.rows)).index_add(0, entries, logprobs)
     return SupportScores(target_logprobs_T, entropy_T, logprobs)
-
-
-def _check_listed(rows: Tensor, ids: Tensor, is_target: Tensor, kept: KeptRows, vocab_size: int) -> None:
-    outside = (ids < 0) | (ids >= vocab_size)
-    hits_T = rows.new_zeros(kept.num_rows).index_add_(0, rows, is_target.long())
-    missing = hits_T[rows] != 1
-    any_outside, any_missing = torch.stack([outside.any(), missing.any()]).tolist()
-    if any_outside:
-        raise ContractError(
-            Reason.KEPT_ID_OUTSIDE_VOCABULARY,
-            field="kept",
-            seen=f"row {int(rows[outside][0])}: id {int(ids[outside][0])}",
-            expected=f"ids in [0, {vocab_size})",
-            remedy="engine and trainer must agree on the vocabulary; padding columns are never sampled",
-        )
-    if any_missing:
-        row = int(rows[missing][0])
-        raise ContractError(
-            Reason.TARGET_NOT_IN_KEPT_SET,
-            field="kept",
-            seen=f"row {row}: target {int(hits_T[row])} times among {int((rows == row).sum())} listed ids",
-            expected="exactly once",
-            remedy="row t must carry the kept set of token t + 1: shift targets and kept sets together",
-        )

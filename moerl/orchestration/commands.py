@@ -18,13 +18,14 @@ from moerl.config.rank import rank_info
 from moerl.config.schema import RunConfig
 from moerl.contract.disk import write_parquet
 from moerl.contract.files import atomic_file
+from moerl.contract.layers import select_layers
 from moerl.contract.ports import Task
 from moerl.contract.quarantine import Quarantine
 from moerl.contract.trajectory import ModelSpec
 from moerl.orchestration import sft
 from moerl.orchestration.evaluation import evaluate
 from moerl.orchestration.exchange import barrier
-from moerl.orchestration.models import build_model, make_engine, read_spec, read_tokenizer
+from moerl.orchestration.models import build_model, make_engine, read_layers, read_spec, read_tokenizer
 from moerl.orchestration.reporting import METRICS_FILE, Reporter, make_reporter
 from moerl.orchestration.rl import RLStage
 from moerl.orchestration.rollouts import Collector, in_request_order, sampling_params
@@ -43,7 +44,7 @@ def run_train(config: RunConfig, *, resume: bool) -> int:
         collector = None
         if run.layout.is_main:
             run.engine = _engine(config, model_path, run.spec, version=-1)
-            collector = _collector(config, run.engine, run.task, run.tokenizer, run.quarantine)
+            collector = _collector(config, model_path, run.engine, run.task, run.tokenizer, run.quarantine)
         stage = RLStage(run, model_path, collector)
         stage.train()
         run.write_model(config.run_dir / "final_model", like=model_path, trainer=stage.trainer)
@@ -57,7 +58,7 @@ def run_sft(config: RunConfig, *, resume: bool) -> int:
         output = _cold_start(run, model_path)
         if run.layout.is_main:
             engine = _engine(config, output, run.spec, version=0)
-            collector = _collector(config, engine, run.task, run.tokenizer, run.quarantine)
+            collector = _collector(config, output, engine, run.task, run.tokenizer, run.quarantine)
             heldout = evaluate(collector, "heldout", config.evaluation.heldout_problems, version=0)
             run.record_evaluations(0, {"cold_start": heldout})
         run.reporter.finish(run.summary(steps=0))
@@ -158,12 +159,14 @@ def _engine(config: RunConfig, model_path: Path, spec: ModelSpec, version: int) 
 
 def _collector(
     config: RunConfig,
+    model_path: Path,
     engine: EmbeddedEngine,
     task: Task,
     tokenizer: PreTrainedTokenizerBase,
     quarantine: Quarantine,
 ) -> Collector:
-    return Collector(engine, task, tokenizer, quarantine, config.rollout.max_new_tokens)
+    layers = select_layers(engine.handshake(), read_layers(model_path))
+    return Collector(engine, task, tokenizer, quarantine, config.rollout.max_new_tokens, layers)
 
 
 @contextmanager
@@ -181,7 +184,7 @@ def _open_reader(config: RunConfig, command: str) -> Iterator[tuple[Collector, R
     spec = read_spec(config.model.path, tokenizer)
     engine = _engine(config, config.model.path, spec, version=0)
     quarantine = Quarantine(config.run_dir / "quarantine", config.quarantine.max_rate, spec=spec)
-    collector = _collector(config, engine, task, tokenizer, quarantine)
+    collector = _collector(config, config.model.path, engine, task, tokenizer, quarantine)
     with make_reporter(config, is_main=True) as reporter:
         yield collector, reporter
 

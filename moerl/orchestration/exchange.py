@@ -6,6 +6,7 @@ Runs in every trainer rank; every function is a collective. No pickle: frames of
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -128,6 +129,15 @@ def gather_rows(rows_RC: NDArray[np.float32], group: dist.ProcessGroup | None = 
     Returns:
         float32 [sum of R, C], on every rank.
     """
+    return _gather(rows_RC, group)
+
+
+def gather_words(words_RC: NDArray[np.int64]) -> NDArray[np.int64]:
+    """`gather_rows` of all ranks for int64 [R, C]."""
+    return _gather(words_RC, None)
+
+
+def _gather(rows_RC: NDArray[Any], group: dist.ProcessGroup | None) -> NDArray[Any]:
     size = dist.get_world_size(group)
     if size == 1:
         return rows_RC
@@ -141,6 +151,13 @@ def gather_rows(rows_RC: NDArray[np.float32], group: dist.ProcessGroup | None = 
     dist.all_gather_into_tensor(gathered, padded, group=group)
     parts = gathered.view(size, len(padded), mine.shape[1])
     return torch.cat([part[:count] for part, count in zip(parts, counts.tolist(), strict=True)]).cpu().numpy()
+
+
+def min_over(values: torch.Tensor) -> torch.Tensor:
+    """The minimum of a CPU tensor over all ranks, on the CPU."""
+    least = values.to(_device())
+    dist.all_reduce(least, op=dist.ReduceOp.MIN)
+    return least.cpu()
 
 
 def sum_over(values: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:

@@ -22,7 +22,8 @@ from transformers import (
 )
 
 from moerl.config.schema import ArchitectureConfig
-from moerl.contract.spec import spec_from_hf_config
+from moerl.contract.layers import ModelLayers
+from moerl.contract.spec import moe_layer_indices, spec_from_hf_config
 from moerl.contract.trajectory import ModelSpec
 from moerl.errors import ConfigError
 from moerl.rollout.embedded import EmbeddedEngine
@@ -89,6 +90,12 @@ def read_spec(folder: Path, tokenizer: PreTrainedTokenizerBase) -> ModelSpec:
     """The model facts of a Hugging Face directory; ids that the tokenizer has not are never sampled."""
     config = AutoConfig.from_pretrained(folder).to_dict()
     return replace(spec_from_hf_config(config), vocab_size=min(len(tokenizer), int(config["vocab_size"])))
+
+
+def read_layers(folder: Path) -> ModelLayers:
+    """Which decoder layers of a Hugging Face directory's model have experts."""
+    config = AutoConfig.from_pretrained(folder).to_dict()
+    return ModelLayers(int(config["num_hidden_layers"]), moe_layer_indices(config))
 
 
 def make_engine(folder: Path, spec: ModelSpec, *, dtype: str, max_running: int, version: int = -1) -> EmbeddedEngine:

@@ -5,7 +5,7 @@ Only the main rank reports; the others get a `SilentReporter` with the same meth
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -13,10 +13,12 @@ from moerl.config.schema import RunConfig
 from moerl.diagnostics.plots import draw_curves
 from moerl.diagnostics.summary import RunSummary, closing_lines, write_summary
 from moerl.orchestration.evaluation import Evaluation
+from moerl.telemetry.metrics import check_layer_metrics
 from moerl.telemetry.progress import make_progress
 from moerl.telemetry.sinks import JsonlSink, MetricSink, TensorBoardSink
 
 METRICS_FILE = "metrics.jsonl"
+LAYERS_FILE = "layers.jsonl"
 
 
 class Reporter(Protocol):
@@ -42,6 +44,10 @@ class Reporter(Protocol):
 
     def log(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
         """The row of one training step."""
+        ...
+
+    def log_layers(self, step: int, metrics: Mapping[str, Sequence[float]]) -> None:
+        """Numbers per MoE layer of one RL step, by name."""
         ...
 
     def evaluated(self, step: int, evaluations: Mapping[str, Evaluation], seconds: Mapping[str, float]) -> None:
@@ -80,6 +86,8 @@ class SilentReporter:
 
     def log(self, stage: str, step: int, metrics: Mapping[str, float]) -> None: ...
 
+    def log_layers(self, step: int, metrics: Mapping[str, Sequence[float]]) -> None: ...
+
     def evaluated(self, step: int, evaluations: Mapping[str, Evaluation], seconds: Mapping[str, float]) -> None: ...
 
     def finish(self, summary: RunSummary) -> None: ...
@@ -92,7 +100,9 @@ class MainReporter:
         self._run_dir, self._title = run_dir, title
         self._progress = make_progress()
         self._rows = JsonlSink(run_dir / METRICS_FILE)
-        self._sinks: tuple[MetricSink, ...] = (self._rows, TensorBoardSink(run_dir / "tensorboard"))
+        self._layers = JsonlSink(run_dir / LAYERS_FILE, check_layer_metrics)
+        self._metric_sinks: tuple[MetricSink, ...] = (self._rows, TensorBoardSink(run_dir / "tensorboard"))
+        self._sinks: tuple[MetricSink, ...] = (*self._metric_sinks, self._layers)
 
     def __enter__(self) -> MainReporter:
         self._progress.__enter__()
@@ -121,6 +131,9 @@ class MainReporter:
         self._write(stage, step, metrics)
         self._progress.update(step, metrics)
 
+    def log_layers(self, step: int, metrics: Mapping[str, Sequence[float]]) -> None:
+        self._layers.write("rl", step, metrics)
+
     def evaluated(self, step: int, evaluations: Mapping[str, Evaluation], seconds: Mapping[str, float]) -> None:
         metrics = dict(seconds)
         for name, evaluation in evaluations.items():
@@ -145,7 +158,7 @@ class MainReporter:
             self.say(f"curves: {plots[0]}")
 
     def _write(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
-        for sink in self._sinks:
+        for sink in self._metric_sinks:
             sink.write(stage, step, metrics)
 
 

@@ -9,7 +9,7 @@ Runs in every trainer rank. Rank 0 hosts the embedded engine, packs the batch an
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -27,11 +27,13 @@ from moerl.orchestration import step_metrics
 from moerl.orchestration.batches import BatchExchange, Minibatch, pack_options
 from moerl.orchestration.evaluation import evaluate
 from moerl.orchestration.exchange import gather_rows, sum_over
+from moerl.orchestration.replay_report import explained
 from moerl.orchestration.rollouts import Collector, in_request_order, sampling_params, with_advantages
 from moerl.orchestration.run import Run
 from moerl.telemetry.metrics import table_metrics
 from moerl.trainer.losses import PolicyGradientLoss, Scorer
-from moerl.trainer.trainer import MegatronTrainer, RowScores
+from moerl.trainer.replay_rows import TracedRows
+from moerl.trainer.trainer import MegatronTrainer, RowScores, StepReport
 from moerl.weights.publish import publish
 
 STAGE = "rl"
@@ -49,7 +51,7 @@ class RLStage:
     def __init__(self, run: Run, model_path: Path, collector: Collector | None) -> None:
         config = run.config
         self.run, self.config, self.model_path, self.collector = run, config, model_path, collector
-        self.enforce = config.keep_routing.mode == "rollout"
+        self.enforce = config.keep_routing.mode != "off"
         self.algorithm: Algorithm = make_algorithm(
             config.algorithm.name,
             clip_low=config.algorithm.clip_low,
@@ -137,7 +139,7 @@ class RLStage:
         table: dict[str, dict[str, float]] = {}
         if due or step + 1 == config.algorithm.steps:
             with run.stopwatch.span("mismatch"):
-                table = self._mismatch_table([minibatch.batches for minibatch in minibatches])
+                table = self._mismatch_table(minibatches)
             run.state.mismatch = table
             run.state.mismatch_first = run.state.mismatch_first or table
         with run.stopwatch.span("train"):
@@ -151,55 +153,77 @@ class RLStage:
 
     def _update(self, minibatches: Sequence[Minibatch], step: int) -> dict[str, float]:
         """One optimizer step per minibatch. With several, log-probs before the first update are the proximal ones."""
-        proximal: list[list[Tensor] | None] = [None] * len(minibatches)
-        before: list[list[RowScores]] = []
-        if len(minibatches) > 1:
-            before = [self._score(minibatch.batches, enforce=self.enforce) for minibatch in minibatches]
-            proximal = [[rows.logprobs_T for rows in scores] for scores in before]
-        tables, updates, verified = [], [], 0
-        load_LE = torch.zeros(self.run.spec.num_moe_layers, self.run.spec.num_experts, dtype=torch.int64)
-        for number, minibatch in enumerate(minibatches):
-            batches = minibatch.batches
-            loss = self._loss(minibatch, proximal[number])
-            report = self.trainer.step(batches, loss, enforce=self.enforce)
+        passes = [self._before_update(m, step, number, len(minibatches)) for number, m in enumerate(minibatches)]
+        totals = step_metrics.StepTotals(self.run.spec)
+        for number, (minibatch, ready) in enumerate(zip(minibatches, passes, strict=True)):
+            loss = self._loss(minibatch, ready)
+            with explained(self.trainer, ready.batches, minibatch.samples, ready.traces):
+                report = self.trainer.step(ready.batches, loss, enforce=self.enforce, prove=ready.proved)
             assert report.update is not None
             self.run.check_update(report.update, f"{STAGE}-{step + 1:06d}-{number}", minibatch.samples)
-            rows = report.rows if not before else _with_clipping(before[number], report.rows)
-            tables.append(step_metrics.local_rows(self.trainer.place, batches, rows))
-            updates.append(report.update)
-            verified += report.rows_verified
-            load_LE += report.expert_load_LE
-        table = step_metrics.RowTable.of(gather_rows(np.concatenate(tables)))
+            rows = report.rows if not ready.scores else _with_clipping(ready.scores, report.rows)
+            if ready.report is not None:
+                natural = ready.report
+                report = replace(report, natural_LS=natural.natural_LS, live_rows_L=natural.live_rows_L)
+            totals.add(report, step_metrics.local_rows(self.trainer.place, ready.batches, rows))
+            totals.unproved += int(self.enforce and not ready.proved)
+        table = step_metrics.RowTable.of(gather_rows(np.concatenate(totals.tables)))
+        natural_LS, live_rows_L = sum_over(totals.natural_LS), sum_over(totals.live_rows_L)
+        self.run.reporter.log_layers(step + 1, step_metrics.per_layer(natural_LS, live_rows_L))
         return {
             **step_metrics.disagreement(table),
             **step_metrics.policy_metrics(table),
-            **step_metrics.load_metrics(sum_over(load_LE)),
-            **step_metrics.update_metrics(updates),
-            "replay/rows_verified": float(sum_over(torch.tensor([verified]))),
+            **step_metrics.load_metrics(sum_over(totals.load_LE)),
+            **step_metrics.natural_metrics(natural_LS, live_rows_L),
+            **step_metrics.update_metrics(totals.updates),
+            "replay/rows_verified": float(sum_over(torch.tensor([totals.verified]))),
+            "replay/updates_unproved": float(totals.unproved),
         }
 
-    def _loss(self, minibatch: Minibatch, proximal: list[Tensor] | None) -> PolicyGradientLoss:
-        batches, reference = minibatch.batches, self.reference
-        inputs = [] if reference is None else reference.head_inputs(batches, enforce=self.enforce)
-        scorer = self._scorer(batches)
-        return PolicyGradientLoss(scorer, self.algorithm, minibatch.num_tokens, proximal, reference, inputs)
+    def _before_update(self, minibatch: Minibatch, step: int, number: int, num_minibatches: int) -> _Ready:
+        """The proximal pass, where there is more than one update per batch or its routing is what is kept."""
+        batches = minibatch.batches
+        proved = is_proved(self.config.keep_routing.verify, step * self.config.algorithm.minibatches + number + 1)
+        if self.config.keep_routing.mode == "trainer":
+            with explained(self.trainer, batches, minibatch.samples):
+                report, recorded = self.trainer.score_and_record(batches, self._scorer(batches))
+            return _Ready(recorded.batches, report.rows, proved, recorded.traces, report)
+        if num_minibatches == 1:
+            return _Ready(batches, [], proved)
+        return _Ready(batches, self._score(minibatch, enforce=self.enforce, prove=proved), proved)
+
+    def _loss(self, minibatch: Minibatch, ready: _Ready) -> PolicyGradientLoss:
+        inputs: list[Tensor] = []
+        if self.reference is not None:
+            mode = self.config.keep_routing.reference_mode
+            batches, traces = (ready.batches, ready.traces) if mode == "trainer" else (minibatch.batches, ())
+            with explained(self.reference, batches, minibatch.samples, traces):
+                inputs = self.reference.head_inputs(batches, enforce=mode != "off", prove=ready.proved)
+        scorer = self._scorer(ready.batches)
+        proximal = [rows.logprobs_T for rows in ready.scores] if ready.scores else None
+        return PolicyGradientLoss(scorer, self.algorithm, minibatch.num_tokens, proximal, self.reference, inputs)
 
     def _scorer(self, batches: Sequence[Microbatch], *, with_full: bool = False) -> Scorer:
         keep_mask = self.config.keep_sampling_mask.enabled or with_full
         return Scorer(batches, self.trainer.shard, keep_mask=keep_mask, with_full=with_full)
 
-    def _score(self, batches: Sequence[Microbatch], *, enforce: bool, with_full: bool = False) -> list[RowScores]:
-        return self.trainer.score(batches, self._scorer(batches, with_full=with_full), enforce=enforce)
+    def _score(self, minibatch: Minibatch, *, enforce: bool, prove: bool, with_full: bool = False) -> list[RowScores]:
+        batches = minibatch.batches
+        with explained(self.trainer, batches, minibatch.samples):
+            scorer = self._scorer(batches, with_full=with_full)
+            return self.trainer.score(batches, scorer, enforce=enforce, prove=prove)
 
-    def _mismatch_table(self, minibatches: Sequence[list[Microbatch]]) -> dict[str, dict[str, float]]:
+    def _mismatch_table(self, minibatches: Sequence[Minibatch]) -> dict[str, dict[str, float]]:
         """The same rollouts and weights, scored with routing and sampling mask each kept and not."""
-        table = {}
+        table, prove = {}, self.config.keep_routing.verify != "off"
         for routing in (True, False):
             rows = [
                 step_metrics.local_rows(
-                    self.trainer.place, batches, self._score(batches, enforce=routing, with_full=True)
+                    self.trainer.place,
+                    minibatch.batches,
+                    self._score(minibatch, enforce=routing, prove=prove, with_full=True),
                 )
-                for batches in minibatches
+                for minibatch in minibatches
             ]
             gathered = step_metrics.RowTable.of(gather_rows(np.concatenate(rows)))
             for mask in (True, False):
@@ -245,6 +269,27 @@ class RLStage:
                 final = evaluate(self.collector, "heldout", sizes.heldout_problems, version=step)
                 evaluations["final"] = final
         self.run.record_evaluations(step, evaluations)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Ready:
+    """A minibatch before its update.
+
+    batches: this rank's shares with the routing to keep. scores: by the proximal weights; empty where the update's own
+    pass gives them. proved: replay is proved before the update. traces, report: where the trainer's own routing is
+    kept, what the pass that recorded it dispatched, per microbatch, and what it found.
+    """
+
+    batches: list[Microbatch]
+    scores: list[RowScores]
+    proved: bool
+    traces: Sequence[TracedRows] = ()
+    report: StepReport | None = None
+
+
+def is_proved(verify: str | int, update: int) -> bool:
+    """Whether `keep_routing.verify` asks for a proof before an update; updates of a run count from 1."""
+    return verify == "every" or (isinstance(verify, int) and update % verify == 0)
 
 
 def _check_handshake(engine: ModelSpec, trainer: ModelSpec) -> None:

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from moerl.algorithms.registry import Algorithm
 from moerl.config.schema import RolloutConfig
 from moerl.contract.batch import TrainSample
+from moerl.contract.layers import LayerSelection
 from moerl.contract.ports import Prompt, RolloutEngine, RolloutRequest, Task
 from moerl.contract.quarantine import Quarantine
 from moerl.contract.reasons import Reason
@@ -24,13 +25,17 @@ from moerl.tasks.tokenizer import encode_checked
 
 @dataclass(frozen=True, slots=True)
 class Collector:
-    """Asks an engine for responses, passes every answer through the contract, and has it rewarded."""
+    """Asks an engine for responses, passes every answer through the contract, and has it rewarded.
+
+    layers: which columns of the engine's expert ids are the model's MoE layers, by its handshake.
+    """
 
     engine: RolloutEngine
     task: Task
     tokenizer: PreTrainedTokenizerBase
     quarantine: Quarantine
     max_new_tokens: int
+    layers: LayerSelection
 
     def requests(
         self, prompts: Sequence[Prompt], *, run: str, count: int, sampling: SamplingParams, prefixes: Mapping[str, str]
@@ -74,7 +79,12 @@ class Collector:
         """
         by_id = {prompt.prompt_id: prompt for prompt in prompts}
         self.quarantine.expect(request.lineage.rollout_id for request in requests)
-        for record in self.engine.generate(requests):
+        for answer in self.engine.generate(requests):
+            try:
+                record = self.layers.of(answer)
+            except ContractError as error:
+                self.quarantine.refuse(answer, error, trainer_version=trainer_version)
+                continue
             trajectory = self.quarantine.admit(record, trainer_version=trainer_version)
             if trajectory is not None:
                 prompt = by_id[trajectory.lineage.prompt_id]

@@ -16,9 +16,10 @@ from torch import Tensor
 from moerl.algorithms.mismatch import mismatch_sums, ratio_quantiles, ratio_sample
 from moerl.contract.batch import Microbatch
 from moerl.contract.shares import Place
-from moerl.contract.trajectory import Trajectory
+from moerl.contract.trajectory import ModelSpec, Trajectory
+from moerl.trainer.natural import STATISTICS, summarize
 from moerl.trainer.optimizer import UpdateReport
-from moerl.trainer.trainer import RowScores
+from moerl.trainer.trainer import RowScores, StepReport
 
 MAX_RATIO_SAMPLES = 1_000_000
 COLUMNS = ("trainer", "rollout", "full", "entropy", "clipped", "layers_differing")
@@ -42,6 +43,30 @@ class RowTable:
     @classmethod
     def of(cls, rows_RC: NDArray[np.float32]) -> RowTable:
         return cls(*np.ascontiguousarray(rows_RC.T))
+
+
+class StepTotals:
+    """What the updates of one step add up to on this rank."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        layers = spec.num_moe_layers
+        self.tables: list[NDArray[np.float32]] = []
+        self.updates: list[UpdateReport] = []
+        self.verified = 0
+        self.unproved = 0
+        self.load_LE = torch.zeros(layers, spec.num_experts, dtype=torch.int64)
+        self.natural_LS = torch.zeros(layers, len(STATISTICS), dtype=torch.float64)
+        self.live_rows_L = torch.zeros(layers, dtype=torch.int64)
+
+    def add(self, report: StepReport, rows_RC: NDArray[np.float32]) -> None:
+        """One update. rows_RC: `local_rows` of its scores."""
+        assert report.update is not None
+        self.tables.append(rows_RC)
+        self.updates.append(report.update)
+        self.verified += report.rows_verified
+        self.load_LE += report.expert_load_LE
+        self.natural_LS += report.natural_LS
+        self.live_rows_L += report.live_rows_L
 
 
 def local_rows(place: Place, batches: Sequence[Microbatch], scores: Sequence[RowScores]) -> NDArray[np.float32]:
@@ -143,3 +168,19 @@ def mean_of(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """The mean over the minibatches of a step, of the metrics that all of them have."""
     names = [name for name in parts[0] if all(name in part for part in parts)]
     return {name: sum(part[name] for part in parts) / len(parts) for name in names}
+
+
+def natural_metrics(natural_LS: Tensor, live_rows_L: Tensor) -> dict[str, float]:
+    """The trainer's own choice of experts beside the recorded one, over all layers and ranks.
+
+    Args:
+        natural_LS: sums over all ranks, as in `moerl.trainer.natural`. live_rows_L: rows left to the router.
+    """
+    over_layers = summarize(natural_LS.sum(0, keepdim=True))
+    metrics = {f"routing/{name}": values[0] for name, values in over_layers.items()}
+    return {**metrics, "routing/live_rows": float(live_rows_L.sum())}
+
+
+def per_layer(natural_LS: Tensor, live_rows_L: Tensor) -> dict[str, list[float]]:
+    """The same per MoE layer."""
+    return {**summarize(natural_LS), "live_rows": live_rows_L.double().tolist()}

@@ -1,8 +1,9 @@
 """Routing capture: what the model's own routers chose, while it generates.
 
-Runs inside the embedded rollout engine. Hooks before the experts read the expert ids of every row of every forward
-pass, prompts included; nothing is computed a second time, because a second pass may route differently. Shape legend:
-R = input rows of a pass (pads included), L = MoE layers, K = experts per token.
+Runs inside the embedded rollout engine, and where `moerl.rollout.enforce` replays. Hooks before the experts read the
+expert ids of every row of every forward pass, prompts included; nothing is computed a second time, because a second
+pass may route differently. Shape legend: R = input rows of a pass (pads included), L = MoE layers, K = experts per
+token.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ weights [R, K]): what they are given is what the router chose, whichever module 
 class RoutingCapture:
     """Hooks on the experts of one model, in the order of its MoE layers (dense layers have none).
 
+    Attributes:
+        layer_numbers: per MoE layer, the number of its decoder layer in the live model, from 0.
+
     Raises:
         EngineError: The model's MoE layers are unknown, or do not match the spec.
     """
@@ -38,6 +42,7 @@ class RoutingCapture:
         _check_experts(experts, model, spec)
         self._spec = spec
         self._seen: list[list[Tensor]] = [[] for _ in experts]
+        self.layer_numbers = _layer_numbers(model)
         self._handles = [
             module.register_forward_pre_hook(partial(self._record, layer)) for layer, module in enumerate(experts)
         ]
@@ -75,6 +80,14 @@ class RoutingCapture:
         for handle in self._handles:
             handle.remove()
         self.begin()
+
+
+def _layer_numbers(model: PreTrainedModel) -> tuple[int, ...]:
+    """Decoder layers with experts, found in the live model rather than in its config."""
+    layers: Any = model.base_model.layers
+    return tuple(
+        number for number, layer in enumerate(layers) if any(isinstance(module, _EXPERTS) for module in layer.modules())
+    )
 
 
 def _check_experts(experts: list[Any], model: PreTrainedModel, spec: ModelSpec) -> None:

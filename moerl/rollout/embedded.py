@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from moerl.contract.ports import EngineInfo, RolloutRecord, RolloutRequest
+from moerl.contract.ports import EngineInfo, ReportedLayers, RolloutRecord, RolloutRequest
 from moerl.contract.trajectory import FinishReason, ModelSpec
 from moerl.errors import EngineError, WeightSyncError
 from moerl.rollout.attention import ATTENTION, decode_mask, prefill_mask
@@ -112,7 +112,9 @@ class EmbeddedEngine:
         self.unfinished: list[str] = []
 
     def handshake(self) -> EngineInfo:
-        return EngineInfo(self._engine_id, self._spec, self._policy_version)
+        return EngineInfo(
+            self._engine_id, self._spec, self._policy_version, ReportedLayers.MOE, self._capture.layer_numbers
+        )
 
     def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[RolloutRecord]:
         """Yields one record per request, in the order in which they finish.

@@ -7,7 +7,7 @@ page. Any process.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 STAGES = ("sft", "rl", "evaluation")
@@ -84,7 +84,13 @@ _ALL = (
     ),
     Metric("kept/size_mean", "id", "mean size of a kept set, over tokens drawn from one"),
     Metric("kept/size_p99", "id", "99th percentile of the size of a kept set"),
+    Metric("routing/disagreement", "1", "share of rows and layers whose natural experts are not the recorded ones"),
+    Metric("routing/jaccard", "1", "mean Jaccard similarity of natural and recorded experts"),
+    Metric("routing/margin_at_flips", "score", "mean gap of the k-th to the next expert where the choice differs"),
+    Metric("routing/margin_elsewhere", "score", "the same where it does not"),
+    Metric("routing/live_rows", "row", "rows, times layers, without captured routing that the trainer routed itself"),
     Metric("replay/rows_verified", "row", "routing rows proved to have been enforced before the update"),
+    Metric("replay/updates_unproved", "update", "updates of the step with recorded routing that was not proved"),
     Metric("data/routing_bytes", "byte", "most routing that a rank received, uncompressed"),
     Metric(
         "data/routing_bytes_over_share",
@@ -111,6 +117,21 @@ _ALL = (
 )
 
 METRICS: dict[str, Metric] = {metric.name: metric for metric in _ALL}
+
+
+LAYER_METRICS = ("disagreement", "jaccard", "margin_at_flips", "margin_elsewhere", "live_rows")
+"""What a row of ``layers.jsonl`` holds, one number per MoE layer; meanings as of ``routing/...``."""
+
+
+def check_layer_metrics(metrics: Mapping[str, Sequence[float]]) -> None:
+    """Refuses names that are not `LAYER_METRICS` and values that are not finite.
+
+    Raises:
+        ValueError: with the name.
+    """
+    for name, values in metrics.items():
+        if name not in LAYER_METRICS or not all(math.isfinite(value) for value in values):
+            raise ValueError(f"metrics per layer: '{name}' is unknown or not finite")
 
 
 def check_metrics(metrics: Mapping[str, float]) -> None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
@@ -53,21 +53,22 @@ class JsonlSink:
 
     Args:
         path: made if it is not there; rows that are there are kept.
+        check: refuses what has no place in this file; `check_metrics` or `check_layer_metrics`.
 
     Raises:
         ValueError: A whole line of the file is not a row of metrics.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, check: Callable[[Mapping[str, Any]], None] = check_metrics) -> None:
+        self._path, self._check = path, check
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
             self._rewrite(read_rows(path))
         self._file = path.open("a", encoding="utf-8")
 
-    def write(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
+    def write(self, stage: str, step: int, metrics: Mapping[str, Any]) -> None:
         _check_stage(stage)
-        check_metrics(metrics)
+        self._check(metrics)
         self._file.write(json.dumps({"stage": stage, "step": step, **metrics}) + "\n")
         self._file.flush()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from moerl.contract.batch import Microbatch
@@ -39,10 +40,14 @@ def row_keys(batch: Microbatch, context: int, context_rank: int) -> Tensor:
     Args:
         batch: that rank's share.
     """
-    keys_T = np.repeat(batch.rollout_keys, np.diff(batch.cu_seqlens)).view(np.int64)
-    keys_t = torch.from_numpy(keys_T[context_rows(batch.cu_seqlens, context, context_rank)])
-    positions_t = torch.from_numpy(batch.position_ids.copy())
-    return mix(keys_t + positions_t * _signed(POSITION_PRIME))
+    keys_t, positions_t = row_origins(batch, context, context_rank)
+    return mix(torch.from_numpy(keys_t.view(np.int64)) + torch.from_numpy(positions_t) * _signed(POSITION_PRIME))
+
+
+def row_origins(batch: Microbatch, context: int, context_rank: int) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
+    """uint64 [t] and int64 [t]: salt of the rollout and token position of every row of a context-parallel rank."""
+    keys_T = np.repeat(batch.rollout_keys, np.diff(batch.cu_seqlens))
+    return keys_T[context_rows(batch.cu_seqlens, context, context_rank)], batch.position_ids.astype(np.int64)
 
 
 def map_checksum(routing_map_TE: Tensor, keys_T: Tensor, left_out_T: Tensor, moe_layer: int) -> Tensor:
@@ -53,9 +58,20 @@ def map_checksum(routing_map_TE: Tensor, keys_T: Tensor, left_out_T: Tensor, moe
         keys_T: `row_keys` of these rows. left_out_T: bool [T], rows that do not count.
         moe_layer: index among the model's MoE layers, from 0.
     """
-    rows, experts = (routing_map_TE & ~left_out_T[:, None]).nonzero(as_tuple=True)
+    return _terms(routing_map_TE & ~left_out_T[:, None], keys_T, moe_layer)[1].sum()
+
+
+def row_checksums(routing_map_TE: Tensor, keys_T: Tensor, moe_layer: int) -> Tensor:
+    """int64 [T]: the share of every row in `map_checksum`."""
+    rows, terms = _terms(routing_map_TE, keys_T, moe_layer)
+    return torch.zeros_like(keys_T).index_add_(0, rows, terms)
+
+
+def _terms(routing_map_TE: Tensor, keys_T: Tensor, moe_layer: int) -> tuple[Tensor, Tensor]:
+    """Per routed pair its row, and what it adds to the checksum."""
+    rows, experts = routing_map_TE.nonzero(as_tuple=True)
     slots = (experts + (moe_layer * LAYER_PRIME + 1)) * _signed(EXPERT_PRIME)
-    return mix(keys_T[rows] + slots).sum()
+    return rows, mix(keys_T[rows] + slots)
 
 
 def as_signed(checksums: np.ndarray) -> Tensor:

@@ -1,12 +1,13 @@
 """Everything that lets Megatron-Core run without CUDA, in one place (the bridge: `moerl.trainer.bridge`).
 
 Runs in every trainer rank, before anything else of Megatron is imported. With a CUDA device `prepare` changes
-nothing. Without one, four things have to give way (megatron-core 0.19.2):
+nothing. Without one, five things have to give way (megatron-core 0.19.2):
 
 1. `torch.cuda` functions that Megatron calls unconditionally (current device, streams, RNG state);
 2. modules that hold a literal ``device="cuda"``;
 3. optimizers that compare ``tensor.type()`` with ``"torch.cuda.FloatTensor"``;
-4. the local layer spec's norm (refuses sequence parallelism) and core attention (refuses packed sequences).
+4. the local layer spec's norm (refuses sequence parallelism) and core attention (refuses packed sequences);
+5. collectives of uneven slices, which gloo does not have (`moerl.trainer.uneven`).
 
 Goes when Megatron-Core takes its device from the accelerator API throughout.
 """
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from moerl.contract.shares import context_rows
+from moerl.trainer import uneven
 
 CPU = torch.device("cpu")
 
@@ -43,6 +45,7 @@ def prepare() -> None:
     _replace_cuda_literals()
     _replace_type_comparisons()
     _replace_packed_rope()
+    uneven.replace_collectives()
     prepare.done = True  # type: ignore[attr-defined]
 
 

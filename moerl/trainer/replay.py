@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -25,13 +26,31 @@ from torch import Tensor, nn
 from moerl.contract.batch import Microbatch
 from moerl.contract.shares import Place
 from moerl.contract.trajectory import ModelSpec
-from moerl.errors import ReplayError
+from moerl.errors import ReplayError, UnprovedError
 from moerl.trainer import evidence, layout, platform
 from moerl.trainer.layout import Layout
+from moerl.trainer.natural import STATISTICS, choice_statistics, differs
+from moerl.trainer.replay_rows import LocalRows, RecordedRouting, TracedRows, routing_slice
 from moerl.trainer.routers import NaturalTopK, RouterTap, tap_routers
 
 FORWARD, RECOMPUTE = 0, 1
 PHASES = ("forward", "recompute")
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """What a schedule does at the routers.
+
+    enforce: replay the recorded routing; otherwise routers choose for themselves and are only observed.
+    prove: with `enforce`, take checksums of what reaches the dispatchers.
+    record: keep the routers' own choices, for a later schedule to enforce. trace: keep what reaches the dispatchers row
+    by row, to find out where a proof failed; recording does that too.
+    """
+
+    enforce: bool = False
+    prove: bool = True
+    record: bool = False
+    trace: bool = False
 
 
 class KeepRouting:
@@ -85,11 +104,11 @@ class KeepRouting:
         )
 
     @contextlib.contextmanager
-    def schedule(self, batches: Sequence[Microbatch], *, enforce: bool, training: bool) -> Iterator[ReplaySchedule]:
+    def schedule(self, batches: Sequence[Microbatch], what: Replay, *, training: bool) -> Iterator[ReplaySchedule]:
         """Opens one schedule over `batches`, this rank's shares.
 
         Args:
-            enforce: replay the recorded routing; otherwise routers choose for themselves and are only observed.
+            what: see `Replay`.
             training: a backward pass follows, so recompute may call the routers again.
 
         Raises:
@@ -97,7 +116,7 @@ class KeepRouting:
         """
         if any(tap.schedule is not None for tap in self.taps):
             raise ReplayError("a replay schedule is open already", remedy="close it before the next one is opened")
-        schedule = ReplaySchedule(self, batches, enforce=enforce, training=training)
+        schedule = ReplaySchedule(self, batches, what, training=training)
         _raise_together(schedule.find_unusable_routing())
         for tap in self.taps:
             tap.schedule = schedule
@@ -111,21 +130,24 @@ class KeepRouting:
 class ReplaySchedule:
     """Targets and evidence of one schedule."""
 
-    def __init__(self, owner: KeepRouting, batches: Sequence[Microbatch], *, enforce: bool, training: bool) -> None:
-        self.owner, self.batches, self.enforce, self.training = owner, batches, enforce, training
+    def __init__(self, owner: KeepRouting, batches: Sequence[Microbatch], what: Replay, *, training: bool) -> None:
+        self.owner, self.batches, self.what, self.training = owner, batches, what, training
         self.current: int | None = None
         shape = (len(PHASES), len(batches), len(owner.taps))
         self.checksums_PMl = torch.zeros(shape, dtype=torch.int64)
         self.calls_PMl = torch.zeros(shape, dtype=torch.int64)
-        self.expert_load_LE = torch.zeros(owner.spec.num_moe_layers, owner.spec.num_experts, dtype=torch.int64)
-        self._rows: dict[int, _LocalRows] = {}
+        num_layers = owner.spec.num_moe_layers
+        self.expert_load_LE = torch.zeros(num_layers, owner.spec.num_experts, dtype=torch.int64)
+        self.natural_LS = torch.zeros(num_layers, len(STATISTICS), dtype=torch.float64, device=platform.device())
+        self.live_rows_L = torch.zeros(num_layers, dtype=torch.int64)
+        self._rows: dict[int, LocalRows] = {}
 
-    def find_unusable_routing(self) -> ReplayError | None:
+    def find_unusable_routing(self) -> UnprovedError | None:
         """What keeps a batch from being replayed; None where each has a target for every input row, and checksums."""
         spec, where = self.owner.spec, self.owner.where
         for microbatch, batch in enumerate(self.batches):
-            if self.enforce and (batch.expert_ids is None or batch.routing_checksums is None):
-                return ReplayError(
+            if self.what.enforce and (batch.expert_ids is None or batch.routing_checksums is None):
+                return UnprovedError(
                     f"microbatch {microbatch} is without recorded routing",
                     seen="no expert ids or no checksums of them",
                     expected="both, for Keep Routing",
@@ -133,7 +155,7 @@ class ReplaySchedule:
                 )
             wanted = (batch.num_rows // where.tensor, len(self.owner.taps), spec.experts_per_token)
             if batch.expert_ids is not None and batch.expert_ids.shape != wanted:
-                return ReplayError(
+                return UnprovedError(
                     f"the routing rows of microbatch {microbatch} do not match its input rows",
                     seen=batch.expert_ids.shape,
                     expected=f"{wanted} (rows, MoE layers, experts per token of rank {where.rank})",
@@ -145,12 +167,14 @@ class ReplaySchedule:
         """Names the microbatch whose forward pass comes next."""
         self.current = microbatch
         if microbatch not in self._rows:
-            self._rows[microbatch] = _LocalRows.of(self.batches[microbatch], self.owner.where)
+            self._rows[microbatch] = LocalRows.of(self.batches[microbatch], self.owner.where)
 
     def route(self, tap: RouterTap, scores_tE: Tensor, natural: NaturalTopK) -> tuple[Tensor, Tensor]:
         """Megatron's choice, or the recorded one on rows that have it; probabilities come from these scores."""
         tap.active = (microbatch, phase) = self._place(tap)
         rows = self._rows[microbatch]
+        if self.what.record:
+            rows.recorded[tap.index] = natural(scores_tE.detach())[1]
         if rows.expert_ids_tlK is None:
             return natural(scores_tE)
         target_tK = rows.expert_ids_tlK[:, tap.index].long()
@@ -161,15 +185,22 @@ class ReplaySchedule:
                 expected=f"{len(target_tK)} recorded rows",
                 remedy="this is a bug in packing or slicing; report it with the layout",
             )
-        natural_tK = natural(scores_tE.detach())[1] if phase == FORWARD or rows.has_live_rows else None
+        natural_tK = natural(scores_tE.detach())[1] if phase == FORWARD or rows.num_live else None
         if phase == FORWARD and natural_tK is not None:
-            differs_t = (natural_tK.sort(-1).values != target_tK.sort(-1).values).any(-1)
-            rows.layers_differing_t += differs_t & rows.routed_t
-        if not self.enforce:
+            self._compare(tap, rows, scores_tE.detach(), natural_tK, target_tK)
+        if not self.what.enforce:
             return natural(scores_tE)
-        if rows.has_live_rows and natural_tK is not None:
+        if rows.num_live and natural_tK is not None:
             target_tK = torch.where(rows.routed_t[:, None], target_tK, natural_tK)
         return scores_tE.gather(1, target_tK), target_tK
+
+    def _compare(
+        self, tap: RouterTap, rows: LocalRows, scores_tE: Tensor, natural_tK: Tensor, target_tK: Tensor
+    ) -> None:
+        """The trainer's own choice beside the recorded one, on rows that have one."""
+        rows.layers_differing_t += differs(natural_tK, target_tK, scores_tE.shape[1]) & rows.routed_t
+        self.natural_LS[tap.moe_layer] += choice_statistics(scores_tE, natural_tK, target_tK, rows.proved_t)
+        self.live_rows_L[tap.moe_layer] += rows.num_live
 
     def _place(self, tap: RouterTap) -> tuple[int, int]:
         """Which microbatch and phase a routing call belongs to.
@@ -207,9 +238,47 @@ class ReplaySchedule:
         self.calls_PMl[place] += 1
         if phase == FORWARD:
             self.expert_load_LE[tap.moe_layer] += (routing_map_tE & ~rows.is_pad_t[:, None]).sum(0).cpu()
-        if self.enforce:
-            checksum = evidence.map_checksum(routing_map_tE, rows.keys_t, ~rows.proved_t, tap.moe_layer)
+        if (self.what.trace or self.what.record) and phase == FORWARD:
+            rows.traced[tap.index] = evidence.row_checksums(routing_map_tE, rows.keys_t, tap.moe_layer).cpu()
+        if self._takes_checksums or self.what.record:
+            checksum = evidence.map_checksum(routing_map_tE, rows.keys_t, ~self._counted(rows), tap.moe_layer)
             self.checksums_PMl[place] += checksum.cpu()
+
+    @property
+    def _takes_checksums(self) -> bool:
+        return self.what.enforce and self.what.prove
+
+    def _counted(self, rows: LocalRows) -> Tensor:
+        """bool [t]: rows that a checksum speaks of. The trainer's own routing is known for captured rows and others."""
+        return ~rows.is_pad_t if self.what.record else rows.proved_t
+
+    def recorded(self) -> RecordedRouting:
+        """The batches with the routers' own choices as what is to be enforced, and checksums of what was dispatched.
+
+        After a schedule with `Replay.record`; a collective over the ranks that share the rows.
+        """
+        checksums_Ml = self._checksums_of_all_rows()[FORWARD]
+        dtype, count = self.owner.spec.expert_dtype, len(self.owner.taps)
+        batches = [
+            replace(
+                batch,
+                expert_ids=self._rows[microbatch].recorded_choices(count, self.owner.spec).astype(dtype),
+                routing_checksums=checksums_Ml[microbatch].numpy().view(np.uint64),
+                routed=np.ones(batch.num_rows, np.bool_),
+            )
+            for microbatch, batch in enumerate(self.batches)
+        ]
+        return RecordedRouting(batches, [self.traced(microbatch) for microbatch in range(len(self.batches))])
+
+    def traced(self, microbatch: int) -> TracedRows:
+        """What reached this rank's dispatchers in the forward pass of a microbatch, after `Replay.trace`."""
+        rows, batch, where = self._rows[microbatch], self.batches[microbatch], self.owner.where
+        keys, positions = evidence.row_origins(batch, where.context, where.context_rank)
+        mine = routing_slice(batch, where)
+        counted = self._counted(rows).cpu().numpy()
+        layers = np.array([tap.moe_layer for tap in self.owner.taps], np.int64)
+        checksums_rl = rows.traced_checksums(len(layers))[counted]
+        return TracedRows(keys[mine][counted], positions[mine][counted], layers, checksums_rl)
 
     def layers_differing(self) -> list[Tensor]:
         """int32 [T] per microbatch: MoE layers of the whole model in which the trainer's own choice differs from the
@@ -226,7 +295,8 @@ class ReplaySchedule:
         return list(out.split(sizes))
 
     def verify(self) -> int:
-        """Proves that every target was eaten as often as the schedule says and reached the dispatcher.
+        """Proves that every router ran as often as the schedule says and, where recorded routing is enforced and to be
+        proved, that it reached the dispatcher.
 
         A collective over all ranks. Call before the optimizer update.
 
@@ -234,92 +304,64 @@ class ReplaySchedule:
             Routing rows verified on this rank (rows x layers x phases).
 
         Raises:
-            ReplayError: on every rank, where any rank's evidence disagrees.
+            UnprovedError: on every rank, where any rank's evidence disagrees.
         """
-        checksums_PMl = self.checksums_PMl.to(platform.device())
-        dist.all_reduce(checksums_PMl, group=layout.tensor_and_context_group())
-        _raise_together(self._first_problem(checksums_PMl.cpu()))
+        _raise_together(self._first_problem(self._checksums_of_all_rows()))
+        if not self._takes_checksums:
+            return 0
         rows = sum(int(rows.proved_t.sum()) for rows in self._rows.values())
         return self._num_phases * len(self.owner.taps) * rows
+
+    def _checksums_of_all_rows(self) -> Tensor:
+        """int64 [P, M, l] on the CPU, over the ranks that share the rows; a collective over them."""
+        # A copy: this rank's own sums stay what they are, whoever asks twice.
+        checksums_PMl = self.checksums_PMl.to(platform.device(), copy=True)
+        dist.all_reduce(checksums_PMl, group=layout.tensor_and_context_group())
+        return checksums_PMl.cpu()
 
     @property
     def _num_phases(self) -> int:
         return 1 + int(self.training and self.owner.recomputes)
 
-    def _first_problem(self, checksums_PMl: Tensor) -> ReplayError | None:
+    def _first_problem(self, checksums_PMl: Tensor) -> UnprovedError | None:
         left = [tap.layer_number for tap in self.owner.taps if tap.pending]
         if left:
-            return ReplayError(f"recompute never ran for layers {left}", remedy="report this as a bug")
+            return UnprovedError(f"recompute never ran for layers {left}", remedy="report this as a bug")
         for phase in range(self._num_phases):
             for microbatch, batch in enumerate(self.batches):
+                for index in (self.calls_PMl[phase, microbatch] != 1).nonzero().flatten().tolist():
+                    calls = int(self.calls_PMl[phase, microbatch, index])
+                    return self._problem("calls", (phase, microbatch, index), f"{calls} calls", "1 call")
+                if not self._takes_checksums:
+                    continue
                 assert batch.routing_checksums is not None
-                expected_l = evidence.as_signed(batch.routing_checksums)
-                wrong_calls = (self.calls_PMl[phase, microbatch] != 1).nonzero()
-                wrong_sums = (checksums_PMl[phase, microbatch] != expected_l).nonzero()
-                for wrong, what in ((wrong_calls, "calls"), (wrong_sums, "checksum")):
-                    if len(wrong):
-                        return self._problem(what, phase, microbatch, int(wrong[0]), checksums_PMl)
+                sums_l, expected_l = checksums_PMl[phase, microbatch], evidence.as_signed(batch.routing_checksums)
+                for index in (sums_l != expected_l).nonzero().flatten().tolist():
+                    seen, wanted = (f"{int(sums[index]) % 2**64:#018x}" for sums in (sums_l, expected_l))
+                    return self._problem("checksum", (phase, microbatch, index), seen, f"{wanted} (as recorded)")
         return None
 
-    def _problem(self, what: str, phase: int, microbatch: int, index: int, checksums_PMl: Tensor) -> ReplayError:
+    def _problem(self, what: str, at: tuple[int, int, int], seen: str, wanted: str) -> UnprovedError:
+        phase, microbatch, index = at
         layer = self.owner.taps[index].layer_number
         place = f"layer {layer}, rank {self.owner.where.rank}, microbatch {microbatch}, {PHASES[phase]}"
-        expected = self.batches[microbatch].routing_checksums
-        assert expected is not None
-        if what == "calls":
-            seen: object = f"{int(self.calls_PMl[phase, microbatch, index])} calls"
-            wanted: object = "1 call"
-        else:
-            seen = f"{int(checksums_PMl[phase, microbatch, index]) % 2**64:#018x}"
-            wanted = f"{int(expected[index]):#018x} (from the trajectories)"
-        return ReplayError(
+        return UnprovedError(
             f"Keep Routing was not proved in {place}: {what}",
             seen=seen,
             expected=wanted,
             remedy="the update was not applied; check that routing rows travelled with their trajectory",
+            microbatch=microbatch if what == "checksum" else -1,
         )
 
 
-@dataclass(slots=True)
-class _LocalRows:
-    """This rank's routing rows of a microbatch: sequence parallelism slices its context-parallel rows once more.
-
-    routed_t: the row's routing was captured. proved_t: captured and no padding.
-    """
-
-    expert_ids_tlK: Tensor | None
-    keys_t: Tensor
-    is_pad_t: Tensor
-    routed_t: Tensor
-    proved_t: Tensor
-    has_live_rows: bool
-    layers_differing_t: Tensor
-
-    @classmethod
-    def of(cls, batch: Microbatch, where: Layout) -> _LocalRows:
-        device = platform.device()
-        num_rows = batch.num_rows // where.tensor
-        mine = slice(where.tensor_rank * num_rows, (where.tensor_rank + 1) * num_rows)
-        routed = batch.routed[mine]
-        return cls(
-            expert_ids_tlK=None if batch.expert_ids is None else torch.from_numpy(batch.expert_ids.copy()).to(device),
-            keys_t=evidence.row_keys(batch, where.context, where.context_rank)[mine].to(device),
-            is_pad_t=torch.from_numpy(batch.is_pad[mine].copy()).to(device),
-            routed_t=torch.from_numpy(routed.copy()).to(device),
-            proved_t=torch.from_numpy(routed & ~batch.is_pad[mine]).to(device),
-            has_live_rows=not routed.all(),
-            layers_differing_t=torch.zeros(num_rows, dtype=torch.int32, device=device),
-        )
-
-
-def _raise_together(problem: ReplayError | None) -> None:
+def _raise_together(problem: UnprovedError | None) -> None:
     """Raises on every rank where any rank has a problem, so that none is left waiting in a later collective."""
     failed = torch.tensor([int(problem is not None)], device=platform.device())
     dist.all_reduce(failed, op=dist.ReduceOp.MAX)
     if problem is not None:
         raise problem
     if int(failed):
-        raise ReplayError(
+        raise UnprovedError(
             "Keep Routing was not proved on another rank",
             remedy="read that rank's log; no update was applied",
         )

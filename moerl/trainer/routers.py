@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from moerl.errors import ReplayError
@@ -105,6 +106,7 @@ def tap_routers(chunks: Sequence[nn.Module], config: Any) -> list[RouterTap]:
     refuse_unsupported_routers(config)
     pattern = _moe_pattern(config)
     found: list[Any] = [layer for chunk in chunks for layer in chunk.modules() if isinstance(layer, MoELayer)]
+    _refuse_unknown_routers(found)
     layers = [layer for layer in found if not layer.router.is_mtp_layer]
     taps = [
         RouterTap(index, sum(pattern[: layer.layer_number - 1]), layer.layer_number)
@@ -113,6 +115,20 @@ def tap_routers(chunks: Sequence[nn.Module], config: Any) -> list[RouterTap]:
     for tap, layer in zip(taps, layers, strict=True):
         _install(tap, layer)
     return taps
+
+
+def _refuse_unknown_routers(layers: Sequence[Any]) -> None:
+    """Only a class that is known to ask the hook for every choice can be trusted to."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    for layer in layers:
+        if type(layer.router) is not TopKRouter:
+            raise ReplayError(
+                f"the router of layer {layer.layer_number} is of an unknown class",
+                seen=type(layer.router).__name__,
+                expected="TopKRouter, which asks the replay hook for every choice",
+                remedy="use a model with plain top-k routers, or teach moerl/trainer/routers.py this class",
+            )
 
 
 def _install(tap: RouterTap, layer: Any) -> None:
@@ -128,10 +144,24 @@ def _install(tap: RouterTap, layer: Any) -> None:
     original = dispatcher.dispatch_preprocess
 
     def dispatch_preprocess(hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> Any:
+        if tap.schedule is not None:
+            _refuse_dead_router(layer, probs)
         tap.before_dispatch(routing_map)
         return original(hidden_states, routing_map, probs)
 
     dispatcher.dispatch_preprocess = dispatch_preprocess
+
+
+def _refuse_dead_router(layer: Any, probs_TE: Tensor) -> None:
+    """A router that is to learn does so through the probabilities of its experts alone: cut off from these it would
+    stand still while everything around it moves."""
+    if torch.is_grad_enabled() and layer.router.weight.requires_grad and not probs_TE.requires_grad:
+        raise ReplayError(
+            f"the router of layer {layer.layer_number} is dead: it would get no gradient",
+            seen="probabilities of experts that are cut off from the router's weights",
+            expected="probabilities gathered from the router's own scores",
+            remedy="look for what detaches them after the router; to freeze routers set trainer.train_router=false",
+        )
 
 
 def _moe_pattern(config: Any) -> list[int]:

@@ -24,7 +24,8 @@ from moerl.trainer import balance, layout, platform, sharded_state
 from moerl.trainer.layout import Layout
 from moerl.trainer.model import ModelOptions, PolicyModel, bare
 from moerl.trainer.optimizer import Optimizer, UpdateReport
-from moerl.trainer.replay import KeepRouting
+from moerl.trainer.replay import KeepRouting, Replay, ReplaySchedule
+from moerl.trainer.replay_rows import RecordedRouting, TracedRows
 from moerl.trainer.sharded_state import StagedState
 
 
@@ -62,13 +63,16 @@ class StepReport:
 
     rows: per microbatch, on the last pipeline stage; empty elsewhere. update: None after a forward-only pass.
     rows_verified: routing rows proved on this rank (rows x layers x phases). expert_load_LE: int64, tokens per expert
-    of this rank's rows and layers; the sum over all ranks counts every token once.
+    of this rank's rows and layers; the sum over all ranks counts every token once. natural_LS: float64, sums of
+    `moerl.trainer.natural.STATISTICS` over the same rows; live_rows_L: int64, rows left to the router.
     """
 
     rows: list[RowScores]
     update: UpdateReport | None
     rows_verified: int
     expert_load_LE: Tensor
+    natural_LS: Tensor
+    live_rows_L: Tensor
 
 
 class MegatronTrainer:
@@ -127,23 +131,43 @@ class MegatronTrainer:
         group = layout.tensor_group() if self.where.tensor > 1 else None
         return VocabShard.from_group(vocab_size, module.vocab_size // self.where.tensor, group)
 
-    def score(self, batches: Sequence[Microbatch], loss: LossFunction, *, enforce: bool) -> list[RowScores]:
-        """A forward-only pass. Leaves gradients, optimizer and replay state as they were.
+    def score(
+        self, batches: Sequence[Microbatch], loss: LossFunction, *, enforce: bool, prove: bool = True
+    ) -> list[RowScores]:
+        """A forward-only pass. Leaves gradients, optimizer and replay state as they were. Arguments as in `step`.
 
         Returns:
             Per microbatch on the last pipeline stage; empty elsewhere.
         """
-        return self._run(batches, loss, enforce=enforce, scale=0.0, forward_only=True).rows
+        report, _ = self._run(batches, loss, Replay(enforce, prove), training=False)
+        return report.rows
 
-    def step(self, batches: Sequence[Microbatch], loss: LossFunction, *, enforce: bool) -> StepReport:
+    def score_and_record(self, batches: Sequence[Microbatch], loss: LossFunction) -> tuple[StepReport, RecordedRouting]:
+        """`score` with the trainer's own routing, as a report, and that routing for later passes to enforce."""
+        report, recorded = self._run(batches, loss, Replay(record=True), training=False)
+        assert recorded is not None
+        return report, recorded
+
+    def trace(self, batches: Sequence[Microbatch], microbatch: int) -> TracedRows:
+        """What reaches this rank's dispatchers for one of the microbatches, row by row: a slow pass after a proof that
+        failed. `microbatch` is the same on all ranks."""
+        what = Replay(enforce=True, prove=False, trace=True)
+        with self.keep_routing.schedule(batches, what, training=False) as schedule:
+            self._forward_backward(schedule, batches, _no_loss, {})
+            return schedule.traced(microbatch)
+
+    def step(
+        self, batches: Sequence[Microbatch], loss: LossFunction, *, enforce: bool, prove: bool = True
+    ) -> StepReport:
         """Forward, backward, proof, update.
 
         Args:
             batches: this rank's shares; equally many on every rank.
-            enforce: replay recorded routing, and prove it before the update.
+            enforce: replay recorded routing. prove: and prove, before the update, that it reached the dispatchers.
 
         Raises:
-            ReplayError: routing was not enforced as recorded. No update was applied.
+            UnprovedError: on every rank, where routing was not enforced as recorded on one. No update was applied.
+            ReplayError: a router bypassed the hook on this rank.
         """
         assert self.optimizer is not None
         self.optimizer.zero_grad()
@@ -151,7 +175,7 @@ class MegatronTrainer:
         # the packed rows. The loss has its global denominator already, so it is multiplied by them here.
         num_rows = torch.tensor([sum(int((~batch.is_pad).sum()) for batch in batches)], device=platform.device())
         dist.all_reduce(num_rows, group=layout.data_and_context_group())
-        report = self._run(batches, loss, enforce=enforce, scale=float(num_rows), forward_only=False)
+        report, _ = self._run(batches, loss, Replay(enforce, prove), training=True, scale=float(num_rows))
         update = self.optimizer.update()
         if self.options.expert_bias == "update" and not update.skipped:
             layers = [tap.moe_layer for tap in self.keep_routing.taps]
@@ -159,52 +183,57 @@ class MegatronTrainer:
         return replace(report, update=update)
 
     def _run(
-        self,
-        batches: Sequence[Microbatch],
-        loss: LossFunction,
-        *,
-        enforce: bool,
-        scale: float,
-        forward_only: bool,
-    ) -> StepReport:
+        self, batches: Sequence[Microbatch], loss: LossFunction, what: Replay, *, training: bool, scale: float = 0.0
+    ) -> tuple[StepReport, RecordedRouting | None]:
+        """One schedule, without the update; and the routing recorded, where that was asked for."""
         rows: dict[int, RowScores] = {}
-        with self.keep_routing.schedule(batches, enforce=enforce, training=not forward_only) as schedule:
-
-            def forward_step(microbatches: Iterator[int], module: Any) -> tuple[Tensor, Any]:
-                index = next(microbatches)
-                schedule.begin(index)
-
-                def loss_function(logits_1TV: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-                    total, rows[index] = loss(logits_1TV[0], index)
-                    num_rows = torch.tensor(int((~batches[index].is_pad).sum()), device=logits_1TV.device)
-                    return total * scale, num_rows, {}
-
-                return self.model.forward(module, batches[index]), loss_function
-
-            with torch.set_grad_enabled(not forward_only):
-                self._forward_backward(forward_step, batches, forward_only=forward_only)
-            verified = schedule.verify() if enforce else 0
+        with self.keep_routing.schedule(batches, what, training=training) as schedule:
+            self._forward_backward(schedule, batches, loss, rows, scale=scale)
+            verified = schedule.verify() if what.enforce or what.record else 0
+            recorded = schedule.recorded() if what.record else None
             differing = schedule.layers_differing()
         scored = [replace(rows[i], layers_differing_T=differing[i].cpu()) for i in sorted(rows)]
-        return StepReport(scored, None, verified, schedule.expert_load_LE)
+        natural_LS = schedule.natural_LS.cpu()
+        report = StepReport(scored, None, verified, schedule.expert_load_LE, natural_LS, schedule.live_rows_L)
+        return report, recorded
 
-    def _forward_backward(self, forward_step: Any, batches: Sequence[Microbatch], *, forward_only: bool) -> None:
-        """Megatron's schedule for this layout: none, 1F1B or interleaved."""
+    def _forward_backward(
+        self,
+        schedule: ReplaySchedule,
+        batches: Sequence[Microbatch],
+        loss: LossFunction,
+        rows: dict[int, RowScores],
+        *,
+        scale: float = 0.0,
+    ) -> None:
+        """Megatron's schedule for this layout: none, 1F1B or interleaved. Fills `rows` by microbatch."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        def forward_step(microbatches: Iterator[int], module: Any) -> tuple[Tensor, Any]:
+            index = next(microbatches)
+            schedule.begin(index)
+
+            def loss_function(logits_1TV: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+                total, rows[index] = loss(logits_1TV[0], index)
+                num_rows = torch.tensor(int((~batches[index].is_pad).sum()), device=logits_1TV.device)
+                return total * scale, num_rows, {}
+
+            return self.model.forward(module, batches[index]), loss_function
 
         iterators = [iter(range(len(batches))) for _ in self._modules]
         interleaved = len(self._modules) > 1
-        get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=iterators if interleaved else iterators[0],
-            model=self._modules if interleaved else self._modules[0],
-            num_microbatches=len(batches),
-            seq_length=max(batch.num_rows_of_all for batch in batches),
-            micro_batch_size=1,
-            forward_only=forward_only,
-        )
+        with torch.set_grad_enabled(schedule.training):
+            get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=iterators if interleaved else iterators[0],
+                model=self._modules if interleaved else self._modules[0],
+                num_microbatches=len(batches),
+                seq_length=max(batch.num_rows_of_all for batch in batches),
+                micro_batch_size=1,
+                forward_only=not schedule.training,
+            )
 
-    def head_inputs(self, batches: Sequence[Microbatch], *, enforce: bool) -> list[Tensor]:
+    def head_inputs(self, batches: Sequence[Microbatch], *, enforce: bool, prove: bool = True) -> list[Tensor]:
         """What the language-model head gets, per microbatch, without gradient: all that a reference model is for.
 
         [T / tensor, 1, H] each on the last pipeline stage; empty elsewhere. `head` makes logits of them, one microbatch
@@ -216,7 +245,7 @@ class MegatronTrainer:
         if self.where.is_last_stage:
             handle = last.output_layer.register_forward_pre_hook(lambda _, args: kept.append(args[0].detach()))
         try:
-            self.score(batches, _no_loss, enforce=enforce)
+            self.score(batches, _no_loss, enforce=enforce, prove=prove)
         finally:
             if handle is not None:
                 handle.remove()

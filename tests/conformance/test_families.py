@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from moerl.contract.ports import RolloutRequest
+from moerl.contract.spec import moe_layer_indices
 from moerl.contract.trajectory import Lineage, SamplingParams
 from moerl.rollout.embedded import EmbeddedEngine
 
@@ -23,6 +24,7 @@ def test_recorded_routes_and_logprobs_are_those_of_the_family(name: str, tmp_pat
     path = families.write_model(tmp_path / name, family, seed=5)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     engine = EmbeddedEngine(model, family.spec(), engine_id="e", max_running=2, policy_version=0)
+    assert engine.handshake().layer_numbers == moe_layer_indices(model.config.to_dict())
     requests = [_request(index, length) for index, length in enumerate((3, 9, 5))]
     judge = families.Judge(path, family)
     for record in engine.generate(requests):

@@ -139,6 +139,7 @@ def test_the_handshake_tells_spec_and_version(build):
     info = engine.handshake()
     assert isinstance(engine, RolloutEngine)
     assert (info.spec, info.policy_version) == (SPEC, 0)
+    assert (info.reported_layers, info.layer_numbers) == ("moe", (0, 2, 3))
     assert info.captures_routing
     assert info.captures_kept_sets
 

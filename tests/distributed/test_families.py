@@ -26,13 +26,14 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "one": (1, {}),
     "TP2": (2, {"tensor": 2}),
     "PP2": (2, {"pipeline": 2}),
+    "VPP2": (2, {"pipeline": 2, "virtual_pipeline": 2}),
     "EP2": (2, {"expert": 2}),
     "CP2": (2, {"context": 2}),
     "TP2-EP2": (4, {"tensor": 2, "expert": 2}),
     "TP2-PP2-EP2": (4, {"tensor": 2, "pipeline": 2, "expert": 2}),
 }
 """Processes and parallel sizes; data parallelism takes what is left."""
-QUICK = {("deepseek_v3", "TP2"), ("glm4_moe", "PP2")}
+QUICK = {("deepseek_v3", "TP2"), ("deepseek_v3", "VPP2"), ("glm4_moe", "PP2")}
 """Besides one process, for `make test`; the others are for `make test-distributed`."""
 CASES = [
     pytest.param(
@@ -129,7 +130,14 @@ def test_a_family_is_the_model_of_transformers_and_comes_back_bit_for_bit(
 ) -> None:
     path, samples, expected = case(cases, name)
     num_data = number // int(np.prod([sizes.get(axis, 1) for axis in ("tensor", "pipeline", "context")]))
-    batches = tiny_moe.pack(samples, num_ranks=num_data, multiple=SEQUENCE_MULTIPLE, sequence=SEQUENCE_MULTIPLE)
+    batches = tiny_moe.pack(
+        samples,
+        num_ranks=num_data,
+        multiple=SEQUENCE_MULTIPLE,
+        sequence=SEQUENCE_MULTIPLE,
+        # An interleaved schedule wants as many microbatches as there are stages, or a multiple.
+        count_multiple=sizes.get("pipeline", 1),
+    )
     results = processes(request, number).run(compute, path, FAMILIES[name].spec(), batches, **sizes)
     original = load_file(path / "model.safetensors")
     for result in results:

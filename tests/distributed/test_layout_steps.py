@@ -258,30 +258,26 @@ def test_nothing_is_left_over_for_the_next_step(kind: str, case: Case, untied: P
 
 def routing_maps(where: Any, path: Path, case: Case) -> tuple[int, int]:
     """(dispatches compared, experts that differ) between forward and recompute, uncaptured rows among them."""
+    from moerl.trainer.replay import ReplaySchedule
+
     trainer = matrix.build(where, path, case)
     maps: dict[tuple[int, int, int], torch.Tensor] = {}
-    schedule_class = type(_open_schedule(trainer))
-    observe = schedule_class.observe
+    observe = ReplaySchedule.observe
 
     def keep(self: Any, tap: Any, routing_map_tE: torch.Tensor) -> None:
         microbatch, phase = tap.active
         maps[tap.index, microbatch, phase] = routing_map_tE.clone()
         observe(self, tap, routing_map_tE)
 
-    schedule_class.observe = keep
+    ReplaySchedule.observe = keep
     try:
         matrix.step(trainer, matrix.make_samples(161))
     finally:
-        schedule_class.observe = observe
+        ReplaySchedule.observe = observe
     forward = {key[:2]: each for key, each in maps.items() if key[2] == 0}
     again = {key[:2]: each for key, each in maps.items() if key[2] == 1}
     assert forward.keys() == again.keys()
     return len(again), sum(int((each != again[key]).sum()) for key, each in forward.items())
-
-
-def _open_schedule(trainer: Any) -> Any:
-    with trainer.keep_routing.schedule([], enforce=False, training=False) as schedule:
-        return schedule
 
 
 @cases(

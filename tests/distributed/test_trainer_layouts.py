@@ -36,6 +36,31 @@ def flat(ranks: list[list[Microbatch]], layout: str) -> list[list[Microbatch]]:
     return ranks if layout == "EP2" else [[batch for part in ranks for batch in part]]
 
 
+# --- options of the model --------------------------------------------------------------------------------------------
+
+
+def train_without_routers(where: Any, path: Path) -> tuple[dict[str, float], bool]:
+    trainer = tiny_moe.build(where, path, train_router=False, deterministic=True)
+    before = tiny_moe.exported(trainer)
+    local, denominator = tiny_moe.shares(trainer, tiny_moe.make_samples(91, LENGTHS))
+    trainer.step(local, tiny_moe.policy_loss(trainer, local, denominator), enforce=True)
+    after = tiny_moe.exported(trainer)
+    moved = {name: float(np.abs(after[name] - tensor).max()) for name, tensor in before.items()}
+    return moved, trainer.model.chunks[0].config.deterministic_mode
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_frozen_routers_stay_and_everything_else_moves(
+    tensor: int, untied: Path, request: pytest.FixtureRequest
+) -> None:
+    ranks: Ranks = request.getfixturevalue("one_process" if tensor == 1 else "two_processes")
+    for moved, deterministic in ranks.run(train_without_routers, untied, tensor=tensor):
+        assert deterministic
+        routers = {name for name in moved if name.endswith("mlp.gate.weight")}
+        assert len(routers) == tiny_moe.SPEC.num_moe_layers
+        assert {name for name, change in moved.items() if change == 0} == routers
+
+
 # --- scores and export -----------------------------------------------------------------------------------------------
 
 

@@ -26,7 +26,7 @@ def reasons(run: Path) -> list[str]:
     ("fault", "error"),
     [
         (("shift_routing", {"call": 3}), "checksum"),
-        (("flip_bit_of_frame", {"call": 2}), "error: contract: "),
+        (("flip_bit_of_frame", {"call": 3}), "error: contract: "),
         (("repeat_an_expert", {"call": 2}), "error: contract: repeated_expert in field 'expert_ids'"),
     ],
 )
@@ -48,9 +48,85 @@ def test_a_damaged_batch_stops_the_run_before_its_update(
     assert (run / weights).read_bytes() == (undisturbed.folder / weights).read_bytes()
 
 
+def test_an_update_without_a_finite_gradient_is_skipped_and_its_batch_is_kept(forked: Runs, tmp_path: Path) -> None:
+    from moerl.contract.disk import read_parquet
+
+    run = tmp_path / "run"
+    finished = train(forked, run, fault=("spoil_losses", {"calls": 1}))
+    assert finished.status == 0, finished.output
+    assert "WARNING: the gradient was not finite, update skipped (1 in a row" in finished.output
+    (kept,) = (run / "skipped").glob("*.parquet")
+    assert str(kept) in finished.output
+    assert len(read_parquet(kept)) > 0
+    first, *others = [row for row in rows(run) if row["stage"] == "rl"]
+    assert first["optimizer/skipped"] == 1
+    assert all(row["optimizer/skipped"] == 0 for row in others)
+
+
+def test_too_many_skipped_updates_in_a_row_end_the_run(forked: Runs, tmp_path: Path) -> None:
+    stopped = train(
+        forked, tmp_path / "run", "trainer.max_skipped_updates=1", fault=("spoil_losses", {"calls": 1_000_000})
+    )
+    assert stopped.status == 1
+    assert "error: the gradient is not finite; seen: 2 skipped updates in a row" in stopped.output
+    assert len(list((tmp_path / "run" / "skipped").glob("*.parquet"))) == 2
+
+
 def test_routing_of_the_row_before_is_a_replay_error(forked: Runs, tmp_path: Path) -> None:
     stopped = train(forked, tmp_path / "run", "--traceback", fault=("shift_routing", {"call": 1}))
     assert "moerl.errors.ReplayError" in stopped.output
+
+
+UPDATES_OF_THE_COLD_START = 4
+FIRST_ROW = "first differing row: rollout rl-000001/"
+NOT_PROVED = "error: Keep Routing was not proved in layer 1, rank 0, microbatch 0, forward: checksum"
+WRONG_ROUTING: dict[str, tuple[Fault, int, list[str]]] = {
+    "rows": (("shift_routing", {"call": 2}), 1, [NOT_PROVED, FIRST_ROW]),
+    "layers": (("shift_layers", {"call": 2}), 1, [NOT_PROVED, FIRST_ROW]),
+    "trajectories of equal length": (("swap_trajectories", {"call": 2, "equal": True}), 1, [NOT_PROVED, FIRST_ROW]),
+    "trajectories": (("swap_trajectories", {"call": 2, "equal": False}), 1, [NOT_PROVED, FIRST_ROW]),
+    "prompts left to the router": (("leave_prompts_to_the_router", {"call": 2}), 1, [NOT_PROVED]),
+    "rows cut off": (("cut_routing", {"call": 2}), 1, ["error: contract: wrong_shape in field 'expert_ids'"]),
+    "prompts not captured": (
+        ("drop_prompt_routing", {"only": "rl-000001/", "flagged": True}),
+        1,
+        ["error: rollout rl-000001/", "cannot be replayed", "rows without captured routing"],
+    ),
+    "prompts not sent": (
+        ("drop_prompt_routing", {"only": "rl-000001/", "flagged": False}),
+        1,
+        ["quarantine_rate_exceeded", "{'wrong_shape': "],
+    ),
+    "a router without replay": (
+        ("dead_router", {"how": "hook"}),
+        0,
+        ["error: layer 2 dispatched tokens without asking the replay hook"],
+    ),
+    "a router without gradient": (
+        ("dead_router", {"how": "gradient"}),
+        0,
+        ["error: the router of layer 2 is dead: it would get no gradient"],
+    ),
+}
+"""What is wrong, in how many RL steps nothing was yet, and what the run says."""
+
+
+@pytest.mark.parametrize(("fault", "num_right", "said"), WRONG_ROUTING.values(), ids=WRONG_ROUTING)
+def test_a_run_with_wrong_routing_ends_before_an_update(
+    fault: Fault, num_right: int, said: list[str], forked: Runs, tmp_path: Path
+) -> None:
+    run, updates = tmp_path / "run", tmp_path / "updates"
+    counted: Fault = ("both", {"first": fault, "second": ("count_updates", {"file": str(updates)})})
+    # Without a mismatch table in the second step it is the update's own proof that fails.
+    stopped = train(forked, run, "mismatch.every=0", fault=counted)
+    assert stopped.status == 1, stopped.output
+    for words in said:
+        assert words in stopped.output
+    assert "Traceback" not in stopped.output
+    assert len(updates.read_bytes()) == UPDATES_OF_THE_COLD_START + num_right
+    assert rl_steps(run) == list(range(1, num_right + 1))
+    written = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert written == ["0-sft-000003", "0-sft-000004", "1-rl-000001"][num_right:][:2]
 
 
 @pytest.mark.parametrize(

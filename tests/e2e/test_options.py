@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,24 @@ def test_without_replay_the_routers_disagree_and_nothing_is_verified(train: Call
     assert table["both"] < table["kept_sets"] < table["neither"]
 
 
+def test_the_trainers_own_routing_is_kept_and_every_second_update_proved(
+    train: Callable[..., Steps], tmp_path: Path
+) -> None:
+    steps = train(
+        "keep_routing.mode=trainer", "keep_routing.verify=2", "algorithm.kl_coef=0.1", "rollout.dtype=bfloat16"
+    )
+    assert [row["replay/updates_unproved"] for row in steps] == [(i + 1) % 2 for i in range(len(steps))]
+    for row in steps:
+        assert (row["replay/rows_verified"] == 0) == bool(row["replay/updates_unproved"])
+        assert 0 < row["routing/disagreement"] < 0.5 < row["routing/jaccard"] < 1
+        assert row["routing/margin_at_flips"] < row["routing/margin_elsewhere"]
+    layers = [json.loads(line) for line in (tmp_path / "run" / "layers.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in layers] == [row["step"] for row in steps]
+    for row, layer in zip(steps, layers, strict=True):
+        assert np.mean(layer["disagreement"]) == pytest.approx(row["routing/disagreement"])
+        assert layer["live_rows"] == [0.0] * len(layer["disagreement"])
+
+
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_recomputed_activations_change_nothing_and_are_verified_too(
     recompute: str, train: Callable[..., Steps], tiny: DoneRun
@@ -86,8 +105,16 @@ def test_a_trainer_in_bf16_runs(train: Callable[..., Steps]) -> None:
         assert row["replay/rows_verified"] > 0
 
 
-def test_small_microbatches_train_the_same(train: Callable[..., Steps], tiny: DoneRun) -> None:
-    for row, expected in zip(train("trainer.microbatch_tokens=64"), steps_of(tiny.folder), strict=True):
+def test_small_microbatches_train_the_same(forked: Runs, tmp_path: Path) -> None:
+    steps = []
+    # The load-balancing loss is one of each microbatch.
+    for tokens in (64, 2048):
+        run = tmp_path / str(tokens)
+        overrides = ("algorithm.moe_aux_loss_coef=0", "sft.moe_aux_loss_coef=0", f"trainer.microbatch_tokens={tokens}")
+        finished = forked.run("train", "recipe=tiny", f"run_dir='{run}'", *overrides)
+        assert finished.status == 0, finished.output
+        steps.append(steps_of(run))
+    for row, expected in zip(*steps, strict=True):
         assert row["replay/rows_verified"] == expected["replay/rows_verified"]
         assert row["reward/mean"] == expected["reward/mean"]
         assert row["mismatch/logprob_abs_max"] < 1e-5

@@ -80,6 +80,27 @@ def test_tensor_parallel_ranks_train_as_one(sums: Sums, undisturbed: DoneRun, tm
     assert summary["peak_rss_bytes"] > json.loads((undisturbed.folder / "summary.json").read_text())["peak_rss_bytes"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ("parallel.tensor=2", "parallel.expert=2", "trainer.recompute=full"),
+        ("parallel.pipeline=2", "parallel.expert=2"),
+        ("parallel.pipeline=2", "parallel.virtual_pipeline=2", "trainer.distributed_optimizer=overlap"),
+        ("parallel.context=2", "trainer.recompute=selective"),
+    ],
+    ids=["TP2xEP2", "PP2xEP2", "PP2-VPP2", "CP2"],
+)
+def test_a_run_in_any_layout_is_the_run_of_one_process(
+    layout: tuple[str, ...], sums: Sums, undisturbed: DoneRun, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    finished = moerl(*sums.train(run), *layout, path=[sums.folder])
+    assert finished.status == 0, finished.output
+    assert processes_of(run) == []
+    assert_close(run, undisturbed.folder)
+
+
 def test_a_run_goes_on_with_more_ranks(sums: Sums, undisturbed: DoneRun, tmp_path: Path, forked: Runs) -> None:
     run = tmp_path / "run"
     update = "moerl.trainer.optimizer:Optimizer.update"

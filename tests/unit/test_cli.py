@@ -64,7 +64,7 @@ sys.exit(status)
 def test_the_overview_names_every_command(capsys: pytest.CaptureFixture[str]):
     assert cli.main(["--help"]) == 0
     text = capsys.readouterr().out
-    assert all(f"  {command}" in text for command in ALL_COMMANDS)
+    assert all(f"  {command}" in text for command in [*ALL_COMMANDS, "export", "verify"])
     assert cli.main([]) == 2
 
 
@@ -92,6 +92,16 @@ def test_every_example_of_the_help_is_accepted(tmp_path: Path, monkeypatch: pyte
                 load_config(overrides, command="train" if name == cli.PLAN else name)
 
 
+def test_the_help_of_verify_says_what_the_tolerance_means(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["verify", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("usage: moerl verify DUMP --model HF_DIR")
+    assert "largest difference of two log-probs of one token, 0.0001 if not said" in text
+    for line, _ in cli.VERIFY.examples:
+        options = cli._verify_parser().parse_args(line.removeprefix("moerl verify ").split())
+        assert options.tolerance == cli.TOLERANCE_NATS
+
+
 def test_help_and_errors_need_no_torch(tmp_path: Path):
     done = run_python(MAIN_WITHOUT_TORCH, "train", "--help", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -109,6 +119,8 @@ def test_help_and_errors_need_no_torch(tmp_path: Path):
         (["trian"], "unknown command; seen: trian"),
         (["plan"], "unknown command; seen: plan"),
         (["plan", "memory", "--gpu-memory-gib=0"], "--gpu-memory-gib: invalid gib_size value: '0'"),
+        (["verify", "dump.parquet"], "the following arguments are required: --model"),
+        (["verify", "dump.parquet", "--model=m", "--tolerance=nan"], "--tolerance: invalid nats value: 'nan'"),
         (["train", "--fast"], "unrecognized arguments: --fast"),
         (["train", "seed=x"], "seed: wrong value"),
         (["eval", "recipe=tiny"], "model.path: moerl eval needs trained weights"),

@@ -16,7 +16,7 @@ from collections.abc import Collection, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from moerl.contract.ports import EngineInfo, RolloutRecord, RolloutRequest
+from moerl.contract.ports import EngineInfo, ReportedLayers, RolloutRecord, RolloutRequest
 from moerl.contract.trajectory import FinishReason, ModelSpec
 from moerl.errors import ContractError, EngineError
 from moerl.rollout.requests import check_requests
@@ -98,7 +98,14 @@ class SGLangEngine:
             EngineError: as at construction.
         """
         self._facts = self._shake_hands()
-        return EngineInfo(self._engine_id, self._model.spec, self._facts.policy_version)
+        report = self._facts.report
+        return EngineInfo(
+            self._engine_id,
+            self._model.spec,
+            self._facts.policy_version,
+            ReportedLayers.MOE,
+            tuple(report.moe_layers),
+        )
 
     def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[RolloutRecord]:
         """Yields one record per request, in the order in which they finish.

@@ -163,7 +163,7 @@ def test_a_refused_layout_comes_with_the_nearest_that_work():
 
 def test_every_rule_that_a_layout_breaks_is_named():
     with pytest.raises(ConfigError, match=r"also wrong: parallel.expert, parallel.pipeline\)"):
-        load_config(["parallel.tensor=8", "parallel.expert=3", "parallel.pipeline=3"], command="train")
+        load_config(["parallel.tensor=8", "parallel.expert=3", "parallel.pipeline=5"], command="train")
 
 
 def test_sampling_without_masks_is_allowed_and_noted():
@@ -175,3 +175,16 @@ def test_the_top_k_that_comes_with_top_p_is_noted():
     config = load_config(["rollout.top_k=null"], command="train")
     assert any("top_k = 4096 is in force" in note for note in config_notes(config))
     assert config_notes(load_config(["rollout.top_k=null", "rollout.top_p=1.0"], command="train")) == []
+
+
+def test_the_reference_follows_the_policys_mode_unless_it_has_its_own():
+    for mode in ("off", "rollout", "trainer"):
+        assert load_config([f"keep_routing.mode={mode}"], command="train").keep_routing.reference_mode == mode
+    config = load_config(["keep_routing.mode=trainer", "keep_routing.reference=off"], command="train")
+    assert config.keep_routing.reference_mode == "off"
+
+
+@pytest.mark.parametrize("mode", ["off", "rollout"])
+def test_a_reference_cannot_take_a_routing_that_the_policy_does_not_record(mode: str):
+    found = error(f"keep_routing.mode={mode}", "keep_routing.reference=trainer")
+    assert found == "keep_routing.reference: the trainer's routing is not recorded"

@@ -110,7 +110,9 @@ def test_hydras_own_keys_are_unknown():
         ("optimizer.lr=inf", "a finite number"),
         ("optimizer.lr=0", "greater than 0"),
         ("model.dtype=fp16", "'float32' or 'bfloat16'"),
-        ("keep_routing.mode=on", "'off' or 'rollout'"),
+        ("keep_routing.mode=on", "'off', 'rollout' or 'trainer'"),
+        ("keep_routing.verify=0", "'every' or 'off' or greater than or equal to 1"),
+        ("keep_routing.verify=sometimes", "'every' or 'off' or a valid integer"),
         ("keep_sampling_mask.enabled=1", "a valid boolean"),
         ("rollout.top_k=5000", "less than or equal to 4096"),
         ("rollout.top_p=0", "greater than 0"),
@@ -148,7 +150,7 @@ def test_a_missing_value_is_named():
 
 
 def test_an_unknown_option_of_a_group_lists_the_ones_there_are():
-    assert "expected: one of laptop, tiny" in error("recipe=nope")
+    assert "expected: one of laptop, routing_study, tiny;" in error("recipe=nope")
     assert "expected: one of embedded" in error("rollout=sglang")
 
 

@@ -18,7 +18,9 @@ def test_types_read_as_a_newcomer_would_write_them():
     types = {key.path: key.type_name for key in config_keys()}
     assert types["algorithm.group_size"] == "int >= 2"
     assert types["rollout.top_k"] == "int >= 1, <= 4096 or null"
-    assert types["keep_routing.mode"] == "off | rollout"
+    assert types["keep_routing.mode"] == "off | rollout | trainer"
+    assert types["keep_routing.reference"] == "off | rollout | trainer or null"
+    assert types["keep_routing.verify"] == "every | off or int >= 1"
     assert types["task.name"] == "chain_sum | jsonl"
     assert types["task.worked_probability"] == "mapping of int to float >= 0, <= 1"
     assert types["model.path"] == "path or null"

@@ -213,6 +213,46 @@ def test_a_broken_invariant_is_refused_by_name(reason: Reason, breaks: Callable[
     assert caught.value.expected is not None
 
 
+def cut_to(num_tokens: int) -> Callable[[Values], None]:
+    """Everything but the routing as for an answer cut to so many tokens."""
+
+    def cuts(values: Values) -> None:
+        for name in ("token_ids", "sampled", "rollout_logprobs", "kept_logmass", "policy_versions", "truncated"):
+            values[name] = values[name][:num_tokens]
+        kept = values["kept"]
+        values["kept"] = KeptSets(kept.offsets[: num_tokens + 1], kept.ids[: kept.offsets[num_tokens]])
+        values["scores"] = {name: score[:num_tokens] for name, score in values["scores"].items()}
+        *turns, last = values["turns"]
+        values["turns"] = (*turns, dataclasses.replace(last, end=num_tokens))
+
+    return cuts
+
+
+def routes(*rows: int) -> Callable[[Values], None]:
+    """The routes of these rows, in this order."""
+
+    def take(values: Values) -> None:
+        values["expert_ids"], values["routed"] = values["expert_ids"][list(rows)], values["routed"][list(rows)]
+
+    return take
+
+
+@pytest.mark.parametrize(
+    "breaks",
+    [routes(*range(7), 6), routes(*range(7), *range(7)), cut_to(6), all_of(cut_to(6), routes(*range(6)))],
+    ids=["the last token has one", "twice", "the answer was cut", "one too many after a cut"],
+)
+def test_routes_that_are_not_one_for_every_token_but_the_last_are_refused(breaks: Callable[[Values], None]):
+    values = values_of(BASE)
+    breaks(values)
+    with pytest.raises(ContractError) as caught:
+        Trajectory(**values)
+    assert caught.value.reason == Reason.WRONG_SHAPE
+    num_tokens = len(values["token_ids"])
+    routes(*range(num_tokens - 1))(values)
+    assert len(Trajectory(**values)) == num_tokens
+
+
 def test_a_greedy_span_lists_exactly_the_token():
     greedy = make_trajectory(np.random.default_rng(0), sampling=GREEDY)
     assert greedy.kept.sizes.tolist() == [0, 0, 0, 1, 1, 1, 1, 1]

@@ -9,10 +9,12 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
-from factories import make_trajectory, values_of
+from factories import SPEC, make_trajectory, values_of
 
 from moerl.algorithms.grpo import GRPO
 from moerl.contract import Prompt, Quarantine, RolloutRecord, RolloutRequest, SamplingParams
+from moerl.contract.layers import LayerSelection, ModelLayers, select_layers
+from moerl.contract.ports import EngineInfo, ReportedLayers
 from moerl.errors import RewardError
 from moerl.orchestration.rollouts import Collector, in_request_order, with_advantages
 
@@ -55,9 +57,15 @@ class FlakyTask:
         return {"reward": float(self.calls), "accuracy": 0.0}
 
 
-def collector(folder: Path, fails_at: int = 0) -> Collector:
+ALL_MOE = LayerSelection(SPEC.num_moe_layers, tuple(range(SPEC.num_moe_layers)))
+
+
+def collector(
+    folder: Path, fails_at: int = 0, engine: FakeEngine | None = None, layers: LayerSelection = ALL_MOE
+) -> Collector:
     quarantine = Quarantine(folder, 1.0)
-    return Collector(cast(Any, FakeEngine()), cast(Any, FlakyTask(fails_at)), cast(Any, FakeTokenizer()), quarantine, 8)
+    task, tokenizer = cast(Any, FlakyTask(fails_at)), cast(Any, FakeTokenizer())
+    return Collector(cast(Any, engine or FakeEngine()), task, tokenizer, quarantine, 8, layers)
 
 
 def collect(collect_from: Collector, count: int) -> tuple[list[Any], list[RolloutRequest]]:
@@ -93,3 +101,27 @@ def test_advantages_lie_on_sampled_tokens_alone(tmp_path: Path):
     for sample, advantage in zip(samples, (-1.0, 0.0, 1.0), strict=True):
         np.testing.assert_allclose(sample.advantages[sample.trajectory.sampled], advantage, atol=1e-6)
         assert not sample.advantages[~sample.trajectory.sampled].any()
+
+
+class AllLayersEngine(FakeEngine):
+    """Reports a dense layer, before and between the others, whose columns mean nothing; one record lacks a column."""
+
+    info = EngineInfo("fake", SPEC, 0, ReportedLayers.ALL, (0, 1, 2, 3, 4))
+
+    def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[RolloutRecord]:
+        for number, record in enumerate(super().generate(requests)):
+            moe = record.values["expert_ids"]
+            wide = np.zeros((moe.shape[0], 5, moe.shape[2]), moe.dtype)
+            wide[:, (1, 2, 4)] = moe
+            yield replace(record, values={**record.values, "expert_ids": moe if number == 1 else wide})
+
+
+def test_of_an_engine_that_reports_all_layers_the_moe_layers_are_taken_and_other_tables_refused(tmp_path: Path):
+    engine = AllLayersEngine()
+    layers = select_layers(engine.info, ModelLayers(5, (1, 2, 4)))
+    plain, _ = collect(collector(tmp_path / "plain"), 4)
+    found, _ = collect(here := collector(tmp_path / "wide", engine=engine, layers=layers), 4)
+    assert here.quarantine.counts == {"wrong_shape": 1}
+    assert [t.lineage.rollout_id for t in found] == [plain[i].lineage.rollout_id for i in (0, 2, 3)]
+    for trajectory, i in zip(found, (0, 2, 3), strict=True):
+        np.testing.assert_array_equal(trajectory.expert_ids, plain[i].expert_ids)

@@ -128,9 +128,11 @@ def test_routing_that_is_not_the_recorded_one_is_refused(
 
 
 def misalign(where: Any, path: Path) -> str:
+    from moerl.trainer.replay import Replay
+
     trainer = tiny_moe.build(where, path, optimizer=None)
     batches = make_batches(11)
-    with trainer.keep_routing.schedule(batches, enforce=True, training=False) as schedule:
+    with trainer.keep_routing.schedule(batches, Replay(enforce=True), training=False) as schedule:
         schedule.begin(0)
         scores = torch.zeros(batches[0].num_rows - 1, tiny_moe.SPEC.num_experts)
         with pytest.raises(ReplayError) as caught:
@@ -239,6 +241,34 @@ def test_recompute_that_does_not_replay_is_refused(recompute: str, untied: Path,
     assert "layer 2, rank 0, microbatch 0, recompute: checksum" in refusal
 
 
+def cut_a_router_off(trainer: Any) -> Callable[[], None]:
+    """Replay as recorded, with probabilities that lead nowhere."""
+    router = trainer.model.chunks[0].decoder.layers[1].mlp.router
+    routing = router.routing
+
+    def detached(*args: Any, **kwargs: Any) -> Any:
+        probs, routing_map = routing(*args, **kwargs)
+        return probs.detach(), routing_map
+
+    router.routing = detached
+    return lambda: delattr(router, "routing")
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_router_without_gradient_is_refused(recompute: str, untied: Path, one_process: Ranks) -> None:
+    (refusal,) = one_process.run(check_sabotaged, untied, cut_a_router_off, recompute)
+    assert "the router of layer 2 is dead" in refusal
+
+
+def step_frozen(where: Any, path: Path) -> None:
+    trainer = tiny_moe.build(where, path, train_router=False)
+    assert step(trainer, make_batches(11)).rows_verified > 0
+
+
+def test_a_frozen_router_needs_no_gradient(untied: Path, one_process: Ranks) -> None:
+    one_process.run(step_frozen, untied)
+
+
 # --- nothing outlives a schedule -------------------------------------------------------------------------------------
 
 
@@ -290,12 +320,14 @@ def test_an_exception_in_mid_schedule_leaves_nothing_for_the_next_step(
 
 
 def check_open_schedule(where: Any, path: Path) -> str:
+    from moerl.trainer.replay import Replay
+
     trainer = tiny_moe.build(where, path, optimizer=None)
     batches = make_batches(25)
     with (
-        trainer.keep_routing.schedule(batches, enforce=True, training=False),
+        trainer.keep_routing.schedule(batches, Replay(enforce=True), training=False),
         pytest.raises(ReplayError) as caught,
-        trainer.keep_routing.schedule(batches, enforce=True, training=False),
+        trainer.keep_routing.schedule(batches, Replay(enforce=True), training=False),
     ):
         pass
     return str(caught.value)
@@ -360,28 +392,3 @@ def test_a_model_that_is_hooked_already_or_has_other_layers_is_refused(untied: P
     assert "has a replay hook already" in refusals["hook"]
     assert "[0, 1, 2, 3]" in refusals["layers"]
     assert "0..4" in refusals["layers"]
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("moe_router_fusion", True),
-        ("moe_router_load_balancing_type", "sinkhorn"),
-        ("moe_router_load_balancing_type", ["aux_loss", "quantile_balancing"]),
-        ("moe_expert_capacity_factor", 1.25),
-        ("moe_router_force_load_balancing", True),
-    ],
-)
-def test_routers_that_return_before_the_hook_or_drop_tokens_after_it_are_refused(name: str, value: object) -> None:
-    from moerl.trainer.routers import refuse_unsupported_routers
-
-    config = SimpleNamespace(
-        moe_router_fusion=False,
-        moe_router_load_balancing_type="none",
-        moe_expert_capacity_factor=None,
-        moe_router_force_load_balancing=False,
-    )
-    refuse_unsupported_routers(config)
-    setattr(config, name, value)
-    with pytest.raises(ReplayError, match=name):
-        refuse_unsupported_routers(config)

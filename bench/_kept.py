@@ -1,0 +1,57 @@
+"""Kept sets of a realistic and of a flat distribution of sizes, for the benchmarks of scoring and ingest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moerl.contract.trajectory import KeptSets
+
+NUM_VOCAB = 151_936
+
+
+def realistic_sizes(rng: np.random.Generator, num_rows: int) -> NDArray[np.int64]:
+    """46% singletons, the rest log-normal: mean 8, median 2, 99th percentile 82; what nucleus sampling keeps."""
+    rest = 1 + np.ceil(rng.lognormal(1.777, 1.255, num_rows)).astype(np.int64)
+    return np.where(rng.random(num_rows) < 0.46, 1, rest)
+
+
+def flat_sizes(rng: np.random.Generator, num_rows: int) -> NDArray[np.int64]:
+    """Uniform from 1 to 999: mean 500; a model that is unsure of every token."""
+    return rng.integers(1, 1000, num_rows)
+
+
+SIZES: dict[str, Callable[[np.random.Generator, int], NDArray[np.int64]]] = {
+    "realistic": realistic_sizes,
+    "flat": flat_sizes,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class KeptCase:
+    """Kept sets of T rows and a target of each, int64 [T]."""
+
+    kept: KeptSets
+    target_ids_T: NDArray[np.int64]
+
+    @classmethod
+    def draw(cls, sizes: str, num_rows: int, seed: int = 0) -> KeptCase:
+        """Ids are uniform over the vocabulary: the hardest case for reading few rows of the head."""
+        rng = np.random.default_rng(seed)
+        sizes_T = SIZES[sizes](rng, num_rows)
+        drawn = [rng.choice(NUM_VOCAB, size, replace=False) for size in sizes_T]
+        offsets = np.concatenate([[0], np.cumsum(sizes_T)]).astype(np.int64)
+        ids = np.concatenate([np.sort(each) for each in drawn]).astype(np.int32)
+        return cls(KeptSets(offsets, ids), np.array([each[0] for each in drawn], np.int64))
+
+    @property
+    def summary(self) -> str:
+        """Mean, median and 99th percentile of the sizes, and the share of singletons."""
+        sizes = self.kept.sizes
+        return (
+            f"mean {sizes.mean():.1f}, median {np.median(sizes):.0f}, p99 {np.percentile(sizes, 99):.0f}, "
+            f"{(sizes == 1).mean():.0%} singletons"
+        )

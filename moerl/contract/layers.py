@@ -1,0 +1,75 @@
+"""Which columns of an engine's expert ids are the model's MoE layers: agreed in the handshake, never guessed.
+
+Some engines report every decoder layer, others the MoE layers alone; with a dense layer in front the two differ by a
+shift that no shape check finds when layers are otherwise alike. Pure data; any process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from moerl.contract.ports import EngineInfo, ReportedLayers, RolloutRecord
+from moerl.contract.reasons import Reason
+from moerl.errors import ContractError, EngineError
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLayers:
+    """A model's decoder layers. moe: numbers of those with experts, from 0, ascending."""
+
+    num_layers: int
+    moe: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSelection:
+    """The columns of `expert_ids` to take.
+
+    num_reported: columns that every record must have. columns: those of the MoE layers, in order.
+    """
+
+    num_reported: int
+    columns: tuple[int, ...]
+
+    def of(self, record: RolloutRecord) -> RolloutRecord:
+        """The record with the MoE layers' columns alone; expert ids that are no such table are the contract's affair.
+
+        Raises:
+            ContractError: the expert ids are not of the announced number of layers.
+        """
+        expert_ids = record.values.get("expert_ids")
+        if not isinstance(expert_ids, np.ndarray) or expert_ids.ndim != 3:
+            return record
+        if expert_ids.shape[1] != self.num_reported:
+            raise ContractError(
+                Reason.WRONG_SHAPE,
+                field="expert_ids",
+                seen=expert_ids.shape,
+                expected=f"{self.num_reported} layers, as in the handshake of engine {record.engine_id!r}",
+            )
+        if self.columns == tuple(range(self.num_reported)):
+            return record
+        values: Mapping[str, Any] = {**record.values, "expert_ids": expert_ids[:, list(self.columns)]}
+        return replace(record, values=values)
+
+
+def select_layers(info: EngineInfo, layers: ModelLayers) -> LayerSelection:
+    """What to take of the expert ids of the engine that gave this handshake.
+
+    Raises:
+        EngineError: it reports other layers than it says, or than the model has.
+    """
+    announced = {ReportedLayers.ALL: tuple(range(layers.num_layers)), ReportedLayers.MOE: layers.moe}
+    expected = announced[info.reported_layers]
+    if info.layer_numbers != expected:
+        raise EngineError(
+            f"engine {info.engine_id!r} does not report the layers of this model",
+            seen=f"{info.reported_layers} layers, numbered {info.layer_numbers}",
+            expected=f"{expected} ({layers.num_layers} decoder layers, experts in {layers.moe})",
+            remedy="start the engine from the model directory of this run; layer numbers count dense layers, from 0",
+        )
+    return LayerSelection(len(expected), tuple(expected.index(layer) for layer in layers.moe))

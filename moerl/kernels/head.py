@@ -1,0 +1,108 @@
+"""The language-model head and what enters it: the one place that gathers hidden states over sequence parallelism.
+
+Runs in trainer processes of the last pipeline stage, on every tensor-parallel rank alike. Scores are made from
+`HeadInputs`, never from logits, so that no [T, V] tensor exists. The supported families have a head of one matrix
+(tied to the embedding or not) without bias, logit scaling or soft-capping; so has `Head`.
+Shape legend: `moerl/kernels/__init__.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moerl.contract.reasons import Reason
+from moerl.errors import ContractError
+from moerl.kernels.vocab_parallel import VocabShard
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadInputs:
+    """Everything the logits `hidden_TH @ weight_VpH.T` depend on.
+
+    hidden_TH: all T rows, on every rank of the shard's group. weight_VpH: this rank's rows of the head.
+    Both float32, float64, bfloat16 or float16, of one dtype. shard: the columns that `weight_VpH` stands for.
+    Made by `Head.enter`: its gradient of `hidden_TH` is this rank's part alone.
+    """
+
+    hidden_TH: Tensor
+    weight_VpH: Tensor
+    shard: VocabShard
+
+    @property
+    def num_rows(self) -> int:
+        """T."""
+        return len(self.hidden_TH)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of scores: float64 for float64 inputs, float32 for all others."""
+        return torch.float64 if self.hidden_TH.dtype == torch.float64 else torch.float32
+
+    def detach(self) -> HeadInputs:
+        """The same inputs without gradient."""
+        return HeadInputs(self.hidden_TH.detach(), self.weight_VpH.detach(), self.shard)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Head:
+    """This rank's rows of the language-model head or of the embedding tied to it.
+
+    weight_VpH: rows [shard.start, shard.end) of the padded vocabulary. shard: those bounds and the group.
+    sequence_parallel: hidden states come as this rank's T / tensor rows.
+    """
+
+    weight_VpH: Tensor
+    shard: VocabShard
+    sequence_parallel: bool = False
+
+    def enter(self, hidden_tH: Tensor) -> HeadInputs:
+        """Gathers the rows of a microbatch; once per microbatch, whatever is scored afterwards.
+
+        Without a group: the rows themselves. With sequence parallelism an all-gather, and a reduce-scatter
+        backward; else nothing forward and an all-reduce backward, since each rank knows only the part of the
+        gradient that comes from its own columns.
+
+        Raises `ContractError` where shapes or dtypes of head, shard and hidden states disagree.
+        """
+        num_columns, width = self.weight_VpH.shape
+        shapes_agree = hidden_tH.dim() == 2 and hidden_tH.shape[1] == width and num_columns == self.shard.num_columns
+        if not shapes_agree or hidden_tH.dtype != self.weight_VpH.dtype:
+            raise ContractError(
+                Reason.WRONG_SHAPE,
+                field="hidden",
+                seen=f"hidden {tuple(hidden_tH.shape)} {hidden_tH.dtype}, head {(num_columns, width)} "
+                f"{self.weight_VpH.dtype}",
+                expected=f"hidden [T, H] and head [{self.shard.num_columns}, H] of one dtype",
+                remedy="pass hidden states as rows, with the head of the same model and this rank's shard",
+            )
+        if self.shard.group is not None:
+            hidden_tH = _Enter.apply(hidden_tH, self.shard.group, self.sequence_parallel)  # type: ignore[assignment]
+        return HeadInputs(hidden_tH.contiguous(), self.weight_VpH, self.shard)
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden_tH: Tensor, group: dist.ProcessGroup, sequence_parallel: bool) -> Tensor:
+        ctx.group, ctx.sequence_parallel = group, sequence_parallel
+        if not sequence_parallel:
+            return hidden_tH.view_as(hidden_tH)
+        size = dist.get_world_size(group)
+        hidden_TH = hidden_tH.new_empty(size * len(hidden_tH), hidden_tH.shape[1])
+        dist.all_gather_into_tensor(hidden_TH, hidden_tH.contiguous(), group=group)
+        return hidden_TH
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor) -> tuple[Tensor, None, None]:
+        # A copy: the gradient may be shared with another consumer.
+        grad_TH = grads[0].clone(memory_format=torch.contiguous_format)
+        if not ctx.sequence_parallel:
+            dist.all_reduce(grad_TH, group=ctx.group)
+            return grad_TH, None, None
+        size = dist.get_world_size(ctx.group)
+        grad_tH = grad_TH.new_empty(len(grad_TH) // size, grad_TH.shape[1])
+        dist.reduce_scatter_tensor(grad_tH, grad_TH, group=ctx.group)
+        return grad_tH, None, None

@@ -1,0 +1,133 @@
+"""Why a proof of Keep Routing failed: the first row that differs, found by a second, slow pass.
+
+Runs in every trainer rank. The main rank has the trajectories; the others send it, row by row, checksums of what
+reached their dispatchers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from moerl.contract.batch import Microbatch, TrainSample
+from moerl.contract.routing import rollout_key, row_checksums
+from moerl.errors import ReplayError, UnprovedError
+from moerl.orchestration.exchange import broadcast_bytes, gather_words, min_over
+from moerl.trainer.replay_rows import TracedRows
+from moerl.trainer.trainer import MegatronTrainer
+
+_NOBODY = 2**62
+
+KEY, POSITION, LAYER, CHECKSUM, RANK = range(5)
+"""Columns of a table of words: rollout key, token position, MoE layer, checksum of the row there, rank it was on."""
+
+
+@contextlib.contextmanager
+def explained(
+    trainer: MegatronTrainer,
+    batches: Sequence[Microbatch],
+    samples: Sequence[TrainSample],
+    recorded: Sequence[TracedRows] = (),
+) -> Iterator[None]:
+    """Around passes of `trainer` over `batches`: where a proof fails, the error says which row is the first wrong one.
+
+    Args:
+        batches: this rank's shares, as given to the pass.
+        samples: on the main rank, the trajectories of the minibatch; empty elsewhere.
+        recorded: per microbatch, what a forward pass of the trainer dispatched, where that is what is enforced;
+            without it, the trajectories' routing is.
+
+    Raises:
+        ReplayError: on every rank, instead of `UnprovedError`.
+    """
+    try:
+        yield
+    except UnprovedError as error:
+        reason = _explain(error, trainer, batches, samples, recorded)
+        if reason is error:
+            raise
+        raise reason from error
+
+
+def _explain(
+    error: UnprovedError,
+    trainer: MegatronTrainer,
+    batches: Sequence[Microbatch],
+    samples: Sequence[TrainSample],
+    recorded: Sequence[TracedRows],
+) -> ReplayError:
+    """This rank's error with the first differing row over all ranks; a collective."""
+    microbatch = int(min_over(torch.tensor([error.microbatch if error.microbatch >= 0 else _NOBODY])))
+    if microbatch == _NOBODY:
+        return error
+    rank = trainer.where.rank
+    traced_R5 = gather_words(_as_words(trainer.trace(batches, microbatch), rank))
+    recorded_R5 = gather_words(_as_words(recorded[microbatch], rank)) if recorded else None
+    found = ""
+    if trainer.where.is_main:
+        found = f"microbatch {microbatch}, {first_difference(traced_R5, samples, recorded_R5)}"
+    found = broadcast_bytes(found.encode()).decode()
+    return ReplayError(
+        error.what,
+        seen=f"{error.seen or 'nothing wrong on this rank'}; {found}",
+        expected=error.expected,
+        remedy=error.remedy,
+    )
+
+
+def _as_words(rows: TracedRows, rank: int) -> NDArray[np.int64]:
+    """int64 [r * l, 5]: a table of words."""
+    num_rows, num_layers = rows.checksums_rl.shape
+    return np.stack(
+        [
+            np.repeat(rows.keys.view(np.int64), num_layers),
+            np.repeat(rows.positions, num_layers),
+            np.tile(rows.moe_layers, num_rows),
+            rows.checksums_rl.view(np.int64).reshape(-1),
+            np.full(num_rows * num_layers, rank),
+        ],
+        axis=1,
+    )
+
+
+def first_difference(
+    traced_R5: NDArray[np.int64], samples: Sequence[TrainSample], recorded_R5: NDArray[np.int64] | None = None
+) -> str:
+    """Which traced row is the first, by trajectory, position and layer, that is not the recorded one.
+
+    Args:
+        traced_R5: table of words of what the ranks dispatched.
+        recorded_R5: the same of what was recorded, where that is not the trajectories' routing.
+    """
+    for sample in samples:
+        trajectory = sample.trajectory
+        key = rollout_key(trajectory.lineage.rollout_id)
+        mine_R5 = traced_R5[traced_R5[:, KEY] == np.uint64(key).view(np.int64)]
+        if recorded_R5 is None:
+            expected_SL = row_checksums(key, trajectory.expert_ids).view(np.int64)
+            expected_R = expected_SL[mine_R5[:, POSITION], mine_R5[:, LAYER]]
+        else:
+            expected_R = _checksums_at(mine_R5, recorded_R5)
+        wrong_R5 = mine_R5[mine_R5[:, CHECKSUM] != expected_R]
+        if len(wrong_R5):
+            _, position, layer, _, rank = wrong_R5[np.lexsort((wrong_R5[:, LAYER], wrong_R5[:, POSITION]))[0]]
+            experts = f"recorded experts {sorted(trajectory.expert_ids[position, layer].tolist())}"
+            return (
+                f"first differing row: rollout {trajectory.lineage.rollout_id}, token {position}, MoE layer {layer} of"
+                f" 0..{trajectory.expert_ids.shape[1] - 1}, rank {rank},"
+                f" {experts if recorded_R5 is None else 'recorded in the first forward pass'};"
+                f" {len(np.unique(wrong_R5[:, POSITION]))} rows of this rollout differ"
+            )
+    return "a second pass routed every row as recorded: the fault did not repeat"
+
+
+def _checksums_at(wanted_R5: NDArray[np.int64], table_R5: NDArray[np.int64]) -> NDArray[np.int64]:
+    """int64 [R]: checksum of the table's row of the same rollout, position and layer; 0 where it has none."""
+    found = {(key, position, layer): checksum for key, position, layer, checksum, _ in table_R5.tolist()}
+    return np.array(
+        [found.get((key, position, layer), 0) for key, position, layer, _, _ in wanted_R5.tolist()], np.int64
+    )

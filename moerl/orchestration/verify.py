@@ -1,0 +1,176 @@
+"""`moerl verify`: dumped rollouts replayed through transformers and the trainer, compared with the engine's log-probs.
+
+Runs in one process; the two models are loaded one after the other. All three compute with the recorded experts and
+inside the recorded kept sets, so what is left between them is arithmetic, or a fault.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from moerl.buffer.packing import PackOptions, pack_trajectories
+from moerl.contract.batch import TrainSample
+from moerl.contract.disk import read_parquet
+from moerl.contract.spec import spec_from_hf_config
+from moerl.contract.trajectory import ModelSpec, Trajectory
+from moerl.diagnostics.second_opinion import compare_logprobs, compare_routing, print_opinions
+from moerl.errors import ConfigError
+from moerl.orchestration.commands import quiet_libraries
+from moerl.orchestration.export import ALONE
+from moerl.rollout.replay import Replayed, TransformersReplay
+from moerl.trainer import layout, platform
+from moerl.trainer.losses import Scorer
+from moerl.trainer.model import DTYPES, ModelOptions
+from moerl.trainer.trainer import MegatronTrainer
+
+MICROBATCH_TOKENS = 8192
+ENGINE, TRANSFORMERS, TRAINER = "engine", "transformers", "Megatron"
+
+
+def run_verify(dump: Path, model: Path, *, tolerance: float, version: int | None) -> int:
+    """Prints how far engine, transformers and trainer are apart.
+
+    Args:
+        dump: a Parquet dump, or a directory of them.
+        model: Hugging Face directory with the weights that sampled.
+        tolerance: nats; largest difference of two log-probs of any one token.
+        version: only trajectories of this policy version; None where the dump holds one version.
+
+    Returns:
+        Exit code: 0, or 1 where a trajectory lies outside the tolerance.
+
+    Raises:
+        ConfigError: there is nothing to verify, the model is not the one of the dump, or the version is not named.
+        ReplayError, EngineError: the recorded routing could not be enforced.
+    """
+    trajectories = select_version(read_dump(dump), version)
+    spec, dtype = read_model(model, trajectories)
+    quiet_libraries()
+    print(f"{len(trajectories)} trajectories, {model} in {dtype}")
+    replayed = _by_transformers(trajectories, model, spec, dtype)
+    trained = _by_trainer(trajectories, model, spec, dtype)
+    opinions = [
+        compare_logprobs(t, {ENGINE: t.rollout_logprobs, TRANSFORMERS: theirs.logprobs, TRAINER: ours})
+        for t, theirs, ours in zip(trajectories, replayed, trained, strict=True)
+    ]
+    layers = compare_routing(trajectories, [each.natural_ids for each in replayed])
+    print_opinions(opinions, layers, tolerance)
+    return 0 if all(opinion.within(tolerance) for opinion in opinions) else 1
+
+
+def read_dump(dump: Path) -> list[Trajectory]:
+    """The trajectories of a Parquet file, or of all Parquet files that lie in a directory, by name.
+
+    Raises:
+        ConfigError: there is none. ContractError: one is damaged or breaks an invariant.
+    """
+    files = sorted(dump.glob("*.parquet")) if dump.is_dir() else [dump]
+    if not files or not all(file.is_file() for file in files):
+        raise ConfigError(
+            "DUMP: no rollouts",
+            seen=dump,
+            expected="a Parquet file that a run wrote, or a directory of them",
+            remedy="see RUN_DIR/rollouts and RUN_DIR/skipped; dump.rollouts_every says how often a run writes one",
+        )
+    return [trajectory for file in files for trajectory in read_parquet(file)]
+
+
+def select_version(trajectories: Sequence[Trajectory], version: int | None) -> list[Trajectory]:
+    """Those sampled throughout by one policy version; says how many are left out.
+
+    A Hugging Face directory does not record its version, so which one it holds is the caller's word, and the
+    comparison shows whether it is true. A trajectory that met a weight update on its way is left out whole: its later
+    tokens attend to keys and values of the older weights, which no model computes again.
+
+    Raises:
+        ConfigError: several versions and none named, or no trajectory of the one named.
+    """
+    versions = [np.unique(trajectory.policy_versions[trajectory.sampled]).tolist() for trajectory in trajectories]
+    found = sorted({each for several in versions for each in several})
+    if version is None and len(found) > 1:
+        raise ConfigError(
+            "--version: the dump was sampled by several policy versions, and a model holds one",
+            seen=f"versions {_listed(found)}",
+            expected="one",
+            remedy="name the model's with --version; `moerl export RUN_DIR --step N` writes the model of version N",
+        )
+    wanted = found[0] if version is None else version
+    chosen = [t for t, several in zip(trajectories, versions, strict=True) if several == [wanted]]
+    if not chosen:
+        raise ConfigError(
+            "--version: no trajectory was sampled by this policy version alone",
+            seen=wanted,
+            expected=f"one of {_listed(found)}",
+            remedy="name the version of the model; the dump of step S holds rollouts of version S - 1",
+        )
+    print(f"policy version {wanted}, taken to be that of the model")
+    if len(chosen) < len(trajectories):
+        left_out = len(trajectories) - len(chosen)
+        print(f"left out: {left_out} of {len(trajectories)} trajectories with tokens of other policy versions")
+    return chosen
+
+
+def _listed(versions: Sequence[int]) -> str:
+    return ", ".join(map(str, versions))
+
+
+def read_model(model: Path, trajectories: Sequence[Trajectory]) -> tuple[ModelSpec, str]:
+    """The spec of the dump, and the dtype that the model's config records (float32 where it records none).
+
+    Raises:
+        ConfigError: there is no model, its dtype is not one that the trainer has, or its architecture is not that of
+            every trajectory.
+    """
+    file = model / "config.json"
+    if not file.is_file():
+        raise ConfigError("--model: no Hugging Face model", seen=model, expected="a directory with a config.json")
+    config = json.loads(file.read_text())
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    if dtype not in DTYPES:
+        raise ConfigError("--model: dtype in config.json", seen=dtype, expected=f"one of {', '.join(DTYPES)}")
+    theirs = spec_from_hf_config(config)
+    for trajectory in trajectories:
+        ours = trajectory.spec
+        if (ours.fingerprint, ours.num_moe_layers) != (theirs.fingerprint, theirs.num_moe_layers):
+            raise ConfigError(
+                "--model: not the model that sampled the dump",
+                seen=f"architecture {theirs.fingerprint} of {model}",
+                expected=f"{ours.fingerprint} of {trajectory.lineage.rollout_id}",
+                remedy="give the model directory of the run that wrote the dump",
+            )
+    return trajectories[0].spec, dtype
+
+
+def _by_transformers(trajectories: Sequence[Trajectory], model: Path, spec: ModelSpec, dtype: str) -> list[Replayed]:
+    judge = TransformersReplay(model, spec, dtype=DTYPES[dtype], device=platform.device())
+    return [judge.replay(trajectory) for trajectory in trajectories]
+
+
+def _by_trainer(
+    trajectories: Sequence[Trajectory], model: Path, spec: ModelSpec, dtype: str
+) -> list[NDArray[np.float32]]:
+    """Log-probs, [S] per trajectory, of the trainer in one process, after its own proof that routing was replayed."""
+    where = layout.start(rank=0, world_size=1, rendezvous="", parallel=ALONE, seed=0)
+    trainer = MegatronTrainer(model, spec, where, ModelOptions(dtype=dtype), None)
+    logprobs = trainer_logprobs(trainer, trajectories)
+    layout.stop()
+    return logprobs
+
+
+def trainer_logprobs(trainer: MegatronTrainer, trajectories: Sequence[Trajectory]) -> list[NDArray[np.float32]]:
+    """By a trainer that has the model to itself; float32 [S] each, nats, 0 where not sampled."""
+    samples = [TrainSample(t, np.zeros(len(t), np.float32)) for t in trajectories]
+    batches = pack_trajectories(samples, PackOptions(MICROBATCH_TOKENS), replay=True, uncaptured="live")
+    scores = trainer.score(batches, Scorer(batches, trainer.shard, keep_mask=True), enforce=True)
+    logprobs = [np.zeros(len(trajectory), np.float32) for trajectory in trajectories]
+    for batch, rows in zip(batches, scores, strict=True):
+        values_T = torch.where(torch.from_numpy(batch.loss_mask.copy()), rows.logprobs_T, 0.0).numpy()
+        for index in np.unique(batch.sample_index[~batch.is_pad]).tolist():
+            logprobs[index][1:] = values_T[(batch.sample_index == index) & ~batch.is_pad]
+    return logprobs

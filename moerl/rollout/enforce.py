@@ -1,0 +1,119 @@
+"""Enforced routing in a transformers model: its MoE layers use the experts they are told to.
+
+Runs inside `moerl.rollout.replay`. Hooks before the experts replace what the router chose; the weights of the experts
+are those that the model's own router gives them. Shape legend: R = input rows of a pass, L = MoE layers, E = experts,
+K = experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3NaiveMoe
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeNaiveMoe
+from transformers.models.olmoe.modeling_olmoe import OlmoeExperts
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+from moerl.contract.trajectory import ModelSpec
+from moerl.errors import EngineError
+from moerl.rollout.capture import RoutingCapture
+
+
+def softmax_weights(logits_RE: Tensor, ids_RK: Tensor, config: Any) -> Tensor:
+    """float32 [R, K]: p = softmax(logits) of the experts, divided by their sum where `norm_topk_prob`."""
+    weights_RK = logits_RE.softmax(-1, dtype=torch.float32).gather(1, ids_RK)
+    return weights_RK / weights_RK.sum(-1, keepdim=True) if config.norm_topk_prob else weights_RK
+
+
+def sigmoid_weights(logits_RE: Tensor, ids_RK: Tensor, config: Any) -> Tensor:
+    """float32 [R, K]: sigmoid(logits) of the experts, divided by their sum where `norm_topk_prob`, then scaled.
+
+    The correction bias has a say in the choice alone, never in the weights (DeepSeek-V3, arXiv:2412.19437, eq. 16).
+    """
+    weights_RK = logits_RE.float().sigmoid().gather(1, ids_RK)
+    if config.norm_topk_prob:
+        weights_RK = weights_RK / (weights_RK.sum(-1, keepdim=True) + 1e-20)
+    return weights_RK * config.routed_scaling_factor
+
+
+WEIGHTS: dict[type[nn.Module], Callable[[Tensor, Tensor, Any], Tensor]] = {
+    Qwen3MoeExperts: softmax_weights,
+    OlmoeExperts: softmax_weights,
+    DeepseekV3NaiveMoe: sigmoid_weights,
+    Glm4MoeNaiveMoe: sigmoid_weights,
+}
+"""How a family makes weights of its router's logits at given experts, by the class of its experts."""
+
+
+class EnforcedRouting:
+    """Hooks on the MoE layers of one model, in the order of the layers, for one forward pass after another.
+
+    Raises:
+        EngineError: the model's MoE layers are unknown, or do not match the spec.
+    """
+
+    def __init__(self, model: PreTrainedModel, spec: ModelSpec) -> None:
+        # Hooks run in the order in which they were registered: the first capture sees what the router chose, the
+        # second what the experts are really given.
+        self._natural = RoutingCapture(model, spec)
+        self._config: Any = model.config
+        blocks: list[Any] = [m for m in model.modules() if type(getattr(m, "experts", None)) in WEIGHTS]
+        self._logits: list[Tensor | None] = [None] * len(blocks)
+        for layer, block in enumerate(blocks):
+            block.gate.register_forward_hook(partial(self._keep_logits, layer))
+            block.experts.register_forward_pre_hook(partial(self._replace, layer))
+        self._used = RoutingCapture(model, spec)
+        self._ids_RLK = torch.zeros(0, len(blocks), spec.experts_per_token, dtype=torch.int64)
+        self._routed_R = torch.zeros(0, dtype=torch.bool)
+
+    def begin(self, ids_RLK: Tensor, routed_R: Tensor) -> None:
+        """Says what the next pass uses.
+
+        Args:
+            ids_RLK: int64, distinct experts per row and layer. routed_R: bool; False where the router decides.
+        """
+        self._natural.begin()
+        self._used.begin()
+        self._ids_RLK, self._routed_R = ids_RLK, routed_R
+
+    def end(self) -> Tensor:
+        """What the routers chose by themselves in that pass, on its hidden states: int64 [R, L, K].
+
+        Raises:
+            EngineError: a layer did not use the experts that `begin` named, or did not run on every row.
+        """
+        num_rows = len(self._routed_R)
+        natural_RLK, used_RLK = self._natural.take(num_rows), self._used.take(num_rows)
+        differs_RL = (used_RLK != self._ids_RLK).any(-1) & self._routed_R[:, None]
+        if differs_RL.any():
+            row, layer = differs_RL.nonzero()[0].tolist()
+            raise EngineError(
+                f"enforced routing: row {row}, MoE layer {layer} used other experts than it was told",
+                seen=used_RLK[row, layer].tolist(),
+                expected=self._ids_RLK[row, layer].tolist(),
+                remedy="something else replaces the inputs of the experts; load a model of its own",
+            )
+        return natural_RLK
+
+    def _keep_logits(self, layer: int, gate: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        self._logits[layer] = output[0] if isinstance(output, tuple) else output
+
+    def _replace(self, layer: int, experts: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        hidden, natural_RK, natural_weights_RK = inputs
+        logits_RE, self._logits[layer] = self._logits[layer], None
+        if logits_RE is None or len(logits_RE) != len(self._routed_R):
+            raise EngineError(
+                f"enforced routing: MoE layer {layer} reached its experts without its router's logits",
+                seen=None if logits_RE is None else f"{len(logits_RE)} rows",
+                expected=f"{len(self._routed_R)} rows",
+                remedy="a fused path bypasses the router module; run the model eagerly",
+            )
+        ids_RK = self._ids_RLK[:, layer]
+        weights_RK = WEIGHTS[type(experts)](logits_RE, ids_RK, self._config).to(natural_weights_RK.dtype)
+        routed_R1 = self._routed_R[:, None]
+        return hidden, ids_RK.where(routed_R1, natural_RK), weights_RK.where(routed_R1, natural_weights_RK)

@@ -1,0 +1,68 @@
+"""Natural routing on the side: what the trainer's own routers would have chosen where recorded experts are enforced.
+
+Runs in every trainer rank, inside the router hook, on the scores that are there anyway: no second forward pass. Shape
+legend: t rows of a router call, E experts, K experts per token.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+STATISTICS = ("rows", "flips", "jaccard", "margin_at_flips", "margin_elsewhere")
+"""Sums over rows, in this order: rows compared; rows whose natural choice is not the recorded one; Jaccard similarity
+of the two sets; margin of the natural choice where it is not the recorded one, and where it is."""
+
+
+@torch.no_grad()
+def choice_statistics(scores_tE: Tensor, natural_tK: Tensor, recorded_tK: Tensor, counted_t: Tensor) -> Tensor:
+    """Sums of `STATISTICS`, float64 [5], of one router call.
+
+    The margin is the score of the last natural expert less that of the best one left out: how much rounding it takes
+    to flip the choice. It is in the units in which the family's router ranks (logits, or biased sigmoid scores), and
+    may be negative where groups of experts were chosen first.
+
+    Args:
+        scores_tE: what the router ranks. natural_tK, recorded_tK: int64 ids. counted_t: bool, rows to count.
+    """
+    num_chosen = natural_tK.shape[1]
+    chosen_tE = torch.zeros_like(scores_tE, dtype=torch.bool).scatter_(1, natural_tK, True)
+    shared_t = chosen_tE.gather(1, recorded_tK).sum(1)
+    flips_t = (shared_t < num_chosen) & counted_t
+    stays_t = ~flips_t & counted_t
+    jaccard_t = shared_t / (2 * num_chosen - shared_t)
+    if num_chosen < scores_tE.shape[1]:
+        best_left_out_t = scores_tE.masked_fill(chosen_tE, -torch.inf).amax(1)
+        margin_t = (scores_tE.gather(1, natural_tK).amin(1) - best_left_out_t).double()
+    else:
+        margin_t = torch.zeros(len(scores_tE), dtype=torch.float64, device=scores_tE.device)
+    return torch.stack(
+        [
+            counted_t.sum().double(),
+            flips_t.sum().double(),
+            jaccard_t.double()[counted_t].sum(),
+            margin_t[flips_t].sum(),
+            margin_t[stays_t].sum(),
+        ]
+    )
+
+
+@torch.no_grad()
+def differs(natural_tK: Tensor, recorded_tK: Tensor, num_experts: int) -> Tensor:
+    """bool [t]: the two sets of experts are not the same."""
+    chosen_tE = torch.zeros(len(natural_tK), num_experts, dtype=torch.bool, device=natural_tK.device)
+    return ~chosen_tE.scatter_(1, natural_tK, True).gather(1, recorded_tK).all(1)
+
+
+def summarize(sums_LS: Tensor) -> dict[str, list[float]]:
+    """Per layer, from sums over all ranks [L, 5]: share of flips, mean Jaccard similarity, mean margins.
+
+    A mean over nothing is 0.
+    """
+    rows_L, flips_L, jaccard_L, at_flips_L, elsewhere_L = sums_LS.double().unbind(1)
+    return {
+        "disagreement": (flips_L / rows_L.clamp(min=1)).tolist(),
+        "jaccard": (jaccard_L / rows_L.clamp(min=1)).tolist(),
+        "margin_at_flips": (at_flips_L / flips_L.clamp(min=1)).tolist(),
+        "margin_elsewhere": (elsewhere_L / (rows_L - flips_L).clamp(min=1)).tolist(),
+    }

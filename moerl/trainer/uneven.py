@@ -1,0 +1,66 @@
+"""Gathering and reduce-scattering of uneven slices on gloo, which takes even ones only.
+
+Runs in every trainer rank without CUDA; called by `moerl.trainer.platform.prepare`. Experts that are cut over tensor
+ranks and dealt out over others as well (`parallel.expert_tensor` and `parallel.expert` above 1) get different numbers
+of rows on the ranks that share an expert. NCCL exchanges them as they are; here every slice is padded to the longest.
+
+Goes when gloo's `all_gather` and `reduce_scatter` take tensors of different sizes.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def replace_collectives() -> None:
+    """Makes Megatron's two collectives along the first dimension use these where it names split sizes."""
+    mappings: Any = importlib.import_module("megatron.core.tensor_parallel.mappings")
+    gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def gather_any(
+        input_: Tensor, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False
+    ) -> Tensor:
+        if output_split_sizes is None or group.size() == 1:
+            return gather(input_, group, output_split_sizes, use_global_buffer)
+        return gather_uneven(input_, group, _sizes(output_split_sizes))
+
+    def reduce_scatter_any(
+        input_: Tensor, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False
+    ) -> Tensor:
+        if input_split_sizes is None or group.size() == 1:
+            return reduce_scatter(input_, group, input_split_sizes, use_global_buffer)
+        return reduce_scatter_uneven(input_, group, _sizes(input_split_sizes))
+
+    mappings._gather_along_first_dim = gather_any
+    mappings._reduce_scatter_along_first_dim = reduce_scatter_any
+
+
+def gather_uneven(local: Tensor, group: Any, sizes: Sequence[int]) -> Tensor:
+    """[sum(sizes), ...]: the slices of all ranks, in rank order. local: [sizes of this rank, ...]."""
+    padded = _padded(local, max(sizes))
+    slices = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(slices, padded, group=group)
+    return torch.cat([each[:size] for each, size in zip(slices, sizes, strict=True)])
+
+
+def reduce_scatter_uneven(whole: Tensor, group: Any, sizes: Sequence[int]) -> Tensor:
+    """[sizes of this rank, ...]: this rank's slice of the sum over ranks. whole: [sum(sizes), ...] on every rank."""
+    longest = max(sizes)
+    padded = torch.cat([_padded(each, longest) for each in whole.split(list(sizes))])
+    own = whole.new_empty(longest, *whole.shape[1:])
+    dist.reduce_scatter_tensor(own, padded, group=group)
+    return own[: sizes[group.rank()]].contiguous()
+
+
+def _padded(rows: Tensor, length: int) -> Tensor:
+    return torch.cat([rows, rows.new_zeros(length - len(rows), *rows.shape[1:])])
+
+
+def _sizes(split_sizes: Any) -> list[int]:
+    return split_sizes.tolist() if isinstance(split_sizes, Tensor) else [int(size) for size in split_sizes]

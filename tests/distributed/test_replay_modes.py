@@ -1,0 +1,285 @@
+"""Whose routing a step keeps, when that is proved, what natural routing says beside it, and why a proof failed: in
+layouts as in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_moe
+import torch
+from ranks import Ranks
+
+from moerl.contract.batch import Microbatch
+from moerl.errors import ReplayError, UnprovedError
+
+LENGTHS = (5, 30, 17, 41, 9, 24)
+UNCAPTURED = 0.25
+TP, PP, CP = {"tensor": 2}, {"pipeline": 2}, {"context": 2}
+LAYOUTS = pytest.mark.parametrize(
+    ("sizes", "recompute"),
+    [(TP, "none"), (PP, "none"), (CP, "none"), ({}, "full"), (TP, "full"), (PP, "full"), ({}, "selective")],
+    ids=["TP2", "PP2", "CP2", "DP2-full", "TP2-full", "PP2-full", "DP2-selective"],
+)
+
+
+def make_samples(seed: int) -> list[Any]:
+    return tiny_moe.make_samples(seed, LENGTHS, uncaptured=UNCAPTURED)
+
+
+def record_scores(trainer: Any) -> list[dict[str, Any]]:
+    """What every router ranks in its forward calls, with the rows that it ranks; by a spy between hook and schedule."""
+    from moerl.trainer.replay import FORWARD, ReplaySchedule
+
+    seen: list[dict[str, Any]] = []
+    original = ReplaySchedule._compare
+
+    def compare(self: Any, tap: Any, rows: Any, scores_tE: Any, natural_tK: Any, target_tK: Any) -> None:
+        if self.owner is trainer.keep_routing and tap.active[1] == FORWARD:
+            seen.append(
+                {
+                    "layer": tap.moe_layer,
+                    "scores": scores_tE.numpy().copy(),
+                    "recorded": target_tK.numpy().copy(),
+                    "counted": rows.proved_t.numpy().copy(),
+                    "live": int((~rows.routed_t & ~rows.is_pad_t).sum()),
+                }
+            )
+        original(self, tap, rows, scores_tE, natural_tK, target_tK)
+
+    ReplaySchedule._compare = compare
+    return seen
+
+
+# --- natural routing -------------------------------------------------------------------------------------------------
+
+
+def observe(where: Any, path: Path, recompute: str) -> dict[str, Any]:
+    from moerl.trainer.replay import ReplaySchedule
+
+    trainer = tiny_moe.build(where, path, recompute=recompute)
+    batches, denominator = tiny_moe.shares(trainer, make_samples(31), uncaptured="live")
+    original = ReplaySchedule._compare
+    seen = record_scores(trainer)
+    try:
+        report = trainer.step(batches, tiny_moe.policy_loss(trainer, batches, denominator), enforce=True)
+    finally:
+        ReplaySchedule._compare = original
+    return {"natural": report.natural_LS.numpy(), "live": report.live_rows_L.numpy(), "seen": seen}
+
+
+def brute_force(seen: list[dict[str, Any]]) -> np.ndarray:
+    """float64 [L, 5] from logits, row by row."""
+    sums = np.zeros((tiny_moe.SPEC.num_moe_layers, 5))
+    k = tiny_moe.SPEC.experts_per_token
+    for call in seen:
+        for scores_E, recorded_K, counted in zip(call["scores"], call["recorded"], call["counted"], strict=True):
+            if counted:
+                order = np.argsort(-scores_E, kind="stable")
+                natural, recorded = set(order[:k].tolist()), set(recorded_K.tolist())
+                margin, flips = float(scores_E[order[k - 1]] - scores_E[order[k]]), natural != recorded
+                jaccard = len(natural & recorded) / len(natural | recorded)
+                sums[call["layer"]] += [1, flips, jaccard, margin * flips, margin * (not flips)]
+    return sums
+
+
+@LAYOUTS
+def test_natural_statistics_are_a_brute_force_over_logits_and_those_of_one_process(
+    sizes: dict[str, int], recompute: str, untied: Path, one_process: Ranks, two_processes: Ranks
+) -> None:
+    (alone,) = one_process.run(observe, untied, "none")
+    ranks = two_processes.run(observe, untied, recompute, **sizes)
+    for results in ([alone], ranks):
+        natural = np.sum([result["natural"] for result in results], axis=0)
+        np.testing.assert_allclose(natural, brute_force([c for r in results for c in r["seen"]]), rtol=1e-5)
+        np.testing.assert_allclose(natural, alone["natural"], rtol=1e-4)
+    rows = [sample.trajectory.routed for sample in make_samples(31)]
+    routed, live = int(sum(r.sum() for r in rows)), int(sum((~r).sum() for r in rows))
+    assert alone["natural"][:, 0].tolist() == [routed] * 4
+    assert 0 < alone["natural"][:, 1].sum() < 4 * routed
+    assert np.sum([result["live"] for result in ranks], axis=0).tolist() == alone["live"].tolist() == [live] * 4
+
+
+# --- the trainer's own routing ---------------------------------------------------------------------------------------
+
+
+def keep_own(where: Any, path: Path, other: Path, recompute: str) -> dict[str, Any]:
+    """Records with the weights of one model and enforces in another, which would have chosen otherwise."""
+    from moerl.trainer.losses import Scorer
+
+    first, second = (tiny_moe.build(where, each, recompute=recompute) for each in (path, other))
+    batches, denominator = tiny_moe.shares(first, make_samples(32), uncaptured="live")
+    natural = first.score(batches, Scorer(batches, first.shard, keep_mask=True), enforce=False)
+    report, recorded = first.score_and_record(batches, Scorer(batches, first.shard, keep_mask=True))
+    kept = recorded.batches
+    # Enforced in the model that chose it, it is what the model does by itself, bit for bit.
+    again = first.score(kept, Scorer(kept, first.shard, keep_mask=True), enforce=True)
+    for plain, own, replayed in zip(natural, report.rows, again, strict=True):
+        assert torch.equal(plain.logprobs_T, own.logprobs_T)
+        assert torch.equal(plain.logprobs_T, replayed.logprobs_T)
+    step = second.step(kept, tiny_moe.policy_loss(second, kept, denominator), enforce=True)
+    second_natural = step.natural_LS.numpy()
+    # What the update dispatched, row by row, is what the recording pass dispatched.
+    traced = second.trace(kept, 0)
+    np.testing.assert_array_equal(traced.checksums_rl, recorded.traces[0].checksums_rl)
+    np.testing.assert_array_equal(traced.positions, recorded.traces[0].positions)
+    changed = [replace(kept[0], expert_ids=np.roll(kept[0].expert_ids, 1, axis=0)), *kept[1:]]
+    with pytest.raises(UnprovedError, match="Keep Routing was not proved"):
+        second.step(changed, tiny_moe.policy_loss(second, changed, denominator), enforce=True)
+    return {
+        "verified": step.rows_verified,
+        "flips": float(second_natural[:, 1].sum()),
+        "rows": float(second_natural[:, 0].sum()),
+        "differing": int(sum(rows.layers_differing_T.sum() for rows in report.rows)),
+    }
+
+
+@LAYOUTS
+def test_an_update_takes_the_routing_of_the_trainers_own_forward_pass(
+    sizes: dict[str, int], recompute: str, untied: Path, tied: Path, two_processes: Ranks
+) -> None:
+    ranks = two_processes.run(keep_own, untied, tied, recompute, **sizes)
+    phases = 1 if recompute == "none" else 2
+    # Every row, also those that the sampler did not capture.
+    assert sum(result["verified"] for result in ranks) == phases * 4 * (sum(LENGTHS) - len(LENGTHS))
+    assert sum(result["flips"] for result in ranks) > 0
+    assert sum(result["differing"] for result in ranks) > 0
+
+
+# --- when it is proved -----------------------------------------------------------------------------------------------
+
+
+def step_unproved(where: Any, path: Path) -> None:
+    trainer, plain = (tiny_moe.build(where, path) for _ in range(2))
+    batches, denominator = tiny_moe.shares(trainer, tiny_moe.make_samples(33, LENGTHS))
+    for each, prove in ((trainer, False), (plain, True)):
+        report = each.step(batches, tiny_moe.policy_loss(each, batches, denominator), enforce=True, prove=prove)
+        assert (report.rows_verified > 0) == prove
+    assert tiny_moe.largest_difference(tiny_moe.exported(trainer), tiny_moe.exported(plain)) == 0.0
+    router = trainer.model.chunks[0].decoder.layers[1].mlp
+    # Consumption is counted even so: a layer that dispatches behind the evidence is found.
+    router.token_dispatcher.__dict__.pop("dispatch_preprocess")
+    with pytest.raises(UnprovedError, match="0 calls"):
+        trainer.step(batches, tiny_moe.policy_loss(trainer, batches, denominator), enforce=True, prove=False)
+
+
+def test_without_a_proof_the_step_is_the_same_and_calls_are_still_counted(
+    untied: Path, one_process: Ranks, two_processes: Ranks
+) -> None:
+    one_process.run(step_unproved, untied)
+    two_processes.run(step_unproved, untied, pipeline=2)
+
+
+# --- why a proof failed ----------------------------------------------------------------------------------------------
+
+
+def shift_rows(batch: Microbatch) -> Microbatch:
+    assert batch.expert_ids is not None
+    return replace(batch, expert_ids=np.roll(batch.expert_ids, 1, axis=0))
+
+
+def shift_layers(batch: Microbatch) -> Microbatch:
+    assert batch.expert_ids is not None
+    return replace(batch, expert_ids=np.roll(batch.expert_ids, 1, axis=1))
+
+
+def swap_two_rows(batch: Microbatch) -> Microbatch:
+    assert batch.expert_ids is not None
+    expert_ids = batch.expert_ids.copy()
+    expert_ids[[3, 4]] = expert_ids[[4, 3]]
+    return replace(batch, expert_ids=expert_ids)
+
+
+def explain(where: Any, path: Path, tamper: Callable[[Microbatch], Microbatch], *, own: bool) -> dict[str, Any]:
+    from moerl.orchestration.replay_report import explained
+    from moerl.trainer.losses import Scorer
+
+    trainer = tiny_moe.build(where, path)
+    samples = tiny_moe.make_samples(34, LENGTHS)
+    batches, denominator = tiny_moe.shares(trainer, samples)
+    traces: Any = ()
+    if own:
+        _, recorded = trainer.score_and_record(batches, Scorer(batches, trainer.shard, keep_mask=True))
+        batches, traces = recorded.batches, recorded.traces
+    wrong = list(batches)
+    last = where.rank == where.world_size - 1
+    if last:
+        wrong[-1] = tamper(wrong[-1])
+    before = tiny_moe.exported(trainer)
+    with (
+        pytest.raises(ReplayError) as caught,
+        explained(trainer, wrong, samples if where.is_main else (), traces),
+    ):
+        trainer.step(wrong, tiny_moe.policy_loss(trainer, wrong, denominator), enforce=True)
+    assert tiny_moe.largest_difference(tiny_moe.exported(trainer), before) == 0.0
+    return {
+        "message": str(caught.value),
+        "wrong": where_it_differs(trainer, batches[-1], wrong[-1]),
+        "last": len(batches) - 1,
+    }
+
+
+def where_it_differs(trainer: Any, right: Microbatch, wrong: Microbatch) -> list[tuple[int, int, int]]:
+    """(sample, position, MoE layer) whose sets of experts are not the same, by a loop over this rank's rows."""
+    from moerl.trainer.replay_rows import routing_slice
+
+    mine = routing_slice(right, trainer.where)
+    samples, positions, pads = right.sample_index[mine], right.position_ids[mine], right.is_pad[mine]
+    layers = [tap.moe_layer for tap in trainer.keep_routing.taps]
+    assert right.expert_ids is not None
+    assert wrong.expert_ids is not None
+    changed = (np.sort(right.expert_ids, -1) != np.sort(wrong.expert_ids, -1)).any(-1)
+    return [(int(samples[t]), int(positions[t]), layers[layer]) for t, layer in np.argwhere(changed) if not pads[t]]
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["rollout", "trainer"])
+@pytest.mark.parametrize("tamper", [shift_rows, shift_layers, swap_two_rows])
+@pytest.mark.parametrize("sizes", [None, {}, TP, PP, CP], ids=["one", "DP2", "TP2", "PP2", "CP2"])
+def test_a_failed_proof_names_the_first_row_that_differs(
+    sizes: dict[str, int] | None,
+    tamper: Callable[[Microbatch], Microbatch],
+    own: bool,
+    untied: Path,
+    one_process: Ranks,
+    two_processes: Ranks,
+) -> None:
+    run = one_process if sizes is None else two_processes
+    ranks = run.run(_explain_own if own else _explain_rollout, untied, tamper, **(sizes or {}))
+    sample, position, layer = min(ranks[-1]["wrong"])
+    rank, microbatch = len(ranks) - 1, ranks[-1]["last"]
+    for result in ranks:
+        assert f"microbatch {microbatch}, first differing row:" in result["message"]
+        assert f"rollout rollout-34-{sample}, token {position}, MoE layer {layer} of" in result["message"]
+        assert f", rank {rank}," in result["message"]
+    assert f", rank {rank}, microbatch {microbatch}, forward: checksum" in ranks[-1]["message"]
+
+
+def _explain_rollout(where: Any, path: Path, tamper: Callable[[Microbatch], Microbatch]) -> dict[str, Any]:
+    return explain(where, path, tamper, own=False)
+
+
+def _explain_own(where: Any, path: Path, tamper: Callable[[Microbatch], Microbatch]) -> dict[str, Any]:
+    return explain(where, path, tamper, own=True)
+
+
+def drop_on_one_rank(where: Any, path: Path) -> str:
+    from moerl.orchestration.replay_report import explained
+
+    trainer = tiny_moe.build(where, path)
+    samples = tiny_moe.make_samples(35, LENGTHS)
+    batches, denominator = tiny_moe.shares(trainer, samples)
+    if where.rank == 1:
+        batches = [replace(batches[0], expert_ids=None), *batches[1:]]
+    with pytest.raises(ReplayError) as caught, explained(trainer, batches, samples if where.is_main else ()):
+        trainer.step(batches, tiny_moe.policy_loss(trainer, batches, denominator), enforce=True)
+    return str(caught.value)
+
+
+def test_a_rank_without_routing_leaves_no_other_waiting_for_an_explanation(untied: Path, two_processes: Ranks) -> None:
+    first, second = two_processes.run(drop_on_one_rank, untied, timeout_seconds=60)
+    assert "on another rank" in first
+    assert "without recorded routing" in second
