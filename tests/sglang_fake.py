@@ -45,6 +45,9 @@ def server_info(**changes: Any) -> dict[str, Any]:
         "sampling_mask_max_tokens": MAX_KEPT_IDS,
         "speculative_algorithm": None,
         "enable_hierarchical_cache": False,
+        "tp_size": 1,
+        "device": "cpu",
+        "dtype": "float32",
     }
     return info | changes
 

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from moerl.config.reference import children, closest, config_keys, describe
+from moerl.config.reference import CHOICES, children, closest, config_keys, describe
 from moerl.errors import ConfigError
 
 
@@ -43,10 +43,10 @@ def unknown_key(path: str) -> ConfigError:
 
 
 def dotted(location: tuple[int | str, ...]) -> str:
-    """A pydantic location as a dotted path: without the name of the task that pydantic puts behind `task`, and without
-    those of the types that a value can be of."""
+    """A pydantic location as a dotted path: without the choice that pydantic puts behind `task` and `rollout`, and
+    without the names of the types that a value can be of."""
     parts = [str(part) for part in location]
-    if parts[:1] == ["task"] and len(parts) > 1:
+    if parts and parts[0] in _TAGS and len(parts) > 1:
         del parts[1]
     names = [part for part in parts if part not in ("[key]", "constrained-int") and not part.startswith("literal[")]
     return ".".join(names) or "configuration"
@@ -64,11 +64,12 @@ def _explain_one(detail: ErrorDetails) -> ConfigError:
             remedy=f"add {path}=VALUE, or set it in the recipe",
         )
     if kind in ("union_tag_invalid", "union_tag_not_found"):
+        tag = _TAGS[path]
         return ConfigError(
-            f"{path}.name: unknown task",
+            f"{path}.{tag}: unknown {path if path == 'task' else tag}",
             seen=context.get("tag"),
-            expected=context.get("expected_tags", "the name of a task"),
-            remedy="choose a task with task=NAME",
+            expected=context.get("expected_tags", ", ".join(CHOICES[f"{path}.{tag}"])),
+            remedy=f"choose one with {path}=NAME",
         )
     if kind == "string_pattern_mismatch" and path == "task.reward":
         return ConfigError(
@@ -95,16 +96,19 @@ def _explain_one(detail: ErrorDetails) -> ConfigError:
 
 
 def _explain_extra(path: str, location: tuple[int | str, ...]) -> ConfigError:
-    """An unknown key; one of another task says which task it belongs to."""
+    """An unknown key; one of another task or engine says which it belongs to."""
     owners = {key.owner for key in config_keys() if key.path == path}
-    if location[:1] == ("task",) and owners:
-        task = next(name for name, owner in _TASK_OWNERS.items() if owner in owners)
+    section = location[0]
+    if section in _TAGS and owners:
+        names = CHOICES[f"{section}.{_TAGS[str(section)]}"]
+        choice = next(name for name, owner in names.items() if owner in owners)
         return ConfigError(
-            f"{path}: not a key of task {location[1]}",
-            expected=f"task={task}, which has it",
-            remedy=f"add task={task} or remove {path}",
+            f"{path}: not a key of {section} {location[1]}",
+            expected=f"{section}={choice}, which has it",
+            remedy=f"add {section}={choice} or remove {path}",
         )
     return unknown_key(path)
 
 
-_TASK_OWNERS = {"chain_sum": "ChainSumTaskConfig", "jsonl": "JsonlTaskConfig"}
+_TAGS = dict(key.split(".") for key in CHOICES)
+"""Of the sections that come in several kinds, the key that says which."""

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from moerl.config.load import CONFIGS, compose_values, config_groups
-from moerl.config.reference import Key, config_keys
+from moerl.config.reference import CHOICES, Key, config_keys
 
 WIDTH = 110
 _KEY_WIDTH = 46
@@ -45,19 +45,36 @@ def keys_text() -> str:
 
 
 def _heading(key: Key) -> str:
-    if key.owner == "JsonlTaskConfig":
-        return "task=jsonl, besides task.name"
-    if key.owner == "ChainSumTaskConfig":
-        return "task=chain_sum"
+    choice = _choice(key)
+    if choice is not None and choice != "embedded":
+        section, _, _ = key.path.partition(".")
+        first = next(iter(CHOICES[_tag(section)]))
+        return f"{section}={choice}" + ("" if choice == first else f", besides the keys of {section}={first}")
     return key.path.rpartition(".")[0] or "run"
+
+
+def _choice(key: Key) -> str | None:
+    """Of a section that comes in several kinds: the first kind that has the key."""
+    for names in CHOICES.values():
+        for name, owner in names.items():
+            if owner == key.owner:
+                return name
+    return None
+
+
+def _tag(section: str) -> str:
+    return next(key for key in CHOICES if key.startswith(f"{section}."))
 
 
 def _default(key: Key, composed: dict[str, Any]) -> str:
     values: Any = composed
     path = key.path
-    if key.owner == "JsonlTaskConfig":
-        values = yaml.safe_load((CONFIGS / "task" / "jsonl.yaml").read_text(encoding="utf-8"))
-        path = path.removeprefix("task.")
+    choice = _choice(key)
+    if choice is not None:
+        section, _, path = path.partition(".")
+        values = composed[section]
+        if path not in values:
+            values = yaml.safe_load((CONFIGS / section / f"{choice}.yaml").read_text(encoding="utf-8"))
     for part in path.split("."):
         values = values[part]
     if values == _REQUIRED:

@@ -245,10 +245,9 @@ def _finished(values: dict[str, Any], command: str) -> RunConfig:
 
 def _with_absolute_paths(config: RunConfig) -> RunConfig:
     changed: dict[str, Any] = {"run_dir": config.run_dir.resolve()}
-    for name, section in (("model", config.model), ("task", config.task)):
-        path = getattr(section, "path", None)
-        if path is not None:
-            changed[name] = section.model_copy(update={"path": path.resolve()})
+    for name, section in (("model", config.model), ("task", config.task), ("rollout", config.rollout)):
+        paths = {key: value.resolve() for key, value in section if isinstance(value, Path)}
+        changed[name] = section.model_copy(update=paths)
     return config.model_copy(update=changed)
 
 

@@ -107,14 +107,9 @@ def _walk(model: type[BaseModel], prefix: str) -> Iterator[Key]:
                 yield from keys
         else:
             type_name = _type_name(info.annotation, info.metadata)
-            if path == "task.name":
-                type_name = " | ".join(_task_names())
+            if path in CHOICES:
+                type_name = " | ".join(CHOICES[path])
             yield Key(path, type_name, info.description or "", model.__name__)
-
-
-def _task_names() -> list[str]:
-    tasks = _models(RunConfig.model_fields["task"].annotation)
-    return [get_args(task.model_fields["name"].annotation)[0] for task in tasks]
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:
@@ -140,6 +135,11 @@ def _type_name(annotation: Any, metadata: list[Any]) -> str:
     return name if annotation is types.NoneType else name + _bounds(metadata)
 
 
+def _choices(section: str, tag: str) -> dict[str, str]:
+    models = _models(RunConfig.model_fields[section].annotation)
+    return {get_args(model.model_fields[tag].annotation)[0]: model.__name__ for model in models}
+
+
 def _constraints(info: Any) -> list[Any]:
     return info.metadata if isinstance(info, FieldInfo) else [info]
 
@@ -151,3 +151,7 @@ def _bounds(metadata: list[Any]) -> str:
     high = high or next((f"< {part.lt:g}" for part in metadata if isinstance(part, Lt)), None)
     bounds = ", ".join(bound for bound in (low, high) if bound)
     return f" {bounds}" if bounds else ""
+
+
+CHOICES = {"task.name": _choices("task", "name"), "rollout.engine": _choices("rollout", "engine")}
+"""Keys that decide which other keys their section has: by each value, the model that the section is then."""

@@ -147,10 +147,9 @@ class AlgorithmConfig(Section):
     moe_aux_loss_coef: NonNegative = Field(description="Weight of the load-balancing loss.")
 
 
-class RolloutConfig(Section):
-    """How responses are sampled."""
+class SamplingConfig(Section):
+    """How responses are sampled, on every engine."""
 
-    engine: Literal["embedded"] = Field(description="Engine that samples.")
     dtype: FloatName = Field(description="Precision of the engine.")
     max_running: Count = Field(description="Responses sampled side by side.")
     max_new_tokens: Count = Field(description="Longest response in tokens.")
@@ -160,6 +159,43 @@ class RolloutConfig(Section):
         description=f"Largest kept set; null = {MAX_KEPT_IDS} where top_p or min_p cut, else everything."
     )
     min_p: Decay = Field(description="Least probability, as a share of the most likely token's.")
+
+
+class EmbeddedRolloutConfig(SamplingConfig):
+    """The engine inside the trainer process."""
+
+    engine: Literal["embedded"] = Field(description="Engine that samples.")
+
+
+class _ServedRolloutConfig(SamplingConfig):
+    """What holds for every SGLang server."""
+
+    start_seconds: Positive = Field(description="Longest time until a server is ready.")
+    response_seconds: Positive = Field(description="Longest time from asking for a response to having it.")
+    update_seconds: Positive = Field(description="Longest time of one step of a weight update.")
+
+
+class SGLangRolloutConfig(_ServedRolloutConfig):
+    """An SGLang server that the run starts, watches and stops."""
+
+    engine: Literal["sglang"] = Field(description="Engine that samples.")
+    environment: Path = Field(description="Server's environment, made by `moerl sglang install`; decides the device.")
+    tensor: Count = Field(description="Tensor-parallel ranks of the server.")
+    max_pool_tokens: Count | None = Field(
+        description="Tokens in the server's key-value pool; null = as memory allows, 65536 on CPU."
+    )
+
+
+class ServerRolloutConfig(_ServedRolloutConfig):
+    """A server that `moerl serve` runs."""
+
+    engine: Literal["sglang_server"] = Field(description="Engine that samples.")
+    server: Path = Field(description="Its server.json: address and keys.")
+
+
+RolloutConfig = Annotated[
+    EmbeddedRolloutConfig | SGLangRolloutConfig | ServerRolloutConfig, Field(discriminator="engine")
+]
 
 
 class KeepRoutingConfig(Section):

@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import Any, Protocol, runtime_checkable
 
 from moerl.contract.trajectory import FinishReason, Lineage, ModelSpec, SamplingParams
+from moerl.errors import ContractError
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +56,16 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class RolloutRecord:
-    """What an engine adapter delivers before the contract has looked at it: `Trajectory` field values by name."""
+    """What an engine adapter delivers before the contract has looked at it: `Trajectory` field values by name.
+
+    refusal: why an answer could not be read, where that is so; `values` is then what arrived, for the quarantine.
+    """
 
     rollout_id: str
     engine_id: str
     policy_version: int
     values: Mapping[str, Any]
+    refusal: ContractError | None = None
 
 
 @runtime_checkable
@@ -90,6 +95,10 @@ class WeightSink(Protocol):
     def end_update(self) -> None:
         """Takes the new version into use; raises `WeightSyncError` where a tensor is missing. Old version stays."""
         ...
+
+
+class PolicyEngine(RolloutEngine, WeightSink, Protocol):
+    """An engine whose weights are replaced while it is in use."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,7 @@ def _add_server_options(add: Callable[..., argparse.Action]) -> None:
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of weights and activations, bfloat16")
     add("--max-running", type=int, default=64, metavar="N", help="requests side by side, 64")
     add("--max-pool-tokens", type=int, metavar="N", help="tokens in the key-value pool; as memory allows by default")
+    add("--vocab-size", type=int, metavar="N", help="sample ids below N only; for embeddings larger than the tokenizer")
     add("--policy-version", type=int, default=0, metavar="N", help="version of the weights in DIR, 0")
     add("--start-seconds", type=float, default=1800.0, metavar="S", help="longest start-up, 1800")
 
@@ -93,6 +94,7 @@ def _serve(options: argparse.Namespace) -> int:
         dtype=options.dtype,
         max_running=options.max_running,
         max_pool_tokens=options.max_pool_tokens,
+        vocab_size=options.vocab_size,
         policy_version=options.policy_version,
         host=options.host,
         port=options.port,

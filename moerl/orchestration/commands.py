@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import torch
@@ -19,18 +19,17 @@ from moerl.config.schema import RunConfig
 from moerl.contract.disk import write_parquet
 from moerl.contract.files import atomic_file
 from moerl.contract.layers import select_layers
-from moerl.contract.ports import Task
+from moerl.contract.ports import RolloutEngine, Task
 from moerl.contract.quarantine import Quarantine
-from moerl.contract.trajectory import ModelSpec
 from moerl.orchestration import sft
+from moerl.orchestration.engines import Model, open_engine
 from moerl.orchestration.evaluation import evaluate
 from moerl.orchestration.exchange import barrier
-from moerl.orchestration.models import build_model, make_engine, read_layers, read_spec, read_tokenizer
+from moerl.orchestration.models import build_model, read_layers, read_spec, read_tokenizer
 from moerl.orchestration.reporting import METRICS_FILE, Reporter, make_reporter
 from moerl.orchestration.rl import RLStage
 from moerl.orchestration.rollouts import Collector, in_request_order, sampling_params
 from moerl.orchestration.run import Run
-from moerl.rollout.embedded import EmbeddedEngine
 from moerl.tasks.check import check_problems, check_prompts
 from moerl.tasks.registry import make_task, make_tokenizer
 from moerl.trainer import layout
@@ -38,13 +37,14 @@ from moerl.trainer import layout
 
 def run_train(config: RunConfig, *, resume: bool) -> int:
     """Cold start (where configured), then RL; leaves a run directory. Exit code 0."""
-    with _open_run(config, "train", resume=resume) as (run, model_path):
+    with _open_run(config, "train", resume=resume) as (run, model_path), ExitStack() as stack:
         if config.sft.steps > 0:
             model_path = _cold_start(run, model_path)
         collector = None
         if run.layout.is_main:
-            run.engine = _engine(config, model_path, run.spec, version=-1)
-            collector = _collector(config, model_path, run.engine, run.task, run.tokenizer, run.quarantine)
+            engine = open_engine(config, Model(model_path, run.spec, version=-1), run.reporter.say)
+            run.engine = stack.enter_context(closing(engine))
+            collector = _collector(config, model_path, engine, run.task, run.tokenizer, run.quarantine)
         stage = RLStage(run, model_path, collector)
         stage.train()
         run.write_model(config.run_dir / "final_model", like=model_path, trainer=stage.trainer)
@@ -57,9 +57,9 @@ def run_sft(config: RunConfig, *, resume: bool) -> int:
     with _open_run(config, "sft", resume=resume) as (run, model_path):
         output = _cold_start(run, model_path)
         if run.layout.is_main:
-            engine = _engine(config, output, run.spec, version=0)
-            collector = _collector(config, output, engine, run.task, run.tokenizer, run.quarantine)
-            heldout = evaluate(collector, "heldout", config.evaluation.heldout_problems, version=0)
+            with closing(open_engine(config, Model(output, run.spec, version=0), run.reporter.say)) as engine:
+                collector = _collector(config, output, engine, run.task, run.tokenizer, run.quarantine)
+                heldout = evaluate(collector, "heldout", config.evaluation.heldout_problems, version=0)
             run.record_evaluations(0, {"cold_start": heldout})
         run.reporter.finish(run.summary(steps=0))
     return 0
@@ -151,16 +151,10 @@ def _cold_start(run: Run, model_path: Path) -> Path:
     return output
 
 
-def _engine(config: RunConfig, model_path: Path, spec: ModelSpec, version: int) -> EmbeddedEngine:
-    return make_engine(
-        model_path, spec, dtype=config.rollout.dtype, max_running=config.rollout.max_running, version=version
-    )
-
-
 def _collector(
     config: RunConfig,
     model_path: Path,
-    engine: EmbeddedEngine,
+    engine: RolloutEngine,
     task: Task,
     tokenizer: PreTrainedTokenizerBase,
     quarantine: Quarantine,
@@ -182,11 +176,13 @@ def _open_reader(config: RunConfig, command: str) -> Iterator[tuple[Collector, R
     max_positions = directory_sizes(config.model.path).max_positions
     check_prompts(config, task, tokenizer, command, max_positions=max_positions)
     spec = read_spec(config.model.path, tokenizer)
-    engine = _engine(config, config.model.path, spec, version=0)
     quarantine = Quarantine(config.run_dir / "quarantine", config.quarantine.max_rate, spec=spec)
-    collector = _collector(config, config.model.path, engine, task, tokenizer, quarantine)
-    with make_reporter(config, is_main=True) as reporter:
-        yield collector, reporter
+    model = Model(config.model.path, spec, version=0)
+    with (
+        make_reporter(config, is_main=True) as reporter,
+        closing(open_engine(config, model, reporter.say)) as engine,
+    ):
+        yield _collector(config, config.model.path, engine, task, tokenizer, quarantine), reporter
 
 
 def quiet_libraries() -> None:

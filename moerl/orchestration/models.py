@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from huggingface_hub import save_torch_state_dict
+from safetensors import safe_open
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -28,7 +29,7 @@ from moerl.contract.trajectory import ModelSpec
 from moerl.errors import ConfigError
 from moerl.rollout.embedded import EmbeddedEngine
 from moerl.trainer.model import DTYPES
-from moerl.trainer.tensors import bypassed_tensors
+from moerl.trainer.tensors import bypassed_tensors, is_bypassed
 
 VOCAB_MULTIPLE = 8
 """The embedding is padded to a multiple of this, so that tensor parallelism can split it."""
@@ -106,6 +107,21 @@ def make_engine(folder: Path, spec: ModelSpec, *, dtype: str, max_running: int, 
     """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype])
     return EmbeddedEngine(model, spec, engine_id="embedded-0", max_running=max_running, policy_version=version)
+
+
+def checkpoint_shapes(folder: Path, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors that an export writes for the model of a directory, by name.
+
+    Args:
+        config: content of its Hugging Face config.
+    """
+    shapes = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118  (no mapping)
+                if not is_bypassed(name, config) and not name.endswith("_scale_inv"):
+                    shapes[name] = tuple(tensors.get_slice(name).get_shape())
+    return shapes
 
 
 def write_model(folder: Path, like: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:

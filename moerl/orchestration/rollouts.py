@@ -81,6 +81,8 @@ class Collector:
         self.quarantine.expect(request.lineage.rollout_id for request in requests)
         for answer in self.engine.generate(requests):
             try:
+                if answer.refusal is not None:
+                    raise answer.refusal
                 record = self.layers.of(answer)
             except ContractError as error:
                 self.quarantine.refuse(answer, error, trainer_version=trainer_version)

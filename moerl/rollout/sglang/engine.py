@@ -91,6 +91,11 @@ class SGLangEngine:
             self.close()
             raise
 
+    @property
+    def facts(self) -> ServerFacts:
+        """What the server said about itself when it was asked last."""
+        return self._facts
+
     def handshake(self) -> EngineInfo:
         """Asks the server again; its weights may have changed.
 
@@ -181,25 +186,31 @@ class SGLangEngine:
             for attempt in range(NUM_ATTEMPTS):
                 if rollout_id in run.aborted_ids:
                     return
+                is_last = attempt + 1 == NUM_ATTEMPTS
                 try:
-                    values = await self._attempt(run, request)
-                except (TransportError, ContractError):
-                    # A damaged answer is asked for again, under the same rollout id.
-                    if attempt + 1 == NUM_ATTEMPTS:
+                    meta = await self._ask(run, request)
+                except TransportError:
+                    if is_last:
                         raise
                     await backoff(attempt)
                     continue
                 finally:
                     run.request_ids.pop(rollout_id, None)
+                values, refusal = self._read(request, meta)
+                if refusal is not None and not is_last:
+                    # A damaged answer is asked for again, under the same rollout id.
+                    await backoff(attempt)
+                    continue
                 if values is not None:
                     waited, sampled = admitted_at - run.asked_at, time.perf_counter() - admitted_at
                     timings = {"waiting_seconds": waited, "sampling_seconds": sampled}
                     values |= {"engine_id": self._engine_id, "attempt": attempt, "timings": timings}
-                    run.outcomes.put(RolloutRecord(rollout_id, self._engine_id, self._facts.policy_version, values))
+                    version = self._facts.policy_version
+                    run.outcomes.put(RolloutRecord(rollout_id, self._engine_id, version, values, refusal))
                 return
 
-    async def _attempt(self, run: _Run, request: RolloutRequest) -> dict[str, Any] | None:
-        """The trajectory's fields; None where the request was aborted before its first token."""
+    async def _ask(self, run: _Run, request: RolloutRequest) -> dict[str, Any]:
+        """The `meta_info` of the answer to one attempt."""
         # Aborts match prefixes of ids: what comes first must be unique and of one length.
         request_id = f"{secrets.token_hex(8)}-{request.lineage.rollout_id}"
         run.request_ids[request.lineage.rollout_id] = request_id
@@ -209,14 +220,24 @@ class SGLangEngine:
         if not isinstance(meta, dict) or meta.get("id") != request_id:
             seen = meta.get("id") if isinstance(meta, dict) else type(meta).__name__
             raise TransportError("SGLang /generate: an answer to another request", seen=seen, expected=request_id)
-        reason = finish_reason(meta)
-        if reason == FinishReason.ABORT and "compact_answer" not in meta:
-            return None
-        answer = decode_compact(meta.get("compact_answer"))
-        if num_sampled(answer) == 0:
-            return None
-        _check_length(request, answer, reason)
-        return trajectory_values(request, answer, version_spans(meta), reason, self._model.spec)
+        return meta
+
+    def _read(
+        self, request: RolloutRequest, meta: dict[str, Any]
+    ) -> tuple[dict[str, Any] | None, ContractError | None]:
+        """The trajectory's fields; None where the request was aborted before its first token. Of an answer that cannot
+        be read what arrived, and why."""
+        try:
+            reason = finish_reason(meta)
+            if reason == FinishReason.ABORT and "compact_answer" not in meta:
+                return None, None
+            answer = decode_compact(meta.get("compact_answer"))
+            if num_sampled(answer) == 0:
+                return None, None
+            _check_length(request, answer, reason)
+            return trajectory_values(request, answer, version_spans(meta), reason, self._model.spec), None
+        except ContractError as error:
+            return {"lineage": request.lineage, "meta_info": meta}, error
 
     async def _abort(self, run: _Run, rollout_ids: set[str]) -> None:
         run.aborted_ids |= rollout_ids

@@ -13,12 +13,16 @@ from moerl.errors import EngineError
 from moerl.rollout.sglang.answers import SCHEMA
 from moerl.rollout.sglang.patches import SGLANG_VERSION
 
+UNSYNCED = "none"
+"""Label of weights that the trainer did not send: tokens that they sampled can never be read as the policy's."""
+
 _REINSTALL = "start the server from an environment made by `moerl sglang install` of this version of moerl"
 
 
 class ContractReport(msgspec.Struct):
     """`internal_states[*].contract` of `/server_info`, written by the patches.
 
+    vocab_size: ids below it can be sampled.
     max_request_tokens: prompt and new tokens that one request may have together.
     moe_layers: indices of the decoder layers whose routing is captured. expert_ids: `logical`.
     """
@@ -36,11 +40,18 @@ class ContractReport(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """What the client keeps of a server. policy_version: the weights it holds."""
+    """What the client keeps of a server.
+
+    policy_version: of the weights it holds, -1 where none were sent yet. num_ranks: of its tensor parallelism.
+    device: cuda or cpu. dtype: of its weights and activations.
+    """
 
     version: str
     policy_version: int
     report: ContractReport
+    num_ranks: int
+    device: str
+    dtype: str
     sampling_backend: str
     sampling_mask_max_tokens: int
     speculative_algorithm: str | None
@@ -59,7 +70,7 @@ def read_facts(info: Mapping[str, Any], weight_version: str) -> ServerFacts:
     contract = states[0].get("contract") if isinstance(states, list) and states else None
     if contract is None:
         raise _refusal("handshake", "no contract in its internal state", "a patched server")
-    if not weight_version.isdecimal():
+    if weight_version != UNSYNCED and not weight_version.isdecimal():
         raise EngineError(
             "SGLang server: weight version",
             seen=weight_version,
@@ -69,8 +80,11 @@ def read_facts(info: Mapping[str, Any], weight_version: str) -> ServerFacts:
     try:
         return ServerFacts(
             version=SGLANG_VERSION,
-            policy_version=int(weight_version),
+            policy_version=-1 if weight_version == UNSYNCED else int(weight_version),
             report=msgspec.convert(contract, ContractReport),
+            num_ranks=int(info["tp_size"]),
+            device=str(info["device"]),
+            dtype=str(info["dtype"]),
             sampling_backend=str(info["sampling_backend"]),
             sampling_mask_max_tokens=int(info["sampling_mask_max_tokens"]),
             speculative_algorithm=info["speculative_algorithm"],
@@ -109,12 +123,12 @@ def check_model(facts: ServerFacts, spec: ModelSpec, moe_layers: Sequence[int]) 
         if seen != expected:
             remedy = "serve the trainer's model, with --enable-return-routed-experts"
             raise EngineError(f"SGLang server: {what}", seen=seen, expected=expected, remedy=remedy)
-    if report.vocab_size < spec.vocab_size:
+    if report.vocab_size != spec.vocab_size:
         raise EngineError(
-            "SGLang server: vocabulary",
+            "SGLang server: ids that can be sampled",
             seen=report.vocab_size,
-            expected=f"at least {spec.vocab_size}",
-            remedy="serve the trainer's model",
+            expected=f"{spec.vocab_size}, those of the tokenizer",
+            remedy=f"serve the trainer's model, with moerl serve --vocab-size {spec.vocab_size}",
         )
 
 

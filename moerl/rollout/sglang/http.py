@@ -29,6 +29,10 @@ class TransportError(EngineError):
     """No whole answer arrived, or the server said that it cannot serve now; the call may be repeated."""
 
 
+class KeyRefusedError(EngineError):
+    """The server does not know our key: another one listens at that address now, or the server file is stale."""
+
+
 class SGLangHttp:
     """Connections to one server, reused between calls."""
 
@@ -131,7 +135,7 @@ def _check_status(path: str, status: int, content: bytes) -> None:
         return
     said = content[:500].decode(errors="replace")
     if status == 401:
-        raise EngineError(
+        raise KeyRefusedError(
             f"SGLang {path}: the server does not know our key",
             seen="status 401",
             expected="the key that the server was started with",

@@ -14,7 +14,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from moerl.errors import EngineError
-from moerl.rollout.sglang.patches import SGLANG_VERSION, apply_patches, read_patches, release_folder, verify_patches
+from moerl.rollout.sglang.patches import (
+    SGLANG_VERSION,
+    apply_patches,
+    is_current,
+    read_patches,
+    release_folder,
+    verify_patches,
+)
 
 DEVICES = ("cuda", "cpu")
 PYTHONS = ("python3.12", "python3.11", "python3.10")
@@ -26,6 +33,8 @@ _SITE = "import sysconfig; print(sysconfig.get_path('purelib'))"
 
 def install(environment: Path, device: str, python: str | None = None) -> bool:
     """Makes the environment, or finishes one that was begun; patches SGLang and proves it.
+
+    One with the patches of another version of moerl gets the release and the patches anew.
 
     Args:
         environment: its folder.
@@ -41,8 +50,10 @@ def install(environment: Path, device: str, python: str | None = None) -> bool:
     if device not in DEVICES:
         raise EngineError("SGLang environment: device", seen=device, expected=f"one of {', '.join(DEVICES)}")
     if _is_complete(environment, device):
-        verify_patches(site_packages(environment), read_patches())
-        return False
+        if is_current(site_packages(environment), read_patches()):
+            verify_patches(site_packages(environment), read_patches())
+            return False
+        _remove_release(environment)
     interpreter = find_python(python)
     if not (environment / "bin" / "python").exists():
         _run([interpreter, "-m", "venv", "--without-pip", str(environment)], "make the environment")
@@ -59,9 +70,33 @@ def install(environment: Path, device: str, python: str | None = None) -> bool:
     return True
 
 
+def _remove_release(environment: Path) -> None:
+    """Takes a release with the patches of another version of moerl away, so that it is installed and patched afresh."""
+    _marker(environment).unlink()
+    site = site_packages(environment)
+    for folder in (*site.glob("sglang-*.dist-info"), site / "sglang"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def python_of(environment: Path) -> Path:
     """The environment's interpreter."""
     return environment / "bin" / "python"
+
+
+def device_of(environment: Path) -> str:
+    """The device that `moerl sglang install` made an environment for: cuda or cpu.
+
+    Raises:
+        EngineError: it is not there, or was not finished.
+    """
+    marker = _marker(environment)
+    if not marker.is_file():
+        raise EngineError(
+            f"SGLang environment {environment}: not there",
+            expected="an environment made by `moerl sglang install`",
+            remedy=f"moerl sglang install --env {environment}, with --device cpu where there is no GPU",
+        )
+    return str(json.loads(marker.read_text())["device"])
 
 
 def site_packages(environment: Path) -> Path:

@@ -116,8 +116,7 @@ def verify_patches(site: Path, patches: PatchSet) -> None:
         EngineError: naming the release, the stamp or the first file that is not.
     """
     require_release(site, patches.version)
-    stamp = site / STAMP
-    seen = json.loads(stamp.read_text()).get("fingerprint") if stamp.is_file() else None
+    seen = _stamped(site)
     if seen != patches.fingerprint:
         raise EngineError(
             f"SGLang in {site}: " + ("other patches" if seen else "not patched"),
@@ -130,6 +129,16 @@ def verify_patches(site: Path, patches: PatchSet) -> None:
         for file in reversed(patch.files):
             contents[file.path] = revert_patch(contents[file.path], file, patch.name)
     _require_released(site, contents)
+
+
+def is_current(site: Path, patches: PatchSet) -> bool:
+    """True where exactly these patches are stamped; `verify_patches` proves what is stamped."""
+    return _stamped(site) == patches.fingerprint
+
+
+def _stamped(site: Path) -> str | None:
+    stamp = site / STAMP
+    return json.loads(stamp.read_text()).get("fingerprint") if stamp.is_file() else None
 
 
 def require_release(site: Path, version: str) -> None:

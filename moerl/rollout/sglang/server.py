@@ -7,6 +7,7 @@ goes to a log in the same folder. It dies with its manager, however that ends (L
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import signal
@@ -25,6 +26,7 @@ from moerl.contract.files import atomic_file
 from moerl.contract.trajectory import MAX_KEPT_IDS
 from moerl.errors import EngineError
 from moerl.rollout.sglang.endpoint import Endpoint, require_private, write_endpoint
+from moerl.rollout.sglang.handshake import UNSYNCED
 from moerl.rollout.sglang.install import python_of, site_packages
 from moerl.rollout.sglang.patches import read_patches, verify_patches
 
@@ -32,6 +34,7 @@ ENDPOINT_FILE = "server.json"
 OPTIONS_FILE = "options.yaml"
 LOG_FILE = "server.log"
 GRACE_SECONDS = 10.0
+CPU_POOL_TOKENS = 65536
 _POLL_SECONDS = 0.2
 
 # Parent-death signal, then the server's own entry point. A manager that died before the signal was set counts, too.
@@ -53,9 +56,11 @@ class ServerOptions:
 
     model: Hugging Face directory. environment: made by `moerl sglang install`. device: cuda or cpu.
     tensor: tensor-parallel ranks. dtype: of weights and activations. max_running: requests side by side.
-    max_pool_tokens: tokens in the key-value pool; None lets SGLang take what memory allows (needed on CPU).
+    max_pool_tokens: tokens in the key-value pool; None takes what memory allows on GPUs, `CPU_POOL_TOKENS` on CPU.
     chunked_prefill_tokens: longest piece of a prefill; None leaves it to SGLang.
-    policy_version: of the weights in `model`. host: loopback or private. port: 0 takes a free one.
+    vocab_size: ids below it can be sampled; None for all that the model has an embedding for.
+    policy_version: of the weights in `model`; -1 where the trainer sends its own before anything is sampled.
+    host: loopback or private. port: 0 takes a free one.
     """
 
     model: Path
@@ -66,6 +71,7 @@ class ServerOptions:
     max_running: int = 64
     max_pool_tokens: int | None = None
     chunked_prefill_tokens: int | None = None
+    vocab_size: int | None = None
     policy_version: int = 0
     host: str = "127.0.0.1"
     port: int = 0
@@ -124,10 +130,7 @@ class SGLangServer:
 
     def is_ready(self) -> bool:
         """True where it answers its health probe now."""
-        try:
-            return httpx.get(f"{self.endpoint.url}/health", timeout=5.0, trust_env=False).status_code == 200
-        except httpx.HTTPError:
-            return False
+        return answers_health(self.endpoint)
 
     def require_running(self) -> None:
         """Raises EngineError where the process has ended; the end of its log is in the message."""
@@ -171,7 +174,7 @@ def launch_options(options: ServerOptions, port: int) -> dict[str, Any]:
         "dtype": options.dtype,
         "tensor-parallel-size": options.tensor,
         "max-running-requests": options.max_running,
-        "weight-version": str(options.policy_version),
+        "weight-version": UNSYNCED if options.policy_version < 0 else str(options.policy_version),
         "enable-return-routed-experts": True,
         "sampling-backend": "pytorch",
         "sampling-mask-max-tokens": MAX_KEPT_IDS,
@@ -182,13 +185,24 @@ def launch_options(options: ServerOptions, port: int) -> dict[str, Any]:
         chosen["max-total-tokens"] = options.max_pool_tokens
     if options.chunked_prefill_tokens is not None:
         chosen["chunked-prefill-size"] = options.chunked_prefill_tokens
+    if options.vocab_size is not None:
+        chosen["json-model-override-args"] = json.dumps({"sampled_vocab_size": options.vocab_size})
     if options.device == "cpu":
+        chosen.setdefault("max-total-tokens", CPU_POOL_TOKENS)
         chosen |= {
             "attention-backend": "torch_native",
             "cuda-graph-backend-decode": "disabled",
             "cuda-graph-backend-prefill": "disabled",
         }
     return chosen
+
+
+def answers_health(endpoint: Endpoint) -> bool:
+    """True where a server answers its health probe now."""
+    try:
+        return httpx.get(f"{endpoint.url}/health", timeout=5.0, trust_env=False).status_code == 200
+    except httpx.HTTPError:
+        return False
 
 
 def free_port(host: str) -> int:

@@ -12,7 +12,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
 from urllib.parse import urlparse
@@ -27,6 +27,7 @@ from torch.distributed.distributed_c10d import Backend, _new_process_group_helpe
 from moerl.errors import WeightSyncError
 from moerl.rollout.sglang.endpoint import Endpoint
 from moerl.rollout.sglang.server import free_port
+from moerl.rollout.sglang.weight_set import WeightSet
 
 PauseMode = Literal["abort", "retract"]
 """What happens to requests under way: `abort` answers them with what they have, `retract` computes their prefix again
@@ -37,12 +38,14 @@ with the new weights and goes on. Going on with the old cache is not offered: la
 class WeightTransport:
     """How weights travel.
 
-    shapes: of every tensor the served model has, by its name in the checkpoint. num_ranks: of the server.
+    shapes: of every tensor the served model has, by its name in the checkpoint. tied: tensors that are another one's
+    and may come, too, by name. num_ranks: of the server.
     backend: gloo or nccl. bucket_bytes: tensors are sent together until they reach this.
     timeout_seconds: for each step of an update.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
+    tied: Mapping[str, str] = field(default_factory=dict)
     num_ranks: int = 1
     backend: str = "gloo"
     bucket_bytes: int = 256 << 20
@@ -66,68 +69,55 @@ class SGLangWeights:
         )
         self._group: Any = None
         self._group_name = ""
-        self._staged: dict[str, Tensor] | None = None
-        self._version = -1
+        self._set = WeightSet(transport.shapes, transport.tied)
 
     def begin_update(self, version: int) -> None:
         """Starts a weight update; one that was never ended is forgotten."""
-        self._staged, self._version = {}, version
+        self._set.begin(version)
 
     def receive(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Keeps tensors under their checkpoint names until the set is whole, in any order and any number of calls."""
-        staged = self._require_staged()
-        for name, tensor in tensors:
-            expected = self._transport.shapes.get(name)
-            if expected != tuple(tensor.shape) or name in staged:
-                raise WeightSyncError(
-                    f"weight update: tensor {name!r}",
-                    seen="a second time" if name in staged else f"shape {tuple(tensor.shape)}",
-                    expected="once" if name in staged else (expected or "a name that the served model has"),
-                    remedy="send the whole checkpoint of the served model once",
-                )
-            staged[name] = tensor.detach().clone(memory_format=torch.contiguous_format)
+        self._set.receive(tensors)
 
     def end_update(self) -> None:
         """Sends the set.
 
         Raises:
-            WeightSyncError: the set is not whole: the server keeps its weights. Or a step failed: what the server then
-                holds is unknown, and it serves nothing until an update succeeds.
+            WeightSyncError: the set is not whole: the server keeps its weights. Or as `send`.
         """
-        staged = self._require_staged()
-        missing = sorted(set(self._transport.shapes) - set(staged))
-        if missing:
-            raise WeightSyncError(
-                "weight update: tensors are missing",
-                seen=f"{len(missing)} missing, the first is {missing[0]!r}",
-                expected=f"all {len(self._transport.shapes)} tensors",
-                remedy="send the whole checkpoint of the served model once",
-            )
-        self._staged = None
+        self.send(*self._set.take())
+
+    def send(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+        """Replaces the server's weights by a whole set.
+
+        Raises:
+            WeightSyncError: a step failed. What the server then holds is unknown, and it serves nothing until an update
+                succeeds.
+        """
         if self._group is None:
             self._connect()
         self._post("/pause_generation", {"mode": self._transport.pause})
         self._post("/flush_cache", {})
         self._post("/begin_weight_update", {})
-        buckets = list(_buckets(staged, self._transport.bucket_bytes))
+        buckets = list(_buckets(tensors, self._transport.bucket_bytes))
         for number, bucket in enumerate(buckets, 1):
-            self._send(bucket, last=number == len(buckets))
+            self._send(bucket, version if number == len(buckets) else None)
         self._post("/end_weight_update", {})
         self._post("/continue_generation", {})
         self._on_update()
+
+    def abandon(self) -> None:
+        """Leaves the process group without telling the server, which is gone or hangs."""
+        if self._group is not None:
+            self._drop_group()
+        self._client.close()
 
     def close(self) -> None:
         """Leaves the process group. The server keeps running."""
         if self._group is not None:
             with contextlib.suppress(WeightSyncError):  # a server that is gone has left it, too
                 self._post("/destroy_weights_update_group", {"group_name": self._group_name})
-            self._drop_group()
-        self._client.close()
-
-    def _require_staged(self) -> dict[str, Tensor]:
-        if self._staged is None:
-            raise WeightSyncError("weight update: none is open", remedy="call begin_update first")
-        return self._staged
+        self.abandon()
 
     def _connect(self) -> None:
         """Makes the process group: we are rank 0, the server's ranks come behind us."""
@@ -159,8 +149,8 @@ class SGLangWeights:
         call.result()
         self._group, self._group_name = group, name
 
-    def _send(self, bucket: Mapping[str, Tensor], *, last: bool) -> None:
-        """Announces a bucket and broadcasts it.
+    def _send(self, bucket: Mapping[str, Tensor], version: int | None) -> None:
+        """Announces a bucket and broadcasts it; the last one carries the version.
 
         The server answers after the broadcast, or at once where it refuses; it does not join a refused broadcast.
         """
@@ -172,9 +162,11 @@ class SGLangWeights:
             "load_format": "flattened_bucket",
             "flush_cache": False,
         }
-        if last:
-            body["weight_version"] = str(self._version)
+        if version is not None:
+            body["weight_version"] = str(version)
         flat = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in bucket.values()])
+        if self._transport.backend == "nccl":
+            flat = flat.cuda()
         call = _Call(lambda: self._post("/update_weights_from_distributed", body))
         work = dist.broadcast(flat, src=0, group=self._group, async_op=True)
         assert work is not None

@@ -1,0 +1,89 @@
+"""The rollout engine that a configuration asks for. Runs on the rank that hosts it; what follows sees ports only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import AutoConfig
+
+from moerl.config.schema import (
+    EmbeddedRolloutConfig,
+    RolloutConfig,
+    RunConfig,
+    ServerRolloutConfig,
+    SGLangRolloutConfig,
+)
+from moerl.contract.ports import PolicyEngine
+from moerl.contract.spec import moe_layer_indices
+from moerl.contract.trajectory import ModelSpec
+from moerl.orchestration.models import checkpoint_shapes, make_engine
+from moerl.rollout.sglang.engine import ModelFacts
+from moerl.rollout.sglang.install import device_of
+from moerl.rollout.sglang.server import ServerOptions
+from moerl.rollout.sglang.sources import NamedServer, OwnServer, ServerSource
+from moerl.rollout.sglang.supervised import SupervisedOptions, SupervisedSGLang
+
+SERVER_FOLDER = "sglang"
+"""In the run directory: the log and the options of the run's own server."""
+
+_TIED = {"lm_head.weight": "model.embed_tokens.weight"}
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A Hugging Face directory to sample from. version: policy version of its weights; -1 where the engine must wait
+    for a first update."""
+
+    folder: Path
+    spec: ModelSpec
+    version: int
+
+
+def open_engine(config: RunConfig, model: Model, say: Callable[[str], None]) -> PolicyEngine:
+    """The engine of `config.rollout` for a model; whoever opens it closes it.
+
+    Args:
+        say: told what a user should know about a server.
+
+    Raises:
+        EngineError: it cannot serve.
+    """
+    rollout = config.rollout
+    if isinstance(rollout, EmbeddedRolloutConfig):
+        return make_engine(
+            model.folder, model.spec, dtype=rollout.dtype, max_running=rollout.max_running, version=model.version
+        )
+    hf_config = AutoConfig.from_pretrained(model.folder).to_dict()
+    options = SupervisedOptions(
+        engine_id="sglang-0",
+        dtype=rollout.dtype,
+        max_running=rollout.max_running,
+        response_seconds=rollout.response_seconds,
+        update_seconds=rollout.update_seconds,
+        shapes=checkpoint_shapes(model.folder, hf_config),
+        tied=_TIED if hf_config.get("tie_word_embeddings") else {},
+        say=say,
+    )
+    say("waiting for the SGLang server")
+    source = _source(rollout, model, config.run_dir / SERVER_FOLDER)
+    return SupervisedSGLang(source, ModelFacts(model.spec, moe_layer_indices(hf_config)), options, model.version)
+
+
+def _source(rollout: RolloutConfig, model: Model, folder: Path) -> ServerSource:
+    if isinstance(rollout, ServerRolloutConfig):
+        return NamedServer(rollout.server, rollout.start_seconds)
+    assert isinstance(rollout, SGLangRolloutConfig)
+    options = ServerOptions(
+        model=model.folder,
+        environment=rollout.environment,
+        device=device_of(rollout.environment),
+        tensor=rollout.tensor,
+        dtype=rollout.dtype,
+        max_running=rollout.max_running,
+        max_pool_tokens=rollout.max_pool_tokens,
+        vocab_size=model.spec.vocab_size,
+        policy_version=model.version,
+    )
+    return OwnServer(options, folder, rollout.start_seconds)

@@ -1,0 +1,87 @@
+"""Where a server comes from: started by us, or somebody else's. Runs in the process that holds the engine."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Protocol
+
+from moerl.errors import EngineError
+from moerl.rollout.sglang.endpoint import Endpoint, read_endpoint
+from moerl.rollout.sglang.server import ServerOptions, SGLangServer, answers_health
+
+_POLL_SECONDS = 0.5
+
+
+class ServerSource(Protocol):
+    """Gives a server that serves, as often as one is needed."""
+
+    def open(self) -> Endpoint:
+        """A server that is ready now. Called again where the one before failed.
+
+        Raises:
+            EngineError: there is none in time.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+class OwnServer:
+    """A server of our own: started by `open`, replaced by the next `open`, stopped by `close`.
+
+    folder: for its options, keys and log. start_seconds: longest start-up.
+    """
+
+    def __init__(self, options: ServerOptions, folder: Path, start_seconds: float) -> None:
+        self._options, self._folder, self._start_seconds = options, folder, start_seconds
+        self.server: SGLangServer | None = None
+
+    def open(self) -> Endpoint:
+        self.close()
+        self.server = SGLangServer(self._options, self._folder)
+        try:
+            self.server.wait_until_ready(self._start_seconds)
+        except BaseException:  # an interrupt, too, leaves nothing behind
+            self.close()
+            raise
+        return self.server.endpoint
+
+    def close(self) -> None:
+        if self.server is not None:
+            self.server.stop()
+            self.server = None
+
+
+class NamedServer:
+    """The server of a `moerl serve`; whoever started it starts it again, `open` waits for that.
+
+    file: its `server.json`. start_seconds: longest wait for it to serve.
+    """
+
+    def __init__(self, file: Path, start_seconds: float) -> None:
+        self._file, self._start_seconds = file, start_seconds
+
+    def open(self) -> Endpoint:
+        deadline = time.monotonic() + self._start_seconds
+        while True:
+            problem = self._problem()
+            if problem is None:
+                return read_endpoint(self._file)
+            if time.monotonic() > deadline:
+                raise EngineError(
+                    f"the SGLang server of {self._file}",
+                    seen=problem,
+                    expected=f"a server that serves within {self._start_seconds} s",
+                    remedy="start it with `moerl serve`; its log is beside the file",
+                )
+            time.sleep(_POLL_SECONDS)
+
+    def close(self) -> None:
+        """The server is not ours to stop."""
+
+    def _problem(self) -> str | None:
+        if not self._file.exists():
+            return "no such file"
+        endpoint = read_endpoint(self._file)
+        return None if answers_health(endpoint) else f"no answer from {endpoint.url}"
