@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Test processes: as many as cores, each with one thread; tests that share an expensive set-up stay together.
 JOBS ?= auto
 
-.PHONY: setup demo lint test test-slow test-distributed test-sglang bench bench-sglang clean
+.PHONY: setup sglang demo demo-sglang lint test test-slow test-distributed test-sglang bench bench-sglang clean
 
 setup: .venv/.ready
 
@@ -14,13 +14,17 @@ setup: .venv/.ready
 demo: setup
 	$(BIN)/moerl train recipe=laptop
 
+# The demo with rollouts from an SGLang server on CPU; fewer steps.
+demo-sglang: setup sglang
+	$(BIN)/moerl train recipe=laptop rollout=sglang algorithm.steps=24
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/pyright
 
-test: setup
+test: setup sglang
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "not slow and not distributed and not sglang" tests
 
 test-slow: setup
@@ -30,18 +34,20 @@ test-slow: setup
 test-distributed: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m distributed tests
 
-# Live SGLang servers on CPU, in an environment of their own (2.2 GB).
-test-sglang: setup
-	$(BIN)/moerl sglang install --device cpu
+# Live SGLang servers on CPU, in an environment of their own (2.2 GB). The test of parity is part of `make test`.
+test-sglang: setup sglang
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m sglang tests
+
+# The environment of SGLang servers on CPU, beside our own; one of another version of the patches is renewed.
+sglang: setup
+	$(BIN)/moerl sglang install --device cpu
 
 bench: setup
 	for file in $$(ls bench/[a-z]*.py | grep -v -e _gpu -e rollout_wire); do $(BIN)/python $$file || exit 1; done
 
 # The one benchmark that needs a live server.
-bench-sglang: setup
-	$(BIN)/moerl sglang install --device cpu
+bench-sglang: setup sglang
 	$(BIN)/python bench/rollout_wire.py
 
 clean:
-	rm -rf .venv dist build
+	rm -rf .venv .venv-sglang dist build

@@ -16,6 +16,7 @@ GROUPS = {
     "tests/e2e/": "e2e",
     "tests/unit/trainer/": "trainer",
     "tests/distributed/": "distributed",
+    "tests/sglang/": "sglang",
 }
 """Tests that share what is slow to start, by the beginning of their path: all of a group run in one test process."""
 

@@ -5,13 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 from sglang_reference import Reference, collect, make_requests
 
 from moerl.contract.trajectory import FinishReason
 from moerl.rollout.sglang.engine import SGLangEngine
-
-pytestmark = pytest.mark.sglang
 
 
 def test_routing_kept_sets_and_logprobs_are_those_of_transformers(engine: SGLangEngine, model_folder: Path):

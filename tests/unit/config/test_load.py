@@ -15,7 +15,13 @@ from moerl.config.load import (
     refuse_taken_run_dir,
     split_resume,
 )
-from moerl.config.schema import ArchitectureConfig, ChainSumTaskConfig, JsonlTaskConfig
+from moerl.config.schema import (
+    ArchitectureConfig,
+    ChainSumTaskConfig,
+    JsonlTaskConfig,
+    SamplingConfig,
+    SGLangRolloutConfig,
+)
 from moerl.errors import ConfigError
 
 
@@ -151,11 +157,33 @@ def test_a_missing_value_is_named():
 
 def test_an_unknown_option_of_a_group_lists_the_ones_there_are():
     assert "expected: one of laptop, routing_study, tiny;" in error("recipe=nope")
-    assert "expected: one of embedded" in error("rollout=sglang")
+    assert "expected: one of embedded, sglang, sglang_server;" in error("rollout=nope")
 
 
 def test_a_key_of_another_task_says_which_task_has_it():
     assert "add task=jsonl or remove task.path" in error("task.path=/x")
+
+
+def test_a_key_of_another_engine_says_which_engine_has_it():
+    assert "add rollout=sglang_server or remove rollout.server" in error("rollout=sglang", "rollout.server=/x")
+    assert "add rollout=sglang or remove rollout.tensor" in error("rollout.tensor=2")
+
+
+def test_engines_share_how_responses_are_sampled_and_take_absolute_paths():
+    embedded = load_config(["recipe=tiny"], command="train").rollout
+    served = load_config(["recipe=tiny", "rollout=sglang"], command="train").rollout
+    assert isinstance(served, SGLangRolloutConfig)
+    assert served.environment.is_absolute()
+    shared = set(SamplingConfig.model_fields)
+    assert embedded.model_dump(include=shared) == served.model_dump(include=shared)
+
+
+def test_an_unknown_engine_is_refused():
+    assert "rollout.engine: unknown engine; seen: zz" in error("rollout.engine=zz")
+
+
+def test_a_server_of_moerl_serve_must_be_named():
+    assert "rollout.server: no value given" in error("rollout=sglang_server")
 
 
 def test_an_unknown_task_name_is_refused():

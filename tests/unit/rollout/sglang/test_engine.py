@@ -12,7 +12,7 @@ from sglang_fake import MOE_LAYERS, SPEC, Answer, FakeServer, contract_report, r
 
 from moerl.contract.ports import RolloutEngine, RolloutRequest
 from moerl.contract.trajectory import MAX_KEPT_IDS, Lineage, SamplingParams, Trajectory
-from moerl.errors import ContractError, EngineError
+from moerl.errors import EngineError
 from moerl.rollout.sglang import http
 from moerl.rollout.sglang.engine import ModelFacts, SGLangEngine
 
@@ -151,10 +151,12 @@ def test_an_answer_shorter_than_asked_for_is_refused(fake: FakeServer, connect):
         list(connect().generate(requests(1)))
 
 
-def test_an_answer_that_stays_broken_ends_as_the_contract_names_it(fake: FakeServer, connect):
+def test_an_answer_that_stays_broken_is_delivered_with_what_the_contract_says(fake: FakeServer, connect):
     fake.answer = lambda body: (200, msgspec.msgpack.encode(reply(body, weight_versions=None)))
-    with pytest.raises(ContractError, match="weight_versions"):
-        list(connect().generate(requests(1)))
+    (record,) = connect().generate(requests(1))
+    assert len(fake.bodies) == 4
+    assert (record.refusal.reason, record.refusal.field) == ("message_malformed", "weight_versions")
+    assert record.values["meta_info"]["compact_answer"]
 
 
 def test_a_request_aborted_before_its_first_token_yields_nothing(fake: FakeServer, connect):
@@ -218,7 +220,8 @@ def test_requests_beyond_the_server_are_refused_at_once(fake: FakeServer, connec
         ({"experts_per_token": 4}, "experts per token"),
         ({"expert_ids": "physical"}, "expert ids"),
         ({"expert_bytes": 2}, "expert ids"),
-        ({"vocab_size": 49}, "vocabulary"),
+        ({"vocab_size": 49}, "ids that can be sampled"),
+        ({"vocab_size": 51}, "ids that can be sampled"),
         ({"moe_layers": "all"}, "handshake"),
     ],
 )

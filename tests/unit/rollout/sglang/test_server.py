@@ -32,7 +32,21 @@ def test_every_server_captures_routes_samples_in_torch_and_labels_its_weights(de
     assert chosen["skip-tokenizer-init"]
     assert (chosen["weight-version"], chosen["port"], chosen["tensor-parallel-size"]) == ("4", 99, 2)
     assert ("attention-backend" in chosen) == (device == "cpu")
-    assert "max-total-tokens" not in chosen
+    assert "json-model-override-args" not in chosen
+
+
+def test_a_pool_on_cpu_is_bounded_and_one_on_gpus_takes_what_there_is():
+    assert launch_options(options(device="cpu"), 99)["max-total-tokens"] == 65536
+    assert "max-total-tokens" not in launch_options(options(device="cuda"), 99)
+    assert launch_options(options(device="cpu", max_pool_tokens=700), 99)["max-total-tokens"] == 700
+
+
+def test_weights_that_the_trainer_did_not_send_have_no_version():
+    assert launch_options(options(policy_version=-1), 99)["weight-version"] == "none"
+
+
+def test_ids_beyond_the_tokenizer_are_closed():
+    assert launch_options(options(vocab_size=87), 99)["json-model-override-args"] == '{"sampled_vocab_size": 87}'
 
 
 def test_a_free_port_can_be_bound():
