@@ -125,9 +125,9 @@ def distances(
         trainer = MegatronTrainer(path, rollouts[0].spec, where, ModelOptions(dtype="float32"), None)
 
         def scored(batches: Sequence[Microbatch], trainer: MegatronTrainer = trainer) -> list[RowScores]:
-            return trainer.score(batches, Scorer(batches, trainer.shard, keep_mask=True), enforce=True)
+            return trainer.score(batches, Scorer(batches, keep_mask=True), enforce=True)
 
-        report, recorded = trainer.score_and_record(by_engine, Scorer(by_engine, trainer.shard, keep_mask=True))
+        report, recorded = trainer.score_and_record(by_engine, Scorer(by_engine, keep_mask=True))
         by_trainer = by_trainer or recorded.batches
         passes = {
             "off": (recorded.batches, report.rows),

@@ -49,9 +49,9 @@ def score(where: Any, path: Path, batches: list[Any]) -> list[dict[int, np.ndarr
     from moerl.trainer.losses import Scorer
 
     trainer = tiny_moe.build(where, path, optimizer=None)
-    enforced = trainer.score(batches, Scorer(batches, trainer.shard, keep_mask=True, with_full=True), enforce=True)
-    natural = trainer.score(batches, Scorer(batches, trainer.shard, keep_mask=True), enforce=False)
-    open_set = trainer.score(batches, Scorer(batches, trainer.shard, keep_mask=False), enforce=True)
+    enforced = trainer.score(batches, Scorer(batches, keep_mask=True, with_full=True), enforce=True)
+    natural = trainer.score(batches, Scorer(batches, keep_mask=True), enforce=False)
+    open_set = trainer.score(batches, Scorer(batches, keep_mask=False), enforce=True)
     columns = (
         [row.logprobs_T.numpy() for row in enforced],
         [row.full_logprobs_T.numpy() for row in enforced],
@@ -112,7 +112,7 @@ def take_policy_step(
         algorithm=GRPO(kl_coef=KL_COEF),
         proximal_logprobs=proximal,
         reference=reference,
-        reference_inputs=reference.head_inputs(batches, enforce=True),
+        reference_hidden=reference.last_hidden(batches, enforce=True),
     )
     report = trainer.step(batches, loss, enforce=True)
     return {
@@ -191,7 +191,7 @@ def take_text_step(where: Any, path: Path, batches: list[Any]) -> tuple[float, d
 
     optimizer = tiny_moe.OPTIMIZER.model_copy(update={"clip_grad": 0.0})
     trainer = tiny_moe.build(where, path, optimizer=optimizer)
-    loss = TextLoss(batches, trainer.shard, tiny_moe.num_trained(batches))
+    loss = TextLoss(batches, trainer.spec.vocab_size, tiny_moe.num_trained(batches))
     report = trainer.step(batches, loss, enforce=False)
     return sum(float(row.losses_T.sum()) for row in report.rows) / loss.denominator, tiny_moe.gradients(trainer)
 

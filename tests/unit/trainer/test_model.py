@@ -19,7 +19,7 @@ def score_naturally(where: Any, path: Path, batches: list[Any]) -> dict[str, Any
     from moerl.trainer.losses import Scorer
 
     trainer = tiny_moe.build(where, path, optimizer=None)
-    rows = trainer.score(batches, Scorer(batches, trainer.shard, keep_mask=False), enforce=False)
+    rows = trainer.score(batches, Scorer(batches, keep_mask=False), enforce=False)
     return {
         "logprobs": tiny_moe.by_sample(batches, [row.logprobs_T.numpy() for row in rows]),
         "weights": tiny_moe.exported(trainer),
