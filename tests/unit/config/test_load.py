@@ -150,7 +150,7 @@ def test_a_missing_value_is_named():
 
 
 def test_an_unknown_option_of_a_group_lists_the_ones_there_are():
-    assert "expected: one of laptop, routing_study, tiny;" in error("recipe=nope")
+    assert "expected: one of laptop, mask_study, routing_study, tiny;" in error("recipe=nope")
     assert "expected: one of embedded" in error("rollout=sglang")
 
 
