@@ -105,6 +105,7 @@ def take_policy_step(
     proximal: list[torch.Tensor],
     support: str,
     recompute: str = "none",
+    reference_enforce: bool = True,
 ) -> dict[str, Any]:
     from moerl.algorithms.grpo import GRPO
 
@@ -118,7 +119,7 @@ def take_policy_step(
         algorithm=GRPO(kl_coef=KL_COEF),
         proximal_logprobs=proximal,
         reference=reference,
-        reference_hidden=reference.last_hidden(batches, enforce=True),
+        reference_hidden=reference.last_hidden(batches, enforce=reference_enforce),
         kl_support=support,
     )
     report = trainer.step(batches, loss, enforce=True)
@@ -133,7 +134,12 @@ def take_policy_step(
 
 
 def judge_policy_step(
-    path: Path, reference_path: Path, samples: list[TrainSample], proximal: dict[int, np.ndarray], support: str
+    path: Path,
+    reference_path: Path,
+    samples: list[TrainSample],
+    proximal: dict[int, np.ndarray],
+    support: str,
+    reference_enforce: bool = True,
 ) -> tuple[float, dict[str, np.ndarray]]:
     """GRPO with the exact KL over the given support, written down densely in float64 over transformers' logits."""
     judge, reference = tiny_moe.Judge(path), tiny_moe.Judge(reference_path)
@@ -145,7 +151,8 @@ def judge_policy_step(
         logprobs_TV = tiny_moe.support_logprobs(logits_TV, sample)
         kl_logprobs_TV = tiny_moe.support_logprobs(logits_TV, sample, keep_mask=support == "kept")
         with torch.no_grad():
-            reference_TV = tiny_moe.support_logprobs(reference.logits(*inputs), sample, keep_mask=support == "kept")
+            theirs_TV = reference.logits(*(inputs if reference_enforce else inputs[:1]))
+            reference_TV = tiny_moe.support_logprobs(theirs_TV, sample, keep_mask=support == "kept")
         logprobs_T = tiny_moe.target_logprobs(logprobs_TV, sample)
         proximal_T = torch.from_numpy(proximal[index]).double()
         rollout_T = torch.tensor(trajectory.rollout_logprobs[1:]).double()
@@ -207,6 +214,19 @@ def test_the_kl_over_the_whole_vocabulary_of_masked_tokens_equals_a_dense_brute_
     other_loss, _ = judge_policy_step(untied, reference_path, samples, by_sample, "kept")
     (result,) = one_process.run(take_policy_step, untied, reference_path, batches, proximal, "full")
     assert abs(expected_loss - other_loss) > 1e-2
+    assert result["loss"] == pytest.approx(expected_loss, abs=1e-5)
+    assert_same_gradients(result["gradients"], expected_gradients)
+
+
+def test_a_reference_may_choose_its_own_experts_while_the_policy_keeps_those_recorded(
+    untied: Path, tmp_path: Path, one_process: Ranks
+) -> None:
+    reference_path, samples, batches, proximal = policy_case(tmp_path)
+    by_sample = tiny_moe.by_sample(batches, [tensor.numpy() for tensor in proximal])
+    expected_loss, expected_gradients = judge_policy_step(untied, reference_path, samples, by_sample, "kept", False)
+    other_loss, _ = judge_policy_step(untied, reference_path, samples, by_sample, "kept", True)
+    (result,) = one_process.run(take_policy_step, untied, reference_path, batches, proximal, "kept", "none", False)
+    assert abs(expected_loss - other_loss) > 1e-3
     assert result["loss"] == pytest.approx(expected_loss, abs=1e-5)
     assert_same_gradients(result["gradients"], expected_gradients)
 
