@@ -35,7 +35,7 @@ def main() -> int:
     arguments = parser.parse_args()
     cold = arguments.runs / "cold"
     common = ["recipe=mask_study", f"seed={arguments.seed}"]
-    if not (cold / "final_model").exists():
+    if not (cold / "cold_start").exists():
         _moerl("sft", *common, f"run_dir={cold}")
     found = {}
     for top_p in arguments.top_p:

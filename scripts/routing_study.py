@@ -96,13 +96,13 @@ def prepare(folder: Path, seed: int) -> dict[int, Path]:
     """Model directories by updates; whatever is not there yet is trained and exported."""
     common = ["recipe=routing_study", f"seed={seed}"]
     cold, run = folder / "cold", folder / "rl"
-    if not (cold / "final_model").exists():
+    if not (cold / "cold_start").exists():
         _moerl("sft", *common, "checkpoint.every=0", f"run_dir={cold}")
     if not (run / "summary.json").exists():
         _moerl(
             "train", *common, "model=pretrained", f"model.path={cold / 'final_model'}", "sft.steps=0", f"run_dir={run}"
         )
-    models = {0: cold / "final_model"}
+    models = {0: cold / "cold_start"}
     for updates in UPDATES[1:]:
         models[updates] = folder / f"version-{updates}"
         if not models[updates].exists():
