@@ -41,7 +41,7 @@ def main() -> int:
     for top_p in arguments.top_p:
         run = arguments.runs / f"top_p-{top_p}"
         if not (run / "summary.json").exists():
-            model = ["model=pretrained", f"model.path={cold / 'final_model'}", "sft.steps=0"]
+            model = ["model=pretrained", f"model.path={cold / 'cold_start'}", "sft.steps=0"]
             _moerl("train", *common, *model, f"rollout.top_p={top_p}", f"run_dir={run}")
         found[top_p] = means([row for row in read_rows(run / "metrics.jsonl") if row["stage"] == "rl"])
     show(found)

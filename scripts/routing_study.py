@@ -100,7 +100,7 @@ def prepare(folder: Path, seed: int) -> dict[int, Path]:
         _moerl("sft", *common, "checkpoint.every=0", f"run_dir={cold}")
     if not (run / "summary.json").exists():
         _moerl(
-            "train", *common, "model=pretrained", f"model.path={cold / 'final_model'}", "sft.steps=0", f"run_dir={run}"
+            "train", *common, "model=pretrained", f"model.path={cold / 'cold_start'}", "sft.steps=0", f"run_dir={run}"
         )
     models = {0: cold / "cold_start"}
     for updates in UPDATES[1:]:
