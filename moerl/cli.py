@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import math
 import os
 import shlex
 import sys
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from moerl.config.rank import RankInfo, rank_info
 from moerl.errors import CheckpointError, ConfigError, MoerlError
-from moerl.launch.arguments import Parser
+from moerl.launch.arguments import Parser, gib_size, nats
 from moerl.launch.local import launch_local
 from moerl.launch.rank import die_with_launcher
 
@@ -357,22 +356,6 @@ def _verify_parser() -> argparse.ArgumentParser:
     parser.add_argument("--traceback", action="store_true", help="show where an error was raised")
     parser.add_argument("-h", "--help", action="store_true", help="show this text")
     return parser
-
-
-def nats(text: str) -> float:
-    """A difference of log-probs; argparse names this function where the text is none."""
-    value = float(text)
-    if not 0.0 <= value < math.inf:
-        raise ValueError(text)
-    return value
-
-
-def gib_size(text: str) -> float:
-    """A size in GiB; argparse names this function where the text is none."""
-    value = float(text)
-    if not 0.0 < value < math.inf:
-        raise ValueError(text)
-    return value
 
 
 def _help(command: str, config_dir: Path | None) -> str:

@@ -96,13 +96,13 @@ def prepare(folder: Path, seed: int) -> dict[int, Path]:
     """Model directories by updates; whatever is not there yet is trained and exported."""
     common = ["recipe=routing_study", f"seed={seed}"]
     cold, run = folder / "cold", folder / "rl"
-    if not (cold / "final_model").exists():
+    if not (cold / "cold_start").exists():
         _moerl("sft", *common, "checkpoint.every=0", f"run_dir={cold}")
     if not (run / "summary.json").exists():
         _moerl(
-            "train", *common, "model=pretrained", f"model.path={cold / 'final_model'}", "sft.steps=0", f"run_dir={run}"
+            "train", *common, "model=pretrained", f"model.path={cold / 'cold_start'}", "sft.steps=0", f"run_dir={run}"
         )
-    models = {0: cold / "final_model"}
+    models = {0: cold / "cold_start"}
     for updates in UPDATES[1:]:
         models[updates] = folder / f"version-{updates}"
         if not models[updates].exists():
@@ -125,9 +125,9 @@ def distances(
         trainer = MegatronTrainer(path, rollouts[0].spec, where, ModelOptions(dtype="float32"), None)
 
         def scored(batches: Sequence[Microbatch], trainer: MegatronTrainer = trainer) -> list[RowScores]:
-            return trainer.score(batches, Scorer(batches, trainer.shard, keep_mask=True), enforce=True)
+            return trainer.score(batches, Scorer(batches, keep_mask=True), enforce=True)
 
-        report, recorded = trainer.score_and_record(by_engine, Scorer(by_engine, trainer.shard, keep_mask=True))
+        report, recorded = trainer.score_and_record(by_engine, Scorer(by_engine, keep_mask=True))
         by_trainer = by_trainer or recorded.batches
         passes = {
             "off": (recorded.batches, report.rows),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from typing import NoReturn
 
 from moerl.errors import ConfigError
@@ -13,3 +14,19 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"command line: {message}", remedy=f"see `{self.prog} --help`")
+
+
+def nats(text: str) -> float:
+    """A difference of log-probs; argparse names this function where the text is none."""
+    value = float(text)
+    if not 0.0 <= value < math.inf:
+        raise ValueError(text)
+    return value
+
+
+def gib_size(text: str) -> float:
+    """A size in GiB; argparse names this function where the text is none."""
+    value = float(text)
+    if not 0.0 < value < math.inf:
+        raise ValueError(text)
+    return value
