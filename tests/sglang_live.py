@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,6 +16,9 @@ from moerl.contract.trajectory import ModelSpec, Trajectory
 from moerl.rollout.sglang.answers import decode_compact, finish_reason, trajectory_values, version_spans
 from moerl.rollout.sglang.endpoint import Endpoint
 from moerl.rollout.sglang.engine import request_body
+
+ENVIRONMENT = Path(os.environ.get("MOERL_SGLANG_ENV", Path(__file__).parents[1] / ".venv-sglang"))
+"""Where `make sglang` makes the servers' environment."""
 
 
 def post(endpoint: Endpoint, path: str, body: Mapping[str, Any], *, key: str | None = None) -> httpx.Response:

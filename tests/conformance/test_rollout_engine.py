@@ -1,25 +1,29 @@
 """What every rollout engine promises, checked on each implementation.
 
-An engine joins by adding a builder to `ENGINES`: it must hold the weights of `_model(seed=0)` as version 0.
+An engine joins by a function in `ENGINES` that builds one, holding the weights of `subject.model(0)` as version 0.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from copy import deepcopy
-from dataclasses import replace
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
+import sglang_live
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from moerl.contract.ports import RolloutEngine, RolloutRequest, WeightSink
-from moerl.contract.spec import spec_from_hf_config
-from moerl.contract.trajectory import FinishReason, Lineage, SamplingParams, Trajectory
+from moerl.contract.ports import PolicyEngine, RolloutEngine, RolloutRequest
+from moerl.contract.spec import moe_layer_indices, spec_from_hf_config
+from moerl.contract.trajectory import MAX_KEPT_IDS, FinishReason, Lineage, ModelSpec, SamplingParams, Trajectory
 from moerl.errors import EngineError, WeightSyncError
 from moerl.rollout.embedded import EmbeddedEngine
+from moerl.rollout.sglang.endpoint import Endpoint
+from moerl.rollout.sglang.engine import ModelFacts
+from moerl.rollout.sglang.server import ServerOptions, SGLangServer
+from moerl.rollout.sglang.supervised import SupervisedOptions, SupervisedSGLang
 
 V = 61
 _SIZES: dict[str, Any] = {
@@ -33,15 +37,11 @@ _SIZES: dict[str, Any] = {
     "num_experts": 6,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 24,
-    "mlp_only_layers": [1],
     "norm_topk_prob": True,
     "max_position_embeddings": 96,
     "initializer_range": 0.2,
     "tie_word_embeddings": False,
 }
-CONFIG = Qwen3MoeConfig(**_SIZES)
-SPEC = spec_from_hf_config(CONFIG.to_dict())
-
 PARAMS = [
     SamplingParams(),
     SamplingParams(top_p=0.8, temperature=0.8),
@@ -52,20 +52,73 @@ PARAMS = [
 ]
 
 
-class Engine(RolloutEngine, WeightSink, Protocol):
-    """An engine under test is both."""
+@dataclass(frozen=True)
+class Subject:
+    """An engine under test. dense_layers: of its model; SGLang builds experts there, whatever the config says."""
+
+    make: Callable[[Subject, pytest.FixtureRequest, int], PolicyEngine]
+    dense_layers: tuple[int, ...]
+
+    @property
+    def config(self) -> Qwen3MoeConfig:
+        return Qwen3MoeConfig(**_SIZES, mlp_only_layers=list(self.dense_layers))
+
+    @property
+    def spec(self) -> ModelSpec:
+        return spec_from_hf_config(self.config.to_dict())
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        return moe_layer_indices(self.config.to_dict())
+
+    def model(self, seed: int) -> Qwen3MoeForCausalLM:
+        torch.manual_seed(seed)
+        return Qwen3MoeForCausalLM(self.config).eval()
 
 
-def _model(seed: int) -> Qwen3MoeForCausalLM:
-    torch.manual_seed(seed)
-    return Qwen3MoeForCausalLM(deepcopy(CONFIG)).eval()
+def _embedded(subject: Subject, request: pytest.FixtureRequest, max_running: int) -> PolicyEngine:
+    model = subject.model(0)
+    return EmbeddedEngine(model, subject.spec, engine_id="embedded-0", max_running=max_running, policy_version=0)
 
 
-def _embedded(max_running: int) -> Engine:
-    return EmbeddedEngine(_model(0), SPEC, engine_id="embedded-0", max_running=max_running, policy_version=0)
+@dataclass(frozen=True)
+class _Running:
+    """A source of the one server that all these tests share."""
+
+    endpoint: Endpoint
+
+    def open(self) -> Endpoint:
+        return self.endpoint
+
+    def close(self) -> None:
+        """The server goes on."""
 
 
-ENGINES: dict[str, Callable[[int], Engine]] = {"embedded": _embedded}
+def _sglang(subject: Subject, request: pytest.FixtureRequest, max_running: int) -> PolicyEngine:
+    tensors = dict(_checkpoint(subject.model(0)))
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    options = SupervisedOptions("sglang-0", "float32", max_running, 60.0, 60.0, shapes, {}, print)
+    source = _Running(request.getfixturevalue("sglang_server").endpoint)
+    engine = SupervisedSGLang(source, ModelFacts(subject.spec, subject.moe_layers), options, -1)
+    engine.begin_update(0)
+    engine.receive(tensors.items())
+    engine.end_update()
+    return engine
+
+
+ENGINES = {"embedded": Subject(_embedded, (1,)), "sglang": Subject(_sglang, ())}
+
+
+@pytest.fixture(scope="session")
+def sglang_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangServer]:
+    folder = tmp_path_factory.mktemp("conformance")
+    ENGINES["sglang"].model(0).save_pretrained(folder / "model")
+    options = ServerOptions(
+        folder / "model", sglang_live.ENVIRONMENT, device="cpu", dtype="float32", max_pool_tokens=8192
+    )
+    with SGLangServer(options, folder / "server") as server:
+        server.wait_until_ready(500.0)
+        yield server
 
 
 @pytest.fixture(autouse=True)
@@ -77,13 +130,18 @@ def _one_thread():
     torch.set_num_threads(before)
 
 
-@pytest.fixture(params=sorted(ENGINES))
-def build(request: pytest.FixtureRequest) -> Iterator[Callable[[int], Engine]]:
-    """Builds engines by their number of slots, and closes them."""
-    engines: list[Engine] = []
+@pytest.fixture(params=["embedded", pytest.param("sglang", marks=pytest.mark.sglang)])
+def subject(request: pytest.FixtureRequest) -> Subject:
+    return ENGINES[request.param]
 
-    def make(max_running: int = 16) -> Engine:
-        engines.append(ENGINES[request.param](max_running))
+
+@pytest.fixture
+def build(subject: Subject, request: pytest.FixtureRequest) -> Iterator[Callable[[int], PolicyEngine]]:
+    """Builds engines by their number of slots, and closes them."""
+    engines: list[PolicyEngine] = []
+
+    def make(max_running: int = 16) -> PolicyEngine:
+        engines.append(subject.make(subject, request, max_running))
         return engines[-1]
 
     yield make
@@ -105,7 +163,7 @@ def _requests(count: int, max_new_tokens: int = 12, stop_ids: tuple[int, ...] = 
     ]
 
 
-def _collect(engine: Engine, requests: list[RolloutRequest]) -> dict[str, Trajectory]:
+def _collect(engine: PolicyEngine, requests: list[RolloutRequest]) -> dict[str, Trajectory]:
     records = list(engine.generate(requests))
     assert len(records) == len({record.rollout_id for record in records})
     return {record.rollout_id: Trajectory(**record.values) for record in records}
@@ -134,19 +192,19 @@ def _same_tokens(first: dict[str, Trajectory], second: dict[str, Trajectory]) ->
         np.testing.assert_allclose(one.rollout_logprobs, other.rollout_logprobs, atol=1e-5)
 
 
-def test_the_handshake_tells_spec_and_version(build):
+def test_the_handshake_tells_spec_and_version(build, subject: Subject):
     engine = build()
     info = engine.handshake()
     assert isinstance(engine, RolloutEngine)
-    assert (info.spec, info.policy_version) == (SPEC, 0)
-    assert (info.reported_layers, info.layer_numbers) == ("moe", (0, 2, 3))
+    assert (info.spec, info.policy_version) == (subject.spec, 0)
+    assert (info.reported_layers, info.layer_numbers) == ("moe", subject.moe_layers)
     assert info.captures_routing
     assert info.captures_kept_sets
 
 
 def test_every_request_becomes_one_valid_trajectory_with_its_lineage(build):
-    requests = _requests(12)
-    trajectories = _collect(build(), requests)
+    requests, engine = _requests(12), build()
+    trajectories = _collect(engine, requests)
     for request in requests:
         trajectory = trajectories[request.lineage.rollout_id]
         num_prompt = len(request.prompt_ids)
@@ -156,12 +214,12 @@ def test_every_request_becomes_one_valid_trajectory_with_its_lineage(build):
         assert trajectory.routed.all()
         assert [turn.sampling for turn in trajectory.turns] == [None, request.sampling]
         assert (trajectory.policy_versions[num_prompt:] == 0).all()
-        assert trajectory.engine_id == build().handshake().engine_id
+        assert trajectory.engine_id == engine.handshake().engine_id
         assert all(seconds >= 0 for seconds in trajectory.timings.values())
 
 
-def test_logprobs_and_routing_are_those_of_a_full_forward_pass(build):
-    model = _model(0)
+def test_logprobs_and_routing_are_those_of_a_full_forward_pass(build, subject: Subject):
+    model = subject.model(0)
     mismatches = 0
     for trajectory in _collect(build(), _requests(18)).values():
         logits, experts = _reference(model, trajectory.token_ids)
@@ -192,8 +250,8 @@ def test_top_k_bounds_the_kept_sets_and_full_sampling_lists_nothing(build):
         assert (trajectory.truncated[trajectory.sampled] == sampling.cuts).all()
 
 
-def test_greedy_takes_the_most_likely_token_with_logprob_zero(build):
-    model = _model(0)
+def test_greedy_takes_the_most_likely_token_with_logprob_zero(build, subject: Subject):
+    model = subject.model(0)
     request = replace(_requests(5)[4], stop_ids=())
     (trajectory,) = _collect(build(), [request]).values()
     logits, _ = _reference(model, trajectory.token_ids)
@@ -252,11 +310,50 @@ def test_max_new_tokens_is_kept_to_the_token(build):
         assert trajectory.finish_reason == FinishReason.LENGTH
 
 
-def test_answers_of_one_token_from_prompts_of_one_token(build):
+def test_answers_of_one_token_from_prompts_of_one_token(build, subject: Subject):
     requests = [replace(r, prompt_ids=r.prompt_ids[:1], max_new_tokens=1) for r in _requests(9)]
     for trajectory in _collect(build(4), requests).values():
         assert len(trajectory) == 2
-        assert trajectory.expert_ids.shape == (1, 3, 2)
+        assert trajectory.expert_ids.shape == (1, len(subject.moe_layers), 2)
+
+
+def test_prompts_up_to_the_end_of_the_context(build, subject: Subject):
+    rng = np.random.default_rng(3)
+    requests = [
+        replace(r, prompt_ids=tuple(rng.integers(0, V, 90).tolist()), max_new_tokens=5, stop_ids=())
+        for r in _requests(6)
+    ]
+    model = subject.model(0)
+    for trajectory in _collect(build(4), requests).values():
+        assert len(trajectory) == 95
+        assert np.array_equal(np.sort(trajectory.expert_ids, -1), _reference(model, trajectory.token_ids)[1][:-1])
+
+
+def test_top_p_alone_gets_the_finite_top_k_of_the_contract(build):
+    sampling = SamplingParams(top_p=0.999, seed=1)
+    assert sampling.effective_top_k == MAX_KEPT_IDS
+    (trajectory,) = _collect(build(), [replace(_requests(1)[0], sampling=sampling)]).values()
+    assert (trajectory.kept.sizes[trajectory.sampled] > 0).all()
+    assert trajectory.turns[1].sampling == sampling
+
+
+def test_aborted_rollouts_keep_what_they_have(build):
+    requests = [replace(r, max_new_tokens=80, prompt_ids=(1, 2, 3), stop_ids=()) for r in _requests(8)]
+    requests[0] = replace(requests[0], max_new_tokens=4)
+    engine = build()
+    whole = _collect(engine, requests)
+    iterator = engine.generate(requests)
+    records = [next(iterator)]
+    engine.abort()
+    records += iterator
+    trajectories = {record.rollout_id: Trajectory(**record.values) for record in records}
+    aborted = [t for t in trajectories.values() if t.finish_reason == FinishReason.ABORT]
+    assert aborted
+    for trajectory in aborted:
+        expected = whole[trajectory.lineage.rollout_id]
+        assert trajectory.token_ids.tolist() == expected.token_ids[: len(trajectory)].tolist()
+        rows = len(trajectory) - 1
+        assert np.array_equal(np.sort(trajectory.expert_ids, -1), np.sort(expected.expert_ids[:rows], -1))
 
 
 def test_no_requests_give_no_records(build):
@@ -270,8 +367,8 @@ def test_a_refused_request_is_named(build):
         list(build().generate([*requests[:2], bad]))
 
 
-def test_new_weights_are_used_and_named_after_an_update(build):
-    engine, source = build(), _model(7)
+def test_new_weights_are_used_and_named_after_an_update(build, subject: Subject):
+    engine, source = build(), subject.model(7)
     engine.begin_update(5)
     engine.receive(_checkpoint(source))
     engine.end_update()
@@ -282,11 +379,11 @@ def test_new_weights_are_used_and_named_after_an_update(build):
         assert set(trajectory.policy_versions[trajectory.sampled].tolist()) == {5}
 
 
-def test_a_failed_update_leaves_weights_and_version_as_they_were(build):
+def test_a_failed_update_leaves_weights_and_version_as_they_were(build, subject: Subject):
     engine, requests = build(), _requests(6)
     before = _collect(engine, requests)
     engine.begin_update(1)
-    engine.receive(list(_checkpoint(_model(7)))[:-1])
+    engine.receive(list(_checkpoint(subject.model(7)))[:-1])
     with pytest.raises(WeightSyncError, match="missing"):
         engine.end_update()
     assert engine.handshake().policy_version == 0

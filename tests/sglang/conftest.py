@@ -5,19 +5,18 @@ One server per test session and kind of model: starting one takes longer than al
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import families
 import pytest
+import sglang_live
 import torch
 
 from moerl.contract.spec import moe_layer_indices
 from moerl.rollout.sglang.engine import ModelFacts, SGLangEngine
 from moerl.rollout.sglang.server import ServerOptions, SGLangServer
 
-ENVIRONMENT = Path(os.environ.get("MOERL_SGLANG_ENV", Path(__file__).parents[2] / ".venv-sglang"))
 START_SECONDS = 500.0
 FAMILY = families.FAMILIES["qwen3_moe"]
 
@@ -33,7 +32,7 @@ def _one_thread():
 
 @pytest.fixture(scope="session")
 def environment() -> Path:
-    return ENVIRONMENT
+    return sglang_live.ENVIRONMENT
 
 
 @pytest.fixture(scope="session")
@@ -50,7 +49,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangServer]:
     """A server with room for everything."""
     options = ServerOptions(
-        model=model_folder, environment=ENVIRONMENT, device="cpu", dtype="float32", max_pool_tokens=16384
+        model=model_folder, environment=sglang_live.ENVIRONMENT, device="cpu", dtype="float32", max_pool_tokens=16384
     )
     with SGLangServer(options, tmp_path_factory.mktemp("server")) as started:
         started.wait_until_ready(START_SECONDS)
