@@ -1,0 +1,108 @@
+"""Whole runs of `moerl train` with a live server: the rollouts of the embedded engine, also where the server is killed.
+
+The tiny model ties its embeddings and pads them beyond the tokenizer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from moerl.contract.disk import read_parquet
+from moerl.contract.trajectory import Trajectory
+from moerl.rollout.sglang.endpoint import read_endpoint
+
+pytestmark = pytest.mark.sglang
+
+STEPS = 5
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run that ended well."""
+
+    folder: Path
+    output: str
+
+    def rollouts(self, step: int) -> dict[str, Trajectory]:
+        trajectories = read_parquet(self.folder / "rollouts" / f"step-{step:06d}.parquet")
+        found = {trajectory.lineage.rollout_id: trajectory for trajectory in trajectories}
+        assert len(found) == len(trajectories)
+        return found
+
+    @property
+    def steps(self) -> list[dict[str, float]]:
+        lines = (self.folder / "metrics.jsonl").read_text().splitlines()
+        return [record for record in map(json.loads, lines) if record["stage"] == "rl"]
+
+
+def train(folder: Path, *overrides: str, kill_after_step: int | None = None) -> Finished:
+    """`moerl train recipe=tiny`; the server is killed when the rollouts of `kill_after_step` are on disk."""
+    command = [sys.executable, "-m", "moerl", "train", "recipe=tiny", f"algorithm.steps={STEPS}", f"run_dir={folder}"]
+    with subprocess.Popen(
+        [*command, *overrides],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    ) as process:
+        while kill_after_step is not None and process.poll() is None:
+            if (folder / "rollouts" / f"step-{kill_after_step:06d}.parquet").exists():
+                os.killpg(read_endpoint(folder / "sglang" / "server.json").pid, signal.SIGKILL)
+                break
+            time.sleep(0.02)
+        output = process.communicate(timeout=500)[0]
+    assert process.returncode == 0, output
+    return Finished(folder, output)
+
+
+@pytest.fixture(scope="module")
+def served(environment: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    folder = tmp_path_factory.mktemp("runs") / "served"
+    return train(folder, "rollout=sglang", f"rollout.environment={environment}")
+
+
+def test_a_server_and_the_embedded_engine_sample_the_same_rollouts(served: Finished, tmp_path: Path):
+    embedded = train(tmp_path / "embedded")
+    theirs = embedded.rollouts(1)
+    ours = served.rollouts(1)
+    assert ours.keys() == theirs.keys()
+    for rollout_id, trajectory in ours.items():
+        assert trajectory.token_ids.tolist() == theirs[rollout_id].token_ids.tolist()
+
+
+def test_the_trainer_agrees_with_the_server_in_every_step(served: Finished):
+    assert len(served.steps) == STEPS
+    for metrics in served.steps:
+        assert metrics["mismatch/logprob_abs_max"] <= 1e-5
+        assert metrics["mismatch/tokens_with_different_experts"] == 0
+        assert metrics["quarantine/count"] == 0
+
+
+def test_a_run_ends_its_server_and_keeps_its_log(served: Finished):
+    assert not (served.folder / "sglang" / "server.json").exists()
+    assert "Uvicorn running" in (served.folder / "sglang" / "server.log").read_text()
+
+
+def test_a_run_whose_server_is_killed_trains_on_every_rollout_once(served: Finished, environment: Path, tmp_path: Path):
+    killed = train(tmp_path / "killed", "rollout=sglang", f"rollout.environment={environment}", kill_after_step=1)
+    assert "the SGLang server is lost" in killed.output
+    assert [metrics["weights/version"] for metrics in killed.steps] == list(range(1, STEPS + 1))
+    for step in range(1, STEPS + 1):
+        seen, expected = killed.rollouts(step), served.rollouts(step)
+        assert seen.keys() == expected.keys()
+        for rollout_id, trajectory in seen.items():
+            assert set(trajectory.policy_versions[trajectory.sampled].tolist()) == {step - 1}
+            if step <= 2:
+                assert trajectory.token_ids.tolist() == expected[rollout_id].token_ids.tolist()
+    for metrics in killed.steps:
+        assert metrics["mismatch/logprob_abs_max"] <= 1e-5
+        assert metrics["quarantine/count"] == 0
