@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from moerl.orchestration.models import write_model
+from moerl.orchestration.models import checkpoint_shapes, write_model
 
 
 def test_a_written_model_of_a_quantised_checkpoint_is_whole_and_no_longer_quantised(tmp_path: Path) -> None:
@@ -24,6 +24,8 @@ def test_a_written_model_of_a_quantised_checkpoint_is_whole_and_no_longer_quanti
         "model.layers.1.mlp.gate.e_score_correction_bias": torch.tensor([1.0 + 2**-20]),
     }
     save_file(stored, like / "model.safetensors")
+    # An update of an engine brings what is trained, and neither heads that only draft nor scales.
+    assert checkpoint_shapes(like, config) == {"model.layers.0.mlp.gate.weight": (2, 2)}
     trained = torch.full((2, 2), 7.0, dtype=torch.bfloat16)
     write_model(folder, like, iter([("model.layers.0.mlp.gate.weight", trained)]))
     written = load_file(folder / "model.safetensors")

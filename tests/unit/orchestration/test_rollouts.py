@@ -15,7 +15,9 @@ from moerl.algorithms.grpo import GRPO
 from moerl.contract import Prompt, Quarantine, RolloutRecord, RolloutRequest, SamplingParams
 from moerl.contract.layers import LayerSelection, ModelLayers, select_layers
 from moerl.contract.ports import EngineInfo, ReportedLayers
-from moerl.errors import RewardError
+from moerl.contract.quarantine import read_quarantined
+from moerl.contract.reasons import Reason
+from moerl.errors import ContractError, RewardError
 from moerl.orchestration.rollouts import Collector, in_request_order, with_advantages
 
 PROMPT = Prompt("p", "2+2=")
@@ -125,3 +127,22 @@ def test_of_an_engine_that_reports_all_layers_the_moe_layers_are_taken_and_other
     assert [t.lineage.rollout_id for t in found] == [plain[i].lineage.rollout_id for i in (0, 2, 3)]
     for trajectory, i in zip(found, (0, 2, 3), strict=True):
         np.testing.assert_array_equal(trajectory.expert_ids, plain[i].expert_ids)
+
+
+class UnreadableEngine(FakeEngine):
+    """The first answer could not be read; what arrived comes with the reason."""
+
+    def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[RolloutRecord]:
+        refusal = ContractError(Reason.FRAME_CORRUPT, field="compact_answer", seen="bytes", expected="a whole frame")
+        for number, record in enumerate(super().generate(requests)):
+            values = {"meta_info": {"compact_answer": b"what arrived"}}
+            yield record if number else replace(record, values=values, refusal=refusal)
+
+
+def test_an_answer_that_could_not_be_read_lies_whole_in_the_quarantine(tmp_path: Path):
+    found, _ = collect(collector(tmp_path, engine=UnreadableEngine()), 4)
+    assert len(found) == 3
+    (folder,) = tmp_path.iterdir()
+    why, content = read_quarantined(folder)
+    assert (why["reason"], why["field"]) == ("frame_corrupt", "compact_answer")
+    assert content["meta_info"]["compact_answer"] == b"what arrived"
