@@ -4,7 +4,8 @@
 
 One cold start, then `moerl train recipe=mask_study rollout.top_p=P` for each P. Every step scores its rollouts with the
 weights that sampled them, recorded routing enforced, over the whole vocabulary and inside the recorded kept sets; the
-means over steps are shown. What is in `--runs` already is used again.
+means over steps are shown. What is in `--runs` already is used again. Keys of `moerl train` given first hold for all
+runs.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--runs", type=Path, default=Path("runs/mask_study"))
     parser.add_argument("--json", type=Path, help="write every number")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="further keys of `moerl train`")
     arguments = parser.parse_args()
     cold = arguments.runs / "cold"
-    common = ["recipe=mask_study", f"seed={arguments.seed}"]
+    common = ["recipe=mask_study", f"seed={arguments.seed}", *arguments.overrides]
     if not (cold / "cold_start").exists():
         _moerl("sft", *common, f"run_dir={cold}")
     found = {}
