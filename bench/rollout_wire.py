@@ -14,6 +14,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -74,17 +75,20 @@ def make_requests(spec: ModelSpec) -> list[RolloutRequest]:
 
 
 def ask(endpoint: Endpoint, requests: list[RolloutRequest], *, compact: bool) -> list[bytes]:
-    """The bodies of the answers."""
+    """The bodies of the answers; asked for all at once."""
     headers = {"Authorization": f"Bearer {endpoint.api_key}"}
-    bodies = []
-    for number, request in enumerate(requests):
+
+    def one(numbered: tuple[int, RolloutRequest]) -> bytes:
+        number, request = numbered
         body = request_body(request, f"{compact:d}{number:08d}", 0) | {"compact_answer": compact}
         response = httpx.post(
             f"{endpoint.url}/generate", json=body, headers=headers, timeout=START_SECONDS, trust_env=False
         )
         response.raise_for_status()
-        bodies.append(response.content)
-    return bodies
+        return response.content
+
+    with ThreadPoolExecutor(len(requests)) as pool:
+        return list(pool.map(one, enumerate(requests)))
 
 
 def read_compact(body: bytes, request: RolloutRequest, spec: ModelSpec) -> dict[str, Any]:
