@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +231,18 @@ def gathered(tables: Sequence[np.ndarray]) -> dict[int, np.ndarray]:
     for index, part in values.items():
         np.testing.assert_array_equal(part[:, 1], np.arange(len(part)), err_msg=f"positions of sample {index}")
     return {index: part[:, 2] for index, part in values.items()}
+
+
+def shift_rows(batch: Microbatch) -> Microbatch:
+    """Every token with the experts of the one before it."""
+    assert batch.expert_ids is not None
+    return replace(batch, expert_ids=np.roll(batch.expert_ids, 1, axis=0))
+
+
+def shift_layers(batch: Microbatch) -> Microbatch:
+    """Every layer with the experts of the one before it."""
+    assert batch.expert_ids is not None
+    return replace(batch, expert_ids=np.roll(batch.expert_ids, 1, axis=1))
 
 
 def policy_loss(trainer: Any, batches: Sequence[Microbatch], denominator: float, **options: Any) -> Any:

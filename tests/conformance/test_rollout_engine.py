@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import sglang_live
 import torch
+from sglang_reference import PARAMS
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from moerl.contract.ports import PolicyEngine, RolloutEngine, RolloutRequest
@@ -42,14 +43,6 @@ _SIZES: dict[str, Any] = {
     "initializer_range": 0.2,
     "tie_word_embeddings": False,
 }
-PARAMS = [
-    SamplingParams(),
-    SamplingParams(top_p=0.8, temperature=0.8),
-    SamplingParams(top_k=5),
-    SamplingParams(top_p=0.9, top_k=8, min_p=0.02, temperature=1.2),
-    SamplingParams(temperature=0.0),
-    SamplingParams(min_p=0.1),
-]
 
 
 @dataclass(frozen=True)

@@ -177,16 +177,6 @@ def test_without_a_proof_the_step_is_the_same_and_calls_are_still_counted(
 # --- why a proof failed ----------------------------------------------------------------------------------------------
 
 
-def shift_rows(batch: Microbatch) -> Microbatch:
-    assert batch.expert_ids is not None
-    return replace(batch, expert_ids=np.roll(batch.expert_ids, 1, axis=0))
-
-
-def shift_layers(batch: Microbatch) -> Microbatch:
-    assert batch.expert_ids is not None
-    return replace(batch, expert_ids=np.roll(batch.expert_ids, 1, axis=1))
-
-
 def swap_two_rows(batch: Microbatch) -> Microbatch:
     assert batch.expert_ids is not None
     expert_ids = batch.expert_ids.copy()
@@ -237,7 +227,7 @@ def where_it_differs(trainer: Any, right: Microbatch, wrong: Microbatch) -> list
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["rollout", "trainer"])
-@pytest.mark.parametrize("tamper", [shift_rows, shift_layers, swap_two_rows])
+@pytest.mark.parametrize("tamper", [tiny_moe.shift_rows, tiny_moe.shift_layers, swap_two_rows])
 @pytest.mark.parametrize("sizes", [None, {}, TP, PP, CP], ids=["one", "DP2", "TP2", "PP2", "CP2"])
 def test_a_failed_proof_names_the_first_row_that_differs(
     sizes: dict[str, int] | None,

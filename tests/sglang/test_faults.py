@@ -138,9 +138,8 @@ def test_a_server_that_stands_still_for_half_a_minute_loses_nothing(
     assert Counter(record.rollout_id for record in records) == Counter(r.lineage.rollout_id for r in requests)
     reference = Reference(model_folder)
     for record in records:
-        trajectory = Trajectory(**record.values)
-        assert trajectory.attempt == 0
-        reference.compare(trajectory)
+        # Connections may break meanwhile, and their requests are sent again: what counts is what comes of them.
+        reference.compare(Trajectory(**record.values))
     reference.require_parity()
 
 

@@ -55,16 +55,6 @@ def refusal_of(where: Any, path: Path, batches: list[Microbatch], recompute: str
 # --- routing that is not the recorded one ----------------------------------------------------------------------------
 
 
-def shift_rows(batch: Microbatch) -> Microbatch:
-    assert batch.expert_ids is not None
-    return replace(batch, expert_ids=np.roll(batch.expert_ids, 1, axis=0))
-
-
-def shift_layers(batch: Microbatch) -> Microbatch:
-    assert batch.expert_ids is not None
-    return replace(batch, expert_ids=np.roll(batch.expert_ids, 1, axis=1))
-
-
 def swap_two_rollouts(batch: Microbatch) -> Microbatch:
     assert batch.expert_ids is not None
     return replace(batch, expert_ids=np.roll(batch.expert_ids, 20, axis=0))
@@ -108,8 +98,8 @@ def check_tampered(
 @pytest.mark.parametrize(
     ("tamper", "message"),
     [
-        (shift_rows, "checksum"),
-        (shift_layers, "checksum"),
+        (tiny_moe.shift_rows, "checksum"),
+        (tiny_moe.shift_layers, "checksum"),
         (swap_two_rollouts, "checksum"),
         (change_one_expert, "checksum"),
         (drop_prompt_rows, "do not match its input rows"),
@@ -121,7 +111,7 @@ def check_tampered(
 def test_routing_that_is_not_the_recorded_one_is_refused(
     tamper: Callable[[Microbatch], Microbatch], message: str, untied: Path, one_process: Ranks
 ) -> None:
-    recompute = "full" if tamper is shift_rows else "none"
+    recompute = "full" if tamper is tiny_moe.shift_rows else "none"
     ((refusal, microbatch),) = one_process.run(check_tampered, untied, tamper, recompute)
     assert message in refusal
     assert f"microbatch {microbatch}" in refusal
