@@ -5,10 +5,10 @@ has to ask another. Tensors stand in one order: dense ones by pipeline stage and
 layer. The order is cut into as many parts of equal bytes as there are roots, and each part into buckets of one stage
 and one kind. A bucket's tensors lie behind one another without gaps, as safetensors and flattened buckets want it.
 
-A root receives of its buckets what it does not hold, each part from one holder, in chunks of whole pieces. Memory
-of a root beyond its shards is two buckets (one being filled, one being sent) and two chunks being received; of any
-rank two chunks being sent. With chunks of 1/32 and buckets filled to 30/32 that is at most two times `bucket_bytes`.
-A tensor that is larger has a bucket of its own: engines take whole tensors.
+A root receives of its buckets what it does not hold, each part from one holder, in chunks of whole pieces. A rank
+needs, beyond its shards, room for two buckets where it is a root (one being filled, one being sent) and for four chunks
+on their way. With chunks of 1/32 and buckets filled to 30/32 that is at most two times `bucket_bytes`. A tensor that
+is larger has a bucket of its own: engines take whole tensors.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from moerl.weights.shards import Ownership, Piece, shard_pieces, shard_shape
 from moerl.weights.tensors import FLOAT32_BYTES, MegatronTensor, model_tensors
 
 CHUNKS_PER_BUCKET = 32
+CHUNKS_IN_FLIGHT = 4
+"""Of a rank, sent and received ones together."""
 Gather = Literal["root", "allgather"]
 Kind = Literal["dense", "expert"]
 
@@ -52,7 +54,7 @@ class PlanOptions:
     @property
     def payload_bytes(self) -> int:
         """Most bytes in a bucket of more than one tensor."""
-        return max(1, self.bucket_bytes - 2 * self.chunk_bytes)
+        return max(1, self.bucket_bytes - CHUNKS_IN_FLIGHT // 2 * self.chunk_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Tensors that reach an engine together, from rank `root`. number: among a root's. stage: whose tensors they are."""
+    """Tensors that reach an engine together, from rank `root`. number: among those of the root. stage: whose they are."""
 
     number: int
     root: int
