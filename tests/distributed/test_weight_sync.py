@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ import weight_sync
 from families import FAMILIES
 from ranks import Ranks
 
+from moerl.buffer.packing import PackOptions, pack_for_ranks
+from moerl.buffer.rows import Padding
+from moerl.contract.batch import Microbatch
 from moerl.contract.trajectory import ModelSpec
 
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
@@ -24,6 +28,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "VPP2": (2, {"pipeline": 2, "virtual_pipeline": 2}),
     "ETP2": (2, {"tensor": 2, "expert_tensor": 2}),
     "TP2-EP2": (4, {"tensor": 2, "expert": 2}),
+    # More ranks than key-value heads: Megatron cuts inside of what belongs to one.
     "TP4": (4, {"tensor": 4}),
     "PP2-CP2-EP2": (4, {"pipeline": 2, "context": 2, "expert": 2}),
     "TP2-PP2-EP2-DP2": (8, {"tensor": 2, "pipeline": 2, "expert": 2}),
@@ -43,7 +48,6 @@ CASES = [
     for dtype in ("float32", "bfloat16")
     for layout in LAYOUTS
 ]
-PROCESSES = {1: "one_process", 2: "two_processes", 4: "four_processes", 8: "eight_processes"}
 
 
 def gather_both_ways(where: Any, path: Path, spec: ModelSpec, dtype: str) -> dict[str, Any]:
@@ -84,14 +88,15 @@ def differences(found: dict[str, Any], expected: dict[str, Any], *, whole: bool)
 
 @pytest.mark.parametrize(("name", "dtype", "world_size", "sizes"), CASES)
 def test_both_ways_of_gathering_give_the_bridges_export(
-    name: str, dtype: str, world_size: int, sizes: dict[str, int], tmp_path: Path, request: pytest.FixtureRequest
+    name: str,
+    dtype: str,
+    world_size: int,
+    sizes: dict[str, int],
+    tmp_path: Path,
+    processes: Callable[[int], Ranks],
 ):
-    if name == "qwen3_moe" and sizes.get("tensor", 1) == 4:
-        # Two key-value heads on four ranks: Megatron cuts inside of a group.
-        assert FAMILIES[name].config().num_key_value_heads == 2
     families.write_model(tmp_path, FAMILIES[name], seed=3)
-    ranks: Ranks = request.getfixturevalue(PROCESSES[world_size])
-    results = ranks.run(gather_both_ways, tmp_path, FAMILIES[name].spec(), dtype, **sizes)
+    results = processes(world_size).run(gather_both_ways, tmp_path, FAMILIES[name].spec(), dtype, **sizes)
     for result in results:
         assert result["problems"] == []
     for way in results[0]["bytes"]:
@@ -102,3 +107,68 @@ def test_both_ways_of_gathering_give_the_bridges_export(
             assert needed <= results[0]["total"]
         else:
             assert received >= needed
+
+
+# --- into an engine, between training steps --------------------------------------------------------------------------
+
+
+def train_and_sync(
+    where: Any, path: Path, spec: ModelSpec, dtype: str, expert_bias: str, batches: list[list[Microbatch]]
+) -> list[str]:
+    """Versions 0, 1 and 2 of a policy in training, each in an embedded engine compared with the bridge's export."""
+    from transformers import AutoModelForCausalLM
+
+    from moerl.contract.shares import cut_share
+    from moerl.rollout.embedded import EmbeddedEngine
+    from moerl.rollout.weight_staging import held_views
+    from moerl.trainer.losses import TextLoss
+    from moerl.trainer.model import ModelOptions
+    from moerl.trainer.trainer import MegatronTrainer
+
+    options = ModelOptions(dtype=dtype, expert_bias=expert_bias)
+    trainer = MegatronTrainer(path, spec, where, options, tiny_moe.OPTIMIZER, 8)
+    local = [cut_share(batch, trainer.place) for batch in batches[where.data_rank]]
+    denominator = tiny_moe.num_trained([batch for part in batches for batch in part])
+    engine, problems, before = None, [], {}
+    if where.is_main:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
+        engine = EmbeddedEngine(model, spec, engine_id="engine", max_running=1)
+    plan = weight_sync.plan_for(trainer, path)
+    for version in range(3):
+        weight_sync.publish(trainer, plan, engine, version)
+        expected = {name: tensor.clone() for name, tensor in trainer.export()}
+        if engine is not None:
+            held = dict(held_views(engine._model))
+            cast = {name: tensor.to(held[name].dtype) for name, tensor in expected.items() if name in held}
+            problems += [f"version {version}: {problem}" for problem in differences(held, cast, whole=True)]
+            same = [name for name, tensor in expected.items() if name in before and torch.equal(tensor, before[name])]
+            problems += [f"version {version} has not changed"] if version and len(same) > len(expected) // 2 else []
+            assert engine.handshake().policy_version == version
+            before = expected
+        trainer.step(local, TextLoss(local, trainer.shard, denominator), enforce=True)
+    return problems
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", NAMES)
+def test_an_engine_holds_the_export_of_every_step(
+    name: str, dtype: str, tmp_path: Path, processes: Callable[[int], Ranks]
+):
+    families.write_model(tmp_path, FAMILIES[name], seed=5)
+    samples = families.make_samples(FAMILIES[name].spec(), 5, (5, 30, 17, 41))
+    options = PackOptions(64, Padding.of(2, 1))
+    batches = pack_for_ranks(samples, 2, options, replay=True)
+    ranks = processes(8)
+    results = ranks.run(
+        train_and_sync,
+        tmp_path,
+        FAMILIES[name].spec(),
+        dtype,
+        "frozen" if name == "qwen3_moe" else "update",
+        batches,
+        tensor=2,
+        pipeline=2,
+        expert=2,
+    )
+    assert [problem for result in results for problem in result] == []
