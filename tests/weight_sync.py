@@ -36,7 +36,9 @@ class KeepingSink:
         self.calls.append("end")
 
 
-def plan_for(trainer: Any, path: Path, *, roots: int = 1, gather: str = "root", bucket_bytes: int = BUCKET_BYTES) -> Any:
+def plan_for(
+    trainer: Any, path: Path, *, roots: int = 1, gather: str = "root", bucket_bytes: int = BUCKET_BYTES
+) -> Any:
     """The plan of a trainer's layout and model, from its config.json as it is on disk."""
     from moerl.config.layouts import Shape
     from moerl.config.model_sizes import directory_sizes

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -97,5 +98,5 @@ def _first_expert(layers: Sequence[nn.Module], name: str, where: Layout) -> int:
         return 0
     from megatron.core import parallel_state as mpu
 
-    experts = layers[int(found[1])].mlp.experts
-    return experts.num_local_experts * (mpu.get_expert_model_parallel_rank() if where.expert > 1 else 0)
+    layer: Any = layers[int(found[1])]
+    return int(layer.mlp.experts.num_local_experts) * (mpu.get_expert_model_parallel_rank() if where.expert > 1 else 0)

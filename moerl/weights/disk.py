@@ -5,7 +5,7 @@ and renames the folder. Bytes go from the bucket to the file as they lie: its la
 version checks the hashes first. Runs in the roots of the trainer, and wherever weights are read.
 
     <folder>/version-00000012/model-r000-00000.safetensors ...   tensors, by root and bucket
-                              model.safetensors.index.json       tensor name -> file, as transformers and engines read it
+                              model.safetensors.index.json       tensor -> file, as transformers and engines read it
                               hashes.json                        version; file -> bytes, SHA-256
 """
 
@@ -68,7 +68,10 @@ class DiskSink:
         """
         if not isinstance(tensors, WeightBucket):
             raise WeightSyncError(
-                "weight update to disk", seen=type(tensors).__name__, expected="a gathered bucket", remedy="use Publisher"
+                "weight update to disk",
+                seen=type(tensors).__name__,
+                expected="a gathered bucket",
+                remedy="hand weights over through `Publisher`",
             )
         name = f"model-r{self._rank:03}-{len(self._files):05}.safetensors"
         self._files[name] = _write(self._partial / name, tensors)

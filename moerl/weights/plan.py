@@ -16,13 +16,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from moerl.config.layouts import Shape
 from moerl.config.model_sizes import ModelSizes
 from moerl.errors import ConfigError
 from moerl.weights.shards import Ownership, Piece, shard_pieces, shard_shape
 from moerl.weights.tensors import FLOAT32_BYTES, MegatronTensor, model_tensors
+
+if TYPE_CHECKING:
+    from moerl.config.schema import RunConfig
 
 CHUNKS_PER_BUCKET = 32
 CHUNKS_IN_FLIGHT = 4
@@ -46,6 +49,18 @@ class PlanOptions:
     bucket_bytes: int
     split_latents: bool = False
     gather: Gather = "root"
+
+    @classmethod
+    def of(cls, config: RunConfig, *, split_latents: bool = False) -> PlanOptions:
+        """What the configuration of a run asks for."""
+        weights = config.weights
+        return cls(
+            roots=choose_roots(Shape.of(config.parallel), weights.roots),
+            item_bytes=2 if config.model.dtype == "bfloat16" else 4,
+            bucket_bytes=weights.bucket_bytes,
+            split_latents=split_latents,
+            gather=weights.gather,
+        )
 
     @property
     def chunk_bytes(self) -> int:
@@ -95,7 +110,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Tensors that reach an engine together, from rank `root`. number: among those of the root. stage: whose they are."""
+    """Tensors that reach an engine together, from rank `root`. number: among the root's. stage: whose they are."""
 
     number: int
     root: int

@@ -21,7 +21,7 @@ from moerl.errors import EngineError, MoerlError
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = ["train", "sft", "rollout", "eval"]
-ALL_COMMANDS = [*COMMANDS, "plan memory"]
+ALL_COMMANDS = [*COMMANDS, "plan memory", "plan weights"]
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def test_every_example_of_the_help_is_accepted(tmp_path: Path, monkeypatch: pyte
             assert words.startswith(f"{name} ")
             overrides = words.removeprefix(f"{name} ").replace("DIR", ".").split(" --")[0].split()
             if not overrides[0].startswith("resume="):
-                load_config(overrides, command="train" if name == cli.PLAN else name)
+                load_config(overrides, command="train" if name in cli.PLANS else name)
 
 
 def test_the_help_of_verify_says_what_the_tolerance_means(capsys: pytest.CaptureFixture[str]):
