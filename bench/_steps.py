@@ -85,7 +85,7 @@ def make_step(
     prove: bool = True,
 ) -> Step:
     """One optimizer step of GRPO over this rank's shares; replays routing where they have it."""
-    loss = PolicyGradientLoss(Scorer(batches, trainer.shard, keep_mask=mask), GRPO(), num_trained)
+    loss = PolicyGradientLoss(Scorer(batches, keep_mask=mask), GRPO(), num_trained)
     enforce = batches[0].expert_ids is not None
     return lambda: trainer.step(batches, loss, enforce=enforce, prove=prove)
 
@@ -120,7 +120,7 @@ def natural_routes(trainer: MegatronTrainer, samples: Sequence[TrainSample], bud
         return lambda module, args, output: calls.append(output[1].cpu())
 
     handles = [router.register_forward_hook(listen(calls)) for router, calls in zip(routers, maps, strict=True)]
-    loss = Scorer(batches, trainer.shard, keep_mask=False)
+    loss = Scorer(batches, keep_mask=False)
     trainer.score(batches, loss, enforce=False)
     for handle in handles:
         handle.remove()

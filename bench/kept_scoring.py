@@ -8,6 +8,9 @@ Contestants, on the same hidden states, head, targets, temperatures and kept set
 - *dense unmasked*: all logits and their log-softmax, masks off;
 - *chunked*: `score_full`, masks off.
 
+At T of 32,768 only *kept* runs; what *dense masked* would take there is worked out from its measured bytes per logit.
+Where a listed id is common enough for a matrix product with all rows is measured too.
+
 They run in turns. A speed-up is the median over turns, by CPU time of the process: one thread that never waits takes as
 much wall time on an idle machine. Peak memory counts tensors made by the pass; the head's gradient, which all make, is
 listed apart. Needs 12 GB of memory and takes about eight minutes.
@@ -16,9 +19,11 @@ listed apart. Needs 12 GB of memory and takes about eight minutes.
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from unittest import mock
 
 import numpy as np
 import torch
@@ -27,13 +32,15 @@ from _memory import Pass, measure_pass
 from _report import Result, command_line, json_argument, report
 from torch import Tensor
 
-from moerl.kernels.head import Head
+from moerl.kernels import pairs
+from moerl.kernels.head import Head, HeadInputs
 from moerl.kernels.kept import KeptRows
 from moerl.kernels.scores import score_full, score_kept
 from moerl.kernels.vocab_parallel import VocabShard
 
 WIDTH = 2048
 TURNS_BY_ROWS = {512: 3, 2048: 1}
+LONG_ROWS = 32768
 GOAL_ROWS = 512
 SHARD = VocabShard.from_group(NUM_VOCAB, NUM_VOCAB, None)
 MIB = 2**20
@@ -186,6 +193,51 @@ def _speed_up(mine: str, theirs: str, passes: dict[str, list[Pass]], goal: float
     return results
 
 
+def measure_long(weight_VH: Tensor, short: list[Result]) -> list[Result]:
+    """Memory of a long microbatch: ours measured, the dense way from its bytes per logit at two lengths."""
+    name = "dense masked: peak extra memory"
+    by_rows = {rows: next(r.value for r in short if r.name == f"T={rows}: {name}") for rows in TURNS_BY_ROWS}
+    per_logit = [peak * MIB / (rows * NUM_VOCAB) for rows, peak in by_rows.items()]
+    apart = max(per_logit) / min(per_logit) - 1
+    results = [
+        Result("dense masked: bytes per logit", per_logit[-1], unit="bytes"),
+        Result("dense masked: bytes per logit, lengths apart", apart, "<= 0.02", apart <= 0.02),
+        Result(f"T={LONG_ROWS}: {name}, worked out", per_logit[-1] * LONG_ROWS * NUM_VOCAB / MIB, unit="MiB"),
+    ]
+    inputs = Inputs.draw(LONG_ROWS, weight_VH)
+    for sizes in inputs.cases:
+        taken = measure_pass(partial(kept, inputs, sizes), HEAD_GRADIENT)
+        results.append(Result(f"T={LONG_ROWS}: kept, {sizes}: peak extra memory", taken.peak_bytes / MIB, unit="MiB"))
+        results.append(Result(f"T={LONG_ROWS}: kept, {sizes}: cpu time", taken.cpu_seconds, unit="s"))
+    return results
+
+
+def measure_crossover(weight_VH: Tensor) -> list[Result]:
+    """CPU time of ids as sparse products over that as columns of a matrix product, by how many rows list them."""
+    num_rows, num_ids, results = 2048, 128, []
+    inputs = Head(weight_VH, SHARD).enter(torch.randn(num_rows, WIDTH, generator=torch.Generator().manual_seed(1)))
+    for part in (64, 32, 16, 8, 4):
+        rows_N = torch.arange(0, num_rows, part).repeat_interleave(num_ids)
+        ids_N = torch.arange(num_ids).repeat(len(rows_N) // num_ids)
+        seconds = []
+        for advantage in (0.0, float(num_rows)):
+            with mock.patch.object(pairs, "DENSE_ADVANTAGE", advantage):
+                plan = pairs.plan_pairs(rows_N, ids_N, num_rows, SHARD)
+            seconds.append(min(_pair_seconds(inputs, plan) for _ in range(5)))
+        name = f"crossover: ids listed by 1/{part} of the rows: sparse over matrix product, cpu time"
+        results.append(Result(name, seconds[0] / seconds[1], unit="x"))
+    return results
+
+
+def _pair_seconds(inputs: HeadInputs, plan: pairs.Pairs) -> float:
+    """CPU time of logits and gradients of listed pairs."""
+    grad_TH, grad_VH = torch.zeros_like(inputs.hidden_TH), torch.zeros_like(inputs.weight_VpH)
+    start = time.process_time()
+    with torch.no_grad():
+        pairs.add_pair_gradients(inputs, plan, pairs.pair_logits(inputs, plan), grad_TH, grad_VH)
+    return time.process_time() - start
+
+
 def head_gradient(weight_VH: Tensor) -> list[Result]:
     """What every contestant makes, [V, H]: its size, and the CPU time of filling one with zeros."""
     with torch.no_grad():
@@ -205,6 +257,7 @@ def main() -> None:
     results += head_gradient(weight_VH)
     for num_rows in TURNS_BY_ROWS:
         results += measure(num_rows, weight_VH)
+    results += measure_long(weight_VH, results) + measure_crossover(weight_VH)
     report(results, json_path)
 
 

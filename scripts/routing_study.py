@@ -6,6 +6,7 @@ Per seed: a cold start, then `moerl train recipe=routing_study`, whose first rol
 are kept. These rollouts are then scored by the weights of k = 0, 1, 2, 4 and 8 updates later, inside the recorded kept
 sets, with routing of `keep_routing.mode` off (the scoring weights' own), trainer (that of version 0 in the trainer) and
 rollout (the engine's). The floor is the same engine, weights and seeds once more with other sequences side by side.
+Keys of `moerl train` given first (`model.architecture.num_experts=32`) hold for all runs.
 """
 
 from __future__ import annotations
@@ -73,13 +74,14 @@ def main() -> int:
     parser.add_argument("--runs", type=Path, default=Path("runs/routing_study"), help="what is there is used again")
     parser.add_argument("--json", type=Path, help="write every measurement")
     parser.add_argument("--plot", type=Path, help="write a PNG")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="further keys of `moerl train`")
     arguments = parser.parse_args()
     quiet_libraries()
     torch.set_num_threads(1)
     found: list[Distance] = []
     where = layout.start(rank=0, world_size=1, rendezvous="", parallel=ALONE, seed=0)
     for seed in arguments.seeds:
-        models = prepare(arguments.runs / f"seed-{seed}", seed)
+        models = prepare(arguments.runs / f"seed-{seed}", [f"seed={seed}", *arguments.overrides])
         rollouts = read_parquet(arguments.runs / f"seed-{seed}" / "rl" / "rollouts" / "step-000001.parquet")
         found.append(floor(models[0], rollouts, seed))
         found.extend(distances(models, rollouts, where, seed))
@@ -92,17 +94,17 @@ def main() -> int:
     return 0
 
 
-def prepare(folder: Path, seed: int) -> dict[int, Path]:
+def prepare(folder: Path, overrides: Sequence[str]) -> dict[int, Path]:
     """Model directories by updates; whatever is not there yet is trained and exported."""
-    common = ["recipe=routing_study", f"seed={seed}"]
+    common = ["recipe=routing_study", *overrides]
     cold, run = folder / "cold", folder / "rl"
-    if not (cold / "final_model").exists():
+    if not (cold / "cold_start").exists():
         _moerl("sft", *common, "checkpoint.every=0", f"run_dir={cold}")
     if not (run / "summary.json").exists():
         _moerl(
-            "train", *common, "model=pretrained", f"model.path={cold / 'final_model'}", "sft.steps=0", f"run_dir={run}"
+            "train", *common, "model=pretrained", f"model.path={cold / 'cold_start'}", "sft.steps=0", f"run_dir={run}"
         )
-    models = {0: cold / "final_model"}
+    models = {0: cold / "cold_start"}
     for updates in UPDATES[1:]:
         models[updates] = folder / f"version-{updates}"
         if not models[updates].exists():
@@ -125,9 +127,9 @@ def distances(
         trainer = MegatronTrainer(path, rollouts[0].spec, where, ModelOptions(dtype="float32"), None)
 
         def scored(batches: Sequence[Microbatch], trainer: MegatronTrainer = trainer) -> list[RowScores]:
-            return trainer.score(batches, Scorer(batches, trainer.shard, keep_mask=True), enforce=True)
+            return trainer.score(batches, Scorer(batches, keep_mask=True), enforce=True)
 
-        report, recorded = trainer.score_and_record(by_engine, Scorer(by_engine, trainer.shard, keep_mask=True))
+        report, recorded = trainer.score_and_record(by_engine, Scorer(by_engine, keep_mask=True))
         by_trainer = by_trainer or recorded.batches
         passes = {
             "off": (recorded.batches, report.rows),

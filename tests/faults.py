@@ -62,10 +62,10 @@ def spoil_losses(*, calls: int) -> None:
     module = importlib.import_module("moerl.trainer.losses")
     original, seen = module.PolicyGradientLoss.__call__, 0
 
-    def loss(self: Any, logits_TV: Any, microbatch: int) -> Any:
+    def loss(self: Any, hidden_tH: Any, head: Any, microbatch: int) -> Any:
         nonlocal seen
         seen += 1
-        value, rows = original(self, logits_TV, microbatch)
+        value, rows = original(self, hidden_tH, head, microbatch)
         return (value * float("nan") if seen <= calls else value), rows
 
     module.PolicyGradientLoss.__call__ = loss

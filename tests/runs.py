@@ -171,7 +171,7 @@ class Sums:
             "algorithm.moe_aux_loss_coef=0.0",
             "algorithm.steps=5",
             "algorithm.minibatches=2",
-            "algorithm.kl_coef=0.01",
+            "kl.coef=0.01",
             "rollout.max_new_tokens=10",
             "rollout.max_running=16",
             "checkpoint.every=2",

@@ -237,7 +237,7 @@ def policy_loss(trainer: Any, batches: Sequence[Microbatch], denominator: float,
     from moerl.algorithms.grpo import GRPO
     from moerl.trainer.losses import PolicyGradientLoss, Scorer
 
-    scorer = Scorer(batches, trainer.shard, keep_mask=options.pop("keep_mask", True))
+    scorer = Scorer(batches, keep_mask=options.pop("keep_mask", True))
     algorithm = options.pop("algorithm", GRPO())
     return PolicyGradientLoss(scorer, algorithm, denominator, **options)
 

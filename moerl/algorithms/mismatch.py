@@ -17,13 +17,17 @@ from moerl.algorithms.kl import k3_estimate
 FAR_LOG_RATIO = math.log(2.0)
 """A token whose probabilities differ by more than a factor of 2 counts as far off."""
 
+NEAR_RATIOS = (0.9, 1.1)
+"""A token whose ratio lies outside of this counts as one that importance weights would change."""
+
 
 @dataclass(frozen=True, slots=True)
 class MismatchSums:
     """Additive description of `d = trainer_logprobs - rollout_logprobs`.
 
     num_tokens: tokens counted. abs_sum, abs_max: sum and maximum of |d|, nats. k3_sum: sum of `exp(d) - 1 -
-        d`, nats. ratio_sum: sum of exp(d). num_far: tokens with |d| > ln 2.
+        d`, nats. ratio_sum: sum of exp(d). num_far: tokens with |d| > ln 2. num_outside: with exp(d) outside of
+        `NEAR_RATIOS`.
     """
 
     num_tokens: float = 0.0
@@ -32,6 +36,7 @@ class MismatchSums:
     k3_sum: float = 0.0
     ratio_sum: float = 0.0
     num_far: float = 0.0
+    num_outside: float = 0.0
 
     def __add__(self, other: MismatchSums) -> MismatchSums:
         return MismatchSums(
@@ -41,6 +46,7 @@ class MismatchSums:
             self.k3_sum + other.k3_sum,
             self.ratio_sum + other.ratio_sum,
             self.num_far + other.num_far,
+            self.num_outside + other.num_outside,
         )
 
     def finalize(self) -> dict[str, float]:
@@ -53,6 +59,7 @@ class MismatchSums:
             "mismatch_k3": self.k3_sum / self.num_tokens,
             "mismatch_ratio_mean": self.ratio_sum / self.num_tokens,
             "mismatch_far_share": self.num_far / self.num_tokens,
+            "mismatch_outside_share": self.num_outside / self.num_tokens,
         }
 
 
@@ -65,14 +72,16 @@ def mismatch_sums(trainer_logprobs_T: Tensor, rollout_logprobs_T: Tensor, mask_T
     if not len(trainer):
         return MismatchSums()
     difference = trainer - rollout
-    distance = difference.abs()
+    distance, ratio = difference.abs(), difference.exp()
+    low, high = NEAR_RATIOS
     sums = torch.stack(
         [
             distance.sum(),
             distance.max(),
             k3_estimate(rollout, trainer).sum(),
-            difference.exp().sum(),
+            ratio.sum(),
             (distance > FAR_LOG_RATIO).double().sum(),
+            ((ratio < low) | (ratio > high)).double().sum(),
         ]
     )
     return MismatchSums(float(len(trainer)), *sums.tolist())

@@ -21,6 +21,9 @@ experts. With n = T / context and m = n / tensor rows, a layer keeps, in element
     MoE          m k (expert_tensor h + 3 width)            rows sent to this rank's experts when they are evenly
                  + 3 n shared width / tensor + 2 m experts  loaded; router logits and probabilities (fp32)
 
+**The head** never holds logits of the whole vocabulary (`moerl.kernels`): hidden states of all n rows and their fp32
+gradient, the head's gradient until it is added up, and, where tokens without a kept set are scored, slabs of logits.
+
 `selective` keeps only the input of an MoE block, `full` only the input of a layer (m h); either works one layer out
 again at a time. A pipeline stage keeps as many microbatches as its schedule starts before the first backward pass.
 """
@@ -36,6 +39,10 @@ from moerl.config.model_sizes import ModelSizes
 
 if TYPE_CHECKING:
     from moerl.config.schema import RunConfig
+
+SLAB_ELEMENTS = 2**21
+SLABS = 3
+"""Slabs of logits alive at once: the logits, their exponentials, their gradient."""
 
 USABLE_SHARE = 0.9
 """Share of a device that a plan may fill; the rest is for the CUDA context, communication and dispatch buffers, the
@@ -83,7 +90,7 @@ def needs_of(config: RunConfig) -> Needs:
         element_bytes=2 if config.model.dtype == "bfloat16" else 4,
         recompute=config.trainer.recompute,
         distributed_optimizer=config.trainer.distributed_optimizer != "off",
-        reference=config.algorithm.kl_coef > 0,
+        reference=config.kl.coef > 0,
     )
 
 
@@ -104,7 +111,7 @@ def rank_memory(sizes: ModelSizes, shape: Shape, needs: Needs, stage: int) -> Ra
         "optimizer state": state * (-(-(everything - experts) // replicas[0]) + -(-experts // replicas[1])),
         "reference weights": everything * needs.element_bytes if needs.reference else 0,
         "activations": _activation_bytes(sizes, shape, needs, stage),
-        "logits and their gradient": _logit_bytes(sizes, shape, needs, stage),
+        "scoring": _scoring_bytes(sizes, shape, needs, stage),
     }
     return RankMemory(stage, parameters, purposes)
 
@@ -218,11 +225,19 @@ def _mlp_bytes(sizes: ModelSizes, shape: Shape, needs: Needs, *, is_moe: bool) -
     return elements * needs.element_bytes + 2 * m * sizes.num_experts * FP32
 
 
-def _logit_bytes(sizes: ModelSizes, shape: Shape, needs: Needs, stage: int) -> int:
-    """[T / context, V / tensor] logits and their gradient on the last stage; float32 copies are of small chunks."""
+def _scoring_bytes(sizes: ModelSizes, shape: Shape, needs: Needs, stage: int) -> int:
+    """What log-probs and their gradients take on the last stage, tokens without a kept set among them."""
     if stage != shape.pipeline - 1:
         return 0
-    return 2 * _rows(shape, needs) * math.ceil(sizes.vocab_size / shape.tensor) * needs.element_bytes
+    n, h, columns = _rows(shape, needs), sizes.hidden_size, math.ceil(sizes.vocab_size / shape.tensor)
+    hidden = n * h * (needs.element_bytes + FP32)
+    slab = n * min(slab_columns(n, h), columns) * FP32
+    return hidden + h * columns * needs.element_bytes + SLABS * slab
+
+
+def slab_columns(num_rows: int, width: int) -> int:
+    """Columns of the vocabulary worked on at a time: as `moerl.kernels.products.slab_columns`."""
+    return max(SLAB_ELEMENTS // max(num_rows, width), min(num_rows, width))
 
 
 def _rows(shape: Shape, needs: Needs) -> int:

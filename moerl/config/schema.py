@@ -140,11 +140,17 @@ class AlgorithmConfig(Section):
     importance_cap: Annotated[float, Field(ge=1.0)] = Field(
         description="Cap of the truncated importance weight between sampler and trainer, at least 1."
     )
-    kl_coef: NonNegative = Field(
-        description="Weight of the KL to the starting model, over each token's kept set, the reference renormalised"
-        " over the same set; over the whole vocabulary where nothing was cut. 0 = no reference model."
-    )
     moe_aux_loss_coef: NonNegative = Field(description="Weight of the load-balancing loss.")
+
+
+class KLConfig(Section):
+    """The exact KL to the starting model."""
+
+    coef: NonNegative = Field(description="Weight of the KL in the loss; 0 = no reference model.")
+    support: Literal["kept", "full"] = Field(
+        description="What it sums over: kept = each token's kept set, both models renormalised inside it, and the whole"
+        " vocabulary where nothing was cut; full = always the whole vocabulary."
+    )
 
 
 class RolloutConfig(Section):
@@ -304,6 +310,7 @@ class RunConfig(Section):
     trainer: TrainerConfig = Field(description="The trainer.")
     optimizer: OptimizerConfig = Field(description="Optimizer of the reinforcement learning.")
     algorithm: AlgorithmConfig = Field(description="The algorithm.")
+    kl: KLConfig = Field(description="KL to the starting model.")
     rollout: RolloutConfig = Field(description="Sampling.")
     keep_routing: KeepRoutingConfig = Field(description="Keep Routing.")
     keep_sampling_mask: KeepSamplingMaskConfig = Field(description="Keep Sampling Mask.")

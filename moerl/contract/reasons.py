@@ -86,7 +86,6 @@ class Reason(StrEnum):
     TEMPERATURE_NOT_POSITIVE = "temperature_not_positive"
     VOCAB_SHARD_BOUNDS = "vocab_shard_bounds"
     VOCAB_SHARD_WITHOUT_GROUP = "vocab_shard_without_group"
-    LOGITS_SHAPE = "logits_shape"
     ROWS_DIFFER = "rows_differ"
     KEPT_SHAPE = "kept_shape"
     TRUNCATED_DISAGREES = "truncated_disagrees"

@@ -8,7 +8,7 @@ Shape legend: `moerl/kernels/__init__.py`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -58,6 +58,10 @@ class Head:
     weight_VpH: Tensor
     shard: VocabShard
     sequence_parallel: bool = False
+
+    def over(self, vocab_size: int) -> Head:
+        """The same head where other ids count: those from `vocab_size` on are padding."""
+        return replace(self, shard=replace(self.shard, vocab_size=vocab_size))
 
     def enter(self, hidden_tH: Tensor) -> HeadInputs:
         """Gathers the rows of a microbatch; once per microbatch, whatever is scored afterwards.

@@ -24,9 +24,9 @@ from moerl.kernels.products import matmul, slab_columns
 from moerl.kernels.segments import Segments
 from moerl.kernels.vocab_parallel import VocabShard
 
-DENSE_ADVANTAGE = 16
-"""A multiply-add of a sparse dot product is taken to last as long as this many of a matrix product: an estimate for a
-CPU, used on GPUs too. It moves the crossover, not the result."""
+DENSE_ADVANTAGE = 8
+"""A multiply-add of a sparse dot product lasts as long as this many of a matrix product: measured on a CPU
+(`bench/kept_scoring.py`), taken to hold on GPUs too. It moves the crossover, not the result."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -34,10 +34,12 @@ def add_gradients(
     hidden_TH = inputs.hidden_TH.to(inputs.dtype)
     for span, slab, weight_UH in _slabs(inputs, segments):
         if grad_TH is not None:
+            # Rows that list an id of this slab alone: a microbatch has many rows and many slabs.
             rows_P, order_P = slab.rows_P.sort(stable=True)
-            offsets_T1 = torch.searchsorted(rows_P, torch.arange(inputs.num_rows + 1, device=rows_P.device))
-            grad_TU = _sparse(offsets_T1, slab.slots()[order_P], grad_P[span][order_P], len(slab.columns_U))
-            grad_TH += grad_TU @ weight_UH
+            rows_R, counts_R = torch.unique_consecutive(rows_P, return_counts=True)
+            offsets_R1 = torch.nn.functional.pad(counts_R.cumsum(0), (1, 0))
+            grad_RU = _sparse(offsets_R1, slab.slots()[order_P], grad_P[span][order_P], len(slab.columns_U))
+            grad_TH.index_add_(0, rows_R, grad_RU @ weight_UH)
         if grad_VpH is not None:
             grad_UT = _sparse(slab.offsets_U1, slab.rows_P, grad_P[span], inputs.num_rows)
             grad_VpH.index_copy_(0, slab.columns_U, (grad_UT @ hidden_TH).to(grad_VpH.dtype))

@@ -1,4 +1,4 @@
-"""Vocabulary shards and the gather of kept logits across them.
+"""Vocabulary shards.
 
 Runs in trainer processes, on every tensor-parallel rank alike: all ranks of a shard's group hold the same
 rows and call the same functions in the same order. Shape legend: `moerl/kernels/__init__.py`.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -83,66 +82,3 @@ class VocabShard:
         if self.group is not None and values.numel():
             dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group)
         return values
-
-
-def compute_dtype(logits: Tensor) -> torch.dtype:
-    """The dtype in which `logits` are scored: float32, or float64 where the logits are float64."""
-    return torch.float64 if logits.dtype == torch.float64 else torch.float32
-
-
-def check_logits(logits_TVp: Tensor, shard: VocabShard, **per_row: Tensor) -> None:
-    """Raises `ContractError` where logits do not fit the shard or a per-row tensor is not [T]."""
-    if logits_TVp.dim() != 2 or logits_TVp.shape[1] != shard.num_columns:
-        raise ContractError(
-            Reason.LOGITS_SHAPE,
-            field="logits",
-            seen=tuple(logits_TVp.shape),
-            expected=f"[T, {shard.num_columns}], the columns [{shard.start}, {shard.end})",
-            remedy="flatten the logits to rows and pass the shard of this tensor-parallel rank",
-        )
-    for name, value in per_row.items():
-        if value.shape != (logits_TVp.shape[0],):
-            raise ContractError(
-                Reason.ROWS_DIFFER,
-                field=name,
-                seen=tuple(value.shape),
-                expected=f"[{logits_TVp.shape[0]}], one value per row of the logits",
-                remedy="pass the per-row arrays of the same microbatch as the logits",
-            )
-
-
-def gather_kept_logits(logits_TVp: Tensor, rows_N: Tensor, ids_N: Tensor, shard: VocabShard) -> Tensor:
-    """Logits at the pairs (row, global id), the same on every rank of the shard's group.
-
-    Costs one all-reduce of N numbers forward and no communication backward: what is computed from the result
-    is replicated, so its gradient is already whole on every rank, and each rank scatters it to the ids it
-    holds.
-
-    Args:
-        logits_TVp: this rank's logits, any float dtype.
-        rows_N: int64 row of each pair. ids_N: int64 global id of each pair, in [0, V).
-        shard: the columns this rank holds.
-
-    Returns:
-        float32 [N] (float64 for float64 logits), differentiable.
-    """
-    check_logits(logits_TVp, shard)
-    return _GatherKept.apply(logits_TVp, rows_N, ids_N, shard)  # type: ignore[return-value]
-
-
-class _GatherKept(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, logits_TVp: Tensor, rows_N: Tensor, ids_N: Tensor, shard: VocabShard) -> Tensor:
-        columns_N, own_N = shard.local(ids_N)
-        values_N = logits_TVp[rows_N, columns_N].to(compute_dtype(logits_TVp))
-        ctx.save_for_backward(rows_N, columns_N, own_N)
-        ctx.logits_shape, ctx.logits_dtype = logits_TVp.shape, logits_TVp.dtype
-        return shard.sum_(values_N.masked_fill(~own_N, 0))
-
-    @staticmethod
-    def backward(ctx, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        rows_N, columns_N, own_N = ctx.saved_tensors
-        grad_N = grads[0].masked_fill(~own_N, 0).to(ctx.logits_dtype)
-        grad_TVp = grad_N.new_zeros(ctx.logits_shape)
-        grad_TVp.view(-1).index_add_(0, rows_N * ctx.logits_shape[1] + columns_N, grad_N)
-        return grad_TVp, None, None, None

@@ -50,6 +50,9 @@ def kl_whole(
         check_rows(inputs.num_rows, select=select_T)
         rows_R = rows_R[select_T]
     temperatures_R = temperatures_T[rows_R]
+    if not len(rows_R):
+        # No gradient of the head either, which would be a whole matrix of zeros.
+        return temperatures_T.new_zeros(inputs.num_rows, dtype=inputs.dtype)
     check_temperatures(temperatures_R)
     kl_R: Tensor = _WholeKL.apply(  # type: ignore[assignment]
         inputs.hidden_TH, inputs.weight_VpH, inputs, reference.detach(), rows_R, temperatures_R

@@ -58,7 +58,7 @@ class RLStage:
             clip_high=config.algorithm.clip_high,
             normalize_std=config.algorithm.normalize_std,
             importance_cap=config.algorithm.importance_cap,
-            kl_coef=config.algorithm.kl_coef,
+            kl_coef=config.kl.coef,
         )
         if collector is not None:
             _check_handshake(collector.engine.handshake().spec, run.spec)
@@ -195,19 +195,27 @@ class RLStage:
         return _Ready(batches, self._score(minibatch, enforce=self.enforce, prove=proved), proved)
 
     def _loss(self, minibatch: Minibatch, ready: _Ready) -> PolicyGradientLoss:
-        inputs: list[Tensor] = []
+        hidden: list[Tensor] = []
         if self.reference is not None:
             mode = self.config.keep_routing.reference_mode
             batches, traces = (ready.batches, ready.traces) if mode == "trainer" else (minibatch.batches, ())
             with explained(self.reference, batches, minibatch.samples, traces):
-                inputs = self.reference.head_inputs(batches, enforce=mode != "off", prove=ready.proved)
+                hidden = self.reference.last_hidden(batches, enforce=mode != "off", prove=ready.proved)
         scorer = self._scorer(ready.batches)
         proximal = [rows.logprobs_T for rows in ready.scores] if ready.scores else None
-        return PolicyGradientLoss(scorer, self.algorithm, minibatch.num_tokens, proximal, self.reference, inputs)
+        return PolicyGradientLoss(
+            scorer,
+            self.algorithm,
+            minibatch.num_tokens,
+            proximal_logprobs=proximal,
+            reference=self.reference,
+            reference_hidden=hidden,
+            kl_support=self.config.kl.support,
+        )
 
     def _scorer(self, batches: Sequence[Microbatch], *, with_full: bool = False) -> Scorer:
         keep_mask = self.config.keep_sampling_mask.enabled or with_full
-        return Scorer(batches, self.trainer.shard, keep_mask=keep_mask, with_full=with_full)
+        return Scorer(batches, keep_mask=keep_mask, with_full=with_full)
 
     def _score(self, minibatch: Minibatch, *, enforce: bool, prove: bool, with_full: bool = False) -> list[RowScores]:
         batches = minibatch.batches

@@ -66,7 +66,7 @@ def train(run: Run, model_path: Path, output: Path) -> None:
 def _step(run: Run, trainer: MegatronTrainer, step: int, samples: Sequence[TextSample], packing: PackOptions) -> None:
     with run.stopwatch.span("train"):
         minibatch = share_text(samples, trainer, packing)
-        loss = TextLoss(minibatch.batches, trainer.embedding_shard, minibatch.num_tokens)
+        loss = TextLoss(minibatch.batches, trainer.model.vocab_size, minibatch.num_tokens)
         report = trainer.step(minibatch.batches, loss, enforce=False)
     assert report.update is not None
     run.check_update(report.update, f"{STAGE}-{step + 1:06d}")

@@ -110,6 +110,8 @@ def disagreement(table: RowTable, *, full: bool = False) -> dict[str, float]:
         "mismatch/logprob_abs_mean": sums["mismatch_abs_mean"],
         "mismatch/logprob_abs_max": sums["mismatch_abs_max"],
         "mismatch/k3": sums["mismatch_k3"],
+        "mismatch/ratio_mean": sums["mismatch_ratio_mean"],
+        "mismatch/share_outside_tenth": sums["mismatch_outside_share"],
         "mismatch/share_above_ln2": sums["mismatch_far_share"],
         "mismatch/tokens_with_different_experts": float((table.layers_differing > 0).mean()),
         "mismatch/layers_differing_per_token": float(table.layers_differing.mean()),
@@ -140,7 +142,12 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "response/length_mean": float(lengths.mean()),
     }
     if len(sizes):
-        metrics |= {"kept/size_mean": float(sizes.mean()), "kept/size_p99": float(np.quantile(sizes, 0.99))}
+        logmasses = np.concatenate([t.kept_logmass[t.truncated] for t in trajectories])
+        metrics |= {
+            "kept/size_mean": float(sizes.mean()),
+            "kept/size_p99": float(np.quantile(sizes, 0.99)),
+            "kept/mass_mean": float(np.exp(logmasses.astype(np.float64)).mean()),
+        }
     return metrics
 
 

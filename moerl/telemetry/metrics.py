@@ -51,6 +51,8 @@ _MISMATCH = (
     ("logprob_abs_mean", "nat", "mean |d| of sampled tokens, d = trainer log-prob - rollout log-prob"),
     ("logprob_abs_max", "nat", "largest |d|"),
     ("k3", "nat", "mean of exp(d) - 1 - d; estimates KL(rollout || trainer)"),
+    ("ratio_mean", "1", "mean of exp(d), trainer probability / rollout probability"),
+    ("share_outside_tenth", "1", "share of tokens with exp(d) outside of [0.9, 1.1]"),
     ("share_above_ln2", "1", "share of tokens with |d| > ln 2: probabilities apart by more than a factor of two"),
     (
         "tokens_with_different_experts",
@@ -84,6 +86,7 @@ _ALL = (
     ),
     Metric("kept/size_mean", "id", "mean size of a kept set, over tokens drawn from one"),
     Metric("kept/size_p99", "id", "99th percentile of the size of a kept set"),
+    Metric("kept/mass_mean", "1", "mean probability of a kept set before the others were cut off"),
     Metric("routing/disagreement", "1", "share of rows and layers whose natural experts are not the recorded ones"),
     Metric("routing/jaccard", "1", "mean Jaccard similarity of natural and recorded experts"),
     Metric("routing/margin_at_flips", "score", "mean gap of the k-th to the next expert where the choice differs"),

@@ -1,12 +1,14 @@
-"""Loss functions over the logits of one packed microbatch, for `MegatronTrainer`. Runs in every trainer rank.
+"""Loss functions over the last hidden states of one packed microbatch, for `MegatronTrainer`. Runs in every trainer
+rank.
 
-Shape legend: T = packed rows, V = this rank's vocabulary columns, N = listed kept ids.
+Shape legend: T = packed rows, t = T / tensor of them, H = hidden width, N = listed kept ids.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -17,11 +19,13 @@ from moerl.algorithms.reduction import token_mean
 from moerl.algorithms.registry import Algorithm
 from moerl.contract.batch import Microbatch
 from moerl.contract.trajectory import KeptSets
-from moerl.kernels.full import kl_full, score_full
+from moerl.kernels.head import Head, HeadInputs
 from moerl.kernels.kept import KeptRows, kl_kept
-from moerl.kernels.support import SupportScores, score_support
-from moerl.kernels.vocab_parallel import VocabShard
+from moerl.kernels.scores import KeptScores, score_full, score_kept
+from moerl.kernels.whole_kl import kl_whole
 from moerl.trainer.trainer import MegatronTrainer, RowScores
+
+KLSupport = Literal["kept", "full"]
 
 
 def _tensor(array: np.ndarray, like: Tensor) -> Tensor:
@@ -32,19 +36,21 @@ def _tensor(array: np.ndarray, like: Tensor) -> Tensor:
 class TextLoss:
     """Next-token cross-entropy, averaged over the rows to be learned.
 
-    denominator: rows to be learned in the whole batch, over all microbatches and ranks.
+    vocab_size: of the Hugging Face model; ids that are never sampled are made unlikely too. denominator: rows to be
+    learned in the whole batch, over all microbatches and ranks.
     """
 
     batches: Sequence[Microbatch]
-    shard: VocabShard
+    vocab_size: int
     denominator: float
 
-    def __call__(self, logits_TV: Tensor, microbatch: int) -> tuple[Tensor, RowScores]:
+    def __call__(self, hidden_tH: Tensor, head: Head, microbatch: int) -> tuple[Tensor, RowScores]:
         batch = self.batches[microbatch]
-        ones_T = torch.ones(batch.num_rows, device=logits_TV.device)
-        scores = score_full(logits_TV, _tensor(batch.target_ids, logits_TV), ones_T, self.shard)
-        mask_T = _tensor(batch.loss_mask, logits_TV)
-        losses_T = -scores.logprobs_T.where(mask_T, 0.0)
+        mask_T = _tensor(batch.loss_mask, hidden_tH)
+        ones_T = torch.ones(batch.num_rows, device=hidden_tH.device)
+        inputs = head.over(self.vocab_size).enter(hidden_tH)
+        scores = score_full(inputs, _tensor(batch.target_ids, hidden_tH), ones_T, mask_T)
+        losses_T = -scores.logprobs_T
         rows = RowScores(
             logprobs_T=scores.logprobs_T.detach().cpu(),
             entropy_T=scores.entropy_T.cpu(),
@@ -62,46 +68,34 @@ class Scorer:
     """
 
     batches: Sequence[Microbatch]
-    shard: VocabShard
     keep_mask: bool
     with_full: bool = False
 
-    def kept(self, logits_TV: Tensor, microbatch: int) -> KeptRows:
+    def kept(self, microbatch: int, device: torch.device) -> KeptRows:
         batch = self.batches[microbatch]
         if self.keep_mask:
-            return KeptRows.from_csr(batch.kept, batch.truncated, logits_TV.device)
-        nothing = np.zeros(batch.num_rows, bool)
-        return KeptRows.from_csr(KeptSets.empty(batch.num_rows), nothing, logits_TV.device)
+            return KeptRows.from_csr(batch.kept, batch.truncated, device)
+        return KeptRows.from_csr(KeptSets.empty(batch.num_rows), np.zeros(batch.num_rows, bool), device)
 
-    def support(self, logits_TV: Tensor, microbatch: int) -> SupportScores:
+    def score(self, inputs: HeadInputs, kept: KeptRows, microbatch: int) -> KeptScores:
         batch = self.batches[microbatch]
-        return score_support(
-            logits_TV,
-            _tensor(batch.target_ids, logits_TV),
-            self.kept(logits_TV, microbatch),
-            _tensor(batch.temperatures, logits_TV),
-            self.shard,
-            select_T=_tensor(batch.loss_mask, logits_TV),
+        mask_T = _tensor(batch.loss_mask, inputs.hidden_TH)
+        return score_kept(
+            inputs,
+            _tensor(batch.target_ids, inputs.hidden_TH),
+            kept,
+            _tensor(batch.temperatures, inputs.hidden_TH),
+            select_T=mask_T,
+            full_T=mask_T if self.with_full else None,
         )
 
-    def __call__(self, logits_TV: Tensor, microbatch: int) -> tuple[Tensor, RowScores]:
-        batch = self.batches[microbatch]
-        scores = self.support(logits_TV, microbatch)
-        full_T = None
-        if self.with_full:
-            rows_R = _tensor(batch.loss_mask, logits_TV).nonzero().flatten()
-            full = score_full(
-                logits_TV.detach(),
-                _tensor(batch.target_ids, logits_TV),
-                _tensor(batch.temperatures, logits_TV),
-                self.shard,
-                rows_R=rows_R,
-            )
-            full_T = torch.zeros(batch.num_rows).index_copy_(0, rows_R.cpu(), full.logprobs_T.cpu())
+    def __call__(self, hidden_tH: Tensor, head: Head, microbatch: int) -> tuple[Tensor, RowScores]:
+        inputs = head.enter(hidden_tH)
+        scores = self.score(inputs, self.kept(microbatch, hidden_tH.device), microbatch)
         rows = RowScores(
             logprobs_T=scores.logprobs_T.detach().cpu(),
             entropy_T=scores.entropy_T.cpu(),
-            full_logprobs_T=full_T,
+            full_logprobs_T=None if scores.full is None else scores.full.logprobs_T.detach().cpu(),
         )
         return scores.logprobs_T.sum(), rows
 
@@ -113,7 +107,9 @@ class PolicyGradientLoss:
     denominator: trained tokens of the whole batch, over all microbatches and ranks.
     proximal_logprobs: per microbatch float32 [T], the trainer's log-probs before the first update on this batch;
         None where this update is the first one (they are then the current log-probs, without gradient).
-    reference: a frozen model of the same layout; reference_inputs: its `head_inputs` for `scorer.batches`.
+    reference: a frozen model of the same layout; reference_hidden: its `last_hidden` for `scorer.batches`.
+    kl_support: what the KL sums over: the kept set of each token, both models renormalised inside it (kept), or the
+        whole vocabulary (full). Tokens without a kept set have the whole vocabulary either way.
     """
 
     scorer: Scorer
@@ -121,25 +117,27 @@ class PolicyGradientLoss:
     denominator: float
     proximal_logprobs: Sequence[Tensor] | None = None
     reference: MegatronTrainer | None = None
-    reference_inputs: Sequence[Tensor] = ()
+    reference_hidden: Sequence[Tensor] = ()
+    kl_support: KLSupport = "kept"
 
-    def __call__(self, logits_TV: Tensor, microbatch: int) -> tuple[Tensor, RowScores]:
+    def __call__(self, hidden_tH: Tensor, head: Head, microbatch: int) -> tuple[Tensor, RowScores]:
         batch = self.scorer.batches[microbatch]
-        scores = self.scorer.support(logits_TV, microbatch)
-        mask_T = _tensor(batch.loss_mask, logits_TV)
+        inputs, kept = head.enter(hidden_tH), self.scorer.kept(microbatch, hidden_tH.device)
+        scores = self.scorer.score(inputs, kept, microbatch)
+        mask_T = _tensor(batch.loss_mask, hidden_tH)
         if self.proximal_logprobs is None:
             proximal_T = scores.logprobs_T.detach()
         else:
-            proximal_T = self.proximal_logprobs[microbatch].to(logits_TV.device)
-        inputs = PolicyLossInputs(
+            proximal_T = self.proximal_logprobs[microbatch].to(hidden_tH.device)
+        policy = PolicyLossInputs(
             trainer_logprobs_T=scores.logprobs_T,
             proximal_logprobs_T=proximal_T,
-            rollout_logprobs_T=_tensor(batch.rollout_logprobs, logits_TV),
-            advantages_T=_tensor(batch.advantages, logits_TV),
+            rollout_logprobs_T=_tensor(batch.rollout_logprobs, hidden_tH),
+            advantages_T=_tensor(batch.advantages, hidden_tH),
             loss_mask_T=mask_T,
-            kl_T=None if self.reference is None else self._kl(self.reference, logits_TV, scores, microbatch),
+            kl_T=None if self.reference is None else self._kl(self.reference, inputs, kept, scores, microbatch),
         )
-        loss = self.algorithm.token_losses(inputs)
+        loss = self.algorithm.token_losses(policy)
         rows = RowScores(
             logprobs_T=scores.logprobs_T.detach().cpu(),
             entropy_T=scores.entropy_T.cpu(),
@@ -148,15 +146,19 @@ class PolicyGradientLoss:
         )
         return token_mean(loss.loss_T, mask_T, self.denominator), rows
 
-    def _kl(self, reference: MegatronTrainer, logits_TV: Tensor, scores: SupportScores, microbatch: int) -> Tensor:
+    def _kl(
+        self, reference: MegatronTrainer, inputs: HeadInputs, kept: KeptRows, scores: KeptScores, microbatch: int
+    ) -> Tensor:
         """Exact KL to the reference over the support of each token, [T]."""
         batch = self.scorer.batches[microbatch]
-        reference_logits_TV = reference.head(self.reference_inputs[microbatch])
-        kept = self.scorer.kept(logits_TV, microbatch)
+        mask_T = _tensor(batch.loss_mask, inputs.hidden_TH)
+        temperatures_T = _tensor(batch.temperatures, inputs.hidden_TH)
         with torch.no_grad():
-            reference_scores = self.scorer.support(reference_logits_TV, microbatch)
-        open_T = _tensor(batch.loss_mask, logits_TV) & ~kept.truncated
-        temperatures_T = _tensor(batch.temperatures, logits_TV)
-        return kl_kept(scores.kept_logprobs, reference_scores.kept_logprobs, kept) + kl_full(
-            logits_TV, reference_logits_TV, temperatures_T, self.scorer.shard, select_T=open_T
-        )
+            theirs = reference.head.enter(self.reference_hidden[microbatch])
+        if self.kl_support == "full":
+            return kl_whole(inputs, theirs, temperatures_T, mask_T)
+        with torch.no_grad():
+            targets_T = _tensor(batch.target_ids, inputs.hidden_TH)
+            listed = score_kept(theirs, targets_T, kept, temperatures_T, select_T=mask_T & kept.truncated)
+        on_kept_T = kl_kept(scores.kept_logprobs_N, listed.kept_logprobs_N, kept)
+        return on_kept_T + kl_whole(inputs, theirs, temperatures_T, mask_T & ~kept.truncated)

@@ -89,6 +89,7 @@ class PolicyModel:
         self.config: Any = provider
         self.chunks: list[nn.Module] = [self._chunk(stage) for stage in range(self.where.virtual_pipeline)]
         balance.install(self.chunks)
+        _end_before_head(self.chunks[-1])
         self.load(hf_path)
         if not options.train_router:
             _freeze_routers(self.chunks)
@@ -140,8 +141,8 @@ class PolicyModel:
             batch: this rank's share of the microbatch.
 
         Returns:
-            From the last chunk of the model logits [1, t, V / tensor], this rank's rows and vocabulary shard; from any
-            other the hidden states that the next one takes.
+            From the last chunk of the model what its head would take, [1, t / tensor, H] in the dtype of the
+            parameters; from any other the hidden states that the next one takes.
         """
         from megatron.core.packed_seq_params import PackedSeqParams
 
@@ -160,7 +161,16 @@ class PolicyModel:
                 max_seqlen_kv=longest,
             ),
             padding_mask=self._padding_mask(module, batch, to),
+            # Megatron's wrapper for bfloat16 would widen what the last chunk returns.
+            **({"fp32_output": False} if self.config.bf16 else {}),
         )
+
+    def head_weight(self) -> Tensor:
+        """This rank's rows of the language-model head, [V / tensor, H]; on the last pipeline stage."""
+        last: Any = self.chunks[-1]
+        if last.share_embeddings_and_output_weights:
+            return last.shared_embedding_or_output_weight()
+        return last.output_layer.weight
 
     def _padding_mask(self, module: nn.Module, batch: Microbatch, to: torch.device) -> Tensor:
         """bool [1, t]. Megatron slices it for sequence parallelism in the stage with the embedding alone."""
@@ -176,6 +186,28 @@ def bare(module: nn.Module) -> Any:
     while hasattr(inner, "module"):
         inner = inner.module
     return inner
+
+
+def _end_before_head(last: nn.Module) -> None:
+    """Makes the head hand on what it gets: losses read the rows of its matrix that they need.
+
+    The module stays, so that what Megatron hooks to it (gathering of sharded weights) still happens.
+    """
+    output_layer: Any = getattr(last, "output_layer", None)
+    if output_layer is None:
+        return
+    if output_layer.bias is not None:
+        raise ConfigError(
+            "the model's language-model head has a bias",
+            seen=f"bias {tuple(output_layer.bias.shape)}",
+            expected="a head of one matrix",
+            remedy="use another model; this one can be sampled from, not trained",
+        )
+    output_layer.forward = _hand_on
+
+
+def _hand_on(hidden: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+    return hidden, None
 
 
 def _freeze_routers(chunks: Sequence[nn.Module]) -> None:

@@ -19,10 +19,11 @@ from moerl.config.schema import OptimizerConfig
 from moerl.contract.batch import Microbatch
 from moerl.contract.shares import Place
 from moerl.contract.trajectory import ModelSpec
+from moerl.kernels.head import Head
 from moerl.kernels.vocab_parallel import VocabShard
 from moerl.trainer import balance, layout, platform, sharded_state
 from moerl.trainer.layout import Layout
-from moerl.trainer.model import ModelOptions, PolicyModel, bare
+from moerl.trainer.model import ModelOptions, PolicyModel
 from moerl.trainer.optimizer import Optimizer, UpdateReport
 from moerl.trainer.replay import KeepRouting, Replay, ReplaySchedule
 from moerl.trainer.replay_rows import RecordedRouting, TracedRows
@@ -49,13 +50,14 @@ class RowScores:
 
 
 class LossFunction(Protocol):
-    """Turns the logits of one microbatch into its share of the batch's loss and its per-row results.
+    """Turns the last hidden states of one microbatch into its share of the batch's loss and its per-row results.
 
-    Called on the last pipeline stage alone. The loss of a step is the sum over microbatches, data-parallel and
+    Called on the last pipeline stage alone, with this rank's rows (T / tensor of them under sequence parallelism) and
+    the head over the ids that are sampled. The loss of a step is the sum over microbatches, data-parallel and
     context-parallel ranks, so denominators are global.
     """
 
-    def __call__(self, logits_TV: Tensor, microbatch: int) -> tuple[Tensor, RowScores]: ...
+    def __call__(self, hidden_tH: Tensor, head: Head, microbatch: int) -> tuple[Tensor, RowScores]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,19 +120,12 @@ class MegatronTrainer:
         return self.keep_routing.place
 
     @property
-    def shard(self) -> VocabShard:
-        """The vocabulary columns of this rank. Ids that the engine never samples belong to no support."""
-        return self._columns(self.spec.vocab_size)
-
-    @property
-    def embedding_shard(self) -> VocabShard:
-        """The same with every id of the Hugging Face model: supervised training makes unused ids unlikely."""
-        return self._columns(self.model.vocab_size)
-
-    def _columns(self, vocab_size: int) -> VocabShard:
-        module: Any = self.model.chunks[-1]
+    def head(self) -> Head:
+        """The language-model head, on the last pipeline stage. Ids never sampled belong to no support."""
+        weight_VpH = self.model.head_weight()
         group = layout.tensor_group() if self.where.tensor > 1 else None
-        return VocabShard.from_group(vocab_size, module.vocab_size // self.where.tensor, group)
+        shard = VocabShard.from_group(self.spec.vocab_size, len(weight_VpH), group)
+        return Head(weight_VpH, shard, sequence_parallel=self.where.tensor > 1)
 
     def score(
         self, batches: Sequence[Microbatch], loss: LossFunction, *, enforce: bool, prove: bool = True
@@ -214,9 +209,9 @@ class MegatronTrainer:
             index = next(microbatches)
             schedule.begin(index)
 
-            def loss_function(logits_1TV: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-                total, rows[index] = loss(logits_1TV[0], index)
-                num_rows = torch.tensor(int((~batches[index].is_pad).sum()), device=logits_1TV.device)
+            def loss_function(hidden_1tH: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+                total, rows[index] = loss(hidden_1tH[0], self.head, index)
+                num_rows = torch.tensor(int((~batches[index].is_pad).sum()), device=hidden_1tH.device)
                 return total * scale, num_rows, {}
 
             return self.model.forward(module, batches[index]), loss_function
@@ -234,31 +229,20 @@ class MegatronTrainer:
                 forward_only=not schedule.training,
             )
 
-    def head_inputs(self, batches: Sequence[Microbatch], *, enforce: bool, prove: bool = True) -> list[Tensor]:
+    def last_hidden(self, batches: Sequence[Microbatch], *, enforce: bool, prove: bool = True) -> list[Tensor]:
         """What the language-model head gets, per microbatch, without gradient: all that a reference model is for.
 
-        [T / tensor, 1, H] each on the last pipeline stage; empty elsewhere. `head` makes logits of them, one microbatch
-        at a time, so that no more than one [T, V] exists.
+        [T / tensor, H] each on the last pipeline stage; empty elsewhere. Losses let them enter `head` one microbatch at
+        a time.
         """
         kept: list[Tensor] = []
-        last: Any = bare(self._modules[-1])
-        handle = None
-        if self.where.is_last_stage:
-            handle = last.output_layer.register_forward_pre_hook(lambda _, args: kept.append(args[0].detach()))
-        try:
-            self.score(batches, _no_loss, enforce=enforce, prove=prove)
-        finally:
-            if handle is not None:
-                handle.remove()
-        return kept
 
-    def head(self, hidden: Tensor) -> Tensor:
-        """[T, V] logits of an element of `head_inputs`; all tensor-parallel ranks of the last stage together."""
-        last: Any = bare(self._modules[-1])
-        weight = last.shared_embedding_or_output_weight() if last.share_embeddings_and_output_weights else None
-        with torch.no_grad():
-            logits_T1V, _ = last.output_layer(hidden, weight=weight)
-        return logits_T1V[:, 0]
+        def keep(hidden_tH: Tensor, head: Head, microbatch: int) -> tuple[Tensor, RowScores]:
+            kept.append(hidden_tH.detach())
+            return _no_loss(hidden_tH, head, microbatch)
+
+        self.score(batches, keep, enforce=enforce, prove=prove)
+        return kept
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Full weights under Hugging Face names. A collective: every rank must iterate to the end."""
@@ -289,7 +273,7 @@ class MegatronTrainer:
         self.optimizer.load_progress(sharded_state.load(folder, self.model.chunks, self.optimizer.megatron))
 
 
-def _no_loss(logits_TV: Tensor, microbatch: int) -> tuple[Tensor, RowScores]:
+def _no_loss(hidden_tH: Tensor, head: Head, microbatch: int) -> tuple[Tensor, RowScores]:
     """Scores nothing: for passes that are made for what they leave behind."""
     nothing = torch.zeros(0)
-    return logits_TV.new_zeros(()), RowScores(nothing, nothing)
+    return hidden_tH.new_zeros(()), RowScores(nothing, nothing)

@@ -60,7 +60,7 @@ def compute(where: Any, path: Path, spec: ModelSpec, batches: list[list[Microbat
     weights = {name: tensor.clone() for name, tensor in trainer.export()}
     result: dict[str, Any] = {"weights": weights}
     for name, enforce in (("natural", False), ("enforced", True)):
-        rows = trainer.score(local, Scorer(local, trainer.shard, keep_mask=False), enforce=enforce)
+        rows = trainer.score(local, Scorer(local, keep_mask=False), enforce=enforce)
         result[name] = [
             (
                 batch.sample_index[~batch.is_pad],
@@ -70,7 +70,7 @@ def compute(where: Any, path: Path, spec: ModelSpec, batches: list[list[Microbat
             for batch, row in zip(local, rows, strict=bool(rows))
         ]
     denominator = tiny_moe.num_trained([batch for part in batches for batch in part])
-    report = trainer.step(local, TextLoss(local, trainer.shard, denominator), enforce=True)
+    report = trainer.step(local, TextLoss(local, trainer.spec.vocab_size, denominator), enforce=True)
     assert report.update is not None
     return result | {"grad_norm": report.update.grad_norm}
 

@@ -47,7 +47,7 @@ def update_several_times(where: Any, path: Path, case: Case) -> list[dict[str, A
     proximal = []
     for samples in minibatches:
         batches, _ = tiny_moe.shares(trainer, samples, uncaptured="live")
-        rows = trainer.score(batches, Scorer(batches, trainer.shard, keep_mask=True), enforce=True)
+        rows = trainer.score(batches, Scorer(batches, keep_mask=True), enforce=True)
         proximal.append([row.logprobs_T for row in rows])
     return [
         matrix.step(trainer, samples, proximal_logprobs=before)
@@ -83,7 +83,7 @@ def step_with_reference(where: Any, path: Path, reference_path: Path, case: Case
         options = {
             "algorithm": GRPO(kl_coef=0.3),
             "reference": reference,
-            "reference_inputs": reference.head_inputs(batches, enforce=True),
+            "reference_hidden": reference.last_hidden(batches, enforce=True),
         }
         steps.append(matrix.step(trainer, samples, **options))
     return steps
@@ -126,7 +126,7 @@ def learn_text(where: Any, path: Path, case: Case) -> list[dict[str, Any]]:
     denominator = tiny_moe.num_trained([batch for part in ranks for batch in part])
     batches = tiny_moe.mine(trainer, ranks)
     for _ in range(3):
-        loss = TextLoss(batches, trainer.embedding_shard, denominator)
+        loss = TextLoss(batches, trainer.model.vocab_size, denominator)
         steps.append(matrix.facts(trainer, batches, trainer.step(batches, loss, enforce=False), denominator))
     return steps
 
@@ -204,19 +204,19 @@ def disturb(trainer: Any, kind: str) -> None:
 
     batches, denominator = tiny_moe.shares(trainer, matrix.make_samples(151), uncaptured="live")
     if kind == "scores":
-        trainer.score(batches, Scorer(batches, trainer.shard, keep_mask=True), enforce=True)
-        trainer.head_inputs(batches, enforce=True)
+        trainer.score(batches, Scorer(batches, keep_mask=True), enforce=True)
+        trainer.last_hidden(batches, enforce=True)
         return
     if kind == "evaluation":
-        trainer.score(batches, Scorer(batches, trainer.shard, keep_mask=True, with_full=True), enforce=False)
+        trainer.score(batches, Scorer(batches, keep_mask=True, with_full=True), enforce=False)
         tiny_moe.exported(trainer)
         return
     loss = tiny_moe.policy_loss(trainer, batches, denominator)
 
-    def failing(logits_TV: Any, microbatch: int) -> Any:
+    def failing(hidden_tH: Any, head: Any, microbatch: int) -> Any:
         if microbatch == 1:
             raise InterruptionError
-        return loss(logits_TV, microbatch)
+        return loss(hidden_tH, head, microbatch)
 
     for run in (trainer.score, trainer.step):
         with pytest.raises(InterruptionError):

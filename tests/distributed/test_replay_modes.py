@@ -113,11 +113,11 @@ def keep_own(where: Any, path: Path, other: Path, recompute: str) -> dict[str, A
 
     first, second = (tiny_moe.build(where, each, recompute=recompute) for each in (path, other))
     batches, denominator = tiny_moe.shares(first, make_samples(32), uncaptured="live")
-    natural = first.score(batches, Scorer(batches, first.shard, keep_mask=True), enforce=False)
-    report, recorded = first.score_and_record(batches, Scorer(batches, first.shard, keep_mask=True))
+    natural = first.score(batches, Scorer(batches, keep_mask=True), enforce=False)
+    report, recorded = first.score_and_record(batches, Scorer(batches, keep_mask=True))
     kept = recorded.batches
     # Enforced in the model that chose it, it is what the model does by itself, bit for bit.
-    again = first.score(kept, Scorer(kept, first.shard, keep_mask=True), enforce=True)
+    again = first.score(kept, Scorer(kept, keep_mask=True), enforce=True)
     for plain, own, replayed in zip(natural, report.rows, again, strict=True):
         assert torch.equal(plain.logprobs_T, own.logprobs_T)
         assert torch.equal(plain.logprobs_T, replayed.logprobs_T)
@@ -203,7 +203,7 @@ def explain(where: Any, path: Path, tamper: Callable[[Microbatch], Microbatch], 
     batches, denominator = tiny_moe.shares(trainer, samples)
     traces: Any = ()
     if own:
-        _, recorded = trainer.score_and_record(batches, Scorer(batches, trainer.shard, keep_mask=True))
+        _, recorded = trainer.score_and_record(batches, Scorer(batches, keep_mask=True))
         batches, traces = recorded.batches, recorded.traces
     wrong = list(batches)
     last = where.rank == where.world_size - 1

@@ -70,8 +70,8 @@ def score(where: Any, path: Path, ranks: list[list[Microbatch]]) -> dict[str, An
     assert (where.rank == 0) == where.is_main
     trainer = tiny_moe.build(where, path, optimizer=None)
     local = tiny_moe.mine(trainer, ranks)
-    natural = trainer.score(local, Scorer(local, trainer.shard, keep_mask=False), enforce=False)
-    enforced = trainer.score(local, Scorer(local, trainer.shard, keep_mask=True, with_full=True), enforce=True)
+    natural = trainer.score(local, Scorer(local, keep_mask=False), enforce=False)
+    enforced = trainer.score(local, Scorer(local, keep_mask=True, with_full=True), enforce=True)
     return {
         "natural": tiny_moe.row_table(trainer, local, [row.logprobs_T for row in natural]),
         "enforced": tiny_moe.row_table(trainer, local, [row.logprobs_T for row in enforced]),
@@ -126,7 +126,7 @@ def train(where: Any, path: Path, steps: list[Any], aux: float, recompute: str) 
     for ranks in steps:
         denominator = tiny_moe.num_trained([batch for part in ranks for batch in part])
         local = tiny_moe.mine(trainer, ranks)
-        trainer.score(local, Scorer(local, trainer.shard, keep_mask=True), enforce=True)
+        trainer.score(local, Scorer(local, keep_mask=True), enforce=True)
         report = trainer.step(local, tiny_moe.policy_loss(trainer, local, denominator), enforce=True)
         rows = report.rows if tiny_moe.speaks(trainer) else []
         losses.append(sum(float(row.losses_T.double().sum()) for row in rows) / denominator)

@@ -44,7 +44,7 @@ def score_rollouts(where: Any, path: Path, temperature: float, top_p: float) -> 
     trainer = tiny_moe.build(where, path)
 
     def rows(field: str, *, keep_mask: bool, enforce: bool) -> np.ndarray:
-        scorer = Scorer(batches, trainer.shard, keep_mask=keep_mask)
+        scorer = Scorer(batches, keep_mask=keep_mask)
         scores = trainer.score(batches, scorer, enforce=enforce)
         return np.concatenate([getattr(s, field).numpy()[b.loss_mask] for b, s in zip(batches, scores, strict=True)])
 

@@ -74,9 +74,7 @@ def test_without_replay_the_routers_disagree_and_nothing_is_verified(train: Call
 def test_the_trainers_own_routing_is_kept_and_every_second_update_proved(
     train: Callable[..., Steps], tmp_path: Path
 ) -> None:
-    steps = train(
-        "keep_routing.mode=trainer", "keep_routing.verify=2", "algorithm.kl_coef=0.1", "rollout.dtype=bfloat16"
-    )
+    steps = train("keep_routing.mode=trainer", "keep_routing.verify=2", "kl.coef=0.1", "rollout.dtype=bfloat16")
     assert [row["replay/updates_unproved"] for row in steps] == [(i + 1) % 2 for i in range(len(steps))]
     for row in steps:
         assert (row["replay/rows_verified"] == 0) == bool(row["replay/updates_unproved"])
@@ -124,7 +122,7 @@ def test_minibatches_and_a_kl_change_the_updates(
     forked: Runs, sums: Sums, undisturbed: DoneRun, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    changed = ("algorithm.minibatches=", "algorithm.kl_coef=")
+    changed = ("algorithm.minibatches=", "kl.coef=")
     arguments = [each for each in sums.train(run) if not each.startswith(changed)]
     finished = forked.run(*arguments, "algorithm.steps=2", path=[sums.folder])
     assert finished.status == 0, finished.output

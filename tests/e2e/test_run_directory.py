@@ -14,6 +14,8 @@ FIGURES = (
     "logprob_abs_mean",
     "logprob_abs_max",
     "k3",
+    "ratio_mean",
+    "share_outside_tenth",
     "share_above_ln2",
     "tokens_with_different_experts",
     "layers_differing_per_token",

@@ -23,6 +23,7 @@ def test_metrics_are_those_of_the_masked_tokens() -> None:
             "mismatch_k3": (math.exp(-0.5) - 0.5 + math.exp(1.0) - 2.0) / 3,
             "mismatch_ratio_mean": (math.exp(-0.5) + math.exp(1.0) + 1.0) / 3,
             "mismatch_far_share": 1 / 3,
+            "mismatch_outside_share": 2 / 3,
         }
     )
 

@@ -9,6 +9,7 @@ from factories import write_hf_config
 
 from moerl.config.load import (
     CONFIG_FILE,
+    CONFIGS,
     dump_config,
     load_config,
     load_resolved,
@@ -149,8 +150,13 @@ def test_a_missing_value_is_named():
     assert "model.path: no value given" in error("model=pretrained")
 
 
+@pytest.mark.parametrize("path", sorted((CONFIGS / "recipe").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_recipe_composes_and_names_itself(path: Path):
+    assert load_config([f"recipe={path.stem}"], command="train").recipe == path.stem
+
+
 def test_an_unknown_option_of_a_group_lists_the_ones_there_are():
-    assert "expected: one of laptop, routing_study, tiny;" in error("recipe=nope")
+    assert "expected: one of laptop, mask_study, routing_study, tiny;" in error("recipe=nope")
     assert "expected: one of embedded" in error("rollout=sglang")
 
 

@@ -12,8 +12,17 @@ from factories import hf_config
 
 from moerl.config.layouts import Shape, layout_problems
 from moerl.config.load import load_config
-from moerl.config.memory import Needs, heaviest_rank, needs_of, rank_memory, rank_parameters, total_parameters
+from moerl.config.memory import (
+    Needs,
+    heaviest_rank,
+    needs_of,
+    rank_memory,
+    rank_parameters,
+    slab_columns,
+    total_parameters,
+)
 from moerl.config.model_sizes import ModelSizes, sizes_from_hf_config
+from moerl.kernels import products
 
 QWEN3_30B: dict[str, Any] = {
     "model_type": "qwen3_moe",
@@ -283,13 +292,21 @@ def test_uneven_stages_hold_the_layers_that_the_split_says_and_nothing_twice():
     assert [stage["dense MLP"] > 0 for stage in stages] == [True, False, False, False]
 
 
-def test_the_heaviest_stage_is_reported_and_the_head_holds_the_logits():
+def test_the_heaviest_stage_is_reported_and_the_last_one_scores():
     sizes = sizes_of(QWEN3_30B)
     needs = replace(NEEDS, microbatch_tokens=32768, recompute="full")
     shape = Shape(pipeline=2)
-    assert heaviest_rank(sizes, shape, needs).stage == 1
-    assert rank_memory(sizes, shape, needs, 0).bytes["logits and their gradient"] == 0
-    assert rank_memory(sizes, shape, needs, 1).bytes["logits and their gradient"] == 2 * 2 * 32768 * 151936
+    # The first stage keeps more microbatches, the last one scores; which weighs more depends on their length.
+    assert heaviest_rank(sizes, shape, needs).stage == 0
+    assert heaviest_rank(sizes, shape, replace(needs, microbatch_tokens=1024)).stage == 1
+    assert rank_memory(sizes, shape, needs, 0).bytes["scoring"] == 0
+    hidden, head, slab = 32768 * 2048 * (2 + 4), 2048 * 151936 * 2, 32768 * 2048 * 4
+    assert rank_memory(sizes, shape, needs, 1).bytes["scoring"] == hidden + head + 3 * slab
+
+
+def test_slabs_are_as_wide_as_the_kernels_make_them():
+    for num_rows, width in ((1, 64), (512, 2048), (8192, 2048), (32768, 7168)):
+        assert slab_columns(num_rows, width) == products.slab_columns(num_rows, width)
 
 
 def test_a_tenth_of_the_device_stays_free():
@@ -300,7 +317,7 @@ def test_a_tenth_of_the_device_stays_free():
 
 def test_needs_are_read_from_the_configuration():
     changes = ["model.dtype=bfloat16", "trainer.recompute=full", "trainer.distributed_optimizer=overlap"]
-    config = load_config([*changes, "algorithm.kl_coef=0.1", "trainer.microbatch_tokens=4096"], command="train")
+    config = load_config([*changes, "kl.coef=0.1", "trainer.microbatch_tokens=4096"], command="train")
     assert needs_of(config) == Needs(4096, 2, "full", distributed_optimizer=True, reference=True)
     assert needs_of(load_config([], command="train")) == Needs(
         8192, 4, "none", distributed_optimizer=False, reference=False

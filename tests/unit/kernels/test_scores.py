@@ -5,106 +5,34 @@ The sparse products run in torch; `test_sparse_triton.py` runs this file again w
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass
-
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_cases import (
+    ALWAYS,
+    BFLOAT16,
+    INTERPRETED,
+    NEVER,
+    VOCAB,
+    WHOLE,
+    Case,
+    assert_close,
+    exact,
+    gradients,
+    make_case,
+    masked,
+    row_weights,
+)
 from torch import Tensor
 
-from moerl.contract.trajectory import KeptSets
 from moerl.errors import ContractError
-from moerl.kernels import pairs, products, whole
-from moerl.kernels.head import Head, HeadInputs
-from moerl.kernels.kept import KeptRows, kl_kept
+from moerl.kernels import pairs
+from moerl.kernels.head import Head
+from moerl.kernels.kept import kl_kept
 from moerl.kernels.scores import score_full, score_kept
 from moerl.kernels.vocab_parallel import VocabShard
 from moerl.kernels.whole_kl import kl_whole
-
-VOCAB, PADDED, WIDTH = 37, 40, 24
-WHOLE = VocabShard.from_group(VOCAB, PADDED, None)
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-NEVER, ALWAYS = 0.001, 1000
-"""Values of DENSE_ADVANTAGE that make all ids rare, or all common."""
-BFLOAT16 = 2**-7 if INTERPRETED else 2**-8
-"""Relative error of one rounding to bfloat16: Triton's interpreter truncates, a GPU rounds to nearest."""
-
-
-@pytest.fixture(autouse=True)
-def implementation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small slabs, so that every loop runs more than once; Triton where it is interpreted."""
-    monkeypatch.setattr(products, "SLAB_ELEMENTS", 5 * WIDTH)
-    if INTERPRETED:
-        from moerl.kernels import sparse_triton
-
-        monkeypatch.setattr(sparse_triton, "BLOCK_WIDTH", 16)
-        monkeypatch.setattr(pairs, "sparse_products", lambda inputs: sparse_triton)
-
-
-@dataclass
-class Case:
-    hidden: Tensor
-    weight: Tensor
-    targets: Tensor
-    temperatures: Tensor
-    keep: Tensor
-    kept: KeptRows
-
-    def inputs(self) -> HeadInputs:
-        return Head(self.weight, WHOLE).enter(self.hidden)
-
-
-def make_case(sizes: list[int], seed: int = 0, dtype: torch.dtype = torch.float32) -> Case:
-    """Random rows; row t lists `sizes[t]` ids, its target among them; 0 leaves the vocabulary open."""
-    generator = torch.Generator().manual_seed(seed)
-    num_rows = len(sizes)
-    hidden = torch.randn(num_rows, WIDTH, generator=generator).to(dtype)
-    weight = (0.6 * torch.randn(PADDED, WIDTH, generator=generator)).to(dtype)
-    weight[VOCAB:] *= 100
-    keep = torch.zeros(num_rows, VOCAB, dtype=torch.bool)
-    listed, targets = [], torch.zeros(num_rows, dtype=torch.int64)
-    for row, size in enumerate(sizes):
-        ids = torch.randperm(VOCAB, generator=generator)[: size or VOCAB].sort().values
-        targets[row] = ids[int(torch.randint(len(ids), (1,), generator=generator))]
-        keep[row, ids] = True
-        listed.append(ids.numpy().astype(np.int32) if size else np.zeros(0, np.int32))
-    temperatures = 0.5 + torch.rand(num_rows, generator=generator)
-    return Case(hidden.requires_grad_(), weight.requires_grad_(), targets, temperatures, keep, kept_rows(listed))
-
-
-def kept_rows(listed: list[np.ndarray]) -> KeptRows:
-    offsets = np.concatenate([[0], np.cumsum([len(ids) for ids in listed])]).astype(np.int64)
-    sets = KeptSets(offsets, np.concatenate([np.zeros(0, np.int32), *listed]).astype(np.int32))
-    return KeptRows.from_csr(sets, sets.sizes > 0, "cpu")
-
-
-def exact(case: Case) -> tuple[Tensor, Tensor, Tensor]:
-    """float64 leaves of hidden states and head, and the dense log-softmax without a mask, [T, V]."""
-    hidden, weight = (x.detach().double().requires_grad_() for x in (case.hidden, case.weight))
-    logits = (hidden @ weight.t())[:, :VOCAB] / case.temperatures.double()[:, None]
-    return hidden, weight, logits
-
-
-def masked(case: Case, logits: Tensor) -> Tensor:
-    return torch.log_softmax(logits.masked_fill(~case.keep, float("-inf")), -1)
-
-
-def row_weights(num_rows: int) -> Tensor:
-    return torch.linspace(-1.0, 2.0, num_rows)
-
-
-def gradients(values: Tensor, weights: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
-    return torch.autograd.grad((values * weights.to(values.dtype)).sum(), leaves, retain_graph=True)
-
-
-def assert_close(actual: Tensor, expected: Tensor, relative: float = 1e-6, floor: float = 1e-3) -> None:
-    """Largest error relative to the largest value, or to `floor` where that is larger."""
-    actual, expected = actual.detach().double(), expected.detach().double()
-    if actual.numel():
-        assert float((actual - expected).abs().max()) <= relative * max(floor, float(expected.abs().max()))
 
 
 def assert_scores_are_exact(case: Case) -> None:
@@ -334,103 +262,3 @@ def test_the_inputs_are_not_written_to() -> None:
     score_kept(case.inputs(), case.targets, case.kept, case.temperatures).logprobs_T.sum().backward()
     assert torch.equal(case.hidden, same.hidden)
     assert torch.equal(case.weight, same.weight)
-
-
-def test_slabs_are_no_larger_than_their_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-
-    def spy(a: Tensor, b: Tensor) -> Tensor:
-        out = products.matmul(a, b)
-        seen.append(out.numel())
-        return out
-
-    for module in (pairs, whole):
-        monkeypatch.setattr(module, "matmul", spy)
-    case = make_case([0, 30, 0, 37, 37, 37])
-    score_kept(case.inputs(), case.targets, case.kept, case.temperatures).logprobs_T.sum().backward()
-    assert len(seen) > 4
-    assert max(seen) <= 6 * WIDTH
-
-
-def test_a_listed_set_without_its_target_is_refused() -> None:
-    case = make_case([3, 4])
-    row_ids = case.kept.ids[case.kept.rows == 1]
-    case.targets[1] = next(token for token in range(VOCAB) if token not in row_ids)
-    with pytest.raises(ContractError, match="target_not_in_kept_set"):
-        score_kept(case.inputs(), case.targets, case.kept, case.temperatures)
-
-
-def test_a_listed_padding_column_is_refused() -> None:
-    case = make_case([3])
-    kept = kept_rows([np.array([int(case.targets[0]), VOCAB], np.int32)])
-    with pytest.raises(ContractError, match="kept_id_outside_vocabulary"):
-        score_kept(case.inputs(), case.targets, kept, case.temperatures)
-
-
-@pytest.mark.parametrize("target", [-1, VOCAB, PADDED + 3])
-def test_an_open_row_whose_target_is_no_token_is_refused(target: int) -> None:
-    case = make_case([3, 0])
-    case.targets[1] = target
-    with pytest.raises(ContractError, match="target_outside_vocabulary"):
-        score_kept(case.inputs(), case.targets, case.kept, case.temperatures)
-
-
-@pytest.mark.parametrize("row", [0, 1])
-def test_a_scored_row_with_temperature_zero_is_refused(row: int) -> None:
-    case = make_case([3, 0])
-    case.temperatures[row] = 0.0
-    with pytest.raises(ContractError, match="temperature_not_positive"):
-        score_kept(case.inputs(), case.targets, case.kept, case.temperatures)
-
-
-def test_per_row_tensors_of_another_microbatch_are_refused() -> None:
-    case = make_case([3, 0])
-    with pytest.raises(ContractError, match="rows_differ"):
-        score_kept(case.inputs(), case.targets, make_case([3]).kept, case.temperatures)
-
-
-def test_a_head_of_another_shape_or_dtype_is_refused() -> None:
-    case = make_case([3])
-    for head in (Head(case.weight[:-1], WHOLE), Head(case.weight[:, :-1], WHOLE), Head(case.weight.double(), WHOLE)):
-        with pytest.raises(ContractError, match="wrong_shape"):
-            head.enter(case.hidden)
-
-
-def test_ids_of_many_rows_become_columns_of_a_product_and_others_stay_sparse() -> None:
-    shard = VocabShard.from_group(1000, 1000, None)
-    num_rows = 4 * pairs.DENSE_ADVANTAGE
-    often, seldom = torch.tensor([7, 900]), torch.arange(100, 160)
-    rows = torch.cat([torch.arange(4).repeat_interleave(2), 4 + torch.arange(60)])
-    plan = pairs.plan_pairs(rows, torch.cat([often.repeat(4), seldom]), num_rows, shard)
-    assert plan.common.columns_U.tolist() == often.tolist()
-    assert plan.rare.columns_U.tolist() == seldom.tolist()
-
-
-@pytest.mark.parametrize("advantage", [NEVER, ALWAYS])
-def test_the_gradient_of_hidden_states_is_added_to_what_is_there(
-    advantage: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pairs, "DENSE_ADVANTAGE", advantage)
-    case = make_case([5, 3, 12])
-    inputs = case.inputs().detach()
-    plan = pairs.plan_pairs(case.kept.rows, case.kept.ids, 3, WHOLE)
-    grad_N = torch.linspace(-1.0, 1.0, len(case.kept.rows))
-    fresh, added = torch.zeros(3, WIDTH), torch.ones(3, WIDTH)
-    for grad_TH in (fresh, added):
-        pairs.add_pair_gradients(inputs, plan, grad_N, grad_TH, None)
-    assert torch.count_nonzero(fresh) == fresh.numel()
-    assert_close(added - 1.0, fresh)
-
-
-def test_no_pair_is_sparse_where_all_rows_list_everything() -> None:
-    case = make_case([VOCAB] * 5)
-    plan = pairs.plan_pairs(case.kept.rows, case.kept.ids, 5, WHOLE)
-    assert len(plan.rare) == 0
-    assert len(plan.common) == 5 * VOCAB
-
-
-@pytest.mark.parametrize(("num_rows", "width"), [(1, 2048), (512, 2048), (2048, 2048), (100_000, 64), (0, 8)])
-def test_a_slab_is_no_larger_than_its_bound_or_the_hidden_states(num_rows: int, width: int) -> None:
-    columns = products.slab_columns(num_rows, width)
-    assert columns >= 1
-    assert columns * num_rows <= max(products.SLAB_ELEMENTS, num_rows * width)

@@ -45,8 +45,8 @@ def run(arguments: list[str], cache: Path, **env: str) -> subprocess.CompletedPr
 
 
 def test_the_scores_of_the_interpreted_kernels_pass_the_same_tests(tmp_path: Path) -> None:
-    tests = str(Path(__file__).with_name("test_scores.py"))
-    done = run(["-m", "pytest", "-p", "no:xdist", tests], tmp_path, TRITON_INTERPRET="1")
+    tests = [str(Path(__file__).with_name(name)) for name in ("test_scores.py", "test_pairs.py")]
+    done = run(["-m", "pytest", "-p", "no:xdist", *tests], tmp_path, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed is not None

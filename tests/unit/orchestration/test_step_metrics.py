@@ -44,6 +44,8 @@ def test_the_mismatch_is_that_of_the_trainer_against_the_rollout() -> None:
             "mismatch/logprob_abs_mean": 1.25 / 4,
             "mismatch/logprob_abs_max": 1.0,
             "mismatch/k3": sum(math.exp(d) - 1 - d for d in differences) / 4,
+            "mismatch/ratio_mean": sum(math.exp(d) for d in differences) / 4,
+            "mismatch/share_outside_tenth": 0.5,
             "mismatch/share_above_ln2": 0.25,
             "mismatch/tokens_with_different_experts": 0.5,
             "mismatch/layers_differing_per_token": 1.0,
@@ -110,6 +112,7 @@ def test_kept_sets_are_measured_over_tokens_that_were_drawn_from_one() -> None:
     assert found["accuracy/mean"] == 0.5
     assert found["response/length_mean"] == 5.0
     assert found["kept/size_mean"] == kept.kept.sizes[kept.sampled].mean()
+    assert found["kept/mass_mean"] == pytest.approx(np.exp(kept.kept_logmass[kept.sampled]).mean())
     check_metrics(found)
     assert "kept/size_mean" not in rollout_metrics([full])
 

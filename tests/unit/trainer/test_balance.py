@@ -41,7 +41,7 @@ def step(
     trainer = MegatronTrainer(path, spec, where, ModelOptions(**options), tiny_moe.OPTIMIZER, 8)
     local = batches[where.data_rank]
     denominator = tiny_moe.num_trained([batch for part in batches for batch in part])
-    loss = TextLoss(local, trainer.shard, denominator)
+    loss = TextLoss(local, trainer.spec.vocab_size, denominator)
     trainer.score(local, loss, enforce=enforce)
     report = trainer.step(local, loss, enforce=enforce)
     assert report.update is not None
@@ -144,10 +144,10 @@ def skipped_step(where: Any, path: Path, spec: ModelSpec, batches: list[Microbat
     from moerl.trainer.trainer import MegatronTrainer
 
     trainer = MegatronTrainer(path, spec, where, ModelOptions(expert_bias="update"), tiny_moe.OPTIMIZER, 8)
-    loss = TextLoss(batches, trainer.shard, 1.0)
+    loss = TextLoss(batches, trainer.spec.vocab_size, 1.0)
 
-    def broken(logits_TV: torch.Tensor, microbatch: int) -> Any:
-        total, rows = loss(logits_TV, microbatch)
+    def broken(hidden_tH: torch.Tensor, head: Any, microbatch: int) -> Any:
+        total, rows = loss(hidden_tH, head, microbatch)
         return total * float("nan"), rows
 
     report = trainer.step(batches, broken, enforce=True)

@@ -49,9 +49,9 @@ def score(where: Any, path: Path, batches: list[Any]) -> list[dict[int, np.ndarr
     from moerl.trainer.losses import Scorer
 
     trainer = tiny_moe.build(where, path, optimizer=None)
-    enforced = trainer.score(batches, Scorer(batches, trainer.shard, keep_mask=True, with_full=True), enforce=True)
-    natural = trainer.score(batches, Scorer(batches, trainer.shard, keep_mask=True), enforce=False)
-    open_set = trainer.score(batches, Scorer(batches, trainer.shard, keep_mask=False), enforce=True)
+    enforced = trainer.score(batches, Scorer(batches, keep_mask=True, with_full=True), enforce=True)
+    natural = trainer.score(batches, Scorer(batches, keep_mask=True), enforce=False)
+    open_set = trainer.score(batches, Scorer(batches, keep_mask=False), enforce=True)
     columns = (
         [row.logprobs_T.numpy() for row in enforced],
         [row.full_logprobs_T.numpy() for row in enforced],
@@ -98,7 +98,14 @@ KL_COEF = 0.3
 
 
 def take_policy_step(
-    where: Any, path: Path, reference_path: Path, batches: list[Any], proximal: list[torch.Tensor], recompute: str
+    where: Any,
+    path: Path,
+    reference_path: Path,
+    batches: list[Any],
+    proximal: list[torch.Tensor],
+    support: str,
+    recompute: str = "none",
+    reference_enforce: bool = True,
 ) -> dict[str, Any]:
     from moerl.algorithms.grpo import GRPO
 
@@ -112,7 +119,8 @@ def take_policy_step(
         algorithm=GRPO(kl_coef=KL_COEF),
         proximal_logprobs=proximal,
         reference=reference,
-        reference_inputs=reference.head_inputs(batches, enforce=True),
+        reference_hidden=reference.last_hidden(batches, enforce=reference_enforce),
+        kl_support=support,
     )
     report = trainer.step(batches, loss, enforce=True)
     return {
@@ -126,17 +134,25 @@ def take_policy_step(
 
 
 def judge_policy_step(
-    path: Path, reference_path: Path, samples: list[TrainSample], proximal: dict[int, np.ndarray]
+    path: Path,
+    reference_path: Path,
+    samples: list[TrainSample],
+    proximal: dict[int, np.ndarray],
+    support: str,
+    reference_enforce: bool = True,
 ) -> tuple[float, dict[str, np.ndarray]]:
-    """GRPO with the exact KL, written down densely in float64 over transformers' logits."""
+    """GRPO with the exact KL over the given support, written down densely in float64 over transformers' logits."""
     judge, reference = tiny_moe.Judge(path), tiny_moe.Judge(reference_path)
     losses = []
     for index, sample in enumerate(samples):
         trajectory = sample.trajectory
         inputs = (trajectory.token_ids[:-1], trajectory.expert_ids)
-        logprobs_TV = tiny_moe.support_logprobs(judge.logits(*inputs), sample)
+        logits_TV = judge.logits(*inputs)
+        logprobs_TV = tiny_moe.support_logprobs(logits_TV, sample)
+        kl_logprobs_TV = tiny_moe.support_logprobs(logits_TV, sample, keep_mask=support == "kept")
         with torch.no_grad():
-            reference_TV = tiny_moe.support_logprobs(reference.logits(*inputs), sample)
+            theirs_TV = reference.logits(*(inputs if reference_enforce else inputs[:1]))
+            reference_TV = tiny_moe.support_logprobs(theirs_TV, sample, keep_mask=support == "kept")
         logprobs_T = tiny_moe.target_logprobs(logprobs_TV, sample)
         proximal_T = torch.from_numpy(proximal[index]).double()
         rollout_T = torch.tensor(trajectory.rollout_logprobs[1:]).double()
@@ -144,8 +160,8 @@ def judge_policy_step(
         weights_T = (proximal_T - rollout_T).exp().clamp(max=2.0)
         ratio_T = (logprobs_T - proximal_T).exp()
         policy_T = -weights_T * torch.minimum(ratio_T * advantages_T, ratio_T.clamp(0.8, 1.28) * advantages_T)
-        inside = ~logprobs_TV.isneginf()
-        p_TV, q_TV = logprobs_TV.masked_fill(~inside, 0.0), reference_TV.masked_fill(~inside, 0.0)
+        inside = ~kl_logprobs_TV.isneginf()
+        p_TV, q_TV = kl_logprobs_TV.masked_fill(~inside, 0.0), reference_TV.masked_fill(~inside, 0.0)
         kl_T = (inside * p_TV.exp() * (p_TV - q_TV)).sum(-1)
         losses.append((policy_T + KL_COEF * kl_T)[torch.from_numpy(trajectory.sampled[1:])])
     loss = torch.cat(losses).mean()
@@ -153,9 +169,8 @@ def judge_policy_step(
     return loss.item(), judge.gradients()
 
 
-def test_grpo_with_exact_kl_equals_a_dense_brute_force_under_every_recompute_mode(
-    untied: Path, tmp_path: Path, one_process: Ranks
-) -> None:
+def policy_case(tmp_path: Path) -> tuple[Path, list[TrainSample], list[Any], list[torch.Tensor]]:
+    """A reference model, samples, their batches, and proximal log-probs that differ from all others."""
     reference_path = tiny_moe.write_model(tmp_path / "reference", tied=False, seed=9)
     samples = tiny_moe.make_samples(5, LENGTHS)
     (batches,) = tiny_moe.pack(samples)
@@ -163,12 +178,19 @@ def test_grpo_with_exact_kl_equals_a_dense_brute_force_under_every_recompute_mod
     proximal = [torch.from_numpy((batch.rollout_logprobs - 0.05).astype(np.float32)) for batch in batches]
     for tensor in proximal:
         tensor += torch.from_numpy(rng.normal(0, 0.5, len(tensor)).astype(np.float32))
-    proximal_by_sample = tiny_moe.by_sample(batches, [tensor.numpy() for tensor in proximal])
-    expected_loss, expected_gradients = judge_policy_step(untied, reference_path, samples, proximal_by_sample)
+    return reference_path, samples, batches, proximal
+
+
+def test_grpo_with_exact_kl_equals_a_dense_brute_force_under_every_recompute_mode(
+    untied: Path, tmp_path: Path, one_process: Ranks
+) -> None:
+    reference_path, samples, batches, proximal = policy_case(tmp_path)
+    by_sample = tiny_moe.by_sample(batches, [tensor.numpy() for tensor in proximal])
+    expected_loss, expected_gradients = judge_policy_step(untied, reference_path, samples, by_sample, "kept")
     num_rows = sum(len(sample.trajectory) - 1 for sample in samples)
     first = None
     for recompute, phases in (("none", 1), ("selective", 2), ("full", 2)):
-        (result,) = one_process.run(take_policy_step, untied, reference_path, batches, proximal, recompute)
+        (result,) = one_process.run(take_policy_step, untied, reference_path, batches, proximal, "kept", recompute)
         first = first or result
         assert result["loss"] == pytest.approx(expected_loss, abs=1e-5)
         assert result["rows_verified"] == num_rows * tiny_moe.SPEC.num_moe_layers * phases
@@ -183,6 +205,32 @@ def test_grpo_with_exact_kl_equals_a_dense_brute_force_under_every_recompute_mod
     assert first["clipped"] > 0
 
 
+def test_the_kl_over_the_whole_vocabulary_of_masked_tokens_equals_a_dense_brute_force(
+    untied: Path, tmp_path: Path, one_process: Ranks
+) -> None:
+    reference_path, samples, batches, proximal = policy_case(tmp_path)
+    by_sample = tiny_moe.by_sample(batches, [tensor.numpy() for tensor in proximal])
+    expected_loss, expected_gradients = judge_policy_step(untied, reference_path, samples, by_sample, "full")
+    other_loss, _ = judge_policy_step(untied, reference_path, samples, by_sample, "kept")
+    (result,) = one_process.run(take_policy_step, untied, reference_path, batches, proximal, "full")
+    assert abs(expected_loss - other_loss) > 1e-2
+    assert result["loss"] == pytest.approx(expected_loss, abs=1e-5)
+    assert_same_gradients(result["gradients"], expected_gradients)
+
+
+def test_a_reference_may_choose_its_own_experts_while_the_policy_keeps_those_recorded(
+    untied: Path, tmp_path: Path, one_process: Ranks
+) -> None:
+    reference_path, samples, batches, proximal = policy_case(tmp_path)
+    by_sample = tiny_moe.by_sample(batches, [tensor.numpy() for tensor in proximal])
+    expected_loss, expected_gradients = judge_policy_step(untied, reference_path, samples, by_sample, "kept", False)
+    other_loss, _ = judge_policy_step(untied, reference_path, samples, by_sample, "kept", True)
+    (result,) = one_process.run(take_policy_step, untied, reference_path, batches, proximal, "kept", "none", False)
+    assert abs(expected_loss - other_loss) > 1e-3
+    assert result["loss"] == pytest.approx(expected_loss, abs=1e-5)
+    assert_same_gradients(result["gradients"], expected_gradients)
+
+
 # --- supervised ------------------------------------------------------------------------------------------------------
 
 
@@ -191,7 +239,7 @@ def take_text_step(where: Any, path: Path, batches: list[Any]) -> tuple[float, d
 
     optimizer = tiny_moe.OPTIMIZER.model_copy(update={"clip_grad": 0.0})
     trainer = tiny_moe.build(where, path, optimizer=optimizer)
-    loss = TextLoss(batches, trainer.shard, tiny_moe.num_trained(batches))
+    loss = TextLoss(batches, trainer.spec.vocab_size, tiny_moe.num_trained(batches))
     report = trainer.step(batches, loss, enforce=False)
     return sum(float(row.losses_T.sum()) for row in report.rows) / loss.denominator, tiny_moe.gradients(trainer)
 

@@ -12,6 +12,8 @@ import torch
 from ranks import Ranks
 from safetensors.numpy import load_file
 
+from moerl.errors import ConfigError
+
 LENGTHS = (5, 30, 17, 41, 9, 24)
 
 
@@ -19,7 +21,7 @@ def score_naturally(where: Any, path: Path, batches: list[Any]) -> dict[str, Any
     from moerl.trainer.losses import Scorer
 
     trainer = tiny_moe.build(where, path, optimizer=None)
-    rows = trainer.score(batches, Scorer(batches, trainer.shard, keep_mask=False), enforce=False)
+    rows = trainer.score(batches, Scorer(batches, keep_mask=False), enforce=False)
     return {
         "logprobs": tiny_moe.by_sample(batches, [row.logprobs_T.numpy() for row in rows]),
         "weights": tiny_moe.exported(trainer),
@@ -47,3 +49,35 @@ def test_one_process_agrees_with_transformers_and_exports_what_it_loaded(
     assert result["weights"].keys() == original.keys()
     for name, tensor in original.items():
         np.testing.assert_array_equal(result["weights"][name], tensor, err_msg=name)
+
+
+def see_what_losses_get(where: Any, path: Path, batches: list[Any]) -> list[tuple[Any, ...]]:
+    from moerl.trainer.trainer import RowScores
+
+    trainer = tiny_moe.build(where, path, optimizer=None)
+    seen = []
+
+    def loss(hidden_tH: torch.Tensor, head: Any, microbatch: int) -> Any:
+        seen.append((microbatch, tuple(hidden_tH.shape), tuple(head.weight_VpH.shape), head.shard.vocab_size))
+        return hidden_tH.sum(), RowScores(torch.zeros(0), torch.zeros(0))
+
+    trainer.score(batches, loss, enforce=False)
+    return seen
+
+
+def test_the_model_ends_before_its_head_so_that_no_logits_exist(tied: Path, one_process: Ranks) -> None:
+    (batches,) = tiny_moe.pack(tiny_moe.make_samples(3, LENGTHS))
+    (seen,) = one_process.run(see_what_losses_get, tied, batches)
+    assert [microbatch for microbatch, *_ in seen] == list(range(len(batches)))
+    for batch, (_, hidden, weight, vocab_size) in zip(batches, seen, strict=True):
+        assert hidden == (batch.num_rows, weight[1])
+        assert vocab_size == tiny_moe.SPEC.vocab_size <= weight[0]
+
+
+def test_a_head_with_a_bias_is_refused() -> None:
+    from moerl.trainer.model import _end_before_head
+
+    last = torch.nn.Module()
+    last.output_layer = torch.nn.Linear(4, 8)
+    with pytest.raises(ConfigError, match="head has a bias"):
+        _end_before_head(last)

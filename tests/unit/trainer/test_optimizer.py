@@ -12,8 +12,8 @@ def step(trainer: Any, seed: int, spoil: float = 1.0) -> Any:
     batches = tiny_moe.pack(tiny_moe.make_samples(seed, (9, 14)))[0]
     loss = tiny_moe.policy_loss(trainer, batches, tiny_moe.num_trained(batches))
 
-    def spoiled(logits_TV: Any, microbatch: int) -> Any:
-        total, rows = loss(logits_TV, microbatch)
+    def spoiled(hidden_tH: Any, head: Any, microbatch: int) -> Any:
+        total, rows = loss(hidden_tH, head, microbatch)
         return total * spoil, rows
 
     return trainer.step(batches, spoiled, enforce=True).update

@@ -278,8 +278,8 @@ def check_forward_only(where: Any, path: Path, recompute: str) -> None:
     disturbed, plain = (tiny_moe.build(where, path, recompute=recompute) for _ in range(2))
     for seed in (21, 22):
         batches = make_batches(seed)
-        disturbed.score(batches, Scorer(batches, disturbed.shard, keep_mask=True), enforce=True)
-        disturbed.head_inputs(batches, enforce=True)
+        disturbed.score(batches, Scorer(batches, keep_mask=True), enforce=True)
+        disturbed.last_hidden(batches, enforce=True)
         reports = [step(each, batches) for each in (disturbed, plain)]
         assert reports[0].rows_verified == reports[1].rows_verified > 0
     assert_same_weights(tiny_moe.exported(disturbed), tiny_moe.exported(plain))
@@ -299,10 +299,10 @@ def check_interrupted(where: Any, path: Path, recompute: str) -> None:
     batches = make_batches(23)
     loss = tiny_moe.policy_loss(interrupted, batches, tiny_moe.num_trained(batches))
 
-    def failing_loss(logits_TV: Any, microbatch: int) -> Any:
+    def failing_loss(hidden_tH: Any, head: Any, microbatch: int) -> Any:
         if microbatch == 1:
             raise InterruptionError
-        return loss(logits_TV, microbatch)
+        return loss(hidden_tH, head, microbatch)
 
     for run in (interrupted.score, interrupted.step):
         with pytest.raises(InterruptionError):
@@ -349,12 +349,12 @@ def check_several_models(where: Any, path: Path) -> None:
     batches = make_batches(26)
     loss = tiny_moe.policy_loss(policy, batches, tiny_moe.num_trained(batches))
 
-    def with_reference(logits_TV: Any, microbatch: int) -> Any:
+    def with_reference(hidden_tH: Any, head: Any, microbatch: int) -> Any:
         # Another microbatch than the policy's, so that replay landing on the other model's routers would show.
         other = batches[microbatch - 1]
-        (inputs,) = reference.head_inputs([other], enforce=True)
-        assert reference.head(inputs).shape[0] == other.num_rows
-        return loss(logits_TV, microbatch)
+        (hidden,) = reference.last_hidden([other], enforce=True)
+        assert len(hidden) == other.num_rows
+        return loss(hidden_tH, head, microbatch)
 
     assert policy.step(batches, with_reference, enforce=True).rows_verified > 0
     assert_same_weights(tiny_moe.exported(policy), expected)

@@ -49,7 +49,7 @@ def load_and_export(where: Any, path: Path, dtype: str = "float32", run: bool = 
     trainer = MegatronTrainer(path, spec, where, ModelOptions(dtype=dtype), None)
     if run:
         (batches,) = tiny_moe.pack(families.make_samples(spec, 1, (9, 12)))
-        trainer.score(batches, Scorer(batches, trainer.shard, keep_mask=False), enforce=False)
+        trainer.score(batches, Scorer(batches, keep_mask=False), enforce=False)
     return {name: tensor.clone() for name, tensor in trainer.export()}
 
 

@@ -106,7 +106,7 @@ def _train(where: Any, path: Path, batches: list[Microbatch], text_batches: list
     from moerl.trainer.losses import TextLoss
 
     trainer = tiny_moe.build(where, path, moe_aux_loss_coef=AUX)
-    text_loss = TextLoss(text_batches, trainer.shard, tiny_moe.num_trained(text_batches))
+    text_loss = TextLoss(text_batches, trainer.spec.vocab_size, tiny_moe.num_trained(text_batches))
     trainer.step(text_batches, text_loss, enforce=False)
     loss = tiny_moe.policy_loss(trainer, batches, tiny_moe.num_trained(batches))
     trainer.step(batches, loss, enforce=True)
