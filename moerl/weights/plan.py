@@ -240,17 +240,15 @@ def _add_pieces(
     targets: dict[str, _Target], tensor: MegatronTensor, owner: Ownership, stage: int, options: PlanOptions
 ) -> None:
     item_bytes = FLOAT32_BYTES if tensor.element == "float32" else options.item_bytes
-    for block in tensor.blocks:
+    for number, block in enumerate(tensor.blocks):
         for run in block.runs:
             target = targets.get(run.name)
             if target is None:
-                dense = tensor.expert is None
-                order = (stage, len(targets)) if dense else (stage, owner.expert_group(tensor), len(targets))
                 target = targets[run.name] = _Target(
                     run.name,
-                    "dense" if dense else "expert",
+                    "dense" if tensor.expert is None else "expert",
                     stage,
-                    order,
+                    (stage, *_order(tensor, number, owner, options), len(targets)),
                     tensor.num_columns,
                     tensor.is_vector,
                     tensor.element,
@@ -264,6 +262,16 @@ def _add_pieces(
         holders = owner.holders(tensor, stage, shard)
         for piece in shard_pieces(tensor, shard, ways, item_bytes):
             targets[piece.target].sources.append((piece, holders))
+
+
+def _order(tensor: MegatronTensor, block: int, owner: Ownership, options: PlanOptions) -> tuple[int, ...]:
+    """Where a block of a tensor stands in its stage: experts by owner, so that what a root holds stays together and
+    arrives in one piece; for all-gathering in turns of their owners, so that all contribute alike to a bucket."""
+    if tensor.expert is None:
+        return ()
+    if options.gather == "allgather":
+        return tensor.layer, tensor.expert % (owner.num_experts // owner.shape.expert), len(tensor.blocks), block
+    return (owner.expert_group(tensor),)
 
 
 # --- buckets ---------------------------------------------------------------------------------------------------------

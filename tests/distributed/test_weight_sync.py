@@ -145,7 +145,7 @@ def train_and_sync(
             problems += [f"version {version} has not changed"] if version and len(same) > len(expected) // 2 else []
             assert engine.handshake().policy_version == version
             before = expected
-        trainer.step(local, TextLoss(local, trainer.shard, denominator), enforce=True)
+        trainer.step(local, TextLoss(local, spec.vocab_size, denominator), enforce=True)
     return problems
 
 
