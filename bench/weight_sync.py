@@ -291,8 +291,7 @@ def results_of(ranks: list[dict[str, Any]]) -> list[Result]:
             what = f"{name}{way or ', ours'}: bytes received / needed"
             results.append(Result(what, ratio, goal, not goal or ratio <= 1.05))
         memory = max(rank["memory"][name] for rank in ranks)
-        goal = "<= 2" if name == "few large" else ""
-        results.append(Result(f"{name}: peak extra memory", memory, goal, not goal or memory <= 2, "buckets"))
+        results.append(Result(f"{name}: peak extra memory", memory, "<= 2", memory <= 2, "buckets"))
     for name, share in ranks[0]["pipeline"].items():
         results.append(Result(f"delays, {name}: wall / slowest stage", share, "<= 1.15", share <= 1.15))
     return results

@@ -75,6 +75,7 @@ class Publisher:
                 remedy="make the plan with the ranks that hold sinks as its roots",
             )
         self._plan, self._rank, self._gatherer, self._device, self._sink = plan, rank, gatherer, device, sink
+        self._slot_bytes = max((bucket.num_bytes for bucket in plan.buckets if bucket.root == rank), default=0)
 
     def publish(self, shards: Mapping[str, Tensor], version: int, *, verify: bool = True) -> PublishReport:
         """Hands all weights to the sinks as `version`. A collective of all trainer ranks.
@@ -88,7 +89,7 @@ class Publisher:
                 refused; engines keep their version. Or checksums disagree; that engine then serves nothing.
         """
         start = time.perf_counter()
-        with _Handover(self._sink, self._device, verify=verify) as handover:
+        with _Handover(self._sink, self._device, self._slot_bytes, verify=verify) as handover:
             self._agree(handover.begin(lambda: check_shards(self._plan, self._rank, shards), version), "begin")
             for bucket in self._gatherer.gather(shards, handover.take_slot):
                 if bucket is not None:
@@ -128,11 +129,14 @@ class Publisher:
 
 
 class _Handover:
-    """A root's side towards its sink: two slots, one thread that calls the sink. Without a sink nothing happens."""
+    """A root's side towards its sink: two slots, one thread that calls the sink. Without a sink nothing happens.
 
-    def __init__(self, sink: WeightSink | None, device: torch.device, *, verify: bool) -> None:
-        self._sink, self._device = sink, device
-        self._slots: list[Tensor | None] = [None, None]
+    slot_bytes: of the largest bucket. Slots that grew would leave what they were behind in the allocator.
+    """
+
+    def __init__(self, sink: WeightSink | None, device: torch.device, slot_bytes: int, *, verify: bool) -> None:
+        self._sink = sink
+        self._slots = [torch.empty(slot_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
         self._sent: list[Future[None]] = []
         self._failed = False
         self._checked = sink if verify and isinstance(sink, CheckedSink) else None
@@ -169,12 +173,7 @@ class _Handover:
         if number >= 2:
             self._sent[number - 2].exception()
         self.wait_seconds += time.perf_counter() - start
-        slot = self._slots[number % 2]
-        if slot is None or slot.numel() < num_bytes:
-            # The old one goes before the new one comes.
-            slot = self._slots[number % 2] = None
-            slot = self._slots[number % 2] = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-        return slot[:num_bytes]
+        return self._slots[number % 2][:num_bytes]
 
     def send(self, bucket: WeightBucket) -> None:
         """Lets the sink take a bucket; returns at once."""
