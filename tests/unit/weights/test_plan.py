@@ -140,6 +140,9 @@ def check_bucket(plan: SyncPlan, bucket: Any) -> None:
         assert entry.offset == offset
         assert entry.offset % item_bytes == 0
         offset += entry.num_bytes
+    # No element lies across a multiple of its size, however odd the tensors before it are.
+    elements = [entry.element for entry in bucket.entries]
+    assert options.item_bytes == 4 or elements == sorted(elements, key=lambda element: element != "float32")
     assert bucket.num_bytes == offset == sum(message.num_bytes for message in bucket.messages)
     stage = bucket.stage
     per_stage = plan.ownership.ranks_per_stage
