@@ -1,4 +1,4 @@
-"""The command line: ``moerl train | sft | rollout | eval | plan memory | export | verify | sglang | serve``.
+"""The command line: ``moerl train | sft | rollout | eval | plan ... | export | verify | sglang ... | serve``.
 
 Reads and checks the configuration, starts further ranks where the parallel sizes ask for them, and hands over to
 `moerl.orchestration.commands`. That import comes last, so that help and configuration errors need no torch.
@@ -12,121 +12,29 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from moerl.config.command_texts import COMMANDS, EXPORT, VERIFY, Command
 from moerl.config.rank import RankInfo, rank_info
 from moerl.errors import CheckpointError, ConfigError, MoerlError
-from moerl.launch.arguments import Parser, gib_size, nats
+from moerl.launch.arguments import Parser, bandwidth, gib_size, nats
 from moerl.launch.local import launch_local
 from moerl.launch.rank import die_with_launcher
 
 if TYPE_CHECKING:
     from moerl.config.schema import RunConfig
 
-
-@dataclass(frozen=True, slots=True)
-class _Command:
-    """summary: one line. text: what it does and leaves behind. examples: (command line, what it is for)."""
-
-    summary: str
-    text: str
-    examples: tuple[tuple[str, str], ...]
-
-
-COMMANDS = {
-    "train": _Command(
-        "post-train a model: cold start where the recipe has one, then reinforcement learning",
-        "Builds or loads the model, runs the cold start, trains with reinforcement learning and evaluates on fresh\n"
-        "problems. The run directory then holds the resolved config, metrics.jsonl, TensorBoard events, summary.json,\n"
-        "checkpoints, rollouts in Parquet and PNG curves.",
-        (
-            ("moerl train recipe=laptop", "the demo, minutes on two cores"),
-            ("moerl train recipe=laptop algorithm.group_size=16 run_dir=runs/wide", "change what you like"),
-            (
-                "moerl train task=jsonl task.path=my.jsonl task.reward=my_rewards:score sft.steps=0"
-                " evaluation.dev_problems=10 evaluation.heldout_problems=10",
-                "a task of your own, with some 200 problems and my_rewards.py in the current directory",
-            ),
-            ("moerl train resume=runs/wide", "go on after a stop"),
-            ("moerl train resume=runs/wide parallel.tensor=2", "go on in another parallel layout"),
-        ),
-    ),
-    "sft": _Command(
-        "only the cold start: supervised fine-tuning on the task's demonstrations",
-        "Builds or loads the model, trains it on demonstrations that the task writes (or your JSONL holds), and\n"
-        "saves it as a Hugging Face directory in the run directory.",
-        (
-            ("moerl sft recipe=laptop", "the demo's cold start"),
-            ("moerl sft recipe=laptop sft.steps=800 run_dir=runs/longer", "a longer one"),
-        ),
-    ),
-    "rollout": _Command(
-        "sample responses from a saved model, score them and write them to Parquet",
-        "Samples group_size responses to prompts_per_step prompts, with routing and kept sets, and writes them to the\n"
-        "run directory. Nothing is trained.",
-        (
-            ("moerl rollout model=pretrained model.path=DIR", "DIR: a model that a run saved"),
-            ("moerl rollout model=pretrained model.path=DIR rollout.top_p=0.8", "sample more narrowly"),
-        ),
-    ),
-    "eval": _Command(
-        "measure a saved model on held-out problems",
-        "Answers the held-out problems greedily and prints the accuracy; the run directory holds the numbers.",
-        (
-            ("moerl eval model=pretrained model.path=DIR", "DIR: a model that a run saved"),
-            ("moerl eval model=pretrained model.path=DIR evaluation.heldout_problems=500", "fewer problems"),
-        ),
-    ),
-    "plan memory": _Command(
-        "work out the memory of a training rank before asking for a machine",
-        "Prints what the heaviest rank of a layout holds, by component, and whether it fits. Starts nothing, needs no\n"
-        "GPU; of the model only config.json is read. The status is 1 where it does not fit.",
-        (
-            (
-                "moerl plan memory model=pretrained model.path=DIR model.dtype=bfloat16 parallel.expert=8"
-                " trainer.recompute=full trainer.distributed_optimizer=overlap",
-                "eight devices that share the experts",
-            ),
-            ("moerl plan memory recipe=laptop parallel.tensor=2 --gpu-memory-gib 24", "smaller devices"),
-        ),
-    ),
-}
-PLAN = "plan memory"
+PLAN_MEMORY, PLAN_WEIGHTS = "plan memory", "plan weights"
+PLANS = (PLAN_MEMORY, PLAN_WEIGHTS)
 TOLERANCE_NATS = 1e-4
 """Several times what float32 rounding leaves between implementations, far below what a wrong expert or id costs."""
-
 
 SGLANG = {
     "sglang install": "make the environment of SGLang servers: the pinned release, patched and proved",
     "sglang check": "prove an installation, or a running server, to be the release with our patches",
     "serve": "run an SGLang server for rollouts until it is told to stop",
 }
-
-EXPORT = _Command(
-    "write the weights of a run's checkpoint as a Hugging Face directory",
-    "Reads one checkpoint of a run in one process, whatever layout wrote it, and writes config, tokenizer and\n"
-    "safetensors to a new directory. The run may go on meanwhile. Read only run directories that you trust.",
-    (
-        ("moerl export runs/wide --output wide-hf", "the newest checkpoint"),
-        ("moerl export runs/wide --step 40 --output wide-40", "an earlier one"),
-    ),
-)
-
-VERIFY = _Command(
-    "compare a run's dumped rollouts with transformers and with the trainer",
-    "Replays rollouts with the recorded experts and kept sets through transformers and through the Megatron trainer,\n"
-    "one after the other in one process, and compares both with the engine's log-probs: a table per MoE layer and one\n"
-    "per trajectory. The status is 1 where two log-probs of a token differ by more than the tolerance.",
-    (
-        ("moerl verify runs/wide/rollouts/step-000001.parquet --model runs/wide/cold_start", "rollouts of version 0"),
-        (
-            "moerl verify runs/wide/rollouts --model wide-40 --version 40",
-            "wide-40: what `moerl export --step 40` wrote",
-        ),
-    ),
-)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -178,7 +86,7 @@ def _dispatch(arguments: list[str]) -> int:
     if options.help:
         print(_help(command, options.config_dir))
         return 0
-    return _plan(options) if command == PLAN else _run(command, options, arguments)
+    return _plan(command, options) if command in PLANS else _run(command, options, arguments)
 
 
 def _run(command: str, options: argparse.Namespace, arguments: list[str]) -> int:
@@ -217,15 +125,20 @@ def _run(command: str, options: argparse.Namespace, arguments: list[str]) -> int
     return status
 
 
-def _plan(options: argparse.Namespace) -> int:
+def _plan(command: str, options: argparse.Namespace) -> int:
     """A plan is made for `moerl train`, and starts nothing."""
     from moerl.config.load import dump_config, load_config
     from moerl.launch.plan import plan_memory
+    from moerl.launch.plan_weights import GB, plan_weights
+    from moerl.weights.estimate import Bandwidths
 
     config = load_config(options.overrides, command="train", config_dir=options.config_dir)
     if options.show_config:
         print(dump_config(config), end="")
         return 0
+    if command == PLAN_WEIGHTS:
+        gather, engine = options.gather_gb_per_second * GB, options.engine_gb_per_second * GB
+        return plan_weights(config, Bandwidths(gather, engine))
     return plan_memory(config, gpu_memory_gib=options.gpu_memory_gib)
 
 
@@ -292,7 +205,7 @@ def _verify(arguments: list[str]) -> int:
     )
 
 
-def _short_help(usage: str, command: _Command, parser: argparse.ArgumentParser) -> str:
+def _short_help(usage: str, command: Command, parser: argparse.ArgumentParser) -> str:
     """The help of a command that reads no configuration."""
     examples = "\n".join(f"  {line}\n      {purpose}" for line, purpose in command.examples)
     about = f"{parser.prog}: {command.summary}.\n\n{command.text}"
@@ -320,7 +233,12 @@ def _parser(command: str) -> argparse.ArgumentParser:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     parser.add_argument("--config-dir", type=Path, metavar="DIR", help="directory with config groups of your own")
     parser.add_argument("--show-config", action="store_true", help="print the resolved configuration and stop")
-    if command == PLAN:
+    if command == PLAN_WEIGHTS:
+        for link, text in (("gather", "of a root's link to other trainer ranks"), ("engine", "of its link to engines")):
+            parser.add_argument(
+                f"--{link}-gb-per-second", type=bandwidth, default=50.0, metavar="GB", help=f"{text}, 50 if not said"
+            )
+    if command == PLAN_MEMORY:
         parser.add_argument(
             "--gpu-memory-gib", type=gib_size, default=80.0, metavar="GIB", help="memory of one device, 80 if not said"
         )

@@ -28,6 +28,7 @@ def check_run(config: RunConfig) -> None:
         _check_layout(config, None)
     else:
         _check_sizes(config, architecture_sizes(config.model.architecture))
+    _check_weights(config)
     _check_task(config)
 
 
@@ -165,6 +166,24 @@ def _check_lengths(config: RunConfig) -> None:
             seen=config.trainer.microbatch_tokens,
             expected=f"> rollout.max_new_tokens = {longest}",
             remedy="raise trainer.microbatch_tokens or lower rollout.max_new_tokens",
+        )
+
+
+def _check_weights(config: RunConfig) -> None:
+    roots, ranks = config.weights.roots, config.parallel.world_size
+    if roots > ranks:
+        raise ConfigError(
+            "weights.roots: more than there are trainer ranks",
+            seen=roots,
+            expected=f"at most {ranks}",
+            remedy="one root for each link to the engines is enough",
+        )
+    if roots > 1 and config.weights.transport == "direct":
+        raise ConfigError(
+            "weights.roots: one rank alone talks to the engine",
+            seen=f"weights.roots = {roots}, weights.transport = direct",
+            expected="1",
+            remedy="set weights.roots=1 or weights.transport=disk",
         )
 
 

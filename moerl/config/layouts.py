@@ -51,6 +51,17 @@ def stage_layers(num_layers: int, pipeline: int, virtual_pipeline: int = 1) -> l
     return [fewest + (pipeline - 1 - left_over <= stage < pipeline - 1) for stage in range(pipeline)]
 
 
+def layers_of_stage(num_layers: int, pipeline: int, virtual_pipeline: int, stage: int) -> list[int]:
+    """Decoder layers of one pipeline stage, from 0, chunk after chunk: interleaving deals chunks out in turn."""
+    counts = stage_layers(num_layers, pipeline, virtual_pipeline)
+    if virtual_pipeline == 1:
+        start = sum(counts[:stage])
+        return list(range(start, start + counts[stage]))
+    per_chunk = counts[stage] // virtual_pipeline
+    starts = (per_chunk * (chunk * pipeline + stage) for chunk in range(virtual_pipeline))
+    return [start + i for start in starts for i in range(per_chunk)]
+
+
 @dataclass(frozen=True, slots=True)
 class Shape:
     """Parallel sizes, all of them decided; the words are those of `ParallelConfig`."""

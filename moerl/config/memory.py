@@ -34,7 +34,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from moerl.config.layouts import Shape, stage_layers
+from moerl.config.layouts import Shape, layers_of_stage
 from moerl.config.model_sizes import ModelSizes
 
 if TYPE_CHECKING:
@@ -146,14 +146,7 @@ def rank_parameters(sizes: ModelSizes, shape: Shape, stage: int) -> dict[str, in
 
 
 def _stage_layers(sizes: ModelSizes, shape: Shape, stage: int) -> list[int]:
-    """Layers of a stage: interleaving deals chunks out in turn."""
-    counts = stage_layers(sizes.num_layers, shape.pipeline, shape.virtual_pipeline)
-    if shape.virtual_pipeline == 1:
-        start = sum(counts[:stage])
-        return list(range(start, start + counts[stage]))
-    per_chunk = counts[stage] // shape.virtual_pipeline
-    starts = (per_chunk * (chunk * shape.pipeline + stage) for chunk in range(shape.virtual_pipeline))
-    return [start + i for start in starts for i in range(per_chunk)]
+    return layers_of_stage(sizes.num_layers, shape.pipeline, shape.virtual_pipeline, stage)
 
 
 def _attention_parameters(sizes: ModelSizes, tensor: int) -> int:

@@ -40,7 +40,7 @@ class ModelSizes:
     changed by keys. intermediate_size: inner width of the dense layers. shared_size: inner width of all shared
     experts of a layer together, 0 = none. moe_layers: indices of the layers with experts. max_positions: tokens.
     qk_norm_size: weights of the norms of a layer's queries and keys, 0 = none. attention_biases: which projections have
-    a bias.
+    a bias. has_expert_bias: the routers keep a bias per expert, which decides the choice alone.
     """
 
     origin: str
@@ -54,6 +54,7 @@ class ModelSizes:
     latent: LatentAttention | None
     qk_norm_size: int
     attention_biases: tuple[str, ...]
+    has_expert_bias: bool
     intermediate_size: int
     num_experts: int
     experts_per_token: int
@@ -86,6 +87,7 @@ def architecture_sizes(architecture: ArchitectureConfig) -> ModelSizes:
         latent=None,
         qk_norm_size=2 * architecture.head_dim,
         attention_biases=(),
+        has_expert_bias=False,
         intermediate_size=0,
         num_experts=architecture.num_experts,
         experts_per_token=architecture.experts_per_token,
@@ -145,6 +147,7 @@ def sizes_from_hf_config(config: Mapping[str, Any], origin: str) -> ModelSizes:
         latent=latent,
         qk_norm_size=_qk_norm_size(config, head_dim),
         attention_biases=_attention_biases(config, latent),
+        has_expert_bias=config.get("model_type") in ("deepseek_v3", "glm4_moe"),
         intermediate_size=read.size("intermediate_size") if len(moe_layers) < num_layers else 0,
         num_experts=read.size("num_experts", "num_local_experts", "n_routed_experts"),
         experts_per_token=read.size("num_experts_per_tok"),

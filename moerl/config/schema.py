@@ -235,6 +235,27 @@ class KeepSamplingMaskConfig(Section):
     enabled: bool = Field(description="Score sampled tokens inside the set they were drawn from.")
 
 
+class WeightsConfig(Section):
+    """How trained weights get to the engine."""
+
+    gather: Literal["root", "allgather"] = Field(
+        description="root = each part goes to the rank that hands it on, alone; allgather = every rank that holds a"
+        " part receives all of them, slow and simple, to compare with."
+    )
+    bucket_bytes: Count = Field(
+        description="Tensors travel together up to this many bytes; a rank needs up to two times as much memory."
+    )
+    transport: Literal["direct", "disk"] = Field(
+        description="direct = straight into the engine; disk = through version folders in the run directory,"
+        " which engines elsewhere can read, too."
+    )
+    roots: Count = Field(description="Ranks that hand weights on side by side; more than 1 needs transport=disk.")
+    verify: Annotated[Literal["every", "off"] | Count, BeforeValidator(_bare_off)] = Field(
+        description="When the engine's checksums of all tensors are compared with the trainer's: after every update,"
+        " every n-th, or never."
+    )
+
+
 class SftConfig(Section):
     """Cold start by supervised fine-tuning on the task's demonstrations."""
 
@@ -329,6 +350,7 @@ class RunConfig(Section):
     rollout: RolloutConfig = Field(description="Sampling.")
     keep_routing: KeepRoutingConfig = Field(description="Keep Routing.")
     keep_sampling_mask: KeepSamplingMaskConfig = Field(description="Keep Sampling Mask.")
+    weights: WeightsConfig = Field(description="Weight updates.")
     sft: SftConfig = Field(description="Cold start.")
     task: TaskConfig = Field(description="The task.")
     evaluation: EvaluationConfig = Field(description="Evaluation.")

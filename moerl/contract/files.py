@@ -19,11 +19,11 @@ def atomic_file(path: Path) -> Iterator[Path]:
     temporary = Path(name)
     try:
         yield temporary
-        _sync(temporary)
+        sync(temporary)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    _sync(path.parent)
+    sync(path.parent)
 
 
 def write_folder(parent: Path, name: str, contents: Mapping[str, bytes]) -> Path:
@@ -37,12 +37,12 @@ def write_folder(parent: Path, name: str, contents: Mapping[str, bytes]) -> Path
         for file_name, data in contents.items():
             file = temporary / file_name
             file.write_bytes(data)
-            _sync(file)
-        _sync(temporary)
+            sync(file)
+        sync(temporary)
         final = _rename_to_free_name(temporary, parent, name)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    _sync(parent)
+    sync(parent)
     return final
 
 
@@ -61,7 +61,8 @@ def _rename_to_free_name(temporary: Path, parent: Path, name: str) -> Path:
             return final
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Writes a file or a directory entry through to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -86,14 +86,39 @@ class RolloutEngine(Protocol):
 
 
 class WeightSink(Protocol):
-    """Receives whole sets of HF-named weights."""
+    """Receives whole sets of HF-named weights: how they get from a root of the trainer to engines.
 
-    def begin_update(self, version: int) -> None: ...
+    Every root has a sink and calls it from one thread. Where there are several roots, the sinks of all have ended
+    before that of the first root does, which takes the version into use.
+    """
 
-    def receive(self, tensors: Iterable[tuple[str, Any]]) -> None: ...
+    def begin_update(self, version: int) -> None:
+        """Opens an update. One that was never ended is forgotten."""
+        ...
+
+    def receive(self, tensors: Iterable[tuple[str, Any]]) -> None:
+        """Takes one bucket. Its tensors are written over after the call returns."""
+        ...
 
     def end_update(self) -> None:
         """Takes the new version into use; raises `WeightSyncError` where a tensor is missing. Old version stays."""
+        ...
+
+
+@runtime_checkable
+class CheckedSink(WeightSink, Protocol):
+    """A sink that can say what it holds, as a second witness of an update."""
+
+    def held_dtypes(self) -> Mapping[str, str]:
+        """Names of dtypes (float32, bfloat16) by checkpoint name: what each tensor is cast to when it is taken."""
+        ...
+
+    def checksums(self) -> Mapping[str, int]:
+        """`moerl.kernels.checksum` of the tensors in use, by checkpoint name."""
+        ...
+
+    def distrust(self, reason: str) -> None:
+        """What is held is not what was sent: serves nothing until a whole update has been taken."""
         ...
 
 

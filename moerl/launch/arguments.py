@@ -30,3 +30,8 @@ def gib_size(text: str) -> float:
     if not 0.0 < value < math.inf:
         raise ValueError(text)
     return value
+
+
+def bandwidth(text: str) -> float:
+    """GB per second; argparse names this function where the text is none."""
+    return gib_size(text)

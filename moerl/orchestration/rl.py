@@ -30,11 +30,11 @@ from moerl.orchestration.exchange import gather_rows, sum_over
 from moerl.orchestration.replay_report import explained
 from moerl.orchestration.rollouts import Collector, in_request_order, sampling_params, with_advantages
 from moerl.orchestration.run import Run
+from moerl.orchestration.weight_sync import WeightSync
 from moerl.telemetry.metrics import table_metrics
 from moerl.trainer.losses import PolicyGradientLoss, Scorer
 from moerl.trainer.replay_rows import TracedRows
 from moerl.trainer.trainer import MegatronTrainer, RowScores, StepReport
-from moerl.weights.publish import publish
 
 STAGE = "rl"
 
@@ -73,6 +73,8 @@ class RLStage:
             updates,
             config.trainer.distributed_optimizer,
         )
+        engine = None if collector is None else run.engine
+        self.weight_sync = WeightSync(config, model_path, self.trainer, engine)
         packing = pack_options(config, run.layout, directory_sizes(model_path))
         self.exchange = BatchExchange(self.trainer, packing, config)
         self.reference = None
@@ -244,9 +246,8 @@ class RLStage:
     # --- engine ------------------------------------------------------------------------------------------------------
 
     def _publish(self, version: int) -> None:
-        sink = None if self.collector is None else self.run.engine
         with self.run.stopwatch.span("weights"):
-            publish(self.trainer.export(), sink, version)
+            self.weight_sync.publish(version)
 
     # --- evaluation --------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -29,13 +29,14 @@ from transformers import PreTrainedModel
 from moerl.contract.ports import EngineInfo, ReportedLayers, RolloutRecord, RolloutRequest
 from moerl.contract.trajectory import FinishReason, ModelSpec
 from moerl.errors import EngineError, WeightSyncError
+from moerl.kernels.checksum import checksums
 from moerl.rollout.attention import ATTENTION, decode_mask, prefill_mask
 from moerl.rollout.cache import SlotCache
 from moerl.rollout.capture import RoutingCapture
 from moerl.rollout.requests import check_requests
 from moerl.rollout.sampler import RowParams, sample, uniforms
 from moerl.rollout.slots import SlotTable, StepResult
-from moerl.rollout.weight_staging import WeightStaging
+from moerl.rollout.weight_staging import WeightStaging, held_views
 
 _MAX_PREFILL_TOKENS = 16384
 """Padded prompt tokens of one prefill; bounds its memory. A longer prompt is prefilled alone."""
@@ -65,7 +66,7 @@ class _Run:
 
 
 class EmbeddedEngine:
-    """A `RolloutEngine` and `WeightSink` around one transformers model.
+    """A `RolloutEngine` and `CheckedSink` around one transformers model.
 
     Attributes:
         unfinished: rollout ids of the latest `generate` call that never got a token (aborted while waiting) or
@@ -106,6 +107,7 @@ class EmbeddedEngine:
         self._policy_version = policy_version
         self._between_steps = between_steps
         self._staging: WeightStaging | None = None
+        self._distrusted = ""
         self._run: _Run | None = None
         # Held during a step and during a weight swap: other threads see the engine between steps only.
         self._lock = threading.Lock()
@@ -125,10 +127,10 @@ class EmbeddedEngine:
         """
         if self._policy_version < 0:
             raise EngineError(
-                "embedded engine: no weights yet",
+                "embedded engine: " + (self._distrusted or "no weights yet"),
                 seen=f"policy version {self._policy_version}",
                 expected="at least 0",
-                remedy="send a first weight update, or say which version the loaded weights are",
+                remedy="send a whole weight update, or say which version the loaded weights are",
             )
         check_requests(requests, self._spec, int(self._model.config.max_position_embeddings))
         return self._generate(deque(requests))
@@ -166,7 +168,18 @@ class EmbeddedEngine:
         self._staging = None
         with self._lock:
             staging.commit()
-            self._policy_version = staging.version
+            self._policy_version, self._distrusted = staging.version, ""
+
+    def held_dtypes(self) -> Mapping[str, str]:
+        return {name: str(view.dtype).removeprefix("torch.") for name, view in held_views(self._model)}
+
+    def checksums(self) -> Mapping[str, int]:
+        with self._lock:
+            return checksums(held_views(self._model))
+
+    def distrust(self, reason: str) -> None:
+        """Refuses `generate` until an update has been taken; what is being generated goes on."""
+        self._policy_version, self._distrusted = -1, reason
 
     def _require_staging(self) -> WeightStaging:
         if self._staging is None:

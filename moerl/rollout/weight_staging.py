@@ -7,7 +7,7 @@ Runs inside the embedded rollout engine. Checkpoints hold one tensor per expert 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -31,6 +31,14 @@ def checkpoint_views(name: str, tensor: Tensor) -> dict[str, Tensor]:
         prefix = name.removesuffix("down_proj")
         return {f"{prefix}{e}.down_proj.weight": tensor[e] for e in range(tensor.shape[0])}
     return {name: tensor}
+
+
+def held_views(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor that a model has, once, by the names that a checkpoint has for it."""
+    tied = _tied_names(model)
+    for name, tensor in model.state_dict().items():
+        if name not in tied:
+            yield from checkpoint_views(name, tensor).items()
 
 
 class WeightStaging:

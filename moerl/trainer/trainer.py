@@ -28,6 +28,7 @@ from moerl.trainer.optimizer import Optimizer, UpdateReport
 from moerl.trainer.replay import KeepRouting, Replay, ReplaySchedule
 from moerl.trainer.replay_rows import RecordedRouting, TracedRows
 from moerl.trainer.sharded_state import StagedState
+from moerl.trainer.shards import local_shards
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -248,6 +249,12 @@ class MegatronTrainer:
         if self.optimizer is not None:
             self.optimizer.finish_weights()
         return self.model.export()
+
+    def shards(self) -> dict[str, Tensor]:
+        """This rank's own weights, as `moerl.trainer.shards` names them; not copies. A collective."""
+        if self.optimizer is not None:
+            self.optimizer.finish_weights()
+        return local_shards(self.model.chunks, self.where)
 
     def stage(self) -> StagedState:
         """A copy of model, optimizer, schedule and random state in host memory, for `Saver.save`. A collective."""

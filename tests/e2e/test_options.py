@@ -143,3 +143,20 @@ def test_a_run_without_a_cold_start_begins_with_reinforcement_learning(
     assert [row["step"] for row in train("sft.steps=0")] == [1, 2, 3]
     assert not (tmp_path / "run" / "cold_start").exists()
     assert all(row["stage"] != "sft" for row in rows(tmp_path / "run"))
+
+
+def test_weights_through_disk_and_gathered_the_simple_way_make_the_same_run(
+    train: Callable[..., Steps], tmp_path: Path, tiny: DoneRun
+) -> None:
+    from moerl.weights.disk import read_version, versions
+
+    steps = train(
+        "weights.transport=disk", "weights.gather=allgather", "weights.bucket_bytes=65536", "weights.verify=2"
+    )
+    plain = steps_of(tiny.folder)
+    for name in ("reward/mean", "optimizer/grad_norm", "mismatch/logprob_abs_max"):
+        assert [row[name] for row in steps] == [row[name] for row in plain]
+    folder = tmp_path / "run" / "weights"
+    assert versions(folder) == [len(steps) - 1, len(steps)]
+    assert len(list((folder / f"version-{len(steps):08}").glob("*.safetensors"))) > 2
+    assert dict(read_version(folder, len(steps)))

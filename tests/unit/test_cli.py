@@ -21,7 +21,7 @@ from moerl.errors import EngineError, MoerlError
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = ["train", "sft", "rollout", "eval"]
-ALL_COMMANDS = [*COMMANDS, "plan memory"]
+ALL_COMMANDS = [*COMMANDS, "plan memory", "plan weights"]
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def test_every_example_of_the_help_is_accepted(tmp_path: Path, monkeypatch: pyte
             assert words.startswith(f"{name} ")
             overrides = words.removeprefix(f"{name} ").replace("DIR", ".").split(" --")[0].split()
             if not overrides[0].startswith("resume="):
-                load_config(overrides, command="train" if name == cli.PLAN else name)
+                load_config(overrides, command="train" if name in cli.PLANS else name)
 
 
 def test_the_help_of_verify_says_what_the_tolerance_means(capsys: pytest.CaptureFixture[str]):
@@ -119,6 +119,7 @@ def test_help_and_errors_need_no_torch(tmp_path: Path):
         (["trian"], "unknown command; seen: trian"),
         (["plan"], "unknown command; seen: plan"),
         (["plan", "memory", "--gpu-memory-gib=0"], "--gpu-memory-gib: invalid gib_size value: '0'"),
+        (["plan", "weights", "--engine-gb-per-second=0"], "--engine-gb-per-second: invalid bandwidth value: '0'"),
         (["verify", "dump.parquet"], "the following arguments are required: --model"),
         (["verify", "dump.parquet", "--model=m", "--tolerance=nan"], "--tolerance: invalid nats value: 'nan'"),
         (["train", "--fast"], "unrecognized arguments: --fast"),
@@ -245,6 +246,7 @@ def test_a_plan_starts_nothing_and_leaves_nothing(
     monkeypatch.chdir(tmp_path)
     assert cli.main(["plan", "memory", "recipe=tiny", "parallel.tensor=2"]) == 0
     assert cli.main(["plan", "memory", "recipe=tiny", "parallel.tensor=2", "--gpu-memory-gib", "0.001"]) == 1
+    assert cli.main(["plan", "weights", "recipe=tiny", "parallel.tensor=2", "--engine-gb-per-second", "5"]) == 0
     assert (launched, handed_over, list(tmp_path.iterdir())) == ([], [], [])
 
 

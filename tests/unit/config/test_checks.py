@@ -188,3 +188,11 @@ def test_the_reference_follows_the_policys_mode_unless_it_has_its_own():
 def test_a_reference_cannot_take_a_routing_that_the_policy_does_not_record(mode: str):
     found = error(f"keep_routing.mode={mode}", "keep_routing.reference=trainer")
     assert found == "keep_routing.reference: the trainer's routing is not recorded"
+
+
+def test_only_weights_on_disk_have_several_roots_and_no_more_than_ranks():
+    assert error("weights.roots=2", "parallel.expert=2") == "weights.roots: one rank alone talks to the engine"
+    found = error("weights.roots=3", "weights.transport=disk", "parallel.expert=2")
+    assert found == "weights.roots: more than there are trainer ranks"
+    config = load_config(["weights.roots=2", "weights.transport=disk", "parallel.expert=2"], command="train")
+    assert config.weights.roots == 2

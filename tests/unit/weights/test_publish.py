@@ -1,85 +1,329 @@
+"""Publishing: whole versions or none, every failure known on every rank, and what an engine holds compared."""
+
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 import pytest
+import tiny_moe
 import torch
+import weight_sync
+from gloo import run_ranks
+from ranks import Ranks
 from torch import Tensor
 
-from moerl.errors import WeightSyncError
-from moerl.weights.publish import publish
+from moerl.config.layouts import Shape
+from moerl.config.model_sizes import ModelSizes, sizes_from_hf_config
+from moerl.contract.ports import CheckedSink
+from moerl.errors import EngineError, WeightSyncError
+from moerl.kernels.checksum import checksums
+from moerl.weights.plan import PlanOptions, SyncPlan, choose_roots, make_plan
 
-WEIGHTS = {"a": torch.zeros(3), "b": torch.ones(2, 2, dtype=torch.bfloat16), "c": torch.zeros(5)}
-
-
-class Export:
-    """A collective export: other ranks would wait if this one stopped before its end."""
-
-    def __init__(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        self._tensors = tensors
-        self.ended = False
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self._tensors
-        self.ended = True
+CPU = torch.device("cpu")
 
 
-class Sink:
-    """Records what it is told; `fail_at` names the tensor at which receiving fails."""
+def tiny_sizes(**changes: Any) -> ModelSizes:
+    from families import FAMILIES
 
-    def __init__(self, fail_at: str = "") -> None:
-        self.fail_at = fail_at
-        self.calls: list[str] = []
+    return sizes_from_hf_config(FAMILIES["deepseek_v3"].config(num_hidden_layers=2, **changes).to_dict(), "tiny")
 
-    def begin_update(self, version: int) -> None:
-        self.calls.append(f"begin {version}")
 
-    def receive(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        for name, _ in tensors:
-            self.calls.append(name)
-            if name == self.fail_at:
-                raise WeightSyncError(f"no room for {name}")
+def tiny_plan(shape: Shape, *, roots: int = 1, bucket_bytes: int = 1 << 14) -> SyncPlan:
+    return make_plan(tiny_sizes(), shape, PlanOptions(choose_roots(shape, roots), 4, bucket_bytes))
+
+
+def random_shards(plan: SyncPlan, rank: int, seed: int = 0) -> dict[str, Tensor]:
+    """Replicated ones alike on all ranks of a stage."""
+    stage = rank // plan.ownership.ranks_per_stage
+    generator = torch.Generator().manual_seed(seed + stage)
+    return {name: torch.randn(shape, generator=generator) for name, shape in plan.shard_shapes(rank).items()}
+
+
+def publish_in(rank: int, plan: SyncPlan, shards: Mapping[str, Tensor], sink: Any, **options: Any) -> Any:
+    from moerl.weights.publish import Publisher
+
+    return Publisher(plan, rank, weight_sync.gatherer_of(plan, rank), CPU, sink).publish(shards, 7, **options)
+
+
+class Held(weight_sync.KeepingSink):
+    """An engine that can say what it holds; `harm` happens to it when it takes a version into use."""
+
+    def __init__(self, harm: Any = None, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.harm, self.dtype = harm, dtype
+        self.distrusted = ""
 
     def end_update(self) -> None:
-        self.calls.append("end")
+        super().end_update()
+        self.tensors = {name: tensor.to(self.dtype) for name, tensor in self.tensors.items()}
+        if self.harm is not None:
+            self.harm(self.tensors)
+
+    def held_dtypes(self) -> Mapping[str, str]:
+        names = [entry.name for bucket in tiny_plan(Shape()).buckets for entry in bucket.entries]
+        return dict.fromkeys(names, str(self.dtype).removeprefix("torch."))
+
+    def checksums(self) -> Mapping[str, int]:
+        return checksums(self.tensors.items())
+
+    def distrust(self, reason: str) -> None:
+        self.distrusted = reason
 
 
-def test_the_sink_gets_every_tensor_once_between_begin_and_end() -> None:
-    sink = Sink()
-    report = publish(Export(WEIGHTS.items()), sink, 7)
-    assert sink.calls == ["begin 7", "a", "b", "c", "end"]
-    assert (report.version, report.num_tensors, report.num_bytes) == (7, 3, 12 + 8 + 20)
+# --- one process -----------------------------------------------------------------------------------------------------
 
 
-def test_a_rank_without_an_engine_still_takes_part_in_the_export() -> None:
-    export = Export(WEIGHTS.items())
-    assert publish(export, None, 7).num_tensors == 3
-    assert export.ended
+def alone(rank: int, world_size: int, case: str) -> Any:
+    """Cases of one rank; run in a process that has a process group."""
+    plan = tiny_plan(Shape())
+    shards = random_shards(plan, 0)
+    return globals()[case](plan, shards)
 
 
-def test_a_sink_that_fails_exhausts_the_export_and_is_not_told_to_take_the_version() -> None:
-    export, sink = Export(WEIGHTS.items()), Sink(fail_at="b")
-    with pytest.raises(WeightSyncError, match="no room for b"):
-        publish(export, sink, 7)
-    assert export.ended
-    assert "end" not in sink.calls
+def run_alone(case: Any) -> Any:
+    return run_ranks(1, alone, case.__name__)[0]
 
 
-def test_a_sink_that_refuses_to_begin_exhausts_the_export() -> None:
-    export, sink = Export(WEIGHTS.items()), Sink()
-
-    def refuse(version: int) -> None:
-        raise WeightSyncError(f"an update to {version} is under way")
-
-    sink.begin_update = refuse  # type: ignore[method-assign]
-    with pytest.raises(WeightSyncError, match="under way"):
-        publish(export, sink, 7)
-    assert export.ended
+def order_of_calls(plan: SyncPlan, shards: dict[str, Tensor]) -> Any:
+    sink = weight_sync.KeepingSink()
+    report = publish_in(0, plan, shards, sink)
+    return sink.calls, report, len(plan.buckets), len(sink.tensors), sum(t.nbytes for t in sink.tensors.values())
 
 
-def test_a_name_that_comes_twice_is_refused_before_the_version_is_taken() -> None:
-    export, sink = Export([*WEIGHTS.items(), ("a", torch.ones(3))]), Sink()
-    with pytest.raises(WeightSyncError, match="'a' more than once"):
-        publish(export, sink, 7)
-    assert export.ended
-    assert "end" not in sink.calls
+def test_a_sink_is_begun_gets_every_bucket_and_is_ended():
+    calls, report, num_buckets, num_tensors, num_bytes = run_alone(order_of_calls)
+    assert calls == ["begin 7", *["bucket"] * num_buckets, "end"]
+    assert num_buckets > 3
+    assert (report.version, report.num_tensors, report.num_bytes) == (7, num_tensors, num_bytes)
+    assert report.received_bytes == report.needed_bytes == 0
+
+
+def overlap(plan: SyncPlan, shards: dict[str, Tensor]) -> tuple[list[int], list[int]]:
+    """How many buckets were gathered when the sink began to take one, and the memory of the slots it saw."""
+    from moerl.weights.gather import RootGather
+    from moerl.weights.publish import Publisher
+
+    asked: list[int] = []
+    both = threading.Event()
+
+    class Counting(RootGather):
+        def gather(self, shards: Mapping[str, Tensor], take_slot: Any) -> Iterator[Any]:
+            def take(num_bytes: int) -> Tensor:
+                slot = take_slot(num_bytes)
+                asked.append(slot.untyped_storage().data_ptr())
+                if len(asked) == 2:
+                    both.set()
+                return slot
+
+            return super().gather(shards, take)
+
+    seen: list[int] = []
+
+    class Slow(weight_sync.KeepingSink):
+        def receive(self, tensors: Iterable[tuple[str, Any]]) -> None:
+            # The second bucket is gathered while the first is being taken, or this waits for ever.
+            assert both.wait(60)
+            seen.append(len(asked))
+            super().receive(tensors)
+
+    Publisher(plan, 0, Counting(plan, 0, CPU), CPU, Slow()).publish(shards, 0)
+    return seen, asked
+
+
+def test_the_next_bucket_is_gathered_while_one_is_taken_and_never_more():
+    seen, slots = run_alone(overlap)
+    assert all(gathered <= taken + 2 for taken, gathered in enumerate(seen))
+    assert len(set(slots[-4:])) == 2
+
+
+def infinite(plan: SyncPlan, shards: dict[str, Tensor]) -> Any:
+    shards["decoder.layers.1.mlp.experts.3.linear_fc2.weight"][2, 3] = float("nan")
+    return outcome(plan, shards, weight_sync.KeepingSink())
+
+
+def outcome(plan: SyncPlan, shards: dict[str, Tensor], sink: Any) -> tuple[str, list[str]]:
+    with pytest.raises(WeightSyncError) as error:
+        publish_in(0, plan, shards, sink)
+    return str(error.value), sink.calls
+
+
+def test_weights_that_are_not_finite_are_not_taken_into_use():
+    message, calls = run_alone(infinite)
+    assert "'model.layers.1.mlp.experts.3.down_proj.weight' holds values that are not finite" in message
+    assert "end" not in calls
+
+
+def misshapen(plan: SyncPlan, shards: dict[str, Tensor]) -> Any:
+    shards["output_layer.weight"] = shards["output_layer.weight"][:-1]
+    return outcome(plan, shards, weight_sync.KeepingSink())
+
+
+def missing(plan: SyncPlan, shards: dict[str, Tensor]) -> Any:
+    del shards["output_layer.weight"]
+    return outcome(plan, shards, weight_sync.KeepingSink())
+
+
+def of_other_dtype(plan: SyncPlan, shards: dict[str, Tensor]) -> Any:
+    shards["output_layer.weight"] = shards["output_layer.weight"].bfloat16()
+    return outcome(plan, shards, weight_sync.KeepingSink())
+
+
+@pytest.mark.parametrize("case", [misshapen, missing, of_other_dtype])
+def test_weights_that_are_not_as_planned_are_not_sent(case: Any):
+    message, calls = run_alone(case)
+    assert "output_layer.weight" in message
+    assert calls == []
+
+
+def flip_a_bit(tensors: dict[str, Tensor]) -> None:
+    tensors["model.norm.weight"].view(torch.int32)[5] ^= 1
+
+
+def swap_experts(tensors: dict[str, Tensor]) -> None:
+    a, b = (f"model.layers.1.mlp.experts.{expert}.up_proj.weight" for expert in (3, 4))
+    tensors[a], tensors[b] = tensors[b], tensors[a]
+
+
+def lose_one(tensors: dict[str, Tensor]) -> None:
+    del tensors["lm_head.weight"]
+
+
+def harmed(plan: SyncPlan, shards: dict[str, Tensor]) -> list[Any]:
+    found = []
+    for harm in (flip_a_bit, swap_experts, lose_one):
+        sink = Held(harm)
+        assert isinstance(sink, CheckedSink)
+        found.append((*outcome(plan, shards, sink), sink.distrusted))
+        unchecked = Held(harm)
+        publish_in(0, plan, shards, unchecked, verify=False)
+        assert not unchecked.distrusted
+    return found
+
+
+def test_an_engine_that_holds_something_else_is_named_with_the_tensor_and_distrusted():
+    names = ("model.norm.weight", "model.layers.1.mlp.experts.3.up_proj.weight", "lm_head.weight")
+    for (message, calls, reason), name in zip(run_alone(harmed), names, strict=True):
+        assert f"'{name}'" in message
+        assert name in reason
+        assert calls[-1] == "end"
+
+
+def cast(plan: SyncPlan, shards: dict[str, Tensor]) -> str:
+    sink = Held(dtype=torch.bfloat16)
+    publish_in(0, plan, shards, sink)
+    return sink.distrusted
+
+
+def test_an_engine_of_another_precision_is_compared_in_its_own():
+    assert run_alone(cast) == ""
+
+
+def without_sink(plan: SyncPlan, shards: dict[str, Tensor]) -> str:
+    from moerl.weights.publish import Publisher
+
+    with pytest.raises(WeightSyncError) as error:
+        Publisher(plan, 0, weight_sync.gatherer_of(plan, 0), CPU, None)
+    return str(error.value)
+
+
+def test_a_root_needs_a_sink():
+    assert "a root without one" in run_alone(without_sink)
+
+
+# --- several processes -----------------------------------------------------------------------------------------------
+
+
+def failing(rank: int, world_size: int) -> list[str]:
+    """What each rank is told when the sink of rank 0 refuses, at every stage; then a whole update."""
+    told = []
+    plan = tiny_plan(Shape(pipeline=2))
+    shards = random_shards(plan, rank)
+
+    class Refusing(weight_sync.KeepingSink):
+        def begin_update(self, version: int) -> None:
+            super().begin_update(version)
+            if self.at == "begin":
+                raise OSError("no room")
+
+        def end_update(self) -> None:
+            super().end_update()
+            if self.at == "end":
+                raise WeightSyncError("not whole")
+
+    for at in ("begin", "model.layers.1.mlp.gate.weight", "end"):
+        sink = Refusing(WeightSyncError("refused"), at) if rank == 0 else None
+        with pytest.raises((WeightSyncError, OSError)) as error:
+            publish_in(rank, plan, shards, sink)
+        told.append(str(error.value))
+    sink = weight_sync.KeepingSink() if rank == 0 else None
+    publish_in(rank, plan, shards, sink)
+    return told
+
+
+def test_a_sink_that_refuses_is_known_on_every_rank_and_nobody_waits():
+    main, other = run_ranks(2, failing)
+    assert main == ["no room", "refused", "not whole"]
+    for message, stage in zip(other, ("begin", "transfer", "end"), strict=True):
+        assert f"{stage} failed on other ranks" in message
+        assert "[0]" in message
+
+
+def disagreeing(rank: int, world_size: int) -> str:
+    plan = tiny_plan(Shape(tensor=2))
+    shards = random_shards(plan, rank)
+    if rank == 1:
+        shards["surplus"] = torch.zeros(1)
+    sink = weight_sync.KeepingSink() if rank == 0 else None
+    with pytest.raises(WeightSyncError) as error:
+        publish_in(rank, plan, shards, sink)
+    assert sink is None or "bucket" not in sink.calls
+    return str(error.value)
+
+
+def test_one_rank_with_other_weights_stops_all_before_anything_is_sent():
+    main, other = run_ranks(2, disagreeing)
+    assert "ranks [1]" in main
+    assert "unknown surplus" in other
+
+
+# --- the embedded engine ---------------------------------------------------------------------------------------------
+
+
+def harm_an_engine(where: Any, path: Path) -> str:
+    from transformers import AutoModelForCausalLM
+
+    from moerl.rollout.embedded import EmbeddedEngine
+
+    class Harmed(EmbeddedEngine):
+        harmed = True
+
+        def end_update(self) -> None:
+            super().end_update()
+            if self.harmed:
+                with torch.no_grad():
+                    self._model.state_dict()["model.layers.2.mlp.experts.down_proj"][5, 7, 11] += 1e-6
+
+    trainer = tiny_moe.build(where, path, optimizer=None)
+    engine = Harmed(AutoModelForCausalLM.from_pretrained(path), tiny_moe.SPEC, engine_id="e", max_running=1)
+    plan = weight_sync.plan_for(trainer, path)
+    with pytest.raises(WeightSyncError) as error:
+        weight_sync.publish(trainer, plan, engine, 3)
+    assert engine.handshake().policy_version == -1
+    with pytest.raises(EngineError, match=r"experts\.5\.down_proj"):
+        engine.generate([])
+    engine.harmed = False
+    weight_sync.publish(trainer, plan, engine, 3)
+    assert engine.handshake().policy_version == 3
+    assert list(engine.generate([])) == []
+    return str(error.value)
+
+
+def test_an_embedded_engine_that_holds_something_else_serves_nothing_until_a_whole_update(
+    untied: Path, one_process: Ranks
+):
+    (message,) = one_process.run(harm_an_engine, untied)
+    assert "'model.layers.2.mlp.experts.5.down_proj.weight'" in message
+    assert "1 of" in message

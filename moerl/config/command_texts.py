@@ -1,0 +1,114 @@
+"""What `--help` says about each command: a summary, what it does, examples. Torch-free; any process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """summary: one line. text: what it does and leaves behind. examples: (command line, what it is for)."""
+
+    summary: str
+    text: str
+    examples: tuple[tuple[str, str], ...]
+
+
+COMMANDS = {
+    "train": Command(
+        "post-train a model: cold start where the recipe has one, then reinforcement learning",
+        "Builds or loads the model, runs the cold start, trains with reinforcement learning and evaluates on fresh\n"
+        "problems. The run directory then holds the resolved config, metrics.jsonl, TensorBoard events, summary.json,\n"
+        "checkpoints, rollouts in Parquet and PNG curves.",
+        (
+            ("moerl train recipe=laptop", "the demo, minutes on two cores"),
+            ("moerl train recipe=laptop algorithm.group_size=16 run_dir=runs/wide", "change what you like"),
+            (
+                "moerl train task=jsonl task.path=my.jsonl task.reward=my_rewards:score sft.steps=0"
+                " evaluation.dev_problems=10 evaluation.heldout_problems=10",
+                "a task of your own, with some 200 problems and my_rewards.py in the current directory",
+            ),
+            ("moerl train resume=runs/wide", "go on after a stop"),
+            ("moerl train resume=runs/wide parallel.tensor=2", "go on in another parallel layout"),
+        ),
+    ),
+    "sft": Command(
+        "only the cold start: supervised fine-tuning on the task's demonstrations",
+        "Builds or loads the model, trains it on demonstrations that the task writes (or your JSONL holds), and\n"
+        "saves it as a Hugging Face directory in the run directory.",
+        (
+            ("moerl sft recipe=laptop", "the demo's cold start"),
+            ("moerl sft recipe=laptop sft.steps=800 run_dir=runs/longer", "a longer one"),
+        ),
+    ),
+    "rollout": Command(
+        "sample responses from a saved model, score them and write them to Parquet",
+        "Samples group_size responses to prompts_per_step prompts, with routing and kept sets, and writes them to the\n"
+        "run directory. Nothing is trained.",
+        (
+            ("moerl rollout model=pretrained model.path=DIR", "DIR: a model that a run saved"),
+            ("moerl rollout model=pretrained model.path=DIR rollout.top_p=0.8", "sample more narrowly"),
+        ),
+    ),
+    "eval": Command(
+        "measure a saved model on held-out problems",
+        "Answers the held-out problems greedily and prints the accuracy; the run directory holds the numbers.",
+        (
+            ("moerl eval model=pretrained model.path=DIR", "DIR: a model that a run saved"),
+            ("moerl eval model=pretrained model.path=DIR evaluation.heldout_problems=500", "fewer problems"),
+        ),
+    ),
+    "plan memory": Command(
+        "work out the memory of a training rank before asking for a machine",
+        "Prints what the heaviest rank of a layout holds, by component, and whether it fits. Starts nothing, needs no\n"
+        "GPU; of the model only config.json is read. The status is 1 where it does not fit.",
+        (
+            (
+                "moerl plan memory model=pretrained model.path=DIR model.dtype=bfloat16 parallel.expert=8"
+                " trainer.recompute=full trainer.distributed_optimizer=overlap",
+                "eight devices that share the experts",
+            ),
+            ("moerl plan memory recipe=laptop parallel.tensor=2 --gpu-memory-gib 24", "smaller devices"),
+        ),
+    ),
+    "plan weights": Command(
+        "work out what a weight update moves over which link, and how long it takes",
+        "Prints the buckets, the ranks that hand them to engines, the bytes of each and the time at given bandwidths.\n"
+        "Starts nothing, needs no GPU; of the model only config.json is read.",
+        (
+            (
+                "moerl plan weights model=pretrained model.path=DIR model.dtype=bfloat16 parallel.expert=8",
+                "eight devices that share the experts, one of which sends",
+            ),
+            (
+                "moerl plan weights model=pretrained model.path=DIR parallel.expert=8 weights.transport=disk"
+                " weights.roots=8 --engine-gb-per-second 5",
+                "all of them write",
+            ),
+        ),
+    ),
+}
+
+EXPORT = Command(
+    "write the weights of a run's checkpoint as a Hugging Face directory",
+    "Reads one checkpoint of a run in one process, whatever layout wrote it, and writes config, tokenizer and\n"
+    "safetensors to a new directory. The run may go on meanwhile. Read only run directories that you trust.",
+    (
+        ("moerl export runs/wide --output wide-hf", "the newest checkpoint"),
+        ("moerl export runs/wide --step 40 --output wide-40", "an earlier one"),
+    ),
+)
+
+VERIFY = Command(
+    "compare a run's dumped rollouts with transformers and with the trainer",
+    "Replays rollouts with the recorded experts and kept sets through transformers and through the Megatron trainer,\n"
+    "one after the other in one process, and compares both with the engine's log-probs: a table per MoE layer and one\n"
+    "per trajectory. The status is 1 where two log-probs of a token differ by more than the tolerance.",
+    (
+        ("moerl verify runs/wide/rollouts/step-000001.parquet --model runs/wide/cold_start", "rollouts of version 0"),
+        (
+            "moerl verify runs/wide/rollouts --model wide-40 --version 40",
+            "wide-40: what `moerl export --step 40` wrote",
+        ),
+    ),
+)

@@ -1,0 +1,82 @@
+"""``moerl plan weights``: what a weight update moves over which link, and how long that takes. Torch-free.
+
+The schedule is that of `moerl.weights.plan`, the time that of `moerl.weights.estimate`; this module prints them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from rich.console import Console
+from rich.table import Table
+
+from moerl.config.checks import model_sizes
+from moerl.config.layouts import Shape
+from moerl.config.schema import RunConfig
+from moerl.weights.estimate import Bandwidths, RootLoad, root_loads, sent_bytes
+from moerl.weights.plan import PlanOptions, SyncPlan, make_plan
+
+GB = 10**9
+_SHOWN = 16
+"""Roots in the table; of more than that the slowest ones."""
+
+
+def plan_weights(config: RunConfig, bandwidths: Bandwidths) -> int:
+    """Prints the plan; exit status 0."""
+    shape = Shape.of(config.parallel)
+    plan = make_plan(model_sizes(config), shape, PlanOptions.of(config))
+    loads = root_loads(plan, bandwidths)
+    console = Console(soft_wrap=True, highlight=False)
+    total = sum(load.num_bytes for load in loads)
+    num_tensors = sum(len(bucket.entries) for bucket in plan.buckets)
+    console.print(
+        f"{num_tensors} tensors of {total / GB:.1f} GB ({config.model.dtype}) on {shape.world_size} devices:"
+        f" {shape.overrides()}"
+    )
+    console.print(_buckets_table(plan))
+    console.print(_roots_table(loads))
+    sent = sent_bytes(plan)
+    if sent:
+        rank, most = max(sent.items(), key=lambda item: item[1])
+        console.print(f"{len(sent)} ranks send to roots, at most {most / GB:.2f} GB (rank {rank})")
+    slowest = max(loads, key=lambda load: load.seconds)
+    console.print(
+        f"{slowest.seconds:.2f} s at {bandwidths.gather / GB:g} GB/s into a root and {bandwidths.engine / GB:g} GB/s"
+        f" to engines; {slowest.send_seconds:.2f} s of sending, {slowest.gather_seconds:.2f} s of gathering beside it"
+    )
+    memory = 2 * max(config.weights.bucket_bytes, plan.largest_bucket_bytes)
+    console.print(f"extra memory of a root: at most {memory / GB:.2f} GB (two buckets)")
+    return 0
+
+
+def _buckets_table(plan: SyncPlan) -> Table:
+    table = Table(title="buckets", title_justify="left")
+    for heading in ("kind", "buckets", "tensors", "GB", "largest, MB"):
+        table.add_column(heading, justify="left" if heading == "kind" else "right")
+    counts: Counter[str] = Counter()
+    for bucket in plan.buckets:
+        counts[bucket.kind] += 1
+    for kind in counts:
+        buckets = [bucket for bucket in plan.buckets if bucket.kind == kind]
+        num_bytes = sum(bucket.num_bytes for bucket in buckets)
+        largest = max(bucket.num_bytes for bucket in buckets)
+        num_tensors = sum(len(bucket.entries) for bucket in buckets)
+        table.add_row(kind, str(counts[kind]), str(num_tensors), f"{num_bytes / GB:.2f}", f"{largest / 1e6:.1f}")
+    return table
+
+
+def _roots_table(loads: list[RootLoad]) -> Table:
+    shown = sorted(loads, key=lambda load: -load.seconds)[:_SHOWN]
+    more = f", the slowest {_SHOWN} of {len(loads)}" if len(loads) > _SHOWN else ""
+    table = Table(title=f"roots{more}", title_justify="left")
+    for heading in ("rank", "buckets", "to engines, GB", "received, GB", "seconds"):
+        table.add_column(heading, justify="right")
+    for load in sorted(shown, key=lambda load: load.rank):
+        table.add_row(
+            str(load.rank),
+            str(load.num_buckets),
+            f"{load.num_bytes / GB:.2f}",
+            f"{load.received_bytes / GB:.2f}",
+            f"{load.seconds:.3f}",
+        )
+    return table

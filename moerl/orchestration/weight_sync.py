@@ -1,0 +1,100 @@
+"""The trainer's weights into the embedded engine: the plan of a run, its way of gathering, its transport.
+
+Runs in every trainer rank; the first one hosts the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from moerl.config.layouts import Shape
+from moerl.config.model_sizes import directory_sizes
+from moerl.config.schema import RunConfig
+from moerl.contract.ports import CheckedSink, WeightSink
+from moerl.trainer import platform
+from moerl.trainer.shards import splits_latents
+from moerl.trainer.trainer import MegatronTrainer
+from moerl.weights.allgather import AllGather
+from moerl.weights.disk import DiskSink, read_version
+from moerl.weights.gather import RootGather
+from moerl.weights.plan import PlanOptions, make_plan
+from moerl.weights.publish import Publisher, PublishReport
+
+FOLDER = "weights"
+"""In the run directory: versions on disk."""
+
+
+class ThroughDisk:
+    """A sink that writes versions to disk and has an engine read them from there, hashes checked."""
+
+    def __init__(self, folder: Path, disk: DiskSink, engine: WeightSink) -> None:
+        self._folder, self._disk, self._engine, self._version = folder, disk, engine, -1
+
+    def begin_update(self, version: int) -> None:
+        self._version = version
+        self._disk.begin_update(version)
+
+    def receive(self, tensors: Iterable[tuple[str, Any]]) -> None:
+        self._disk.receive(tensors)
+
+    def end_update(self) -> None:
+        self._disk.end_update()
+        self._engine.begin_update(self._version)
+        self._engine.receive(read_version(self._folder, self._version))
+        self._engine.end_update()
+
+
+class CheckedThroughDisk(ThroughDisk):
+    """The same with an engine that can say what it holds."""
+
+    def __init__(self, folder: Path, disk: DiskSink, engine: CheckedSink) -> None:
+        super().__init__(folder, disk, engine)
+        self._witness = engine
+
+    def held_dtypes(self) -> Mapping[str, str]:
+        return self._witness.held_dtypes()
+
+    def checksums(self) -> Mapping[str, int]:
+        return self._witness.checksums()
+
+    def distrust(self, reason: str) -> None:
+        self._witness.distrust(reason)
+
+
+class WeightSync:
+    """Publishes versions of one policy as `weights` of the configuration says. Built on all ranks together.
+
+    Args:
+        config: of the run.
+        model_path: Hugging Face directory of the policy's architecture.
+        engine: takes the weights; None on ranks that do not host it.
+    """
+
+    def __init__(
+        self, config: RunConfig, model_path: Path, trainer: MegatronTrainer, engine: WeightSink | None
+    ) -> None:
+        self._trainer, self._verify = trainer, config.weights.verify
+        rank, device = trainer.where.rank, platform.device()
+        options = PlanOptions.of(config, split_latents=splits_latents(trainer.model.chunks))
+        plan = make_plan(directory_sizes(model_path), Shape.of(config.parallel), options)
+        gatherer = (RootGather if options.gather == "root" else AllGather)(plan, rank, device)
+        sink: WeightSink | None = engine
+        if config.weights.transport == "disk" and rank in options.roots:
+            folder = config.run_dir / FOLDER
+            disk = DiskSink(folder, rank=rank, roots=options.roots)
+            if engine is None:
+                sink = disk
+            elif isinstance(engine, CheckedSink):
+                sink = CheckedThroughDisk(folder, disk, engine)
+            else:
+                sink = ThroughDisk(folder, disk, engine)
+        self._publisher = Publisher(plan, rank, gatherer, device, sink)
+        self._count = 0
+
+    def publish(self, version: int) -> PublishReport:
+        """Brings the trainer's weights to the engine. A collective; raises as `Publisher.publish`."""
+        self._count += 1
+        verify = self._verify == "every" or (isinstance(self._verify, int) and self._count % self._verify == 0)
+        return self._publisher.publish(self._trainer.shards(), version, verify=verify)

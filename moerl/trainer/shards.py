@@ -1,0 +1,102 @@
+"""This rank's weights as they lie in memory, under names that no layout and no kind of module changes.
+
+Runs in every trainer rank. The names are those of `moerl.weights.tensors`: layers and experts are counted over the
+whole model; experts are named one by one, whether a module holds them grouped or in sequence; a norm that Transformer
+Engine fuses into the linear behind it has the name of a norm of its own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from moerl.errors import WeightSyncError
+from moerl.trainer.layout import Layout
+from moerl.trainer.model import bare
+
+_FUSED_NORMS = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "self_attention.linear_q_up_proj.layer_norm_weight": "self_attention.q_layernorm.weight",
+    "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
+_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.+)$")
+_IN_SEQUENCE = re.compile(r"^mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12]\.weight)$")
+_GROUPED = re.compile(r"^mlp\.experts\.(linear_fc[12]\.weight)(\d+)$")
+_LATENT_DOWN = "self_attention.linear_kv_down_proj.weight"
+
+
+def local_shards(chunks: Sequence[nn.Module], where: Layout) -> dict[str, Tensor]:
+    """Parameters and expert biases of this rank by name: the live tensors, not copies.
+
+    Args:
+        chunks: this rank's parts of the model, first to last.
+        where: this rank's place.
+
+    Raises:
+        WeightSyncError: two tensors have one name.
+    """
+    shards: dict[str, Tensor] = {}
+    for chunk in chunks:
+        model = bare(chunk)
+        layers = getattr(model.decoder, "layers", ())
+        numbers = [layer.layer_number - 1 for layer in layers]
+        for name, tensor in _weights(model):
+            whole = whole_name(name, numbers, first_expert=_first_expert(layers, name, where))
+            if whole in shards:
+                raise WeightSyncError(
+                    f"two weights of this rank are '{whole}'",
+                    seen=f"the second is {name}",
+                    expected="one of each",
+                    remedy="this is a bug in the naming of weights; report it with the model and layout",
+                )
+            shards[whole] = tensor.detach()
+    return shards
+
+
+def whole_name(name: str, layer_numbers: Sequence[int], *, first_expert: int = 0) -> str:
+    """The name in the whole model of a parameter of one chunk.
+
+    Args:
+        layer_numbers: of the chunk's layers, from 0.
+        first_expert: number of the rank's first expert in that layer.
+    """
+    found = _LAYER.match(name)
+    if found is None:
+        return name
+    rest = _FUSED_NORMS.get(found[2], found[2])
+    if expert := _IN_SEQUENCE.match(rest):
+        rest = f"mlp.experts.{first_expert + int(expert[1])}.{expert[2]}"
+    elif expert := _GROUPED.match(rest):
+        rest = f"mlp.experts.{first_expert + int(expert[2])}.{expert[1]}"
+    return f"decoder.layers.{layer_numbers[int(found[1])]}.{rest}"
+
+
+def splits_latents(chunks: Sequence[nn.Module]) -> bool:
+    """Whether the projections into latent spaces are cut over tensor-parallel ranks; False where there are none."""
+    return any(
+        bool(getattr(parameter, "tensor_model_parallel", False))
+        for chunk in chunks
+        for name, parameter in bare(chunk).named_parameters()
+        if name.endswith(_LATENT_DOWN)
+    )
+
+
+def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    for name, buffer in model.named_buffers():
+        if name.endswith(".expert_bias") and buffer is not None:
+            yield name, buffer
+
+
+def _first_expert(layers: Sequence[nn.Module], name: str, where: Layout) -> int:
+    found = _LAYER.match(name)
+    if found is None or not found[2].startswith("mlp.experts."):
+        return 0
+    from megatron.core import parallel_state as mpu
+
+    layer: Any = layers[int(found[1])]
+    return int(layer.mlp.experts.num_local_experts) * (mpu.get_expert_model_parallel_rank() if where.expert > 1 else 0)

@@ -1,0 +1,97 @@
+"""Gathering buckets the field's simple way, as a reference: every holder of a part receives the whole bucket.
+
+Runs in every trainer rank. The ranks of a stage that hold its first replica all-gather each bucket, padded to the
+largest contribution; the first of them hands it on where the root is none of them. A bucket that the root holds whole
+is not sent at all. Memory and traffic grow with the
+number of these ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moerl.weights.bucket import DTYPES, WeightBucket, place, shard_bytes
+from moerl.weights.gather import TakeSlot
+from moerl.weights.plan import Bucket, SyncPlan
+
+
+class AllGather:
+    """Gathers by a plan that was made for it, as often as asked. Attributes as in `RootGather`."""
+
+    def __init__(self, plan: SyncPlan, rank: int, device: torch.device) -> None:
+        """A collective of all ranks: makes a process group for each pipeline stage."""
+        self._rank, self._device = rank, device
+        self._dtype = DTYPES[plan.options.item_bytes]
+        self._rounds = plan.rounds()
+        shape = plan.ownership.shape
+        count = max(shape.tensor, shape.expert * shape.expert_tensor)
+        starts = [stage * plan.ownership.ranks_per_stage for stage in range(shape.pipeline)]
+        self._members = [list(range(start, start + count)) for start in starts]
+        self._groups = [dist.new_group(members) if count > 1 else None for members in self._members]
+        self.needed_bytes = sum(bucket.received_bytes for bucket in plan.buckets if bucket.root == rank)
+        self.received_bytes = 0
+        self._room: dict[int, Tensor] = {}
+
+    def gather(self, shards: Mapping[str, Tensor], take_slot: TakeSlot) -> Iterator[WeightBucket | None]:
+        """As `RootGather.gather`."""
+        self.received_bytes = 0
+        for buckets in self._rounds:
+            mine = None
+            for bucket in buckets:
+                members = self._members[bucket.stage]
+                flat = None
+                if bucket.root == self._rank:
+                    flat = take_slot(bucket.num_bytes)
+                    mine = WeightBucket(bucket, flat, self._dtype)
+                elif self._rank in members:
+                    flat = self._buffer(-1, bucket.num_bytes)
+                if flat is None:
+                    continue
+                if self._rank in members:
+                    self._assemble(bucket, flat, shards)
+                if bucket.root not in members:
+                    self._hand_on(bucket, flat, members[0])
+            yield mine
+
+    def _assemble(self, bucket: Bucket, flat: Tensor, shards: Mapping[str, Tensor]) -> None:
+        members = self._members[bucket.stage]
+        messages = {message.sender: message for message in bucket.messages}
+        is_whole = messages.keys() == {bucket.root}
+        if is_whole and self._rank != bucket.root:
+            return
+        longest = max(message.num_bytes for message in bucket.messages)
+        own = self._buffer(len(members), longest)
+        offset = 0
+        for piece in messages[self._rank].pieces if self._rank in messages else ():
+            own[offset : offset + piece.num_bytes].copy_(shard_bytes(shards, piece))
+            offset += piece.num_bytes
+        group = self._groups[bucket.stage]
+        parts = [own for _ in members]
+        if group is not None and not is_whole:
+            parts = [self._buffer(number, longest) for number in range(len(members))]
+            dist.all_gather(parts, own, group=group)
+            self.received_bytes += longest * (len(members) - 1)
+        rows = WeightBucket(bucket, flat, self._dtype).rows()
+        for member, part in zip(members, parts, strict=True):
+            offset = 0
+            for piece in messages[member].pieces if member in messages else ():
+                place(rows, piece, part[offset : offset + piece.num_bytes])
+                offset += piece.num_bytes
+
+    def _buffer(self, number: int, num_bytes: int) -> Tensor:
+        """Room that every bucket uses again."""
+        room = self._room.get(number)
+        if room is None or room.numel() < num_bytes:
+            room = self._room[number] = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        return room[:num_bytes]
+
+    def _hand_on(self, bucket: Bucket, flat: Tensor, first: int) -> None:
+        if self._rank == first:
+            dist.send(flat, bucket.root)
+        elif self._rank == bucket.root:
+            dist.recv(flat, first)
+            self.received_bytes += bucket.num_bytes

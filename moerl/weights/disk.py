@@ -1,0 +1,206 @@
+"""Weights through a shared file system, for engines elsewhere: one folder for each version, whole or not there.
+
+Every root writes its buckets as safetensors files; the root that ends last adds the index and the hashes of all files
+and renames the folder. Bytes go from the bucket to the file as they lie: its layout is that of safetensors. Who reads a
+version checks the hashes first. Runs in the roots of the trainer, and wherever weights are read.
+
+    <folder>/version-00000012/model-r000-00000.safetensors ...   tensors, by root and bucket
+                              model.safetensors.index.json       tensor -> file, as transformers and engines read it
+                              hashes.json                        version; file -> bytes, SHA-256
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from moerl.contract.files import atomic_file, sync
+from moerl.errors import WeightSyncError
+from moerl.weights.bucket import WeightBucket
+
+INDEX = "model.safetensors.index.json"
+HASHES = "hashes.json"
+KEPT_VERSIONS = 2
+"""A reader of the newest version is not disturbed by the next one."""
+_NAMES = {"torch.float32": "F32", "torch.bfloat16": "BF16"}
+_ALIGNMENT = 8
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenFile:
+    """num_bytes and sha256 (hexadecimal) of a file; names: of the tensors in it."""
+
+    num_bytes: int
+    sha256: str
+    names: tuple[str, ...]
+
+
+class DiskSink:
+    """A `WeightSink` that writes version folders.
+
+    Args:
+        folder: of all versions, the same on every root.
+        rank: of this root. roots: the ranks of all; the first one ends last and makes the version whole.
+    """
+
+    def __init__(self, folder: Path, *, rank: int, roots: Sequence[int]) -> None:
+        self._folder, self._rank, self._roots = folder, rank, tuple(roots)
+        self._version = -1
+        self._files: dict[str, WrittenFile] = {}
+
+    def begin_update(self, version: int) -> None:
+        self._version, self._files = version, {}
+        self._partial.mkdir(parents=True, exist_ok=True)
+
+    def receive(self, tensors: Iterable[tuple[str, Any]]) -> None:
+        """Writes one bucket to a file of its own.
+
+        Raises:
+            WeightSyncError: these are not tensors of a `WeightBucket`.
+        """
+        if not isinstance(tensors, WeightBucket):
+            raise WeightSyncError(
+                "weight update to disk",
+                seen=type(tensors).__name__,
+                expected="a gathered bucket",
+                remedy="hand weights over through `Publisher`",
+            )
+        name = f"model-r{self._rank:03}-{len(self._files):05}.safetensors"
+        self._files[name] = _write(self._partial / name, tensors)
+
+    def end_update(self) -> None:
+        """Lists this root's files; on the first root makes the version whole. One that is there already is replaced:
+        a run that goes on from a checkpoint publishes its weights again.
+
+        Raises:
+            WeightSyncError: two roots wrote one tensor.
+        """
+        listing = {name: [file.num_bytes, file.sha256, file.names] for name, file in self._files.items()}
+        with atomic_file(self._listing(self._rank)) as path:
+            path.write_text(json.dumps(listing))
+        if self._rank == self._roots[0]:
+            self._commit()
+
+    @property
+    def _partial(self) -> Path:
+        return self._folder / f".{version_name(self._version)}.partial"
+
+    def _listing(self, rank: int) -> Path:
+        return self._partial / f"files-r{rank:03}.json"
+
+    def _commit(self) -> None:
+        final = self._folder / version_name(self._version)
+        files: dict[str, WrittenFile] = {}
+        for rank in self._roots:
+            for name, (num_bytes, sha256, names) in json.loads(self._listing(rank).read_text()).items():
+                files[name] = WrittenFile(num_bytes, sha256, tuple(names))
+        for path in self._partial.iterdir():
+            # Listings, and what an update that never ended has left.
+            if path.name not in files:
+                path.unlink()
+        weight_map = {name: file for file, written in files.items() for name in written.names}
+        if len(weight_map) != sum(len(written.names) for written in files.values()):
+            raise _broken(final, "a tensor in two files", "each tensor once", "give every root buckets of its own")
+        total = sum(written.num_bytes for written in files.values())
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        hashes = {name: {"bytes": written.num_bytes, "sha256": written.sha256} for name, written in files.items()}
+        _write_json(self._partial / INDEX, index)
+        index_hash = {"bytes": (self._partial / INDEX).stat().st_size, "sha256": _sha256(self._partial / INDEX)}
+        _write_json(self._partial / HASHES, {"version": self._version, "files": hashes | {INDEX: index_hash}})
+        sync(self._partial)
+        if final.exists():
+            shutil.rmtree(final)
+        os.rename(self._partial, final)
+        sync(self._folder)
+        for old in versions(self._folder)[:-KEPT_VERSIONS]:
+            shutil.rmtree(self._folder / version_name(old))
+
+
+def version_name(version: int) -> str:
+    """The name of a version's folder."""
+    return f"version-{version:08}"
+
+
+def versions(folder: Path) -> list[int]:
+    """The whole versions of a folder, oldest first."""
+    return sorted(int(path.name.removeprefix("version-")) for path in folder.glob("version-*"))
+
+
+def read_version(folder: Path, version: int) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a version, after all its files were found to be those that were written.
+
+    Raises:
+        WeightSyncError: a file is missing, cut or changed, or the folder is of another version. Nothing was yielded.
+    """
+    from safetensors import safe_open
+
+    path = folder / version_name(version)
+    files = _check(path, version)
+    for name in files:
+        if name.endswith(".safetensors"):
+            with safe_open(path / name, framework="pt") as handle:
+                for key in handle.keys():  # noqa: SIM118 - the handle is no mapping
+                    yield key, handle.get_tensor(key)
+
+
+def _check(path: Path, version: int) -> Mapping[str, Mapping[str, Any]]:
+    if not (path / HASHES).is_file():
+        raise _broken(path, f"no {HASHES}", "a whole version", "wait for the trainer to write it")
+    try:
+        listing = json.loads((path / HASHES).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise _broken(path, f"{HASHES}: {error}", "JSON", "have the trainer write the version again") from error
+    if listing["version"] != version:
+        raise _broken(path, f"version {listing['version']}", f"version {version}", "do not rename version folders")
+    for name, expected in listing["files"].items():
+        file = path / name
+        seen = {"bytes": file.stat().st_size, "sha256": _sha256(file)} if file.is_file() else "missing"
+        if seen != expected:
+            raise _broken(file, seen, expected, "the file changed after it was written; write the version again")
+    return listing["files"]
+
+
+def _broken(path: Path, seen: object, expected: object, remedy: str) -> WeightSyncError:
+    return WeightSyncError(f"weights on disk: {path}", seen=seen, expected=expected, remedy=remedy)
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def _write(path: Path, bucket: WeightBucket) -> WrittenFile:
+    """Writes and syncs a safetensors file, hashing what it writes."""
+    header: dict[str, object] = {}
+    for entry, (name, tensor) in zip(bucket.bucket.entries, bucket, strict=True):
+        span = [entry.offset, entry.offset + entry.num_bytes]
+        header[name] = {"dtype": _NAMES[str(tensor.dtype)], "shape": list(entry.shape), "data_offsets": span}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    parts = (len(text).to_bytes(8, "little"), text, memoryview(bucket.flat.cpu().numpy()))
+    digest = hashlib.sha256()
+    with path.open("wb") as file:
+        for part in parts:
+            digest.update(part)
+            file.write(part)
+        file.flush()
+        os.fsync(file.fileno())
+    return WrittenFile(sum(len(part) for part in parts), digest.hexdigest(), tuple(header))
+
+
+def _write_json(path: Path, content: object) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        json.dump(content, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,68 @@
+"""Bytes per link and time of a weight update, worked out from its plan. Torch-free.
+
+Every root has two links: one to the other trainer ranks, over which it gathers, and one to the engines. Gathering a
+bucket overlaps sending the one before it, so a root takes as long as the slower of both, and the first bucket's
+gathering (or the last one's sending) on top:
+
+    seconds = max over roots of  sum over buckets of max(gather of bucket k + 1, send of bucket k)
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from moerl.weights.plan import SyncPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Bandwidths:
+    """Bytes per second of one link of a root: towards trainer ranks, and towards engines."""
+
+    gather: float
+    engine: float
+
+
+@dataclass(frozen=True, slots=True)
+class RootLoad:
+    """What one root does. num_bytes: of its buckets. received_bytes: what of them it does not hold."""
+
+    rank: int
+    num_buckets: int
+    num_bytes: int
+    received_bytes: int
+    gather_seconds: float
+    send_seconds: float
+    seconds: float
+
+
+def root_loads(plan: SyncPlan, bandwidths: Bandwidths) -> list[RootLoad]:
+    """The load of each root, in rank order."""
+    loads = []
+    for rank in plan.options.roots:
+        buckets = [bucket for bucket in plan.buckets if bucket.root == rank]
+        gathers = [bucket.received_bytes / bandwidths.gather for bucket in buckets]
+        sends = [bucket.num_bytes / bandwidths.engine for bucket in buckets]
+        steps = zip([*gathers, 0.0], [0.0, *sends], strict=True)
+        loads.append(
+            RootLoad(
+                rank,
+                len(buckets),
+                sum(bucket.num_bytes for bucket in buckets),
+                sum(bucket.received_bytes for bucket in buckets),
+                sum(gathers),
+                sum(sends),
+                sum(max(step) for step in steps),
+            )
+        )
+    return loads
+
+
+def sent_bytes(plan: SyncPlan) -> Counter[int]:
+    """Bytes that each rank sends to roots."""
+    sent: Counter[int] = Counter()
+    for bucket in plan.buckets:
+        for message in bucket.messages:
+            if message.sender != bucket.root:
+                sent[message.sender] += message.num_bytes
+    return sent

@@ -1,0 +1,158 @@
+"""Gathering buckets: every part of a bucket goes to the bucket's root, and nowhere else. Runs in every trainer rank.
+
+All roots gather side by side, the k-th bucket of each in round k. Transfers of all ranks have one order (round, turn,
+root) and every rank works through its own in that order with a few under way, so that the first unfinished transfer of
+all can always go on: no order of arrival can make ranks wait for one another in a circle.
+
+Only point-to-point operations are used, which gloo has as NCCL has. Bytes that lie as they are wanted are sent from the
+weights and received into the bucket; others are packed, and put in place by the root.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moerl.weights.bucket import DTYPES, WeightBucket, contiguous_span, place, shard_bytes
+from moerl.weights.plan import CHUNKS_IN_FLIGHT, Bucket, SyncPlan
+from moerl.weights.shards import Piece
+
+TakeSlot = Callable[[int], Tensor]
+"""Returns room for a bucket of so many bytes, uint8; waits until there is some."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Transfer:
+    """A chunk that travels between two ranks. span: where it lies in the bucket, if in one piece."""
+
+    sender: int
+    root: int
+    pieces: tuple[Piece, ...]
+    num_bytes: int
+    span: tuple[int, int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """A rank's part in one round. bucket: its own, if any. own_pieces: those of it that the rank holds."""
+
+    bucket: Bucket | None
+    own_pieces: tuple[Piece, ...]
+    transfers: tuple[_Transfer, ...]
+
+
+class RootGather:
+    """Gathers by a plan, as often as asked.
+
+    Attributes:
+        needed_bytes: of this rank's buckets, what it does not hold. received_bytes: what it received. Of one update.
+    """
+
+    def __init__(self, plan: SyncPlan, rank: int, device: torch.device) -> None:
+        self._rank, self._device = rank, device
+        self._dtype = DTYPES[plan.options.item_bytes]
+        self._rounds = [_part_of(rank, buckets, plan.options.chunk_bytes) for buckets in plan.rounds()]
+        self._ring = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(CHUNKS_IN_FLIGHT)]
+        self._chunks_used = 0
+        self._arrived: deque[tuple[dist.Work, Callable[[], None]]] = deque()
+        self.needed_bytes = sum(bucket.received_bytes for bucket in plan.buckets if bucket.root == rank)
+        self.received_bytes = 0
+
+    def gather(self, shards: Mapping[str, Tensor], take_slot: TakeSlot) -> Iterator[WeightBucket | None]:
+        """One item for each round: the bucket that this rank gathered, None where it is the root of none.
+
+        A collective: every rank iterates to the end. A bucket's bytes are those of the slot it was given.
+
+        Args:
+            shards: this rank's weights, by the names of the plan.
+        """
+        self.received_bytes = 0
+        for part in self._rounds:
+            mine = None
+            if part.bucket is not None:
+                mine = WeightBucket(part.bucket, take_slot(part.bucket.num_bytes), self._dtype)
+            rows = mine.rows() if mine is not None else {}
+            for transfer in part.transfers:
+                if len(self._arrived) == CHUNKS_IN_FLIGHT:
+                    self._finish_one()
+                if transfer.sender == self._rank:
+                    self._send(transfer, shards)
+                else:
+                    assert mine is not None
+                    self._receive(transfer, mine.flat, rows)
+            for piece in part.own_pieces:
+                place(rows, piece, shard_bytes(shards, piece))
+            while self._arrived:
+                self._finish_one()
+            yield mine
+
+    def _send(self, transfer: _Transfer, shards: Mapping[str, Tensor]) -> None:
+        data = [shard_bytes(shards, piece) for piece in transfer.pieces]
+        packed = data[0] if len(data) == 1 else torch.cat(data, out=self._chunk(transfer.num_bytes))
+        self._start(dist.isend(packed, transfer.root), _nothing)
+
+    def _receive(self, transfer: _Transfer, flat: Tensor, rows: Mapping[str, Tensor]) -> None:
+        self.received_bytes += transfer.num_bytes
+        if transfer.span is not None:
+            first, last = transfer.span
+            self._start(dist.irecv(flat[first:last], transfer.sender), _nothing)
+            return
+        chunk = self._chunk(transfer.num_bytes)
+
+        def unpack() -> None:
+            offset = 0
+            for piece in transfer.pieces:
+                place(rows, piece, chunk[offset : offset + piece.num_bytes])
+                offset += piece.num_bytes
+
+        self._start(dist.irecv(chunk, transfer.sender), unpack)
+
+    def _start(self, work: dist.Work | None, then: Callable[[], None]) -> None:
+        assert work is not None
+        self._arrived.append((work, then))
+
+    def _finish_one(self) -> None:
+        work, then = self._arrived.popleft()
+        work.wait()
+        then()
+
+    def _chunk(self, num_bytes: int) -> Tensor:
+        """Room for a chunk: that of the chunk so many transfers ago, which has arrived."""
+        index = self._chunks_used % CHUNKS_IN_FLIGHT
+        self._chunks_used += 1
+        if self._ring[index].numel() < num_bytes:
+            self._ring[index] = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        return self._ring[index][:num_bytes]
+
+
+def _nothing() -> None:
+    """What is left to do for bytes that arrived where they belong."""
+
+
+def _part_of(rank: int, buckets: list[Bucket], chunk_bytes: int) -> _Round:
+    """What `rank` does in the round of these buckets."""
+    mine, own_pieces = None, ()
+    lines: list[list[_Transfer]] = []
+    for bucket in buckets:
+        line = []
+        for message in bucket.messages:
+            if message.sender == bucket.root:
+                if rank == bucket.root:
+                    own_pieces = message.pieces
+                continue
+            line += [_transfer(bucket, message.sender, chunk) for chunk in message.chunks(chunk_bytes)]
+        mine = bucket if bucket.root == rank else mine
+        lines.append(line)
+    turns = range(max(len(line) for line in lines))
+    ordered = [line[turn] for turn in turns for line in lines if turn < len(line)]
+    return _Round(mine, own_pieces, tuple(t for t in ordered if rank in (t.sender, t.root)))
+
+
+def _transfer(bucket: Bucket, sender: int, pieces: tuple[Piece, ...]) -> _Transfer:
+    num_bytes = sum(piece.num_bytes for piece in pieces)
+    return _Transfer(sender, bucket.root, pieces, num_bytes, contiguous_span(bucket, pieces))

@@ -1,0 +1,347 @@
+"""The schedule of a weight update: which bucket holds what, which rank gathers it, who sends what. Torch-free.
+
+A plan follows from the model's sizes and the parallel layout alone, so every rank works out the same one and no rank
+has to ask another. Tensors stand in one order: dense ones by pipeline stage and layer, experts by stage, owner and
+layer. The order is cut into as many parts of equal bytes as there are roots, and each part into buckets of one stage
+and one kind. A bucket's tensors lie behind one another without gaps, as safetensors and flattened buckets want it.
+
+A root receives of its buckets what it does not hold, each part from one holder, in chunks of whole pieces. A rank
+needs, beyond its shards, room for two buckets where it is a root (one being filled, one being sent) and for four chunks
+on their way. With chunks of 1/32 and buckets filled to 30/32 that is at most two times `bucket_bytes`. A tensor that
+is larger has a bucket of its own: engines take whole tensors.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from moerl.config.layouts import Shape
+from moerl.config.model_sizes import ModelSizes
+from moerl.errors import ConfigError
+from moerl.weights.shards import Ownership, Piece, shard_pieces, shard_shape
+from moerl.weights.tensors import FLOAT32_BYTES, MegatronTensor, model_tensors
+
+if TYPE_CHECKING:
+    from moerl.config.schema import RunConfig
+
+CHUNKS_PER_BUCKET = 32
+CHUNKS_IN_FLIGHT = 4
+"""Of a rank, sent and received ones together."""
+Gather = Literal["root", "allgather"]
+Kind = Literal["dense", "expert"]
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """What decides a plan besides model and layout.
+
+    roots: the ranks that hand buckets to engines, in rank order. item_bytes: of a parameter, 2 or 4.
+    bucket_bytes: see the module. split_latents: as in `model_tensors`.
+    gather: root = every part from the least loaded of its holders, or from the root itself; allgather = from the
+    holders of the first replica, which gather from one another.
+    """
+
+    roots: tuple[int, ...]
+    item_bytes: int
+    bucket_bytes: int
+    split_latents: bool = False
+    gather: Gather = "root"
+
+    @classmethod
+    def of(cls, config: RunConfig, *, split_latents: bool = False) -> PlanOptions:
+        """What the configuration of a run asks for."""
+        weights = config.weights
+        return cls(
+            roots=choose_roots(Shape.of(config.parallel), weights.roots),
+            item_bytes=2 if config.model.dtype == "bfloat16" else 4,
+            bucket_bytes=weights.bucket_bytes,
+            split_latents=split_latents,
+            gather=weights.gather,
+        )
+
+    @property
+    def chunk_bytes(self) -> int:
+        return max(1, self.bucket_bytes // CHUNKS_PER_BUCKET)
+
+    @property
+    def payload_bytes(self) -> int:
+        """Most bytes in a bucket of more than one tensor."""
+        return max(1, self.bucket_bytes - CHUNKS_IN_FLIGHT // 2 * self.chunk_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One Hugging Face tensor in its bucket. element: as in `MegatronTensor`. offset: in bytes, from the start."""
+
+    name: str
+    shape: tuple[int, ...]
+    element: str
+    offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What one rank contributes to a bucket, in the order of the bucket. Pieces are no larger than a chunk."""
+
+    sender: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(piece.num_bytes for piece in self.pieces)
+
+    def chunks(self, most_bytes: int) -> Iterator[tuple[Piece, ...]]:
+        """The pieces in groups that travel together, of at most `most_bytes` unless one row is more."""
+        chunk: list[Piece] = []
+        size = 0
+        for piece in self.pieces:
+            if chunk and size + piece.num_bytes > most_bytes:
+                yield tuple(chunk)
+                chunk, size = [], 0
+            chunk.append(piece)
+            size += piece.num_bytes
+        if chunk:
+            yield tuple(chunk)
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Tensors that reach an engine together, from rank `root`. number: among the root's. stage: whose they are."""
+
+    number: int
+    root: int
+    stage: int
+    kind: Kind
+    entries: tuple[Entry, ...]
+    messages: tuple[Message, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(entry.num_bytes for entry in self.entries)
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes that the root does not hold."""
+        return sum(message.num_bytes for message in self.messages if message.sender != self.root)
+
+
+@dataclass(frozen=True, slots=True)
+class SyncPlan:
+    """The whole schedule. held: the Megatron tensors of each pipeline stage; see `shard_shapes`."""
+
+    ownership: Ownership
+    options: PlanOptions
+    buckets: tuple[Bucket, ...]
+    held: tuple[tuple[MegatronTensor, ...], ...]
+
+    def rounds(self) -> list[list[Bucket]]:
+        """What is gathered side by side: the k-th bucket of every root, in the order of roots."""
+        count = max((bucket.number + 1 for bucket in self.buckets), default=0)
+        rounds: list[list[Bucket]] = [[] for _ in range(count)]
+        for bucket in self.buckets:
+            rounds[bucket.number].append(bucket)
+        return [sorted(each, key=lambda bucket: bucket.root) for each in rounds]
+
+    def shard_shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
+        """The Megatron tensors of a rank, by name, and the shape of its shard of each."""
+        owner = self.ownership
+        stage, i = divmod(rank, owner.ranks_per_stage)
+        group = i // owner.shape.expert_tensor % owner.shape.expert
+        return {
+            tensor.name: shard_shape(tensor, owner.ways(tensor))
+            for tensor in self.held[stage]
+            if tensor.expert is None or owner.expert_group(tensor) == group
+        }
+
+    @property
+    def largest_bucket_bytes(self) -> int:
+        return max((bucket.num_bytes for bucket in self.buckets), default=0)
+
+
+def choose_roots(shape: Shape, count: int) -> tuple[int, ...]:
+    """`count` ranks spread evenly: over pipeline stages, and in a stage over the ranks that hold different shards.
+
+    Raises:
+        ConfigError: there are not so many ranks.
+    """
+    if not 1 <= count <= shape.world_size:
+        raise ConfigError(
+            "weights.roots: not a number of trainer ranks",
+            seen=count,
+            expected=f"1 to {shape.world_size}",
+            remedy="one root for each link to the engines is enough",
+        )
+    per_stage = shape.world_size // shape.pipeline
+    block = min(per_stage, max(shape.tensor, shape.expert * shape.expert_tensor))
+    roots = []
+    for stage in range(shape.pipeline):
+        here = count * (stage + 1) // shape.pipeline - count * stage // shape.pipeline
+        # With fewer roots than stages the first stages of equal spans have one.
+        here = here if count >= shape.pipeline else int(any(i * shape.pipeline // count == stage for i in range(count)))
+        width = block if here <= block else per_stage
+        roots += [stage * per_stage + i * width // here for i in range(here)]
+    return tuple(roots)
+
+
+def make_plan(sizes: ModelSizes, shape: Shape, options: PlanOptions) -> SyncPlan:
+    """The schedule for a model in a layout. Deterministic: every rank makes the same."""
+    owner = Ownership(shape, sizes.num_layers, sizes.num_experts)
+    stages = owner.stage_of_layers()
+    targets: dict[str, _Target] = {}
+    held: list[list[MegatronTensor]] = [[] for _ in range(shape.pipeline)]
+    for tensor in model_tensors(sizes, tensor=shape.tensor, split_latents=options.split_latents):
+        stage = owner.stage(tensor, stages)
+        held[stage].append(tensor)
+        _add_pieces(targets, tensor, owner, stage, options)
+    if sizes.tie_word_embeddings and shape.pipeline > 1:
+        held[-1].append(_tied_copy(held[0][0]))
+    buckets = tuple(_buckets(targets.values(), options))
+    return SyncPlan(owner, options, buckets, tuple(tuple(tensors) for tensors in held))
+
+
+def _tied_copy(embedding: MegatronTensor) -> MegatronTensor:
+    """What the last stage of a model with tied embeddings holds; it is not sent."""
+    block, columns = embedding.blocks, embedding.num_columns
+    return MegatronTensor("output_layer.weight", block, columns, embedding.split, embedding.layer)
+
+
+# --- Hugging Face tensors --------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Target:
+    """A Hugging Face tensor in the making. order: of its place among those of its kind. sources: with their holders."""
+
+    name: str
+    kind: Kind
+    stage: int
+    order: tuple[int, ...]
+    num_columns: int
+    is_vector: bool
+    element: str
+    item_bytes: int
+    num_rows: int
+    sources: list[tuple[Piece, Sequence[int]]]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_rows * self.num_columns * self.item_bytes
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.num_rows,) if self.is_vector else (self.num_rows, self.num_columns)
+
+
+def _add_pieces(
+    targets: dict[str, _Target], tensor: MegatronTensor, owner: Ownership, stage: int, options: PlanOptions
+) -> None:
+    item_bytes = FLOAT32_BYTES if tensor.element == "float32" else options.item_bytes
+    for number, block in enumerate(tensor.blocks):
+        for run in block.runs:
+            target = targets.get(run.name)
+            if target is None:
+                target = targets[run.name] = _Target(
+                    run.name,
+                    "dense" if tensor.expert is None else "expert",
+                    stage,
+                    (stage, *_order(tensor, number, owner, options), len(targets)),
+                    tensor.num_columns,
+                    tensor.is_vector,
+                    tensor.element,
+                    item_bytes,
+                    0,
+                    [],
+                )
+            target.num_rows = max(target.num_rows, run.start + run.count)
+    ways = owner.ways(tensor)
+    for shard in range(ways):
+        holders = owner.holders(tensor, stage, shard)
+        for piece in shard_pieces(tensor, shard, ways, item_bytes):
+            targets[piece.target].sources.append((piece, holders))
+
+
+def _order(tensor: MegatronTensor, block: int, owner: Ownership, options: PlanOptions) -> tuple[int, ...]:
+    """Where a block of a tensor stands in its stage: experts by owner, so that what a root holds stays together and
+    arrives in one piece; for all-gathering in turns of their owners, so that all contribute alike to a bucket."""
+    if tensor.expert is None:
+        return ()
+    if options.gather == "allgather":
+        return tensor.layer, tensor.expert % (owner.num_experts // owner.shape.expert), len(tensor.blocks), block
+    return (owner.expert_group(tensor),)
+
+
+# --- buckets ---------------------------------------------------------------------------------------------------------
+
+
+def _buckets(targets: Iterable[_Target], options: PlanOptions) -> Iterator[Bucket]:
+    by_kind: dict[Kind, list[_Target]] = {"dense": [], "expert": []}
+    for target in targets:
+        by_kind[target.kind].append(target)
+    numbers: Counter[int] = Counter()
+    sent: Counter[int] = Counter()
+    for kind, members in by_kind.items():
+        members.sort(key=lambda target: target.order)
+        for root, stage, group in _groups(members, options):
+            yield _bucket(numbers[root], root, (kind, stage), group, options, sent)
+            numbers[root] += 1
+
+
+def _groups(members: Sequence[_Target], options: PlanOptions) -> Iterator[tuple[int, int, list[_Target]]]:
+    """(root, stage, tensors) of each bucket: consecutive tensors of one root and one stage, up to the payload."""
+    total = sum(target.num_bytes for target in members)
+    before, size = 0, 0
+    group: list[_Target] = []
+    place = (-1, -1)
+    for target in members:
+        # By its middle, so that the parts differ by a tensor at most.
+        part = (2 * before + target.num_bytes) * len(options.roots) // (2 * total)
+        here = (options.roots[part], target.stage)
+        if group and (here != place or size + target.num_bytes > options.payload_bytes):
+            yield place[0], place[1], group
+            group, size = [], 0
+        place = here
+        group.append(target)
+        size += target.num_bytes
+        before += target.num_bytes
+    if group:
+        yield place[0], place[1], group
+
+
+def _bucket(
+    number: int,
+    root: int,
+    place: tuple[Kind, int],
+    group: Sequence[_Target],
+    options: PlanOptions,
+    sent: Counter[int],
+) -> Bucket:
+    """sent: bytes that each rank sends in the plan so far; this bucket's are added."""
+    # Wide elements first: without gaps every tensor still starts at a multiple of its element.
+    group = sorted(group, key=lambda target: -target.item_bytes)
+    entries, offset = [], 0
+    pieces: dict[int, list[Piece]] = {}
+    chosen: dict[Sequence[int], int] = {}
+    for target in group:
+        entries.append(Entry(target.name, target.shape, target.element, offset, target.num_bytes))
+        offset += target.num_bytes
+        for piece, holders in sorted(target.sources, key=lambda s: (s[0].target_row, s[0].target_column)):
+            if holders not in chosen:
+                chosen[holders] = _sender(holders, root, options, sent)
+            sender = chosen[holders]
+            pieces.setdefault(sender, []).extend(piece.cut(options.chunk_bytes))
+            if sender != root:
+                sent[sender] += piece.num_bytes
+    messages = tuple(Message(sender, tuple(pieces[sender])) for sender in sorted(pieces))
+    return Bucket(number, root, place[1], place[0], tuple(entries), messages)
+
+
+def _sender(holders: Sequence[int], root: int, options: PlanOptions, sent: Counter[int]) -> int:
+    if options.gather == "allgather":
+        return holders[0]
+    if root in holders:
+        return root
+    return min(holders, key=lambda rank: (sent[rank], rank))

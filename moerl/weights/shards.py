@@ -1,0 +1,134 @@
+"""Who holds which shard of a Megatron tensor, and where its parts belong in Hugging Face tensors. Torch-free.
+
+Ranks are numbered as Megatron numbers them, pipeline stages outermost. With i the number of a rank within its stage,
+
+    dense    i = tensor + TP x (context and data)
+    experts  i = expert_tensor + ETP x (expert + EP x replica)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from moerl.config.layouts import Shape, layers_of_stage
+from moerl.weights.tensors import FIRST_STAGE, MegatronTensor, Split
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of a shard and where it belongs: whole rows of the shard, as wide as it is.
+
+    source: name of the Megatron tensor. target: name of the Hugging Face tensor. num_bytes: of the box.
+    """
+
+    source: str
+    source_row: int
+    target: str
+    target_row: int
+    target_column: int
+    num_rows: int
+    num_columns: int
+    num_bytes: int
+
+    def cut(self, most_bytes: int) -> Iterator[Piece]:
+        """The piece in parts of at most `most_bytes`, or of one row where that is more."""
+        row_bytes = self.num_bytes // self.num_rows
+        step = max(1, most_bytes // row_bytes)
+        if step >= self.num_rows:
+            yield self
+            return
+        for first in range(0, self.num_rows, step):
+            rows = min(step, self.num_rows - first)
+            yield Piece(
+                self.source,
+                self.source_row + first,
+                self.target,
+                self.target_row + first,
+                self.target_column,
+                rows,
+                self.num_columns,
+                rows * row_bytes,
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Ownership:
+    """Which ranks of a layout hold what of a model."""
+
+    shape: Shape
+    num_layers: int
+    num_experts: int
+
+    @property
+    def ranks_per_stage(self) -> int:
+        return self.shape.world_size // self.shape.pipeline
+
+    def stage_of_layers(self) -> dict[int, int]:
+        """The pipeline stage of each layer."""
+        return {
+            layer: stage
+            for stage in range(self.shape.pipeline)
+            for layer in layers_of_stage(self.num_layers, self.shape.pipeline, self.shape.virtual_pipeline, stage)
+        }
+
+    def stage(self, tensor: MegatronTensor, stages: dict[int, int]) -> int:
+        """The pipeline stage that holds a tensor; a tied embedding is that of the first stage."""
+        if tensor.layer < 0:
+            return 0 if tensor.layer == FIRST_STAGE else self.shape.pipeline - 1
+        return stages[tensor.layer]
+
+    def ways(self, tensor: MegatronTensor) -> int:
+        """Into how many shards a tensor is cut."""
+        if tensor.split is Split.WHOLE:
+            return 1
+        return self.shape.tensor if tensor.expert is None else self.shape.expert_tensor
+
+    def expert_group(self, tensor: MegatronTensor) -> int:
+        """The expert-parallel rank that has a routed expert."""
+        assert tensor.expert is not None
+        return tensor.expert // (self.num_experts // self.shape.expert)
+
+    def holders(self, tensor: MegatronTensor, stage: int, shard: int) -> Sequence[int]:
+        """The ranks that hold shard `shard` of a tensor, all of them alike."""
+        first, count, ways = stage * self.ranks_per_stage, self.ranks_per_stage, self.ways(tensor)
+        if tensor.expert is None:
+            return range(first + shard, first + count, ways)
+        cell = self.shape.expert_tensor * self.shape.expert
+        start = shard + self.shape.expert_tensor * self.expert_group(tensor)
+        return range(first + start, first + count, cell)
+
+
+def shard_shape(tensor: MegatronTensor, ways: int) -> tuple[int, ...]:
+    """The shape of each of `ways` shards of a tensor, as a rank holds it."""
+    rows = tensor.num_rows // ways if tensor.split is Split.ROWS else tensor.num_rows
+    if tensor.is_vector:
+        return (rows,)
+    return (rows, tensor.num_columns // ways if tensor.split is Split.COLUMNS else tensor.num_columns)
+
+
+def shard_pieces(tensor: MegatronTensor, shard: int, ways: int, item_bytes: int) -> Iterator[Piece]:
+    """The pieces of shard `shard` of `ways`, in the order of its rows; padding is left out."""
+    cuts_rows = tensor.split is Split.ROWS
+    columns = tensor.num_columns // ways if tensor.split is Split.COLUMNS else tensor.num_columns
+    column = shard * columns if tensor.split is Split.COLUMNS else 0
+    local_row = 0
+    for block in tensor.blocks:
+        size = block.num_rows // ways if cuts_rows else block.num_rows
+        low = shard * size if cuts_rows else 0
+        position = 0
+        for run in block.runs:
+            begin, end = max(low, position), min(low + size, position + run.count)
+            if begin < end:
+                yield Piece(
+                    tensor.name,
+                    local_row + begin - low,
+                    run.name,
+                    run.start + begin - position,
+                    column,
+                    end - begin,
+                    columns,
+                    (end - begin) * columns * item_bytes,
+                )
+            position += run.count
+        local_row += size

@@ -1,0 +1,204 @@
+"""Which Megatron tensors a model has, and of which rows of Hugging Face tensors each is made. Torch-free; any process.
+
+A Megatron tensor is named here by its place in the whole model, whatever stage, chunk or kind of module holds it:
+
+    embedding.word_embeddings.weight
+    decoder.layers.<layer>.input_layernorm.weight
+    decoder.layers.<layer>.self_attention.linear_qkv.weight
+    decoder.layers.<layer>.mlp.router.weight, .mlp.router.expert_bias
+    decoder.layers.<layer>.mlp.experts.<expert>.linear_fc1.weight
+    decoder.final_layernorm.weight, output_layer.weight
+
+`moerl.trainer.shards` finds them in the modules of a rank, grouped or sequential, fused with their norm or not.
+
+Tensors are looked at as rows and columns; a vector of n is n rows of one column. Rows come in blocks, each of which
+tensor parallelism cuts on its own: a gated MLP's first matrix has a gate block and an up block, queries, keys and
+values are one block in which they alternate, and the vocabulary's block may end in padding that no checkpoint knows.
+Multi-token-prediction heads are not built by the trainer and stand in no list: an engine keeps those it has loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from moerl.config.model_sizes import LatentAttention, ModelSizes
+
+FLOAT32_BYTES = 4
+
+
+class Split(StrEnum):
+    """How the ranks that share a Megatron tensor cut it."""
+
+    WHOLE = "whole"
+    ROWS = "rows"
+    COLUMNS = "columns"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """`count` consecutive rows of the Hugging Face tensor `name`, from row `start`."""
+
+    name: str
+    start: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Rows that are cut together. num_rows: those that no run covers, at the end, are padding."""
+
+    num_rows: int
+    runs: tuple[Run, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronTensor:
+    """One Megatron tensor as a whole.
+
+    is_vector: one-dimensional, with num_columns 1. element: "parameter", which has the trainer's dtype, or "float32".
+    layer: decoder layer from 0; -1 belongs to the first pipeline stage, -2 to the last. expert: from 0, None outside of
+    the routed experts, which are cut by expert_tensor where all else is cut by tensor.
+    """
+
+    name: str
+    blocks: tuple[Block, ...]
+    num_columns: int
+    split: Split
+    layer: int
+    expert: int | None = None
+    is_vector: bool = False
+    element: str = "parameter"
+
+    @property
+    def num_rows(self) -> int:
+        return sum(block.num_rows for block in self.blocks)
+
+
+FIRST_STAGE, LAST_STAGE = -1, -2
+
+
+def model_tensors(sizes: ModelSizes, *, tensor: int, split_latents: bool) -> Iterator[MegatronTensor]:
+    """The tensors of a model in the order of its layers.
+
+    Args:
+        tensor: tensor-parallel size, to whose multiple the vocabulary is padded.
+        split_latents: the projections into latent spaces are cut over tensor-parallel ranks, as Megatron's local layers
+            do; Transformer Engine's repeat them.
+    """
+    h, vocabulary = sizes.hidden_size, -(-sizes.vocab_size // tensor) * tensor
+    yield _vocabulary("embedding.word_embeddings.weight", "model.embed_tokens.weight", vocabulary, sizes, FIRST_STAGE)
+    for layer in range(sizes.num_layers):
+        yield from _layer_tensors(sizes, layer, split_latents)
+    yield _norm("decoder.final_layernorm.weight", "model.norm.weight", h, LAST_STAGE)
+    if not sizes.tie_word_embeddings:
+        yield _vocabulary("output_layer.weight", "lm_head.weight", vocabulary, sizes, LAST_STAGE)
+
+
+def _layer_tensors(sizes: ModelSizes, layer: int, split_latents: bool) -> Iterator[MegatronTensor]:
+    ours, theirs = f"decoder.layers.{layer}", f"model.layers.{layer}"
+    h = sizes.hidden_size
+    yield _norm(f"{ours}.input_layernorm.weight", f"{theirs}.input_layernorm.weight", h, layer)
+    if sizes.latent is None:
+        yield from _attention(sizes, layer)
+    else:
+        yield from _latent_attention(sizes, sizes.latent, layer, split_latents)
+    yield _norm(f"{ours}.pre_mlp_layernorm.weight", f"{theirs}.post_attention_layernorm.weight", h, layer)
+    if layer not in sizes.moe_layers:
+        yield from _gated_mlp(f"{ours}.mlp", f"{theirs}.mlp", h, sizes.intermediate_size, layer)
+        return
+    gate = f"{theirs}.mlp.gate"
+    yield _plain(f"{ours}.mlp.router.weight", f"{gate}.weight", (sizes.num_experts, h), Split.WHOLE, layer)
+    if sizes.has_expert_bias:
+        yield MegatronTensor(
+            f"{ours}.mlp.router.expert_bias",
+            (_block(f"{gate}.e_score_correction_bias", sizes.num_experts),),
+            1,
+            Split.WHOLE,
+            layer,
+            is_vector=True,
+            element="float32",
+        )
+    if sizes.shared_size:
+        shared = "mlp.shared_experts"
+        yield from _gated_mlp(f"{ours}.{shared}", f"{theirs}.{shared}", h, sizes.shared_size, layer)
+    for expert in range(sizes.num_experts):
+        name = f"mlp.experts.{expert}"
+        yield from _gated_mlp(f"{ours}.{name}", f"{theirs}.{name}", h, sizes.moe_intermediate_size, layer, expert)
+
+
+def _attention(sizes: ModelSizes, layer: int) -> Iterator[MegatronTensor]:
+    """Megatron interleaves queries, keys and values by key-value head: its queries, its key, its value, the next."""
+    ours, theirs = f"decoder.layers.{layer}.self_attention", f"model.layers.{layer}.self_attn"
+    h, heads, groups, width = sizes.hidden_size, sizes.num_attention_heads, sizes.num_key_value_heads, sizes.head_dim
+    queries = heads // groups * width
+    kinds = ["weight", "bias"] if "qkv" in sizes.attention_biases else ["weight"]
+    for kind in kinds:
+        runs = tuple(
+            Run(f"{theirs}.{projection}_proj.{kind}", group * count, count)
+            for group in range(groups)
+            for projection, count in (("q", queries), ("k", width), ("v", width))
+        )
+        block = Block(groups * (queries + 2 * width), runs)
+        is_vector = kind == "bias"
+        columns = 1 if is_vector else h
+        yield MegatronTensor(f"{ours}.linear_qkv.{kind}", (block,), columns, Split.ROWS, layer, is_vector=is_vector)
+    yield _plain(f"{ours}.linear_proj.weight", f"{theirs}.o_proj.weight", (h, heads * width), Split.COLUMNS, layer)
+    if "output" in sizes.attention_biases:
+        yield _norm(f"{ours}.linear_proj.bias", f"{theirs}.o_proj.bias", h, layer)
+    if sizes.qk_norm_size:
+        # One norm for every head, or one over all heads.
+        each = sizes.qk_norm_size == 2 * width
+        for kind, size in (("q", width if each else heads * width), ("k", width if each else groups * width)):
+            yield _norm(f"{ours}.{kind}_layernorm.weight", f"{theirs}.{kind}_norm.weight", size, layer)
+
+
+def _latent_attention(
+    sizes: ModelSizes, latent: LatentAttention, layer: int, split_latents: bool
+) -> Iterator[MegatronTensor]:
+    ours, theirs = f"decoder.layers.{layer}.self_attention", f"model.layers.{layer}.self_attn"
+    h, heads = sizes.hidden_size, sizes.num_attention_heads
+    down = Split.ROWS if split_latents else Split.WHOLE
+    queries = heads * (latent.nope_dim + latent.rope_dim)
+    if latent.q_rank:
+        yield _plain(f"{ours}.linear_q_down_proj.weight", f"{theirs}.q_a_proj.weight", (latent.q_rank, h), down, layer)
+        yield _norm(f"{ours}.q_layernorm.weight", f"{theirs}.q_a_layernorm.weight", latent.q_rank, layer)
+        up = (queries, latent.q_rank)
+        yield _plain(f"{ours}.linear_q_up_proj.weight", f"{theirs}.q_b_proj.weight", up, Split.ROWS, layer)
+    else:
+        yield _plain(f"{ours}.linear_q_proj.weight", f"{theirs}.q_proj.weight", (queries, h), Split.ROWS, layer)
+    compressed = (latent.kv_rank + latent.rope_dim, h)
+    yield _plain(f"{ours}.linear_kv_down_proj.weight", f"{theirs}.kv_a_proj_with_mqa.weight", compressed, down, layer)
+    yield _norm(f"{ours}.kv_layernorm.weight", f"{theirs}.kv_a_layernorm.weight", latent.kv_rank, layer)
+    up = (heads * (latent.nope_dim + latent.value_dim), latent.kv_rank)
+    yield _plain(f"{ours}.linear_kv_up_proj.weight", f"{theirs}.kv_b_proj.weight", up, Split.ROWS, layer)
+    output = (h, heads * latent.value_dim)
+    yield _plain(f"{ours}.linear_proj.weight", f"{theirs}.o_proj.weight", output, Split.COLUMNS, layer)
+
+
+def _gated_mlp(
+    ours: str, theirs: str, hidden: int, width: int, layer: int, expert: int | None = None
+) -> Iterator[MegatronTensor]:
+    gate_up = (_block(f"{theirs}.gate_proj.weight", width), _block(f"{theirs}.up_proj.weight", width))
+    yield MegatronTensor(f"{ours}.linear_fc1.weight", gate_up, hidden, Split.ROWS, layer, expert)
+    down = (_block(f"{theirs}.down_proj.weight", hidden),)
+    yield MegatronTensor(f"{ours}.linear_fc2.weight", down, width, Split.COLUMNS, layer, expert)
+
+
+def _block(name: str, rows: int) -> Block:
+    return Block(rows, (Run(name, 0, rows),))
+
+
+def _plain(ours: str, theirs: str, shape: tuple[int, int], split: Split, layer: int) -> MegatronTensor:
+    return MegatronTensor(ours, (_block(theirs, shape[0]),), shape[1], split, layer)
+
+
+def _norm(ours: str, theirs: str, size: int, layer: int) -> MegatronTensor:
+    """A vector that every tensor-parallel rank holds whole."""
+    return MegatronTensor(ours, (_block(theirs, size),), 1, Split.WHOLE, layer, is_vector=True)
+
+
+def _vocabulary(ours: str, theirs: str, padded: int, sizes: ModelSizes, layer: int) -> MegatronTensor:
+    block = Block(padded, (Run(theirs, 0, sizes.vocab_size),))
+    return MegatronTensor(ours, (block,), sizes.hidden_size, Split.ROWS, layer)

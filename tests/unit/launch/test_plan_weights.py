@@ -1,0 +1,56 @@
+"""What `moerl plan weights` prints."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from factories import write_hf_config
+
+from moerl.config.load import load_config
+from moerl.launch.plan_weights import GB, plan_weights
+from moerl.weights.estimate import Bandwidths
+
+QWEN3_30B = {
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "moe_intermediate_size": 768,
+    "num_experts_per_tok": 8,
+    "vocab_size": 151936,
+}
+
+
+def plan(folder: Path, *overrides: str, gather: float = 50, engine: float = 50) -> int:
+    write_hf_config(folder, **QWEN3_30B)
+    model = ["model=pretrained", f"model.path='{folder}'", "model.dtype=bfloat16"]
+    config = load_config([*model, *overrides], command="train")
+    return plan_weights(config, Bandwidths(gather * GB, engine * GB))
+
+
+def test_one_root_takes_as_long_as_its_link_to_the_engines(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert plan(tmp_path, "parallel.expert=8") == 0
+    text = capsys.readouterr().out
+    assert "18867 tensors of 61.1 GB (bfloat16) on 8 devices: parallel.expert=8 parallel.data=8" in text
+    assert "1.22 s at 50 GB/s into a root and 50 GB/s to engines; 1.22 s of sending" in text
+    assert "7 ranks send to roots" in text
+
+
+def test_the_slower_link_decides(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert plan(tmp_path, "parallel.expert=8", gather=5) == 0
+    found = re.search(r"([0-9.]+) s at 5 GB/s .* ([0-9.]+) s of gathering", capsys.readouterr().out)
+    assert found is not None
+    assert float(found[2]) > 10
+    assert float(found[1]) == pytest.approx(float(found[2]), rel=0.02)
+
+
+def test_several_roots_share_the_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert plan(tmp_path, "parallel.expert=32", "weights.transport=disk", "weights.roots=32") == 0
+    text = capsys.readouterr().out
+    assert "roots, the slowest 16 of 32" in text
+    assert re.search(r"0\.0[45] s at", text)

@@ -1,0 +1,150 @@
+"""Versions on disk: whole or not there, read back bit for bit, and refused when a byte has changed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from moerl.errors import WeightSyncError
+from moerl.weights.bucket import WeightBucket
+from moerl.weights.disk import HASHES, INDEX, DiskSink, read_version, version_name, versions
+from moerl.weights.plan import Bucket, Entry
+
+
+def bucket_of(tensors: dict[str, Tensor], *, root: int = 0) -> WeightBucket:
+    """A bucket that holds these; float32 first."""
+    entries, offset = [], 0
+    for name, tensor in tensors.items():
+        element = "float32" if tensor.dtype == torch.float32 else "parameter"
+        entries.append(Entry(name, tuple(tensor.shape), element, offset, tensor.nbytes))
+        offset += tensor.nbytes
+    flat = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors.values()])
+    return WeightBucket(Bucket(0, root, 0, "dense", tuple(entries), ()), flat, torch.bfloat16)
+
+
+FIRST = {"bias": torch.randn(3), "a": torch.randn(3, 5).bfloat16()}
+SECOND = {"b": torch.randn(7).bfloat16()}
+
+
+def write(folder: Path, version: int = 4) -> Path:
+    sink = DiskSink(folder, rank=0, roots=(0,))
+    sink.begin_update(version)
+    sink.receive(bucket_of(FIRST))
+    sink.receive(bucket_of(SECOND))
+    assert versions(folder) == [] or version not in versions(folder)
+    sink.end_update()
+    return folder / version_name(version)
+
+
+def test_a_version_is_read_back_bit_for_bit(tmp_path: Path):
+    write(tmp_path)
+    found = dict(read_version(tmp_path, 4))
+    assert found.keys() == FIRST.keys() | SECOND.keys()
+    for name, tensor in (FIRST | SECOND).items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor)
+
+
+def test_the_index_leads_to_every_tensor(tmp_path: Path):
+    folder = write(tmp_path)
+    index = json.loads((folder / INDEX).read_text())
+    assert index["weight_map"].keys() == FIRST.keys() | SECOND.keys()
+    for name, file in index["weight_map"].items():
+        with safe_open(folder / file, framework="pt") as handle:
+            assert name in handle.keys()  # noqa: SIM118 - the handle is no mapping
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize("harm", [flip, cut, Path.unlink])
+@pytest.mark.parametrize("name", ["model-r000-00001.safetensors", INDEX, HASHES])
+def test_a_version_that_was_harmed_is_refused_before_anything_is_read(
+    harm: Callable[[Path], None], name: str, tmp_path: Path
+):
+    folder = write(tmp_path)
+    harm(folder / name)
+    read = []
+    with pytest.raises(WeightSyncError, match=name if harm is not flip or name != HASHES else r"weights on disk"):
+        read.extend(read_version(tmp_path, 4))
+    assert read == []
+
+
+def test_a_renamed_version_is_refused(tmp_path: Path):
+    write(tmp_path).rename(tmp_path / version_name(5))
+    with pytest.raises(WeightSyncError, match="version 4"):
+        list(read_version(tmp_path, 5))
+
+
+def test_an_update_that_was_never_ended_leaves_no_version(tmp_path: Path):
+    sink = DiskSink(tmp_path, rank=0, roots=(0,))
+    sink.begin_update(4)
+    sink.receive(bucket_of(SECOND))
+    assert versions(tmp_path) == []
+    with pytest.raises(WeightSyncError, match=HASHES):
+        list(read_version(tmp_path, 4))
+    again = write(tmp_path)
+    assert sorted(path.name for path in again.iterdir()) == [
+        HASHES,
+        "model-r000-00000.safetensors",
+        "model-r000-00001.safetensors",
+        INDEX,
+    ]
+
+
+def test_roots_write_side_by_side_and_the_first_makes_the_version(tmp_path: Path):
+    sinks = [DiskSink(tmp_path, rank=rank, roots=(0, 2)) for rank in (0, 2)]
+    # Left by an update of other roots that never ended.
+    stray = DiskSink(tmp_path, rank=5, roots=(5,))
+    stray.begin_update(1)
+    stray.receive(bucket_of(FIRST))
+    for sink, tensors in zip(sinks, (FIRST, SECOND), strict=True):
+        sink.begin_update(1)
+        sink.receive(bucket_of(tensors))
+    sinks[1].end_update()
+    assert versions(tmp_path) == []
+    sinks[0].end_update()
+    assert dict(read_version(tmp_path, 1)).keys() == FIRST.keys() | SECOND.keys()
+    assert not list((tmp_path / version_name(1)).glob("*r005*"))
+
+
+def test_one_tensor_from_two_roots_is_refused(tmp_path: Path):
+    sinks = [DiskSink(tmp_path, rank=rank, roots=(0, 2)) for rank in (0, 2)]
+    for sink in sinks:
+        sink.begin_update(1)
+        sink.receive(bucket_of(SECOND))
+    sinks[1].end_update()
+    with pytest.raises(WeightSyncError, match="two files"):
+        sinks[0].end_update()
+    assert versions(tmp_path) == []
+
+
+def test_the_newest_two_versions_stay_and_one_can_be_written_again(tmp_path: Path):
+    for version in (1, 2, 3):
+        write(tmp_path, version)
+    assert versions(tmp_path) == [2, 3]
+    sink = DiskSink(tmp_path, rank=0, roots=(0,))
+    sink.begin_update(3)
+    sink.receive(bucket_of(FIRST))
+    sink.end_update()
+    assert dict(read_version(tmp_path, 3)).keys() == FIRST.keys()
+
+
+def test_only_gathered_buckets_are_written(tmp_path: Path):
+    sink = DiskSink(tmp_path, rank=0, roots=(0,))
+    sink.begin_update(0)
+    with pytest.raises(WeightSyncError, match="gathered bucket"):
+        sink.receive(SECOND.items())

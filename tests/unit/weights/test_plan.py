@@ -1,0 +1,235 @@
+"""Plans of weight updates: every byte once, buckets within their limits, roots evenly loaded; no process is started."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from typing import Any
+
+import numpy as np
+import pytest
+from families import FAMILIES
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from moerl.config.layouts import Shape, layout_problems
+from moerl.config.model_sizes import ModelSizes, sizes_from_hf_config
+from moerl.errors import ConfigError
+from moerl.rollout.weight_staging import checkpoint_views
+from moerl.weights.plan import PlanOptions, SyncPlan, choose_roots, make_plan
+from moerl.weights.tensors import Split
+
+LAYOUTS = {
+    "one": Shape(),
+    "TP2": Shape(tensor=2),
+    "PP2": Shape(pipeline=2),
+    "EP2": Shape(expert=2, data=2),
+    "TP2-EP2": Shape(tensor=2, expert=2),
+    "ETP2": Shape(tensor=2, expert_tensor=2),
+    "PP2-VPP2": Shape(pipeline=2, virtual_pipeline=2),
+    "TP2-PP2-EP2": Shape(tensor=2, pipeline=2, expert=2),
+    "TP2-PP2-EP2-DP2": Shape(tensor=2, pipeline=2, expert=2, data=2),
+    "CP2-EP2": Shape(context=2, expert=2),
+}
+
+
+def sizes_of(family: str, **changes: Any) -> ModelSizes:
+    return sizes_from_hf_config(FAMILIES[family].config(**changes).to_dict(), family)
+
+
+def plan_of(
+    sizes: ModelSizes, shape: Shape, *, roots: int = 1, bucket_bytes: int = 1 << 14, **options: Any
+) -> SyncPlan:
+    return make_plan(sizes, shape, PlanOptions(choose_roots(shape, roots), 2, bucket_bytes, **options))
+
+
+def entries(plan: SyncPlan) -> dict[str, tuple[int, ...]]:
+    return {entry.name: entry.shape for bucket in plan.buckets for entry in bucket.entries}
+
+
+# --- what is sent ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_plan_sends_the_tensors_that_transformers_has(family: str, tied: bool):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    config = FAMILIES[family].config(tie_word_embeddings=tied)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    expected = {}
+    for name, tensor in model.state_dict().items():
+        expected |= {key: tuple(view.shape) for key, view in checkpoint_views(name, tensor).items()}
+    if tied:
+        expected.pop("lm_head.weight")
+    for shape in (Shape(), Shape(pipeline=2)):
+        assert entries(plan_of(sizes_of(family, tie_word_embeddings=tied), shape)) == expected
+
+
+def coverage(plan: SyncPlan) -> dict[str, np.ndarray]:
+    """How often each element of each tensor is sent."""
+    counts = {
+        name: np.zeros((shape[0], shape[1] if len(shape) > 1 else 1), int) for name, shape in entries(plan).items()
+    }
+    for bucket in plan.buckets:
+        names = {entry.name for entry in bucket.entries}
+        for message in bucket.messages:
+            shapes = plan.shard_shapes(message.sender)
+            for piece in message.pieces:
+                assert piece.target in names
+                rows, columns = (*shapes[piece.source], 1)[:2]
+                assert 0 <= piece.source_row <= piece.source_row + piece.num_rows <= rows
+                assert piece.num_columns == columns
+                place = counts[piece.target][
+                    piece.target_row : piece.target_row + piece.num_rows,
+                    piece.target_column : piece.target_column + piece.num_columns,
+                ]
+                assert place.shape == (piece.num_rows, piece.num_columns)
+                place += 1
+    return counts
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[ModelSizes, Shape]:
+    """A tiny model of some family, and a layout that Megatron can run it in."""
+    family = draw(st.sampled_from(sorted(FAMILIES)))
+    sizes = sizes_of(
+        family,
+        num_hidden_layers=draw(st.integers(2, 5)),
+        vocab_size=draw(st.integers(5, 40)),
+        tie_word_embeddings=draw(st.booleans()),
+    )
+    size = st.sampled_from([1, 2, 4])
+    names = ("tensor", "pipeline", "virtual_pipeline", "expert", "expert_tensor", "data")
+    shape = Shape(context=draw(st.sampled_from([1, 2])), **{name: draw(size) for name in names})
+    assume(not layout_problems(shape, sizes))
+    return sizes, shape
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    layout=layouts(),
+    bucket_bytes=st.integers(1, 1 << 18),
+    share=st.floats(0, 1),
+    gather=st.sampled_from(["root", "allgather"]),
+    split=st.booleans(),
+)
+def test_every_byte_of_every_tensor_is_sent_once_in_buckets_within_their_limit(
+    layout: tuple[ModelSizes, Shape], bucket_bytes: int, share: float, gather: Any, split: bool
+):
+    sizes, shape = layout
+    roots = 1 + round(share * (shape.world_size - 1))
+    plan = plan_of(sizes, shape, roots=roots, bucket_bytes=bucket_bytes, gather=gather, split_latents=split)
+    names = [entry.name for bucket in plan.buckets for entry in bucket.entries]
+    assert len(names) == len(set(names))
+    for name, counts in coverage(plan).items():
+        assert (counts == 1).all(), name
+    for bucket in plan.buckets:
+        check_bucket(plan, bucket)
+    check_roots(plan)
+
+
+def check_bucket(plan: SyncPlan, bucket: Any) -> None:
+    options = plan.options
+    assert bucket.num_bytes <= options.payload_bytes or len(bucket.entries) == 1
+    offset = 0
+    for entry in bucket.entries:
+        item_bytes = 4 if entry.element == "float32" else options.item_bytes
+        assert entry.num_bytes == item_bytes * int(np.prod(entry.shape))
+        assert entry.offset == offset
+        assert entry.offset % item_bytes == 0
+        offset += entry.num_bytes
+    # No element lies across a multiple of its size, however odd the tensors before it are.
+    elements = [entry.element for entry in bucket.entries]
+    assert options.item_bytes == 4 or elements == sorted(elements, key=lambda element: element != "float32")
+    assert bucket.num_bytes == offset == sum(message.num_bytes for message in bucket.messages)
+    stage = bucket.stage
+    per_stage = plan.ownership.ranks_per_stage
+    for message in bucket.messages:
+        assert message.sender // per_stage == stage
+        chunks = list(message.chunks(options.chunk_bytes))
+        assert tuple(piece for chunk in chunks for piece in chunk) == message.pieces
+        for chunk in chunks:
+            size = sum(piece.num_bytes for piece in chunk)
+            assert size <= options.chunk_bytes or (len(chunk) == 1 and chunk[0].num_rows == 1)
+    assert bucket.kind == ("expert" if ".mlp.experts." in bucket.entries[0].name else "dense")
+
+
+def check_roots(plan: SyncPlan) -> None:
+    """Parts of roots differ by a tensor of each kind at either end at most; buckets are counted without gaps."""
+    loads: Counter[int] = Counter(dict.fromkeys(plan.options.roots, 0))
+    largest: dict[str, int] = defaultdict(int)
+    numbers: dict[int, list[int]] = defaultdict(list)
+    for bucket in plan.buckets:
+        loads[bucket.root] += bucket.num_bytes
+        numbers[bucket.root].append(bucket.number)
+        largest[bucket.kind] = max(largest[bucket.kind], *(entry.num_bytes for entry in bucket.entries))
+    assert loads.keys() == set(plan.options.roots)
+    assert max(loads.values()) - min(loads.values()) <= 2 * sum(largest.values())
+    assert all(found == list(range(len(found))) for found in numbers.values())
+
+
+# --- who sends it ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_root_receives_nothing_that_it_holds(layout: str):
+    plan = plan_of(sizes_of("deepseek_v3"), LAYOUTS[layout], split_latents=True)
+    held = plan.shard_shapes(0)
+    for bucket in plan.buckets:
+        for message in bucket.messages:
+            if message.sender == bucket.root:
+                continue
+            for piece in message.pieces:
+                # Held by the root, too, is only another shard of the same tensor.
+                if piece.source in held:
+                    tensor = next(t for each in plan.held for t in each if t.name == piece.source)
+                    assert tensor.split is not Split.WHOLE
+                    assert plan.ownership.ways(tensor) > 1
+
+
+def test_replicas_share_the_sending():
+    plan = plan_of(sizes_of("qwen3_moe"), Shape(pipeline=2, data=4), bucket_bytes=1 << 15)
+    sent: Counter[int] = Counter()
+    for bucket in plan.buckets:
+        for message in bucket.messages:
+            if message.sender != bucket.root:
+                sent[message.sender] += message.num_bytes
+    assert set(sent) == {4, 5, 6, 7}
+    assert max(sent.values()) < 1.5 * min(sent.values())
+
+
+@pytest.mark.parametrize(
+    ("shape", "count", "expected"),
+    [
+        (Shape(), 1, (0,)),
+        (Shape(tensor=2, pipeline=2, expert=2), 1, (0,)),
+        (Shape(tensor=2, pipeline=2, expert=2), 2, (0, 2)),
+        (Shape(pipeline=4), 2, (0, 2)),
+        (Shape(pipeline=2, expert=2, data=4), 4, (0, 1, 4, 5)),
+        (Shape(pipeline=2, expert=4, data=4), 4, (0, 2, 4, 6)),
+        (Shape(pipeline=2, expert=2, data=4), 8, (0, 1, 2, 3, 4, 5, 6, 7)),
+    ],
+)
+def test_roots_stand_in_different_stages_first_and_then_with_different_experts(
+    shape: Shape, count: int, expected: tuple[int, ...]
+):
+    assert choose_roots(shape, count) == expected
+
+
+@pytest.mark.parametrize("count", [0, 3])
+def test_there_are_no_more_roots_than_ranks(count: int):
+    with pytest.raises(ConfigError, match=r"weights\.roots"):
+        choose_roots(Shape(tensor=2), count)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 20))
+def test_any_number_of_roots_is_that_many_ranks_in_order(pipeline: int, tensor: int, count: int):
+    shape = Shape(pipeline=pipeline, tensor=tensor)
+    assume(count <= shape.world_size)
+    roots = choose_roots(shape, count)
+    assert len(set(roots)) == count
+    assert list(roots) == sorted(roots)
+    assert roots[-1] < shape.world_size

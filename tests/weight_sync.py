@@ -1,0 +1,82 @@
+"""Weight updates in ranks: gathered by our plans, against Megatron-Bridge's own export."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BUCKET_BYTES = 1 << 15
+
+
+class KeepingSink:
+    """Keeps copies of what it is given; `problem` is raised at the named tensor."""
+
+    def __init__(self, problem: Exception | None = None, at: str = "") -> None:
+        self.problem, self.at = problem, at
+        self.tensors: dict[str, Tensor] = {}
+        self.calls: list[str] = []
+
+    def begin_update(self, version: int) -> None:
+        self.calls.append(f"begin {version}")
+        self.tensors = {}
+
+    def receive(self, tensors: Iterable[tuple[str, Any]]) -> None:
+        self.calls.append("bucket")
+        for name, tensor in tensors:
+            if name == self.at and self.problem is not None:
+                raise self.problem
+            assert name not in self.tensors
+            self.tensors[name] = tensor.clone()
+
+    def end_update(self) -> None:
+        self.calls.append("end")
+
+
+def plan_for(
+    trainer: Any, path: Path, *, roots: int = 1, gather: str = "root", bucket_bytes: int = BUCKET_BYTES
+) -> Any:
+    """The plan of a trainer's layout and model, from its config.json as it is on disk."""
+    from moerl.config.layouts import Shape
+    from moerl.config.model_sizes import directory_sizes
+    from moerl.trainer.shards import splits_latents
+    from moerl.weights.plan import PlanOptions, choose_roots, make_plan
+
+    where = trainer.where
+    shape = Shape(
+        where.tensor,
+        where.pipeline,
+        where.virtual_pipeline,
+        where.context,
+        where.expert,
+        where.expert_tensor,
+        where.data,
+    )
+    item_bytes = {"float32": 4, "bfloat16": 2}[trainer.options.dtype]
+    options = PlanOptions(
+        choose_roots(shape, roots),
+        item_bytes,
+        bucket_bytes,
+        splits_latents(trainer.model.chunks),
+        gather,  # pyright: ignore[reportArgumentType]
+    )
+    return make_plan(directory_sizes(path), shape, options)
+
+
+def gatherer_of(plan: Any, rank: int) -> Any:
+    from moerl.weights.allgather import AllGather
+    from moerl.weights.gather import RootGather
+
+    kind = RootGather if plan.options.gather == "root" else AllGather
+    return kind(plan, rank, torch.device("cpu"))
+
+
+def publish(trainer: Any, plan: Any, sink: Any, version: int = 0, **options: Any) -> Any:
+    from moerl.weights.publish import Publisher
+
+    rank = trainer.where.rank
+    publisher = Publisher(plan, rank, gatherer_of(plan, rank), torch.device("cpu"), sink)
+    return publisher.publish(trainer.shards(), version, **options)
