@@ -14,11 +14,15 @@ import zstandard
 
 from moerl.contract.planes import pack_kept_ids
 from moerl.contract.trajectory import MAX_KEPT_IDS, ModelSpec
+from moerl.rollout.sglang.client import ModelFacts
 from moerl.rollout.sglang.endpoint import Endpoint
+from moerl.rollout.sglang.engine import SGLangEngine
+from moerl.rollout.sglang.fleet import EngineOptions
 from moerl.rollout.sglang.patches import SGLANG_VERSION, read_patches
 
 SPEC = ModelSpec(num_moe_layers=2, experts_per_token=2, num_experts=8, vocab_size=50, fingerprint="fake")
 MOE_LAYERS = (1, 3)
+MODEL = ModelFacts(SPEC, MOE_LAYERS)
 Answer = tuple[int, bytes]
 
 
@@ -88,9 +92,17 @@ def reply(body: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
 
 
 class FakeServer:
-    """Listens on loopback; `answer` may be replaced by a test. bodies: of all `/generate` calls, in order."""
+    """Listens on loopback; `answer` may be replaced by a test.
+
+    bodies: of all `/generate` calls for rollouts, in order. probes: of those for a probe, which fail where
+    `answers_probes` is False. steps: paths of the calls of weight updates; `refuses` is one that fails.
+    """
 
     def __init__(self) -> None:
+        self.probes: list[dict[str, Any]] = []
+        self.answers_probes = True
+        self.steps: list[str] = []
+        self.refuses = ""
         self.info = server_info()
         self.weight_version = "3"
         self.bodies: list[dict[str, Any]] = []
@@ -109,13 +121,21 @@ class FakeServer:
         self._http.server_close()
 
     def respond(self, path: str, key: str, body: dict[str, Any]) -> Answer:
-        is_admin = path == "/abort_request"
+        is_admin = path not in ("/generate", "/server_info", "/model_info")
         if key != (self.endpoint.admin_key if is_admin else self.endpoint.api_key):
             return 401, b'{"error": "Unauthorized"}'
+        if path == "/generate" and body["rid"].endswith("-probe"):
+            self.probes.append(body)
+            return (200, msgspec.msgpack.encode(reply(body))) if self.answers_probes else (0, b"")
         if path == "/generate":
             self.bodies.append(body)
             return self.answer(body)
         if is_admin:
+            self.steps.append(path)
+            if path == self.refuses:
+                return 400, b"refused"
+            if path == "/update_weight_version":
+                self.weight_version = body["new_version"]
             self.admin_calls.append((path, body))
             return 200, b""
         return 200, json.dumps(
@@ -151,3 +171,36 @@ class FakeServer:
                 """Says nothing."""
 
         return Handler
+
+
+class FakeSource:
+    """Gives fake servers, one after the other; the last one for ever."""
+
+    def __init__(self, *servers: FakeServer) -> None:
+        self.servers, self.num_opened, self.is_closed = servers, 0, False
+
+    def open(self) -> Endpoint:
+        self.num_opened += 1
+        return self.servers[min(self.num_opened, len(self.servers)) - 1].endpoint
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def connect(
+    *sources: FakeSource | FakeServer, version: int = 3, said: list[str] | None = None, **changes: Any
+) -> SGLangEngine:
+    """An engine on fake servers. changes: of `EngineOptions`."""
+    options: dict[str, Any] = {
+        "engine_id": "e",
+        "dtype": "float32",
+        "max_running": 4,
+        "response_seconds": 30.0,
+        "probe_seconds": 30.0,
+        "update_seconds": 5.0,
+        "shapes": {},
+        "tied": {},
+        "say": ([] if said is None else said).append,
+    }
+    made = [source if isinstance(source, FakeSource) else FakeSource(source) for source in sources]
+    return SGLangEngine(made, MODEL, EngineOptions(**options | changes), version)

@@ -178,25 +178,36 @@ class _ServedRolloutConfig(SamplingConfig):
 
     start_seconds: Positive = Field(description="Longest time until a server is ready.")
     response_seconds: Positive = Field(description="Longest time from asking for a response to having it.")
+    probe_seconds: Positive = Field(
+        description="A server that is asked for responses and is silent for so long must sample one token within as"
+        " long; after four such probes in vain it is replaced."
+    )
     update_seconds: Positive = Field(description="Longest time of one step of a weight update.")
 
 
 class SGLangRolloutConfig(_ServedRolloutConfig):
-    """An SGLang server that the run starts, watches and stops."""
+    """SGLang servers that the run starts, watches and stops."""
 
     engine: Literal["sglang"] = Field(description="Engine that samples.")
+    servers: Count = Field(description="Servers side by side; each has GPUs (on CPU: cores) of its own.")
     environment: Path = Field(description="Server's environment, made by `moerl sglang install`; decides the device.")
-    tensor: Count = Field(description="Tensor-parallel ranks of the server.")
+    tensor: Count = Field(description="Tensor-parallel ranks of a server.")
     max_pool_tokens: Count | None = Field(
-        description="Tokens in the server's key-value pool; null = as memory allows, 65536 on CPU."
+        description="Tokens in a server's key-value pool; null = as memory allows, 65536 on CPU."
     )
 
 
+def _as_list(value: object) -> object:
+    return value if isinstance(value, list) else [value]
+
+
 class ServerRolloutConfig(_ServedRolloutConfig):
-    """A server that `moerl serve` runs."""
+    """Servers that `moerl serve` runs."""
 
     engine: Literal["sglang_server"] = Field(description="Engine that samples.")
-    server: Path = Field(description="Its server.json: address and keys.")
+    server: Annotated[list[Path], BeforeValidator(_as_list), Field(min_length=1)] = Field(
+        description="Their server.json (address and keys): one, or [A,B,...]."
+    )
 
 
 RolloutConfig = Annotated[

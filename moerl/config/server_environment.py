@@ -7,7 +7,12 @@ from collections.abc import Mapping
 
 
 def server_environment(
-    device: str, num_ranks: int, environment: Mapping[str, str] = os.environ, cores: tuple[int, ...] | None = None
+    device: str,
+    num_ranks: int,
+    environment: Mapping[str, str] = os.environ,
+    cores: tuple[int, ...] | None = None,
+    *,
+    first_device: int = 0,
 ) -> dict[str, str]:
     """Ours, without what would leak into another Python environment, and with what a CPU server needs.
 
@@ -15,12 +20,13 @@ def server_environment(
         device: cuda or cpu.
         num_ranks: tensor-parallel ranks; on CPU each gets one core. With more threads a tiny model is 20 times slower.
         cores: to choose from, the last ones first; by default those this process may use.
+        first_device: GPUs or cores that other servers have.
     """
     kept = {name: value for name, value in environment.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
     if device != "cpu":
         return kept
     usable = tuple(sorted(os.sched_getaffinity(0))) if cores is None else cores
-    chosen = [usable[-1 - rank % len(usable)] for rank in range(num_ranks)]
+    chosen = [usable[-1 - rank % len(usable)] for rank in range(first_device, first_device + num_ranks)]
     return kept | {
         "SGLANG_USE_CPU_ENGINE": "1",
         "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(core) for core in chosen),

@@ -54,6 +54,19 @@ class EngineInfo:
     captures_kept_sets: bool = True
 
 
+@dataclass(slots=True)
+class InterruptCosts:
+    """What weight updates cost sampling, summed up since the engine was made. Sampled tokens are never thrown away.
+
+    interrupted: rollouts under way when an update began. recomputed_tokens: whose keys and values were computed again.
+    stalled_seconds: between the last token of the old weights' and the first that the new ones could sample.
+    """
+
+    interrupted: int = 0
+    recomputed_tokens: int = 0
+    stalled_seconds: float = 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class RolloutRecord:
     """What an engine adapter delivers before the contract has looked at it: `Trajectory` field values by name.
@@ -124,6 +137,9 @@ class CheckedSink(WeightSink, Protocol):
 
 class PolicyEngine(RolloutEngine, WeightSink, Protocol):
     """An engine whose weights are replaced while it is in use."""
+
+    @property
+    def costs(self) -> InterruptCosts: ...
 
 
 @dataclass(frozen=True, slots=True)

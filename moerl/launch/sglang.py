@@ -10,10 +10,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from moerl.launch.arguments import Parser
+from moerl.rollout.sglang.client import ServerClient
 from moerl.rollout.sglang.endpoint import read_endpoint
-from moerl.rollout.sglang.engine import ask_facts
 from moerl.rollout.sglang.handshake import ServerFacts
-from moerl.rollout.sglang.http import SGLangHttp
 from moerl.rollout.sglang.install import DEVICES, install, site_packages
 from moerl.rollout.sglang.patches import SGLANG_VERSION, read_patches, verify_patches
 from moerl.rollout.sglang.server import ENDPOINT_FILE, ServerOptions, SGLangServer
@@ -75,11 +74,11 @@ def _check(options: argparse.Namespace) -> int:
 
 
 async def _shake_hands(server_file: Path) -> ServerFacts:
-    http = SGLangHttp(read_endpoint(server_file), max_connections=1, timeout_seconds=_PROBE_SECONDS)
+    client = ServerClient(read_endpoint(server_file), max_connections=1, timeout_seconds=_PROBE_SECONDS)
     try:
-        return await ask_facts(http, None)
+        return await client.facts(None)
     finally:
-        await http.close()
+        await client.close()
 
 
 def _serve(options: argparse.Namespace) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from transformers import AutoConfig
@@ -19,14 +19,15 @@ from moerl.contract.ports import PolicyEngine
 from moerl.contract.spec import moe_layer_indices
 from moerl.contract.trajectory import ModelSpec
 from moerl.orchestration.models import checkpoint_shapes, make_engine
-from moerl.rollout.sglang.engine import ModelFacts
+from moerl.rollout.sglang.client import ModelFacts
+from moerl.rollout.sglang.engine import SGLangEngine
+from moerl.rollout.sglang.fleet import EngineOptions
 from moerl.rollout.sglang.install import device_of
 from moerl.rollout.sglang.server import ServerOptions
 from moerl.rollout.sglang.sources import NamedServer, OwnServer, ServerSource
-from moerl.rollout.sglang.supervised import SupervisedOptions, SupervisedSGLang
 
 SERVER_FOLDER = "sglang"
-"""In the run directory: the log and the options of the run's own server."""
+"""In the run directory: a folder for each of the run's own servers, with its log and options."""
 
 _TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 
@@ -56,24 +57,25 @@ def open_engine(config: RunConfig, model: Model, say: Callable[[str], None]) -> 
             model.folder, model.spec, dtype=rollout.dtype, max_running=rollout.max_running, version=model.version
         )
     hf_config = AutoConfig.from_pretrained(model.folder).to_dict()
-    options = SupervisedOptions(
-        engine_id="sglang-0",
+    options = EngineOptions(
+        engine_id="sglang",
         dtype=rollout.dtype,
         max_running=rollout.max_running,
         response_seconds=rollout.response_seconds,
+        probe_seconds=rollout.probe_seconds,
         update_seconds=rollout.update_seconds,
         shapes=checkpoint_shapes(model.folder, hf_config),
         tied=_TIED if hf_config.get("tie_word_embeddings") else {},
         say=say,
     )
-    say("waiting for the SGLang server")
-    source = _source(rollout, model, config.run_dir / SERVER_FOLDER)
-    return SupervisedSGLang(source, ModelFacts(model.spec, moe_layer_indices(hf_config)), options, model.version)
+    sources = _sources(rollout, model, config.run_dir / SERVER_FOLDER)
+    say("waiting for the SGLang server" + (f"s, {len(sources)} of them" if len(sources) > 1 else ""))
+    return SGLangEngine(sources, ModelFacts(model.spec, moe_layer_indices(hf_config)), options, model.version)
 
 
-def _source(rollout: RolloutConfig, model: Model, folder: Path) -> ServerSource:
+def _sources(rollout: RolloutConfig, model: Model, folder: Path) -> list[ServerSource]:
     if isinstance(rollout, ServerRolloutConfig):
-        return NamedServer(rollout.server, rollout.start_seconds)
+        return [NamedServer(file, rollout.start_seconds) for file in rollout.server]
     assert isinstance(rollout, SGLangRolloutConfig)
     options = ServerOptions(
         model=model.folder,
@@ -86,4 +88,7 @@ def _source(rollout: RolloutConfig, model: Model, folder: Path) -> ServerSource:
         vocab_size=model.spec.vocab_size,
         policy_version=model.version,
     )
-    return OwnServer(options, folder, rollout.start_seconds)
+    return [
+        OwnServer(replace(options, first_device=i * rollout.tensor), folder / str(i), rollout.start_seconds)
+        for i in range(rollout.servers)
+    ]

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from moerl.contract.ports import EngineInfo, ReportedLayers, RolloutRecord, RolloutRequest
+from moerl.contract.ports import EngineInfo, InterruptCosts, ReportedLayers, RolloutRecord, RolloutRequest
 from moerl.contract.trajectory import FinishReason, ModelSpec
 from moerl.errors import EngineError, WeightSyncError
 from moerl.kernels.checksum import checksums
@@ -71,6 +71,7 @@ class EmbeddedEngine:
     Attributes:
         unfinished: rollout ids of the latest `generate` call that never got a token (aborted while waiting) or
             whose tokens were given up (the iterator was closed early). They yield no record; ask for them again.
+        costs: of weight updates, summed up.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class EmbeddedEngine:
         # Held during a step and during a weight swap: other threads see the engine between steps only.
         self._lock = threading.Lock()
         self.unfinished: list[str] = []
+        self.costs = InterruptCosts()
 
     def handshake(self) -> EngineInfo:
         return EngineInfo(
@@ -166,9 +168,12 @@ class EmbeddedEngine:
         """
         staging = self._require_staging()
         self._staging = None
+        start = time.perf_counter()
         with self._lock:
             staging.commit()
             self._policy_version, self._distrusted = staging.version, ""
+            self.costs.interrupted += self._run.table.num_running if self._run is not None else 0
+            self.costs.stalled_seconds += time.perf_counter() - start
 
     def held_dtypes(self) -> Mapping[str, str]:
         return {name: str(view.dtype).removeprefix("torch.") for name, view in held_views(self._model)}

@@ -2,13 +2,13 @@
 
 The compact field is described in `patches/sglang/*/0003-compact-answer.patch`: a zstd frame of a msgpack map.
 Everything is bounded before it is decompressed, and every length is checked; what the values mean is judged by the
-contract itself. Pure functions; numpy, msgspec and zstandard only. Legend: T = sampled tokens, P = prompt tokens,
-S = P + T.
+contract itself. Pure functions; numpy, msgspec and zstandard only. Legend: T = sampled tokens of one answer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -103,24 +103,77 @@ def num_sampled(answer: CompactAnswer) -> int:
     return len(answer.output_ids) // 4
 
 
-def trajectory_values(
-    request: RolloutRequest,
-    answer: CompactAnswer,
-    spans: Sequence[VersionSpan],
-    reason: FinishReason,
-    spec: ModelSpec,
-) -> dict[str, Any]:
-    """The `Trajectory` fields of an answer with at least one sampled token; `engine_id`, `attempt` and `timings` are
-    the caller's.
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Consecutive sampled tokens of one rollout, as one answer brought them; an interrupted rollout has several.
+
+    T = its tokens, R = its rows of routing: those of inputs that no segment before it has rows of.
+
+    token_ids: int32 [T]. rollout_logprobs, kept_logmass: float32 [T]. policy_versions: int32 [T].
+    kept_sizes: int64 [T], kept_ids: int32 [sum of the sizes]; empty where nothing was cut.
+    expert_ids: uint8 or uint16 [R, L, K].
+    """
+
+    token_ids: NDArray[np.int32]
+    rollout_logprobs: NDArray[np.float32]
+    kept_logmass: NDArray[np.float32]
+    policy_versions: NDArray[np.int32]
+    kept_sizes: NDArray[np.int64]
+    kept_ids: NDArray[np.int32]
+    expert_ids: NDArray[Any]
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+def first_row(request: RolloutRequest, num_before: int) -> int:
+    """Of which input on an answer brings rows of routing, `num_before` tokens being sampled already: `R` begins there.
+
+    The last of those tokens has no row yet: it was never an input.
+    """
+    return len(request.prompt_ids) + num_before - 1 if num_before else 0
+
+
+def read_segment(
+    request: RolloutRequest, answer: CompactAnswer, spans: Sequence[VersionSpan], num_before: int, spec: ModelSpec
+) -> Segment:
+    """An answer with at least one sampled token that goes on behind `num_before` earlier ones.
 
     Raises:
         ContractError: lengths disagree, or versions are not whole numbers that cover the sampled tokens.
     """
-    count, num_prompt = num_sampled(answer), len(request.prompt_ids)
-    num_tokens = num_prompt + count
-    sampled_ids = read_array(answer.output_ids, np.int32, count, "output_ids")
+    count = num_sampled(answer)
     rollout_T, logmass_T = _logprobs(request, answer, count)
-    kept = _kept_sets(request, answer, num_prompt, count)
+    sizes_T, kept_ids = _kept_sets(request, answer, count)
+    num_rows = len(request.prompt_ids) + num_before + count - 1 - first_row(request, num_before)
+    return Segment(
+        read_array(answer.output_ids, np.int32, count, "output_ids"),
+        rollout_T,
+        logmass_T,
+        _versions(spans, count),
+        sizes_T,
+        kept_ids,
+        _expert_ids(answer, num_rows, spec),
+    )
+
+
+def trajectory_values(
+    request: RolloutRequest, segments: Sequence[Segment], reason: FinishReason, spec: ModelSpec
+) -> dict[str, Any]:
+    """The `Trajectory` fields of a rollout; `engine_id`, `attempt` and `timings` are the caller's.
+
+    Args:
+        segments: at least one, in order.
+    """
+    num_prompt = len(request.prompt_ids)
+    num_tokens = num_prompt + sum(len(segment) for segment in segments)
+
+    def behind_prompt(parts: Sequence[NDArray[Any]], fill: Any) -> NDArray[Any]:
+        return np.concatenate([np.full(num_prompt, fill, parts[0].dtype), *parts])
+
+    offsets = np.zeros(num_tokens + 1, np.int64)
+    np.cumsum(behind_prompt([segment.kept_sizes for segment in segments], 0), out=offsets[1:])
+    sampled = np.arange(num_tokens) >= num_prompt
     return {
         "spec": spec,
         "lineage": request.lineage,
@@ -128,15 +181,15 @@ def trajectory_values(
             Turn(0, num_prompt, TurnKind.PROMPT),
             Turn(num_prompt, num_tokens, TurnKind.SAMPLED, request.sampling),
         ),
-        "token_ids": np.concatenate([np.array(request.prompt_ids, np.int32), sampled_ids]),
-        "sampled": np.arange(num_tokens) >= num_prompt,
-        "rollout_logprobs": _behind_prompt(rollout_T, num_prompt, 0),
-        "kept_logmass": _behind_prompt(logmass_T, num_prompt, 0),
-        "policy_versions": _behind_prompt(_versions(spans, count), num_prompt, -1),
-        "expert_ids": _expert_ids(answer, num_tokens - 1, spec),
+        "token_ids": np.concatenate([np.array(request.prompt_ids, np.int32), *(s.token_ids for s in segments)]),
+        "sampled": sampled,
+        "rollout_logprobs": behind_prompt([segment.rollout_logprobs for segment in segments], 0),
+        "kept_logmass": behind_prompt([segment.kept_logmass for segment in segments], 0),
+        "policy_versions": behind_prompt([segment.policy_versions for segment in segments], -1),
+        "expert_ids": np.concatenate([segment.expert_ids for segment in segments]),
         "routed": np.ones(num_tokens - 1, np.bool_),
-        "kept": kept,
-        "truncated": _behind_prompt(np.full(count, request.sampling.cuts), num_prompt, False),
+        "kept": KeptSets(offsets, np.concatenate([segment.kept_ids for segment in segments])),
+        "truncated": sampled & request.sampling.cuts,
         "finish_reason": reason,
     }
 
@@ -183,14 +236,16 @@ def _logprobs(
     return _clamp_rounding(kept), _clamp_rounding(full - kept)
 
 
-def _kept_sets(request: RolloutRequest, answer: CompactAnswer, num_prompt: int, count: int) -> KeptSets:
+def _kept_sets(
+    request: RolloutRequest, answer: CompactAnswer, count: int
+) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+    """Sizes of the sampled tokens' kept sets, and their ids."""
     if not request.sampling.cuts:
-        return KeptSets.empty(num_prompt + count)
-    sizes = read_array(answer.kept_sizes, np.uint32, count, "kept_sizes").astype(np.int64)
+        return np.zeros(count, np.int64), np.zeros(0, np.int32)
+    sizes_T = read_array(answer.kept_sizes, np.uint32, count, "kept_sizes").astype(np.int64)
     offsets_T = np.zeros(count + 1, np.int64)
-    np.cumsum(sizes, out=offsets_T[1:])
-    ids = read_kept_ids(answer.kept_ids, offsets_T)
-    return KeptSets(np.concatenate([np.zeros(num_prompt, np.int64), offsets_T]), ids)
+    np.cumsum(sizes_T, out=offsets_T[1:])
+    return sizes_T, read_kept_ids(answer.kept_ids, offsets_T)
 
 
 def _expert_ids(answer: CompactAnswer, num_rows: int, spec: ModelSpec) -> NDArray[Any]:
@@ -216,10 +271,6 @@ def _versions(spans: Sequence[VersionSpan], count: int) -> NDArray[np.int32]:
             expected=f"whole numbers over tokens [0, {count}) without gaps",
         )
     return versions
-
-
-def _behind_prompt(values: NDArray[Any], num_prompt: int, fill: Any) -> NDArray[Any]:
-    return np.concatenate([np.full(num_prompt, fill, values.dtype), values])
 
 
 def _clamp_rounding(logs: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -1,127 +1,101 @@
-"""The client side of an SGLang server, behind the rollout port.
+"""SGLang servers as the trainer's engine: asked, watched, replaced when they fail, never used with other weights.
 
-Runs inside the process that asks for rollouts: `generate` is an ordinary iterator, the calls to the server are made by
-an event loop in a thread of their own. Tokens go in and come out as ids; the server has no tokenizer. Every request
-carries its own seed, and a prefix-cache key of the weights' version: entries of other weights are never hit.
+Runs inside the process that asks for rollouts: `generate` is an ordinary iterator, calls to servers are made by an
+event loop in a thread of their own. Each rollout yields one record at most.
 """
 
 from __future__ import annotations
 
 import asyncio
-import queue
-import secrets
 import threading
 import time
-from collections.abc import Collection, Coroutine, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Coroutine, Iterable, Iterator, Sequence
 from typing import Any
 
-from moerl.contract.ports import EngineInfo, ReportedLayers, RolloutRecord, RolloutRequest
-from moerl.contract.trajectory import FinishReason, ModelSpec
-from moerl.errors import ContractError, EngineError
+from torch import Tensor
+
+from moerl.contract.ports import EngineInfo, InterruptCosts, ReportedLayers, RolloutRecord, RolloutRequest
+from moerl.errors import EngineError, WeightSyncError
 from moerl.rollout.requests import check_requests
-from moerl.rollout.sglang.answers import (
-    CompactAnswer,
-    decode_compact,
-    finish_reason,
-    num_sampled,
-    trajectory_values,
-    version_spans,
-)
-from moerl.rollout.sglang.endpoint import Endpoint
-from moerl.rollout.sglang.handshake import ServerFacts, check_model, check_options, check_patches, read_facts
-from moerl.rollout.sglang.http import NUM_ATTEMPTS, SGLangHttp, TransportError, backoff
-from moerl.rollout.sglang.patches import read_patches
+from moerl.rollout.sglang.asking import Asking, Rollout, Run
+from moerl.rollout.sglang.client import ModelFacts
+from moerl.rollout.sglang.fleet import EngineOptions, Fleet, Interrupt, first_error, stale_server
+from moerl.rollout.sglang.member import Member, State
+from moerl.rollout.sglang.sources import ServerSource
+from moerl.rollout.sglang.updates import Updates
 
-
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """What the trainer's model is. moe_layers: indices of its MoE layers among its decoder layers."""
-
-    spec: ModelSpec
-    moe_layers: tuple[int, ...]
-
-
-@dataclass(slots=True)
-class _Run:
-    """State of one `generate` call; touched by the event loop's thread, but for `requests`.
-
-    request_ids: by rollout id, of the attempt that the server works on.
-    """
-
-    requests: dict[str, RolloutRequest]
-    outcomes: queue.SimpleQueue[RolloutRecord | None] = field(default_factory=queue.SimpleQueue)
-    request_ids: dict[str, str] = field(default_factory=dict)
-    aborted_ids: set[str] = field(default_factory=set)
-    asked_at: float = field(default_factory=time.perf_counter)
+_ABORT_AGAIN_SECONDS = 0.2
 
 
 class SGLangEngine:
-    """A `RolloutEngine` around one server.
+    """A `PolicyEngine` on one or more servers.
 
     Attributes:
         unfinished: rollout ids of the latest `generate` call that yielded no record: aborted before their first token,
             or given up. Ask for them again.
+        costs: of weight updates, summed up.
     """
 
     def __init__(
-        self, endpoint: Endpoint, model: ModelFacts, *, engine_id: str, max_running: int, timeout_seconds: float
+        self, sources: Sequence[ServerSource], model: ModelFacts, options: EngineOptions, version: int
     ) -> None:
-        """Connects, and compares what the server says about itself with what is needed.
+        """Takes a server of every source.
 
         Args:
-            max_running: requests that are with the server at the same time.
-            timeout_seconds: longest time from asking for a response to having it.
+            version: policy version of the weights that servers start with; -1 where they must wait for an update.
 
         Raises:
-            EngineError: the server cannot be reached or lacks something; the message names it.
+            EngineError: there is none, or one is not what is needed; the message names it.
         """
-        self._model = model
-        self._engine_id = engine_id
-        self._max_running = max_running
-        self._run: _Run | None = None
+        self._model, self._options = model, options
+        self._run: Run | None = None
+        self._stalled_at = 0.0
         self.unfinished: list[str] = []
+        self.costs = InterruptCosts()
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=f"{engine_id}-http", daemon=True)
+        self._thread = threading.Thread(target=self._loop.run_forever, name=f"{options.engine_id}-http", daemon=True)
         self._thread.start()
-        self._http = SGLangHttp(endpoint, max_connections=max_running, timeout_seconds=timeout_seconds)
+        self._updates = Updates(options.shapes, options.tied)
+        self._fleet = Fleet(sources, model, options, self._bring_up)
+        self._asking = Asking(self._fleet, model.spec, self.costs, version)
         try:
-            self._facts = self._shake_hands()
-        except EngineError:
+            self._wait(self._fleet.open())
+        except BaseException:  # an interrupt, too, leaves no server behind
             self.close()
             raise
 
     @property
-    def facts(self) -> ServerFacts:
-        """What the server said about itself when it was asked last."""
-        return self._facts
+    def states(self) -> dict[str, State]:
+        """Of every server, by name."""
+        return {member.name: member.state for member in self._fleet.members}
 
     def handshake(self) -> EngineInfo:
-        """Asks the server again; its weights may have changed.
+        """What the engine is; its version is -1 before the first update. Waits for a server where all are lost.
 
         Raises:
-            EngineError: as at construction.
+            EngineError: all servers are given up.
         """
-        self._facts = self._shake_hands()
-        report = self._facts.report
-        return EngineInfo(
-            self._engine_id,
-            self._model.spec,
-            self._facts.policy_version,
-            ReportedLayers.MOE,
-            tuple(report.moe_layers),
-        )
+        self._wait(self._fleet.require_any())
+        version, layers = self._asking.version, self._model.moe_layers
+        return EngineInfo(self._options.engine_id, self._model.spec, version, ReportedLayers.MOE, layers)
 
     def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[RolloutRecord]:
         """Yields one record per request, in the order in which they finish.
 
         Raises:
-            EngineError: at once, where a request is refused; at a later record, where the server refused one or gave
-                no whole answer to any attempt, or where another `generate` is not finished.
+            EngineError: at once, where a request is refused or no weights were sent yet; at a later record, where a
+                server refused one, all servers were given up, or another `generate` is not finished.
         """
-        # The server needs room for one token more than the model does.
-        check_requests(requests, self._model.spec, self._facts.report.max_request_tokens - 1)
-        return self._generate(_Run({request.lineage.rollout_id: request for request in requests}))
+        if self._asking.version < 0:
+            raise EngineError(
+                f"engine {self._options.engine_id!r}: no weights yet",
+                seen="policy version -1",
+                expected="a weight update before the first request",
+                remedy="publish weights first",
+            )
+        # A server needs room for one token more than the model does.
+        check_requests(requests, self._model.spec, self._fleet.max_request_tokens - 1)
+        return self._generate(Run({request.lineage.rollout_id: Rollout(request) for request in requests}))
 
     def abort(self, rollout_ids: Collection[str] | None = None) -> None:
         """Finishes the named rollouts of the current `generate` call (all when None).
@@ -130,17 +104,44 @@ class SGLangEngine:
         thread; without a call it does nothing.
 
         Raises:
-            EngineError: the server could not be told.
+            EngineError: a server could not be told.
         """
         run = self._run
         if run is not None:
-            self._wait(self._abort(run, set(run.requests if rollout_ids is None else rollout_ids)))
+            self._wait(self._asking.abort(run, rollout_ids))
+
+    def begin_update(self, version: int) -> None:
+        """Stops sampling as `EngineOptions.interrupt` says and starts an update; one that was never ended is forgotten.
+
+        Servers that fail are replaced meanwhile.
+        """
+        self._wait(self._begin(version))
+
+    def receive(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Sends one bucket of tensors under their checkpoint names.
+
+        Raises:
+            WeightSyncError: no update is open; a tensor is unknown, misshapen, or came before.
+        """
+        self._require_update()
+        self._wait(self._receive(tensors))
+
+    def end_update(self) -> None:
+        """Takes the set into use, and returns when a server holds it.
+
+        Raises:
+            WeightSyncError: the set is not whole: servers hold what they held before. Or no server could be brought to
+                hold it.
+            EngineError: there was no other server.
+        """
+        self._require_update()
+        self._wait(self._end())
 
     def close(self) -> None:
-        """Gives up what is under way and closes the connections. The server keeps running."""
+        """Gives up what is under way and leaves the servers; those of our own are stopped."""
         if not self._thread.is_alive():
             return
-        self._wait(self._http.close())
+        self._wait(self._fleet.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -149,158 +150,95 @@ class SGLangEngine:
         """Runs `work` in the event loop and returns its result."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
-    def _shake_hands(self) -> ServerFacts:
-        return self._wait(ask_facts(self._http, self._model))
-
-    def _generate(self, run: _Run) -> Iterator[RolloutRecord]:
+    def _generate(self, run: Run) -> Iterator[RolloutRecord]:
         if self._run is not None:
             raise EngineError(
-                f"engine {self._engine_id!r}: already generating",
+                f"engine {self._options.engine_id!r}: already generating",
                 expected="one generate call at a time",
                 remedy="exhaust or close the first iterator",
             )
         self._run = run
-        left = dict.fromkeys(run.requests)
+        left = dict.fromkeys(run.rollouts)
         work = asyncio.run_coroutine_threadsafe(self._serve(run), self._loop)
         work.add_done_callback(lambda done: run.outcomes.put(None))
         try:
             while (record := run.outcomes.get()) is not None:
                 del left[record.rollout_id]
                 yield record
-            _raise_first(work.exception())
+            error = work.exception()
+            if error is not None:
+                raise first_error(error)
         finally:
             work.cancel()
             self.unfinished = list(left)
             self._run = None
 
-    async def _serve(self, run: _Run) -> None:
-        slots = asyncio.Semaphore(self._max_running)
-        async with asyncio.TaskGroup() as tasks:
-            for request in run.requests.values():
-                tasks.create_task(self._answer(run, request, slots))
+    async def _serve(self, run: Run) -> None:
+        if self._updates.is_open:  # its sender has failed: back to what servers held before
+            await self._give_up()
+        await self._asking.serve(run)
 
-    async def _answer(self, run: _Run, request: RolloutRequest, slots: asyncio.Semaphore) -> None:
-        rollout_id = request.lineage.rollout_id
-        async with slots:
-            admitted_at = time.perf_counter()
-            for attempt in range(NUM_ATTEMPTS):
-                if rollout_id in run.aborted_ids:
-                    return
-                is_last = attempt + 1 == NUM_ATTEMPTS
-                try:
-                    meta = await self._ask(run, request)
-                except TransportError:
-                    if is_last:
-                        raise
-                    await backoff(attempt)
-                    continue
-                finally:
-                    run.request_ids.pop(rollout_id, None)
-                values, refusal = self._read(request, meta)
-                if refusal is not None and not is_last:
-                    # A damaged answer is asked for again, under the same rollout id.
-                    await backoff(attempt)
-                    continue
-                if values is not None:
-                    waited, sampled = admitted_at - run.asked_at, time.perf_counter() - admitted_at
-                    timings = {"waiting_seconds": waited, "sampling_seconds": sampled}
-                    values |= {"engine_id": self._engine_id, "attempt": attempt, "timings": timings}
-                    version = self._facts.policy_version
-                    run.outcomes.put(RolloutRecord(rollout_id, self._engine_id, version, values, refusal))
-                return
+    # --- weights -----------------------------------------------------------------------------------------------------
 
-    async def _ask(self, run: _Run, request: RolloutRequest) -> dict[str, Any]:
-        """The `meta_info` of the answer to one attempt."""
-        # Aborts match prefixes of ids: what comes first must be unique and of one length.
-        request_id = f"{secrets.token_hex(8)}-{request.lineage.rollout_id}"
-        run.request_ids[request.lineage.rollout_id] = request_id
-        body = request_body(request, request_id, self._facts.policy_version)
-        reply = await self._http.post_once("/generate", body)
-        meta = reply.get("meta_info")
-        if not isinstance(meta, dict) or meta.get("id") != request_id:
-            seen = meta.get("id") if isinstance(meta, dict) else type(meta).__name__
-            raise TransportError("SGLang /generate: an answer to another request", seen=seen, expected=request_id)
-        return meta
+    def _require_update(self) -> None:
+        if not self._updates.is_open:
+            raise WeightSyncError("weight update: none is open", remedy="call begin_update first")
 
-    def _read(
-        self, request: RolloutRequest, meta: dict[str, Any]
-    ) -> tuple[dict[str, Any] | None, ContractError | None]:
-        """The trajectory's fields; None where the request was aborted before its first token. Of an answer that cannot
-        be read what arrived, and why."""
+    async def _bring_up(self, member: Member) -> None:
+        """Has a server that was just connected hold the current weights."""
+        await self._updates.bring_up(member)
+        assert member.facts is not None
+        seen, expected = member.facts.policy_version, self._asking.version
+        if self._updates.held is None and expected not in (-1, seen):
+            raise stale_server(member, seen, expected)
+
+    async def _begin(self, version: int) -> None:
+        if not self._updates.is_open:
+            self._stalled_at = time.perf_counter()
+            await self._interrupt()
+        members = [member for member in self._fleet.members if member.state in (State.HEALTHY, State.SUSPECT)]
+        self._lose(await self._updates.begin(version, members))
+
+    async def _interrupt(self) -> None:
+        """Until servers may be paused."""
+        self._fleet.shut()
+        rollouts = [] if self._run is None else list(self._run.rollouts.values())
+        self.costs.interrupted += sum(rollout.member is not None for rollout in rollouts)
+        idle = asyncio.ensure_future(self._fleet.require_idle())
+        if self._options.interrupt is Interrupt.ABORT_RESUME:
+            self._asking.epoch += 1
+            while not idle.done():
+                # Again and again: a request may have been on its way when the server was told.
+                await self._asking.cut_short(rollouts)
+                await asyncio.wait({idle}, timeout=_ABORT_AGAIN_SECONDS)
+        elif self._options.interrupt is Interrupt.DRAIN:
+            await idle
+        idle.cancel()
+        self._fleet.pause()
+
+    async def _receive(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        self._lose(await self._updates.receive(tensors))
+
+    async def _end(self) -> None:
         try:
-            reason = finish_reason(meta)
-            if reason == FinishReason.ABORT and "compact_answer" not in meta:
-                return None, None
-            answer = decode_compact(meta.get("compact_answer"))
-            if num_sampled(answer) == 0:
-                return None, None
-            _check_length(request, answer, reason)
-            return trajectory_values(request, answer, version_spans(meta), reason, self._model.spec), None
-        except ContractError as error:
-            return {"lineage": request.lineage, "meta_info": meta}, error
+            failed = await self._updates.end()
+        except WeightSyncError:
+            await self._give_up()
+            raise
+        assert self._updates.held is not None
+        self._asking.version = self._updates.held[0]
+        self._lose(failed)
+        self._go_on()
+        await self._fleet.require_any()
 
-    async def _abort(self, run: _Run, rollout_ids: set[str]) -> None:
-        run.aborted_ids |= rollout_ids
-        request_ids = [run.request_ids[name] for name in rollout_ids if name in run.request_ids]
-        await asyncio.gather(*(self._http.admin("/abort_request", {"rid": name}) for name in request_ids))
+    async def _give_up(self) -> None:
+        self._lose(await self._updates.give_up())
+        self._go_on()
 
+    def _go_on(self) -> None:
+        self.costs.stalled_seconds += time.perf_counter() - self._stalled_at
+        self._fleet.reopen()
 
-async def ask_facts(http: SGLangHttp, model: ModelFacts | None) -> ServerFacts:
-    """The handshake: what the server is, compared with this version's patches and with `model` where it is given.
-
-    Raises:
-        EngineError: something is missing; the message names it.
-    """
-    info = await http.get("/server_info")
-    weights = await http.get("/model_info")
-    facts = read_facts(info, str(weights.get("weight_version")))
-    check_patches(facts, read_patches().fingerprint)
-    check_options(facts)
-    if model is not None:
-        check_model(facts, model.spec, model.moe_layers)
-    return facts
-
-
-def request_body(request: RolloutRequest, request_id: str, policy_version: int) -> dict[str, Any]:
-    """The JSON body of `/generate`; the answer is msgpack."""
-    sampling = request.sampling
-    params: dict[str, Any] = {
-        "max_new_tokens": request.max_new_tokens,
-        # The model's own end-of-sequence ids do not count, only those of the request.
-        "ignore_eos": True,
-        "stop_token_ids": list(request.stop_ids),
-        "temperature": sampling.temperature,
-        "sampling_seed": sampling.seed,
-    }
-    if not sampling.is_greedy:
-        params |= {"top_p": sampling.top_p, "min_p": sampling.min_p, "top_k": sampling.effective_top_k or -1}
-    return {
-        "rid": request_id,
-        "input_ids": list(request.prompt_ids),
-        "sampling_params": params,
-        "return_logprob": True,
-        "return_routed_experts": True,
-        "return_sampling_mask": sampling.cuts,
-        "compact_answer": True,
-        "extra_key": f"weights-{policy_version}",
-    }
-
-
-def _raise_first(error: BaseException | None) -> None:
-    """Raises the first error of a task group, if there is one."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    if error is not None:
-        raise error
-
-
-def _check_length(request: RolloutRequest, answer: CompactAnswer, reason: FinishReason) -> None:
-    """A response that is shorter than asked for is no response of that length."""
-    count = num_sampled(answer)
-    if count > request.max_new_tokens or (reason == FinishReason.LENGTH and count != request.max_new_tokens):
-        raise EngineError(
-            f"rollout {request.lineage.rollout_id!r}: length of the response",
-            seen=f"{count} tokens, reason {reason}",
-            expected=f"{request.max_new_tokens} tokens, or a stop token",
-            remedy="give the server a longer context or a larger KV pool",
-        )
+    def _lose(self, failed: Sequence[tuple[Member, WeightSyncError]]) -> None:
+        for member, error in failed:
+            self._fleet.lose(member, error)

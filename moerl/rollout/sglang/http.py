@@ -67,14 +67,16 @@ class SGLangHttp:
         """
         await self._repeated("POST", path, body, admin=True)
 
-    async def post_once(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """One attempt of a call that is answered in msgpack.
+    async def post_once(
+        self, path: str, body: Mapping[str, Any], timeout_seconds: float | None = None
+    ) -> dict[str, Any]:
+        """One attempt of a call that is answered in msgpack. timeout_seconds: where it is another than for all calls.
 
         Raises:
             TransportError: another attempt may succeed.
             EngineError: the server refused the call.
         """
-        content = await self._call("POST", path, body, admin=False)
+        content = await self._call("POST", path, body, admin=False, timeout_seconds=timeout_seconds)
         return _as_object(path, content, msgspec.msgpack.decode)
 
     async def _repeated(self, method: str, path: str, body: Mapping[str, Any] | None, *, admin: bool) -> dict[str, Any]:
@@ -88,11 +90,22 @@ class SGLangHttp:
                 await asyncio.sleep(pause)
         raise AssertionError("the last attempt returns or raises")
 
-    async def _call(self, method: str, path: str, body: Mapping[str, Any] | None, *, admin: bool) -> bytes:
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None,
+        *,
+        admin: bool,
+        timeout_seconds: float | None = None,
+    ) -> bytes:
+        if self._client.is_closed:
+            raise TransportError(f"SGLang {path}: the server was given up", seen=self.endpoint.url)
+        seconds = timeout_seconds or self._timeout_seconds
         key = self.endpoint.admin_key if admin else self.endpoint.api_key
         headers = {"Authorization": f"Bearer {key}"}
         try:
-            async with asyncio.timeout(self._timeout_seconds):
+            async with asyncio.timeout(seconds):
                 async with self._client.stream(method, path, json=body, headers=headers) as response:
                     content = await _read_bounded(path, response)
                     _check_status(path, response.status_code, content)
@@ -101,7 +114,7 @@ class SGLangHttp:
             raise TransportError(
                 f"SGLang {path}: no answer in time",
                 seen=self.endpoint.url,
-                expected=f"an answer within {self._timeout_seconds} s",
+                expected=f"an answer within {seconds} s",
                 remedy="look at the server's log",
             ) from error
         except httpx.HTTPError as error:

@@ -55,7 +55,8 @@ class ServerOptions:
     """What is served, and how.
 
     model: Hugging Face directory. environment: made by `moerl sglang install`. device: cuda or cpu.
-    tensor: tensor-parallel ranks. dtype: of weights and activations. max_running: requests side by side.
+    tensor: tensor-parallel ranks, each on a GPU (or core) of its own, from the one with number `first_device` on.
+    dtype: of weights and activations. max_running: requests side by side.
     max_pool_tokens: tokens in the key-value pool; None takes what memory allows on GPUs, `CPU_POOL_TOKENS` on CPU.
     chunked_prefill_tokens: longest piece of a prefill; None leaves it to SGLang.
     vocab_size: ids below it can be sampled; None for all that the model has an embedding for.
@@ -67,6 +68,7 @@ class ServerOptions:
     environment: Path
     device: str = "cuda"
     tensor: int = 1
+    first_device: int = 0
     dtype: str = "bfloat16"
     max_running: int = 64
     max_pool_tokens: int | None = None
@@ -105,7 +107,7 @@ class SGLangServer:
         with self.log.open("ab") as output:
             self._process = subprocess.Popen(
                 [*command, "--config", str(folder / OPTIONS_FILE)],
-                env=server_environment(options.device, options.tensor),
+                env=server_environment(options.device, options.tensor, first_device=options.first_device),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -187,7 +189,9 @@ def launch_options(options: ServerOptions, port: int) -> dict[str, Any]:
         chosen["chunked-prefill-size"] = options.chunked_prefill_tokens
     if options.vocab_size is not None:
         chosen["json-model-override-args"] = json.dumps({"sampled_vocab_size": options.vocab_size})
-    if options.device == "cpu":
+    if options.device != "cpu":
+        chosen["base-gpu-id"] = options.first_device
+    else:
         chosen.setdefault("max-total-tokens", CPU_POOL_TOKENS)
         chosen |= {
             "attention-backend": "torch_native",

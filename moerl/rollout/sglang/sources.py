@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 from typing import Protocol
@@ -35,19 +36,28 @@ class OwnServer:
 
     def __init__(self, options: ServerOptions, folder: Path, start_seconds: float) -> None:
         self._options, self._folder, self._start_seconds = options, folder, start_seconds
+        self._lock, self._is_closed = threading.Lock(), False
         self.server: SGLangServer | None = None
 
     def open(self) -> Endpoint:
-        self.close()
-        self.server = SGLangServer(self._options, self._folder)
+        with self._lock:
+            if self._is_closed:
+                raise EngineError("the source of SGLang servers is closed", remedy="make another one")
+            self._stop()
+            self.server = server = SGLangServer(self._options, self._folder)
         try:
-            self.server.wait_until_ready(self._start_seconds)
+            server.wait_until_ready(self._start_seconds)
         except BaseException:  # an interrupt, too, leaves nothing behind
-            self.close()
+            server.stop()
             raise
-        return self.server.endpoint
+        return server.endpoint
 
     def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            self._stop()
+
+    def _stop(self) -> None:
         if self.server is not None:
             self.server.stop()
             self.server = None

@@ -1,4 +1,4 @@
-"""A whole set of weights, gathered tensor by tensor before any of it is sent. Runs where the engine's client runs."""
+"""A whole set of weights, kept tensor by tensor while it is sent. Runs where the engine's client runs."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class WeightSet:
             )
         self._tensors, self._version = {}, version
 
-    def receive(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Keeps a copy of each tensor.
+    def receive(self, tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+        """Keeps a copy of each tensor, and returns those that the server needs: not the tied ones.
 
         Raises:
             WeightSyncError: no set is open, a name is unknown or came before, or a shape is another.
         """
-        staged = self._open()
+        staged, needed = self._open(), []
         for name, tensor in tensors:
             owner = self._tied.get(name)
             expected = self._shapes.get(owner or name)
@@ -50,6 +50,9 @@ class WeightSet:
                     remedy=_REMEDY,
                 )
             staged[name] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+            if owner is None:
+                needed.append((name, tensor.detach()))
+        return needed
 
     def take(self) -> tuple[int, dict[str, Tensor]]:
         """The version and its tensors by name, in the order of the checkpoint; the set is closed.

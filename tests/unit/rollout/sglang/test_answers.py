@@ -5,14 +5,24 @@ from typing import Any
 import numpy as np
 import pytest
 import zstandard
+from factories import same_trajectory
 from sglang_fake import SPEC, compact, compact_fields
 
+from moerl.contract.planes import pack_kept_ids
 from moerl.contract.ports import RolloutRequest
 from moerl.contract.reasons import Reason
 from moerl.contract.trajectory import FinishReason, Lineage, SamplingParams, Trajectory
 from moerl.errors import ContractError
 from moerl.rollout.sglang import answers
-from moerl.rollout.sglang.answers import VersionSpan, decode_compact, finish_reason, trajectory_values, version_spans
+from moerl.rollout.sglang.answers import (
+    VersionSpan,
+    decode_compact,
+    finish_reason,
+    first_row,
+    read_segment,
+    trajectory_values,
+    version_spans,
+)
 
 CUT = SamplingParams(top_p=0.9, top_k=5)
 SPANS = [VersionSpan("3", 0, 4)]
@@ -24,7 +34,8 @@ def request(sampling: SamplingParams = CUT) -> RolloutRequest:
 
 def trajectory(sampling: SamplingParams = CUT, spans: list[VersionSpan] = SPANS, **changes: Any) -> Trajectory:
     answer = decode_compact(compact(compact_fields(3, 4, cuts=sampling.cuts) | changes))
-    return Trajectory(**trajectory_values(request(sampling), answer, spans, FinishReason.LENGTH, SPEC))
+    segment = read_segment(request(sampling), answer, spans, 0, SPEC)
+    return Trajectory(**trajectory_values(request(sampling), [segment], FinishReason.LENGTH, SPEC))
 
 
 def test_an_answer_becomes_a_trajectory():
@@ -37,6 +48,37 @@ def test_an_answer_becomes_a_trajectory():
     assert made.kept.ids.tolist() == [1, 2, 2, 3, 3, 4, 4, 5]
     assert made.expert_ids.shape == (6, 2, 2)
     assert made.truncated.tolist() == made.sampled.tolist()
+
+
+@pytest.mark.parametrize("sampling", [CUT, SamplingParams()])
+@pytest.mark.parametrize("cuts", [(1, 3), (3, 1), (1, 1, 2), (2, 1, 1)])
+def test_segments_of_an_interrupted_rollout_are_what_one_answer_would_have_been(
+    sampling: SamplingParams, cuts: tuple[int, ...]
+):
+    fields = compact_fields(3, 4, cuts=sampling.cuts)
+    whole = trajectory(sampling, [VersionSpan("3", 0, cuts[0]), VersionSpan("4", cuts[0], 4)])
+    segments, before = [], 0
+    for count in cuts:
+        part = slice(before, before + count)
+        row = first_row(request(sampling), before)
+        rows = slice(row, 3 + before + count - 1)
+        kept = slice(2 * before, 2 * (before + count))
+        experts = np.frombuffer(fields["expert_ids"], np.uint8).reshape(2, 6, 2)[:, rows]
+        changes = {
+            name: np.frombuffer(fields[name], "<u4")[part].tobytes()
+            for name in ("output_ids", "logprobs", "kept_logprobs", "kept_sizes")
+        }
+        if sampling.cuts:
+            offsets = np.arange(0, 2 * count + 1, 2)
+            changes["kept_ids"] = bytes(pack_kept_ids(offsets, np.ascontiguousarray(whole.kept.ids[kept])))
+        answer = decode_compact(
+            compact(fields | changes | {"num_rows": rows.stop - rows.start, "expert_ids": experts.tobytes()})
+        )
+        spans = [VersionSpan("3" if before == 0 else "4", 0, count)]
+        segments.append(read_segment(request(sampling), answer, spans, before, SPEC))
+        before += count
+    joined = Trajectory(**trajectory_values(request(sampling), segments, FinishReason.LENGTH, SPEC))
+    assert same_trajectory(joined, whole)
 
 
 def test_where_nothing_is_cut_the_full_logprobs_count():

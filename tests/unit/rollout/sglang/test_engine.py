@@ -8,15 +8,15 @@ from typing import Any
 
 import msgspec
 import pytest
-from sglang_fake import MOE_LAYERS, SPEC, Answer, FakeServer, contract_report, reply, server_info
+from sglang_fake import SPEC, Answer, FakeServer, contract_report, reply, server_info
+from sglang_fake import connect as connect_to
 
 from moerl.contract.ports import RolloutEngine, RolloutRequest
 from moerl.contract.trajectory import MAX_KEPT_IDS, Lineage, SamplingParams, Trajectory
 from moerl.errors import EngineError
 from moerl.rollout.sglang import http
-from moerl.rollout.sglang.engine import ModelFacts, SGLangEngine
-
-MODEL = ModelFacts(SPEC, MOE_LAYERS)
+from moerl.rollout.sglang.asking import MAX_FAILURES
+from moerl.rollout.sglang.engine import SGLangEngine
 
 
 @pytest.fixture
@@ -31,10 +31,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServer]:
 def connect(fake: FakeServer) -> Iterator[Callable[..., SGLangEngine]]:
     engines: list[SGLangEngine] = []
 
-    def make(timeout_seconds: float = 30.0) -> SGLangEngine:
-        engines.append(
-            SGLangEngine(fake.endpoint, MODEL, engine_id="e0", max_running=4, timeout_seconds=timeout_seconds)
-        )
+    def make(**changes: Any) -> SGLangEngine:
+        engines.append(connect_to(fake, **changes))
         return engines[-1]
 
     yield make
@@ -53,7 +51,7 @@ def test_every_request_becomes_one_valid_trajectory(fake: FakeServer, connect):
     assert (engine.handshake().spec, engine.handshake().policy_version) == (SPEC, 3)
     records = {record.rollout_id: Trajectory(**record.values) for record in engine.generate(requests(9))}
     assert sorted(records) == [f"r{i}" for i in range(9)]
-    assert all(t.engine_id == "e0" and t.attempt == 0 for t in records.values())
+    assert all(t.engine_id == "e-0" and t.attempt == 0 for t in records.values())
     assert engine.unfinished == []
 
 
@@ -116,7 +114,7 @@ def test_a_request_that_never_gets_a_whole_answer_is_named_unfinished(fake: Fake
     with pytest.raises(EngineError, match="busy"):
         records += [record.rollout_id for record in engine.generate(requests(3))]
     assert "r1" in engine.unfinished
-    assert len([b for b in fake.bodies if b["rid"].endswith("-r1")]) == 4
+    assert len([b for b in fake.bodies if b["rid"].endswith("-r1")]) == MAX_FAILURES
 
 
 def test_a_refusal_is_not_asked_for_again(fake: FakeServer, connect):
@@ -130,7 +128,7 @@ def test_a_server_that_says_nothing_is_given_up_at_the_deadline(fake: FakeServer
     release = threading.Event()
     fake.answer = lambda body: (503 if release.wait(20) else 504, b"")
     with pytest.raises(EngineError, match="no answer in time"):
-        list(connect(timeout_seconds=0.3).generate(requests(1)))
+        list(connect(response_seconds=0.3).generate(requests(1)))
     release.set()
 
 
@@ -159,12 +157,32 @@ def test_an_answer_that_stays_broken_is_delivered_with_what_the_contract_says(fa
     assert record.values["meta_info"]["compact_answer"]
 
 
+def cut_short(body: dict[str, Any], count: int = 0) -> Answer:
+    """An answer that was aborted after `count` tokens."""
+    answer = reply(body | {"sampling_params": {"max_new_tokens": count}}, finish_reason={"type": "abort"})
+    if count == 0:
+        del answer["meta_info"]["compact_answer"]
+    return 200, msgspec.msgpack.encode(answer)
+
+
 def test_a_request_aborted_before_its_first_token_yields_nothing(fake: FakeServer, connect):
-    aborted = {"finish_reason": {"type": "abort"}}
-    fake.answer = lambda body: (200, msgspec.msgpack.encode({"meta_info": {"id": body["rid"], **aborted}}))
     engine = connect()
+
+    def abort(body: dict[str, Any]) -> Answer:
+        engine._run.rollouts[body["rid"].partition("-")[2]].is_aborted = True
+        return cut_short(body)
+
+    fake.answer = abort
     assert list(engine.generate(requests(2))) == []
     assert engine.unfinished == ["r0", "r1"]
+
+
+def test_an_answer_that_nobody_cut_short_may_not_be_short(fake: FakeServer, connect):
+    good = fake.answer
+    fake.answer = lambda body: cut_short(body, 2) if len(fake.bodies) == 1 else good(body)
+    (record,) = connect().generate(requests(1))
+    assert record.values["attempt"] == 1
+    assert [len(body["input_ids"]) for body in fake.bodies] == [3, 3]
 
 
 def test_an_abort_names_the_running_request_and_skips_the_waiting_ones(fake: FakeServer, connect):

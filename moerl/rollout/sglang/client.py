@@ -1,0 +1,122 @@
+"""What the trainer asks of one SGLang server, call by call. Runs in the engine's event loop.
+
+Tokens go in and come out as ids; the server has no tokenizer. Every request carries its own seed, and a prefix-cache
+key of the weights' version: entries of other weights are never hit.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moerl.contract.ports import RolloutRequest
+from moerl.contract.trajectory import Lineage, ModelSpec, SamplingParams
+from moerl.rollout.sglang.answers import first_row
+from moerl.rollout.sglang.endpoint import Endpoint
+from moerl.rollout.sglang.handshake import ServerFacts, check_model, check_options, check_patches, read_facts
+from moerl.rollout.sglang.http import SGLangHttp, TransportError
+from moerl.rollout.sglang.patches import read_patches
+
+_PROBE = RolloutRequest(Lineage("probe", "probe", "probe"), (0,), SamplingParams(temperature=0.0), 1)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What the trainer's model is. moe_layers: indices of its MoE layers among its decoder layers."""
+
+    spec: ModelSpec
+    moe_layers: tuple[int, ...]
+
+
+class ServerClient:
+    """One server; connections are made when they are needed."""
+
+    def __init__(self, endpoint: Endpoint, *, max_connections: int, timeout_seconds: float) -> None:
+        """timeout_seconds: longest time from asking for a response to having it."""
+        self.endpoint = endpoint
+        self._http = SGLangHttp(endpoint, max_connections=max_connections, timeout_seconds=timeout_seconds)
+
+    async def facts(self, model: ModelFacts | None) -> ServerFacts:
+        """The handshake: what the server is, compared with this version's patches and with `model` where it is given.
+
+        Raises:
+            EngineError: it cannot be reached, or something is missing; the message names it.
+        """
+        info = await self._http.get("/server_info")
+        weights = await self._http.get("/model_info")
+        facts = read_facts(info, str(weights.get("weight_version")))
+        check_patches(facts, read_patches().fingerprint)
+        check_options(facts)
+        if model is not None:
+            check_model(facts, model.spec, model.moe_layers)
+        return facts
+
+    async def ask(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The `meta_info` of the answer to one attempt.
+
+        Raises:
+            TransportError: there is no whole answer; another attempt may succeed.
+            EngineError: the server refused the request.
+        """
+        reply = await self._http.post_once("/generate", body)
+        meta = reply.get("meta_info")
+        if not isinstance(meta, dict) or meta.get("id") != body["rid"]:
+            seen = meta.get("id") if isinstance(meta, dict) else type(meta).__name__
+            raise TransportError("SGLang /generate: an answer to another request", seen=seen, expected=body["rid"])
+        return meta
+
+    async def probe(self, timeout_seconds: float) -> None:
+        """Has one token sampled: a server whose scheduler hangs answers health checks all the same.
+
+        Raises:
+            TransportError: it was not, in time.
+            EngineError: the server refused.
+        """
+        await self._http.post_once("/generate", request_body(_PROBE, new_request_id("probe"), -1), timeout_seconds)
+
+    async def abort(self, request_id: str) -> None:
+        """Has a request answered with what it has; one that is not there is not missed."""
+        await self._http.admin("/abort_request", {"rid": request_id})
+
+    async def close(self) -> None:
+        await self._http.close()
+
+
+def new_request_id(rollout_id: str) -> str:
+    """Another one for every attempt. Aborts match prefixes of ids: what comes first is unique and of one length."""
+    return f"{secrets.token_hex(8)}-{rollout_id}"
+
+
+def request_body(
+    request: RolloutRequest, request_id: str, policy_version: int, sampled_ids: Sequence[int] = ()
+) -> dict[str, Any]:
+    """The JSON body of `/generate`; the answer is msgpack.
+
+    Args:
+        sampled_ids: tokens of the response that are there already. The answer goes on behind them; draws depend on seed
+            and position alone, and so come out as without the interruption.
+    """
+    sampling = request.sampling
+    params: dict[str, Any] = {
+        "max_new_tokens": request.max_new_tokens - len(sampled_ids),
+        # The model's own end-of-sequence ids do not count, only those of the request.
+        "ignore_eos": True,
+        "stop_token_ids": list(request.stop_ids),
+        "temperature": sampling.temperature,
+        "sampling_seed": sampling.seed,
+    }
+    if not sampling.is_greedy:
+        params |= {"top_p": sampling.top_p, "min_p": sampling.min_p, "top_k": sampling.effective_top_k or -1}
+    return {
+        "rid": request_id,
+        "input_ids": [*request.prompt_ids, *sampled_ids],
+        "sampling_params": params,
+        "return_logprob": True,
+        "return_routed_experts": True,
+        "routed_experts_start_len": first_row(request, len(sampled_ids)),
+        "return_sampling_mask": sampling.cuts,
+        "compact_answer": True,
+        "extra_key": f"weights-{policy_version}",
+    }

@@ -1,0 +1,107 @@
+"""One server of an engine and what is known about it. Belongs to the engine's event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from moerl.errors import EngineError, MoerlError
+from moerl.rollout.sglang.client import ServerClient
+from moerl.rollout.sglang.handshake import ServerFacts
+from moerl.rollout.sglang.http import TransportError
+from moerl.rollout.sglang.sources import ServerSource
+from moerl.rollout.sglang.weights import WeightLink
+
+
+class State(StrEnum):
+    """starting: not asked yet. healthy: gets requests. suspect: a request failed or nothing is heard of it; it is
+    probed, and gets no new ones. restarting: lost; its source is making another. stale: serves, but not the current
+    weights. dead: given up."""
+
+    STARTING = "starting"
+    HEALTHY = "healthy"
+    SUSPECT = "suspect"
+    RESTARTING = "restarting"
+    STALE = "stale"
+    DEAD = "dead"
+
+
+class StaleServerError(EngineError):
+    """The server holds other weights than it should."""
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """A place for a server; the server itself may be replaced.
+
+    client, link, facts: of the present server; None before there is one. asks: requests under way.
+    losses: servers lost in a row without an answer in between. strikes: failures in a row, those at one time counted
+    once. struck_at, heard_at: when it failed last, when an answer came last, by the monotonic clock.
+    error: why it is not healthy.
+    """
+
+    name: str
+    source: ServerSource
+    client: ServerClient | None = None
+    link: WeightLink | None = None
+    facts: ServerFacts | None = None
+    state: State = State.STARTING
+    load: int = 0
+    asks: set[asyncio.Future[Any]] = field(default_factory=set)
+    losses: int = 0
+    strikes: int = 0
+    struck_at: float = 0.0
+    heard_at: float = 0.0
+    error: MoerlError | None = None
+
+    @property
+    def is_connected(self) -> bool:
+        return self.state in (State.HEALTHY, State.SUSPECT, State.STALE)
+
+    def heard(self) -> None:
+        """An answer came."""
+        self.strikes = self.losses = 0
+        self.heard_at = time.monotonic()
+        if self.state is State.SUSPECT:
+            self.state = State.HEALTHY
+
+    def strike(self, asked_at: float) -> int:
+        """A request that was asked at `asked_at` failed; returns the strikes. What failed together counts once."""
+        if asked_at > self.struck_at:
+            self.strikes += 1
+            self.struck_at = time.monotonic()
+        return self.strikes
+
+    async def ask(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The `meta_info` of an answer.
+
+        Raises:
+            TransportError: none came, or the server was lost meanwhile.
+            EngineError: as `ServerClient.ask`.
+        """
+        if self.client is None:
+            raise TransportError(f"SGLang server {self.name!r} was lost before it was asked")
+        asked = asyncio.ensure_future(self.client.ask(body))
+        self.asks.add(asked)
+        try:
+            await asyncio.wait({asked})
+        finally:
+            self.asks.discard(asked)
+            asked.cancel()
+        if asked.cancelled():
+            raise TransportError(f"SGLang server {self.name!r} was lost while it worked on a request")
+        return asked.result()
+
+    async def disconnect(self) -> None:
+        """Gives up what is under way, and the present server."""
+        for asked in list(self.asks):
+            asked.cancel()
+        client, link = self.client, self.link
+        self.client = self.link = None
+        if client is not None:
+            await client.close()
+        if link is not None:
+            await asyncio.to_thread(link.abandon)

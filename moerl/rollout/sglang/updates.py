@@ -1,0 +1,141 @@
+"""Weight updates of an engine's servers: what is sent, what is kept for those that come later. Runs in its event loop.
+
+Buckets go to all servers side by side as they arrive, and a copy of the set is kept in this process: a server that
+takes the place of a lost one, or was away, gets it before it gets requests. A set that turns out not to be whole leaves
+servers with a mixture; they get the set before it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+from torch import Tensor
+
+from moerl.errors import WeightSyncError
+from moerl.rollout.sglang.member import Member
+from moerl.rollout.sglang.weight_set import WeightSet
+from moerl.rollout.sglang.weights import WeightLink
+
+KEPT_BUCKET_BYTES = 256 << 20
+"""Of a set that is sent again from the copy."""
+
+
+class Updates:
+    """The sets of weights of one engine.
+
+    Attributes:
+        held: version and tensors that servers should hold; None before the first update.
+        is_open: an update has begun and not ended.
+    """
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], tied: Mapping[str, str]) -> None:
+        self.held: tuple[int, Mapping[str, Tensor]] | None = None
+        self.is_open = False
+        self._set = WeightSet(shapes, tied)
+        self._targets: list[Member] = []
+        self._num_buckets = 0
+        # Held from the beginning to the end of an update, and while a late server is brought up.
+        self._lock = asyncio.Lock()
+
+    async def begin(self, version: int, members: Sequence[Member]) -> list[tuple[Member, WeightSyncError]]:
+        """Starts an update of `members`; one that was never ended is forgotten. Returns those that failed."""
+        self._set.begin(version)
+        if not self.is_open:
+            await self._lock.acquire()
+            self.is_open = True
+        self._targets, self._num_buckets = list(members), 0
+        return await self._on_all(WeightLink.begin)
+
+    async def receive(self, tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[Member, WeightSyncError]]:
+        """Keeps and sends one bucket, and returns when it was sent. Returns the servers that failed.
+
+        Raises:
+            WeightSyncError: as `WeightSet.receive`.
+        """
+        bucket = await asyncio.to_thread(self._set.receive, tensors)
+        number, self._num_buckets = self._num_buckets, self._num_buckets + 1
+        return await self._on_all(lambda link: link.send(bucket, number)) if bucket else []
+
+    async def end(self) -> list[tuple[Member, WeightSyncError]]:
+        """Takes the set into use. Returns the servers that failed.
+
+        Raises:
+            WeightSyncError: the set is not whole. Call `give_up` then.
+        """
+        held = await asyncio.to_thread(self._set.take)
+        failed = await self._on_all(lambda link: link.end(held[0]))
+        self.held = held
+        self._close()
+        return failed
+
+    async def give_up(self) -> list[tuple[Member, WeightSyncError]]:
+        """Instead of `end`: brings servers back to what they held before. Returns those that failed, which is all of
+        them where there was nothing before."""
+        held = self.held
+        if held is None:
+            nothing = WeightSyncError("weight update: broken off, and there was none before it")
+            failed = [(member, nothing) for member in self._targets]
+        else:
+            failed = await self._on_all(lambda link: send_all(link, *held))
+        self._close()
+        return failed
+
+    async def bring_up(self, member: Member) -> None:
+        """Has a server that comes late hold what it should, where anything was sent yet.
+
+        Raises:
+            WeightSyncError: a step failed.
+        """
+        async with self._lock:
+            held, link = self.held, member.link
+            if held is not None and link is not None:
+                await asyncio.to_thread(send_all, link, *held)
+
+    async def _on_all(self, step: Callable[[WeightLink], None]) -> list[tuple[Member, WeightSyncError]]:
+        """One step on every server that is still in the update, side by side; those that fail are out of it."""
+        links = [(member, member.link) for member in self._targets]
+        results = await asyncio.gather(*(_step(step, link) for _, link in links))
+        failed = [(member, error) for (member, _), error in zip(links, results, strict=True) if error is not None]
+        self._targets = [member for (member, _), error in zip(links, results, strict=True) if error is None]
+        return failed
+
+    def _close(self) -> None:
+        self.is_open, self._targets = False, []
+        self._lock.release()
+
+
+def send_all(link: WeightLink, version: int, tensors: Mapping[str, Tensor]) -> None:
+    """A whole update of one server.
+
+    Raises:
+        WeightSyncError: a step failed.
+    """
+    link.begin()
+    for number, bucket in enumerate(_buckets(tensors, KEPT_BUCKET_BYTES)):
+        link.send(bucket, number)
+    link.end(version)
+
+
+async def _step(step: Callable[[WeightLink], None], link: WeightLink | None) -> WeightSyncError | None:
+    if link is None:
+        return WeightSyncError("weight update: the server was lost meanwhile")
+    try:
+        await asyncio.to_thread(step, link)
+    except WeightSyncError as error:
+        return error
+    return None
+
+
+def _buckets(tensors: Mapping[str, Tensor], bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+    """Consecutive tensors; each bucket but the last reaches `bucket_bytes`."""
+    bucket: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, tensor in tensors.items():
+        bucket.append((name, tensor))
+        size += tensor.numel() * tensor.element_size()
+        if size >= bucket_bytes:
+            yield bucket
+            bucket, size = [], 0
+    if bucket:
+        yield bucket
