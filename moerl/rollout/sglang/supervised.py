@@ -51,7 +51,12 @@ class SupervisedOptions:
 
 
 class SupervisedSGLang:
-    """A `PolicyEngine` on one server at a time."""
+    """A `PolicyEngine` on one server at a time.
+
+    Attributes:
+        unfinished: rollout ids of the latest `generate` call that yielded no record: aborted before their first token,
+            or given up. Ask for them again.
+    """
 
     def __init__(self, source: ServerSource, model: ModelFacts, options: SupervisedOptions, version: int) -> None:
         """Takes the first server.
@@ -70,6 +75,7 @@ class SupervisedSGLang:
         self._weights: SGLangWeights | None = None
         self._left: Mapping[str, RolloutRequest] = {}
         self._aborted: set[str] = set()
+        self.unfinished: list[str] = []
         self._open()
 
     def handshake(self) -> EngineInfo:
@@ -143,8 +149,16 @@ class SupervisedSGLang:
         return self._engine
 
     def _generate(self, left: dict[str, RolloutRequest]) -> Iterator[RolloutRecord]:
-        losses = earlier_attempts = 0
         self._left, self._aborted = left, set()
+        try:
+            yield from self._answers(left)
+        finally:
+            self.unfinished = list(left)
+            self._left = {}
+
+    def _answers(self, left: dict[str, RolloutRequest]) -> Iterator[RolloutRecord]:
+        """Records of `left`, which shrinks; over as many servers as it takes."""
+        losses = earlier_attempts = 0
         while left:
             try:
                 self._require_current()
