@@ -56,6 +56,24 @@ def server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
         yield started
 
 
+@pytest.fixture(scope="session")
+def pressed_server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangServer]:
+    """Two ranks, a key-value pool that forces retractions, and prefills in small pieces. Who changes its weights puts
+    those of `model_folder` back."""
+    options = ServerOptions(
+        model=model_folder,
+        environment=sglang_live.ENVIRONMENT,
+        device="cpu",
+        dtype="float32",
+        tensor=2,
+        max_pool_tokens=700,
+        chunked_prefill_tokens=16,
+    )
+    with SGLangServer(options, tmp_path_factory.mktemp("pressed")) as started:
+        started.wait_until_ready(START_SECONDS)
+        yield started
+
+
 @pytest.fixture
 def engine(server: SGLangServer, model: ModelFacts) -> Iterator[SGLangEngine]:
     made = SGLangEngine(server.endpoint, model, engine_id="sglang-0", max_running=16, timeout_seconds=120.0)

@@ -1,4 +1,4 @@
-"""Weight updates of a live server, idle and under load."""
+"""Weight updates of a live server of two ranks, idle and under load; its pool is tight enough for retractions besides."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from moerl.contract.ports import RolloutRecord
 from moerl.contract.trajectory import FinishReason, SamplingParams, Trajectory
 from moerl.errors import WeightSyncError
 from moerl.rollout.sglang.engine import ModelFacts, SGLangEngine
-from moerl.rollout.sglang.server import ServerOptions, SGLangServer
+from moerl.rollout.sglang.server import SGLangServer
 from moerl.rollout.sglang.weights import PauseMode, SGLangWeights, WeightTransport
 
 pytestmark = pytest.mark.sglang
@@ -29,25 +29,16 @@ def other_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return families.write_model(tmp_path_factory.mktemp("other") / "hf", families.FAMILIES["qwen3_moe"], seed=1)
 
 
-@pytest.fixture(scope="module")
-def updated_server(
-    model_folder: Path, environment: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[SGLangServer]:
-    options = ServerOptions(
-        model=model_folder, environment=environment, device="cpu", dtype="float32", max_pool_tokens=4096
-    )
-    with SGLangServer(options, tmp_path_factory.mktemp("updated")) as started:
-        started.wait_until_ready(500.0)
-        yield started
-
-
 class Pair:
     """An engine and the sink of its weights; `send` updates it to the model of a folder."""
 
     def __init__(self, server: SGLangServer, model: ModelFacts, folder: Path, pause: PauseMode) -> None:
         shapes = {name: tuple(tensor.shape) for name, tensor in load_file(folder / "model.safetensors").items()}
         self.engine = SGLangEngine(server.endpoint, model, engine_id="s", max_running=16, timeout_seconds=120.0)
-        transport = WeightTransport(shapes, bucket_bytes=100_000, pause=pause, timeout_seconds=60.0)
+        num_ranks = self.engine.facts.num_ranks
+        transport = WeightTransport(
+            shapes, num_ranks=num_ranks, bucket_bytes=100_000, pause=pause, timeout_seconds=60.0
+        )
         self.sink = SGLangWeights(server.endpoint, transport, on_update=self.engine.handshake)
         self.version = self.engine.handshake().policy_version
 
@@ -63,10 +54,11 @@ class Pair:
 
 
 @pytest.fixture
-def pair(request, updated_server: SGLangServer, model: ModelFacts, model_folder: Path) -> Iterator[Pair]:
-    made = Pair(updated_server, model, model_folder, request.param)
+def pair(request, pressed_server: SGLangServer, model: ModelFacts, model_folder: Path) -> Iterator[Pair]:
+    made = Pair(pressed_server, model, model_folder, request.param)
     made.send(model_folder)
     yield made
+    made.send(model_folder)
     made.close()
 
 
@@ -74,6 +66,7 @@ def pair(request, updated_server: SGLangServer, model: ModelFacts, model_folder:
 def test_new_weights_are_used_and_named_after_an_update(pair: Pair, model_folder: Path, other_folder: Path):
     requests = make_requests(12)
     before = collect(pair.engine, requests)
+    assert pair.engine.facts.num_ranks == 2
     pair.send(other_folder)
     assert pair.engine.handshake().policy_version == pair.version
     reference = Reference(other_folder)
