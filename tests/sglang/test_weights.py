@@ -1,4 +1,4 @@
-"""Weight updates of a live server of two ranks, idle and under load; its pool is tight enough for retractions besides."""
+"""Weight updates of a live server, idle and under load. It has two ranks, and a pool that forces retractions besides."""
 
 from __future__ import annotations
 
