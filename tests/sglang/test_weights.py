@@ -1,4 +1,4 @@
-"""Weight updates of a live server, idle and under load. It has two ranks, and a pool that forces retractions besides."""
+"""Weight updates of a live server, idle and under load. It has two ranks, and a pool that forces retractions, too."""
 
 from __future__ import annotations
 
