@@ -28,7 +28,7 @@ V = 61
 BOS, EOS = 1, 2
 ADDED = (57, 58, 59, 60)
 """Ids of tokens that were added to the vocabulary; the last ones."""
-MAX_POSITIONS = 96
+MAX_POSITIONS = 256
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 _SIZES: dict[str, Any] = {
     "vocab_size": 64,

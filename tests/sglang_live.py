@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,24 @@ from moerl.contract.trajectory import ModelSpec, Trajectory
 from moerl.rollout.sglang.answers import decode_compact, finish_reason, trajectory_values, version_spans
 from moerl.rollout.sglang.endpoint import Endpoint
 from moerl.rollout.sglang.engine import request_body
+from moerl.rollout.sglang.server import ServerOptions, SGLangServer
 
 ENVIRONMENT = Path(os.environ.get("MOERL_SGLANG_ENV", Path(__file__).parents[1] / ".venv-sglang"))
 """Where `make sglang` makes the servers' environment."""
+
+START_SECONDS = 500.0
+"""Far more than a server takes on a busy machine."""
+
+
+@contextmanager
+def running(options: ServerOptions, folder: Path) -> Iterator[SGLangServer]:
+    """A server that is ready. It ends at once: its own way out takes up to ten seconds."""
+    server = SGLangServer(options, folder)
+    try:
+        server.wait_until_ready(START_SECONDS)
+        yield server
+    finally:
+        server.stop(grace_seconds=0.0)
 
 
 def post(endpoint: Endpoint, path: str, body: Mapping[str, Any], *, key: str | None = None) -> httpx.Response:

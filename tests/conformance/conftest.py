@@ -19,8 +19,7 @@ def sglang_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangSe
     options = ServerOptions(
         folder / "model", sglang_live.ENVIRONMENT, device="cpu", dtype="float32", max_pool_tokens=8192, vocab_size=V
     )
-    with SGLangServer(options, folder / "server") as server:
-        server.wait_until_ready(500.0)
+    with sglang_live.running(options, folder / "server") as server:
         yield server
 
 

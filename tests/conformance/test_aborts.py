@@ -5,16 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-from conformance_cases import Build, collect, make_requests, require_same
+from conformance_cases import MAX_POSITIONS, Build, collect, make_requests, require_same
 
 from moerl.contract.ports import RolloutRequest
 from moerl.contract.trajectory import FinishReason, Trajectory
 
 
 def _long(count: int) -> list[RolloutRequest]:
-    """The first is done soon, the others take a while."""
-    requests = [replace(r, max_new_tokens=80, prompt_ids=(1, 2, 3), stop_ids=()) for r in make_requests(count)]
-    return [replace(requests[0], max_new_tokens=4), *requests[1:]]
+    """The first is done soon, the second takes far longer than it takes to abort it, the others go on for a while."""
+    requests = [replace(r, prompt_ids=(1, 2, 3), stop_ids=(), max_new_tokens=60) for r in make_requests(count)]
+    first, second, *others = requests
+    return [replace(first, max_new_tokens=4), replace(second, max_new_tokens=MAX_POSITIONS - 10), *others]
 
 
 def _require_beginning(trajectory: Trajectory, whole: Trajectory) -> None:
@@ -25,7 +26,7 @@ def _require_beginning(trajectory: Trajectory, whole: Trajectory) -> None:
 
 
 def test_aborted_rollouts_keep_what_they_have(build: Build):
-    requests, engine = _long(8), build()
+    requests, engine = _long(8), build(3)
     whole = collect(engine, requests)
     iterator = engine.generate(requests)
     records = [next(iterator)]
@@ -58,10 +59,11 @@ def test_rollouts_aborted_before_their_first_token_yield_nothing_and_are_named(b
 
 def test_only_the_named_rollout_is_aborted(build: Build):
     requests = _long(12)
-    engine = build()
+    engine = build(6)
     whole = collect(engine, requests)
     iterator = engine.generate(requests)
     records = [next(iterator)]
+    # The ids of two others begin like its own.
     engine.abort(["r1", "nobody"])
     records += iterator
     trajectories = {record.rollout_id: Trajectory(**record.values) for record in records}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-from conformance_cases import Build, Subject, V, collect, make_requests, require_routes
+from conformance_cases import MAX_POSITIONS, Build, Subject, V, collect, make_requests, require_routes
 
 from moerl.contract.trajectory import FinishReason
 
@@ -39,10 +39,10 @@ def test_answers_of_one_token_from_prompts_of_one_token(build: Build, subject: S
 def test_long_prompts_almost_fill_the_context(build: Build, subject: Subject):
     rng = np.random.default_rng(3)
     requests = [
-        replace(r, prompt_ids=tuple(rng.integers(0, V, 89).tolist()), max_new_tokens=5, stop_ids=())
+        replace(r, prompt_ids=tuple(rng.integers(0, V, MAX_POSITIONS - 7).tolist()), max_new_tokens=5, stop_ids=())
         for r in make_requests(6)
     ]
     model = subject.model(0)
     for trajectory in collect(build(4), requests).values():
-        assert len(trajectory) == 94
+        assert len(trajectory) == MAX_POSITIONS - 2
         require_routes(trajectory, model)

@@ -17,7 +17,6 @@ from moerl.contract.spec import moe_layer_indices
 from moerl.rollout.sglang.engine import ModelFacts, SGLangEngine
 from moerl.rollout.sglang.server import ServerOptions, SGLangServer
 
-START_SECONDS = 500.0
 FAMILY = families.FAMILIES["qwen3_moe"]
 
 
@@ -51,8 +50,7 @@ def server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     options = ServerOptions(
         model=model_folder, environment=sglang_live.ENVIRONMENT, device="cpu", dtype="float32", max_pool_tokens=16384
     )
-    with SGLangServer(options, tmp_path_factory.mktemp("server")) as started:
-        started.wait_until_ready(START_SECONDS)
+    with sglang_live.running(options, tmp_path_factory.mktemp("server")) as started:
         yield started
 
 
@@ -69,8 +67,7 @@ def pressed_server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory)
         max_pool_tokens=700,
         chunked_prefill_tokens=16,
     )
-    with SGLangServer(options, tmp_path_factory.mktemp("pressed")) as started:
-        started.wait_until_ready(START_SECONDS)
+    with sglang_live.running(options, tmp_path_factory.mktemp("pressed")) as started:
         yield started
 
 

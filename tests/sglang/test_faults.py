@@ -27,7 +27,7 @@ from moerl.rollout.sglang.supervised import SupervisedOptions, SupervisedSGLang
 
 pytestmark = pytest.mark.sglang
 
-MAX_NEW_TOKENS = 190
+MAX_NEW_TOKENS = 96
 
 
 class Supervised:

@@ -22,7 +22,7 @@ def test_chunked_prefill_retractions_and_two_ranks_change_nothing(
 ):
     rng = np.random.default_rng(5)
     requests = [
-        replace(r, prompt_ids=tuple(rng.integers(0, 91, 24 + i).tolist()), max_new_tokens=215, stop_ids=())
+        replace(r, prompt_ids=tuple(rng.integers(0, 91, 24 + i).tolist()), max_new_tokens=120, stop_ids=())
         for i, r in enumerate(make_requests(12))
     ]
     replies = sglang_live.generate_together(pressed_server.endpoint, requests)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import sglang_live
 from sglang_installations import copy_of, rename_release, take_patches_out
 
 from moerl.cli import main
@@ -52,10 +53,9 @@ def unpatched_server(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(server_module, "verify_patches", lambda *arguments: None)
         patch.setattr(server_module, "launch_options", upstream_options)
-        started = SGLangServer(options, tmp_path_factory.mktemp("unpatched-server"))
-    with started:
-        started.wait_until_ready(500.0)
-        yield started
+        with sglang_live.running(options, tmp_path_factory.mktemp("unpatched-server")) as started:
+            patch.undo()
+            yield started
 
 
 def refusal_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:

@@ -1,4 +1,4 @@
-"""What a live server makes of a request: seeds, stop ids, aborts, versions, keys."""
+"""What a live server makes of a request: seeds, aborts, keys, fields. What engines promise is in `tests/conformance`."""
 
 from __future__ import annotations
 
@@ -39,29 +39,6 @@ def test_both_engines_draw_the_same_tokens_from_the_same_seeds(engine: SGLangEng
         assert trajectory.token_ids.tolist() == there[rollout_id].token_ids.tolist()
 
 
-def test_a_request_does_not_depend_on_its_batchmates(engine: SGLangEngine):
-    requests = make_requests(12)
-    together = collect(engine, requests)
-    for request in requests:
-        (alone,) = collect(engine, [request]).values()
-        assert alone.token_ids.tolist() == together[request.lineage.rollout_id].token_ids.tolist()
-
-
-def test_only_the_stop_ids_of_the_request_end_a_response(engine: SGLangEngine):
-    for trajectory in collect(engine, make_requests(12, 40, stop_ids=(3, 17, 40))).values():
-        stopped = np.isin(trajectory.token_ids[trajectory.sampled], (3, 17, 40))
-        assert not stopped[:-1].any()
-        assert (trajectory.finish_reason == FinishReason.STOP) == stopped[-1]
-    for trajectory in collect(engine, make_requests(6, 30, stop_ids=())).values():
-        assert trajectory.finish_reason == FinishReason.LENGTH
-
-
-def test_answers_of_one_token_from_prompts_of_one_token(engine: SGLangEngine):
-    requests = [replace(r, prompt_ids=r.prompt_ids[:1], max_new_tokens=1) for r in make_requests(9)]
-    for trajectory in collect(engine, requests).values():
-        assert trajectory.expert_ids.shape == (1, 4, 2)
-
-
 def test_requests_as_long_as_the_server_takes_are_answered_in_full(engine: SGLangEngine):
     request = make_requests(1, stop_ids=())[0]
     room = engine._facts.report.max_request_tokens
@@ -82,6 +59,20 @@ def test_aborted_requests_keep_what_they_have(engine: SGLangEngine):
     assert aborted
     assert all(0 < t.num_sampled < 190 for t in aborted)
     assert len(records) + len(engine.unfinished) == 20
+
+
+def test_a_request_aborted_in_the_servers_queue_has_no_record(server: SGLangServer, model: ModelFacts):
+    # More than the 64 that the server runs side by side: the others wait there, without a token.
+    engine = SGLangEngine(server.endpoint, model, engine_id="s", max_running=96, timeout_seconds=120.0)
+    short, *requests = [replace(r, prompt_ids=(1, 2), max_new_tokens=190, stop_ids=()) for r in make_requests(96)]
+    iterator = engine.generate([replace(short, max_new_tokens=4), *requests])
+    records = [next(iterator)]
+    engine.abort()
+    records += iterator
+    engine.close()
+    assert len(engine.unfinished) >= 20
+    assert all(record.values["sampled"].any() for record in records)
+    assert len(records) + len(engine.unfinished) == 96
 
 
 def test_a_wrong_key_is_named_and_the_admin_key_guards_what_changes_a_server(server: SGLangServer, model: ModelFacts):
