@@ -1,4 +1,4 @@
-"""What a live server makes of a request: seeds, aborts, keys, fields. What engines promise is in `tests/conformance`."""
+"""What a live server makes of a request: seeds, aborts, keys, fields. What any engine promises: `tests/conformance`."""
 
 from __future__ import annotations
 
