@@ -70,7 +70,8 @@ def test_a_request_aborted_in_the_servers_queue_has_no_record(server: SGLangServ
     engine.abort()
     records += iterator
     engine.close()
-    assert len(engine.unfinished) >= 20
+    # Aborts come one by one, and each makes room for one of those that wait: how many are left is not known.
+    assert engine.unfinished
     assert all(record.values["sampled"].any() for record in records)
     assert len(records) + len(engine.unfinished) == 96
 
