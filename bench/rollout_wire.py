@@ -28,9 +28,15 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from moerl.contract.ports import RolloutRequest
 from moerl.contract.spec import spec_from_hf_config
 from moerl.contract.trajectory import Lineage, ModelSpec, SamplingParams
-from moerl.rollout.sglang.answers import decode_compact, finish_reason, trajectory_values, version_spans
+from moerl.rollout.sglang.answers import (
+    decode_compact,
+    finish_reason,
+    read_segment,
+    trajectory_values,
+    version_spans,
+)
+from moerl.rollout.sglang.client import request_body
 from moerl.rollout.sglang.endpoint import Endpoint
-from moerl.rollout.sglang.engine import request_body
 from moerl.rollout.sglang.server import ServerOptions, SGLangServer
 
 NUM_PROMPT, NUM_NEW, NUM_REQUESTS, REPEATS = 64, 192, 8, 5
@@ -94,8 +100,8 @@ def ask(endpoint: Endpoint, requests: list[RolloutRequest], *, compact: bool) ->
 def read_compact(body: bytes, request: RolloutRequest, spec: ModelSpec) -> dict[str, Any]:
     """The fields of the data contract from the compact field."""
     meta = msgspec.msgpack.decode(body)["meta_info"]
-    answer = decode_compact(meta["compact_answer"])
-    return trajectory_values(request, answer, version_spans(meta), finish_reason(meta), spec)
+    segment = read_segment(request, decode_compact(meta["compact_answer"]), version_spans(meta), 0, spec)
+    return trajectory_values(request, [segment], finish_reason(meta), spec)
 
 
 def read_upstream(body: bytes, request: RolloutRequest, spec: ModelSpec) -> dict[str, Any]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,36 @@ import msgspec
 
 from moerl.contract.ports import RolloutRequest
 from moerl.contract.trajectory import ModelSpec, Trajectory
-from moerl.rollout.sglang.answers import decode_compact, finish_reason, trajectory_values, version_spans
+from moerl.rollout.sglang.answers import (
+    decode_compact,
+    finish_reason,
+    read_segment,
+    trajectory_values,
+    version_spans,
+)
+from moerl.rollout.sglang.client import ModelFacts, request_body
 from moerl.rollout.sglang.endpoint import Endpoint
-from moerl.rollout.sglang.engine import request_body
+from moerl.rollout.sglang.engine import SGLangEngine
+from moerl.rollout.sglang.fleet import EngineOptions
+from moerl.rollout.sglang.server import ServerOptions, SGLangServer
+from moerl.rollout.sglang.sources import ServerSource
 
 ENVIRONMENT = Path(os.environ.get("MOERL_SGLANG_ENV", Path(__file__).parents[1] / ".venv-sglang"))
 """Where `make sglang` makes the servers' environment."""
+
+START_SECONDS = 500.0
+"""Far more than a server takes on a busy machine."""
+
+
+@contextmanager
+def running(options: ServerOptions, folder: Path) -> Iterator[SGLangServer]:
+    """A server that is ready. It ends at once: its own way out takes up to ten seconds."""
+    server = SGLangServer(options, folder)
+    try:
+        server.wait_until_ready(START_SECONDS)
+        yield server
+    finally:
+        server.stop(grace_seconds=0.0)
 
 
 def post(endpoint: Endpoint, path: str, body: Mapping[str, Any], *, key: str | None = None) -> httpx.Response:
@@ -54,5 +80,35 @@ def generate_together(endpoint: Endpoint, requests: Sequence[RolloutRequest]) ->
 
 def trajectory(request: RolloutRequest, reply: Mapping[str, Any], spec: ModelSpec) -> Trajectory:
     meta = reply["meta_info"]
-    answer = decode_compact(meta["compact_answer"])
-    return Trajectory(**trajectory_values(request, answer, version_spans(meta), finish_reason(meta), spec))
+    segment = read_segment(request, decode_compact(meta["compact_answer"]), version_spans(meta), 0, spec)
+    return Trajectory(**trajectory_values(request, [segment], finish_reason(meta), spec))
+
+
+@dataclass(frozen=True)
+class GivenServer:
+    """A source of one server that tests share."""
+
+    endpoint: Endpoint
+
+    def open(self) -> Endpoint:
+        return self.endpoint
+
+    def close(self) -> None:
+        """The server goes on."""
+
+
+def connect(*servers: Endpoint | ServerSource, model: ModelFacts, version: int = 0, **changes: Any) -> SGLangEngine:
+    """An engine on running servers, or on sources of them. changes: of `EngineOptions`."""
+    options: dict[str, Any] = {
+        "engine_id": "sglang",
+        "dtype": "float32",
+        "max_running": 16,
+        "response_seconds": 120.0,
+        "probe_seconds": 60.0,
+        "update_seconds": 60.0,
+        "shapes": {},
+        "tied": {},
+        "say": print,
+    }
+    sources = [GivenServer(server) if isinstance(server, Endpoint) else server for server in servers]
+    return SGLangEngine(sources, model, EngineOptions(**options | changes), version)

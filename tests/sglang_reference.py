@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -51,14 +52,18 @@ class Reference:
         self.logprob_error = 0.0
 
     def compare(self, trajectory: Trajectory) -> None:
+        self.compare_part(trajectory, slice(None), np.flatnonzero(trajectory.sampled).tolist())
+
+    def compare_part(self, trajectory: Trajectory, rows: slice, tokens: Iterable[int]) -> None:
+        """Some rows of routing, and some sampled tokens."""
         with torch.no_grad():
             logits = self.judge.logits(trajectory.token_ids[:-1]).double()
         routes = np.sort(self.judge.chosen().numpy(), -1)
-        self.routing_mismatches += int((np.sort(trajectory.expert_ids, -1) != routes).any(-1).sum())
-        self.num_rows += routes.shape[0] * routes.shape[1]
+        self.routing_mismatches += int((np.sort(trajectory.expert_ids, -1) != routes)[rows].any(-1).sum())
+        self.num_rows += routes[rows].shape[0] * routes.shape[1]
         sampling = trajectory.turns[1].sampling
         assert sampling is not None
-        for t in np.flatnonzero(trajectory.sampled).tolist():
+        for t in tokens:
             self._compare_token(trajectory, t, logits[t - 1], sampling)
 
     def _compare_token(self, trajectory: Trajectory, t: int, logits_V: torch.Tensor, sampling: SamplingParams) -> None:

@@ -14,10 +14,10 @@ import sglang_live
 import torch
 
 from moerl.contract.spec import moe_layer_indices
-from moerl.rollout.sglang.engine import ModelFacts, SGLangEngine
+from moerl.rollout.sglang.client import ModelFacts
+from moerl.rollout.sglang.engine import SGLangEngine
 from moerl.rollout.sglang.server import ServerOptions, SGLangServer
 
-START_SECONDS = 500.0
 FAMILY = families.FAMILIES["qwen3_moe"]
 
 
@@ -51,13 +51,29 @@ def server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     options = ServerOptions(
         model=model_folder, environment=sglang_live.ENVIRONMENT, device="cpu", dtype="float32", max_pool_tokens=16384
     )
-    with SGLangServer(options, tmp_path_factory.mktemp("server")) as started:
-        started.wait_until_ready(START_SECONDS)
+    with sglang_live.running(options, tmp_path_factory.mktemp("server")) as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def pressed_server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangServer]:
+    """Two ranks, a key-value pool that forces retractions, and prefills in small pieces. Who changes its weights puts
+    those of `model_folder` back."""
+    options = ServerOptions(
+        model=model_folder,
+        environment=sglang_live.ENVIRONMENT,
+        device="cpu",
+        dtype="float32",
+        tensor=2,
+        max_pool_tokens=700,
+        chunked_prefill_tokens=16,
+    )
+    with sglang_live.running(options, tmp_path_factory.mktemp("pressed")) as started:
         yield started
 
 
 @pytest.fixture
 def engine(server: SGLangServer, model: ModelFacts) -> Iterator[SGLangEngine]:
-    made = SGLangEngine(server.endpoint, model, engine_id="sglang-0", max_running=16, timeout_seconds=120.0)
+    made = sglang_live.connect(server.endpoint, model=model)
     yield made
     made.close()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import families
 import pytest
+from moerl.rollout.sglang.supervised import SupervisedOptions, SupervisedSGLang
 from safetensors.torch import load_file
 from sglang_proxy import SPOILERS, spoiling
 from sglang_reference import Reference, make_requests
@@ -23,11 +24,10 @@ from moerl.rollout.sglang.endpoint import Endpoint
 from moerl.rollout.sglang.engine import ModelFacts, SGLangEngine
 from moerl.rollout.sglang.server import ServerOptions, SGLangServer
 from moerl.rollout.sglang.sources import OwnServer
-from moerl.rollout.sglang.supervised import SupervisedOptions, SupervisedSGLang
 
 pytestmark = pytest.mark.sglang
 
-MAX_NEW_TOKENS = 190
+MAX_NEW_TOKENS = 96
 
 
 class Supervised:

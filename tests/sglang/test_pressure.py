@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,39 +11,21 @@ import sglang_live
 from sglang_reference import Reference, make_requests
 
 from moerl.contract.trajectory import SamplingParams
-from moerl.rollout.sglang.engine import ModelFacts
-from moerl.rollout.sglang.server import ServerOptions, SGLangServer
+from moerl.rollout.sglang.client import ModelFacts
+from moerl.rollout.sglang.server import SGLangServer
 
 pytestmark = pytest.mark.sglang
 
 
-@pytest.fixture(scope="module")
-def tight_server(
-    model_folder: Path, environment: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[SGLangServer]:
-    options = ServerOptions(
-        model=model_folder,
-        environment=environment,
-        device="cpu",
-        dtype="float32",
-        tensor=2,
-        max_pool_tokens=700,
-        chunked_prefill_tokens=16,
-    )
-    with SGLangServer(options, tmp_path_factory.mktemp("tight")) as started:
-        started.wait_until_ready(500.0)
-        yield started
-
-
 def test_chunked_prefill_retractions_and_two_ranks_change_nothing(
-    tight_server: SGLangServer, server: SGLangServer, model: ModelFacts, model_folder: Path
+    pressed_server: SGLangServer, server: SGLangServer, model: ModelFacts, model_folder: Path
 ):
     rng = np.random.default_rng(5)
     requests = [
-        replace(r, prompt_ids=tuple(rng.integers(0, 91, 24 + i).tolist()), max_new_tokens=215, stop_ids=())
+        replace(r, prompt_ids=tuple(rng.integers(0, 91, 24 + i).tolist()), max_new_tokens=120, stop_ids=())
         for i, r in enumerate(make_requests(12))
     ]
-    replies = sglang_live.generate_together(tight_server.endpoint, requests)
+    replies = sglang_live.generate_together(pressed_server.endpoint, requests)
     assert sum(reply["meta_info"]["num_retractions"] for reply in replies) > 0
     reference = Reference(model_folder)
     for request, reply in zip(requests, replies, strict=True):
@@ -54,11 +35,11 @@ def test_chunked_prefill_retractions_and_two_ranks_change_nothing(
     assert [r["output_ids"] for r in replies] == [r["output_ids"] for r in easy]
 
 
-def test_greedy_and_uncut_requests_side_by_side(tight_server: SGLangServer, model: ModelFacts, model_folder: Path):
+def test_greedy_and_uncut_requests_side_by_side(pressed_server: SGLangServer, model: ModelFacts, model_folder: Path):
     reference = Reference(model_folder)
     requests = [
         replace(r, sampling=SamplingParams(temperature=float(i % 2), seed=i)) for i, r in enumerate(make_requests(8))
     ]
-    for request, reply in zip(requests, sglang_live.generate(tight_server.endpoint, requests), strict=True):
+    for request, reply in zip(requests, sglang_live.generate(pressed_server.endpoint, requests), strict=True):
         reference.compare(sglang_live.trajectory(request, reply, model.spec))
     reference.require_parity()

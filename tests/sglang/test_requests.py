@@ -1,4 +1,4 @@
-"""What a live server makes of a request: seeds, stop ids, aborts, versions, keys."""
+"""What a live server makes of a request: seeds, aborts, keys, fields. What any engine promises: `tests/conformance`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from moerl.contract.trajectory import FinishReason, SamplingParams, Trajectory
 from moerl.errors import EngineError
 from moerl.rollout.embedded import EmbeddedEngine
 from moerl.rollout.sglang.answers import decode_compact
-from moerl.rollout.sglang.engine import ModelFacts, SGLangEngine
+from moerl.rollout.sglang.client import ModelFacts
+from moerl.rollout.sglang.engine import SGLangEngine
 from moerl.rollout.sglang.server import SGLangServer
 
 pytestmark = pytest.mark.sglang
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.sglang
 
 def test_the_handshake_tells_spec_and_version(engine: SGLangEngine, model: ModelFacts):
     info = engine.handshake()
-    assert (info.spec, info.policy_version, info.engine_id) == (model.spec, 0, "sglang-0")
+    assert (info.spec, info.policy_version, info.engine_id) == (model.spec, 0, "sglang")
 
 
 def test_both_engines_draw_the_same_tokens_from_the_same_seeds(engine: SGLangEngine, model: ModelFacts, model_folder):
@@ -39,32 +40,9 @@ def test_both_engines_draw_the_same_tokens_from_the_same_seeds(engine: SGLangEng
         assert trajectory.token_ids.tolist() == there[rollout_id].token_ids.tolist()
 
 
-def test_a_request_does_not_depend_on_its_batchmates(engine: SGLangEngine):
-    requests = make_requests(12)
-    together = collect(engine, requests)
-    for request in requests:
-        (alone,) = collect(engine, [request]).values()
-        assert alone.token_ids.tolist() == together[request.lineage.rollout_id].token_ids.tolist()
-
-
-def test_only_the_stop_ids_of_the_request_end_a_response(engine: SGLangEngine):
-    for trajectory in collect(engine, make_requests(12, 40, stop_ids=(3, 17, 40))).values():
-        stopped = np.isin(trajectory.token_ids[trajectory.sampled], (3, 17, 40))
-        assert not stopped[:-1].any()
-        assert (trajectory.finish_reason == FinishReason.STOP) == stopped[-1]
-    for trajectory in collect(engine, make_requests(6, 30, stop_ids=())).values():
-        assert trajectory.finish_reason == FinishReason.LENGTH
-
-
-def test_answers_of_one_token_from_prompts_of_one_token(engine: SGLangEngine):
-    requests = [replace(r, prompt_ids=r.prompt_ids[:1], max_new_tokens=1) for r in make_requests(9)]
-    for trajectory in collect(engine, requests).values():
-        assert trajectory.expert_ids.shape == (1, 4, 2)
-
-
 def test_requests_as_long_as_the_server_takes_are_answered_in_full(engine: SGLangEngine):
     request = make_requests(1, stop_ids=())[0]
-    room = engine._facts.report.max_request_tokens
+    room = engine._fleet.max_request_tokens
     (trajectory,) = collect(engine, [replace(request, max_new_tokens=room - len(request.prompt_ids))]).values()
     assert len(trajectory) == room
     with pytest.raises(EngineError, match="max_new_tokens"):
@@ -84,10 +62,25 @@ def test_aborted_requests_keep_what_they_have(engine: SGLangEngine):
     assert len(records) + len(engine.unfinished) == 20
 
 
+def test_a_request_aborted_in_the_servers_queue_has_no_record(server: SGLangServer, model: ModelFacts):
+    # More than the 64 that the server runs side by side: the others wait there, without a token.
+    engine = sglang_live.connect(server.endpoint, model=model, max_running=96)
+    short, *requests = [replace(r, prompt_ids=(1, 2), max_new_tokens=190, stop_ids=()) for r in make_requests(96)]
+    iterator = engine.generate([replace(short, max_new_tokens=4), *requests])
+    records = [next(iterator)]
+    engine.abort()
+    records += iterator
+    engine.close()
+    # Aborts come one by one, and each makes room for one of those that wait: how many are left is not known.
+    assert engine.unfinished
+    assert all(record.values["sampled"].any() for record in records)
+    assert len(records) + len(engine.unfinished) == 96
+
+
 def test_a_wrong_key_is_named_and_the_admin_key_guards_what_changes_a_server(server: SGLangServer, model: ModelFacts):
     wrong = replace(server.endpoint, api_key="wrong")
     with pytest.raises(EngineError, match="does not know our key"):
-        SGLangEngine(wrong, model, engine_id="e", max_running=1, timeout_seconds=30.0)
+        sglang_live.connect(wrong, model=model)
     for path in ("/pause_generation", "/flush_cache", "/abort_request", "/begin_weight_update"):
         assert sglang_live.post(server.endpoint, path, {"rid": "none"}).status_code == 401
 
@@ -95,7 +88,7 @@ def test_a_wrong_key_is_named_and_the_admin_key_guards_what_changes_a_server(ser
 def test_a_server_of_another_model_is_refused(server: SGLangServer, model: ModelFacts):
     other = ModelFacts(replace(model.spec, num_moe_layers=3), (0, 2, 3))
     with pytest.raises(EngineError, match="MoE layers"):
-        SGLangEngine(server.endpoint, other, engine_id="e", max_running=1, timeout_seconds=30.0)
+        sglang_live.connect(server.endpoint, model=other)
 
 
 def test_the_compact_field_says_what_the_old_fields_say(server: SGLangServer):

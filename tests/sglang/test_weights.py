@@ -1,25 +1,26 @@
-"""Weight updates of a live server, idle and under load."""
+"""Weight updates of a live server, idle and under load. It has two ranks, and a pool that forces retractions, too."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import families
 import numpy as np
 import pytest
+import sglang_live
 from safetensors.torch import load_file
 from sglang_reference import Reference, collect, make_requests
 
-from moerl.contract.ports import RolloutRecord
-from moerl.contract.trajectory import FinishReason, SamplingParams, Trajectory
+from moerl.contract.ports import RolloutRecord, RolloutRequest
+from moerl.contract.trajectory import SamplingParams, Trajectory
 from moerl.errors import WeightSyncError
-from moerl.rollout.sglang.engine import ModelFacts, SGLangEngine
-from moerl.rollout.sglang.server import ServerOptions, SGLangServer
-from moerl.rollout.sglang.weights import PauseMode, SGLangWeights, WeightTransport
+from moerl.rollout.sglang.client import ModelFacts
+from moerl.rollout.sglang.fleet import Interrupt
+from moerl.rollout.sglang.server import SGLangServer
 
 pytestmark = pytest.mark.sglang
 
@@ -29,128 +30,149 @@ def other_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return families.write_model(tmp_path_factory.mktemp("other") / "hf", families.FAMILIES["qwen3_moe"], seed=1)
 
 
-@pytest.fixture(scope="module")
-def updated_server(
-    model_folder: Path, environment: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[SGLangServer]:
-    options = ServerOptions(
-        model=model_folder, environment=environment, device="cpu", dtype="float32", max_pool_tokens=4096
-    )
-    with SGLangServer(options, tmp_path_factory.mktemp("updated")) as started:
-        started.wait_until_ready(500.0)
-        yield started
+class Updated:
+    """An engine that is updated to the models of folders. used: the folder of every version."""
 
-
-class Pair:
-    """An engine and the sink of its weights; `send` updates it to the model of a folder."""
-
-    def __init__(self, server: SGLangServer, model: ModelFacts, folder: Path, pause: PauseMode) -> None:
+    def __init__(self, server: SGLangServer, model: ModelFacts, folder: Path, interrupt: Interrupt) -> None:
         shapes = {name: tuple(tensor.shape) for name, tensor in load_file(folder / "model.safetensors").items()}
-        self.engine = SGLangEngine(server.endpoint, model, engine_id="s", max_running=16, timeout_seconds=120.0)
-        transport = WeightTransport(shapes, bucket_bytes=100_000, pause=pause, timeout_seconds=60.0)
-        self.sink = SGLangWeights(server.endpoint, transport, on_update=self.engine.handshake)
-        self.version = self.engine.handshake().policy_version
+        self.engine = sglang_live.connect(
+            server.endpoint, model=model, version=-1, max_running=64, shapes=shapes, interrupt=interrupt
+        )
+        self.version, self.used = 0, {}
+        self.send(folder)
 
     def send(self, folder: Path) -> None:
+        """In three buckets."""
+        tensors = list(load_file(folder / "model.safetensors").items())
+        third = len(tensors) // 3
         self.version += 1
-        self.sink.begin_update(self.version)
-        self.sink.receive(load_file(folder / "model.safetensors").items())
-        self.sink.end_update()
-
-    def close(self) -> None:
-        self.sink.close()
-        self.engine.close()
+        self.used[self.version] = folder
+        self.engine.begin_update(self.version)
+        for bucket in (tensors[:third], tensors[third : 2 * third], tensors[2 * third :]):
+            self.engine.receive(bucket)
+        self.engine.end_update()
 
 
 @pytest.fixture
-def pair(request, updated_server: SGLangServer, model: ModelFacts, model_folder: Path) -> Iterator[Pair]:
-    made = Pair(updated_server, model, model_folder, request.param)
-    made.send(model_folder)
+def updated(request, pressed_server: SGLangServer, model: ModelFacts, model_folder: Path) -> Iterator[Updated]:
+    made = Updated(pressed_server, model, model_folder, getattr(request, "param", Interrupt.RETRACT))
     yield made
-    made.close()
+    made.version = -1  # what other tests of this server expect
+    made.send(model_folder)
+    made.engine.close()
 
 
-@pytest.mark.parametrize("pair", ["retract"], indirect=True)
-def test_new_weights_are_used_and_named_after_an_update(pair: Pair, model_folder: Path, other_folder: Path):
+def test_new_weights_are_used_and_named_after_an_update(updated: Updated, model_folder: Path, other_folder: Path):
     requests = make_requests(12)
-    before = collect(pair.engine, requests)
-    pair.send(other_folder)
-    assert pair.engine.handshake().policy_version == pair.version
+    before = collect(updated.engine, requests)
+    updated.send(other_folder)
+    assert updated.engine.handshake().policy_version == 2
     reference = Reference(other_folder)
-    for rollout_id, trajectory in collect(pair.engine, requests).items():
-        assert set(trajectory.policy_versions[trajectory.sampled].tolist()) == {pair.version}
-        assert set(before[rollout_id].policy_versions[before[rollout_id].sampled].tolist()) == {pair.version - 1}
+    for rollout_id, trajectory in collect(updated.engine, requests).items():
+        assert set(trajectory.policy_versions[trajectory.sampled].tolist()) == {2}
+        assert set(before[rollout_id].policy_versions[before[rollout_id].sampled].tolist()) == {1}
         reference.compare(trajectory)
     reference.require_parity()
 
 
-@pytest.mark.parametrize("pair", ["retract"], indirect=True)
-def test_a_set_that_is_not_whole_leaves_weights_and_version_as_they_were(pair: Pair, other_folder: Path):
+def test_a_set_that_is_not_whole_leaves_weights_and_version_as_they_were(updated: Updated, other_folder: Path):
     requests = make_requests(6)
-    before = collect(pair.engine, requests)
-    pair.sink.begin_update(pair.version + 1)
-    pair.sink.receive(list(load_file(other_folder / "model.safetensors").items())[:-1])
+    before = collect(updated.engine, requests)
+    updated.engine.begin_update(2)
+    updated.engine.receive(list(load_file(other_folder / "model.safetensors").items())[:-1])
     with pytest.raises(WeightSyncError, match="missing"):
-        pair.sink.end_update()
-    assert pair.engine.handshake().policy_version == pair.version
-    for rollout_id, trajectory in collect(pair.engine, requests).items():
+        updated.engine.end_update()
+    assert updated.engine.handshake().policy_version == 1
+    for rollout_id, trajectory in collect(updated.engine, requests).items():
         assert trajectory.token_ids.tolist() == before[rollout_id].token_ids.tolist()
 
 
-def under_load(pair: Pair, folders: list[Path]) -> dict[str, Trajectory]:
-    """Long responses during which the weights change to each of `folders`, after one and after two shorter ones."""
+def test_an_update_whose_sender_stopped_half_way_is_undone_before_anything_is_sampled(
+    updated: Updated, other_folder: Path
+):
+    requests = make_requests(6)
+    before = collect(updated.engine, requests)
+    updated.engine.begin_update(2)
+    updated.engine.receive(list(load_file(other_folder / "model.safetensors").items())[:10])
+    for rollout_id, trajectory in collect(updated.engine, requests).items():
+        assert trajectory.token_ids.tolist() == before[rollout_id].token_ids.tolist()
+
+
+def long_requests(count: int) -> list[RolloutRequest]:
     sampling = SamplingParams(top_p=0.9, top_k=20)
-    requests = [
-        replace(r, sampling=replace(sampling, seed=i), max_new_tokens=220, stop_ids=(), prompt_ids=r.prompt_ids[:20])
-        for i, r in enumerate(make_requests(8))
+    return [
+        replace(r, sampling=replace(sampling, seed=i), max_new_tokens=60 + i % 40, stop_ids=(), prompt_ids=(1, 2, 3, i))
+        for i, r in enumerate(make_requests(count))
     ]
-    requests[0], requests[1] = replace(requests[0], max_new_tokens=20), replace(requests[1], max_new_tokens=100)
+
+
+def under_load(updated: Updated, folders: list[Path], requests: list[RolloutRequest]) -> dict[str, Trajectory]:
+    """The weights change to each of `folders`, after the first answer and after the sixteenth."""
     records: list[RolloutRecord] = []
-    thread = threading.Thread(target=lambda: records.extend(pair.engine.generate(requests)))
+    thread = threading.Thread(target=lambda: records.extend(updated.engine.generate(requests)))
     thread.start()
-    for number, folder in enumerate(folders, 1):
-        while len(records) < number and thread.is_alive():
-            time.sleep(0.05)
-        pair.send(folder)
+    for number, folder in enumerate(folders):
+        while len(records) < 1 + 15 * number and thread.is_alive():
+            time.sleep(0.01)
+        updated.send(folder)
     thread.join()
+    assert len(records) == len({record.rollout_id for record in records}) == len(requests)
     return {record.rollout_id: Trajectory(**record.values) for record in records}
 
 
-@pytest.mark.parametrize("pair", ["retract"], indirect=True)
-def test_a_retracted_request_keeps_the_routes_of_its_logprobs(pair: Pair, model_folder: Path, other_folder: Path):
-    trajectories = under_load(pair, [other_folder, model_folder])
-    assert len(trajectories) == 8
-    folders = {pair.version: model_folder, pair.version - 1: other_folder, pair.version - 2: model_folder}
-    references = {version: Reference(folder) for version, folder in folders.items()}
-    seen = set()
-    for trajectory in trajectories.values():
-        versions = trajectory.policy_versions[trajectory.sampled]
-        seen |= set(versions.tolist())
-        first = int((versions == versions[0]).sum())
-        num_prompt = len(trajectory) - trajectory.num_sampled
-        # Tokens of the first version, and the rows that sampled them, are those of the first weights.
-        end = num_prompt + first
-        judge = references[int(versions[0])].judge
-        routes = np.sort(judge.routes(trajectory.token_ids[: end - 1]), -1)
-        assert np.array_equal(np.sort(trajectory.expert_ids[: end - 1], -1), routes)
-        # What the last version sampled was computed with its weights alone: the prefix was computed again.
-        last = int((versions == versions[-1]).sum())
-        if len(set(versions.tolist())) > 1:
-            rows = slice(len(trajectory) - last - 1, None)
-            again = np.sort(references[int(versions[-1])].judge.routes(trajectory.token_ids[:-1]), -1)
-            assert np.array_equal(np.sort(trajectory.expert_ids, -1)[rows], again[rows])
-    assert len(seen) > 1
+def require_versions(trajectory: Trajectory, reference_of: Callable[[int], Reference]) -> None:
+    """Every token, and the rows that the weights which sampled it computed, are those of its version."""
+    versions, num_prompt = trajectory.policy_versions, len(trajectory) - trajectory.num_sampled
+    assert (np.diff(versions[num_prompt:]) >= 0).all()
+    for version in np.unique(versions[num_prompt:]).tolist():
+        tokens = num_prompt + np.flatnonzero(versions[num_prompt:] == version)
+        start, end = int(tokens[0]), int(tokens[-1]) + 1
+        # The first weights computed the prompt, too; later ones computed all before theirs again, but old rows stay.
+        first_row = 0 if version == versions[num_prompt] else start - 1
+        reference_of(version).compare_part(trajectory, slice(first_row, end - 1), range(start, end))
 
 
-@pytest.mark.parametrize("pair", ["abort"], indirect=True)
-def test_an_update_that_aborts_returns_what_was_sampled_by_the_old_weights(
-    pair: Pair, model_folder: Path, other_folder: Path
+@pytest.mark.parametrize("updated", list(Interrupt), indirect=True)
+def test_updates_under_64_requests_keep_tokens_routes_kept_sets_and_versions_together(
+    updated: Updated, model_folder: Path, other_folder: Path
 ):
-    trajectories = under_load(pair, [other_folder])
-    aborted = [t for t in trajectories.values() if t.finish_reason == FinishReason.ABORT]
-    assert aborted
-    reference = Reference(model_folder)
-    for trajectory in aborted:
-        assert set(trajectory.policy_versions[trajectory.sampled].tolist()) == {pair.version - 1}
-        reference.compare(trajectory)
-    reference.require_parity()
+    references: dict[int, Reference] = {}
+
+    def reference_of(version: int) -> Reference:
+        if version not in references:
+            references[version] = Reference(updated.used[version])
+        return references[version]
+
+    # The server works on 64 of them at first.
+    trajectories = under_load(updated, [other_folder, model_folder], long_requests(80))
+    for trajectory in trajectories.values():
+        assert trajectory.finish_reason == "length"
+        require_versions(trajectory, reference_of)
+    for reference in references.values():
+        reference.require_parity()
+    spread = [len(np.unique(t.policy_versions[t.sampled])) for t in trajectories.values()]
+    costs = updated.engine.costs
+    assert len(references) > 1
+    if updated.engine._options.interrupt is Interrupt.DRAIN:
+        assert set(spread) == {1}
+        assert costs.recomputed_tokens == 0
+    else:
+        assert max(spread) > 1
+        assert costs.recomputed_tokens > 0
+    assert costs.interrupted > 0
+    assert costs.stalled_seconds > 0
+
+
+@pytest.mark.parametrize("updated", [Interrupt.ABORT_RESUME, Interrupt.RETRACT], indirect=True)
+def test_an_update_to_the_same_weights_changes_nothing_but_versions(updated: Updated, model_folder: Path):
+    requests = long_requests(24)
+    undisturbed = collect(updated.engine, requests)
+    seen = under_load(updated, [model_folder, model_folder], requests)
+    assert {len(np.unique(t.policy_versions[t.sampled])) for t in seen.values()} != {1}
+    for rollout_id, trajectory in seen.items():
+        whole = undisturbed[rollout_id]
+        assert trajectory.token_ids.tolist() == whole.token_ids.tolist()
+        assert np.array_equal(np.sort(trajectory.expert_ids, -1), np.sort(whole.expert_ids, -1))
+        assert np.array_equal(trajectory.kept.ids, whole.kept.ids)
+        assert np.array_equal(trajectory.kept.offsets, whole.kept.offsets)
+        np.testing.assert_allclose(trajectory.rollout_logprobs, whole.rollout_logprobs, atol=1e-5)

@@ -193,11 +193,12 @@ class SGLangEngine:
             raise stale_server(member, seen, expected)
 
     async def _begin(self, version: int) -> None:
+        self._updates.stage(version)
         if not self._updates.is_open:
             self._stalled_at = time.perf_counter()
             await self._interrupt()
         members = [member for member in self._fleet.members if member.state in (State.HEALTHY, State.SUSPECT)]
-        self._lose(await self._updates.begin(version, members))
+        self._lose(await self._updates.begin(members))
 
     async def _interrupt(self) -> None:
         """Until servers may be paused."""

@@ -197,6 +197,8 @@ def launch_options(options: ServerOptions, port: int) -> dict[str, Any]:
             "attention-backend": "torch_native",
             "cuda-graph-backend-decode": "disabled",
             "cuda-graph-backend-prefill": "disabled",
+            # Or an idle scheduler keeps a core busy that the trainer needs.
+            "sleep-on-idle": True,
         }
     return chosen
 

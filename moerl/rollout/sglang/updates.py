@@ -38,9 +38,16 @@ class Updates:
         # Held from the beginning to the end of an update, and while a late server is brought up.
         self._lock = asyncio.Lock()
 
-    async def begin(self, version: int, members: Sequence[Member]) -> list[tuple[Member, WeightSyncError]]:
-        """Starts an update of `members`; one that was never ended is forgotten. Returns those that failed."""
+    def stage(self, version: int) -> None:
+        """Makes room for a set; one that was never ended is forgotten. Servers go on.
+
+        Raises:
+            WeightSyncError: not a version.
+        """
         self._set.begin(version)
+
+    async def begin(self, members: Sequence[Member]) -> list[tuple[Member, WeightSyncError]]:
+        """Starts the update of `members`. Returns those that failed."""
         if not self.is_open:
             await self._lock.acquire()
             self.is_open = True

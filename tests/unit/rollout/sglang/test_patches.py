@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from pathlib import Path
 
 import pytest
@@ -112,3 +113,16 @@ def test_our_own_patches_are_well_formed_and_each_has_a_line_in_the_readme():
     assert [patch.name[:4] for patch in patches.patches] == [f"{i:04d}" for i in range(1, len(patches.patches) + 1)]
     for patch in patches.patches:
         assert f"`{patch.name}`" in readme
+
+
+def test_the_readme_names_a_test_for_every_patch_and_each_is_there():
+    tests = Path(__file__).parents[3]
+    rows = [line for line in (release_folder() / "README.md").read_text().splitlines() if line.startswith("| `")]
+    assert len(rows) == len(read_patches().patches)
+    for row in rows:
+        column = row.split(" | ")[-1]
+        files = re.findall(r"`(\w+/test_\w+\.py)`", column)
+        assert files, column
+        source = "".join((tests / file).read_text() for file in files)
+        for name in re.findall(r"`(test_\w+)`", column):
+            assert f"def {name}(" in source

@@ -1,0 +1,106 @@
+"""What an answer says: lineage, versions, routing, log-probs and kept sets, held against plain transformers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from conformance_cases import Build, Subject, V, collect, forward, make_requests
+
+from moerl.contract.ports import RolloutEngine
+from moerl.contract.trajectory import MAX_KEPT_IDS, SamplingParams
+from moerl.errors import EngineError
+
+
+def _log_softmax(z: np.ndarray) -> np.ndarray:
+    z = z - z.max(-1, keepdims=True)
+    return z - np.log(np.exp(z).sum(-1, keepdims=True))
+
+
+def test_the_handshake_tells_spec_and_version(build: Build, subject: Subject):
+    engine = build()
+    info = engine.handshake()
+    assert isinstance(engine, RolloutEngine)
+    assert (info.spec, info.policy_version) == (subject.spec, 0)
+    assert (info.reported_layers, info.layer_numbers) == ("moe", subject.moe_layers)
+    assert info.captures_routing
+    assert info.captures_kept_sets
+
+
+def test_every_request_becomes_one_valid_trajectory_with_its_lineage(build: Build):
+    requests, engine = make_requests(12), build()
+    trajectories = collect(engine, requests)
+    for request in requests:
+        trajectory = trajectories[request.lineage.rollout_id]
+        num_prompt = len(request.prompt_ids)
+        assert trajectory.lineage == request.lineage
+        assert tuple(trajectory.token_ids[:num_prompt]) == request.prompt_ids
+        assert trajectory.sampled.tolist() == [False] * num_prompt + [True] * trajectory.num_sampled
+        assert trajectory.routed.all()
+        assert [turn.sampling for turn in trajectory.turns] == [None, request.sampling]
+        assert (trajectory.policy_versions[num_prompt:] == 0).all()
+        assert trajectory.engine_id == engine.handshake().engine_id
+        assert all(seconds >= 0 for seconds in trajectory.timings.values())
+
+
+def test_logprobs_and_routing_are_those_of_a_full_forward_pass(build: Build, subject: Subject):
+    model = subject.model(0)
+    mismatches = 0
+    for trajectory in collect(build(), make_requests(18)).values():
+        logits, experts = forward(model, trajectory.token_ids)
+        mismatches += int((np.sort(trajectory.expert_ids, -1) != experts[:-1]).any((1, 2)).sum())
+        sampling = trajectory.turns[1].sampling
+        assert sampling is not None
+        if sampling.is_greedy:
+            continue
+        full = _log_softmax(logits / sampling.temperature)
+        for t in np.flatnonzero(trajectory.sampled):
+            both = trajectory.rollout_logprobs[t] + trajectory.kept_logmass[t]
+            assert both == pytest.approx(full[t - 1, trajectory.token_ids[t]], abs=1e-5)
+            kept = trajectory.kept.ids[trajectory.kept.offsets[t] : trajectory.kept.offsets[t + 1]]
+            if trajectory.truncated[t]:
+                mass = np.log(np.exp(full[t - 1, kept]).sum())
+                assert trajectory.kept_logmass[t] == pytest.approx(mass, abs=1e-5)
+    assert mismatches == 0
+
+
+def test_top_k_bounds_the_kept_sets_and_full_sampling_lists_nothing(build: Build):
+    for trajectory in collect(build(), make_requests(12)).values():
+        sampling = trajectory.turns[1].sampling
+        assert sampling is not None
+        sizes = trajectory.kept.sizes[trajectory.sampled]
+        limit = 1 if sampling.is_greedy else min(sampling.effective_top_k or 0, V)
+        assert (sizes <= limit).all()
+        assert ((sizes > 0) == sampling.cuts).all()
+        assert (trajectory.truncated[trajectory.sampled] == sampling.cuts).all()
+
+
+def test_top_p_alone_gets_the_finite_top_k_of_the_contract(build: Build):
+    sampling = SamplingParams(top_p=0.999, seed=1)
+    assert sampling.effective_top_k == MAX_KEPT_IDS
+    (trajectory,) = collect(build(), [replace(make_requests(1)[0], sampling=sampling)]).values()
+    assert (trajectory.kept.sizes[trajectory.sampled] > 0).all()
+    assert trajectory.turns[1].sampling == sampling
+
+
+def test_greedy_takes_the_most_likely_token_with_logprob_zero(build: Build, subject: Subject):
+    model = subject.model(0)
+    request = replace(make_requests(5)[4], stop_ids=())
+    (trajectory,) = collect(build(), [request]).values()
+    logits, _ = forward(model, trajectory.token_ids)
+    best = logits.argmax(-1)[:-1][trajectory.sampled[1:]]
+    assert trajectory.token_ids[trajectory.sampled].tolist() == best.tolist()
+    assert (trajectory.rollout_logprobs == 0).all()
+    assert (trajectory.kept_logmass == 0).all()
+
+
+def test_no_requests_give_no_records(build: Build):
+    assert list(build().generate([])) == []
+
+
+def test_a_refused_request_is_named(build: Build):
+    requests = make_requests(3)
+    bad = replace(requests[2], prompt_ids=(V,))
+    with pytest.raises(EngineError, match="'r2'"):
+        list(build().generate([*requests[:2], bad]))
