@@ -148,26 +148,30 @@ def _go_on_later(pid: int, seconds: float) -> None:
     os.killpg(pid, signal.SIGCONT)
 
 
+@pytest.fixture(scope="module")
+def unspoilt(server: SGLangServer, model: ModelFacts) -> dict[str, Trajectory]:
+    return _collect(server.endpoint, model)
+
+
 @pytest.mark.parametrize("kind", sorted(SPOILERS))
 def test_spoilt_answers_are_asked_for_again(
-    kind: str, server: SGLangServer, model: ModelFacts, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, server: SGLangServer, unspoilt, model: ModelFacts, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(http, "_BACKOFF_SECONDS", (0.0, 0.0, 0.0))
     monkeypatch.setattr(http, "MAX_RESPONSE_BYTES", 500_000)
-    requests = make_requests(12)
-    good = _collect(server.endpoint, model, requests)
     with spoiling(server.endpoint, SPOILERS[kind]) as proxy:
-        seen = _collect(proxy.endpoint, model, requests)
-    assert seen.keys() == good.keys()
+        seen = _collect(proxy.endpoint, model)
+    assert seen.keys() == unspoilt.keys()
     assert sum(trajectory.attempt for trajectory in seen.values()) > 0
     reference = Reference(model_folder)
     for rollout_id, trajectory in seen.items():
-        assert trajectory.token_ids.tolist() == good[rollout_id].token_ids.tolist()
+        assert trajectory.token_ids.tolist() == unspoilt[rollout_id].token_ids.tolist()
         reference.compare(trajectory)
     reference.require_parity()
 
 
-def _collect(endpoint: Endpoint, model: ModelFacts, requests) -> dict[str, Trajectory]:
+def _collect(endpoint: Endpoint, model: ModelFacts) -> dict[str, Trajectory]:
+    requests = make_requests(8, 12)
     # One after the other: which answer is spoilt does not depend on the scheduler.
     engine = SGLangEngine(endpoint, model, engine_id="s2", max_running=1, timeout_seconds=60.0)
     records = list(engine.generate(requests))

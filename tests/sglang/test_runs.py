@@ -44,9 +44,9 @@ class Finished:
         return [record for record in map(json.loads, lines) if record["stage"] == "rl"]
 
 
-def train(folder: Path, *overrides: str, kill_after_step: int | None = None) -> Finished:
+def train(folder: Path, *overrides: str, steps: int = STEPS, kill_after_step: int | None = None) -> Finished:
     """`moerl train recipe=tiny`; the server is killed when the rollouts of `kill_after_step` are on disk."""
-    command = [sys.executable, "-m", "moerl", "train", "recipe=tiny", f"algorithm.steps={STEPS}", f"run_dir={folder}"]
+    command = [sys.executable, "-m", "moerl", "train", "recipe=tiny", f"algorithm.steps={steps}", f"run_dir={folder}"]
     with subprocess.Popen(
         [*command, *overrides],
         stdout=subprocess.PIPE,
@@ -71,7 +71,7 @@ def served(environment: Path, tmp_path_factory: pytest.TempPathFactory) -> Finis
 
 
 def test_a_server_and_the_embedded_engine_sample_the_same_rollouts(served: Finished, tmp_path: Path):
-    embedded = train(tmp_path / "embedded")
+    embedded = train(tmp_path / "embedded", steps=1)
     theirs = embedded.rollouts(1)
     ours = served.rollouts(1)
     assert ours.keys() == theirs.keys()
