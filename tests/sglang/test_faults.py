@@ -8,11 +8,13 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import families
 import pytest
-from moerl.rollout.sglang.supervised import SupervisedOptions, SupervisedSGLang
+import sglang_live
 from safetensors.torch import load_file
 from sglang_proxy import SPOILERS, spoiling
 from sglang_reference import Reference, make_requests
@@ -20,8 +22,9 @@ from sglang_reference import Reference, make_requests
 from moerl.contract.ports import RolloutRecord
 from moerl.contract.trajectory import Trajectory
 from moerl.rollout.sglang import http
+from moerl.rollout.sglang.client import ModelFacts
 from moerl.rollout.sglang.endpoint import Endpoint
-from moerl.rollout.sglang.engine import ModelFacts, SGLangEngine
+from moerl.rollout.sglang.member import State
 from moerl.rollout.sglang.server import ServerOptions, SGLangServer
 from moerl.rollout.sglang.sources import OwnServer
 
@@ -30,27 +33,36 @@ pytestmark = pytest.mark.sglang
 MAX_NEW_TOKENS = 96
 
 
-class Supervised:
-    """A managed server that starts with the weights of one folder and was brought to hold those of another."""
+class Own:
+    """An engine with servers of its own, that start without weights and are brought to hold those of a folder."""
 
-    def __init__(self, folder: Path, options: ServerOptions, model: ModelFacts, weights: Path) -> None:
-        tensors = load_file(weights / "model.safetensors")
+    def __init__(self, folder: Path, options: ServerOptions, model: ModelFacts, weights: Path, count: int) -> None:
+        self.tensors = list(load_file(weights / "model.safetensors").items())
         self.said: list[str] = []
-        self.source = OwnServer(options, folder, 200.0)
-        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        supervised = SupervisedOptions("s0", "float32", 8, 6.0, 20.0, shapes, {}, self.said.append)
-        self.engine = SupervisedSGLang(self.source, model, supervised, -1)
-        self.update = lambda version: self._send(version, tensors)
+        self.sources = [
+            OwnServer(replace(options, first_device=i), folder / str(i), sglang_live.START_SECONDS)
+            for i in range(count)
+        ]
+        shapes = {name: tuple(tensor.shape) for name, tensor in self.tensors}
+        changes: dict[str, Any] = {"max_running": 8, "probe_seconds": 5.0, "update_seconds": 20.0}
+        self.engine = sglang_live.connect(
+            *self.sources, model=model, version=-1, shapes=shapes, say=self.said.append, **changes
+        )
 
-    def _send(self, version: int, tensors) -> None:
+    def update(self, version: int, between: Callable[[], None] | None = None) -> None:
+        """In two buckets; `between` happens in between."""
+        half = len(self.tensors) // 2
         self.engine.begin_update(version)
-        self.engine.receive(tensors.items())
+        self.engine.receive(self.tensors[:half])
+        if between is not None:
+            between()
+        self.engine.receive(self.tensors[half:])
         self.engine.end_update()
 
-    @property
-    def pid(self) -> int:
-        assert self.source.server is not None
-        return self.source.server.endpoint.pid
+    def pid(self, number: int = 0) -> int:
+        server = self.sources[number].server
+        assert server is not None
+        return server.endpoint.pid
 
     def answers(self, fault: Callable[[], None] | None = None) -> dict[str, Trajectory]:
         """Sixteen long responses; `fault` happens after the second of them."""
@@ -62,6 +74,12 @@ class Supervised:
         assert Counter(record.rollout_id for record in records) == Counter(f"r{i}" for i in range(16))
         return {record.rollout_id: Trajectory(**record.values) for record in records}
 
+    def wait_until_healthy(self) -> None:
+        deadline = time.monotonic() + sglang_live.START_SECONDS
+        while set(self.engine.states.values()) != {State.HEALTHY}:
+            assert time.monotonic() < deadline, self.engine.states
+            time.sleep(0.2)
+
 
 @pytest.fixture(scope="module")
 def other_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -69,21 +87,33 @@ def other_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def supervised(
-    model_folder: Path, other_folder: Path, environment: Path, model: ModelFacts, tmp_path_factory
-) -> Iterator[Supervised]:
-    options = ServerOptions(
+def options(model_folder: Path, environment: Path) -> ServerOptions:
+    return ServerOptions(
         model_folder, environment, device="cpu", dtype="float32", max_pool_tokens=8192, policy_version=-1
     )
-    made = Supervised(tmp_path_factory.mktemp("supervised"), options, model, other_folder)
+
+
+@pytest.fixture(scope="module")
+def own(options: ServerOptions, other_folder: Path, model: ModelFacts, tmp_path_factory) -> Iterator[Own]:
+    """One server."""
+    made = Own(tmp_path_factory.mktemp("own"), options, model, other_folder, 1)
     made.update(4)
     yield made
     made.engine.close()
 
 
 @pytest.fixture(scope="module")
-def undisturbed(supervised: Supervised) -> dict[str, Trajectory]:
-    return supervised.answers()
+def two(options: ServerOptions, other_folder: Path, model: ModelFacts, tmp_path_factory) -> Iterator[Own]:
+    """Two servers."""
+    made = Own(tmp_path_factory.mktemp("two"), options, model, other_folder, 2)
+    made.update(4)
+    yield made
+    made.engine.close()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(own: Own) -> dict[str, Trajectory]:
+    return own.answers()
 
 
 def require_same(seen: dict[str, Trajectory], undisturbed: dict[str, Trajectory], folder: Path) -> None:
@@ -96,37 +126,84 @@ def require_same(seen: dict[str, Trajectory], undisturbed: dict[str, Trajectory]
     reference.require_parity()
 
 
-def test_a_killed_server_is_started_again_with_the_current_weights(supervised, undisturbed, other_folder: Path):
-    pid = supervised.pid
-    seen = supervised.answers(lambda: os.killpg(pid, signal.SIGKILL))
-    assert supervised.pid != pid
-    assert any(trajectory.attempt >= http.NUM_ATTEMPTS for trajectory in seen.values())
-    assert "lost" in supervised.said[-2]
-    assert "version 4" in supervised.said[-1]
+def test_a_killed_server_is_started_again_with_the_current_weights(own: Own, undisturbed, other_folder: Path):
+    pid = own.pid()
+    seen = own.answers(lambda: os.killpg(pid, signal.SIGKILL))
+    assert own.pid() != pid
+    assert any(trajectory.attempt > 0 for trajectory in seen.values())
+    assert "lost" in own.said[-2]
+    assert "going on" in own.said[-1]
     require_same(seen, undisturbed, other_folder)
 
 
-def test_a_server_that_hangs_is_replaced(supervised, undisturbed, other_folder: Path):
-    pid = supervised.pid
-    seen = supervised.answers(lambda: os.killpg(pid, signal.SIGSTOP))
-    assert supervised.pid != pid
+def test_a_server_that_hangs_is_replaced(own: Own, undisturbed, other_folder: Path):
+    pid = own.pid()
+    seen = own.answers(lambda: os.killpg(pid, signal.SIGSTOP))
+    assert own.pid() != pid
     require_same(seen, undisturbed, other_folder)
 
 
-def test_a_server_killed_before_an_update_gets_it_when_it_is_back(supervised, undisturbed, other_folder: Path):
-    pid = supervised.pid
+def test_a_server_killed_before_an_update_gets_it_when_it_is_back(own: Own, undisturbed, other_folder: Path):
+    pid = own.pid()
     os.killpg(pid, signal.SIGKILL)
-    supervised.update(5)
-    assert supervised.pid != pid
-    assert supervised.engine.handshake().policy_version == 5
-    supervised.update(4)
-    require_same(supervised.answers(), undisturbed, other_folder)
+    own.update(5)
+    assert own.pid() != pid
+    assert own.engine.handshake().policy_version == 5
+    own.update(4)
+    require_same(own.answers(), undisturbed, other_folder)
+
+
+def test_a_server_killed_between_two_buckets_gets_the_whole_update_when_it_is_back(
+    own: Own, undisturbed, other_folder: Path
+):
+    pid = own.pid()
+    own.update(4, between=lambda: os.killpg(pid, signal.SIGKILL))
+    assert own.pid() != pid
+    assert "bucket 1" in own.said[-2]
+    require_same(own.answers(), undisturbed, other_folder)
+
+
+# --- two servers -----------------------------------------------------------------------------------------------------
+
+
+def test_two_servers_answer_as_one(two: Own, undisturbed, other_folder: Path):
+    seen = two.answers()
+    assert {trajectory.engine_id for trajectory in seen.values()} == {"sglang-0", "sglang-1"}
+    require_same(seen, undisturbed, other_folder)
+
+
+def test_the_other_server_takes_over_what_a_killed_one_worked_on(two: Own, undisturbed, other_folder: Path):
+    two.wait_until_healthy()
+    pid = two.pid(0)
+    require_same(two.answers(lambda: os.killpg(pid, signal.SIGKILL)), undisturbed, other_folder)
+    two.wait_until_healthy()
+    assert two.pid(0) != pid
+    seen = two.answers()
+    assert {trajectory.engine_id for trajectory in seen.values()} == {"sglang-0", "sglang-1"}
+    require_same(seen, undisturbed, other_folder)
+
+
+def test_an_update_reaches_the_rest_when_one_server_dies_between_two_buckets(two: Own, undisturbed, other_folder: Path):
+    two.wait_until_healthy()
+    pid = two.pid(1)
+    two.update(4, between=lambda: os.killpg(pid, signal.SIGKILL))
+    assert any("'sglang-1'" in line and "bucket 1" in line for line in two.said)
+    # Training goes on with the rest, while the other is started again.
+    assert two.engine.states["sglang-0"] is State.HEALTHY
+    require_same(two.answers(), undisturbed, other_folder)
+    two.wait_until_healthy()
+    seen = two.answers()
+    assert {trajectory.engine_id for trajectory in seen.values()} == {"sglang-0", "sglang-1"}
+    require_same(seen, undisturbed, other_folder)
+
+
+# --- standing still, and spoilt answers ------------------------------------------------------------------------------
 
 
 def test_a_server_that_stands_still_for_half_a_minute_loses_nothing(
     server: SGLangServer, model: ModelFacts, model_folder: Path
 ):
-    engine = SGLangEngine(server.endpoint, model, engine_id="s1", max_running=8, timeout_seconds=120.0)
+    engine = sglang_live.connect(server.endpoint, model=model, max_running=8)
     requests = make_requests(16, MAX_NEW_TOKENS, stop_ids=())
     records = []
     for record in engine.generate(requests):
@@ -173,7 +250,7 @@ def test_spoilt_answers_are_asked_for_again(
 def _collect(endpoint: Endpoint, model: ModelFacts) -> dict[str, Trajectory]:
     requests = make_requests(8, 12)
     # One after the other: which answer is spoilt does not depend on the scheduler.
-    engine = SGLangEngine(endpoint, model, engine_id="s2", max_running=1, timeout_seconds=60.0)
+    engine = sglang_live.connect(endpoint, model=model, max_running=1)
     records = list(engine.generate(requests))
     engine.close()
     assert len(records) == len(requests)

@@ -5,12 +5,15 @@ The tiny model ties its embeddings and pads them beyond the tokenizer.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,8 +47,8 @@ class Finished:
         return [record for record in map(json.loads, lines) if record["stage"] == "rl"]
 
 
-def train(folder: Path, *overrides: str, steps: int = STEPS, kill_after_step: int | None = None) -> Finished:
-    """`moerl train recipe=tiny`; the server is killed when the rollouts of `kill_after_step` are on disk."""
+def train(folder: Path, *overrides: str, steps: int = STEPS, fault: Callable[[int], None] | None = None) -> Finished:
+    """`moerl train recipe=tiny`; `fault` happens to the first server's pid when the first rollouts are on disk."""
     command = [sys.executable, "-m", "moerl", "train", "recipe=tiny", f"algorithm.steps={steps}", f"run_dir={folder}"]
     with subprocess.Popen(
         [*command, *overrides],
@@ -54,9 +57,9 @@ def train(folder: Path, *overrides: str, steps: int = STEPS, kill_after_step: in
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     ) as process:
-        while kill_after_step is not None and process.poll() is None:
-            if (folder / "rollouts" / f"step-{kill_after_step:06d}.parquet").exists():
-                os.killpg(read_endpoint(folder / "sglang" / "server.json").pid, signal.SIGKILL)
+        while fault is not None and process.poll() is None:
+            if (folder / "rollouts" / "step-000001.parquet").exists():
+                fault(read_endpoint(folder / "sglang" / "0" / "server.json").pid)
                 break
             time.sleep(0.02)
         output = process.communicate(timeout=500)[0]
@@ -88,13 +91,39 @@ def test_the_trainer_agrees_with_the_server_in_every_step(served: Finished):
 
 
 def test_a_run_ends_its_server_and_keeps_its_log(served: Finished):
-    assert not (served.folder / "sglang" / "server.json").exists()
-    assert "Uvicorn running" in (served.folder / "sglang" / "server.log").read_text()
+    assert not (served.folder / "sglang" / "0" / "server.json").exists()
+    assert "Uvicorn running" in (served.folder / "sglang" / "0" / "server.log").read_text()
 
 
 def test_a_run_whose_server_is_killed_trains_on_every_rollout_once(served: Finished, environment: Path, tmp_path: Path):
-    killed = train(tmp_path / "killed", "rollout=sglang", f"rollout.environment={environment}", kill_after_step=1)
-    assert "the SGLang server is lost" in killed.output
+    killed = train(tmp_path / "killed", "rollout=sglang", f"rollout.environment={environment}", fault=kill)
+    assert "SGLang server 'sglang-0' is lost" in killed.output
+    require_every_rollout_once(killed, served)
+
+
+def test_a_run_goes_on_while_one_of_two_servers_stands_still_for_half_a_minute(
+    served: Finished, environment: Path, tmp_path: Path
+):
+    servers = ("rollout=sglang", f"rollout.environment={environment}", "rollout.servers=2", "rollout.probe_seconds=3")
+    stopped = train(tmp_path / "stopped", *servers, fault=stand_still)
+    require_every_rollout_once(stopped, served)
+
+
+def kill(pid: int) -> None:
+    os.killpg(pid, signal.SIGKILL)
+
+
+def stand_still(pid: int) -> None:
+    def go_on() -> None:
+        # By then it may be lost, and replaced.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGCONT)
+
+    os.killpg(pid, signal.SIGSTOP)
+    threading.Timer(30.0, go_on).start()
+
+
+def require_every_rollout_once(killed: Finished, served: Finished) -> None:
     assert [metrics["weights/version"] for metrics in killed.steps] == list(range(1, STEPS + 1))
     for step in range(1, STEPS + 1):
         seen, expected = killed.rollouts(step), served.rollouts(step)
