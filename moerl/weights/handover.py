@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -22,7 +21,6 @@ from moerl.kernels.checksum import checksums
 from moerl.weights.bucket import WeightBucket
 
 _NAMED = 5
-T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
@@ -101,6 +99,7 @@ class Handover:
         self.num_bytes = 0
         self.wait_seconds = 0.0
         self.send_seconds = 0.0
+        self.end_seconds = 0.0
         self.check_seconds = 0.0
 
     def give_up(self) -> None:
@@ -137,7 +136,10 @@ class Handover:
 
     def end(self) -> BaseException | None:
         """Ends the update: the engine takes the version into use."""
-        return self._call("end_update", lambda: self._ask("end_update", self._sink.end_update))
+        start = time.perf_counter()
+        problem = self._call("end_update", lambda: self._ask("end_update", self._sink.end_update))
+        self.end_seconds = time.perf_counter() - start
+        return problem
 
     def check(self) -> BaseException | None:
         """Compares what the engine then holds, where it can say so."""
@@ -152,7 +154,7 @@ class Handover:
     def _call(self, doing: str, run: Callable[[], None]) -> BaseException | None:
         return self._thread.wait(self._thread.submit(doing, lambda: None if self._is_over else run()))
 
-    def _ask(self, doing: str, ask: Callable[[], T]) -> T:
+    def _ask[T](self, doing: str, ask: Callable[[], T]) -> T:
         """Asks the sink; its error with a name."""
         try:
             return ask()

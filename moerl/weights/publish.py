@@ -27,20 +27,33 @@ from moerl.weights.plan import SyncPlan
 class PublishReport:
     """One publication, as this rank saw it.
 
-    num_tensors, num_bytes: that this rank handed to its sink. received_bytes, needed_bytes: as in `RootGather`.
-    gather_seconds: without waiting for a free slot. send_seconds: of the sink taking buckets. check_seconds: of
-    comparing checksums. seconds: of all.
+    num_tensors, num_bytes: that this rank handed to its sink. total_bytes: that all ranks did. received_bytes,
+    needed_bytes: as in `RootGather`. gather_seconds: without waiting for a free slot. send_seconds: of the sink taking
+    buckets. end_seconds: of its end. check_seconds: of comparing checksums. seconds: of all.
     """
 
     version: int
     num_tensors: int
     num_bytes: int
+    total_bytes: int
     received_bytes: int
     needed_bytes: int
     gather_seconds: float
     send_seconds: float
+    end_seconds: float
     check_seconds: float
     seconds: float
+
+    def metrics(self) -> dict[str, float]:
+        """For a run's log, by the names of docs/metrics.md."""
+        return {
+            "weights/bytes": float(self.total_bytes),
+            "weights/received_bytes": float(self.received_bytes),
+            "weights/gather_seconds": self.gather_seconds,
+            "weights/send_seconds": self.send_seconds,
+            "weights/end_seconds": self.end_seconds,
+            "weights/check_seconds": self.check_seconds,
+        }
 
 
 class Gatherer(Protocol):
@@ -105,10 +118,12 @@ class Publisher:
             version=version,
             num_tensors=0 if handover is None else handover.num_tensors,
             num_bytes=0 if handover is None else handover.num_bytes,
+            total_bytes=sum(bucket.num_bytes for bucket in self._plan.buckets),
             received_bytes=self._gatherer.received_bytes,
             needed_bytes=self._gatherer.needed_bytes,
             gather_seconds=gather_seconds,
             send_seconds=0.0 if handover is None else handover.send_seconds,
+            end_seconds=0.0 if handover is None else handover.end_seconds,
             check_seconds=0.0 if handover is None else handover.check_seconds,
             seconds=time.perf_counter() - start,
         )

@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 import torch
 import weight_sync
-from gloo import RANK_ENV, run_ranks
+from gloo import RANK_ENV
+from ranks import Ranks
 from torch import Tensor
 
 from moerl.config.layouts import Shape
@@ -87,7 +88,7 @@ class FaultyRanks:
         try:
             for process in self.processes:
                 process.start()
-            return dict(self.queue.get(timeout=120) for _ in range(3))
+            return dict(self.queue.get(timeout=400) for _ in range(3))
         finally:
             os.environ.clear()
             os.environ.update(before)
@@ -197,8 +198,8 @@ class Hangs(Versioned):
         super().end_update()
 
 
-def hang(rank: int, world_size: int, at: str) -> list[Any]:
-    plan = make(Shape(pipeline=2))
+def hang(where: Any, at: str) -> list[Any]:
+    rank, plan = where.rank, make(Shape(pipeline=2))
     shards = shards_of(plan, rank)
     sink = Hangs("") if rank == 0 else None
     publisher = weight_sync.publisher_of(plan, rank, sink)
@@ -234,9 +235,9 @@ def hang(rank: int, world_size: int, at: str) -> list[Any]:
     ],
 )
 def test_a_sink_that_hangs_is_named_on_every_rank_and_the_next_update_begins_once_it_is_back(
-    at: str, doing: str, step: str
+    at: str, doing: str, step: str, two_processes: Ranks
 ):
-    (ours, _, busy, served), (theirs, theirs_busy, _) = run_ranks(2, hang, at)
+    (ours, _, busy, served), (theirs, theirs_busy, _) = two_processes.run(hang, at)
     assert re.search(f"the sink of rank 0 has not come back from {doing}; seen: 2 s without an answer", ours)
     assert re.search(f"{step} failed on other ranks; seen: ranks \\[0\\]; rank 0: .* {doing}", theirs)
     assert re.search(f"from begin_update\\(2\\).* busy with {doing}", busy)
@@ -244,8 +245,8 @@ def test_a_sink_that_hangs_is_named_on_every_rank_and_the_next_update_begins_onc
     assert served == 0
 
 
-def die_between_buckets(rank: int, world_size: int) -> tuple[str, int, int]:
-    plan = make(Shape(pipeline=2))
+def die_between_buckets(where: Any) -> tuple[str, int, int]:
+    rank, plan = where.rank, make(Shape(pipeline=2))
     shards = shards_of(plan, rank)
 
     class Dies(Versioned):
@@ -271,17 +272,17 @@ def die_between_buckets(rank: int, world_size: int) -> tuple[str, int, int]:
     return message, num_taken, -1 if sink is None else sink.served
 
 
-def test_an_engine_that_dies_between_two_buckets_is_named_and_the_next_update_works():
-    (ours, num_taken, served), (theirs, _, _) = run_ranks(2, die_between_buckets)
+def test_an_engine_that_dies_between_two_buckets_is_named_and_the_next_update_works(two_processes: Ranks):
+    (ours, num_taken, served), (theirs, _, _) = two_processes.run(die_between_buckets)
     for message in (ours, theirs):
         assert re.search("the sink of rank 0 failed in bucket 1 of rank 0 .*connection reset by peer", message)
     assert num_taken == 2
     assert served == 2
 
 
-def slow(rank: int, world_size: int, seconds: float) -> int:
+def slow(where: Any, seconds: float) -> int:
     """Every step takes half of its time, on both sides; together they take more than what a rank waits for another."""
-    plan = make(Shape(expert=2, data=2))
+    rank, plan = where.rank, make(Shape(expert=2, data=2))
     shards = shards_of(plan, rank)
 
     class SlowGather(RootGather):
@@ -303,5 +304,5 @@ def slow(rank: int, world_size: int, seconds: float) -> int:
     return -1 if sink is None else sink.served
 
 
-def test_steps_that_are_slow_but_within_their_time_add_up_to_no_error():
-    assert run_ranks(2, slow, 5.0) == [5, -1]
+def test_steps_that_are_slow_but_within_their_time_add_up_to_no_error(two_processes: Ranks):
+    assert two_processes.run(slow, 5.0) == [5, -1]
