@@ -8,7 +8,7 @@ number of these ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -75,8 +75,10 @@ class AllGather:
         parts = [own for _ in members]
         if group is not None and not is_whole:
             parts = [self._buffer(number, longest) for number in range(len(members))]
-            doing = f"all-gathers with ranks {members}"
-            self._run(bucket, doing, lambda: dist.all_gather(parts, own, group=group, async_op=True), members)
+            doing = f"{bucket.label}: rank {self._rank} all-gathers with ranks {members}"
+            self._peers.meet(
+                lambda: dist.all_gather(parts, own, group=group, async_op=True), self._until, doing, members
+            )
             self.received_bytes += longest * (len(members) - 1)
         rows = WeightBucket(bucket, flat, self._dtype).rows()
         for member, part in zip(members, parts, strict=True):
@@ -94,13 +96,11 @@ class AllGather:
 
     def _hand_on(self, bucket: Bucket, flat: Tensor, first: int) -> None:
         if self._rank == first:
-            self._run(bucket, f"sends to rank {bucket.root}", lambda: dist.isend(flat, bucket.root))
+            self._travel(bucket, f"sends to rank {bucket.root}", lambda: dist.isend(flat, bucket.root))
         elif self._rank == bucket.root:
-            self._run(bucket, f"receives from rank {first}", lambda: dist.irecv(flat, first))
+            self._travel(bucket, f"receives from rank {first}", lambda: dist.irecv(flat, first))
             self.received_bytes += bucket.num_bytes
 
-    def _run(
-        self, bucket: Bucket, doing: str, start: Callable[[], dist.Work | None], members: Sequence[int] = ()
-    ) -> None:
-        with self._peers.contact(self._until, lambda: f"{bucket.label}: rank {self._rank} {doing}", members):
+    def _travel(self, bucket: Bucket, doing: str, start: Callable[[], dist.Work | None]) -> None:
+        with self._peers.contact(self._until, lambda: f"{bucket.label}: rank {self._rank} {doing}"):
             self._peers.finish(start(), self._until)

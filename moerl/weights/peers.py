@@ -6,8 +6,9 @@ as the process group waits, half an hour. Here each wait has an end, and the err
     a transfer        `step_seconds` from the start of its bucket
     an agreement      two times that: another rank may take one whole step for its bucket or its sink
 
-What a rank has to say goes through the process group's store, which outlives connections: why it failed, so that the
-others can say so, too; and, where nobody knows who is missing, that it is still there.
+What a rank has to say goes through the process group's store, which outlives connections (a file, for the ranks that
+the launcher starts): why it failed, so that the others can say so, too; and, where nobody knows who is missing, that it
+is still there.
 
 With gloo a transfer that timed out closes every connection of its rank, and a rank that dies closes them as well: its
 peers notice at once. NCCL tells nobody, and its `Work.wait` only orders streams: there the host asks the work
@@ -58,13 +59,12 @@ class Peers:
         return time.monotonic() + self.step_seconds
 
     @contextlib.contextmanager
-    def contact(self, until: float, doing: Callable[[], str], members: Sequence[int] = ()) -> Iterator[None]:
-        """Around starting or finishing a transfer or a collective among some ranks.
+    def contact(self, until: float, doing: Callable[[], str]) -> Iterator[None]:
+        """Around starting or finishing a transfer.
 
         Args:
             until: of the step, as from `until`.
             doing: what this rank does, and with whom.
-            members: of a collective, whose failure does not say which of them is missing.
 
         Raises:
             WeightSyncError: what is inside failed, or was not done by then. The process group is of no more use.
@@ -74,10 +74,26 @@ class Peers:
         except (RuntimeError, TimeoutError) as error:
             is_late = time.monotonic() >= until
             seen = f"nothing for {self.step_seconds:g} s" if is_late else _first_line(error)
-            if members:
-                self._give_up(doing(), *self._call_the_roll(members, seen), error)
-            else:
-                self._give_up(doing(), seen, "" if is_late else self._listen(_LISTEN_SECONDS), error)
+            self._give_up(doing(), seen, "" if is_late else self._listen(_LISTEN_SECONDS), error)
+
+    def meet(self, start: Callable[[], dist.Work | None], until: float, doing: str, members: Sequence[int]) -> None:
+        """A collective from start to end. Unlike a transfer it can be waited for again and again, and this rank listens
+        meanwhile; its failure does not say which rank is missing, so the members call the roll.
+
+        Raises:
+            WeightSyncError: as `contact`.
+        """
+        error = self._run(start, until)
+        if error is None:
+            return
+        is_late = time.monotonic() >= until
+        seen = f"not done in time, {self.step_seconds:g} s a step" if is_late else _first_line(error)
+        self._say(f"here/{self.rank}", "here")
+        self._say("roll", "call")
+        known = self._listen(_GRACE_SECONDS)
+        missing = [rank for rank in members if not self._heard(f"here/{rank}")]
+        seen = f"{seen}, no word from ranks {missing}" if missing else seen
+        self._give_up(doing, "" if known else seen, known, error)
 
     def finish(self, work: dist.Work | None, until: float) -> None:
         """Waits for a transfer or a collective, inside of `contact`."""
@@ -111,7 +127,13 @@ class Peers:
         if len(failed) > 1:
             if problem is not None:
                 self._say(f"{self._agreements}/{self.rank}", str(problem))
-            self._meet(failed, step)
+            until = self.until() + self.step_seconds
+            try:
+                self.meet(lambda: dist.all_reduce(failed, async_op=True), until, step, range(len(failed)))
+            except WeightSyncError as lost:
+                if problem is not None:
+                    lost.add_note(f"and {problem}")
+                raise
         if problem is not None:
             raise problem
         ranks = failed.nonzero()[:, 0].tolist()
@@ -125,29 +147,12 @@ class Peers:
 
     # --- lost contact -------------------------------------------------------------------------------------------------
 
-    def _meet(self, flags: torch.Tensor, step: str) -> None:
-        """Adds the flags of all ranks up, and listens meanwhile; unlike a transfer this can be waited for again."""
-        until = self.until() + self.step_seconds
-        error = self._sum(flags, until)
-        if error is None:
-            return
-        seen = f"no agreement in {2 * self.step_seconds:g} s" if time.monotonic() >= until else _first_line(error)
-        self._give_up(step, *self._call_the_roll(range(len(flags)), seen), error)
-
-    def _call_the_roll(self, ranks: Sequence[int], seen: str) -> tuple[str, str]:
-        """What was seen, with the ranks that do not answer; and what a rank that knows more has said."""
-        self._say(f"here/{self.rank}", "here")
-        self._say("roll", "call")
-        known = self._listen(_GRACE_SECONDS)
-        missing = [rank for rank in ranks if not self._heard(f"here/{rank}")]
-        return (f"{seen}, no word from ranks {missing}" if missing and not known else seen), known
-
-    def _sum(self, flags: torch.Tensor, until: float) -> RuntimeError | TimeoutError | None:
-        """All-reduces the flags; why they are not, where that failed, took too long, or others have given up."""
+    def _run(self, start: Callable[[], dist.Work | None], until: float) -> RuntimeError | TimeoutError | None:
+        """Why a collective is not done: it failed, took too long, or others have given up."""
         work: dist.Work | None = None
         while True:
             try:
-                work = work or dist.all_reduce(flags, async_op=True)
+                work = work or start()
                 self.finish(work, min(until, time.monotonic() + _LISTEN_SECONDS))
                 return None
             except (RuntimeError, TimeoutError) as error:
@@ -156,12 +161,12 @@ class Peers:
                     return error
 
     def _give_up(self, doing: str, seen: str, known: str, error: BaseException) -> None:
-        self._lost = f"{doing} ({seen})"
+        self._lost = f"{doing} ({seen or known})"
         if not known:
             self._say("lost", f"rank {self.rank}: {self._lost}")
         raise WeightSyncError(
             f"weight update: {doing}",
-            seen=f"{seen}; {known}" if known else seen,
+            seen="; ".join(filter(None, (seen, known))),
             expected=f"every step within weights.step_seconds = {self.step_seconds:g}",
             remedy="a rank that died or hangs has said more in its output; resume from the last checkpoint."
             " Engines keep the version they had",
