@@ -136,7 +136,7 @@ def test_an_engine_that_does_not_come_back_from_a_bucket_ends_the_run_with_its_n
     receive = "moerl.rollout.embedded:EmbeddedEngine.receive"
     stopped = train(forked, run, "weights.step_seconds=3", fault=("hang", {"place": receive, "call": 2}))
     assert stopped.status == 1, stopped.output
-    assert "error: weight update: engine 'embedded-0' of rank 0 has not come back from bucket 0" in stopped.output
+    assert "error: weight update: engine 'embedded-0' of rank 0 has not come back from bucket 1" in stopped.output
     assert "expected: every step within weights.step_seconds = 3" in stopped.output
     assert rl_steps(run) == []
 
