@@ -43,7 +43,7 @@ def finish_checkpoints() -> None:
 
 
 def kill_in_gather(*, update: int) -> None:
-    """SIGKILL to this process in the midst of its part in one weight update, from 1: it has begun two transfers."""
+    """SIGKILL to this process in the midst of its part in one weight update, from 1: it has begun a transfer."""
     module = importlib.import_module("moerl.weights.gather")
     gather, start, updates, transfers = module.RootGather.gather, module.RootGather._start, 0, 0
 
@@ -56,7 +56,7 @@ def kill_in_gather(*, update: int) -> None:
         nonlocal transfers
         start(self, *args)
         transfers += int(updates == update)
-        if transfers == 2:
+        if transfers == 1:
             finish_checkpoints()
             os.kill(os.getpid(), signal.SIGKILL)
 
