@@ -34,11 +34,13 @@ from moerl.config.model_sizes import ModelSizes
 from moerl.weights.allgather import AllGather
 from moerl.weights.bucket import WeightBucket
 from moerl.weights.gather import RootGather, TakeSlot
+from moerl.weights.peers import Peers
 from moerl.weights.plan import PlanOptions, SyncPlan, make_plan
 from moerl.weights.publish import Publisher, PublishReport
 
 RANKS = 4
 REPEATS = 5
+STEP_SECONDS = 60.0
 CPU = torch.device("cpu")
 MIB = 1 << 20
 MANY_SMALL = ModelSizes(
@@ -147,8 +149,9 @@ class Update:
         options = PlanOptions((0,), 2, bucket_bytes)
         self.plan = make_plan(sizes, shape, options)
         self.all_plan = make_plan(sizes, shape, replace(options, gather="allgather"))
-        self.all_gather = AllGather(self.all_plan, rank, CPU)
-        self.root_gather = RootGather(self.plan, rank, CPU)
+        self.peers = Peers(rank, CPU, STEP_SECONDS)
+        self.all_gather = AllGather(self.all_plan, self.peers)
+        self.root_gather = RootGather(self.plan, self.peers)
         torch.manual_seed(rank)
         shapes = self.plan.shard_shapes(rank)
         self.shards = {name: torch.randn(each).bfloat16() for name, each in shapes.items()}
@@ -175,7 +178,7 @@ class Update:
                 self.sink.receive(bucket)
 
     def ours(self, gather: Any = None) -> None:
-        publisher = Publisher(self.plan, self.rank, gather or self.root_gather, CPU, self.sink)
+        publisher = Publisher(self.plan, gather or self.root_gather, self.peers, self.sink)
         self.last = publisher.publish(self.shards, 0)
 
 
@@ -244,7 +247,7 @@ def pipeline_shares(update: Update) -> dict[str, float]:
     """Wall time over that of the slowest stage, by delays."""
     shares = {}
     for name, (gather_seconds, send_seconds) in DELAYS.items():
-        gather = SlowGather(update.plan, update.rank, CPU)
+        gather = SlowGather(update.plan, update.peers)
         gather.delay_seconds = gather_seconds if update.sink is not None else 0.0
         if update.sink is not None:
             update.sink.delay_seconds = send_seconds
@@ -260,7 +263,7 @@ def extra_memory(update: Update) -> float:
     """Bytes by which this rank's resident memory grows during an update of ours, at its peak."""
     # Connections and the like are made once; what the first update has freed goes back, or it would be used unseen.
     update.ours()
-    update.root_gather = RootGather(update.plan, update.rank, CPU)
+    update.root_gather = RootGather(update.plan, update.peers)
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     dist.barrier()

@@ -42,6 +42,32 @@ def finish_checkpoints() -> None:
             thread.join()
 
 
+def kill_in_gather(*, update: int) -> None:
+    """SIGKILL to this process in the midst of its part in one weight update, from 1: it has begun a transfer."""
+    module = importlib.import_module("moerl.weights.gather")
+    gather, start, updates, transfers = module.RootGather.gather, module.RootGather._start, 0, 0
+
+    def counted(self: Any, *args: Any) -> Any:
+        nonlocal updates
+        updates += 1
+        return gather(self, *args)
+
+    def started(self: Any, *args: Any) -> None:
+        nonlocal transfers
+        start(self, *args)
+        transfers += int(updates == update)
+        if transfers == 1:
+            finish_checkpoints()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    module.RootGather.gather, module.RootGather._start = counted, started
+
+
+def hang(place: str, *, call: int) -> None:
+    """One call of `place` does not come back."""
+    _replace(place, lambda *args, **kwargs: threading.Event().wait(), call=call)
+
+
 def fail(place: str, error: str, *, call: int = 1) -> None:
     """A built-in exception, by name, at one call of `place`."""
 

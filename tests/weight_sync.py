@@ -66,17 +66,22 @@ def plan_for(
     return make_plan(directory_sizes(path), shape, options)
 
 
-def gatherer_of(plan: Any, rank: int) -> Any:
+def peers_of(rank: int, step_seconds: float = 60.0) -> Any:
+    from moerl.weights.peers import Peers
+
+    return Peers(rank, torch.device("cpu"), step_seconds)
+
+
+def publisher_of(plan: Any, rank: int, sink: Any, gatherer: Any = None, step_seconds: float = 60.0) -> Any:
+    """gatherer: a class in place of the one that the plan is for."""
     from moerl.weights.allgather import AllGather
     from moerl.weights.gather import RootGather
+    from moerl.weights.publish import Publisher
 
-    kind = RootGather if plan.options.gather == "root" else AllGather
-    return kind(plan, rank, torch.device("cpu"))
+    peers = peers_of(rank, step_seconds)
+    kind = gatherer or (RootGather if plan.options.gather == "root" else AllGather)
+    return Publisher(plan, kind(plan, peers), peers, sink)
 
 
 def publish(trainer: Any, plan: Any, sink: Any, version: int = 0, **options: Any) -> Any:
-    from moerl.weights.publish import Publisher
-
-    rank = trainer.where.rank
-    publisher = Publisher(plan, rank, gatherer_of(plan, rank), torch.device("cpu"), sink)
-    return publisher.publish(trainer.shards(), version, **options)
+    return publisher_of(plan, trainer.where.rank, sink).publish(trainer.shards(), version, **options)

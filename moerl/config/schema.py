@@ -265,6 +265,10 @@ class WeightsConfig(Section):
         description="When the engine's checksums of all tensors are compared with the trainer's: after every update,"
         " every n-th, or never."
     )
+    step_seconds: Positive = Field(
+        description="Longest time of one step of a weight update: beginning, gathering a bucket, handing one to the"
+        " engine, ending, comparing checksums. A rank that waits for another one gives up after two of them."
+    )
 
 
 class SftConfig(Section):

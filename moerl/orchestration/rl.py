@@ -91,7 +91,7 @@ class RLStage:
         for step in range(first_step, steps):
             minibatches = self._rollouts(step)
             metrics = self._train_on(minibatches, step)
-            self._publish(step + 1)
+            metrics |= self._publish(step + 1)
             run.log(STAGE, step + 1, metrics, round(sum(minibatch.num_tokens for minibatch in minibatches)))
             self._evaluate(step + 1)
             run.checkpoint_if_due(STAGE, step + 1, steps, self.trainer)
@@ -245,9 +245,9 @@ class RLStage:
 
     # --- engine ------------------------------------------------------------------------------------------------------
 
-    def _publish(self, version: int) -> None:
+    def _publish(self, version: int) -> dict[str, float]:
         with self.run.stopwatch.span("weights"):
-            self.weight_sync.publish(version)
+            return self.weight_sync.publish(version).metrics()
 
     # --- evaluation --------------------------------------------------------------------------------------------------
 

@@ -12,13 +12,14 @@ from typing import Any
 from moerl.config.layouts import Shape
 from moerl.config.model_sizes import directory_sizes
 from moerl.config.schema import RunConfig
-from moerl.contract.ports import CheckedSink, WeightSink
+from moerl.contract.ports import CheckedSink, RolloutEngine, WeightSink
 from moerl.trainer import platform
 from moerl.trainer.shards import splits_latents
 from moerl.trainer.trainer import MegatronTrainer
 from moerl.weights.allgather import AllGather
 from moerl.weights.disk import DiskSink, read_version
 from moerl.weights.gather import RootGather
+from moerl.weights.peers import Peers
 from moerl.weights.plan import PlanOptions, make_plan
 from moerl.weights.publish import Publisher, PublishReport
 
@@ -76,10 +77,11 @@ class WeightSync:
         self, config: RunConfig, model_path: Path, trainer: MegatronTrainer, engine: WeightSink | None
     ) -> None:
         self._trainer, self._verify = trainer, config.weights.verify
-        rank, device = trainer.where.rank, platform.device()
+        rank = trainer.where.rank
+        peers = Peers(rank, platform.device(), config.weights.step_seconds)
         options = PlanOptions.of(config, split_latents=splits_latents(trainer.model.chunks))
         plan = make_plan(directory_sizes(model_path), Shape.of(config.parallel), options)
-        gatherer = (RootGather if options.gather == "root" else AllGather)(plan, rank, device)
+        gatherer = (RootGather if options.gather == "root" else AllGather)(plan, peers)
         sink: WeightSink | None = engine
         if config.weights.transport == "disk" and rank in options.roots:
             folder = config.run_dir / FOLDER
@@ -90,7 +92,7 @@ class WeightSync:
                 sink = CheckedThroughDisk(folder, disk, engine)
             else:
                 sink = ThroughDisk(folder, disk, engine)
-        self._publisher = Publisher(plan, rank, gatherer, device, sink)
+        self._publisher = Publisher(plan, gatherer, peers, sink, _name(engine))
         self._count = 0
 
     def publish(self, version: int) -> PublishReport:
@@ -98,3 +100,10 @@ class WeightSync:
         self._count += 1
         verify = self._verify == "every" or (isinstance(self._verify, int) and self._count % self._verify == 0)
         return self._publisher.publish(self._trainer.shards(), version, verify=verify)
+
+
+def _name(engine: WeightSink | None) -> str:
+    """For errors; a rank without an engine has a folder on disk."""
+    if isinstance(engine, RolloutEngine):
+        return f"engine '{engine.handshake().engine_id}'"
+    return "the engine" if engine is not None else f"folder '{FOLDER}'"

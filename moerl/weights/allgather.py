@@ -8,7 +8,7 @@ number of these ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -16,15 +16,17 @@ from torch import Tensor
 
 from moerl.weights.bucket import DTYPES, WeightBucket, place, shard_bytes
 from moerl.weights.gather import TakeSlot
+from moerl.weights.peers import Peers
 from moerl.weights.plan import Bucket, SyncPlan
 
 
 class AllGather:
     """Gathers by a plan that was made for it, as often as asked. Attributes as in `RootGather`."""
 
-    def __init__(self, plan: SyncPlan, rank: int, device: torch.device) -> None:
+    def __init__(self, plan: SyncPlan, peers: Peers) -> None:
         """A collective of all ranks: makes a process group for each pipeline stage."""
-        self._rank, self._device = rank, device
+        self._peers, self._rank, self._device = peers, peers.rank, peers.device
+        self._until = 0.0
         self._dtype = DTYPES[plan.options.item_bytes]
         self._rounds = plan.rounds()
         shape = plan.ownership.shape
@@ -32,7 +34,7 @@ class AllGather:
         starts = [stage * plan.ownership.ranks_per_stage for stage in range(shape.pipeline)]
         self._members = [list(range(start, start + count)) for start in starts]
         self._groups = [dist.new_group(members) if count > 1 else None for members in self._members]
-        self.needed_bytes = sum(bucket.received_bytes for bucket in plan.buckets if bucket.root == rank)
+        self.needed_bytes = sum(bucket.received_bytes for bucket in plan.buckets if bucket.root == peers.rank)
         self.received_bytes = 0
         self._room: dict[int, Tensor] = {}
 
@@ -40,7 +42,7 @@ class AllGather:
         """As `RootGather.gather`."""
         self.received_bytes = 0
         for buckets in self._rounds:
-            mine = None
+            mine, self._until = None, self._peers.until()
             for bucket in buckets:
                 members = self._members[bucket.stage]
                 flat = None
@@ -73,7 +75,10 @@ class AllGather:
         parts = [own for _ in members]
         if group is not None and not is_whole:
             parts = [self._buffer(number, longest) for number in range(len(members))]
-            dist.all_gather(parts, own, group=group)
+            doing = f"{bucket.label}: rank {self._rank} all-gathers with ranks {members}"
+            self._peers.meet(
+                lambda: dist.all_gather(parts, own, group=group, async_op=True), self._until, doing, members
+            )
             self.received_bytes += longest * (len(members) - 1)
         rows = WeightBucket(bucket, flat, self._dtype).rows()
         for member, part in zip(members, parts, strict=True):
@@ -91,7 +96,11 @@ class AllGather:
 
     def _hand_on(self, bucket: Bucket, flat: Tensor, first: int) -> None:
         if self._rank == first:
-            dist.send(flat, bucket.root)
+            self._travel(bucket, f"sends to rank {bucket.root}", lambda: dist.isend(flat, bucket.root))
         elif self._rank == bucket.root:
-            dist.recv(flat, first)
+            self._travel(bucket, f"receives from rank {first}", lambda: dist.irecv(flat, first))
             self.received_bytes += bucket.num_bytes
+
+    def _travel(self, bucket: Bucket, doing: str, start: Callable[[], dist.Work | None]) -> None:
+        with self._peers.contact(self._until, lambda: f"{bucket.label}: rank {self._rank} {doing}"):
+            self._peers.finish(start(), self._until)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moerl.weights.bucket import DTYPES, WeightBucket, contiguous_span, place, shard_bytes
+from moerl.weights.peers import Peers
 from moerl.weights.plan import CHUNKS_IN_FLIGHT, Bucket, SyncPlan
 from moerl.weights.shards import Piece
 
@@ -31,10 +32,15 @@ class _Transfer:
     """A chunk that travels between two ranks. span: where it lies in the bucket, if in one piece."""
 
     sender: int
-    root: int
+    bucket: Bucket
     pieces: tuple[Piece, ...]
     num_bytes: int
     span: tuple[int, int] | None
+
+    def doing(self, rank: int) -> str:
+        """For errors: what `rank` has to do with it."""
+        how, peer = ("receives from", self.sender) if rank == self.bucket.root else ("sends to", self.bucket.root)
+        return f"{self.bucket.label}: rank {rank} {how} rank {peer}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +59,15 @@ class RootGather:
         needed_bytes: of this rank's buckets, what it does not hold. received_bytes: what it received. Of one update.
     """
 
-    def __init__(self, plan: SyncPlan, rank: int, device: torch.device) -> None:
-        self._rank, self._device = rank, device
+    def __init__(self, plan: SyncPlan, peers: Peers) -> None:
+        rank, device = peers.rank, peers.device
+        self._peers, self._rank, self._device = peers, rank, device
         self._dtype = DTYPES[plan.options.item_bytes]
         self._rounds = [_part_of(rank, buckets, plan.options.chunk_bytes) for buckets in plan.rounds()]
         self._ring = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(CHUNKS_IN_FLIGHT)]
         self._chunks_used = 0
-        self._arrived: deque[tuple[dist.Work, Callable[[], None]]] = deque()
+        self._arrived: deque[tuple[_Transfer, dist.Work | None, Callable[[], None]]] = deque()
+        self._until = 0.0
         self.needed_bytes = sum(bucket.received_bytes for bucket in plan.buckets if bucket.root == rank)
         self.received_bytes = 0
 
@@ -70,10 +78,13 @@ class RootGather:
 
         Args:
             shards: this rank's weights, by the names of the plan.
+
+        Raises:
+            WeightSyncError: a rank is gone or takes too long; names the bucket and the rank.
         """
         self.received_bytes = 0
         for part in self._rounds:
-            mine = None
+            mine, self._until = None, self._peers.until()
             if part.bucket is not None:
                 mine = WeightBucket(part.bucket, take_slot(part.bucket.num_bytes), self._dtype)
             rows = mine.rows() if mine is not None else {}
@@ -94,13 +105,13 @@ class RootGather:
     def _send(self, transfer: _Transfer, shards: Mapping[str, Tensor]) -> None:
         data = [shard_bytes(shards, piece) for piece in transfer.pieces]
         packed = data[0] if len(data) == 1 else torch.cat(data, out=self._chunk(transfer.num_bytes))
-        self._start(dist.isend(packed, transfer.root), _nothing)
+        self._start(transfer, lambda: dist.isend(packed, transfer.bucket.root), _nothing)
 
     def _receive(self, transfer: _Transfer, flat: Tensor, rows: Mapping[str, Tensor]) -> None:
         self.received_bytes += transfer.num_bytes
         if transfer.span is not None:
             first, last = transfer.span
-            self._start(dist.irecv(flat[first:last], transfer.sender), _nothing)
+            self._start(transfer, lambda: dist.irecv(flat[first:last], transfer.sender), _nothing)
             return
         chunk = self._chunk(transfer.num_bytes)
 
@@ -110,15 +121,17 @@ class RootGather:
                 place(rows, piece, chunk[offset : offset + piece.num_bytes])
                 offset += piece.num_bytes
 
-        self._start(dist.irecv(chunk, transfer.sender), unpack)
+        self._start(transfer, lambda: dist.irecv(chunk, transfer.sender), unpack)
 
-    def _start(self, work: dist.Work | None, then: Callable[[], None]) -> None:
-        assert work is not None
-        self._arrived.append((work, then))
+    def _start(self, transfer: _Transfer, start: Callable[[], dist.Work | None], then: Callable[[], None]) -> None:
+        with self._peers.contact(self._until, lambda: transfer.doing(self._rank)):
+            work = start()
+        self._arrived.append((transfer, work, then))
 
     def _finish_one(self) -> None:
-        work, then = self._arrived.popleft()
-        work.wait()
+        transfer, work, then = self._arrived.popleft()
+        with self._peers.contact(self._until, lambda: transfer.doing(self._rank)):
+            self._peers.finish(work, self._until)
         then()
 
     def _chunk(self, num_bytes: int) -> Tensor:
@@ -150,9 +163,9 @@ def _part_of(rank: int, buckets: list[Bucket], chunk_bytes: int) -> _Round:
         lines.append(line)
     turns = range(max(len(line) for line in lines))
     ordered = [line[turn] for turn in turns for line in lines if turn < len(line)]
-    return _Round(mine, own_pieces, tuple(t for t in ordered if rank in (t.sender, t.root)))
+    return _Round(mine, own_pieces, tuple(t for t in ordered if rank in (t.sender, t.bucket.root)))
 
 
 def _transfer(bucket: Bucket, sender: int, pieces: tuple[Piece, ...]) -> _Transfer:
     num_bytes = sum(piece.num_bytes for piece in pieces)
-    return _Transfer(sender, bucket.root, pieces, num_bytes, contiguous_span(bucket, pieces))
+    return _Transfer(sender, bucket, pieces, num_bytes, contiguous_span(bucket, pieces))

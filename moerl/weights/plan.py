@@ -120,6 +120,12 @@ class Bucket:
     messages: tuple[Message, ...]
 
     @property
+    def label(self) -> str:
+        """For errors."""
+        what = f"stage {self.stage}, {self.kind}, {len(self.entries)} tensors"
+        return f"bucket {self.number} of rank {self.root} ({what})"
+
+    @property
     def num_bytes(self) -> int:
         return sum(entry.num_bytes for entry in self.entries)
 

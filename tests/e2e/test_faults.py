@@ -129,6 +129,18 @@ def test_a_run_with_wrong_routing_ends_before_an_update(
     assert written == ["0-sft-000003", "0-sft-000004", "1-rl-000001"][num_right:][:2]
 
 
+def test_an_engine_that_does_not_come_back_from_a_bucket_ends_the_run_with_its_name(
+    forked: Runs, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    receive = "moerl.rollout.embedded:EmbeddedEngine.receive"
+    stopped = train(forked, run, "weights.step_seconds=3", fault=("hang", {"place": receive, "call": 2}))
+    assert stopped.status == 1, stopped.output
+    assert "error: weight update: engine 'embedded-0' of rank 0 has not come back from bucket 1" in stopped.output
+    assert "expected: every step within weights.step_seconds = 3" in stopped.output
+    assert rl_steps(run) == []
+
+
 @pytest.mark.parametrize(
     ("error", "status", "said"), [("KeyboardInterrupt", 130, "\ninterrupted\n"), ("OSError", 70, "OSError: injected\n")]
 )

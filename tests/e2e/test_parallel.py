@@ -15,8 +15,13 @@ import os, sys
 if os.environ.get("RANK") == "1":
     sys.path.insert(0, {tests!r})
     import faults
-    faults.kill("moerl.trainer.optimizer:Optimizer.update", call=6 + 2 * 3 - 1)
+    faults.{fault}
 """
+DEATHS = {
+    "in an update": 'kill("moerl.trainer.optimizer:Optimizer.update", call=6 + 2 * 3 - 1)',
+    "while weights are gathered": "kill_in_gather(update=1 + 3)",
+}
+"""Both in the third step."""
 
 
 def processes_of(run: Path) -> list[int]:
@@ -46,13 +51,14 @@ def assert_close(run: Path, one_rank: Path) -> None:
             assert row["optimizer/grad_norm"] == pytest.approx(expected["optimizer/grad_norm"], rel=1e-3)
 
 
+@pytest.mark.parametrize("fault", DEATHS.values(), ids=DEATHS)
 def test_a_rank_that_dies_is_named_the_other_is_stopped_and_the_run_goes_on(
-    sums: Sums, undisturbed: DoneRun, tmp_path: Path
+    fault: str, sums: Sums, undisturbed: DoneRun, tmp_path: Path
 ) -> None:
     run, faulty = tmp_path / "run", tmp_path / "faulty"
     faulty.mkdir()
     tests = str(Path(__file__).parents[1])
-    (faulty / "sitecustomize.py").write_text(FAULT_IN_ONE_RANK.format(tests=tests))
+    (faulty / "sitecustomize.py").write_text(FAULT_IN_ONE_RANK.format(tests=tests, fault=fault))
     died = moerl(*sums.train(run), "parallel.expert=2", path=[faulty, sums.folder])
     assert died.status == 128 + signal.SIGKILL, died.output
     log = run / "logs" / "rank-1.log"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
 from typing import Any
 
@@ -100,11 +101,9 @@ def layouts(draw: st.DrawFn) -> tuple[ModelSizes, Shape]:
         vocab_size=draw(st.integers(5, 40)),
         tie_word_embeddings=draw(st.booleans()),
     )
-    size = st.sampled_from([1, 2, 4])
-    names = ("tensor", "pipeline", "virtual_pipeline", "expert", "expert_tensor", "data")
-    shape = Shape(context=draw(st.sampled_from([1, 2])), **{name: draw(size) for name in names})
-    assume(not layout_problems(shape, sizes))
-    return sizes, shape
+    powers = itertools.product(range(3), range(3), range(3), range(2), range(3), range(3), range(3))
+    shapes = [Shape(*(1 << power for power in each)) for each in powers]
+    return sizes, draw(st.sampled_from([shape for shape in shapes if not layout_problems(shape, sizes)]))
 
 
 @settings(max_examples=60, deadline=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -20,9 +21,8 @@ from moerl.config.model_sizes import ModelSizes, sizes_from_hf_config
 from moerl.contract.ports import CheckedSink
 from moerl.errors import EngineError, WeightSyncError
 from moerl.kernels.checksum import checksums
+from moerl.telemetry.metrics import check_metrics
 from moerl.weights.plan import PlanOptions, SyncPlan, choose_roots, make_plan
-
-CPU = torch.device("cpu")
 
 
 def tiny_sizes(**changes: Any) -> ModelSizes:
@@ -43,9 +43,7 @@ def random_shards(plan: SyncPlan, rank: int, seed: int = 0) -> dict[str, Tensor]
 
 
 def publish_in(rank: int, plan: SyncPlan, shards: Mapping[str, Tensor], sink: Any, **options: Any) -> Any:
-    from moerl.weights.publish import Publisher
-
-    return Publisher(plan, rank, weight_sync.gatherer_of(plan, rank), CPU, sink).publish(shards, 7, **options)
+    return weight_sync.publisher_of(plan, rank, sink).publish(shards, 7, **options)
 
 
 class Held(weight_sync.KeepingSink):
@@ -99,12 +97,13 @@ def test_a_sink_is_begun_gets_every_bucket_and_is_ended():
     assert num_buckets > 3
     assert (report.version, report.num_tensors, report.num_bytes) == (7, num_tensors, num_bytes)
     assert report.received_bytes == report.needed_bytes == 0
+    check_metrics(report.metrics())
+    assert report.metrics()["weights/bytes"] == num_bytes
 
 
 def overlap(plan: SyncPlan, shards: dict[str, Tensor]) -> tuple[list[int], list[int]]:
     """How many buckets were gathered when the sink began to take one, and the memory of the slots it saw."""
     from moerl.weights.gather import RootGather
-    from moerl.weights.publish import Publisher
 
     asked: list[int] = []
     both = threading.Event()
@@ -129,7 +128,7 @@ def overlap(plan: SyncPlan, shards: dict[str, Tensor]) -> tuple[list[int], list[
             seen.append(len(asked))
             super().receive(tensors)
 
-    Publisher(plan, 0, Counting(plan, 0, CPU), CPU, Slow()).publish(shards, 0)
+    weight_sync.publisher_of(plan, 0, Slow(), Counting).publish(shards, 0)
     return seen, asked
 
 
@@ -222,10 +221,8 @@ def test_an_engine_of_another_precision_is_compared_in_its_own():
 
 
 def without_sink(plan: SyncPlan, shards: dict[str, Tensor]) -> str:
-    from moerl.weights.publish import Publisher
-
     with pytest.raises(WeightSyncError) as error:
-        Publisher(plan, 0, weight_sync.gatherer_of(plan, 0), CPU, None)
+        weight_sync.publisher_of(plan, 0, None)
     return str(error.value)
 
 
@@ -255,7 +252,7 @@ def failing(rank: int, world_size: int) -> list[str]:
 
     for at in ("begin", "model.layers.1.mlp.gate.weight", "end"):
         sink = Refusing(WeightSyncError("refused"), at) if rank == 0 else None
-        with pytest.raises((WeightSyncError, OSError)) as error:
+        with pytest.raises(WeightSyncError) as error:
             publish_in(rank, plan, shards, sink)
         told.append(str(error.value))
     sink = weight_sync.KeepingSink() if rank == 0 else None
@@ -265,10 +262,14 @@ def failing(rank: int, world_size: int) -> list[str]:
 
 def test_a_sink_that_refuses_is_known_on_every_rank_and_nobody_waits():
     main, other = run_ranks(2, failing)
-    assert main == ["no room", "refused", "not whole"]
-    for message, stage in zip(other, ("begin", "transfer", "end"), strict=True):
-        assert f"{stage} failed on other ranks" in message
-        assert "[0]" in message
+    expected = (
+        ("begin", "failed in begin_update; seen: OSError: no room"),
+        (r"bucket \d+ of roots", "failed in bucket [1-9].* of rank 0 .*; seen: WeightSyncError: refused"),
+        ("end", "failed in end_update; seen: WeightSyncError: not whole"),
+    )
+    for ours, theirs, (step, text) in zip(main, other, expected, strict=True):
+        assert re.search(f"the sink of rank 0 {text}", ours)
+        assert re.search(f"{step} failed on other ranks; seen: ranks \\[0\\]; rank 0: .*{text}", theirs)
 
 
 def disagreeing(rank: int, world_size: int) -> str:
@@ -292,12 +293,24 @@ def test_one_rank_with_other_weights_stops_all_before_anything_is_sent():
 # --- the embedded engine ---------------------------------------------------------------------------------------------
 
 
-def harm_an_engine(where: Any, path: Path) -> str:
-    from transformers import AutoModelForCausalLM
+def engine_of(path: Path, kind: Any = None, **changes: Any) -> Any:
+    """changes: of the model's configuration; its weights are then random."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     from moerl.rollout.embedded import EmbeddedEngine
 
+    model = AutoModelForCausalLM.from_pretrained(path)
+    if changes:
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path, **changes))
+    return (kind or EmbeddedEngine)(model, tiny_moe.SPEC, engine_id="e", max_running=1)
+
+
+def harm_an_engine(where: Any, path: Path) -> list[str]:
+    from moerl.rollout.embedded import EmbeddedEngine
+
     class Harmed(EmbeddedEngine):
+        """Fault injection: memory changes in the engine."""
+
         harmed = True
 
         def end_update(self) -> None:
@@ -306,24 +319,81 @@ def harm_an_engine(where: Any, path: Path) -> str:
                 with torch.no_grad():
                     self._model.state_dict()["model.layers.2.mlp.experts.down_proj"][5, 7, 11] += 1e-6
 
+    class BadLink(EmbeddedEngine):
+        """Fault injection: one bit of a bucket arrives as another one."""
+
+        harmed = True
+
+        def receive(self, tensors: Iterable[tuple[str, Any]]) -> None:
+            arrived = {name: tensor.clone() for name, tensor in tensors}
+            if self.harmed and DAMAGED in arrived:
+                arrived[DAMAGED].view(torch.int32)[7, 11] ^= 1 << 3
+            super().receive(arrived.items())
+
     trainer = tiny_moe.build(where, path, optimizer=None)
-    engine = Harmed(AutoModelForCausalLM.from_pretrained(path), tiny_moe.SPEC, engine_id="e", max_running=1)
     plan = weight_sync.plan_for(trainer, path)
-    with pytest.raises(WeightSyncError) as error:
-        weight_sync.publish(trainer, plan, engine, 3)
-    assert engine.handshake().policy_version == -1
-    with pytest.raises(EngineError, match=r"experts\.5\.down_proj"):
-        engine.generate([])
-    engine.harmed = False
-    weight_sync.publish(trainer, plan, engine, 3)
-    assert engine.handshake().policy_version == 3
-    assert list(engine.generate([])) == []
-    return str(error.value)
+    found = []
+    for kind in (Harmed, BadLink):
+        engine = engine_of(path, kind)
+        publisher = weight_sync.publisher_of(plan, where.rank, engine)
+        with pytest.raises(WeightSyncError) as error:
+            publisher.publish(trainer.shards(), 3)
+        assert engine.handshake().policy_version == -1
+        with pytest.raises(EngineError, match=r"experts\.5\.down_proj"):
+            engine.generate([])
+        engine.harmed = False
+        publisher.publish(trainer.shards(), 3)
+        assert engine.handshake().policy_version == 3
+        assert list(engine.generate([])) == []
+        found.append(str(error.value))
+    return found
+
+
+DAMAGED = "model.layers.2.mlp.experts.5.down_proj.weight"
 
 
 def test_an_embedded_engine_that_holds_something_else_serves_nothing_until_a_whole_update(
     untied: Path, one_process: Ranks
 ):
-    (message,) = one_process.run(harm_an_engine, untied)
-    assert "'model.layers.2.mlp.experts.5.down_proj.weight'" in message
-    assert "1 of" in message
+    (messages,) = one_process.run(harm_an_engine, untied)
+    for message in messages:
+        assert f"does not hold what was sent: '{DAMAGED}'" in message
+        assert "1 of" in message
+
+
+def sync_other_shapes(where: Any, path: Path) -> tuple[str, int]:
+    trainer = tiny_moe.build(where, path, optimizer=None)
+    engine = engine_of(path, moe_intermediate_size=24)
+    with pytest.raises(WeightSyncError) as error:
+        weight_sync.publish(trainer, weight_sync.plan_for(trainer, path), engine, 3)
+    return str(error.value), engine.handshake().policy_version
+
+
+def test_an_engine_of_other_shapes_takes_nothing_and_names_them(untied: Path, one_process: Ranks):
+    ((message, version),) = one_process.run(sync_other_shapes, untied)
+    assert "the sink of rank 0 failed in end_update" in message
+    assert "missing model.layers.0.mlp.experts.0.down_proj.weight" in message
+    assert version == -1
+
+
+def sync_twice(where: Any, path: Path) -> list[bool]:
+    """Two updates in a row with the same weights, and a third one with others."""
+    from moerl.rollout.weight_staging import held_views
+
+    trainer = tiny_moe.build(where, path, optimizer=None)
+    engine = engine_of(path)
+    publisher = weight_sync.publisher_of(weight_sync.plan_for(trainer, path), where.rank, engine)
+    held, reports = [], []
+    for version, factor in ((0, 1.0), (1, 1.0), (2, 2.0)):
+        shards = {name: tensor * factor for name, tensor in trainer.shards().items()}
+        reports.append(publisher.publish(shards, version))
+        assert engine.handshake().policy_version == version
+        held.append({name: tensor.clone() for name, tensor in held_views(engine._model)})
+    assert len({(report.num_tensors, report.num_bytes, report.received_bytes) for report in reports}) == 1
+    same = [all(torch.equal(a[name], b[name]) for name in a) for a, b in ((held[0], held[1]), (held[1], held[2]))]
+    doubled = all(torch.equal(2 * held[1][name], held[2][name]) for name in held[1])
+    return [*same, doubled]
+
+
+def test_updates_in_a_row_each_bring_a_version_also_with_the_same_weights(untied: Path, one_process: Ranks):
+    assert one_process.run(sync_twice, untied) == [[True, False, True]]

@@ -1,0 +1,223 @@
+"""A root's side towards its sink: one thread that calls it, two slots, and an end to every call. Runs in roots.
+
+A call that does not come back within a step's time is given up, not ended: nobody can end it. Its thread is a daemon,
+so that the process can still end, and the next update begins with it once it is back.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from moerl.contract.ports import CheckedSink, WeightSink
+from moerl.errors import WeightSyncError
+from moerl.kernels.checksum import checksums
+from moerl.weights.bucket import WeightBucket
+
+_NAMED = 5
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One call of a sink. doing: what it is, for errors. problem: what it raised. started: by `time.monotonic`."""
+
+    doing: str
+    run: Callable[[], None]
+    started: float = 0.0
+    problem: BaseException | None = None
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+class SinkThread:
+    """The one thread that calls a sink, in the order of submission, over all updates.
+
+    Args:
+        name: of the sink, for errors.
+        step_seconds: how long each call may take.
+    """
+
+    def __init__(self, name: str, step_seconds: float) -> None:
+        self.name, self.step_seconds = name, step_seconds
+        self._calls: queue.SimpleQueue[Call] = queue.SimpleQueue()
+        self._current = ""
+        threading.Thread(target=self._work, name="weight-sink", daemon=True).start()
+
+    def submit(self, doing: str, run: Callable[[], None]) -> Call:
+        call = Call(doing, run)
+        self._calls.put(call)
+        return call
+
+    def wait(self, call: Call) -> BaseException | None:
+        """What the call raised; an error of its own where it is not done in time, counted from when it began."""
+        begun = call.started or time.monotonic()
+        if call.done.wait(max(0.0, begun + self.step_seconds - time.monotonic())):
+            return call.problem
+        busy = "" if call.started else f", busy with {self._current}"
+        return WeightSyncError(
+            f"weight update: {self.name} has not come back from {call.doing}",
+            seen=f"{self.step_seconds:g} s without an answer{busy}",
+            expected=f"every step within weights.step_seconds = {self.step_seconds:g}",
+            remedy="see to the engine; another update can begin once it is back",
+        )
+
+    def _work(self) -> None:
+        while True:
+            call = self._calls.get()
+            call.started = time.monotonic()
+            self._current = call.doing
+            try:
+                call.run()
+            except BaseException as problem:  # noqa: BLE001 - thread boundary: raised by the rank that waits
+                call.problem = problem
+            call.done.set()
+
+
+class Handover:
+    """One update from a root to its sink.
+
+    slot_bytes: of the largest bucket. Slots that grew would leave what they were behind in the allocator.
+    """
+
+    def __init__(
+        self, sink: WeightSink, thread: SinkThread, device: torch.device, slot_bytes: int, *, verify: bool
+    ) -> None:
+        self._sink, self._thread = sink, thread
+        self._slots = [torch.empty(slot_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
+        self._sent: list[Call] = []
+        self._num_settled = 0
+        self._is_over = False
+        self._checked = sink if verify and isinstance(sink, CheckedSink) else None
+        self._dtypes: Mapping[str, str] = {}
+        self._checksums: dict[str, int] = {}
+        self.num_tensors = 0
+        self.num_bytes = 0
+        self.wait_seconds = 0.0
+        self.send_seconds = 0.0
+        self.end_seconds = 0.0
+        self.check_seconds = 0.0
+
+    def give_up(self) -> None:
+        """What the thread has not begun by now it leaves out."""
+        self._is_over = True
+
+    def begin(self, version: int) -> BaseException | None:
+        """Opens the update."""
+
+        def run() -> None:
+            self._ask("begin_update", lambda: self._sink.begin_update(version))
+            if self._checked is not None:
+                self._dtypes = self._ask("held_dtypes", self._checked.held_dtypes)
+
+        return self._call(f"begin_update({version})", run)
+
+    def slot(self, num_bytes: int) -> Tensor:
+        """Room for the next bucket, where `settle(1)` found no problem: that of the bucket before last."""
+        return self._slots[len(self._sent) % 2][:num_bytes]
+
+    def send(self, bucket: WeightBucket) -> None:
+        """Lets the sink take a bucket; returns at once."""
+        self._sent.append(self._thread.submit(bucket.bucket.label, lambda: self._send(bucket)))
+
+    def settle(self, at_most: int) -> BaseException | None:
+        """Waits until the sink has no more than so many buckets left to take; the first problem it had, if any."""
+        start = time.perf_counter()
+        problem = None
+        while problem is None and len(self._sent) - self._num_settled > at_most:
+            problem = self._thread.wait(self._sent[self._num_settled])
+            self._num_settled += int(problem is None)
+        self.wait_seconds += time.perf_counter() - start
+        return problem
+
+    def end(self) -> BaseException | None:
+        """Ends the update: the engine takes the version into use."""
+        start = time.perf_counter()
+        problem = self._call("end_update", lambda: self._ask("end_update", self._sink.end_update))
+        self.end_seconds = time.perf_counter() - start
+        return problem
+
+    def check(self) -> BaseException | None:
+        """Compares what the engine then holds, where it can say so."""
+        start = time.perf_counter()
+        checked = self._checked
+        problem = None if checked is None else self._call("checksums", lambda: self._compare(checked))
+        self.check_seconds = time.perf_counter() - start
+        return problem
+
+    # --- in the thread of the sink -----------------------------------------------------------------------------------
+
+    def _call(self, doing: str, run: Callable[[], None]) -> BaseException | None:
+        return self._thread.wait(self._thread.submit(doing, lambda: None if self._is_over else run()))
+
+    def _ask[T](self, doing: str, ask: Callable[[], T]) -> T:
+        """Asks the sink; its error with a name."""
+        try:
+            return ask()
+        except Exception as problem:
+            raise WeightSyncError(
+                f"weight update: {self._thread.name} failed in {doing}",
+                seen=f"{type(problem).__name__}: {problem}",
+                expected="a whole update",
+                remedy="see to the engine; it keeps the version it had, unless it says otherwise",
+            ) from problem
+
+    def _send(self, bucket: WeightBucket) -> None:
+        # What comes after a bucket that was not taken is not sent.
+        if self._is_over:
+            return
+        self._is_over = True
+        start = time.perf_counter()
+        _refuse_infinite(bucket)
+        self._ask(bucket.bucket.label, lambda: self._sink.receive(bucket))
+        if self._checked is not None:
+            self._checksums |= checksums(_cast(bucket, self._dtypes))
+        self.num_tensors += len(bucket.bucket.entries)
+        self.num_bytes += bucket.bucket.num_bytes
+        self.send_seconds += time.perf_counter() - start
+        self._is_over = False
+
+    def _compare(self, sink: CheckedSink) -> None:
+        held = self._ask("checksums", sink.checksums)
+        wrong = sorted(name for name, value in self._checksums.items() if held.get(name) != value)
+        if not wrong:
+            return
+        reason = f"{len(wrong)} tensors are not what was sent, first '{wrong[0]}'"
+        self._ask("distrust", lambda: sink.distrust(reason))
+        raise WeightSyncError(
+            f"weight update: {self._thread.name} does not hold what was sent: {_listed(wrong)}",
+            seen=f"{len(wrong)} of {len(self._checksums)} checksums differ",
+            expected="equal checksums on both sides",
+            remedy="the engine serves nothing until a whole update has been taken; look for faulty memory or links",
+        )
+
+
+def _refuse_infinite(bucket: WeightBucket) -> None:
+    # Of the whole bucket first: two passes over many small tensors would take longer than sending them.
+    if all(_is_finite(part) for part in bucket.parts()):
+        return
+    name = next(name for name, tensor in bucket if not _is_finite(tensor))
+    raise WeightSyncError(
+        f"weight '{name}' holds values that are not finite",
+        expected="finite weights",
+        remedy="lower optimizer.lr or resume from an earlier checkpoint",
+    )
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """Smallest and largest are finite; unlike `isfinite` this needs no memory."""
+    return bool(torch.stack(torch.aminmax(tensor)).isfinite().all())
+
+
+def _cast(bucket: WeightBucket, dtypes: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors as the engine holds them."""
+    for name, tensor in bucket:
+        yield name, tensor.to(getattr(torch, dtypes[name])) if name in dtypes else tensor
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(f"'{name}'" for name in names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
