@@ -1,11 +1,12 @@
 """Checksums of tensors, as evidence that two processes hold the same bytes. Any process; CPU and GPU.
 
-    checksum = sum over i of (2 i + 1) x m x bits_i   mod 2^64
+    checksum = sum over rows r and columns c of (2 r + 1) x (2 c m + 1) x bits_rc   mod 2^64
 
-with i the index of an element in the whole tensor (row by row), bits_i its bytes as a signed integer and m an odd
-constant. Factors are odd, so a single changed element always changes the sum; elements that are swapped or moved change
-it because their factors differ. The sum is additive: whatever parts a tensor is cut into, along rows, columns or both,
-what the holders of the parts compute adds up to the checksum of the whole. It is not meant to resist an adversary.
+with bits_rc an element's bytes as a signed integer and m an odd constant; a vector is one column, dimensions behind the
+first are columns. Factors are odd, so a single changed element always changes the sum; elements that are swapped or
+moved change it because their factors differ, those of a transposed matrix, too. The sum is additive: whatever parts a
+matrix is cut into, what the holders of the parts compute adds up to the checksum of the whole; zeros behind its last
+row or column add nothing. It is not meant to resist an adversary.
 """
 
 from __future__ import annotations
@@ -38,10 +39,14 @@ def add_checksums(parts: Iterable[int]) -> int:
 
 def _sum(tensor: Tensor) -> Tensor:
     """int64 scalar."""
-    bits = tensor.detach().contiguous().reshape(-1).view(_BITS[tensor.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for first in range(0, bits.numel(), _BLOCK):
-        block = bits[first : first + _BLOCK]
-        factors = torch.arange(first, first + block.numel(), device=bits.device).mul_(2).add_(1).mul_(_MIX)
-        total += factors.mul_(block).sum()
+    matrix_RC = tensor.detach().reshape(tensor.shape or (1,))[:, None].flatten(1)
+    bits_RC = matrix_RC.view(_BITS[tensor.element_size()])
+    num_rows, num_columns = bits_RC.shape
+    factors_R = torch.arange(num_rows, device=bits_RC.device).mul_(2).add_(1)
+    factors_C = torch.arange(num_columns, device=bits_RC.device).mul_(2).mul_(_MIX).add_(1)
+    total = torch.zeros((), dtype=torch.int64, device=bits_RC.device)
+    step = max(1, _BLOCK // max(1, num_columns))
+    for first in range(0, num_rows, step):
+        sums_r = (bits_RC[first : first + step] * factors_C).sum(1)
+        total += sums_r.mul_(factors_R[first : first + step]).sum()
     return total

@@ -6,8 +6,9 @@ Each tensor-parallel rank answers with checksums of the parts that it holds, und
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import httpx
 import msgspec
@@ -128,7 +129,8 @@ def read_parts(ranks: Sequence[Mapping[str, str]], model: ServedModel) -> dict[s
             if record.startswith("!"):
                 raise _refusal(f"cannot tell what it holds of '{name}'", f"rank {number}: {record[1:]}", "its layout")
             if name in parts:
-                parts[name] += [part for part in _parse(name, number, record) if not part.is_empty]
+                clipped = (_clip(part, model.shapes[name]) for part in _parse(name, number, record))
+                parts[name] += [part for part in clipped if not part.is_empty]
             else:
                 unknown.append(f"'{name}' (rank {number})")
     if unknown:
@@ -147,7 +149,23 @@ def _parse(name: str, rank: int, record: str) -> Iterable[_Part]:
             rows, columns = (int(first_row), int(end_row)), (int(first_column), int(end_column))
             yield _Part(rank, dtype, rows, columns, int(checksum or 0))
         except ValueError as error:
-            raise _refusal(f"record of '{name}'", f"rank {rank}: {text[:200]}", "dtype:rows:columns:checksum") from error
+            raise _refusal(
+                f"record of '{name}'", f"rank {rank}: {text[:200]}", "dtype:rows:columns:checksum"
+            ) from error
+
+
+def _clip(part: _Part, shape: tuple[int, ...]) -> _Part:
+    """Without what pads the tensor: those are zeros, which add nothing to a checksum, or the checksum will be wrong."""
+    num_rows, num_columns = _matrix(shape)
+    rows, columns = (
+        (min(span[0], end), min(span[1], end)) for span, end in ((part.rows, num_rows), (part.columns, num_columns))
+    )
+    return replace(part, rows=rows, columns=columns)
+
+
+def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:
+    """As `moerl.kernels.checksum` sees a tensor."""
+    return (shape[0] if shape else 1, math.prod(shape[1:]))
 
 
 def _agreed(name: str, parts: Sequence[_Part]) -> list[_Part]:
@@ -169,7 +187,7 @@ def _agreed(name: str, parts: Sequence[_Part]) -> list[_Part]:
 
 def _covers(parts: Sequence[_Part], shape: tuple[int, ...]) -> bool:
     """The parts are a whole tensor, cut along its rows or along its columns."""
-    num_rows, num_columns = (*shape, 1)[:2] if len(shape) <= 2 else (-1, -1)
+    num_rows, num_columns = _matrix(shape)
     rows = sorted(part.rows for part in parts if part.columns == (0, num_columns))
     columns = sorted(part.columns for part in parts if part.rows == (0, num_rows))
     return (len(rows) == len(parts) and _chain(rows, num_rows)) or (

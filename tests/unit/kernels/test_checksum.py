@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,11 +18,14 @@ def checksum_of(tensor: Tensor) -> int:
     return checksums([("tensor", tensor)])["tensor"]
 
 
-def by_definition(tensor: Tensor, indices: Tensor | None = None) -> int:
-    """indices: of the elements in the tensor that they are a part of."""
-    bits = tensor.flatten().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]).tolist()
-    places = range(len(bits)) if indices is None else indices.flatten().tolist()
-    return as_signed(sum((2 * i + 1) * 0x9E3779B97F4A7C15 * value for i, value in zip(places, bits, strict=True)))
+def by_definition(tensor: Tensor, first_row: int = 0, first_column: int = 0) -> int:
+    """Of a part of a matrix, or of a vector."""
+    bits = tensor.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+    total = 0
+    for r, row in enumerate(bits[:, None].flatten(1).tolist(), first_row):
+        for c, value in enumerate(row, first_column):
+            total += (2 * r + 1) * (2 * c * 0x9E3779B97F4A7C15 + 1) * value
+    return as_signed(total)
 
 
 def as_signed(total: int) -> int:
@@ -46,13 +51,10 @@ def test_a_checksum_is_what_its_definition_says(shape: tuple[int, ...], dtype: t
 )
 def test_whatever_a_tensor_is_cut_into_the_parts_add_up(num_rows, num_columns, dtype, row_cuts, column_cuts):
     whole = torch.randn(num_rows, num_columns).to(dtype)
-    indices = torch.arange(whole.numel()).view_as(whole)
     parts = [
-        by_definition(columns.contiguous(), places)
-        for rows, row_places in zip(whole.tensor_split(row_cuts), indices.tensor_split(row_cuts), strict=True)
-        for columns, places in zip(
-            rows.tensor_split(column_cuts, 1), row_places.tensor_split(column_cuts, 1), strict=True
-        )
+        by_definition(whole[r0:r1, c0:c1], r0, c0)
+        for r0, r1 in pairwise([0, *(min(cut, num_rows) for cut in row_cuts), num_rows])
+        for c0, c1 in pairwise([0, *(min(cut, num_columns) for cut in column_cuts), num_columns])
     ]
     assert add_checksums(parts) == checksum_of(whole)
 
@@ -80,6 +82,21 @@ def test_order_counts():
     rows = torch.randn(5, 4)
     assert checksum_of(rows.roll(1, 0)) != checksum_of(rows)
     assert checksum_of(rows[[1, 0, 2, 3, 4]]) != checksum_of(rows)
+
+
+def test_a_transposed_matrix_has_another_checksum():
+    matrix = torch.randn(5, 5)
+    assert checksum_of(matrix.T) != checksum_of(matrix)
+
+
+def test_zeros_behind_the_last_row_and_column_add_nothing():
+    matrix = torch.randn(4, 6).bfloat16()
+    assert checksum_of(torch.nn.functional.pad(matrix, (0, 3, 0, 2))) == checksum_of(matrix)
+
+
+def test_scalars_and_empty_tensors_have_checksums_too():
+    assert checksum_of(torch.tensor(1.5)) == checksum_of(torch.tensor([1.5])) != 0
+    assert checksum_of(torch.empty(0, 3)) == checksum_of(torch.empty(0)) == 0
 
 
 def test_of_no_tensors_there_are_no_checksums():
