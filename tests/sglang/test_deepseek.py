@@ -1,0 +1,94 @@
+"""DeepSeek-V3 on live servers: routing by groups with a correction bias, latent attention, weight updates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import families
+import pytest
+from safetensors.torch import load_file
+from sglang_reference import Reference, collect, make_requests
+
+from moerl.contract.spec import moe_layer_indices
+from moerl.kernels.checksum import checksums
+from moerl.rollout.sglang.engine import ModelFacts, SGLangEngine
+from moerl.rollout.sglang.held import ServedModel, held_checksums, held_dtypes
+from moerl.rollout.sglang.server import ServerOptions, SGLangServer
+from moerl.rollout.sglang.weights import SGLangWeights, WeightTransport
+
+pytestmark = pytest.mark.sglang
+
+# Published configurations have these; the class of transformers has not, and SGLang needs them.
+PUBLISHED = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+
+
+@dataclass(frozen=True)
+class Served:
+    family: str
+    folder: Path
+    other_folder: Path
+    server: SGLangServer
+    num_ranks: int
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(tensor.shape) for name, tensor in load_file(self.folder / "model.safetensors").items()}
+
+    def engine(self) -> SGLangEngine:
+        family = families.FAMILIES[self.family]
+        model = ModelFacts(family.spec(), moe_layer_indices(family.config().to_dict()))
+        return SGLangEngine(self.server.endpoint, model, engine_id="deepseek", max_running=16, timeout_seconds=120.0)
+
+
+# Without and with stretched positions, on one rank and on two.
+@pytest.fixture(scope="module", params=[("deepseek_v3", 1), ("deepseek_v3-yarn", 2)], ids=["plain", "yarn-tp2"])
+def served(request, environment: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    family, num_ranks = request.param
+    folder, other = (
+        families.write_model(
+            tmp_path_factory.mktemp("deepseek") / "hf", families.FAMILIES[family], seed=seed, **PUBLISHED
+        )
+        for seed in (0, 1)
+    )
+    options = ServerOptions(
+        model=folder, environment=environment, device="cpu", dtype="float32", tensor=num_ranks, max_pool_tokens=16384
+    )
+    with SGLangServer(options, tmp_path_factory.mktemp("server")) as started:
+        started.wait_until_ready(500.0)
+        yield Served(family, folder, other, started, num_ranks)
+
+
+def test_routing_kept_sets_and_logprobs_are_those_of_transformers_before_and_after_an_update(served: Served):
+    engine = served.engine()
+    requests = make_requests(24)
+    reference = Reference(served.folder, served.family)
+    first = collect(engine, requests)
+    # The same prompts once more: now they hit the prefix cache.
+    renamed = [replace(r, lineage=replace(r.lineage, rollout_id="again-" + r.lineage.rollout_id)) for r in requests]
+    again = collect(engine, renamed)
+    for trajectory in (*first.values(), *again.values()):
+        reference.compare(trajectory)
+    reference.require_parity()
+    assert reference.num_rows > 3000
+
+    version = engine.handshake().policy_version + 1
+    # So small that the two projections into latents come apart.
+    transport = WeightTransport(served.shapes, num_ranks=served.num_ranks, bucket_bytes=1, timeout_seconds=60.0)
+    sink = SGLangWeights(served.server.endpoint, transport, on_update=engine.handshake)
+    tensors = load_file(served.other_folder / "model.safetensors")
+    sink.begin_update(version)
+    sink.receive(tensors.items())
+    sink.end_update()
+    sink.close()
+    model = ServedModel(served.shapes, served.num_ranks, {})
+    assert held_checksums(served.server.endpoint, model, timeout_seconds=60.0) == checksums(tensors.items())
+    assert set(held_dtypes(served.server.endpoint, model, timeout_seconds=60.0).values()) == {"float32"}
+
+    reference = Reference(served.other_folder, served.family)
+    for trajectory in collect(engine, requests).values():
+        assert set(trajectory.policy_versions[trajectory.sampled].tolist()) == {version}
+        reference.compare(trajectory)
+    reference.require_parity()
+    engine.close()

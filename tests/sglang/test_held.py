@@ -1,0 +1,163 @@
+"""What live servers say that they hold, against checksums of the checkpoint; and the layouts that CPU servers never have."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import families
+import pytest
+import sglang_live
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from moerl.config.server_environment import server_environment
+from moerl.kernels.checksum import checksums
+from moerl.rollout.sglang.held import ServedModel, held_checksums, held_dtypes, read_parts
+from moerl.rollout.sglang.install import python_of
+from moerl.rollout.sglang.server import ServerOptions, SGLangServer
+from moerl.rollout.sglang.weights import SGLangWeights, WeightTransport
+
+pytestmark = pytest.mark.sglang
+
+
+def read(folder: Path) -> dict[str, Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def served_model(tensors: Mapping[str, Tensor], num_ranks: int) -> ServedModel:
+    return ServedModel({name: tuple(tensor.shape) for name, tensor in tensors.items()}, num_ranks, {})
+
+
+def differing(server: SGLangServer, tensors: Mapping[str, Tensor], num_ranks: int) -> list[str]:
+    """Tensors of which the server does not hold what is expected, in its own precision."""
+    model = served_model(tensors, num_ranks)
+    dtypes = held_dtypes(server.endpoint, model, timeout_seconds=60.0)
+    cast = {name: tensor.to(getattr(torch, dtypes[name])) for name, tensor in tensors.items()}
+    held = held_checksums(server.endpoint, model, timeout_seconds=60.0)
+    return [name for name, expected in checksums(cast.items()).items() if held[name] != expected]
+
+
+def test_a_server_says_that_it_holds_the_checkpoint(server: SGLangServer, model_folder: Path):
+    tensors = read(model_folder)
+    assert differing(server, tensors, 1) == []
+    dtypes = held_dtypes(server.endpoint, served_model(tensors, 1), timeout_seconds=60.0)
+    assert set(dtypes.values()) == {"float32"}
+
+
+def test_only_the_controller_may_ask(server: SGLangServer):
+    response = sglang_live.post(server.endpoint, "/weights_checker", {"action": "held", "selector": "target"})
+    assert response.status_code == 401
+
+
+@pytest.fixture(scope="module")
+def two_ranks(
+    model_folder: Path, environment: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[SGLangServer]:
+    options = ServerOptions(
+        model=model_folder, environment=environment, device="cpu", dtype="bfloat16", tensor=2, max_pool_tokens=4096
+    )
+    with SGLangServer(options, tmp_path_factory.mktemp("two_ranks")) as started:
+        started.wait_until_ready(500.0)
+        yield started
+
+
+def send(server: SGLangServer, tensors: Mapping[str, Tensor], version: int) -> None:
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    sink = SGLangWeights(
+        server.endpoint, WeightTransport(shapes, num_ranks=2, timeout_seconds=60.0), on_update=lambda: None
+    )
+    sink.begin_update(version)
+    sink.receive(tensors.items())
+    sink.end_update()
+    sink.close()
+
+
+def test_two_ranks_in_bfloat16_hold_the_checkpoint_and_then_an_update(
+    two_ranks: SGLangServer, model_folder: Path, tmp_path: Path
+):
+    tensors = read(model_folder)
+    assert differing(two_ranks, tensors, 2) == []
+    other = read(families.write_model(tmp_path / "other", families.FAMILIES["qwen3_moe"], seed=1))
+    assert set(differing(two_ranks, other, 2)) == set(tensors)
+    send(two_ranks, other, 1)
+    assert differing(two_ranks, other, 2) == []
+
+
+FLIPPED = [
+    "model.embed_tokens.weight",
+    "model.layers.0.self_attn.k_proj.weight",
+    "model.layers.1.mlp.gate.weight",
+    "model.layers.2.mlp.experts.3.up_proj.weight",
+    "model.layers.3.mlp.experts.7.down_proj.weight",
+    "model.norm.weight",
+]
+
+
+def test_bits_that_flip_on_their_way_are_named(two_ranks: SGLangServer, model_folder: Path):
+    tensors = {name: tensor.bfloat16() for name, tensor in read(model_folder).items()}
+    sent = dict(tensors)
+    for number, name in enumerate(FLIPPED):
+        sent[name] = tensors[name].clone()
+        # In the last element, on the last rank: the lowest bit, the next one, ...
+        sent[name].view(torch.int16).view(-1)[-1] ^= 1 << number
+    send(two_ranks, sent, 2)
+    assert differing(two_ranks, tensors, 2) == sorted(FLIPPED, key=list(tensors).index)
+
+
+# Servers on CPU pad key-value heads instead of copying them, and the tiny models are not tied.
+_LAYOUTS = """
+import json, sys, torch
+from sglang.srt.layers.linear import QKVParallelLinear, ReplicatedLinear
+from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod
+from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from sglang.srt.utils.held_weights import held_weights
+
+names = "qkv"
+whole = {name: torch.load(f"{sys.argv[1]}/{name}.pt") for name in names}
+embedding = torch.load(f"{sys.argv[1]}/embedding.pt")
+ranks = []
+for rank in range(4):
+    model = torch.nn.Module()
+    model.qkv_proj = QKVParallelLinear(8, 4, 8, 2, bias=False, tp_rank=rank, tp_size=4)
+    for name in names:
+        model.qkv_proj.weight_loader(model.qkv_proj.weight, whole[name], name)
+    model.embed_tokens = VocabParallelEmbedding(91, 8, enable_tp=False)
+    model.embed_tokens.weight_loader(model.embed_tokens.weight, embedding)
+    model.lm_head = model.embed_tokens
+    model.other = ReplicatedLinear(8, 8, bias=False)
+    model.other.quant_method = Fp8LinearMethod.__new__(Fp8LinearMethod)
+    outer = torch.nn.Module()
+    outer.model = model
+    ranks.append(held_weights(outer, sums=True))
+print(json.dumps(ranks))
+"""
+
+
+def test_copied_heads_tied_embeddings_and_quantized_layers_are_told_apart(environment: Path, tmp_path: Path):
+    shapes = {"q": (32, 8), "k": (8, 8), "v": (8, 8), "embedding": (91, 8)}
+    tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
+    for name, tensor in tensors.items():
+        torch.save(tensor, tmp_path / f"{name}.pt")
+    done = subprocess.run(
+        [str(python_of(environment)), "-c", _LAYOUTS, str(tmp_path)],
+        env=server_environment("cpu", 1),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    ranks = json.loads(done.stdout.splitlines()[-1])
+    for records in ranks:
+        assert records.pop("model.other.weight") == "!Untold quantized by Fp8LinearMethod"
+    # Two key-value heads on four ranks: the first two hold the same one.
+    assert ranks[0]["model.k_proj.weight"] == ranks[1]["model.k_proj.weight"] != ranks[2]["model.k_proj.weight"]
+    names = {f"model.{name}_proj.weight": name for name in "qkv"} | {"model.embed_tokens.weight": "embedding"}
+    expected = checksums((name, tensors[short]) for name, short in names.items())
+    parts = read_parts(ranks, ServedModel({name: shapes[short] for name, short in names.items()}, 4, {}))
+    assert {name: sum(p.checksum for p in held) % 2**64 for name, held in parts.items()} == {
+        name: value % 2**64 for name, value in expected.items()
+    }
