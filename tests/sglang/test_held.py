@@ -1,4 +1,4 @@
-"""What live servers say that they hold, against checksums of the checkpoint; and the layouts that CPU servers never have."""
+"""What live servers say that they hold, against checksums of the checkpoint; layouts that no CPU server has, too."""
 
 from __future__ import annotations
 
