@@ -1,4 +1,5 @@
-"""DeepSeek-V3 on live servers: routing by groups with a correction bias, latent attention, weight updates."""
+"""Other families than Qwen3-MoE on live servers: DeepSeek-V3 (routing by groups with a correction bias, latent
+attention), GLM-4.5, OLMoE. Parity with transformers before and after a weight update."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from moerl.rollout.sglang.weights import SGLangWeights, WeightTransport
 
 pytestmark = pytest.mark.sglang
 
-# Published configurations have these; the class of transformers has not, and SGLang needs them.
+# DeepSeek's published configurations have these; the class of transformers has not, and SGLang needs them.
 PUBLISHED = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 
 
@@ -39,17 +40,19 @@ class Served:
     def engine(self) -> SGLangEngine:
         family = families.FAMILIES[self.family]
         model = ModelFacts(family.spec(), moe_layer_indices(family.config().to_dict()))
-        return SGLangEngine(self.server.endpoint, model, engine_id="deepseek", max_running=16, timeout_seconds=120.0)
+        return SGLangEngine(self.server.endpoint, model, engine_id="family", max_running=16, timeout_seconds=120.0)
 
 
-# Without and with stretched positions, on one rank and on two.
-@pytest.fixture(scope="module", params=[("deepseek_v3", 1), ("deepseek_v3-yarn", 2)], ids=["plain", "yarn-tp2"])
+@pytest.fixture(
+    scope="module",
+    params=[("deepseek_v3", 1), ("deepseek_v3-yarn", 2), ("glm4_moe", 2), ("olmoe-normalised", 1)],
+    ids=lambda param: f"{param[0]}-{param[1]}",
+)
 def served(request, environment: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     family, num_ranks = request.param
+    published = PUBLISHED if family.startswith("deepseek") else {}
     folder, other = (
-        families.write_model(
-            tmp_path_factory.mktemp("deepseek") / "hf", families.FAMILIES[family], seed=seed, **PUBLISHED
-        )
+        families.write_model(tmp_path_factory.mktemp("model") / "hf", families.FAMILIES[family], seed=seed, **published)
         for seed in (0, 1)
     )
     options = ServerOptions(
@@ -74,7 +77,7 @@ def test_routing_kept_sets_and_logprobs_are_those_of_transformers_before_and_aft
     assert reference.num_rows > 3000
 
     version = engine.handshake().policy_version + 1
-    # So small that the two projections into latents come apart.
+    # So small that DeepSeek's two projections into latents come apart.
     transport = WeightTransport(served.shapes, num_ranks=served.num_ranks, bucket_bytes=1, timeout_seconds=60.0)
     sink = SGLangWeights(served.server.endpoint, transport, on_update=engine.handshake)
     tensors = load_file(served.other_folder / "model.safetensors")
