@@ -108,13 +108,28 @@ def test_bits_that_flip_on_their_way_are_named(two_ranks: SGLangServer, model_fo
     assert differing(two_ranks, tensors, 2) == sorted(FLIPPED, key=list(tensors).index)
 
 
-# Servers on CPU pad key-value heads instead of copying them, and the tiny models are not tied.
+# Servers on CPU pad key-value heads instead of copying them, and have neither expert parallelism nor shared experts
+# among the routed ones; the tiny models are not tied.
 _LAYOUTS = """
 import json, sys, torch
 from sglang.srt.layers.linear import QKVParallelLinear, ReplicatedLinear
+from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from sglang.srt.utils.held_weights import held_weights
+
+def experts(rank):
+    # Two ranks of two experts each, both with the shared expert behind them; without the groups of the constructor.
+    layer = FusedMoE.__new__(FusedMoE)
+    torch.nn.Module.__init__(layer)
+    layer.intermediate_size_per_partition, layer.hidden_size, layer.moe_tp_rank, layer.layer_id = 6, 8, 0, 0
+    layer.num_local_experts, layer._num_local_routed, layer._expert_storage_rank = 3, 2, rank
+    layer.num_fused_shared_experts, layer.use_triton_kernels, layer.use_flashinfer_trtllm_moe = 1, False, False
+    layer.quant_method = None
+    for name in ("w13", "w2"):
+        whole = torch.load(f"{sys.argv[1]}/{name}.pt")
+        layer.register_parameter(f"{name}_weight", torch.nn.Parameter(whole[[2 * rank, 2 * rank + 1, 4]]))
+    return layer
 
 names = "qkv"
 whole = {name: torch.load(f"{sys.argv[1]}/{name}.pt") for name in names}
@@ -128,6 +143,7 @@ for rank in range(4):
     model.embed_tokens = VocabParallelEmbedding(91, 8, enable_tp=False)
     model.embed_tokens.weight_loader(model.embed_tokens.weight, embedding)
     model.lm_head = model.embed_tokens
+    model.experts = experts(rank // 2)
     model.other = ReplicatedLinear(8, 8, bias=False)
     model.other.quant_method = Fp8LinearMethod.__new__(Fp8LinearMethod)
     outer = torch.nn.Module()
@@ -137,8 +153,10 @@ print(json.dumps(ranks))
 """
 
 
-def test_copied_heads_tied_embeddings_and_quantized_layers_are_told_apart(environment: Path, tmp_path: Path):
-    shapes = {"q": (32, 8), "k": (8, 8), "v": (8, 8), "embedding": (91, 8)}
+def test_copied_heads_tied_embeddings_experts_of_ranks_and_quantized_layers_are_told_apart(
+    environment: Path, tmp_path: Path
+):
+    shapes = {"q": (32, 8), "k": (8, 8), "v": (8, 8), "embedding": (91, 8), "w13": (5, 12, 8), "w2": (5, 8, 6)}
     tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
     for name, tensor in tensors.items():
         torch.save(tensor, tmp_path / f"{name}.pt")
@@ -155,9 +173,14 @@ def test_copied_heads_tied_embeddings_and_quantized_layers_are_told_apart(enviro
         assert records.pop("model.other.weight") == "!Untold quantized by Fp8LinearMethod"
     # Two key-value heads on four ranks: the first two hold the same one.
     assert ranks[0]["model.k_proj.weight"] == ranks[1]["model.k_proj.weight"] != ranks[2]["model.k_proj.weight"]
-    names = {f"model.{name}_proj.weight": name for name in "qkv"} | {"model.embed_tokens.weight": "embedding"}
-    expected = checksums((name, tensors[short]) for name, short in names.items())
-    parts = read_parts(ranks, ServedModel({name: shapes[short] for name, short in names.items()}, 4, {}))
+    named = {f"model.{name}_proj.weight": tensors[name] for name in "qkv"}
+    named["model.embed_tokens.weight"] = tensors["embedding"]
+    for number, expert in enumerate(["experts.0", "experts.1", "experts.2", "experts.3", "shared_experts"]):
+        gate, up = tensors["w13"][number].chunk(2)
+        projections = {"gate": gate, "up": up, "down": tensors["w2"][number]}
+        named |= {f"model.{expert}.{name}_proj.weight": tensor for name, tensor in projections.items()}
+    expected = checksums(named.items())
+    parts = read_parts(ranks, served_model(named, 4))
     assert {name: sum(p.checksum for p in held) % 2**64 for name, held in parts.items()} == {
         name: value % 2**64 for name, value in expected.items()
     }
