@@ -46,8 +46,8 @@ def collect(engine: SGLangEngine, requests: list[RolloutRequest]) -> dict[str, T
 class Reference:
     """transformers on the same weights, and the sampling distribution by its definition."""
 
-    def __init__(self, folder: Path) -> None:
-        self.judge = families.Judge(folder, families.FAMILIES["qwen3_moe"])
+    def __init__(self, folder: Path, family: str = "qwen3_moe") -> None:
+        self.judge = families.Judge(folder, families.FAMILIES[family])
         self.routing_mismatches = self.kept_mismatches = self.num_rows = self.num_kept = 0
         self.logprob_error = 0.0
 

@@ -1,10 +1,12 @@
 """Checksums of tensors, as evidence that two processes hold the same bytes. Any process; CPU and GPU.
 
-    checksum = sum over i of (2 i + 1) x m x word_i   mod 2^64
+    checksum = sum over rows r and columns c of (2 r + 1) x (2 c m + 1) x bits_rc   mod 2^64
 
-with word_i the 32-bit words of the tensor's bytes in memory order (a last one is filled up with zeros) and m an odd
-constant. Factors are odd, so a single changed word always changes the sum; words that are swapped or moved change it
-because their factors differ. It is not meant to resist an adversary.
+with bits_rc an element's bytes as a signed integer and m an odd constant; a vector is one column, dimensions behind the
+first are columns. Factors are odd, so a single changed element always changes the sum; elements that are swapped or
+moved change it because their factors differ, those of a transposed matrix, too. The sum is additive: whatever parts a
+matrix is cut into, what the holders of the parts compute adds up to the checksum of the whole; zeros behind its last
+row or column add nothing. It is not meant to resist an adversary.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from torch import Tensor
 
 _MIX = 0x9E3779B97F4A7C15 - (1 << 64)
 _BLOCK = 1 << 20
-"""Words that are summed at once; bounds the memory of the sum."""
+"""Elements that are summed at once; bounds the memory of the sum."""
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def checksums(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
@@ -28,15 +32,21 @@ def checksums(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
     return dict(zip(names, torch.stack(sums).tolist(), strict=True)) if names else {}
 
 
+def add_checksums(parts: Iterable[int]) -> int:
+    """The checksum of a tensor from those of its parts, in [-2^63, 2^63)."""
+    return (sum(parts) + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
 def _sum(tensor: Tensor) -> Tensor:
     """int64 scalar."""
-    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    if data.numel() % 4 or data.storage_offset() % 4:
-        data = torch.nn.functional.pad(data, (0, -data.numel() % 4))
-    words = data.view(torch.int32)
-    total = torch.zeros((), dtype=torch.int64, device=words.device)
-    for first in range(0, words.numel(), _BLOCK):
-        block = words[first : first + _BLOCK].long()
-        factors = torch.arange(first, first + block.numel(), device=words.device).mul_(2).add_(1).mul_(_MIX)
-        total += block.mul_(factors).sum()
+    matrix_RC = tensor.detach().reshape(tensor.shape or (1,))[:, None].flatten(1)
+    bits_RC = matrix_RC.view(_BITS[tensor.element_size()])
+    num_rows, num_columns = bits_RC.shape
+    factors_R = torch.arange(num_rows, device=bits_RC.device).mul_(2).add_(1)
+    factors_C = torch.arange(num_columns, device=bits_RC.device).mul_(2).mul_(_MIX).add_(1)
+    total = torch.zeros((), dtype=torch.int64, device=bits_RC.device)
+    step = max(1, _BLOCK // max(1, num_columns))
+    for first in range(0, num_rows, step):
+        sums_r = (bits_RC[first : first + step] * factors_C).sum(1)
+        total += sums_r.mul_(factors_R[first : first + step]).sum()
     return total

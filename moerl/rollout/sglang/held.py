@@ -1,0 +1,218 @@
+"""What weights a server computes with, tensor by tensor, as its own ranks see it. Runs where weights are sent from.
+
+Each tensor-parallel rank answers with checksums of the parts that it holds, under the checkpoint's names
+(`patches/sglang`, 0009); parts add up, copies must agree, and together they must cover every tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import httpx
+import msgspec
+
+from moerl.errors import WeightSyncError
+from moerl.kernels.checksum import add_checksums
+from moerl.rollout.sglang.endpoint import Endpoint
+
+MAX_ANSWER_BYTES = 1 << 28
+"""Largest answer read; 20,000 tensors take about 2 MB of every rank."""
+
+_NAMED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What a server must hold.
+
+    shapes: of every tensor, by its name in the checkpoint. num_ranks: of the server.
+    tied: tensors that are another one's, each with that one's name.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    num_ranks: int
+    tied: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One rank's record: rows [rows) and columns [columns) of a tensor. checksum: 0 where it was not asked for."""
+
+    rank: int
+    dtype: str
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+    checksum: int
+
+    @property
+    def is_empty(self) -> bool:
+        return self.rows[0] == self.rows[1] or self.columns[0] == self.columns[1]
+
+
+class _RankAnswer(msgspec.Struct):
+    checksums: dict[str, str]
+
+
+class _Answer(msgspec.Struct):
+    success: bool
+    message: str
+    ranks: list[_RankAnswer] = []
+
+
+def held_checksums(endpoint: Endpoint, model: ServedModel, *, timeout_seconds: float) -> dict[str, int]:
+    """`moerl.kernels.checksum` of every tensor that the server computes with, by checkpoint name, tied ones included.
+
+    Raises:
+        WeightSyncError: no whole answer; or, naming tensor and ranks: copies that differ, a tensor that is not held
+            whole, one that the checkpoint has not, or one of which the server cannot tell.
+    """
+    parts = read_parts(ask_ranks(endpoint, "held", timeout_seconds), model)
+    sums = {name: add_checksums(part.checksum for part in mine) for name, mine in parts.items()}
+    return sums | {name: sums[owner] for name, owner in model.tied.items()}
+
+
+def held_dtypes(endpoint: Endpoint, model: ServedModel, *, timeout_seconds: float) -> dict[str, str]:
+    """Names of dtypes (float32, bfloat16) by checkpoint name: what the server casts each tensor to. Reads no weights.
+
+    Raises:
+        WeightSyncError: as `held_checksums`.
+    """
+    parts = read_parts(ask_ranks(endpoint, "held_layout", timeout_seconds), model)
+    dtypes = {name: mine[0].dtype for name, mine in parts.items()}
+    return dtypes | {name: dtypes[owner] for name, owner in model.tied.items()}
+
+
+def ask_ranks(endpoint: Endpoint, action: str, timeout_seconds: float) -> list[dict[str, str]]:
+    """The records of each rank by tensor, unread.
+
+    Args:
+        action: `held`, or `held_layout` for records without checksums.
+
+    Raises:
+        WeightSyncError: the server did not answer, or not in this form.
+    """
+    headers = {"Authorization": f"Bearer {endpoint.admin_key}"}
+    timeout = httpx.Timeout(timeout_seconds, connect=10.0)
+    content = bytearray()
+    try:
+        with (
+            httpx.Client(base_url=endpoint.url, headers=headers, timeout=timeout, trust_env=False) as client,
+            client.stream("POST", "/weights_checker", json={"action": action, "selector": "target"}) as response,
+        ):
+            for piece in response.iter_bytes():
+                content += piece
+                if len(content) > MAX_ANSWER_BYTES:
+                    raise _refusal("the answer is too long", f"more than {MAX_ANSWER_BYTES} bytes", "records")
+        answer = msgspec.json.decode(bytes(content), type=_Answer)
+    except (httpx.HTTPError, msgspec.DecodeError) as error:
+        said = bytes(content[:300]).decode(errors="replace")
+        raise _refusal("no answer", f"{type(error).__name__}: {error} {said}", "records of its weights") from error
+    if not answer.success:
+        raise _refusal("refused", answer.message[:500], "records of its weights")
+    return [rank.checksums for rank in answer.ranks]
+
+
+def read_parts(ranks: Sequence[Mapping[str, str]], model: ServedModel) -> dict[str, list[_Part]]:
+    """The parts that make up every tensor, each once.
+
+    Raises:
+        WeightSyncError: as `held_checksums`.
+    """
+    if len(ranks) != model.num_ranks:
+        raise _refusal("ranks that answered", len(ranks), model.num_ranks)
+    parts: dict[str, list[_Part]] = {name: [] for name in model.shapes}
+    unknown: list[str] = []
+    for number, records in enumerate(ranks):
+        for name, record in records.items():
+            if record.startswith("!"):
+                raise _refusal(f"cannot tell what it holds of '{name}'", f"rank {number}: {record[1:]}", "its layout")
+            if name in parts:
+                clipped = (_clip(part, model.shapes[name]) for part in _parse(name, number, record))
+                parts[name] += [part for part in clipped if not part.is_empty]
+            else:
+                unknown.append(f"'{name}' (rank {number})")
+    if unknown:
+        raise _refusal("tensors that the checkpoint has not", _listed(unknown), "the checkpoint's tensors alone")
+    whole = {name: _agreed(name, held) for name, held in parts.items()}
+    missing = [_coverage(name, whole[name]) for name, shape in model.shapes.items() if not _covers(whole[name], shape)]
+    if missing:
+        raise _refusal("tensors that are not held whole", _listed(missing), "every element of every tensor once")
+    return whole
+
+
+def _parse(name: str, rank: int, record: str) -> Iterable[_Part]:
+    for text in record.split(" "):
+        try:
+            dtype, first_row, end_row, first_column, end_column, checksum = text.split(":")
+            rows, columns = (int(first_row), int(end_row)), (int(first_column), int(end_column))
+            yield _Part(rank, dtype, rows, columns, int(checksum or 0))
+        except ValueError as error:
+            raise _refusal(
+                f"record of '{name}'", f"rank {rank}: {text[:200]}", "dtype:rows:columns:checksum"
+            ) from error
+
+
+def _clip(part: _Part, shape: tuple[int, ...]) -> _Part:
+    """Without what pads the tensor: those are zeros, which add nothing to a checksum, or the checksum will be wrong."""
+    num_rows, num_columns = _matrix(shape)
+    rows, columns = (
+        (min(span[0], end), min(span[1], end)) for span, end in ((part.rows, num_rows), (part.columns, num_columns))
+    )
+    return replace(part, rows=rows, columns=columns)
+
+
+def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:
+    """As `moerl.kernels.checksum` sees a tensor."""
+    return (shape[0] if shape else 1, math.prod(shape[1:]))
+
+
+def _agreed(name: str, parts: Sequence[_Part]) -> list[_Part]:
+    """Of every region one part; all that hold it say the same."""
+    first: dict[tuple[tuple[int, int], tuple[int, int]], _Part] = {}
+    for part in parts:
+        other = first.setdefault((part.rows, part.columns), part)
+        if (part.dtype, part.checksum) != (other.dtype, other.checksum):
+            raise _refusal(
+                f"copies of '{name}' differ",
+                f"rank {other.rank}: {other.dtype} {other.checksum}, rank {part.rank}: {part.dtype} {part.checksum}",
+                f"one value of rows {part.rows}, columns {part.columns}",
+            )
+    if len({part.dtype for part in first.values()}) > 1:
+        seen = ", ".join(f"rank {part.rank}: {part.dtype}" for part in first.values())
+        raise _refusal(f"parts of '{name}'", seen, "one dtype")
+    return list(first.values())
+
+
+def _covers(parts: Sequence[_Part], shape: tuple[int, ...]) -> bool:
+    """The parts are a whole tensor, cut along its rows or along its columns."""
+    num_rows, num_columns = _matrix(shape)
+    rows = sorted(part.rows for part in parts if part.columns == (0, num_columns))
+    columns = sorted(part.columns for part in parts if part.rows == (0, num_rows))
+    return (len(rows) == len(parts) and _chain(rows, num_rows)) or (
+        len(columns) == len(parts) and _chain(columns, num_columns)
+    )
+
+
+def _chain(spans: Sequence[tuple[int, int]], end: int) -> bool:
+    """Spans follow one another from 0 to `end`."""
+    return bool(spans) and [0, *(last for _, last in spans)] == [*(first for first, _ in spans), end]
+
+
+def _coverage(name: str, parts: Sequence[_Part]) -> str:
+    regions = ", ".join(f"rows {part.rows} columns {part.columns} (rank {part.rank})" for part in parts)
+    return f"'{name}': {regions or 'nothing'}"
+
+
+def _listed(items: Sequence[str]) -> str:
+    return "; ".join(items[:_NAMED]) + (f"; {len(items)} in all" if len(items) > _NAMED else "")
+
+
+def _refusal(what: str, seen: object, expected: object) -> WeightSyncError:
+    return WeightSyncError(
+        f"weights of the SGLang server: {what}",
+        seen=seen,
+        expected=expected,
+        remedy="send it a whole update; start it again, from the trainer's model, if that does not help",
+    )
