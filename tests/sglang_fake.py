@@ -17,7 +17,7 @@ from moerl.contract.trajectory import MAX_KEPT_IDS, ModelSpec
 from moerl.rollout.sglang.client import ModelFacts
 from moerl.rollout.sglang.endpoint import Endpoint
 from moerl.rollout.sglang.engine import SGLangEngine
-from moerl.rollout.sglang.fleet import EngineOptions
+from moerl.rollout.sglang.options import EngineOptions
 from moerl.rollout.sglang.patches import SGLANG_VERSION, read_patches
 
 SPEC = ModelSpec(num_moe_layers=2, experts_per_token=2, num_experts=8, vocab_size=50, fingerprint="fake")

@@ -25,7 +25,7 @@ from moerl.rollout.sglang.answers import (
 from moerl.rollout.sglang.client import ModelFacts, request_body
 from moerl.rollout.sglang.endpoint import Endpoint
 from moerl.rollout.sglang.engine import SGLangEngine
-from moerl.rollout.sglang.fleet import EngineOptions
+from moerl.rollout.sglang.options import EngineOptions
 from moerl.rollout.sglang.server import ServerOptions, SGLangServer
 from moerl.rollout.sglang.sources import ServerSource
 

@@ -126,12 +126,14 @@ class CheckedSink(WeightSink, Protocol):
         """Names of dtypes (float32, bfloat16) by checkpoint name: what each tensor is cast to when it is taken."""
         ...
 
-    def checksums(self) -> Mapping[str, int]:
-        """`moerl.kernels.checksum` of the tensors in use, by checkpoint name."""
-        ...
+    def verify(self, sent: Mapping[str, int]) -> None:
+        """Compares `moerl.kernels.checksum` of the tensors in use with those of what was sent, by checkpoint name.
 
-    def distrust(self, reason: str) -> None:
-        """What is held is not what was sent: serves nothing until a whole update has been taken."""
+        What holds something else serves nothing until a whole update of it has passed.
+
+        Raises:
+            WeightSyncError: the tensors that differ, where nothing is left that serves.
+        """
         ...
 
 

@@ -21,8 +21,8 @@ from moerl.contract.trajectory import ModelSpec
 from moerl.orchestration.models import checkpoint_shapes, make_engine
 from moerl.rollout.sglang.client import ModelFacts
 from moerl.rollout.sglang.engine import SGLangEngine
-from moerl.rollout.sglang.fleet import EngineOptions
 from moerl.rollout.sglang.install import device_of
+from moerl.rollout.sglang.options import EngineOptions
 from moerl.rollout.sglang.server import ServerOptions
 from moerl.rollout.sglang.sources import NamedServer, OwnServer, ServerSource
 

@@ -57,11 +57,8 @@ class CheckedThroughDisk(ThroughDisk):
     def held_dtypes(self) -> Mapping[str, str]:
         return self._witness.held_dtypes()
 
-    def checksums(self) -> Mapping[str, int]:
-        return self._witness.checksums()
-
-    def distrust(self, reason: str) -> None:
-        self._witness.distrust(reason)
+    def verify(self, sent: Mapping[str, int]) -> None:
+        self._witness.verify(sent)
 
 
 class WeightSync:

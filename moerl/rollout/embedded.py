@@ -37,6 +37,7 @@ from moerl.rollout.requests import check_requests
 from moerl.rollout.sampler import RowParams, sample, uniforms
 from moerl.rollout.slots import SlotTable, StepResult
 from moerl.rollout.weight_staging import WeightStaging, held_views
+from moerl.rollout.witness import mismatch
 
 _MAX_PREFILL_TOKENS = 16384
 """Padded prompt tokens of one prefill; bounds its memory. A longer prompt is prefilled alone."""
@@ -178,13 +179,17 @@ class EmbeddedEngine:
     def held_dtypes(self) -> Mapping[str, str]:
         return {name: str(view.dtype).removeprefix("torch.") for name, view in held_views(self._model)}
 
-    def checksums(self) -> Mapping[str, int]:
-        with self._lock:
-            return checksums(held_views(self._model))
+    def verify(self, sent: Mapping[str, int]) -> None:
+        """Refuses `generate` from now on where what is held differs; what is being generated goes on.
 
-    def distrust(self, reason: str) -> None:
-        """Refuses `generate` until an update has been taken; what is being generated goes on."""
-        self._policy_version, self._distrusted = -1, reason
+        Raises:
+            WeightSyncError: it differs.
+        """
+        with self._lock:
+            error = mismatch(self._engine_id, sent, checksums(held_views(self._model)))
+        if error is not None:
+            self._policy_version, self._distrusted = -1, str(error)
+            raise error
 
     def _require_staging(self) -> WeightStaging:
         if self._staging is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -19,8 +19,6 @@ from moerl.contract.ports import CheckedSink, WeightSink
 from moerl.errors import WeightSyncError
 from moerl.kernels.checksum import checksums
 from moerl.weights.bucket import WeightBucket
-
-_NAMED = 5
 
 
 @dataclass(slots=True, eq=False)
@@ -110,9 +108,9 @@ class Handover:
         """Opens the update."""
 
         def run() -> None:
-            self._ask("begin_update", lambda: self._sink.begin_update(version))
             if self._checked is not None:
                 self._dtypes = self._ask("held_dtypes", self._checked.held_dtypes)
+            self._ask("begin_update", lambda: self._sink.begin_update(version))
 
         return self._call(f"begin_update({version})", run)
 
@@ -145,7 +143,7 @@ class Handover:
         """Compares what the engine then holds, where it can say so."""
         start = time.perf_counter()
         checked = self._checked
-        problem = None if checked is None else self._call("checksums", lambda: self._compare(checked))
+        problem = None if checked is None else self._call("verify", lambda: checked.verify(self._checksums))
         self.check_seconds = time.perf_counter() - start
         return problem
 
@@ -181,20 +179,6 @@ class Handover:
         self.send_seconds += time.perf_counter() - start
         self._is_over = False
 
-    def _compare(self, sink: CheckedSink) -> None:
-        held = self._ask("checksums", sink.checksums)
-        wrong = sorted(name for name, value in self._checksums.items() if held.get(name) != value)
-        if not wrong:
-            return
-        reason = f"{len(wrong)} tensors are not what was sent, first '{wrong[0]}'"
-        self._ask("distrust", lambda: sink.distrust(reason))
-        raise WeightSyncError(
-            f"weight update: {self._thread.name} does not hold what was sent: {_listed(wrong)}",
-            seen=f"{len(wrong)} of {len(self._checksums)} checksums differ",
-            expected="equal checksums on both sides",
-            remedy="the engine serves nothing until a whole update has been taken; look for faulty memory or links",
-        )
-
 
 def _refuse_infinite(bucket: WeightBucket) -> None:
     # Of the whole bucket first: two passes over many small tensors would take longer than sending them.
@@ -217,7 +201,3 @@ def _cast(bucket: WeightBucket, dtypes: Mapping[str, str]) -> Iterator[tuple[str
     """The tensors as the engine holds them."""
     for name, tensor in bucket:
         yield name, tensor.to(getattr(torch, dtypes[name])) if name in dtypes else tensor
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(f"'{name}'" for name in names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")

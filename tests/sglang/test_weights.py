@@ -19,7 +19,7 @@ from moerl.contract.ports import RolloutRecord, RolloutRequest
 from moerl.contract.trajectory import SamplingParams, Trajectory
 from moerl.errors import WeightSyncError
 from moerl.rollout.sglang.client import ModelFacts
-from moerl.rollout.sglang.fleet import Interrupt
+from moerl.rollout.sglang.options import Interrupt
 from moerl.rollout.sglang.server import SGLangServer
 
 pytestmark = pytest.mark.sglang

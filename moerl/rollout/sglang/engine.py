@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Collection, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -19,8 +19,9 @@ from moerl.errors import EngineError, WeightSyncError
 from moerl.rollout.requests import check_requests
 from moerl.rollout.sglang.asking import Asking, Rollout, Run
 from moerl.rollout.sglang.client import ModelFacts
-from moerl.rollout.sglang.fleet import EngineOptions, Fleet, Interrupt, first_error, stale_server
+from moerl.rollout.sglang.fleet import Fleet, first_error, stale_server
 from moerl.rollout.sglang.member import Member, State
+from moerl.rollout.sglang.options import EngineOptions, Interrupt
 from moerl.rollout.sglang.sources import ServerSource
 from moerl.rollout.sglang.updates import Updates
 
@@ -28,7 +29,7 @@ _ABORT_AGAIN_SECONDS = 0.2
 
 
 class SGLangEngine:
-    """A `PolicyEngine` on one or more servers.
+    """A `PolicyEngine` and `CheckedSink` on one or more servers.
 
     Attributes:
         unfinished: rollout ids of the latest `generate` call that yielded no record: aborted before their first token,
@@ -55,7 +56,7 @@ class SGLangEngine:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"{options.engine_id}-http", daemon=True)
         self._thread.start()
-        self._updates = Updates(options.shapes, options.tied)
+        self._updates = Updates(options.shapes, options.tied, options.update_seconds)
         self._fleet = Fleet(sources, model, options, self._bring_up)
         self._asking = Asking(self._fleet, model.spec, self.costs, version)
         try:
@@ -127,15 +128,24 @@ class SGLangEngine:
         self._wait(self._receive(tensors))
 
     def end_update(self) -> None:
-        """Takes the set into use, and returns when a server holds it.
+        """Takes the set into use. Servers that failed get it when they are replaced, before they get requests.
 
         Raises:
-            WeightSyncError: the set is not whole: servers hold what they held before. Or no server could be brought to
-                hold it.
-            EngineError: there was no other server.
+            WeightSyncError: the set is not whole: servers hold what they held before.
         """
         self._require_update()
         self._wait(self._end())
+
+    def held_dtypes(self) -> Mapping[str, str]:
+        return self._wait(self._held_dtypes())
+
+    def verify(self, sent: Mapping[str, int]) -> None:
+        """Servers that hold something else get everything again, and requests only once they hold what was sent.
+
+        Raises:
+            WeightSyncError: no update was taken.
+        """
+        self._wait(self._verify(sent))
 
     def close(self) -> None:
         """Gives up what is under way and leaves the servers; those of our own are stopped."""
@@ -197,8 +207,7 @@ class SGLangEngine:
         if not self._updates.is_open:
             self._stalled_at = time.perf_counter()
             await self._interrupt()
-        members = [member for member in self._fleet.members if member.state in (State.HEALTHY, State.SUSPECT)]
-        self._lose(await self._updates.begin(members))
+        self._lose(await self._updates.begin(self._fleet.current))
 
     async def _interrupt(self) -> None:
         """Until servers may be paused."""
@@ -230,7 +239,16 @@ class SGLangEngine:
         self._asking.version = self._updates.held[0]
         self._lose(failed)
         self._go_on()
-        await self._fleet.require_any()
+
+    async def _held_dtypes(self) -> Mapping[str, str]:
+        return await self._updates.dtypes(await self._fleet.require_any())
+
+    async def _verify(self, sent: Mapping[str, int]) -> None:
+        self._updates.sent(sent)
+        members = self._fleet.current
+        for member, error in zip(members, await asyncio.gather(*map(self._updates.check, members)), strict=True):
+            if error is not None:
+                self._fleet.doubt(member, error)
 
     async def _give_up(self) -> None:
         self._lose(await self._updates.give_up())

@@ -12,9 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from moerl.errors import EngineError, MoerlError, WeightSyncError
@@ -22,44 +20,13 @@ from moerl.rollout.sglang.client import ModelFacts, ServerClient
 from moerl.rollout.sglang.endpoint import Endpoint
 from moerl.rollout.sglang.http import NUM_ATTEMPTS, KeyRefusedError, TransportError, backoff
 from moerl.rollout.sglang.member import Member, StaleServerError, State
+from moerl.rollout.sglang.options import EngineOptions
 from moerl.rollout.sglang.routing import choose_server
 from moerl.rollout.sglang.sources import ServerSource
 from moerl.rollout.sglang.weights import LinkOptions, WeightLink
 
 MAX_LOSSES = 3
 """Servers that one place loses in a row, without an answer in between, before it is given up."""
-
-
-class Interrupt(StrEnum):
-    """What a weight update does to responses under way. drain: it waits for them. abort_resume: they are cut short, and
-    asked for again behind what they have. retract: the server computes them again with the new weights and goes on."""
-
-    DRAIN = "drain"
-    ABORT_RESUME = "abort_resume"
-    RETRACT = "retract"
-
-
-@dataclass(frozen=True, slots=True)
-class EngineOptions:
-    """How the trainer and its servers work together.
-
-    engine_id: of the engine; its servers are numbered. dtype: of the servers' weights; float32 or bfloat16.
-    max_running: requests that are with one server together. response_seconds: longest time from asking for a response
-    to having it. probe_seconds: silence of a busy server after which it is probed, and the time that a probe has.
-    update_seconds: for each step of a weight update. shapes: of every tensor the served model has, by its name in the
-    checkpoint. tied: tensors that are another one's and may come, too, by name. say: told when a server was lost.
-    """
-
-    engine_id: str
-    dtype: str
-    max_running: int
-    response_seconds: float
-    probe_seconds: float
-    update_seconds: float
-    shapes: Mapping[str, tuple[int, ...]]
-    tied: Mapping[str, str]
-    say: Callable[[str], None]
-    interrupt: Interrupt = Interrupt.RETRACT
 
 
 class Fleet:
@@ -92,6 +59,11 @@ class Fleet:
         """Prompt and new tokens that every server has room for."""
         return min(member.facts.report.max_request_tokens for member in self.members if member.facts is not None)
 
+    @property
+    def current(self) -> list[Member]:
+        """Those that hold the current weights."""
+        return [member for member in self.members if member.state in (State.HEALTHY, State.SUSPECT)]
+
     # --- servers -----------------------------------------------------------------------------------------------------
 
     async def open(self) -> None:
@@ -120,16 +92,17 @@ class Fleet:
             await member.disconnect()
             await asyncio.to_thread(member.source.close)
 
-    async def require_any(self) -> None:
-        """Waits until a server holds the current weights.
+    async def require_any(self) -> Member:
+        """Waits until a server holds the current weights; returns one.
 
         Raises:
             MoerlError: all are given up; it is the error of the last one.
         """
-        while not any(member.state in (State.HEALTHY, State.SUSPECT) for member in self.members):
+        while not (current := self.current):
             self._raise_if_dead()
             self._changed.clear()
             await self._changed.wait()
+        return current[0]
 
     async def _take(self, member: Member) -> None:
         """From a place without a server to one with a server that holds the current weights."""
@@ -243,6 +216,24 @@ class Fleet:
             member.error = error
             self._change(member, State.RESTARTING)
             self._start(self._replace(member))
+
+    def doubt(self, member: Member, error: MoerlError) -> None:
+        """Takes a server that holds something else out of use until it holds the current weights."""
+        if member.is_connected:
+            member.error = error
+            self._options.say(f"WARNING: SGLang server {member.name!r} gets all weights again: {error}")
+            member.give_up_asks()
+            self._change(member, State.STALE)
+            self._start(self._bring_back(member))
+
+    async def _bring_back(self, member: Member) -> None:
+        try:
+            await self._bring_up(member)
+        except WeightSyncError as error:
+            self.lose(member, error)
+        else:
+            self._change(member, State.HEALTHY)
+            self._options.say(f"SGLang server {member.name!r}: going on")
 
     async def muster(self, version: int) -> None:
         """Before a call: loses servers that hold other weights; whoever restarted them cannot have given them those."""

@@ -95,10 +95,14 @@ class Member:
             raise TransportError(f"SGLang server {self.name!r} was lost while it worked on a request")
         return asked.result()
 
-    async def disconnect(self) -> None:
-        """Gives up what is under way, and the present server."""
+    def give_up_asks(self) -> None:
+        """Requests under way fail."""
         for asked in list(self.asks):
             asked.cancel()
+
+    async def disconnect(self) -> None:
+        """Gives up what is under way, and the present server."""
+        self.give_up_asks()
         client, link = self.client, self.link
         self.client = self.link = None
         if client is not None:

@@ -13,9 +13,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from torch import Tensor
 
 from moerl.errors import WeightSyncError
+from moerl.rollout.sglang.held import ServedModel, held_checksums, held_dtypes
 from moerl.rollout.sglang.member import Member
 from moerl.rollout.sglang.weight_set import WeightSet
 from moerl.rollout.sglang.weights import WeightLink
+from moerl.rollout.witness import mismatch
 
 KEPT_BUCKET_BYTES = 256 << 20
 """Of a set that is sent again from the copy."""
@@ -29,9 +31,13 @@ class Updates:
         is_open: an update has begun and not ended.
     """
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], tied: Mapping[str, str]) -> None:
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], tied: Mapping[str, str], seconds: float) -> None:
+        """shapes, tied: as in `EngineOptions`. seconds: that a server has to say what it holds."""
         self.held: tuple[int, Mapping[str, Tensor]] | None = None
         self.is_open = False
+        self._shapes, self._tied, self._seconds = shapes, tied, seconds
+        self._sent: tuple[int, Mapping[str, int]] | None = None
+        self._dtypes: Mapping[str, str] | None = None
         self._set = WeightSet(shapes, tied)
         self._targets: list[Member] = []
         self._num_buckets = 0
@@ -92,12 +98,42 @@ class Updates:
         """Has a server that comes late hold what it should, where anything was sent yet.
 
         Raises:
-            WeightSyncError: a step failed.
+            WeightSyncError: a step failed, or it then does not hold what was sent.
         """
         async with self._lock:
             held, link = self.held, member.link
             if held is not None and link is not None:
                 await asyncio.to_thread(send_all, link, *held)
+                error = await self.check(member)
+                if error is not None:
+                    raise error
+
+    async def dtypes(self, member: Member) -> Mapping[str, str]:
+        """Names of dtypes by checkpoint name, as servers hold tensors; `member` is asked the first time."""
+        if self._dtypes is None:
+            self._dtypes = await self._ask(member, held_dtypes)
+        return self._dtypes
+
+    def sent(self, checksums: Mapping[str, int]) -> None:
+        """Checksums of the set that was taken into use last."""
+        assert self.held is not None
+        self._sent = self.held[0], checksums
+
+    async def check(self, member: Member) -> WeightSyncError | None:
+        """What of the set in use a server does not hold; None also where checksums of it are not known."""
+        if self._sent is None or self.held is None or self._sent[0] != self.held[0]:
+            return None
+        try:
+            return mismatch(member.name, self._sent[1], await self._ask(member, held_checksums))
+        except WeightSyncError as error:
+            return error
+
+    async def _ask[T](self, member: Member, question: Callable[..., T]) -> T:
+        client, facts = member.client, member.facts
+        if client is None or facts is None:
+            raise WeightSyncError(f"server {member.name!r} was lost meanwhile")
+        model = ServedModel(self._shapes, facts.num_ranks, self._tied)
+        return await asyncio.to_thread(question, client.endpoint, model, timeout_seconds=self._seconds)
 
     async def _on_all(self, step: Callable[[WeightLink], None]) -> list[tuple[Member, WeightSyncError]]:
         """One step on every server that is still in the update, side by side; those that fail are out of it."""

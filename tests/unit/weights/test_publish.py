@@ -21,6 +21,7 @@ from moerl.config.model_sizes import ModelSizes, sizes_from_hf_config
 from moerl.contract.ports import CheckedSink
 from moerl.errors import EngineError, WeightSyncError
 from moerl.kernels.checksum import checksums
+from moerl.rollout.witness import mismatch
 from moerl.telemetry.metrics import check_metrics
 from moerl.weights.plan import PlanOptions, SyncPlan, choose_roots, make_plan
 
@@ -64,11 +65,11 @@ class Held(weight_sync.KeepingSink):
         names = [entry.name for bucket in tiny_plan(Shape()).buckets for entry in bucket.entries]
         return dict.fromkeys(names, str(self.dtype).removeprefix("torch."))
 
-    def checksums(self) -> Mapping[str, int]:
-        return checksums(self.tensors.items())
-
-    def distrust(self, reason: str) -> None:
-        self.distrusted = reason
+    def verify(self, sent: Mapping[str, int]) -> None:
+        error = mismatch("held", sent, checksums(self.tensors.items()))
+        if error is not None:
+            self.distrusted = str(error)
+            raise error
 
 
 # --- one process -----------------------------------------------------------------------------------------------------

@@ -1,0 +1,39 @@
+"""How the trainer and its SGLang servers work together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Interrupt(StrEnum):
+    """What a weight update does to responses under way. drain: it waits for them. abort_resume: they are cut short, and
+    asked for again behind what they have. retract: the server computes them again with the new weights and goes on."""
+
+    DRAIN = "drain"
+    ABORT_RESUME = "abort_resume"
+    RETRACT = "retract"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """How the trainer and its servers work together.
+
+    engine_id: of the engine; its servers are numbered. dtype: of the servers' weights; float32 or bfloat16.
+    max_running: requests that are with one server together. response_seconds: longest time from asking for a response
+    to having it. probe_seconds: silence of a busy server after which it is probed, and the time that a probe has.
+    update_seconds: for each step of a weight update. shapes: of every tensor the served model has, by its name in the
+    checkpoint. tied: tensors that are another one's and may come, too, by name. say: told when a server was lost.
+    """
+
+    engine_id: str
+    dtype: str
+    max_running: int
+    response_seconds: float
+    probe_seconds: float
+    update_seconds: float
+    shapes: Mapping[str, tuple[int, ...]]
+    tied: Mapping[str, str]
+    say: Callable[[str], None]
+    interrupt: Interrupt = Interrupt.RETRACT
