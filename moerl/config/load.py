@@ -246,9 +246,14 @@ def _finished(values: dict[str, Any], command: str) -> RunConfig:
 def _with_absolute_paths(config: RunConfig) -> RunConfig:
     changed: dict[str, Any] = {"run_dir": config.run_dir.resolve()}
     for name, section in (("model", config.model), ("task", config.task), ("rollout", config.rollout)):
-        paths = {key: value.resolve() for key, value in section if isinstance(value, Path)}
-        changed[name] = section.model_copy(update=paths)
+        changed[name] = section.model_copy(update={key: _absolute(value) for key, value in section})
     return config.model_copy(update=changed)
+
+
+def _absolute(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_absolute(item) for item in value]
+    return value.resolve() if isinstance(value, Path) else value
 
 
 def _read_values(path: Path) -> dict[str, Any]:

@@ -131,6 +131,8 @@ def _type_name(annotation: Any, metadata: list[Any]) -> str:
         return " or ".join(_type_name(argument, metadata) for argument in arguments)
     if origin is dict:
         return "mapping of " + " to ".join(_type_name(argument, []) for argument in arguments)
+    if origin is list:
+        return f"{_type_name(arguments[0], [])}, or a list of them"
     name = _PLAIN_NAMES[annotation]
     return name if annotation is types.NoneType else name + _bounds(metadata)
 

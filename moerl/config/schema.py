@@ -182,7 +182,6 @@ class _ServedRolloutConfig(SamplingConfig):
         description="A server that is asked for responses and is silent for so long must sample one token within as"
         " long; after four such probes in vain it is replaced."
     )
-    update_seconds: Positive = Field(description="Longest time of one step of a weight update.")
 
 
 class SGLangRolloutConfig(_ServedRolloutConfig):

@@ -63,7 +63,8 @@ def open_engine(config: RunConfig, model: Model, say: Callable[[str], None]) -> 
         max_running=rollout.max_running,
         response_seconds=rollout.response_seconds,
         probe_seconds=rollout.probe_seconds,
-        update_seconds=rollout.update_seconds,
+        # A step of ours is a few calls of a server.
+        update_seconds=config.weights.step_seconds / 2,
         shapes=checkpoint_shapes(model.folder, hf_config),
         tied=_TIED if hf_config.get("tie_word_embeddings") else {},
         say=say,
