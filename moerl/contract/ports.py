@@ -137,8 +137,8 @@ class CheckedSink(WeightSink, Protocol):
         ...
 
 
-class PolicyEngine(RolloutEngine, WeightSink, Protocol):
-    """An engine whose weights are replaced while it is in use."""
+class PolicyEngine(RolloutEngine, CheckedSink, Protocol):
+    """An engine whose weights are replaced while it is in use, and which can say what it holds."""
 
     @property
     def costs(self) -> InterruptCosts: ...

@@ -247,7 +247,7 @@ class RLStage:
 
     def _publish(self, version: int) -> dict[str, float]:
         with self.run.stopwatch.span("weights"):
-            return self.weight_sync.publish(version).metrics()
+            return self.weight_sync.publish(version)
 
     # --- evaluation --------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from moerl.config.schema import RunConfig
 from moerl.contract.batch import TrainSample
 from moerl.contract.disk import write_parquet
-from moerl.contract.ports import Prompt, Task, WeightSink
+from moerl.contract.ports import PolicyEngine, Prompt, Task
 from moerl.contract.quarantine import Quarantine
 from moerl.contract.trajectory import ModelSpec, Trajectory
 from moerl.diagnostics.summary import RunSummary
@@ -82,7 +82,7 @@ class Run:
     ) -> None:
         self.config, self.layout, self.task, self.tokenizer, self.spec = config, layout, task, tokenizer, spec
         self.reporter = reporter
-        self.engine: WeightSink | None = None
+        self.engine: PolicyEngine | None = None
         self.state = RunState()
         self.quarantine = Quarantine(config.run_dir / "quarantine", config.quarantine.max_rate, spec=spec)
         self.stopwatch = Stopwatch()

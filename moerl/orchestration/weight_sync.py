@@ -6,13 +6,14 @@ Runs in every trainer rank; the first one hosts the engine.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from moerl.config.layouts import Shape
 from moerl.config.model_sizes import directory_sizes
 from moerl.config.schema import RunConfig
-from moerl.contract.ports import CheckedSink, RolloutEngine, WeightSink
+from moerl.contract.ports import CheckedSink, InterruptCosts, PolicyEngine, WeightSink
 from moerl.trainer import platform
 from moerl.trainer.shards import splits_latents
 from moerl.trainer.trainer import MegatronTrainer
@@ -21,7 +22,7 @@ from moerl.weights.disk import DiskSink, read_version
 from moerl.weights.gather import RootGather
 from moerl.weights.peers import Peers
 from moerl.weights.plan import PlanOptions, make_plan
-from moerl.weights.publish import Publisher, PublishReport
+from moerl.weights.publish import Publisher
 
 FOLDER = "weights"
 """In the run directory: versions on disk."""
@@ -30,7 +31,7 @@ FOLDER = "weights"
 class ThroughDisk:
     """A sink that writes versions to disk and has an engine read them from there, hashes checked."""
 
-    def __init__(self, folder: Path, disk: DiskSink, engine: WeightSink) -> None:
+    def __init__(self, folder: Path, disk: DiskSink, engine: CheckedSink) -> None:
         self._folder, self._disk, self._engine, self._version = folder, disk, engine, -1
 
     def begin_update(self, version: int) -> None:
@@ -46,19 +47,11 @@ class ThroughDisk:
         self._engine.receive(read_version(self._folder, self._version))
         self._engine.end_update()
 
-
-class CheckedThroughDisk(ThroughDisk):
-    """The same with an engine that can say what it holds."""
-
-    def __init__(self, folder: Path, disk: DiskSink, engine: CheckedSink) -> None:
-        super().__init__(folder, disk, engine)
-        self._witness = engine
-
     def held_dtypes(self) -> Mapping[str, str]:
-        return self._witness.held_dtypes()
+        return self._engine.held_dtypes()
 
     def verify(self, sent: Mapping[str, int]) -> None:
-        self._witness.verify(sent)
+        self._engine.verify(sent)
 
 
 class WeightSync:
@@ -71,7 +64,7 @@ class WeightSync:
     """
 
     def __init__(
-        self, config: RunConfig, model_path: Path, trainer: MegatronTrainer, engine: WeightSink | None
+        self, config: RunConfig, model_path: Path, trainer: MegatronTrainer, engine: PolicyEngine | None
     ) -> None:
         self._trainer, self._verify = trainer, config.weights.verify
         rank = trainer.where.rank
@@ -83,24 +76,20 @@ class WeightSync:
         if config.weights.transport == "disk" and rank in options.roots:
             folder = config.run_dir / FOLDER
             disk = DiskSink(folder, rank=rank, roots=options.roots)
-            if engine is None:
-                sink = disk
-            elif isinstance(engine, CheckedSink):
-                sink = CheckedThroughDisk(folder, disk, engine)
-            else:
-                sink = ThroughDisk(folder, disk, engine)
-        self._publisher = Publisher(plan, gatherer, peers, sink, _name(engine))
+            sink = disk if engine is None else ThroughDisk(folder, disk, engine)
+        # A rank without an engine has a folder on disk; it logs nothing.
+        name = f"folder '{FOLDER}'" if engine is None else f"engine '{engine.handshake().engine_id}'"
+        self._costs = InterruptCosts() if engine is None else engine.costs
+        self._publisher = Publisher(plan, gatherer, peers, sink, name)
         self._count = 0
 
-    def publish(self, version: int) -> PublishReport:
-        """Brings the trainer's weights to the engine. A collective; raises as `Publisher.publish`."""
+    def publish(self, version: int) -> dict[str, float]:
+        """Brings the trainer's weights to the engine; returns metrics. A collective; raises as `Publisher.publish`."""
+        before = replace(self._costs)
         self._count += 1
         verify = self._verify == "every" or (isinstance(self._verify, int) and self._count % self._verify == 0)
-        return self._publisher.publish(self._trainer.shards(), version, verify=verify)
-
-
-def _name(engine: WeightSink | None) -> str:
-    """For errors; a rank without an engine has a folder on disk."""
-    if isinstance(engine, RolloutEngine):
-        return f"engine '{engine.handshake().engine_id}'"
-    return "the engine" if engine is not None else f"folder '{FOLDER}'"
+        metrics = self._publisher.publish(self._trainer.shards(), version, verify=verify).metrics()
+        return metrics | {
+            f"weights/{field.name}": getattr(self._costs, field.name) - getattr(before, field.name)
+            for field in fields(before)
+        }

@@ -22,9 +22,6 @@ from moerl.rollout.sglang.server import ServerOptions, SGLangServer
 
 pytestmark = pytest.mark.sglang
 
-# DeepSeek's published configurations have these; the class of transformers has not, and SGLang needs them.
-PUBLISHED = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
-
 
 @dataclass(frozen=True)
 class Served:
@@ -51,7 +48,7 @@ class Served:
 )
 def served(request, environment: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     family, num_ranks = request.param
-    published = PUBLISHED if family.startswith("deepseek") else {}
+    published = sglang_live.DEEPSEEK_PUBLISHED if family.startswith("deepseek") else {}
     folder, other = (
         families.write_model(tmp_path_factory.mktemp("model") / "hf", families.FAMILIES[family], seed=seed, **published)
         for seed in (0, 1)

@@ -19,8 +19,8 @@ from moerl.rollout.sglang.weight_set import WeightSet
 from moerl.rollout.sglang.weights import WeightLink
 from moerl.rollout.witness import mismatch
 
-KEPT_BUCKET_BYTES = 256 << 20
-"""Of a set that is sent again from the copy."""
+MESSAGE_BYTES = 256 << 20
+"""Tensors are sent together until they reach this."""
 
 
 class Updates:
@@ -40,7 +40,7 @@ class Updates:
         self._dtypes: Mapping[str, str] | None = None
         self._set = WeightSet(shapes, tied)
         self._targets: list[Member] = []
-        self._num_buckets = 0
+        self._num_messages = 0
         # Held from the beginning to the end of an update, and while a late server is brought up.
         self._lock = asyncio.Lock()
 
@@ -57,18 +57,25 @@ class Updates:
         if not self.is_open:
             await self._lock.acquire()
             self.is_open = True
-        self._targets, self._num_buckets = list(members), 0
+        self._targets, self._num_messages = list(members), 0
         return await self._on_all(WeightLink.begin)
 
     async def receive(self, tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[Member, WeightSyncError]]:
-        """Keeps and sends one bucket, and returns when it was sent. Returns the servers that failed.
+        """Keeps and sends tensors, and returns when they were sent. Returns the servers that failed.
 
         Raises:
             WeightSyncError: as `WeightSet.receive`.
         """
-        bucket = await asyncio.to_thread(self._set.receive, tensors)
-        number, self._num_buckets = self._num_buckets, self._num_buckets + 1
-        return await self._on_all(lambda link: link.send(bucket, number)) if bucket else []
+        failed: list[tuple[Member, WeightSyncError]] = []
+        parts = _messages(tensors)
+        while (part := await asyncio.to_thread(next, parts, None)) is not None:
+            needed = await asyncio.to_thread(self._set.receive, part)
+            failed += await self._send(needed)
+        return failed
+
+    async def _send(self, tensors: Sequence[tuple[str, Tensor]]) -> list[tuple[Member, WeightSyncError]]:
+        number, self._num_messages = self._num_messages, self._num_messages + 1
+        return await self._on_all(lambda link: link.send(tensors, number)) if tensors else []
 
     async def end(self) -> list[tuple[Member, WeightSyncError]]:
         """Takes the set into use. Returns the servers that failed.
@@ -155,7 +162,7 @@ def send_all(link: WeightLink, version: int, tensors: Mapping[str, Tensor]) -> N
         WeightSyncError: a step failed.
     """
     link.begin()
-    for number, bucket in enumerate(_buckets(tensors, KEPT_BUCKET_BYTES)):
+    for number, bucket in enumerate(_messages(tensors.items())):
         link.send(bucket, number)
     link.end(version)
 
@@ -170,15 +177,15 @@ async def _step(step: Callable[[WeightLink], None], link: WeightLink | None) -> 
     return None
 
 
-def _buckets(tensors: Mapping[str, Tensor], bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """Consecutive tensors; each bucket but the last reaches `bucket_bytes`."""
-    bucket: list[tuple[str, Tensor]] = []
+def _messages(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
+    """Consecutive tensors; each message but the last reaches `MESSAGE_BYTES`."""
+    message: list[tuple[str, Tensor]] = []
     size = 0
-    for name, tensor in tensors.items():
-        bucket.append((name, tensor))
+    for name, tensor in tensors:
+        message.append((name, tensor))
         size += tensor.numel() * tensor.element_size()
-        if size >= bucket_bytes:
-            yield bucket
-            bucket, size = [], 0
-    if bucket:
-        yield bucket
+        if size >= MESSAGE_BYTES:
+            yield message
+            message, size = [], 0
+    if message:
+        yield message

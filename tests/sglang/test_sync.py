@@ -1,0 +1,139 @@
+"""From a trainer of eight ranks into a live server: bit for bit the export of every step, and the same greedy tokens."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import families
+import pytest
+import sglang_live
+import tiny_moe
+import torch
+import weight_sync
+from ranks import Ranks
+from safetensors.torch import load_file, save_file
+from sglang_reference import make_requests
+from transformers import AutoModelForCausalLM
+
+from moerl.buffer.packing import PackOptions, pack_for_ranks
+from moerl.buffer.rows import Padding
+from moerl.contract.batch import Microbatch
+from moerl.contract.spec import moe_layer_indices
+from moerl.contract.trajectory import ModelSpec, SamplingParams, Trajectory
+from moerl.rollout.sglang.client import ModelFacts
+from moerl.rollout.sglang.endpoint import Endpoint
+from moerl.rollout.sglang.held import ServedModel, held_checksums
+from moerl.rollout.sglang.server import ServerOptions
+
+pytestmark = pytest.mark.sglang
+
+NUM_VERSIONS = 3
+_FORMAT = {"format": "pt"}
+LAYOUT = {"tensor": 2, "pipeline": 2, "expert": 2}
+
+
+@dataclass(frozen=True)
+class Case:
+    """dtype: of the trainer and the server. num_ranks: of the server."""
+
+    family: str
+    dtype: str
+    num_ranks: int
+    folder: Path
+    endpoint: Endpoint
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        ("qwen3_moe", "float32", 1),
+        ("qwen3_moe", "bfloat16", 2),
+        ("deepseek_v3", "float32", 2),
+        ("deepseek_v3", "bfloat16", 1),
+    ],
+    ids=lambda param: "-".join(map(str, param)),
+)
+def case(request, environment: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+    family, dtype, num_ranks = request.param
+    published = sglang_live.DEEPSEEK_PUBLISHED if family == "deepseek_v3" else {}
+    folder = families.write_model(
+        tmp_path_factory.mktemp("model") / "hf", families.FAMILIES[family], seed=5, **published
+    )
+    options = ServerOptions(
+        folder, environment, "cpu", tensor=num_ranks, dtype=dtype, max_pool_tokens=8192, policy_version=-1
+    )
+    with sglang_live.running(options, tmp_path_factory.mktemp("server")) as server:
+        yield Case(family, dtype, num_ranks, folder, server.endpoint)
+
+
+def train_and_sync(where: Any, case: Case, spec: ModelSpec, batches: list[list[Microbatch]], output: Path) -> list[str]:
+    """Versions 0, 1 and 2 of a policy in training; what the server holds is compared with the bridge's export, and the
+    last one's greedy answers with those of transformers on it."""
+    from moerl.contract.shares import cut_share
+    from moerl.kernels.checksum import checksums
+    from moerl.trainer.losses import TextLoss
+    from moerl.trainer.model import ModelOptions
+    from moerl.trainer.trainer import MegatronTrainer
+
+    options = ModelOptions(dtype=case.dtype, expert_bias="update" if case.family == "deepseek_v3" else "frozen")
+    trainer = MegatronTrainer(case.folder, spec, where, options, tiny_moe.OPTIMIZER, 8)
+    local = [cut_share(batch, trainer.place) for batch in batches[where.data_rank]]
+    denominator = tiny_moe.num_trained([batch for part in batches for batch in part])
+    plan = weight_sync.plan_for(trainer, case.folder)
+    engine, problems, before, shapes = None, [], {}, {}
+    if where.is_main:
+        shapes = {name: tuple(t.shape) for name, t in load_file(case.folder / "model.safetensors").items()}
+        model = ModelFacts(spec, moe_layer_indices(families.FAMILIES[case.family].config().to_dict()))
+        engine = sglang_live.connect(case.endpoint, model=model, version=-1, shapes=shapes, dtype=case.dtype)
+    for version in range(NUM_VERSIONS):
+        weight_sync.publish(trainer, plan, engine, version)
+        expected = {name: tensor.clone() for name, tensor in trainer.export()}
+        if engine is not None:
+            assert engine.handshake().policy_version == version
+            dtypes = engine.held_dtypes()
+            cast = {name: tensor.to(getattr(torch, dtypes[name])) for name, tensor in expected.items()}
+            held = held_checksums(case.endpoint, ServedModel(shapes, case.num_ranks, {}), timeout_seconds=60.0)
+            problems += [f"version {version}: {n}" for n, value in checksums(cast.items()).items() if held[n] != value]
+            same = [name for name, tensor in expected.items() if name in before and torch.equal(tensor, before[name])]
+            problems += [f"version {version} has not changed"] if version and len(same) > len(expected) // 2 else []
+            before = expected
+        trainer.step(local, TextLoss(local, spec.vocab_size, denominator), enforce=True)
+    if engine is not None:
+        if case.dtype == "float32":
+            problems += _greedy_differences(engine, case, before, output)
+        engine.close()
+    return problems
+
+
+def _greedy_differences(engine: Any, case: Case, weights: dict[str, torch.Tensor], output: Path) -> list[str]:
+    """Rollouts whose tokens are not those that transformers finds most likely with these weights."""
+    exported = shutil.copytree(case.folder, output / "exported")
+    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, exported / "model.safetensors", _FORMAT)
+    judge = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).eval()
+    requests = [
+        replace(r, sampling=SamplingParams(temperature=0.0), stop_ids=(), max_new_tokens=24) for r in make_requests(6)
+    ]
+    wrong = []
+    for record in engine.generate(requests):
+        trajectory = Trajectory(**record.values)
+        prompt = torch.tensor([trajectory.token_ids[~trajectory.sampled].tolist()])
+        expected = judge.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=24, do_sample=False, eos_token_id=None
+        )
+        if expected[0].tolist() != trajectory.token_ids.tolist():
+            wrong.append(f"greedy answer {record.rollout_id}")
+    return wrong
+
+
+def test_a_server_holds_the_export_of_every_step_and_answers_greedily_as_transformers(
+    case: Case, tmp_path: Path, processes: Callable[[int], Ranks]
+):
+    family = families.FAMILIES[case.family]
+    samples = families.make_samples(family.spec(), 5, (5, 30, 17, 41))
+    batches = pack_for_ranks(samples, 2, PackOptions(64, Padding.of(2, 1)), replay=True)
+    results = processes(8).run(train_and_sync, case, family.spec(), batches, tmp_path, **LAYOUT)
+    assert [problem for result in results for problem in result] == []
