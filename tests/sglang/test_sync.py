@@ -1,4 +1,4 @@
-"""From a trainer of eight ranks into a live server: bit for bit the export of every step, and the same greedy tokens."""
+"""From a trainer of eight ranks into a live server: bit for bit each export, and the same greedy tokens."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def _greedy_differences(engine: Any, case: Case, weights: dict[str, torch.Tensor
     """Rollouts whose tokens are not those that transformers finds most likely with these weights."""
     exported = shutil.copytree(case.folder, output / "exported")
     save_file({name: tensor.contiguous() for name, tensor in weights.items()}, exported / "model.safetensors", _FORMAT)
-    judge = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).eval()
+    judge: Any = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).eval()
     requests = [
         replace(r, sampling=SamplingParams(temperature=0.0), stop_ids=(), max_new_tokens=24) for r in make_requests(6)
     ]

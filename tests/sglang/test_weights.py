@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import families
 import numpy as np
@@ -14,10 +15,13 @@ import pytest
 import sglang_live
 from safetensors.torch import load_file
 from sglang_reference import Reference, collect, make_requests
+from torch import Tensor
 
 from moerl.contract.ports import RolloutRecord, RolloutRequest
 from moerl.contract.trajectory import SamplingParams, Trajectory
 from moerl.errors import WeightSyncError
+from moerl.kernels.checksum import checksums
+from moerl.rollout.sglang import weights
 from moerl.rollout.sglang.client import ModelFacts
 from moerl.rollout.sglang.options import Interrupt
 from moerl.rollout.sglang.server import SGLangServer
@@ -35,9 +39,9 @@ class Updated:
 
     def __init__(self, server: SGLangServer, model: ModelFacts, folder: Path, interrupt: Interrupt) -> None:
         shapes = {name: tuple(tensor.shape) for name, tensor in load_file(folder / "model.safetensors").items()}
-        self.engine = sglang_live.connect(
-            server.endpoint, model=model, version=-1, max_running=64, shapes=shapes, interrupt=interrupt
-        )
+        self.said: list[str] = []
+        options: dict[str, Any] = {"max_running": 64, "interrupt": interrupt, "say": self.said.append}
+        self.engine = sglang_live.connect(server.endpoint, model=model, version=-1, shapes=shapes, **options)
         self.version, self.used = 0, {}
         self.send(folder)
 
@@ -96,6 +100,31 @@ def test_an_update_whose_sender_stopped_half_way_is_undone_before_anything_is_sa
     updated.engine.receive(list(load_file(other_folder / "model.safetensors").items())[:10])
     for rollout_id, trajectory in collect(updated.engine, requests).items():
         assert trajectory.token_ids.tolist() == before[rollout_id].token_ids.tolist()
+
+
+def test_a_bit_that_flips_on_its_way_is_named_and_everything_is_sent_again(
+    updated: Updated, other_folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    whole = weights.flattened
+
+    def flip_once(message: Sequence[tuple[str, Tensor]]) -> Tensor:
+        monkeypatch.setattr(weights, "flattened", whole)
+        data = whole(message).clone()
+        data[data.numel() // 2] ^= 4
+        return data
+
+    monkeypatch.setattr(weights, "flattened", flip_once)
+    updated.send(other_folder)
+    tensors = load_file(other_folder / "model.safetensors")
+    updated.engine.verify(checksums(tensors.items()))
+    assert "does not hold what was sent" in updated.said[0]
+    assert "1 of" in updated.said[0]
+    reference = Reference(other_folder)
+    for trajectory in collect(updated.engine, make_requests(6)).values():
+        assert set(trajectory.policy_versions[trajectory.sampled].tolist()) == {2}
+        reference.compare(trajectory)
+    reference.require_parity()
+    assert "going on" in updated.said[-1]
 
 
 def long_requests(count: int) -> list[RolloutRequest]:
