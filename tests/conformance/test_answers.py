@@ -40,7 +40,8 @@ def test_every_request_becomes_one_valid_trajectory_with_its_lineage(build: Buil
         assert trajectory.routed.all()
         assert [turn.sampling for turn in trajectory.turns] == [None, request.sampling]
         assert (trajectory.policy_versions[num_prompt:] == 0).all()
-        assert trajectory.engine_id == engine.handshake().engine_id
+        # An engine of several servers names the one that answered.
+        assert trajectory.engine_id.startswith(engine.handshake().engine_id)
         assert all(seconds >= 0 for seconds in trajectory.timings.values())
 
 

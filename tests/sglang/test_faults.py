@@ -58,6 +58,7 @@ class Own:
             between()
         self.engine.receive(self.tensors[half:])
         self.engine.end_update()
+        self.engine.handshake()  # waits for a server that holds it
 
     def pid(self, number: int = 0) -> int:
         server = self.sources[number].server
