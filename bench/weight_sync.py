@@ -123,6 +123,9 @@ class EngineSink:
         time.sleep(self.delay_seconds)
         self.send(tensors.flat)
 
+    def abandon_update(self) -> None:
+        """Nothing to do: the engine keeps no versions."""
+
     def end_update(self) -> None:
         """Nothing to do: every message was acknowledged."""
 

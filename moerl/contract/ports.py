@@ -117,6 +117,10 @@ class WeightSink(Protocol):
         """Takes the new version into use; raises `WeightSyncError` where a tensor is missing. Old version stays."""
         ...
 
+    def abandon_update(self) -> None:
+        """Instead of `end_update`: forgets what was received, the old version stays. Without an update, nothing."""
+        ...
+
 
 @runtime_checkable
 class CheckedSink(WeightSink, Protocol):

@@ -74,7 +74,9 @@ def _check(options: argparse.Namespace) -> int:
 
 
 async def _shake_hands(server_file: Path) -> ServerFacts:
-    client = ServerClient(read_endpoint(server_file), max_connections=1, timeout_seconds=_PROBE_SECONDS)
+    client = ServerClient(
+        read_endpoint(server_file), max_connections=1, timeout_seconds=_PROBE_SECONDS, control_seconds=_PROBE_SECONDS
+    )
     try:
         return await client.facts(None)
     finally:

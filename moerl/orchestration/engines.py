@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
 from transformers import AutoConfig
 
 from moerl.config.schema import (
@@ -18,6 +21,7 @@ from moerl.config.schema import (
 from moerl.contract.ports import PolicyEngine
 from moerl.contract.spec import moe_layer_indices
 from moerl.contract.trajectory import ModelSpec
+from moerl.errors import EngineError
 from moerl.orchestration.models import checkpoint_shapes, make_engine
 from moerl.rollout.sglang.client import ModelFacts
 from moerl.rollout.sglang.engine import SGLangEngine
@@ -29,6 +33,7 @@ from moerl.rollout.sglang.sources import NamedServer, OwnServer, ServerSource
 SERVER_FOLDER = "sglang"
 """In the run directory: a folder for each of the run's own servers, with its log and options."""
 
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 
 
@@ -71,7 +76,36 @@ def open_engine(config: RunConfig, model: Model, say: Callable[[str], None]) -> 
     )
     sources = _sources(rollout, model, config.run_dir / SERVER_FOLDER)
     say("waiting for the SGLang server" + (f"s, {len(sources)} of them" if len(sources) > 1 else ""))
-    return SGLangEngine(sources, ModelFacts(model.spec, moe_layer_indices(hf_config)), options, model.version)
+    facts, is_ours = ModelFacts(model.spec, moe_layer_indices(hf_config)), isinstance(rollout, SGLangRolloutConfig)
+    engine = SGLangEngine(sources, facts, options, model.version if is_ours else -1)
+    if not is_ours and model.version >= 0:
+        _send_folder(engine, model, options)
+    return engine
+
+
+def _send_folder(engine: SGLangEngine, model: Model, options: EngineOptions) -> None:
+    """A label alone does not prove that servers which others started hold the weights of this folder."""
+    try:
+        engine.begin_update(model.version)
+        for file in sorted(model.folder.glob("*.safetensors")):
+            tensors = {name: tensor for name, tensor in load_file(file).items() if name in options.shapes}
+            _refuse_quantized(file, tensors)
+            engine.receive(tensors.items())
+        engine.end_update()
+    except BaseException:  # an interrupt, too, leaves the servers
+        engine.close()
+        raise
+
+
+def _refuse_quantized(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    quantized = next((name for name, tensor in tensors.items() if tensor.dtype not in _DTYPES), None)
+    if quantized is not None:
+        raise EngineError(
+            f"{file}: {quantized!r} cannot be sent to a server",
+            seen=tensors[quantized].dtype,
+            expected="float32, bfloat16 or float16",
+            remedy="let the run start its own server: rollout=sglang",
+        )
 
 
 def _sources(rollout: RolloutConfig, model: Model, folder: Path) -> list[ServerSource]:

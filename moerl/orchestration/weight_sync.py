@@ -1,4 +1,4 @@
-"""The trainer's weights into the embedded engine: the plan of a run, its way of gathering, its transport.
+"""The trainer's weights into the engine: the plan of a run, its way of gathering, its transport.
 
 Runs in every trainer rank; the first one hosts the engine.
 """
@@ -46,6 +46,10 @@ class ThroughDisk:
         self._engine.begin_update(self._version)
         self._engine.receive(read_version(self._folder, self._version))
         self._engine.end_update()
+
+    def abandon_update(self) -> None:
+        self._disk.abandon_update()
+        self._engine.abandon_update()
 
     def held_dtypes(self) -> Mapping[str, str]:
         return self._engine.held_dtypes()

@@ -157,6 +157,9 @@ class EmbeddedEngine:
         """Starts a weight update; one that was never ended is forgotten."""
         self._staging = WeightStaging(self._model, version)
 
+    def abandon_update(self) -> None:
+        self._staging = None
+
     def receive(self, tensors: Iterable[tuple[str, Any]]) -> None:
         """Stages tensors under their Hugging Face checkpoint names, in any order and any number of calls."""
         self._require_staging().receive(tensors)

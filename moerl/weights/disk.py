@@ -60,6 +60,10 @@ class DiskSink:
         self._version, self._files = version, {}
         self._partial.mkdir(parents=True, exist_ok=True)
 
+    def abandon_update(self) -> None:
+        """What is on disk of it has no version's name; the next update writes over it."""
+        self._files = {}
+
     def receive(self, tensors: Iterable[tuple[str, Any]]) -> None:
         """Writes one bucket to a file of its own.
 

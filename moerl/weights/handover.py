@@ -100,9 +100,10 @@ class Handover:
         self.end_seconds = 0.0
         self.check_seconds = 0.0
 
-    def give_up(self) -> None:
-        """What the thread has not begun by now it leaves out."""
+    def abandon(self) -> None:
+        """What the thread has not begun by now it leaves out; then the sink forgets the update. Waits for nothing."""
         self._is_over = True
+        self._thread.submit("abandon_update", self._sink.abandon_update)
 
     def begin(self, version: int) -> BaseException | None:
         """Opens the update."""

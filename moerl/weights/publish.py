@@ -111,9 +111,10 @@ class Publisher:
             self._peers.agree(self._begin(handover, shards, version), "begin")
             gather_seconds = self._transfer(handover, shards)
             self._end(handover)
-        finally:
+        except BaseException:
             if handover is not None:
-                handover.give_up()
+                handover.abandon()
+            raise
         return PublishReport(
             version=version,
             num_tensors=0 if handover is None else handover.num_tensors,

@@ -33,6 +33,19 @@ def test_a_failed_update_leaves_weights_and_version_as_they_were(build: Build, s
     require_same(before, collect(engine, requests))
 
 
+def test_an_abandoned_update_leaves_weights_and_version_as_they_were(build: Build, subject: Subject):
+    engine, requests = build(), make_requests(6)
+    before = collect(engine, requests)
+    engine.begin_update(1)
+    engine.receive(list(checkpoint(subject.model(7)))[:-2])
+    engine.abandon_update()
+    assert engine.handshake().policy_version == 0
+    require_same(before, collect(engine, requests))
+    engine.abandon_update()
+    with pytest.raises(WeightSyncError, match="begin_update"):
+        engine.end_update()
+
+
 def test_tensors_without_an_open_update_are_refused(build: Build):
     engine = build()
     with pytest.raises(WeightSyncError, match="begin_update"):

@@ -91,13 +91,12 @@ def test_a_set_that_is_not_whole_leaves_weights_and_version_as_they_were(updated
         assert trajectory.token_ids.tolist() == before[rollout_id].token_ids.tolist()
 
 
-def test_an_update_whose_sender_stopped_half_way_is_undone_before_anything_is_sampled(
-    updated: Updated, other_folder: Path
-):
+def test_an_abandoned_update_is_undone(updated: Updated, other_folder: Path):
     requests = make_requests(6)
     before = collect(updated.engine, requests)
     updated.engine.begin_update(2)
     updated.engine.receive(list(load_file(other_folder / "model.safetensors").items())[:10])
+    updated.engine.abandon_update()
     for rollout_id, trajectory in collect(updated.engine, requests).items():
         assert trajectory.token_ids.tolist() == before[rollout_id].token_ids.tolist()
 

@@ -83,7 +83,7 @@ def decode_compact(field: object) -> CompactAnswer:
         ) from error
     try:
         answer = msgspec.msgpack.decode(payload, type=CompactAnswer)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, ValueError) as error:
         raise ContractError(
             Reason.MESSAGE_MALFORMED, field="compact_answer", seen=error, expected="the fields of a compact answer"
         ) from error
@@ -259,7 +259,7 @@ def _versions(spans: Sequence[VersionSpan], count: int) -> NDArray[np.int32]:
     versions = np.empty(count, np.int32)
     at = 0
     for span in spans:
-        if span.start != at or not at < span.end <= count or not span.version.isdecimal():
+        if span.start != at or not at < span.end <= count or not _is_version(span.version):
             break
         versions[at : span.end] = int(span.version)
         at = span.end
@@ -271,6 +271,10 @@ def _versions(spans: Sequence[VersionSpan], count: int) -> NDArray[np.int32]:
             expected=f"whole numbers over tokens [0, {count}) without gaps",
         )
     return versions
+
+
+def _is_version(label: str) -> bool:
+    return label.isdecimal() and len(label) < 10
 
 
 def _clamp_rounding(logs: NDArray[np.float32]) -> NDArray[np.float32]:

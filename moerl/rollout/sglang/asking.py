@@ -78,11 +78,12 @@ class Asking:
 
     Attributes:
         version: policy version that servers hold. epoch: counts weight updates that may cut responses short.
+        is_cutting: one is doing so now.
     """
 
     def __init__(self, fleet: Fleet, spec: ModelSpec, costs: InterruptCosts, version: int) -> None:
         self._fleet, self._spec, self._costs = fleet, spec, costs
-        self.version, self.epoch = version, 0
+        self.version, self.epoch, self.is_cutting = version, 0, False
 
     async def serve(self, run: Run) -> None:
         """Puts a record for every rollout into `run.outcomes`, but for those aborted before their first token.
@@ -104,9 +105,17 @@ class Asking:
         await self.cut_short(rollouts)
 
     async def cut_short(self, rollouts: Iterable[Rollout]) -> None:
-        """Has servers answer with what they have."""
-        running = [(r.member.client, r.request_id) for r in rollouts if r.member is not None]
-        await asyncio.gather(*(client.abort(name) for client, name in running if client is not None))
+        """Has servers answer with what they have; one that cannot be told is looked after."""
+        await asyncio.gather(*(self._tell(rollout) for rollout in rollouts))
+
+    async def _tell(self, rollout: Rollout) -> None:
+        member, asked_at = rollout.member, time.monotonic()
+        if member is None or member.client is None:
+            return
+        try:
+            await member.client.abort(rollout.request_id)
+        except EngineError as error:
+            self._fleet.failed(member, error, asked_at)
 
     async def _finish(self, run: Run, rollout: Rollout) -> None:
         """Asks until the rollout is finished, and delivers it."""
@@ -168,7 +177,8 @@ class Asking:
         """An answer that was cut short though neither user nor update asked for it is none."""
         kind = meta.get("finish_reason")
         is_abort = isinstance(kind, dict) and kind.get("type") == "abort"
-        if is_abort and not rollout.is_aborted and rollout.epoch == self.epoch:
+        is_cut = self.is_cutting or rollout.epoch != self.epoch
+        if is_abort and not rollout.is_aborted and not is_cut:
             raise TransportError(
                 f"SGLang server {member.name!r} broke off a request",
                 seen=kind,
@@ -231,7 +241,8 @@ def _whole(rollout: Rollout) -> FinishReason | None:
 def _check_length(rollout: Rollout, reason: FinishReason) -> None:
     """A response that is shorter than asked for is no response of that length."""
     count, asked = rollout.num_sampled, rollout.request.max_new_tokens
-    if count > asked or (reason == FinishReason.LENGTH and count != asked):
+    is_whole = _whole(rollout) == FinishReason.STOP if reason == FinishReason.STOP else count == asked
+    if count > asked or not is_whole:
         raise EngineError(
             f"rollout {rollout.request.lineage.rollout_id!r}: length of the response",
             seen=f"{count} tokens, reason {reason}",

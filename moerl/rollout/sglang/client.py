@@ -15,7 +15,14 @@ from moerl.contract.ports import RolloutRequest
 from moerl.contract.trajectory import Lineage, ModelSpec, SamplingParams
 from moerl.rollout.sglang.answers import first_row
 from moerl.rollout.sglang.endpoint import Endpoint
-from moerl.rollout.sglang.handshake import ServerFacts, check_model, check_options, check_patches, read_facts
+from moerl.rollout.sglang.handshake import (
+    ServerFacts,
+    check_model,
+    check_options,
+    check_patches,
+    read_facts,
+    read_version,
+)
 from moerl.rollout.sglang.http import SGLangHttp, TransportError
 from moerl.rollout.sglang.patches import read_patches
 
@@ -33,10 +40,12 @@ class ModelFacts:
 class ServerClient:
     """One server; connections are made when they are needed."""
 
-    def __init__(self, endpoint: Endpoint, *, max_connections: int, timeout_seconds: float) -> None:
-        """timeout_seconds: longest time from asking for a response to having it."""
-        self.endpoint = endpoint
-        self._http = SGLangHttp(endpoint, max_connections=max_connections, timeout_seconds=timeout_seconds)
+    def __init__(
+        self, endpoint: Endpoint, *, max_connections: int, timeout_seconds: float, control_seconds: float
+    ) -> None:
+        """timeout_seconds: longest time from asking for a response to having it. control_seconds: of other calls."""
+        self.endpoint, self._timeout_seconds, self._control_seconds = endpoint, timeout_seconds, control_seconds
+        self._http = SGLangHttp(endpoint, max_connections=max_connections, timeout_seconds=control_seconds)
 
     async def facts(self, model: ModelFacts | None) -> ServerFacts:
         """The handshake: what the server is, compared with this version's patches and with `model` where it is given.
@@ -53,6 +62,14 @@ class ServerClient:
             check_model(facts, model.spec, model.moe_layers)
         return facts
 
+    async def policy_version(self) -> int:
+        """Of the weights that it holds; -1 where it says that they are nobody's. Asked once.
+
+        Raises:
+            EngineError: no answer in time, or no version.
+        """
+        return read_version(str((await self._http.get_once("/model_info")).get("weight_version")))
+
     async def ask(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """The `meta_info` of the answer to one attempt.
 
@@ -60,21 +77,21 @@ class ServerClient:
             TransportError: there is no whole answer; another attempt may succeed.
             EngineError: the server refused the request.
         """
-        reply = await self._http.post_once("/generate", body)
+        reply = await self._http.post_once("/generate", body, self._timeout_seconds)
         meta = reply.get("meta_info")
         if not isinstance(meta, dict) or meta.get("id") != body["rid"]:
             seen = meta.get("id") if isinstance(meta, dict) else type(meta).__name__
             raise TransportError("SGLang /generate: an answer to another request", seen=seen, expected=body["rid"])
         return meta
 
-    async def probe(self, timeout_seconds: float) -> None:
+    async def probe(self) -> None:
         """Has one token sampled: a server whose scheduler hangs answers health checks all the same.
 
         Raises:
             TransportError: it was not, in time.
             EngineError: the server refused.
         """
-        await self._http.post_once("/generate", request_body(_PROBE, new_request_id("probe"), -1), timeout_seconds)
+        await self._http.post_once("/generate", request_body(_PROBE, new_request_id("probe"), -1))
 
     async def abort(self, request_id: str) -> None:
         """Has a request answered with what it has; one that is not there is not missed."""

@@ -10,6 +10,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from torch import Tensor
@@ -50,14 +51,21 @@ class SGLangEngine:
         """
         self._model, self._options = model, options
         self._run: Run | None = None
+        self._work: Future[None] | None = None
         self._stalled_at = 0.0
         self.unfinished: list[str] = []
         self.costs = InterruptCosts()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"{options.engine_id}-http", daemon=True)
         self._thread.start()
+        # A place that waits for its server must not keep others from their updates.
+        self._loop.call_soon_threadsafe(
+            self._loop.set_default_executor, ThreadPoolExecutor(4 + 4 * len(sources), f"{options.engine_id}-work")
+        )
         self._updates = Updates(options.shapes, options.tied, options.update_seconds)
         self._fleet = Fleet(sources, model, options, self._bring_up)
+        # Calls of one update come one after the other, whatever threads they come from.
+        self._turn = asyncio.Lock()
         self._asking = Asking(self._fleet, model.spec, self.costs, version)
         try:
             self._wait(self._fleet.open())
@@ -124,7 +132,6 @@ class SGLangEngine:
         Raises:
             WeightSyncError: no update is open; a tensor is unknown, misshapen, or came before.
         """
-        self._require_update()
         self._wait(self._receive(tensors))
 
     def end_update(self) -> None:
@@ -133,10 +140,14 @@ class SGLangEngine:
         Raises:
             WeightSyncError: the set is not whole: servers hold what they held before.
         """
-        self._require_update()
         self._wait(self._end())
 
+    def abandon_update(self) -> None:
+        """Instead of `end_update`: servers get back what they held before, and sampling goes on."""
+        self._wait(self._abandon())
+
     def held_dtypes(self) -> Mapping[str, str]:
+        """Names of dtypes by checkpoint name, as servers hold tensors. Waits for a server the first time."""
         return self._wait(self._held_dtypes())
 
     def verify(self, sent: Mapping[str, int]) -> None:
@@ -151,6 +162,8 @@ class SGLangEngine:
         """Gives up what is under way and leaves the servers; those of our own are stopped."""
         if not self._thread.is_alive():
             return
+        if self._work is not None:
+            self._work.cancel()
         self._wait(self._fleet.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -169,12 +182,14 @@ class SGLangEngine:
             )
         self._run = run
         left = dict.fromkeys(run.rollouts)
-        work = asyncio.run_coroutine_threadsafe(self._serve(run), self._loop)
+        self._work = work = asyncio.run_coroutine_threadsafe(self._asking.serve(run), self._loop)
         work.add_done_callback(lambda done: run.outcomes.put(None))
         try:
             while (record := run.outcomes.get()) is not None:
                 del left[record.rollout_id]
                 yield record
+            if work.cancelled():
+                raise EngineError(f"engine {self._options.engine_id!r} was closed while it generated")
             error = work.exception()
             if error is not None:
                 raise first_error(error)
@@ -182,11 +197,6 @@ class SGLangEngine:
             work.cancel()
             self.unfinished = list(left)
             self._run = None
-
-    async def _serve(self, run: Run) -> None:
-        if self._updates.is_open:  # its sender has failed: back to what servers held before
-            await self._give_up()
-        await self._asking.serve(run)
 
     # --- weights -----------------------------------------------------------------------------------------------------
 
@@ -203,45 +213,69 @@ class SGLangEngine:
             raise stale_server(member, seen, expected)
 
     async def _begin(self, version: int) -> None:
-        self._updates.stage(version)
-        if not self._updates.is_open:
-            self._stalled_at = time.perf_counter()
-            await self._interrupt()
-        self._lose(await self._updates.begin(self._fleet.current))
+        async with self._turn:
+            self._updates.stage(version)
+            if not self._updates.is_open:
+                await self._interrupt()
+            self._lose(await self._updates.begin(lambda: self._fleet.current))
 
     async def _interrupt(self) -> None:
         """Until servers may be paused."""
         self._fleet.shut()
+        try:
+            await self._quieten()
+        except BaseException:  # cancelled, or all servers are lost: nothing may wait for an update that never begins
+            self._fleet.reopen()
+            raise
+        self._fleet.pause()
+        self._stalled_at = time.perf_counter()
+
+    async def _quieten(self) -> None:
         rollouts = [] if self._run is None else list(self._run.rollouts.values())
         self.costs.interrupted += sum(rollout.member is not None for rollout in rollouts)
+        if self._options.interrupt is Interrupt.DRAIN:
+            await self._fleet.require_idle()
+        elif self._options.interrupt is Interrupt.ABORT_RESUME:
+            await self._cut_short(rollouts)
+
+    async def _cut_short(self, rollouts: Sequence[Rollout]) -> None:
+        self._asking.epoch += 1
+        self._asking.is_cutting = True
         idle = asyncio.ensure_future(self._fleet.require_idle())
-        if self._options.interrupt is Interrupt.ABORT_RESUME:
-            self._asking.epoch += 1
+        try:
             while not idle.done():
                 # Again and again: a request may have been on its way when the server was told.
                 await self._asking.cut_short(rollouts)
                 await asyncio.wait({idle}, timeout=_ABORT_AGAIN_SECONDS)
-        elif self._options.interrupt is Interrupt.DRAIN:
-            await idle
-        idle.cancel()
-        self._fleet.pause()
+        finally:
+            idle.cancel()
+            self._asking.is_cutting = False
 
     async def _receive(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        self._lose(await self._updates.receive(tensors))
+        async with self._turn:
+            self._require_update()
+            self._lose(await self._updates.receive(tensors))
 
     async def _end(self) -> None:
-        try:
-            failed = await self._updates.end()
-        except WeightSyncError:
-            await self._give_up()
-            raise
-        assert self._updates.held is not None
-        self._asking.version = self._updates.held[0]
-        self._lose(failed)
-        self._go_on()
+        async with self._turn:
+            self._require_update()
+            try:
+                failed = await self._updates.end()
+            except WeightSyncError:
+                await self._give_up()
+                raise
+            assert self._updates.held is not None
+            self._asking.version = self._updates.held[0]
+            self._lose(failed)
+            self._go_on()
+
+    async def _abandon(self) -> None:
+        async with self._turn:
+            if self._updates.is_open:
+                await self._give_up()
 
     async def _held_dtypes(self) -> Mapping[str, str]:
-        return await self._updates.dtypes(await self._fleet.require_any())
+        return await self._updates.dtypes(self._fleet.require_any)
 
     async def _verify(self, sent: Mapping[str, int]) -> None:
         self._updates.sent(sent)
@@ -251,7 +285,9 @@ class SGLangEngine:
                 self._fleet.doubt(member, error)
 
     async def _give_up(self) -> None:
-        self._lose(await self._updates.give_up())
+        failed = await self._updates.give_up()
+        if self._asking.version >= 0:  # else nobody asks them before the next update
+            self._lose(failed)
         self._go_on()
 
     def _go_on(self) -> None:

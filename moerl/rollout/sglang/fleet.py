@@ -53,6 +53,7 @@ class Fleet:
         self._homes: dict[str, str] = {}
         self._work: set[asyncio.Task[None]] = set()
         self._crash: BaseException | None = None
+        self._is_closed = False
 
     @property
     def max_request_tokens(self) -> int:
@@ -62,7 +63,7 @@ class Fleet:
     @property
     def current(self) -> list[Member]:
         """Those that hold the current weights."""
-        return [member for member in self.members if member.state in (State.HEALTHY, State.SUSPECT)]
+        return [member for member in self.members if member.is_current]
 
     # --- servers -----------------------------------------------------------------------------------------------------
 
@@ -76,20 +77,28 @@ class Fleet:
             async with asyncio.TaskGroup() as tasks:
                 for member in self.members:
                     tasks.create_task(self._take(member))
+            for member in self.members:
+                self._change(member, State.HEALTHY)
         except BaseExceptionGroup as errors:
             raise first_error(errors) from errors
         self._start(self._watch())
 
     async def close(self) -> None:
         """Leaves the servers; those of our own are stopped."""
+        self._is_closed = True
         for task in list(self._work):
             task.cancel()
         await asyncio.gather(*self._work, return_exceptions=True)
-        for member in self.members:
-            link, member.link = member.link, None
+        await asyncio.gather(*(self._leave(member) for member in self.members))
+
+    async def _leave(self, member: Member) -> None:
+        link, is_current = member.link, member.is_current
+        member.link = None
+        try:
             if link is not None:
-                await asyncio.to_thread(link.close if member.is_connected else link.abandon)
+                await asyncio.to_thread(link.close if is_current else link.abandon)
             await member.disconnect()
+        finally:
             await asyncio.to_thread(member.source.close)
 
     async def require_any(self) -> Member:
@@ -107,18 +116,16 @@ class Fleet:
     async def _take(self, member: Member) -> None:
         """From a place without a server to one with a server that holds the current weights."""
         endpoint = await asyncio.to_thread(member.source.open)
-        try:
-            await self._connect(member, endpoint)
-            await self._bring_up(member)
-        except BaseException:
-            await member.disconnect()
-            raise
-        self._change(member, State.HEALTHY)
+        await self._connect(member, endpoint)
+        await self._bring_up(member)
 
     async def _connect(self, member: Member, endpoint: Endpoint) -> None:
         options, member.strikes = self._options, 0
         member.client = ServerClient(
-            endpoint, max_connections=options.max_running, timeout_seconds=options.response_seconds
+            endpoint,
+            max_connections=options.max_running,
+            timeout_seconds=options.response_seconds,
+            control_seconds=options.probe_seconds,
         )
         member.facts = facts = await member.client.facts(self._model)
         if facts.dtype.removeprefix("torch.") != options.dtype:
@@ -147,7 +154,12 @@ class Fleet:
         place: asyncio.Future[Member] = asyncio.get_running_loop().create_future()
         self._waiting.append((group_id, place))
         self._hand_out()
-        return await place
+        try:
+            return await place
+        except asyncio.CancelledError:
+            if place.done() and not place.cancelled():
+                self.release(place.result())
+            raise
 
     def release(self, member: Member) -> None:
         """A request of `admit` is done with."""
@@ -162,7 +174,7 @@ class Fleet:
 
     def failed(self, member: Member, error: EngineError, asked_at: float) -> None:
         """A request that was asked at `asked_at` (monotonic) got no answer."""
-        if not member.is_connected:
+        if not member.is_current:
             return
         if member.strike(asked_at) >= NUM_ATTEMPTS:
             self.lose(member, error)
@@ -212,68 +224,67 @@ class Fleet:
 
     def lose(self, member: Member, error: MoerlError) -> None:
         """Gives up the present server, and has it replaced."""
-        if member.is_connected:
-            member.error = error
+        if member.is_current:
             self._change(member, State.RESTARTING)
-            self._start(self._replace(member))
+            self._start(self._replace(member, error))
 
     def doubt(self, member: Member, error: MoerlError) -> None:
         """Takes a server that holds something else out of use until it holds the current weights."""
-        if member.is_connected:
-            member.error = error
+        if member.is_current:
             self._options.say(f"WARNING: SGLang server {member.name!r} gets all weights again: {error}")
             member.give_up_asks()
             self._change(member, State.STALE)
             self._start(self._bring_back(member))
 
-    async def _bring_back(self, member: Member) -> None:
-        try:
-            await self._bring_up(member)
-        except WeightSyncError as error:
-            self.lose(member, error)
-        else:
-            self._change(member, State.HEALTHY)
-            self._options.say(f"SGLang server {member.name!r}: going on")
-
     async def muster(self, version: int) -> None:
         """Before a call: loses servers that hold other weights; whoever restarted them cannot have given them those."""
         self._homes.clear()
-        await asyncio.gather(*(self._compare(m, version) for m in self.members if m.is_connected))
+        await asyncio.gather(*(self._compare(member, version) for member in self.current))
 
     async def _compare(self, member: Member, version: int) -> None:
         assert member.client is not None
         try:
-            seen = (await member.client.facts(self._model)).policy_version
-        except (TransportError, KeyRefusedError) as error:
+            seen = await member.client.policy_version()
+        except KeyRefusedError as error:
             self.lose(member, error)
-            return
-        if seen != version:
-            self.lose(member, stale_server(member, seen, version))
+        except EngineError as error:
+            self._suspect(member, error)
+        else:
+            if seen != version:
+                self.lose(member, stale_server(member, seen, version))
 
-    async def _replace(self, member: Member) -> None:
+    async def _bring_back(self, member: Member) -> None:
+        try:
+            await self._bring_up(member)
+        except WeightSyncError as error:
+            await self._replace(member, error)
+        else:
+            self._go_on_with(member)
+
+    async def _replace(self, member: Member, error: MoerlError) -> None:
         """Until a server holds the current weights, or the place is given up."""
-        assert member.error is not None
-        error = member.error
-        while True:
-            member.losses += 1
-            await member.disconnect()
-            if member.losses > MAX_LOSSES:
-                break
+        while member.losses < MAX_LOSSES:
             self._options.say(f"WARNING: SGLang server {member.name!r} is lost, taking another: {error}")
+            self._change(member, State.RESTARTING)
+            await member.disconnect()
+            await backoff(member.losses)
+            member.losses += 1
             try:
                 await self._take(member)
-            except (TransportError, KeyRefusedError, StaleServerError, WeightSyncError) as again:
+            except (EngineError, WeightSyncError) as again:
                 error = again
-                continue
-            except EngineError as final:
-                error = final
-                break
-            self._options.say(f"SGLang server {member.name!r}: going on")
-            return
+            else:
+                self._go_on_with(member)
+                return
+        await member.disconnect()
         await asyncio.to_thread(member.source.close)
         member.error = error
         self._options.say(f"WARNING: SGLang server {member.name!r} is given up: {error}")
         self._change(member, State.DEAD)
+
+    def _go_on_with(self, member: Member) -> None:
+        self._change(member, State.HEALTHY)
+        self._options.say(f"SGLang server {member.name!r}: going on")
 
     def _suspect(self, member: Member, error: EngineError) -> None:
         if member.state is State.HEALTHY:
@@ -290,7 +301,7 @@ class Fleet:
             if member.state is not State.SUSPECT or member.client is None:
                 return
             try:
-                await member.client.probe(self._options.probe_seconds)
+                await member.client.probe()
             except EngineError as error:
                 if self._samples.is_set():  # while sampling is paused nobody answers
                     member.error = error
@@ -340,6 +351,9 @@ class Fleet:
             raise error
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        if self._is_closed:
+            work.close()
+            return
         task = asyncio.get_running_loop().create_task(work)
         self._work.add(task)
         task.add_done_callback(self._ended)

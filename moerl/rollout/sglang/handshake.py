@@ -70,17 +70,11 @@ def read_facts(info: Mapping[str, Any], weight_version: str) -> ServerFacts:
     contract = states[0].get("contract") if isinstance(states, list) and states else None
     if contract is None:
         raise _refusal("handshake", "no contract in its internal state", "a patched server")
-    if weight_version != UNSYNCED and not weight_version.isdecimal():
-        raise EngineError(
-            "SGLang server: weight version",
-            seen=weight_version,
-            expected="a whole number",
-            remedy="start it with `moerl serve`, or with --weight-version 0",
-        )
+    policy_version = read_version(weight_version)
     try:
         return ServerFacts(
             version=SGLANG_VERSION,
-            policy_version=-1 if weight_version == UNSYNCED else int(weight_version),
+            policy_version=policy_version,
             report=msgspec.convert(contract, ContractReport),
             num_ranks=int(info["tp_size"]),
             device=str(info["device"]),
@@ -92,6 +86,22 @@ def read_facts(info: Mapping[str, Any], weight_version: str) -> ServerFacts:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise _refusal("handshake", f"{type(error).__name__}: {error}", "the facts of a patched server") from error
+
+
+def read_version(label: str) -> int:
+    """The policy version that a label of weights means; -1 for weights that the trainer did not send.
+
+    Raises:
+        EngineError: it is no whole number.
+    """
+    if label != UNSYNCED and not label.isdecimal():
+        raise EngineError(
+            "SGLang server: weight version",
+            seen=label,
+            expected="a whole number",
+            remedy="start it with `moerl serve`, or with --weight-version 0",
+        )
+    return -1 if label == UNSYNCED else int(label)
 
 
 def check_patches(facts: ServerFacts, fingerprint: str) -> None:

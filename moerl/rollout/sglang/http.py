@@ -59,6 +59,14 @@ class SGLangHttp:
         """
         return await self._repeated("GET", path, None, admin=False)
 
+    async def get_once(self, path: str) -> dict[str, Any]:
+        """One attempt of `get`.
+
+        Raises:
+            EngineError: as `get`.
+        """
+        return _as_object(path, await self._call("GET", path, None, admin=False), msgspec.json.decode)
+
     async def admin(self, path: str, body: Mapping[str, Any]) -> None:
         """A call that only the controller may make; its answer is not looked at. Repeated: use for calls that may be.
 
@@ -154,14 +162,14 @@ def _check_status(path: str, status: int, content: bytes) -> None:
             expected="the key that the server was started with",
             remedy="point to the server file of the server that runs now",
         )
-    kind = TransportError if status in (429, 502, 503, 504) else EngineError
+    kind = TransportError if status == 429 or status >= 500 else EngineError
     raise kind(f"SGLang {path}: refused", seen=f"status {status}: {said}", expected="status 200")
 
 
 def _as_object(path: str, content: bytes, decode: Callable[[bytes], Any]) -> dict[str, Any]:
     try:
         value = decode(content)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise TransportError(f"SGLang {path}: unreadable", seen=content[:200], expected="one whole object") from error
     if not isinstance(value, dict):
         raise TransportError(f"SGLang {path}: no object", seen=type(value).__name__, expected="an object")

@@ -58,8 +58,9 @@ class Member:
     error: MoerlError | None = None
 
     @property
-    def is_connected(self) -> bool:
-        return self.state in (State.HEALTHY, State.SUSPECT, State.STALE)
+    def is_current(self) -> bool:
+        """It holds the current weights. Whoever does not is in the hands of one task that sees to it."""
+        return self.state in (State.HEALTHY, State.SUSPECT)
 
     def heard(self) -> None:
         """An answer came."""

@@ -70,14 +70,14 @@ class NamedServer:
     """
 
     def __init__(self, file: Path, start_seconds: float) -> None:
-        self._file, self._start_seconds = file, start_seconds
+        self._file, self._start_seconds, self._closed = file, start_seconds, threading.Event()
 
     def open(self) -> Endpoint:
         deadline = time.monotonic() + self._start_seconds
         while True:
-            problem = self._problem()
-            if problem is None:
-                return read_endpoint(self._file)
+            endpoint, problem = self._look()
+            if endpoint is not None:
+                return endpoint
             if time.monotonic() > deadline:
                 raise EngineError(
                     f"the SGLang server of {self._file}",
@@ -85,13 +85,16 @@ class NamedServer:
                     expected=f"a server that serves within {self._start_seconds} s",
                     remedy="start it with `moerl serve`; its log is beside the file",
                 )
-            time.sleep(_POLL_SECONDS)
+            if self._closed.wait(_POLL_SECONDS):
+                raise EngineError(f"the SGLang server of {self._file}", seen="closed while it was waited for")
 
     def close(self) -> None:
         """The server is not ours to stop."""
+        self._closed.set()
 
-    def _problem(self) -> str | None:
+    def _look(self) -> tuple[Endpoint | None, str]:
+        """The server's address where it serves, or why it does not."""
         if not self._file.exists():
-            return "no such file"
+            return None, "no such file"
         endpoint = read_endpoint(self._file)
-        return None if answers_health(endpoint) else f"no answer from {endpoint.url}"
+        return (endpoint, "") if answers_health(endpoint) else (None, f"no answer from {endpoint.url}")

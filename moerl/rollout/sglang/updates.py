@@ -8,7 +8,7 @@ servers with a mixture; they get the set before it again.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
@@ -52,12 +52,12 @@ class Updates:
         """
         self._set.begin(version)
 
-    async def begin(self, members: Sequence[Member]) -> list[tuple[Member, WeightSyncError]]:
-        """Starts the update of `members`. Returns those that failed."""
+    async def begin(self, members: Callable[[], Sequence[Member]]) -> list[tuple[Member, WeightSyncError]]:
+        """Starts the update of the members that are current when it can begin. Returns those that failed."""
         if not self.is_open:
             await self._lock.acquire()
             self.is_open = True
-        self._targets, self._num_messages = list(members), 0
+        self._targets, self._num_messages = list(members()), 0
         return await self._on_all(WeightLink.begin)
 
     async def receive(self, tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[Member, WeightSyncError]]:
@@ -108,17 +108,17 @@ class Updates:
             WeightSyncError: a step failed, or it then does not hold what was sent.
         """
         async with self._lock:
-            held, link = self.held, member.link
-            if held is not None and link is not None:
-                await asyncio.to_thread(send_all, link, *held)
-                error = await self.check(member)
-                if error is not None:
-                    raise error
+            held = self.held
+            if held is None:
+                return
+            error = await _step(lambda link: send_all(link, *held), member.link) or await self.check(member)
+            if error is not None:
+                raise error
 
-    async def dtypes(self, member: Member) -> Mapping[str, str]:
-        """Names of dtypes by checkpoint name, as servers hold tensors; `member` is asked the first time."""
+    async def dtypes(self, member: Callable[[], Awaitable[Member]]) -> Mapping[str, str]:
+        """Names of dtypes by checkpoint name, as servers hold tensors; a `member` is asked the first time."""
         if self._dtypes is None:
-            self._dtypes = await self._ask(member, held_dtypes)
+            self._dtypes = await self._ask(await member(), held_dtypes)
         return self._dtypes
 
     def sent(self, checksums: Mapping[str, int]) -> None:
@@ -174,6 +174,8 @@ async def _step(step: Callable[[WeightLink], None], link: WeightLink | None) -> 
         await asyncio.to_thread(step, link)
     except WeightSyncError as error:
         return error
+    except (RuntimeError, OSError, ValueError) as error:  # of torch's process groups, of a client closed meanwhile
+        return WeightSyncError(f"weight update: {type(error).__name__}", seen=error, expected="a whole update")
     return None
 
 

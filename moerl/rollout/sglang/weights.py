@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,8 +29,8 @@ from torch.distributed.distributed_c10d import Backend, _new_process_group_helpe
 from moerl.errors import WeightSyncError
 from moerl.rollout.sglang.endpoint import Endpoint
 from moerl.rollout.sglang.handshake import UNSYNCED
-from moerl.rollout.sglang.server import free_port
 
+_CLOSE_SECONDS = 5.0
 _OPEN_SESSION = "already open"
 """Part of what a server says to a second begin."""
 
@@ -53,7 +54,8 @@ class WeightLink:
     def __init__(self, name: str, endpoint: Endpoint, options: LinkOptions) -> None:
         """name: of the server, for messages."""
         self._name, self._options = name, options
-        self._host = urlparse(endpoint.url).hostname or ""
+        url = urlparse(endpoint.url)
+        self._host, self._port = url.hostname or "", url.port or 80
         self._client = httpx.Client(
             base_url=endpoint.url,
             headers={"Authorization": f"Bearer {endpoint.admin_key}"},
@@ -61,6 +63,7 @@ class WeightLink:
             trust_env=False,
         )
         self._group: Any = None
+        self._store: TCPStore | None = None
         self._group_name = ""
         self._step = "begin"
 
@@ -110,6 +113,8 @@ class WeightLink:
                 break
             time.sleep(0.0005)
         call.result()
+        if not work.is_completed() or not work.is_success():
+            raise self._failed("broadcast", "it did not end well")
 
     def end(self, version: int) -> None:
         """Takes the new weights into use as `version`; sampling goes on."""
@@ -127,6 +132,7 @@ class WeightLink:
         """Leaves the process group. The server keeps running."""
         self._step = "close"
         if self._group is not None:
+            self._client.timeout = httpx.Timeout(_CLOSE_SECONDS)
             with contextlib.suppress(WeightSyncError):  # a server that is gone has left it, too
                 self._post("/destroy_weights_update_group", {"group_name": self._group_name})
         self.abandon()
@@ -136,51 +142,52 @@ class WeightLink:
 
     def _connect(self) -> None:
         """Makes the process group: we are rank 0, the server's ranks come behind us."""
-        world_size = 1 + self._options.num_ranks
-        port = free_port(self._host)
-        name = f"moerl-{secrets.token_hex(8)}"
+        name, world_size = f"moerl-{secrets.token_hex(8)}", 1 + self._options.num_ranks
+        own = _own_address(self._host, self._port)
+        timeout = timedelta(seconds=self._options.timeout_seconds)
+        # Listening on the one address that the server reaches us at; by itself the store would listen on all.
+        listener = socket.create_server((own, 0), family=socket.AF_INET6 if ":" in own else socket.AF_INET)
+        port = listener.getsockname()[1]
+        store = self._store = TCPStore(
+            own, port, world_size, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
         body = {
-            "master_address": self._host,
+            "master_address": own,
             "master_port": port,
             "rank_offset": 1,
             "world_size": world_size,
             "group_name": name,
             "backend": self._options.backend,
         }
-        timeout = timedelta(seconds=self._options.timeout_seconds)
-        store = TCPStore(self._host, port, world_size, is_master=True, timeout=timeout, wait_for_workers=False)
-        call = _Call(lambda: self._post("/init_weights_update_group", body))
-        with _MAKING_GROUPS:
-            # The server puts its keys under this prefix; without it both sides wait for ever.
-            group, _ = _new_process_group_helper(
-                world_size,
-                0,
-                [],
-                Backend(self._options.backend),
-                PrefixStore(name, store),
-                group_name=name,  # pyright: ignore[reportArgumentType]
-                timeout=timeout,
-            )
-        _world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}  # pyright: ignore[reportArgumentType]
-        call.result()
-        self._group, self._group_name = group, name
+        asked = _Call(lambda: self._post("/init_weights_update_group", body))
+        made = _Call(lambda: _make_group(store, name, world_size, self._options.backend, timeout))
+        while not made.is_done:
+            if asked.has_failed:  # we would wait for it until the time is up
+                break
+            time.sleep(0.002)
+        asked.result()
+        self._group, self._group_name = made.result(), name
 
     def _drop_group(self) -> None:
-        group, self._group = self._group, None
+        group, self._group, self._store = self._group, None, None
         if group is not None:
-            _world.pg_group_ranks.pop(group, None)
+            # What is under way on it never ends: not to be waited for.
+            threading.Thread(target=dist.destroy_process_group, args=(group,), daemon=True).start()
 
     def _post(self, path: str, body: Mapping[str, Any]) -> None:
         """One call; raises WeightSyncError unless the server says that it succeeded."""
         try:
             response = self._client.post(path, json=dict(body))
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, RuntimeError) as error:  # the latter where it was closed meanwhile
             raise self._failed(path, f"{type(error).__name__}: {error}") from error
         said = response.text[:500]
         if response.status_code != 200:
             raise self._failed(path, f"status {response.status_code}: {said}")
         if response.headers.get("content-type", "").startswith("application/json"):
-            content = response.json()
+            try:
+                content = response.json()
+            except ValueError as error:
+                raise self._failed(path, said) from error
             if isinstance(content, dict) and content.get("success") is False:
                 raise self._failed(path, said)
 
@@ -193,33 +200,58 @@ class WeightLink:
         )
 
 
-_MAKING_GROUPS = threading.Lock()
-"""torch counts process groups in global tables."""
-
-
 class _Call:
-    """A blocking call in a thread of its own; `result` waits for it and raises what it raised."""
+    """A blocking call in a thread of its own; `result` waits for it and returns or raises what it did."""
 
-    def __init__(self, call: Callable[[], None]) -> None:
-        self._error: BaseException | None = None
-        self._work = call
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self._call, self._value = call, None
+        self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
+
+    @property
+    def is_done(self) -> bool:
+        return not self._thread.is_alive()
 
     @property
     def has_failed(self) -> bool:
         return self._error is not None
 
-    def result(self) -> None:
+    def result(self) -> Any:
         self._thread.join()
         if self._error is not None:
             raise self._error
+        return self._value
 
     def _run(self) -> None:
         try:
-            self._work()
-        except WeightSyncError as error:
+            self._value = self._call()
+        except Exception as error:  # noqa: BLE001 - thread boundary: raised by `result`
             self._error = error
+
+
+def _make_group(store: TCPStore, name: str, world_size: int, backend: str, timeout: timedelta) -> Any:
+    """Rank 0 of a process group outside the trainer's own; returns when all its ranks are there."""
+    # The server puts its keys under this prefix; without it both sides wait for ever.
+    group, _ = _new_process_group_helper(
+        world_size,
+        0,
+        [],
+        Backend(backend),
+        PrefixStore(name, store),
+        group_name=name,  # pyright: ignore[reportArgumentType]
+        timeout=timeout,
+    )
+    _world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}  # pyright: ignore[reportArgumentType]
+    return group
+
+
+def _own_address(host: str, port: int) -> str:
+    """Of this machine, as a server at `host` sees it. Sends nothing."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))
+        return probe.getsockname()[0]
 
 
 def flattened(bucket: Sequence[tuple[str, Tensor]]) -> Tensor:

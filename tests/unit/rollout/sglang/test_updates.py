@@ -1,0 +1,298 @@
+"""Weight updates of several servers that fail, come late, or are still being started; live ones are in `tests/sglang`."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from sglang_fake import FakeServer, FakeSource, connect
+from torch import Tensor
+
+from moerl.contract.ports import RolloutRequest
+from moerl.contract.trajectory import Lineage, SamplingParams
+from moerl.errors import EngineError, WeightSyncError
+from moerl.rollout.sglang import fleet, http, updates
+from moerl.rollout.sglang.endpoint import Endpoint
+from moerl.rollout.sglang.engine import SGLangEngine
+from moerl.rollout.sglang.options import Interrupt
+
+TENSORS = {"a": torch.zeros(2, 3), "b": torch.ones(4)}
+SHAPES = {name: tuple(tensor.shape) for name, tensor in TENSORS.items()}
+
+
+class FakeLink:
+    """Fault injection: the way of weights to a fake server, without a process group.
+
+    held: by address of the server, what it was sent last. before: by address and step, what happens before it.
+    """
+
+    held: ClassVar[dict[str, dict[str, Tensor]]] = {}
+    before: ClassVar[dict[tuple[str, str], Callable[[], None]]] = {}
+    servers: ClassVar[dict[str, FakeServer]] = {}
+
+    def __init__(self, name: str, endpoint: Endpoint, options: Any) -> None:
+        self._name, self._url = name, endpoint.url
+        self._sent: dict[str, Tensor] = {}
+
+    def begin(self) -> None:
+        self._step("begin")
+        self.servers[self._url].weight_version = "none"
+        self._sent = {}
+
+    def send(self, bucket: Sequence[tuple[str, Tensor]], number: int) -> None:
+        self._step(f"bucket {number}")
+        self._sent |= {name: tensor.clone() for name, tensor in bucket}
+
+    def end(self, version: int) -> None:
+        self._step("end")
+        self.held[self._url] = self._sent
+        self.servers[self._url].weight_version = str(version)
+
+    def abandon(self) -> None:
+        """There is no group to leave."""
+
+    close = abandon
+
+    def _step(self, step: str) -> None:
+        self.before.get((self._url, step), lambda: None)()
+
+
+@pytest.fixture
+def servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeServer]]:
+    monkeypatch.setattr(http, "_BACKOFF_SECONDS", (0.0, 0.0, 0.0))
+    made = [FakeServer() for _ in range(3)]
+    monkeypatch.setattr(FakeLink, "held", {})
+    monkeypatch.setattr(FakeLink, "before", {})
+    monkeypatch.setattr(FakeLink, "servers", {server.endpoint.url: server for server in made})
+    monkeypatch.setattr(fleet, "WeightLink", FakeLink)
+    monkeypatch.setattr(updates, "WeightLink", FakeLink)
+    yield made
+    for server in made:
+        server.close()
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def engine_on(said: list[str]) -> Iterator[Callable[..., SGLangEngine]]:
+    engines: list[SGLangEngine] = []
+
+    def make(*sources: FakeSource | FakeServer, **changes: Any) -> SGLangEngine:
+        engines.append(connect(*sources, said=said, shapes=SHAPES, **changes))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def send(engine: SGLangEngine, version: int, value: float = 0.0) -> None:
+    """In two buckets."""
+    engine.begin_update(version)
+    for name, tensor in TENSORS.items():
+        engine.receive([(name, tensor + value)])
+    engine.end_update()
+
+
+def fail(server: FakeServer, step: str, error: Exception | None = None) -> None:
+    """The step fails on this server."""
+
+    def raise_it() -> None:
+        raise error or WeightSyncError(f"{step} failed")
+
+    FakeLink.before[server.endpoint.url, step] = raise_it
+
+
+def slow(server: FakeServer, step: str) -> tuple[threading.Event, threading.Event]:
+    """The step waits on this server; events: it has begun, it may go on."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        begun.set()
+        assert go_on.wait(20.0)
+
+    FakeLink.before[server.endpoint.url, step] = wait
+    return begun, go_on
+
+
+def value(server: FakeServer) -> float:
+    return float(FakeLink.held[server.endpoint.url]["a"][0, 0])
+
+
+def requests(count: int) -> list[RolloutRequest]:
+    sampling = SamplingParams(top_p=0.9, seed=5)
+    return [RolloutRequest(Lineage(f"r{i}", "p", f"g{i}"), (1, 2, 3), sampling, 4, (0,)) for i in range(count)]
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20.0
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def answers(engine: SGLangEngine, count: int = 4) -> set[str]:
+    records = list(engine.generate(requests(count)))
+    assert sorted(record.rollout_id for record in records) == sorted(f"r{i}" for i in range(count))
+    assert all(record.refusal is None for record in records)
+    return {record.engine_id for record in records}
+
+
+@pytest.mark.parametrize("step", ["begin", "bucket 0", "bucket 1", "end"])
+@pytest.mark.parametrize("error", [None, RuntimeError("of a process group"), OSError("no port")])
+def test_a_server_that_fails_in_an_update_is_replaced_while_the_other_has_it(
+    step: str, error: Exception | None, servers, engine_on, said: list[str]
+):
+    engine = engine_on(FakeSource(servers[0], servers[2]), servers[1], version=-1)
+    fail(servers[0], step, error)
+    send(engine, 3, 7.0)
+    assert value(servers[1]) == 7.0
+    eventually(lambda: set(engine.states.values()) == {"healthy"})
+    assert value(servers[2]) == 7.0
+    assert "lost" in said[0]
+    assert answers(engine, 8) == {"e-0", "e-1"}
+
+
+def test_a_server_that_comes_late_gets_everything_before_requests(servers, engine_on):
+    engine = engine_on(FakeSource(servers[0], servers[2]), servers[1], version=-1)
+    fail(servers[0], "begin")
+    begun, go_on = slow(servers[2], "bucket 0")
+    send(engine, 3)
+    assert begun.wait(20.0)
+    for _ in range(5):  # calls meanwhile leave it alone
+        assert answers(engine) == {"e-1"}
+    assert engine.states["e-0"] == "stale"
+    go_on.set()
+    eventually(lambda: engine.states["e-0"] == "healthy")
+    assert servers[2].weight_version == "3"
+
+
+def test_an_update_waits_for_a_server_that_is_being_brought_up_and_then_includes_it(servers, engine_on):
+    engine = engine_on(FakeSource(servers[0], servers[2]), servers[1], version=-1)
+    fail(servers[0], "begin")
+    begun, go_on = slow(servers[2], "bucket 0")
+    send(engine, 3, 1.0)
+    assert begun.wait(20.0)
+    update = threading.Thread(target=send, args=(engine, 4, 2.0))
+    update.start()
+    time.sleep(0.1)
+    go_on.set()
+    update.join(20.0)
+    eventually(lambda: set(engine.states.values()) == {"healthy"})
+    assert (value(servers[1]), value(servers[2])) == (2.0, 2.0)
+    assert (servers[1].weight_version, servers[2].weight_version) == ("4", "4")
+
+
+@pytest.mark.parametrize("interrupt", list(Interrupt))
+def test_an_abandoned_update_is_undone_and_sampling_goes_on(interrupt: Interrupt, servers, engine_on):
+    engine = engine_on(servers[0], servers[1], version=-1, interrupt=interrupt)
+    send(engine, 3, 1.0)
+    engine.begin_update(4)
+    engine.receive([("a", TENSORS["a"] + 9.0)])
+    engine.abandon_update()
+    assert (value(servers[0]), value(servers[1])) == (1.0, 1.0)
+    assert engine.handshake().policy_version == 3
+    assert answers(engine, 8) == {"e-0", "e-1"}
+
+
+def test_a_call_waits_for_an_update_that_is_under_way(servers, engine_on):
+    engine = engine_on(servers[0], version=-1)
+    send(engine, 3)
+    engine.begin_update(3)
+    done: list[set[str]] = []
+    call = threading.Thread(target=lambda: done.append(answers(engine)))
+    call.start()
+    time.sleep(0.2)
+    assert servers[0].bodies == []
+    for name, tensor in TENSORS.items():
+        engine.receive([(name, tensor)])
+    engine.end_update()
+    call.join(20.0)
+    assert done == [{"e-0"}]
+
+
+def test_a_server_that_dies_while_responses_are_cut_short_does_not_hold_up_the_update(servers, engine_on):
+    hang = threading.Event()
+    engine = engine_on(
+        FakeSource(servers[0], servers[2]), servers[1], version=-1, interrupt=Interrupt.ABORT_RESUME, max_running=2
+    )
+    send(engine, 3)
+    good = servers[0].answer
+
+    def die(body: dict[str, Any]) -> tuple[int, bytes]:
+        hang.wait(20.0)
+        return 0, b""
+
+    servers[0].answer, servers[0].answers_probes = die, False
+    servers[0].refuses = "/abort_request"
+    records: list[Any] = []
+    call = threading.Thread(target=lambda: records.extend(engine.generate(requests(8))))
+    call.start()
+    eventually(lambda: len(servers[0].bodies) > 0)
+    threading.Timer(0.5, hang.set).start()
+    send(engine, 3, 2.0)
+    call.join(20.0)
+    assert len(records) == 8
+    servers[0].answer = good
+
+
+def test_what_a_server_holds_is_compared_and_sent_again(servers, engine_on, said: list[str], monkeypatch):
+    engine = engine_on(servers[0], servers[1], version=-1)
+    held = {server.endpoint.url: {"a": 1, "b": 2} for server in servers}
+
+    def checksums(endpoint: Endpoint, model: Any, *, timeout_seconds: float) -> Mapping[str, int]:
+        found = held[endpoint.url]
+        held[endpoint.url] = {"a": 1, "b": 2}  # what it was sent the second time
+        return found
+
+    monkeypatch.setattr(updates, "held_checksums", checksums)
+    send(engine, 3)
+    held[servers[0].endpoint.url] = {"a": 1, "b": 3}
+    engine.verify({"a": 1, "b": 2})
+    assert "does not hold what was sent: 'b'" in said[0]
+    eventually(lambda: set(engine.states.values()) == {"healthy"})
+    assert answers(engine, 8) == {"e-0", "e-1"}
+
+
+def test_a_server_that_still_holds_something_else_is_replaced(servers, engine_on, monkeypatch):
+    source = FakeSource(servers[0], servers[1])
+    engine = engine_on(source, version=-1)
+    wrong = servers[0].endpoint.url
+    monkeypatch.setattr(
+        updates,
+        "held_checksums",
+        lambda endpoint, model, timeout_seconds: {"a": 2 if endpoint.url == wrong else 1, "b": 2},
+    )
+    send(engine, 3)
+    engine.verify({"a": 1, "b": 2})
+    assert answers(engine) == {"e-0"}
+    assert source.num_opened == 2
+    assert servers[0].bodies == []
+
+
+def test_closing_an_engine_ends_a_call_that_waits(servers, engine_on):
+    release = threading.Event()
+    servers[0].answer = lambda body: (503 if release.wait(20.0) else 504, b"")
+    engine = engine_on(servers[0])
+    problems: list[Exception] = []
+
+    def call() -> None:
+        try:
+            list(engine.generate(requests(2)))
+        except EngineError as error:
+            problems.append(error)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    eventually(lambda: len(servers[0].bodies) == 2)
+    engine.close()
+    thread.join(20.0)
+    release.set()
+    assert "closed" in str(problems[0])
