@@ -18,10 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import sglang_live
+from transformers import AutoTokenizer
 
 from moerl.contract.disk import read_parquet
 from moerl.contract.trajectory import Trajectory
 from moerl.rollout.sglang.endpoint import read_endpoint
+from moerl.rollout.sglang.server import ServerOptions
 
 pytestmark = pytest.mark.sglang
 
@@ -88,6 +91,36 @@ def test_the_trainer_agrees_with_the_server_in_every_step(served: Finished):
         assert metrics["mismatch/logprob_abs_max"] <= 1e-5
         assert metrics["mismatch/tokens_with_different_experts"] == 0
         assert metrics["quarantine/count"] == 0
+
+
+def test_an_evaluation_on_a_server_of_other_weights_is_one_of_the_model_it_names(
+    served: Finished, environment: Path, tmp_path: Path
+):
+    # It was started from the cold start, and calls those weights version 0, too.
+    model, cold = served.folder / "final_model", served.folder / "cold_start"
+    options = ServerOptions(
+        cold,
+        environment,
+        "cpu",
+        dtype="float32",
+        max_pool_tokens=8192,
+        vocab_size=len(AutoTokenizer.from_pretrained(model)),
+    )
+    with sglang_live.running(options, tmp_path / "server") as server:
+        named = ("rollout=sglang_server", f"rollout.server='{server.folder / 'server.json'}'")
+        command = [sys.executable, "-m", "moerl", "eval", "recipe=tiny", "model=pretrained", f"model.path='{model}'"]
+        done = subprocess.run(
+            [*command, *named, f"run_dir='{tmp_path / 'run'}'"],
+            capture_output=True,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            check=False,
+        )
+    assert done.returncode == 0, done.stdout + done.stderr
+    [row] = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    last = json.loads((served.folder / "metrics.jsonl").read_text().splitlines()[-1])
+    for name in ("heldout/accuracy", "heldout/length_mean"):
+        assert row[name] == last[name]
 
 
 def test_a_run_ends_its_server_and_keeps_its_log(served: Finished):

@@ -1,4 +1,4 @@
-"""Weight updates of several servers that fail, come late, or are still being started; live ones are in `tests/sglang`."""
+"""Weight updates of servers that fail, come late, or are still being started; live ones are in `tests/sglang`."""
 
 from __future__ import annotations
 
