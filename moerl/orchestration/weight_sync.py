@@ -5,15 +5,19 @@ Runs in every trainer rank; the first one hosts the engine.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from moerl.config.layouts import Shape
 from moerl.config.model_sizes import directory_sizes
 from moerl.config.schema import RunConfig
 from moerl.contract.ports import CheckedSink, InterruptCosts, PolicyEngine, WeightSink
+from moerl.kernels.checksum import checksums
 from moerl.trainer import platform
 from moerl.trainer.shards import splits_latents
 from moerl.trainer.trainer import MegatronTrainer
@@ -29,10 +33,15 @@ FOLDER = "weights"
 
 
 class ThroughDisk:
-    """A sink that writes versions to disk and has an engine read them from there, hashes checked."""
+    """A sink that writes versions to disk and has an engine read them from there, hashes checked.
+
+    What the engine holds is compared with all that was read: other roots wrote a part of it.
+    """
 
     def __init__(self, folder: Path, disk: DiskSink, engine: CheckedSink) -> None:
         self._folder, self._disk, self._engine, self._version = folder, disk, engine, -1
+        self._dtypes: Mapping[str, str] = {}
+        self._read: dict[str, int] = {}
 
     def begin_update(self, version: int) -> None:
         self._version = version
@@ -44,18 +53,26 @@ class ThroughDisk:
     def end_update(self) -> None:
         self._disk.end_update()
         self._engine.begin_update(self._version)
-        self._engine.receive(read_version(self._folder, self._version))
+        self._engine.receive(self._tensors())
         self._engine.end_update()
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in read_version(self._folder, self._version):
+            if name in self._dtypes:
+                self._read |= checksums([(name, tensor.to(getattr(torch, self._dtypes[name])))])
+            yield name, tensor
 
     def abandon_update(self) -> None:
         self._disk.abandon_update()
         self._engine.abandon_update()
 
     def held_dtypes(self) -> Mapping[str, str]:
-        return self._engine.held_dtypes()
+        self._dtypes, self._read = self._engine.held_dtypes(), {}
+        return self._dtypes
 
     def verify(self, sent: Mapping[str, int]) -> None:
-        self._engine.verify(sent)
+        self._dtypes = {}
+        self._engine.verify(self._read | dict(sent))
 
 
 class WeightSync:

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from moerl.contract.ports import CheckedSink
+from moerl.kernels.checksum import checksums
+from moerl.orchestration import weight_sync
+from moerl.orchestration.weight_sync import ThroughDisk
+from moerl.weights.disk import DiskSink
+
+TENSORS = {"of the first root": torch.ones(3), "of another root": torch.arange(4.0)}
+
+
+class Engine:
+    """Stands in for an engine; keeps what it was given."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self.expected: Mapping[str, int] = {}
+
+    def begin_update(self, version: int) -> None:
+        self.tensors = {}
+
+    def receive(self, tensors: Iterable[tuple[str, Any]]) -> None:
+        self.tensors |= dict(tensors)
+
+    def end_update(self) -> None:
+        """Every tensor has come."""
+
+    def abandon_update(self) -> None:
+        self.tensors = {}
+
+    def held_dtypes(self) -> Mapping[str, str]:
+        return dict.fromkeys(TENSORS, "bfloat16")
+
+    def verify(self, sent: Mapping[str, int]) -> None:
+        self.expected = sent
+
+
+class Disk(Engine):
+    """Stands in for the folder; what other roots wrote is there, too."""
+
+
+def test_an_engine_is_compared_with_what_all_roots_wrote_in_its_own_precision(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(weight_sync, "read_version", lambda folder, version: iter(TENSORS.items()))
+    engine = Engine()
+    sink = ThroughDisk(Path("weights"), cast(DiskSink, Disk()), cast(CheckedSink, engine))
+    assert isinstance(sink, CheckedSink)
+    sink.held_dtypes()
+    sink.begin_update(3)
+    sink.end_update()
+    assert engine.tensors.keys() == TENSORS.keys()
+    whole = checksums((name, tensor.bfloat16()) for name, tensor in TENSORS.items())
+    sink.verify({"of the first root": whole["of the first root"]})
+    assert engine.expected == whole
