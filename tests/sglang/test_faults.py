@@ -44,7 +44,9 @@ class Own:
             for i in range(count)
         ]
         shapes = {name: tuple(tensor.shape) for name, tensor in self.tensors}
-        changes: dict[str, Any] = {"max_running": 8, "probe_seconds": 5.0, "update_seconds": 20.0}
+        # Two servers are killed only; one hangs, too, which four probes notice.
+        probe_seconds = 5.0 if count == 1 else 60.0
+        changes: dict[str, Any] = {"max_running": 8, "probe_seconds": probe_seconds, "update_seconds": 60.0}
         self.engine = sglang_live.connect(
             *self.sources, model=model, version=-1, shapes=shapes, say=self.said.append, **changes
         )
