@@ -27,16 +27,18 @@ lint: setup
 test: setup sglang
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "not slow and not distributed and not sglang" tests
 
-test-slow: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m slow tests
+test-slow: setup sglang
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "slow and not sglang" tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow and sglang" tests
 
 # Every layout; up to eight processes in one test, so one test at a time.
 test-distributed: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m distributed tests
 
-# Live SGLang servers on CPU, in an environment of their own (2.2 GB). The test of parity is part of `make test`.
+# Live SGLang servers on CPU, in an environment of their own (2.2 GB). The test of parity is part of `make test`; those of
+# whole runs and of servers that die or hang, which take minutes of real time, of `make test-slow`.
 test-sglang: setup sglang
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m sglang tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "sglang and not slow" tests
 
 # The environment of SGLang servers on CPU, beside our own; one of another version of the patches is renewed.
 sglang: setup

@@ -28,7 +28,7 @@ from moerl.rollout.sglang.member import State
 from moerl.rollout.sglang.server import ServerOptions, SGLangServer
 from moerl.rollout.sglang.sources import OwnServer
 
-pytestmark = pytest.mark.sglang
+pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
 MAX_NEW_TOKENS = 96
 
@@ -162,7 +162,7 @@ def test_a_server_killed_between_two_buckets_gets_the_whole_update_when_it_is_ba
     pid = own.pid()
     own.update(4, between=lambda: os.killpg(pid, signal.SIGKILL))
     assert own.pid() != pid
-    assert "bucket 1" in own.said[-2]
+    assert any("bucket 1" in line for line in own.said)
     require_same(own.answers(), undisturbed, other_folder)
 
 

@@ -72,7 +72,6 @@ def test_a_request_aborted_in_the_servers_queue_has_no_record(server: SGLangServ
     records += iterator
     engine.close()
     # Aborts come one by one, and each makes room for one of those that wait: how many are left is not known.
-    assert engine.unfinished
     assert all(record.values["sampled"].any() for record in records)
     assert len(records) + len(engine.unfinished) == 96
 

@@ -26,7 +26,7 @@ from moerl.contract.trajectory import Trajectory
 from moerl.rollout.sglang.endpoint import read_endpoint
 from moerl.rollout.sglang.server import ServerOptions
 
-pytestmark = pytest.mark.sglang
+pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
 STEPS = 5
 
