@@ -113,8 +113,9 @@ class WeightLink:
                 break
             time.sleep(0.0005)
         call.result()
-        if not work.is_completed() or not work.is_success():
-            raise self._failed("broadcast", "it did not end well")
+        if not work.is_completed():
+            raise self._failed("broadcast", "it was given up")
+        work.wait()  # raises what went wrong
 
     def end(self, version: int) -> None:
         """Takes the new weights into use as `version`; sampling goes on."""
