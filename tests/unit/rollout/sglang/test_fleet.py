@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from sglang_fake import FakeServer, FakeSource, connect
+from sglang_fake import FakeServer, FakeSource
 
 from moerl.contract.ports import RolloutRequest
 from moerl.contract.trajectory import Lineage, SamplingParams, Trajectory
@@ -28,24 +28,6 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeServer]]:
     yield made
     for server in made:
         server.close()
-
-
-@pytest.fixture
-def said() -> list[str]:
-    return []
-
-
-@pytest.fixture
-def engine_on(said: list[str]) -> Iterator[Callable[..., SGLangEngine]]:
-    engines: list[SGLangEngine] = []
-
-    def make(*sources: FakeSource | FakeServer, **changes: Any) -> SGLangEngine:
-        engines.append(connect(*sources, said=said, **changes))
-        return engines[-1]
-
-    yield make
-    for engine in engines:
-        engine.close()
 
 
 def requests(count: int) -> list[RolloutRequest]:

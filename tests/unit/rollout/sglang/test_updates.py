@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
 import torch
-from sglang_fake import FakeServer, FakeSource, connect
+from sglang_fake import FakeServer, FakeSource
 from torch import Tensor
 
 from moerl.contract.ports import RolloutRequest
@@ -76,21 +77,8 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeServer]]:
 
 
 @pytest.fixture
-def said() -> list[str]:
-    return []
-
-
-@pytest.fixture
-def engine_on(said: list[str]) -> Iterator[Callable[..., SGLangEngine]]:
-    engines: list[SGLangEngine] = []
-
-    def make(*sources: FakeSource | FakeServer, **changes: Any) -> SGLangEngine:
-        engines.append(connect(*sources, said=said, shapes=SHAPES, **changes))
-        return engines[-1]
-
-    yield make
-    for engine in engines:
-        engine.close()
+def engine_on(engine_on: Callable[..., SGLangEngine]) -> Callable[..., SGLangEngine]:
+    return partial(engine_on, shapes=SHAPES)
 
 
 def send(engine: SGLangEngine, version: int, value: float = 0.0) -> None:
