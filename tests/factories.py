@@ -95,6 +95,23 @@ def make_from_layout(rng: np.random.Generator, layout: Layout, spec: ModelSpec =
     return Trajectory(**(values | overrides))
 
 
+QWEN3_30B: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+}
+"""What decides sizes in the published config of Qwen3-30B-A3B."""
+
+
 def hf_config(**changes: Any) -> dict[str, Any]:
     """The config of a tiny Qwen3-MoE with 4 query and 2 key-value heads; a change to None leaves the key out."""
     values: dict[str, Any] = {

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from factories import hf_config
+from factories import QWEN3_30B, hf_config
 
 from moerl.config.layouts import Shape, layout_problems
 from moerl.config.load import load_config
@@ -24,20 +24,6 @@ from moerl.config.memory import (
 from moerl.config.model_sizes import ModelSizes, sizes_from_hf_config
 from moerl.kernels import products
 
-QWEN3_30B: dict[str, Any] = {
-    "model_type": "qwen3_moe",
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 768,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-}
 QWEN3_235B = QWEN3_30B | {
     "hidden_size": 4096,
     "intermediate_size": 12288,

@@ -6,24 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
-from factories import write_hf_config
+from factories import QWEN3_30B, write_hf_config
 
 from moerl.config.load import load_config
 from moerl.launch.plan_weights import GB, plan_weights
 from moerl.weights.estimate import Bandwidths
-
-QWEN3_30B = {
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_experts": 128,
-    "moe_intermediate_size": 768,
-    "num_experts_per_tok": 8,
-    "vocab_size": 151936,
-}
 
 
 def plan(folder: Path, *overrides: str, gather: float = 50, engine: float = 50) -> int:
