@@ -1,4 +1,4 @@
-"""Fixtures of more than one test folder: Megatron ranks that are started once per test process, and tiny models."""
+"""Fixtures of more than one test folder: ranks that are started once per test process, one thread, and tiny models."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import tiny_moe
+import torch
 from ranks import Ranks
 
 GROUPS = {
@@ -62,6 +63,15 @@ def two_processes(processes: Callable[[int], Ranks]) -> Ranks:
 @pytest.fixture(scope="session")
 def four_processes(processes: Callable[[int], Ranks]) -> Ranks:
     return processes(4)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Tiny tensors: more threads only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

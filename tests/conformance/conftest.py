@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 import sglang_live
-import torch
 from conformance_cases import ENGINES, Build, Engine, Subject, V
 
 from moerl.rollout.sglang.server import ServerOptions, SGLangServer
@@ -24,12 +23,8 @@ def sglang_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangSe
 
 
 @pytest.fixture(autouse=True)
-def _one_thread():
-    """Tiny tensors: more threads only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def _one_thread(one_thread: None) -> None:
+    """Of every test in this folder."""
 
 
 @pytest.fixture(params=["embedded", pytest.param("sglang", marks=pytest.mark.sglang)])

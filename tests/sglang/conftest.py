@@ -11,7 +11,6 @@ from pathlib import Path
 import families
 import pytest
 import sglang_live
-import torch
 
 from moerl.contract.spec import moe_layer_indices
 from moerl.rollout.sglang.client import ModelFacts
@@ -22,12 +21,8 @@ FAMILY = families.FAMILIES["qwen3_moe"]
 
 
 @pytest.fixture(autouse=True)
-def _one_thread():
-    """Tiny tensors: more threads only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def _one_thread(one_thread: None) -> None:
+    """Of every test in this folder."""
 
 
 @pytest.fixture(scope="session")

@@ -11,12 +11,8 @@ MakeModel = Callable[..., Qwen3MoeForCausalLM]
 
 
 @pytest.fixture(autouse=True)
-def _one_thread():
-    """Tiny tensors: more threads only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def _one_thread(one_thread: None) -> None:
+    """Of every test in this folder."""
 
 
 @pytest.fixture
