@@ -7,10 +7,10 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
+from waiting import eventually, is_alive
 
 from moerl.launch.local import LOOPBACK, launch_local
 
@@ -31,21 +31,6 @@ def program(tmp_path: Path, body: str) -> list[str]:
 
 def launch(command: list[str], run_dir: Path, world_size: int = 2, grace_seconds: float = 10.0) -> int:
     return launch_local(command, run_dir=run_dir, world_size=world_size, num_threads=3, grace_seconds=grace_seconds)
-
-
-def is_alive(pid: int) -> bool:
-    """False also for a zombie, which has ended and waits for its parent."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def wait_until(condition, seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "gave up waiting"
-        time.sleep(0.02)
 
 
 def test_every_rank_gets_its_place_and_its_share_of_the_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -140,7 +125,7 @@ def start_launcher(tmp_path: Path, body: str) -> tuple[subprocess.Popen[bytes], 
         stderr=subprocess.DEVNULL,
     )
     files = [tmp_path / "pid-0", tmp_path / "pid-1"]
-    wait_until(lambda: all(path.exists() and path.read_text() for path in files))
+    eventually(lambda: all(path.exists() and path.read_text() for path in files))
     return launcher, [int(path.read_text()) for path in files]
 
 
@@ -177,4 +162,4 @@ def test_ranks_do_not_outlive_a_killed_launcher(tmp_path: Path):
     )
     launcher.kill()
     launcher.wait(30)
-    wait_until(lambda: not any(map(is_alive, pids)))
+    eventually(lambda: not any(map(is_alive, pids)))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from waiting import eventually, is_alive
 
 from moerl.errors import ConfigError, RewardError
 from moerl.tasks.reward_process import RewardProcess
@@ -84,7 +84,7 @@ def test_what_the_function_has_started_ends_with_it(start: Start):
     process = start()
     pid = int(process.score({}, "start a process")["reward"])
     process.close()
-    assert _ends(pid)
+    eventually(lambda: not is_alive(pid))
 
 
 def test_a_function_that_crashes_fails_its_sample_and_the_next_call_works(start: Start):
@@ -100,7 +100,7 @@ def test_a_process_that_died_between_calls_fails_one_sample(start: Start):
     process = start()
     pid = int(process.score({}, "pid")["reward"])
     os.kill(pid, 9)
-    assert _ends(pid)
+    eventually(lambda: not is_alive(pid))
     with pytest.raises(RewardError, match="its process ended with code -9"):
         process.score({}, "x")
     assert process.score({"value": 1}, "x")["reward"] == 1.0
@@ -122,7 +122,7 @@ def test_closing_ends_the_process(start: Start):
     process = start()
     pid = int(process.score({}, "pid")["reward"])
     process.close()
-    assert _ends(pid)
+    eventually(lambda: not is_alive(pid))
 
 
 def test_the_process_ends_when_nobody_holds_its_pipe_any_more():
@@ -199,16 +199,3 @@ def test_a_module_in_the_current_directory_is_found_behind_all_others(
 def test_a_name_of_another_form_is_refused(start: Start, function: str):
     with pytest.raises(ConfigError, match="does not name a function"):
         start(function)
-
-
-def _ends(pid: int) -> bool:
-    """Waits for a process to be gone, or a zombie that its new parent has yet to collect."""
-    for _ in range(500):
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-        except (FileNotFoundError, ProcessLookupError):
-            return True
-        if state == "Z":
-            return True
-        time.sleep(0.02)
-    return False

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from sglang_fake import FakeServer, FakeSource
+from waiting import eventually
 
 from moerl.contract.ports import RolloutRequest
 from moerl.contract.trajectory import Lineage, SamplingParams, Trajectory
@@ -65,13 +65,6 @@ def hangs_after(server: FakeServer, count: int, release: threading.Event) -> Non
         return good(body)
 
     server.answer = answer
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20.0
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 # --- one server ------------------------------------------------------------------------------------------------------

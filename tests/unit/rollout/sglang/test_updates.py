@@ -12,6 +12,7 @@ import pytest
 import torch
 from sglang_fake import FakeServer, FakeSource
 from torch import Tensor
+from waiting import eventually
 
 from moerl.contract.ports import RolloutRequest
 from moerl.contract.trajectory import Lineage, SamplingParams
@@ -117,13 +118,6 @@ def value(server: FakeServer) -> float:
 def requests(count: int) -> list[RolloutRequest]:
     sampling = SamplingParams(top_p=0.9, seed=5)
     return [RolloutRequest(Lineage(f"r{i}", "p", f"g{i}"), (1, 2, 3), sampling, 4, (0,)) for i in range(count)]
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20.0
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def answers(engine: SGLangEngine, count: int = 4) -> set[str]:
