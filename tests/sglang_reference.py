@@ -90,6 +90,23 @@ class Reference:
         self.logprob_error = max(self.logprob_error, abs(float(seen) - float(expected)))
 
 
+def collect_twice(
+    engine: SGLangEngine, requests: list[RolloutRequest], reference: Reference
+) -> tuple[dict[str, Trajectory], dict[str, Trajectory]]:
+    """The answers to `requests`, and to the same once more, when they hit the prefix cache; both hold parity.
+
+    The second are asked for under other rollout ids, and are returned under those of `requests`.
+    """
+    first = collect(engine, requests)
+    prefix = "again-"
+    renamed = [replace(r, lineage=replace(r.lineage, rollout_id=prefix + r.lineage.rollout_id)) for r in requests]
+    again = {name.removeprefix(prefix): trajectory for name, trajectory in collect(engine, renamed).items()}
+    for trajectory in (*first.values(), *again.values()):
+        reference.compare(trajectory)
+    reference.require_parity()
+    return first, again
+
+
 def kept_ids(probs_V: torch.Tensor, sampling: SamplingParams) -> list[int]:
     """Top-k and top-p jointly, then min-p; ascending ids."""
     if sampling.is_greedy:

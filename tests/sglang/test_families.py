@@ -4,14 +4,14 @@ attention), GLM-4.5, OLMoE. Parity with transformers before and after a weight u
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import families
 import pytest
 import sglang_live
 from safetensors.torch import load_file
-from sglang_reference import Reference, collect, make_requests
+from sglang_reference import Reference, collect, collect_twice, make_requests
 
 from moerl.contract.spec import moe_layer_indices
 from moerl.kernels.checksum import checksums
@@ -64,13 +64,7 @@ def test_routing_kept_sets_and_logprobs_are_those_of_transformers_before_and_aft
     engine = served.engine()
     requests = make_requests(24)
     reference = Reference(served.folder, served.family)
-    first = collect(engine, requests)
-    # The same prompts once more: now they hit the prefix cache.
-    renamed = [replace(r, lineage=replace(r.lineage, rollout_id="again-" + r.lineage.rollout_id)) for r in requests]
-    again = collect(engine, renamed)
-    for trajectory in (*first.values(), *again.values()):
-        reference.compare(trajectory)
-    reference.require_parity()
+    collect_twice(engine, requests, reference)
     assert reference.num_rows > 3000
 
     tensors = load_file(served.other_folder / "model.safetensors")

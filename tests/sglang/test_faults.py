@@ -24,6 +24,7 @@ from moerl.contract.trajectory import Trajectory
 from moerl.rollout.sglang import http
 from moerl.rollout.sglang.client import ModelFacts
 from moerl.rollout.sglang.endpoint import Endpoint
+from moerl.rollout.sglang.engine import SGLangEngine
 from moerl.rollout.sglang.member import State
 from moerl.rollout.sglang.server import ServerOptions, SGLangServer
 from moerl.rollout.sglang.sources import OwnServer
@@ -84,6 +85,9 @@ class Own:
             time.sleep(0.2)
 
 
+Start = Callable[[int], Own]
+
+
 @pytest.fixture(scope="module")
 def other_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return families.write_model(tmp_path_factory.mktemp("other") / "hf", families.FAMILIES["qwen3_moe"], seed=1)
@@ -97,21 +101,31 @@ def options(model_folder: Path, environment: Path) -> ServerOptions:
 
 
 @pytest.fixture(scope="module")
-def own(options: ServerOptions, other_folder: Path, model: ModelFacts, tmp_path_factory) -> Iterator[Own]:
-    """One server."""
-    made = Own(tmp_path_factory.mktemp("own"), options, model, other_folder, 1)
-    made.update(4)
-    yield made
-    made.engine.close()
+def start(options: ServerOptions, other_folder: Path, model: ModelFacts, tmp_path_factory) -> Iterator[Start]:
+    """Starts so many servers, brings version 4 to them, and closes them after the last test."""
+    engines: list[SGLangEngine] = []
+
+    def make(count: int) -> Own:
+        made = Own(tmp_path_factory.mktemp("own"), options, model, other_folder, count)
+        engines.append(made.engine)
+        made.update(4)
+        return made
+
+    yield make
+    for engine in engines:
+        engine.close()
 
 
 @pytest.fixture(scope="module")
-def two(options: ServerOptions, other_folder: Path, model: ModelFacts, tmp_path_factory) -> Iterator[Own]:
+def own(start: Start) -> Own:
+    """One server."""
+    return start(1)
+
+
+@pytest.fixture(scope="module")
+def two(start: Start) -> Own:
     """Two servers."""
-    made = Own(tmp_path_factory.mktemp("two"), options, model, other_folder, 2)
-    made.update(4)
-    yield made
-    made.engine.close()
+    return start(2)
 
 
 @pytest.fixture(scope="module")

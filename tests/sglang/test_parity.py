@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
-from sglang_reference import Reference, collect, make_requests
+from sglang_reference import Reference, collect_twice, make_requests
 
 from moerl.contract.trajectory import FinishReason
 from moerl.rollout.sglang.engine import SGLangEngine
@@ -13,16 +12,9 @@ from moerl.rollout.sglang.engine import SGLangEngine
 
 def test_routing_kept_sets_and_logprobs_are_those_of_transformers(engine: SGLangEngine, model_folder: Path):
     reference = Reference(model_folder)
-    requests = make_requests(36)
-    first = collect(engine, requests)
-    # The same prompts once more: now they hit the prefix cache.
-    renamed = [replace(r, lineage=replace(r.lineage, rollout_id="again-" + r.lineage.rollout_id)) for r in requests]
-    again = collect(engine, renamed)
-    for trajectory in (*first.values(), *again.values()):
-        reference.compare(trajectory)
-    reference.require_parity()
+    first, again = collect_twice(engine, make_requests(36), reference)
     assert reference.num_rows > 5000
     assert reference.num_kept > 1000
     assert {t.finish_reason for t in first.values()} == {FinishReason.STOP, FinishReason.LENGTH}
     for rollout_id, trajectory in first.items():
-        assert trajectory.token_ids.tolist() == again["again-" + rollout_id].token_ids.tolist()
+        assert trajectory.token_ids.tolist() == again[rollout_id].token_ids.tolist()
