@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-from conformance_cases import MAX_POSITIONS, Build, collect, make_requests, require_same
+from conformance_cases import MAX_POSITIONS, Build, Engine, collect, make_requests, require_same
 
 from moerl.contract.ports import RolloutRequest
 from moerl.contract.trajectory import FinishReason, Trajectory
@@ -18,6 +18,17 @@ def _long(count: int) -> list[RolloutRequest]:
     return [replace(first, max_new_tokens=4), replace(second, max_new_tokens=MAX_POSITIONS - 10), *others]
 
 
+def _cut_short(
+    engine: Engine, requests: list[RolloutRequest], rollout_ids: list[str] | None = None
+) -> dict[str, Trajectory]:
+    """What comes of a call of which the named rollouts, or all, are aborted after its first record."""
+    iterator = engine.generate(requests)
+    records = [next(iterator)]
+    engine.abort(rollout_ids)
+    records += iterator
+    return {record.rollout_id: Trajectory(**record.values) for record in records}
+
+
 def _require_beginning(trajectory: Trajectory, whole: Trajectory) -> None:
     """Tokens and routes of an aborted answer are the first ones of the whole answer."""
     assert trajectory.token_ids.tolist() == whole.token_ids[: len(trajectory)].tolist()
@@ -28,11 +39,7 @@ def _require_beginning(trajectory: Trajectory, whole: Trajectory) -> None:
 def test_aborted_rollouts_keep_what_they_have(build: Build):
     requests, engine = _long(8), build(3)
     whole = collect(engine, requests)
-    iterator = engine.generate(requests)
-    records = [next(iterator)]
-    engine.abort()
-    records += iterator
-    trajectories = {record.rollout_id: Trajectory(**record.values) for record in records}
+    trajectories = _cut_short(engine, requests)
     aborted = [t for t in trajectories.values() if t.finish_reason == FinishReason.ABORT]
     assert aborted
     for trajectory in aborted:
@@ -44,11 +51,7 @@ def test_rollouts_aborted_before_their_first_token_yield_nothing_and_are_named(b
     engine = build(4)
     whole = collect(engine, requests)
     assert engine.unfinished == []
-    iterator = engine.generate(requests)
-    records = [next(iterator)]
-    engine.abort()
-    records += iterator
-    trajectories = {record.rollout_id: Trajectory(**record.values) for record in records}
+    trajectories = _cut_short(engine, requests)
     assert all(trajectory.num_sampled > 0 for trajectory in trajectories.values())
     assert engine.unfinished
     assert sorted((*trajectories, *engine.unfinished)) == sorted(whole)
@@ -61,12 +64,8 @@ def test_only_the_named_rollout_is_aborted(build: Build):
     requests = _long(12)
     engine = build(6)
     whole = collect(engine, requests)
-    iterator = engine.generate(requests)
-    records = [next(iterator)]
     # The ids of two others begin like its own.
-    engine.abort(["r1", "nobody"])
-    records += iterator
-    trajectories = {record.rollout_id: Trajectory(**record.values) for record in records}
+    trajectories = _cut_short(engine, requests, ["r1", "nobody"])
     aborted = trajectories.pop("r1")
     assert aborted.finish_reason == FinishReason.ABORT
     _require_beginning(aborted, whole.pop("r1"))

@@ -16,6 +16,7 @@ from moerl.config.layouts import Shape, layout_problems
 from moerl.config.model_sizes import ModelSizes, sizes_from_hf_config
 from moerl.errors import ConfigError
 from moerl.rollout.weight_staging import checkpoint_views
+from moerl.weights.estimate import sent_bytes
 from moerl.weights.plan import PlanOptions, SyncPlan, choose_roots, make_plan
 from moerl.weights.tensors import Split
 
@@ -190,11 +191,7 @@ def test_a_root_receives_nothing_that_it_holds(layout: str):
 
 def test_replicas_share_the_sending():
     plan = plan_of(sizes_of("qwen3_moe"), Shape(pipeline=2, data=4), bucket_bytes=1 << 15)
-    sent: Counter[int] = Counter()
-    for bucket in plan.buckets:
-        for message in bucket.messages:
-            if message.sender != bucket.root:
-                sent[message.sender] += message.num_bytes
+    sent = sent_bytes(plan)
     assert set(sent) == {4, 5, 6, 7}
     assert max(sent.values()) < 1.5 * min(sent.values())
 

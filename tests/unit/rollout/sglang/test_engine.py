@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import msgspec
 import pytest
 from sglang_fake import SPEC, Answer, FakeServer, contract_report, reply, server_info
-from sglang_fake import connect as connect_to
 
 from moerl.contract.ports import RolloutEngine, RolloutRequest
 from moerl.contract.trajectory import MAX_KEPT_IDS, Lineage, SamplingParams, Trajectory
@@ -28,16 +28,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServer]:
 
 
 @pytest.fixture
-def connect(fake: FakeServer) -> Iterator[Callable[..., SGLangEngine]]:
-    engines: list[SGLangEngine] = []
-
-    def make(**changes: Any) -> SGLangEngine:
-        engines.append(connect_to(fake, **changes))
-        return engines[-1]
-
-    yield make
-    for engine in engines:
-        engine.close()
+def connect(fake: FakeServer, engine_on: Callable[..., SGLangEngine]) -> Callable[..., SGLangEngine]:
+    return partial(engine_on, fake)
 
 
 def requests(count: int) -> list[RolloutRequest]:
