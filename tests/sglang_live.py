@@ -33,9 +33,10 @@ ENVIRONMENT = Path(os.environ.get("MOERL_SGLANG_ENV", Path(__file__).parents[1] 
 """Where `make sglang` makes the servers' environment."""
 
 START_SECONDS = 500.0
+"""Far more than a server takes on a busy machine."""
+
 DEEPSEEK_PUBLISHED = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 """What DeepSeek's published configurations have and the class of transformers has not; SGLang needs it."""
-"""Far more than a server takes on a busy machine."""
 
 
 @contextmanager
