@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import json
+import secrets
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
 import zstandard
+from torch import Tensor
 
 from moerl.contract.planes import pack_kept_ids
 from moerl.contract.trajectory import MAX_KEPT_IDS, ModelSpec
+from moerl.errors import WeightSyncError
 from moerl.rollout.sglang.client import ModelFacts
 from moerl.rollout.sglang.endpoint import Endpoint
 from moerl.rollout.sglang.engine import SGLangEngine
 from moerl.rollout.sglang.options import EngineOptions
 from moerl.rollout.sglang.patches import SGLANG_VERSION, read_patches
+from moerl.rollout.sglang.weights import LinkOptions
 
 SPEC = ModelSpec(num_moe_layers=2, experts_per_token=2, num_experts=8, vocab_size=50, fingerprint="fake")
 MOE_LAYERS = (1, 3)
@@ -204,3 +208,61 @@ def connect(
     }
     made = [source if isinstance(source, FakeSource) else FakeSource(source) for source in sources]
     return SGLangEngine(made, MODEL, EngineOptions(**options | changes), version)
+
+
+class FakeLink:
+    """Fault injection: the way of weights to a fake server, without a process group.
+
+    sent, held: by address of the server, what came since an update began, and what it was sent last. before: by address
+    and step, what happens before it.
+    """
+
+    sent: ClassVar[dict[str, dict[str, Tensor]]] = {}
+    held: ClassVar[dict[str, dict[str, Tensor]]] = {}
+    before: ClassVar[dict[tuple[str, str], Callable[[], None]]] = {}
+    servers: ClassVar[dict[str, FakeServer]] = {}
+    sender = ""
+
+    def __init__(self, name: str, endpoint: Endpoint, options: LinkOptions, device: object) -> None:
+        self.options, self.key = options, secrets.token_hex(8)
+        self._url = endpoint.url
+
+    @classmethod
+    def fail(cls, server: FakeServer, step: str, error: Exception | None = None) -> None:
+        """The step fails on this server."""
+
+        def raise_it() -> None:
+            raise error or WeightSyncError(f"{step} failed")
+
+        cls.before[server.endpoint.url, step] = raise_it
+
+    def begin(self) -> None:
+        self._step("begin")
+        self.servers[self._url].weight_version = "none"
+        self.sent[self._url] = {}
+
+    def join(self) -> None:
+        self._step("join")
+
+    def send(self, bucket: Sequence[tuple[str, Tensor]], number: int) -> None:
+        self._step(f"bucket {number}")
+        self.sent[self._url] |= {name: tensor.clone() for name, tensor in bucket}
+
+    def end(self, version: int) -> None:
+        self._step("end")
+        self.held[self._url] = self.sent.pop(self._url)
+        self.servers[self._url].weight_version = str(version)
+
+    def abandon(self) -> None:
+        """There is no group to leave."""
+
+    close = abandon
+
+    def _step(self, step: str) -> None:
+        self.before.get((self._url, self.sender + step), lambda: None)()
+
+
+class FakePartLink(FakeLink):
+    """The same from another root; its steps begin with `part`."""
+
+    sender = "part "

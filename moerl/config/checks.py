@@ -178,12 +178,12 @@ def _check_weights(config: RunConfig) -> None:
             expected=f"at most {ranks}",
             remedy="one root for each link to the engines is enough",
         )
-    if roots > 1 and config.weights.transport == "direct":
+    if roots > 1 and config.weights.transport == "direct" and config.rollout.engine == "embedded":
         raise ConfigError(
-            "weights.roots: one rank alone talks to the engine",
-            seen=f"weights.roots = {roots}, weights.transport = direct",
+            "weights.roots: the embedded engine takes weights from one rank",
+            seen=f"weights.roots = {roots}, weights.transport = direct, rollout = embedded",
             expected="1",
-            remedy="set weights.roots=1 or weights.transport=disk",
+            remedy="set weights.roots=1, weights.transport=disk, or rollout=sglang",
         )
 
 

@@ -259,7 +259,10 @@ class WeightsConfig(Section):
         description="direct = straight into the engine; disk = through version folders in the run directory,"
         " which engines elsewhere can read, too."
     )
-    roots: Count = Field(description="Ranks that hand weights on side by side; more than 1 needs transport=disk.")
+    roots: Count = Field(
+        description="Ranks that hand weights on side by side: as many as there are servers or disks to write to. The"
+        " embedded engine takes weights from one."
+    )
     verify: Annotated[Literal["every", "off"] | Count, BeforeValidator(_bare_off)] = Field(
         description="When the engine's checksums of all tensors are compared with the trainer's: after every update,"
         " every n-th, or never."

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import msgspec
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -18,17 +19,20 @@ from moerl.config.schema import (
     ServerRolloutConfig,
     SGLangRolloutConfig,
 )
-from moerl.contract.ports import PolicyEngine
+from moerl.contract.ports import PolicyEngine, WeightSink
 from moerl.contract.spec import moe_layer_indices
 from moerl.contract.trajectory import ModelSpec
 from moerl.errors import EngineError
+from moerl.orchestration.exchange import broadcast_bytes
 from moerl.orchestration.models import checkpoint_shapes, make_engine
 from moerl.rollout.sglang.client import ModelFacts
 from moerl.rollout.sglang.engine import SGLangEngine
 from moerl.rollout.sglang.install import device_of
 from moerl.rollout.sglang.options import EngineOptions
+from moerl.rollout.sglang.roots import Introduction, PartSink
 from moerl.rollout.sglang.server import ServerOptions
 from moerl.rollout.sglang.sources import NamedServer, OwnServer, ServerSource
+from moerl.trainer import platform
 
 SERVER_FOLDER = "sglang"
 """In the run directory: a folder for each of the run's own servers, with its log and options."""
@@ -81,6 +85,28 @@ def open_engine(config: RunConfig, model: Model, say: Callable[[str], None]) -> 
     if not is_ours and model.version >= 0:
         _send_folder(engine, model, options)
     return engine
+
+
+def several_roots(
+    engine: PolicyEngine | None, rank: int, roots: Sequence[int], model_path: Path, seconds: float
+) -> WeightSink | None:
+    """The sinks of roots that send side by side to the servers of one engine; None on other ranks. A collective.
+
+    Args:
+        engine: on the first rank, which is the first root.
+        model_path: Hugging Face directory of what the servers serve.
+        seconds: longest time of a step of an update.
+    """
+    introduction = None
+    if engine is not None:
+        assert isinstance(engine, SGLangEngine)
+        introduction = msgspec.json.encode(engine.share(roots[1:]))
+    said = broadcast_bytes(introduction)
+    if engine is not None or rank not in roots:
+        return engine
+    shapes = checkpoint_shapes(model_path, AutoConfig.from_pretrained(model_path).to_dict())
+    decoded = msgspec.json.decode(said, type=Introduction)
+    return PartSink(rank, decoded, shapes, platform.device(), seconds)
 
 
 def _send_folder(engine: SGLangEngine, model: Model, options: EngineOptions) -> None:

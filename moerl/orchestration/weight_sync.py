@@ -18,6 +18,7 @@ from moerl.config.model_sizes import directory_sizes
 from moerl.config.schema import RunConfig
 from moerl.contract.ports import CheckedSink, InterruptCosts, PolicyEngine, WeightSink
 from moerl.kernels.checksum import checksums
+from moerl.orchestration.engines import several_roots
 from moerl.trainer import platform
 from moerl.trainer.shards import splits_latents
 from moerl.trainer.trainer import MegatronTrainer
@@ -98,8 +99,10 @@ class WeightSync:
             folder = config.run_dir / FOLDER
             disk = DiskSink(folder, rank=rank, roots=options.roots)
             sink = disk if engine is None else ThroughDisk(folder, disk, engine)
-        # A rank without an engine has a folder on disk; it logs nothing.
-        name = f"folder '{FOLDER}'" if engine is None else f"engine '{engine.handshake().engine_id}'"
+        elif len(options.roots) > 1:
+            sink = several_roots(engine, rank, options.roots, model_path, config.weights.step_seconds)
+        elsewhere = f"folder '{FOLDER}'" if config.weights.transport == "disk" else "the servers' sink"
+        name = elsewhere if engine is None else f"engine '{engine.handshake().engine_id}'"
         self._costs = InterruptCosts() if engine is None else engine.costs
         self._publisher = Publisher(plan, gatherer, peers, sink, name)
         self._count = 0

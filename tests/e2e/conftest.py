@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from runs import DoneRun, Runs, Sums, moerl
+from moerl_runs import DoneRun, Runs, Sums, moerl
 
 
 @pytest.fixture(scope="session")

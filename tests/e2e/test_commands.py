@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-from runs import DoneRun, Runs
+from moerl_runs import DoneRun, Runs
 
 
 def model_of(run: DoneRun) -> list[str]:

@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from runs import DoneRun, Fault, Finished, Runs, Sums, rows, summary
+from moerl_runs import DoneRun, Fault, Finished, Runs, Sums, rows, summary
 
 
 def train(forked: Runs, run: Path, *overrides: str, fault: Fault) -> Finished:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from runs import DoneRun, Runs, Sums, rows
+from moerl_runs import DoneRun, Runs, Sums, rows
 
 Steps = list[dict[str, Any]]
 

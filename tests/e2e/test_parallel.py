@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from runs import DoneRun, Runs, Sums, moerl, rows
+from moerl_runs import DoneRun, Runs, Sums, moerl, rows
 
 FAULT_IN_ONE_RANK = """
 import os, sys

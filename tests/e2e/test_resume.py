@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from runs import DoneRun, Fault, Runs, Sums, rows, summary
+from moerl_runs import DoneRun, Fault, Runs, Sums, rows, summary
 
 STEP = "moerl.trainer.trainer:MegatronTrainer.step"
 UPDATE = "moerl.trainer.optimizer:Optimizer.update"

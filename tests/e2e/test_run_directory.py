@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from runs import DoneRun, Runs
+from moerl_runs import DoneRun, Runs
 
 FIGURES = (
     "logprob_abs_mean",

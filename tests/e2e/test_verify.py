@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from runs import DoneRun, Finished, Runs
+from moerl_runs import DoneRun, Finished, Runs
 
 from moerl.contract.disk import read_parquet, write_parquet
 from moerl.contract.trajectory import KeptSets, Trajectory

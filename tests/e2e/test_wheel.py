@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from runs import moerl
+from moerl_runs import moerl
 
 ROOT = Path(__file__).parents[2]
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")

@@ -19,7 +19,7 @@ from moerl.kernels.checksum import checksums
 from moerl.rollout.sglang.held import ServedModel, held_checksums, held_dtypes, read_parts
 from moerl.rollout.sglang.install import python_of
 from moerl.rollout.sglang.server import ServerOptions, SGLangServer
-from moerl.rollout.sglang.updates import send_all
+from moerl.rollout.sglang.updates import begin_and_send
 from moerl.rollout.sglang.weights import LinkOptions, WeightLink
 
 pytestmark = pytest.mark.sglang
@@ -66,8 +66,10 @@ def two_ranks(
 
 
 def send(server: SGLangServer, tensors: Mapping[str, Tensor], version: int) -> None:
-    link = WeightLink("two", server.endpoint, LinkOptions(num_ranks=2, backend="gloo", timeout_seconds=60.0))
-    send_all(link, version, tensors)
+    options = LinkOptions(num_ranks=2, backend="gloo", timeout_seconds=60.0)
+    link = WeightLink("two", server.endpoint, options, torch.device("cpu"))
+    begin_and_send(link, tensors)
+    link.end(version)
     link.close()
 
 

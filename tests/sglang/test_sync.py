@@ -137,3 +137,59 @@ def test_a_server_holds_the_export_of_every_step_and_answers_greedily_as_transfo
     batches = pack_for_ranks(samples, 2, PackOptions(64, Padding.of(2, 1)), replay=True)
     results = processes(8).run(train_and_sync, case, family.spec(), batches, tmp_path, **LAYOUT)
     assert [problem for result in results for problem in result] == []
+
+
+def train_and_sync_from_two_roots(
+    where: Any, case: Case, spec: ModelSpec, batches: list[list[Microbatch]], endpoints: list[Endpoint]
+) -> tuple[list[str], int]:
+    """Versions 0 and 1, checked by the engine as in a run; then what every server holds against the export. Problems,
+    and the bytes that this rank sent of the last version."""
+    from moerl.contract.shares import cut_share
+    from moerl.kernels.checksum import checksums
+    from moerl.orchestration.engines import several_roots
+    from moerl.trainer.losses import TextLoss
+    from moerl.trainer.model import ModelOptions
+    from moerl.trainer.trainer import MegatronTrainer
+
+    trainer = MegatronTrainer(case.folder, spec, where, ModelOptions(dtype=case.dtype), tiny_moe.OPTIMIZER, 8)
+    local = [cut_share(batch, trainer.place) for batch in batches[where.data_rank]]
+    denominator = tiny_moe.num_trained([batch for part in batches for batch in part])
+    plan = weight_sync.plan_for(trainer, case.folder, roots=2)
+    shapes = {name: tuple(t.shape) for name, t in load_file(case.folder / "model.safetensors").items()}
+    engine, problems, said = None, [], []
+    if where.is_main:
+        model = ModelFacts(spec, moe_layer_indices(families.FAMILIES[case.family].config().to_dict()))
+        engine = sglang_live.connect(
+            *endpoints, model=model, version=-1, shapes=shapes, dtype=case.dtype, say=said.append
+        )
+    sink = several_roots(engine, where.rank, plan.options.roots, case.folder, 120.0)
+    publisher = weight_sync.publisher_of(plan, where.rank, sink)
+    num_bytes = 0
+    for version in range(2):
+        trainer.step(local, TextLoss(local, spec.vocab_size, denominator), enforce=True)
+        num_bytes = publisher.publish(trainer.shards(), version, verify=True).num_bytes
+    expected = checksums((name, tensor.clone()) for name, tensor in trainer.export())
+    if engine is not None:
+        for endpoint in endpoints:
+            held = held_checksums(endpoint, ServedModel(shapes, 1, {}), timeout_seconds=60.0)
+            problems += [f"{endpoint.url}: {name}" for name, value in expected.items() if held[name] != value]
+        problems += [*said, *(f"{name} is {state}" for name, state in engine.states.items() if state != "healthy")]
+        engine.close()
+    return problems, num_bytes
+
+
+def test_two_pipeline_stages_send_to_two_servers_at_once(
+    environment: Path, tmp_path: Path, processes: Callable[[int], Ranks]
+):
+    family = families.FAMILIES["qwen3_moe"]
+    folder = families.write_model(tmp_path / "hf", family, seed=5)
+    options = ServerOptions(folder, environment, "cpu", dtype="float32", max_pool_tokens=8192, policy_version=-1)
+    samples = families.make_samples(family.spec(), 5, (5, 30, 17, 41))
+    batches = pack_for_ranks(samples, 1, PackOptions(64, Padding.of(1, 1)), replay=True)
+    with sglang_live.running(options, tmp_path / "a") as a, sglang_live.running(options, tmp_path / "b") as b:
+        case = Case("qwen3_moe", "float32", 1, folder, a.endpoint)
+        endpoints = [a.endpoint, b.endpoint]
+        results = processes(2).run(train_and_sync_from_two_roots, case, family.spec(), batches, endpoints, pipeline=2)
+    problems, sizes = zip(*results, strict=True)
+    assert problems == ([], [])
+    assert min(sizes) > 0.8 * max(sizes)

@@ -23,6 +23,7 @@ from moerl.rollout.sglang.client import ModelFacts
 from moerl.rollout.sglang.fleet import Fleet, first_error, stale_server
 from moerl.rollout.sglang.member import Member, State
 from moerl.rollout.sglang.options import EngineOptions, Interrupt
+from moerl.rollout.sglang.roots import Introduction, OtherRoots
 from moerl.rollout.sglang.sources import ServerSource
 from moerl.rollout.sglang.updates import Updates
 
@@ -56,6 +57,7 @@ class SGLangEngine:
         self.unfinished: list[str] = []
         self.costs = InterruptCosts()
         self._loop = asyncio.new_event_loop()
+        self._others: OtherRoots | None = None
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"{options.engine_id}-http", daemon=True)
         self._thread.start()
         # A place that waits for its server must not keep others from their updates.
@@ -158,12 +160,21 @@ class SGLangEngine:
         """
         self._wait(self._verify(sent))
 
+    def share(self, ranks: Sequence[int]) -> Introduction:
+        """From the next update on these ranks, too, send parts of every set: each makes a `PartSink` with what this
+        returns. Once, before the first update."""
+        self._others = OtherRoots(ranks, 2 * self._options.update_seconds)
+        self._updates.share(self._others)
+        return self._others.introduction
+
     def close(self) -> None:
         """Gives up what is under way and leaves the servers; those of our own are stopped."""
         if not self._thread.is_alive():
             return
         if self._work is not None:
             self._work.cancel()
+        if self._others is not None:
+            self._others.close()
         self._wait(self._fleet.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -285,10 +296,12 @@ class SGLangEngine:
                 self._fleet.doubt(member, error)
 
     async def _give_up(self) -> None:
-        failed = await self._updates.give_up()
-        if self._asking.version >= 0:  # else nobody asks them before the next update
-            self._lose(failed)
-        self._go_on()
+        try:
+            failed = await self._updates.give_up()
+            if self._asking.version >= 0:  # else nobody asks them before the next update
+                self._lose(failed)
+        finally:
+            self._go_on()
 
     def _go_on(self) -> None:
         self.costs.stalled_seconds += time.perf_counter() - self._stalled_at

@@ -15,6 +15,8 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
+import torch
+
 from moerl.errors import EngineError, MoerlError, WeightSyncError
 from moerl.rollout.sglang.client import ModelFacts, ServerClient
 from moerl.rollout.sglang.endpoint import Endpoint
@@ -136,7 +138,8 @@ class Fleet:
                 remedy=f"moerl serve --dtype {options.dtype}, or set rollout.dtype",
             )
         backend = "gloo" if facts.device == "cpu" else "nccl"
-        member.link = WeightLink(member.name, endpoint, LinkOptions(facts.num_ranks, backend, options.update_seconds))
+        link_options = LinkOptions(facts.num_ranks, backend, options.update_seconds)
+        member.link = WeightLink(member.name, endpoint, link_options, torch.device("cuda"))
         self._change(member, State.STALE)
 
     # --- requests ----------------------------------------------------------------------------------------------------

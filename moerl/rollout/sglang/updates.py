@@ -2,25 +2,27 @@
 
 Buckets go to all servers side by side as they arrive, and a copy of the set is kept in this process: a server that
 takes the place of a lost one, or was away, gets it before it gets requests. A set that turns out not to be whole leaves
-servers with a mixture; they get the set before it again.
+servers with a mixture; they get the set before it again. Where other roots send parts of the set, they keep those parts
+and do what this process tells them.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Literal
 
 from torch import Tensor
 
 from moerl.errors import WeightSyncError
 from moerl.rollout.sglang.held import ServedModel, held_checksums, held_dtypes
 from moerl.rollout.sglang.member import Member
+from moerl.rollout.sglang.roots import Command, OtherRoots, Target
+from moerl.rollout.sglang.targets import attempt, messages
 from moerl.rollout.sglang.weight_set import WeightSet
 from moerl.rollout.sglang.weights import WeightLink
 from moerl.rollout.witness import mismatch
-
-MESSAGE_BYTES = 256 << 20
-"""Tensors are sent together until they reach this."""
 
 
 class Updates:
@@ -43,6 +45,13 @@ class Updates:
         self._num_messages = 0
         # Held from the beginning to the end of an update, and while a late server is brought up.
         self._lock = asyncio.Lock()
+        self._others: OtherRoots | None = None
+        self._checksums_elsewhere: dict[str, int] = {}
+        self._told_dtypes = False
+
+    def share(self, others: OtherRoots) -> None:
+        """From the next update on other roots send parts of each set."""
+        self._others = others
 
     def stage(self, version: int) -> None:
         """Makes room for a set; one that was never ended is forgotten. Servers go on.
@@ -58,7 +67,10 @@ class Updates:
             await self._lock.acquire()
             self.is_open = True
         self._targets, self._num_messages = list(members()), 0
-        return await self._on_all(WeightLink.begin)
+        failed = await self._on_all(WeightLink.begin)
+        failed += (await self._elsewhere("begin"))[0]
+        self._told_dtypes = self._dtypes is not None
+        return failed
 
     async def receive(self, tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[Member, WeightSyncError]]:
         """Keeps and sends tensors, and returns when they were sent. Returns the servers that failed.
@@ -67,7 +79,7 @@ class Updates:
             WeightSyncError: as `WeightSet.receive`.
         """
         failed: list[tuple[Member, WeightSyncError]] = []
-        parts = _messages(tensors)
+        parts = messages(tensors)
         while (part := await asyncio.to_thread(next, parts, None)) is not None:
             needed = await asyncio.to_thread(self._set.receive, part)
             failed += await self._send(needed)
@@ -81,25 +93,31 @@ class Updates:
         """Takes the set into use. Returns the servers that failed.
 
         Raises:
-            WeightSyncError: the set is not whole. Call `give_up` then.
+            WeightSyncError: the set is not whole, or another root is gone. Call `give_up` then.
         """
-        held = await asyncio.to_thread(self._set.take)
-        failed = await self._on_all(lambda link: link.end(held[0]))
+        failed, parts = await self._elsewhere("take")
+        held = await asyncio.to_thread(self._set.take, parts)
+        await self._elsewhere("hold")
+        failed += await self._on_all(lambda link: link.end(held[0]))
         self.held = held
+        self._checksums_elsewhere = {name: value for name, value in parts.items() if value is not None}
         self._close()
         return failed
 
     async def give_up(self) -> list[tuple[Member, WeightSyncError]]:
         """Instead of `end`: brings servers back to what they held before. Returns those that failed, which is all of
-        them where there was nothing before."""
-        held = self.held
-        if held is None:
+        them where there was nothing before.
+
+        Raises:
+            WeightSyncError: another root is gone.
+        """
+        try:
+            if self.held is not None:
+                return await self._send_held()
             nothing = WeightSyncError("weight update: broken off, and there was none before it")
-            failed = [(member, nothing) for member in self._targets]
-        else:
-            failed = await self._on_all(lambda link: send_all(link, *held))
-        self._close()
-        return failed
+            return [(member, nothing) for member in self._targets]
+        finally:
+            self._close()
 
     async def bring_up(self, member: Member) -> None:
         """Has a server that comes late hold what it should, where anything was sent yet.
@@ -108,12 +126,22 @@ class Updates:
             WeightSyncError: a step failed, or it then does not hold what was sent.
         """
         async with self._lock:
-            held = self.held
-            if held is None:
+            if self.held is None:
                 return
-            error = await _step(lambda link: send_all(link, *held), member.link) or await self.check(member)
+            self._targets = [member]
+            failed = await self._send_held()
+            self._targets = []
+            error = failed[0][1] if failed else await self.check(member)
             if error is not None:
                 raise error
+
+    async def _send_held(self) -> list[tuple[Member, WeightSyncError]]:
+        """A whole update of the targets to what they should hold; returns those that failed."""
+        assert self.held is not None
+        version, tensors = self.held
+        failed = await self._on_all(partial(begin_and_send, tensors=tensors))
+        failed += (await self._elsewhere("send"))[0]
+        return failed + await self._on_all(lambda link: link.end(version))
 
     async def dtypes(self, member: Callable[[], Awaitable[Member]]) -> Mapping[str, str]:
         """Names of dtypes by checkpoint name, as servers hold tensors; a `member` is asked the first time."""
@@ -122,9 +150,9 @@ class Updates:
         return self._dtypes
 
     def sent(self, checksums: Mapping[str, int]) -> None:
-        """Checksums of the set that was taken into use last."""
+        """Checksums of the set that was taken into use last; of this root's part, where there are others."""
         assert self.held is not None
-        self._sent = self.held[0], checksums
+        self._sent = self.held[0], dict(checksums) | self._checksums_elsewhere
 
     async def check(self, member: Member) -> WeightSyncError | None:
         """What of the set in use a server does not hold; None also where checksums of it are not known."""
@@ -144,10 +172,32 @@ class Updates:
 
     async def _on_all(self, step: Callable[[WeightLink], None]) -> list[tuple[Member, WeightSyncError]]:
         """One step on every server that is still in the update, side by side; those that fail are out of it."""
-        links = [(member, member.link) for member in self._targets]
-        results = await asyncio.gather(*(_step(step, link) for _, link in links))
-        failed = [(member, error) for (member, _), error in zip(links, results, strict=True) if error is not None]
-        self._targets = [member for (member, _), error in zip(links, results, strict=True) if error is None]
+        links = [member.link for member in self._targets]
+        errors = await asyncio.gather(*(asyncio.to_thread(attempt, step, link) for link in links))
+        return self._drop({member.name: e for member, e in zip(self._targets, errors, strict=True) if e is not None})
+
+    async def _elsewhere(
+        self, do: Literal["begin", "take", "hold", "send"]
+    ) -> tuple[list[tuple[Member, WeightSyncError]], dict[str, int | None]]:
+        """What other roots do for the servers that are still in the update: those that are out of it now, and what
+        `Reply` has of tensors.
+
+        Raises:
+            WeightSyncError: as `OtherRoots.ask`.
+        """
+        if self._others is None:
+            return [], {}
+        targets = tuple(target for member in self._targets if (target := target_of(member)) is not None)
+        dtypes = {} if self._told_dtypes else dict(self._dtypes or {})
+        replies = await asyncio.to_thread(self._others.ask, Command(do, targets=targets, dtypes=dtypes))
+        names = {target.key: target.name for target in targets}
+        errors = {names[key]: WeightSyncError(text) for r in replies for key, text in r.failed.items() if key in names}
+        return self._drop(errors), {name: value for r in replies for name, value in r.checksums.items()}
+
+    def _drop(self, errors: Mapping[str, WeightSyncError]) -> list[tuple[Member, WeightSyncError]]:
+        """Takes servers out of the update."""
+        failed = [(member, errors[member.name]) for member in self._targets if member.name in errors]
+        self._targets = [member for member in self._targets if member.name not in errors]
         return failed
 
     def _close(self) -> None:
@@ -155,39 +205,18 @@ class Updates:
         self._lock.release()
 
 
-def send_all(link: WeightLink, version: int, tensors: Mapping[str, Tensor]) -> None:
-    """A whole update of one server.
+def begin_and_send(link: WeightLink, tensors: Mapping[str, Tensor]) -> None:
+    """An update of one server, but for its end.
 
     Raises:
         WeightSyncError: a step failed.
     """
     link.begin()
-    for number, bucket in enumerate(_messages(tensors.items())):
-        link.send(bucket, number)
-    link.end(version)
+    for number, message in enumerate(messages(tensors.items())):
+        link.send(message, number)
 
 
-async def _step(step: Callable[[WeightLink], None], link: WeightLink | None) -> WeightSyncError | None:
-    if link is None:
-        return WeightSyncError("weight update: the server was lost meanwhile")
-    try:
-        await asyncio.to_thread(step, link)
-    except WeightSyncError as error:
-        return error
-    except (RuntimeError, OSError, ValueError) as error:  # of torch's process groups, of a client closed meanwhile
-        return WeightSyncError(f"weight update: {type(error).__name__}", seen=error, expected="a whole update")
-    return None
-
-
-def _messages(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
-    """Consecutive tensors; each message but the last reaches `MESSAGE_BYTES`."""
-    message: list[tuple[str, Tensor]] = []
-    size = 0
-    for name, tensor in tensors:
-        message.append((name, tensor))
-        size += tensor.numel() * tensor.element_size()
-        if size >= MESSAGE_BYTES:
-            yield message
-            message, size = [], 0
-    if message:
-        yield message
+def target_of(member: Member) -> Target | None:
+    """The server as other roots reach it; None where it was lost meanwhile."""
+    client, link = member.client, member.link
+    return None if client is None or link is None else Target(link.key, member.name, client.endpoint, link.options)

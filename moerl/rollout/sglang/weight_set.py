@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Set
 
 import torch
 from torch import Tensor
@@ -54,14 +54,37 @@ class WeightSet:
                 needed.append((name, tensor.detach()))
         return needed
 
-    def take(self) -> tuple[int, dict[str, Tensor]]:
-        """The version and its tensors by name, in the order of the checkpoint; the set is closed.
+    def part(self) -> dict[str, Tensor]:
+        """The tensors that have come, of a set that others have the rest of; the set is closed.
 
         Raises:
-            WeightSyncError: a tensor is missing, or a tied one is another than the one it is tied to.
+            WeightSyncError: none is open.
         """
         staged = self._open()
-        missing = sorted(set(self._shapes) - set(staged))
+        self._tensors = None
+        return staged
+
+    def take(self, elsewhere: Collection[str] = ()) -> tuple[int, dict[str, Tensor]]:
+        """The version and its tensors by name, in the order of the checkpoint; the set is closed.
+
+        Args:
+            elsewhere: names that are not kept here: other roots have sent those tensors.
+
+        Raises:
+            WeightSyncError: a tensor is missing, was sent twice, or a tied one is another than the one it is tied to.
+        """
+        staged = self._open()
+        self._require_whole(staged.keys() - self._tied.keys(), set(elsewhere))
+        for name, owner in self._tied.items():
+            if name in staged and (owner in elsewhere or not torch.equal(staged[name], staged[owner])):
+                raise WeightSyncError(
+                    f"weight update: tensor {name!r}", seen="other values", expected=f"those of {owner!r}, its tied one"
+                )
+        self._tensors = None
+        return self._version, {name: staged[name] for name in self._shapes if name in staged}
+
+    def _require_whole(self, here: Set[str], elsewhere: Set[str]) -> None:
+        missing, twice = sorted(self._shapes.keys() - here - elsewhere), sorted(here & elsewhere)
         if missing:
             raise WeightSyncError(
                 "weight update: tensors are missing",
@@ -69,13 +92,13 @@ class WeightSet:
                 expected=f"all {len(self._shapes)} tensors",
                 remedy=_REMEDY,
             )
-        for name, owner in self._tied.items():
-            if name in staged and not torch.equal(staged[name], staged[owner]):
-                raise WeightSyncError(
-                    f"weight update: tensor {name!r}", seen="other values", expected=f"those of {owner!r}, its tied one"
-                )
-        self._tensors = None
-        return self._version, {name: staged[name] for name in self._shapes}
+        if twice:
+            raise WeightSyncError(
+                "weight update: tensors of two roots",
+                seen=f"{len(twice)}, the first is {twice[0]!r}",
+                expected="each tensor once",
+                remedy=_REMEDY,
+            )
 
     def _open(self) -> dict[str, Tensor]:
         if self._tensors is None:

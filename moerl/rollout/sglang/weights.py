@@ -1,6 +1,6 @@
 """Weights of one running SGLang server, replaced over a process group of the trainer's rank and the server's ranks.
 
-Runs in the trainer process that holds the engine; every call blocks, from any thread, one at a time. Of one update, in
+Runs in the trainer's roots; every call blocks, from any thread, one at a time. Of one update, in
 this order: pause, flush the prefix cache, label the weights as nobody's, begin; buckets; end, label, continue. Buckets
 are flattened bytes of several tensors, broadcast over gloo (CPU) or NCCL (GPU). Every server has a group of its own, so
 that one that dies or hangs holds up no other.
@@ -49,11 +49,16 @@ class WeightLink:
 
     Every method raises `WeightSyncError` where a step failed or took too long; the message names server and step. What
     the server then holds is unknown, and it reports no version until an update succeeds.
+
+    Attributes:
+        key: of this link; another link to the same server has another one.
     """
 
-    def __init__(self, name: str, endpoint: Endpoint, options: LinkOptions) -> None:
-        """name: of the server, for messages."""
-        self._name, self._options = name, options
+    def __init__(self, name: str, endpoint: Endpoint, options: LinkOptions, device: torch.device) -> None:
+        """name: of the server, for messages. device: that NCCL sends from."""
+        self._name, self.options = name, options
+        self.key = secrets.token_hex(8)
+        self._device = device if options.backend == "nccl" else torch.device("cpu")
         url = urlparse(endpoint.url)
         self._host, self._port = url.hostname or "", url.port or 80
         self._client = httpx.Client(
@@ -76,8 +81,7 @@ class WeightLink:
         self._post("/pause_generation", {"mode": "retract"})
         self._post("/flush_cache", {})
         self._label(UNSYNCED)
-        if self._group is None:
-            self._connect()
+        self.join()
         try:
             self._post("/begin_weight_update", {})
         except WeightSyncError as error:
@@ -86,15 +90,18 @@ class WeightLink:
             self._post("/end_weight_update", {})
             self._post("/begin_weight_update", {})
 
+    def join(self) -> None:
+        """Makes the process group, where there is none. Enough for a root that sends into an update of another one."""
+        if self._group is None:
+            self._connect()
+
     def send(self, bucket: Sequence[tuple[str, Tensor]], number: int) -> None:
         """Sends tensors under their checkpoint names; number: of the bucket in its update, for messages."""
         self._step = f"bucket {number} ({bucket[0][0]} and {len(bucket) - 1} more)"
         group = self._group
         if group is None:
             raise self._failed("broadcast", "no process group: it was given up")
-        flat = flattened(bucket)
-        if self._options.backend == "nccl":
-            flat = flat.cuda()
+        flat = flattened(bucket).to(self._device)
         body = {
             "names": [name for name, _ in bucket],
             "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
@@ -143,9 +150,9 @@ class WeightLink:
 
     def _connect(self) -> None:
         """Makes the process group: we are rank 0, the server's ranks come behind us."""
-        name, world_size = f"moerl-{secrets.token_hex(8)}", 1 + self._options.num_ranks
+        name, world_size = f"moerl-{secrets.token_hex(8)}", 1 + self.options.num_ranks
         own = _own_address(self._host, self._port)
-        timeout = timedelta(seconds=self._options.timeout_seconds)
+        timeout = timedelta(seconds=self.options.timeout_seconds)
         # Listening on the one address that the server reaches us at; by itself the store would listen on all.
         listener = socket.create_server((own, 0), family=socket.AF_INET6 if ":" in own else socket.AF_INET)
         port = listener.getsockname()[1]
@@ -158,10 +165,10 @@ class WeightLink:
             "rank_offset": 1,
             "world_size": world_size,
             "group_name": name,
-            "backend": self._options.backend,
+            "backend": self.options.backend,
         }
         asked = _Call(lambda: self._post("/init_weights_update_group", body))
-        made = _Call(lambda: _make_group(store, name, world_size, self._options.backend, timeout))
+        made = _Call(lambda: _make_group(store, name, world_size, self.options.backend, timeout))
         while not made.is_done:
             if asked.has_failed:  # we would wait for it until the time is up
                 break
@@ -196,7 +203,7 @@ class WeightLink:
         return WeightSyncError(
             f"weight update: server {self._name!r}, {self._step}: {path} failed",
             seen=seen,
-            expected=f"success within {self._options.timeout_seconds} s",
+            expected=f"success within {self.options.timeout_seconds} s",
             remedy="look at the server's log; one that no longer answers is started again",
         )
 

@@ -6,9 +6,26 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from sglang_fake import FakeServer, FakeSource, connect
+from sglang_fake import FakeLink, FakePartLink, FakeServer, FakeSource, connect
 
+from moerl.rollout.sglang import fleet, http, roots, updates
 from moerl.rollout.sglang.engine import SGLangEngine
+
+
+@pytest.fixture
+def servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeServer]]:
+    """Three that take weights without process groups."""
+    monkeypatch.setattr(http, "_BACKOFF_SECONDS", (0.0, 0.0, 0.0))
+    made = [FakeServer() for _ in range(3)]
+    for kept in ("sent", "held", "before"):
+        monkeypatch.setattr(FakeLink, kept, {})
+    monkeypatch.setattr(FakeLink, "servers", {server.endpoint.url: server for server in made})
+    monkeypatch.setattr(fleet, "WeightLink", FakeLink)
+    monkeypatch.setattr(updates, "WeightLink", FakeLink)
+    monkeypatch.setattr(roots, "WeightLink", FakePartLink)
+    yield made
+    for server in made:
+        server.close()
 
 
 @pytest.fixture

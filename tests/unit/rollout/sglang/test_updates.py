@@ -4,77 +4,25 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
-from sglang_fake import FakeServer, FakeSource
-from torch import Tensor
+from sglang_fake import FakeLink, FakeServer, FakeSource
 from waiting import eventually
 
 from moerl.contract.ports import RolloutRequest
 from moerl.contract.trajectory import Lineage, SamplingParams
-from moerl.errors import EngineError, WeightSyncError
-from moerl.rollout.sglang import fleet, http, updates
+from moerl.errors import EngineError
+from moerl.rollout.sglang import updates
 from moerl.rollout.sglang.endpoint import Endpoint
 from moerl.rollout.sglang.engine import SGLangEngine
 from moerl.rollout.sglang.options import Interrupt
 
 TENSORS = {"a": torch.zeros(2, 3), "b": torch.ones(4)}
 SHAPES = {name: tuple(tensor.shape) for name, tensor in TENSORS.items()}
-
-
-class FakeLink:
-    """Fault injection: the way of weights to a fake server, without a process group.
-
-    held: by address of the server, what it was sent last. before: by address and step, what happens before it.
-    """
-
-    held: ClassVar[dict[str, dict[str, Tensor]]] = {}
-    before: ClassVar[dict[tuple[str, str], Callable[[], None]]] = {}
-    servers: ClassVar[dict[str, FakeServer]] = {}
-
-    def __init__(self, name: str, endpoint: Endpoint, options: Any) -> None:
-        self._name, self._url = name, endpoint.url
-        self._sent: dict[str, Tensor] = {}
-
-    def begin(self) -> None:
-        self._step("begin")
-        self.servers[self._url].weight_version = "none"
-        self._sent = {}
-
-    def send(self, bucket: Sequence[tuple[str, Tensor]], number: int) -> None:
-        self._step(f"bucket {number}")
-        self._sent |= {name: tensor.clone() for name, tensor in bucket}
-
-    def end(self, version: int) -> None:
-        self._step("end")
-        self.held[self._url] = self._sent
-        self.servers[self._url].weight_version = str(version)
-
-    def abandon(self) -> None:
-        """There is no group to leave."""
-
-    close = abandon
-
-    def _step(self, step: str) -> None:
-        self.before.get((self._url, step), lambda: None)()
-
-
-@pytest.fixture
-def servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeServer]]:
-    monkeypatch.setattr(http, "_BACKOFF_SECONDS", (0.0, 0.0, 0.0))
-    made = [FakeServer() for _ in range(3)]
-    monkeypatch.setattr(FakeLink, "held", {})
-    monkeypatch.setattr(FakeLink, "before", {})
-    monkeypatch.setattr(FakeLink, "servers", {server.endpoint.url: server for server in made})
-    monkeypatch.setattr(fleet, "WeightLink", FakeLink)
-    monkeypatch.setattr(updates, "WeightLink", FakeLink)
-    yield made
-    for server in made:
-        server.close()
 
 
 @pytest.fixture
@@ -88,15 +36,6 @@ def send(engine: SGLangEngine, version: int, value: float = 0.0) -> None:
     for name, tensor in TENSORS.items():
         engine.receive([(name, tensor + value)])
     engine.end_update()
-
-
-def fail(server: FakeServer, step: str, error: Exception | None = None) -> None:
-    """The step fails on this server."""
-
-    def raise_it() -> None:
-        raise error or WeightSyncError(f"{step} failed")
-
-    FakeLink.before[server.endpoint.url, step] = raise_it
 
 
 def slow(server: FakeServer, step: str) -> tuple[threading.Event, threading.Event]:
@@ -133,7 +72,7 @@ def test_a_server_that_fails_in_an_update_is_replaced_while_the_other_has_it(
     step: str, error: Exception | None, servers, engine_on, said: list[str]
 ):
     engine = engine_on(FakeSource(servers[0], servers[2]), servers[1], version=-1)
-    fail(servers[0], step, error)
+    FakeLink.fail(servers[0], step, error)
     send(engine, 3, 7.0)
     assert value(servers[1]) == 7.0
     eventually(lambda: set(engine.states.values()) == {"healthy"})
@@ -144,7 +83,7 @@ def test_a_server_that_fails_in_an_update_is_replaced_while_the_other_has_it(
 
 def test_a_server_that_comes_late_gets_everything_before_requests(servers, engine_on):
     engine = engine_on(FakeSource(servers[0], servers[2]), servers[1], version=-1)
-    fail(servers[0], "begin")
+    FakeLink.fail(servers[0], "begin")
     begun, go_on = slow(servers[2], "bucket 0")
     send(engine, 3)
     assert begun.wait(20.0)
@@ -158,7 +97,7 @@ def test_a_server_that_comes_late_gets_everything_before_requests(servers, engin
 
 def test_an_update_waits_for_a_server_that_is_being_brought_up_and_then_includes_it(servers, engine_on):
     engine = engine_on(FakeSource(servers[0], servers[2]), servers[1], version=-1)
-    fail(servers[0], "begin")
+    FakeLink.fail(servers[0], "begin")
     begun, go_on = slow(servers[2], "bucket 0")
     send(engine, 3, 1.0)
     assert begun.wait(20.0)
