@@ -81,6 +81,11 @@ COMMANDS = {
                 "eight devices that share the experts, one of which sends",
             ),
             (
+                "moerl plan weights model=pretrained model.path=DIR parallel.expert=8 rollout=sglang rollout.servers=4"
+                " weights.roots=4",
+                "four of them send to four servers",
+            ),
+            (
                 "moerl plan weights model=pretrained model.path=DIR parallel.expert=8 weights.transport=disk"
                 " weights.roots=8 --engine-gb-per-second 5",
                 "all of them write",

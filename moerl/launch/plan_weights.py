@@ -25,7 +25,8 @@ def plan_weights(config: RunConfig, bandwidths: Bandwidths) -> int:
     """Prints the plan; exit status 0."""
     shape = Shape.of(config.parallel)
     plan = make_plan(model_sizes(config), shape, PlanOptions.of(config))
-    loads = root_loads(plan, bandwidths)
+    num_servers = _num_servers(config)
+    loads = root_loads(plan, bandwidths, max(1, num_servers))
     console = Console(soft_wrap=True, highlight=False)
     total = sum(load.num_bytes for load in loads)
     num_tensors = sum(len(bucket.entries) for bucket in plan.buckets)
@@ -40,13 +41,28 @@ def plan_weights(config: RunConfig, bandwidths: Bandwidths) -> int:
         rank, most = max(sent.items(), key=lambda item: item[1])
         console.print(f"{len(sent)} ranks send to roots, at most {most / GB:.2f} GB (rank {rank})")
     slowest = max(loads, key=lambda load: load.seconds)
+    taking_seconds = total / bandwidths.engine if num_servers else 0.0
     console.print(
-        f"{slowest.seconds:.2f} s at {bandwidths.gather / GB:g} GB/s into a root and {bandwidths.engine / GB:g} GB/s"
-        f" to engines; {slowest.send_seconds:.2f} s of sending, {slowest.gather_seconds:.2f} s of gathering beside it"
+        f"{max(slowest.seconds, taking_seconds):.2f} s at {bandwidths.gather / GB:g} GB/s into a root and"
+        f" {bandwidths.engine / GB:g} GB/s to engines; {slowest.send_seconds:.2f} s of sending,"
+        f" {slowest.gather_seconds:.2f} s of gathering beside it"
     )
+    if num_servers:
+        console.print(
+            f"{num_servers} server{'s' * (num_servers > 1)}: each takes {total / GB:.1f} GB over its own link, one"
+            f" bucket at a time, {taking_seconds:.2f} s"
+        )
     memory = 2 * max(config.weights.bucket_bytes, plan.largest_bucket_bytes)
     console.print(f"extra memory of a root: at most {memory / GB:.2f} GB (two buckets)")
     return 0
+
+
+def _num_servers(config: RunConfig) -> int:
+    """Servers that roots send to; 0 where they write to disk, or the engine is in the process of the one root."""
+    rollout = config.rollout
+    if config.weights.transport == "disk" or rollout.engine == "embedded":
+        return 0
+    return rollout.servers if rollout.engine == "sglang" else len(rollout.server)
 
 
 def _buckets_table(plan: SyncPlan) -> Table:

@@ -2,8 +2,7 @@
 
 Runs in every trainer rank. The ranks of a stage that hold its first replica all-gather each bucket, padded to the
 largest contribution; the first of them hands it on where the root is none of them. A bucket that the root holds whole
-is not sent at all. Memory and traffic grow with the
-number of these ranks.
+is not sent at all. Memory and traffic grow with the number of these ranks.
 """
 
 from __future__ import annotations

@@ -5,6 +5,9 @@ bucket overlaps sending the one before it, so a root takes as long as the slower
 gathering (or the last one's sending) on top:
 
     seconds = max over roots of  sum over buckets of max(gather of bucket k + 1, send of bucket k)
+
+A root sends a bucket once for every server. A server takes one bucket at a time over a link of its own, so however many
+roots there are, an update takes no less than all bytes over that link.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from moerl.weights.plan import SyncPlan
 
 @dataclass(frozen=True, slots=True)
 class Bandwidths:
-    """Bytes per second of one link of a root: towards trainer ranks, and towards engines."""
+    """Bytes per second of one link of a root: towards trainer ranks, and towards engines (as of an engine's own)."""
 
     gather: float
     engine: float
@@ -25,7 +28,7 @@ class Bandwidths:
 
 @dataclass(frozen=True, slots=True)
 class RootLoad:
-    """What one root does. num_bytes: of its buckets. received_bytes: what of them it does not hold."""
+    """What one root does. num_bytes: of its buckets, to every engine. received_bytes: what of them it does not hold."""
 
     rank: int
     num_buckets: int
@@ -36,13 +39,13 @@ class RootLoad:
     seconds: float
 
 
-def root_loads(plan: SyncPlan, bandwidths: Bandwidths) -> list[RootLoad]:
-    """The load of each root, in rank order."""
+def root_loads(plan: SyncPlan, bandwidths: Bandwidths, num_engines: int = 1) -> list[RootLoad]:
+    """The load of each root, in rank order. num_engines: to which each bucket is sent."""
     loads = []
     for rank in plan.options.roots:
         buckets = [bucket for bucket in plan.buckets if bucket.root == rank]
         gathers = [bucket.received_bytes / bandwidths.gather for bucket in buckets]
-        sends = [bucket.num_bytes / bandwidths.engine for bucket in buckets]
+        sends = [num_engines * bucket.num_bytes / bandwidths.engine for bucket in buckets]
         steps = zip([*gathers, 0.0], [0.0, *sends], strict=True)
         loads.append(
             RootLoad(

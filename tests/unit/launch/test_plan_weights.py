@@ -41,3 +41,14 @@ def test_several_roots_share_the_bytes(tmp_path: Path, capsys: pytest.CaptureFix
     text = capsys.readouterr().out
     assert "roots, the slowest 16 of 32" in text
     assert re.search(r"0\.0[45] s at", text)
+
+
+@pytest.mark.parametrize(("roots", "seconds"), [(1, "4.89"), (2, "2.44"), (4, "1.22"), (8, "1.22")])
+def test_a_root_sends_once_to_each_server_and_servers_take_one_bucket_at_a_time(
+    roots: int, seconds: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    servers = ("rollout=sglang", "rollout.servers=4", f"weights.roots={roots}")
+    assert plan(tmp_path, "parallel.expert=8", *servers) == 0
+    text = capsys.readouterr().out
+    assert f"\n{seconds} s at" in text
+    assert "4 servers: each takes 61.1 GB over its own link, one bucket at a time, 1.22 s" in text
