@@ -151,7 +151,7 @@ class WeightLink:
     def _connect(self) -> None:
         """Makes the process group: we are rank 0, the server's ranks come behind us."""
         name, world_size = f"moerl-{secrets.token_hex(8)}", 1 + self.options.num_ranks
-        own = _own_address(self._host, self._port)
+        own = own_address(self._host, self._port)
         timeout = timedelta(seconds=self.options.timeout_seconds)
         # Listening on the one address that the server reaches us at; by itself the store would listen on all.
         listener = socket.create_server((own, 0), family=socket.AF_INET6 if ":" in own else socket.AF_INET)
@@ -254,7 +254,7 @@ def _make_group(store: TCPStore, name: str, world_size: int, backend: str, timeo
     return group
 
 
-def _own_address(host: str, port: int) -> str:
+def own_address(host: str, port: int) -> str:
     """Of this machine, as a server at `host` sees it. Sends nothing."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from sglang_fake import FakeServer
+
+from moerl.errors import EngineError
+from moerl.rollout.sglang import sources
+from moerl.rollout.sglang.endpoint import Endpoint, write_endpoint
+from moerl.rollout.sglang.sources import NamedServer
+from moerl.rollout.sglang.weights import own_address
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[Endpoint]:
+    """Servers that answer health checks."""
+    monkeypatch.setattr(sources, "_POLL_SECONDS", 0.01)
+    found: list[Endpoint] = []
+    monkeypatch.setattr(sources, "answers_health", lambda endpoint: endpoint in found)
+    return found
+
+
+def test_a_named_server_is_taken_once_it_serves(served: list[Endpoint], tmp_path: Path):
+    endpoint = Endpoint("http://127.0.0.1:1", "key", "admin")
+    with ThreadPoolExecutor(1) as pool:
+        taken = pool.submit(NamedServer(tmp_path / "server.json", 20.0).open)
+        write_endpoint(endpoint, tmp_path / "server.json")
+        served.append(endpoint)
+        assert taken.result() == endpoint
+
+
+@pytest.mark.parametrize("has_file", [False, True])
+def test_a_named_server_that_does_not_serve_in_time_is_an_error_that_says_why(
+    has_file: bool, served: list[Endpoint], tmp_path: Path
+):
+    if has_file:
+        write_endpoint(Endpoint("http://127.0.0.1:1", "key", "admin"), tmp_path / "server.json")
+    why = "no answer from http://127.0.0.1:1" if has_file else "no such file"
+    with pytest.raises(EngineError, match=why):
+        NamedServer(tmp_path / "server.json", 0.05).open()
+
+
+def test_closing_ends_the_wait_for_a_named_server(served: list[Endpoint], tmp_path: Path):
+    source = NamedServer(tmp_path / "server.json", 1000.0)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(source.open)
+        source.close()
+        with pytest.raises(EngineError, match="closed while"):
+            waiting.result(20.0)
+
+
+def test_a_server_on_this_machine_reaches_us_at_the_address_that_it_listens_on():
+    server = FakeServer()
+    try:
+        host, port = server.endpoint.url.removeprefix("http://").split(":")
+        assert own_address(host, int(port)) == "127.0.0.1"
+    finally:
+        server.close()
