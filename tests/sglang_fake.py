@@ -213,12 +213,13 @@ def connect(
 class FakeLink:
     """Fault injection: the way of weights to a fake server, without a process group.
 
-    sent, held: by address of the server, what came since an update began, and what it was sent last. before: by address
-    and step, what happens before it.
+    sent, held, samples: by address of the server, what came since an update began, what it was sent last, and whether
+    it may sample. before: by address and step, what happens before it.
     """
 
     sent: ClassVar[dict[str, dict[str, Tensor]]] = {}
     held: ClassVar[dict[str, dict[str, Tensor]]] = {}
+    samples: ClassVar[dict[str, bool]] = {}
     before: ClassVar[dict[tuple[str, str], Callable[[], None]]] = {}
     servers: ClassVar[dict[str, FakeServer]] = {}
     sender = ""
@@ -238,6 +239,7 @@ class FakeLink:
 
     def begin(self) -> None:
         self._step("begin")
+        self.samples[self._url] = False
         self.servers[self._url].weight_version = "none"
         self.sent[self._url] = {}
 
@@ -252,6 +254,10 @@ class FakeLink:
         self._step("end")
         self.held[self._url] = self.sent.pop(self._url)
         self.servers[self._url].weight_version = str(version)
+
+    def go_on(self) -> None:
+        self._step("going on")
+        self.samples[self._url] = True
 
     def abandon(self) -> None:
         """There is no group to leave."""

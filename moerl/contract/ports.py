@@ -127,7 +127,10 @@ class CheckedSink(WeightSink, Protocol):
     """A sink that can say what it holds, as a second witness of an update."""
 
     def held_dtypes(self) -> Mapping[str, str]:
-        """Names of dtypes (float32, bfloat16) by checkpoint name: what each tensor is cast to when it is taken."""
+        """Names of dtypes (float32, bfloat16) by checkpoint name: what each tensor is cast to when it is taken.
+
+        Asked before an update whose end is followed by `verify` or `abandon_update`.
+        """
         ...
 
     def verify(self, sent: Mapping[str, int]) -> None:

@@ -70,6 +70,7 @@ def send(server: SGLangServer, tensors: Mapping[str, Tensor], version: int) -> N
     link = WeightLink("two", server.endpoint, options, torch.device("cpu"))
     begin_and_send(link, tensors)
     link.end(version)
+    link.go_on()
     link.close()
 
 

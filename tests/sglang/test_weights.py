@@ -13,6 +13,7 @@ import families
 import numpy as np
 import pytest
 import sglang_live
+import torch
 from safetensors.torch import load_file
 from sglang_reference import Reference, collect, make_requests
 from torch import Tensor
@@ -146,6 +147,36 @@ def under_load(updated: Updated, folders: list[Path], requests: list[RolloutRequ
     thread.join()
     assert len(records) == len({record.rollout_id for record in records}) == len(requests)
     return {record.rollout_id: Trajectory(**record.values) for record in records}
+
+
+def test_weights_that_were_spoilt_on_their_way_under_load_sample_no_token(
+    updated: Updated, model_folder: Path, other_folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    whole = weights.flattened
+
+    def spoil_once(message: Sequence[tuple[str, Tensor]]) -> Tensor:
+        monkeypatch.setattr(weights, "flattened", whole)
+        data = whole(message).clone()
+        data.view(torch.float32)[: data.numel() // 8] += 0.5
+        return data
+
+    requests, records = long_requests(24), []
+    thread = threading.Thread(target=lambda: records.extend(updated.engine.generate(requests)))
+    thread.start()
+    while not records and thread.is_alive():
+        time.sleep(0.01)
+    monkeypatch.setattr(weights, "flattened", spoil_once)
+    updated.engine.held_dtypes()
+    updated.send(other_folder)
+    updated.engine.verify(checksums(load_file(other_folder / "model.safetensors").items()))
+    thread.join()
+    assert "does not hold what was sent" in updated.said[0]
+    references = {version: Reference(folder) for version, folder in updated.used.items()}
+    assert len(records) == len(requests)
+    for record in records:
+        require_versions(Trajectory(**record.values), references.__getitem__)
+    for reference in references.values():
+        reference.require_parity()
 
 
 def require_versions(trajectory: Trajectory, reference_of: Callable[[int], Reference]) -> None:

@@ -54,6 +54,7 @@ class SGLangEngine:
         self._run: Run | None = None
         self._work: Future[None] | None = None
         self._stalled_at = 0.0
+        self._will_check = self._awaits_check = False
         self.unfinished: list[str] = []
         self.costs = InterruptCosts()
         self._loop = asyncio.new_event_loop()
@@ -139,13 +140,17 @@ class SGLangEngine:
     def end_update(self) -> None:
         """Takes the set into use. Servers that failed get it when they are replaced, before they get requests.
 
+        Where dtypes were asked for before the update, sampling waits for `verify`: no answer comes of weights that
+        turn out to be others.
+
         Raises:
             WeightSyncError: the set is not whole: servers hold what they held before.
         """
         self._wait(self._end())
 
     def abandon_update(self) -> None:
-        """Instead of `end_update`: servers get back what they held before, and sampling goes on."""
+        """Instead of `end_update`: servers get back what they held before, and sampling goes on. After it, instead of
+        `verify`: sampling goes on."""
         self._wait(self._abandon())
 
     def held_dtypes(self) -> Mapping[str, str]:
@@ -225,6 +230,8 @@ class SGLangEngine:
 
     async def _begin(self, version: int) -> None:
         async with self._turn:
+            if self._awaits_check:
+                await self._resume()
             self._updates.stage(version)
             if not self._updates.is_open:
                 await self._interrupt()
@@ -278,24 +285,41 @@ class SGLangEngine:
             assert self._updates.held is not None
             self._asking.version = self._updates.held[0]
             self._lose(failed)
-            self._go_on()
+            self._awaits_check, self._will_check = self._will_check, False
+            if not self._awaits_check:
+                await self._resume()
 
     async def _abandon(self) -> None:
         async with self._turn:
+            self._will_check = False
             if self._updates.is_open:
                 await self._give_up()
+            elif self._awaits_check:
+                await self._resume()
 
     async def _held_dtypes(self) -> Mapping[str, str]:
+        self._will_check = True
         return await self._updates.dtypes(self._fleet.require_any)
 
     async def _verify(self, sent: Mapping[str, int]) -> None:
-        self._updates.sent(sent)
-        members = self._fleet.current
-        for member, error in zip(members, await asyncio.gather(*map(self._updates.check, members)), strict=True):
-            if error is not None:
-                self._fleet.doubt(member, error)
+        async with self._turn:
+            self._updates.sent(sent)
+            members = self._fleet.current
+            for member, error in zip(members, await asyncio.gather(*map(self._updates.check, members)), strict=True):
+                if error is not None:
+                    self._fleet.doubt(member, error)
+            if self._awaits_check:
+                await self._resume()
+
+    async def _resume(self) -> None:
+        self._awaits_check = False
+        try:
+            self._lose(await self._updates.go_on(self._fleet.current))
+        finally:
+            self._go_on()
 
     async def _give_up(self) -> None:
+        self._will_check = False
         try:
             failed = await self._updates.give_up()
             if self._asking.version >= 0:  # else nobody asks them before the next update

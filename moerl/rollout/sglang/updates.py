@@ -90,7 +90,7 @@ class Updates:
         return await self._on_all(lambda link: link.send(tensors, number)) if tensors else []
 
     async def end(self) -> list[tuple[Member, WeightSyncError]]:
-        """Takes the set into use. Returns the servers that failed.
+        """Takes the set into use; sampling waits for `go_on`. Returns the servers that failed.
 
         Raises:
             WeightSyncError: the set is not whole, or another root is gone. Call `give_up` then.
@@ -103,6 +103,11 @@ class Updates:
         self._checksums_elsewhere = {name: value for name, value in parts.items() if value is not None}
         self._close()
         return failed
+
+    async def go_on(self, members: Sequence[Member]) -> list[tuple[Member, WeightSyncError]]:
+        """Has servers sample again after `end`. Returns those that failed."""
+        errors = await asyncio.gather(*(asyncio.to_thread(attempt, WeightLink.go_on, m.link) for m in members))
+        return [(member, error) for member, error in zip(members, errors, strict=True) if error is not None]
 
     async def give_up(self) -> list[tuple[Member, WeightSyncError]]:
         """Instead of `end`: brings servers back to what they held before. Returns those that failed, which is all of
@@ -136,12 +141,13 @@ class Updates:
                 raise error
 
     async def _send_held(self) -> list[tuple[Member, WeightSyncError]]:
-        """A whole update of the targets to what they should hold; returns those that failed."""
+        """A whole update of the targets to what they should hold, and sampling; returns those that failed."""
         assert self.held is not None
         version, tensors = self.held
         failed = await self._on_all(partial(begin_and_send, tensors=tensors))
         failed += (await self._elsewhere("send"))[0]
-        return failed + await self._on_all(lambda link: link.end(version))
+        failed += await self._on_all(lambda link: link.end(version))
+        return failed + await self._on_all(WeightLink.go_on)
 
     async def dtypes(self, member: Callable[[], Awaitable[Member]]) -> Mapping[str, str]:
         """Names of dtypes by checkpoint name, as servers hold tensors; a `member` is asked the first time."""

@@ -1,7 +1,7 @@
 """Weights of one running SGLang server, replaced over a process group of the trainer's rank and the server's ranks.
 
 Runs in the trainer's roots; every call blocks, from any thread, one at a time. Of one update, in
-this order: pause, flush the prefix cache, label the weights as nobody's, begin; buckets; end, label, continue. Buckets
+this order: pause, flush the prefix cache, label the weights as nobody's, begin; buckets; end, label; continue. Buckets
 are flattened bytes of several tensors, broadcast over gloo (CPU) or NCCL (GPU). Every server has a group of its own, so
 that one that dies or hangs holds up no other.
 """
@@ -125,10 +125,14 @@ class WeightLink:
         work.wait()  # raises what went wrong
 
     def end(self, version: int) -> None:
-        """Takes the new weights into use as `version`; sampling goes on."""
+        """Takes the new weights into use as `version`; sampling waits for `go_on`."""
         self._step = "end"
         self._post("/end_weight_update", {})
         self._label(str(version))
+
+    def go_on(self) -> None:
+        """Sampling goes on."""
+        self._step = "going on"
         self._post("/continue_generation", {})
 
     def abandon(self) -> None:

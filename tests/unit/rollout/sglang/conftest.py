@@ -17,7 +17,7 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeServer]]:
     """Three that take weights without process groups."""
     monkeypatch.setattr(http, "_BACKOFF_SECONDS", (0.0, 0.0, 0.0))
     made = [FakeServer() for _ in range(3)]
-    for kept in ("sent", "held", "before"):
+    for kept in ("sent", "held", "samples", "before"):
         monkeypatch.setattr(FakeLink, kept, {})
     monkeypatch.setattr(FakeLink, "servers", {server.endpoint.url: server for server in made})
     monkeypatch.setattr(fleet, "WeightLink", FakeLink)

@@ -198,6 +198,55 @@ def test_a_server_that_still_holds_something_else_is_replaced(servers, engine_on
     assert servers[0].bodies == []
 
 
+@pytest.fixture
+def checked(servers, engine_on, monkeypatch: pytest.MonkeyPatch) -> SGLangEngine:
+    """Two servers whose weights are looked at; the first one's `b` is always another."""
+
+    def held(endpoint: Endpoint, model: Any, *, timeout_seconds: float) -> Mapping[str, int]:
+        return {"a": 1, "b": 9 if endpoint.url == servers[0].endpoint.url else 2}
+
+    monkeypatch.setattr(updates, "held_checksums", held)
+    monkeypatch.setattr(updates, "held_dtypes", lambda *args, **kwargs: dict.fromkeys(SHAPES, "float32"))
+    return engine_on(FakeSource(servers[0], servers[2]), servers[1], version=-1)
+
+
+def samples(*servers: FakeServer) -> list[bool]:
+    return [FakeLink.samples[server.endpoint.url] for server in servers]
+
+
+def test_servers_sample_with_new_weights_only_once_their_checksums_agree(checked: SGLangEngine, servers):
+    checked.held_dtypes()
+    send(checked, 3)
+    assert samples(servers[0], servers[1]) == [False, False]
+    checked.verify({"a": 1, "b": 2})
+    assert samples(servers[1]) == [True]
+    answers(checked)
+    assert servers[0].bodies == []
+
+
+@pytest.mark.parametrize("instead", [SGLangEngine.abandon_update, lambda engine: send(engine, 4)])
+def test_an_update_that_is_never_checked_after_all_does_not_stop_servers_for_good(
+    instead: Callable[[SGLangEngine], None], checked: SGLangEngine, servers
+):
+    checked.held_dtypes()
+    send(checked, 3)
+    instead(checked)
+    assert samples(servers[0], servers[1]) == [True, True]
+
+
+def test_a_broken_off_update_that_was_to_be_checked_leaves_the_next_one_alone(checked: SGLangEngine, servers):
+    send(checked, 3)
+    checked.held_dtypes()
+    checked.abandon_update()
+    send(checked, 4)
+    assert samples(servers[0], servers[1]) == [True, True]
+    checked.held_dtypes()
+    checked.begin_update(5)
+    checked.abandon_update()
+    send(checked, 6)
+    assert samples(servers[0], servers[1]) == [True, True]
+
+
 def test_closing_an_engine_ends_a_call_that_waits(servers, engine_on):
     release = threading.Event()
     servers[0].answer = lambda body: (503 if release.wait(20.0) else 504, b"")
