@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from moerl.telemetry.metrics import SCORERS
+
 SUMMARY_FILE = "summary.json"
 SKILL_STANDARD_ERRORS = 2.0
 """The final model must beat the worked cold start by this many standard errors before skill is claimed."""
@@ -114,12 +116,14 @@ def _verdict(summary: RunSummary) -> list[str]:
 
 
 def _mismatch_lines(summary: RunSummary) -> list[str]:
-    lines = []
-    for when, table in (("first step", summary.mismatch_first), ("last step", summary.mismatch)):
-        neither, both = (table.get(name, {}).get("mismatch/logprob_abs_mean") for name in ("neither", "both"))
-        if neither is not None and both is not None:
-            lines.append(
-                f"sampler against trainer, {when}: mean |log-prob difference| {neither:.1e} nat,"
-                f" {both:.1e} with Keep Routing and Keep Sampling Mask"
-            )
-    return lines
+    """The mismatch table of the first and the last step, a line for each scorer."""
+    tables = {"first step": summary.mismatch_first, "last step": summary.mismatch}
+    figures = {
+        scorer: [table.get(scorer, {}).get("mismatch/logprob_abs_mean") for table in tables.values()]
+        for scorer in SCORERS
+    }
+    if any(figure is None for row in figures.values() for figure in row):
+        return []
+    heading = "sampler, trainer: mean |log-prob difference|, nats"
+    rows = [(f"  {SCORERS[scorer]}", *(f"{figure:.1e}" for figure in row)) for scorer, row in figures.items()]
+    return [f"{name:<{len(heading)}}{first:>13}{last:>12}" for name, first, last in [(heading, *tables), *rows]]

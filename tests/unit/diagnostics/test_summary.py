@@ -10,6 +10,7 @@ import pytest
 
 from moerl.diagnostics.summary import RunSummary, closing_lines, write_summary
 
+FIGURES = {"neither": 4.5e-3, "kept_sets": 2e-3, "experts": 4e-3, "both": 7e-4}
 SUMMARY = RunSummary(
     recipe="laptop",
     seed=1,
@@ -23,10 +24,8 @@ SUMMARY = RunSummary(
     heldout_accuracy_final=0.86,
     response_length_cold_start=20.1,
     response_length_final=33.4,
-    mismatch={
-        "neither": {"mismatch/logprob_abs_mean": 4.5e-3},
-        "both": {"mismatch/logprob_abs_mean": 7e-4},
-    },
+    mismatch_first={scorer: {"mismatch/logprob_abs_mean": value} for scorer, value in FIGURES.items()},
+    mismatch={scorer: {"mismatch/logprob_abs_mean": value / 2} for scorer, value in FIGURES.items()},
 )
 
 
@@ -92,12 +91,25 @@ def test_a_cold_start_alone_reports_its_accuracy():
 
 def test_the_closing_lines_say_what_it_took_and_where_it_is():
     text = closing(SUMMARY)
-    assert "4.5e-03 nat, 7.0e-04 with Keep Routing and Keep Sampling Mask" in text
     assert "50 steps, 1,234,567 tokens trained in 3.1 minutes, peak memory 2.0 GiB" in text
     assert text.endswith("run directory: runs/x")
     assert "quarantine" not in text
     assert "3 trajectories broke the data contract" in closing(replace(SUMMARY, num_quarantined=3))
 
 
+def test_the_mismatch_of_the_first_and_the_last_step_is_a_table():
+    lines = closing(SUMMARY).splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("sampler, trainer: mean |log-prob difference|"))
+    assert [line.split()[-2:] for line in lines[start + 1 : start + 5]] == [
+        ["4.5e-03", "2.2e-03"],
+        ["2.0e-03", "1.0e-03"],
+        ["4.0e-03", "2.0e-03"],
+        ["7.0e-04", "3.5e-04"],
+    ]
+    assert lines[start + 1].startswith("  own routing, full vocabulary")
+    assert lines[start + 4].startswith("  recorded routing, inside the kept sets")
+    assert len({len(line) for line in lines[start : start + 5]}) == 1
+
+
 def test_a_run_without_a_mismatch_table_reports_none():
-    assert "sampler against trainer" not in closing(replace(SUMMARY, mismatch={}))
+    assert "log-prob difference" not in closing(replace(SUMMARY, mismatch={}))
