@@ -151,13 +151,19 @@ class Peers:
         """Why a collective is not done: it failed, took too long, or others have given up."""
         work: dist.Work | None = None
         while True:
+            was_over = False
             try:
                 work = work or start()
+                was_over = work is not None and work.is_completed()
                 self.finish(work, min(until, time.monotonic() + _LISTEN_SECONDS))
                 return None
             except (RuntimeError, TimeoutError) as error:
-                is_broken = work is None or work.is_completed()
-                if is_broken or time.monotonic() >= until or self._heard("lost") or self._heard("roll"):
+                if work is None or was_over:
+                    return error
+                # It may have succeeded just after the wait for it ended: waiting once more tells.
+                if work.is_completed():
+                    continue
+                if time.monotonic() >= until or self._heard("lost") or self._heard("roll"):
                     return error
 
     def _give_up(self, doing: str, seen: str, known: str, error: BaseException) -> None:

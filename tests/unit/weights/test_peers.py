@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -62,3 +63,41 @@ def test_a_rank_that_does_not_come_to_an_agreement_is_named_and_every_later_one_
     assert "weight update: checksums; seen: not done in time, 0.5 s a step, no word from ranks [1]" in first
     assert first.endswith("and a problem of its own")
     assert "have lost one another in an earlier one; seen: checksums" in later
+
+
+class LateWork:
+    """Fault injection: a collective that ends the moment after the first wait for it was given up."""
+
+    def __init__(self, problem: Exception | None) -> None:
+        self.problem, self.num_waits = problem, 0
+
+    def is_completed(self) -> bool:
+        return self.num_waits > 0
+
+    def wait(self, timeout: timedelta) -> None:
+        self.num_waits += 1
+        if self.num_waits == 1:
+            raise RuntimeError("Operation timed out!")
+        if self.problem is not None:
+            raise self.problem
+
+
+def meet_late(where: Any, problem: Exception | None) -> str:
+    """What becomes of it, on rank 0 alone."""
+    if where.rank > 0:
+        return ""
+    work: Any = LateWork(problem)
+    peers = weight_sync.peers_of(where.rank)
+    try:
+        peers.meet(lambda: work, peers.until(), "begin", [0])
+    except WeightSyncError as error:
+        return str(error)
+    return ""
+
+
+def test_an_agreement_that_is_reached_just_after_a_wait_for_it_ended_counts(two_processes: Ranks):
+    assert two_processes.run(meet_late, None) == ["", ""]
+
+
+def test_an_agreement_that_fails_just_after_a_wait_for_it_ended_has_failed(two_processes: Ranks):
+    assert "Connection closed by peer" in two_processes.run(meet_late, RuntimeError("Connection closed by peer"))[0]
