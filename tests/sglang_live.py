@@ -27,7 +27,7 @@ from moerl.rollout.sglang.endpoint import Endpoint
 from moerl.rollout.sglang.engine import SGLangEngine
 from moerl.rollout.sglang.options import EngineOptions
 from moerl.rollout.sglang.server import ServerOptions, SGLangServer
-from moerl.rollout.sglang.sources import ServerSource
+from moerl.rollout.sglang.sources import OwnServer, ServerSource
 
 ENVIRONMENT = Path(os.environ.get("MOERL_SGLANG_ENV", Path(__file__).parents[1] / ".venv-sglang"))
 """Where `make sglang` makes the servers' environment."""
@@ -42,12 +42,13 @@ DEEPSEEK_PUBLISHED = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_f
 @contextmanager
 def running(options: ServerOptions, folder: Path) -> Iterator[SGLangServer]:
     """A server that is ready. It ends at once: its own way out takes up to ten seconds."""
-    server = SGLangServer(options, folder)
+    source = OwnServer(options, folder, START_SECONDS)
+    source.open()
+    assert source.server is not None
     try:
-        server.wait_until_ready(START_SECONDS)
-        yield server
+        yield source.server
     finally:
-        server.stop(grace_seconds=0.0)
+        source.server.stop(grace_seconds=0.0)
 
 
 def post(endpoint: Endpoint, path: str, body: Mapping[str, Any], *, key: str | None = None) -> httpx.Response:

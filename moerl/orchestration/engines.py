@@ -97,10 +97,11 @@ def several_roots(
         model_path: Hugging Face directory of what the servers serve.
         seconds: longest time of a step of an update.
     """
-    introduction = None
+    # Longer than a step of a server (`update_seconds`), shorter than one of the trainer's, whose errors name no root.
+    seconds, introduction = 0.75 * seconds, None
     if engine is not None:
         assert isinstance(engine, SGLangEngine)
-        introduction = msgspec.json.encode(engine.share(roots[1:]))
+        introduction = msgspec.json.encode(engine.share(roots[1:], seconds))
     said = broadcast_bytes(introduction)
     if engine is not None or rank not in roots:
         return engine

@@ -89,7 +89,7 @@ class Handover:
         self._slots = [torch.empty(slot_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
         self._sent: list[Call] = []
         self._num_settled = 0
-        self._is_over = False
+        self._is_abandoned = self._has_failed = False
         self._checked = sink if verify and isinstance(sink, CheckedSink) else None
         self._dtypes: Mapping[str, str] = {}
         self._checksums: dict[str, int] = {}
@@ -102,7 +102,7 @@ class Handover:
 
     def abandon(self) -> None:
         """What the thread has not begun by now it leaves out; then the sink forgets the update. Waits for nothing."""
-        self._is_over = True
+        self._is_abandoned = True
         self._thread.submit("abandon_update", self._sink.abandon_update)
 
     def begin(self, version: int) -> BaseException | None:
@@ -150,6 +150,10 @@ class Handover:
 
     # --- in the thread of the sink -----------------------------------------------------------------------------------
 
+    @property
+    def _is_over(self) -> bool:
+        return self._is_abandoned or self._has_failed
+
     def _call(self, doing: str, run: Callable[[], None]) -> BaseException | None:
         return self._thread.wait(self._thread.submit(doing, lambda: None if self._is_over else run()))
 
@@ -169,7 +173,7 @@ class Handover:
         # What comes after a bucket that was not taken is not sent.
         if self._is_over:
             return
-        self._is_over = True
+        self._has_failed = True
         start = time.perf_counter()
         _refuse_infinite(bucket)
         self._ask(bucket.bucket.label, lambda: self._sink.receive(bucket))
@@ -178,7 +182,7 @@ class Handover:
         self.num_tensors += len(bucket.bucket.entries)
         self.num_bytes += bucket.bucket.num_bytes
         self.send_seconds += time.perf_counter() - start
-        self._is_over = False
+        self._has_failed = False
 
 
 def _refuse_infinite(bucket: WeightBucket) -> None:

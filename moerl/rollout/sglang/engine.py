@@ -7,6 +7,7 @@ event loop in a thread of their own. Each rollout yields one record at most.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
@@ -165,10 +166,14 @@ class SGLangEngine:
         """
         self._wait(self._verify(sent))
 
-    def share(self, ranks: Sequence[int]) -> Introduction:
+    def share(self, ranks: Sequence[int], seconds: float) -> Introduction:
         """From the next update on these ranks, too, send parts of every set: each makes a `PartSink` with what this
-        returns. Once, before the first update."""
-        self._others = OtherRoots(ranks, 2 * self._options.update_seconds)
+        returns. Once, before the first update.
+
+        Args:
+            seconds: as in `OtherRoots`.
+        """
+        self._others = OtherRoots(ranks, seconds)
         self._updates.share(self._others)
         return self._others.introduction
 
@@ -235,7 +240,8 @@ class SGLangEngine:
             self._updates.stage(version)
             if not self._updates.is_open:
                 await self._interrupt()
-            self._lose(await self._updates.begin(lambda: self._fleet.current))
+            with self._losing():
+                await self._updates.begin(lambda: self._fleet.current)
 
     async def _interrupt(self) -> None:
         """Until servers may be paused."""
@@ -272,19 +278,20 @@ class SGLangEngine:
     async def _receive(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         async with self._turn:
             self._require_update()
-            self._lose(await self._updates.receive(tensors))
+            with self._losing():
+                await self._updates.receive(tensors)
 
     async def _end(self) -> None:
         async with self._turn:
             self._require_update()
             try:
-                failed = await self._updates.end()
+                with self._losing():
+                    await self._updates.end()
             except WeightSyncError:
                 await self._give_up()
                 raise
             assert self._updates.held is not None
             self._asking.version = self._updates.held[0]
-            self._lose(failed)
             self._awaits_check, self._will_check = self._will_check, False
             if not self._awaits_check:
                 await self._resume()
@@ -314,23 +321,30 @@ class SGLangEngine:
     async def _resume(self) -> None:
         self._awaits_check = False
         try:
-            self._lose(await self._updates.go_on(self._fleet.current))
+            with self._losing():
+                await self._updates.go_on(self._fleet.current)
         finally:
             self._go_on()
 
     async def _give_up(self) -> None:
         self._will_check = False
         try:
-            failed = await self._updates.give_up()
-            if self._asking.version >= 0:  # else nobody asks them before the next update
-                self._lose(failed)
+            await self._updates.give_up()
         finally:
+            for member, error in self._updates.failed():
+                if self._asking.version >= 0:  # else nobody asks it before the next update
+                    self._fleet.lose(member, error)
             self._go_on()
 
     def _go_on(self) -> None:
         self.costs.stalled_seconds += time.perf_counter() - self._stalled_at
         self._fleet.reopen()
 
-    def _lose(self, failed: Sequence[tuple[Member, WeightSyncError]]) -> None:
-        for member, error in failed:
-            self._fleet.lose(member, error)
+    @contextlib.contextmanager
+    def _losing(self) -> Iterator[None]:
+        """Around a step of an update: servers that it failed on are replaced, also where it raises."""
+        try:
+            yield
+        finally:
+            for member, error in self._updates.failed():
+                self._fleet.lose(member, error)

@@ -6,8 +6,8 @@
 With S servers the first root alone would send every byte S times over its own link. A server takes one bucket at a
 time, whoever it comes from: R roots keep min(R, S) links busy.
 
-Commands and replies are short messages over one connection for each other root, which knows the key that the engine's
-process made. The connection ends with either side.
+Commands and replies are short messages over one connection for each other root: a Unix socket in a folder of the user's
+own, so all are ranks of one machine, and a key that the engine's process made. The connection ends with either side.
 """
 
 from __future__ import annotations
@@ -47,14 +47,15 @@ class Target:
 @dataclass(frozen=True, slots=True)
 class Command:
     """begin: buckets from now on go to these servers, and to no others. take: say which tensors have come. hold: from
-    now on they are what late servers get. send: send what you hold to these servers, in whose update they are.
+    now on they are what late servers get. send: send what you hold to these servers, whose updates are open.
 
-    number: of this command; its reply repeats it. dtypes: as `CheckedSink.held_dtypes`; with the first begin after they
-    are known.
+    number: of this command; its reply repeats it. version: that is held from now on, or is to be sent. dtypes: as
+    `CheckedSink.held_dtypes`; with the first begin after they are known.
     """
 
     do: Literal["begin", "take", "hold", "send"]
     number: int = 0
+    version: int = -1
     targets: tuple[Target, ...] = ()
     dtypes: dict[str, str] = field(default_factory=dict)
 
@@ -74,8 +75,7 @@ class Reply:
 class Introduction:
     """Where the engine's process listens for other roots, and the key that it knows them by."""
 
-    host: str
-    port: int
+    address: str
     key: bytes
 
 
@@ -85,17 +85,16 @@ class OtherRoots:
     Args:
         ranks: of the other roots.
         seconds: that a root has to connect, for every bucket, and for anything else that it is asked.
-        host: address of this process that they reach it at.
     """
 
-    def __init__(self, ranks: Sequence[int], seconds: float, host: str = "127.0.0.1") -> None:
+    def __init__(self, ranks: Sequence[int], seconds: float) -> None:
         self._ranks, self._seconds = tuple(ranks), seconds
         self._connections: dict[int, Connection] = {}
         self._num_asked = 0
-        self._is_complete = threading.Event()
+        self._is_complete, self._is_closed = threading.Event(), False
         key = secrets.token_bytes(32)
-        self._listener = Listener((host, 0), "AF_INET", authkey=key)
-        self.introduction = Introduction(host, int(self._listener.address[1]), key)
+        self._listener = Listener(family="AF_UNIX", authkey=key)
+        self.introduction = Introduction(str(self._listener.address), key)
         threading.Thread(target=self._accept, name="weight-roots", daemon=True).start()
 
     def ask(self, command: Command) -> list[Reply]:
@@ -123,6 +122,7 @@ class OtherRoots:
 
     def close(self) -> None:
         """Leaves the other roots, which leave the servers."""
+        self._is_closed = True
         self._listener.close()
         for connection in self._connections.values():
             connection.close()
@@ -132,10 +132,9 @@ class OtherRoots:
             try:
                 connection = self._listener.accept()
                 self._connections[int.from_bytes(connection.recv_bytes())] = connection
-            except AuthenticationError:  # a stranger
-                continue
-            except (OSError, EOFError):  # closed meanwhile
-                return
+            except (AuthenticationError, OSError, EOFError):  # a stranger, or closed meanwhile
+                if self._is_closed:
+                    return
         self._listener.close()
         self._is_complete.set()
 
@@ -185,12 +184,13 @@ class PartSink:
         self._links: dict[str, WeightLink] = {}
         self._failed: dict[str, str] = {}
         self._taken: dict[str, Tensor] = {}
-        self._held: dict[str, Tensor] = {}
+        self._held: tuple[int, dict[str, Tensor]] = -1, {}
+        self._is_open = False  # a server would take a bucket of another update for one of its own
         self._checksums: Mapping[str, int] = {}
         self._dtypes: Mapping[str, str] = {}
         self._knows_dtypes = threading.Event()
         self._lock = threading.Lock()  # buckets of the trainer, commands of the engine
-        self._connection = Client((introduction.host, introduction.port), "AF_INET", authkey=introduction.key)
+        self._connection = Client(introduction.address, "AF_UNIX", authkey=introduction.key)
         self._connection.send_bytes(rank.to_bytes(8))
         threading.Thread(target=self._serve, name="weight-part", daemon=True).start()
 
@@ -206,9 +206,11 @@ class PartSink:
         """Keeps and sends one bucket. Servers that fail are the engine's concern.
 
         Raises:
-            WeightSyncError: as `WeightSet.receive`.
+            WeightSyncError: as `WeightSet.receive`, or the engine's process has given the update up.
         """
         with self._lock:
+            if not self._is_open:
+                raise WeightSyncError("weight update: none is open", remedy="see the output of the first rank")
             for message in messages(tensors):
                 needed = self._set.receive(message)
                 if needed:
@@ -268,27 +270,35 @@ class PartSink:
             case "begin":
                 self._begin(command)
             case "take":
-                self._taken = self._set.part()
+                self._is_open, self._taken = False, self._set.part()
                 return {name: self._checksums.get(name) for name in self._taken}
             case "hold":
-                self._held, self._taken = self._taken, {}
+                self._held, self._taken = (command.version, self._taken), {}
             case "send":
-                self._connect(command.targets)
-                self._num_sent, keys = 0, {target.key for target in command.targets}
-                for message in messages(self._held.items()):
-                    self._send(message, keys)
-                    self._connection.send_bytes(_BUSY)
+                self._is_open, self._failed = False, {}
+                self._resend(command)
         return {}
 
     def _begin(self, command: Command) -> None:
         wanted = {target.key for target in command.targets}
         for key in self._links.keys() - wanted:
-            self._links.pop(key).abandon()
-        self._failed = {}
+            # Nobody waits for it: the server may be gone.
+            threading.Thread(target=self._links.pop(key).close, daemon=True).start()
+        self._is_open, self._failed, self._taken = True, {}, {}
         self._connect(command.targets)
         if command.dtypes:
             self._dtypes = command.dtypes
             self._knows_dtypes.set()
+
+    def _resend(self, command: Command) -> None:
+        version, tensors = self._held
+        if version != command.version:
+            raise WeightSyncError("weight update: a part", seen=f"version {version}", expected=command.version)
+        self._connect(command.targets)
+        self._num_sent, keys = 0, {target.key for target in command.targets}
+        for message in messages(tensors.items()):
+            self._connection.send_bytes(_BUSY)
+            self._send(message, keys)
 
     def _connect(self, targets: Iterable[Target]) -> None:
         new = {

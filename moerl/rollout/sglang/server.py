@@ -36,6 +36,7 @@ LOG_FILE = "server.log"
 GRACE_SECONDS = 10.0
 CPU_POOL_TOKENS = 65536
 _POLL_SECONDS = 0.2
+_PORT_TAKEN = (b"EADDRINUSE", b"address already in use", b"Address already in use")
 
 # Parent-death signal, then the server's own entry point. A manager that died before the signal was set counts, too.
 _BOOT = """
@@ -105,6 +106,7 @@ class SGLangServer:
             temporary.write_text(yaml.safe_dump(launch_options(options, port) | dict(zip(_KEYS, keys, strict=True))))
         command = [str(python_of(options.environment)), "-c", _BOOT, str(os.getpid())]
         with self.log.open("ab") as output:
+            self._log_start = output.tell()
             self._process = subprocess.Popen(
                 [*command, "--config", str(folder / OPTIONS_FILE)],
                 env=server_environment(options.device, options.tensor, first_device=options.first_device),
@@ -138,6 +140,12 @@ class SGLangServer:
         """Raises EngineError where the process has ended; the end of its log is in the message."""
         if self._process.poll() is not None:
             raise self._failure(f"ended with status {self._process.returncode}", "a server that runs")
+
+    @property
+    def lost_a_port(self) -> bool:
+        """True where it found a port taken that was free when it was chosen; SGLang listens on some seconds later."""
+        log = self.log.read_bytes()[self._log_start :]
+        return any(text in log for text in _PORT_TAKEN)
 
     def stop(self, grace_seconds: float = GRACE_SECONDS) -> None:
         """Ends the server and all its processes: TERM, then KILL after the grace period. Twice does no harm."""

@@ -12,6 +12,8 @@ from moerl.rollout.sglang.endpoint import Endpoint, read_endpoint
 from moerl.rollout.sglang.server import ServerOptions, SGLangServer, answers_health
 
 _POLL_SECONDS = 0.5
+_NUM_STARTS = 3
+"""Of a server that finds a port taken; those of several that start side by side can collide."""
 
 
 class ServerSource(Protocol):
@@ -40,17 +42,24 @@ class OwnServer:
         self.server: SGLangServer | None = None
 
     def open(self) -> Endpoint:
+        for attempt in range(_NUM_STARTS):
+            server = self._start()
+            try:
+                server.wait_until_ready(self._start_seconds)
+                return server.endpoint
+            except BaseException as error:  # an interrupt, too, leaves nothing behind
+                server.stop()
+                if attempt + 1 == _NUM_STARTS or not isinstance(error, EngineError) or not server.lost_a_port:
+                    raise
+        raise AssertionError("the last start returns or raises")
+
+    def _start(self) -> SGLangServer:
         with self._lock:
             if self._is_closed:
                 raise EngineError("the source of SGLang servers is closed", remedy="make another one")
             self._stop()
-            self.server = server = SGLangServer(self._options, self._folder)
-        try:
-            server.wait_until_ready(self._start_seconds)
-        except BaseException:  # an interrupt, too, leaves nothing behind
-            server.stop()
-            raise
-        return server.endpoint
+            self.server = SGLangServer(self._options, self._folder)
+            return self.server
 
     def close(self) -> None:
         with self._lock:

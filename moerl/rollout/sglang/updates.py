@@ -18,7 +18,7 @@ from torch import Tensor
 from moerl.errors import WeightSyncError
 from moerl.rollout.sglang.held import ServedModel, held_checksums, held_dtypes
 from moerl.rollout.sglang.member import Member
-from moerl.rollout.sglang.roots import Command, OtherRoots, Target
+from moerl.rollout.sglang.roots import Command, OtherRoots, Reply, Target
 from moerl.rollout.sglang.targets import attempt, messages
 from moerl.rollout.sglang.weight_set import WeightSet
 from moerl.rollout.sglang.weights import WeightLink
@@ -27,6 +27,8 @@ from moerl.rollout.witness import mismatch
 
 class Updates:
     """The sets of weights of one engine.
+
+    Who calls `begin`, `receive`, `end`, `go_on` or `give_up` asks for `failed` afterwards, also where they raised.
 
     Attributes:
         held: version and tensors that servers should hold; None before the first update.
@@ -48,6 +50,7 @@ class Updates:
         self._others: OtherRoots | None = None
         self._checksums_elsewhere: dict[str, int] = {}
         self._told_dtypes = False
+        self._failed: list[tuple[Member, WeightSyncError]] = []
 
     def share(self, others: OtherRoots) -> None:
         """From the next update on other roots send parts of each set."""
@@ -61,66 +64,79 @@ class Updates:
         """
         self._set.begin(version)
 
-    async def begin(self, members: Callable[[], Sequence[Member]]) -> list[tuple[Member, WeightSyncError]]:
-        """Starts the update of the members that are current when it can begin. Returns those that failed."""
+    def failed(self) -> list[tuple[Member, WeightSyncError]]:
+        """The servers that are out of the update since this was asked last, and why."""
+        failed, self._failed = self._failed, []
+        return failed
+
+    async def begin(self, members: Callable[[], Sequence[Member]]) -> None:
+        """Starts the update of the members that are current when it can begin.
+
+        Raises:
+            WeightSyncError: another root is gone. Call `give_up` then.
+        """
         if not self.is_open:
             await self._lock.acquire()
             self.is_open = True
         self._targets, self._num_messages = list(members()), 0
-        failed = await self._on_all(WeightLink.begin)
-        failed += (await self._elsewhere("begin"))[0]
+        await self._on_all(WeightLink.begin)
+        await self._elsewhere("begin")
         self._told_dtypes = self._dtypes is not None
-        return failed
 
-    async def receive(self, tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[Member, WeightSyncError]]:
-        """Keeps and sends tensors, and returns when they were sent. Returns the servers that failed.
+    async def receive(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Keeps and sends tensors, and returns when they were sent.
 
         Raises:
             WeightSyncError: as `WeightSet.receive`.
         """
-        failed: list[tuple[Member, WeightSyncError]] = []
         parts = messages(tensors)
         while (part := await asyncio.to_thread(next, parts, None)) is not None:
             needed = await asyncio.to_thread(self._set.receive, part)
-            failed += await self._send(needed)
-        return failed
+            if needed:
+                await self._send(needed)
 
-    async def _send(self, tensors: Sequence[tuple[str, Tensor]]) -> list[tuple[Member, WeightSyncError]]:
+    async def _send(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
         number, self._num_messages = self._num_messages, self._num_messages + 1
-        return await self._on_all(lambda link: link.send(tensors, number)) if tensors else []
+        await self._on_all(lambda link: link.send(tensors, number))
 
-    async def end(self) -> list[tuple[Member, WeightSyncError]]:
-        """Takes the set into use; sampling waits for `go_on`. Returns the servers that failed.
+    async def end(self) -> None:
+        """Takes the set into use; sampling waits for `go_on`.
 
         Raises:
             WeightSyncError: the set is not whole, or another root is gone. Call `give_up` then.
         """
-        failed, parts = await self._elsewhere("take")
+        replies = await self._elsewhere("take")
+        parts = {name: value for reply in replies for name, value in reply.checksums.items()}
+        if len(parts) != sum(len(reply.checksums) for reply in replies):
+            raise WeightSyncError("weight update: tensors of two roots", expected="each tensor once")
         held = await asyncio.to_thread(self._set.take, parts)
-        await self._elsewhere("hold")
-        failed += await self._on_all(lambda link: link.end(held[0]))
+        await self._elsewhere("hold", held[0])
+        await self._on_all(lambda link: link.end(held[0]))
         self.held = held
         self._checksums_elsewhere = {name: value for name, value in parts.items() if value is not None}
         self._close()
-        return failed
 
-    async def go_on(self, members: Sequence[Member]) -> list[tuple[Member, WeightSyncError]]:
-        """Has servers sample again after `end`. Returns those that failed."""
+    async def go_on(self, members: Sequence[Member]) -> None:
+        """Has servers sample again after `end`."""
         errors = await asyncio.gather(*(asyncio.to_thread(attempt, WeightLink.go_on, m.link) for m in members))
-        return [(member, error) for member, error in zip(members, errors, strict=True) if error is not None]
+        self._failed += [(member, error) for member, error in zip(members, errors, strict=True) if error is not None]
 
-    async def give_up(self) -> list[tuple[Member, WeightSyncError]]:
-        """Instead of `end`: brings servers back to what they held before. Returns those that failed, which is all of
-        them where there was nothing before.
+    async def give_up(self) -> None:
+        """Instead of `end`: brings servers back to what they held before. All of them have failed where there was
+        nothing before.
 
         Raises:
-            WeightSyncError: another root is gone.
+            WeightSyncError: another root is gone, and all servers have failed.
         """
+        nothing = WeightSyncError("weight update: broken off, and there was none before it")
         try:
-            if self.held is not None:
-                return await self._send_held()
-            nothing = WeightSyncError("weight update: broken off, and there was none before it")
-            return [(member, nothing) for member in self._targets]
+            if self.held is None:
+                self._drop({member.name: nothing for member in self._targets})
+            else:
+                await self._send_held()
+        except WeightSyncError as error:
+            self._drop({member.name: error for member in self._targets})
+            raise
         finally:
             self._close()
 
@@ -134,20 +150,22 @@ class Updates:
             if self.held is None:
                 return
             self._targets = [member]
-            failed = await self._send_held()
-            self._targets = []
+            try:
+                await self._send_held()
+            finally:
+                failed, self._targets = self.failed(), []
             error = failed[0][1] if failed else await self.check(member)
             if error is not None:
                 raise error
 
-    async def _send_held(self) -> list[tuple[Member, WeightSyncError]]:
-        """A whole update of the targets to what they should hold, and sampling; returns those that failed."""
+    async def _send_held(self) -> None:
+        """A whole update of the targets to what they should hold, and sampling."""
         assert self.held is not None
         version, tensors = self.held
-        failed = await self._on_all(partial(begin_and_send, tensors=tensors))
-        failed += (await self._elsewhere("send"))[0]
-        failed += await self._on_all(lambda link: link.end(version))
-        return failed + await self._on_all(WeightLink.go_on)
+        await self._on_all(partial(begin_and_send, tensors=tensors))
+        await self._elsewhere("send", version)
+        await self._on_all(lambda link: link.end(version))
+        await self._on_all(WeightLink.go_on)
 
     async def dtypes(self, member: Callable[[], Awaitable[Member]]) -> Mapping[str, str]:
         """Names of dtypes by checkpoint name, as servers hold tensors; a `member` is asked the first time."""
@@ -156,8 +174,13 @@ class Updates:
         return self._dtypes
 
     def sent(self, checksums: Mapping[str, int]) -> None:
-        """Checksums of the set that was taken into use last; of this root's part, where there are others."""
-        assert self.held is not None
+        """Checksums of the set that was taken into use last; of this root's part, where there are others.
+
+        Raises:
+            WeightSyncError: no update was taken.
+        """
+        if self.held is None:
+            raise WeightSyncError("weight update: none was taken", remedy="call begin_update first")
         self._sent = self.held[0], dict(checksums) | self._checksums_elsewhere
 
     async def check(self, member: Member) -> WeightSyncError | None:
@@ -176,35 +199,33 @@ class Updates:
         model = ServedModel(self._shapes, facts.num_ranks, self._tied)
         return await asyncio.to_thread(question, client.endpoint, model, timeout_seconds=self._seconds)
 
-    async def _on_all(self, step: Callable[[WeightLink], None]) -> list[tuple[Member, WeightSyncError]]:
+    async def _on_all(self, step: Callable[[WeightLink], None]) -> None:
         """One step on every server that is still in the update, side by side; those that fail are out of it."""
         links = [member.link for member in self._targets]
         errors = await asyncio.gather(*(asyncio.to_thread(attempt, step, link) for link in links))
-        return self._drop({member.name: e for member, e in zip(self._targets, errors, strict=True) if e is not None})
+        self._drop({member.name: e for member, e in zip(self._targets, errors, strict=True) if e is not None})
 
-    async def _elsewhere(
-        self, do: Literal["begin", "take", "hold", "send"]
-    ) -> tuple[list[tuple[Member, WeightSyncError]], dict[str, int | None]]:
-        """What other roots do for the servers that are still in the update: those that are out of it now, and what
-        `Reply` has of tensors.
+    async def _elsewhere(self, do: Literal["begin", "take", "hold", "send"], version: int = -1) -> list[Reply]:
+        """What other roots do for the servers that are still in the update; those that fail there are out of it.
 
         Raises:
             WeightSyncError: as `OtherRoots.ask`.
         """
         if self._others is None:
-            return [], {}
+            return []
         targets = tuple(target for member in self._targets if (target := target_of(member)) is not None)
         dtypes = {} if self._told_dtypes else dict(self._dtypes or {})
-        replies = await asyncio.to_thread(self._others.ask, Command(do, targets=targets, dtypes=dtypes))
+        command = Command(do, version=version, targets=targets, dtypes=dtypes)
+        replies = await asyncio.to_thread(self._others.ask, command)
         names = {target.key: target.name for target in targets}
-        errors = {names[key]: WeightSyncError(text) for r in replies for key, text in r.failed.items() if key in names}
-        return self._drop(errors), {name: value for r in replies for name, value in r.checksums.items()}
+        texts = [(key, text) for reply in replies for key, text in reply.failed.items() if key in names]
+        self._drop({names[key]: WeightSyncError(text) for key, text in texts})
+        return replies
 
-    def _drop(self, errors: Mapping[str, WeightSyncError]) -> list[tuple[Member, WeightSyncError]]:
+    def _drop(self, errors: Mapping[str, WeightSyncError]) -> None:
         """Takes servers out of the update."""
-        failed = [(member, errors[member.name]) for member in self._targets if member.name in errors]
+        self._failed += [(member, errors[member.name]) for member in self._targets if member.name in errors]
         self._targets = [member for member in self._targets if member.name not in errors]
-        return failed
 
     def _close(self) -> None:
         self.is_open, self._targets = False, []

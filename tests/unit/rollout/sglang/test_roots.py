@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import socket
+import stat
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client
+from pathlib import Path
 
 import pytest
 import torch
@@ -39,7 +42,7 @@ def other_root(introduction: Introduction, seconds: float = 5.0) -> PartSink:
 def two(servers: list[FakeServer], engine_on) -> tuple[SGLangEngine, PartSink]:
     """An engine on two servers, the first of which has a spare one, and the other root."""
     engine = engine_on(FakeSource(servers[0], servers[2]), servers[1])
-    return engine, other_root(engine.share([RANK]))
+    return engine, other_root(engine.share([RANK], 5.0))
 
 
 def send(
@@ -123,6 +126,63 @@ def test_parts_that_are_not_a_whole_set_are_refused_and_undone(here, elsewhere, 
     assert engine.handshake().policy_version == 3
 
 
+def test_a_bucket_that_comes_after_an_update_was_given_up_is_not_sent(two, servers):
+    engine, sink = two
+    send(engine, sink, 3, 7.0)
+    engine.begin_update(4)
+    sink.begin_update(4)
+    engine.abandon_update()
+    with pytest.raises(WeightSyncError, match="none is open"):
+        sink.receive([("b", ELSEWHERE["b"] + 50.0)])
+    assert values(servers[0]) == values(servers[1]) == {"a": 7.0, "b": 8.0, "c": 8.0}
+
+
+def test_a_server_that_failed_at_another_root_is_replaced_also_where_the_set_is_not_whole(two, servers):
+    engine, sink = two
+    send(engine, sink, 3, 7.0)
+    FakeLink.fail(servers[0], "part bucket 0")
+    with pytest.raises(WeightSyncError, match="'a'"):
+        send(engine, sink, 4, 9.0, here={})
+    eventually(lambda: set(engine.states.values()) == {"healthy"})
+    assert values(servers[2]) == values(servers[1]) == {"a": 7.0, "b": 8.0, "c": 8.0}
+
+
+def test_a_server_that_failed_before_an_update_was_given_up_is_in_use_again_once_it_has_all_parts(
+    two, servers, said: list[str]
+):
+    engine, sink = two
+    send(engine, sink, 3, 7.0)
+    FakeLink.fail(servers[0], "part bucket 0")
+    engine.begin_update(4)
+    sink.begin_update(4)
+    sink.receive([("b", ELSEWHERE["b"])])
+    FakeLink.before.clear()
+    engine.abandon_update()
+    assert said == []
+    assert values(servers[0]) == values(servers[1]) == {"a": 7.0, "b": 8.0, "c": 8.0}
+
+
+def test_a_part_of_another_version_is_never_sent_to_a_late_server(two, servers):
+    engine, sink = two
+    send(engine, sink, 3, 7.0)
+    sink._held = 4, sink._held[1]
+    with pytest.raises(WeightSyncError, match="version 4"):
+        engine._wait(engine._updates.bring_up(engine._fleet.members[1]))
+
+
+def test_a_tensor_of_two_other_roots_is_refused(servers, engine_on):
+    engine = engine_on(servers[0])
+    known = engine.share([RANK, RANK + 1], 5.0)
+    sinks = [PartSink(rank, known, SHAPES, torch.device("cpu"), 5.0) for rank in (RANK, RANK + 1)]
+    engine.begin_update(3)
+    for sink in sinks:
+        sink.begin_update(3)
+        sink.receive(list(ELSEWHERE.items()))
+    engine.receive(list(HERE.items()))
+    with pytest.raises(WeightSyncError, match="two roots"):
+        engine.end_update()
+
+
 def test_a_tensor_that_the_model_does_not_have_is_refused_at_its_root(two):
     engine, sink = two
     engine.begin_update(3)
@@ -168,22 +228,22 @@ def test_checksums_of_all_parts_are_compared(two, servers, said: list[str], monk
 
 def test_a_root_that_is_gone_ends_the_update_in_an_error_that_names_it(servers, engine_on):
     engine = engine_on(servers[0])
-    known = engine.share([RANK])
-    with Client((known.host, known.port), authkey=known.key) as connection:
+    known = engine.share([RANK], 5.0)
+    with Client(known.address, authkey=known.key) as connection:
         connection.send_bytes(RANK.to_bytes(8))
     with pytest.raises(WeightSyncError, match=f"rank {RANK}, a root"):
         engine.begin_update(3)
 
 
 def test_a_root_that_never_comes_ends_the_update_in_an_error_that_names_it(servers, engine_on):
-    engine = engine_on(servers[0], update_seconds=0.1)
-    engine.share([RANK])
+    engine = engine_on(servers[0])
+    engine.share([RANK], 0.1)
     with pytest.raises(WeightSyncError, match=f"rank {RANK}, a root.*no connection"):
         engine.begin_update(3)
 
 
 def test_a_root_waits_for_the_engine_no_longer_than_a_step_may_take(servers, engine_on):
-    sink = other_root(engine_on(servers[0]).share([RANK]), seconds=0.05)
+    sink = other_root(engine_on(servers[0]).share([RANK], 5.0), seconds=0.05)
     with pytest.raises(WeightSyncError, match="has not begun"):
         sink.held_dtypes()
 
@@ -198,7 +258,10 @@ def others() -> Iterator[OtherRoots]:
 def test_strangers_are_turned_away_and_roots_still_come_in(others: OtherRoots):
     known = others.introduction
     with pytest.raises(AuthenticationError):
-        other_root(Introduction(known.host, known.port, b"another key"))
+        other_root(Introduction(known.address, b"another key"))
+    with socket.socket(socket.AF_UNIX) as stranger:  # leaves without a word
+        stranger.connect(known.address)
+    assert stat.S_IMODE(Path(known.address).parent.stat().st_mode) == 0o700
     other_root(known).begin_update(3)
     assert [set(reply.checksums) for reply in others.ask(Command("take"))] == [set()]
 

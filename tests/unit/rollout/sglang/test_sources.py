@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from sglang_fake import FakeServer
@@ -9,7 +11,8 @@ from sglang_fake import FakeServer
 from moerl.errors import EngineError
 from moerl.rollout.sglang import sources
 from moerl.rollout.sglang.endpoint import Endpoint, write_endpoint
-from moerl.rollout.sglang.sources import NamedServer
+from moerl.rollout.sglang.server import ServerOptions
+from moerl.rollout.sglang.sources import NamedServer, OwnServer
 from moerl.rollout.sglang.weights import own_address
 
 
@@ -58,3 +61,47 @@ def test_a_server_on_this_machine_reaches_us_at_the_address_that_it_listens_on()
         assert own_address(host, int(port)) == "127.0.0.1"
     finally:
         server.close()
+
+
+class FailingServer:
+    """Fault injection: a server that ends while it starts, as often as `problems` says; its logs are those."""
+
+    problems: ClassVar[list[str]] = []
+    num_started: ClassVar[int] = 0
+
+    def __init__(self, options: object, folder: Path) -> None:
+        type(self).num_started += 1
+        self.problem = self.problems.pop(0) if self.problems else ""
+        self.endpoint = Endpoint("http://127.0.0.1:1", "key", "admin")
+
+    @property
+    def lost_a_port(self) -> bool:
+        return "EADDRINUSE" in self.problem
+
+    def wait_until_ready(self, timeout_seconds: float) -> None:
+        if self.problem:
+            raise EngineError(self.problem)
+
+    def stop(self) -> None:
+        """It has ended."""
+
+
+@pytest.mark.parametrize(
+    ("problems", "num_started", "raised"),
+    [
+        (["EADDRINUSE"], 2, ""),
+        (["EADDRINUSE"] * 2, 3, ""),
+        (["EADDRINUSE"] * 3, 3, "EADDRINUSE"),
+        (["no such model"], 1, "no such model"),
+    ],
+)
+def test_a_server_of_our_own_that_lost_a_port_to_another_one_is_started_again(
+    problems: list[str], num_started: int, raised: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(FailingServer, "problems", list(problems))
+    monkeypatch.setattr(FailingServer, "num_started", 0)
+    monkeypatch.setattr(sources, "SGLangServer", FailingServer)
+    source = OwnServer(ServerOptions(tmp_path, tmp_path), tmp_path, 1.0)
+    with pytest.raises(EngineError, match=raised) if raised else nullcontext():
+        source.open()
+    assert FailingServer.num_started == num_started
