@@ -85,12 +85,12 @@ def engine(address: tuple[str, int]) -> None:
     room = bytearray(64 * MIB)
     with socket.create_connection(address) as link:
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        while length := int.from_bytes(_read(link, memoryview(room)[:8]), "little"):
-            _read(link, memoryview(room)[:length])
+        while length := int.from_bytes(read(link, memoryview(room)[:8]), "little"):
+            read(link, memoryview(room)[:length])
             link.sendall(b"\1")
 
 
-def _read(link: socket.socket, into: memoryview) -> memoryview:
+def read(link: socket.socket, into: memoryview) -> memoryview:
     """Fills `into`; with zeros where the other side is gone."""
     done = 0
     while done < len(into):
@@ -155,9 +155,7 @@ class Update:
         self.peers = Peers(rank, CPU, STEP_SECONDS)
         self.all_gather = AllGather(self.all_plan, self.peers)
         self.root_gather = RootGather(self.plan, self.peers)
-        torch.manual_seed(rank)
-        shapes = self.plan.shard_shapes(rank)
-        self.shards = {name: torch.randn(each).bfloat16() for name, each in shapes.items()}
+        self.shards = random_shards(self.plan, rank)
         self.room = torch.empty(self.plan.largest_bucket_bytes, dtype=torch.uint8)
         self.messages = per_parameter_messages(self.all_plan)
         self.last: PublishReport | None = None
@@ -183,6 +181,12 @@ class Update:
     def ours(self, gather: Any = None) -> None:
         publisher = Publisher(self.plan, gather or self.root_gather, self.peers, self.sink)
         self.last = publisher.publish(self.shards, 0)
+
+
+def random_shards(plan: SyncPlan, rank: int) -> dict[str, Tensor]:
+    """What a rank holds, in bfloat16."""
+    torch.manual_seed(rank)
+    return {name: torch.randn(shape).bfloat16() for name, shape in plan.shard_shapes(rank).items()}
 
 
 def per_parameter_messages(plan: SyncPlan) -> list[tuple[int, list[Any], int]]:
