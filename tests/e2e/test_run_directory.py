@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -173,8 +174,9 @@ def test_every_curve_is_an_image_of_something(tiny: DoneRun) -> None:
 
 
 def test_the_last_lines_say_where_everything_is_and_what_was_learned(tiny: DoneRun) -> None:
-    lines = tiny.finished.output.splitlines()[-10:]
+    lines = tiny.finished.output.splitlines()[-14:]
     assert any(line.startswith("accuracy ") and "held-out problems" in line for line in lines)
+    assert any(re.search(r"^  recorded routing, inside the kept sets +\S+e-\d\d +\S+e-\d\d$", line) for line in lines)
     assert f"run directory: {tiny.folder}" in lines
     curves = [line.removeprefix("curves: ") for line in lines if line.startswith("curves: ")]
     assert [Path(path).is_file() for path in curves] == [True]
