@@ -34,7 +34,7 @@ def engine_on(engine_on: Callable[..., SGLangEngine]) -> Callable[..., SGLangEng
     return partial(engine_on, shapes=SHAPES, version=-1)
 
 
-def other_root(introduction: Introduction, seconds: float = 5.0) -> PartSink:
+def other_root(introduction: Introduction, seconds: float = 20.0) -> PartSink:
     return PartSink(RANK, introduction, SHAPES, torch.device("cpu"), seconds)
 
 
@@ -42,7 +42,7 @@ def other_root(introduction: Introduction, seconds: float = 5.0) -> PartSink:
 def two(servers: list[FakeServer], engine_on) -> tuple[SGLangEngine, PartSink]:
     """An engine on two servers, the first of which has a spare one, and the other root."""
     engine = engine_on(FakeSource(servers[0], servers[2]), servers[1])
-    return engine, other_root(engine.share([RANK], 5.0))
+    return engine, other_root(engine.share([RANK], 20.0))
 
 
 def send(
@@ -172,8 +172,8 @@ def test_a_part_of_another_version_is_never_sent_to_a_late_server(two, servers):
 
 def test_a_tensor_of_two_other_roots_is_refused(servers, engine_on):
     engine = engine_on(servers[0])
-    known = engine.share([RANK, RANK + 1], 5.0)
-    sinks = [PartSink(rank, known, SHAPES, torch.device("cpu"), 5.0) for rank in (RANK, RANK + 1)]
+    known = engine.share([RANK, RANK + 1], 20.0)
+    sinks = [PartSink(rank, known, SHAPES, torch.device("cpu"), 20.0) for rank in (RANK, RANK + 1)]
     engine.begin_update(3)
     for sink in sinks:
         sink.begin_update(3)
@@ -228,7 +228,7 @@ def test_checksums_of_all_parts_are_compared(two, servers, said: list[str], monk
 
 def test_a_root_that_is_gone_ends_the_update_in_an_error_that_names_it(servers, engine_on):
     engine = engine_on(servers[0])
-    known = engine.share([RANK], 5.0)
+    known = engine.share([RANK], 20.0)
     with Client(known.address, authkey=known.key) as connection:
         connection.send_bytes(RANK.to_bytes(8))
     with pytest.raises(WeightSyncError, match=f"rank {RANK}, a root"):
@@ -243,14 +243,14 @@ def test_a_root_that_never_comes_ends_the_update_in_an_error_that_names_it(serve
 
 
 def test_a_root_waits_for_the_engine_no_longer_than_a_step_may_take(servers, engine_on):
-    sink = other_root(engine_on(servers[0]).share([RANK], 5.0), seconds=0.05)
+    sink = other_root(engine_on(servers[0]).share([RANK], 20.0), seconds=0.05)
     with pytest.raises(WeightSyncError, match="has not begun"):
         sink.held_dtypes()
 
 
 @pytest.fixture
 def others() -> Iterator[OtherRoots]:
-    made = OtherRoots([RANK], 5.0)
+    made = OtherRoots([RANK], 20.0)
     yield made
     made.close()
 
@@ -268,10 +268,11 @@ def test_strangers_are_turned_away_and_roots_still_come_in(others: OtherRoots):
 
 def test_a_reply_that_comes_too_late_is_not_taken_for_the_next_one(others: OtherRoots):
     sink = other_root(others.introduction)
+    eventually(others._is_complete.is_set)
     others._seconds = 0.2
     with sink._lock, pytest.raises(WeightSyncError, match="nothing for"):
         others.ask(Command("begin"))
-    others._seconds = 5.0
+    others._seconds = 20.0
     sink.begin_update(3)
     sink.receive([("b", ELSEWHERE["b"])])
     assert [set(reply.checksums) for reply in others.ask(Command("take"))] == [{"b"}]
