@@ -273,6 +273,7 @@ def test_a_reply_that_comes_too_late_is_not_taken_for_the_next_one(others: Other
     with sink._lock, pytest.raises(WeightSyncError, match="nothing for"):
         others.ask(Command("begin"))
     others._seconds = 20.0
+    eventually(lambda: sink._is_open)  # it does what it was told, late
     sink.begin_update(3)
     sink.receive([("b", ELSEWHERE["b"])])
     assert [set(reply.checksums) for reply in others.ask(Command("take"))] == [{"b"}]
