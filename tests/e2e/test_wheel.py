@@ -31,10 +31,15 @@ def test_an_installed_wheel_finds_its_configs_and_reward_worker(tmp_path: Path) 
     shown = moerl("train", "--show-config", "recipe=tiny", cwd=elsewhere, path=[site], command=command)
     assert shown.status == 0, shown.output
     assert yaml.safe_load(shown.output)["recipe"] == "tiny"
-    packed = {
-        path.relative_to(site / "moerl") for path in (site / "moerl").rglob("*") if path.suffix in (".py", ".yaml")
+    kinds = (".py", ".yaml", ".patch", ".txt")
+    packed = {path.relative_to(site / "moerl") for path in (site / "moerl").rglob("*") if path.suffix in kinds}
+    # Patches of SGLang stand beside the package in a checkout, and in it in a wheel.
+    here = {
+        path.relative_to(parent)
+        for parent, folder in ((ROOT / "moerl", ROOT / "moerl"), (ROOT, ROOT / "patches"))
+        for path in folder.rglob("*")
+        if path.suffix in kinds
     }
-    here = {path.relative_to(ROOT / "moerl") for path in (ROOT / "moerl").rglob("*") if path.suffix in (".py", ".yaml")}
     assert packed == here
     where = "import moerl, sys; sys.exit(moerl.__file__)"
     used = moerl(cwd=elsewhere, path=[site], command=(sys.executable, "-c", where))
