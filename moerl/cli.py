@@ -21,6 +21,7 @@ from moerl.errors import CheckpointError, ConfigError, MoerlError
 from moerl.launch.arguments import Parser, bandwidth, gib_size, nats
 from moerl.launch.local import launch_local
 from moerl.launch.rank import die_with_launcher
+from moerl.launch.run_lock import run_lock
 
 if TYPE_CHECKING:
     from moerl.config.schema import RunConfig
@@ -105,21 +106,35 @@ def _run(command: str, options: argparse.Namespace, arguments: list[str]) -> int
     if here.is_launched:
         _check_world_size(here, world_size)
         return _hand_over(command, config, resume)
-    if not resume:
-        refuse_taken_run_dir(config)
-    for note in config_notes(config):
-        print(f"note: {note}", file=sys.stderr)
-    if world_size == 1:
-        try:
-            return _hand_over(command, config, resume)
-        except BaseException as error:  # whatever ended the run
-            if not isinstance(error, ConfigError | CheckpointError) and _can_go_on(config):
-                error.add_note(_how_to_go_on(command, config))
-            raise
-    ranks_command = [sys.executable, "-m", "moerl", *arguments]
-    if not resume:
-        ranks_command.append(f"run_dir={_quoted(config.run_dir)}")
-    status = launch_local(ranks_command, run_dir=config.run_dir, world_size=world_size, num_threads=config.num_threads)
+    with run_lock(config.run_dir) as lock:
+        if not resume:
+            refuse_taken_run_dir(config)
+        for note in config_notes(config):
+            print(f"note: {note}", file=sys.stderr)
+        if world_size == 1:
+            return _run_here(command, config, resume)
+        return _launch(
+            command, config, arguments if resume else [*arguments, f"run_dir={_quoted(config.run_dir)}"], lock
+        )
+
+
+def _run_here(command: str, config: RunConfig, resume: bool) -> int:
+    try:
+        return _hand_over(command, config, resume)
+    except BaseException as error:  # whatever ended the run
+        if not isinstance(error, ConfigError | CheckpointError) and _can_go_on(config):
+            error.add_note(_how_to_go_on(command, config))
+        raise
+
+
+def _launch(command: str, config: RunConfig, arguments: Sequence[str], lock: int) -> int:
+    status = launch_local(
+        [sys.executable, "-m", "moerl", *arguments],
+        run_dir=config.run_dir,
+        world_size=config.parallel.world_size,
+        num_threads=config.num_threads,
+        lock=lock,
+    )
     if status and _can_go_on(config):
         print(_how_to_go_on(command, config), file=sys.stderr)
     return status

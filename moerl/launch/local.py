@@ -52,6 +52,7 @@ def launch_local(
     run_dir: Path,
     world_size: int,
     num_threads: int,
+    lock: int | None = None,
     grace_seconds: float = GRACE_SECONDS,
 ) -> int:
     """Runs `command` once per rank and waits for all of them. Call from the main thread.
@@ -60,6 +61,7 @@ def launch_local(
         command: program and arguments, the same for every rank.
         run_dir: made if needed; holds the rendezvous file while the ranks run, and ``logs/``.
         num_threads: CPU threads of the whole run; each rank gets its share, at least 1.
+        lock: descriptor that ranks inherit, so that they hold the lock of the run directory, too.
         grace_seconds: time between TERM and KILL.
 
     Returns:
@@ -76,7 +78,7 @@ def launch_local(
             for rank in range(world_size):
                 environment = _environment(rank, world_size, rendezvous, num_threads)
                 log = None if rank == 0 else logs / f"rank-{rank}.log"
-                ranks.append(_Rank(rank, _start(command, environment, log), log))
+                ranks.append(_Rank(rank, _start(command, environment, log, lock), log))
             return _watch(ranks, stop, grace_seconds)
     finally:
         _end(ranks, grace_seconds)
@@ -98,14 +100,18 @@ def _environment(rank: int, world_size: int, rendezvous: str, num_threads: int) 
     }
 
 
-def _start(command: Sequence[str], environment: dict[str, str], log: Path | None) -> subprocess.Popen[bytes]:
+def _start(
+    command: Sequence[str], environment: dict[str, str], log: Path | None, lock: int | None
+) -> subprocess.Popen[bytes]:
     """Starts one rank in a session of its own, so that Ctrl-C reaches it once, through the parent."""
+    inherited = () if lock is None else (lock,)
     if log is None:
-        return subprocess.Popen(list(command), env=environment, start_new_session=True)
+        return subprocess.Popen(list(command), env=environment, pass_fds=inherited, start_new_session=True)
     with log.open("ab") as output:
         return subprocess.Popen(
             list(command),
             env=environment,
+            pass_fds=inherited,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

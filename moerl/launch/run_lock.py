@@ -1,0 +1,122 @@
+"""One run directory, one run: a lock that the kernel releases however its holder ends. Torch-free.
+
+The process that a user started holds it, and hands it on to its ranks: the directory is free when all of them are gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from moerl.errors import ConfigError
+
+LOCK_FILE = "run.lock"
+WAIT_SECONDS = 0.5
+"""Time that a holder which was just killed gets to be gone."""
+_POLL_SECONDS = 0.05
+
+
+@contextlib.contextmanager
+def run_lock(run_dir: Path) -> Iterator[int]:
+    """Holds the lock of a run directory; yields its descriptor, for ranks to inherit.
+
+    The directory is made if needed, and removed again where nothing was put into it.
+
+    Raises:
+        ConfigError: another process holds the lock; nothing can be written there; its file system has no locks.
+    """
+    is_new = not run_dir.exists()
+    try:
+        descriptor = _acquire(run_dir)
+    except OSError as error:
+        raise _unwritable(run_dir, error) from error
+    try:
+        yield descriptor
+    finally:
+        # While the lock is held: whoever opened the file before sees that it is gone, and makes another.
+        (run_dir / LOCK_FILE).unlink(missing_ok=True)
+        if is_new:
+            with contextlib.suppress(OSError):  # a run left its files there
+                run_dir.rmdir()
+        os.close(descriptor)
+
+
+def _acquire(run_dir: Path) -> int:
+    deadline = time.monotonic() + WAIT_SECONDS
+    while True:
+        descriptor = _try(run_dir)
+        if descriptor is not None:
+            return descriptor
+        if time.monotonic() > deadline:
+            raise ConfigError(
+                "run_dir: another run is using it",
+                seen=f"{run_dir}, locked by {_holder(run_dir)}",
+                expected="a run directory that no other process uses",
+                remedy="wait until that run has ended or stop it, or choose another run_dir",
+            )
+        time.sleep(_POLL_SECONDS)
+
+
+def _try(run_dir: Path) -> int | None:
+    """The descriptor of the locked file; None where another process holds it, or removed it meanwhile."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    path = run_dir / LOCK_FILE
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    except FileNotFoundError:
+        # The one before removed the directory that it had made.
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not _is_still_there(descriptor, path):
+            os.close(descriptor)
+            return None
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    except OSError as error:
+        os.close(descriptor)
+        raise _no_locks(path, error) from error
+    return descriptor
+
+
+def _is_still_there(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _holder(run_dir: Path) -> str:
+    try:
+        holder = json.loads((run_dir / LOCK_FILE).read_text())
+        return f"process {int(holder['pid'])} on host {holder['host']}"
+    except (OSError, ValueError, TypeError, KeyError):
+        return "a process that has not written its name yet"
+
+
+def _unwritable(run_dir: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        "run_dir: cannot be written",
+        seen=f"{run_dir}: {error.strerror or error}",
+        expected="a directory that this process may make and write to",
+        remedy="choose another run_dir, or change what is named",
+    )
+
+
+def _no_locks(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        "run_dir: its file system cannot lock files, so nothing would keep a second run out",
+        seen=f"flock of {path}: {error.strerror or error}",
+        expected="a file system with flock",
+        remedy="choose a run_dir on another file system, or mount this one with locks (Lustre: -o flock; NFS: with a"
+        " lock service)",
+    )

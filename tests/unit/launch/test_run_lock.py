@@ -1,0 +1,190 @@
+"""One run directory, one run: who is refused, and what frees the directory again."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from waiting import eventually
+
+from moerl import cli
+from moerl.config.load import dump_config, load_config
+from moerl.errors import ConfigError
+from moerl.launch import run_lock as run_lock_module
+from moerl.launch.local import launch_local
+from moerl.launch.run_lock import LOCK_FILE, run_lock
+
+ROOT = Path(__file__).parents[3]
+MOERL = """
+import sys, types
+stand_in = types.ModuleType("moerl.orchestration.commands")
+def command(config, **settings):
+    print("training", flush=True)
+    sys.stdin.read()
+    return 0
+for name in ("train", "sft", "rollout", "eval"):
+    setattr(stand_in, f"run_{name}", command)
+sys.modules[stand_in.__name__] = stand_in
+from moerl.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+"""The command line; instead of training, it waits until its standard input is closed."""
+
+Process = subprocess.Popen[str]
+
+
+@pytest.fixture
+def started() -> Iterator[list[Process]]:
+    processes: list[Process] = []
+    yield processes
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def start(started: list[Process], *arguments: str) -> Process:
+    process = subprocess.Popen(
+        [sys.executable, "-c", MOERL, *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    started.append(process)
+    return process
+
+
+def says_it_trains(process: Process) -> bool:
+    assert process.stdout is not None
+    return process.stdout.readline() == "training\n"
+
+
+def finish(process: Process) -> int:
+    process.communicate(timeout=60)
+    return process.returncode
+
+
+def test_of_two_runs_started_at_once_in_one_directory_exactly_one_trains(
+    tmp_path: Path, started: list[Process]
+) -> None:
+    run = tmp_path / "run"
+    both = [start(started, "train", "recipe=tiny", f"run_dir='{run}'") for _ in range(2)]
+    trains = [says_it_trains(process) for process in both]
+    assert sorted(trains) == [False, True]
+    winner, loser = (both[trains.index(each)] for each in (True, False))
+    assert finish(loser) == 2
+    assert finish(winner) == 0
+
+
+def test_who_comes_second_is_refused_with_pid_and_host_until_the_first_is_killed(
+    tmp_path: Path, started: list[Process], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    first = start(started, "train", "recipe=tiny", f"run_dir='{run}'")
+    assert says_it_trains(first)
+    (run / "config.yaml").write_text(dump_config(load_config(["recipe=tiny"], command="train")))
+    for arguments in (["train", f"resume={run}"], ["train", "recipe=tiny", f"run_dir='{run}'"]):
+        assert cli.main(arguments) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: run_dir: another run is using it")
+        assert f"process {first.pid} on host {socket.gethostname()}" in error
+    first.send_signal(signal.SIGKILL)
+    first.wait(30)
+    assert json.loads((run / LOCK_FILE).read_text())["pid"] == first.pid
+    second = start(started, "train", f"resume={run}")
+    assert says_it_trains(second)
+    assert finish(second) == 0
+
+
+def test_a_lock_leaves_nothing_behind(tmp_path: Path) -> None:
+    with run_lock(tmp_path / "runs" / "new"):
+        pass
+    assert list(tmp_path.rglob("*")) == [tmp_path / "runs"]
+    (tmp_path / "file").touch()
+    with run_lock(tmp_path):
+        pass
+    assert {path.name for path in tmp_path.iterdir()} == {"runs", "file"}
+
+
+def test_the_lock_can_be_taken_again_and_again(tmp_path: Path) -> None:
+    for _ in range(3):
+        with run_lock(tmp_path), pytest.raises(ConfigError, match="another run is using it"), run_lock(tmp_path):
+            pass
+
+
+def test_ranks_hold_the_lock_of_a_launcher_that_is_gone(tmp_path: Path) -> None:
+    launcher = f"""
+import sys
+from pathlib import Path
+from moerl.launch.local import launch_local
+from moerl.launch.run_lock import run_lock
+run_dir = Path({str(tmp_path / "run")!r})
+rank = "import os, time, pathlib; pathlib.Path({str(tmp_path)!r}, os.environ['RANK']).touch(); time.sleep(600)"
+with run_lock(run_dir) as lock:
+    launch_local([sys.executable, "-c", rank], run_dir=run_dir, world_size=1, num_threads=1, lock=lock)
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", launcher], env={**os.environ, "PYTHONPATH": str(ROOT)}, start_new_session=True
+    )
+    eventually((tmp_path / "0").exists)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    process.kill()
+    process.wait(30)
+    try:
+        with pytest.raises(ConfigError, match=f"process {process.pid} on host"), run_lock(tmp_path / "run"):
+            pass
+    finally:
+        for child in children:
+            os.kill(int(child), signal.SIGKILL)
+
+    def is_free() -> bool:
+        try:
+            with run_lock(tmp_path / "run"):
+                return True
+        except ConfigError:
+            return False
+
+    eventually(is_free)
+
+
+@pytest.mark.parametrize("place", ["a file", "below a file", "where nobody can make anything"])
+def test_a_directory_that_cannot_be_written_is_refused_by_its_key(
+    place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    run_dir = {"a file": file, "below a file": file / "run"}.get(place, Path("/proc/nowhere/run"))
+    assert cli.main(["train", "recipe=tiny", f"run_dir='{run_dir}'"]) == 2
+    assert f"error: run_dir: cannot be written; seen: {run_dir}: " in capsys.readouterr().err
+
+
+def test_a_read_only_directory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_only(*arguments: object) -> int:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(run_lock_module.os, "open", read_only)
+    with pytest.raises(ConfigError, match=r"cannot be written; seen: .*Read-only file system"), run_lock(tmp_path):
+        pass
+
+
+def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_locks(*arguments: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", without_locks)
+    with pytest.raises(ConfigError, match=r"its file system cannot lock files.*No locks available"), run_lock(tmp_path):
+        pass
+
+
+def test_a_launcher_without_a_lock_hands_none_on(tmp_path: Path) -> None:
+    assert launch_local([sys.executable, "-c", ""], run_dir=tmp_path, world_size=1, num_threads=1) == 0
