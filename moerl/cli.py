@@ -158,8 +158,10 @@ def _plan(command: str, options: argparse.Namespace) -> int:
 
 
 def _can_go_on(config: RunConfig) -> bool:
-    """True where a checkpoint was written; a half-written one has a name that begins with a dot."""
-    return any(config.run_dir.glob("checkpoints/[!.]*"))
+    """True where a checkpoint was written."""
+    from moerl.trainer.checkpoint import checkpoint_names
+
+    return bool(checkpoint_names(config.run_dir / "checkpoints"))
 
 
 def _how_to_go_on(command: str, config: RunConfig) -> str:

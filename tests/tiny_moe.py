@@ -276,5 +276,11 @@ def save(trainer: Any, folder: Path, name: str) -> Path:
     from moerl.trainer.saver import Saver
 
     with Saver(CheckpointStore(folder, keep=2)) as saver:
-        saver.save(name, trainer.stage(), {})
+        saver.save(name, trainer.stage(), checkpoint_state(name))
     return folder / name
+
+
+def checkpoint_state(name: str) -> dict[str, Any]:
+    """What the manifest of the checkpoint `name` has to say of it."""
+    _, stage, step = name.split("-")
+    return {"stage": stage, "step": int(step)}

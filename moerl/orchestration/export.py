@@ -14,7 +14,7 @@ from moerl.orchestration.commands import quiet_libraries
 from moerl.orchestration.models import write_model
 from moerl.orchestration.run import CHECKPOINTS
 from moerl.trainer import layout
-from moerl.trainer.checkpoint import CheckpointStore, find_problem
+from moerl.trainer.checkpoint import CheckpointStore, checkpoint_names, find_problem, parse_name
 from moerl.trainer.model import ModelOptions, PolicyModel
 from moerl.trainer.sharded_state import load_weights
 
@@ -61,10 +61,10 @@ def _newest(run_dir: Path) -> Path:
 
 
 def _of_step(run_dir: Path, step: int) -> Path:
-    names = CheckpointStore(run_dir / CHECKPOINTS, keep=1).names()
-    found = [name for name in names if int(name.rpartition("-")[2]) == step]
+    names = [parse_name(name) for name in checkpoint_names(run_dir / CHECKPOINTS)]
+    found = [str(name) for name in names if name is not None and name.step == step]
     if not found:
-        raise _none(run_dir, f"--step {step}; there are {', '.join(names) or 'none'}")
+        raise _none(run_dir, f"--step {step}; there are {', '.join(map(str, names)) or 'none'}")
     path = run_dir / CHECKPOINTS / found[-1]
     problem = find_problem(path)
     if problem is not None:

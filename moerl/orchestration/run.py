@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
@@ -28,7 +29,7 @@ from moerl.orchestration.exchange import barrier, broadcast_bytes, gather_rows
 from moerl.orchestration.models import write_model
 from moerl.orchestration.reporting import Reporter
 from moerl.telemetry.spans import Stopwatch, peak_rss_bytes
-from moerl.trainer.checkpoint import CheckpointStore
+from moerl.trainer.checkpoint import CheckpointName, CheckpointStore
 from moerl.trainer.layout import Layout
 from moerl.trainer.model import ModelOptions
 from moerl.trainer.optimizer import UpdateReport
@@ -57,6 +58,21 @@ class RunState:
     peak_rss_bytes: int = 0
     mismatch_first: dict[str, dict[str, float]] = field(default_factory=dict)
     mismatch: dict[str, dict[str, float]] = field(default_factory=dict)
+
+
+def find_state_problem(stored: dict[str, Any]) -> str | None:
+    """What keeps a run from going on with the state of a checkpoint; None where nothing does."""
+    if stored.get("stage") not in STAGE_ORDER:
+        return f"no stage of a run: {stored.get('stage')!r:.40}"
+    state = stored.get("run")
+    unknown = sorted(state.keys() - asdict(RunState()).keys()) if isinstance(state, dict) else ()
+    if unknown:
+        return f"its run state has unknown keys: {', '.join(unknown)[:200]}"
+    try:
+        msgspec.convert(state, RunState)
+    except msgspec.ValidationError as error:
+        return f"its run state is not one: {error}"
+    return None
 
 
 class Run:
@@ -88,7 +104,7 @@ class Run:
         self.stopwatch = Stopwatch()
         self._started = self._last_step = time.monotonic()
         self._checkpoint: tuple[str, int, Path] | None = None
-        self._store = CheckpointStore(config.run_dir / CHECKPOINTS, config.checkpoint.keep)
+        self._store = CheckpointStore(config.run_dir / CHECKPOINTS, config.checkpoint.keep, find_state_problem)
         self.saver = Saver(self._store)
 
     @property
@@ -189,7 +205,7 @@ class Run:
                 "peak_rss_bytes": self.peak_rss_bytes,
                 "quarantine": self.quarantine.counters(),
             }
-            name = f"{STAGE_ORDER.index(stage)}-{stage}-{step:06d}"
+            name = str(CheckpointName(STAGE_ORDER.index(stage), stage, step))
             self.saver.save(name, trainer.stage(), {"stage": stage, "step": step, "run": state})
         self._last_step = time.monotonic()
 

@@ -1,9 +1,9 @@
 """Checkpoint directories: written under a temporary name, hashed, renamed, and checked before use.
 
 A checkpoint exists when its directory has its final name and a manifest whose hashes match every file. The newest
-valid one is used; a corrupt newer one is named loudly and left where it is. Standard library only: what goes into a
-checkpoint is the business of those who write the files, in as many processes as they like. The store itself is the
-main rank's.
+valid one is used; a corrupt newer one is named loudly and left where it is. What has another name than ours in the
+same folder is somebody else's: it is neither read nor removed. Standard library only: what goes into a checkpoint is
+the business of those who write the files, in as many processes as they like. The store itself is the main rank's.
 """
 
 from __future__ import annotations
@@ -11,22 +11,58 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
 
 from moerl.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 FORMAT = 2
+MAX_MANIFEST_BYTES = 1 << 26
+"""Far above the manifest of ten thousand ranks."""
 HASHING_THREADS = 8
 """Files that are read side by side; hashing lets other threads run."""
 
 Facts = dict[str, dict[str, Any]]
 """Of files, by their path inside the checkpoint: `bytes` and `blake2b`."""
+
+_NAME = re.compile(r"(\d+)-([a-z]+)-(\d{6,})", re.ASCII)
+_PARTIAL = re.compile(r"\.(.+)\.partial", re.ASCII)
+
+
+class CheckpointName(NamedTuple):
+    """What a checkpoint's directory is called; sorts in the order of writing.
+
+    order: of the stage in a run, from 0. step: that the stage has made.
+    """
+
+    order: int
+    stage: str
+    step: int
+
+    def __str__(self) -> str:
+        return f"{self.order}-{self.stage}-{self.step:06d}"
+
+
+def parse_name(text: str) -> CheckpointName | None:
+    """The name of a checkpoint; None where `text` is none that a run would write."""
+    match = _NAME.fullmatch(text)
+    if match is None:
+        return None
+    name = CheckpointName(int(match[1]), match[2], int(match[3]))
+    return name if str(name) == text else None
+
+
+def checkpoint_names(folder: Path) -> list[str]:
+    """The checkpoints in a folder, valid or not, in the order of writing; what has another name is left out."""
+    if not folder.is_dir():
+        return []
+    return [str(name) for name in sorted(filter(None, (parse_name(path.name) for path in folder.iterdir())))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,19 +78,25 @@ class CheckpointStore:
     """The checkpoints of one run.
 
     Args:
-        folder: holds one directory per checkpoint; names sort in the order of writing.
+        folder: holds one directory per checkpoint, named as `CheckpointName` says.
         keep: how many to keep, at least 1.
+        find_state_problem: says what is wrong with a stored state, None where it can be used.
     """
 
-    def __init__(self, folder: Path, keep: int) -> None:
+    def __init__(
+        self, folder: Path, keep: int, find_state_problem: Callable[[dict[str, Any]], str | None] | None = None
+    ) -> None:
         self.folder = folder
         self.keep = keep
+        self._find_state_problem = find_state_problem
         self._corrupt: set[str] = set()
 
     def begin(self, name: str) -> Path:
         """An empty directory to write into; leftovers of interrupted attempts are removed."""
-        for leftover in self.folder.glob(".*.partial"):
-            shutil.rmtree(leftover)
+        for leftover in list(self.folder.iterdir()) if self.folder.is_dir() else ():
+            match = _PARTIAL.fullmatch(leftover.name)
+            if match is not None and parse_name(match[1]) is not None:
+                _remove(leftover)
         path = self.partial(name)
         path.mkdir(parents=True)
         return path
@@ -88,13 +130,12 @@ class CheckpointStore:
         manifest.write_text(json.dumps({**content, "blake2b": _hash_of(content)}, indent=1))
         _sync(manifest)
         _sync(temporary)
-        if final.exists():
-            shutil.rmtree(final)
+        _remove(final)
         temporary.rename(final)
         _sync(self.folder)
         self._corrupt.discard(name)
         for old in [each for each in self.names() if each not in self._corrupt][: -self.keep]:
-            shutil.rmtree(self.folder / old)
+            _remove(self.folder / old)
         return final
 
     def abandon(self, name: str) -> None:
@@ -110,8 +151,11 @@ class CheckpointStore:
         skipped: list[str] = []
         for name in reversed(self.names()):
             problem = find_problem(self.folder / name)
+            state = {} if problem else read_state(self.folder / name)
+            if problem is None and self._find_state_problem is not None:
+                problem = self._find_state_problem(state)
             if problem is None:
-                return Checkpoint(self.folder / name, read_state(self.folder / name), tuple(skipped))
+                return Checkpoint(self.folder / name, state, tuple(skipped))
             skipped.append(f"{name}: {problem}")
             self._corrupt.add(name)
         if skipped:
@@ -125,24 +169,68 @@ class CheckpointStore:
 
     def names(self) -> list[str]:
         """Of every checkpoint, valid or not, in the order of writing."""
-        if not self.folder.exists():
-            return []
-        return sorted(p.name for p in self.folder.iterdir() if p.is_dir() and not p.name.startswith("."))
+        return checkpoint_names(self.folder)
 
 
 def find_problem(path: Path) -> str | None:
     """What is wrong with a checkpoint directory; None where it is valid."""
     try:
-        manifest = json.loads((path / MANIFEST).read_text())
-    except FileNotFoundError:
-        return "no manifest"
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        return f"unreadable manifest ({error})"
-    if not isinstance(manifest, dict) or manifest.pop("blake2b", None) != _hash_of(manifest):
-        return "the manifest does not match its own hash"
-    if manifest["format"] != FORMAT:
-        return f"format {manifest['format']}, not {FORMAT}"
-    files = manifest["files"]
+        manifest = _read_manifest(path)
+        files = _listed_files(manifest)
+        named = parse_name(path.name)
+        stored = manifest["state"].get("stage"), manifest["state"].get("step")
+        if named is None or stored != (named.stage, named.step):
+            return f"it holds step {stored[1]} of stage {stored[0]}: a copy under another name"
+        return _find_file_problem(path, files)
+    except _DamageError as damage:
+        return str(damage)
+    except OSError as error:
+        return f"it cannot be read ({error})"
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """What the loop stored in the manifest of a checkpoint in which `find_problem` found none."""
+    return _read_manifest(path)["state"]
+
+
+class _DamageError(Exception):
+    """Something in a checkpoint is not what was written."""
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    """The content of a manifest that matches its own hash and has this format, a state and a list of files."""
+    file = path / MANIFEST
+    if not file.is_file():
+        raise _DamageError(f"{MANIFEST} is not a file" if file.exists() else "no manifest")
+    if file.stat().st_size > MAX_MANIFEST_BYTES:
+        raise _DamageError(f"a manifest of {file.stat().st_size} bytes")
+    try:
+        manifest = json.loads(file.read_bytes())
+        matches = isinstance(manifest, dict) and manifest.pop("blake2b", None) == _hash_of(manifest)
+    except (ValueError, RecursionError) as error:
+        raise _DamageError(f"unreadable manifest ({error})") from error
+    if not matches:
+        raise _DamageError("the manifest does not match its own hash")
+    if manifest.get("format") != FORMAT:
+        raise _DamageError(f"format {manifest.get('format')}, not {FORMAT}")
+    for key in ("state", "files"):
+        if not isinstance(manifest.get(key), dict):
+            raise _DamageError(f"the manifest has no mapping {key!r}")
+    return manifest
+
+
+def _listed_files(manifest: Mapping[str, Any]) -> Facts:
+    """The files of a manifest with the size and hash of each; none outside of the checkpoint."""
+    for name, facts in manifest["files"].items():
+        parts = PurePosixPath(name).parts
+        is_inside = parts and not name.startswith("/") and ".." not in parts and "\0" not in name
+        is_whole = isinstance(facts, dict) and type(facts.get("bytes")) is int and type(facts.get("blake2b")) is str
+        if not is_inside or not is_whole:
+            raise _DamageError(f"the manifest lists {name!r} as {facts!r:.100}")
+    return manifest["files"]
+
+
+def _find_file_problem(path: Path, files: Facts) -> str | None:
     for name, facts in files.items():
         file = path / name
         if not file.is_file():
@@ -154,11 +242,6 @@ def find_problem(path: Path) -> str | None:
             if found != facts["blake2b"]:
                 return f"{name} does not match its hash"
     return None
-
-
-def read_state(path: Path) -> dict[str, Any]:
-    """What the loop stored in the manifest of a checkpoint in which `find_problem` found none."""
-    return json.loads((path / MANIFEST).read_text())["state"]
 
 
 def describe(folder: Path, files: Iterable[Path]) -> Facts:
@@ -179,6 +262,14 @@ def _hash_of(content: dict[str, Any]) -> str:
     """Hash of a mapping as it reads back from JSON."""
     canonical = json.dumps(json.loads(json.dumps(content)), sort_keys=True)
     return hashlib.blake2b(canonical.encode()).hexdigest()
+
+
+def _remove(path: Path) -> None:
+    """Removes a directory, a file or a link, where there is one."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _sync(path: Path) -> None:

@@ -14,12 +14,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from torch import Tensor
 
 from moerl.contract.files import atomic_file, sync
@@ -32,6 +34,17 @@ KEPT_VERSIONS = 2
 """A reader of the newest version is not disturbed by the next one."""
 _NAMES = {"torch.float32": "F32", "torch.bfloat16": "BF16"}
 _ALIGNMENT = 8
+_VERSION = re.compile(r"version-(\d+)", re.ASCII)
+
+
+class _HashedFile(msgspec.Struct, forbid_unknown_fields=True):
+    bytes: int
+    sha256: str
+
+
+class _Hashes(msgspec.Struct, forbid_unknown_fields=True):
+    version: int
+    files: dict[str, _HashedFile]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +137,10 @@ class DiskSink:
             shutil.rmtree(final)
         os.rename(self._partial, final)
         sync(self._folder)
-        for old in versions(self._folder)[:-KEPT_VERSIONS]:
+        # Later ones are of steps that a run which went back to a checkpoint makes again.
+        there = versions(self._folder)
+        kept = [version for version in there if version <= self._version][-KEPT_VERSIONS:]
+        for old in set(there) - set(kept):
             shutil.rmtree(self._folder / version_name(old))
 
 
@@ -134,8 +150,9 @@ def version_name(version: int) -> str:
 
 
 def versions(folder: Path) -> list[int]:
-    """The whole versions of a folder, oldest first."""
-    return sorted(int(path.name.removeprefix("version-")) for path in folder.glob("version-*"))
+    """The whole versions of a folder, oldest first; what has another name than `version_name` gives is none."""
+    found = (_VERSION.fullmatch(path.name) for path in folder.glob("version-*"))
+    return sorted(int(match[1]) for match in found if match and match[0] == version_name(int(match[1])))
 
 
 def read_version(folder: Path, version: int) -> Iterator[tuple[str, Tensor]]:
@@ -155,21 +172,22 @@ def read_version(folder: Path, version: int) -> Iterator[tuple[str, Tensor]]:
                     yield key, handle.get_tensor(key)
 
 
-def _check(path: Path, version: int) -> Mapping[str, Mapping[str, Any]]:
+def _check(path: Path, version: int) -> list[str]:
+    """The files of a version, each found to be what was written."""
     if not (path / HASHES).is_file():
         raise _broken(path, f"no {HASHES}", "a whole version", "wait for the trainer to write it")
     try:
-        listing = json.loads((path / HASHES).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise _broken(path, f"{HASHES}: {error}", "JSON", "have the trainer write the version again") from error
-    if listing["version"] != version:
-        raise _broken(path, f"version {listing['version']}", f"version {version}", "do not rename version folders")
-    for name, expected in listing["files"].items():
+        listing = msgspec.json.decode((path / HASHES).read_bytes(), type=_Hashes)
+    except msgspec.DecodeError as error:
+        raise _broken(path, f"{HASHES}: {error}", "the list of files", "write the version again") from error
+    if listing.version != version:
+        raise _broken(path, f"version {listing.version}", f"version {version}", "do not rename version folders")
+    for name, expected in listing.files.items():
         file = path / name
-        seen = {"bytes": file.stat().st_size, "sha256": _sha256(file)} if file.is_file() else "missing"
+        seen = _HashedFile(file.stat().st_size, _sha256(file)) if file.is_file() else "missing"
         if seen != expected:
             raise _broken(file, seen, expected, "the file changed after it was written; write the version again")
-    return listing["files"]
+    return list(listing.files)
 
 
 def _broken(path: Path, seen: object, expected: object, remedy: str) -> WeightSyncError:

@@ -233,6 +233,16 @@ def test_parallel_sizes_start_ranks_that_share_one_run_dir(
     assert handed_over == []
 
 
+@pytest.mark.parametrize(
+    ("name", "can_go_on"), [("1-rl-000004", True), ("best", False), (".1-rl-000004.partial", False)]
+)
+def test_only_a_checkpoint_of_our_own_is_gone_on_from(name: str, can_go_on: bool, tmp_path: Path):
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / name).mkdir()
+    config = load_config(["recipe=tiny", f"run_dir='{tmp_path / 'run'}'"], command="train")
+    assert cli._can_go_on(config) == can_go_on
+
+
 def test_overrides_are_enough_for_any_layout(tmp_path: Path, launched, handed_over: list[object]):
     layout = ["parallel.tensor=2", "parallel.expert=2", "parallel.pipeline=2", "parallel.virtual_pipeline=2"]
     assert cli.main(["train", "recipe=tiny", *layout, f"run_dir='{tmp_path}'"]) == 5

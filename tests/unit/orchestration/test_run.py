@@ -1,7 +1,9 @@
-"""What a run does about updates that the optimizer skipped."""
+"""What a run does about updates that the optimizer skipped, and with which stored states it can go on."""
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,7 +15,7 @@ from factories import make_trajectory, same_trajectory
 from moerl.contract.batch import TrainSample
 from moerl.contract.disk import read_parquet
 from moerl.errors import MoerlError
-from moerl.orchestration.run import Run
+from moerl.orchestration.run import Run, RunState, find_state_problem
 from moerl.trainer.optimizer import UpdateReport
 
 
@@ -74,3 +76,35 @@ def test_one_more_than_the_allowed_skipped_updates_in_a_row_stops_every_rank(has
     assert "3 skipped updates in a row" in str(caught.value)
     assert "max_skipped_updates = 2" in str(caught.value)
     assert (tmp_path / "skipped" / "rl-000003-0.parquet").exists() == has_samples
+
+
+def stored(**changes: Any) -> dict[str, Any]:
+    run = RunState(tokens_trained=7, wall_seconds=1.5, quarantine={"admitted": 3}, mismatch={"both": {"kl": 0.5}})
+    return json.loads(json.dumps({"stage": "rl", "step": 4, "run": asdict(run) | changes}))
+
+
+def test_a_stored_state_can_be_gone_on_with() -> None:
+    assert find_state_problem(stored()) is None
+    old = stored()
+    del old["run"]["mismatch_first"]
+    assert find_state_problem(old) is None
+
+
+@pytest.mark.parametrize(
+    ("state", "problem"),
+    [
+        ({}, "no stage of a run: None"),
+        (stored() | {"stage": "dpo"}, "no stage of a run: 'dpo'"),
+        (stored() | {"run": None}, "its run state is not one: Expected `object`, got `null`"),
+        ({"stage": "rl", "step": 4}, "its run state is not one: Expected `object`, got `null`"),
+        (stored() | {"run": [1]}, "its run state is not one: Expected `object`, got `array`"),
+        (stored(tokens_trained="7"), "its run state is not one: Expected `int`, got `str` - at `$.tokens_trained`"),
+        (stored(quarantine={"admitted": [3]}), "its run state is not one: Expected `int`, got `array`"),
+        (stored(mismatch={"both": 0.5}), "its run state is not one: Expected `object`, got `float`"),
+        (stored(of_the_future=1), "its run state has unknown keys: of_the_future"),
+    ],
+)
+def test_a_state_that_is_not_one_of_a_run_is_named(state: dict[str, Any], problem: str) -> None:
+    found = find_state_problem(state)
+    assert found is not None
+    assert found.startswith(problem)

@@ -21,6 +21,7 @@ from ranks import Ranks
 from moerl.errors import CheckpointError
 
 LENGTHS = (9, 14)
+NAMES = [f"1-rl-{step:06d}" for step in range(4)]
 DiskUsage = namedtuple("DiskUsage", "total used free")
 
 
@@ -35,6 +36,10 @@ def open_saver(folder: Path) -> Any:
 
     store = CheckpointStore(folder, keep=2)
     return store, Saver(store)
+
+
+def save(saver: Any, number: int, staged: Any) -> None:
+    saver.save(NAMES[number], staged, tiny_moe.checkpoint_state(NAMES[number]))
 
 
 class Gate:
@@ -68,7 +73,7 @@ def train_while_it_is_written(where: Any, path: Path, folder: Path) -> None:
         with saver:
             step(trainer, 1)
             saved = tiny_moe.exported(trainer)
-            saver.save("1", trainer.stage(), {"step": 1})
+            save(saver, 1, trainer.stage())
             step(trainer, 2)
             saver.poll()
             assert store.latest() is None
@@ -76,7 +81,7 @@ def train_while_it_is_written(where: Any, path: Path, folder: Path) -> None:
     finally:
         gate.close()
     found = store.latest()
-    assert found.state == {"step": 1}
+    assert found.state == tiny_moe.checkpoint_state(NAMES[1])
     trainer.restore(found.path)
     assert tiny_moe.largest_difference(tiny_moe.exported(trainer), saved) == 0.0
 
@@ -92,13 +97,13 @@ def save_twice(where: Any, path: Path, folder: Path) -> None:
     store, saver = open_saver(folder)
     try:
         with saver:
-            saver.save("1", trainer.stage(), {})
+            save(saver, 1, trainer.stage())
             threading.Timer(0.2, gate.open.set).start()
-            saver.save("2", trainer.stage(), {})
-            assert "1" in store.names()
+            save(saver, 2, trainer.stage())
+            assert NAMES[1] in store.names()
     finally:
         gate.close()
-    assert store.names() == ["1", "2"]
+    assert store.names() == [NAMES[1], NAMES[2]]
 
 
 def test_a_second_checkpoint_waits_for_the_first(untied: Path, tmp_path: Path, one_process: Ranks) -> None:
@@ -129,23 +134,23 @@ def full_disk() -> Iterator[None]:
 def save_where_one_rank_fails(where: Any, path: Path, folder: Path, failing_rank: int) -> str:
     trainer = tiny_moe.build(where, path)
     store, saver = open_saver(folder)
-    saver.save("1", trainer.stage(), {"step": 1})
+    save(saver, 1, trainer.stage())
     saver.wait()
     fault = contextlib.nullcontext()
     if where.rank == failing_rank:
         fault = full_disk()
     with fault:
-        saver.save("2", trainer.stage(), {"step": 2})
+        save(saver, 2, trainer.stage())
         finish_checkpoints()
     with pytest.raises(CheckpointError) as caught:
         saver.poll()
     if where.is_main:
-        assert store.latest().state == {"step": 1}
-        assert [each.name for each in folder.iterdir()] == ["1"]
+        assert store.latest().state == tiny_moe.checkpoint_state(NAMES[1])
+        assert [each.name for each in folder.iterdir()] == [NAMES[1]]
     with saver:
-        saver.save("3", trainer.stage(), {"step": 3})
+        save(saver, 3, trainer.stage())
     if where.is_main:
-        assert store.latest().state == {"step": 3}
+        assert store.latest().state == tiny_moe.checkpoint_state(NAMES[3])
     return str(caught.value)
 
 
@@ -155,7 +160,7 @@ def test_a_rank_that_cannot_write_stops_all_with_its_reason_and_leaves_the_check
 ) -> None:
     messages = two_processes.run(save_where_one_rank_fails, untied, tmp_path, failing_rank, tensor=2)
     for message in messages:
-        assert "the checkpoint 2 was not written" in message
+        assert f"the checkpoint {NAMES[2]} was not written" in message
         assert f"rank {failing_rank}: OSError: [Errno 28] No space left on device" in message
         assert "free space" in message
 
@@ -163,17 +168,17 @@ def test_a_rank_that_cannot_write_stops_all_with_its_reason_and_leaves_the_check
 def save_where_nothing_is_free(where: Any, path: Path, folder: Path) -> str:
     trainer = tiny_moe.build(where, path)
     _, saver = open_saver(folder)
-    saver.save("1", trainer.stage(), {"step": 1})
+    save(saver, 1, trainer.stage())
     saver.wait()
     staged = trainer.stage()
     with (
         mock.patch("moerl.trainer.saver.shutil.disk_usage", return_value=DiskUsage(9, 0, 1000)),
         pytest.raises(CheckpointError) as caught,
     ):
-        saver.save("2", staged, {"step": 2})
+        save(saver, 2, staged)
     if where.is_main:
-        assert [each.name for each in folder.iterdir()] == ["1"]
-    written = sum(file.stat().st_size for file in (folder / "1").iterdir() if file.name != "manifest.json")
+        assert [each.name for each in folder.iterdir()] == [NAMES[1]]
+    written = sum(file.stat().st_size for file in (folder / NAMES[1]).iterdir() if file.name != "manifest.json")
     if where.world_size == 1:
         assert written <= staged.num_bytes < 2 * written
     saver.wait()
@@ -186,7 +191,7 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(
 ) -> None:
     ranks = one_process if tensor == 1 else two_processes
     for message in ranks.run(save_where_nothing_is_free, untied, tmp_path, tensor=tensor):
-        assert "the disk is too full for the checkpoint 2; the one before it is whole" in message
+        assert f"the disk is too full for the checkpoint {NAMES[2]}; the one before it is whole" in message
         assert "seen: 1000 bytes free" in message
         assert "lower checkpoint.keep" in message
 
@@ -197,7 +202,7 @@ def fail_while_a_write_fails(where: Any, path: Path, folder: Path) -> list[str]:
 
     def fail() -> None:
         with full_disk(), saver:
-            saver.save("1", trainer.stage(), {})
+            save(saver, 1, trainer.stage())
             raise ValueError("training failed")
 
     with pytest.raises(ValueError, match="training failed") as caught:
@@ -207,7 +212,7 @@ def fail_while_a_write_fails(where: Any, path: Path, folder: Path) -> list[str]:
 
 def test_an_error_of_training_is_not_hidden_by_one_of_saving(untied: Path, tmp_path: Path, one_process: Ranks) -> None:
     ((note,),) = one_process.run(fail_while_a_write_fails, untied, tmp_path)
-    assert "the checkpoint 1 was not written" in note
+    assert f"the checkpoint {NAMES[1]} was not written" in note
 
 
 # --- a file system that is really full -------------------------------------------------------------------------------
@@ -236,16 +241,16 @@ def wrong_once(path):
     shutil.disk_usage = disk_usage
     return namedtuple("DiskUsage", "free")(1 << 40)
 
-for name in ("1", "2", "3"):
-    if name == "3":
+for name in {names!r}:
+    if name == {names[2]!r}:
         shutil.disk_usage = wrong_once
     try:
-        saver.save(name, trainer.stage(), {{"name": name}})
+        saver.save(name, trainer.stage(), tiny_moe.checkpoint_state(name))
         saver.wait()
     except CheckpointError as error:
         refusals.append(str(error))
-assert [path.name for path in store.folder.iterdir()] == ["1"]
-assert store.latest().state == {{"name": "1"}}
+assert [path.name for path in store.folder.iterdir()] == [{names[0]!r}]
+assert store.latest().state == tiny_moe.checkpoint_state({names[0]!r})
 print("\\n".join(refusals))
 """
 
@@ -262,7 +267,9 @@ def can_mount() -> bool:
 def test_on_a_full_disk_the_checkpoint_before_stays_whole(untied: Path, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
-    code = ON_A_SMALL_DISK.format(tests=str(Path(__file__).parents[2]), model=str(untied), disk=str(disk))
+    code = ON_A_SMALL_DISK.format(
+        tests=str(Path(__file__).parents[2]), model=str(untied), disk=str(disk), names=NAMES[1:4]
+    )
     script = 'mount -t tmpfs -o size=8m none "$1" && exec "$2" -W ignore -c "$3"'
     finished = subprocess.run(
         ["unshare", "-rm", "sh", "-c", script, "sh", str(disk), sys.executable, code],
@@ -272,6 +279,6 @@ def test_on_a_full_disk_the_checkpoint_before_stays_whole(untied: Path, tmp_path
     )
     assert finished.returncode == 0, finished.stderr
     refused, failed = finished.stdout.splitlines()
-    assert refused.startswith("the disk is too full for the checkpoint 2; ")
-    assert failed.startswith("the checkpoint 3 was not written; seen: rank 0: ")
+    assert refused.startswith(f"the disk is too full for the checkpoint {NAMES[2]}; ")
+    assert failed.startswith(f"the checkpoint {NAMES[3]} was not written; seen: rank 0: ")
     assert "the disk is full: " in failed, failed

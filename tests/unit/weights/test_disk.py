@@ -143,6 +143,32 @@ def test_the_newest_two_versions_stay_and_one_can_be_written_again(tmp_path: Pat
     assert dict(read_version(tmp_path, 3)).keys() == FIRST.keys()
 
 
+def test_a_run_that_went_back_keeps_what_it_writes_and_drops_the_versions_of_the_steps_it_makes_again(tmp_path: Path):
+    for version in (9, 10, 11):
+        write(tmp_path, version)
+    write(tmp_path, 6)
+    assert versions(tmp_path) == [6]
+    assert dict(read_version(tmp_path, 6))
+
+
+def test_a_folder_of_another_name_is_no_version_and_stays(tmp_path: Path):
+    for name in ("version-best", "version-00000001-copy", "version-7", "version-00000001.old"):
+        (tmp_path / name).mkdir()
+    for version in (1, 2, 3):
+        write(tmp_path, version)
+    assert versions(tmp_path) == [2, 3]
+    assert len(list(tmp_path.iterdir())) == 6
+
+
+@pytest.mark.parametrize(
+    "content", ["[]", "{}", '{"version": 4, "files": {"a": 1}}', '{"version": 4, "files": {"../a": {"bytes": 1}}}']
+)
+def test_a_list_of_hashes_that_is_none_is_refused(content: str, tmp_path: Path):
+    (write(tmp_path) / HASHES).write_text(content)
+    with pytest.raises(WeightSyncError, match=HASHES):
+        list(read_version(tmp_path, 4))
+
+
 def test_only_gathered_buckets_are_written(tmp_path: Path):
     sink = DiskSink(tmp_path, rank=0, roots=(0,))
     sink.begin_update(0)
