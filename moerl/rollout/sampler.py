@@ -6,7 +6,7 @@ C = candidates, the largest logits of a row in descending order, M = the largest
 For one row with logits z, temperature T and p = softmax(z / T), the semantics are those of SGLang's torch path:
 
 1. top-k and top-p are applied *jointly* to p: a token stays where its rank is below top_k and the mass of the
-   tokens ranked before it does not exceed top_p;
+   tokens ranked before it does not exceed top_p, which is compared in float64, and not at all where top_p is 1;
 2. then a token stays where p >= min_p * max(p);
 3. what is left, S = {w > 0}, is renormalised, and the token is drawn from it.
 
@@ -31,14 +31,19 @@ from moerl.errors import EngineError
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _ROUNDING = 1e-6
+"""Least amount by which a float32 logarithm may be too large."""
+
+_RELATIVE_ROUNDING = 4 * torch.finfo(torch.float32).eps
+"""The same, relative to the terms of the difference that it is."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowParams:
     """Sampling parameters of N rows.
 
-    temperature, top_p, min_p: float32 [N] (greedy rows hold temperature 1 and top_k 1). top_k: int64 [N], 0 where
-    the full vocabulary is open. greedy: bool [N]. max_top_k: the largest top_k. any_open: some row has top_k 0.
+    temperature: float32 [N]. top_p, min_p: float64 [N] (greedy rows hold temperature 1, top_p 1 and top_k 1).
+    top_k: int64 [N], 0 where the full vocabulary is open. greedy: bool [N]. max_top_k: the largest top_k. any_open:
+    some row has top_k 0. any_top_p: some row has a top_p below 1.
     """
 
     temperature: Tensor
@@ -48,20 +53,24 @@ class RowParams:
     greedy: Tensor
     max_top_k: int
     any_open: bool
+    any_top_p: bool
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], device: torch.device | str = "cpu") -> RowParams:
         """One row per element of `params`."""
         top_k = [1 if p.is_greedy else (p.effective_top_k or 0) for p in params]
-        f32 = {"dtype": torch.float32, "device": device}
+        temperature = [1.0 if p.is_greedy else p.temperature for p in params]
+        top_p = [1.0 if p.is_greedy else p.top_p for p in params]
+        min_p = [0.0 if p.is_greedy else p.min_p for p in params]
         return cls(
-            temperature=torch.tensor([1.0 if p.is_greedy else p.temperature for p in params], **f32),
-            top_p=torch.tensor([1.0 if p.is_greedy else p.top_p for p in params], **f32),
-            min_p=torch.tensor([0.0 if p.is_greedy else p.min_p for p in params], **f32),
+            temperature=torch.tensor(temperature, dtype=torch.float32, device=device),
+            top_p=torch.tensor(top_p, dtype=torch.float64, device=device),
+            min_p=torch.tensor(min_p, dtype=torch.float64, device=device),
             top_k=torch.tensor(top_k, dtype=torch.int64, device=device),
             greedy=torch.tensor([p.is_greedy for p in params], dtype=torch.bool, device=device),
             max_top_k=max(top_k),
             any_open=min(top_k) == 0,
+            any_top_p=min(top_p) < 1.0,
         )
 
     def rows(self, index: Tensor) -> RowParams:
@@ -74,6 +83,7 @@ class RowParams:
             self.greedy[index],
             self.max_top_k,
             self.any_open,
+            self.any_top_p,
         )
 
 
@@ -160,7 +170,7 @@ def _sample_cut(z_NV: Tensor, log_z_N: Tensor, params: RowParams, u_N: Tensor, c
     """Rows with a finite top-k: only the largest max_top_k logits (and one more, to see ties) are looked at."""
     num_vocab = z_NV.shape[1]
     values_NC, ids_NC = z_NV.topk(min(params.max_top_k + 1, num_vocab), dim=-1)
-    sizes_N = _kept_sizes(values_NC, log_z_N, params, num_vocab)
+    sizes_N = _kept_sizes(z_NV, values_NC, log_z_N, params)
     width = int(sizes_N.max())
     kept_NM = torch.arange(width, device=z_NV.device)[None, :] < sizes_N[:, None]
     ids_NM = torch.where(kept_NM, ids_NC[:, :width], num_vocab)
@@ -181,25 +191,39 @@ def _sample_cut(z_NV: Tensor, log_z_N: Tensor, params: RowParams, u_N: Tensor, c
         kept_ids = torch.zeros(0, dtype=torch.int32, device=z_NV.device)
     return Draws(
         token_ids=ids_NM.gather(1, columns)[:, 0],
-        rollout_logprobs=_clamp_rounding(logprobs).masked_fill_(params.greedy, 0.0),
-        kept_logmass=_clamp_rounding(kept_logmass),
+        rollout_logprobs=_clamp_rounding(logprobs, log_kept_N).masked_fill_(params.greedy, 0.0),
+        kept_logmass=_clamp_rounding(kept_logmass, log_z_N),
         truncated=torch.full_like(params.greedy, capture),
         kept_ids=kept_ids,
         kept_sizes=sizes_N if capture else torch.zeros_like(sizes_N),
     )
 
 
-def _kept_sizes(values_NC: Tensor, log_z_N: Tensor, params: RowParams, num_vocab: int) -> Tensor:
+def _kept_sizes(z_NV: Tensor, values_NC: Tensor, log_z_N: Tensor, params: RowParams) -> Tensor:
     """How many of the largest tokens stay: int64 [N], at least 1. Every rule keeps a prefix of the ranking."""
-    probs_NC = torch.exp(values_NC - log_z_N[:, None])
-    mass_before_NC = probs_NC.cumsum(-1).roll(1, dims=-1)
-    mass_before_NC[:, 0] = 0.0
+    num_vocab = z_NV.shape[1]
+    weights_NC = (values_NC - values_NC[:, :1].double()).exp()
     rank_C = torch.arange(values_NC.shape[1], device=values_NC.device)
     keep_NC = rank_C[None, :] < params.top_k[:, None].clamp(max=num_vocab)
-    keep_NC &= mass_before_NC <= params.top_p[:, None]
-    keep_NC &= probs_NC >= probs_NC[:, :1] * params.min_p[:, None]
-    keep_NC &= probs_NC > 0
+    keep_NC &= weights_NC >= params.min_p[:, None]
+    # Ids whose probability is 0 in float32 are never drawn.
+    keep_NC &= torch.exp(values_NC - log_z_N[:, None]) > 0
+    if params.any_top_p:
+        before_NC = weights_NC.cumsum(-1) - weights_NC
+        allowed_N1 = params.top_p[:, None] * _total_weight(z_NV, values_NC, weights_NC)
+        # No sum is compared where top_p is 1: whatever rounding made of it would cut off the tail.
+        keep_NC &= (before_NC <= allowed_N1) | (params.top_p[:, None] >= 1.0)
     return keep_NC.sum(-1).clamp_(min=1)
+
+
+def _total_weight(z_NV: Tensor, values_NC: Tensor, weights_NC: Tensor) -> Tensor:
+    """float64 [N, 1]: sum over the vocabulary of exp(z - max z); to 1e-7 of what lies outside of the candidates."""
+    total_N1 = weights_NC.sum(-1, keepdim=True)
+    if values_NC.shape[1] == z_NV.shape[1]:
+        return total_N1
+    largest_N1 = values_NC[:, :1]
+    sums = [(z - largest_N1).exp().sum(-1, keepdim=True, dtype=torch.float64) for z in (z_NV, values_NC)]
+    return total_N1 + (sums[0] - sums[1]).clamp_(min=0.0)
 
 
 def _break_ties(z_NV: Tensor, values_NC: Tensor, sizes_N: Tensor, ids_NM: Tensor) -> None:
@@ -233,9 +257,11 @@ def _draw(weights_NM: Tensor, u_N: Tensor) -> Tensor:
     return torch.searchsorted(cdf_NM, target_N[:, None], right=True)[:, 0]
 
 
-def _clamp_rounding(logs: Tensor) -> Tensor:
-    """Values within 1e-6 above 0 become 0; larger ones are left for the contract to refuse."""
-    return torch.where((logs > 0) & (logs <= _ROUNDING), torch.zeros_like(logs), logs)
+def _clamp_rounding(logs: Tensor, terms: Tensor) -> Tensor:
+    """Differences of float32 numbers of the size of `terms` that lie above 0 by no more than rounding become 0; larger
+    ones are left for the contract to refuse."""
+    bounds = (_RELATIVE_ROUNDING * terms.abs()).clamp_(min=_ROUNDING)
+    return torch.where((logs > 0) & (logs <= bounds), torch.zeros_like(logs), logs)
 
 
 def _join(cut: Draws, uncut: Draws, order: Tensor) -> Draws:

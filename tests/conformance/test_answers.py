@@ -85,6 +85,18 @@ def test_top_p_alone_gets_the_finite_top_k_of_the_contract(build: Build):
     assert trajectory.turns[1].sampling == sampling
 
 
+def test_sharp_distributions_keep_all_that_top_k_and_min_p_allow(build: Build):
+    """Where a few tokens have nearly all of the mass, a float32 sum over the others exceeds 1 before its end."""
+    sharp = SamplingParams(temperature=0.1, top_k=40)
+    kinds = [sharp, replace(sharp, min_p=1e-30), replace(sharp, top_p=0.9)]
+    requests = [replace(r, sampling=replace(kinds[i % 3], seed=i)) for i, r in enumerate(make_requests(12))]
+    for trajectory in collect(build(), requests).values():
+        sampling = trajectory.turns[1].sampling
+        assert sampling is not None
+        sizes = trajectory.kept.sizes[trajectory.sampled]
+        assert (sizes == 40).all() if sampling.top_p == 1 else (sizes < 40).all()
+
+
 def test_greedy_takes_the_most_likely_token_with_logprob_zero(build: Build, subject: Subject):
     model = subject.model(0)
     request = replace(make_requests(5)[4], stop_ids=())

@@ -29,6 +29,10 @@ MAX_ANSWER_BYTES = 1 << 30
 """Largest compact field, decompressed."""
 
 _ROUNDING = 1e-6
+"""Least amount by which a float32 log-prob may be too large."""
+
+_RELATIVE_ROUNDING = 4 * np.finfo(np.float32).eps
+"""The same, relative to the log-prob over the full vocabulary."""
 
 
 class CompactAnswer(msgspec.Struct, forbid_unknown_fields=True):
@@ -229,11 +233,11 @@ def _logprobs(
     """rollout_logprobs and kept_logmass of the sampled tokens."""
     full = read_array(answer.logprobs, np.float32, count, "logprobs")
     if not request.sampling.cuts:
-        return _clamp_rounding(full), np.zeros(count, np.float32)
+        return _clamp_rounding(full, full), np.zeros(count, np.float32)
     kept = read_array(answer.kept_logprobs, np.float32, count, "kept_logprobs")
     if request.sampling.is_greedy:
         return kept, np.zeros(count, np.float32)
-    return _clamp_rounding(kept), _clamp_rounding(full - kept)
+    return _clamp_rounding(kept, full), _clamp_rounding(full - kept, full)
 
 
 def _kept_sets(
@@ -277,6 +281,8 @@ def _is_version(label: str) -> bool:
     return label.isdecimal() and len(label) < 10
 
 
-def _clamp_rounding(logs: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Values within 1e-6 above 0 become 0; larger ones are left for the contract to refuse."""
-    return np.where((logs > 0) & (logs <= _ROUNDING), np.float32(0), logs)
+def _clamp_rounding(logs: NDArray[np.float32], terms: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Values above 0 by no more than the rounding of numbers of the size of `terms` become 0; larger ones are left for
+    the contract to refuse."""
+    bounds = np.maximum(_ROUNDING, _RELATIVE_ROUNDING * np.abs(terms))
+    return np.where((logs > 0) & (logs <= bounds), np.float32(0), logs)

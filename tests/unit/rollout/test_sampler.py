@@ -35,7 +35,8 @@ def _oracle(logits: np.ndarray, p: SamplingParams) -> np.ndarray:
     top_k = p.effective_top_k or num_vocab
     weights, before = np.zeros(num_vocab), 0.0
     for rank, token in enumerate(order):
-        if rank < top_k and before <= p.top_p and probs[token] >= p.min_p * probs.max():
+        inside = p.top_p >= 1 or before <= p.top_p
+        if rank < top_k and inside and probs[token] >= p.min_p * probs.max():
             weights[token] = probs[token]
         before += probs[token]
     return weights
@@ -80,6 +81,44 @@ def test_logprobs_and_kept_mass_match_a_float64_oracle(num_vocab: int):
         assert float(draws.kept_logmass[row]) == pytest.approx(expected_mass, abs=2e-6)
     assert (draws.rollout_logprobs <= 0).all()
     assert (draws.kept_logmass <= 0).all()
+
+
+def test_without_top_p_no_mass_is_cut_off():
+    # The float32 sum of these probabilities reaches 1.0000001 before the last two.
+    draws = _draw(torch.tensor([[2.8, 4.1, 3.4, 18.5]]), [SamplingParams(top_k=4)])
+    assert _kept(draws) == [[0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize("num_vocab", [64, 6000])
+def test_sharp_rows_keep_every_id_that_top_k_and_min_p_allow(num_vocab: int):
+    logits = _logits(300, num_vocab, seed=7, scale=6.0)
+    together = [SamplingParams(top_k=40), SamplingParams(top_k=40, min_p=1e-12), SamplingParams(top_k=9, top_p=0.8)]
+    draws = _draw(logits, [together[i % 3] for i in range(300)])
+    for row, kept in enumerate(_kept(draws)):
+        weights = _oracle(logits[row].numpy(), together[row % 3])
+        assert kept == np.flatnonzero(weights).tolist()
+        assert int(draws.token_ids[row]) in kept
+
+
+@pytest.mark.parametrize("top_p", [0.9999999, 1 - 1e-6, 0.999, 0.5])
+@pytest.mark.parametrize("num_vocab", [64, 6000])
+def test_a_top_p_near_one_cuts_what_lies_beyond_it_and_no_more(num_vocab: int, top_p: float):
+    logits = _logits(200, num_vocab, seed=8, scale=6.0)
+    params = SamplingParams(top_p=top_p)
+    draws = _draw(logits, [params] * 200)
+    for row, kept in enumerate(_kept(draws)):
+        weights = _oracle(logits[row].numpy(), params)
+        assert kept == np.flatnonzero(weights).tolist()
+        assert int(draws.token_ids[row]) in kept
+
+
+@pytest.mark.parametrize("offset", [0.0, 20.0, 1000.0])
+def test_rounding_never_leaves_a_mass_above_one(offset: float):
+    logits = _logits(2000, 100, seed=9, scale=3.0) + offset
+    logits[:, 60:] -= 60.0
+    draws = _draw(logits, [SamplingParams(top_k=60, seed=i) for i in range(2000)])
+    assert (draws.kept_logmass <= 0).all()
+    assert (draws.rollout_logprobs <= 0).all()
 
 
 def test_top_k_and_top_p_are_joint_and_not_one_after_the_other():

@@ -92,6 +92,10 @@ def test_where_nothing_is_cut_the_full_logprobs_count():
 def test_rounding_above_zero_is_clamped_and_more_is_left_for_the_contract():
     tiny = trajectory(SamplingParams(), logprobs=np.array([5e-7, -1, -1, -1], "<f4").tobytes())
     assert tiny.rollout_logprobs[3] == 0
+    rounded = np.array([-20.0, -1, -1, -1], "<f4")
+    above = np.nextafter(rounded, -np.inf, dtype="<f4")
+    nearly_all = trajectory(SamplingParams(top_k=2), logprobs=rounded.tobytes(), kept_logprobs=above.tobytes())
+    assert not nearly_all.kept_logmass.any()
     with pytest.raises(ContractError) as caught:
         trajectory(SamplingParams(), logprobs=np.array([0.5, -1, -1, -1], "<f4").tobytes())
     assert caught.value.reason == Reason.LOGPROB_POSITIVE
