@@ -113,7 +113,7 @@ def decode_batches(
     Raises:
         ContractError: With the reason code of the first thing found wrong.
     """
-    message, rest = open_sealed(unpack_frame(frame, FrameKind.BATCHES, limits), _decoder)
+    message, rest = open_sealed(unpack_frame(frame, FrameKind.BATCHES, limits), _decoder, limits)
     for name, value in message.facts.items():
         _demand(math.isfinite(value), Reason.VALUE_NOT_FINITE, f"facts[{name!r}]", value, "a finite number")
     batches = []

@@ -52,6 +52,11 @@ class WireLimits:
     max_frame_bytes: int = 1 << 30
     max_payload_bytes: int = 2 << 30
 
+    @property
+    def max_values(self) -> int:
+        """How many values (names, numbers, arrays) a document may hold; as objects each takes a hundred bytes or so."""
+        return min(1 << 20, max(1 << 10, self.max_payload_bytes >> 7))
+
 
 DEFAULT_LIMITS = WireLimits()
 

@@ -7,21 +7,29 @@ are `moerl.contract.reasons.Reason`. Per-record facts and turns are here, kept s
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from moerl.contract.demands import (
+    INT32_MAX,
+    INT64_MAX,
+    MAX_NAMES,
+    demand_range,
+    demand_text,
+    demand_type,
+    is_finite,
+    is_int,
+    is_number,
+    shown,
+)
 from moerl.contract.reasons import Reason
 from moerl.contract.supports import check_expert_ids, check_kept_sets, refuse_where
 from moerl.errors import ContractError
 
 if TYPE_CHECKING:
     from moerl.contract.trajectory import ModelSpec, SamplingParams, Trajectory
-
-_INT32_MAX = 2**31 - 1
-_INT64_MAX = 2**63 - 1
 
 
 def check_trajectory(trajectory: Trajectory) -> None:
@@ -58,22 +66,6 @@ def check_versions(trajectory: Trajectory, trainer_version: int) -> None:
     )
 
 
-def _is_int(value: object) -> bool:
-    """True for Python and numpy integers, not for booleans."""
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
-
-
-def _is_number(value: object) -> bool:
-    return _is_int(value) or isinstance(value, float | np.floating)
-
-
-def _is_finite(value: Any) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # an integer beyond float64
-        return False
-
-
 def _check_types(trajectory: Trajectory) -> None:
     # A late import: trajectory.py imports this module at its top.
     from moerl.contract import trajectory as schema
@@ -91,80 +83,66 @@ def _check_types(trajectory: Trajectory) -> None:
         "attempt": int,
     }
     for name, kind in expected.items():
-        _demand_type(getattr(trajectory, name), kind, name)
+        demand_type(getattr(trajectory, name), kind, name)
     for index, turn in enumerate(trajectory.turns):
-        _demand_type(turn, schema.Turn, f"turns[{index}]")
-        _demand_type(turn.kind, schema.TurnKind, f"turns[{index}].kind")
+        demand_type(turn, schema.Turn, f"turns[{index}]")
+        demand_type(turn.kind, schema.TurnKind, f"turns[{index}].kind")
         if turn.sampling is not None:
-            _demand_type(turn.sampling, schema.SamplingParams, f"turns[{index}].sampling")
-    _demand_range(trajectory.attempt, 0, _INT32_MAX, "attempt")
-    _demand_text(trajectory.engine_id, "engine_id")
-
-
-def _demand_type(value: object, kind: type, name: str) -> None:
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise ContractError(Reason.WRONG_TYPE, field=name, seen=type(value).__name__, expected=kind.__name__)
-
-
-def _demand_range(value: Any, low: int, high: int, name: str, reason: Reason = Reason.VALUE_OUT_OF_RANGE) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise ContractError(reason, field=name, seen=repr(value), expected=f"an integer in [{low}, {high}]")
-
-
-def _demand_text(value: object, name: str) -> None:
-    _demand_type(value, str, name)
-    try:
-        str(value).encode()
-    except UnicodeEncodeError as error:
-        raise ContractError(
-            Reason.TEXT_NOT_UTF8, field=name, seen=ascii(value), expected="text that UTF-8 can encode"
-        ) from error
+            demand_type(turn.sampling, schema.SamplingParams, f"turns[{index}].sampling")
+    demand_range(trajectory.attempt, 0, INT32_MAX, "attempt")
+    demand_text(trajectory.engine_id, "engine_id")
 
 
 def _check_spec(spec: ModelSpec) -> None:
     reason = Reason.SPEC_INVALID
-    _demand_range(spec.num_moe_layers, 1, _INT32_MAX, "spec.num_moe_layers", reason)
-    _demand_range(spec.num_experts, 1, 65536, "spec.num_experts", reason)
-    _demand_range(spec.experts_per_token, 1, spec.num_experts, "spec.experts_per_token", reason)
-    _demand_range(spec.vocab_size, 1, _INT32_MAX, "spec.vocab_size", reason)
-    _demand_text(spec.fingerprint, "spec.fingerprint")
+    demand_range(spec.num_moe_layers, 1, INT32_MAX, "spec.num_moe_layers", reason)
+    demand_range(spec.num_experts, 1, 65536, "spec.num_experts", reason)
+    demand_range(spec.experts_per_token, 1, spec.num_experts, "spec.experts_per_token", reason)
+    demand_range(spec.vocab_size, 1, INT32_MAX, "spec.vocab_size", reason)
+    demand_text(spec.fingerprint, "spec.fingerprint")
 
 
 def _check_lineage(trajectory: Trajectory) -> None:
     lineage = trajectory.lineage
     for name in ("rollout_id", "prompt_id", "group_id"):
         value = getattr(lineage, name)
-        _demand_text(value, f"lineage.{name}")
+        demand_text(value, f"lineage.{name}")
         if not value:
             raise ContractError(
                 Reason.LINEAGE_INCOMPLETE, field=f"lineage.{name}", seen="''", expected="a non-empty id"
             )
     for name in ("episode_id", "agent_id", "parent_rollout_id"):
-        _demand_text(getattr(lineage, name), f"lineage.{name}")
-    _demand_range(lineage.fork_at, -1, _INT32_MAX, "lineage.fork_at")
+        demand_text(getattr(lineage, name), f"lineage.{name}")
+    demand_range(lineage.fork_at, -1, INT32_MAX, "lineage.fork_at")
     if (lineage.fork_at >= 0) != bool(lineage.parent_rollout_id):
         raise ContractError(
             Reason.LINEAGE_INCOMPLETE,
             field="lineage.fork_at",
-            seen=f"fork_at={lineage.fork_at}, parent_rollout_id={lineage.parent_rollout_id!r}",
+            seen=f"fork_at={shown(lineage.fork_at)}, parent_rollout_id={lineage.parent_rollout_id!r}",
             expected="both for a fork, neither otherwise",
         )
 
 
 def _check_named_values(trajectory: Trajectory) -> None:
+    for group in ("rewards", "timings", "scores"):
+        count = len(getattr(trajectory, group))
+        if count > MAX_NAMES:
+            raise ContractError(
+                Reason.TOO_MANY_NAMES, field=group, seen=f"{count} names", expected=f"at most {MAX_NAMES}"
+            )
     for group in ("rewards", "timings"):
         for name, value in getattr(trajectory, group).items():
-            _demand_text(name, f"{group} name")
-            if not _is_number(value):
+            demand_text(name, f"{group} name")
+            if not is_number(value):
                 raise ContractError(
                     Reason.WRONG_TYPE, field=f"{group}[{name!r}]", seen=type(value).__name__, expected="a number"
                 )
-            if not _is_finite(value):
+            if not is_finite(value):
                 raise ContractError(
-                    Reason.VALUE_NOT_FINITE, field=f"{group}[{name!r}]", seen=value, expected="a finite number"
+                    Reason.VALUE_NOT_FINITE, field=f"{group}[{name!r}]", seen=shown(value), expected="a finite number"
                 )
     for name in trajectory.scores:
-        _demand_text(name, "scores name")
+        demand_text(name, "scores name")
 
 
 def _check_layout(trajectory: Trajectory) -> None:
@@ -190,9 +168,8 @@ def _check_layout(trajectory: Trajectory) -> None:
         _demand_array(score, np.dtype(np.float32), (num_tokens,), f"scores[{name!r}]")
 
 
-def _demand_array(value: object, dtype: np.dtype[Any], shape: tuple[int | None, ...], name: str) -> None:
-    if not isinstance(value, np.ndarray):
-        raise ContractError(Reason.WRONG_TYPE, field=name, seen=type(value).__name__, expected="ndarray")
+def _demand_array(value: Any, dtype: np.dtype[Any], shape: tuple[int | None, ...], name: str) -> None:
+    demand_type(value, np.ndarray, name)
     if value.dtype != dtype:
         raise ContractError(Reason.WRONG_DTYPE, field=name, seen=value.dtype, expected=dtype)
     agrees = value.ndim == len(shape) and all(
@@ -235,12 +212,12 @@ def _check_turns(trajectory: Trajectory) -> None:
     position = 0
     for index, turn in enumerate(trajectory.turns):
         name = f"turns[{index}]"
-        contiguous = _is_int(turn.start) and _is_int(turn.end) and turn.start == position < turn.end
+        contiguous = is_int(turn.start) and is_int(turn.end) and turn.start == position < turn.end
         if not contiguous:
             raise ContractError(
                 Reason.TURNS_DO_NOT_COVER,
                 field=name,
-                seen=f"[{turn.start!r}, {turn.end!r})",
+                seen=f"[{shown(turn.start)}, {shown(turn.end)})",
                 expected=f"a non-empty span that starts at {position}",
             )
         position = turn.end
@@ -255,7 +232,10 @@ def _check_turns(trajectory: Trajectory) -> None:
             _check_sampling(turn.sampling, f"{name}.sampling")
     if position != len(trajectory):
         raise ContractError(
-            Reason.TURNS_DO_NOT_COVER, field="turns", seen=f"end at {position}", expected=f"end at {len(trajectory)}"
+            Reason.TURNS_DO_NOT_COVER,
+            field="turns",
+            seen=f"end at {shown(position)}",
+            expected=f"end at {len(trajectory)}",
         )
     lengths = [turn.end - turn.start for turn in trajectory.turns]
     says_sampled = np.repeat([turn.kind is TurnKind.SAMPLED for turn in trajectory.turns], lengths)
@@ -273,22 +253,22 @@ def _check_sampling(sampling: SamplingParams, name: str) -> None:
 
     reason = Reason.SAMPLING_INVALID
     bounds = {
-        "temperature": lambda x: 0.0 <= x < np.inf,
+        "temperature": lambda x: x >= 0.0,
         "top_p": lambda x: 0.0 < x <= 1.0,
         "min_p": lambda x: 0.0 <= x < 1.0,
     }
     for key, holds in bounds.items():
         value = getattr(sampling, key)
-        if not _is_number(value) or not holds(value):
+        if not is_number(value) or not is_finite(value) or not holds(value):
             raise ContractError(
                 reason,
                 field=f"{name}.{key}",
-                seen=repr(value),
+                seen=shown(value),
                 expected="temperature in [0, inf), top_p in (0, 1], min_p in [0, 1)",
             )
     if sampling.top_k is not None:
-        _demand_range(sampling.top_k, 1, MAX_KEPT_IDS, f"{name}.top_k", reason)
-    _demand_range(sampling.seed, -_INT64_MAX - 1, _INT64_MAX, f"{name}.seed", reason)
+        demand_range(sampling.top_k, 1, MAX_KEPT_IDS, f"{name}.top_k", reason)
+    demand_range(sampling.seed, -INT64_MAX - 1, INT64_MAX, f"{name}.seed", reason)
 
 
 def _check_logprobs(trajectory: Trajectory) -> None:

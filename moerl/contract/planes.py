@@ -66,6 +66,10 @@ def pack_runs(values: NDArray[np.int32]) -> tuple[memoryview, memoryview]:
 def read_runs(values: Buffer, lengths: Buffer, count: int, field: str) -> NDArray[np.int32]:
     """int32 [count] from its run-length code; the total is compared before anything is expanded."""
     num_runs = len(lengths) // 4
+    if num_runs > count:
+        raise ContractError(
+            Reason.ARRAY_LENGTH_WRONG, field=field, seen=f"{num_runs} runs", expected=f"at most {count} tokens"
+        )
     run_lengths = read_array(lengths, np.uint32, num_runs, f"{field} lengths").astype(np.int64)
     run_values = read_array(values, np.int32, num_runs, f"{field} values")
     total = int(run_lengths.sum())
@@ -90,7 +94,8 @@ def read_expert_planes(data: Buffer, shape: tuple[int, int, int], dtype: np.dtyp
     num_rows, num_layers, top_k = shape
     demand_length(data, math.prod(shape) * dtype.itemsize, "expert_ids")
     planes = np.frombuffer(data, dtype.newbyteorder("<")).reshape(num_layers, num_rows, top_k)
-    words = np.ascontiguousarray(_as_words(planes).swapaxes(0, 1))
+    # Always a copy: a view, which one layer or one row would allow, keeps the whole payload in memory.
+    words = np.array(_as_words(planes).swapaxes(0, 1), order="C")
     return words.view(planes.dtype).astype(dtype, copy=False)
 
 
@@ -117,7 +122,9 @@ def read_kept_ids(data: Buffer, offsets: NDArray[np.int64]) -> NDArray[np.int32]
     deltas = np.ascontiguousarray(planes.T).view("<u4").reshape(-1)
     running = np.zeros(count + 1, np.uint32)
     np.cumsum(deltas, dtype=np.uint32, out=running[1:])
-    return (running[1:] - np.repeat(running[offsets[:-1]], np.diff(offsets))).view(np.int32)
+    del deltas
+    running[1:] -= np.repeat(running[offsets[:-1]], np.diff(offsets))
+    return running[1:].view(np.int32)
 
 
 def _as_bytes(array: NDArray[Any]) -> NDArray[np.uint8]:

@@ -15,6 +15,9 @@ class Reason(StrEnum):
     # Shape of the record
     MISSING_FIELD = "missing_field"
     UNKNOWN_FIELD = "unknown_field"
+    DUPLICATE_FIELD = "duplicate_field"
+    TEXT_TOO_LONG = "text_too_long"
+    TOO_MANY_NAMES = "too_many_names"
     WRONG_TYPE = "wrong_type"
     WRONG_DTYPE = "wrong_dtype"
     WRONG_SHAPE = "wrong_shape"

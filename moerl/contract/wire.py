@@ -1,8 +1,9 @@
 """The wire codec: trajectories as one frame of msgpack, from engine hosts to the trainer.
 
-Decoding is strict: unknown and missing fields, wrong types, wrong lengths, another model or fingerprint and anything
-the invariants refuse raise `ContractError`. Typed structs bound the nesting depth; no pickle. Framing, sizes and
-checksums are `moerl.contract.frame`, array layouts `moerl.contract.planes`. A payload is
+Decoding is strict: unknown, missing and repeated fields, too many values, wrong types, wrong lengths, another model or
+fingerprint and anything the invariants refuse raise `ContractError`. Typed structs and `moerl.contract.documents` bound
+depth and number of values; no pickle. Framing, sizes and checksums are `moerl.contract.frame`, array layouts
+`moerl.contract.planes`. A payload is
 
     document bytes u64 | document (msgpack) | expert ids of each trajectory in order, [L, S-1, K]
 """
@@ -18,6 +19,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from moerl.contract.documents import check_document
 from moerl.contract.frame import DEFAULT_LIMITS, FrameKind, WireLimits, pack_frame, unpack_frame
 from moerl.contract.planes import (
     array_bytes,
@@ -195,7 +197,7 @@ def decode_trajectories(frame: bytes, *, spec: ModelSpec, limits: WireLimits = D
 
 def decode_records(frame: bytes, *, spec: ModelSpec, limits: WireLimits = DEFAULT_LIMITS) -> list[RolloutRecord]:
     """Like `decode_trajectories`, but leaves the invariants to `Quarantine.admit`, record by record."""
-    message, expert_bytes = open_sealed(unpack_frame(frame, FrameKind.TRAJECTORIES, limits), _decoder)
+    message, expert_bytes = open_sealed(unpack_frame(frame, FrameKind.TRAJECTORIES, limits), _decoder, limits)
     if message.trajectories:
         check_same_spec(message.spec, spec)
     expert_ids = ExpertIds(expert_bytes, spec)
@@ -204,11 +206,13 @@ def decode_records(frame: bytes, *, spec: ModelSpec, limits: WireLimits = DEFAUL
     return records
 
 
-def open_sealed[Message](payload: bytes, decoder: msgspec.msgpack.Decoder[Message]) -> tuple[Message, memoryview]:
+def open_sealed[Message](
+    payload: bytes, decoder: msgspec.msgpack.Decoder[Message], limits: WireLimits
+) -> tuple[Message, memoryview]:
     """The typed document of a payload and the bytes behind it.
 
     Raises:
-        ContractError: `message_malformed`.
+        ContractError: `message_malformed`, `frame_too_large`, `text_too_long` or `duplicate_field`.
     """
     view = memoryview(payload)
     start = _DOCUMENT_BYTES.size
@@ -217,6 +221,7 @@ def open_sealed[Message](payload: bytes, decoder: msgspec.msgpack.Decoder[Messag
         raise ContractError(
             Reason.MESSAGE_MALFORMED, field="payload", seen=f"{len(view)} bytes", expected=f"{end} bytes or more"
         )
+    check_document(view[start:end], limits.max_values)
     try:
         return decoder.decode(view[start:end]), view[end:]
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -307,11 +312,19 @@ def to_values(message: TrajectoryMessage, spec: ModelSpec, expert_ids: ExpertIds
     """`Trajectory` field values by name, from a message whose array lengths all agree; content is not judged.
 
     Raises:
-        ContractError: `array_length_wrong`, or `too_short` for a trajectory without a sampled token.
+        ContractError: `array_length_wrong`, `turns_do_not_cover` for more turns than tokens, or `too_short` for a
+            trajectory without a sampled token.
     """
     num_tokens = message.num_tokens
     if num_tokens < 2:
         raise ContractError(Reason.TOO_SHORT, field="num_tokens", seen=num_tokens, expected="at least 2")
+    if len(message.turns) > num_tokens:
+        raise ContractError(
+            Reason.TURNS_DO_NOT_COVER,
+            field="turns",
+            seen=f"{len(message.turns)} turns",
+            expected=f"at most {num_tokens}, one for each token",
+        )
     # First of all: its length proves `num_tokens`, on which everything below spends memory.
     token_ids = read_array(message.token_ids, np.int32, num_tokens, "token_ids")
     offsets = np.zeros(num_tokens + 1, np.int64)

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from moerl.contract import (
     ContractError,
     KeptSets,
+    Lineage,
     ModelSpec,
     Reason,
     SamplingParams,
@@ -20,8 +21,41 @@ from moerl.contract import (
     TurnKind,
     check_trajectory,
 )
+from moerl.contract.demands import MAX_NAMES, MAX_TEXT_BYTES
 
 Values = dict[str, Any]
+
+
+class Text(str):
+    """Equal to anything, and not to be looked at."""
+
+    __slots__ = ()
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError("compared")
+
+    def __repr__(self) -> str:
+        raise RuntimeError("looked at")
+
+
+class Whole(int):
+    def __repr__(self) -> str:
+        raise RuntimeError("looked at")
+
+
+class Named(dict[str, float]):
+    pass
+
+
+class Array(np.ndarray):
+    pass
+
+
+HUGE = 10**5000
+"""Python refuses to write it as a decimal."""
+
+
 # Rows 0-2 prompt, 3-7 sampled from kept sets.
 BASE = make_trajectory(np.random.default_rng(7), scores={"teacher": np.zeros(8, np.float32)})
 
@@ -120,6 +154,35 @@ BROKEN: list[tuple[str, Reason, Callable[[Values], None]]] = [
     ("a NaN reward", Reason.VALUE_NOT_FINITE, swap_in("rewards", lambda _: {"reward": float("nan")})),
     ("an infinite timing", Reason.VALUE_NOT_FINITE, swap_in("timings", lambda _: {"decode": float("inf")})),
     ("a reward beyond float64", Reason.VALUE_NOT_FINITE, swap_in("rewards", lambda _: {"reward": 10**400})),
+    ("an id of a text's subclass", Reason.WRONG_TYPE, replaced("lineage", rollout_id=Text("r"))),
+    ("an id that is an array", Reason.WRONG_TYPE, replaced("lineage", group_id=np.array(["g", "h"]))),
+    ("an engine id of numpy's", Reason.WRONG_TYPE, swap_in("engine_id", np.str_)),
+    ("an attempt of an integer's subclass", Reason.WRONG_TYPE, swap_in("attempt", lambda _: Whole(1))),
+    ("a huge attempt", Reason.VALUE_OUT_OF_RANGE, swap_in("attempt", lambda _: HUGE)),
+    ("a huge fork", Reason.VALUE_OUT_OF_RANGE, replaced("lineage", fork_at=HUGE, parent_rollout_id="p")),
+    ("a huge reward", Reason.VALUE_NOT_FINITE, swap_in("rewards", lambda _: {"reward": HUGE})),
+    ("a huge number of layers", Reason.SPEC_INVALID, replaced("spec", num_moe_layers=HUGE)),
+    ("layers that cannot be shown", Reason.SPEC_INVALID, replaced("spec", num_moe_layers=Whole(3))),
+    ("a huge turn", Reason.TURNS_DO_NOT_COVER, turns((0, HUGE, TurnKind.PROMPT, None))),
+    ("a turn that starts huge", Reason.TURNS_DO_NOT_COVER, turns((-HUGE, 8, TurnKind.PROMPT, None))),
+    ("a turn that cannot be shown", Reason.TURNS_DO_NOT_COVER, turns((0, Text("8"), TurnKind.PROMPT, None))),  # pyright: ignore
+    ("a huge temperature", Reason.SAMPLING_INVALID, sampling(SamplingParams(temperature=HUGE))),
+    ("a temperature that cannot be shown", Reason.SAMPLING_INVALID, sampling(SamplingParams(temperature=Whole(1)))),
+    ("a huge seed", Reason.SAMPLING_INVALID, sampling(SamplingParams(seed=HUGE))),
+    ("rewards of a dict's subclass", Reason.WRONG_TYPE, swap_in("rewards", Named)),
+    ("a reward of a float's subclass", Reason.WRONG_TYPE, swap_in("rewards", lambda _: {"reward": Whole(1)})),
+    ("a reward wider than float64", Reason.WRONG_TYPE, swap_in("rewards", lambda _: {"reward": np.longdouble(1)})),
+    ("a reward's name of a text's subclass", Reason.WRONG_TYPE, swap_in("rewards", lambda _: {np.str_("reward"): 1.0})),
+    ("an array of a subclass", Reason.WRONG_TYPE, swap_in("token_ids", lambda x: x.view(Array))),
+    ("a masked array", Reason.WRONG_TYPE, swap_in("token_ids", np.ma.masked_array)),
+    ("a lineage without its fields", Reason.WRONG_TYPE, swap_in("lineage", lambda _: object.__new__(Lineage))),
+    ("kept sets without their fields", Reason.WRONG_TYPE, swap_in("kept", lambda _: object.__new__(KeptSets))),
+    ("a turn without its fields", Reason.WRONG_TYPE, swap_in("turns", lambda _: (object.__new__(Turn),))),
+    ("a long id", Reason.TEXT_TOO_LONG, replaced("lineage", agent_id="é" * (MAX_TEXT_BYTES // 2 + 1))),
+    ("a long name", Reason.TEXT_TOO_LONG, swap_in("rewards", lambda _: {"r" * (MAX_TEXT_BYTES + 1): 1.0})),
+    ("many rewards", Reason.TOO_MANY_NAMES, swap_in("rewards", lambda _: {str(i): 1.0 for i in range(MAX_NAMES + 1)})),
+    ("many timings", Reason.TOO_MANY_NAMES, swap_in("timings", lambda _: {str(i): 1.0 for i in range(MAX_NAMES + 1)})),
+    ("many scores", Reason.TOO_MANY_NAMES, swap_in("scores", lambda s: {str(i): s["teacher"] for i in range(65)})),
     ("no turns", Reason.TURNS_DO_NOT_COVER, turns()),
     (
         "a gap between turns",

@@ -197,13 +197,17 @@ def test_a_broken_invariant_on_the_wire_is_refused_by_name(reason: Reason, edit:
         pytest.param(b"", id="empty"),
         pytest.param(b"\x91" * 100_000, id="deep nesting"),
         pytest.param(b"\x82\xa4spec" + b"\x81\xa1x" * 100_000, id="deep nesting in a field"),
-        pytest.param(b"\x82\xactrajectories\xdd\xff\xff\xff\xff", id="a list of four billion"),
+        pytest.param(b"\x82\xactrajectories\xdd\x00\x00\xff\xff", id="a list cut off"),
         pytest.param(b"\x82\xa4spec\xc0\xactrajectories\x90\xc0", id="trailing bytes"),
         pytest.param(b"\xc1", id="reserved byte"),
     ],
 )
 def test_a_malformed_message_is_refused(payload: bytes):
     assert refusal(sealed(payload)).reason == Reason.MESSAGE_MALFORMED
+
+
+def test_a_list_of_four_billion_is_refused():
+    assert refusal(sealed(b"\x82\xactrajectories\xdd\xff\xff\xff\xff")).reason == Reason.FRAME_TOO_LARGE
 
 
 def test_a_document_that_claims_bytes_beyond_the_payload_is_refused():

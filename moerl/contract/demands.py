@@ -1,0 +1,89 @@
+"""Demands on single values: of exactly the expected type, in range, text that travels.
+
+A subclass is refused: it may compare, hash or print as it likes, and no format we write keeps it. For the same reason
+nothing here calls what a value itself defines, not even for a message. Any process.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import numpy as np
+
+from moerl.contract.reasons import Reason
+from moerl.errors import ContractError
+
+MAX_TEXT_BYTES = 4096
+"""Longest id or name, as UTF-8."""
+
+MAX_NAMES = 64
+"""Most rewards, timings or scores of a trajectory."""
+
+INT32_MAX = 2**31 - 1
+INT64_MAX = 2**63 - 1
+
+_INTEGERS = (int, *{np.dtype(code).type for code in "bBhHiIlLqQ"})
+_NUMBERS = (*_INTEGERS, float, *{np.dtype(code).type for code in "efd"})
+_SHOWN_BITS = 256
+
+
+def is_int(value: object) -> bool:
+    """True for Python and numpy integers, not for booleans."""
+    return type(value) in _INTEGERS
+
+
+def is_number(value: object) -> bool:
+    """True for integers and for floats that float64 holds."""
+    return type(value) in _NUMBERS
+
+
+def is_finite(value: Any) -> bool:
+    """True for a number that float64 holds."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond float64
+        return False
+
+
+def shown(value: object) -> str:
+    """A value for a message: what it is where that is short and safe to write, otherwise its type."""
+    if type(value) is int and value.bit_length() > _SHOWN_BITS:
+        return f"an integer of {value.bit_length()} bits"
+    if type(value) is str and len(value) > MAX_TEXT_BYTES:
+        return f"a text of {len(value)} characters"
+    if value is None or type(value) in (bool, str, *_NUMBERS):
+        return ascii(value)
+    return f"a value of type {type(value).__name__}"
+
+
+def demand_type(value: object, kind: type, name: str) -> None:
+    """Raises `wrong_type` for anything but a `kind` itself; a dataclass must have all its fields."""
+    if type(value) is not kind:
+        raise ContractError(Reason.WRONG_TYPE, field=name, seen=type(value).__name__, expected=kind.__name__)
+    if is_dataclass(kind) and not all(hasattr(value, field.name) for field in fields(kind)):
+        raise ContractError(
+            Reason.WRONG_TYPE, field=name, seen=f"{kind.__name__} without some of its fields", expected=kind.__name__
+        )
+
+
+def demand_range(value: Any, low: int, high: int, name: str, reason: Reason = Reason.VALUE_OUT_OF_RANGE) -> None:
+    """Raises `reason` for anything but a Python integer in [low, high]."""
+    if type(value) is not int or not low <= value <= high:
+        raise ContractError(reason, field=name, seen=shown(value), expected=f"an integer in [{low}, {high}]")
+
+
+def demand_text(value: object, name: str) -> None:
+    """Raises `wrong_type`, `text_not_utf8` or `text_too_long`."""
+    demand_type(value, str, name)
+    try:
+        size = len(str(value).encode())
+    except UnicodeEncodeError as error:
+        raise ContractError(
+            Reason.TEXT_NOT_UTF8, field=name, seen=shown(value), expected="text that UTF-8 can encode"
+        ) from error
+    if size > MAX_TEXT_BYTES:
+        raise ContractError(
+            Reason.TEXT_TOO_LONG, field=name, seen=f"{size} bytes", expected=f"at most {MAX_TEXT_BYTES} bytes"
+        )

@@ -1,0 +1,137 @@
+"""Looks through a msgpack document before anything is built of it. Any process.
+
+A few compressed kilobytes can hold millions of turns or names, each a hundred bytes once it is an object; and of two
+values under one key a decoder takes the last. So values are counted against a limit, texts are measured, and each key
+of a map must stand once. Types, and which fields there are, are then for msgspec to judge.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from moerl.contract.demands import MAX_TEXT_BYTES
+from moerl.contract.reasons import Reason
+from moerl.errors import ContractError
+
+MAX_DEPTH = 8
+"""Lists and maps inside one another. Ours need six."""
+
+
+class _Form(IntEnum):
+    FIXED = 0
+    BYTES = 1
+    TEXT = 2
+    LIST = 3
+    MAP = 4
+    NOT_OURS = 5
+
+
+def _forms() -> tuple[tuple[_Form, int, int], ...]:
+    """For each first byte: the form of the value, the size it says itself, and in how many more bytes the size follows.
+
+    Sizes are bytes behind the head, elements of a list, pairs of a map. Extensions and 0xc1 are not ours.
+    """
+    table = dict.fromkeys(range(256), (_Form.NOT_OURS, 0, 0))
+    table |= dict.fromkeys((*range(128), 192, 194, 195, *range(224, 256)), (_Form.FIXED, 0, 0))
+    table |= {0x80 + size: (_Form.MAP, size, 0) for size in range(16)}
+    table |= {0x90 + size: (_Form.LIST, size, 0) for size in range(16)}
+    table |= {0xA0 + size: (_Form.TEXT, size, 0) for size in range(32)}
+    table |= {0xC4 + i: (_Form.BYTES, 0, 1 << i) for i in range(3)}
+    table |= {0xCA: (_Form.FIXED, 4, 0), 0xCB: (_Form.FIXED, 8, 0)}
+    table |= {head + i: (_Form.FIXED, 1 << i, 0) for head in (0xCC, 0xD0) for i in range(4)}
+    table |= {0xD9 + i: (_Form.TEXT, 0, 1 << i) for i in range(3)}
+    table |= {0xDC + i: (_Form.LIST, 0, 2 << i) for i in range(2)}
+    table |= {0xDE + i: (_Form.MAP, 0, 2 << i) for i in range(2)}
+    return tuple(table[head] for head in range(256))
+
+
+_FORMS = _forms()
+
+
+def check_document(document: memoryview, max_values: int) -> None:
+    """Refuses a document that is not worth decoding.
+
+    Args:
+        max_values: how many values it may hold; keys, lists and maps count as well.
+
+    Raises:
+        ContractError: `frame_too_large`, `text_too_long`, `duplicate_field` or `message_malformed`.
+    """
+    end = _Look(document, max_values).at(0, 0)
+    if end != len(document):
+        raise _malformed(f"{len(document)} bytes", f"one value of {end} bytes")
+
+
+class _Look:
+    """Walks over a document; keeps nothing of it but the keys of the maps it is in."""
+
+    def __init__(self, document: memoryview, max_values: int) -> None:
+        self._document = document
+        self._max_values = self._left = max_values
+
+    def at(self, offset: int, depth: int) -> int:
+        """Looks at the value that begins at `offset`; the offset behind it."""
+        form, size, start = self._head(offset)
+        if form is _Form.FIXED or form is _Form.BYTES:
+            return start + size
+        if form is _Form.TEXT:
+            return self._behind_text(start, size)
+        if form is _Form.NOT_OURS:
+            raise _malformed(f"byte 0x{self._document[offset]:02x} at {offset}", "a value without extensions")
+        if depth == MAX_DEPTH:
+            raise _malformed("deeper nesting", f"at most {MAX_DEPTH} lists and maps inside one another")
+        if form is _Form.LIST:
+            for _ in range(size):
+                start = self.at(start, depth + 1)
+            return start
+        return self._behind_map(start, size, depth)
+
+    def _head(self, offset: int) -> tuple[_Form, int, int]:
+        """Form and size of a value, and where its content begins. Counts it."""
+        if offset >= len(self._document):
+            raise _malformed(f"{len(self._document)} bytes", "the whole document")
+        form, size, width = _FORMS[self._document[offset]]
+        start = offset + 1 + width
+        if width:
+            size = int.from_bytes(self._document[offset + 1 : start], "big")
+        self._left -= 1
+        # What a list or map says of its size is compared before one element is looked at.
+        if self._left < (size if form is _Form.LIST else 2 * size if form is _Form.MAP else 0):
+            raise ContractError(
+                Reason.FRAME_TOO_LARGE,
+                field="document",
+                seen=f"more than {self._max_values} values",
+                expected=f"at most {self._max_values}",
+                remedy="send fewer trajectories in a frame",
+            )
+        return form, size, start
+
+    def _behind_text(self, start: int, size: int) -> int:
+        if size > MAX_TEXT_BYTES:
+            raise ContractError(
+                Reason.TEXT_TOO_LONG, field="document", seen=f"{size} bytes", expected=f"at most {MAX_TEXT_BYTES}"
+            )
+        return start + size
+
+    def _behind_map(self, offset: int, num_pairs: int, depth: int) -> int:
+        keys: set[bytes] = set()
+        for _ in range(num_pairs):
+            form, size, start = self._head(offset)
+            if form is not _Form.TEXT:
+                raise _malformed(f"a key at {offset} that is no text", "text")
+            end = self._behind_text(start, size)
+            key = bytes(self._document[start:end])
+            if key in keys:
+                raise ContractError(
+                    Reason.DUPLICATE_FIELD,
+                    field="document",
+                    seen=repr(key.decode(errors="replace")),
+                    expected="each key of a map once",
+                )
+            keys.add(key)
+            offset = self.at(end, depth + 1)
+        return offset
+
+
+def _malformed(seen: str, expected: str) -> ContractError:
+    return ContractError(Reason.MESSAGE_MALFORMED, field="document", seen=seen, expected=expected)
