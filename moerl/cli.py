@@ -11,6 +11,7 @@ import importlib.metadata
 import os
 import shlex
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -92,7 +93,8 @@ def _dispatch(arguments: list[str]) -> int:
 
 def _run(command: str, options: argparse.Namespace, arguments: list[str]) -> int:
     from moerl.config.checks import config_notes
-    from moerl.config.load import dump_config, load_config, refuse_taken_run_dir, split_resume
+    from moerl.config.load import load_config, refuse_taken_run_dir, split_resume
+    from moerl.config.recipes import recipe_text
 
     here = rank_info()
     if here.is_launched:
@@ -100,7 +102,7 @@ def _run(command: str, options: argparse.Namespace, arguments: list[str]) -> int
     config = load_config(options.overrides, command=command, config_dir=options.config_dir)
     resume = split_resume(options.overrides)[0] is not None
     if options.show_config:
-        print(dump_config(config), end="")
+        _show_config(config, options)
         return 0
     world_size = config.parallel.world_size
     if here.is_launched:
@@ -109,6 +111,7 @@ def _run(command: str, options: argparse.Namespace, arguments: list[str]) -> int
     with run_lock(config.run_dir) as lock:
         if not resume:
             refuse_taken_run_dir(config)
+            print(recipe_text(options.overrides, options.config_dir))
         for note in config_notes(config):
             print(f"note: {note}", file=sys.stderr)
         if world_size == 1:
@@ -142,19 +145,29 @@ def _launch(command: str, config: RunConfig, arguments: Sequence[str], lock: int
 
 def _plan(command: str, options: argparse.Namespace) -> int:
     """A plan is made for `moerl train`, and starts nothing."""
-    from moerl.config.load import dump_config, load_config
+    from moerl.config.load import load_plan
     from moerl.launch.plan import plan_memory
     from moerl.launch.plan_weights import GB, plan_weights
     from moerl.weights.estimate import Bandwidths
 
-    config = load_config(options.overrides, command="train", config_dir=options.config_dir)
+    config = load_plan(options.overrides, config_dir=options.config_dir)
     if options.show_config:
-        print(dump_config(config), end="")
+        _show_config(config, options)
         return 0
     if command == PLAN_WEIGHTS:
         gather, engine = options.gather_gb_per_second * GB, options.engine_gb_per_second * GB
         return plan_weights(config, Bandwidths(gather, engine))
     return plan_memory(config, gpu_memory_gib=options.gpu_memory_gib)
+
+
+def _show_config(config: RunConfig, options: argparse.Namespace) -> None:
+    """Prints what the recipe sets as comments, and the resolved configuration, which is YAML with them."""
+    from moerl.config.load import dump_config, split_resume
+    from moerl.config.recipes import recipe_text
+
+    if split_resume(options.overrides)[0] is None:
+        print(textwrap.indent(recipe_text(options.overrides, options.config_dir), "# "))
+    print(dump_config(config), end="")
 
 
 def _can_go_on(config: RunConfig) -> bool:

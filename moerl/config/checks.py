@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from moerl.config.layouts import Load, Shape, layout_problems, propose
+from moerl.config.memory import total_parameters
 from moerl.config.model_sizes import ModelSizes, architecture_sizes, directory_sizes
 from moerl.contract.trajectory import MAX_KEPT_IDS
 from moerl.errors import ConfigError
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from moerl.config.schema import RunConfig, TaskConfig
 
 COMMANDS = ("train", "sft", "rollout", "eval")
+
+LARGE_MODEL_PARAMETERS, LARGE_MODEL_MAX_LR = 10**9, 1e-5
+"""A learning rate above this, for a model of at least so many parameters, is ten times what public recipes take."""
 
 
 def check_run(config: RunConfig) -> None:
@@ -51,9 +55,14 @@ def check_command(config: RunConfig, command: str) -> None:
         )
     if command in ("rollout", "eval"):
         _check_reader(config, command)
+    check_model_fits(config)
+    _check_task_file(config.task)
+
+
+def check_model_fits(config: RunConfig) -> None:
+    """Checks a model directory against the layout and the lengths. Raises `ConfigError`."""
     if config.model.path is not None:
         _check_sizes(config, directory_sizes(config.model.path))
-    _check_task_file(config.task)
 
 
 def config_notes(config: RunConfig) -> list[str]:
@@ -68,6 +77,13 @@ def config_notes(config: RunConfig) -> list[str]:
             "keep_sampling_mask.enabled is false while sampling is truncated: every log-ratio is off by the log of"
             " the kept mass; good for a comparison only"
         )
+    if config.command == "train" and config.model.path is not None and config.optimizer.lr > LARGE_MODEL_MAX_LR:
+        parameters = total_parameters(directory_sizes(config.model.path))
+        if parameters >= LARGE_MODEL_PARAMETERS:
+            notes.append(
+                f"optimizer.lr = {config.optimizer.lr:g} is high for a model of {parameters / 1e9:.1f}B parameters;"
+                " public recipes train such models with 1e-06 (recipe=pretrained)"
+            )
     return notes
 
 

@@ -28,6 +28,10 @@ COMMANDS = {
                 " evaluation.dev_problems=10 evaluation.heldout_problems=10",
                 "a task of your own, with some 200 problems and my_rewards.py in the current directory",
             ),
+            (
+                "moerl train recipe=pretrained_small model.path=DIR task.path=my.jsonl task.reward=my_rewards:score",
+                "a small model of your own; recipe=pretrained for a large one",
+            ),
             ("moerl train resume=runs/wide", "go on after a stop"),
             ("moerl train resume=runs/wide parallel.tensor=2", "go on in another parallel layout"),
         ),
@@ -64,9 +68,8 @@ COMMANDS = {
         "GPU; of the model only config.json is read. The status is 1 where it does not fit.",
         (
             (
-                "moerl plan memory model=pretrained model.path=DIR model.dtype=bfloat16 parallel.expert=8"
-                " trainer.recompute=full trainer.distributed_optimizer=overlap",
-                "eight devices that share the experts",
+                "moerl plan memory recipe=pretrained model.path=DIR parallel.expert=8 parallel.data=16",
+                "sixteen devices, of which eight share the experts",
             ),
             ("moerl plan memory recipe=laptop parallel.tensor=2 --gpu-memory-gib 24", "smaller devices"),
         ),
@@ -77,16 +80,16 @@ COMMANDS = {
         "Starts nothing, needs no GPU; of the model only config.json is read.",
         (
             (
-                "moerl plan weights model=pretrained model.path=DIR model.dtype=bfloat16 parallel.expert=8",
+                "moerl plan weights recipe=pretrained model.path=DIR parallel.expert=8",
                 "eight devices that share the experts, one of which sends",
             ),
             (
-                "moerl plan weights model=pretrained model.path=DIR parallel.expert=8 rollout=sglang rollout.servers=4"
+                "moerl plan weights recipe=pretrained model.path=DIR parallel.expert=8 rollout.servers=4"
                 " weights.roots=4",
                 "four of them send to four servers",
             ),
             (
-                "moerl plan weights model=pretrained model.path=DIR parallel.expert=8 weights.transport=disk"
+                "moerl plan weights recipe=pretrained model.path=DIR parallel.expert=8 weights.transport=disk"
                 " weights.roots=8 --engine-gb-per-second 5",
                 "all of them write",
             ),

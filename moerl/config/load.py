@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import ValidationError
 
 import moerl
-from moerl.config.checks import check_command
+from moerl.config.checks import check_command, check_model_fits
 from moerl.config.explain import explain, unknown_key
 from moerl.config.reference import COMMAND_KEY, is_known
 from moerl.config.schema import ParallelConfig, RunConfig
@@ -31,6 +32,8 @@ from moerl.errors import ConfigError
 
 CONFIGS = Path(moerl.__file__).parent / "configs"
 CONFIG_FILE = "config.yaml"
+DEFAULT_RECIPE = "laptop"
+"""As the defaults of `moerl/configs/config.yaml` say."""
 RESUME_KEYS = (
     "checkpoint.every",
     "checkpoint.keep",
@@ -39,6 +42,9 @@ RESUME_KEYS = (
     *(f"parallel.{size}" for size in ParallelConfig.model_fields),
 )
 """Keys that may change when a run goes on: none changes what is learned, other parallel sizes but for rounding."""
+
+_UNNAMED_TASK = {"task.path": "unnamed.jsonl", "task.reward": "unnamed:unnamed"}
+"""Stand in for values that a plan does not look at, where they are not given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,24 +73,87 @@ def load_config(overrides: Sequence[str], *, command: str, config_dir: Path | No
     resume, rest = split_resume(overrides)
     if resume is not None:
         return _load_resumed(resume, rest, command)
-    values = compose_values(rest, config_dir=config_dir)
-    if values.get("run_dir") is None:
-        values["run_dir"] = _default_run_dir(command, str(values.get("recipe")), str(values.get("seed")))
-    if COMMAND_KEY in values:
-        raise unknown_key(COMMAND_KEY)
-    return _finished(values, command)
+    config = _validated(compose_values(rest, config_dir=config_dir), command)
+    if command in ("train", "sft"):
+        _check_recipe_is_chosen(config, rest)
+    check_command(config, command)
+    return config
 
 
-def compose_values(overrides: Sequence[str], *, config_dir: Path | None = None) -> dict[str, Any]:
-    """The composed, resolved values as plain data; `run_dir` may still be null. Raises `ConfigError`."""
+def load_plan(overrides: Sequence[str], *, config_dir: Path | None = None) -> RunConfig:
+    """The configuration that `moerl train` would run with, for a plan: the task need not be named.
+
+    Raises:
+        ConfigError: as `load_config`; ``resume=`` is refused.
+    """
+    if any(text.startswith("resume=") for text in overrides):
+        raise ConfigError(
+            "resume: a plan is made from a recipe and keys", seen=[*overrides], remedy="leave resume away"
+        )
+    values = compose_values(overrides, config_dir=config_dir, stand_ins=_UNNAMED_TASK)
+    config = _validated(values, "train")
+    _check_recipe_is_chosen(config, overrides)
+    check_model_fits(config)
+    return config
+
+
+def compose_values(
+    overrides: Sequence[str], *, config_dir: Path | None = None, stand_ins: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """The composed, resolved values as plain data; `run_dir` may still be null. Raises `ConfigError`.
+
+    Args:
+        stand_ins: by dotted path, values for mandatory keys that nobody gave.
+    """
+    with _configuration_errors():
+        composed = _compose(overrides, config_dir)
+        for path, value in (stand_ins or {}).items():
+            section, _, key = path.rpartition(".")
+            if OmegaConf.is_missing(composed[section], key):
+                composed[section][key] = value
+        return _plain(composed)
+
+
+@dataclass(frozen=True, slots=True)
+class RecipeValues:
+    """What a recipe sets. groups: the option it takes of each config group. keys: by dotted path, its value of each key
+    that is not what it would be without the recipe."""
+
+    groups: dict[str, str]
+    keys: dict[str, Any]
+
+
+def recipe_values(recipe: str, config_dir: Path | None = None) -> RecipeValues:
+    """What a recipe sets beyond the base configuration and the options it takes. Raises `ConfigError`."""
+    with _configuration_errors():
+        composed = _compose([f"recipe={recipe}"], config_dir, with_hydra=True)
+        choices = composed.hydra.runtime.choices
+        groups = {group: str(choices[group]) for group in config_groups(config_dir) if group != "recipe"}
+        base = _compose([f"{group}={option}" for group, option in groups.items()], config_dir, recipe=False)
+    without = _leaves(base)
+    keys = {path: value for path, value in _leaves(composed).items() if without.get(path, ...) != value}
+    return RecipeValues(groups, {path: keys[path] for path in keys if path != "recipe" and path[:6] != "hydra."})
+
+
+def _compose(
+    overrides: Sequence[str], config_dir: Path | None, *, with_hydra: bool = False, recipe: bool = True
+) -> DictConfig:
+    """Hydra's composition. with_hydra: with its own keys, which say what was chosen. recipe: False leaves it out."""
     groups = config_groups(config_dir)
     arguments = [_argument(_parse(text), groups) for text in overrides]
+    if not recipe:
+        arguments.append("~recipe")
     if config_dir is not None:
         arguments.append(f'hydra.searchpath=["file://{config_dir.resolve()}"]')
+    with initialize_config_dir(str(CONFIGS), version_base="1.3", job_name="moerl"):
+        return compose("config", overrides=arguments, return_hydra_config=with_hydra)
+
+
+@contextmanager
+def _configuration_errors() -> Iterator[None]:
+    """Errors of the libraries as `ConfigError`."""
     try:
-        with initialize_config_dir(str(CONFIGS), version_base="1.3", job_name="moerl"):
-            composed = compose("config", overrides=arguments)
-        return _plain(composed)
+        yield
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(
             "configuration files: cannot be composed",
@@ -102,6 +171,17 @@ def split_resume(overrides: Sequence[str]) -> tuple[Path | None, list[str]]:
     if len(given) > 1 or not given[0]:
         raise ConfigError("resume: one run directory", seen=given, expected="resume=RUN_DIR", remedy="give it once")
     return Path(given[0]), rest
+
+
+def override_keys(overrides: Sequence[str]) -> list[str]:
+    """The keys and groups that overrides set."""
+    return [_parse(text).key for text in overrides]
+
+
+def chosen_recipe(overrides: Sequence[str]) -> str | None:
+    """The recipe that the overrides name, None where they leave it to the default."""
+    named = [parsed.override.value() for parsed in map(_parse, overrides) if parsed.key == "recipe"]
+    return str(named[-1]) if named else None
 
 
 def refuse_taken_run_dir(config: RunConfig) -> None:
@@ -223,7 +303,9 @@ def _load_resumed(run_dir: Path, overrides: list[str], command: str) -> RunConfi
         section, name = parsed.key.split(".")
         values[section][name] = parsed.override.value()
     values["run_dir"] = str(run_dir)
-    return _finished(values, command)
+    config = _with_absolute_paths(_validate(values))
+    check_command(config, command)
+    return config
 
 
 def _check_same_command(stored: str, command: str, run_dir: Path) -> None:
@@ -236,11 +318,26 @@ def _check_same_command(stored: str, command: str, run_dir: Path) -> None:
         )
 
 
-def _finished(values: dict[str, Any], command: str) -> RunConfig:
-    """The values as the checked configuration of a command, paths made absolute."""
-    config = _with_absolute_paths(_validate({COMMAND_KEY: command, **values}))
-    check_command(config, command)
-    return config
+def _validated(values: dict[str, Any], command: str) -> RunConfig:
+    """Composed values as the configuration of a command, paths made absolute."""
+    if values.get("run_dir") is None:
+        values["run_dir"] = _default_run_dir(command, str(values.get("recipe")), str(values.get("seed")))
+    if COMMAND_KEY in values:
+        raise unknown_key(COMMAND_KEY)
+    return _with_absolute_paths(_validate({COMMAND_KEY: command, **values}))
+
+
+def _check_recipe_is_chosen(config: RunConfig, overrides: Sequence[str]) -> None:
+    """The default recipe is made for the small model that it builds; it is not used on another one unasked."""
+    if config.model.path is None or chosen_recipe(overrides) is not None:
+        return
+    raise ConfigError(
+        "recipe: none was chosen for a model that exists",
+        seen=f"recipe={config.recipe}, the default, which is made for the model that it builds",
+        expected="a recipe that is named",
+        remedy="add recipe=pretrained (models of billions of parameters, on GPUs) or recipe=pretrained_small (a small"
+        f" one, on a laptop); recipe={config.recipe} where you mean its values",
+    )
 
 
 def _with_absolute_paths(config: RunConfig) -> RunConfig:
@@ -292,6 +389,21 @@ def _validate(values: dict[str, Any]) -> RunConfig:
         return RunConfig.model_validate_json(json.dumps(values))
     except ValidationError as error:
         raise explain(error) from error
+
+
+def _leaves(composed: DictConfig) -> dict[str, Any]:
+    """Every value by dotted path, interpolations and missing values as they are written."""
+    found: dict[str, Any] = {}
+
+    def walk(values: Any, prefix: str) -> None:
+        for key, value in values.items():
+            if isinstance(value, dict) and value:
+                walk(value, f"{prefix}{key}.")
+            else:
+                found[f"{prefix}{key}"] = value
+
+    walk(OmegaConf.to_container(composed, resolve=False), "")
+    return found
 
 
 def _default_run_dir(command: str, recipe: str, seed: str) -> str:

@@ -15,7 +15,7 @@ import yaml
 from factories import write_hf_config
 
 from moerl import cli
-from moerl.config.load import load_config
+from moerl.config.load import load_config, load_plan
 from moerl.config.schema import RunConfig
 from moerl.errors import EngineError, MoerlError
 
@@ -80,7 +80,7 @@ def test_the_help_of_a_command_has_examples_options_groups_and_keys(command: str
 
 def test_every_example_of_the_help_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    write_hf_config(tmp_path)
+    write_hf_config(tmp_path, max_position_embeddings=40960)
     (tmp_path / "my.jsonl").write_text("{}\n")
     for name, command in cli.COMMANDS.items():
         for line, _ in command.examples:
@@ -89,7 +89,7 @@ def test_every_example_of_the_help_is_accepted(tmp_path: Path, monkeypatch: pyte
             assert words.startswith(f"{name} ")
             overrides = words.removeprefix(f"{name} ").replace("DIR", ".").split(" --")[0].split()
             if not overrides[0].startswith("resume="):
-                load_config(overrides, command="train" if name in cli.PLANS else name)
+                load_plan(overrides) if name in cli.PLANS else load_config(overrides, command=name)
 
 
 def test_the_help_of_verify_says_what_the_tolerance_means(capsys: pytest.CaptureFixture[str]):

@@ -105,7 +105,7 @@ def test_reading_commands_need_a_trained_model_and_one_process(command: str, tmp
 
 
 def test_a_model_path_without_a_model_is_refused(tmp_path: Path):
-    model = ["model=pretrained", f"model.path='{tmp_path}'"]
+    model = ["recipe=laptop", "model=pretrained", f"model.path='{tmp_path}'"]
     assert "not a Hugging Face model directory" in error(*model)
     (tmp_path / "config.json").write_text("{")
     assert error(*model) == f"model.path: {tmp_path}/config.json cannot be read"
@@ -127,7 +127,7 @@ def test_a_model_path_without_a_model_is_refused(tmp_path: Path):
 @pytest.mark.parametrize("experts_key", ["num_experts", "num_local_experts"])
 def test_a_model_in_a_directory_must_fit_too(override: str, part: str, experts_key: str, tmp_path: Path):
     write_hf_config(tmp_path, **{"num_experts": None, experts_key: 8})
-    assert part in error("model=pretrained", f"model.path='{tmp_path}'", override)
+    assert part in error("recipe=laptop", "model=pretrained", f"model.path='{tmp_path}'", override)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from factories import write_hf_config
 
-from moerl.config.load import load_config
+from moerl.config.load import load_plan
 from moerl.config.schema import RunConfig
 from moerl.launch.plan import plan_memory
 
@@ -17,8 +17,8 @@ LARGE = {"hidden_size": 1024, "num_hidden_layers": 8, "num_experts": 64, "moe_in
 def large_model(folder: Path, *overrides: str) -> RunConfig:
     """0.8B parameters and few rows: the state is what counts."""
     write_hf_config(folder, **LARGE)
-    model = ["model=pretrained", f"model.path='{folder}'", "model.dtype=bfloat16", "trainer.microbatch_tokens=128"]
-    return load_config([*model, *overrides], command="train")
+    model = ["recipe=laptop", "model=pretrained", f"model.path='{folder}'", "model.dtype=bfloat16"]
+    return load_plan([*model, "trainer.microbatch_tokens=128", *overrides])
 
 
 def test_a_layout_that_fits_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 from factories import QWEN3_30B, write_hf_config
 
-from moerl.config.load import load_config
+from moerl.config.load import load_plan
 from moerl.launch.plan_weights import GB, plan_weights
 from moerl.weights.estimate import Bandwidths
 
 
 def plan(folder: Path, *overrides: str, gather: float = 50, engine: float = 50) -> int:
     write_hf_config(folder, **QWEN3_30B)
-    model = ["model=pretrained", f"model.path='{folder}'", "model.dtype=bfloat16"]
-    config = load_config([*model, *overrides], command="train")
+    model = ["recipe=pretrained", f"model.path='{folder}'"]
+    config = load_plan([*model, *overrides])
     return plan_weights(config, Bandwidths(gather * GB, engine * GB))
 
 
