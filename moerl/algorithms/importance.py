@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from moerl.algorithms.ratios import bounded
+
 
 def truncated_importance_weights(proximal_logprobs_T: Tensor, rollout_logprobs_T: Tensor, cap: float) -> Tensor:
     """`min(exp(proximal_logprobs - rollout_logprobs), cap)`, detached: float [T].
@@ -15,4 +17,4 @@ def truncated_importance_weights(proximal_logprobs_T: Tensor, rollout_logprobs_T
     off-policy RL training"). Both log-probs must be of the same support: the kept set each token was drawn
     from.
     """
-    return (proximal_logprobs_T - rollout_logprobs_T).detach().exp().clamp(max=cap)
+    return bounded((proximal_logprobs_T - rollout_logprobs_T).detach()).exp().clamp(max=cap)

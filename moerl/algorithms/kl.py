@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moerl.algorithms.ratios import bounded
+
 
 def kl_penalty(loss_T: Tensor, kl_T: Tensor, loss_mask_T: Tensor, kl_coef: float) -> Tensor:
     """`loss + kl_coef * KL` per token, 0 added where `loss_mask_T` is False. `kl_T` is exact and
@@ -18,11 +20,11 @@ def kl_penalty(loss_T: Tensor, kl_T: Tensor, loss_mask_T: Tensor, kl_coef: float
 
 def k3_estimate(sampler_logprobs_T: Tensor, other_logprobs_T: Tensor) -> Tensor:
     """Estimates KL(sampler || other) from tokens drawn by the sampler: `exp(d) - 1 - d`, `d = other -
-    sampler`.
+    sampler`, bounded.
 
     Schulman's k3 (2020, "Approximating KL divergence"): never negative, low variance, unbiased where
     `other`'s support lies within the sampler's. Where the sampler was truncated and `other` is not, it is
     biased: tokens that were cut are never drawn.
     """
-    difference_T = other_logprobs_T - sampler_logprobs_T
+    difference_T = bounded(other_logprobs_T - sampler_logprobs_T)
     return torch.expm1(difference_T) - difference_T

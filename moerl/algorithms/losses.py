@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moerl.algorithms.ratios import bounded
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PolicyLossInputs:
@@ -41,7 +43,7 @@ def clipped_policy_loss(
     inputs: PolicyLossInputs, importance_weights_T: Tensor, clip_low: float, clip_high: float
 ) -> PolicyLoss:
     """`-w min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)` with `r = exp(trainer_logprobs -
-    proximal_logprobs)`.
+    proximal_logprobs)`, bounded (`moerl.algorithms.ratios`).
 
     PPO's clipped surrogate (Schulman et al. 2017, arXiv:1707.06347) with separate bounds (clip-higher:
     DAPO, Yu et al. 2025, arXiv:2503.14476), weighted by the detached importance weights `w` of the proximal
@@ -54,9 +56,9 @@ def clipped_policy_loss(
     """
     mask_T = inputs.loss_mask_T
     advantages_T = inputs.advantages_T.detach()
-    # Masked before the exponential: what stands on untrained rows neither overflows nor reaches the gradient.
+    # Masked before the exponential: what stands on untrained rows does not reach the gradient.
     log_ratio_T = (inputs.trainer_logprobs_T - inputs.proximal_logprobs_T.detach()).masked_fill(~mask_T, 0.0)
-    ratio_T = log_ratio_T.exp()
+    ratio_T = bounded(log_ratio_T).exp()
     unclipped_T = ratio_T * advantages_T
     clipped_T = ratio_T.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages_T
     loss_T = -importance_weights_T.detach() * torch.minimum(unclipped_T, clipped_T)

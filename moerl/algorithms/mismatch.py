@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moerl.algorithms.kl import k3_estimate
+from moerl.algorithms.ratios import bounded
 
 FAR_LOG_RATIO = math.log(2.0)
 """A token whose probabilities differ by more than a factor of 2 counts as far off."""
@@ -23,7 +24,7 @@ NEAR_RATIOS = (0.9, 1.1)
 
 @dataclass(frozen=True, slots=True)
 class MismatchSums:
-    """Additive description of `d = trainer_logprobs - rollout_logprobs`.
+    """Additive description of `d = trainer_logprobs - rollout_logprobs`, bounded where it is exponentiated.
 
     num_tokens: tokens counted. abs_sum, abs_max: sum and maximum of |d|, nats. k3_sum: sum of `exp(d) - 1 -
         d`, nats. ratio_sum: sum of exp(d). num_far: tokens with |d| > ln 2. num_outside: with exp(d) outside of
@@ -72,7 +73,7 @@ def mismatch_sums(trainer_logprobs_T: Tensor, rollout_logprobs_T: Tensor, mask_T
     if not len(trainer):
         return MismatchSums()
     difference = trainer - rollout
-    distance, ratio = difference.abs(), difference.exp()
+    distance, ratio = difference.abs(), bounded(difference).exp()
     low, high = NEAR_RATIOS
     sums = torch.stack(
         [
@@ -90,7 +91,7 @@ def mismatch_sums(trainer_logprobs_T: Tensor, rollout_logprobs_T: Tensor, mask_T
 def ratio_sample(trainer_logprobs_T: Tensor, rollout_logprobs_T: Tensor, mask_T: Tensor, max_samples: int) -> Tensor:
     """Ratios `exp(trainer - rollout)` of at most `max_samples` masked tokens, evenly spaced: float32,
     detached."""
-    ratios = (trainer_logprobs_T.detach() - rollout_logprobs_T)[mask_T].exp().float()
+    ratios = bounded((trainer_logprobs_T.detach() - rollout_logprobs_T)[mask_T].float()).exp()
     stride = max(1, math.ceil(len(ratios) / max_samples))
     return ratios[::stride]
 

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from moerl.algorithms.grpo import GRPO
 from moerl.algorithms.losses import PolicyLossInputs, clipped_policy_loss
 
 
@@ -44,6 +45,56 @@ def test_clipping_stops_the_gradient_only_where_the_ratio_has_gone_far_enough(
     assert loss == pytest.approx(-0.5 * effective_ratio * advantage)
     assert gradient == pytest.approx(0.0 if clipped else -0.5 * ratio * advantage)
     assert was_clipped is clipped
+
+
+LARGE = [71.0, 88.0, 89.0, 500.0, 1e30, math.inf]
+
+
+def far_token(log_ratio: float, advantage: float, rollout: float = 0.0) -> tuple[float, float, bool]:
+    """As `one_token`, in float32 and through GRPO, weighted by importance with a cap of 2."""
+    trainer = torch.tensor([log_ratio], requires_grad=True)
+    inputs = PolicyLossInputs(
+        trainer_logprobs_T=trainer,
+        proximal_logprobs_T=torch.zeros(1),
+        rollout_logprobs_T=torch.tensor([rollout]),
+        advantages_T=torch.tensor([advantage]),
+        loss_mask_T=torch.ones(1, dtype=torch.bool),
+    )
+    loss = GRPO(clip_low=0.2, clip_high=0.3, importance_cap=2.0).token_losses(inputs)
+    (gradient,) = torch.autograd.grad(loss.loss_T.sum(), trainer)
+    return float(loss.loss_T.detach()), float(gradient), bool(loss.clipped_T)
+
+
+@pytest.mark.parametrize("log_ratio", LARGE)
+def test_a_ratio_beyond_float32_is_clipped_like_any_other(log_ratio: float) -> None:
+    loss, gradient, clipped = far_token(log_ratio, 1.5)
+    assert (loss, gradient, clipped) == (pytest.approx(-1.3 * 1.5), 0.0, True)
+    assert far_token(log_ratio, 0.0) == (0.0, 0.0, False)
+    assert far_token(-log_ratio, -1.5) == (pytest.approx(0.8 * 1.5), 0.0, True)
+    assert far_token(-log_ratio, 1.5) == (pytest.approx(0.0, abs=1e-29), pytest.approx(0.0, abs=1e-29), False)
+
+
+@pytest.mark.parametrize("log_ratio", LARGE)
+def test_where_nothing_clips_a_ratio_beyond_float32_it_stays_finite_and_keeps_its_sign(log_ratio: float) -> None:
+    loss, gradient, clipped = far_token(log_ratio, -1.5)
+    assert not clipped
+    assert 1e30 < loss == gradient < math.inf
+    # A token that the engine found far more likely than the trainer has no weight, whatever its ratio.
+    assert far_token(log_ratio, -1.5, rollout=200.0) == (0.0, 0.0, False)
+
+
+@pytest.mark.parametrize("advantage", [2.5, -2.5])
+@pytest.mark.parametrize("log_ratio", [-20.0, -1.0, -0.1, 0.0, 0.2, 1.0, 20.0, 70.0])
+def test_values_and_gradients_in_float32_are_those_of_float64(log_ratio: float, advantage: float) -> None:
+    loss, gradient, _ = far_token(log_ratio, advantage)
+
+    def formula(at: float) -> float:
+        ratio = math.exp(at)
+        return -min(ratio * advantage, min(max(ratio, 0.8), 1.3) * advantage)
+
+    slope = (formula(log_ratio + 1e-6) - formula(log_ratio - 1e-6)) / 2e-6
+    assert loss == pytest.approx(formula(log_ratio), rel=1e-5)
+    assert gradient == pytest.approx(slope, rel=1e-5, abs=1e-9)
 
 
 def test_masked_tokens_add_nothing_whatever_they_hold() -> None:

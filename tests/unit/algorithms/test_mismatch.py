@@ -41,6 +41,16 @@ def test_identical_logprobs_have_no_mismatch() -> None:
     assert set(metrics.values()) == {0.0}
 
 
+@pytest.mark.parametrize("difference", [90.0, 1e4, -1e4])
+def test_metrics_of_far_tokens_are_finite(difference: float) -> None:
+    trainer, mask = torch.full((5000,), difference), torch.ones(5000, dtype=torch.bool)
+    metrics = mismatch_sums(trainer, torch.zeros(5000), mask).finalize()
+    metrics |= ratio_quantiles(ratio_sample(trainer, torch.zeros(5000), mask, 100))
+    assert all(math.isfinite(value) for value in metrics.values())
+    assert metrics["mismatch_far_share"] == metrics["mismatch_outside_share"] == 1.0
+    assert metrics["mismatch_abs_max"] == abs(difference)
+
+
 def test_no_tokens_give_no_metrics() -> None:
     assert mismatch_sums(TRAINER, ROLLOUT, torch.zeros(4, dtype=torch.bool)).finalize() == {}
     assert ratio_quantiles(torch.zeros(0)) == {}
