@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from moerl.config.load import CONFIGS, compose_values, config_groups
+from moerl.config.compose import CONFIGS, compose_values, config_groups
 from moerl.config.reference import CHOICES, Key, config_keys
 
 WIDTH = 110

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from moerl.config.load import DEFAULT_RECIPE, chosen_recipe, override_keys, recipe_values
+from moerl.config.compose import DEFAULT_RECIPE, chosen_recipe, override_keys, recipe_values
 
 _WIDTH = 110
 _ALWAYS_NAMED = ("model", "task")

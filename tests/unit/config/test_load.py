@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from factories import write_hf_config
 
+from moerl.config.compose import CONFIGS
 from moerl.config.load import (
     CONFIG_FILE,
-    CONFIGS,
     dump_config,
     load_config,
     load_plan,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from moerl.config.compose import CONFIGS, config_groups
 from moerl.config.help_text import WIDTH, groups_text, keys_text
-from moerl.config.load import CONFIGS, config_groups
 from moerl.config.reference import closest, config_keys, describe, is_known
 
 

@@ -1,0 +1,254 @@
+"""Composes values from the YAML groups, recipes and overrides; they are plain data, validated in `moerl.config.load`.
+
+The only module that knows Hydra and OmegaConf. Torch-free; runs in the command line and in every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, OverrideType
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+import moerl
+from moerl.config.explain import unknown_key
+from moerl.config.reference import is_known
+from moerl.errors import ConfigError
+
+CONFIGS = Path(moerl.__file__).parent / "configs"
+
+DEFAULT_RECIPE = "laptop"
+"""As the defaults of `moerl/configs/config.yaml` say."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """One ``key=value``; `text` is without a leading ``+``."""
+
+    text: str
+    override: Override
+
+    @property
+    def key(self) -> str:
+        return self.override.key_or_group
+
+    @property
+    def value(self) -> Any:
+        return self.override.value()
+
+
+@dataclass(frozen=True, slots=True)
+class RecipeValues:
+    """What a recipe sets. groups: the option it takes of each config group. keys: by dotted path, its value of each key
+    that is not what it would be without the recipe."""
+
+    groups: dict[str, str]
+    keys: dict[str, Any]
+
+
+def compose_values(
+    overrides: Sequence[str], *, config_dir: Path | None = None, stand_ins: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """The composed, resolved values as plain data; `run_dir` may still be null. Raises `ConfigError`.
+
+    Args:
+        stand_ins: by dotted path, values for mandatory keys that nobody gave.
+    """
+    with _configuration_errors():
+        composed = _compose(overrides, config_dir)
+        for path, value in (stand_ins or {}).items():
+            section, _, key = path.rpartition(".")
+            if OmegaConf.is_missing(composed[section], key):
+                composed[section][key] = value
+        return _plain(composed)
+
+
+def recipe_values(recipe: str, config_dir: Path | None = None) -> RecipeValues:
+    """What a recipe sets beyond the base configuration and the options it takes. Raises `ConfigError`."""
+    with _configuration_errors():
+        composed = _compose([f"recipe={recipe}"], config_dir, with_hydra=True)
+        choices = composed.hydra.runtime.choices
+        groups = {group: str(choices[group]) for group in config_groups(config_dir) if group != "recipe"}
+        base = _compose([f"{group}={option}" for group, option in groups.items()], config_dir, recipe=False)
+    without = _leaves(base)
+    keys = {path: value for path, value in _leaves(composed).items() if without.get(path, ...) != value}
+    return RecipeValues(groups, {path: keys[path] for path in keys if path != "recipe" and path[:6] != "hydra."})
+
+
+def override_keys(overrides: Sequence[str]) -> list[str]:
+    """The keys and groups that overrides set."""
+    return [parse_override(text).key for text in overrides]
+
+
+def chosen_recipe(overrides: Sequence[str]) -> str | None:
+    """The recipe that the overrides name, None where they leave it to the default."""
+    named = [parsed.value for parsed in map(parse_override, overrides) if parsed.key == "recipe"]
+    return str(named[-1]) if named else None
+
+
+def parse_override(text: str) -> Parsed:
+    """Reads one override with Hydra's grammar; only plain assignments of one value are accepted."""
+    key, equals, value = text.partition("=")
+    if not equals or not key or key.startswith(("~", "-")):
+        raise ConfigError(
+            "override: not an assignment",
+            seen=text,
+            expected="key=value",
+            remedy="see `moerl train --help` for examples",
+        )
+    if not value:
+        raise ConfigError(f"{key}: empty value", seen=text, expected="key=value", remedy="give a value, or null")
+    plain = text.lstrip("+")
+    try:
+        override = OverridesParser.create().parse_override(plain)
+    except HydraException as error:
+        raise ConfigError(
+            f"{key}: the value cannot be read",
+            seen=value,
+            expected="a number, true, false, null, text, [list] or {mapping}",
+            remedy=f"put text with special characters in quotes: {key}=\"'...'\"",
+        ) from error
+    if override.is_sweep_override() or override.package is not None or override.type is not OverrideType.CHANGE:
+        raise ConfigError(
+            f"{key}: one run takes one value", seen=text, expected="key=value", remedy="start one run per value"
+        )
+    return Parsed(plain, override)
+
+
+def config_groups(config_dir: Path | None = None) -> dict[str, list[str]]:
+    """The options of every config group, the user's own included.
+
+    Raises:
+        ConfigError: `config_dir` is not a directory, or one of its files has the name of a built-in one.
+    """
+    groups = {folder.name: _options(folder) for folder in sorted(CONFIGS.iterdir()) if folder.is_dir()}
+    if config_dir is None:
+        return groups
+    if not config_dir.is_dir():
+        raise ConfigError(
+            "--config-dir: no such directory",
+            seen=config_dir,
+            expected="a directory with recipe/NAME.yaml or other groups",
+            remedy="give an existing directory",
+        )
+    for folder in sorted(config_dir.iterdir()):
+        if not folder.is_dir() or folder.name not in groups:
+            continue
+        taken = sorted(set(_options(folder)) & set(groups[folder.name]))
+        if taken:
+            raise ConfigError(
+                f"--config-dir: {folder.name}={taken[0]} is the name of a built-in option",
+                seen=folder / f"{taken[0]}.yaml",
+                expected="a name of its own",
+                remedy="rename the file",
+            )
+        groups[folder.name] = sorted(groups[folder.name] + _options(folder))
+    return groups
+
+
+def to_yaml(values: Mapping[str, Any]) -> str:
+    """Plain data as YAML."""
+    return OmegaConf.to_yaml(OmegaConf.create(dict(values)))
+
+
+def read_values(path: Path) -> dict[str, Any]:
+    """The values of a resolved configuration file. Raises `ConfigError`."""
+    if not path.is_file():
+        raise ConfigError(
+            "run directory: holds no run",
+            seen=path,
+            expected=f"a directory with {path.name}",
+            remedy="check the path, or start the run again",
+        )
+    try:
+        loaded = OmegaConf.load(path)
+        if not isinstance(loaded, DictConfig):
+            raise ConfigError(f"{path}: not a configuration", remedy="start a new run")
+        return _plain(loaded)
+    except (OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{path}: cannot be read", seen=" ".join(str(error).split())[:300], remedy="restore it, or start a new run"
+        ) from error
+
+
+def _compose(
+    overrides: Sequence[str], config_dir: Path | None, *, with_hydra: bool = False, recipe: bool = True
+) -> DictConfig:
+    """Hydra's composition. with_hydra: with its own keys, which say what was chosen. recipe: False leaves it out."""
+    groups = config_groups(config_dir)
+    arguments = [_argument(parse_override(text), groups) for text in overrides]
+    if not recipe:
+        arguments.append("~recipe")
+    if config_dir is not None:
+        arguments.append(f'hydra.searchpath=["file://{config_dir.resolve()}"]')
+    with initialize_config_dir(str(CONFIGS), version_base="1.3", job_name="moerl"):
+        return compose("config", overrides=arguments, return_hydra_config=with_hydra)
+
+
+@contextmanager
+def _configuration_errors() -> Iterator[None]:
+    """Errors of the libraries as `ConfigError`."""
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        raise ConfigError(
+            "configuration files: cannot be composed",
+            seen=" ".join(str(error).split())[:300],
+            remedy="correct the recipe or group file that is named",
+        ) from error
+
+
+def _argument(parsed: Parsed, groups: dict[str, list[str]]) -> str:
+    """The override in the form in which Hydra applies it: an option of a group, or a value set whatever was there."""
+    if parsed.key in groups:
+        option = parsed.value
+        if option not in groups[parsed.key]:
+            raise ConfigError(
+                f"{parsed.key}: no such option",
+                seen=option,
+                expected=f"one of {', '.join(groups[parsed.key])}",
+                remedy="choose one of these; --config-dir DIR adds your own",
+            )
+        return parsed.text
+    if not is_known(parsed.key):
+        raise unknown_key(parsed.key)
+    return f"++{parsed.text}"
+
+
+def _plain(composed: DictConfig) -> dict[str, Any]:
+    """Plain data with interpolations resolved; a mandatory value that is missing is named."""
+    try:
+        values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    except MissingMandatoryValue as error:
+        path = str(error.full_key)
+        raise ConfigError(f"{path}: no value given", expected="a value", remedy=f"add {path}=VALUE") from error
+    assert isinstance(values, dict)
+    return {str(key): value for key, value in values.items()}
+
+
+def _leaves(composed: DictConfig) -> dict[str, Any]:
+    """Every value by dotted path, interpolations and missing values as they are written."""
+    found: dict[str, Any] = {}
+
+    def walk(values: Any, prefix: str) -> None:
+        for key, value in values.items():
+            if isinstance(value, dict) and value:
+                walk(value, f"{prefix}{key}.")
+            else:
+                found[f"{prefix}{key}"] = value
+
+    walk(OmegaConf.to_container(composed, resolve=False), "")
+    return found
+
+
+def _options(folder: Path) -> list[str]:
+    return sorted(path.stem for path in folder.glob("*.yaml"))
