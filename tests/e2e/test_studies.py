@@ -1,4 +1,4 @@
-"""The studies of docs/keep_routing.md and docs/keep_sampling_mask.md, shortened."""
+"""The studies of docs/keep_routing_proof.md and docs/keep_sampling_mask.md, shortened."""
 
 from __future__ import annotations
 

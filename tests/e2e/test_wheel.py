@@ -28,6 +28,10 @@ def test_an_installed_wheel_finds_its_configs_and_reward_worker(tmp_path: Path) 
     [wheel] = tmp_path.glob("moerl-*.whl")
     pip("install", "--no-deps", "--target", site, wheel)
     command = (sys.executable, "-m", "moerl")
+    [metadata] = [path.read_text() for path in site.glob("moerl-*.dist-info/METADATA")]
+    assert "Requires-Python: <3.13,>=3.12" in metadata
+    assert "# moerl" in metadata
+    assert "](docs/" not in metadata  # an index shows the README alone: links into the repository are text
     shown = moerl("train", "--show-config", "recipe=tiny", cwd=elsewhere, path=[site], command=command)
     assert shown.status == 0, shown.output
     assert yaml.safe_load(shown.output)["recipe"] == "tiny"
