@@ -14,7 +14,7 @@ import pytest
 
 from moerl.cli import SGLANG, main
 from moerl.config.command_texts import COMMANDS
-from moerl.config.load import config_groups
+from moerl.config.compose import config_groups
 from moerl.config.reference import config_keys
 from moerl.telemetry.metrics import METRICS
 
