@@ -17,6 +17,7 @@ from moerl.buffer.partition import Pack, plan_packs
 from moerl.buffer.rows import Padding, build_microbatch, text_rows, trajectory_rows
 from moerl.contract.batch import Microbatch, TextSample, TrainSample
 from moerl.contract.reasons import Reason
+from moerl.contract.routing import rollout_key
 from moerl.contract.trajectory import ModelSpec
 from moerl.errors import ConfigError, ContractError
 
@@ -71,10 +72,12 @@ def pack_for_ranks(
 
     Raises:
         ReplayError: `replay`, `uncaptured` is reject, and a row has no captured routing.
-        ContractError: Advantages do not fit, tokens were drawn greedily, or the samples are of different models.
+        ContractError: Advantages do not fit, tokens were drawn greedily, or the samples are of different models or
+            twice of one rollout.
         ConfigError: the budget does not hold one padded row.
     """
     spec = _common_spec(samples)
+    _refuse_repeated_rollouts(samples)
     plan = _plan([len(sample.trajectory) - 1 for sample in samples], num_ranks, options)
 
     def build(pack: Pack) -> Microbatch:
@@ -138,6 +141,22 @@ def _plan(num_rows: Sequence[int], num_ranks: int, options: PackOptions) -> list
     sizes = [padding.padded(rows) for rows in num_rows]
     costs = [options.cost(size) for size in sizes]
     return plan_packs(sizes, costs, num_ranks, budget - budget % padding.unit, count_multiple=options.count_multiple)
+
+
+def _refuse_repeated_rollouts(samples: Sequence[TrainSample]) -> None:
+    """Rows of one rollout have one salt: the routes of two samples of it could change places under one checksum."""
+    seen: dict[int, int] = {}
+    for index, sample in enumerate(samples):
+        rollout_id = sample.trajectory.lineage.rollout_id
+        first = seen.setdefault(rollout_key(rollout_id), index)
+        if first != index:
+            raise ContractError(
+                Reason.ROLLOUT_DUPLICATE,
+                field="lineage.rollout_id",
+                seen=f"samples {first} and {index} are both of rollout {rollout_id!r}",
+                expected="every rollout once in a batch",
+                remedy="give every rollout an id of its own, or drop the repetition",
+            )
 
 
 def _common_spec(samples: Sequence[TrainSample]) -> ModelSpec | None:

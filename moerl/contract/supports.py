@@ -186,11 +186,11 @@ def check_expert_ids(trajectory: Trajectory) -> None:
             expected="zeros in rows that were not captured",
         )
         expert_ids = expert_ids[routed]
-    if expert_ids.size and not _rows_are_distinct(expert_ids):
+    if expert_ids.size and not rows_are_distinct(expert_ids):
         _explain_repeats(expert_ids, np.flatnonzero(routed))
 
 
-def _rows_are_distinct(expert_ids: NDArray[Any]) -> bool:
+def rows_are_distinct(expert_ids: NDArray[Any]) -> bool:
     """True where the K ids of every row differ: all pairs compared, plane against plane, a cache-full at a time."""
     top_k = expert_ids.shape[2]
     flat = expert_ids.reshape(-1, top_k)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from moerl.contract.batch import Microbatch, TrainSample
 from moerl.contract.routing import rollout_key, row_checksums
+from moerl.contract.trajectory import Trajectory
 from moerl.errors import ReplayError, UnprovedError
 from moerl.orchestration.exchange import broadcast_bytes, gather_words, min_over
 from moerl.trainer.replay_rows import TracedRows
@@ -22,8 +23,9 @@ from moerl.trainer.trainer import MegatronTrainer
 
 _NOBODY = 2**62
 
-KEY, POSITION, LAYER, CHECKSUM, RANK = range(5)
-"""Columns of a table of words: rollout key, token position, MoE layer, checksum of the row there, rank it was on."""
+KEY, POSITION, LAYER, CHECKSUM, RANK, ROUTED = range(6)
+"""Columns of a table of words: rollout key, token position, MoE layer, checksum of the row there, rank it was on, 0
+where the row was left to the router."""
 
 
 @contextlib.contextmanager
@@ -65,11 +67,11 @@ def _explain(
     if microbatch == _NOBODY:
         return error
     rank = trainer.where.rank
-    traced_R5 = gather_words(_as_words(trainer.trace(batches, microbatch), rank))
-    recorded_R5 = gather_words(_as_words(recorded[microbatch], rank)) if recorded else None
+    traced_R6 = gather_words(_as_words(trainer.trace(batches, microbatch), rank))
+    recorded_R6 = gather_words(_as_words(recorded[microbatch], rank)) if recorded else None
     found = ""
     if trainer.where.is_main:
-        found = f"microbatch {microbatch}, {first_difference(traced_R5, samples, recorded_R5)}"
+        found = f"microbatch {microbatch}, {first_difference(traced_R6, samples, recorded_R6)}"
     found = broadcast_bytes(found.encode()).decode()
     return ReplayError(
         error.what,
@@ -80,7 +82,7 @@ def _explain(
 
 
 def _as_words(rows: TracedRows, rank: int) -> NDArray[np.int64]:
-    """int64 [r * l, 5]: a table of words."""
+    """int64 [r * l, 6]: a table of words."""
     num_rows, num_layers = rows.checksums_rl.shape
     return np.stack(
         [
@@ -89,45 +91,53 @@ def _as_words(rows: TracedRows, rank: int) -> NDArray[np.int64]:
             np.tile(rows.moe_layers, num_rows),
             rows.checksums_rl.view(np.int64).reshape(-1),
             np.full(num_rows * num_layers, rank),
+            np.repeat(rows.routed_r.astype(np.int64), num_layers),
         ],
         axis=1,
     )
 
 
 def first_difference(
-    traced_R5: NDArray[np.int64], samples: Sequence[TrainSample], recorded_R5: NDArray[np.int64] | None = None
+    traced_R6: NDArray[np.int64], samples: Sequence[TrainSample], recorded_R6: NDArray[np.int64] | None = None
 ) -> str:
     """Which traced row is the first, by trajectory, position and layer, that is not the recorded one.
 
     Args:
-        traced_R5: table of words of what the ranks dispatched.
-        recorded_R5: the same of what was recorded, where that is not the trajectories' routing.
+        traced_R6: table of words of what the ranks dispatched.
+        recorded_R6: the same of what was recorded, where that is not the trajectories' routing.
     """
     for sample in samples:
         trajectory = sample.trajectory
         key = rollout_key(trajectory.lineage.rollout_id)
-        mine_R5 = traced_R5[traced_R5[:, KEY] == np.uint64(key).view(np.int64)]
-        if recorded_R5 is None:
+        mine_R6 = traced_R6[traced_R6[:, KEY] == np.uint64(key).view(np.int64)]
+        if recorded_R6 is None:
+            # Rows that were never captured are the router's by right.
+            mine_R6 = mine_R6[trajectory.routed[mine_R6[:, POSITION]]]
             expected_SL = row_checksums(key, trajectory.expert_ids).view(np.int64)
-            expected_R = expected_SL[mine_R5[:, POSITION], mine_R5[:, LAYER]]
+            expected_R = expected_SL[mine_R6[:, POSITION], mine_R6[:, LAYER]]
         else:
-            expected_R = _checksums_at(mine_R5, recorded_R5)
-        wrong_R5 = mine_R5[mine_R5[:, CHECKSUM] != expected_R]
-        if len(wrong_R5):
-            _, position, layer, _, rank = wrong_R5[np.lexsort((wrong_R5[:, LAYER], wrong_R5[:, POSITION]))[0]]
-            experts = f"recorded experts {sorted(trajectory.expert_ids[position, layer].tolist())}"
-            return (
-                f"first differing row: rollout {trajectory.lineage.rollout_id}, token {position}, MoE layer {layer} of"
-                f" 0..{trajectory.expert_ids.shape[1] - 1}, rank {rank},"
-                f" {experts if recorded_R5 is None else 'recorded in the first forward pass'};"
-                f" {len(np.unique(wrong_R5[:, POSITION]))} rows of this rollout differ"
-            )
+            expected_R = _checksums_at(mine_R6, recorded_R6)
+        wrong_R6 = mine_R6[(mine_R6[:, CHECKSUM] != expected_R) | (mine_R6[:, ROUTED] == 0)]
+        if len(wrong_R6):
+            return _difference(trajectory, wrong_R6, own=recorded_R6 is not None)
     return "a second pass routed every row as recorded: the fault did not repeat"
 
 
-def _checksums_at(wanted_R5: NDArray[np.int64], table_R5: NDArray[np.int64]) -> NDArray[np.int64]:
-    """int64 [R]: checksum of the table's row of the same rollout, position and layer; 0 where it has none."""
-    found = {(key, position, layer): checksum for key, position, layer, checksum, _ in table_R5.tolist()}
-    return np.array(
-        [found.get((key, position, layer), 0) for key, position, layer, _, _ in wanted_R5.tolist()], np.int64
+def _difference(trajectory: Trajectory, wrong_R6: NDArray[np.int64], *, own: bool) -> str:
+    """The first of the rows of a trajectory that differ. own: from the trainer's own first forward pass."""
+    first = wrong_R6[np.lexsort((wrong_R6[:, LAYER], wrong_R6[:, POSITION]))[0]]
+    position, layer = first[POSITION], first[LAYER]
+    experts = f"recorded experts {sorted(trajectory.expert_ids[position, layer].tolist())}"
+    fate = "" if first[ROUTED] else " captured, but marked afterwards as left to the router;"
+    return (
+        f"first differing row: rollout {trajectory.lineage.rollout_id}, token {position}, MoE layer {layer} of"
+        f" 0..{trajectory.expert_ids.shape[1] - 1}, rank {first[RANK]},{fate}"
+        f" {'recorded in the first forward pass' if own else experts};"
+        f" {len(np.unique(wrong_R6[:, POSITION]))} rows of this rollout differ"
     )
+
+
+def _checksums_at(wanted_R6: NDArray[np.int64], table_R6: NDArray[np.int64]) -> NDArray[np.int64]:
+    """int64 [R]: checksum of the table's row of the same rollout, position and layer; 0 where it has none."""
+    found = {(key, position, layer): checksum for key, position, layer, checksum, *_ in table_R6.tolist()}
+    return np.array([found.get((key, position, layer), 0) for key, position, layer, *_ in wanted_R6.tolist()], np.int64)

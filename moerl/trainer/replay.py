@@ -30,6 +30,7 @@ from moerl.errors import ReplayError, UnprovedError
 from moerl.trainer import evidence, layout, platform
 from moerl.trainer.layout import Layout
 from moerl.trainer.natural import STATISTICS, choice_statistics, differs
+from moerl.trainer.replay_checks import find_unusable_routing
 from moerl.trainer.replay_rows import LocalRows, RecordedRouting, TracedRows, routing_slice
 from moerl.trainer.routers import NaturalTopK, RouterTap, tap_routers
 
@@ -143,25 +144,9 @@ class ReplaySchedule:
         self._rows: dict[int, LocalRows] = {}
 
     def find_unusable_routing(self) -> UnprovedError | None:
-        """What keeps a batch from being replayed; None where each has a target for every input row, and checksums."""
-        spec, where = self.owner.spec, self.owner.where
-        for microbatch, batch in enumerate(self.batches):
-            if self.what.enforce and (batch.expert_ids is None or batch.routing_checksums is None):
-                return UnprovedError(
-                    f"microbatch {microbatch} is without recorded routing",
-                    seen="no expert ids or no checksums of them",
-                    expected="both, for Keep Routing",
-                    remedy="pack the batch for replay, or set keep_routing.mode=off",
-                )
-            wanted = (batch.num_rows // where.tensor, len(self.owner.taps), spec.experts_per_token)
-            if batch.expert_ids is not None and batch.expert_ids.shape != wanted:
-                return UnprovedError(
-                    f"the routing rows of microbatch {microbatch} do not match its input rows",
-                    seen=batch.expert_ids.shape,
-                    expected=f"{wanted} (rows, MoE layers, experts per token of rank {where.rank})",
-                    remedy="every input row needs its route, prompt included; cut routes where their tokens are cut",
-                )
-        return None
+        """What keeps a batch from being replayed, if anything (`moerl.trainer.replay_checks`)."""
+        layers = [tap.moe_layer for tap in self.owner.taps]
+        return find_unusable_routing(self.batches, layers, self.owner.spec, self.owner.where, enforce=self.what.enforce)
 
     def begin(self, microbatch: int) -> None:
         """Names the microbatch whose forward pass comes next."""
@@ -275,10 +260,10 @@ class ReplaySchedule:
         rows, batch, where = self._rows[microbatch], self.batches[microbatch], self.owner.where
         keys, positions = evidence.row_origins(batch, where.context, where.context_rank)
         mine = routing_slice(batch, where)
-        counted = self._counted(rows).cpu().numpy()
+        real, routed = ~batch.is_pad[mine], self._counted(rows).cpu().numpy()
         layers = np.array([tap.moe_layer for tap in self.owner.taps], np.int64)
-        checksums_rl = rows.traced_checksums(len(layers))[counted]
-        return TracedRows(keys[mine][counted], positions[mine][counted], layers, checksums_rl)
+        checksums_rl = rows.traced_checksums(len(layers))[real]
+        return TracedRows(keys[mine][real], positions[mine][real], layers, checksums_rl, routed[real])
 
     def layers_differing(self) -> list[Tensor]:
         """int32 [T] per microbatch: MoE layers of the whole model in which the trainer's own choice differs from the
@@ -335,8 +320,14 @@ class ReplaySchedule:
                 sums_l, expected_l = checksums_PMl[phase, microbatch], evidence.as_signed(batch.routing_checksums)
                 for index in (sums_l != expected_l).nonzero().flatten().tolist():
                     seen, wanted = (f"{int(sums[index]) % 2**64:#018x}" for sums in (sums_l, expected_l))
+                    seen += self._left_to_the_router(microbatch)
                     return self._problem("checksum", (phase, microbatch, index), seen, f"{wanted} (as recorded)")
         return None
+
+    def _left_to_the_router(self, microbatch: int) -> str:
+        """Rows that no checksum of what was dispatched counts; those that were captured are in the recorded one."""
+        num_live = self._rows[microbatch].num_live
+        return f", with {num_live} row{'s' * (num_live > 1)} left to the router" if num_live else ""
 
     def _problem(self, what: str, at: tuple[int, int, int], seen: str, wanted: str) -> UnprovedError:
         phase, microbatch, index = at

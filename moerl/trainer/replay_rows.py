@@ -20,16 +20,18 @@ from moerl.trainer.layout import Layout
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TracedRows:
-    """What reached the dispatchers, row by row.
+    """What reached the dispatchers, row by row, without pad rows.
 
     keys: uint64 [r], salt of the row's rollout. positions: int64 [r]. moe_layers: int64 [l]. checksums_rl: uint64,
-    `moerl.contract.routing.row_checksums` of what was dispatched.
+    `moerl.contract.routing.row_checksums` of what was dispatched. routed_r: bool; False where the row was left to the
+    router.
     """
 
     keys: NDArray[np.uint64]
     positions: NDArray[np.int64]
     moe_layers: NDArray[np.int64]
     checksums_rl: NDArray[np.uint64]
+    routed_r: NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -184,6 +184,10 @@ def swap_two_rows(batch: Microbatch) -> Microbatch:
     return replace(batch, expert_ids=expert_ids)
 
 
+def leave_a_row_to_the_router(batch: Microbatch) -> Microbatch:
+    return replace(batch, routed=batch.routed & (np.arange(batch.num_rows) != batch.num_rows - 12))
+
+
 def explain(where: Any, path: Path, tamper: Callable[[Microbatch], Microbatch], *, own: bool) -> dict[str, Any]:
     from moerl.orchestration.replay_report import explained
     from moerl.trainer.losses import Scorer
@@ -254,6 +258,50 @@ def _explain_rollout(where: Any, path: Path, tamper: Callable[[Microbatch], Micr
 
 def _explain_own(where: Any, path: Path, tamper: Callable[[Microbatch], Microbatch]) -> dict[str, Any]:
     return explain(where, path, tamper, own=True)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "own"),
+    [(None, False), (None, True), ({}, False), (TP, False), (CP, False)],
+    ids=["one", "one-trainer", "DP2", "TP2", "CP2"],
+)
+def test_a_captured_row_that_is_left_to_the_router_is_reported_as_that(
+    sizes: dict[str, int] | None, own: bool, untied: Path, one_process: Ranks, two_processes: Ranks
+) -> None:
+    run = one_process if sizes is None else two_processes
+    ranks = run.run(_explain_own if own else _explain_rollout, untied, leave_a_row_to_the_router, **(sizes or {}))
+    for result in ranks:
+        assert f"microbatch {ranks[-1]['last']}, first differing row: rollout rollout-34-" in result["message"]
+        assert "captured, but marked afterwards as left to the router" in result["message"]
+    assert "with 1 row left to the router" in ranks[-1]["message"]
+
+
+def spoil_on_one_rank(where: Any, path: Path, expert: int) -> str:
+    trainer = tiny_moe.build(where, path)
+    batches, denominator = tiny_moe.shares(trainer, tiny_moe.make_samples(35, LENGTHS))
+    if where.rank == 1:
+        assert batches[0].expert_ids is not None
+        expert_ids = batches[0].expert_ids.copy()
+        expert_ids[1, -1, :] = expert
+        batches = [replace(batches[0], expert_ids=expert_ids), *batches[1:]]
+    before = tiny_moe.exported(trainer)
+    with pytest.raises(ReplayError) as caught:
+        trainer.step(batches, tiny_moe.policy_loss(trainer, batches, denominator), enforce=True)
+    assert tiny_moe.largest_difference(tiny_moe.exported(trainer), before) == 0.0
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expert", "message"),
+    [({}, 3, "repeats an expert"), (TP, 3, "repeats an expert"), ({}, 8, "does not exist")],
+    ids=["DP2", "TP2", "DP2-outside"],
+)
+def test_experts_that_no_row_can_have_are_refused_on_every_rank(
+    sizes: dict[str, int], expert: int, message: str, untied: Path, two_processes: Ranks
+) -> None:
+    first, second = two_processes.run(spoil_on_one_rank, untied, expert, timeout_seconds=60, **sizes)
+    assert message in second
+    assert "on another rank" in first
 
 
 def drop_on_one_rank(where: Any, path: Path) -> str:

@@ -406,6 +406,15 @@ def test_advantages_that_do_not_fit_are_refused(advantages: np.ndarray, reason: 
     assert caught.value.reason == reason
 
 
+@pytest.mark.parametrize("budget", [8, 64])
+def test_two_samples_of_one_rollout_are_refused(budget: int):
+    """Their rows have the same salts, so their routes could change places under one checksum."""
+    twice = [sample(rollout_id="a"), sample(9, rollout_id="b"), sample(rollout_id="a")]
+    with pytest.raises(ContractError, match="samples 0 and 2 are both of rollout 'a'") as caught:
+        pack_for_ranks(twice, 2, PackOptions(budget), replay=True)
+    assert caught.value.reason == Reason.ROLLOUT_DUPLICATE
+
+
 def test_trajectories_of_two_models_are_refused():
     other = make_trajectory(np.random.default_rng(0), replace(SPEC, fingerprint="other"), num_sampled=5)
     with pytest.raises(ContractError, match="one model in a batch"):

@@ -86,6 +86,37 @@ def drop_checksums(batch: Microbatch) -> Microbatch:
     return replace(batch, routing_checksums=None)
 
 
+def repeat_an_expert(batch: Microbatch) -> Microbatch:
+    assert batch.expert_ids is not None
+    expert_ids = batch.expert_ids.copy()
+    expert_ids[7, 2, :] = 3
+    return replace(batch, expert_ids=expert_ids)
+
+
+def name_an_expert_that_is_not_there(batch: Microbatch) -> Microbatch:
+    assert batch.expert_ids is not None
+    expert_ids = batch.expert_ids.copy()
+    expert_ids[7, 2, 1] = 8
+    return replace(batch, expert_ids=expert_ids)
+
+
+def give_two_rollouts_one_key(batch: Microbatch) -> Microbatch:
+    keys = batch.rollout_keys.copy()
+    keys[1] = keys[0]
+    return replace(batch, rollout_keys=keys)
+
+
+def drop_a_checksum(batch: Microbatch) -> Microbatch:
+    assert batch.routing_checksums is not None
+    return replace(batch, routing_checksums=batch.routing_checksums[1:])
+
+
+def leave_rows_to_the_router(batch: Microbatch) -> Microbatch:
+    routed = batch.routed.copy()
+    routed[[5, 9]] = False
+    return replace(batch, routed=routed)
+
+
 def check_tampered(
     where: Any, path: Path, tamper: Callable[[Microbatch], Microbatch], recompute: str
 ) -> tuple[str, int]:
@@ -106,6 +137,11 @@ def check_tampered(
         (drop_a_layer, "do not match its input rows"),
         (drop_routing, "without recorded routing"),
         (drop_checksums, "without recorded routing"),
+        (repeat_an_expert, "repeats an expert; seen: experts [3, 3] in row 7 (token 7), MoE layer 2"),
+        (name_an_expert_that_is_not_there, "does not exist; seen: expert 8 in row 7 (token 7), MoE layer 2"),
+        (give_two_rollouts_one_key, "two sequences of one rollout"),
+        (drop_a_checksum, "checksums of microbatch"),
+        (leave_rows_to_the_router, "with 2 rows left to the router"),
     ],
 )
 def test_routing_that_is_not_the_recorded_one_is_refused(

@@ -1,0 +1,125 @@
+"""What keeps a rank's microbatches from being replayed, found where it receives them, before any router runs.
+
+Runs in every trainer rank. What a trajectory guarantees is checked again here: a row that repeats an expert, or names
+one that does not exist, would end one rank in a dispatcher and leave the others waiting for it.
+Shape legend: t routing rows of this rank, l its MoE layers, K experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moerl.contract.batch import Microbatch
+from moerl.contract.supports import rows_are_distinct
+from moerl.contract.trajectory import ModelSpec
+from moerl.errors import UnprovedError
+from moerl.trainer.layout import Layout
+from moerl.trainer.replay_rows import routing_slice
+
+
+def find_unusable_routing(
+    batches: Sequence[Microbatch], layers: Sequence[int], spec: ModelSpec, where: Layout, *, enforce: bool
+) -> UnprovedError | None:
+    """What keeps a batch from being replayed; None where each has a target for every input row, and checksums.
+
+    Args:
+        batches: this rank's shares. layers: its MoE layers, as indices among those of the model.
+        enforce: recorded routing is needed; where False, what there is of it is only compared with.
+    """
+    for microbatch, batch in enumerate(batches):
+        if enforce and (batch.expert_ids is None or batch.routing_checksums is None):
+            return UnprovedError(
+                f"microbatch {microbatch} is without recorded routing",
+                seen="no expert ids or no checksums of them",
+                expected="both, for Keep Routing",
+                remedy="pack the batch for replay, or set keep_routing.mode=off",
+            )
+        if batch.expert_ids is None:
+            continue
+        problem = (
+            _shape_problem(microbatch, batch, layers, spec, where)
+            or _expert_problem(microbatch, batch, layers, spec, where)
+            or _key_problem(microbatch, batch)
+        )
+        if problem is not None:
+            return problem
+    return None
+
+
+def _shape_problem(
+    microbatch: int, batch: Microbatch, layers: Sequence[int], spec: ModelSpec, where: Layout
+) -> UnprovedError | None:
+    assert batch.expert_ids is not None
+    wanted = (batch.num_rows // where.tensor, len(layers), spec.experts_per_token)
+    if batch.expert_ids.shape != wanted:
+        return UnprovedError(
+            f"the routing rows of microbatch {microbatch} do not match its input rows",
+            seen=batch.expert_ids.shape,
+            expected=f"{wanted} (rows, MoE layers, experts per token of rank {where.rank})",
+            remedy="every input row needs its route, prompt included; cut routes where their tokens are cut",
+        )
+    if batch.routing_checksums is not None and batch.routing_checksums.shape != (len(layers),):
+        return UnprovedError(
+            f"the routing checksums of microbatch {microbatch} do not match the MoE layers of rank {where.rank}",
+            seen=batch.routing_checksums.shape,
+            expected=(len(layers),),
+            remedy="cut checksums where their layers are cut",
+        )
+    return None
+
+
+def _expert_problem(
+    microbatch: int, batch: Microbatch, layers: Sequence[int], spec: ModelSpec, where: Layout
+) -> UnprovedError | None:
+    """Experts that the dispatcher cannot send a row to. Rows left to the router need distinct ones as little as they
+    need any, but are looked up all the same."""
+    assert batch.expert_ids is not None
+    remedy = "something changed the routes after packing; report it as a bug with the layout"
+    if batch.expert_ids.max(initial=0) >= spec.num_experts:
+        row, layer, slot = np.argwhere(batch.expert_ids >= spec.num_experts)[0].tolist()
+        return UnprovedError(
+            f"microbatch {microbatch} routes a row to an expert that does not exist",
+            seen=f"expert {batch.expert_ids[row, layer, slot]} in {_row_name(batch, row, where)},"
+            f" MoE layer {layers[layer]}",
+            expected=f"ids in [0, {spec.num_experts})",
+            remedy=remedy,
+        )
+    rows_r = np.flatnonzero(batch.routed[routing_slice(batch, where)])
+    routed_rlK = batch.expert_ids if len(rows_r) == len(batch.expert_ids) else batch.expert_ids[rows_r]
+    if rows_are_distinct(routed_rlK):
+        return None
+    row, layer = _first_repeat(routed_rlK)
+    return UnprovedError(
+        f"microbatch {microbatch} has a row that repeats an expert",
+        seen=f"experts {routed_rlK[row, layer].tolist()} in {_row_name(batch, int(rows_r[row]), where)},"
+        f" MoE layer {layers[layer]}",
+        expected=f"{spec.experts_per_token} distinct experts",
+        remedy=remedy,
+    )
+
+
+def _first_repeat(expert_ids_rlK: NDArray[np.integer]) -> tuple[int, int]:
+    in_order = np.sort(expert_ids_rlK, axis=2)
+    row, layer = np.argwhere((in_order[:, :, 1:] == in_order[:, :, :-1]).any(2))[0].tolist()
+    return row, layer
+
+
+def _row_name(batch: Microbatch, row: int, where: Layout) -> str:
+    at = routing_slice(batch, where).start + row
+    return f"row {at} ({'padding' if batch.is_pad[at] else f'token {batch.position_ids[at]}'})"
+
+
+def _key_problem(microbatch: int, batch: Microbatch) -> UnprovedError | None:
+    """Rows of one key have one salt: their routes could change places under the same checksum."""
+    keys, counts = np.unique(batch.rollout_keys[batch.rollout_keys != 0], return_counts=True)
+    if not (counts > 1).any():
+        return None
+    return UnprovedError(
+        f"microbatch {microbatch} holds two sequences of one rollout",
+        seen=f"key {int(keys[counts.argmax()]):#018x} {counts.max()} times",
+        expected="a key of its own for each sequence",
+        remedy="pack every rollout once",
+    )
