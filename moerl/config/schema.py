@@ -64,7 +64,7 @@ class ModelConfig(Section):
 class ParallelConfig(Section):
     """Parallel sizes of the trainer."""
 
-    tensor: Count = Field(description="Tensor-parallel size; sequence parallelism comes with it.")
+    tensor: Count = Field(description="Tensor-parallel size; includes sequence parallelism.")
     pipeline: Count = Field(description="Pipeline-parallel size; stages differ by one layer at most.")
     virtual_pipeline: Count = Field(
         description="Model chunks per pipeline stage; more than 1 interleaves them, for smaller pipeline bubbles."
@@ -97,15 +97,15 @@ class TrainerConfig(Section):
         description="Activations computed again in the backward pass to save memory."
     )
     distributed_optimizer: Annotated[Literal["off", "on", "overlap"], BeforeValidator(_bare_off)] = Field(
-        description="on = optimizer state and master weights are split over data-parallel ranks; overlap = and gradient"
-        " reduction and weight gathering run beside the computation."
+        description="on = data-parallel ranks share optimizer state and master weights; overlap = the same, and"
+        " gradient reduction and weight gathering overlap with computation."
     )
     train_router: bool = Field(description="False freezes the routers' weights.")
     expert_bias: Literal["frozen", "update"] = Field(
         description="What happens to the expert bias of models that have one (DeepSeek-V3, GLM-4.5): kept as loaded, or"
         " moved towards even load after each optimizer step."
     )
-    deterministic: bool = Field(description="Only deterministic kernels; slower on GPUs, nothing changes on a CPU.")
+    deterministic: bool = Field(description="Use deterministic kernels only; slower on GPUs, no effect on a CPU.")
     max_skipped_updates: CountOrZero = Field(
         description="Optimizer steps in a row that may be skipped because the gradient is not finite; one more stops"
         " the run."
@@ -148,8 +148,8 @@ class KLConfig(Section):
 
     coef: NonNegative = Field(description="Weight of the KL in the loss; 0 = no reference model.")
     support: Literal["kept", "full"] = Field(
-        description="What it sums over: kept = each token's kept set, both models renormalised inside it, and the whole"
-        " vocabulary where nothing was cut; full = always the whole vocabulary."
+        description="Ids that the KL sums over: kept = each token's kept set, both models renormalised inside it (the"
+        " whole vocabulary if nothing was cut); full = always the whole vocabulary."
     )
 
 
@@ -160,11 +160,11 @@ class SamplingConfig(Section):
     max_running: Count = Field(description="Responses sampled side by side.")
     max_new_tokens: Count = Field(description="Longest response in tokens.")
     temperature: NonNegative = Field(description="Sampling temperature; training needs more than 0.")
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = Field(description="Nucleus mass.")
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = Field(description="Nucleus probability mass; 1 = no cut.")
     top_k: Annotated[int, Field(ge=1, le=MAX_KEPT_IDS)] | None = Field(
         description=f"Largest kept set; null = {MAX_KEPT_IDS} where top_p or min_p cut, else everything."
     )
-    min_p: Decay = Field(description="Least probability, as a share of the most likely token's.")
+    min_p: Decay = Field(description="Least probability of a kept token, as a share of the most likely token's.")
 
 
 class EmbeddedRolloutConfig(SamplingConfig):
@@ -179,8 +179,8 @@ class _ServedRolloutConfig(SamplingConfig):
     start_seconds: Positive = Field(description="Longest time until a server is ready.")
     response_seconds: Positive = Field(description="Longest time from asking for a response to having it.")
     probe_seconds: Positive = Field(
-        description="A server that is asked for responses and is silent for so long must sample one token within as"
-        " long; after four such probes in vain it is replaced."
+        description="A server that has requests and is silent for this long must sample one token within the same time;"
+        " after four failed probes it is replaced."
     )
 
 
@@ -205,7 +205,7 @@ class ServerRolloutConfig(_ServedRolloutConfig):
 
     engine: Literal["sglang_server"] = Field(description="Engine that samples.")
     server: Annotated[list[Path], BeforeValidator(_as_list), Field(min_length=1)] = Field(
-        description="Their server.json (address and keys): one, or [A,B,...]."
+        description="Their server.json files (address and keys): one, or [A,B,...]."
     )
 
 
@@ -218,19 +218,18 @@ class KeepRoutingConfig(Section):
     """Keep Routing."""
 
     mode: Annotated[Literal["off", "rollout", "trainer"], BeforeValidator(_bare_off)] = Field(
-        description="rollout = train through the experts that the sampler used; trainer = through those that the"
-        " trainer itself chose before the first update on the batch; off = each pass chooses for itself."
+        description="Experts used in training: rollout = those that the sampler used; trainer = those that the trainer"
+        " chose in its first pass on the batch; off = each pass chooses its own."
     )
     reference: Annotated[Literal["off", "rollout", "trainer"] | None, BeforeValidator(_bare_off)] = Field(
-        description="The same for the reference model; trainer needs mode=trainer, null = as mode."
+        description="The same choice for the reference model; trainer needs mode=trainer; null = as mode."
     )
     verify: Annotated[Literal["every", "off"] | Count, BeforeValidator(_bare_off)] = Field(
-        description="When it is proved, before an update, that recorded experts reached the dispatchers: every update,"
-        " every n-th, or never. How often a router ran is always checked."
+        description="How often checksums must prove, before an update, that recorded experts reached the dispatchers:"
+        " every update, every n-th, or never. Router calls are always counted."
     )
     uncaptured: Literal["reject", "live"] = Field(
-        description="Rows whose routing the sampler did not capture: reject stops the run, live lets the trainer's"
-        " router decide there."
+        description="Rows without captured routing: reject = stop the run; live = the trainer's router chooses."
     )
 
     @property
@@ -249,27 +248,27 @@ class WeightsConfig(Section):
     """How trained weights get to the engine."""
 
     gather: Literal["root", "allgather"] = Field(
-        description="root = each part goes to the rank that hands it on, alone; allgather = every rank that holds a"
-        " part receives all of them, slow and simple, to compare with."
+        description="root = each part goes only to the rank that sends it to the engine; allgather = every rank that"
+        " holds a part receives all parts (slow and simple, for comparison)."
     )
     bucket_bytes: Count = Field(
-        description="Tensors travel together up to this many bytes; a rank needs up to two times as much memory."
+        description="Largest group of tensors that are sent together; a rank needs up to twice this memory."
     )
     transport: Literal["direct", "disk"] = Field(
         description="direct = straight into the engine; disk = through version folders in the run directory,"
-        " which engines elsewhere can read, too."
+        " which engines on other machines can read."
     )
     roots: Count = Field(
-        description="Ranks that hand weights on side by side: as many as there are servers or disks to write to. The"
-        " embedded engine takes weights from one."
+        description="Ranks that send weights side by side; useful up to the number of servers or disks. The embedded"
+        " engine receives from one."
     )
     verify: Annotated[Literal["every", "off"] | Count, BeforeValidator(_bare_off)] = Field(
-        description="When the engine's checksums of all tensors are compared with the trainer's: after every update,"
-        " every n-th, or never."
+        description="How often the engine's checksums of all tensors are compared with the trainer's: after every"
+        " update, every n-th, or never."
     )
     step_seconds: Positive = Field(
-        description="Longest time of one step of a weight update: beginning, gathering a bucket, handing one to the"
-        " engine, ending, comparing checksums. A rank that waits for another one gives up after two of them."
+        description="Time limit of one step of a weight update: begin, gather a bucket, send a bucket, end, compare"
+        " checksums. A rank waits twice this long for another rank."
     )
 
 
@@ -329,7 +328,7 @@ class CheckpointConfig(Section):
     """Trainer checkpoints, from which a run goes on."""
 
     every: CountOrZero = Field(description="Steps between checkpoints; 0 = at the end of a stage only.")
-    keep: Annotated[int, Field(ge=2)] = Field(description="Newest checkpoints kept; a spare one must remain.")
+    keep: Annotated[int, Field(ge=2)] = Field(description="Newest checkpoints to keep; 2 at least.")
 
 
 class MismatchConfig(Section):

@@ -28,7 +28,7 @@ SPANS = {
     "weights": "time of sending weights to the engine",
     "step": "time of the whole step; evaluations and checkpoints are not part of it",
     "evaluation": "time of an evaluation, in its own row",
-    "checkpoint": "time of beginning the checkpoint before this step: copying, and waiting for an earlier one",
+    "checkpoint": "time to start the checkpoint before this step: copying, and waiting for an earlier one",
 }
 """Parts of a run whose seconds are reported, by name."""
 
@@ -57,12 +57,12 @@ _MISMATCH = (
     (
         "tokens_with_different_experts",
         "1",
-        "share of tokens for which the trainer's natural choice of experts is not the recorded one in some layer",
+        "share of tokens for which the trainer's router would have chosen other experts in some layer",
     ),
     (
         "layers_differing_per_token",
         "layer",
-        "mean number of MoE layers in which the trainer's natural choice is not the recorded one",
+        "mean number of MoE layers in which the trainer's router would have chosen other experts",
     ),
 )
 
@@ -71,9 +71,9 @@ _ALL = (
     Metric("accuracy/mean", "1", "share of right answers: sampled in rl, greedy on dev problems in evaluation"),
     Metric("response/length_mean", "token", "mean length of a response"),
     Metric("heldout/accuracy", "1", "share of right greedy answers on held-out problems"),
-    Metric("heldout/accuracy_worked", "1", "the same, of the cold start made to show its work"),
+    Metric("heldout/accuracy_worked", "1", "the same, for the cold start with the first step of its working given"),
     Metric("heldout/length_mean", "token", "mean length of a greedy response to a held-out problem"),
-    Metric("policy/entropy", "nat", "mean entropy of the trainer's distribution over what a token could have been"),
+    Metric("policy/entropy", "nat", "mean entropy of the trainer's distribution that a sampled token is scored under"),
     Metric("policy/ratio_p01", "1", "1st percentile of trainer probability / rollout probability"),
     Metric("policy/ratio_p50", "1", "median of trainer probability / rollout probability"),
     Metric("policy/ratio_p99", "1", "99th percentile of trainer probability / rollout probability"),
@@ -87,52 +87,70 @@ _ALL = (
     Metric("kept/size_mean", "id", "mean size of a kept set, over tokens drawn from one"),
     Metric("kept/size_p99", "id", "99th percentile of the size of a kept set"),
     Metric("kept/mass_mean", "1", "mean probability of a kept set before the others were cut off"),
-    Metric("routing/disagreement", "1", "share of rows and layers whose natural experts are not the recorded ones"),
-    Metric("routing/jaccard", "1", "mean Jaccard similarity of natural and recorded experts"),
-    Metric("routing/margin_at_flips", "score", "mean gap of the k-th to the next expert where the choice differs"),
-    Metric("routing/margin_elsewhere", "score", "the same where it does not"),
-    Metric("routing/live_rows", "row", "rows, times layers, without captured routing that the trainer routed itself"),
-    Metric("replay/rows_verified", "row", "routing rows proved to have been enforced before the update"),
-    Metric("replay/updates_unproved", "update", "updates of the step with recorded routing that was not proved"),
-    Metric("data/routing_bytes", "byte", "most routing that a rank received, uncompressed"),
+    Metric(
+        "routing/disagreement",
+        "1",
+        "share of rows and layers where the trainer's router would have chosen another set of experts",
+    ),
+    Metric(
+        "routing/jaccard",
+        "1",
+        "mean Jaccard index of the two sets of experts: the router's own choice and the recorded one",
+    ),
+    Metric(
+        "routing/margin_at_flips",
+        "score",
+        "mean score gap between the last chosen and the next expert, where the choice differs",
+    ),
+    Metric("routing/margin_elsewhere", "score", "the same where the choice is equal"),
+    Metric("routing/live_rows", "row", "rows, times layers, without captured routing; the trainer's router chose"),
+    Metric("replay/rows_verified", "row", "routing rows, times layers and phases, proved before the update"),
+    Metric(
+        "replay/updates_unproved",
+        "update",
+        "updates of the step without a comparison of checksums (`keep_routing.verify`)",
+    ),
+    Metric("data/routing_bytes", "byte", "uncompressed routing data of the rank that received most"),
     Metric(
         "data/routing_bytes_over_share",
         "1",
-        "routing received over what own rows and layers need, worst rank",
+        "routing data received, divided by what the rank's own rows and layers need; worst rank",
     ),
-    Metric("packing/fill", "1", "rows of samples over what the microbatches of all ranks could hold"),
-    Metric("packing/real_rows", "1", "rows of samples over rows computed, padding included"),
-    Metric("packing/cost_max_over_mean", "1", "estimated operations of the busiest data-parallel rank over the mean"),
-    Metric("packing/lockstep_over_mean", "1", "the same where every microbatch waits for the slowest rank"),
+    Metric("packing/fill", "1", "rows of samples, divided by the room in the microbatches of all ranks"),
+    Metric("packing/real_rows", "1", "rows of samples, divided by rows computed (padding included)"),
+    Metric(
+        "packing/cost_max_over_mean", "1", "estimated operations of the busiest data-parallel rank, divided by the mean"
+    ),
+    Metric("packing/lockstep_over_mean", "1", "the same, if every microbatch waits for the slowest rank"),
     Metric("packing/microbatches", "microbatch", "forward passes of a rank in the step"),
-    Metric("experts/load_max_over_mean", "1", "load of the busiest expert over the mean, worst layer"),
-    Metric("experts/load_min_over_mean", "1", "load of the idlest expert over the mean, worst layer"),
+    Metric("experts/load_max_over_mean", "1", "load of the most used expert, divided by the mean; worst layer"),
+    Metric("experts/load_min_over_mean", "1", "load of the least used expert, divided by the mean; worst layer"),
     Metric("optimizer/grad_norm", "1", "global gradient norm before clipping, mean over the step's updates"),
-    Metric("optimizer/skipped", "update", "optimizer steps left out because the gradient was not finite"),
+    Metric("optimizer/skipped", "update", "updates skipped because the gradient was not finite"),
     Metric("optimizer/lr", "1", "learning rate of the step's last update"),
     Metric("sft/loss", "nat", "mean negative log-likelihood of demonstration tokens"),
-    Metric("tokens/trained", "token", "tokens whose loss was part of an update, of the run so far"),
-    Metric("quarantine/count", "trajectory", "trajectories put into quarantine so far"),
+    Metric("tokens/trained", "token", "tokens trained on since the run began"),
+    Metric("quarantine/count", "trajectory", "trajectories in quarantine since the run began"),
     Metric("weights/version", "version", "policy version that the engine holds after the step"),
-    Metric("weights/bytes", "byte", "size of the weights that all ranks together handed to the engine"),
-    Metric("weights/received_bytes", "byte", "what rank 0 received from other ranks, to hand it to the engine"),
-    Metric("weights/gather_seconds", "s", "time in which rank 0 gathered buckets", deterministic=False),
-    Metric("weights/send_seconds", "s", "time in which the engine took buckets from rank 0", deterministic=False),
-    Metric("weights/end_seconds", "s", "time in which the engine took the new version into use", deterministic=False),
+    Metric("weights/bytes", "byte", "size of the weights that all ranks together sent to the engine"),
+    Metric("weights/received_bytes", "byte", "what rank 0 received from other ranks, to send it to the engine"),
+    Metric("weights/gather_seconds", "s", "time that rank 0 spent gathering buckets", deterministic=False),
+    Metric("weights/send_seconds", "s", "time that rank 0 spent sending buckets to the engine", deterministic=False),
+    Metric("weights/end_seconds", "s", "time that the engine needed to switch to the new version", deterministic=False),
     Metric("weights/check_seconds", "s", "time of comparing checksums of all tensors", deterministic=False),
     Metric(
         "weights/interrupted",
         "rollout",
-        "rollouts under way when the update began; 0 where a step waits for all of its own",
+        "responses in progress when the update began; 0 if a step waits for all its responses",
         deterministic=False,
     ),
     Metric(
         "weights/recomputed_tokens",
         "token",
-        "tokens whose keys and values were computed again because of it",
+        "tokens whose keys and values were computed again because of the update",
         deterministic=False,
     ),
-    Metric("weights/stalled_seconds", "s", "time in which nothing could be sampled because of it", deterministic=False),
+    Metric("weights/stalled_seconds", "s", "time without sampling because of the update", deterministic=False),
     Metric("throughput/tokens_per_second", "token/s", "tokens trained over `seconds/step`", deterministic=False),
     *(Metric(f"seconds/{span}", "s", meaning, deterministic=False) for span, meaning in SPANS.items()),
     Metric("memory/peak_rss_bytes", "byte", "peak resident memory of rank 0", deterministic=False),
@@ -203,11 +221,11 @@ numbers go to TensorBoard, one folder per stage (`tensorboard/sft`, `tensorboard
 | `rl` | batches of rollouts, from 1 | every step; a mismatch table (`mismatch/<scorer>/...`) where one is due |
 | `evaluation` | `rl` steps done before it; 0 = the cold start | dev problems on the way, held-out ones at both ends |
 
-A metric that has no value at a step is left out of its row; a value is always a finite number. Log-probs are natural
-logarithms (nats). "Same again" says whether a second run of the same configuration on the same machine reports the
-same value.
+A metric without a value at a step is missing from its row; a value is always a finite number. Log-probs are natural
+logarithms (nats). "Same again": a second run of the same configuration on the same machine reports the same value; a
+machine with another CPU does not.
 
-A mismatch table scores the same tokens with the same weights four times, enforcing more or less of what was recorded:
+A mismatch table scores the same tokens with the same weights four times, with more or less of the record enforced:
 
 | scorer | experts | log-prob over |
 |---|---|---|
