@@ -36,12 +36,12 @@ class LayerSelection:
     columns: tuple[int, ...]
 
     def of(self, record: RolloutRecord) -> RolloutRecord:
-        """The record with the MoE layers' columns alone; expert ids that are no such table are the contract's affair.
+        """The record with the MoE layers' columns alone; values that hold no such table are the contract's affair.
 
         Raises:
             ContractError: the expert ids are not of the announced number of layers.
         """
-        expert_ids = record.values.get("expert_ids")
+        expert_ids = record.values.get("expert_ids") if type(record.values) is dict else None
         if not isinstance(expert_ids, np.ndarray) or expert_ids.ndim != 3:
             return record
         if expert_ids.shape[1] != self.num_reported:

@@ -2,8 +2,8 @@
 
 Owned by the process that collects rollouts. A refused record is written whole, counted by reason, and never repaired;
 the run stops when too many are refused, since dropping bad samples in silence biases the data. Layout of a refused
-record: `<folder>/<reason>-<digest of the rollout id>/` with `record.json` (why) and `record.msgpack` or `frame.bin`
-(the content); it appears in one rename.
+record: `<folder>/<reason>-<digest of the rollout id>/` with `record.json` (why, and under `incomplete` what of the
+content has no plain form) and `record.msgpack` or `frame.bin` (the content); it appears in one rename.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
+from moerl.contract.demands import demand_type, shown
 from moerl.contract.files import write_folder
 from moerl.contract.frame import DEFAULT_LIMITS, WireLimits
 from moerl.contract.invariants import check_versions
+from moerl.contract.plain import from_plain, safe_repr, to_plain
 from moerl.contract.ports import RolloutRecord
 from moerl.contract.reasons import Reason
 from moerl.contract.trajectory import Lineage, ModelSpec, Trajectory
@@ -35,7 +35,7 @@ _REQUIRED = tuple(
     for name, field in _FIELDS.items()
     if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 )
-_MAX_DEPTH = 32
+_IDENTITY = ("rollout_id", "engine_id", "policy_version", "trainer_version")
 
 
 class Quarantine:
@@ -152,6 +152,7 @@ class Quarantine:
                 "engine_id": engine_id,
                 "policy_version": None,
                 "trainer_version": trainer_version,
+                "incomplete": [],
             }
             self._keep(error, facts, "frame.bin", frame)
             records = []
@@ -171,25 +172,24 @@ class Quarantine:
 
     def _check_identity(self, record: RolloutRecord) -> None:
         rollout_id, lineage = record.rollout_id, record.values["lineage"]
-        if not isinstance(rollout_id, str):
-            raise ContractError(Reason.WRONG_TYPE, field="rollout_id", seen=type(rollout_id).__name__, expected="str")
-        seen = lineage.rollout_id if isinstance(lineage, Lineage) else type(lineage).__name__
-        if seen != rollout_id:
+        demand_type(rollout_id, str, "rollout_id")
+        seen = getattr(lineage, "rollout_id", None) if type(lineage) is Lineage else lineage
+        if type(seen) is not str or seen != rollout_id:
             raise ContractError(
-                Reason.ROLLOUT_ID_DISAGREES, field="lineage.rollout_id", seen=repr(seen), expected=repr(rollout_id)
+                Reason.ROLLOUT_ID_DISAGREES, field="lineage.rollout_id", seen=shown(seen), expected=shown(rollout_id)
             )
         if rollout_id in self._admitted:
             raise ContractError(
                 Reason.ROLLOUT_DUPLICATE,
                 field="rollout_id",
-                seen=repr(rollout_id),
+                seen=shown(rollout_id),
                 expected="one answer per rollout",
             )
         if rollout_id not in self._expected:
             raise ContractError(
                 Reason.ROLLOUT_UNREQUESTED,
                 field="rollout_id",
-                seen=repr(rollout_id),
+                seen=shown(rollout_id),
                 expected="the id of a rollout that was requested",
             )
 
@@ -200,21 +200,24 @@ class Quarantine:
             "policy_version": record.policy_version,
             "trainer_version": trainer_version,
         }
-        content = msgspec.msgpack.encode(_plain(dict(record.values)))
-        self._keep(error, facts, "record.msgpack", content)
+        content = to_plain(record.values)
+        facts["incomplete"] = content.incomplete
+        self._keep(error, facts, "record.msgpack", msgspec.msgpack.encode(content.value))
 
     def _keep(self, error: ContractError, facts: dict[str, Any], name: str, content: bytes) -> None:
         """Writes a refused record, then counts it."""
+        identity = {fact: _json(facts[fact]) for fact in _IDENTITY}
         why = {
             **facts,
+            **identity,
             "reason": str(error.reason),
             "field": error.field,
             "expected": error.expected,
             "seen": error.seen,
             "content": name,
         }
-        digest = hashlib.blake2b(str(facts["rollout_id"]).encode(errors="surrogatepass"), digest_size=8)
-        contents = {"record.json": json.dumps(why, indent=2, default=ascii).encode(), name: content}
+        digest = hashlib.blake2b(str(identity["rollout_id"]).encode(errors="surrogatepass"), digest_size=8)
+        contents = {"record.json": json.dumps(why, indent=2, allow_nan=False).encode(), name: content}
         write_folder(self.folder, f"{error.reason}-{digest.hexdigest()}", contents)
         self.counts[str(error.reason)] += 1
 
@@ -235,50 +238,20 @@ def read_quarantined(folder: Path) -> tuple[dict[str, Any], Any]:
     content = (folder / why["content"]).read_bytes()
     if why["content"] == "frame.bin":
         return why, content
-    return why, _restored(msgspec.msgpack.decode(content))
+    return why, from_plain(msgspec.msgpack.decode(content))
+
+
+def _json(fact: object) -> object:
+    """An id or a version as JSON has it; anything else, and what JSON cannot write as a number, as text."""
+    is_plain = fact is None or type(fact) is str or (type(fact) is int and fact.bit_length() < 64)
+    return fact if is_plain else safe_repr(fact)
 
 
 def _check_field_names(values: Mapping[str, Any]) -> None:
+    demand_type(values, dict, "values")
     for name in values:
-        if name not in _FIELDS:
-            raise ContractError(Reason.UNKNOWN_FIELD, field=str(name), seen=repr(name), expected=list(_FIELDS))
+        if type(name) is not str or name not in _FIELDS:
+            raise ContractError(Reason.UNKNOWN_FIELD, field="values", seen=shown(name), expected=list(_FIELDS))
     for name in _REQUIRED:
         if name not in values:
             raise ContractError(Reason.MISSING_FIELD, field=name, seen=sorted(values), expected=list(_REQUIRED))
-
-
-def _plain(value: Any, depth: int = 0) -> Any:
-    """Anything as msgpack types. Arrays keep dtype, shape and bytes; what has no plain form keeps its `repr`."""
-    if depth > _MAX_DEPTH:
-        return {"repr": f"<{type(value).__name__} nested deeper than {_MAX_DEPTH}>"}
-    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        return {"dtype": value.dtype.str, "shape": list(value.shape), "data": value.tobytes()}
-    if isinstance(value, np.generic) and not value.dtype.hasobject:
-        return _plain(value.item(), depth + 1)
-    if isinstance(value, Enum):
-        return _plain(value.value, depth + 1)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name), depth + 1) for field in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {ascii(k) if not isinstance(k, str) else k: _plain(v, depth + 1) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item, depth + 1) for item in value]
-    return value if _is_plain_scalar(value) else {"repr": ascii(value)}
-
-
-def _is_plain_scalar(value: Any) -> bool:
-    if isinstance(value, str):
-        return not any("\ud800" <= character <= "\udfff" for character in value)
-    if isinstance(value, int) and not isinstance(value, bool):
-        return -(2**63) <= value < 2**64
-    return value is None or isinstance(value, bool | float | bytes)
-
-
-def _restored(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_restored(item) for item in value]
-    if isinstance(value, dict):
-        if value.keys() == {"dtype", "shape", "data"}:
-            return np.frombuffer(value["data"], np.dtype(value["dtype"])).reshape(value["shape"])
-        return {name: _restored(item) for name, item in value.items()}
-    return value

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moerl.contract import KeptSets, concat_kept_sets, slice_kept_sets
@@ -19,6 +19,7 @@ def rows_of(kept: KeptSets) -> list[list[int]]:
     return [kept.ids[a:b].tolist() for a, b in zip(kept.offsets[:-1], kept.offsets[1:], strict=True)]
 
 
+@settings(deadline=None)
 @given(st.lists(ROWS, max_size=4))
 def test_concatenation_keeps_the_rows_in_order(parts: list[list[list[int]]]):
     joined = concat_kept_sets([kept_sets(rows) for rows in parts])
@@ -26,6 +27,7 @@ def test_concatenation_keeps_the_rows_in_order(parts: list[list[list[int]]]):
     assert (joined.offsets.dtype, joined.ids.dtype) == (np.int64, np.int32)
 
 
+@settings(deadline=None)
 @given(ROWS, st.data())
 def test_a_slice_holds_its_rows_and_starts_at_zero(rows: list[list[int]], data: st.DataObject):
     start = data.draw(st.integers(0, len(rows)))
