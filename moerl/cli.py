@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from moerl.config.command_texts import COMMANDS, EXPORT, VERIFY, Command
 from moerl.config.rank import RankInfo, rank_info
+from moerl.config.stop_signals import STOPPED, stop_signals
 from moerl.errors import CheckpointError, ConfigError, MoerlError
 from moerl.launch.arguments import Parser, bandwidth, gib_size, nats
 from moerl.launch.local import launch_local
@@ -40,7 +41,8 @@ SGLANG = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit status: 0, 1 (a run failed) or 2 (wrong command line or configuration)."""
+    """Runs one command; returns the exit status: 0, 1 (a run failed), 2 (wrong command line or configuration) or
+    75 (a run was told to stop, and can go on)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         return _dispatch(arguments)
@@ -123,11 +125,14 @@ def _run(command: str, options: argparse.Namespace, arguments: list[str]) -> int
 
 def _run_here(command: str, config: RunConfig, resume: bool) -> int:
     try:
-        return _hand_over(command, config, resume)
+        status = _hand_over(command, config, resume)
     except BaseException as error:  # whatever ended the run
         if not isinstance(error, ConfigError | CheckpointError) and _can_go_on(config):
             error.add_note(_how_to_go_on(command, config))
         raise
+    if status == STOPPED:
+        print(_how_to_go_on(command, config), file=sys.stderr)
+    return status
 
 
 def _launch(command: str, config: RunConfig, arguments: Sequence[str], lock: int) -> int:
@@ -138,7 +143,7 @@ def _launch(command: str, config: RunConfig, arguments: Sequence[str], lock: int
         num_threads=config.num_threads,
         lock=lock,
     )
-    if status and _can_go_on(config):
+    if status == STOPPED or (status and _can_go_on(config)):
         print(_how_to_go_on(command, config), file=sys.stderr)
     return status
 
@@ -178,19 +183,21 @@ def _can_go_on(config: RunConfig) -> bool:
 
 
 def _how_to_go_on(command: str, config: RunConfig) -> str:
-    return f"go on from the last checkpoint: moerl {command} {shlex.quote(f'resume={config.run_dir}')}"
+    line = f"moerl {command} {shlex.quote(f'resume={config.run_dir}')}"
+    return f"go on from the last checkpoint: {line}" if _can_go_on(config) else f"go on, nothing was saved yet: {line}"
 
 
 def _hand_over(command: str, config: RunConfig, resume: bool) -> int:
-    from moerl.orchestration import commands
+    if command in ("rollout", "eval"):
+        from moerl.orchestration import commands
 
-    if command == "train":
-        return commands.run_train(config, resume=resume)
-    if command == "sft":
-        return commands.run_sft(config, resume=resume)
-    if command == "rollout":
-        return commands.run_rollout(config)
-    return commands.run_eval(config)
+        return commands.run_rollout(config) if command == "rollout" else commands.run_eval(config)
+    with stop_signals() as stop:
+        from moerl.orchestration import commands
+
+        if command == "train":
+            return commands.run_train(config, resume=resume, stop=stop)
+        return commands.run_sft(config, resume=resume, stop=stop)
 
 
 def _sglang(arguments: list[str]) -> int:

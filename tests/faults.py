@@ -35,6 +35,20 @@ def kill(place: str, *, call: int = 1, after: bool = False) -> None:
     _replace(place, at, call=call)
 
 
+def tell(place: str, *, signal_name: str, call: int = 1, after: bool = False) -> None:
+    """A signal to this process at one call of `place`: before it runs, or after it returned."""
+
+    def at(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not after:
+            os.kill(os.getpid(), getattr(signal, signal_name))
+        result = original(*args, **kwargs)
+        if after:
+            os.kill(os.getpid(), getattr(signal, signal_name))
+        return result
+
+    _replace(place, at, call=call)
+
+
 def finish_checkpoints() -> None:
     """Waits for checkpoints that other threads of this process are writing."""
     for thread in threading.enumerate():

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-def eventually(condition: Callable[[], bool]) -> None:
+def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> None:
     """Returns once the condition holds; the test fails where it never does."""
-    deadline = time.monotonic() + 20.0
+    deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "gave up waiting"
         time.sleep(0.01)

@@ -1,7 +1,8 @@
 """Starts the ranks of a run as child processes on this machine and watches over them. Torch-free; runs in the parent.
 
 Every rank gets the same command line. Rank 0 keeps the terminal; the others write to ``logs/rank-N.log``. When a rank
-fails, or the parent is told to stop, all others are ended by pid: TERM first, KILL after a grace period.
+fails, all others are killed by pid. Ctrl-C and the signals that ask for a stop at a safe point are passed on; a rank
+that has not ended a while after Ctrl-C, or after another one stopped, is killed.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from moerl.config.stop_signals import SIGNALS, STOPPED
 from moerl.launch.rank import new_rendezvous
 
 POLL_SECONDS = 0.1
@@ -31,19 +33,29 @@ class _Rank:
     process: subprocess.Popen[bytes]
     log: Path | None
 
-    @property
-    def failed(self) -> bool:
-        return self.process.poll() not in (None, 0)
+    def stopped(self, asked: int) -> bool:
+        """True where it ended because it was asked to, also by the signal itself, before it could take notice."""
+        return self.process.poll() == STOPPED or (asked > 0 and self.process.poll() == -asked)
+
+    def failed(self, asked: int) -> bool:
+        return self.process.poll() not in (None, 0) and not self.stopped(asked)
 
 
 @dataclass(slots=True)
 class _Stop:
-    """The first stop signal that the parent received; 0 = none. The watch loop passes it on."""
+    """What the parent was told; the watch loop passes it on.
 
-    signal_number: int = 0
+    interrupted: Ctrl-C. asked: number of the first signal that asks for a stop at a safe point; 0 = none.
+    """
 
-    def receive(self, signal_number: int, frame: FrameType | None) -> None:
-        self.signal_number = self.signal_number or signal_number
+    interrupted: bool = False
+    asked: int = 0
+
+    def receive(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            self.interrupted = True
+        else:
+            self.asked = self.asked or number
 
 
 def launch_local(
@@ -62,11 +74,11 @@ def launch_local(
         run_dir: made if needed; holds the rendezvous file while the ranks run, and ``logs/``.
         num_threads: CPU threads of the whole run; each rank gets its share, at least 1.
         lock: descriptor that ranks inherit, so that they hold the lock of the run directory, too.
-        grace_seconds: time between TERM and KILL.
+        grace_seconds: time from Ctrl-C, or from the first rank that stopped, to KILL.
 
     Returns:
-        0, the exit status of the first rank found to have failed, or 128 + the signal that stopped the run (a rank
-        killed by signal n counts as 128 + n).
+        0; the exit status of the first rank found to have failed (one killed by signal n counts as 128 + n);
+        `STOPPED` where the ranks stopped when they were asked to; 130 after Ctrl-C.
     """
     logs = run_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
@@ -81,7 +93,7 @@ def launch_local(
                 ranks.append(_Rank(rank, _start(command, environment, log, lock), log))
             return _watch(ranks, stop, grace_seconds)
     finally:
-        _end(ranks, grace_seconds)
+        _end(ranks, grace_seconds, first=signal.SIGKILL)
         Path(rendezvous.removeprefix("file://")).unlink(missing_ok=True)
 
 
@@ -120,21 +132,30 @@ def _start(
 
 
 def _watch(ranks: Sequence[_Rank], stop: _Stop, grace_seconds: float) -> int:
+    passed_on = 0
     while True:
-        if stop.signal_number:
-            _end(ranks, grace_seconds, first=stop.signal_number)
-            return 128 + stop.signal_number
-        failed = [rank for rank in ranks if rank.failed]
+        if stop.interrupted:
+            _end(ranks, grace_seconds, first=signal.SIGINT)
+            return 128 + signal.SIGINT
+        if stop.asked and not passed_on:
+            passed_on = stop.asked
+            for rank in ranks:
+                _send(rank, passed_on)
+        failed = [rank for rank in ranks if rank.failed(passed_on)]
         if failed:
             _report(failed)
             return _status(failed[0].process.returncode)
+        if any(rank.stopped(passed_on) for rank in ranks):
+            # They agree on where they stop: the others are about to end, or wait for one that never began.
+            _end(ranks, grace_seconds)
+            return STOPPED
         if all(rank.process.poll() == 0 for rank in ranks):
             return 0
         time.sleep(POLL_SECONDS)
 
 
-def _end(ranks: Sequence[_Rank], grace_seconds: float, first: int = signal.SIGTERM) -> None:
-    """Ends every rank that still runs: `first`, then KILL after the grace period."""
+def _end(ranks: Sequence[_Rank], grace_seconds: float, first: int = 0) -> None:
+    """Sends `first` (a signal, or 0 for none) to every rank that still runs, and KILL after the grace period."""
     for rank in ranks:
         _send(rank, first)
     deadline = time.monotonic() + grace_seconds
@@ -164,8 +185,11 @@ def _status(returncode: int) -> int:
 
 @contextlib.contextmanager
 def _stop_signals(stop: _Stop) -> Iterator[None]:
-    """Forwards TERM and INT to the ranks while the context is open."""
-    before = {number: signal.signal(number, stop.receive) for number in (signal.SIGTERM, signal.SIGINT)}
+    """Notes Ctrl-C and the stop signals while the context is open; those that the process ignores stay ignored."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, *SIGNALS)}
+    before = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
+    for number in before:
+        signal.signal(number, stop.receive)
     try:
         yield
     finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from moerl.config.load import CONFIG_FILE, dump_config
 from moerl.config.model_sizes import directory_sizes
 from moerl.config.rank import rank_info
 from moerl.config.schema import RunConfig
+from moerl.config.stop_signals import STOPPED, StopRequest
 from moerl.contract.disk import write_parquet
 from moerl.contract.files import atomic_file
 from moerl.contract.layers import select_layers
@@ -23,46 +24,73 @@ from moerl.contract.ports import RolloutEngine, Task
 from moerl.contract.quarantine import Quarantine
 from moerl.orchestration import sft
 from moerl.orchestration.engines import Model, open_engine
-from moerl.orchestration.evaluation import evaluate
+from moerl.orchestration.evaluation import Evaluation, evaluate
 from moerl.orchestration.exchange import barrier
 from moerl.orchestration.models import build_model, read_layers, read_spec, read_tokenizer
 from moerl.orchestration.reporting import METRICS_FILE, Reporter, make_reporter
 from moerl.orchestration.rl import RLStage
 from moerl.orchestration.rollouts import Collector, in_request_order, sampling_params
-from moerl.orchestration.run import Run
+from moerl.orchestration.run import Run, RunStoppedError
 from moerl.tasks.check import check_problems, check_prompts
 from moerl.tasks.registry import make_task, make_tokenizer
 from moerl.trainer import layout
 
 
-def run_train(config: RunConfig, *, resume: bool) -> int:
-    """Cold start (where configured), then RL; leaves a run directory. Exit code 0."""
-    with _open_run(config, "train", resume=resume) as (run, model_path), ExitStack() as stack:
+def run_train(config: RunConfig, *, resume: bool, stop: StopRequest) -> int:
+    """Cold start (where configured), then RL; leaves a run directory. Exit code 0, or `STOPPED`."""
+    with _open_run(config, "train", resume=resume) as (run, model_path):
+        return _until_stopped(run, stop, lambda: _train(run, model_path))
+
+
+def run_sft(config: RunConfig, *, resume: bool, stop: StopRequest) -> int:
+    """Supervised fine-tuning alone; leaves a Hugging Face directory in `run_dir`/cold_start. Exit codes as above."""
+    with _open_run(config, "sft", resume=resume) as (run, model_path):
+        return _until_stopped(run, stop, lambda: _train_supervised(run, model_path))
+
+
+def _until_stopped(run: Run, stop: StopRequest, train: Callable[[], None]) -> int:
+    run.stop = stop
+    try:
+        run.leave_if_told()
+        train()
+    except RunStoppedError:
+        return STOPPED
+    return 0
+
+
+def _train(run: Run, model_path: Path) -> None:
+    config = run.config
+    with ExitStack() as stack:
         if config.sft.steps > 0:
             model_path = _cold_start(run, model_path)
         collector = None
         if run.layout.is_main:
-            engine = open_engine(config, Model(model_path, run.spec, version=-1), run.reporter.say)
-            run.engine = stack.enter_context(closing(engine))
-            collector = _collector(config, model_path, engine, run.task, run.tokenizer, run.quarantine)
+            start = Model(model_path, run.spec, version=-1)
+            engine = run.unless_stopped(lambda: open_engine(config, start, run.reporter.say))
+            if engine is not None:
+                run.engine = stack.enter_context(closing(engine))
+                collector = _collector(config, model_path, engine, run.task, run.tokenizer, run.quarantine)
+        run.leave_if_told()
         stage = RLStage(run, model_path, collector)
         stage.train()
         run.write_model(config.run_dir / "final_model", like=model_path, trainer=stage.trainer)
         run.reporter.finish(run.summary(steps=config.algorithm.steps))
-    return 0
 
 
-def run_sft(config: RunConfig, *, resume: bool) -> int:
-    """Supervised fine-tuning alone; leaves a Hugging Face directory in `run_dir`/cold_start. Exit code 0."""
-    with _open_run(config, "sft", resume=resume) as (run, model_path):
-        output = _cold_start(run, model_path)
-        if run.layout.is_main:
-            with closing(open_engine(config, Model(output, run.spec, version=0), run.reporter.say)) as engine:
-                collector = _collector(config, output, engine, run.task, run.tokenizer, run.quarantine)
-                heldout = evaluate(collector, "heldout", config.evaluation.heldout_problems, version=0)
+def _train_supervised(run: Run, model_path: Path) -> None:
+    config, output = run.config, _cold_start(run, model_path)
+
+    def measure() -> Evaluation:
+        with closing(open_engine(config, Model(output, run.spec, version=0), run.reporter.say)) as engine:
+            collector = _collector(config, output, engine, run.task, run.tokenizer, run.quarantine)
+            return evaluate(collector, "heldout", config.evaluation.heldout_problems, version=0)
+
+    if run.layout.is_main:
+        heldout = run.unless_stopped(measure)
+        if heldout is not None:
             run.record_evaluations(0, {"cold_start": heldout})
-        run.reporter.finish(run.summary(steps=0))
-    return 0
+    run.leave_if_told()
+    run.reporter.finish(run.summary(steps=0))
 
 
 def run_rollout(config: RunConfig) -> int:

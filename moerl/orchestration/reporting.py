@@ -32,8 +32,8 @@ class Reporter(Protocol):
         """A line that stays."""
         ...
 
-    def rewind(self, stage: str, step: int) -> None:
-        """Drops rows of an interrupted process after `step` of `stage`."""
+    def rewind(self, stage: str, step: int, *, evaluated: bool) -> None:
+        """Drops rows of an interrupted process after `step` of `stage`; without `evaluated` its evaluation as well."""
         ...
 
     def sync(self) -> None:
@@ -78,7 +78,7 @@ class SilentReporter:
 
     def say(self, text: str) -> None: ...
 
-    def rewind(self, stage: str, step: int) -> None: ...
+    def rewind(self, stage: str, step: int, *, evaluated: bool) -> None: ...
 
     def sync(self) -> None: ...
 
@@ -116,9 +116,9 @@ class MainReporter:
     def say(self, text: str) -> None:
         self._progress.note(text)
 
-    def rewind(self, stage: str, step: int) -> None:
+    def rewind(self, stage: str, step: int, *, evaluated: bool) -> None:
         for sink in self._sinks:
-            sink.truncate_after(stage, step)
+            sink.truncate_after(stage, step, evaluated=evaluated)
 
     def sync(self) -> None:
         for sink in self._sinks:

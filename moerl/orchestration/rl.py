@@ -8,7 +8,7 @@ Runs in every trainer rank. Rank 0 hosts the embedded engine, packs the batch an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from moerl.contract.trajectory import ModelSpec
 from moerl.errors import EngineError, MoerlError
 from moerl.orchestration import step_metrics
 from moerl.orchestration.batches import BatchExchange, Minibatch, pack_options
-from moerl.orchestration.evaluation import evaluate
+from moerl.orchestration.evaluation import Evaluation, evaluate
 from moerl.orchestration.exchange import gather_rows, sum_over
 from moerl.orchestration.replay_report import explained
 from moerl.orchestration.rollouts import Collector, in_request_order, sampling_params, with_advantages
@@ -87,6 +87,10 @@ class RLStage:
         first_step = run.restore(STAGE, self.trainer)
         self._publish(first_step)
         self._evaluate_cold_start(first_step)
+        if run.state.evaluation_due:
+            run.state.evaluation_due = False
+            self._evaluate(first_step)
+        run.stop_if_told(STAGE, first_step, self.trainer)
         run.reporter.begin_stage(STAGE, done=first_step, total=steps)
         for step in range(first_step, steps):
             minibatches = self._rollouts(step)
@@ -99,15 +103,23 @@ class RLStage:
     # --- rollouts ----------------------------------------------------------------------------------------------------
 
     def _rollouts(self, step: int) -> list[Minibatch]:
-        """This step's minibatches, this rank's share of each."""
-        parts = None
-        with self.run.stopwatch.span("rollout"):
+        """This step's minibatches, this rank's share of each.
+
+        Raises:
+            RunStoppedError: a rank was told to stop; rollouts under way are given up.
+        """
+        run, collector, parts = self.run, self.collector, None
+        with run.stopwatch.span("rollout"):
             try:
-                if self.collector is not None:
-                    parts = _split_groups(self._sample(self.collector, step), self.config.algorithm.minibatches)
+                if collector is not None:
+                    samples = run.unless_stopped(lambda: self._sample(collector, step))
+                    parts = None if samples is None else _split_groups(samples, self.config.algorithm.minibatches)
             finally:
                 # A failed main rank tells the others, who would wait for its batch otherwise.
-                minibatches = self.exchange.share(parts)
+                stopping = run.told_to_stop()
+                minibatches = [] if stopping else self.exchange.share(parts)
+        if stopping:
+            run.stop_if_told(STAGE, step, self.trainer)
         return minibatches
 
     def _sample(self, collector: Collector, step: int) -> list[TrainSample]:
@@ -253,31 +265,46 @@ class RLStage:
 
     def _evaluate_cold_start(self, first_step: int) -> None:
         """Before the first update: dev and held-out accuracy, and the latter when made to show the work."""
-        if first_step > 0 or self.collector is None:
+        collector = self.collector
+        if first_step > 0 or collector is None:
             return
         dev, heldout = self.config.evaluation.dev_problems, self.config.evaluation.heldout_problems
-        with self.run.stopwatch.span("evaluation"):
+
+        def measure() -> dict[str, Evaluation]:
             evaluations = {
-                "dev": evaluate(self.collector, "dev", dev, version=0),
-                "cold_start": evaluate(self.collector, "heldout", heldout, version=0),
+                "dev": evaluate(collector, "dev", dev, version=0),
+                "cold_start": evaluate(collector, "heldout", heldout, version=0),
             }
-            if isinstance(self.collector.task, WorkedTask):
-                worked = evaluate(self.collector, "heldout", heldout, version=0, worked=True)
+            if isinstance(collector.task, WorkedTask):
+                worked = evaluate(collector, "heldout", heldout, version=0, worked=True)
                 evaluations["cold_start_worked"] = worked
-        self.run.record_evaluations(0, evaluations)
+            return evaluations
+
+        self._record(0, measure)
 
     def _evaluate(self, step: int) -> None:
         """On dev problems when due; on the held-out problems after the last step."""
-        sizes, is_last = self.config.evaluation, step == self.config.algorithm.steps
+        sizes, is_last, collector = self.config.evaluation, step == self.config.algorithm.steps, self.collector
         due = is_last or (sizes.every and step % sizes.every == 0)
-        if not due or self.collector is None:
+        if not due or collector is None:
             return
-        with self.run.stopwatch.span("evaluation"):
-            evaluations = {"dev": evaluate(self.collector, "dev", sizes.dev_problems, version=step)}
+
+        def measure() -> dict[str, Evaluation]:
+            evaluations = {"dev": evaluate(collector, "dev", sizes.dev_problems, version=step)}
             if is_last:
-                final = evaluate(self.collector, "heldout", sizes.heldout_problems, version=step)
+                final = evaluate(collector, "heldout", sizes.heldout_problems, version=step)
                 evaluations["final"] = final
-        self.run.record_evaluations(step, evaluations)
+            return evaluations
+
+        self._record(step, measure)
+
+    def _record(self, step: int, measure: Callable[[], dict[str, Evaluation]]) -> None:
+        """Records what `measure` finds; a run told to stop meanwhile measures when it goes on."""
+        with self.run.stopwatch.span("evaluation"):
+            evaluations = self.run.unless_stopped(measure)
+        self.run.state.evaluation_due = evaluations is None
+        if evaluations is not None:
+            self.run.record_evaluations(step, evaluations)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

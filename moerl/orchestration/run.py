@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from moerl.config.schema import RunConfig
+from moerl.config.stop_signals import StopRequest
 from moerl.contract.batch import TrainSample
 from moerl.contract.disk import write_parquet
 from moerl.contract.ports import PolicyEngine, Prompt, Task
@@ -25,7 +27,7 @@ from moerl.contract.trajectory import ModelSpec, Trajectory
 from moerl.diagnostics.summary import RunSummary
 from moerl.errors import CheckpointError, MoerlError
 from moerl.orchestration.evaluation import Evaluation
-from moerl.orchestration.exchange import barrier, broadcast_bytes, gather_rows
+from moerl.orchestration.exchange import barrier, broadcast_bytes, gather_rows, sum_over
 from moerl.orchestration.models import write_model
 from moerl.orchestration.reporting import Reporter
 from moerl.telemetry.spans import Stopwatch, peak_rss_bytes
@@ -49,6 +51,7 @@ class RunState:
     evaluations: by name (cold_start, cold_start_worked, dev, final), the latest of each.
     quarantine: records refused by reason code, and `admitted`. peak_rss_bytes: largest of earlier processes.
     mismatch_first, mismatch: the first and the latest mismatch table.
+    evaluation_due: the run was stopped before the evaluation of this step was done.
     """
 
     tokens_trained: int = 0
@@ -58,6 +61,11 @@ class RunState:
     peak_rss_bytes: int = 0
     mismatch_first: dict[str, dict[str, float]] = field(default_factory=dict)
     mismatch: dict[str, dict[str, float]] = field(default_factory=dict)
+    evaluation_due: bool = False
+
+
+class RunStoppedError(Exception):
+    """The run was told to stop, and has done so: what it can go on from is on disk."""
 
 
 def find_state_problem(stored: dict[str, Any]) -> str | None:
@@ -85,6 +93,7 @@ class Run:
         engine: takes weights; None on ranks that do not host it, and before the RL stage.
         quarantine: where what breaks the contract goes; used on the main rank only.
         saver: writes checkpoints beside training; whoever opens the run leaves nothing in flight.
+        stop: whether this rank was told to stop; whoever opens the run puts the process's own here.
     """
 
     def __init__(
@@ -102,8 +111,10 @@ class Run:
         self.state = RunState()
         self.quarantine = Quarantine(config.run_dir / "quarantine", config.quarantine.max_rate, spec=spec)
         self.stopwatch = Stopwatch()
+        self.stop = StopRequest()
         self._started = self._last_step = time.monotonic()
         self._checkpoint: tuple[str, int, Path] | None = None
+        self._saved: tuple[str, int] | None = None
         self._store = CheckpointStore(config.run_dir / CHECKPOINTS, config.checkpoint.keep, find_state_problem)
         self.saver = Saver(self._store)
 
@@ -149,13 +160,14 @@ class Run:
         facts = {} if found is None else {"path": str(found.path), **found.state}
         facts = json.loads(broadcast_bytes(json.dumps(facts).encode()))
         stage, step = (facts["stage"], int(facts["step"])) if facts else (STAGE_ORDER[0], 0)
-        self.reporter.rewind(stage, step)
+        due = bool(facts) and facts["run"].get("evaluation_due", False)
+        self.reporter.rewind(stage, step, evaluated=not due)
         if not facts:
             self.reporter.say("the run was stopped before its first checkpoint: starting from the beginning")
             return
         self.state = RunState(**facts["run"])
         self.quarantine.restore(self.state.quarantine)
-        self._checkpoint = (stage, step, Path(facts["path"]))
+        self._checkpoint, self._saved = (stage, step, Path(facts["path"])), (stage, step)
         self.reporter.say(f"{stage}: going on from step {step} ({facts['path']})")
 
     def _check_nothing_was_saved(self) -> None:
@@ -185,15 +197,17 @@ class Run:
         return step
 
     def checkpoint_if_due(self, stage: str, step: int, last: int, trainer: MegatronTrainer) -> None:
-        """Checks on the checkpoint in flight, and begins one where it is due.
+        """Checks on the checkpoint in flight, begins one where it is due, and ends the run where it was told to stop.
 
         Raises:
             CheckpointError: one could not be written; the run stops rather than go on unsaved.
+            RunStoppedError: as `stop_if_told`.
         """
         self.saver.poll()
         every = self.config.checkpoint.every
         if step == last or (every and step % every == 0):
             self.checkpoint(stage, step, trainer)
+        self.stop_if_told(stage, step, trainer)
 
     def checkpoint(self, stage: str, step: int, trainer: MegatronTrainer) -> None:
         """Begins a checkpoint of all ranks: trainer state and run state as they are now."""
@@ -207,6 +221,7 @@ class Run:
             }
             name = str(CheckpointName(STAGE_ORDER.index(stage), stage, step))
             self.saver.save(name, trainer.stage(), {"stage": stage, "step": step, "run": state})
+        self._saved = (stage, step)
         self._last_step = time.monotonic()
 
     def write_model(self, folder: Path, *, like: Path, trainer: MegatronTrainer) -> None:
@@ -218,6 +233,49 @@ class Run:
             for _ in trainer.export():
                 pass
         barrier()
+
+    # --- stopping ----------------------------------------------------------------------------------------------------
+
+    def unless_stopped[T](self, work: Callable[[], T]) -> T | None:
+        """The result of `work` on the main rank, which a stop signal ends at once; None where one came before its end.
+
+        Work that was left off is done again when the run goes on, so what it refused does not count.
+        """
+        counters = self.quarantine.counters()
+        result = self.stop.unless_stopped(work)
+        if result is None:
+            self.quarantine.restore(counters)
+        return result
+
+    def told_to_stop(self) -> bool:
+        """True on every rank where one of them was told to stop; a collective."""
+        return bool(sum_over(torch.tensor([int(bool(self.stop.signal))])))
+
+    def stop_if_told(self, stage: str, step: int, trainer: MegatronTrainer) -> None:
+        """Ends the run after `step` steps of a stage where a rank was told to stop; a collective.
+
+        Raises:
+            RunStoppedError: on every rank, once a checkpoint of these steps is on disk.
+            CheckpointError: it could not be written.
+        """
+        if not self.told_to_stop():
+            return
+        if step and self._saved != (stage, step):
+            self.checkpoint(stage, step, trainer)
+        self.saver.wait()
+        self.reporter.say(f"stopped after step {step} of stage {stage}")
+        raise RunStoppedError
+
+    def leave_if_told(self) -> None:
+        """Ends the run where a rank was told to stop before there was anything new to save; a collective.
+
+        Raises:
+            RunStoppedError: on every rank.
+        """
+        if self.told_to_stop():
+            self.saver.wait()
+            self.reporter.say("stopped before the next step")
+            raise RunStoppedError
 
     # --- what is recorded --------------------------------------------------------------------------------------------
 

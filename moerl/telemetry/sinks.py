@@ -31,8 +31,8 @@ class MetricSink(Protocol):
         """Returns when every row is on disk; called before a checkpoint counts as saved."""
         ...
 
-    def truncate_after(self, stage: str, step: int) -> None:
-        """Drops what happened after `step` of `stage` (sft or rl)."""
+    def truncate_after(self, stage: str, step: int, *, evaluated: bool = True) -> None:
+        """Drops what happened after `step` of `stage` (sft or rl); without `evaluated`, its evaluation too."""
         ...
 
     def close(self) -> None: ...
@@ -76,10 +76,15 @@ class JsonlSink:
         self._file.flush()
         os.fsync(self._file.fileno())
 
-    def truncate_after(self, stage: str, step: int) -> None:
+    def truncate_after(self, stage: str, step: int, *, evaluated: bool = True) -> None:
         _check_position(stage)
         self.sync()
-        kept = [row for row in read_rows(self._path) if is_kept(str(row["stage"]), int(row["step"]), stage, step)]
+        last_evaluation = step if evaluated else step - 1
+        kept = [
+            row
+            for row in read_rows(self._path)
+            if is_kept(row["stage"], row["step"], stage, last_evaluation if row["stage"] == "evaluation" else step)
+        ]
         self._file.close()
         self._rewrite(kept)
         self._file = self._path.open("a", encoding="utf-8")
@@ -134,13 +139,15 @@ class TensorBoardSink:
         for writer in self._writers.values():
             writer.flush()
 
-    def truncate_after(self, stage: str, step: int) -> None:
+    def truncate_after(self, stage: str, step: int, *, evaluated: bool = True) -> None:
         """Marks a restart in every stage's events: TensorBoard then hides what is at or after its step."""
         _check_position(stage)
         for name in STAGES:
             if not (self._directory / name).is_dir() or (stage == "rl" and name == "sft"):
                 continue
             first_dropped = step + 1 if name == stage or (stage, name) == ("rl", "evaluation") else 0
+            if name == "evaluation" and not evaluated:
+                first_dropped = max(0, first_dropped - 1)
             self._add(name, Event(step=first_dropped, session_log=SessionLog(status=SessionLog.START)))
 
     def close(self) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 from pathlib import Path
 
 import pytest
-from moerl_runs import DoneRun, Runs, Sums, moerl, rows
+from moerl_runs import DoneRun, Runs, Sums, moerl
+from run_checks import assert_close, processes_of
 
 FAULT_IN_ONE_RANK = """
 import os, sys
@@ -22,33 +22,6 @@ DEATHS = {
     "while weights are gathered": "kill_in_gather(update=1 + 3)",
 }
 """Both in the third step."""
-
-
-def processes_of(run: Path) -> list[int]:
-    """Live processes that have the run directory on their command line."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            try:
-                arguments = (entry / "cmdline").read_bytes()
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            if str(run).encode() in arguments:
-                found.append(int(entry.name))
-    return found
-
-
-def assert_close(run: Path, one_rank: Path) -> None:
-    """The same run but for the rounding of sums that are added up in another order."""
-    for row, expected in zip(rows(run), rows(one_rank), strict=True):
-        assert (row["stage"], row["step"]) == (expected["stage"], expected["step"])
-        if row["stage"] == "sft":
-            assert row["sft/loss"] == pytest.approx(expected["sft/loss"], rel=1e-4)
-        if row["stage"] == "rl":
-            assert row["mismatch/logprob_abs_max"] < 1e-5
-            assert row["replay/rows_verified"] > 0
-            assert row["reward/mean"] == pytest.approx(expected["reward/mean"], abs=1e-6)
-            assert row["optimizer/grad_norm"] == pytest.approx(expected["optimizer/grad_norm"], rel=1e-3)
 
 
 @pytest.mark.parametrize("fault", DEATHS.values(), ids=DEATHS)

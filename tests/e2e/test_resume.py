@@ -8,7 +8,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from moerl_runs import DoneRun, Fault, Runs, Sums, rows, summary
+from moerl_runs import DoneRun, Fault, Runs, Sums, rows
+from run_checks import assert_the_same
 
 STEP = "moerl.trainer.trainer:MegatronTrainer.step"
 UPDATE = "moerl.trainer.optimizer:Optimizer.update"
@@ -43,17 +44,6 @@ KILLS = {
         (kill("moerl.orchestration.reporting:write_summary"), "rl: going on from step 5"),
     ],
 }
-
-
-def assert_the_same(run: Path, undisturbed: Path) -> None:
-    places, expected_places = ([(row["stage"], row["step"]) for row in rows(folder)] for folder in (run, undisturbed))
-    assert places == expected_places
-    for row, expected in zip(rows(run), rows(undisturbed), strict=True):
-        assert row == expected
-    for model in ("cold_start", "final_model"):
-        weights, expected_weights = (folder / model / "model.safetensors" for folder in (run, undisturbed))
-        assert weights.read_bytes() == expected_weights.read_bytes(), model
-    assert summary(run) == summary(undisturbed)
 
 
 @pytest.mark.parametrize("when", KILLS)

@@ -31,7 +31,7 @@ def handed_over(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, RunConfig, b
     fake = types.ModuleType("moerl.orchestration.commands")
 
     def make(name: str):
-        def run(config: RunConfig, resume: bool | None = None) -> int:
+        def run(config: RunConfig, resume: bool | None = None, stop: object = None) -> int:
             calls.append((name, config, resume))
             return 0
 
@@ -197,7 +197,7 @@ def test_notes_about_the_configuration_are_printed(
 def test_a_run_that_fails_has_status_1(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, handed_over: list[object]
 ):
-    def fail(config: RunConfig, *, resume: bool) -> int:
+    def fail(config: RunConfig, **settings: object) -> int:
         raise EngineError("the engine stopped", remedy="start again")
 
     monkeypatch.setattr(sys.modules["moerl.orchestration.commands"], "run_train", fail)

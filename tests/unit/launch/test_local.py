@@ -85,11 +85,12 @@ def test_a_failing_rank_ends_the_others_and_is_named_with_its_log(tmp_path: Path
     assert not is_alive(int((tmp_path / "pid-0").read_text()))
 
 
-def test_a_rank_that_ignores_term_is_killed(tmp_path: Path):
+def test_a_rank_that_ignores_every_signal_is_killed(tmp_path: Path):
     command = program(
         tmp_path,
         """
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_IGN)
         (folder / f"pid-{here}").write_text(str(os.getpid()))
         if here == 1:
             while not (folder / "pid-0").exists(): time.sleep(0.01)
@@ -129,24 +130,44 @@ def start_launcher(tmp_path: Path, body: str) -> tuple[subprocess.Popen[bytes], 
     return launcher, [int(path.read_text()) for path in files]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_stop_signal_reaches_every_rank(tmp_path: Path, number: signal.Signals):
-    launcher, pids = start_launcher(
-        tmp_path,
-        """
-        def stop(number, frame):
-            (folder / f"got-{here}").write_text(str(number))
-            sys.exit(0)
-        signal.signal(signal.SIGTERM, stop)
-        signal.signal(signal.SIGINT, stop)
-        (folder / f"pid-{here}").write_text(str(os.getpid()))
-        time.sleep(600)
-        """,
-    )
+STOPPING = """
+def stop(number, frame):
+    (folder / f"got-{here}").write_text(str(number))
+    sys.exit(STATUS)
+for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT):
+    signal.signal(number, stop)
+(folder / f"pid-{here}").write_text(str(os.getpid()))
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [(signal.SIGTERM, 75), (signal.SIGHUP, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)],
+)
+def test_a_stop_signal_reaches_every_rank(tmp_path: Path, number: signal.Signals, status: int):
+    launcher, pids = start_launcher(tmp_path, STOPPING.replace("STATUS", "75" if status == 75 else "1"))
     launcher.send_signal(number)
-    assert launcher.wait(30) == 128 + number
+    assert launcher.wait(30) == status
     assert [(tmp_path / f"got-{rank}").read_text() for rank in (0, 1)] == [str(int(number))] * 2
     assert not any(map(is_alive, pids))
+
+
+def test_a_rank_that_takes_no_notice_yet_is_ended_by_the_signal_itself(tmp_path: Path):
+    body = """
+        (folder / f"pid-{here}").write_text(str(os.getpid()))
+        time.sleep(600)
+        """
+    launcher, pids = start_launcher(tmp_path, body)
+    launcher.send_signal(signal.SIGUSR1)
+    assert launcher.wait(30) == 75
+    assert not any(map(is_alive, pids))
+
+
+def test_ranks_that_fail_when_they_are_told_to_stop_are_a_failure(tmp_path: Path):
+    launcher, _ = start_launcher(tmp_path, STOPPING.replace("STATUS", "1"))
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(30) == 1
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs the kernel's parent-death signal")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer import event_file_writer
 
 from moerl.telemetry.sinks import JsonlSink, MetricSink, TensorBoardSink, read_rows
 
@@ -74,6 +75,14 @@ def test_going_back_to_an_rl_step_keeps_its_evaluation_and_drops_what_came_later
     assert places(path)[-1] == ("rl", 3)
 
 
+def test_going_back_to_before_an_evaluation_drops_it_and_keeps_its_step(path: Path):
+    sink = JsonlSink(path)
+    write_a_run(sink)
+    sink.truncate_after("rl", 2, evaluated=False)
+    sink.close()
+    assert places(path) == [("sft", 1), ("sft", 2), ("evaluation", 0), ("rl", 1), ("rl", 2)]
+
+
 def test_going_back_to_the_cold_start_drops_all_of_rl(path: Path):
     sink = JsonlSink(path)
     write_a_run(sink)
@@ -100,6 +109,12 @@ def test_an_interrupted_file_ends_like_an_undisturbed_one(tmp_path: Path):
     assert interrupted.read_bytes() == undisturbed.read_bytes()
 
 
+@pytest.fixture(autouse=True)
+def event_files_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names of event files sort by second and process; of two of this second the tenth would sort before the ninth."""
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
+
+
 def scalars(directory: Path, stage: str, name: str) -> list[tuple[int, float]]:
     events = EventAccumulator(str(directory / stage), purge_orphaned_data=True)
     events.Reload()
@@ -112,6 +127,17 @@ def test_tensorboard_reads_the_scalars_of_each_stage(tmp_path: Path):
     sink.close()
     assert scalars(tmp_path, "sft", "sft/loss") == [(1, 2.0), (2, 1.0)]
     assert scalars(tmp_path, "evaluation", "accuracy/mean") == [(0, 0.25), (2, 0.25), (4, 0.5)]
+
+
+def test_tensorboard_hides_an_evaluation_that_is_made_again(tmp_path: Path):
+    sink = TensorBoardSink(tmp_path)
+    write_a_run(sink)
+    sink.close()
+    sink = TensorBoardSink(tmp_path)
+    sink.truncate_after("rl", 4, evaluated=False)
+    sink.write("evaluation", 4, {"accuracy/mean": 0.75})
+    sink.close()
+    assert scalars(tmp_path, "evaluation", "accuracy/mean") == [(0, 0.25), (2, 0.25), (4, 0.75)]
 
 
 def test_tensorboard_hides_what_came_after_the_step_gone_back_to(tmp_path: Path):

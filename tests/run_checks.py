@@ -1,0 +1,47 @@
+"""What tests compare runs by."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from moerl_runs import rows, summary
+
+
+def assert_the_same(run: Path, undisturbed: Path) -> None:
+    places, expected_places = ([(row["stage"], row["step"]) for row in rows(folder)] for folder in (run, undisturbed))
+    assert places == expected_places
+    for row, expected in zip(rows(run), rows(undisturbed), strict=True):
+        assert row == expected
+    for model in ("cold_start", "final_model"):
+        weights, expected_weights = (folder / model / "model.safetensors" for folder in (run, undisturbed))
+        assert weights.read_bytes() == expected_weights.read_bytes(), model
+    assert summary(run) == summary(undisturbed)
+
+
+def processes_of(run: Path) -> list[int]:
+    """Live processes that have the run directory on their command line."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                arguments = (entry / "cmdline").read_bytes()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if str(run).encode() in arguments:
+                found.append(int(entry.name))
+    return found
+
+
+def assert_close(run: Path, one_rank: Path) -> None:
+    """The same run but for the rounding of sums that are added up in another order."""
+    for row, expected in zip(rows(run), rows(one_rank), strict=True):
+        assert (row["stage"], row["step"]) == (expected["stage"], expected["step"])
+        if row["stage"] == "sft":
+            assert row["sft/loss"] == pytest.approx(expected["sft/loss"], rel=1e-4)
+        if row["stage"] == "rl":
+            assert row["mismatch/logprob_abs_max"] < 1e-5
+            assert row["replay/rows_verified"] > 0
+            assert row["reward/mean"] == pytest.approx(expected["reward/mean"], abs=1e-6)
+            assert row["optimizer/grad_norm"] == pytest.approx(expected["optimizer/grad_norm"], rel=1e-3)
