@@ -34,8 +34,9 @@ from moerl.contract.ports import RolloutRequest
 from moerl.contract.trajectory import Trajectory
 from moerl.diagnostics.plots import BLUE, GREEN, INK, ORANGE, QUIET, new_figure, quiet_frame
 from moerl.orchestration.commands import quiet_libraries
+from moerl.orchestration.ends import read_ends
 from moerl.orchestration.export import ALONE
-from moerl.orchestration.models import eos_id, make_engine, read_tokenizer
+from moerl.orchestration.models import make_engine, read_tokenizer
 from moerl.trainer import layout
 from moerl.trainer.losses import Scorer
 from moerl.trainer.model import ModelOptions
@@ -173,8 +174,8 @@ def _differing(one: Microbatch, other: Microbatch) -> NDArray[np.bool_]:
 def floor(model: Path, rollouts: Sequence[Trajectory], seed: int) -> Distance:
     """The engine against itself: the rollouts' requests again, up to the first token that came out differently."""
     engine = make_engine(model, rollouts[0].spec, dtype="bfloat16", max_running=SIDE_BY_SIDE, version=0)
-    stop_id = eos_id(read_tokenizer(model))
-    again = {record.rollout_id: record.values for record in engine.generate([_request(t, stop_id) for t in rollouts])}
+    ends = read_ends(model, read_tokenizer(model), rollouts[0].spec.vocab_size)
+    again = {record.rollout_id: record.values for record in engine.generate([_request(t, ends) for t in rollouts])}
     differing, first, second = [], [], []
     for trajectory in rollouts:
         values = again[trajectory.lineage.rollout_id]
@@ -191,11 +192,11 @@ def floor(model: Path, rollouts: Sequence[Trajectory], seed: int) -> Distance:
     return _distance(seed, "floor", 0, differing_TL, own, torch.cat(second), torch.cat(first))
 
 
-def _request(trajectory: Trajectory, stop_id: int) -> RolloutRequest:
+def _request(trajectory: Trajectory, ends: tuple[int, ...]) -> RolloutRequest:
     prompt, sampled = trajectory.turns
     assert sampled.sampling is not None
     ids = tuple(trajectory.token_ids[: prompt.end].tolist())
-    return RolloutRequest(trajectory.lineage, ids, sampled.sampling, len(trajectory) - prompt.end, (stop_id,))
+    return RolloutRequest(trajectory.lineage, ids, sampled.sampling, len(trajectory) - prompt.end, ends)
 
 
 def _distance(

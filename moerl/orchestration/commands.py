@@ -23,6 +23,7 @@ from moerl.contract.layers import select_layers
 from moerl.contract.ports import RolloutEngine, Task
 from moerl.contract.quarantine import Quarantine
 from moerl.orchestration import sft
+from moerl.orchestration.ends import describe_ends, read_ends
 from moerl.orchestration.engines import Model, open_engine
 from moerl.orchestration.evaluation import Evaluation, evaluate
 from moerl.orchestration.exchange import barrier
@@ -154,7 +155,9 @@ def _open_run(config: RunConfig, command: str, *, resume: bool) -> Iterator[tupl
         barrier()
         tokenizer = read_tokenizer(model_path)
         check_prompts(config, task, tokenizer, command, max_positions=directory_sizes(model_path).max_positions)
-        run = Run(config, where, task, tokenizer, read_spec(model_path, tokenizer), reporter)
+        spec = read_spec(model_path, tokenizer)
+        reporter.say(describe_ends(read_ends(model_path, tokenizer, spec.vocab_size), tokenizer))
+        run = Run(config, where, task, tokenizer, spec, reporter)
         with run.saver:
             if resume:
                 run.go_back()
@@ -187,8 +190,10 @@ def _collector(
     tokenizer: PreTrainedTokenizerBase,
     quarantine: Quarantine,
 ) -> Collector:
-    layers = select_layers(engine.handshake(), read_layers(model_path))
-    return Collector(engine, task, tokenizer, quarantine, config.rollout.max_new_tokens, layers)
+    handshake = engine.handshake()
+    layers = select_layers(handshake, read_layers(model_path))
+    ends = read_ends(model_path, tokenizer, handshake.spec.vocab_size)
+    return Collector(engine, task, tokenizer, quarantine, config.rollout.max_new_tokens, layers, ends)
 
 
 @contextmanager
@@ -204,12 +209,14 @@ def _open_reader(config: RunConfig, command: str) -> Iterator[tuple[Collector, R
     max_positions = directory_sizes(config.model.path).max_positions
     check_prompts(config, task, tokenizer, command, max_positions=max_positions)
     spec = read_spec(config.model.path, tokenizer)
+    ends = describe_ends(read_ends(config.model.path, tokenizer, spec.vocab_size), tokenizer)
     quarantine = Quarantine(config.run_dir / "quarantine", config.quarantine.max_rate, spec=spec)
     model = Model(config.model.path, spec, version=0)
     with (
         make_reporter(config, is_main=True) as reporter,
         closing(open_engine(config, model, reporter.say)) as engine,
     ):
+        reporter.say(ends)
         yield _collector(config, config.model.path, engine, task, tokenizer, quarantine), reporter
 
 

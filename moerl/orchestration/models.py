@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from huggingface_hub import save_torch_state_dict
@@ -26,7 +26,6 @@ from moerl.config.schema import ArchitectureConfig
 from moerl.contract.layers import ModelLayers
 from moerl.contract.spec import moe_layer_indices, spec_from_hf_config
 from moerl.contract.trajectory import ModelSpec
-from moerl.errors import ConfigError
 from moerl.rollout.embedded import EmbeddedEngine
 from moerl.trainer.model import DTYPES
 from moerl.trainer.tensors import bypassed_tensors, is_bypassed
@@ -66,25 +65,8 @@ def build_model(architecture: ArchitectureConfig, tokenizer: PreTrainedTokenizer
 
 
 def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer stored with a model.
-
-    Raises:
-        ConfigError: it has no end-of-sequence token, so no response could ever stop.
-    """
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    if tokenizer.eos_token_id is None:
-        raise ConfigError(
-            f"the tokenizer of {folder} has no end-of-sequence token",
-            seen="eos_token_id = null",
-            expected="an id",
-            remedy="set eos_token in the model's tokenizer_config.json",
-        )
-    return tokenizer
-
-
-def eos_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The end-of-sequence id of a tokenizer that `read_tokenizer` returned."""
-    return cast(int, tokenizer.eos_token_id)
+    """The tokenizer stored with a model."""
+    return AutoTokenizer.from_pretrained(folder)
 
 
 def read_spec(folder: Path, tokenizer: PreTrainedTokenizerBase) -> ModelSpec:

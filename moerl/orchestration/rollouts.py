@@ -19,7 +19,6 @@ from moerl.contract.reasons import Reason
 from moerl.contract.routing import rollout_key
 from moerl.contract.trajectory import Lineage, SamplingParams, Trajectory
 from moerl.errors import ContractError, RewardError
-from moerl.orchestration.models import eos_id
 from moerl.tasks.tokenizer import encode_checked
 
 
@@ -28,6 +27,7 @@ class Collector:
     """Asks an engine for responses, passes every answer through the contract, and has it rewarded.
 
     layers: which columns of the engine's expert ids are the model's MoE layers, by its handshake.
+    ends: ids that end a response (`moerl.orchestration.ends`).
     """
 
     engine: RolloutEngine
@@ -36,6 +36,7 @@ class Collector:
     quarantine: Quarantine
     max_new_tokens: int
     layers: LayerSelection
+    ends: tuple[int, ...]
 
     def requests(
         self, prompts: Sequence[Prompt], *, run: str, count: int, sampling: SamplingParams, prefixes: Mapping[str, str]
@@ -60,7 +61,7 @@ class Collector:
                         prompt_ids=prompt_ids,
                         sampling=replace(sampling, seed=seed),
                         max_new_tokens=self.max_new_tokens,
-                        stop_ids=(eos_id(self.tokenizer),),
+                        stop_ids=self.ends,
                     )
                 )
         return requests
@@ -101,9 +102,9 @@ class Collector:
         self.quarantine.forget(request.lineage.rollout_id for request in requests)
 
     def response(self, trajectory: Trajectory) -> str:
-        """The sampled text, without the end-of-sequence token."""
+        """The sampled text, without the token that ended it."""
         ids = trajectory.token_ids[trajectory.sampled].tolist()
-        if ids and ids[-1] == self.tokenizer.eos_token_id:
+        if ids and ids[-1] in self.ends:
             ids.pop()
         return str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 

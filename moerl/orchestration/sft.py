@@ -15,8 +15,8 @@ from moerl.contract.batch import TextSample
 from moerl.contract.ports import DemonstrationTask
 from moerl.orchestration import step_metrics
 from moerl.orchestration.batches import pack_options, share_text
+from moerl.orchestration.ends import read_ends
 from moerl.orchestration.exchange import sum_over
-from moerl.orchestration.models import eos_id
 from moerl.orchestration.run import Run
 from moerl.tasks.tokenizer import encode_checked
 from moerl.trainer.losses import TextLoss
@@ -25,7 +25,7 @@ from moerl.trainer.trainer import MegatronTrainer
 STAGE = "sft"
 
 
-def demonstrations(run: Run) -> list[TextSample]:
+def demonstrations(run: Run, end: int) -> list[TextSample]:
     """The demonstrations to learn from, tokenised; the response and its end are learned, the prompt is not."""
     config, task, tokenizer = run.config, run.task, run.tokenizer
     # `moerl.tasks.check` refused a task without demonstrations before anything started.
@@ -34,7 +34,7 @@ def demonstrations(run: Run) -> list[TextSample]:
     samples = []
     for prompt, response in zip(prompts, task.demonstrations(prompts, config.seed), strict=True):
         prompt_ids = encode_checked(tokenizer, prompt.text)
-        response_ids = [*encode_checked(tokenizer, response), eos_id(tokenizer)]
+        response_ids = [*encode_checked(tokenizer, response), end]
         token_ids = np.array(prompt_ids + response_ids, np.int32)
         samples.append(TextSample(token_ids, np.arange(len(token_ids)) >= len(prompt_ids)))
     return samples
@@ -43,7 +43,7 @@ def demonstrations(run: Run) -> list[TextSample]:
 def train(run: Run, model_path: Path, output: Path) -> None:
     """Trains from `model_path` and writes a Hugging Face directory to `output`; goes on from a checkpoint if any."""
     config = run.config
-    samples = demonstrations(run)
+    samples = demonstrations(run, read_ends(model_path, run.tokenizer, run.spec.vocab_size)[0])
     trainer = MegatronTrainer(
         model_path,
         run.spec,

@@ -36,7 +36,6 @@ class FakeEngine:
 class FakeTokenizer:
     """Enough of a tokenizer for short prompts."""
 
-    eos_token_id = 1
     backend_tokenizer = SimpleNamespace(normalizer=None)
 
     def encode(self, text: str, **options: Any) -> list[int]:
@@ -67,7 +66,7 @@ def collector(
 ) -> Collector:
     quarantine = Quarantine(folder, 1.0)
     task, tokenizer = cast(Any, FlakyTask(fails_at)), cast(Any, FakeTokenizer())
-    return Collector(cast(Any, engine or FakeEngine()), task, tokenizer, quarantine, 8, layers)
+    return Collector(cast(Any, engine or FakeEngine()), task, tokenizer, quarantine, 8, layers, ends=(1,))
 
 
 def collect(collect_from: Collector, count: int) -> tuple[list[Any], list[RolloutRequest]]:

@@ -1,0 +1,79 @@
+"""Which tokens end a response: those that a model directory names anywhere, as every engine is told them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from moerl.errors import ConfigError
+
+_FILES = ("generation_config.json", "config.json")
+
+
+def read_ends(folder: Path, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> tuple[int, ...]:
+    """Ids of the tokens that end a response: the tokenizer's, then those of `eos_token_id` (a number or a list) in
+    `generation_config.json`, where chat models name the end of a turn, and in `config.json`; each once.
+
+    The first is the end that demonstrations teach.
+
+    Args:
+        vocab_size: ids that can be sampled.
+
+    Raises:
+        ConfigError: there is none, so no response could ever stop; a file cannot be read; or an id is no token.
+    """
+    ends: list[int] = []
+    for place, end in _named(folder, tokenizer):
+        if isinstance(end, bool) or not isinstance(end, int) or not 0 <= end < vocab_size:
+            raise ConfigError(
+                f"{folder / place}: eos_token_id is not a token of the vocabulary",
+                seen=repr(end),
+                expected=f"an id in [0, {vocab_size}), or a list of them",
+                remedy="correct the file: a response would never end there",
+            )
+        ends += [] if end in ends else [end]
+    if not ends:
+        raise ConfigError(
+            f"{folder} names no token that ends a response",
+            seen="no eos_token in tokenizer_config.json, no eos_token_id in " + " or ".join(_FILES),
+            expected="an id",
+            remedy="set eos_token in the model's tokenizer_config.json",
+        )
+    return tuple(ends)
+
+
+def describe_ends(ends: tuple[int, ...], tokenizer: PreTrainedTokenizerBase) -> str:
+    """One line for the user."""
+    names = [f"{tokenizer.convert_ids_to_tokens(end)} ({end})" for end in ends]
+    return "a response ends with " + " or ".join(names)
+
+
+def _named(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, Any]]:
+    """Every end with the file that names it."""
+    if tokenizer.eos_token_id is not None:
+        yield "tokenizer_config.json", tokenizer.eos_token_id
+    for name in _FILES:
+        ends = _read(folder / name).get("eos_token_id")
+        for end in ends if isinstance(ends, list) else [] if ends is None else [ends]:
+            yield name, end
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Content of a file of settings; nothing where there is no such file."""
+    if not path.exists():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{path} cannot be read", seen=error, expected="a JSON object", remedy="restore the file"
+        ) from error
+    if not isinstance(content, dict):
+        raise ConfigError(
+            f"{path} cannot be read", seen=type(content).__name__, expected="a JSON object", remedy="restore the file"
+        )
+    return content
