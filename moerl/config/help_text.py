@@ -15,6 +15,10 @@ from moerl.config.reference import CHOICES, Key, config_keys
 WIDTH = 110
 _KEY_WIDTH = 46
 _REQUIRED = "???"
+_RESUME = (
+    "  On the command of a run that exists: resume=RUN_DIR goes on from its last checkpoint. algorithm.steps may",
+    "  be raised then, and what decides how a run is watched, kept and laid out may change; the rest says why not.",
+)
 
 
 def groups_text(config_dir: Path | None = None) -> str:
@@ -40,7 +44,7 @@ def keys_text() -> str:
             lines += ["", f"  {heading}"]
             section = heading
         lines += _entry(f"{key.path}={_default(key, composed)}", f"{key.type_name}. {key.description}")
-    lines += ["", "  On the command of a run that exists: resume=RUN_DIR goes on from its last checkpoint."]
+    lines += ["", *_RESUME]
     return "\n".join(lines)
 
 

@@ -17,20 +17,12 @@ from pydantic import ValidationError
 from moerl.config.checks import check_command, check_model_fits
 from moerl.config.compose import chosen_recipe, compose_values, parse_override, read_values, to_yaml
 from moerl.config.explain import explain, unknown_key
-from moerl.config.reference import COMMAND_KEY
-from moerl.config.schema import ParallelConfig, RunConfig
+from moerl.config.reference import COMMAND_KEY, is_known
+from moerl.config.resume import check_may_change
+from moerl.config.schema import RunConfig
 from moerl.errors import ConfigError
 
 CONFIG_FILE = "config.yaml"
-
-RESUME_KEYS = (
-    "checkpoint.every",
-    "checkpoint.keep",
-    "dump.rollouts_every",
-    "quarantine.max_rate",
-    *(f"parallel.{size}" for size in ParallelConfig.model_fields),
-)
-"""Keys that may change when a run goes on: none changes what is learned, other parallel sizes but for rounding."""
 
 _UNNAMED_TASK = {"task.path": "unnamed.jsonl", "task.reward": "unnamed:unnamed"}
 """Stand in for values that a plan does not look at, where they are not given."""
@@ -117,19 +109,21 @@ def _load_resumed(run_dir: Path, overrides: list[str], command: str) -> RunConfi
     values = read_values(run_dir / CONFIG_FILE)
     _check_same_command(str(values.get(COMMAND_KEY)), command, run_dir)
     for parsed in map(parse_override, overrides):
-        if parsed.key not in RESUME_KEYS:
-            raise ConfigError(
-                f"{parsed.key}: cannot change when a run goes on",
-                seen=parsed.text,
-                expected=f"one of {', '.join(RESUME_KEYS)}",
-                remedy="leave it away, or start a new run",
-            )
-        section, name = parsed.key.split(".")
-        values[section][name] = parsed.value
+        if not is_known(parsed.key):
+            raise unknown_key(parsed.key)
+        check_may_change(parsed.key, parsed.text, command, run_dir)
+        _set_value(values, parsed.key, parsed.value)
     values["run_dir"] = str(run_dir)
     config = _with_absolute_paths(_validate(values))
     check_command(config, command)
     return config
+
+
+def _set_value(values: dict[str, Any], path: str, value: Any) -> None:
+    *parents, name = path.split(".")
+    for parent in parents:
+        values = values[parent]
+    values[name] = value
 
 
 def _check_same_command(stored: str, command: str, run_dir: Path) -> None:

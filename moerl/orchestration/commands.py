@@ -27,6 +27,7 @@ from moerl.orchestration.ends import describe_ends, read_ends
 from moerl.orchestration.engines import Model, open_engine
 from moerl.orchestration.evaluation import Evaluation, evaluate
 from moerl.orchestration.exchange import barrier
+from moerl.orchestration.history import take_changes
 from moerl.orchestration.models import build_model, read_layers, read_spec, read_tokenizer
 from moerl.orchestration.reporting import METRICS_FILE, Reporter, make_reporter
 from moerl.orchestration.rl import RLStage
@@ -135,7 +136,7 @@ def _open_run(config: RunConfig, command: str, *, resume: bool) -> Iterator[tupl
     rank = rank_info()
     task = make_task(config.task)
     check_problems(config, task, command)
-    if rank.rank == 0:
+    if rank.rank == 0 and not resume:
         _write_config(config)
     reporter = make_reporter(config, is_main=rank.rank == 0)
     with reporter:
@@ -160,9 +161,18 @@ def _open_run(config: RunConfig, command: str, *, resume: bool) -> Iterator[tupl
         run = Run(config, where, task, tokenizer, spec, reporter)
         with run.saver:
             if resume:
-                run.go_back()
+                _go_back(run)
             yield run, model_path
     layout.stop()
+
+
+def _go_back(run: Run) -> None:
+    """Takes the state of the run that goes on, and what was changed for it."""
+    run.go_back()
+    stage, step = run.position
+    take_changes(run.config, stage, step, run.reporter, is_main=run.layout.is_main)
+    if run.layout.is_main:
+        _write_config(run.config)
 
 
 def _write_config(config: RunConfig) -> None:

@@ -181,6 +181,11 @@ class Run:
                     remedy="restore a checkpoint directory from a copy, or start a new run with another run_dir",
                 )
 
+    @property
+    def position(self) -> tuple[str, int]:
+        """Stage and step that the run goes on from."""
+        return (STAGE_ORDER[0], 0) if self._checkpoint is None else self._checkpoint[:2]
+
     def has_done(self, stage: str, step: int) -> bool:
         """True where the checkpoint that `go_back` found lies at or after `step` of `stage`."""
         if self._checkpoint is None:
@@ -320,7 +325,8 @@ class Run:
                 "the gradient is not finite",
                 seen=f"{update.skipped_in_a_row} skipped updates in a row",
                 expected=f"at most trainer.max_skipped_updates = {allowed}",
-                remedy=f"the weights are unchanged; inspect {where}, and resume with a lower optimizer.lr",
+                remedy=f"the weights are unchanged; inspect {where}; raise trainer.max_skipped_updates to go on, or"
+                " start a new run with a lower optimizer.lr",
             )
 
     def record_evaluations(self, step: int, evaluations: dict[str, Evaluation]) -> None:

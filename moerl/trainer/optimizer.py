@@ -171,8 +171,8 @@ class Optimizer:
         return {"schedule": self._scheduler.state_dict(), "skipped_in_a_row": self._skipped_in_a_row}
 
     def load_progress(self, progress: dict[str, Any]) -> None:
-        """Goes on where `progress` was taken."""
+        """Goes on where `progress` was taken, on the schedule of this optimizer: a run that was made longer has the
+        learning rate of a run of its new length. (Megatron's `load_state_dict` would keep the old length.)"""
         self._skipped_in_a_row = progress["skipped_in_a_row"]
-        # Megatron's scheduler adds the loaded steps to its own.
         self._scheduler.num_steps = 0
-        self._scheduler.load_state_dict(progress["schedule"])
+        self._scheduler.step(progress["schedule"]["num_steps"])

@@ -304,18 +304,6 @@ def test_resume_takes_the_configuration_of_the_run_and_its_place(run_dir: Path):
     assert (config.recipe, config.seed, config.run_dir) == ("tiny", 9, run_dir)
 
 
-def test_resume_takes_overrides_that_change_nothing_that_is_learned(run_dir: Path):
-    assert load(f"resume={run_dir}", "checkpoint.keep=5").checkpoint.keep == 5
-
-
-def test_a_run_goes_on_in_another_parallel_layout(run_dir: Path):
-    assert load(f"resume={run_dir}", "parallel.tensor=2", "parallel.expert=2").parallel.world_size == 2
-
-
-def test_resume_refuses_any_other_override(run_dir: Path):
-    assert "seed: cannot change when a run goes on" in error(f"resume={run_dir}", "seed=1")
-
-
 def test_a_run_goes_on_with_the_command_it_was_started_with(run_dir: Path, tmp_path: Path):
     message = error(f"resume={run_dir}", command="sft")
     assert "resume: the run belongs to another command" in message

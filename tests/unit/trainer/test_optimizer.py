@@ -66,6 +66,28 @@ def test_the_learning_rate_warms_up_from_above_zero_and_decays_to_its_minimum(
     assert rates == pytest.approx(expected, abs=1e-4)
 
 
+def rates_after_loading(where: Any, path: Path, schedule: str) -> tuple[list[float], list[float]]:
+    """Learning rates of steps 3 and 4 of a run of 4 steps, and of one that was planned with 2 and made longer."""
+    optimizer = tiny_moe.OPTIMIZER.model_copy(update={"schedule": schedule, "warmup_steps": 0})
+    planned, long, longer = (
+        tiny_moe.build(where, path, optimizer=optimizer, total_steps=total_steps) for total_steps in (2, 4, 4)
+    )
+    for seed in (41, 42):
+        step(planned, seed)
+        step(long, seed)
+    longer.optimizer.load_progress(planned.optimizer.progress())
+    first, second = ([step(trainer, seed).learning_rate for seed in (43, 44)] for trainer in (long, longer))
+    return first, second
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "constant"])
+def test_a_run_that_is_made_longer_goes_on_with_the_learning_rate_of_a_long_run(
+    schedule: str, untied: Path, one_process: Ranks
+) -> None:
+    ((long, longer),) = one_process.run(rates_after_loading, untied, schedule)
+    assert longer == long
+
+
 def clipped_and_not(where: Any, path: Path) -> list[tuple[float, float]]:
     """(reported norm, norm of what reached the optimizer) with and without clipping."""
     out = []

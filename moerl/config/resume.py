@@ -1,0 +1,135 @@
+"""What may change when a run goes on, and why the rest may not. Torch-free; the command line and every rank.
+
+A key may change where it decides how long a run is, how it is watched and kept, or how fast it works: other parallel
+sizes, microbatches, threads and servers change what is learned by rounding alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moerl.config.reference import children, sections
+from moerl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from moerl.config.schema import RunConfig
+
+_LOSS = "the loss would change in the middle of a run"
+_SAMPLES = "what is sampled would change in the middle of a run"
+_OF_SERVING = (
+    *("max_running", "max_new_tokens", "start_seconds", "response_seconds", "probe_seconds"),
+    *("servers", "environment", "tensor", "max_pool_tokens", "server"),
+)
+_WHY_NOT: dict[str, str | None] = {
+    "recipe": "the run has taken its values; give the keys that you mean",
+    "seed": "weights, the order of prompts and the draws follow from it",
+    "run_dir": "a run goes on where it is; move the directory, and give its new place as resume=DIR",
+    "num_threads": None,
+    "model": "the checkpoints hold weights and optimizer state of this model, in this precision",
+    "parallel": None,
+    "trainer": _LOSS,
+    "trainer.microbatch_tokens": None,
+    "trainer.recompute": None,
+    "trainer.deterministic": None,
+    "trainer.max_skipped_updates": None,
+    "trainer.distributed_optimizer": "the checkpoints hold the optimizer state in the form that it asks for",
+    "optimizer": "the optimizer state and the learning-rate schedule belong to it",
+    "algorithm": _LOSS,
+    "algorithm.steps": None,
+    "algorithm.prompts_per_step": "which prompts come next is counted in batches of it",
+    "algorithm.group_size": "advantages are relative to the group, and would not compare with those before",
+    "algorithm.minibatches": "the learning-rate schedule counts its updates",
+    "kl": _LOSS,
+    "rollout": "another engine needs other keys, and rounds differently",
+    **dict.fromkeys(f"rollout.{name}" for name in _OF_SERVING),
+    "rollout.dtype": _SAMPLES,
+    "rollout.temperature": _SAMPLES,
+    "rollout.top_p": _SAMPLES,
+    "rollout.top_k": _SAMPLES,
+    "rollout.min_p": _SAMPLES,
+    "keep_routing": _LOSS,
+    "keep_routing.verify": None,
+    "keep_sampling_mask": _LOSS,
+    "weights": None,
+    "sft": "the order of demonstrations and the optimizer state of the cold start follow from it",
+    "sft.steps": None,
+    "task": "problems and rewards follow from it",
+    "task.reward_timeout_seconds": None,
+    "evaluation": None,
+    "checkpoint": None,
+    "mismatch": None,
+    "dump": None,
+    "quarantine": None,
+}
+"""By key or section, why it may not change; None where it may. A key goes before its section."""
+
+
+def reason_against(key: str, command: str) -> str | None:
+    """Why `key` may not change when a run of `command` goes on, None where it may."""
+    if key == "sft.steps" and command == "train":
+        return "reinforcement learning starts from the cold start as it was planned"
+    while key not in _WHY_NOT:
+        key = key.rpartition(".")[0]
+    return _WHY_NOT[key]
+
+
+def check_may_change(key: str, text: str, command: str, run_dir: Path) -> None:
+    """Raises `ConfigError` where a known `key` may not change when a run goes on; `text` is what was given."""
+    reason = reason_against(key, command)
+    if reason is None and key not in sections():
+        return
+    if reason is None:
+        raise ConfigError(
+            f"{key}: a run that goes on takes single keys",
+            seen=text,
+            expected="KEY=VALUE",
+            remedy=f"give its keys one by one, for example {key}.{children(key)[0]}=VALUE",
+        )
+    raise ConfigError(
+        f"{key}: cannot change when a run goes on: {reason}",
+        seen=text,
+        expected="the value that the run has",
+        remedy="leave it away; to start a new run from these weights, write them with"
+        f" `moerl export {run_dir} --output DIR` and add model=pretrained model.path=DIR",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A key that has another value than before."""
+
+    key: str
+    old: Any
+    new: Any
+
+
+def changed_keys(before: RunConfig, now: RunConfig) -> list[Change]:
+    """Keys whose values differ, in the order of the schema; values as plain data."""
+    old, new = (dict(_leaves(config.model_dump(mode="json"))) for config in (before, now))
+    return [Change(key, old.get(key), new.get(key)) for key in {**old, **new} if old.get(key) != new.get(key)]
+
+
+def change_note(change: Change, config: RunConfig) -> str:
+    """What a change brings with it besides, empty where that is nothing. config: with the change."""
+    schedules = {
+        "algorithm.steps": ("optimizer", config.optimizer),
+        "sft.steps": ("sft.optimizer", config.sft.optimizer),
+    }
+    section, optimizer = schedules.get(change.key, ("", None))
+    if optimizer is None or optimizer.schedule == "constant":
+        return ""
+    return (
+        f"{section}.schedule={optimizer.schedule} is stretched: from here on the learning rate is that of a run of"
+        f" {change.new} steps"
+    )
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

@@ -1,0 +1,99 @@
+"""What was changed while a run was stopped: ``history.jsonl`` in the run directory. Runs in every trainer rank.
+
+One row per changed key: when, from which stage and step on, the values before and now, and what that brings with it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from moerl.config.load import CONFIG_FILE, load_resolved
+from moerl.config.resume import Change, change_note, changed_keys
+from moerl.config.schema import RunConfig
+from moerl.contract.files import atomic_file
+from moerl.errors import CheckpointError, ConfigError
+from moerl.orchestration.exchange import broadcast_bytes
+from moerl.orchestration.reporting import Reporter
+
+HISTORY_FILE = "history.jsonl"
+STEPS = {"sft.steps": "sft", "algorithm.steps": "rl"}
+"""Keys that say how long a stage is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """time: ISO 8601, UTC. stage, step: the last one with the old value. note: what the change brings, or empty."""
+
+    time: str
+    stage: str
+    step: int
+    key: str
+    old: Any
+    new: Any
+    note: str
+
+    def __str__(self) -> str:
+        text = f"{self.key} {json.dumps(self.old)} -> {json.dumps(self.new)} after step {self.step} of {self.stage}"
+        return f"{text}; {self.note}" if self.note else text
+
+
+def take_changes(config: RunConfig, stage: str, step: int, reporter: Reporter, *, is_main: bool) -> None:
+    """Notes and says what is other than before in a run that goes on from `step` of `stage`. A collective.
+
+    The stored configuration is still the one before; the caller replaces it.
+
+    Raises:
+        ConfigError: on every rank, where a stage is to be no longer than it is already.
+    """
+    found = changed_keys(load_resolved(config.run_dir / CONFIG_FILE), config) if is_main else []
+    sent = broadcast_bytes(json.dumps([asdict(change) for change in found]).encode())
+    changes = [Change(**each) for each in json.loads(sent)]
+    for change in changes:
+        _check_steps(change, stage, step)
+    if not is_main:
+        return
+    before = read_history(config.run_dir)
+    for row in before:
+        reporter.say(f"changed earlier, {row.time}: {row}")
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    rows = [Row(now, stage, step, each.key, each.old, each.new, change_note(each, config)) for each in changes]
+    for row in rows:
+        reporter.say(f"changed: {row}")
+    if rows:
+        _write(config.run_dir / HISTORY_FILE, [*before, *rows])
+
+
+def read_history(run_dir: Path) -> list[Row]:
+    """The rows so far, none where nothing was ever changed. Raises `CheckpointError` for a damaged file."""
+    path = run_dir / HISTORY_FILE
+    if not path.exists():
+        return []
+    try:
+        return [Row(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read",
+            seen=str(error),
+            expected="one JSON object per changed key",
+            remedy="correct the line, or move the file away: it is for people alone",
+        ) from error
+
+
+def _check_steps(change: Change, stage: str, step: int) -> None:
+    if STEPS.get(change.key) == stage and change.new <= step:
+        raise ConfigError(
+            f"{change.key}: the run has made as many steps already",
+            seen=change.new,
+            expected=f"more than {step}",
+            remedy=f"raise it, or leave it away to finish the run with {change.old}",
+        )
+
+
+def _write(path: Path, rows: Sequence[Row]) -> None:
+    with atomic_file(path) as temporary:
+        temporary.write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows), encoding="utf-8")
