@@ -64,9 +64,9 @@ COMMANDS = {
         ),
     ),
     "plan memory": Command(
-        "work out the memory of a training rank before asking for a machine",
+        "compute the memory of a training rank before you ask for a machine",
         "Prints what the heaviest rank of a layout holds, by component, and whether it fits. Starts nothing, needs no\n"
-        "GPU; of the model only config.json is read. The status is 1 where it does not fit.",
+        "GPU; reads only config.json of the model. The status is 1 if it does not fit.",
         (
             (
                 "moerl plan memory recipe=pretrained model.path=DIR parallel.expert=8 parallel.data=16",
@@ -76,9 +76,9 @@ COMMANDS = {
         ),
     ),
     "plan weights": Command(
-        "work out what a weight update moves over which link, and how long it takes",
+        "compute what a weight update sends over which link, and how long it takes",
         "Prints the buckets, the ranks that hand them to engines, the bytes of each and the time at given bandwidths.\n"
-        "Starts nothing, needs no GPU; of the model only config.json is read.",
+        "Starts nothing, needs no GPU; reads only config.json of the model.",
         (
             (
                 "moerl plan weights recipe=pretrained model.path=DIR parallel.expert=8",
