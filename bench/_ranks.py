@@ -11,8 +11,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from moerl.config.interfaces import LOOPBACK
 from moerl.config.schema import ParallelConfig
-from moerl.launch.local import LOOPBACK
 from moerl.launch.rank import new_rendezvous
 
 ENVIRONMENT = {

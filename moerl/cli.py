@@ -110,6 +110,10 @@ def _run(command: str, options: argparse.Namespace, arguments: list[str]) -> int
     if here.is_launched:
         _check_world_size(here, world_size)
         return _hand_over(command, config, resume)
+    if command != "sft":
+        from moerl.launch.servers import prepare_for_servers
+
+        prepare_for_servers(config.rollout)
     with run_lock(config.run_dir) as lock:
         if not resume:
             refuse_taken_run_dir(config)

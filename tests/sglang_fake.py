@@ -125,6 +125,8 @@ class FakeServer:
         self._http.server_close()
 
     def respond(self, path: str, key: str, body: dict[str, Any]) -> Answer:
+        if path == "/health":
+            return 200, b""
         is_admin = path not in ("/generate", "/server_info", "/model_info")
         if key != (self.endpoint.admin_key if is_admin else self.endpoint.api_key):
             return 401, b'{"error": "Unauthorized"}'

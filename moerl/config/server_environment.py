@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
+from moerl.config.interfaces import interface_variables
+
 
 def server_environment(
     device: str,
@@ -13,6 +15,7 @@ def server_environment(
     cores: tuple[int, ...] | None = None,
     *,
     first_device: int = 0,
+    host: str = "127.0.0.1",
 ) -> dict[str, str]:
     """Ours, without what would leak into another Python environment, and with what a CPU server needs.
 
@@ -21,8 +24,10 @@ def server_environment(
         num_ranks: tensor-parallel ranks; on CPU each gets one core. With more threads a tiny model is 20 times slower.
         cores: to choose from, the last ones first; by default those this process may use.
         first_device: GPUs or cores that other servers have.
+        host: address of the server, where its process groups listen, too.
     """
     kept = {name: value for name, value in environment.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
+    kept |= interface_variables(host, kept)
     if device != "cpu":
         return kept
     usable = tuple(sorted(os.sched_getaffinity(0))) if cores is None else cores

@@ -18,13 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from moerl.config.interfaces import interface_variables
 from moerl.config.stop_signals import SIGNALS, STOPPED
 from moerl.launch.rank import new_rendezvous
 
 POLL_SECONDS = 0.1
 GRACE_SECONDS = 10.0
-LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
-"""Network interface on which the ranks of one machine meet, where the user names no other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +99,12 @@ def launch_local(
 def _environment(rank: int, world_size: int, rendezvous: str, num_threads: int) -> dict[str, str]:
     return {
         **os.environ,
+        **interface_variables("127.0.0.1"),
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(world_size),
         "MOERL_RENDEZVOUS": rendezvous,
         "MOERL_LAUNCHER_PID": str(os.getpid()),
-        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME") or LOOPBACK,
         "OMP_NUM_THREADS": str(max(1, num_threads // world_size)),
         # Ranks that wait must not burn the cores that others compute on.
         "OMP_WAIT_POLICY": "PASSIVE",

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 import sglang_live
+from listening import listening, open_to_others
 from transformers import AutoTokenizer
 
 from moerl.contract.disk import read_parquet
@@ -33,10 +34,11 @@ STEPS = 5
 
 @dataclass(frozen=True)
 class Finished:
-    """A run that ended well."""
+    """A run that ended well. open_to_others: sockets that it listened on, where `train` was asked to look."""
 
     folder: Path
     output: str
+    open_to_others: tuple[str, ...] = ()
 
     def rollouts(self, step: int) -> dict[str, Trajectory]:
         trajectories = read_parquet(self.folder / "rollouts" / f"step-{step:06d}.parquet")
@@ -51,7 +53,9 @@ class Finished:
 
 
 def train(folder: Path, *overrides: str, steps: int = STEPS, fault: Callable[[int], None] | None = None) -> Finished:
-    """`moerl train recipe=tiny`; `fault` happens to the first server's pid when the first rollouts are on disk."""
+    """`moerl train recipe=tiny`; `fault` happens to the first server's pid when the first rollouts are on disk. By then
+    weights were sent, and all sockets are there."""
+    found: tuple[str, ...] = ()
     command = [sys.executable, "-m", "moerl", "train", "recipe=tiny", f"algorithm.steps={steps}", f"run_dir={folder}"]
     with subprocess.Popen(
         [*command, *overrides],
@@ -62,18 +66,24 @@ def train(folder: Path, *overrides: str, steps: int = STEPS, fault: Callable[[in
     ) as process:
         while fault is not None and process.poll() is None:
             if (folder / "rollouts" / "step-000001.parquet").exists():
+                assert len({pid for pid, _, _ in listening(process.pid)}) > 2
+                found = tuple(open_to_others(process.pid))
                 fault(read_endpoint(folder / "sglang" / "0" / "server.json").pid)
                 break
             time.sleep(0.02)
         output = process.communicate(timeout=500)[0]
     assert process.returncode == 0, output
-    return Finished(folder, output)
+    return Finished(folder, output, found)
 
 
 @pytest.fixture(scope="module")
 def served(environment: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     folder = tmp_path_factory.mktemp("runs") / "served"
-    return train(folder, "rollout=sglang", f"rollout.environment={environment}")
+    return train(folder, "rollout=sglang", f"rollout.environment={environment}", fault=lambda pid: None)
+
+
+def test_a_run_listens_where_nobody_else_can_reach_it(served: Finished):
+    assert served.open_to_others == ()
 
 
 def test_a_server_and_the_embedded_engine_sample_the_same_rollouts(served: Finished, tmp_path: Path):
@@ -150,6 +160,7 @@ def test_a_run_with_two_roots_gives_a_server_that_took_the_place_of_a_killed_one
     killed = train(tmp_path / "killed", *server, *roots, fault=kill)
     assert "SGLang server 'sglang-0' is lost" in killed.output
     assert "SGLang server 'sglang-0': going on" in killed.output
+    assert killed.open_to_others == ()
     require_every_rollout_once(killed, served)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import sglang_live
 import torch
+from listening import listening, open_to_others
 from safetensors.torch import load_file
 from sglang_reference import Reference, collect, make_requests
 from torch import Tensor
@@ -78,6 +80,14 @@ def test_new_weights_are_used_and_named_after_an_update(updated: Updated, model_
         assert set(before[rollout_id].policy_versions[before[rollout_id].sampled].tolist()) == {1}
         reference.compare(trajectory)
     reference.require_parity()
+
+
+def test_neither_server_nor_trainer_listens_where_others_could_reach_it(updated: Updated, pressed_server: SGLangServer):
+    server = pressed_server.endpoint.pid
+    assert len({pid for pid, _, _ in listening(server)}) == 3  # HTTP, and a process group of both ranks
+    assert [host for _, host, _ in listening(server) if host != "127.0.0.1"] == []
+    assert listening(os.getpid())  # our end of the process group for weights
+    assert open_to_others(os.getpid()) == []
 
 
 def test_a_set_that_is_not_whole_leaves_weights_and_version_as_they_were(updated: Updated, other_folder: Path):

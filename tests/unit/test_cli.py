@@ -142,6 +142,24 @@ def test_traceback_raises_the_error_itself():
         cli.main(["train", "seed=x", "--traceback"])
 
 
+def test_a_server_file_is_looked_at_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], handed_over: list[object]
+):
+    server, run = f"rollout.server='{tmp_path / 'server.json'}'", f"run_dir='{tmp_path / 'run'}'"
+    assert cli.main(["train", "recipe=tiny", "rollout=sglang_server", server, run]) == 1
+    assert "moerl serve" in capsys.readouterr().err
+    assert (handed_over, list(tmp_path.iterdir())) == ([], [])
+
+
+def test_the_servers_environment_is_looked_at_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], handed_over: list[object]
+):
+    environment, run = f"rollout.environment='{tmp_path / 'env'}'", f"run_dir='{tmp_path / 'run'}'"
+    assert cli.main(["train", "recipe=tiny", "rollout=sglang", environment, run]) == 1
+    assert "moerl sglang install" in capsys.readouterr().err
+    assert (handed_over, list(tmp_path.iterdir())) == ([], [])
+
+
 def test_show_config_prints_the_resolved_configuration(capsys: pytest.CaptureFixture[str], handed_over: list[object]):
     assert cli.main(["train", "recipe=tiny", "--show-config", "seed=5"]) == 0
     values = yaml.safe_load(capsys.readouterr().out)

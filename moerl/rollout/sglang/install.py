@@ -89,14 +89,14 @@ def device_of(environment: Path) -> str:
     Raises:
         EngineError: it is not there, or was not finished.
     """
-    marker = _marker(environment)
-    if not marker.is_file():
+    made = _read_marker(environment)
+    if made is None:
         raise EngineError(
             f"SGLang environment {environment}: not there",
             expected="an environment made by `moerl sglang install`",
             remedy=f"moerl sglang install --env {environment}, with --device cpu where there is no GPU",
         )
-    return str(json.loads(marker.read_text())["device"])
+    return made["device"]
 
 
 def site_packages(environment: Path) -> Path:
@@ -155,11 +155,31 @@ def _marker(environment: Path) -> Path:
     return environment / "moerl-sglang.json"
 
 
-def _is_complete(environment: Path, device: str) -> bool:
+def _read_marker(environment: Path) -> dict[str, str] | None:
+    """Release and device that the environment was finished for; None where it was not.
+
+    Raises:
+        EngineError: the file holds something else.
+    """
     marker = _marker(environment)
     if not marker.is_file():
+        return None
+    try:
+        seen = json.loads(marker.read_text())
+        return {"sglang": str(seen["sglang"]), "device": str(seen["device"])}
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise EngineError(
+            f"SGLang environment {environment}: {marker.name} cannot be read",
+            seen=f"{type(error).__name__}: {error}",
+            expected="what `moerl sglang install` writes",
+            remedy=f"rm {marker}, then moerl sglang install --env {environment}",
+        ) from error
+
+
+def _is_complete(environment: Path, device: str) -> bool:
+    seen = _read_marker(environment)
+    if seen is None:
         return False
-    seen = json.loads(marker.read_text())
     expected = {"sglang": SGLANG_VERSION, "device": device}
     if seen != expected:
         raise EngineError(
@@ -172,7 +192,15 @@ def _is_complete(environment: Path, device: str) -> bool:
 
 
 def _run(command: Sequence[str], purpose: str) -> str:
-    done = subprocess.run(list(command), capture_output=True, text=True)
+    try:
+        done = subprocess.run(list(command), capture_output=True, text=True, errors="replace")
+    except OSError as error:
+        raise EngineError(
+            f"SGLang environment: could not {purpose}",
+            seen=f"{command[0]}: {error.strerror}",
+            expected="a program that runs",
+            remedy="install into a fresh folder: moerl sglang install --env DIR",
+        ) from error
     if done.returncode != 0:
         raise EngineError(
             f"SGLang environment: could not {purpose}",

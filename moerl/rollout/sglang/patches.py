@@ -25,6 +25,8 @@ SGLANG_VERSION = "0.5.21"
 STAMP = "sglang/patches.json"
 """In site-packages: what was applied. The server reports the fingerprint in it."""
 
+_FRESH = "install into a fresh folder: moerl sglang install --env DIR"
+
 
 @dataclass(frozen=True, slots=True)
 class Patch:
@@ -122,7 +124,7 @@ def verify_patches(site: Path, patches: PatchSet) -> None:
             f"SGLang in {site}: " + ("other patches" if seen else "not patched"),
             seen=f"patch fingerprint {seen}",
             expected=patches.fingerprint,
-            remedy="install into a fresh folder: moerl sglang install --env DIR",
+            remedy=_FRESH,
         )
     contents = {path: _read(site / path) for path in patches.paths}
     for patch in reversed(patches.patches):
@@ -137,8 +139,12 @@ def is_current(site: Path, patches: PatchSet) -> bool:
 
 
 def _stamped(site: Path) -> str | None:
+    """The fingerprint of the patches that were applied; None where there are none, or the stamp says nothing."""
     stamp = site / STAMP
-    return json.loads(stamp.read_text()).get("fingerprint") if stamp.is_file() else None
+    try:
+        return str(json.loads(stamp.read_text())["fingerprint"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
 
 
 def require_release(site: Path, version: str) -> None:
@@ -149,14 +155,16 @@ def require_release(site: Path, version: str) -> None:
             f"SGLang in {site}",
             seen=", ".join(found) or "not installed",
             expected=f"sglang {version}, which the patches were made for",
-            remedy="install into a fresh folder: moerl sglang install --env DIR",
+            remedy=_FRESH,
         )
 
 
 def _require_released(site: Path, contents: Mapping[str, str | None]) -> None:
     """Every file as the package's RECORD lists it; None for a file that the release has not."""
     record = site / f"sglang-{SGLANG_VERSION}.dist-info" / "RECORD"
-    released = {row[0]: row[1] for row in csv.reader(record.read_text().splitlines())}
+    if not record.is_file():
+        raise EngineError(f"SGLang in {site}: no list of its files", expected=record, remedy=_FRESH)
+    released = {row[0]: row[1] for row in csv.reader(record.read_text().splitlines()) if len(row) > 1}
     for path, content in contents.items():
         expected = released.get(path)
         seen = None if content is None else _record_hash(content)
@@ -165,14 +173,15 @@ def _require_released(site: Path, contents: Mapping[str, str | None]) -> None:
                 f"SGLang in {site}: {path} is not as released",
                 seen=seen,
                 expected=expected,
-                remedy="install into a fresh folder: moerl sglang install --env DIR",
+                remedy=_FRESH,
             )
 
 
 def _record_hash(content: str) -> str:
-    digest = hashlib.sha256(content.encode()).digest()
+    digest = hashlib.sha256(content.encode(errors="surrogateescape")).digest()
     return "sha256=" + base64.urlsafe_b64encode(digest).decode().rstrip("=")
 
 
 def _read(path: Path) -> str | None:
-    return path.read_bytes().decode() if path.is_file() else None
+    """None where there is no such file. Bytes that are no text stay such, so that no released file equals them."""
+    return path.read_bytes().decode(errors="surrogateescape") if path.is_file() else None

@@ -1,7 +1,8 @@
 """One SGLang server as a child process: started, probed, stopped. Runs in the process that manages it.
 
-The server's options, keys included, are in a file that only its owner can read; command lines are public. Its output
-goes to a log in the same folder. It dies with its manager, however that ends (Linux).
+The server's options, keys included, are in a file of a folder that only its owner can read; command lines are public.
+Its output goes to a log there, and its ranks meet in a file there: a port would take writes from every user of the
+machine. It dies with its manager, however that ends (Linux).
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ LOG_FILE = "server.log"
 GRACE_SECONDS = 10.0
 CPU_POOL_TOKENS = 65536
 _POLL_SECONDS = 0.2
+_RENDEZVOUS = ".rendezvous-"
+"""A file that the server's ranks meet in, one for each start."""
 _PORT_TAKEN = (b"EADDRINUSE", b"address already in use", b"Address already in use")
 
 # Parent-death signal, then the server's own entry point. A manager that died before the signal was set counts, too.
@@ -87,14 +90,22 @@ class SGLangServer:
         """Starts the process and returns at once; `wait_until_ready` comes next.
 
         Args:
-            folder: for options, keys and log; made if needed. One server at a time.
+            folder: for options, keys and log; made if needed, and closed to others. One server at a time.
 
         Raises:
-            EngineError: a public address, or an environment without this version's patches.
+            EngineError: a public address, an environment without this version's patches, no model, or another user's
+                folder.
         """
         require_private(options.host)
         verify_patches(site_packages(options.environment), read_patches())
-        folder.mkdir(parents=True, exist_ok=True)
+        if not (options.model / "config.json").is_file():
+            raise EngineError(
+                f"model to serve: {options.model}",
+                seen="no config.json",
+                expected="a Hugging Face directory",
+                remedy="give the directory of the model",
+            )
+        _make_private(folder)
         port = options.port or free_port(options.host)
         host = f"[{options.host}]" if ":" in options.host else options.host
         self.folder = folder
@@ -106,10 +117,13 @@ class SGLangServer:
             temporary.write_text(yaml.safe_dump(launch_options(options, port) | dict(zip(_KEYS, keys, strict=True))))
         command = [str(python_of(options.environment)), "-c", _BOOT, str(os.getpid())]
         with self.log.open("ab") as output:
+            self.log.chmod(0o600)
             self._log_start = output.tell()
             self._process = subprocess.Popen(
                 [*command, "--config", str(folder / OPTIONS_FILE)],
-                env=server_environment(options.device, options.tensor, first_device=options.first_device),
+                env=_environment(options, folder),
+                # Its sockets in the file system, which take pickles, are the owner's alone, too.
+                umask=0o077,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -157,6 +171,7 @@ class SGLangServer:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         (self.folder / ENDPOINT_FILE).unlink(missing_ok=True)
+        _remove_rendezvous(self.folder)
 
     def __enter__(self) -> SGLangServer:
         return self
@@ -172,6 +187,31 @@ class SGLangServer:
 
 
 _KEYS = ("api-key", "admin-api-key")
+
+
+def _make_private(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise EngineError(
+            f"server folder {folder}: another user's",
+            seen=f"owner {folder.stat().st_uid}",
+            expected=f"owner {os.getuid()}; keys are kept there",
+            remedy="choose another folder",
+        )
+    folder.chmod(0o700)
+
+
+def _environment(options: ServerOptions, folder: Path) -> dict[str, str]:
+    _remove_rendezvous(folder)
+    made = server_environment(options.device, options.tensor, first_device=options.first_device, host=options.host)
+    meeting = folder.resolve() / f"{_RENDEZVOUS}{secrets.token_hex(8)}"
+    return made | {"SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{meeting}"}
+
+
+def _remove_rendezvous(folder: Path) -> None:
+    """Also those of servers that were killed with their manager."""
+    for left in folder.glob(f"{_RENDEZVOUS}*"):
+        left.unlink(missing_ok=True)
 
 
 def launch_options(options: ServerOptions, port: int) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.distributed_c10d import Backend, _new_process_group_helper, _world
 
+from moerl.config.interfaces import own_address
 from moerl.errors import WeightSyncError
 from moerl.rollout.sglang.endpoint import Endpoint
 from moerl.rollout.sglang.handshake import UNSYNCED
@@ -256,14 +257,6 @@ def _make_group(store: TCPStore, name: str, world_size: int, backend: str, timeo
     )
     _world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}  # pyright: ignore[reportArgumentType]
     return group
-
-
-def own_address(host: str, port: int) -> str:
-    """Of this machine, as a server at `host` sees it. Sends nothing."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))
-        return probe.getsockname()[0]
 
 
 def flattened(bucket: Sequence[tuple[str, Tensor]]) -> Tensor:

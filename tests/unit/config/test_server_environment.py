@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from moerl.config.interfaces import LOOPBACK
 from moerl.config.server_environment import server_environment
 
 
@@ -19,4 +20,10 @@ def test_on_cpu_every_rank_has_one_core_of_its_own_while_there_are_enough():
 
 
 def test_on_gpus_threads_are_left_alone():
-    assert server_environment("cuda", 2, {"OMP_NUM_THREADS": "8"}) == {"OMP_NUM_THREADS": "8"}
+    assert server_environment("cuda", 2, {"OMP_NUM_THREADS": "8"})["OMP_NUM_THREADS"] == "8"
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_the_process_groups_of_a_server_listen_where_it_does(device: str):
+    assert server_environment(device, 1, {}, host="127.0.0.1")["GLOO_SOCKET_IFNAME"] == LOOPBACK
+    assert server_environment(device, 1, {"GLOO_SOCKET_IFNAME": "eth7"})["GLOO_SOCKET_IFNAME"] == "eth7"

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from waiting import eventually, is_alive
 
-from moerl.launch.local import LOOPBACK, launch_local
+from moerl.config.interfaces import LOOPBACK
+from moerl.launch.local import launch_local
 
 ROOT = Path(__file__).parents[3]
 

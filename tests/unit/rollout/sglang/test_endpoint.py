@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+import os
 import stat
 from pathlib import Path
 
@@ -31,11 +33,47 @@ def test_a_server_file_that_others_may_read_is_refused(tmp_path: Path):
         read_endpoint(path)
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"url": "x"}', '{"url": 1, "api_key": "", "admin_key": "", "pid": 0}'])
-def test_a_file_of_something_else_is_refused(tmp_path: Path, content: str):
+def written(**changes: object) -> bytes:
+    return json.dumps(
+        {"url": "http://127.0.0.1:1", "api_key": "key", "admin_key": "admin", "pid": 7} | changes
+    ).encode()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"[]",
+        b"3",
+        b'{"url": "x"}',
+        written(url=1),
+        written(pid="7"),
+        written(more=1),
+        written(url="127.0.0.1:1"),
+        written(url="https://127.0.0.1:1"),
+        written(url="http://127.0.0.1"),
+        written(url="http://127.0.0.1:port"),
+        written(url="http://8.8.8.8:1"),
+        written(api_key=""),
+        written(admin_key="two\nlines"),
+        written(api_key="sch\u00fcssel"),
+        b"\xff\xfe\x00",
+        b"[" * 60_000,
+        written() + b" " * 70_000,
+    ],
+)
+def test_a_file_of_something_else_is_refused(tmp_path: Path, content: bytes):
     path = tmp_path / "server.json"
-    path.write_text(content)
+    path.write_bytes(content)
     path.chmod(0o600)
+    with pytest.raises(EngineError, match=r"server file|server address"):
+        read_endpoint(path)
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe"])
+def test_what_is_no_file_is_refused(tmp_path: Path, kind: str):
+    path = tmp_path / "server.json"
+    path.mkdir(0o700) if kind == "folder" else os.mkfifo(path, 0o600)
     with pytest.raises(EngineError, match="server file"):
         read_endpoint(path)
 

@@ -1,0 +1,67 @@
+"""Which network interface of this machine others are met on. Torch-free; any process.
+
+Where nobody names an interface, gloo listens on that of the host name and NCCL on the first that is no loopback. Either
+may be public.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import struct
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+_SIOCGIFADDR = 0x8915
+
+
+def interface_variables(address: str, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The variables that have gloo and NCCL listen on `address` of this machine alone; without those that the user set.
+
+    Empty where no interface has that address.
+    """
+    interface = interface_of(address)
+    return {} if interface is None else {name: interface for name in VARIABLES if not environment.get(name)}
+
+
+def interface_of(address: str) -> str | None:
+    """The name of the interface with this IP address; None where there is none, or the system does not say."""
+    wanted = ipaddress.ip_address(address)
+    if wanted.is_loopback:
+        return LOOPBACK
+    if sys.platform != "linux":
+        return None
+    return _with_ipv4(wanted) if wanted.version == 4 else _with_ipv6(wanted)
+
+
+def own_address(host: str, port: int) -> str:
+    """The address of this machine as a server at `host` sees it. Sends nothing."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))
+        return probe.getsockname()[0]
+
+
+def _with_ipv4(wanted: ipaddress.IPv4Address) -> str | None:
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()))
+            except OSError:  # it has no IPv4 address
+                continue
+            if reply[20:24] == wanted.packed:
+                return name
+    return None
+
+
+def _with_ipv6(wanted: ipaddress.IPv6Address) -> str | None:
+    table = Path("/proc/net/if_inet6")
+    rows = [line.split() for line in table.read_text().splitlines()] if table.exists() else []
+    return next((row[-1] for row in rows if row[0] == wanted.packed.hex()), None)
