@@ -12,8 +12,11 @@ import os
 import shlex
 import sys
 import textwrap
+import threading
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING
 
 from moerl.config.command_texts import COMMANDS, EXPORT, VERIFY, Command
@@ -24,6 +27,7 @@ from moerl.launch.arguments import Parser, bandwidth, gib_size, nats
 from moerl.launch.local import launch_local
 from moerl.launch.rank import die_with_launcher
 from moerl.launch.run_lock import run_lock
+from moerl.printable import printable
 
 if TYPE_CHECKING:
     from moerl.config.schema import RunConfig
@@ -43,6 +47,8 @@ SGLANG = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status: 0, 1 (a run failed), 2 (wrong command line or configuration) or
     75 (a run was told to stop, and can go on)."""
+    sys.excepthook = _print_traceback
+    threading.excepthook = lambda end: _print_traceback(end.exc_type, end.exc_value, end.exc_traceback)
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         return _dispatch(arguments)
@@ -61,7 +67,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _print_error(text: str, error: BaseException) -> None:
-    print("\n".join([text, *getattr(error, "__notes__", ())]), file=sys.stderr)
+    print(printable("\n".join([text, *getattr(error, "__notes__", ())])), file=sys.stderr)
+
+
+def _print_traceback(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
+    """As the interpreter does, but for control characters: the text of a cause may be a server's."""
+    print(printable("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
 
 
 def _dispatch(arguments: list[str]) -> int:

@@ -1,10 +1,13 @@
 """The exception hierarchy.
 
 Every error a user can meet says what was seen, what was expected and what to do next. All of them survive
-pickling, because they cross process boundaries.
+pickling, because they cross process boundaries. Their text may come from a server or a file: control characters in it
+are made visible, so that it can be printed anywhere.
 """
 
 from __future__ import annotations
+
+from moerl.printable import printable
 
 
 class MoerlError(Exception):
@@ -18,11 +21,15 @@ class MoerlError(Exception):
     """
 
     def __init__(self, what: str, *, seen: object = None, expected: object = None, remedy: str = "") -> None:
-        self.what = what
-        self.seen = None if seen is None else str(seen)
-        self.expected = None if expected is None else str(expected)
-        self.remedy = remedy
-        super().__init__(what)
+        self.what = printable(what)
+        self.seen = None if seen is None else printable(str(seen))
+        self.expected = None if expected is None else printable(str(expected))
+        self.remedy = printable(remedy)
+        super().__init__(self.what)
+
+    def add_note(self, note: str) -> None:
+        """As for every exception; logs of servers are quoted in notes."""
+        super().add_note(printable(note))
 
     def __str__(self) -> str:
         parts = [self.what]

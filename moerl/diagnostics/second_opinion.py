@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moerl.contract.trajectory import Trajectory
+from moerl.printable import printable
 
 _NUMBERS_WIDTH = 120
 """Columns of the table of trajectories beside the names, which must not be cut: a user looks them up."""
@@ -80,7 +81,7 @@ def compare_logprobs(trajectory: Trajectory, logprobs: Mapping[str, NDArray[np.f
         (one, other): _difference(logprobs[one][sampled], logprobs[other][sampled], sampled)
         for one, other in combinations(logprobs, 2)
     }
-    return TrajectoryOpinion(trajectory.lineage.rollout_id, len(sampled), differences)
+    return TrajectoryOpinion(printable(trajectory.lineage.rollout_id), len(sampled), differences)
 
 
 def _difference(one: NDArray[np.floating], other: NDArray[np.floating], tokens: NDArray[np.int64]) -> Difference:

@@ -11,6 +11,8 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
+from moerl.printable import printable
+
 HEARTBEAT_SECONDS = 10.0
 STAGE_TITLES = {"sft": "cold start", "rl": "reinforcement learning"}
 
@@ -128,7 +130,7 @@ class HeartbeatProgress:
 
     def note(self, text: str) -> None:
         # A line is for logs: no wrapping at a width, no markup.
-        self._console.print(text, soft_wrap=True, markup=False, highlight=False)
+        self._console.print(printable(text), soft_wrap=True, markup=False, highlight=False)
 
     def end(self) -> None:
         return None
@@ -180,7 +182,7 @@ class LiveProgress:
         self._bars.update(self._task, completed=step, left=f"ETA {duration_text(left)}" if left else "")
 
     def note(self, text: str) -> None:
-        self._bars.console.print(text, soft_wrap=True, markup=False, highlight=False)
+        self._bars.console.print(printable(text), soft_wrap=True, markup=False, highlight=False)
 
     def end(self) -> None:
         self._bars.stop()
