@@ -35,6 +35,7 @@ from moerl.rollout.sglang.answers import (
     trajectory_values,
     version_spans,
 )
+from moerl.rollout.sglang.bounds import answer_bounds
 from moerl.rollout.sglang.client import request_body
 from moerl.rollout.sglang.endpoint import Endpoint
 from moerl.rollout.sglang.server import ServerOptions, SGLangServer
@@ -100,7 +101,8 @@ def ask(endpoint: Endpoint, requests: list[RolloutRequest], *, compact: bool) ->
 def read_compact(body: bytes, request: RolloutRequest, spec: ModelSpec) -> dict[str, Any]:
     """The fields of the data contract from the compact field."""
     meta = msgspec.msgpack.decode(body)["meta_info"]
-    segment = read_segment(request, decode_compact(meta["compact_answer"]), version_spans(meta), 0, spec)
+    answer = decode_compact(meta["compact_answer"], answer_bounds(request, 0, spec).payload_bytes)
+    segment = read_segment(request, answer, version_spans(meta), 0, spec)
     return trajectory_values(request, [segment], finish_reason(meta), spec)
 
 

@@ -100,6 +100,7 @@ class FakeServer:
 
     bodies: of all `/generate` calls for rollouts, in order. probes: of those for a probe, which fail where
     `answers_probes` is False. steps: paths of the calls of weight updates; `refuses` is one that fails.
+    encoding: the content encoding that answers claim to have. accepted: those that clients said to accept.
     """
 
     def __init__(self) -> None:
@@ -108,6 +109,8 @@ class FakeServer:
         self.steps: list[str] = []
         self.refuses = ""
         self.info = server_info()
+        self.encoding = ""
+        self.accepted: set[str] = set()
         self.weight_version = "3"
         self.bodies: list[dict[str, Any]] = []
         self.admin_calls: list[tuple[str, dict[str, Any]]] = []
@@ -168,8 +171,11 @@ class FakeServer:
                 if status == 0:  # hang up without an answer
                     self.close_connection = True
                     return
+                fake.accepted.add(self.headers.get("Accept-Encoding", ""))
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(content)))
+                if fake.encoding:
+                    self.send_header("Content-Encoding", fake.encoding)
                 self.end_headers()
                 self.wfile.write(content)
 

@@ -22,6 +22,7 @@ from moerl.rollout.sglang.answers import (
     trajectory_values,
     version_spans,
 )
+from moerl.rollout.sglang.bounds import answer_bounds
 from moerl.rollout.sglang.client import ModelFacts, request_body
 from moerl.rollout.sglang.endpoint import Endpoint
 from moerl.rollout.sglang.engine import SGLangEngine
@@ -84,7 +85,8 @@ def generate_together(endpoint: Endpoint, requests: Sequence[RolloutRequest]) ->
 
 def trajectory(request: RolloutRequest, reply: Mapping[str, Any], spec: ModelSpec) -> Trajectory:
     meta = reply["meta_info"]
-    segment = read_segment(request, decode_compact(meta["compact_answer"]), version_spans(meta), 0, spec)
+    answer = decode_compact(meta["compact_answer"], answer_bounds(request, 0, spec).payload_bytes)
+    segment = read_segment(request, answer, version_spans(meta), 0, spec)
     return Trajectory(**trajectory_values(request, [segment], finish_reason(meta), spec))
 
 

@@ -252,7 +252,6 @@ def test_spoilt_answers_are_asked_for_again(
     kind: str, server: SGLangServer, unspoilt, model: ModelFacts, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(http, "_BACKOFF_SECONDS", (0.0, 0.0, 0.0))
-    monkeypatch.setattr(http, "MAX_RESPONSE_BYTES", 500_000)
     with spoiling(server.endpoint, SPOILERS[kind]) as proxy:
         seen = _collect(proxy.endpoint, model)
     assert seen.keys() == unspoilt.keys()

@@ -16,6 +16,7 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
+from moerl.contract.documents import check_document
 from moerl.contract.planes import read_array, read_expert_planes, read_kept_ids
 from moerl.contract.ports import RolloutRequest
 from moerl.contract.reasons import Reason
@@ -25,8 +26,8 @@ from moerl.errors import ContractError
 SCHEMA = 1
 """Of the compact field; the server reports the one it writes."""
 
-MAX_ANSWER_BYTES = 1 << 30
-"""Largest compact field, decompressed."""
+_MAX_VALUES = 32
+"""In the map of a compact field, keys counted; it has 17."""
 
 _ROUNDING = 1e-6
 """Least amount by which a float32 log-prob may be too large."""
@@ -56,23 +57,26 @@ class VersionSpan(msgspec.Struct):
     end: int
 
 
-def decode_compact(field: object) -> CompactAnswer:
+def decode_compact(field: object, max_bytes: int) -> CompactAnswer:
     """Opens the compact field, which should be bytes.
 
+    Args:
+        max_bytes: the most that it may take decompressed; `AnswerBounds.payload_bytes` of what was asked for.
+
     Raises:
-        ContractError: `wrong_type`, `frame_corrupt`, `frame_too_large`, `message_malformed` or
-            `schema_version_unknown`.
+        ContractError: `wrong_type`, `frame_corrupt`, `frame_too_large`, `message_malformed`, `duplicate_field`,
+            `text_too_long` or `schema_version_unknown`.
     """
     if not isinstance(field, bytes):
         raise ContractError(Reason.WRONG_TYPE, field="compact_answer", seen=type(field).__name__, expected="bytes")
     try:
         header = zstandard.get_frame_parameters(field)
-        if header.content_size > MAX_ANSWER_BYTES:
+        if header.content_size > max_bytes:
             raise ContractError(
                 Reason.FRAME_TOO_LARGE,
                 field="compact_answer",
                 seen=header.content_size,
-                expected=f"at most {MAX_ANSWER_BYTES} bytes",
+                expected=f"at most {max_bytes} bytes",
             )
         if not header.has_checksum:
             raise ContractError(
@@ -85,6 +89,7 @@ def decode_compact(field: object) -> CompactAnswer:
         raise ContractError(
             Reason.FRAME_CORRUPT, field="compact_answer", seen=error, expected="one whole zstd frame"
         ) from error
+    check_document(memoryview(payload), _MAX_VALUES)
     try:
         answer = msgspec.msgpack.decode(payload, type=CompactAnswer)
     except (msgspec.MsgspecError, ValueError) as error:

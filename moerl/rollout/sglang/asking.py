@@ -25,10 +25,12 @@ from moerl.rollout.sglang.answers import (
     trajectory_values,
     version_spans,
 )
+from moerl.rollout.sglang.bounds import answer_bounds
 from moerl.rollout.sglang.client import new_request_id, request_body
 from moerl.rollout.sglang.fleet import MAX_LOSSES, Fleet, stale_server
-from moerl.rollout.sglang.http import NUM_ATTEMPTS, KeyRefusedError, TransportError, backoff
+from moerl.rollout.sglang.http import NUM_ATTEMPTS, KeyRefusedError, backoff
 from moerl.rollout.sglang.member import Member
+from moerl.rollout.sglang.reading import TransportError
 
 MAX_FAILURES = NUM_ATTEMPTS * (MAX_LOSSES + 1)
 """Attempts at one rollout that bring no answer before the call ends: it may be the rollout that brings servers down."""
@@ -156,7 +158,8 @@ class Asking:
         if sampled_ids:
             self._costs.recomputed_tokens += len(request.prompt_ids) + len(sampled_ids)
         try:
-            meta = await member.ask(request_body(request, rollout.request_id, self.version, sampled_ids))
+            body = request_body(request, rollout.request_id, self.version, sampled_ids)
+            meta = await member.ask(body, answer_bounds(request, len(sampled_ids), self._spec))
             self._require_answer(rollout, member, meta)
         except KeyRefusedError as error:
             rollout.num_failed += 1
@@ -196,7 +199,8 @@ class Asking:
         reason = finish_reason(meta)
         if reason == FinishReason.ABORT and "compact_answer" not in meta:
             return None
-        answer = decode_compact(meta.get("compact_answer"))
+        bounds = answer_bounds(rollout.request, rollout.num_sampled, self._spec)
+        answer = decode_compact(meta.get("compact_answer"), bounds.payload_bytes)
         if num_sampled(answer) > 0:
             spans = version_spans(meta)
             segment = read_segment(rollout.request, answer, spans, rollout.num_sampled, self._spec)

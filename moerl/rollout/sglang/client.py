@@ -14,6 +14,7 @@ from typing import Any
 from moerl.contract.ports import RolloutRequest
 from moerl.contract.trajectory import Lineage, ModelSpec, SamplingParams
 from moerl.rollout.sglang.answers import first_row
+from moerl.rollout.sglang.bounds import AnswerBounds, read_meta
 from moerl.rollout.sglang.endpoint import Endpoint
 from moerl.rollout.sglang.handshake import (
     ServerFacts,
@@ -23,8 +24,9 @@ from moerl.rollout.sglang.handshake import (
     read_facts,
     read_version,
 )
-from moerl.rollout.sglang.http import SGLangHttp, TransportError
+from moerl.rollout.sglang.http import SGLangHttp, decoded
 from moerl.rollout.sglang.patches import read_patches
+from moerl.rollout.sglang.reading import MAX_FACTS_BYTES, TransportError
 
 _PROBE = RolloutRequest(Lineage("probe", "probe", "probe"), (0,), SamplingParams(temperature=0.0), 1)
 
@@ -70,18 +72,20 @@ class ServerClient:
         """
         return read_version(str((await self._http.get_once("/model_info")).get("weight_version")))
 
-    async def ask(self, body: Mapping[str, Any]) -> dict[str, Any]:
+    async def ask(self, body: Mapping[str, Any], bounds: AnswerBounds) -> dict[str, Any]:
         """The `meta_info` of the answer to one attempt.
 
         Raises:
             TransportError: there is no whole answer; another attempt may succeed.
             EngineError: the server refused the request.
         """
-        reply = await self._http.post_once("/generate", body, self._timeout_seconds)
-        meta = reply.get("meta_info")
-        if not isinstance(meta, dict) or meta.get("id") != body["rid"]:
-            seen = meta.get("id") if isinstance(meta, dict) else type(meta).__name__
-            raise TransportError("SGLang /generate: an answer to another request", seen=seen, expected=body["rid"])
+        path = "/generate"
+        content = await self._http.post_once(path, body, bounds.response_bytes, self._timeout_seconds)
+        meta = decoded(path, content, lambda content: read_meta(content, bounds))
+        if meta.get("id") != body["rid"]:
+            raise TransportError(
+                f"SGLang {path}: an answer to another request", seen=meta.get("id"), expected=body["rid"]
+            )
         return meta
 
     async def probe(self) -> None:
@@ -91,7 +95,8 @@ class ServerClient:
             TransportError: it was not, in time.
             EngineError: the server refused.
         """
-        await self._http.post_once("/generate", request_body(_PROBE, new_request_id("probe"), -1))
+        body = request_body(_PROBE, new_request_id("probe"), -1)
+        await self._http.post_once("/generate", body, MAX_FACTS_BYTES)
 
     async def abort(self, request_id: str) -> None:
         """Has a request answered with what it has; one that is not there is not missed."""

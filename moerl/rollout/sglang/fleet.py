@@ -20,9 +20,10 @@ import torch
 from moerl.errors import EngineError, MoerlError, WeightSyncError
 from moerl.rollout.sglang.client import ModelFacts, ServerClient
 from moerl.rollout.sglang.endpoint import Endpoint
-from moerl.rollout.sglang.http import NUM_ATTEMPTS, KeyRefusedError, TransportError, backoff
+from moerl.rollout.sglang.http import NUM_ATTEMPTS, KeyRefusedError, backoff
 from moerl.rollout.sglang.member import Member, StaleServerError, State
 from moerl.rollout.sglang.options import EngineOptions
+from moerl.rollout.sglang.reading import TransportError
 from moerl.rollout.sglang.routing import choose_server
 from moerl.rollout.sglang.sources import ServerSource
 from moerl.rollout.sglang.weights import LinkOptions, WeightLink

@@ -16,9 +16,10 @@ import msgspec
 from moerl.errors import WeightSyncError
 from moerl.kernels.checksum import add_checksums
 from moerl.rollout.sglang.endpoint import Endpoint
+from moerl.rollout.sglang.reading import AS_IT_IS, TransportError, read
 
-MAX_ANSWER_BYTES = 1 << 28
-"""Largest answer read; 20,000 tensors take about 2 MB of every rank."""
+_RECORD_BYTES, _RANK_BYTES = 512, 1 << 16
+"""Longest record of a tensor without its name, and what a rank may say beyond; a record takes about 100 bytes."""
 
 _NAMED = 5
 
@@ -68,7 +69,7 @@ def held_checksums(endpoint: Endpoint, model: ServedModel, *, timeout_seconds: f
         WeightSyncError: no whole answer; or, naming tensor and ranks: copies that differ, a tensor that is not held
             whole, one that the checkpoint has not, or one of which the server cannot tell.
     """
-    parts = read_parts(ask_ranks(endpoint, "held", timeout_seconds), model)
+    parts = read_parts(ask_ranks(endpoint, "held", timeout_seconds, max_answer_bytes(model)), model)
     sums = {name: add_checksums(part.checksum for part in mine) for name, mine in parts.items()}
     return sums | {name: sums[owner] for name, owner in model.tied.items()}
 
@@ -79,35 +80,41 @@ def held_dtypes(endpoint: Endpoint, model: ServedModel, *, timeout_seconds: floa
     Raises:
         WeightSyncError: as `held_checksums`.
     """
-    parts = read_parts(ask_ranks(endpoint, "held_layout", timeout_seconds), model)
+    parts = read_parts(ask_ranks(endpoint, "held_layout", timeout_seconds, max_answer_bytes(model)), model)
     dtypes = {name: mine[0].dtype for name, mine in parts.items()}
     return dtypes | {name: dtypes[owner] for name, owner in model.tied.items()}
 
 
-def ask_ranks(endpoint: Endpoint, action: str, timeout_seconds: float) -> list[dict[str, str]]:
+def max_answer_bytes(model: ServedModel) -> int:
+    """The longest answer that can be one about this model."""
+    records = sum(len(name.encode()) + _RECORD_BYTES for name in model.shapes)
+    return model.num_ranks * (records + _RANK_BYTES)
+
+
+def ask_ranks(endpoint: Endpoint, action: str, timeout_seconds: float, max_bytes: int) -> list[dict[str, str]]:
     """The records of each rank by tensor, unread.
 
     Args:
         action: `held`, or `held_layout` for records without checksums.
+        max_bytes: the longest answer that is read.
 
     Raises:
         WeightSyncError: the server did not answer, or not in this form.
     """
-    headers = {"Authorization": f"Bearer {endpoint.admin_key}"}
+    path, content = "/weights_checker", b""
+    headers = {"Authorization": f"Bearer {endpoint.admin_key}", **AS_IT_IS}
     timeout = httpx.Timeout(timeout_seconds, connect=10.0)
-    content = bytearray()
     try:
         with (
             httpx.Client(base_url=endpoint.url, headers=headers, timeout=timeout, trust_env=False) as client,
-            client.stream("POST", "/weights_checker", json={"action": action, "selector": "target"}) as response,
+            client.stream("POST", path, json={"action": action, "selector": "target"}) as response,
         ):
-            for piece in response.iter_bytes():
-                content += piece
-                if len(content) > MAX_ANSWER_BYTES:
-                    raise _refusal("the answer is too long", f"more than {MAX_ANSWER_BYTES} bytes", "records")
-        answer = msgspec.json.decode(bytes(content), type=_Answer)
-    except (httpx.HTTPError, msgspec.DecodeError) as error:
-        said = bytes(content[:300]).decode(errors="replace")
+            content = read(path, response, max_bytes)
+        answer = msgspec.json.decode(content, type=_Answer)
+    except TransportError as error:
+        raise _refusal(error.what, error.seen, error.expected) from error
+    except (httpx.HTTPError, msgspec.MsgspecError, RecursionError) as error:
+        said = content[:300].decode(errors="replace")
         raise _refusal("no answer", f"{type(error).__name__}: {error} {said}", "records of its weights") from error
     if not answer.success:
         raise _refusal("refused", answer.message[:500], "records of its weights")

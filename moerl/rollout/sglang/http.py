@@ -13,20 +13,16 @@ from typing import Any
 import httpx
 import msgspec
 
-from moerl.errors import EngineError
+from moerl.errors import ContractError, EngineError
 from moerl.rollout.sglang.endpoint import Endpoint
-
-MAX_RESPONSE_BYTES = 1 << 30
-"""Largest answer read; a longer one is given up."""
+from moerl.rollout.sglang.reading import AS_IT_IS, MAX_FACTS_BYTES, MAX_SAID_BYTES, TransportError, read_async
 
 _BACKOFF_SECONDS = (0.2, 1.0, 3.0)
 """Pauses before the second, third and fourth attempt."""
 
 NUM_ATTEMPTS = len(_BACKOFF_SECONDS) + 1
 
-
-class TransportError(EngineError):
-    """No whole answer arrived, or the server said that it cannot serve now; the call may be repeated."""
+_JSON_OBJECT = msgspec.json.Decoder(dict[str, Any])
 
 
 class KeyRefusedError(EngineError):
@@ -43,6 +39,7 @@ class SGLangHttp:
         # Server addresses are the caller's own: proxies of the environment have no business here.
         self._client = httpx.AsyncClient(
             base_url=endpoint.url,
+            headers=AS_IT_IS,
             limits=httpx.Limits(max_connections=max_connections + 2, max_keepalive_connections=max_connections + 2),
             timeout=httpx.Timeout(None, connect=10.0),
             trust_env=False,
@@ -65,7 +62,7 @@ class SGLangHttp:
         Raises:
             EngineError: as `get`.
         """
-        return _as_object(path, await self._call("GET", path, None, admin=False), msgspec.json.decode)
+        return decoded(path, await self._call("GET", path, None, MAX_FACTS_BYTES), _JSON_OBJECT.decode)
 
     async def admin(self, path: str, body: Mapping[str, Any]) -> None:
         """A call that only the controller may make; its answer is not looked at. Repeated: use for calls that may be.
@@ -76,22 +73,26 @@ class SGLangHttp:
         await self._repeated("POST", path, body, admin=True)
 
     async def post_once(
-        self, path: str, body: Mapping[str, Any], timeout_seconds: float | None = None
-    ) -> dict[str, Any]:
-        """One attempt of a call that is answered in msgpack. timeout_seconds: where it is another than for all calls.
+        self, path: str, body: Mapping[str, Any], max_bytes: int, timeout_seconds: float | None = None
+    ) -> bytes:
+        """One attempt of a call whose answer is the caller's to decode.
+
+        Args:
+            max_bytes: the longest answer that can be one to this body.
+            timeout_seconds: where it is another than for all calls.
 
         Raises:
             TransportError: another attempt may succeed.
             EngineError: the server refused the call.
         """
-        content = await self._call("POST", path, body, admin=False, timeout_seconds=timeout_seconds)
-        return _as_object(path, content, msgspec.msgpack.decode)
+        return await self._call("POST", path, body, max_bytes, timeout_seconds=timeout_seconds)
 
     async def _repeated(self, method: str, path: str, body: Mapping[str, Any] | None, *, admin: bool) -> dict[str, Any]:
         for pause in (*_BACKOFF_SECONDS, None):
             try:
-                content = await self._call(method, path, body, admin=admin)
-                return {} if admin else _as_object(path, content, msgspec.json.decode)
+                limit = MAX_SAID_BYTES if admin else MAX_FACTS_BYTES
+                content = await self._call(method, path, body, limit, admin=admin)
+                return {} if admin else decoded(path, content, _JSON_OBJECT.decode)
             except TransportError:
                 if pause is None:
                     raise
@@ -103,8 +104,9 @@ class SGLangHttp:
         method: str,
         path: str,
         body: Mapping[str, Any] | None,
+        max_bytes: int,
         *,
-        admin: bool,
+        admin: bool = False,
         timeout_seconds: float | None = None,
     ) -> bytes:
         if self._client.is_closed:
@@ -115,7 +117,7 @@ class SGLangHttp:
         try:
             async with asyncio.timeout(seconds):
                 async with self._client.stream(method, path, json=body, headers=headers) as response:
-                    content = await _read_bounded(path, response)
+                    content = await read_async(path, response, max_bytes)
                     _check_status(path, response.status_code, content)
                     return content
         except TimeoutError as error:
@@ -138,19 +140,6 @@ async def backoff(attempt: int) -> None:
     await asyncio.sleep(_BACKOFF_SECONDS[min(attempt, len(_BACKOFF_SECONDS) - 1)])
 
 
-async def _read_bounded(path: str, response: httpx.Response) -> bytes:
-    content = bytearray()
-    async for piece in response.aiter_bytes():
-        content += piece
-        if len(content) > MAX_RESPONSE_BYTES:
-            raise TransportError(
-                f"SGLang {path}: the answer is too long",
-                seen=f"more than {MAX_RESPONSE_BYTES} bytes",
-                expected="one answer",
-            )
-    return bytes(content)
-
-
 def _check_status(path: str, status: int, content: bytes) -> None:
     if status == 200:
         return
@@ -166,11 +155,15 @@ def _check_status(path: str, status: int, content: bytes) -> None:
     raise kind(f"SGLang {path}: refused", seen=f"status {status}: {said}", expected="status 200")
 
 
-def _as_object(path: str, content: bytes, decode: Callable[[bytes], Any]) -> dict[str, Any]:
+def decoded[T](path: str, content: bytes, decode: Callable[[bytes], T]) -> T:
+    """What `decode` makes of an answer.
+
+    Raises:
+        TransportError: nothing.
+    """
     try:
-        value = decode(content)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise TransportError(f"SGLang {path}: unreadable", seen=content[:200], expected="one whole object") from error
-    if not isinstance(value, dict):
-        raise TransportError(f"SGLang {path}: no object", seen=type(value).__name__, expected="an object")
-    return value
+        return decode(content)
+    except (msgspec.MsgspecError, ContractError, ValueError, RecursionError) as error:
+        raise TransportError(
+            f"SGLang {path}: unreadable", seen=f"{content[:200]} ({error})", expected="one whole object"
+        ) from error

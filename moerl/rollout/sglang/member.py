@@ -9,9 +9,10 @@ from enum import StrEnum
 from typing import Any
 
 from moerl.errors import EngineError, MoerlError
+from moerl.rollout.sglang.bounds import AnswerBounds
 from moerl.rollout.sglang.client import ServerClient
 from moerl.rollout.sglang.handshake import ServerFacts
-from moerl.rollout.sglang.http import TransportError
+from moerl.rollout.sglang.reading import TransportError
 from moerl.rollout.sglang.sources import ServerSource
 from moerl.rollout.sglang.weights import WeightLink
 
@@ -76,7 +77,7 @@ class Member:
             self.struck_at = time.monotonic()
         return self.strikes
 
-    async def ask(self, body: dict[str, Any]) -> dict[str, Any]:
+    async def ask(self, body: dict[str, Any], bounds: AnswerBounds) -> dict[str, Any]:
         """The `meta_info` of an answer.
 
         Raises:
@@ -85,7 +86,7 @@ class Member:
         """
         if self.client is None:
             raise TransportError(f"SGLang server {self.name!r} was lost before it was asked")
-        asked = asyncio.ensure_future(self.client.ask(body))
+        asked = asyncio.ensure_future(self.client.ask(body, bounds))
         self.asks.add(asked)
         try:
             await asyncio.wait({asked})

@@ -9,6 +9,7 @@ that one that dies or hangs holds up no other.
 from __future__ import annotations
 
 import contextlib
+import json
 import secrets
 import socket
 import threading
@@ -30,6 +31,7 @@ from moerl.config.interfaces import own_address
 from moerl.errors import WeightSyncError
 from moerl.rollout.sglang.endpoint import Endpoint
 from moerl.rollout.sglang.handshake import UNSYNCED
+from moerl.rollout.sglang.reading import AS_IT_IS, MAX_SAID_BYTES, TransportError, read
 
 _CLOSE_SECONDS = 5.0
 _OPEN_SESSION = "already open"
@@ -64,7 +66,7 @@ class WeightLink:
         self._host, self._port = url.hostname or "", url.port or 80
         self._client = httpx.Client(
             base_url=endpoint.url,
-            headers={"Authorization": f"Bearer {endpoint.admin_key}"},
+            headers={"Authorization": f"Bearer {endpoint.admin_key}", **AS_IT_IS},
             timeout=httpx.Timeout(options.timeout_seconds, connect=10.0),
             trust_env=False,
         )
@@ -190,18 +192,21 @@ class WeightLink:
     def _post(self, path: str, body: Mapping[str, Any]) -> None:
         """One call; raises WeightSyncError unless the server says that it succeeded."""
         try:
-            response = self._client.post(path, json=dict(body))
+            with self._client.stream("POST", path, json=dict(body)) as response:
+                content = read(path, response, MAX_SAID_BYTES)
+        except TransportError as error:
+            raise self._failed(path, f"{error.what}: {error.seen}") from error
         except (httpx.HTTPError, RuntimeError) as error:  # the latter where it was closed meanwhile
             raise self._failed(path, f"{type(error).__name__}: {error}") from error
-        said = response.text[:500]
+        said = content[:500].decode(errors="replace")
         if response.status_code != 200:
             raise self._failed(path, f"status {response.status_code}: {said}")
         if response.headers.get("content-type", "").startswith("application/json"):
             try:
-                content = response.json()
-            except ValueError as error:
+                answer = json.loads(content)
+            except (ValueError, RecursionError) as error:
                 raise self._failed(path, said) from error
-            if isinstance(content, dict) and content.get("success") is False:
+            if isinstance(answer, dict) and answer.get("success") is False:
                 raise self._failed(path, said)
 
     def _failed(self, path: str, seen: str) -> WeightSyncError:

@@ -2,10 +2,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import zstandard
 from factories import same_trajectory
+from memory import traced
 from sglang_fake import SPEC, compact, compact_fields
 
 from moerl.contract.planes import pack_kept_ids
@@ -13,7 +15,6 @@ from moerl.contract.ports import RolloutRequest
 from moerl.contract.reasons import Reason
 from moerl.contract.trajectory import FinishReason, Lineage, SamplingParams, Trajectory
 from moerl.errors import ContractError
-from moerl.rollout.sglang import answers
 from moerl.rollout.sglang.answers import (
     VersionSpan,
     decode_compact,
@@ -26,6 +27,7 @@ from moerl.rollout.sglang.answers import (
 
 CUT = SamplingParams(top_p=0.9, top_k=5)
 SPANS = [VersionSpan("3", 0, 4)]
+MAX_BYTES = 10_000
 
 
 def request(sampling: SamplingParams = CUT) -> RolloutRequest:
@@ -33,7 +35,7 @@ def request(sampling: SamplingParams = CUT) -> RolloutRequest:
 
 
 def trajectory(sampling: SamplingParams = CUT, spans: list[VersionSpan] = SPANS, **changes: Any) -> Trajectory:
-    answer = decode_compact(compact(compact_fields(3, 4, cuts=sampling.cuts) | changes))
+    answer = decode_compact(compact(compact_fields(3, 4, cuts=sampling.cuts) | changes), MAX_BYTES)
     segment = read_segment(request(sampling), answer, spans, 0, SPEC)
     return Trajectory(**trajectory_values(request(sampling), [segment], FinishReason.LENGTH, SPEC))
 
@@ -72,7 +74,7 @@ def test_segments_of_an_interrupted_rollout_are_what_one_answer_would_have_been(
             offsets = np.arange(0, 2 * count + 1, 2)
             changes["kept_ids"] = bytes(pack_kept_ids(offsets, np.ascontiguousarray(whole.kept.ids[kept])))
         answer = decode_compact(
-            compact(fields | changes | {"num_rows": rows.stop - rows.start, "expert_ids": experts.tobytes()})
+            compact(fields | changes | {"num_rows": rows.stop - rows.start, "expert_ids": experts.tobytes()}), MAX_BYTES
         )
         spans = [VersionSpan("3" if before == 0 else "4", 0, count)]
         segments.append(read_segment(request(sampling), answer, spans, before, SPEC))
@@ -143,23 +145,41 @@ def damaged() -> list[bytes]:
 @pytest.mark.parametrize("field", damaged())
 def test_a_damaged_field_is_refused(field: bytes):
     with pytest.raises(ContractError) as caught:
-        decode_compact(field)
+        decode_compact(field, MAX_BYTES)
     assert caught.value.reason == Reason.FRAME_CORRUPT
 
 
 @pytest.mark.parametrize("field", [None, "text", 3])
 def test_a_field_of_another_type_is_refused(field: object):
     with pytest.raises(ContractError) as caught:
-        decode_compact(field)
+        decode_compact(field, MAX_BYTES)
     assert caught.value.reason == Reason.WRONG_TYPE
 
 
-def test_a_decompression_bomb_is_refused_before_it_is_opened(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(answers, "MAX_ANSWER_BYTES", 1000)
-    bomb = zstandard.ZstdCompressor(write_checksum=True).compress(b"\0" * 10_000)
-    with pytest.raises(ContractError) as caught:
-        decode_compact(bomb)
+def test_a_decompression_bomb_is_refused_before_it_is_opened():
+    bomb = zstandard.ZstdCompressor(write_checksum=True).compress(bytes(64 << 20))
+    assert len(bomb) < 10_000
+    with traced() as peak, pytest.raises(ContractError) as caught:
+        decode_compact(bomb, MAX_BYTES)
     assert caught.value.reason == Reason.FRAME_TOO_LARGE
+    assert peak() < 1 << 20
+
+
+def test_a_field_that_stands_twice_is_refused():
+    (name, value), *rest = compact_fields(3, 4, cuts=True).items()
+    encoded = b"".join(msgspec.msgpack.encode(part) for pair in ((name, value), (name, value), *rest) for part in pair)
+    field = zstandard.ZstdCompressor(write_checksum=True).compress(bytes([0x80 + len(rest) + 2]) + encoded)
+    with pytest.raises(ContractError) as caught:
+        decode_compact(field, MAX_BYTES)
+    assert caught.value.reason == Reason.DUPLICATE_FIELD
+
+
+def test_a_field_of_millions_of_values_is_refused_before_one_is_built():
+    field = compact(compact_fields(3, 4, cuts=True) | {"more": [[]] * (4 << 20)})
+    with traced() as peak, pytest.raises(ContractError) as caught:
+        decode_compact(field, 16 << 20)
+    assert caught.value.reason == Reason.FRAME_TOO_LARGE
+    assert peak() < 16 << 20
 
 
 @pytest.mark.parametrize("reason", [None, "stop", {"type": "error"}, {}])
