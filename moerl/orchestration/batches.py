@@ -17,7 +17,8 @@ from moerl.contract.batch import Microbatch, TextSample, TrainSample
 from moerl.contract.batch_wire import decode_batches, share_frames
 from moerl.contract.shares import cut_share
 from moerl.contract.trajectory import ModelSpec
-from moerl.orchestration.exchange import gather_places, scatter_bytes
+from moerl.errors import ContractError
+from moerl.orchestration.exchange import gather_places, raise_together, scatter_bytes
 from moerl.trainer.layout import Layout
 from moerl.trainer.trainer import MegatronTrainer
 
@@ -85,6 +86,7 @@ class BatchExchange:
 
         Raises:
             MoerlError: on the other ranks, where the main rank failed, here or before.
+            ContractError: on every rank, where what arrived at one of them cannot be its share.
         """
         shared: list[Minibatch] = []
         count = 1
@@ -99,10 +101,18 @@ class BatchExchange:
                 frame = scatter_bytes(frames)
             if not frame:
                 return []
-            batches, facts = decode_batches(frame, spec=self._spec)
+            batches, facts = self._decode(frame)
             count = int(facts["minibatches"])
             shared.append(Minibatch(batches, facts["num_tokens"], metrics, samples))
         return shared
+
+    def _decode(self, frame: bytes) -> tuple[list[Microbatch], dict[str, float]]:
+        try:
+            decoded, problem = decode_batches(frame, spec=self._spec), None
+        except ContractError as error:
+            decoded, problem = ([], {}), error
+        raise_together(problem)
+        return decoded
 
     def _frames(self, samples: Sequence[TrainSample], count: int) -> tuple[list[bytes], dict[str, float]]:
         ranks = pack_for_ranks(samples, self._where.data, self._options, replay=True, uncaptured=self._uncaptured)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from moerl.contract.shares import Place
-from moerl.errors import MoerlError
+from moerl.errors import ContractError, MoerlError
 
 _FAILED = -1
 """In place of a length: the main rank has nothing to send, because it failed."""
@@ -101,6 +101,37 @@ def scatter_bytes(payloads: Sequence[bytes] | None) -> bytes:
         return payloads[0]
     buffer = _empty(int(lengths[rank]))
     _run([dist.P2POp(dist.irecv, buffer, 0)] if len(buffer) else [])
+    return _to_bytes(buffer)
+
+
+def raise_together(error: ContractError | None) -> None:
+    """Raises on every rank where any rank has an error, so that none waits for one that stopped: its own on a rank that
+    has one, elsewhere that of the last such rank, by name."""
+    rank = dist.get_rank()
+    if dist.get_world_size() > 1:
+        last = torch.tensor([rank if error is not None else -1], dtype=torch.int64, device=_device())
+        dist.all_reduce(last, op=dist.ReduceOp.MAX)
+        if int(last) < 0:
+            return
+        told = _broadcast_from(int(last), msgspec.json.encode(_as_told(error)) if error is not None else b"")
+        if error is None:
+            reason, field, seen, expected, remedy = msgspec.json.decode(told)
+            seen = f"rank {int(last)}: {seen}"
+            raise ContractError(reason, field=field, seen=seen, expected=expected, remedy=remedy)
+    if error is not None:
+        raise error
+
+
+def _as_told(error: ContractError) -> list[str | None]:
+    return [str(error.reason), error.field, error.seen, error.expected, error.remedy]
+
+
+def _broadcast_from(rank: int, payload: bytes) -> bytes:
+    """The payload of one rank, on every rank."""
+    length = torch.tensor([len(payload)], dtype=torch.int64, device=_device())
+    dist.broadcast(length, src=rank)
+    buffer = _to_tensor(payload) if dist.get_rank() == rank else _empty(int(length))
+    dist.broadcast(buffer, src=rank)
     return _to_bytes(buffer)
 
 
