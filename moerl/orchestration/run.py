@@ -29,7 +29,8 @@ from moerl.errors import CheckpointError, MoerlError
 from moerl.orchestration.evaluation import Evaluation
 from moerl.orchestration.exchange import barrier, broadcast_bytes, gather_rows, sum_over
 from moerl.orchestration.models import write_model
-from moerl.orchestration.reporting import Reporter
+from moerl.orchestration.reporting import METRICS_FILE, Reporter
+from moerl.telemetry.sinks import read_rows
 from moerl.telemetry.spans import Stopwatch, peak_rss_bytes
 from moerl.trainer.checkpoint import CheckpointName, CheckpointStore
 from moerl.trainer.layout import Layout
@@ -171,15 +172,31 @@ class Run:
         self.reporter.say(f"{stage}: going on from step {step} ({facts['path']})")
 
     def _check_nothing_was_saved(self) -> None:
-        """A stage writes a checkpoint before its model: with a model, a run without checkpoints has lost them."""
+        """Refuses to start over a run that has lost its checkpoints."""
+        trace = self._trace_of_a_checkpoint()
+        if trace is not None:
+            raise CheckpointError(
+                f"the checkpoints of {self.config.run_dir} are gone",
+                seen=f"{trace}, without any checkpoint",
+                expected=f"at least one in {self._store.folder}",
+                remedy="restore a checkpoint directory from a copy, or start a new run with another run_dir",
+            )
+
+    def _trace_of_a_checkpoint(self) -> str | None:
+        """What only a run that has written a checkpoint leaves; None without any such trace."""
+        last, every = self._store.last_written(), self.config.checkpoint.every
+        if last is not None:
+            return f"{last} was written"
         for model in ("cold_start", "final_model"):
             if (self.config.run_dir / model).exists():
-                raise CheckpointError(
-                    f"the checkpoints of {self.config.run_dir} are gone",
-                    seen=f"{model} without any checkpoint",
-                    expected=f"at least one in {self._store.folder}",
-                    remedy="restore a checkpoint directory from a copy, or start a new run with another run_dir",
-                )
+                return f"there is {model}"
+        metrics = self.config.run_dir / METRICS_FILE
+        rows = read_rows(metrics) if metrics.exists() else []
+        if self.config.sft.steps and any(row["stage"] == "rl" for row in rows):
+            return f"{METRICS_FILE} has rows of reinforcement learning"
+        steps = max((row["step"] for row in rows), default=0)
+        # One checkpoint may be in flight until the next is due.
+        return f"{METRICS_FILE} has {steps} steps" if every and steps > 2 * every else None
 
     @property
     def position(self) -> tuple[str, int]:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
+from moerl.contract.files import atomic_file
 from moerl.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -133,10 +134,21 @@ class CheckpointStore:
         _remove(final)
         temporary.rename(final)
         _sync(self.folder)
+        with atomic_file(self._last_written) as path:
+            path.write_text(f"{name}\n")
         self._corrupt.discard(name)
         for old in [each for each in self.names() if each not in self._corrupt][: -self.keep]:
             _remove(self.folder / old)
         return final
+
+    @property
+    def _last_written(self) -> Path:
+        """Beside the folder: who loses that one can still tell that there were checkpoints."""
+        return self.folder.with_name("last_checkpoint.txt")
+
+    def last_written(self) -> str | None:
+        """The name of the newest checkpoint that was ever written, whether it is still there or not."""
+        return self._last_written.read_text().strip() if self._last_written.is_file() else None
 
     def abandon(self, name: str) -> None:
         """Removes what was written of a checkpoint that will not be committed."""

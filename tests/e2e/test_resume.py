@@ -124,6 +124,32 @@ def test_a_run_without_a_valid_checkpoint_stops_and_is_not_started_over(
     assert rows(run) == rows(undisturbed.folder)
 
 
+LOSSES = {
+    "in the cold start": (kill(STEP, 3), ()),
+    "in reinforcement learning": (kill("moerl.orchestration.run:Run.log", 7), ("cold_start",)),
+    "before last_checkpoint.txt was written": (
+        kill("moerl.orchestration.run:Run.log", 7),
+        ("cold_start", "last_checkpoint.txt"),
+    ),
+}
+
+
+@pytest.mark.parametrize(("fault", "also_lost"), LOSSES.values(), ids=LOSSES)
+def test_a_run_whose_checkpoints_are_gone_is_not_started_over(
+    fault: Fault, also_lost: tuple[str, ...], forked: Runs, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    assert forked.run("train", "recipe=tiny", f"run_dir='{run}'", fault=fault).status == -signal.SIGKILL
+    for name in ("checkpoints", *also_lost):
+        path = run / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    before = (run / "metrics.jsonl").read_text()
+    refused = forked.run("train", f"resume={run}")
+    assert refused.status == 1, refused.output
+    assert f"error: the checkpoints of {run} are gone" in refused.output
+    assert (run / "metrics.jsonl").read_text() == before
+
+
 def test_a_resume_with_another_learning_rate_is_refused(forked: Runs, undisturbed: DoneRun) -> None:
     finished = forked.run("train", f"resume={undisturbed.folder}", "optimizer.lr=1.0")
     assert finished.status == 2
