@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 PLAN_MEMORY, PLAN_WEIGHTS = "plan memory", "plan weights"
 PLANS = (PLAN_MEMORY, PLAN_WEIGHTS)
+FAMILIES = ("plan", "sglang")
+"""First words of commands that have two."""
 TOLERANCE_NATS = 1e-4
 """Several times what float32 rounding leaves between implementations, far below what a wrong expert or id costs."""
 
@@ -86,20 +88,25 @@ def _dispatch(arguments: list[str]) -> int:
         return _export(arguments[1:])
     if arguments[0] == "verify":
         return _verify(arguments[1:])
-    if arguments[0] in ("sglang", "serve"):
-        return _sglang(arguments)
-    words = 2 if arguments[0] == "plan" else 1
+    family = arguments[0] if arguments[0] in FAMILIES else ""
+    if family and (len(arguments) == 1 or arguments[1] in ("-h", "--help")):
+        print(_family_overview(family))
+        return 2 if len(arguments) == 1 else 0
+    words = 2 if family else 1
     command, rest = " ".join(arguments[:words]), arguments[words:]
+    if command in SGLANG:
+        return _sglang(command, rest)
     if command not in COMMANDS:
+        known = [*COMMANDS, "export", "verify", *SGLANG]
         raise ConfigError(
             "command line: unknown command",
             seen=command,
-            expected=f"one of {', '.join([*COMMANDS, 'export', 'verify', *SGLANG])}",
-            remedy="see `moerl --help`",
+            expected=" or ".join(_members(family)) if family else f"one of {', '.join(known)}",
+            remedy=f"see `moerl {family} --help`" if family else "see `moerl --help`",
         )
     options = _parser(command).parse_intermixed_args(rest)
     if options.help:
-        print(_help(command, options.config_dir))
+        print(_help(command, options.config_dir, all_keys=options.all))
         return 0
     return _plan(command, options) if command in PLANS else _run(command, options, arguments)
 
@@ -215,14 +222,8 @@ def _hand_over(command: str, config: RunConfig, resume: bool) -> int:
         return commands.run_sft(config, resume=resume, stop=stop)
 
 
-def _sglang(arguments: list[str]) -> int:
+def _sglang(command: str, rest: list[str]) -> int:
     """`moerl sglang install`, `moerl sglang check` and `moerl serve`."""
-    words = 2 if arguments[0] == "sglang" else 1
-    command, rest = " ".join(arguments[:words]), arguments[words:]
-    if command not in SGLANG:
-        raise ConfigError(
-            "command line: unknown command", seen=command, expected=", ".join(SGLANG), remedy="see `moerl --help`"
-        )
     from moerl.launch import sglang
 
     parser = sglang.parser(command)
@@ -296,6 +297,7 @@ def _parser(command: str) -> argparse.ArgumentParser:
         )
     parser.add_argument("--traceback", action="store_true", help="show where an error was raised")
     parser.add_argument("-h", "--help", action="store_true", help="show this text")
+    parser.add_argument("--all", action="store_true", help="with --help: list every key")
     return parser
 
 
@@ -328,17 +330,20 @@ def _verify_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _help(command: str, config_dir: Path | None) -> str:
-    from moerl.config.help_text import groups_text, keys_text
+def _help(command: str, config_dir: Path | None, *, all_keys: bool) -> str:
+    from moerl.config.help_text import RESUME_TEXT, groups_text, keys_text
 
     about = COMMANDS[command]
+    keys = () if all_keys else about.keys
     parts = [
         f"usage: moerl {command} [options] [GROUP=OPTION ...] [KEY=VALUE ...]",
         f"moerl {command}: {about.summary}.\n\n{about.text}",
         "examples:\n" + "\n".join(f"  {line}\n      {purpose}" for line, purpose in about.examples),
         "options:\n" + _options_text(_parser(command)),
-        groups_text(config_dir),
-        keys_text(),
+        groups_text(config_dir, keys),
+        keys_text(keys),
+        *([RESUME_TEXT] if not keys or command == "sft" else []),
+        *([f"  `moerl {command} --help --all` lists every key."] if keys else []),
     ]
     return "\n\n".join(parts)
 
@@ -349,9 +354,24 @@ def _options_text(parser: argparse.ArgumentParser) -> str:
     return "\n".join(f"  {head:<22}{action.help}" for head, action in zip(heads, actions, strict=True))
 
 
-def _overview() -> str:
+def _summaries() -> dict[str, str]:
     commands = COMMANDS | {"export": EXPORT, "verify": VERIFY}
-    summaries = {name: command.summary for name, command in commands.items()} | SGLANG
+    return {name: command.summary for name, command in commands.items()} | SGLANG
+
+
+def _members(family: str) -> list[str]:
+    return [name for name in _summaries() if name.startswith(f"{family} ")]
+
+
+def _family_overview(family: str) -> str:
+    summaries = _summaries()
+    lines = [f"  moerl {name:<16}{summaries[name]}" for name in _members(family)]
+    about = f"`moerl {family} COMMAND --help` explains a command."
+    return "\n".join([f"usage: moerl {family} COMMAND [options]", "", "commands:", *lines, "", about])
+
+
+def _overview() -> str:
+    summaries = _summaries()
     lines = [f"  {name:<16}{summary}" for name, summary in summaries.items()]
     return "\n".join(
         [

@@ -7,11 +7,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """summary: one line. text: what it does and leaves behind. examples: (command line, what it is for)."""
+    """summary: one line. text: what it does and leaves behind. examples: (command line, what it is for).
+
+    keys: keys and sections that matter for it; empty where all do.
+    """
 
     summary: str
     text: str
     examples: tuple[tuple[str, str], ...]
+    keys: tuple[str, ...] = ()
+
+
+_SAMPLING = ("rollout.dtype", "rollout.max_running", "rollout.max_new_tokens")
 
 
 COMMANDS = {
@@ -45,6 +52,10 @@ COMMANDS = {
             ("moerl sft recipe=laptop", "the demo's cold start"),
             ("moerl sft recipe=laptop sft.steps=800 run_dir=runs/longer", "a longer one"),
         ),
+        keys=(
+            *("seed", "run_dir", "num_threads", "model", "parallel", "trainer", "sft", "task"),
+            *("evaluation.heldout_problems", "rollout.max_running", "rollout.max_new_tokens", "checkpoint"),
+        ),
     ),
     "rollout": Command(
         "sample responses from a saved model, score them and write them to Parquet",
@@ -54,6 +65,11 @@ COMMANDS = {
             ("moerl rollout model=pretrained model.path=DIR", "DIR: a model that a run saved"),
             ("moerl rollout model=pretrained model.path=DIR rollout.top_p=0.8", "sample more narrowly"),
         ),
+        keys=(
+            *("seed", "run_dir", "num_threads", "model.path", "algorithm.prompts_per_step", "algorithm.group_size"),
+            *(*_SAMPLING, "rollout.temperature", "rollout.top_p", "rollout.top_k", "rollout.min_p"),
+            *("task", "quarantine.max_rate"),
+        ),
     ),
     "eval": Command(
         "measure a saved model on held-out problems",
@@ -61,6 +77,10 @@ COMMANDS = {
         (
             ("moerl eval model=pretrained model.path=DIR", "DIR: a model that a run saved"),
             ("moerl eval model=pretrained model.path=DIR evaluation.heldout_problems=500", "fewer problems"),
+        ),
+        keys=(
+            *("run_dir", "num_threads", "model.path", *_SAMPLING, "task"),
+            *("evaluation.heldout_problems", "quarantine.max_rate"),
         ),
     ),
     "plan memory": Command(
@@ -73,6 +93,10 @@ COMMANDS = {
                 "sixteen devices, of which eight share the experts",
             ),
             ("moerl plan memory recipe=laptop parallel.tensor=2 --gpu-memory-gib 24", "smaller devices"),
+        ),
+        keys=(
+            *("model", "parallel", "trainer", "kl.coef", "rollout.max_new_tokens", "sft.steps", "sft.batch_size"),
+            *("algorithm.prompts_per_step", "algorithm.group_size", "algorithm.minibatches"),
         ),
     ),
     "plan weights": Command(
@@ -95,6 +119,7 @@ COMMANDS = {
                 "all of them write",
             ),
         ),
+        keys=("model.path", "model.dtype", "parallel", "weights", "rollout.servers", "rollout.server"),
     ),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,36 +16,48 @@ from moerl.config.reference import CHOICES, Key, config_keys
 WIDTH = 110
 _KEY_WIDTH = 46
 _REQUIRED = "???"
-_RESUME = (
-    "  On the command of a run that exists: resume=RUN_DIR goes on from its last checkpoint. algorithm.steps may",
-    "  be raised then, and what decides how a run is watched, kept and laid out may change; the rest says why not.",
+RESUME_TEXT = (
+    "  On the command of a run that exists: resume=RUN_DIR goes on from its last checkpoint. algorithm.steps may\n"
+    "  be raised then, and what decides how a run is watched, kept and laid out may change; the rest says why not."
 )
 
 
-def groups_text(config_dir: Path | None = None) -> str:
-    """Config groups with their options, the default one marked, and what each option is."""
+def groups_text(config_dir: Path | None = None, keys: Sequence[str] = ()) -> str:
+    """Config groups with their options, the default one marked, and what each option is.
+
+    Args:
+        keys: keys and sections whose groups are listed, and the recipes, in a line each; empty lists every group.
+    """
     lines = ["config groups (GROUP=OPTION; an option sets many keys at once):"]
     defaults = _default_options()
+    wanted = {"recipe", *(key.partition(".")[0] for key in keys)}
     for group, options in config_groups(config_dir).items():
-        for option in options:
-            mark = " (default)" if defaults.get(group) == option else ""
-            lines += _entry(f"{group}={option}{mark}", _first_comment(group, option, config_dir))
+        marked = {option: option + " (default)" * (defaults.get(group) == option) for option in options}
+        if keys and group in wanted:
+            lines.append(f"    {group}={' | '.join(marked.values())}")
+        for option in () if keys else options:
+            lines += _entry(f"{group}={marked[option]}", _first_comment(group, option, config_dir))
     lines.append("  --config-dir DIR adds options of your own: DIR/recipe/mine.yaml becomes recipe=mine")
     return "\n".join(lines)
 
 
-def keys_text() -> str:
-    """Every key with its default value, type and meaning, by section."""
+def keys_text(keys: Sequence[str] = ()) -> str:
+    """Keys with their default values, types and meanings, by section.
+
+    Args:
+        keys: keys and sections to list; empty lists every key.
+    """
     composed = compose_values([])
     lines = ["keys (KEY=VALUE; shown with the value they have when nothing else is said):"]
     section = None
     for key in config_keys():
+        if keys and not any(key.path == wanted or key.path.startswith(f"{wanted}.") for wanted in keys):
+            continue
         heading = _heading(key)
         if heading != section:
             lines += ["", f"  {heading}"]
             section = heading
         lines += _entry(f"{key.path}={_default(key, composed)}", f"{key.type_name}. {key.description}")
-    lines += ["", *_RESUME]
     return "\n".join(lines)
 
 

@@ -74,8 +74,62 @@ def test_the_help_of_a_command_has_examples_options_groups_and_keys(command: str
     text = capsys.readouterr().out
     for part in (f"usage: moerl {command}", "examples:", "--config-dir DIR", "recipe=laptop (default)"):
         assert part in text
+    assert "model.path=" in text
+
+
+@pytest.mark.parametrize("command", ALL_COMMANDS)
+def test_all_keys_are_in_the_help_of_train_and_on_demand_in_that_of_others(
+    command: str, capsys: pytest.CaptureFixture[str]
+):
+    assert cli.main([*command.split(), "--help", *([] if command == "train" else ["--all"])]) == 0
+    text = capsys.readouterr().out
     assert "algorithm.group_size=8" in text
+    assert "optimizer.beta1=" in text
     assert "resume=RUN_DIR" in text
+
+
+@pytest.mark.parametrize(
+    ("command", "there", "not_there"),
+    [
+        ("eval", ["evaluation.heldout_problems=", "rollout.max_new_tokens=", "task.path="], ["optimizer.", "sft."]),
+        ("rollout", ["algorithm.group_size=", "rollout.top_p=", "seed="], ["optimizer.", "sft.", "kl."]),
+        ("sft", ["sft.optimizer.lr=", "checkpoint.every=", "resume=RUN_DIR"], ["algorithm.", "kl.", "weights."]),
+        ("plan memory", ["trainer.recompute=", "parallel.expert="], ["optimizer.", "task.", "evaluation."]),
+        ("plan weights", ["weights.roots=", "rollout.servers="], ["optimizer.", "task.", "sft."]),
+    ],
+)
+def test_the_help_of_a_command_lists_the_keys_that_matter_for_it(
+    command: str, there: list[str], not_there: list[str], capsys: pytest.CaptureFixture[str]
+):
+    assert cli.main([*command.split(), "--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"\n    {key}" in text for key in there if not key.startswith("resume"))
+    assert ("resume=RUN_DIR" in text) == (command == "sft")
+    assert not any(f"\n    {key}" in text for key in not_there)
+    assert f"`moerl {command} --help --all` lists every key" in text
+    if command == "eval":
+        assert len(text.splitlines()) < 80
+
+
+@pytest.mark.parametrize(
+    ("family", "members"),
+    [("plan", ["plan memory", "plan weights"]), ("sglang", ["sglang install", "sglang check"])],
+)
+def test_a_family_of_commands_lists_its_members(family: str, members: list[str], capsys: pytest.CaptureFixture[str]):
+    for words, status in (([family], 2), ([family, "--help"], 0), ([family, "-h"], 0)):
+        assert cli.main(words) == status
+        text = capsys.readouterr().out
+        assert text.startswith(f"usage: moerl {family} COMMAND")
+        assert all(f"  moerl {member} " in text for member in members)
+        assert "moerl train" not in text
+
+
+@pytest.mark.parametrize("words", [["plan", "memry"], ["sglang", "instal"]])
+def test_an_unknown_member_of_a_family_names_the_members(words: list[str], capsys: pytest.CaptureFixture[str]):
+    assert cli.main(words) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: command line: unknown command; seen: {' '.join(words)}; expected: {words[0]} ")
+    assert f"remedy: see `moerl {words[0]} --help`" in error
 
 
 def test_every_example_of_the_help_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -117,7 +171,6 @@ def test_help_and_errors_need_no_torch(tmp_path: Path):
     ("arguments", "part"),
     [
         (["trian"], "unknown command; seen: trian"),
-        (["plan"], "unknown command; seen: plan"),
         (["plan", "memory", "--gpu-memory-gib=0"], "--gpu-memory-gib: invalid gib_size value: '0'"),
         (["plan", "weights", "--engine-gb-per-second=0"], "--engine-gb-per-second: invalid bandwidth value: '0'"),
         (["verify", "dump.parquet"], "the following arguments are required: --model"),
