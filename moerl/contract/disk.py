@@ -1,14 +1,14 @@
 """Parquet dumps: trajectories for people, reports and debug replay; one row per trajectory.
 
-The only module of the contract that needs pyarrow. Columns are flat and typed, so that pandas and DuckDB read them
-without moerl; reading them back with moerl is exact and checks every invariant again. Trusted with nothing: a dump is
-data, never code.
+With `dump_columns` the only module of the contract that needs pyarrow. Columns are flat and typed, so that pandas and
+DuckDB read them without moerl; reading them back with moerl is exact: the whole file is under a digest
+(`moerl.contract.seals`), pages have checksums of their own, and every invariant is checked again. Trusted with nothing:
+a dump is data, never code.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,23 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from moerl.contract import seals
+from moerl.contract.dump_columns import (
+    ARRAYS,
+    DERIVED,
+    DISK_SCHEMA_VERSION,
+    LINEAGE,
+    REWARD,
+    SAMPLING,
+    SCALARS,
+    SCORE,
+    SPEC,
+    TEXTS,
+    TIMING,
+    TURN,
+    VERSION_KEY,
+    check_columns,
+)
 from moerl.contract.files import atomic_file
 from moerl.contract.reasons import Reason
 from moerl.contract.trajectory import (
@@ -30,104 +47,153 @@ from moerl.contract.trajectory import (
 )
 from moerl.errors import ContractError
 
-DISK_SCHEMA_VERSION = "1"
-_VERSION_KEY = b"moerl.schema_version"
-_REWARD, _SCORE, _TIMING = "reward_", "score_", "timing_"
+MAX_DUMP_BYTES = 16 << 30
+"""Largest dump that is read, as a file and decoded."""
+
 _MAX_GROUP_VALUES = 1 << 28
 """Expert ids of a row group; Arrow lists count their values in 31 bits."""
 
-_TURN = pa.struct(
-    [
-        pa.field("start", pa.int32()),
-        pa.field("end", pa.int32()),
-        pa.field("kind", pa.string()),
-        pa.field("temperature", pa.float64()),
-        pa.field("top_p", pa.float64()),
-        pa.field("top_k", pa.int32()),
-        pa.field("min_p", pa.float64()),
-        pa.field("seed", pa.int64()),
-    ]
-)
-_LINEAGE = ("rollout_id", "prompt_id", "group_id", "episode_id", "agent_id", "parent_rollout_id", "fork_at")
-_SPEC = ("num_moe_layers", "experts_per_token", "num_experts", "vocab_size", "fingerprint")
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
-_SCALARS: dict[str, tuple[pa.DataType, Callable[[Trajectory], Any]]] = {
-    **{name: (pa.string(), lambda t, name=name: getattr(t.lineage, name)) for name in _LINEAGE[:-1]},
-    "fork_at": (pa.int32(), lambda t: t.lineage.fork_at),
-    "engine_id": (pa.string(), lambda t: t.engine_id),
-    "attempt": (pa.int32(), lambda t: t.attempt),
-    "finish_reason": (pa.string(), lambda t: str(t.finish_reason)),
-    "num_tokens": (pa.int32(), len),
-    "num_sampled": (pa.int32(), lambda t: t.num_sampled),
-    "min_policy_version": (pa.int32(), lambda t: int(t.policy_versions[t.sampled].min())),
-    "max_policy_version": (pa.int32(), lambda t: int(t.policy_versions.max())),
-    **{name: (pa.int32(), lambda t, name=name: getattr(t.spec, name)) for name in _SPEC[:-1]},
-    "fingerprint": (pa.string(), lambda t: t.spec.fingerprint),
-}
-_ARRAYS: dict[str, Callable[[Trajectory], np.ndarray]] = {
-    "token_ids": lambda t: t.token_ids,
-    "sampled": lambda t: t.sampled,
-    "rollout_logprobs": lambda t: t.rollout_logprobs,
-    "kept_logmass": lambda t: t.kept_logmass,
-    "policy_versions": lambda t: t.policy_versions,
-    "truncated": lambda t: t.truncated,
-    "kept_offsets": lambda t: t.kept.offsets,
-    "kept_ids": lambda t: t.kept.ids,
-    "routed": lambda t: t.routed,
-    "expert_ids": lambda t: t.expert_ids.reshape(-1),
-}
+# Texts and numbers in these are about as long in memory as their pages; a dictionary repeats what it holds.
+_ENCODINGS = frozenset({"PLAIN", "RLE"})
+_VALUE_BYTES = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8}
 
 
-def write_parquet(path: Path | str, trajectories: Sequence[Trajectory], *, texts: Sequence[str] | None = None) -> None:
+def write_parquet(
+    path: Path | str,
+    trajectories: Sequence[Trajectory],
+    *,
+    texts: Sequence[str] | None = None,
+    prompts: Sequence[str] | None = None,
+) -> None:
     """Writes a dump; the file appears whole or not at all.
 
     Args:
         path: Target; replaced where it exists.
         trajectories: At least one.
-        texts: Decoded text per trajectory for a column `text`, for people.
+        texts: Decoded response per trajectory for a column `text`, for people.
+        prompts: Decoded prompt per trajectory for a column `prompt`, for people.
 
     Raises:
-        ContractError: No trajectories, not as many texts, or models with different expert dtypes in one file.
+        ContractError: No trajectories, not as many texts or prompts, texts that are none, or models with different
+            expert dtypes in one file.
     """
-    if not trajectories or (texts is not None and len(texts) != len(trajectories)):
+    for_people = {name: column for name, column in zip(TEXTS, (prompts, texts), strict=True) if column is not None}
+    if not trajectories or any(len(column) != len(trajectories) for column in for_people.values()):
+        lengths = [f"{len(column)} of column {name}" for name, column in for_people.items()]
         raise ContractError(
             Reason.WRONG_SHAPE,
             field="trajectories",
-            seen=f"{len(trajectories)} trajectories, {'no' if texts is None else len(texts)} texts",
+            seen=", ".join([f"{len(trajectories)} trajectories", *lengths]),
             expected="at least one trajectory, and a text for each or no texts",
             remedy="skip the dump where there is nothing to write",
         )
-    schema = _schema(trajectories, with_text=texts is not None)
-    with (
-        atomic_file(Path(path)) as temporary,
-        pq.ParquetWriter(
-            temporary, schema, compression="zstd", compression_level=1, write_page_checksum=True
-        ) as writer,
-    ):
-        for start, stop in _row_groups(trajectories):
-            group_texts = None if texts is None else texts[start:stop]
-            writer.write_table(_table(trajectories[start:stop], group_texts, schema))
+    for column in for_people.values():
+        for text in column:
+            _check_encodes(text)
+    schema = _schema(trajectories, tuple(for_people))
+    # Without dictionaries a column is as large as its pages say, and repetition is left to zstd.
+    options: dict[str, Any] = {"compression": "zstd", "compression_level": 1, "use_dictionary": False}
+    with atomic_file(Path(path)) as temporary:
+        with pq.ParquetWriter(temporary, schema, write_page_checksum=True, **options) as writer:
+            for start, stop in _row_groups(trajectories):
+                group = {name: column[start:stop] for name, column in for_people.items()}
+                writer.write_table(_table(trajectories[start:stop], group, schema))
+            writer.add_key_value_metadata({seals.KEY: seals.BLANK})
+        seals.seal(temporary)
 
 
-def read_parquet(path: Path | str) -> list[Trajectory]:
+def read_parquet(path: Path | str, *, max_bytes: int = MAX_DUMP_BYTES) -> list[Trajectory]:
     """The trajectories of a dump, exact and checked again.
 
+    Args:
+        max_bytes: The most to accept, as a file and decoded; reading takes at most four times as much.
+
     Raises:
-        ContractError: `file_corrupt`, `schema_version_unknown`, `missing_field`, or a broken invariant.
+        ContractError: `file_corrupt`, `file_too_large`, `schema_version_unknown`, columns that are not those of a
+            dump, or a broken invariant.
+        FileNotFoundError: There is no such file.
     """
-    trajectories: list[Trajectory] = []
     try:
-        with pq.ParquetFile(path, page_checksum_verification=True) as file:
-            _check_columns(file.schema_arrow)
-            for group in range(file.num_row_groups):
-                trajectories.extend(_trajectories(file.read_row_group(group)))
-    except (pa.ArrowException, OSError) as error:
+        data = _read_bytes(Path(path), max_bytes)
+        if not seals.is_sealed(data):
+            raise _unsealed(data, path)
+        with pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True) as file:
+            _check_version(file.metadata)
+            check_columns(file.schema_arrow)
+            _check_sizes(file.metadata, max_bytes)
+            return [t for group in range(file.num_row_groups) for t in _read_group(file, group)]
+    except (pa.ArrowException, OSError, ValueError) as error:
         if isinstance(error, FileNotFoundError):
             raise
+        raise _corrupt(path, error) from error
+
+
+def _read_bytes(path: Path, max_bytes: int) -> bytes:
+    size = path.stat().st_size
+    if size > max_bytes:
+        raise _too_large(f"a file of {size} bytes", max_bytes)
+    return path.read_bytes()
+
+
+def _corrupt(where: object, seen: object) -> ContractError:
+    return ContractError(
+        Reason.FILE_CORRUPT,
+        field=str(where),
+        seen=seen,
+        expected="a whole Parquet file written by moerl",
+        remedy="copy the file again from where it was written; a damaged dump is not repaired",
+    )
+
+
+def _too_large(seen: str, max_bytes: int) -> ContractError:
+    return ContractError(
+        Reason.FILE_TOO_LARGE,
+        field="dump",
+        seen=seen,
+        expected=f"at most {max_bytes} bytes",
+        remedy="dump fewer trajectories into a file",
+    )
+
+
+def _unsealed(data: bytes, path: Path | str) -> ContractError:
+    """Why a file is not accepted whose digest is missing or does not fit: of another version, or damaged."""
+    try:
+        _check_version(pq.read_metadata(pa.BufferReader(data)))
+    except ContractError as error:
+        return error
+    return _corrupt(path, "a digest that does not fit the file")
+
+
+def _check_version(metadata: pq.FileMetaData) -> None:
+    version = (metadata.metadata or {}).get(VERSION_KEY, b"none").decode(errors="replace")
+    if version != DISK_SCHEMA_VERSION:
         raise ContractError(
-            Reason.FILE_CORRUPT, field=str(path), seen=error, expected="a whole Parquet file written by moerl"
-        ) from error
-    return trajectories
+            Reason.SCHEMA_VERSION_UNKNOWN,
+            field=VERSION_KEY.decode(),
+            seen=version,
+            expected=DISK_SCHEMA_VERSION,
+            remedy="read the dump with the moerl version that wrote it, or look at its columns with pandas",
+        )
+
+
+def _check_sizes(metadata: pq.FileMetaData, max_bytes: int) -> None:
+    """Refuses columns that are larger than their pages, and more than `max_bytes` in all, before they are decoded."""
+    groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
+    decoded = 0
+    for group in groups:
+        for column in (group.column(index) for index in range(group.num_columns)):
+            if not _ENCODINGS.issuperset(column.encodings):
+                raise _corrupt(column.path_in_schema, f"encodings {column.encodings} of another writer")
+            if column.num_values < group.num_rows:
+                raise _corrupt(column.path_in_schema, f"{column.num_values} values in {group.num_rows} rows")
+            decoded += max(
+                column.total_uncompressed_size, _VALUE_BYTES.get(column.physical_type, 4) * column.num_values
+            )
+    if decoded > max_bytes:
+        raise _too_large(f"{decoded} bytes decoded", max_bytes)
+    num_rows = sum(group.num_rows for group in groups)
+    if not num_rows or num_rows != metadata.num_rows:
+        raise _corrupt("rows", f"{metadata.num_rows} rows, {num_rows} in row groups")
 
 
 def _row_groups(trajectories: Sequence[Trajectory]) -> Iterator[tuple[int, int]]:
@@ -145,7 +211,16 @@ def _names(trajectories: Sequence[Trajectory], field: str) -> list[str]:
     return sorted({name for trajectory in trajectories for name in getattr(trajectory, field)})
 
 
-def _schema(trajectories: Sequence[Trajectory], *, with_text: bool) -> pa.Schema:
+def _check_encodes(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ContractError(
+            Reason.TEXT_NOT_UTF8, field="text", seen=ascii(text), expected="text that UTF-8 can encode"
+        ) from error
+
+
+def _schema(trajectories: Sequence[Trajectory], for_people: tuple[str, ...]) -> pa.Schema:
     expert_dtypes = {trajectory.expert_ids.dtype for trajectory in trajectories}
     if len(expert_dtypes) != 1:
         raise ContractError(
@@ -155,37 +230,37 @@ def _schema(trajectories: Sequence[Trajectory], *, with_text: bool) -> pa.Schema
             expected="one dtype in a file",
             remedy="write one file per model",
         )
-    columns = [pa.field(name, dtype, nullable=False) for name, (dtype, _) in _SCALARS.items()]
-    columns += [pa.field(_REWARD + name, pa.float64()) for name in _names(trajectories, "rewards")]
-    columns += [pa.field(_TIMING + name, pa.float64()) for name in _names(trajectories, "timings")]
-    columns += [pa.field("text", pa.string(), nullable=False)] if with_text else []
-    columns += [pa.field("turns", pa.list_(_TURN), nullable=False)]
+    columns = [pa.field(name, dtype, nullable=False) for name, (dtype, _) in SCALARS.items()]
+    columns += [pa.field(REWARD + name, pa.float64()) for name in _names(trajectories, "rewards")]
+    columns += [pa.field(TIMING + name, pa.float64()) for name in _names(trajectories, "timings")]
+    columns += [pa.field(name, pa.string(), nullable=False) for name in for_people]
+    columns += [pa.field("turns", pa.list_(TURN), nullable=False)]
     first = trajectories[0]
     columns += [
-        pa.field(name, pa.list_(pa.from_numpy_dtype(get(first).dtype)), nullable=False) for name, get in _ARRAYS.items()
+        pa.field(name, pa.list_(pa.from_numpy_dtype(get(first).dtype)), nullable=False)
+        for name, (_, get) in ARRAYS.items()
     ]
-    columns += [pa.field(_SCORE + name, pa.list_(pa.float32())) for name in _names(trajectories, "scores")]
-    return pa.schema(columns, metadata={_VERSION_KEY: DISK_SCHEMA_VERSION})
+    columns += [pa.field(SCORE + name, pa.list_(pa.float32())) for name in _names(trajectories, "scores")]
+    return pa.schema(columns, metadata={VERSION_KEY: DISK_SCHEMA_VERSION})
 
 
-def _table(trajectories: Sequence[Trajectory], texts: Sequence[str] | None, schema: pa.Schema) -> pa.Table:
+def _table(trajectories: Sequence[Trajectory], for_people: dict[str, Sequence[str]], schema: pa.Schema) -> pa.Table:
     columns: dict[str, pa.Array] = {
         name: pa.array([get(trajectory) for trajectory in trajectories], dtype)
-        for name, (dtype, get) in _SCALARS.items()
+        for name, (dtype, get) in SCALARS.items()
     }
-    columns |= {name: _list_column([get(t) for t in trajectories]) for name, get in _ARRAYS.items()}
-    columns["turns"] = pa.array([[_turn_row(turn) for turn in t.turns] for t in trajectories], pa.list_(_TURN))
-    if texts is not None:
-        columns["text"] = pa.array(texts, pa.string())
+    columns |= {name: _list_column([get(t) for t in trajectories]) for name, (_, get) in ARRAYS.items()}
+    columns["turns"] = pa.array([[_turn_row(turn) for turn in t.turns] for t in trajectories], pa.list_(TURN))
+    columns |= {name: pa.array(column, pa.string()) for name, column in for_people.items()}
     for column in schema.names:
-        if column.startswith(_REWARD):
-            name = column.removeprefix(_REWARD)
+        if column.startswith(REWARD):
+            name = column.removeprefix(REWARD)
             columns[column] = pa.array([t.rewards.get(name) for t in trajectories], pa.float64())
-        elif column.startswith(_TIMING):
-            name = column.removeprefix(_TIMING)
+        elif column.startswith(TIMING):
+            name = column.removeprefix(TIMING)
             columns[column] = pa.array([t.timings.get(name) for t in trajectories], pa.float64())
-        elif column.startswith(_SCORE):
-            name = column.removeprefix(_SCORE)
+        elif column.startswith(SCORE):
+            name = column.removeprefix(SCORE)
             scores = [t.scores.get(name) for t in trajectories]
             columns[column] = _list_column(scores, np.float32)
     return pa.table(columns, schema=schema)
@@ -203,80 +278,64 @@ def _list_column(arrays: Sequence[np.ndarray | None], dtype: type | None = None)
 
 def _turn_row(turn: Turn) -> dict[str, Any]:
     row: dict[str, Any] = {"start": int(turn.start), "end": int(turn.end), "kind": str(turn.kind)}
-    for name in _SAMPLING:
+    for name in SAMPLING:
         row[name] = None if turn.sampling is None else getattr(turn.sampling, name)
     return row
 
 
-def _turn(row: dict[str, Any]) -> Turn:
-    sampling = None
-    if row["temperature"] is not None:
-        sampling = SamplingParams(**{name: row[name] for name in _SAMPLING})
-    return Turn(row["start"], row["end"], TurnKind(row["kind"]), sampling)
+def _turn(row: dict[str, Any] | None) -> Turn:
+    if row is None:
+        raise ContractError(Reason.MISSING_FIELD, field="turns", seen="a null", expected="a turn")
+    values = {name: row[name] for name in SAMPLING}
+    sampled = any(value is not None for value in values.values())
+    return Turn(row["start"], row["end"], TurnKind(row["kind"]), SamplingParams(**values) if sampled else None)
 
 
-def _check_columns(schema: pa.Schema) -> None:
-    version = (schema.metadata or {}).get(_VERSION_KEY, b"none").decode(errors="replace")
-    if version != DISK_SCHEMA_VERSION:
-        raise ContractError(
-            Reason.SCHEMA_VERSION_UNKNOWN,
-            field=_VERSION_KEY.decode(),
-            seen=version,
-            expected=DISK_SCHEMA_VERSION,
-            remedy="read the dump with the moerl version that wrote it",
-        )
-    wanted = {name: dtype for name, (dtype, _) in _SCALARS.items()} | {"turns": pa.list_(_TURN)}
-    for name in (*wanted, *_ARRAYS):
-        if name not in schema.names:
-            raise ContractError(
-                Reason.MISSING_FIELD, field=name, seen=json.dumps(schema.names), expected="a column of this name"
-            )
-        dtype = schema.field(name).type
-        is_right = pa.types.is_list(dtype) if name in _ARRAYS else dtype == wanted[name]
-        if not is_right:
-            raise ContractError(
-                Reason.WRONG_TYPE, field=name, seen=dtype, expected=wanted.get(name, "a list of numbers")
-            )
-
-
-def _trajectories(table: pa.Table) -> Iterator[Trajectory]:
-    columns = {name: table.column(name).combine_chunks() for name in table.column_names if name != "text"}
+def _read_group(file: pq.ParquetFile, group: int) -> Iterator[Trajectory]:
+    names = [name for name in file.schema_arrow.names if name not in TEXTS]
+    table = file.read_row_group(group, columns=names)
+    if table.num_rows != file.metadata.row_group(group).num_rows or table.column_names != names:
+        raise _corrupt("rows", f"{table.num_rows} rows of {len(table.column_names)} columns")
+    columns = {name: table.column(name).combine_chunks() for name in names}
+    for name, column in columns.items():
+        if column.null_count and not name.startswith((REWARD, TIMING, SCORE)):
+            raise ContractError(Reason.MISSING_FIELD, field=name, seen=f"{column.null_count} nulls", expected="values")
     for row in range(table.num_rows):
         yield _trajectory({name: column[row] for name, column in columns.items()})
 
 
 def _trajectory(row: dict[str, Any]) -> Trajectory:
     """One row of Arrow scalars as a checked trajectory."""
-    try:
-        arrays = {name: _array(row[name]) for name in _ARRAYS}
-        spec = ModelSpec(**{name: row[name].as_py() for name in _SPEC})
-        shape = (len(arrays["token_ids"]) - 1, spec.num_moe_layers, spec.experts_per_token)
-        expert_ids = arrays.pop("expert_ids").reshape(shape)
-        turns = tuple(_turn(turn) for turn in row["turns"].as_py())
-        finish_reason = FinishReason(row["finish_reason"].as_py())
-    except (ValueError, TypeError) as error:
+    arrays = {name: _array(row[name]) for name in ARRAYS}
+    spec = ModelSpec(**{name: row[name].as_py() for name in SPEC})
+    shape = (len(arrays["token_ids"]) - 1, spec.num_moe_layers, spec.experts_per_token)
+    if len(arrays["expert_ids"]) != shape[0] * shape[1] * shape[2] or min(shape) < 0:
         raise ContractError(
-            Reason.FILE_CORRUPT, field="row", seen=error, expected="a row written by write_parquet"
-        ) from error
+            Reason.WRONG_SHAPE, field="expert_ids", seen=f"{len(arrays['expert_ids'])} ids", expected=shape
+        )
     kept = KeptSets(arrays.pop("kept_offsets"), arrays.pop("kept_ids"))
-    return Trajectory(
+    trajectory = Trajectory(
         spec=spec,
-        lineage=Lineage(**{name: row[name].as_py() for name in _LINEAGE}),
-        turns=turns,
+        lineage=Lineage(**{name: row[name].as_py() for name in LINEAGE}),
+        turns=tuple(_turn(turn) for turn in row["turns"].as_py()),
         kept=kept,
-        expert_ids=expert_ids,
-        finish_reason=finish_reason,
-        rewards=_numbers(row, _REWARD),
+        expert_ids=arrays.pop("expert_ids").reshape(shape),
+        finish_reason=FinishReason(row["finish_reason"].as_py()),
+        rewards=_numbers(row, REWARD),
         scores={
-            name.removeprefix(_SCORE): _array(value)
+            name.removeprefix(SCORE): _array(value)
             for name, value in row.items()
-            if name.startswith(_SCORE) and value.is_valid
+            if name.startswith(SCORE) and value.is_valid
         },
         engine_id=row["engine_id"].as_py(),
         attempt=row["attempt"].as_py(),
-        timings=_numbers(row, _TIMING),
+        timings=_numbers(row, TIMING),
         **arrays,
     )
+    for name, (_, get) in DERIVED.items():
+        if row[name].as_py() != get(trajectory):
+            raise ContractError(Reason.ROWS_DIFFER, field=name, seen=row[name], expected=get(trajectory))
+    return trajectory
 
 
 def _array(scalar: Any) -> np.ndarray:

@@ -81,6 +81,7 @@ class Reason(StrEnum):
     MESSAGE_MALFORMED = "message_malformed"
     ARRAY_LENGTH_WRONG = "array_length_wrong"
     FILE_CORRUPT = "file_corrupt"
+    FILE_TOO_LARGE = "file_too_large"
 
     # Scoring in the trainer
     KEPT_ID_OUTSIDE_VOCABULARY = "kept_id_outside_vocabulary"

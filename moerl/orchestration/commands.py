@@ -110,7 +110,8 @@ def run_rollout(config: RunConfig) -> int:
         path = config.run_dir / "rollouts" / "rollouts.parquet"
         path.parent.mkdir(parents=True, exist_ok=True)
         trajectories = in_request_order(finished, requests)
-        write_parquet(path, trajectories, texts=[collector.response(t) for t in trajectories])
+        texts = [collector.response(t) for t in trajectories]
+        write_parquet(path, trajectories, texts=texts, prompts=[collector.prompt(t) for t in trajectories])
         accuracy = sum(t.rewards["accuracy"] for t in trajectories) / len(trajectories)
         reporter.say(f"{len(trajectories)} rollouts, accuracy {accuracy:.3f}, written to {path}")
     return 0

@@ -142,7 +142,8 @@ class RLStage:
                 expected="at least one",
                 remedy=f"inspect {collector.quarantine.folder}",
             )
-        self.run.dump_if_due(step + 1, trajectories, [collector.response(t) for t in trajectories])
+        texts = [collector.response(t) for t in trajectories]
+        self.run.dump_if_due(step + 1, trajectories, texts, [collector.prompt(t) for t in trajectories])
         return with_advantages(trajectories, self.algorithm)
 
     # --- training ----------------------------------------------------------------------------------------------------

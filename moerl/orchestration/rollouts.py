@@ -101,6 +101,11 @@ class Collector:
                 yield replace(trajectory, rewards=rewards)
         self.quarantine.forget(request.lineage.rollout_id for request in requests)
 
+    def prompt(self, trajectory: Trajectory) -> str:
+        """The text of the tokens before the first sampled one, as the model saw it."""
+        ids = trajectory.token_ids[: int(trajectory.sampled.argmax())].tolist()
+        return str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+
     def response(self, trajectory: Trajectory) -> str:
         """The sampled text, without the token that ended it."""
         ids = trajectory.token_ids[trajectory.sampled].tolist()

@@ -352,12 +352,14 @@ class Run:
         self.reporter.evaluated(step, evaluations, self.stopwatch.lap())
         self._last_step = time.monotonic()
 
-    def dump_if_due(self, step: int, trajectories: Sequence[Trajectory], texts: Sequence[str]) -> None:
+    def dump_if_due(
+        self, step: int, trajectories: Sequence[Trajectory], texts: Sequence[str], prompts: Sequence[str]
+    ) -> None:
         every = self.config.dump.rollouts_every
         if every and (step == 1 or step % every == 0):
             folder = self.config.run_dir / "rollouts"
             folder.mkdir(exist_ok=True)
-            write_parquet(folder / f"step-{step:06d}.parquet", trajectories, texts=texts)
+            write_parquet(folder / f"step-{step:06d}.parquet", trajectories, texts=texts, prompts=prompts)
 
     def summary(self, *, steps: int) -> RunSummary:
         """The numbers of the run as it stands; a collective."""

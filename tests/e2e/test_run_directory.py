@@ -158,6 +158,8 @@ def test_dumped_rollouts_are_read_by_pandas_and_valid_for_the_contract(tiny: Don
         assert table["reward_reward"].mean() == row["reward/mean"]
         assert table["num_sampled"].mean() == row["response/length_mean"]
         assert all(isinstance(text, str) for text in table["text"])
+        assert all(prompt for prompt in table["prompt"])
+        assert (table.groupby("prompt_id")["prompt"].nunique() == 1).all()
         trajectories = read_parquet(path)
         assert [t.lineage.rollout_id for t in trajectories] == list(table["rollout_id"])
         assert {int(t.policy_versions.max()) for t in trajectories} == {step - 1}

@@ -457,3 +457,29 @@ def test_counters_survive_a_restart(tmp_path: Path):
     after = gate(tmp_path)
     after.restore(before.counters())
     assert (after.num_admitted, after.num_refused, after.rate) == (1, 1, 0.5)
+
+
+def test_a_record_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    done: list[str] = []
+    fsync, rename = files_module.os.fsync, files_module.os.rename
+
+    def recorded_fsync(handle: int) -> None:
+        done.append(f"fsync {Path(f'/proc/self/fd/{handle}').readlink().name}")
+        fsync(handle)
+
+    def recorded_rename(source: Path, target: Path) -> None:
+        done.append(f"rename {source.name}")
+        rename(source, target)
+
+    monkeypatch.setattr(files_module.os, "fsync", recorded_fsync)
+    monkeypatch.setattr(files_module.os, "rename", recorded_rename)
+    gate(tmp_path / "q", "r0").admit(broken(), trainer_version=3)
+    temporary = done[2].removeprefix("fsync ")
+    assert temporary.startswith(".writing-")
+    assert done == [
+        "fsync record.json",
+        "fsync record.msgpack",
+        f"fsync {temporary}",
+        f"rename {temporary}",
+        "fsync q",
+    ]

@@ -145,3 +145,9 @@ def test_an_answer_that_could_not_be_read_lies_whole_in_the_quarantine(tmp_path:
     why, content = read_quarantined(folder)
     assert (why["reason"], why["field"]) == ("frame_corrupt", "compact_answer")
     assert content["meta_info"]["compact_answer"] == b"what arrived"
+
+
+def test_the_prompt_of_a_trajectory_is_what_stands_before_its_first_sampled_token(tmp_path: Path):
+    collect_from = collector(tmp_path)
+    (trajectory,), _ = collect(collect_from, 1)
+    assert collect_from.prompt(trajectory) == "".join(map(chr, trajectory.token_ids[:3]))
