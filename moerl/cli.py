@@ -138,11 +138,18 @@ def _run(command: str, options: argparse.Namespace, arguments: list[str]) -> int
             print(recipe_text(options.overrides, options.config_dir))
         for note in config_notes(config):
             print(f"note: {note}", file=sys.stderr)
+        _look_at_task(config, command)
         if world_size == 1:
             return _run_here(command, config, resume)
         return _launch(
             command, config, arguments if resume else [*arguments, f"run_dir={_quoted(config.run_dir)}"], lock
         )
+
+
+def _look_at_task(config: RunConfig, command: str) -> None:
+    from moerl.tasks.preflight import check_task
+
+    check_task(config, command)
 
 
 def _run_here(command: str, config: RunConfig, resume: bool) -> int:

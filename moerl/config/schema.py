@@ -311,6 +311,9 @@ class JsonlTaskConfig(Section):
     heldout_fraction: Part = Field(description="Share of rows kept for the final numbers.")
     dev_fraction: Part = Field(description="Share of rows kept for evaluation while training.")
     reward_timeout_seconds: Positive = Field(description="Longest time one reward may take.")
+    reward_memory_bytes: Annotated[int, Field(ge=2**27)] = Field(
+        description="Most memory of the reward function's process, and of each that it starts; at least 128 MiB."
+    )
 
 
 TaskConfig = Annotated[ChainSumTaskConfig | JsonlTaskConfig, Field(discriminator="name")]

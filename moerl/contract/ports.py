@@ -178,6 +178,10 @@ class Task(Protocol):
         """Named rewards of a response; `reward` is the one trained on, `accuracy` (0 or 1) the one reported."""
         ...
 
+    def close(self) -> None:
+        """Ends what the task has started."""
+        ...
+
 
 @runtime_checkable
 class DemonstrationTask(Task, Protocol):

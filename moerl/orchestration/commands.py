@@ -33,8 +33,9 @@ from moerl.orchestration.reporting import METRICS_FILE, Reporter, make_reporter
 from moerl.orchestration.rl import RLStage
 from moerl.orchestration.rollouts import Collector, in_request_order, sampling_params
 from moerl.orchestration.run import Run, RunStoppedError
-from moerl.tasks.check import check_problems, check_prompts
-from moerl.tasks.registry import make_task, make_tokenizer
+from moerl.tasks.check import check_prompts
+from moerl.tasks.registry import make_task
+from moerl.tasks.tokenizer import make_tokenizer
 from moerl.trainer import layout
 
 
@@ -135,12 +136,9 @@ def _open_run(config: RunConfig, command: str, *, resume: bool) -> Iterator[tupl
     quiet_libraries()
     torch.set_num_threads(max(1, config.num_threads // config.parallel.world_size))
     rank = rank_info()
-    task = make_task(config.task)
-    check_problems(config, task, command)
     if rank.rank == 0 and not resume:
         _write_config(config)
-    reporter = make_reporter(config, is_main=rank.rank == 0)
-    with reporter:
+    with closing(make_task(config.task)) as task, make_reporter(config, is_main=rank.rank == 0) as reporter:
         reporter.say(f"run directory: {config.run_dir}")
         reporter.say("starting Megatron")
         where = layout.start(
@@ -213,20 +211,18 @@ def _open_reader(config: RunConfig, command: str) -> Iterator[tuple[Collector, R
     quiet_libraries()
     torch.set_num_threads(config.num_threads)
     assert config.model.path is not None
-    task = make_task(config.task)
-    check_problems(config, task, command)
     _write_config(config)
     tokenizer = read_tokenizer(config.model.path)
     max_positions = directory_sizes(config.model.path).max_positions
-    check_prompts(config, task, tokenizer, command, max_positions=max_positions)
     spec = read_spec(config.model.path, tokenizer)
     ends = describe_ends(read_ends(config.model.path, tokenizer, spec.vocab_size), tokenizer)
     quarantine = Quarantine(config.run_dir / "quarantine", config.quarantine.max_rate, spec=spec)
     model = Model(config.model.path, spec, version=0)
-    with (
-        make_reporter(config, is_main=True) as reporter,
-        closing(open_engine(config, model, reporter.say)) as engine,
-    ):
+    with ExitStack() as stack:
+        task = stack.enter_context(closing(make_task(config.task)))
+        check_prompts(config, task, tokenizer, command, max_positions=max_positions)
+        reporter = stack.enter_context(make_reporter(config, is_main=True))
+        engine = stack.enter_context(closing(open_engine(config, model, reporter.say)))
         reporter.say(ends)
         yield _collector(config, config.model.path, engine, task, tokenizer, quarantine), reporter
 

@@ -105,6 +105,9 @@ class ChainSumTask:
             self._splits[split] = _Split(split, self.config, self._reserved(split))
         return self._splits[split].first(count)
 
+    def close(self) -> None:
+        """Nothing to end."""
+
     def reward(self, prompt: Prompt, response: str, finish_reason: FinishReason) -> dict[str, float]:
         """`reward` and `accuracy`: 1 where the response stopped by itself and its last line holds exactly
         the answer, to the satisfaction of reasoning-gym's own verifier as well; else 0. `worked`: 1 where a

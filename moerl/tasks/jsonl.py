@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -11,10 +13,17 @@ from typing import Any, NoReturn
 from moerl.config.schema import JsonlTaskConfig
 from moerl.contract.ports import Prompt
 from moerl.contract.trajectory import FinishReason
-from moerl.errors import ConfigError
+from moerl.errors import ConfigError, RewardError
 from moerl.tasks.reward_process import RewardProcess
+from moerl.telemetry.terminal import excerpt
 
-_SPLITS = ("train", "dev", "heldout")
+MAX_LINE_BYTES = 1 << 24
+"""Longest line of a file of rows."""
+
+MAX_DEPTH = 64
+"""Lists and objects in one another, the row itself counted."""
+
+SPLITS = ("train", "dev", "heldout")
 
 
 class JsonlTask:
@@ -29,11 +38,11 @@ class JsonlTask:
 
     def __init__(self, config: JsonlTaskConfig) -> None:
         self.config = config
-        self._splits: dict[str, list[Prompt]] = {split: [] for split in _SPLITS}
+        self._splits: dict[str, list[Prompt]] = {split: [] for split in SPLITS}
         for number, row in _read_rows(config.path):
             prompt = self._prompt(number, row)
             self._splits[self._split_of(prompt.text)].append(prompt)
-        self._scorer = RewardProcess(config.reward, config.reward_timeout_seconds)
+        self._scorer = RewardProcess(config.reward, config.reward_timeout_seconds, config.reward_memory_bytes)
 
     def size(self, split: str) -> int:
         """How many prompts a split has."""
@@ -53,13 +62,26 @@ class JsonlTask:
 
     def reward(self, prompt: Prompt, response: str, finish_reason: FinishReason) -> dict[str, float]:
         """What the user's function says of the text, whatever the finish reason; `accuracy`, where it does
-        not say, is 1 if reward >= 1. `RewardError` where it fails: the sample has no reward, which is not a
-        reward of 0."""
-        return self._scorer.score(prompt.facts, response)
+        not say, is 1 if reward >= 1. `RewardError` where it fails, with the row: the sample has no reward, which
+        is not a reward of 0. `ConfigError` where the function cannot be imported."""
+        try:
+            return self._scorer.score(prompt.facts, response)
+        except RewardError as error:
+            row = excerpt(json.dumps(prompt.facts, ensure_ascii=False), 200)
+            raise RewardError(
+                f"{error.what} at {self.place(prompt)}",
+                seen=f"{error.seen}; row: {row}; response: '{excerpt(response, 80)}'",
+                expected=error.expected,
+                remedy=error.remedy,
+            ) from error
+
+    def place(self, prompt: Prompt) -> str:
+        """The file and line of a prompt."""
+        return str(self.config.path.with_name(prompt.prompt_id))
 
     def demonstrations(self, prompts: Sequence[Prompt], seed: int) -> list[str]:
         """The rows' responses; `seed` changes nothing, since a row has only one."""
-        responses = [self._response(prompt) for prompt in prompts]
+        responses = [self.response(prompt) for prompt in prompts]
         missing = [p.prompt_id for p, text in zip(prompts, responses, strict=True) if text is None]
         if missing:
             raise ConfigError(
@@ -74,17 +96,17 @@ class JsonlTask:
         """Prompts, and responses where there are any, of the first `count` training rows: what a tokenizer
         is trained on."""
         prompts = self._of("train")[:count]
-        responses = [self._response(prompt) for prompt in prompts]
+        responses = [self.response(prompt) for prompt in prompts]
         return [prompt.text for prompt in prompts] + [text for text in responses if text is not None]
 
     def close(self) -> None:
-        """Ends the process of the reward function."""
+        """Ends the process of the reward function, and all that the function has started."""
         self._scorer.close()
 
     def _of(self, split: str) -> list[Prompt]:
         if split not in self._splits:
             raise ConfigError(
-                "unknown split", seen=split, expected=", ".join(_SPLITS), remedy="name one of these splits"
+                "unknown split", seen=split, expected=", ".join(SPLITS), remedy="name one of these splits"
             )
         return self._splits[split]
 
@@ -97,14 +119,20 @@ class JsonlTask:
 
     def _prompt(self, number: int, row: dict[str, Any]) -> Prompt:
         prompt_key, response_key = self.config.prompt_key, self.config.response_key
-        text = row.get(prompt_key)
+        if prompt_key not in row:
+            keys = excerpt(", ".join(map(repr, row)) or "none", 120)
+            _refuse_line(self.config.path, number, f"keys {keys}", f"{prompt_key!r} among them, or task.prompt_key=...")
+        text = row[prompt_key]
         if not isinstance(text, str) or not text:
-            _refuse_line(self.config.path, number, f"{text!r} under key {prompt_key!r}", "a non-empty text")
+            seen = f"{excerpt(repr(text), 120)} under key {prompt_key!r}"
+            _refuse_line(self.config.path, number, seen, "a non-empty text")
         if response_key in row and not isinstance(row[response_key], str):
-            _refuse_line(self.config.path, number, f"{row[response_key]!r} under key {response_key!r}", "a text")
+            seen = f"{excerpt(repr(row[response_key]), 120)} under key {response_key!r}"
+            _refuse_line(self.config.path, number, seen, "a text")
         return Prompt(f"{self.config.path.name}:{number}", text, row)
 
-    def _response(self, prompt: Prompt) -> str | None:
+    def response(self, prompt: Prompt) -> str | None:
+        """The demonstration of a row; None where it has none."""
         key = self.config.response_key
         return None if key is None else prompt.facts.get(key)
 
@@ -112,7 +140,14 @@ class JsonlTask:
 def _read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """The objects of a JSON-lines file with their line numbers, from 1."""
     try:
-        lines = path.read_bytes().split(b"\n")
+        with path.open("rb") as file:
+            for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), start=1):
+                if len(line) > MAX_LINE_BYTES:
+                    _refuse_line(path, number, "a longer line", f"at most {MAX_LINE_BYTES:,} bytes")
+                if number == 1:
+                    line = line.removeprefix(codecs.BOM_UTF8)
+                if line.strip():
+                    yield number, _read_row(path, number, line)
     except OSError as error:
         raise ConfigError(
             f"task.path: cannot read {path}",
@@ -120,18 +155,48 @@ def _read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             expected="a readable JSON-lines file",
             remedy="check the path and its permissions",
         ) from error
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line, parse_constant=_refuse_constant)
-            # Escapes can spell half a surrogate pair, which no tokenizer and no later file takes.
-            json.dumps(row, ensure_ascii=False).encode()
-        except (ValueError, RecursionError) as error:
-            _refuse_line(path, number, str(error), "a JSON object in UTF-8")
-        if not isinstance(row, dict):
-            _refuse_line(path, number, f"a JSON {type(row).__name__}", "a JSON object")
-        yield number, row
+
+
+def _read_row(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        row = json.loads(
+            line.decode(),
+            object_pairs_hook=_unrepeated,
+            parse_float=_finite,
+            parse_constant=_refuse_constant,
+        )
+        _check_depth(row, MAX_DEPTH)
+        # Escapes can spell half a surrogate pair, which no tokenizer and no later file takes.
+        json.dumps(row, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        _refuse_line(path, number, excerpt(str(error)), "a JSON object in UTF-8")
+    if not isinstance(row, dict):
+        _refuse_line(path, number, f"a JSON {type(row).__name__}", "a JSON object")
+    return row
+
+
+def _unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the key {key!r} twice in one object")
+        found[key] = value
+    return found
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is beyond the numbers of float64")
+    return value
+
+
+def _check_depth(value: object, depth: int) -> None:
+    if isinstance(value, dict | list):
+        if depth == 0:
+            raise ValueError(f"more than {MAX_DEPTH} lists and objects in one another")
+        for each in value.values() if isinstance(value, dict) else value:
+            _check_depth(each, depth - 1)
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -1,25 +1,51 @@
-"""The child process that calls a user's reward function. Started by `moerl.tasks.reward_process` as a script, so it
-imports the standard library alone.
+"""The process that calls a user's reward function. Started by `moerl.tasks.reward_guard` as a script, so it imports the
+standard library alone.
 
-It reads JSON lines from its standard input and answers each with one on its standard output:
+    reward_worker.py FAULTS
 
-    {"function": "package.module:function", "sys_path": [...]}   first line   {"ready": true} or {"error": "..."}
-    {"row": {...}, "response": "..."}                            all others   {"rewards": {...}} or {"error": "..."}
+FAULTS is a descriptor to write to where the function is when the process crashes or gets SIGUSR1. Requests come on
+standard input, each as its length in `LENGTH_DIGITS` digits, then JSON; replies go to standard output, a line each:
+
+    {"function": "package.module:function", "sys_path": [...]}   first one    {"ready": true} or {"raised": ...}
+    {"row": {...}, "response": "..."}                            all others   {"rewards": {...}}, {"raised": ...}
+                                                                              or {"returned": ...}
+
+A number of `CALL_BYTES` bytes follows each request and is sent back with the reply. It stays in the pipe until the
+function has returned: while the function runs, nothing in its process knows the number.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
+import inspect
 import json
 import math
 import os
-import queue
+import reprlib
+import signal
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Mapping
 from numbers import Real
-from typing import Any, TextIO
+from typing import Any
+
+LENGTH_DIGITS = 12
+CALL_BYTES = 32
+MAX_NAMES = 64
+MAX_TEXT = 500
+MAX_FRAMES = 20
+MAX_REWARD = 1e12
+"""Largest magnitude of a reward: the trainer squares differences of rewards in float32."""
+
+OUT_OF_MEMORY = 86
+"""Exit code where there is no memory left to answer with."""
+
+_repr = reprlib.Repr(maxstring=120, maxother=120, maxdict=6, maxlist=6)
+
+
+class NotARewardError(Exception):
+    """What a function returned is not a reward."""
 
 
 def load_function(name: str) -> Callable[..., Any]:
@@ -35,68 +61,150 @@ def checked_rewards(value: object) -> dict[str, float]:
     """A reward function's result as named, finite rewards.
 
     A number stands for ``{"reward": number}``. `accuracy`, where not given, is 1 if reward >= 1 and else 0.
-    Raises `TypeError` or `ValueError` where the result is neither a number nor a mapping of names to finite
-    numbers that holds `reward`, or where `accuracy` is neither 0 nor 1.
+    Raises `NotARewardError` where the result is neither a number nor a mapping of names to finite numbers that holds
+    `reward`, or where `accuracy` is neither 0 nor 1.
     """
-    named = value if isinstance(value, Mapping) else {"reward": value}
-    rewards: dict[str, float] = {}
-    for name, reward in named.items():
-        if not isinstance(name, str) or not isinstance(reward, Real):
-            raise TypeError(f"expected a number or a mapping of names to numbers, got {value!r}")
-        rewards[name] = float(reward)
-        if not math.isfinite(rewards[name]):
-            raise ValueError(f"{name} is not finite: {reward!r}")
+    if isinstance(value, Mapping):
+        if len(value) > MAX_NAMES:
+            raise NotARewardError(f"a mapping of {len(value)} names; expected at most {MAX_NAMES} names")
+        rewards = {_name(name): _number(_repr.repr(name), each) for name, each in value.items()}
+    else:
+        rewards = {"reward": _number("the result", value)}
     if "reward" not in rewards:
-        raise ValueError(f"the mapping holds no 'reward': {value!r}")
+        raise NotARewardError(f"a mapping without 'reward': {_repr.repr(value)}")
     rewards.setdefault("accuracy", float(rewards["reward"] >= 1.0))
     if rewards["accuracy"] not in (0.0, 1.0):
-        raise ValueError(f"accuracy is neither 0 nor 1: {rewards['accuracy']!r}")
+        raise NotARewardError(f"an accuracy that is neither 0 nor 1: {rewards['accuracy']!r}")
     return rewards
 
 
-def _describe(error: Exception) -> str:
-    """The error and the innermost line it was raised on."""
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{place}"
+def _name(name: object) -> str:
+    if not isinstance(name, str):
+        raise NotARewardError(f"a mapping with a name that is no text: {_repr.repr(name)}")
+    return name
 
 
-def _listen(requests: TextIO, lines: queue.SimpleQueue[str]) -> None:
-    """Hands lines on; ends the process, whatever the function is doing, once the parent is gone."""
-    for line in requests:
-        lines.put(line)
-    os._exit(0)
+def _number(what: str, value: object) -> float:
+    number = _scalar(value)
+    if not isinstance(number, Real):
+        raise NotARewardError(f"{what} is {_kind(value)}, not a number: {_repr.repr(value)}")
+    try:
+        result = float(number)
+    except OverflowError:
+        result = math.inf
+    if not math.isfinite(result):
+        raise NotARewardError(f"{what} is not finite: {_repr.repr(value)}")
+    if abs(result) > MAX_REWARD:
+        raise NotARewardError(f"{what} is {result!r}, beyond {MAX_REWARD:g}: float32 cannot square it")
+    return result
 
 
-def main() -> None:
-    """Serves one parent until it closes the pipe."""
-    requests = os.fdopen(os.dup(0), encoding="utf-8")
-    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    # What the function prints must not end up between the replies, nor may it read the requests.
-    os.dup2(2, 1)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+def _scalar(value: object) -> object:
+    """numpy's and torch's numbers of no dimension as Python's; their booleans are no `Real`."""
+    if not isinstance(value, Real) and getattr(value, "shape", None) == () and callable(getattr(value, "item", None)):
+        return value.item()  # type: ignore[attr-defined]
+    return value
 
-    def reply(message: dict[str, object]) -> None:
-        replies.write(json.dumps(message) + "\n")
-        replies.flush()
 
-    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(requests, lines), daemon=True).start()
-    hello = json.loads(lines.get())
+def _kind(value: object) -> str:
+    if inspect.iscoroutine(value):
+        value.close()
+        return "a coroutine (an async function is called, not awaited)"
+    if inspect.isgenerator(value) or inspect.isasyncgen(value):
+        return "a generator (the function says yield, not return)"
+    return "None (the function returned nothing)" if value is None else f"of type {type(value).__name__}"
+
+
+def score(function: Callable[..., Any], row: dict[str, Any], response: str) -> dict[str, Any]:
+    """Calls the function; the reply to send."""
+    try:
+        return {"rewards": checked_rewards(function(row, response))}
+    except NotARewardError as error:
+        return {"returned": str(error)[:MAX_TEXT], "frames": _definition(function)}
+    except Exception as error:  # noqa: BLE001 - process boundary: a user's function can raise anything
+        return _raised(error, _definition(function))
+
+
+def _raised(error: BaseException, otherwise: list[list[object]]) -> dict[str, Any]:
+    """An error with the lines it came through, innermost first. otherwise: of an error of the call itself."""
+    frames = [
+        [frame.filename, frame.lineno, frame.name]
+        for frame in reversed(traceback.extract_tb(error.__traceback__))
+        if frame.filename not in (__file__, importlib.__file__)
+    ]
+    try:
+        text = f"{type(error).__name__}: {error}"
+    except Exception:  # noqa: BLE001 - process boundary: so can the text of an error
+        text = type(error).__name__
+    return {
+        "raised": text[:MAX_TEXT],
+        "frames": frames[:MAX_FRAMES] or otherwise,
+        "memory": isinstance(error, MemoryError),
+    }
+
+
+def _definition(function: Callable[..., Any]) -> list[list[object]]:
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return [] if code is None else [[code.co_filename, code.co_firstlineno, code.co_name]]
+
+
+def _exactly(descriptor: int, size: int) -> bytes:
+    """The next `size` bytes. Ends the process where the other side is gone."""
+    parts = []
+    while size:
+        parts.append(os.read(descriptor, min(size, 1 << 20)))
+        if not parts[-1]:
+            os._exit(0)
+        size -= len(parts[-1])
+    return b"".join(parts)
+
+
+def _serve(requests: int, replies: int) -> None:
+    def request() -> dict[str, Any]:
+        return json.loads(_exactly(requests, int(_exactly(requests, LENGTH_DIGITS))))
+
+    def reply(message: dict[str, Any]) -> None:
+        call = _exactly(requests, CALL_BYTES).decode()
+        line = json.dumps({**message, "call": call}).encode() + b"\n"
+        while line:
+            line = line[os.write(replies, line) :]
+
+    hello = request()
     sys.path[:] = hello["sys_path"]
     try:
         function = load_function(hello["function"])
     except Exception as error:  # noqa: BLE001 - process boundary: a user's module can raise anything
-        reply({"error": _describe(error)})
+        reply(_raised(error, []))
         return
     reply({"ready": True})
     while True:
-        request = json.loads(lines.get())
-        try:
-            reply({"rewards": checked_rewards(function(request["row"], request["response"]))})
-        except Exception as error:  # noqa: BLE001 - process boundary: a user's function can raise anything
-            reply({"error": _describe(error)})
+        asked = request()
+        reply(score(function, asked["row"], asked["response"]))
+
+
+def _be_spared() -> None:
+    """Signals to a whole job do not end this process, but what the function starts, as ever."""
+    spared = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    for number in spared:
+        signal.signal(number, lambda *_: None)
+    os.register_at_fork(after_in_child=lambda: [signal.signal(number, signal.SIG_DFL) for number in spared])
+
+
+def main(faults: int) -> None:
+    """Serves until nobody holds the other end of the requests any more."""
+    requests, replies = os.dup(0), os.dup(1)
+    # What the function prints must not end up between the replies, nor may it read the requests.
+    os.dup2(2, 1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.set_inheritable(faults, False)
+    faulthandler.enable(faults, all_threads=False)
+    faulthandler.register(signal.SIGUSR1, faults, all_threads=False)
+    _be_spared()
+    try:
+        _serve(requests, replies)
+    except MemoryError:
+        os._exit(OUT_OF_MEMORY)
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]))

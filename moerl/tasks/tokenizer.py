@@ -6,16 +6,38 @@ Byte-level BPE with every digit a token of its own, so that numbers of any lengt
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from moerl.errors import ConfigError
 
+if TYPE_CHECKING:
+    from moerl.tasks.chain_sum import ChainSumTask
+    from moerl.tasks.jsonl import JsonlTask
+
+TOKENIZER_PROMPTS = 2000
+"""Training prompts that a tokenizer is trained on."""
+
 PAD_TOKEN = "<pad>"
 EOS_TOKEN = "<eos>"
 PAD_ID = 0
 EOS_ID = 1
+
+
+def make_tokenizer(task: ChainSumTask | JsonlTask, vocab_size: int) -> PreTrainedTokenizerFast:
+    """A tokenizer for a model that starts from nothing, trained on the task's own texts.
+
+    Args:
+        task: Its first training prompts, and their solutions where it has them, are the training texts.
+        vocab_size: Most entries the tokenizer may have.
+
+    Raises:
+        ConfigError: `vocab_size` does not hold the task's characters.
+    """
+    texts = task.tokenizer_texts(TOKENIZER_PROMPTS)
+    return build_tokenizer(texts, vocab_size, any_text=task.open_vocabulary)
 
 
 def build_tokenizer(texts: Iterable[str], vocab_size: int, *, any_text: bool) -> PreTrainedTokenizerFast:

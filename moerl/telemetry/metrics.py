@@ -7,6 +7,7 @@ page. Any process.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -174,10 +175,26 @@ def check_layer_metrics(metrics: Mapping[str, Sequence[float]]) -> None:
             raise ValueError(f"metrics per layer: '{name}' is unknown or not finite")
 
 
+def is_reward_name(name: str) -> bool:
+    """Whether a task may call a reward so: up to 64 letters, digits and the characters ``_ . -``."""
+    return re.fullmatch(r"[\w.\-]{1,64}", name) is not None
+
+
+def named_reward_metric(name: str) -> str:
+    """The metric of a named reward of the task's own."""
+    return f"reward/{name}/mean"
+
+
+def is_registered(name: str) -> bool:
+    """Whether a metric is registered, by its name or as the metric of a named reward."""
+    stem = name.removeprefix("reward/").removesuffix("/mean")
+    return name in METRICS or (name == named_reward_metric(stem) and is_reward_name(stem))
+
+
 def check_metrics(metrics: Mapping[str, float]) -> None:
     """Raises `ValueError` for a name that is not registered and a value that is not a finite number."""
     for name, value in metrics.items():
-        if name not in METRICS:
+        if not is_registered(name):
             raise ValueError(f"metric {name!r} is not registered; add it to moerl/telemetry/metrics.py")
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise ValueError(f"metric {name!r} is {value!r}; expected a finite number, or no entry for no value")

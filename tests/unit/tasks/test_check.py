@@ -15,10 +15,11 @@ from moerl.config.schema import RunConfig
 from moerl.contract.ports import Task
 from moerl.errors import ConfigError
 from moerl.tasks.chain_sum import ChainSumTask
-from moerl.tasks.check import check_problems, check_prompts
+from moerl.tasks.check import check_prompts
 from moerl.tasks.jsonl import JsonlTask
-from moerl.tasks.registry import make_task, make_tokenizer
-from moerl.tasks.tokenizer import build_tokenizer
+from moerl.tasks.preflight import check_problems
+from moerl.tasks.registry import make_task
+from moerl.tasks.tokenizer import build_tokenizer, make_tokenizer
 
 Opened = tuple[RunConfig, Task]
 Open = Callable[..., Opened]

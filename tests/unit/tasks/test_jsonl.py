@@ -51,6 +51,7 @@ def make_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeT
             "heldout_fraction": 0.2,
             "dev_fraction": 0.1,
             "reward_timeout_seconds": 30.0,
+            "reward_memory_bytes": 1 << 32,
         }
         made.append(JsonlTask(JsonlTaskConfig(**{**values, **changes})))
         return made[-1]
@@ -105,8 +106,11 @@ def test_further_named_rewards_are_kept(make_task: MakeTask):
 def test_a_function_that_raises_fails_the_sample_and_not_the_next_one(make_task: MakeTask):
     task = make_task(rows(20), reward="my_rewards:tasting_row")
     prompt = task.prompts("train", 1)[0]
-    with pytest.raises(RewardError, match="KeyError: 'no such dish'"):
+    with pytest.raises(RewardError, match="KeyError: 'no such dish'") as caught:
         task.reward(prompt, "raise", FinishReason.STOP)
+    assert f"at {task.config.path}:{prompt.prompt_id.split(':')[1]}; seen: " in str(caught.value)
+    assert "in tasting_row (" in str(caught.value)
+    assert f"row: {json.dumps(prompt.facts)}; response: 'raise'" in str(caught.value)
     assert task.reward(prompt, "fine", FinishReason.STOP)["reward"] == 0.5
 
 
@@ -150,6 +154,35 @@ def test_a_bad_line_is_refused_by_its_number(make_task: MakeTask, line: bytes):
         make_task(b'{"prompt": "fine"}\n' + line + b"\n")
 
 
+@pytest.mark.parametrize(
+    ("line", "part"),
+    [
+        (b'{"prompt": "a", "prompt": "b"}', "the key 'prompt' twice in one object"),
+        (b'{"prompt": "a", "facts": [{"x": 1, "x": 1}]}', "the key 'x' twice in one object"),
+        (b'{"prompt": "a", "score": 1e999}', "1e999 is beyond the numbers of float64"),
+        (b'{"prompt": "a", "list": ' + b"[" * 64 + b"]" * 64 + b"}", "more than 64 lists and objects"),
+        (b'{"question": "a", "answer": "b"}', "keys 'question', 'answer'; expected: 'prompt' among them, or task.pro"),
+        (b"\xef\xbb\xbf" + b'{"prompt": "a"}', "Unexpected UTF-8 BOM"),
+        ('{"prompt": "a"}'.encode("utf-16"), "a JSON object in UTF-8"),
+        (b'{"prompt": ["\\u001b[2J' + b"x" * 10_000 + b'"]}', r"\x1b[2Jxxxx"),
+        (b'{"prompt": "' + b"x" * (1 << 24) + b'"}', "a longer line; expected: at most 16,777,216 bytes"),
+    ],
+    ids=["repeated", "repeated within", "infinite", "deep", "other keys", "mark", "UTF-16", "control", "long"],
+)
+def test_what_is_wrong_with_a_line_is_said_in_few_words(make_task: MakeTask, line: bytes, part: str):
+    with pytest.raises(ConfigError) as caught:
+        make_task(b'{"prompt": "fine"}\n' + line + b"\n")
+    assert "data.jsonl:2; seen: " in str(caught.value)
+    assert part in str(caught.value)
+    assert len(str(caught.value)) < 600
+    assert str(caught.value).isprintable()
+
+
+def test_a_file_that_windows_wrote_is_read(make_task: MakeTask):
+    task = make_task(b'\xef\xbb\xbf{"prompt": "a"}\r\n\r\n{"prompt": "b"}\r\n', **ALL_TRAIN)
+    assert [(p.prompt_id, p.text) for p in task.prompts("train", 2)] == [("data.jsonl:1", "a"), ("data.jsonl:3", "b")]
+
+
 def test_a_missing_file_is_refused(make_task: MakeTask, tmp_path: Path):
     with pytest.raises(ConfigError, match=r"cannot read .*nowhere\.jsonl; seen: No such file"):
         make_task(rows(1), path=tmp_path / "nowhere.jsonl")
@@ -166,9 +199,14 @@ def test_an_unknown_split_is_refused(make_task: MakeTask):
         make_task(rows(2)).prompts("test", 1)
 
 
-def test_a_reward_function_that_is_not_there_is_refused_before_anything_runs(make_task: MakeTask):
+def test_a_reward_function_that_is_not_there_is_refused(make_task: MakeTask):
+    task = make_task(rows(2), reward="my_rewards:missing", **ALL_TRAIN)
     with pytest.raises(ConfigError, match="cannot import my_rewards:missing"):
-        make_task(rows(2), reward="my_rewards:missing")
+        task.reward(task.prompts("train", 1)[0], "", FinishReason.STOP)
+
+
+def test_a_task_starts_no_process_before_the_first_reward(make_task: MakeTask):
+    assert make_task(rows(2), reward="my_rewards:missing").size("train") <= 2
 
 
 def test_prompts_carry_their_row(make_task: MakeTask):

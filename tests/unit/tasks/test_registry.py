@@ -10,8 +10,8 @@ import pytest
 from moerl.config.schema import ChainSumTaskConfig, JsonlTaskConfig
 from moerl.tasks.chain_sum import ChainSumTask
 from moerl.tasks.jsonl import JsonlTask
-from moerl.tasks.registry import make_task, make_tokenizer
-from moerl.tasks.tokenizer import encode_checked
+from moerl.tasks.registry import make_task
+from moerl.tasks.tokenizer import encode_checked, make_tokenizer
 
 
 def test_a_chain_sum_configuration_makes_that_task():
@@ -43,6 +43,7 @@ def test_a_jsonl_configuration_makes_that_task_and_a_tokenizer_for_any_text(
         heldout_fraction=0.1,
         dev_fraction=0.1,
         reward_timeout_seconds=20.0,
+        reward_memory_bytes=1 << 32,
     )
     task = make_task(config)
     assert isinstance(task, JsonlTask)

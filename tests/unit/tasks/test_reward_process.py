@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,56 +12,7 @@ from waiting import eventually, is_alive
 from moerl.errors import ConfigError, RewardError
 from moerl.tasks.reward_process import RewardProcess
 
-MODULE = """
-import os, subprocess, sys, time
-
-state = {"calls": 0}
-
-def behave(row, response):
-    state["calls"] += 1
-    if response == "hang":
-        time.sleep(3600)
-    if response == "start a process":
-        return subprocess.Popen(["sleep", "3600"]).pid
-    if response == "crash":
-        os._exit(7)
-    if response == "exit":
-        sys.exit(3)
-    if response == "print":
-        print("not a reply")
-        os.write(1, b"{}\\n")
-    if response == "read":
-        return len(sys.stdin.read())
-    if response == "count":
-        return state["calls"]
-    if response == "pid":
-        return os.getpid()
-    return row["value"]
-
-def returns(row, response):
-    return eval(response)
-
-not_a_function = 3
-"""
-
 Start = Callable[..., RewardProcess]
-
-
-@pytest.fixture
-def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "odd_rewards.py").write_text(MODULE)
-    (tmp_path / "breaks_at_import.py").write_text("raise RuntimeError('no licence')\n")
-    (tmp_path / "dies_at_import.py").write_text("import os\nos._exit(9)\n")
-    started: list[RewardProcess] = []
-
-    def begin(function: str = "odd_rewards:behave", timeout_seconds: float = 60.0) -> RewardProcess:
-        started.append(RewardProcess(function, timeout_seconds))
-        return started[-1]
-
-    yield begin
-    for process in started:
-        process.close()
 
 
 def test_a_value_comes_back(start: Start):
@@ -101,7 +52,7 @@ def test_a_process_that_died_between_calls_fails_one_sample(start: Start):
     pid = int(process.score({}, "pid")["reward"])
     os.kill(pid, 9)
     eventually(lambda: not is_alive(pid))
-    with pytest.raises(RewardError, match="its process ended with code -9"):
+    with pytest.raises(RewardError, match="its process ended by signal SIGKILL"):
         process.score({}, "x")
     assert process.score({"value": 1}, "x")["reward"] == 1.0
 
@@ -126,7 +77,8 @@ def test_closing_ends_the_process(start: Start):
 
 
 def test_the_process_ends_when_nobody_holds_its_pipe_any_more():
-    process = RewardProcess("math:gcd", 60.0)
+    process = RewardProcess("math:gcd", 60.0, 1 << 32)
+    process.start()
     child = process._child
     assert child is not None
     popen = child._process
@@ -138,15 +90,25 @@ def test_the_process_ends_when_nobody_holds_its_pipe_any_more():
 @pytest.mark.parametrize(
     ("expression", "message"),
     [
-        ("float('nan')", "reward is not finite"),
-        ("{'reward': float('inf')}", "reward is not finite"),
-        ("'1.0'", "TypeError: expected a number"),
-        ("None", "TypeError: expected a number"),
-        ("[1.0]", "TypeError: expected a number"),
-        ("{'reward': '1'}", "TypeError: expected a number"),
-        ("{1: 1.0, 'reward': 1.0}", "TypeError: expected a number"),
-        ("{'score': 1.0}", "holds no 'reward'"),
-        ("{'reward': 1.0, 'accuracy': 0.5}", "accuracy is neither 0 nor 1"),
+        ("float('nan')", "is not finite: "),
+        ("{'reward': float('inf')}", "is not finite: "),
+        ("{'reward': 10**400}", "reward' is not finite"),
+        ("1e30", "beyond 1e\\+12"),
+        ("'1.0'", "of type str, not a number: '1.0'"),
+        ("None", "None .the function returned nothing."),
+        ("[1.0]", "of type list"),
+        ("later()", "a coroutine"),
+        ("later().close", "of type builtin_function"),
+        ("(each for each in [1.0])", "a generator"),
+        ("__import__('numpy').ones(2)", "of type ndarray"),
+        ("{'reward': '1'}", "'reward' is of type str"),
+        ("{1: 1.0, 'reward': 1.0}", "a name that is no text: 1"),
+        ("{'score': 1.0}", "without 'reward': {'score': 1.0}"),
+        ("{'reward': 1.0, 'accuracy': 0.5}", "an accuracy that is neither 0 nor 1"),
+        ("{'reward': 1.0, 'a b': 1.0}", "a name that no metric can have; seen: 'a b'"),
+        ("{'reward': 1.0, 'a\\x1b[2J': 1.0}", "a name that no metric can have"),
+        ("{'reward': 1.0, 'a' * 65: 1.0}", "a name that no metric can have"),
+        ("'x' * 10_000_000", "of type str"),
         ("1 / 0", "ZeroDivisionError"),
     ],
 )
@@ -161,6 +123,11 @@ def test_a_result_that_is_not_a_finite_reward_is_refused(start: Start, expressio
         ("True", {"reward": 1.0, "accuracy": 1.0}),
         ("3", {"reward": 3.0, "accuracy": 1.0}),
         ("__import__('numpy').float32(0.5)", {"reward": 0.5, "accuracy": 0.0}),
+        ("__import__('numpy').bool_(True)", {"reward": 1.0, "accuracy": 1.0}),
+        (
+            "{'reward': __import__('numpy').array(2), 'accuracy': __import__('numpy').bool_(0)}",
+            {"reward": 2.0, "accuracy": 0.0},
+        ),
         ("{'reward': -1, 'accuracy': True}", {"reward": -1.0, "accuracy": 1.0}),
     ],
 )
@@ -180,7 +147,7 @@ def test_numbers_of_every_kind_are_rewards(start: Start, expression: str, reward
 )
 def test_a_function_that_cannot_be_imported_is_refused(start: Start, function: str, message: str):
     with pytest.raises(ConfigError, match=f"cannot import {function}; seen: .*{message}"):
-        start(function)
+        start(function).start()
 
 
 def test_a_module_in_the_current_directory_is_found_behind_all_others(
@@ -199,3 +166,22 @@ def test_a_module_in_the_current_directory_is_found_behind_all_others(
 def test_a_name_of_another_form_is_refused(start: Start, function: str):
     with pytest.raises(ConfigError, match="does not name a function"):
         start(function)
+
+
+def test_a_function_of_other_arguments_is_named_by_its_definition(start: Start):
+    with pytest.raises(
+        RewardError, match=r"takes 0 positional arguments but 2 were given, in later \(.*odd_rewards\.py:\d+\)"
+    ):
+        start("odd_rewards:later").score({}, "x")
+
+
+def test_an_error_from_a_library_names_the_users_own_line_too(start: Start):
+    with pytest.raises(
+        RewardError, match=r"JSONDecodeError.*, in returns \(.*odd_rewards.py:\d+\), below it raw_decode"
+    ):
+        start("odd_rewards:returns").score({}, "__import__('json').loads('x')")
+
+
+def test_a_hang_says_where(start: Start):
+    with pytest.raises(RewardError, match=r"time limit passed.*, in behave \(.*odd_rewards\.py:9\)"):
+        start(timeout_seconds=1.0).score({}, "hang")

@@ -10,8 +10,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from moerl.config.schema import ChainSumTaskConfig
 from moerl.errors import ConfigError
 from moerl.tasks.chain_sum import ChainSumTask
-from moerl.tasks.registry import make_tokenizer
-from moerl.tasks.tokenizer import EOS_ID, PAD_ID, build_tokenizer, encode_checked
+from moerl.tasks.tokenizer import EOS_ID, PAD_ID, build_tokenizer, encode_checked, make_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,233 @@
+"""The process of a user's reward function, seen from the controller: its pipes, its time limit, and its end.
+
+`moerl.tasks.reward_guard` stands between the two: it ends the function and all that it has started, also when the
+controller is killed. What the function prints is shown, a limited number of lines of it. Runs in the controller.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import selectors
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from moerl.tasks.reward_worker import CALL_BYTES, LENGTH_DIGITS, OUT_OF_MEMORY
+from moerl.telemetry.terminal import ShownLines, excerpt
+
+MAX_REPLY_BYTES = 65_536
+"""Longest reply."""
+
+EXIT_SECONDS = 5.0
+"""Time the guard is given to end everything."""
+
+DUMP_SECONDS = 5.0
+"""Time a process that hangs is given to say where; usually it needs milliseconds."""
+
+_GUARD = Path(__file__).with_name("reward_guard.py")
+_WORKER = Path(__file__).with_name("reward_worker.py")
+_READ_BYTES = 65_536
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
+_LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+Frame = tuple[str, int, str]
+"""File, line and function."""
+
+
+class ChildLostError(Exception):
+    """The process gave no usable answer and is gone.
+
+    Args:
+        cause: Why.
+        place: The line it was at; empty where that is not known.
+        late: True where the time limit passed. out_of_memory: True where it said that this was the reason.
+    """
+
+    def __init__(self, cause: str, place: str = "", *, late: bool = False, out_of_memory: bool = False) -> None:
+        super().__init__(cause + (f", in {place}" if place else ""))
+        self.late, self.out_of_memory = late, out_of_memory
+
+
+class RewardChild:
+    """One process. Not safe to call from several threads at once.
+
+    Args:
+        memory_bytes: that it, and each process it starts, may take.
+        shown: where what it prints goes.
+    """
+
+    def __init__(self, memory_bytes: int, shown: ShownLines) -> None:
+        faults, theirs = os.pipe()
+        worker = [sys.executable, "-P", str(_WORKER), str(theirs)]
+        # -P keeps the folder of this package off the child's import path.
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(_GUARD), str(os.getpid()), str(theirs), str(memory_bytes), *worker],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,
+            pass_fds=[theirs],
+        )
+        os.close(theirs)
+        self._requests, self._replies = _pipe(self._process.stdin), _pipe(self._process.stdout)
+        self._prints, self._faults = _pipe(self._process.stderr), os.fdopen(faults, "rb", buffering=0)
+        for pipe in (self._requests, self._replies, self._prints, self._faults):
+            os.set_blocking(pipe.fileno(), False)
+        self._shown = shown
+        self._heard = {self._replies, self._prints, self._faults}
+        self._unsent, self._unread, self._said = b"", b"", b""
+
+    def ask(self, message: Mapping[str, Any], timeout_seconds: float) -> dict[str, Any]:
+        """Sends a request and returns the reply. `ChildLostError` where none comes or something else does."""
+        call = secrets.token_hex(CALL_BYTES // 2)
+        content = json.dumps(message).encode()
+        self._unsent = b"%0*d" % (LENGTH_DIGITS, len(content)) + content + call.encode()
+        deadline = time.monotonic() + timeout_seconds
+        while b"\n" not in self._unread:
+            if len(self._unread) > MAX_REPLY_BYTES:
+                raise self._lost(f"its reply was longer than {MAX_REPLY_BYTES:,} bytes")
+            if not self._exchange(deadline):
+                raise self._late()
+        self._show()
+        line, _, more = self._unread.partition(b"\n")
+        self._unread = b""
+        with contextlib.suppress(ValueError, RecursionError):
+            reply = json.loads(line)
+            if isinstance(reply, dict) and reply.pop("call", None) == call and not more:
+                return reply
+        raise self._lost("something else than the reward process wrote to the pipe of the replies")
+
+    def kill(self) -> None:
+        """Ends the process and all that it has started."""
+        if self._process.returncode is None:
+            self._process.send_signal(signal.SIGUSR2)
+        try:
+            code = self._process.wait(EXIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            code = self._process.wait()
+        if code < 0:
+            # Perhaps something killed the guard, and its command's group has lost it.
+            self._hear()
+            worker = self._said.partition(b"\n")[0]
+            if worker.isdigit():
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(int(worker), signal.SIGKILL)
+        self._show()
+        self._shown.end(sys.stderr)
+        for pipe in (self._requests, self._replies, self._prints, self._faults):
+            pipe.close()
+
+    def _exchange(self, deadline: float) -> bool:
+        """Waits until something can be sent or has come, and does or takes it; False where the deadline passes."""
+        with selectors.DefaultSelector() as selector:
+            for pipe in self._heard:
+                selector.register(pipe, selectors.EVENT_READ)
+            if self._unsent:
+                selector.register(self._requests, selectors.EVENT_WRITE)
+            ready = {key.fileobj for key, _ in selector.select(max(0.0, deadline - time.monotonic()))}
+        if self._prints in ready:
+            self._show()
+        if self._faults in ready:
+            self._hear()
+        if self._requests in ready:
+            self._send()
+        if self._replies in ready:
+            data = self._replies.read(_READ_BYTES)
+            if data == b"":
+                raise self._ended()
+            self._unread += data or b""
+        return bool(ready)
+
+    def _send(self) -> None:
+        try:
+            self._unsent = self._unsent[self._requests.write(self._unsent) or 0 :]
+        except BrokenPipeError:
+            # Its end shows in the replies.
+            self._unsent = b""
+
+    def _show(self) -> None:
+        """Shows what was printed."""
+        data = self._prints.read(_READ_BYTES)
+        if data == b"":
+            self._heard.discard(self._prints)
+        self._shown.feed(data or b"", sys.stderr)
+
+    def _hear(self) -> None:
+        """Takes what guard and worker said about the process: the id of the worker, then where it was."""
+        data = self._faults.read(_READ_BYTES)
+        if data == b"":
+            self._heard.discard(self._faults)
+        self._said = (self._said + (data or b""))[:_READ_BYTES]
+
+    def _late(self) -> ChildLostError:
+        self._process.send_signal(signal.SIGUSR1)
+        deadline = time.monotonic() + DUMP_SECONDS
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._faults, selectors.EVENT_READ)
+            while b"in <module>\n" not in self._said and self._faults in self._heard:
+                if not selector.select(max(0.0, deadline - time.monotonic())):
+                    break
+                self._hear()
+        return self._lost("time limit passed; its process was killed", late=True)
+
+    def _ended(self) -> ChildLostError:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(EXIT_SECONDS)
+        code = self._process.returncode
+        if code is None:
+            return self._lost("it closed the pipe of its replies; its process was killed")
+        if code == OUT_OF_MEMORY:
+            return self._lost("its process had no memory left to answer with", out_of_memory=True)
+        how = f"by signal {_signal_name(-code)}" if code < 0 else f"with code {code}"
+        return self._lost(f"its process ended {how}")
+
+    def _lost(self, cause: str, *, late: bool = False, out_of_memory: bool = False) -> ChildLostError:
+        self._hear()
+        self.kill()
+        dump = self._said.rpartition(b"most recent call first")[2].decode(errors="replace")
+        frames = [(file, int(line), name) for file, line, name in _FRAME.findall(dump)]
+        return ChildLostError(cause, where(frames), late=late, out_of_memory=out_of_memory)
+
+
+def where(frames: Sequence[Frame]) -> str:
+    """Where a user's code was: the innermost line that is of no library, and the innermost of all. "" where unknown.
+
+    Args:
+        frames: innermost first.
+    """
+    ours = [frame for frame in frames if frame[0] != str(_WORKER) and not frame[0].startswith("<frozen")]
+    if not ours:
+        return ""
+    own = next((frame for frame in ours if not frame[0].startswith(("<", *_LIBRARIES))), ours[-1])
+    return _place(own) + ("" if own == ours[0] else f", below it {_place(ours[0])}")
+
+
+def _place(frame: Frame) -> str:
+    file, line, name = frame
+    path = Path(file)
+    if path.is_relative_to(Path.cwd()):
+        path = path.relative_to(Path.cwd())
+    return excerpt(f"{name} ({path}:{line})")
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return str(number)
+
+
+def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
+    assert pipe is not None, "the child is always started with pipes"
+    return pipe

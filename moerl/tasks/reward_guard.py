@@ -1,0 +1,154 @@
+"""Runs one command and ends all of it: the command, what it started, and what that started. Started by
+`moerl.tasks.reward_child` as a script, so it imports the standard library alone.
+
+    reward_guard.py PARENT STATUS MEMORY COMMAND...
+
+PARENT is the process id of the starter, STATUS a descriptor for the process id of the command, MEMORY the bytes that
+each process of it may take. The command gets the guard's standard streams, a session of its own, and leaves the guard
+alone. The guard ends when the command ends, at SIGUSR2, when nobody holds the other end of its standard input, or when
+its parent is gone; it kills whatever still runs first, and ends in the way the command did. It hands SIGUSR1 on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import select
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+POLL_MILLISECONDS = 500
+"""How often the guard looks for its parent; everything else wakes it at once."""
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_SPARED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals to a whole job, which is to end in its own time; the parent says when the guard is to end."""
+
+
+def main(arguments: list[str]) -> None:
+    """Never returns."""
+    parent, status, memory_bytes = (int(each) for each in arguments[:3])
+    command: list[int] = []
+    stop: list[int] = []
+    wake = _wake_on_signals()
+    for number in (*_SPARED, signal.SIGCHLD):
+        signal.signal(number, _nothing)
+    signal.signal(signal.SIGUSR2, lambda number, _: stop.append(number))
+    signal.signal(signal.SIGUSR1, lambda *_: [_kill(os.kill, pid, signal.SIGUSR1) for pid in command])
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    guard = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        _become(arguments[3:], guard, memory_bytes)
+    command.append(pid)
+    os.write(status, b"%d\n" % pid)
+    # Whoever reads the command's output is to see its end.
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (1, 2, status):
+        os.dup2(nowhere, descriptor)
+    ended = _watch(pid, parent, wake, stop)
+    command.clear()
+    _end_all(pid)
+    if ended is not None and os.WIFSIGNALED(ended):
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        with contextlib.suppress(OSError):
+            signal.signal(os.WTERMSIG(ended), signal.SIG_DFL)
+        os.kill(os.getpid(), os.WTERMSIG(ended))
+    os._exit(0 if ended is None else os.waitstatus_to_exitcode(ended))
+
+
+def _become(command: list[str], guard: int, memory_bytes: int) -> None:
+    """Turns this fork into the command; it dies with the guard."""
+    try:
+        os.setsid()
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != guard:
+            return
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        _, most = resource.getrlimit(resource.RLIMIT_DATA)
+        limit = memory_bytes if most == resource.RLIM_INFINITY else min(memory_bytes, most)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+        os.execv(command[0], command)
+    finally:
+        os._exit(127)
+
+
+def _watch(command: int, parent: int, wake: int, stop: list[int]) -> int | None:
+    """Waits; how the command ended, None where it is to end now. Reaps every orphan that becomes the guard's child."""
+    poll = select.poll()
+    poll.register(0, 0)  # the end of the other side alone: what comes in is for the command
+    poll.register(wake, select.POLLIN)
+    while True:
+        for pid, status in _ended():
+            if pid == command:
+                return status
+        if stop or os.getppid() != parent:
+            return None
+        for descriptor, _ in poll.poll(POLL_MILLISECONDS):
+            if descriptor == 0:
+                return None
+            os.read(wake, 4096)
+
+
+def _ended() -> Iterator[tuple[int, int]]:
+    """Children that have ended, with their status; of each of them once."""
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            yield pid, status
+
+
+def _end_all(command: int) -> None:
+    """Kills the command's group, then everything that is or becomes a child of the guard, until nothing is left."""
+    _kill(os.killpg, command, signal.SIGKILL)
+    while True:
+        for pid in _children():
+            _kill(os.kill, pid, signal.SIGKILL)
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            return
+
+
+def _kill(kill: Callable[[int, int], None], pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        kill(pid, number)
+
+
+def _children() -> list[int]:
+    """The guard's children. Where there is no /proc, the command's group is all that can be ended."""
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc") if sys.platform == "linux" else ()):
+        with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as stat:
+            if int(stat.read().rpartition(b")")[2].split()[1]) == os.getpid():
+                found.append(int(name))
+    return found
+
+
+def _wake_on_signals() -> int:
+    """A descriptor that can be read from when a signal with a handler has come."""
+    wake, signalled = os.pipe()
+    for descriptor in (wake, signalled):
+        os.set_blocking(descriptor, False)
+    signal.set_wakeup_fd(signalled, warn_on_full_buffer=False)
+    return wake
+
+
+def _nothing(number: int, frame: FrameType | None) -> None:
+    """A handler, unlike SIG_IGN, is not handed on to the command."""
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,54 @@
+"""What is shown of texts of others: so much of each. Any process."""
+
+from __future__ import annotations
+
+from typing import TextIO
+
+from moerl.printable import printable
+
+SHOWN_LINES = 100
+"""Lines of one source that are shown; what comes after them is left out."""
+
+SHOWN_CHARACTERS = 300
+"""Of one line."""
+
+
+def excerpt(text: str, limit: int = SHOWN_CHARACTERS) -> str:
+    """The start of a text on one line, without what a terminal obeys."""
+    shown = printable(text[:limit]).replace("\n", "\\n").replace("\t", "\\t")
+    return shown + ("..." if len(text) > limit else "")
+
+
+class ShownLines:
+    """Shows what a foreign process prints: so many lines, each so long, without control characters.
+
+    Args:
+        prefix: put in front of every line.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+        self._left = SHOWN_LINES
+        self._line = b""
+
+    def feed(self, data: bytes, stream: TextIO) -> None:
+        """Shows on `stream` the lines that `data` completes."""
+        *whole, rest = data.split(b"\n")
+        for line in whole:
+            self._show(self._line + line, stream)
+            self._line = b""
+        # Of a line that never ends, no more is kept than is shown.
+        self._line = (self._line + rest)[: 4 * SHOWN_CHARACTERS + 4]
+
+    def end(self, stream: TextIO) -> None:
+        """Shows a last line without an end."""
+        if self._line:
+            self._show(self._line, stream)
+            self._line = b""
+
+    def _show(self, line: bytes, stream: TextIO) -> None:
+        if self._left < 0:
+            return
+        text = excerpt(line.rstrip(b"\r").decode(errors="backslashreplace").expandtabs(4))
+        self._left -= 1
+        print(self._prefix + (text if self._left >= 0 else "more lines, which are not shown"), file=stream, flush=True)

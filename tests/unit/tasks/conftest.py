@@ -1,0 +1,66 @@
+"""Reward functions of every kind, and processes for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from moerl.tasks.reward_process import RewardProcess
+
+MODULE = """
+import os, subprocess, sys, time
+
+state = {"calls": 0}
+
+def behave(row, response):
+    state["calls"] += 1
+    if response == "hang":
+        time.sleep(3600)
+    if response == "start a process":
+        return subprocess.Popen(["sleep", "3600"]).pid
+    if response == "crash":
+        os._exit(7)
+    if response == "exit":
+        sys.exit(3)
+    if response == "print":
+        print("not a reply")
+        os.write(1, b"{}\\n")
+    if response == "read":
+        return len(sys.stdin.read())
+    if response == "count":
+        return state["calls"]
+    if response == "pid":
+        return os.getpid()
+    return row["value"]
+
+async def later():
+    return 1.0
+
+def returns(row, response):
+    return eval(response)
+
+not_a_function = 3
+"""
+
+Start = Callable[..., RewardProcess]
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "odd_rewards.py").write_text(MODULE)
+    (tmp_path / "breaks_at_import.py").write_text("raise RuntimeError('no licence')\n")
+    (tmp_path / "dies_at_import.py").write_text("import os\nos._exit(9)\n")
+    started: list[RewardProcess] = []
+
+    def begin(
+        function: str = "odd_rewards:behave", timeout_seconds: float = 60.0, memory_bytes: int = 1 << 32
+    ) -> RewardProcess:
+        started.append(RewardProcess(function, timeout_seconds, memory_bytes))
+        return started[-1]
+
+    yield begin
+    for process in started:
+        process.close()

@@ -1,0 +1,170 @@
+"""What is said of a task before torch is loaded: problems, demonstrations, and one reward."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moerl import cli
+from moerl.config.load import load_config
+from moerl.config.schema import RunConfig
+from moerl.contract.ports import Task
+from moerl.errors import ConfigError
+from moerl.tasks.preflight import check_problems, check_task
+from moerl.tasks.registry import make_task
+
+
+def opened(overrides: Sequence[str], command: str) -> tuple[RunConfig, Task]:
+    config = load_config(["recipe=tiny", *overrides], command=command)
+    return config, make_task(config.task)
+
+
+def test_a_task_with_enough_problems_is_accepted() -> None:
+    check_problems(*opened([], "train"), "train")
+
+
+@pytest.mark.parametrize(
+    ("override", "command"),
+    [
+        ("algorithm.prompts_per_step=201", "train"),
+        ("sft.num_examples=201", "train"),
+        ("sft.num_examples=201", "sft"),
+        ("evaluation.dev_problems=5000", "train"),
+        ("evaluation.heldout_problems=5000", "train"),
+        ("evaluation.heldout_problems=5000", "sft"),
+    ],
+)
+def test_a_command_that_asks_for_more_problems_than_there_are_is_refused_by_key(override: str, command: str) -> None:
+    key = override.partition("=")[0]
+    with pytest.raises(ConfigError, match=f"^{key}: "):
+        check_problems(*opened([override], command), command)
+
+
+def test_demonstrations_are_counted_only_where_a_cold_start_needs_them() -> None:
+    check_problems(*opened(["sft.steps=0", "sft.num_examples=201"], "train"), "train")
+
+
+REWARDS = """
+import os, time
+
+def raises(row, response):
+    return row["answre"]
+
+def nan(row, response):
+    return float("nan")
+
+def text(row, response):
+    return "1.0"
+
+def hang(row, response):
+    while True:
+        pass
+
+def arity(response):
+    return 1.0
+
+def segfault(row, response):
+    import ctypes
+    ctypes.string_at(0)
+
+def missing(row, response):
+    return {"score": 1.0}
+
+async def later(row, response):
+    return 1.0
+
+def echo(row, response):
+    raise RuntimeError(f"tried on {row['prompt']!r} and {response!r}")
+"""
+
+FEW = (
+    *("task.dev_fraction=0.2", "task.heldout_fraction=0.2", "sft.num_examples=8", "sft.batch_size=4"),
+    *("evaluation.dev_problems=2", "evaluation.heldout_problems=2"),
+)
+JSONL = ("recipe=tiny", "task=jsonl", "task.path=my.jsonl", "task.reward=my_rewards:raises", *FEW)
+ROWS = [{"prompt": f"say {i}", "response": str(i)} for i in range(60)]
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    path = tmp_path_factory.mktemp("example") / "my.jsonl"
+    path.touch()
+    return load_config([*JSONL, f"task.path={path}"], command="train")
+
+
+@pytest.fixture
+def refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, example: RunConfig) -> Callable[..., str]:
+    """What is said of a reward function and rows; numbers of rows as N."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_rewards.py").write_text(REWARDS)
+
+    def look(function: str, rows: Sequence[dict[str, Any]] = ROWS) -> str:
+        path = tmp_path / "my.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        changes = {"path": path, "reward": f"my_rewards:{function}", "reward_timeout_seconds": 1.0}
+        config = example.model_copy(update={"task": example.task.model_copy(update=changes)})
+        with pytest.raises(ConfigError) as caught:
+            check_task(config, "eval" if rows[0].keys() == {"prompt"} else "train")
+        said = str(caught.value).replace(f"{tmp_path}/", "")
+        return re.sub(r"(my\.jsonl:|say |'|response\": \")\d+", r"\1N", said)
+
+    return look
+
+
+@pytest.mark.parametrize(
+    ("function", "what"),
+    [
+        ("raises", "raised at my.jsonl:N; seen: KeyError: 'answre', in raises (my_rewards.py:5)"),
+        ("nan", "returned no reward at my.jsonl:N; seen: the result is not finite: nan, in nan (my_rewards.py:7)"),
+        ("text", "at my.jsonl:N; seen: the result is of type str, not a number: 'N.0', in text (my_rewards.py:10)"),
+        ("hang", "at my.jsonl:N; seen: time limit passed; its process was killed, in hang (my_rewards.py:1"),
+        ("arity", "seen: TypeError: arity() takes 1 positional argument but 2 were given, in arity (my_rewards.py:17)"),
+        ("segfault", "at my.jsonl:N; seen: its process ended by signal SIGSEGV, in segfault (my_rewards.py:22)"),
+        ("missing", "seen: a mapping without 'reward': {'score': 1.0}, in missing (my_rewards.py:24)"),
+        ("later", "seen: the result is a coroutine (an async function is called, not awaited), not a number: <corou"),
+    ],
+)
+def test_a_mistake_in_a_reward_function_is_named_with_its_line_and_row(
+    refusal: Callable[..., str], function: str, what: str
+):
+    said = refusal(function)
+    assert said.startswith(f"task.reward: tried before the run, reward function my_rewards:{function} ")
+    assert what in said
+    assert """; row: {"prompt": "say N", "response": "N"}; response: 'N'""" in said
+
+
+def test_a_reward_function_is_tried_on_a_dummy_where_there_is_no_demonstration(refusal: Callable[..., str]):
+    said = refusal("echo", [{"prompt": f"say {i}"} for i in range(60)])
+    assert "tried on 'say N' and 'This text tries the reward function; no model wrote it.'" in said
+
+
+def test_a_command_says_so_before_it_loads_torch_or_leaves_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_rewards.py").write_text(REWARDS)
+    (tmp_path / "my.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    monkeypatch.setattr(cli, "_hand_over", lambda *_: pytest.fail("torch would be loaded"))
+    assert cli.main(["train", *JSONL, "run_dir=run"]) == 2
+    assert "KeyError: 'answre', in raises (my_rewards.py:5)" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_reward_function_is_tried_once_whatever_the_number_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_rewards.py").write_text("def raises(*_):\n    print(file=open('calls', 'a'))\n    return 1.0\n")
+    (tmp_path / "my.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    monkeypatch.setattr(cli, "launch_local", lambda *_, **__: 77)
+    assert cli.main(["train", *JSONL, "run_dir=run", "parallel.expert=2"]) == 77
+    assert (tmp_path / "calls").read_text() == "\n"
+
+
+def test_missing_demonstrations_are_named_first(refusal: Callable[..., str]):
+    assert "8 of 8 rows have no demonstration" in refusal(
+        "nan", [{"prompt": f"say {i}", "response_": ""} for i in range(60)]
+    )
