@@ -166,7 +166,8 @@ def _run_here(command: str, config: RunConfig, resume: bool) -> int:
 
 def _launch(command: str, config: RunConfig, arguments: Sequence[str], lock: int) -> int:
     status = launch_local(
-        [sys.executable, "-m", "moerl", *arguments],
+        # -P: a torch.py or json.py in the user's directory is not what we import.
+        [sys.executable, "-P", "-m", "moerl", *arguments],
         run_dir=config.run_dir,
         world_size=config.parallel.world_size,
         num_threads=config.num_threads,

@@ -53,7 +53,7 @@ def main() -> int:
 
 
 def _moerl(*arguments: str) -> None:
-    subprocess.run([sys.executable, "-m", "moerl", *arguments], check=True)
+    subprocess.run([sys.executable, "-P", "-m", "moerl", *arguments], check=True)
 
 
 def means(rows: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -114,7 +114,7 @@ def prepare(folder: Path, overrides: Sequence[str]) -> dict[int, Path]:
 
 
 def _moerl(*arguments: str) -> None:
-    subprocess.run([sys.executable, "-m", "moerl", *arguments], check=True)
+    subprocess.run([sys.executable, "-P", "-m", "moerl", *arguments], check=True)
 
 
 def distances(

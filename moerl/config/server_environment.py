@@ -28,6 +28,8 @@ def server_environment(
     """
     kept = {name: value for name, value in environment.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
     kept |= interface_variables(host, kept)
+    # A torch.py or json.py in the current directory is not what a server, or what it starts, imports.
+    kept["PYTHONSAFEPATH"] = "1"
     if device != "cpu":
         return kept
     usable = tuple(sorted(os.sched_getaffinity(0))) if cores is None else cores

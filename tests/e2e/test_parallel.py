@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 from pathlib import Path
 
@@ -24,22 +25,31 @@ DEATHS = {
 """Both in the third step."""
 
 
+def work_among_strange_modules(folder: Path, sums: Sums) -> None:
+    """A directory to start a run in, with the reward function, and with modules that no rank may import."""
+    folder.mkdir()
+    shutil.copy(sums.folder / "sums_reward.py", folder)
+    for name in ("json", "numpy", "torch", "transformers"):
+        (folder / f"{name}.py").write_text(f"raise ImportError('{name} of the current directory')")
+
+
 @pytest.mark.parametrize("fault", DEATHS.values(), ids=DEATHS)
 def test_a_rank_that_dies_is_named_the_other_is_stopped_and_the_run_goes_on(
     fault: str, sums: Sums, undisturbed: DoneRun, tmp_path: Path
 ) -> None:
-    run, faulty = tmp_path / "run", tmp_path / "faulty"
+    run, faulty, here = tmp_path / "run", tmp_path / "faulty", tmp_path / "here"
     faulty.mkdir()
+    work_among_strange_modules(here, sums)
     tests = str(Path(__file__).parents[1])
     (faulty / "sitecustomize.py").write_text(FAULT_IN_ONE_RANK.format(tests=tests, fault=fault))
-    died = moerl(*sums.train(run), "parallel.expert=2", path=[faulty, sums.folder])
+    died = moerl(*sums.train(run), "parallel.expert=2", cwd=here, path=[faulty])
     assert died.status == 128 + signal.SIGKILL, died.output
     log = run / "logs" / "rank-1.log"
     assert f"error: rank 1 ended with status {died.status}; its output is in {log}" in died.output
     assert died.output.endswith(f"go on from the last checkpoint: moerl train resume={run}\n")
     assert log.is_file()
     assert processes_of(run) == []
-    finished = moerl("train", f"resume={run}", path=[sums.folder])
+    finished = moerl("train", f"resume={run}", cwd=here)
     assert finished.status == 0, finished.output
     assert "rl: going on from step 2" in finished.output
     assert processes_of(run) == []

@@ -296,11 +296,11 @@ def test_parallel_sizes_start_ranks_that_share_one_run_dir(
     assert cli.main(["train", "recipe=tiny", "parallel=ep2", "num_threads=4"]) == 5
     [(command, settings)] = launched
     run_dir = settings["run_dir"]
-    assert command[:3] == [sys.executable, "-m", "moerl"]
-    assert command[3:] == ["train", "recipe=tiny", "parallel=ep2", "num_threads=4", f"run_dir='{run_dir}'"]
+    assert command[:4] == [sys.executable, "-P", "-m", "moerl"]
+    assert command[4:] == ["train", "recipe=tiny", "parallel=ep2", "num_threads=4", f"run_dir='{run_dir}'"]
     assert (settings["world_size"], settings["num_threads"]) == (2, 4)
     assert Path(str(run_dir)).is_absolute()
-    assert load_config(command[4:], command="train").run_dir == run_dir
+    assert load_config(command[5:], command="train").run_dir == run_dir
     assert handed_over == []
 
 
@@ -318,7 +318,7 @@ def test_overrides_are_enough_for_any_layout(tmp_path: Path, launched, handed_ov
     layout = ["parallel.tensor=2", "parallel.expert=2", "parallel.pipeline=2", "parallel.virtual_pipeline=2"]
     assert cli.main(["train", "recipe=tiny", *layout, f"run_dir='{tmp_path}'"]) == 5
     assert launched[0][1]["world_size"] == 4
-    assert launched[0][0][3:9] == ["train", "recipe=tiny", *layout]
+    assert launched[0][0][4:10] == ["train", "recipe=tiny", *layout]
 
 
 def test_a_plan_starts_nothing_and_leaves_nothing(
@@ -331,11 +331,22 @@ def test_a_plan_starts_nothing_and_leaves_nothing(
     assert (launched, handed_over, list(tmp_path.iterdir())) == ([], [], [])
 
 
+def test_ranks_import_nothing_from_the_current_directory(tmp_path: Path, launched):
+    for module in ("argparse", "importlib", "json", "moerl", "numpy", "pathlib", "torch", "yaml"):
+        (tmp_path / f"{module}.py").write_text(f"raise SystemExit('{module} of the current directory')")
+    assert cli.main(["train", "recipe=tiny", "parallel=ep2", f"run_dir='{tmp_path / 'run'}'"]) == 5
+    shown = subprocess.run(
+        [*launched[0][0], "--show-config"], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert shown.returncode == 0, shown.stderr
+    assert "recipe: tiny" in shown.stdout
+
+
 def test_a_run_dir_with_special_characters_reaches_the_ranks(tmp_path: Path, launched):
     run_dir = tmp_path / "it's (a) run=1"
     quoted = str(run_dir).replace("'", "\\'")
     assert cli.main(["train", "recipe=tiny", "parallel=tp2", f"run_dir='{quoted}'"]) == 5
-    assert load_config(launched[0][0][4:], command="train").run_dir == run_dir
+    assert load_config(launched[0][0][5:], command="train").run_dir == run_dir
 
 
 def rank_environment(monkeypatch: pytest.MonkeyPatch, folder: Path, world_size: int) -> None:

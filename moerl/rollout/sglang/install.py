@@ -7,6 +7,7 @@ packages that exist for CUDA only.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -56,7 +57,7 @@ def install(environment: Path, device: str, python: str | None = None) -> bool:
         _remove_release(environment)
     interpreter = find_python(python)
     if not (environment / "bin" / "python").exists():
-        _run([interpreter, "-m", "venv", "--without-pip", str(environment)], "make the environment")
+        _run([interpreter, "-m", "venv", "--without-pip", str(environment.absolute())], "make the environment")
     for arguments in _packages(device):
         # No bytecode for thousands of files that no server imports.
         pip = [interpreter, "-m", "pip", "--python", str(python_of(environment)), "install", "--no-compile", "--quiet"]
@@ -80,7 +81,7 @@ def _remove_release(environment: Path) -> None:
 
 def python_of(environment: Path) -> Path:
     """The environment's interpreter."""
-    return environment / "bin" / "python"
+    return environment.absolute() / "bin" / "python"
 
 
 def device_of(environment: Path) -> str:
@@ -112,7 +113,7 @@ def site_packages(environment: Path) -> Path:
             expected="an environment made by `moerl sglang install`",
             remedy=f"moerl sglang install --env {environment}",
         )
-    return Path(_run([str(python), "-c", _SITE], "find its packages").strip())
+    return Path(_run([str(python), "-I", "-c", _SITE], "find its packages").strip())
 
 
 def find_python(named: str | None) -> str:
@@ -123,11 +124,12 @@ def find_python(named: str | None) -> str:
     """
     for candidate in [named] if named else _candidates():
         try:
-            version = json.loads(subprocess.run([candidate, "-c", _PROBE], capture_output=True, check=True).stdout)
+            probe = [candidate, "-I", "-c", _PROBE]
+            version = json.loads(subprocess.run(probe, capture_output=True, check=True).stdout)
         except (OSError, subprocess.CalledProcessError, ValueError):
             continue
         if f"python{version[0]}.{version[1]}" in PYTHONS:
-            return candidate
+            return os.path.abspath(shutil.which(candidate) or candidate)
     raise EngineError(
         "SGLang environment: no Python that runs it",
         seen=named or ", ".join(_candidates()),
@@ -193,7 +195,8 @@ def _is_complete(environment: Path, device: str) -> bool:
 
 def _run(command: Sequence[str], purpose: str) -> str:
     try:
-        done = subprocess.run(list(command), capture_output=True, text=True, errors="replace")
+        # Elsewhere: `python -m` looks for modules in the current directory first.
+        done = subprocess.run(list(command), capture_output=True, text=True, errors="replace", cwd="/")
     except OSError as error:
         raise EngineError(
             f"SGLang environment: could not {purpose}",

@@ -42,8 +42,11 @@ _RENDEZVOUS = ".rendezvous-"
 _PORT_TAKEN = (b"EADDRINUSE", b"address already in use", b"Address already in use")
 
 # Parent-death signal, then the server's own entry point. A manager that died before the signal was set counts, too.
+# Python 3.10 knows no other way to leave the current directory off the import path.
 _BOOT = """
-import ctypes, os, runpy, signal, sys
+import sys
+sys.path[:] = filter(None, sys.path)
+import ctypes, os, runpy, signal
 if sys.platform == "linux":
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     if os.getppid() != int(sys.argv.pop(1)):

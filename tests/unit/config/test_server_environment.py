@@ -1,5 +1,10 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from moerl.config.interfaces import LOOPBACK
@@ -21,9 +26,18 @@ def test_on_cpu_every_rank_has_one_core_of_its_own_while_there_are_enough():
 
 def test_on_gpus_threads_are_left_alone():
     assert server_environment("cuda", 2, {"OMP_NUM_THREADS": "8"})["OMP_NUM_THREADS"] == "8"
+    assert "OMP_NUM_THREADS" not in server_environment("cuda", 2, {})
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_the_process_groups_of_a_server_listen_where_it_does(device: str):
     assert server_environment(device, 1, {}, host="127.0.0.1")["GLOO_SOCKET_IFNAME"] == LOOPBACK
     assert server_environment(device, 1, {"GLOO_SOCKET_IFNAME": "eth7"})["GLOO_SOCKET_IFNAME"] == "eth7"
+
+
+@pytest.mark.parametrize("start", [["-c", "import json"], ["-m", "json.tool", os.devnull]])
+def test_nothing_of_the_current_directory_is_imported_by_a_server_or_what_it_starts(start: list[str], tmp_path: Path):
+    (tmp_path / "json.py").write_text("raise SystemExit('json of the current directory')")
+    environment = server_environment("cpu", 1)
+    done = subprocess.run([sys.executable, *start], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert "current directory" not in done.stderr
