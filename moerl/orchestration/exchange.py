@@ -16,27 +16,19 @@ from numpy.typing import NDArray
 
 from moerl.contract.shares import Place
 from moerl.errors import ContractError, MoerlError
+from moerl.trainer.collectives import all_gather_bytes, device_of, to_bytes, to_tensor
 
 _FAILED = -1
 """In place of a length: the main rank has nothing to send, because it failed."""
 
 
-def _device(group: dist.ProcessGroup | None = None) -> torch.device:
-    backend = dist.get_backend(group)
-    return torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
-
-
 def _to_tensor(data: bytes) -> torch.Tensor:
     """uint8 [bytes] where the backend can send it."""
-    return torch.from_numpy(np.frombuffer(data, np.uint8).copy()).to(_device())
-
-
-def _to_bytes(buffer: torch.Tensor) -> bytes:
-    return buffer.cpu().numpy().tobytes()
+    return to_tensor(data, device_of())
 
 
 def _empty(num_bytes: int) -> torch.Tensor:
-    return torch.empty(num_bytes, dtype=torch.uint8, device=_device())
+    return torch.empty(num_bytes, dtype=torch.uint8, device=device_of())
 
 
 def _main_failed(length: int) -> bool:
@@ -64,13 +56,13 @@ def broadcast_bytes(payload: bytes | None) -> bytes:
     if dist.get_world_size() == 1:
         return payload or b""
     is_main = dist.get_rank() == 0
-    length = torch.tensor([_FAILED if payload is None else len(payload)], dtype=torch.int64, device=_device())
+    length = torch.tensor([_FAILED if payload is None else len(payload)], dtype=torch.int64, device=device_of())
     dist.broadcast(length, src=0)
     if _main_failed(int(length)):
         return b""
     buffer = _to_tensor(payload or b"") if is_main else _empty(int(length))
     dist.broadcast(buffer, src=0)
-    return _to_bytes(buffer)
+    return to_bytes(buffer)
 
 
 def scatter_bytes(payloads: Sequence[bytes] | None) -> bytes:
@@ -85,9 +77,9 @@ def scatter_bytes(payloads: Sequence[bytes] | None) -> bytes:
     """
     world_size, rank = dist.get_world_size(), dist.get_rank()
     fits = rank != 0 or payloads is None or len(payloads) == world_size
-    lengths = torch.full((world_size,), _FAILED, dtype=torch.int64, device=_device())
+    lengths = torch.full((world_size,), _FAILED, dtype=torch.int64, device=device_of())
     if rank == 0 and payloads is not None and fits:
-        lengths = torch.tensor([len(payload) for payload in payloads], dtype=torch.int64, device=_device())
+        lengths = torch.tensor([len(payload) for payload in payloads], dtype=torch.int64, device=device_of())
     if world_size > 1:
         dist.broadcast(lengths, src=0)
     if not fits:
@@ -101,7 +93,7 @@ def scatter_bytes(payloads: Sequence[bytes] | None) -> bytes:
         return payloads[0]
     buffer = _empty(int(lengths[rank]))
     _run([dist.P2POp(dist.irecv, buffer, 0)] if len(buffer) else [])
-    return _to_bytes(buffer)
+    return to_bytes(buffer)
 
 
 def raise_together(error: ContractError | None) -> None:
@@ -109,7 +101,7 @@ def raise_together(error: ContractError | None) -> None:
     has one, elsewhere that of the last such rank, by name."""
     rank = dist.get_rank()
     if dist.get_world_size() > 1:
-        last = torch.tensor([rank if error is not None else -1], dtype=torch.int64, device=_device())
+        last = torch.tensor([rank if error is not None else -1], dtype=torch.int64, device=device_of())
         dist.all_reduce(last, op=dist.ReduceOp.MAX)
         if int(last) < 0:
             return
@@ -128,27 +120,16 @@ def _as_told(error: ContractError) -> list[str | None]:
 
 def _broadcast_from(rank: int, payload: bytes) -> bytes:
     """The payload of one rank, on every rank."""
-    length = torch.tensor([len(payload)], dtype=torch.int64, device=_device())
+    length = torch.tensor([len(payload)], dtype=torch.int64, device=device_of())
     dist.broadcast(length, src=rank)
     buffer = _to_tensor(payload) if dist.get_rank() == rank else _empty(int(length))
     dist.broadcast(buffer, src=rank)
-    return _to_bytes(buffer)
+    return to_bytes(buffer)
 
 
 def gather_places(place: Place) -> list[Place]:
     """The place of every rank, in rank order, on every rank."""
-    mine = _to_tensor(msgspec.json.encode(place))
-    size = dist.get_world_size()
-    if size == 1:
-        return [place]
-    lengths = torch.zeros(size, dtype=torch.int64, device=mine.device)
-    dist.all_gather_into_tensor(lengths, torch.tensor([len(mine)], device=mine.device))
-    padded = mine.new_zeros(int(lengths.max()))
-    padded[: len(mine)] = mine
-    gathered = padded.new_empty(size * len(padded))
-    dist.all_gather_into_tensor(gathered, padded)
-    parts = zip(gathered.view(size, -1), lengths.tolist(), strict=True)
-    return [msgspec.json.decode(_to_bytes(part[:length]), type=Place) for part, length in parts]
+    return [msgspec.json.decode(each, type=Place) for each in all_gather_bytes(msgspec.json.encode(place))]
 
 
 def gather_rows(rows_RC: NDArray[np.float32], group: dist.ProcessGroup | None = None) -> NDArray[np.float32]:
@@ -172,7 +153,7 @@ def _gather(rows_RC: NDArray[Any], group: dist.ProcessGroup | None) -> NDArray[A
     size = dist.get_world_size(group)
     if size == 1:
         return rows_RC
-    to = _device(group)
+    to = device_of(group)
     mine = torch.from_numpy(np.ascontiguousarray(rows_RC)).to(to)
     counts = torch.zeros(size, dtype=torch.int64, device=to)
     dist.all_gather_into_tensor(counts, torch.tensor([len(mine)], device=to), group=group)
@@ -186,14 +167,14 @@ def _gather(rows_RC: NDArray[Any], group: dist.ProcessGroup | None) -> NDArray[A
 
 def min_over(values: torch.Tensor) -> torch.Tensor:
     """The minimum of a CPU tensor over all ranks, on the CPU."""
-    least = values.to(_device())
+    least = values.to(device_of())
     dist.all_reduce(least, op=dist.ReduceOp.MIN)
     return least.cpu()
 
 
 def sum_over(values: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """The sum of a CPU tensor over `group` (all ranks where None), on the CPU."""
-    total = values.to(_device(group))
+    total = values.to(device_of(group))
     dist.all_reduce(total, group=group)
     return total.cpu()
 

@@ -8,23 +8,34 @@ uses the others meanwhile. One checkpoint is in flight at most. A crash before t
 from __future__ import annotations
 
 import datetime
+import json
 import shutil
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Self
 
+import msgspec
 import torch
 import torch.distributed as dist
 
 from moerl.errors import CheckpointError
 from moerl.trainer import platform, sharded_state
 from moerl.trainer.checkpoint import CheckpointStore, Facts, describe
+from moerl.trainer.collectives import gather_bytes, share_bytes
 from moerl.trainer.sharded_state import StagedState
 
 WRITE_TIMEOUT = datetime.timedelta(hours=2)
 """Longest that ranks wait for one another's files."""
 
 THREAD_NAME = "checkpoint-writer"
+
+
+class _Described(msgspec.Struct):
+    """What a rank says of its files."""
+
+    files: Facts
+    problem: str = ""
 
 
 class Saver:
@@ -95,14 +106,13 @@ class Saver:
 
     def _begin(self, name: str, staged: StagedState) -> None:
         """Makes the directory, unless the file system has less room than the checkpoint may take."""
-        answer: list[Any] = [0, ""]
+        answer: tuple[int, str] = (0, "")
         if self._is_main:
             try:
-                answer = [shutil.disk_usage(self._store.begin(name)).free, ""]
+                answer = (shutil.disk_usage(self._store.begin(name)).free, "")
             except OSError as error:
-                answer = [0, f"rank 0: {error}"]
-        dist.broadcast_object_list(answer, src=0, group=self._group)
-        free, problem = answer
+                answer = (0, f"rank 0: {error}")
+        free, problem = json.loads(share_bytes(json.dumps(answer).encode(), self._group))
         if problem:
             raise sharded_state.unwritten(self._store.partial(name), problem)
         total = torch.tensor([staged.num_bytes])
@@ -126,12 +136,11 @@ class Saver:
 
     def _write(self, name: str, staged: StagedState, state: dict[str, Any]) -> None:
         try:
-            files = self._write_files(name, staged)
-            problem = self._commit(name, state, files) if self._is_main else ""
-            answer = [problem]
-            dist.broadcast_object_list(answer, src=0, group=self._group)
-            if answer[0]:
-                raise sharded_state.unwritten(self._store.partial(name), answer[0])
+            described = self._write_files(name, staged)
+            problem = self._commit(name, state, described) if self._is_main else ""
+            problem = share_bytes(problem.encode(), self._group).decode()
+            if problem:
+                raise sharded_state.unwritten(self._store.partial(name), problem)
         except CheckpointError:
             self._abandon(name)
             raise
@@ -144,23 +153,23 @@ class Saver:
         if self._is_main:
             self._store.abandon(name)
 
-    def _write_files(self, name: str, staged: StagedState) -> Facts:
-        """Writes this rank's files and returns what all ranks wrote."""
+    def _write_files(self, name: str, staged: StagedState) -> list[_Described]:
+        """Writes this rank's files; on the main rank, what each rank wrote."""
         folder = self._store.partial(name)
         paths = sharded_state.write(staged, folder, self._group)
         try:
-            mine: tuple[Facts, str] = describe(folder, paths), ""
+            mine = _Described(describe(folder, paths))
         except OSError as error:
-            mine = {}, f"rank {dist.get_rank(self._group)}: {error}"
-        everyone: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(everyone, mine, group=self._group)
-        problems = [problem for _, problem in everyone if problem]
-        if problems:
-            raise sharded_state.unwritten(folder, "; ".join(problems))
-        return {file: facts for each, _ in everyone for file, facts in each.items()}
+            mine = _Described({}, f"rank {dist.get_rank(self._group)}: {error}")
+        gathered = gather_bytes(msgspec.json.encode(mine), self._group)
+        return [msgspec.json.decode(each, type=_Described) for each in gathered]
 
-    def _commit(self, name: str, state: dict[str, Any], files: Facts) -> str:
+    def _commit(self, name: str, state: dict[str, Any], described: Sequence[_Described]) -> str:
         """What went wrong, empty where the checkpoint is there."""
+        problems = [each.problem for each in described if each.problem]
+        if problems:
+            return "; ".join(problems)
+        files = {file: facts for each in described for file, facts in each.files.items()}
         try:
             self._store.commit(name, state, files)
         except OSError as error:

@@ -7,7 +7,8 @@ comes from the optimizer that is loaded wherever it depends on the layout:
 - tensors: parameters and persistent buffers, master weights, Adam's moments;
 - common: steps that Adam has made, learning-rate schedule, parallel layout, every rank's random state.
 
-Files are written by torch.distributed.checkpoint and hold pickles: read only directories that you trust.
+Files are written by torch.distributed.checkpoint and hold pickles: read only directories that you trust. Between ranks
+nothing is pickled.
 """
 
 from __future__ import annotations
@@ -19,16 +20,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from moerl.errors import CheckpointError
+from moerl.trainer.checkpoint_index import Shard, write_index, write_shards
+from moerl.trainer.collectives import all_gather_bytes, gather_bytes, share_bytes
+from moerl.trainer.random_states import gather_random_states, set_random_state
 
 ENTRY_BYTES = 4096
 """Room that a stored tensor takes beyond its data, at most: archive header, padding and its lines in the index."""
+_COMMON = "common_state"
+"""The name that Megatron stores under what is no tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +60,15 @@ def stage(chunks: Sequence[nn.Module], optimizer: Any, extra: Mapping[str, Any])
     from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
     from megatron.core.dist_checkpointing.strategies import torch as torch_dist
 
-    sharded: Any = save_preprocess(_sharded(chunks, optimizer, loading=False))[0]
+    # That shards make whole tensors is checked with the index, without sending objects around.
+    sharded: Any = save_preprocess(_sharded(chunks, optimizer, loading=False), validate_access_integrity=False)[0]
     common = {
         "extra": dict(extra),
         "adam_steps": _adam_steps(optimizer),
         "layout": _layout(),
-        "random_states": _gather_random_states(),
+        "random_states": gather_random_states(),
     }
-    sharded["common_state"] = ShardedObject("common_state", common, (1,), (0,), replica_id=dist.get_rank())
+    sharded[_COMMON] = ShardedObject(_COMMON, common, (1,), (0,), replica_id=dist.get_rank())
     by_name, _, _ = torch_dist._replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
     num_bytes = 0
     for shards in by_name.values():
@@ -87,25 +94,49 @@ def write(staged: StagedState, folder: Path, group: dist.ProcessGroup) -> list[P
     Raises:
         CheckpointError: on every rank, where any rank could not write.
     """
-    from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-    from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
-
-    planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False, flatten_sharded_tensors=False)
-    # Copying ahead would open a CUDA stream in this thread; everything is in host memory already.
-    writer = torch.distributed.checkpoint.FileSystemWriter(folder, sync_files=True, per_thread_copy_ahead=0)
+    rank, mine = dist.get_rank(group), _Written([])
     try:
-        torch.distributed.checkpoint.save(staged.entries, storage_writer=writer, planner=planner, process_group=group)
-    except CheckpointException as error:
-        # Of a full disk torch's archive writer says no more than that it could not go on.
-        free = shutil.disk_usage(folder.parent).free
-        room = "the disk is full" if free < staged.num_bytes else "the disk has room"
-        raise unwritten(folder, f"{_causes(error)}; {room}: {free} bytes free") from error
-    rank = dist.get_rank(group)
+        mine.shards = write_shards(staged.entries, folder, rank)
+    except Exception as error:  # noqa: BLE001 - process boundary: the other ranks wait for this one's answer
+        mine.problem = f"rank {rank}: {type(error).__name__}: {' '.join(str(error).split())}; {_room(folder, staged)}"
+    gathered = gather_bytes(msgspec.msgpack.encode(mine), group)
+    problem = _index_problem([msgspec.msgpack.decode(each, type=_Written) for each in gathered], folder)
+    problem = share_bytes(problem.encode(), group).decode()
+    if problem:
+        raise unwritten(folder, problem[:1000])
     files = sorted(folder.glob(f"__{rank}_*"))
     if rank == 0:
-        save_config(CheckpointingConfig("torch_dist"), str(folder))
         files += [path for path in folder.iterdir() if not path.name.startswith("__")]
     return files
+
+
+class _Written(msgspec.Struct):
+    """What a rank says of its files; a problem where it could not write them."""
+
+    shards: list[Shard]
+    problem: str = ""
+
+
+def _room(folder: Path, staged: StagedState) -> str:
+    """Of a full disk torch's archive writer says no more than that it could not go on."""
+    free = shutil.disk_usage(folder.parent).free
+    room = "the disk is full" if free < staged.num_bytes else "the disk has room"
+    return f"{room}: {free} bytes free"
+
+
+def _index_problem(everyone: Sequence[_Written], folder: Path) -> str:
+    """Writes the index, on the rank that all have told of their files; what went wrong, empty where nothing did."""
+    from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+
+    problems = [written.problem for written in everyone if written.problem]
+    if problems or not everyone:
+        return "; ".join(problems)
+    try:
+        write_index([shard for written in everyone for shard in written.shards], folder)
+        save_config(CheckpointingConfig("torch_dist"), str(folder))
+    except (OSError, CheckpointError) as error:
+        return f"rank 0: {error}"
+    return ""
 
 
 def _causes(error: CheckpointException) -> str:
@@ -133,14 +164,12 @@ def load(folder: Path, chunks: Sequence[nn.Module], optimizer: Any) -> dict[str,
     Raises:
         CheckpointError: the checkpoint is not of these models.
     """
-    from megatron.core.dist_checkpointing.validation import StrictHandling
-
-    loaded = _read(folder, _sharded(chunks, optimizer, loading=True), StrictHandling.RAISE_ALL)
+    loaded = _read(folder, _sharded(chunks, optimizer, loading=True), whole=True)
     _fill(chunks, loaded["model"], folder)
     for index, each in enumerate(_optimizers(optimizer)):
         _load_optimizer(each, loaded["optimizer"][index], loaded["adam_steps"])
     if loaded["layout"] == _layout():
-        _set_random_state(loaded["random_states"][dist.get_rank()])
+        set_random_state(loaded["random_states"][dist.get_rank()])
     return loaded["extra"]
 
 
@@ -150,23 +179,60 @@ def load_weights(folder: Path, chunks: Sequence[nn.Module]) -> None:
     Raises:
         CheckpointError: the checkpoint is not of these models.
     """
-    from megatron.core.dist_checkpointing.validation import StrictHandling
-
-    loaded = _read(folder, {"model": _sharded_models(chunks)}, StrictHandling.RAISE_UNEXPECTED)
+    loaded = _read(folder, {"model": _sharded_models(chunks)}, whole=False)
     _fill(chunks, loaded["model"], folder)
 
 
-def _read(folder: Path, state: dict[str, Any], strict: Any) -> dict[str, Any]:
+def _read(folder: Path, state: dict[str, Any], *, whole: bool) -> dict[str, Any]:
+    """The state with what the checkpoint holds of it. A collective of all ranks: all of them read it, or none.
+
+    Args:
+        whole: refuse a checkpoint with more tensors than the ranks ask for.
+    """
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.core import CheckpointingException
+    from megatron.core.dist_checkpointing.validation import StrictHandling
 
     load: Any = dist_checkpointing.load
+    mine = _Read(_asked_for(state) if whole else set())
+    loaded: dict[str, Any] = {}
     try:
-        return load(state, str(folder), strict=strict)
+        loaded = load(state, str(folder), validate_access_integrity=False, strict=StrictHandling.RAISE_UNEXPECTED)
     except CheckpointException as error:
-        raise _misfit(folder, _causes(error)) from error
+        mine.problem = _causes(error)
     except CheckpointingException as error:
-        raise _misfit(folder, " ".join(str(error).split())[:1000]) from error
+        mine.problem = " ".join(str(error).split())[:1000]
+    everyone = [msgspec.msgpack.decode(each, type=_Read) for each in all_gather_bytes(msgspec.msgpack.encode(mine))]
+    problems = {read.problem for read in everyone if read.problem}
+    if problems:
+        raise _misfit(folder, "; ".join(sorted(problems)))
+    left = _stored(folder) - set().union(*(read.names for read in everyone)) if whole else set()
+    if left:
+        raise _misfit(folder, f"{len(left)} tensors that the model has not, first {min(left)}")
+    return loaded
+
+
+class _Read(msgspec.Struct):
+    """What a rank says of its reading. names: the tensors that it asked for."""
+
+    names: set[str]
+    problem: str = ""
+
+
+def _asked_for(state: dict[str, Any]) -> set[str]:
+    """The stored names that a state asks for."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedBase
+    from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
+
+    return {each.key for each in nested_values(load_preprocess(state)[0]) if isinstance(each, ShardedBase)}
+
+
+def _stored(folder: Path) -> set[str]:
+    """The names of a checkpoint's tensors."""
+    from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
+
+    return {each.key for each in load_sharded_metadata(str(folder)).values()} - {_COMMON}
 
 
 def _misfit(folder: Path, problem: str) -> CheckpointError:
@@ -290,7 +356,7 @@ def _load_optimizer(optimizer: Any, state: dict[str, Any], adam_steps: int) -> N
             moments["step"] = torch.tensor(float(adam_steps))
 
 
-# --- layout and random state -----------------------------------------------------------------------------------------
+# --- layout -----------------------------------------------------------------------------------------------------------
 
 
 def _layout() -> dict[str, Any]:
@@ -305,29 +371,3 @@ def _layout() -> dict[str, Any]:
         "expert": mpu.get_expert_model_parallel_world_size(),
         "expert_tensor": mpu.get_expert_tensor_parallel_world_size(),
     }
-
-
-def _gather_random_states() -> list[dict[str, Any]]:
-    """Of every rank: torch's generators and those that Megatron keeps for parallel regions."""
-    mine = {
-        "cpu": torch.get_rng_state(),
-        "device": torch.cuda.get_rng_state().cpu() if torch.cuda.is_available() else None,
-        "regions": {name: value.cpu() for name, value in _regions().get_states().items()},
-    }
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return everyone
-
-
-def _set_random_state(state: Mapping[str, Any]) -> None:
-    torch.set_rng_state(state["cpu"])
-    if state["device"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["device"])
-    _regions().set_states(dict(state["regions"]))
-
-
-def _regions() -> Any:
-    """Megatron's generators of parallel regions."""
-    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-
-    return get_cuda_rng_tracker()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -128,6 +129,30 @@ def test_in_its_own_layout_a_run_goes_on_bit_for_bit(
     ):
         assert there == losses
         assert tiny_moe.largest_difference(found, weights) == 0.0
+
+
+def save_and_load_without_pickle(where: Any, path: Path, folder: Path, sharding: str) -> float:
+    """Saves and loads while whatever would pickle an object for another rank fails."""
+    trainer = tiny_moe.build(where, path, sharding=sharding)
+    step(trainer, 1)
+    saved = tiny_moe.exported(trainer)
+    c10d = "torch.distributed.distributed_c10d"
+    forbidden = AssertionError("an object crosses the network")
+    with (
+        mock.patch(f"{c10d}._object_to_tensor", side_effect=forbidden),
+        mock.patch(f"{c10d}._tensor_to_object", side_effect=forbidden),
+    ):
+        tiny_moe.save(trainer, folder, NAME)
+        tiny_moe.save(trainer, folder, NAME)
+        trainer.restore(folder / NAME)
+    return tiny_moe.largest_difference(tiny_moe.exported(trainer), saved)
+
+
+@pytest.mark.parametrize(("layout", "sharding"), [("TP2", "off"), ("EP2", "on"), ("PP2", "off")])
+def test_nothing_pickled_goes_from_rank_to_rank(
+    layout: str, sharding: str, untied: Path, tmp_path: Path, machines: Machines
+) -> None:
+    assert machines.run(layout, save_and_load_without_pickle, untied, tmp_path, sharding) == [0.0, 0.0]
 
 
 def random_numbers(where: Any, path: Path, folder: Path, *, load: bool) -> list[float]:

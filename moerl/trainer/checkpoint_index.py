@@ -1,0 +1,139 @@
+"""The index of a checkpoint's tensors (`.metadata` of torch.distributed.checkpoint), made from what each rank wrote.
+
+torch makes it from pickled plans that the ranks send one another. Here a rank plans and writes alone, and tells the
+first one with plain data where each of its shards lies. Runs in every trainer rank, in any thread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+
+from moerl.errors import CheckpointError
+
+
+class Box(msgspec.Struct, array_like=True, frozen=True):
+    """Which part of a tensor a shard is. shape: of the whole tensor. dtype: its name in torch."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Shard(msgspec.Struct, array_like=True, frozen=True):
+    """A part of a tensor in a file, or an object where there is no `box`. start, length: bytes in the file."""
+
+    name: str
+    box: Box | None
+    file: str
+    start: int
+    length: int
+
+
+def write_shards(entries: Mapping[str, Any], folder: Path, rank: int) -> list[Shard]:
+    """Writes and syncs this rank's files; returns what lies where.
+
+    Args:
+        entries: of `StagedState`.
+    """
+    from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
+
+    planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False, flatten_sharded_tensors=False)
+    writer = _writer(folder)
+    planner.set_up_planner(dict(entries), writer.storage_meta(), rank == 0)
+    # Each rank names its files by itself, after its number.
+    writer.set_up_storage_writer(rank == 0, rank=rank, use_collectives=False)
+    plan = planner.finish_plan(writer.prepare_local_plan(planner.create_local_plan()))
+    items = {item.index: item for item in plan.items}
+    written = writer.write_data(plan, planner)
+    written.wait()
+    return [_shard(items[result.index], result.storage_data) for result in written.value()]
+
+
+def write_index(shards: Sequence[Shard], folder: Path) -> None:
+    """Writes and syncs the index of the shards of all ranks.
+
+    Raises:
+        CheckpointError: they are not every tensor, whole and once.
+    """
+    tensors: dict[str, Any] = {}
+    for shard in shards:
+        if shard.box is None:
+            if shard.name in tensors:
+                raise _not_whole(shard.name, "written twice")
+            tensors[shard.name] = BytesStorageMetadata()
+            continue
+        whole = TensorStorageMetadata(_properties(shard.box), torch.Size(shard.box.shape), [])
+        known = tensors.setdefault(shard.name, whole)
+        if dataclasses.replace(known, chunks=[]) != whole:
+            raise _not_whole(shard.name, f"of {shard.box.dtype} {shard.box.shape} on one rank and not on another")
+        known.chunks.append(ChunkStorageMetadata(torch.Size(shard.box.offsets), torch.Size(shard.box.sizes)))
+    metadata = Metadata(tensors)
+    _check(metadata)
+    results = [
+        WriteResult(_index(each), each.length, _StorageInfo(each.file, each.start, each.length)) for each in shards
+    ]
+    _writer(folder).finish(metadata, [results])
+
+
+def _writer(folder: Path) -> FileSystemWriter:
+    # Copying ahead would open a CUDA stream in this thread; everything is in host memory already.
+    return FileSystemWriter(folder, sync_files=True, per_thread_copy_ahead=0)
+
+
+def _shard(item: WriteItem, place: _StorageInfo) -> Shard:
+    box, tensor = None, item.tensor_data
+    if tensor is not None:
+        dtype = str(tensor.properties.dtype).removeprefix("torch.")
+        box = Box(tuple(tensor.chunk.offsets), tuple(tensor.chunk.sizes), tuple(tensor.size), dtype)
+    return Shard(item.index.fqn, box, place.relative_path, place.offset, place.length)
+
+
+def _index(shard: Shard) -> MetadataIndex:
+    return MetadataIndex(shard.name, None if shard.box is None else shard.box.offsets)
+
+
+def _properties(box: Box) -> TensorProperties:
+    return TensorProperties(dtype=getattr(torch, box.dtype))
+
+
+def _check(metadata: Metadata) -> None:
+    """Every tensor is covered by its shards: none outside, none over another, nothing left out."""
+    from torch.distributed.checkpoint.default_planner import _validate_global_plan
+
+    problems = _validate_global_plan([], metadata)
+    if problems:
+        raise _not_whole("a tensor", "; ".join(problems)[:500])
+    for name, tensor in metadata.state_dict_metadata.items():
+        if isinstance(tensor, TensorStorageMetadata):
+            stored = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
+            if stored != math.prod(tensor.size):
+                raise _not_whole(name, f"{stored} of {math.prod(tensor.size)} elements")
+
+
+def _not_whole(name: str, seen: str) -> CheckpointError:
+    return CheckpointError(
+        f"the ranks did not write '{name}' as a whole",
+        seen=seen,
+        expected="every element of every tensor by one rank",
+        remedy="this is a fault of the trainer; please report it with the configuration of the run",
+    )

@@ -1,0 +1,86 @@
+"""Bytes between ranks, for what is no tensor: no object is pickled on its way. Runs in every trainer rank.
+
+Every function is a collective of its group. Who sends says what the bytes mean: JSON or msgpack of plain data.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Group = dist.ProcessGroup | None
+"""None for all ranks."""
+
+
+def device_of(group: Group = None) -> torch.device:
+    """Where tensors have to lie that the group sends."""
+    is_nccl = dist.get_backend(group) == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
+
+
+def to_tensor(data: bytes, to: torch.device) -> Tensor:
+    """uint8 [bytes] on a device."""
+    return torch.from_numpy(np.frombuffer(data, np.uint8).copy()).to(to)
+
+
+def to_bytes(buffer: Tensor) -> bytes:
+    return buffer.cpu().numpy().tobytes()
+
+
+def share_bytes(data: bytes, group: Group = None) -> bytes:
+    """The bytes of the group's first rank, on every rank. data: on the first rank; ignored elsewhere."""
+    if dist.get_world_size(group) == 1:
+        return data
+    to, first = device_of(group), _rank_of(0, group)
+    is_first = dist.get_rank(group) == 0
+    length = torch.tensor([len(data) if is_first else 0], device=to)
+    dist.broadcast(length, src=first, group=group)
+    buffer = to_tensor(data, to) if is_first else torch.empty(int(length), dtype=torch.uint8, device=to)
+    dist.broadcast(buffer, src=first, group=group)
+    return to_bytes(buffer)
+
+
+def gather_bytes(mine: bytes, group: Group = None) -> list[bytes]:
+    """The bytes of every rank in rank order, on the group's first rank; nothing elsewhere."""
+    if dist.get_world_size(group) == 1:
+        return [mine]
+    to = device_of(group)
+    lengths = _gather_lengths(mine, group, to)
+    if dist.get_rank(group) != 0:
+        if mine:
+            dist.send(to_tensor(mine, to), dst=_rank_of(0, group), group=group)
+        return []
+    everyone = [mine]
+    for rank, length in enumerate(lengths[1:], start=1):
+        buffer = torch.empty(length, dtype=torch.uint8, device=to)
+        if length:
+            dist.recv(buffer, src=_rank_of(rank, group), group=group)
+        everyone.append(to_bytes(buffer))
+    return everyone
+
+
+def all_gather_bytes(mine: bytes, group: Group = None) -> list[bytes]:
+    """The bytes of every rank in rank order, on every rank; for messages that stay small with many ranks."""
+    size = dist.get_world_size(group)
+    if size == 1:
+        return [mine]
+    to = device_of(group)
+    lengths = _gather_lengths(mine, group, to)
+    padded = torch.zeros(max(lengths), dtype=torch.uint8, device=to)
+    padded[: len(mine)] = to_tensor(mine, to)
+    gathered = padded.new_empty(size * len(padded))
+    dist.all_gather_into_tensor(gathered, padded, group=group)
+    parts = zip(gathered.view(size, -1), lengths, strict=True)
+    return [to_bytes(part[:length]) for part, length in parts]
+
+
+def _gather_lengths(mine: bytes, group: Group, to: torch.device) -> list[int]:
+    lengths = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=to)
+    dist.all_gather_into_tensor(lengths, torch.tensor([len(mine)], device=to), group=group)
+    return lengths.tolist()
+
+
+def _rank_of(group_rank: int, group: Group) -> int:
+    return group_rank if group is None else dist.get_global_rank(group, group_rank)
