@@ -199,6 +199,7 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "bad.jsonl": '{"prompt": "a"}\nnot json\n',
         "few.jsonl": '{"prompt": "a", "response": "b"}\n',
         "ok.jsonl": "".join(json.dumps(row) + "\n" for row in rows),
+        "some_model/config.json": "{}",
         "my_rewards.py": "def score(row, response):\n    return 1.0\n",
         "runs/done/metrics.jsonl": "",
         "runs/done/config.yaml": "",
