@@ -180,6 +180,7 @@ def test_a_package_index_shows_no_link_that_leads_nowhere() -> None:
     assert targets
     assert not [target for target in targets if not target.startswith(("https://", "#"))]
     assert "(`docs/tutorial.md`)" in shown
+    assert "Bottom right" not in shown, "a caption without its picture"
 
 
 MESSAGES = re.findall(
