@@ -74,7 +74,8 @@ def _print_error(text: str, error: BaseException) -> None:
 
 def _print_traceback(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
     """As the interpreter does, but for control characters: the text of a cause may be a server's."""
-    print(printable("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
+    if not issubclass(kind, SystemExit):  # a thread may end by one
+        print(printable("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -128,10 +129,9 @@ def _run(command: str, options: argparse.Namespace, arguments: list[str]) -> int
     if here.is_launched:
         _check_world_size(here, world_size)
         return _hand_over(command, config, resume)
-    if command != "sft":
-        from moerl.launch.servers import prepare_for_servers
+    from moerl.launch.servers import prepare_for_servers
 
-        prepare_for_servers(config.rollout)
+    prepare_for_servers(config.rollout)
     with run_lock(config.run_dir) as lock:
         if not resume:
             refuse_taken_run_dir(config)

@@ -73,19 +73,28 @@ def _try(run_dir: Path) -> int | None:
         # The one before removed the directory that it had made.
         return None
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not _is_still_there(descriptor, path):
-            os.close(descriptor)
-            return None
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
-    except BlockingIOError:
+        is_ours = _lock(descriptor, path) and _is_still_there(descriptor, path)
+        if is_ours:
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
+    except (OSError, ConfigError):
+        os.close(descriptor)
+        raise
+    if not is_ours:
         os.close(descriptor)
         return None
-    except OSError as error:
-        os.close(descriptor)
-        raise _no_locks(path, error) from error
     return descriptor
+
+
+def _lock(descriptor: int, path: Path) -> bool:
+    """False where another process holds the lock."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise _no_locks(path, error) from error
+    return True
 
 
 def _is_still_there(descriptor: int, path: Path) -> bool:

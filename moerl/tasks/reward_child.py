@@ -96,7 +96,10 @@ class RewardChild:
         while b"\n" not in self._unread:
             if len(self._unread) > MAX_REPLY_BYTES:
                 raise self._lost(f"its reply was longer than {MAX_REPLY_BYTES:,} bytes")
-            if not self._exchange(deadline):
+            is_late = time.monotonic() > deadline
+            self._exchange(deadline)
+            # Output that does not end, unlike a reply that is there, does not put off the limit.
+            if is_late and b"\n" not in self._unread:
                 raise self._late()
         self._show()
         line, _, more = self._unread.partition(b"\n")
@@ -128,8 +131,8 @@ class RewardChild:
         for pipe in (self._requests, self._replies, self._prints, self._faults):
             pipe.close()
 
-    def _exchange(self, deadline: float) -> bool:
-        """Waits until something can be sent or has come, and does or takes it; False where the deadline passes."""
+    def _exchange(self, deadline: float) -> None:
+        """Waits, until the deadline at most, until something can be sent or has come, and does or takes it."""
         with selectors.DefaultSelector() as selector:
             for pipe in self._heard:
                 selector.register(pipe, selectors.EVENT_READ)
@@ -147,7 +150,6 @@ class RewardChild:
             if data == b"":
                 raise self._ended()
             self._unread += data or b""
-        return bool(ready)
 
     def _send(self) -> None:
         try:
@@ -175,10 +177,9 @@ class RewardChild:
         deadline = time.monotonic() + DUMP_SECONDS
         with selectors.DefaultSelector() as selector:
             selector.register(self._faults, selectors.EVENT_READ)
-            while b"in <module>\n" not in self._said and self._faults in self._heard:
-                if not selector.select(max(0.0, deadline - time.monotonic())):
-                    break
-                self._hear()
+            while b"in <module>\n" not in self._said and self._faults in self._heard and time.monotonic() < deadline:
+                if selector.select(max(0.0, deadline - time.monotonic())):
+                    self._hear()
         return self._lost("time limit passed; its process was killed", late=True)
 
     def _ended(self) -> ChildLostError:

@@ -65,8 +65,9 @@ def checked_rewards(value: object) -> dict[str, float]:
     `reward`, or where `accuracy` is neither 0 nor 1.
     """
     if isinstance(value, Mapping):
-        if len(value) > MAX_NAMES:
-            raise NotARewardError(f"a mapping of {len(value)} names; expected at most {MAX_NAMES} names")
+        names = len(value) + ("accuracy" not in value)
+        if names > MAX_NAMES:
+            raise NotARewardError(f"a mapping of {names} names with 'accuracy'; expected at most {MAX_NAMES} names")
         rewards = {_name(name): _number(_repr.repr(name), each) for name, each in value.items()}
     else:
         rewards = {"reward": _number("the result", value)}

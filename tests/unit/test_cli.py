@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import types
 from pathlib import Path
 
@@ -204,11 +205,12 @@ def test_a_server_file_is_looked_at_before_anything_starts(
     assert (handed_over, list(tmp_path.iterdir())) == ([], [])
 
 
+@pytest.mark.parametrize("command", ["train", "sft"])
 def test_the_servers_environment_is_looked_at_before_anything_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], handed_over: list[object]
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], handed_over: list[object]
 ):
     environment, run = f"rollout.environment='{tmp_path / 'env'}'", f"run_dir='{tmp_path / 'run'}'"
-    assert cli.main(["train", "recipe=tiny", "rollout=sglang", environment, run]) == 1
+    assert cli.main([command, "recipe=tiny", "rollout=sglang", environment, run]) == 1
     assert "moerl sglang install" in capsys.readouterr().err
     assert (handed_over, list(tmp_path.iterdir())) == ([], [])
 
@@ -353,6 +355,19 @@ def rank_environment(monkeypatch: pytest.MonkeyPatch, folder: Path, world_size: 
     variables = {"MOERL_RENDEZVOUS": f"file://{folder}/rendezvous", "RANK": "1", "LOCAL_RANK": "1"}
     for name, value in (variables | {"WORLD_SIZE": str(world_size)}).items():
         monkeypatch.setenv(name, value)
+
+
+def test_a_thread_that_ends_by_exit_is_no_error(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    assert cli.main(["--version"]) == 0
+    for end in (sys.exit, lambda: print(1 / 0)):
+        thread = threading.Thread(target=end)
+        thread.start()
+        thread.join()
+    error = capsys.readouterr().err
+    assert "SystemExit" not in error
+    assert "ZeroDivisionError" in error
 
 
 def test_a_rank_hands_over_and_starts_nothing(

@@ -65,8 +65,9 @@ def start(started: list[Process], *arguments: str) -> Process:
 
 
 def says_it_trains(process: Process) -> bool:
+    """Reads its output until it does, or to the end."""
     assert process.stdout is not None
-    return process.stdout.readline() == "training\n"
+    return "training\n" in iter(process.stdout.readline, "")
 
 
 def finish(process: Process) -> int:
@@ -183,6 +184,18 @@ def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(fcntl, "flock", without_locks)
     with pytest.raises(ConfigError, match=r"its file system cannot lock files.*No locks available"), run_lock(tmp_path):
+        pass
+
+
+def test_a_full_disk_is_not_taken_for_one_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(run_lock_module.os, "write", full)
+    with pytest.raises(ConfigError, match=r"cannot be written; seen: .*No space left"), run_lock(tmp_path):
+        pass
+    monkeypatch.undo()
+    with run_lock(tmp_path):
         pass
 
 

@@ -27,6 +27,9 @@ def behave(row, response):
     if response == "print":
         print("not a reply")
         os.write(1, b"{}\\n")
+    if response == "print and hang":
+        print("calculating", flush=True)
+        time.sleep(3600)
     if response == "read":
         return len(sys.stdin.read())
     if response == "count":

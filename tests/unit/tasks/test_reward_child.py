@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from waiting import eventually, is_alive
 
 from moerl.errors import RewardError
+from moerl.tasks.reward_child import RewardChild
 from moerl.tasks.reward_process import RewardProcess
 
 ROOT = Path(__file__).parents[3]
@@ -165,13 +167,26 @@ def test_a_reply_without_an_end_is_refused(forges: Start):
 def test_a_mapping_of_too_many_names_is_refused(forges: Start):
     process = forges("many")
     assert len(process.score({}, "62")) == 64
+    # With the accuracy that is added it would be one more than a trajectory may have.
     with pytest.raises(RewardError, match="64 names"):
-        process.score({}, "65")
+        process.score({}, "63")
 
 
 def test_a_reply_is_not_kept_in_the_process_of_the_function_before_it_is_due(forges: Start):
     with pytest.raises(RewardError, match="something else than the reward process wrote"):
         forges("look_around").score({}, "x")
+
+
+def test_output_that_does_not_end_does_not_put_off_the_time_limit(start: Start, monkeypatch: pytest.MonkeyPatch):
+    gives_up_at = time.monotonic() + 120.0
+
+    def take_nothing(child: RewardChild) -> None:
+        assert time.monotonic() < gives_up_at, "the time limit was put off"
+
+    # There is always more to read.
+    monkeypatch.setattr(RewardChild, "_show", take_nothing)
+    with pytest.raises(RewardError, match="time limit passed"):
+        start("odd_rewards:behave", timeout_seconds=1.0).score({}, "print and hang")
 
 
 # --- limits ----------------------------------------------------------------------------------------------------------
