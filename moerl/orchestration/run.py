@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from moerl.config.load import CONFIG_FILE, load_resolved
 from moerl.config.schema import RunConfig
 from moerl.config.stop_signals import StopRequest
 from moerl.contract.batch import TrainSample
@@ -184,7 +185,7 @@ class Run:
 
     def _trace_of_a_checkpoint(self) -> str | None:
         """What only a run that has written a checkpoint leaves; None without any such trace."""
-        last, every = self._store.last_written(), self.config.checkpoint.every
+        last = self._store.last_written()
         if last is not None:
             return f"{last} was written"
         for model in ("cold_start", "final_model"):
@@ -195,7 +196,8 @@ class Run:
         if self.config.sft.steps and any(row["stage"] == "rl" for row in rows):
             return f"{METRICS_FILE} has rows of reinforcement learning"
         steps = max((row["step"] for row in rows), default=0)
-        # One checkpoint may be in flight until the next is due.
+        # As often as it was to write them until now. One may be in flight until the next is due.
+        every = load_resolved(self.config.run_dir / CONFIG_FILE).checkpoint.every
         return f"{METRICS_FILE} has {steps} steps" if every and steps > 2 * every else None
 
     @property

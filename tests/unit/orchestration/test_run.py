@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from factories import make_trajectory, same_trajectory
 
+from moerl.config.load import CONFIG_FILE, dump_config, load_config
 from moerl.contract.batch import TrainSample
 from moerl.contract.disk import read_parquet
 from moerl.errors import MoerlError
@@ -108,3 +109,19 @@ def test_a_state_that_is_not_one_of_a_run_is_named(state: dict[str, Any], proble
     found = find_state_problem(state)
     assert found is not None
     assert found.startswith(problem)
+
+
+@pytest.mark.parametrize(("every_before", "every_now", "has_lost_some"), [(50, 5, False), (5, 50, True), (0, 5, False)])
+def test_lost_checkpoints_are_those_that_the_run_was_to_write_before_it_was_changed(
+    every_before: int, every_now: int, has_lost_some: bool, tmp_path: Path
+) -> None:
+    keys = ["recipe=tiny", f"run_dir='{tmp_path}'"]
+    before, now = (
+        load_config([*keys, f"checkpoint.every={every}"], command="train") for every in (every_before, every_now)
+    )
+    (tmp_path / CONFIG_FILE).write_text(dump_config(before))
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(json.dumps({"stage": "sft", "step": step}) + "\n" for step in range(1, 41))
+    )
+    run = SimpleNamespace(config=now, _store=SimpleNamespace(last_written=lambda: None))
+    assert bool(Run._trace_of_a_checkpoint(cast(Run, run))) == has_lost_some
