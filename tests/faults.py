@@ -10,6 +10,7 @@ import functools
 import importlib
 import itertools
 import os
+import resource
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -87,6 +88,17 @@ def fail(place: str, error: str, *, call: int = 1) -> None:
 
     def at(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         raise getattr(builtins, error)("injected")
+
+    _replace(place, at, call=call)
+
+
+def fill_disk(place: str, *, call: int = 1, room_bytes: int = 0) -> None:
+    """From one call of `place` on no file of this process may grow beyond `room_bytes`."""
+
+    def at(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        finish_checkpoints()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room_bytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        return original(*args, **kwargs)
 
     _replace(place, at, call=call)
 

@@ -4,19 +4,42 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from moerl.errors import MoerlError
+
 
 @contextmanager
-def atomic_file(path: Path) -> Iterator[Path]:
-    """Yields a temporary path beside `path`; renames it to `path` when the block ends without an error."""
+def writing(path: Path) -> Iterator[None]:
+    """Names the file or folder that could not be written, in the place of an error of the operating system.
+
+    Raises:
+        MoerlError: the file system refused.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise MoerlError(
+            f"cannot write {path}",
+            seen=error.strerror or str(error),
+            expected="room and the right to write there",
+            remedy="make room, or mend what is named, and go on from the last checkpoint",
+        ) from error
+
+
+@contextmanager
+def atomic_file(path: Path, mode: int = 0o666) -> Iterator[Path]:
+    """Yields a temporary path beside `path`; renames it to `path` when the block ends without an error.
+
+    Args:
+        mode: permissions, less the umask; the temporary file has them from the first moment.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name[:64]}.", suffix=".tmp", dir=path.parent)
-    os.close(handle)
-    temporary = Path(name)
+    temporary = path.with_name(f".{path.name[:64]}.{uuid.uuid4().hex}.tmp")
+    os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode))
     try:
         yield temporary
         sync(temporary)
@@ -32,7 +55,9 @@ def write_folder(parent: Path, name: str, contents: Mapping[str, bytes]) -> Path
     The folder appears with all its files or not at all, and never replaces another, whoever else writes here.
     """
     parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=".writing-", dir=parent))
+    # Unlike those of tempfile, this folder and the file above follow the umask.
+    temporary = parent / f".writing-{uuid.uuid4().hex}"
+    temporary.mkdir()
     try:
         for file_name, data in contents.items():
             file = temporary / file_name

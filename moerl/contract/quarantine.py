@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from moerl.contract.demands import demand_type, shown
-from moerl.contract.files import write_folder
+from moerl.contract.files import write_folder, writing
 from moerl.contract.frame import DEFAULT_LIMITS, WireLimits
 from moerl.contract.invariants import check_versions
 from moerl.contract.plain import from_plain, safe_repr, to_plain
@@ -218,7 +218,8 @@ class Quarantine:
         }
         digest = hashlib.blake2b(str(identity["rollout_id"]).encode(errors="surrogatepass"), digest_size=8)
         contents = {"record.json": json.dumps(why, indent=2, allow_nan=False).encode(), name: content}
-        write_folder(self.folder, f"{error.reason}-{digest.hexdigest()}", contents)
+        with writing(self.folder):
+            write_folder(self.folder, f"{error.reason}-{digest.hexdigest()}", contents)
         self.counts[str(error.reason)] += 1
 
     def _judge_rate(self) -> None:

@@ -70,7 +70,7 @@ def launch_local(
 
     Args:
         command: program and arguments, the same for every rank.
-        run_dir: made if needed; holds the rendezvous file while the ranks run, and ``logs/``.
+        run_dir: made if needed; holds the rendezvous file while the ranks run, and ``logs/`` where there is output.
         num_threads: CPU threads of the whole run; each rank gets its share, at least 1.
         lock: descriptor that ranks inherit, so that they hold the lock of the run directory, too.
         grace_seconds: time from Ctrl-C, or from the first rank that stopped, to KILL.
@@ -80,7 +80,7 @@ def launch_local(
         `STOPPED` where the ranks stopped when they were asked to; 130 after Ctrl-C.
     """
     logs = run_dir / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
+    run_dir.mkdir(parents=True, exist_ok=True)
     rendezvous = new_rendezvous(run_dir)
     stop = _Stop()
     ranks: list[_Rank] = []
@@ -94,6 +94,7 @@ def launch_local(
     finally:
         _end(ranks, grace_seconds, first=signal.SIGKILL)
         Path(rendezvous.removeprefix("file://")).unlink(missing_ok=True)
+        _remove_empty([rank.log for rank in ranks if rank.log is not None])
 
 
 def _environment(rank: int, world_size: int, rendezvous: str, num_threads: int) -> dict[str, str]:
@@ -118,6 +119,7 @@ def _start(
     inherited = () if lock is None else (lock,)
     if log is None:
         return subprocess.Popen(list(command), env=environment, pass_fds=inherited, start_new_session=True)
+    log.parent.mkdir(exist_ok=True)
     with log.open("ab") as output:
         return subprocess.Popen(
             list(command),
@@ -169,6 +171,15 @@ def _end(ranks: Sequence[_Rank], grace_seconds: float, first: int = 0) -> None:
 def _send(rank: _Rank, signal_number: int) -> None:
     if rank.process.poll() is None:
         rank.process.send_signal(signal_number)
+
+
+def _remove_empty(logs: Sequence[Path]) -> None:
+    for log in logs:
+        if log.stat().st_size == 0:
+            log.unlink()
+    for folder in {log.parent for log in logs}:
+        if not any(folder.iterdir()):
+            folder.rmdir()
 
 
 def _report(failed: Sequence[_Rank]) -> None:

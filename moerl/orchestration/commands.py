@@ -18,7 +18,7 @@ from moerl.config.rank import rank_info
 from moerl.config.schema import RunConfig
 from moerl.config.stop_signals import STOPPED, StopRequest
 from moerl.contract.disk import write_parquet
-from moerl.contract.files import atomic_file
+from moerl.contract.files import atomic_file, writing
 from moerl.contract.layers import select_layers
 from moerl.contract.ports import RolloutEngine, Task
 from moerl.contract.quarantine import Quarantine
@@ -109,10 +109,10 @@ def run_rollout(config: RunConfig) -> int:
         )
         finished = list(collector.collect(prompts, requests, trainer_version=0, prefixes={}))
         path = config.run_dir / "rollouts" / "rollouts.parquet"
-        path.parent.mkdir(parents=True, exist_ok=True)
         trajectories = in_request_order(finished, requests)
         texts = [collector.response(t) for t in trajectories]
-        write_parquet(path, trajectories, texts=texts, prompts=[collector.prompt(t) for t in trajectories])
+        with writing(path):
+            write_parquet(path, trajectories, texts=texts, prompts=[collector.prompt(t) for t in trajectories])
         accuracy = sum(t.rewards["accuracy"] for t in trajectories) / len(trajectories)
         reporter.say(f"{len(trajectories)} rollouts, accuracy {accuracy:.3f}, written to {path}")
     return 0
@@ -176,8 +176,7 @@ def _go_back(run: Run) -> None:
 
 def _write_config(config: RunConfig) -> None:
     """Stores the resolved configuration; a kill leaves the file whole, or the run could not go on."""
-    config.run_dir.mkdir(parents=True, exist_ok=True)
-    with atomic_file(config.run_dir / CONFIG_FILE) as path:
+    with writing(config.run_dir / CONFIG_FILE), atomic_file(config.run_dir / CONFIG_FILE) as path:
         path.write_text(dump_config(config))
 
 

@@ -139,6 +139,10 @@ def _partial(folder: Path) -> Path:
 
 
 def _publish(partial: Path, folder: Path) -> None:
+    # safetensors makes files for their owner alone; a model is as open as the directory it lies in.
+    mode = partial.stat().st_mode & 0o666
+    for file in partial.iterdir():
+        file.chmod(mode)
     if folder.exists():
         shutil.rmtree(folder)
     partial.rename(folder)

@@ -5,15 +5,18 @@ Only the main rank reports; the others get a `SilentReporter` with the same meth
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from moerl.config.schema import RunConfig
+from moerl.contract.files import writing
 from moerl.diagnostics.plots import draw_curves
 from moerl.diagnostics.summary import RunSummary, closing_lines, write_summary
+from moerl.errors import MoerlError
 from moerl.orchestration.evaluation import Evaluation
-from moerl.telemetry.metrics import check_layer_metrics
+from moerl.telemetry.metrics import check_layer_metrics, check_metrics
 from moerl.telemetry.progress import make_progress
 from moerl.telemetry.sinks import JsonlSink, MetricSink, TensorBoardSink
 
@@ -99,30 +102,46 @@ class MainReporter:
     def __init__(self, run_dir: Path, title: str) -> None:
         self._run_dir, self._title = run_dir, title
         self._progress = make_progress()
-        self._rows = JsonlSink(run_dir / METRICS_FILE)
-        self._layers = JsonlSink(run_dir / LAYERS_FILE, check_layer_metrics)
+        self._rows = _open_rows(run_dir / METRICS_FILE, check_metrics)
+        self._layers = _open_rows(run_dir / LAYERS_FILE, check_layer_metrics)
         self._metric_sinks: tuple[MetricSink, ...] = (self._rows, TensorBoardSink(run_dir / "tensorboard"))
         self._sinks: tuple[MetricSink, ...] = (*self._metric_sinks, self._layers)
 
     def __enter__(self) -> MainReporter:
         self._progress.__enter__()
+        for name, sink in ((METRICS_FILE, self._rows), (LAYERS_FILE, self._layers)):
+            if sink.torn_bytes:
+                self.say(f"note: {name} ended with {sink.torn_bytes} bytes of an unfinished row; dropped")
         return self
 
     def __exit__(self, *exc: object) -> None:
-        for sink in self._sinks:
-            sink.close()
         self._progress.__exit__(*exc)
+        _, error, _ = exc
+        try:
+            with self._writing():
+                for sink in self._sinks:
+                    sink.close()
+        except MoerlError as unwritten:
+            if not isinstance(error, BaseException):
+                raise
+            if str(unwritten) != str(error):
+                error.add_note(f"and {unwritten}")
+
+    def _writing(self) -> AbstractContextManager[None]:
+        return writing(self._run_dir / METRICS_FILE)
 
     def say(self, text: str) -> None:
         self._progress.note(text)
 
     def rewind(self, stage: str, step: int, *, evaluated: bool) -> None:
-        for sink in self._sinks:
-            sink.truncate_after(stage, step, evaluated=evaluated)
+        with self._writing():
+            for sink in self._sinks:
+                sink.truncate_after(stage, step, evaluated=evaluated)
 
     def sync(self) -> None:
-        for sink in self._sinks:
-            sink.sync()
+        with self._writing():
+            for sink in self._sinks:
+                sink.sync()
 
     def begin_stage(self, stage: str, *, done: int, total: int) -> None:
         self._progress.begin_stage(stage, done=done, total=total)
@@ -132,7 +151,8 @@ class MainReporter:
         self._progress.update(step, metrics)
 
     def log_layers(self, step: int, metrics: Mapping[str, Sequence[float]]) -> None:
-        self._layers.write("rl", step, metrics)
+        with self._writing():
+            self._layers.write("rl", step, metrics)
 
     def evaluated(self, step: int, evaluations: Mapping[str, Evaluation], seconds: Mapping[str, float]) -> None:
         metrics = dict(seconds)
@@ -149,17 +169,33 @@ class MainReporter:
 
     def finish(self, summary: RunSummary) -> None:
         self.sync()
-        write_summary(summary, self._run_dir)
         self._progress.end()
-        plots = draw_curves(self._run_dir / METRICS_FILE, self._run_dir / "plots", self._title)
+        with writing(self._run_dir):
+            plots = draw_curves(self._run_dir / METRICS_FILE, self._run_dir / "plots", self._title)
+            # Last: a run directory with a summary is one of a finished run.
+            write_summary(summary, self._run_dir)
         for line in closing_lines(summary, self._run_dir):
             self.say(line)
         if plots:
             self.say(f"curves: {plots[0]}")
 
     def _write(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
-        for sink in self._metric_sinks:
-            sink.write(stage, step, metrics)
+        with self._writing():
+            for sink in self._metric_sinks:
+                sink.write(stage, step, metrics)
+
+
+def _open_rows(path: Path, check: Callable[[Mapping[str, Any]], None]) -> JsonlSink:
+    """Raises `MoerlError` where a line of an earlier process is no row, or the file cannot be written."""
+    try:
+        with writing(path):
+            return JsonlSink(path, check)
+    except ValueError as error:
+        raise MoerlError(
+            str(error),
+            expected="lines that this run wrote",
+            remedy="restore the file from a copy, or remove the line; a last line without an end is dropped by itself",
+        ) from error
 
 
 def make_reporter(config: RunConfig, *, is_main: bool) -> Reporter:

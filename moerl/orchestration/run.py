@@ -22,6 +22,7 @@ from moerl.config.schema import RunConfig
 from moerl.config.stop_signals import StopRequest
 from moerl.contract.batch import TrainSample
 from moerl.contract.disk import write_parquet
+from moerl.contract.files import writing
 from moerl.contract.ports import PolicyEngine, Prompt, Task
 from moerl.contract.quarantine import Quarantine
 from moerl.contract.trajectory import ModelSpec, Trajectory
@@ -331,9 +332,10 @@ class Run:
             return
         where = f"{name} (the batch follows from the seed)"
         if samples:
-            where = str(self.config.run_dir / "skipped" / f"{name}.parquet")
-            Path(where).parent.mkdir(exist_ok=True)
-            write_parquet(Path(where), [sample.trajectory for sample in samples])
+            path = self.config.run_dir / "skipped" / f"{name}.parquet"
+            with writing(path):
+                write_parquet(path, [sample.trajectory for sample in samples])
+            where = str(path)
         allowed = self.config.trainer.max_skipped_updates
         self.reporter.say(
             f"WARNING: the gradient was not finite, update skipped ({update.skipped_in_a_row} in a row, {allowed}"
@@ -359,9 +361,9 @@ class Run:
     ) -> None:
         every = self.config.dump.rollouts_every
         if every and (step == 1 or step % every == 0):
-            folder = self.config.run_dir / "rollouts"
-            folder.mkdir(exist_ok=True)
-            write_parquet(folder / f"step-{step:06d}.parquet", trajectories, texts=texts, prompts=prompts)
+            path = self.config.run_dir / "rollouts" / f"step-{step:06d}.parquet"
+            with writing(path):
+                write_parquet(path, trajectories, texts=texts, prompts=prompts)
 
     def summary(self, *, steps: int) -> RunSummary:
         """The numbers of the run as it stands; a collective."""

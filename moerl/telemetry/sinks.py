@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
-from tensorboard.summary.writer.event_file_writer import EventFileWriter
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from moerl.telemetry.metrics import STAGES, check_metrics
 
@@ -52,8 +53,11 @@ class JsonlSink:
     """Appends rows to a JSONL file, each flushed at once.
 
     Args:
-        path: made if it is not there; rows that are there are kept.
+        path: made with the first row; rows that are there are kept.
         check: refuses what has no place in this file; `check_metrics` or `check_layer_metrics`.
+
+    Attributes:
+        torn_bytes: of a last line without an end, left by a kill in mid-write and dropped.
 
     Raises:
         ValueError: A whole line of the file is not a row of metrics.
@@ -61,37 +65,45 @@ class JsonlSink:
 
     def __init__(self, path: Path, check: Callable[[Mapping[str, Any]], None] = check_metrics) -> None:
         self._path, self._check = path, check
-        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: TextIO | None = None
+        self.torn_bytes = 0
         if path.exists():
+            self.torn_bytes = len(path.read_bytes().rpartition(b"\n")[2])
             self._rewrite(read_rows(path))
-        self._file = path.open("a", encoding="utf-8")
 
     def write(self, stage: str, step: int, metrics: Mapping[str, Any]) -> None:
         _check_stage(stage)
         self._check(metrics)
+        if self._file is None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._path.open("a", encoding="utf-8")
         self._file.write(json.dumps({"stage": stage, "step": step, **metrics}) + "\n")
         self._file.flush()
 
     def sync(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        if self._file is not None:
+            self._file.flush()
+            os.fsync(self._file.fileno())
 
     def truncate_after(self, stage: str, step: int, *, evaluated: bool = True) -> None:
         _check_position(stage)
-        self.sync()
+        self.close()
+        if not self._path.exists():
+            return
         last_evaluation = step if evaluated else step - 1
         kept = [
             row
             for row in read_rows(self._path)
             if is_kept(row["stage"], row["step"], stage, last_evaluation if row["stage"] == "evaluation" else step)
         ]
-        self._file.close()
         self._rewrite(kept)
-        self._file = self._path.open("a", encoding="utf-8")
 
     def close(self) -> None:
-        self.sync()
-        self._file.close()
+        file, self._file = self._file, None
+        if file is not None:
+            with file:
+                file.flush()
+                os.fsync(file.fileno())
 
     def _rewrite(self, rows: list[dict]) -> None:
         """Replaces the file atomically."""
@@ -110,11 +122,11 @@ def read_rows(path: Path) -> list[dict]:
         ValueError: A whole line is not a row of metrics.
     """
     rows = []
-    *lines, _torn = path.read_text(encoding="utf-8").split("\n")
+    *lines, _torn = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}, line {number}: not JSON; expected a row of metrics") from error
         if not isinstance(row, dict) or row.get("stage") not in STAGES or not isinstance(row.get("step"), int):
             raise ValueError(f"{path}, line {number}: no stage and step; expected a row of metrics")
@@ -127,7 +139,7 @@ class TensorBoardSink:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._writers: dict[str, EventFileWriter] = {}
+        self._writers: dict[str, RecordWriter] = {}
 
     def write(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
         _check_stage(stage)
@@ -157,9 +169,21 @@ class TensorBoardSink:
 
     def _add(self, stage: str, event: Event) -> None:
         if stage not in self._writers:
-            self._writers[stage] = EventFileWriter(str(self._directory / stage))
+            self._writers[stage] = self._open(stage)
         event.wall_time = time.time()
-        self._writers[stage].add_event(event)
+        self._writers[stage].write(event.SerializeToString())
+        # At once, in this thread: TensorBoard's own writer loses the error of a full disk in another one.
+        self._writers[stage].flush()
+
+    def _open(self, stage: str) -> RecordWriter:
+        folder = self._directory / stage
+        folder.mkdir(parents=True, exist_ok=True)
+        # TensorBoard reads the files of a folder in the order of their names.
+        seconds, nanoseconds = divmod(time.time_ns(), 10**9)
+        name = f"events.out.tfevents.{seconds:010d}.{nanoseconds:09d}.{socket.gethostname()}.{os.getpid()}"
+        writer = RecordWriter((folder / name).open("xb"))
+        writer.write(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
+        return writer
 
 
 def _check_stage(stage: str) -> None:

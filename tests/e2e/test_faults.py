@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import signal
 from pathlib import Path
 
@@ -152,6 +154,49 @@ def test_whatever_ends_a_run_the_last_line_says_how_it_goes_on(
     stopped = train(forked, run, fault=("fail", {"place": update, "error": error, "call": 3}))
     assert stopped.status == status, stopped.output
     assert stopped.output.endswith(f"{said}go on from the last checkpoint: moerl train resume={run}\n")
+
+
+@pytest.mark.parametrize(
+    ("place", "call", "file"),
+    [
+        ("moerl.orchestration.run:Run.dump_if_due", 2, "rollouts/step-000002.parquet"),
+        ("moerl.orchestration.reporting:MainReporter.log", 6, "metrics.jsonl"),
+        ("moerl.orchestration.reporting:draw_curves", 1, ""),
+    ],
+    ids=["a dump", "metrics", "curves"],
+)
+def test_a_full_disk_is_named_and_the_run_goes_on_when_there_is_room(
+    place: str, call: int, file: str, forked: Runs, tiny: DoneRun, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    # As much as its output may take.
+    stopped = train(forked, run, fault=("fill_disk", {"place": place, "call": call, "room_bytes": 4096}))
+    assert stopped.status == 1, stopped.output
+    path = run / file if file else run
+    assert re.search(f"error: cannot write {path}; seen: .*File too large.*; expected: room", stopped.output)
+    assert "Traceback" not in stopped.output
+    assert "Exception in thread" not in stopped.output
+    assert stopped.output.endswith(f"go on from the last checkpoint: moerl train resume={run}\n")
+    finished = forked.run("train", f"resume={run}")
+    assert finished.status == 0, finished.output
+    assert rows(run) == rows(tiny.folder)
+
+
+def test_a_damaged_line_of_metrics_is_named_before_the_run_goes_on(forked: Runs, tiny: DoneRun, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(tiny.folder, tmp_path / "run"))
+    metrics = run / "metrics.jsonl"
+    whole = metrics.read_text()
+    metrics.write_text(whole.replace("\n", "\n\x00\n", 1))
+    refused = forked.run("train", f"resume={run}")
+    assert refused.status == 1, refused.output
+    assert f"error: {metrics}, line 2: not JSON; expected a row of metrics" in refused.output
+    assert "starting Megatron" not in refused.output
+    assert "Traceback" not in refused.output
+    metrics.write_text(whole + '{"stage": "rl", "st')
+    finished = forked.run("train", f"resume={run}")
+    assert finished.status == 0, finished.output
+    assert "note: metrics.jsonl ended with 19 bytes of an unfinished row; dropped" in finished.output
+    assert metrics.read_text() == whole
 
 
 def test_before_the_first_checkpoint_there_is_nothing_to_go_on_from(forked: Runs, tmp_path: Path) -> None:

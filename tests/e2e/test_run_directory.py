@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import stat
 from pathlib import Path
 
 import numpy as np
@@ -144,6 +146,15 @@ def test_two_checkpoints_are_kept_and_nothing_half_written(tiny: DoneRun) -> Non
     # `.metadata` is the index of a checkpoint.
     assert {path.name for path in tiny.folder.rglob(".*")} == {".metadata"}
     assert not (tiny.folder / "quarantine").exists()
+
+
+def test_no_file_is_empty_and_all_follow_the_umask(tiny: DoneRun) -> None:
+    umask = os.umask(0)
+    os.umask(umask)
+    for path in tiny.folder.rglob("*"):
+        mode = stat.S_IMODE(path.stat().st_mode)
+        assert mode == (0o777 if path.is_dir() else 0o666) & ~umask, f"{path}: {mode:o}"
+        assert path.is_dir() or path.stat().st_size > 0, path
 
 
 def test_dumped_rollouts_are_read_by_pandas_and_valid_for_the_contract(tiny: DoneRun) -> None:

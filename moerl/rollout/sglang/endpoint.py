@@ -38,9 +38,8 @@ class Endpoint:
 
 def write_endpoint(endpoint: Endpoint, path: Path) -> None:
     """Writes the file with mode 0600."""
-    with atomic_file(path) as temporary:
+    with atomic_file(path, mode=0o600) as temporary:
         temporary.write_text(json.dumps(asdict(endpoint), indent=2) + "\n")
-        temporary.chmod(0o600)
 
 
 def read_endpoint(path: Path) -> Endpoint:

@@ -115,8 +115,7 @@ class SGLangServer:
         self.log = folder / LOG_FILE
         # Hexadecimal: SGLang takes a value that begins with a dash for an option.
         keys = [secrets.token_hex(32) for _ in range(2)]
-        with atomic_file(folder / OPTIONS_FILE) as temporary:
-            temporary.chmod(0o600)
+        with atomic_file(folder / OPTIONS_FILE, mode=0o600) as temporary:
             temporary.write_text(yaml.safe_dump(launch_options(options, port) | dict(zip(_KEYS, keys, strict=True))))
         command = [str(python_of(options.environment)), "-c", _BOOT, str(os.getpid())]
         with self.log.open("ab") as output:

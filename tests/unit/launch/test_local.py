@@ -103,10 +103,10 @@ def test_a_rank_that_ignores_every_signal_is_killed(tmp_path: Path):
     assert not is_alive(int((tmp_path / "pid-0").read_text()))
 
 
-def test_the_rendezvous_file_is_gone_afterwards(tmp_path: Path):
+def test_the_rendezvous_file_and_empty_logs_are_gone_afterwards(tmp_path: Path):
     command = program(tmp_path, "pathlib.Path(os.environ['MOERL_RENDEZVOUS'].removeprefix('file://')).write_text('x')")
     assert launch(command, tmp_path / "run") == 0
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["logs"]
+    assert list((tmp_path / "run").iterdir()) == []
 
 
 LAUNCHER = """
