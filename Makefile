@@ -1,15 +1,21 @@
 # `make demo` and `make test` set everything up by themselves; `make setup` alone makes the environment (.venv).
 PYTHON ?=
+# uv or pip; empty: uv where it is there.
+INSTALLER ?=
 BIN := .venv/bin
 # Test processes: as many as cores, each with one thread; tests that share an expensive set-up stay together.
 JOBS ?= auto
 
-.PHONY: setup sglang demo demo-sglang lint test test-slow test-distributed test-sglang bench bench-sglang clean
+.PHONY: setup lock sglang demo demo-sglang lint test test-slow test-distributed test-sglang bench bench-sglang clean
 
 setup: .venv/.ready
 
-.venv/.ready: pyproject.toml scripts/setup.sh
-	@PYTHON="$(PYTHON)" sh scripts/setup.sh
+.venv/.ready: pyproject.toml scripts/setup.sh requirements/build.lock requirements/run.lock
+	@PYTHON="$(PYTHON)" INSTALLER="$(INSTALLER)" bash scripts/setup.sh
+
+# Newer versions: resolves pyproject.toml and requirements/*.in again. Needs uv.
+lock:
+	@bash scripts/lock.sh
 
 demo: setup
 	$(BIN)/moerl train recipe=laptop

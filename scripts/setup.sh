@@ -1,8 +1,16 @@
-#!/bin/sh
-# Makes the environment in .venv. Run by `make setup`; runs again only when pyproject.toml or this file changes.
+#!/usr/bin/env bash
+# Makes the environment in .venv from requirements/*.lock, every download checked against its hash. Run by `make setup`.
 # PYTHON=/path/to/python3.12 names the interpreter; otherwise the first 3.12 that really runs is taken.
-set -eu
+# INSTALLER=uv|pip chooses; otherwise uv where it is there, else pip.
+set -euo pipefail
 cd "$(dirname "$0")/.."
+
+LOG=.venv/setup.log
+
+fail() {
+    echo "error: $1" >&2
+    exit 1
+}
 
 is_usable() {
     "$1" -c 'import sys, venv; raise SystemExit(sys.version_info[:2] != (3, 12))' 2>/dev/null
@@ -10,9 +18,9 @@ is_usable() {
 
 find_python() {
     if [ -n "${PYTHON:-}" ]; then
-        is_usable "$PYTHON" && echo "$PYTHON" && return
-        echo "error: PYTHON=$PYTHON is no Python 3.12 that runs (megatron-bridge 0.6.2 takes no other)" >&2
-        return 1
+        is_usable "$PYTHON" || fail "PYTHON=$PYTHON is no Python 3.12 that runs (megatron-bridge 0.6.2 takes no other)"
+        echo "$PYTHON"
+        return
     fi
     for candidate in python3.12 python3 "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.12*/bin/python; do
         if is_usable "$candidate"; then
@@ -20,19 +28,69 @@ find_python() {
             return
         fi
     done
-    echo "error: no Python 3.12 that runs was found (megatron-bridge 0.6.2 takes no other); install it, or name it: make setup PYTHON=/path/to/python3.12" >&2
-    return 1
+    fail "no Python 3.12 that runs was found (megatron-bridge 0.6.2 takes no other); install it, or name it:" \
+        "make setup PYTHON=/path/to/python3.12"
+}
+
+find_installer() {
+    case "${INSTALLER:-}" in
+    "") command -v uv >/dev/null && echo uv || echo pip ;;
+    uv) command -v uv >/dev/null || fail "INSTALLER=uv: no uv on the PATH; install it, or use INSTALLER=pip"; echo uv ;;
+    pip) echo pip ;;
+    *) fail "INSTALLER=$INSTALLER is neither uv nor pip" ;;
+    esac
+}
+
+# Takes the arguments of `pip install`. Never looks for dependencies: the locks have all of them. No build fetches a
+# backend of its own, and no bytecode is made for tens of thousands of files of which few are ever imported.
+install_with_uv() {
+    VIRTUAL_ENV="$PWD/.venv" uv pip install --no-deps --no-build-isolation "$@"
+}
+install_with_pip() {
+    .venv/bin/python -m pip --disable-pip-version-check install --no-deps --no-build-isolation --no-compile "$@"
+}
+
+# install WHAT ARGUMENT...: installs, with its output in the log, and says how far it is.
+install() {
+    local what=$1 began=$SECONDS said=$SECONDS pause=15 pid
+    shift
+    [ ! -t 1 ] || pause=1
+    "install_with_$installer" "$@" >>"$LOG" 2>&1 &
+    pid=$!
+    while kill -0 "$pid" 2>/dev/null; do
+        sleep 0.2
+        if [ $((SECONDS - said)) -ge "$pause" ]; then
+            said=$SECONDS
+            say_progress "$what" "$began"
+        fi
+    done
+    if ! wait "$pid"; then
+        [ ! -t 1 ] || echo
+        tail -n 20 "$LOG" >&2
+        fail "$what could not be installed; all that was tried is in $LOG. Run make setup again when it is solved"
+    fi
+    say_progress "$what" "$began"
+    [ ! -t 1 ] || echo
+}
+
+say_progress() {
+    local packages line doing
+    doing=$(tail -n 1 "$LOG" | cut -c 1-60)
+    packages=$(find .venv/lib/python3.12/site-packages -maxdepth 1 -name '*.dist-info' | wc -l)
+    line="setup: $1, $packages of about $total packages, $(du -sm .venv | cut -f1) MB, $((SECONDS - $2)) s: $doing"
+    if [ -t 1 ]; then printf '\r\033[K%s' "$line"; else echo "$line"; fi
 }
 
 python=$(find_python)
-echo "setup: $($python --version) at $python; installs about 5 GB into .venv, minutes"
+installer=$(find_installer)
+total=$(cat requirements/*.lock | grep -c '==')
+echo "setup: $("$python" --version) at $python, $installer; about 5 GB into .venv"
 [ -x .venv/bin/python ] && is_usable .venv/bin/python || "$python" -m venv --clear .venv
-pip=".venv/bin/python -m pip --disable-pip-version-check --quiet"
-$pip install --editable '.[dev]'
-# megatron-bridge declares CUDA-only packages (flashinfer, TE extensions) that it imports only where CUDA is present; what
-# it needs everywhere is among our own dependencies.
-$pip install --no-deps 'megatron-bridge==0.6.2'
-.venv/bin/python -W ignore -c 'from moerl.trainer.bridge import import_bridge; import_bridge()' >/dev/null 2>.venv/setup.log ||
-    { cat .venv/setup.log >&2; echo "error: megatron-bridge does not import; remove .venv and run make setup again" >&2; exit 1; }
+: >"$LOG"
+install "build backends" --require-hashes -r requirements/build.lock
+install "all packages" --require-hashes -r requirements/run.lock
+install "moerl" --editable .
+.venv/bin/python -W ignore -c 'from moerl.trainer.bridge import import_bridge; import_bridge()' >>"$LOG" 2>&1 ||
+    { tail -n 20 "$LOG" >&2; fail "megatron-bridge does not import; remove .venv and run make setup again"; }
 touch .venv/.ready
-echo "setup: done"
+echo "setup: done in $SECONDS s"

@@ -1,0 +1,69 @@
+"""`make setup` in a fresh copy of the checkout, by either installer."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A copy of what a clone would hold."""
+    names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
+    for name in filter(None, names):
+        target = tmp_path / "moerl" / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, target)
+    return tmp_path / "moerl"
+
+
+def set_up(checkout: Path, *arguments: str, path: str = "") -> subprocess.CompletedProcess[str]:
+    environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    environment["PATH"] = f"{path}:{environment['PATH']}" if path else environment["PATH"]
+    command = ["make", "setup", f"PYTHON={getattr(sys, '_base_executable', sys.executable)}", *arguments]
+    return subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
+
+
+def uv_folder(tmp_path: Path) -> str:
+    """A folder with uv, for PATH."""
+    if found := shutil.which("uv"):
+        return str(Path(found).parent)
+    venv.create(tmp_path / "uv", with_pip=True)
+    pip = [str(tmp_path / "uv/bin/python"), "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    subprocess.run([*pip, "install", "uv"], check=True)
+    return str(tmp_path / "uv/bin")
+
+
+@pytest.mark.parametrize("installer", ["pip", "uv"])
+def test_setup_installs_what_is_locked(checkout: Path, tmp_path: Path, installer: str) -> None:
+    done = set_up(checkout, f"INSTALLER={installer}", path=uv_folder(tmp_path) if installer == "uv" else "")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{installer}; about 5 GB" in done.stdout
+    python = str(checkout / ".venv/bin/python")
+    frozen = [python, "-m", "pip", "--disable-pip-version-check", "freeze", "--all", "--exclude-editable"]
+    installed = subprocess.run(frozen, capture_output=True, text=True, check=True).stdout.lower().replace("_", "-")
+    for name in ("torch==2.13.0", "megatron-core==0.19.2", "megatron-bridge==0.6.2"):
+        assert name in installed.split()
+    locked = "".join((checkout / "requirements" / name).read_text() for name in ("build.lock", "run.lock"))
+    unlocked = [line for line in installed.split() if not line.startswith("pip==") and f"{line} " not in locked]
+    assert unlocked == []
+    shutil.rmtree(checkout / ".venv")
+
+
+def test_setup_refuses_a_download_whose_hash_is_another(checkout: Path) -> None:
+    lock = checkout / "requirements/build.lock"
+    lock.write_text(re.sub(r"sha256:[0-9a-f]{16}", "sha256:" + "0" * 16, lock.read_text()))
+    done = set_up(checkout, "INSTALLER=pip")
+    assert done.returncode != 0
+    assert "DO NOT MATCH THE HASHES" in done.stderr
+    assert not (checkout / ".venv/.ready").exists()
