@@ -19,15 +19,15 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-import moerl
 from moerl.config.explain import unknown_key
 from moerl.config.reference import is_known
+from moerl.config.shipped import shipped_folder
 from moerl.errors import ConfigError
 
-CONFIGS = Path(moerl.__file__).parent / "configs"
+CONFIGS = shipped_folder("configs")
 
 DEFAULT_RECIPE = "laptop"
-"""As the defaults of `moerl/configs/config.yaml` say."""
+"""As the defaults of `configs/config.yaml` say."""
 
 
 @dataclass(frozen=True, slots=True)

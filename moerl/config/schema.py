@@ -1,4 +1,4 @@
-"""The configuration of a run as frozen, strict pydantic models; values live in `moerl/configs`, not here.
+"""The configuration of a run as frozen, strict pydantic models; values live in `configs/`, not here.
 
 Read by every process. A field is described once, at the field; `--help` prints these descriptions. Rules between
 fields are in `moerl.config.checks` and hold for every `RunConfig` that exists.

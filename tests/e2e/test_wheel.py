@@ -37,10 +37,10 @@ def test_an_installed_wheel_finds_its_configs_and_reward_worker(tmp_path: Path) 
     assert yaml.safe_load(shown.output)["recipe"] == "tiny"
     kinds = (".py", ".yaml", ".patch", ".txt")
     packed = {path.relative_to(site / "moerl") for path in (site / "moerl").rglob("*") if path.suffix in kinds}
-    # Patches of SGLang stand beside the package in a checkout, and in it in a wheel.
+    # Configs and the patches of SGLang stand beside the package in a checkout, and in it in a wheel.
     here = {
         path.relative_to(parent)
-        for parent, folder in ((ROOT / "moerl", ROOT / "moerl"), (ROOT, ROOT / "patches"))
+        for parent, folder in ((ROOT / "moerl", ROOT / "moerl"), (ROOT, ROOT / "configs"), (ROOT, ROOT / "patches"))
         for path in folder.rglob("*")
         if path.suffix in kinds
     }

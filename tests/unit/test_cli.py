@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.resources
 import os
 import shutil
 import subprocess
@@ -392,10 +391,10 @@ def test_a_rank_of_another_world_is_refused(
     assert handed_over == []
 
 
-def test_configs_travel_with_the_package(tmp_path: Path):
-    folder = importlib.resources.files("moerl") / "configs"
-    assert (folder / "recipe" / "laptop.yaml").is_file()
-    shutil.copytree(ROOT / "moerl", tmp_path / "site" / "moerl", ignore=shutil.ignore_patterns("__pycache__"))
+def test_configs_are_found_inside_of_an_installed_package(tmp_path: Path):
+    package = tmp_path / "site" / "moerl"
+    shutil.copytree(ROOT / "moerl", package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "configs", package / "configs")
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     done = run_python(

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import moerl
+from moerl.config.shipped import shipped_folder
 from moerl.contract.files import atomic_file
 from moerl.errors import EngineError
 from moerl.rollout.sglang.unified_diff import FilePatch, apply_patch, parse_diff, revert_patch
@@ -52,10 +52,8 @@ class PatchSet:
 
 
 def release_folder() -> Path:
-    """The folder with patches, requirements and stand-ins; inside the wheel, or beside the package in a checkout."""
-    package = Path(moerl.__file__).resolve().parent
-    inside = package / "patches" / "sglang" / SGLANG_VERSION
-    return inside if inside.is_dir() else package.parent / "patches" / "sglang" / SGLANG_VERSION
+    """The folder with patches, requirements and stand-ins."""
+    return shipped_folder("patches") / "sglang" / SGLANG_VERSION
 
 
 def read_patches(folder: Path | None = None) -> PatchSet:

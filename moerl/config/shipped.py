@@ -1,0 +1,14 @@
+"""Folders of the repository that a wheel carries: configs and patches. Torch-free."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import moerl
+
+
+def shipped_folder(name: str) -> Path:
+    """The folder `name`: inside the package in a wheel, beside it in a checkout."""
+    package = Path(moerl.__file__).resolve().parent
+    inside = package / name
+    return inside if inside.is_dir() else package.parent / name
