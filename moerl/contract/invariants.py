@@ -218,7 +218,7 @@ def _check_turns(trajectory: Trajectory) -> None:
                 Reason.TURNS_DO_NOT_COVER,
                 field=name,
                 seen=f"[{shown(turn.start)}, {shown(turn.end)})",
-                expected=f"a non-empty span that starts at {position}",
+                expected=f"a non-empty span that starts at {shown(position)}",
             )
         position = turn.end
         if (turn.sampling is not None) != (turn.kind is TurnKind.SAMPLED):

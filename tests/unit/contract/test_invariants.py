@@ -164,6 +164,11 @@ BROKEN: list[tuple[str, Reason, Callable[[Values], None]]] = [
     ("a huge number of layers", Reason.SPEC_INVALID, replaced("spec", num_moe_layers=HUGE)),
     ("layers that cannot be shown", Reason.SPEC_INVALID, replaced("spec", num_moe_layers=Whole(3))),
     ("a huge turn", Reason.TURNS_DO_NOT_COVER, turns((0, HUGE, TurnKind.PROMPT, None))),
+    (
+        "a turn behind a huge one",
+        Reason.TURNS_DO_NOT_COVER,
+        turns((0, HUGE, TurnKind.PROMPT, None), (3, 8, TurnKind.SAMPLED, NUCLEUS)),
+    ),
     ("a turn that starts huge", Reason.TURNS_DO_NOT_COVER, turns((-HUGE, 8, TurnKind.PROMPT, None))),
     ("a turn that cannot be shown", Reason.TURNS_DO_NOT_COVER, turns((0, Text("8"), TurnKind.PROMPT, None))),  # pyright: ignore
     ("a huge temperature", Reason.SAMPLING_INVALID, sampling(SamplingParams(temperature=HUGE))),

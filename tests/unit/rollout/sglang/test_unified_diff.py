@@ -3,7 +3,7 @@ from __future__ import annotations
 import difflib
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moerl.errors import EngineError
@@ -19,6 +19,7 @@ def diff(old: str, new: str) -> str:
     return "".join(lines)
 
 
+@settings(deadline=None)
 @given(TEXTS, TEXTS)
 def test_a_diff_applied_gives_the_new_text_and_reverted_the_old(old: str, new: str):
     for patch in parse_diff(diff(old, new), "p"):
