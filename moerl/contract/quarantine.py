@@ -46,6 +46,9 @@ class Quarantine:
         max_rate: Largest tolerated share of refused records, in [0, 1].
         min_records: Records to see before the rate is judged, at least 1.
         spec: The trainer's model. Records of another are refused; needed for `admit_frame`.
+
+    Attributes:
+        first_refusal: Why the first record since the last `expect` was refused; empty where none was.
     """
 
     def __init__(self, folder: Path, max_rate: float, min_records: int = 32, *, spec: ModelSpec | None = None) -> None:
@@ -57,6 +60,7 @@ class Quarantine:
         self.spec = spec
         self.counts: Counter[str] = Counter()
         self.num_admitted = 0
+        self.first_refusal = ""
         self._expected: set[str] = set()
         self._admitted: set[str] = set()
 
@@ -76,6 +80,7 @@ class Quarantine:
     def expect(self, rollout_ids: Iterable[str]) -> None:
         """Announces rollouts that were requested; an answer to anything else is refused."""
         self._expected.update(rollout_ids)
+        self.first_refusal = ""
 
     def admit(self, record: RolloutRecord, *, trainer_version: int) -> Trajectory | None:
         """The record as a checked trajectory, or None where it was refused and written to the folder.
@@ -221,13 +226,15 @@ class Quarantine:
         with writing(self.folder):
             write_folder(self.folder, f"{error.reason}-{digest.hexdigest()}", contents)
         self.counts[str(error.reason)] += 1
+        self.first_refusal = self.first_refusal or f"{error.reason} in {error.field}, {error.seen}"
 
     def _judge_rate(self) -> None:
         if self.num_seen >= self.min_records and self.rate > self.max_rate:
             raise ContractError(
                 Reason.QUARANTINE_RATE_EXCEEDED,
                 field="records",
-                seen=f"{self.num_refused} of {self.num_seen} refused: {dict(self.counts)}",
+                seen=f"{self.num_refused} of {self.num_seen} refused: {dict(self.counts)}; lately, first:"
+                f" {self.first_refusal}",
                 expected=f"a rate of at most {self.max_rate}",
                 remedy=f"inspect {self.folder}: the cause is an engine, a version mismatch or a failing reward",
             )

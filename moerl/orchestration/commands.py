@@ -6,6 +6,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -72,7 +73,7 @@ def _train(run: Run, model_path: Path) -> None:
             engine = run.unless_stopped(lambda: open_engine(config, start, run.reporter.say))
             if engine is not None:
                 run.engine = stack.enter_context(closing(engine))
-                collector = _collector(config, model_path, engine, run.task, run.tokenizer, run.quarantine)
+                collector = _collector(config, model_path, engine, run)
         run.leave_if_told()
         stage = RLStage(run, model_path, collector)
         stage.train()
@@ -85,7 +86,7 @@ def _train_supervised(run: Run, model_path: Path) -> None:
 
     def measure() -> Evaluation:
         with closing(open_engine(config, Model(output, run.spec, version=0), run.reporter.say)) as engine:
-            collector = _collector(config, output, engine, run.task, run.tokenizer, run.quarantine)
+            collector = _collector(config, output, engine, run)
             return evaluate(collector, "heldout", config.evaluation.heldout_problems, version=0)
 
     if run.layout.is_main:
@@ -107,7 +108,7 @@ def run_rollout(config: RunConfig) -> int:
             sampling=sampling_params(config.rollout, config.seed),
             prefixes={},
         )
-        finished = list(collector.collect(prompts, requests, trainer_version=0, prefixes={}))
+        finished = collector.collect(prompts, requests, "rollouts", trainer_version=0, prefixes={})
         path = config.run_dir / "rollouts" / "rollouts.parquet"
         trajectories = in_request_order(finished, requests)
         texts = [collector.response(t) for t in trajectories]
@@ -190,18 +191,22 @@ def _cold_start(run: Run, model_path: Path) -> Path:
     return output
 
 
-def _collector(
-    config: RunConfig,
-    model_path: Path,
-    engine: RolloutEngine,
-    task: Task,
-    tokenizer: PreTrainedTokenizerBase,
-    quarantine: Quarantine,
-) -> Collector:
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """What a command that only reads a model shares with a run."""
+
+    task: Task
+    tokenizer: PreTrainedTokenizerBase
+    quarantine: Quarantine
+    reporter: Reporter
+
+
+def _collector(config: RunConfig, model_path: Path, engine: RolloutEngine, run: Run | _Reading) -> Collector:
     handshake = engine.handshake()
     layers = select_layers(handshake, read_layers(model_path))
-    ends = read_ends(model_path, tokenizer, handshake.spec.vocab_size)
-    return Collector(engine, task, tokenizer, quarantine, config.rollout.max_new_tokens, layers, ends)
+    ends = read_ends(model_path, run.tokenizer, handshake.spec.vocab_size)
+    length, say = config.rollout.max_new_tokens, run.reporter.say
+    return Collector(engine, run.task, run.tokenizer, run.quarantine, length, layers, ends, say)
 
 
 @contextmanager
@@ -223,7 +228,8 @@ def _open_reader(config: RunConfig, command: str) -> Iterator[tuple[Collector, R
         reporter = stack.enter_context(make_reporter(config, is_main=True))
         engine = stack.enter_context(closing(open_engine(config, model, reporter.say)))
         reporter.say(ends)
-        yield _collector(config, config.model.path, engine, task, tokenizer, quarantine), reporter
+        reading = _Reading(task, tokenizer, quarantine, reporter)
+        yield _collector(config, config.model.path, engine, reading), reporter
 
 
 def quiet_libraries() -> None:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from moerl.contract.ports import WorkedTask
-from moerl.errors import MoerlError
 from moerl.orchestration.rollouts import GREEDY, Collector
 
 
@@ -38,14 +37,8 @@ def evaluate(collector: Collector, split: str, count: int, *, version: int, work
         prefixes = {prompt.prompt_id: collector.task.work_prefix(prompt) for prompt in prompts}
     run = f"evaluation-{split}-{version:06d}{'-worked' if worked else ''}"
     requests = collector.requests(prompts, run=run, count=1, sampling=GREEDY, prefixes=prefixes)
-    trajectories = list(collector.collect(prompts, requests, trainer_version=version, prefixes=prefixes))
-    if not trajectories:
-        raise MoerlError(
-            f"the evaluation on {split} problems has no answer to count",
-            seen=f"{len(requests)} responses asked for, none admitted",
-            expected="at least one",
-            remedy=f"inspect {collector.quarantine.folder}",
-        )
+    purpose = f"evaluation on {split} problems"
+    trajectories = collector.collect(prompts, requests, purpose, trainer_version=version, prefixes=prefixes)
     names = sorted({name for trajectory in trajectories for name in trajectory.rewards})
     rewards = {name: float(np.mean([t.rewards[name] for t in trajectories if name in t.rewards])) for name in names}
     return Evaluation(

@@ -16,7 +16,7 @@ from moerl.diagnostics.plots import draw_curves
 from moerl.diagnostics.summary import RunSummary, closing_lines, write_summary
 from moerl.errors import MoerlError
 from moerl.orchestration.evaluation import Evaluation
-from moerl.telemetry.metrics import check_layer_metrics, check_metrics
+from moerl.telemetry.metrics import check_layer_metrics, check_metrics, named_reward_metric
 from moerl.telemetry.progress import make_progress
 from moerl.telemetry.sinks import JsonlSink, MetricSink, TensorBoardSink
 
@@ -158,6 +158,8 @@ class MainReporter:
         metrics = dict(seconds)
         for name, evaluation in evaluations.items():
             accuracy, length, problems = EVALUATIONS[name]
+            if name == "dev":
+                metrics |= {named_reward_metric(each): mean for each, mean in evaluation.rewards.items()}
             metrics[accuracy] = evaluation.accuracy
             if length is not None:
                 metrics[length] = evaluation.length_mean

@@ -22,7 +22,7 @@ from moerl.config.model_sizes import directory_sizes
 from moerl.contract.batch import Microbatch, TrainSample
 from moerl.contract.ports import WorkedTask
 from moerl.contract.trajectory import ModelSpec
-from moerl.errors import EngineError, MoerlError
+from moerl.errors import EngineError
 from moerl.orchestration import step_metrics
 from moerl.orchestration.batches import BatchExchange, Minibatch, pack_options
 from moerl.orchestration.evaluation import Evaluation, evaluate
@@ -133,15 +133,8 @@ class RLStage:
             sampling=sampling_params(config.rollout, config.seed),
             prefixes={},
         )
-        finished = list(collector.collect(chosen, requests, trainer_version=step, prefixes={}))
+        finished = collector.collect(chosen, requests, f"step {step + 1}", trainer_version=step, prefixes={})
         trajectories = in_request_order(finished, requests)
-        if not trajectories:
-            raise MoerlError(
-                f"step {step} has no trajectory to train on",
-                seen=f"{len(requests)} rollouts asked for, none admitted",
-                expected="at least one",
-                remedy=f"inspect {collector.quarantine.folder}",
-            )
         texts = [collector.response(t) for t in trajectories]
         self.run.dump_if_due(step + 1, trajectories, texts, [collector.prompt(t) for t in trajectories])
         return with_advantages(trajectories, self.algorithm)

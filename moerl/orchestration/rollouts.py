@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,7 +18,7 @@ from moerl.contract.quarantine import Quarantine
 from moerl.contract.reasons import Reason
 from moerl.contract.routing import rollout_key
 from moerl.contract.trajectory import Lineage, SamplingParams, Trajectory
-from moerl.errors import ContractError, RewardError
+from moerl.errors import ContractError, MoerlError, RewardError
 from moerl.tasks.tokenizer import encode_checked
 
 
@@ -27,7 +27,7 @@ class Collector:
     """Asks an engine for responses, passes every answer through the contract, and has it rewarded.
 
     layers: which columns of the engine's expert ids are the model's MoE layers, by its handshake.
-    ends: ids that end a response (`moerl.orchestration.ends`).
+    ends: ids that end a response (`moerl.orchestration.ends`). say: where refused answers are told of.
     """
 
     engine: RolloutEngine
@@ -37,6 +37,7 @@ class Collector:
     max_new_tokens: int
     layers: LayerSelection
     ends: tuple[int, ...]
+    say: Callable[[str], None]
 
     def requests(
         self, prompts: Sequence[Prompt], *, run: str, count: int, sampling: SamplingParams, prefixes: Mapping[str, str]
@@ -70,14 +71,43 @@ class Collector:
         self,
         prompts: Sequence[Prompt],
         requests: Sequence[RolloutRequest],
+        purpose: str,
         *,
         trainer_version: int,
         prefixes: Mapping[str, str],
-    ) -> Iterator[Trajectory]:
-        """Admitted trajectories with their rewards, as they finish.
+    ) -> list[Trajectory]:
+        """Admitted trajectories with their rewards, in the order in which they finished.
 
-        Answers that break the contract, and those whose reward fails, go to quarantine.
+        Answers that break the contract, and those whose reward fails, go to quarantine, and the first cause is told.
+
+        Args:
+            purpose: what the responses are for, as errors call it.
+
+        Raises:
+            MoerlError: not one was admitted, or too many were refused.
         """
+        quarantine, before = self.quarantine, self.quarantine.num_refused
+        admitted = list(self._admitted(prompts, requests, trainer_version, prefixes))
+        refused = quarantine.num_refused - before
+        cause = f"; the first: {quarantine.first_refusal}" if refused else ""
+        if not admitted:
+            raise MoerlError(
+                f"{purpose}: no response was admitted",
+                seen=f"{refused} of {len(requests)} refused{cause}",
+                expected="at least one",
+                remedy=f"correct the cause; what was refused is in {quarantine.folder}",
+            )
+        if refused:
+            self.say(f"{purpose}: {refused} of {len(requests)} responses refused{cause}; kept in {quarantine.folder}")
+        return admitted
+
+    def _admitted(
+        self,
+        prompts: Sequence[Prompt],
+        requests: Sequence[RolloutRequest],
+        trainer_version: int,
+        prefixes: Mapping[str, str],
+    ) -> Iterator[Trajectory]:
         by_id = {prompt.prompt_id: prompt for prompt in prompts}
         self.quarantine.expect(request.lineage.rollout_id for request in requests)
         for answer in self.engine.generate(requests):
@@ -95,7 +125,8 @@ class Collector:
                 try:
                     rewards = self.task.reward(prompt, response, trajectory.finish_reason)
                 except RewardError as error:
-                    failed = ContractError(Reason.REWARD_FAILED, field="rewards", seen=error, expected="finite rewards")
+                    why = ": ".join(filter(None, (error.what, error.seen)))
+                    failed = ContractError(Reason.REWARD_FAILED, field="rewards", seen=why, expected="finite rewards")
                     self.quarantine.withdraw(record, failed, trainer_version=trainer_version)
                     continue
                 yield replace(trajectory, rewards=rewards)

@@ -16,7 +16,8 @@ from torch import Tensor
 from moerl.algorithms.mismatch import mismatch_sums, ratio_quantiles, ratio_sample
 from moerl.contract.batch import Microbatch
 from moerl.contract.shares import Place
-from moerl.contract.trajectory import ModelSpec, Trajectory
+from moerl.contract.trajectory import FinishReason, ModelSpec, Trajectory
+from moerl.telemetry.metrics import named_reward_metric
 from moerl.trainer.natural import STATISTICS, summarize
 from moerl.trainer.optimizer import UpdateReport
 from moerl.trainer.trainer import RowScores, StepReport
@@ -133,13 +134,13 @@ def policy_metrics(table: RowTable) -> dict[str, float]:
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Reward, accuracy, length and kept sets of a batch of rollouts."""
+    """Rewards by name, groups that teach nothing, length and kept sets of a batch of rollouts."""
     lengths = np.array([t.num_sampled for t in trajectories])
     sizes = np.concatenate([t.kept.sizes[t.truncated] for t in trajectories])
     metrics = {
-        "reward/mean": float(np.mean([t.rewards["reward"] for t in trajectories])),
-        "accuracy/mean": float(np.mean([t.rewards["accuracy"] for t in trajectories])),
+        **_reward_metrics(trajectories),
         "response/length_mean": float(lengths.mean()),
+        "response/truncated": float(np.mean([t.finish_reason is FinishReason.LENGTH for t in trajectories])),
     }
     if len(sizes):
         logmasses = np.concatenate([t.kept_logmass[t.truncated] for t in trajectories])
@@ -149,6 +150,22 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
             "kept/mass_mean": float(np.exp(logmasses.astype(np.float64)).mean()),
         }
     return metrics
+
+
+def _reward_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    groups: dict[str, list[float]] = {}
+    named: dict[str, list[float]] = {}
+    for trajectory in trajectories:
+        groups.setdefault(trajectory.lineage.group_id, []).append(trajectory.rewards["reward"])
+        for name, reward in trajectory.rewards.items():
+            named.setdefault(name, []).append(reward)
+    equal = sum(np.ptp(np.array(rewards, np.float32)) == 0.0 for rewards in groups.values())
+    return {
+        **{named_reward_metric(name): float(np.mean(rewards)) for name, rewards in named.items()},
+        "reward/std": float(np.std(named["reward"])),
+        "groups/zero_variance": float(equal),
+        "groups/zero_variance_share": float(equal / len(groups)),
+    }
 
 
 def load_metrics(expert_load_LE: Tensor) -> dict[str, float]:

@@ -68,9 +68,15 @@ _MISMATCH = (
 )
 
 _ALL = (
-    Metric("reward/mean", "reward", "mean reward of the batch's responses"),
+    Metric(
+        "reward/mean", "reward", "mean reward: of sampled responses in rl, of greedy ones to dev problems in evaluation"
+    ),
+    Metric("reward/std", "reward", "standard deviation of the rewards of the batch's responses"),
     Metric("accuracy/mean", "1", "share of right answers: sampled in rl, greedy on dev problems in evaluation"),
     Metric("response/length_mean", "token", "mean length of a response"),
+    Metric("response/truncated", "1", "share of responses cut off at their longest length"),
+    Metric("groups/zero_variance", "group", "groups whose rewards are all equal: they teach nothing"),
+    Metric("groups/zero_variance_share", "1", "the same, over all groups of the batch"),
     Metric("heldout/accuracy", "1", "share of right greedy answers on held-out problems"),
     Metric("heldout/accuracy_worked", "1", "the same, for the cold start with the first step of its working given"),
     Metric("heldout/length_mean", "token", "mean length of a greedy response to a held-out problem"),
@@ -157,6 +163,10 @@ _ALL = (
     Metric("memory/peak_rss_bytes", "byte", "peak resident memory of rank 0", deterministic=False),
 )
 
+_NAMED_REWARD = Metric(
+    "reward/<name>/mean", "reward", "mean of a named reward of the task's own, over the responses that have it"
+)
+
 METRICS: dict[str, Metric] = {metric.name: metric for metric in _ALL}
 
 
@@ -181,8 +191,8 @@ def is_reward_name(name: str) -> bool:
 
 
 def named_reward_metric(name: str) -> str:
-    """The metric of a named reward of the task's own."""
-    return f"reward/{name}/mean"
+    """The metric of the mean of a named reward."""
+    return {"reward": "reward/mean", "accuracy": "accuracy/mean"}.get(name, f"reward/{name}/mean")
 
 
 def is_registered(name: str) -> bool:
@@ -219,7 +229,7 @@ def reference_page() -> str:
     tables = [Metric(f"mismatch/<scorer>/{name}", unit, f"{meaning}; in a table") for name, unit, meaning in _MISMATCH]
     singles = [metric for metric in _ALL if metric.name.split("/")[1] not in SCORERS]
     rows = []
-    for metric in [*singles, *tables]:
+    for metric in [*singles, _NAMED_REWARD, *tables]:
         meaning = metric.meaning.replace("|", "\\|")
         rows.append(f"| `{metric.name}` | {metric.unit} | {meaning} | {'yes' if metric.deterministic else 'no'} |")
     return "\n".join([_HEAD, *rows, ""])

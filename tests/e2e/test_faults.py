@@ -251,4 +251,4 @@ def test_a_step_without_any_valid_answer_stops_the_run(forked: Runs, tmp_path: P
     fault = ("break_records", {"only": "rl-000000/", "count": 16})
     stopped = train(forked, run, "quarantine.max_rate=1.0", fault=fault)
     assert stopped.status == 1
-    assert "error: step 0 has no trajectory to train on" in stopped.output
+    assert "error: step 1: no response was admitted" in stopped.output

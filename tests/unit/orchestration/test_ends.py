@@ -66,11 +66,11 @@ def test_every_end_that_a_model_names_ends_its_responses(chat_model: Path, tmp_p
     ends = read_ends(chat_model, tokenizer, spec.vocab_size)
     layers = select_layers(engine.handshake(), read_layers(chat_model))
     quarantine = Quarantine(tmp_path, 1.0, spec=spec)
-    collector = Collector(engine, cast(Task, Silent()), tokenizer, quarantine, 24, layers, ends)
+    collector = Collector(engine, cast(Task, Silent()), tokenizer, quarantine, 24, layers, ends, print)
     prompts = [Prompt("p", "1+1=")]
     requests = collector.requests(prompts, run="t", count=32, sampling=SamplingParams(seed=3), prefixes={})
     last = set()
-    for trajectory in collector.collect(prompts, requests, trainer_version=0, prefixes={}):
+    for trajectory in collector.collect(prompts, requests, "t", trainer_version=0, prefixes={}):
         response = trajectory.token_ids[trajectory.sampled].tolist()
         assert not set(ends) & set(response[:-1])
         assert (trajectory.finish_reason == FinishReason.STOP) == (response[-1] in ends)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
+import pytest
 from factories import SPEC, make_trajectory, values_of
 
 from moerl.algorithms.grpo import GRPO
@@ -17,7 +18,7 @@ from moerl.contract.layers import LayerSelection, ModelLayers, select_layers
 from moerl.contract.ports import EngineInfo, ReportedLayers
 from moerl.contract.quarantine import read_quarantined
 from moerl.contract.reasons import Reason
-from moerl.errors import ContractError, RewardError
+from moerl.errors import ContractError, MoerlError, RewardError
 from moerl.orchestration.rollouts import Collector, in_request_order, with_advantages
 
 PROMPT = Prompt("p", "2+2=")
@@ -46,15 +47,15 @@ class FakeTokenizer:
 
 
 class FlakyTask:
-    """Rewards 0, 1, 2, ... in turn; the reward of call `fails_at` fails."""
+    """Rewards 0, 1, 2, ... in turn; the reward of call `fails_at` fails, that of every call where it is -1."""
 
     def __init__(self, fails_at: int) -> None:
         self.fails_at, self.calls = fails_at, 0
 
     def reward(self, *_: object) -> dict[str, float]:
         self.calls += 1
-        if self.calls == self.fails_at:
-            raise RewardError("the reward timed out")
+        if self.fails_at in (self.calls, -1):
+            raise RewardError(f"call {self.calls} failed at data.jsonl:7", seen="KeyError: 'x', in score (mine.py:3)")
         return {"reward": float(self.calls), "accuracy": 0.0}
 
 
@@ -62,17 +63,21 @@ ALL_MOE = LayerSelection(SPEC.num_moe_layers, tuple(range(SPEC.num_moe_layers)))
 
 
 def collector(
-    folder: Path, fails_at: int = 0, engine: FakeEngine | None = None, layers: LayerSelection = ALL_MOE
+    folder: Path,
+    fails_at: int = 0,
+    engine: FakeEngine | None = None,
+    layers: LayerSelection = ALL_MOE,
+    max_rate: float = 1.0,
+    say: Callable[[str], None] = print,
 ) -> Collector:
-    quarantine = Quarantine(folder, 1.0)
+    quarantine = Quarantine(folder, max_rate)
     task, tokenizer = cast(Any, FlakyTask(fails_at)), cast(Any, FakeTokenizer())
-    return Collector(cast(Any, engine or FakeEngine()), task, tokenizer, quarantine, 8, layers, ends=(1,))
+    return Collector(cast(Any, engine or FakeEngine()), task, tokenizer, quarantine, 8, layers, (1,), say)
 
 
 def collect(collect_from: Collector, count: int) -> tuple[list[Any], list[RolloutRequest]]:
     requests = collect_from.requests([PROMPT], run="t", count=count, sampling=SamplingParams(seed=7), prefixes={})
-    found = collect_from.collect([PROMPT], requests, trainer_version=9, prefixes={})
-    return list(found), requests
+    return collect_from.collect([PROMPT], requests, "step 9", trainer_version=9, prefixes={}), requests
 
 
 def test_a_reward_that_fails_quarantines_its_sample_and_the_others_go_on(tmp_path: Path):
@@ -80,6 +85,29 @@ def test_a_reward_that_fails_quarantines_its_sample_and_the_others_go_on(tmp_pat
     found, _ = collect(here, 4)
     assert [trajectory.rewards["reward"] for trajectory in found] == [1.0, 3.0, 4.0]
     assert here.quarantine.counts == {"reward_failed": 1}
+
+
+def test_a_few_rewards_that_fail_are_told_with_the_first_cause(tmp_path: Path):
+    said: list[str] = []
+    collect(here := collector(tmp_path, fails_at=2, say=said.append), 4)
+    cause = "reward_failed in rewards, call 2 failed at data.jsonl:7: KeyError: 'x', in score (mine.py:3)"
+    assert said == [f"step 9: 1 of 4 responses refused; the first: {cause}; kept in {tmp_path}"]
+    collect(here, 4)
+    assert len(said) == 1
+
+
+def test_where_every_reward_fails_the_first_cause_is_in_the_error(tmp_path: Path):
+    with pytest.raises(MoerlError) as caught:
+        collect(collector(tmp_path, fails_at=-1), 4)
+    assert str(caught.value).startswith("step 9: no response was admitted; seen: 4 of 4 refused; the first: reward_fai")
+    assert "call 1 failed at data.jsonl:7: KeyError: 'x', in score (mine.py:3)" in str(caught.value)
+
+
+def test_where_too_many_rewards_fail_the_first_cause_is_in_the_error(tmp_path: Path):
+    with pytest.raises(ContractError, match="quarantine_rate_exceeded") as caught:
+        collect(collector(tmp_path, fails_at=20, max_rate=0.01), 40)
+    assert "1 of 32 refused" in str(caught.value)
+    assert "call 20 failed at data.jsonl:7: KeyError: 'x', in score (mine.py:3)" in str(caught.value)
 
 
 def test_every_request_has_a_seed_and_an_id_of_its_own(tmp_path: Path):

@@ -13,6 +13,7 @@ from factories import FULL, make_trajectory
 
 from moerl.contract.batch import TrainSample
 from moerl.contract.shares import Place, cut_share
+from moerl.contract.trajectory import FinishReason, Trajectory
 from moerl.orchestration.rl import _split_groups
 from moerl.orchestration.step_metrics import (
     COLUMNS,
@@ -115,6 +116,31 @@ def test_kept_sets_are_measured_over_tokens_that_were_drawn_from_one() -> None:
     assert found["kept/mass_mean"] == pytest.approx(np.exp(kept.kept_logmass[kept.sampled]).mean())
     check_metrics(found)
     assert "kept/size_mean" not in rollout_metrics([full])
+
+
+def with_reward(group: str, finish_reason: FinishReason = FinishReason.STOP, **rewards: float) -> Trajectory:
+    trajectory = make_trajectory(np.random.default_rng(0), finish_reason=finish_reason)
+    lineage = replace(trajectory.lineage, group_id=group)
+    return replace(trajectory, lineage=lineage, rewards={"accuracy": 0.0, **rewards})
+
+
+def test_rewards_of_a_batch_are_summed_up_by_name_group_and_end() -> None:
+    length = FinishReason.LENGTH
+    batch = [
+        *(with_reward("a", reward=1.0, brevity=0.5), with_reward("a", length, reward=3.0, brevity=1.0)),
+        *(with_reward("b", reward=0.1, extra=7.0), with_reward("b", reward=0.1)),
+        with_reward("c", length, reward=1.0),
+    ]
+    found = rollout_metrics(batch)
+    assert found["reward/mean"] == pytest.approx(5.2 / 5)
+    assert found["reward/std"] == pytest.approx(np.std([1.0, 3.0, 0.1, 0.1, 1.0]))
+    assert found["response/truncated"] == pytest.approx(2 / 5)
+    assert found["groups/zero_variance"] == 2.0
+    assert found["groups/zero_variance_share"] == pytest.approx(2 / 3)
+    assert found["reward/brevity/mean"] == 0.75
+    assert found["reward/extra/mean"] == 7.0
+    assert not {"reward/reward/mean", "reward/accuracy/mean"} & found.keys()
+    check_metrics(found)
 
 
 def test_expert_load_is_that_of_the_worst_layer() -> None:

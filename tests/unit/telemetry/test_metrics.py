@@ -11,6 +11,8 @@ from moerl.telemetry.metrics import (
     SCORERS,
     check_metrics,
     deterministic_part,
+    is_reward_name,
+    named_reward_metric,
     reference_page,
     table_metrics,
 )
@@ -41,6 +43,23 @@ def test_every_metric_is_on_the_reference_page():
 def test_a_name_that_is_not_registered_is_refused():
     with pytest.raises(ValueError, match="'reward/maen' is not registered"):
         check_metrics({"reward/maen": 1.0})
+
+
+@pytest.mark.parametrize("name", ["format", "format_reward", "math.v2", "länge", "a" * 64])
+def test_a_named_reward_of_a_task_has_a_metric(name: str):
+    assert is_reward_name(name)
+    check_metrics({named_reward_metric(name): 0.5})
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a/b", "a\n", "\x1b[2J", "a" * 65])
+def test_a_name_that_no_metric_can_have_is_refused(name: str):
+    assert not is_reward_name(name)
+    with pytest.raises(ValueError, match="is not registered"):
+        check_metrics({named_reward_metric(name): 0.5})
+
+
+def test_named_rewards_are_on_the_reference_page():
+    assert "`reward/<name>/mean`" in reference_page()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), True, "1", None])
