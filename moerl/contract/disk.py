@@ -53,8 +53,10 @@ MAX_DUMP_BYTES = 16 << 30
 _MAX_GROUP_VALUES = 1 << 28
 """Expert ids of a row group; Arrow lists count their values in 31 bits."""
 
-# Texts and numbers in these are about as long in memory as their pages; a dictionary repeats what it holds.
+# A number takes what its type takes, however often a dictionary repeats it; a text takes any multiple of its pages.
 _ENCODINGS = frozenset({"PLAIN", "RLE"})
+_NUMBER_ENCODINGS = _ENCODINGS | {"PLAIN_DICTIONARY", "RLE_DICTIONARY"}
+_WITH_DICTIONARY = [f"{name}.list.element" for name, (types, _) in ARRAYS.items() if pa.types.is_integer(types[0])]
 _VALUE_BYTES = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8}
 
 
@@ -91,8 +93,7 @@ def write_parquet(
         for text in column:
             _check_encodes(text)
     schema = _schema(trajectories, tuple(for_people))
-    # Without dictionaries a column is as large as its pages say, and repetition is left to zstd.
-    options: dict[str, Any] = {"compression": "zstd", "compression_level": 1, "use_dictionary": False}
+    options: dict[str, Any] = {"compression": "zstd", "compression_level": 1, "use_dictionary": _WITH_DICTIONARY}
     with atomic_file(Path(path)) as temporary:
         with pq.ParquetWriter(temporary, schema, write_page_checksum=True, **options) as writer:
             for start, stop in _row_groups(trajectories):
@@ -177,18 +178,18 @@ def _check_version(metadata: pq.FileMetaData) -> None:
 
 
 def _check_sizes(metadata: pq.FileMetaData, max_bytes: int) -> None:
-    """Refuses columns that are larger than their pages, and more than `max_bytes` in all, before they are decoded."""
+    """Refuses columns whose size cannot be told from the footer, and more than `max_bytes` in all, before they are decoded."""
     groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
     decoded = 0
     for group in groups:
         for column in (group.column(index) for index in range(group.num_columns)):
-            if not _ENCODINGS.issuperset(column.encodings):
+            known = _ENCODINGS if column.physical_type == "BYTE_ARRAY" else _NUMBER_ENCODINGS
+            if not known.issuperset(column.encodings):
                 raise _corrupt(column.path_in_schema, f"encodings {column.encodings} of another writer")
             if column.num_values < group.num_rows:
                 raise _corrupt(column.path_in_schema, f"{column.num_values} values in {group.num_rows} rows")
-            decoded += max(
-                column.total_uncompressed_size, _VALUE_BYTES.get(column.physical_type, 4) * column.num_values
-            )
+            width = _VALUE_BYTES.get(column.physical_type, 4)
+            decoded += max(column.total_uncompressed_size, width * column.num_values)
     if decoded > max_bytes:
         raise _too_large(f"{decoded} bytes decoded", max_bytes)
     num_rows = sum(group.num_rows for group in groups)

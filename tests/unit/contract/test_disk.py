@@ -242,6 +242,7 @@ def test_a_crafted_table_is_refused_by_name(dump: Path, name: str):
         {"use_dictionary": True},
         {"use_dictionary": False, "column_encoding": {"rollout_id": "DELTA_BYTE_ARRAY"}},
         {"data_page_version": "2.0", "use_dictionary": ["engine_id"]},
+        {"use_dictionary": False, "column_encoding": {"token_ids.list.element": "DELTA_BINARY_PACKED"}},
     ],
 )
 def test_what_could_repeat_itself_without_end_is_refused(dump: Path, options: dict[str, Any]):
@@ -250,11 +251,13 @@ def test_what_could_repeat_itself_without_end_is_refused(dump: Path, options: di
     assert "another writer" in str(refusal(dump))
 
 
-def test_a_dump_larger_than_the_limit_is_refused_before_it_is_decoded(dump: Path):
+@pytest.mark.parametrize("use_dictionary", [False, True])
+def test_a_dump_larger_than_the_limit_is_refused_before_it_is_decoded(dump: Path, use_dictionary: bool):
     with pytest.raises(ContractError, match="file_too_large"):
         read_parquet(dump, max_bytes=dump.stat().st_size - 1)
     zeros = pa.array([np.zeros(1 << 21, np.int32)], NUMBERS)
-    rewrite(dump, with_column("kept_ids", zeros), compression="zstd")
+    paths = ["kept_ids.list.element"] if use_dictionary else []
+    rewrite(dump, with_column("kept_ids", zeros), compression="zstd", use_dictionary=paths)
     assert dump.stat().st_size < 1 << 20
     before = pa.total_allocated_bytes()
     with pytest.raises(ContractError, match="file_too_large"):
