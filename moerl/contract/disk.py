@@ -178,7 +178,7 @@ def _check_version(metadata: pq.FileMetaData) -> None:
 
 
 def _check_sizes(metadata: pq.FileMetaData, max_bytes: int) -> None:
-    """Refuses columns whose size cannot be told from the footer, and more than `max_bytes` in all, before they are decoded."""
+    """Refuses, before anything is decoded, columns whose size the footer does not tell, and more than `max_bytes`."""
     groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
     decoded = 0
     for group in groups:
