@@ -47,7 +47,7 @@ from moerl.contract.trajectory import (
 )
 from moerl.errors import ContractError
 
-MAX_DUMP_BYTES = 16 << 30
+MAX_DUMP_BYTES = 64 << 30
 """Largest dump that is read, as a file and decoded."""
 
 _MAX_GROUP_VALUES = 1 << 28

@@ -24,6 +24,8 @@ from moerl.launch.rank import new_rendezvous
 
 POLL_SECONDS = 0.1
 GRACE_SECONDS = 10.0
+CLOSING_SECONDS = 90.0
+"""Time that ranks have to close their servers after they agreed to stop; `SGLangServer.stop` may take a while."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,12 +149,24 @@ def _watch(ranks: Sequence[_Rank], stop: _Stop, grace_seconds: float) -> int:
             _report(failed)
             return _status(failed[0].process.returncode)
         if any(rank.stopped(passed_on) for rank in ranks):
-            # They agree on where they stop: the others are about to end, or wait for one that never began.
-            _end(ranks, grace_seconds)
-            return STOPPED
+            return _after_a_stop(ranks, passed_on, grace_seconds)
         if all(rank.process.poll() == 0 for rank in ranks):
             return 0
         time.sleep(POLL_SECONDS)
+
+
+def _after_a_stop(ranks: Sequence[_Rank], asked: int, grace_seconds: float) -> int:
+    """Waits for the other ranks once one has stopped; the exit status of the run."""
+    if not any(rank.process.poll() == STOPPED for rank in ranks):
+        # It died of the signal before it could take notice: the others may wait for it without end.
+        _end(ranks, grace_seconds)
+        return STOPPED
+    _end(ranks, CLOSING_SECONDS)
+    failed = [rank for rank in ranks if rank.failed(asked) and rank.process.returncode != -signal.SIGKILL]
+    if failed:
+        _report(failed)
+        return _status(failed[0].process.returncode)
+    return STOPPED
 
 
 def _end(ranks: Sequence[_Rank], grace_seconds: float, first: int = 0) -> None:

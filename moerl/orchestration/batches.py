@@ -15,12 +15,16 @@ from moerl.config.model_sizes import ModelSizes
 from moerl.config.schema import RunConfig
 from moerl.contract.batch import Microbatch, TextSample, TrainSample
 from moerl.contract.batch_wire import decode_batches, share_frames
+from moerl.contract.frame import WireLimits
 from moerl.contract.shares import cut_share
 from moerl.contract.trajectory import ModelSpec
 from moerl.errors import ContractError
 from moerl.orchestration.exchange import gather_places, raise_together, scatter_bytes
 from moerl.trainer.layout import Layout
 from moerl.trainer.trainer import MegatronTrainer
+
+_SHARES = WireLimits(max_frame_bytes=64 << 30, max_payload_bytes=128 << 30)
+"""Of a frame that the main rank made: thousands of long trajectories with the routing of every token."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,7 +112,7 @@ class BatchExchange:
 
     def _decode(self, frame: bytes) -> tuple[list[Microbatch], dict[str, float]]:
         try:
-            decoded, problem = decode_batches(frame, spec=self._spec), None
+            decoded, problem = decode_batches(frame, spec=self._spec, limits=_SHARES), None
         except ContractError as error:
             decoded, problem = ([], {}), error
         raise_together(problem)

@@ -70,9 +70,11 @@ def _train(run: Run, model_path: Path) -> None:
         collector = None
         if run.layout.is_main:
             start = Model(model_path, run.spec, version=-1)
-            engine = run.unless_stopped(lambda: open_engine(config, start, run.reporter.say))
-            if engine is not None:
-                run.engine = stack.enter_context(closing(engine))
+            run.engine = run.unless_stopped(
+                # Closed at the end whatever comes right after it is open.
+                lambda: stack.enter_context(closing(open_engine(config, start, run.reporter.say)))
+            )
+            if (engine := run.engine) is not None:
                 collector = _collector(config, model_path, engine, run)
         run.leave_if_told()
         stage = RLStage(run, model_path, collector)

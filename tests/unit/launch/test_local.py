@@ -171,6 +171,14 @@ def test_ranks_that_fail_when_they_are_told_to_stop_are_a_failure(tmp_path: Path
     assert launcher.wait(30) == 1
 
 
+def test_a_rank_that_fails_after_another_has_stopped_is_a_failure(tmp_path: Path):
+    body = STOPPING.replace("sys.exit(STATUS)", "(time.sleep(0.5), sys.exit(3)) if int(here) == 0 else sys.exit(75)")
+    assert "sys.exit(3)" in body
+    launcher, _ = start_launcher(tmp_path, body)
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(30) == 3
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="needs the kernel's parent-death signal")
 def test_ranks_do_not_outlive_a_killed_launcher(tmp_path: Path):
     launcher, pids = start_launcher(
