@@ -113,6 +113,7 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _run(command: str, options: argparse.Namespace, arguments: list[str]) -> int:
+    from moerl.config.auto_resume import resolve_auto
     from moerl.config.checks import config_notes
     from moerl.config.load import load_config, refuse_taken_run_dir, split_resume
     from moerl.config.recipes import recipe_text
@@ -120,6 +121,9 @@ def _run(command: str, options: argparse.Namespace, arguments: list[str]) -> int
     here = rank_info()
     if here.is_launched:
         die_with_launcher()
+    resolved = resolve_auto(options.overrides, command=command, config_dir=options.config_dir)
+    arguments = [word for word in arguments if word not in options.overrides] + resolved.overrides
+    is_auto, options.overrides = resolved.overrides != options.overrides, resolved.overrides
     config = load_config(options.overrides, command=command, config_dir=options.config_dir)
     resume = split_resume(options.overrides)[0] is not None
     if options.show_config:
@@ -136,7 +140,10 @@ def _run(command: str, options: argparse.Namespace, arguments: list[str]) -> int
         if not resume:
             refuse_taken_run_dir(config)
             print(recipe_text(options.overrides, options.config_dir))
-        for note in config_notes(config):
+        elif is_auto and resolved.goes_on_unchanged and _is_finished(config):
+            print(f"the run in {config.run_dir} is finished: nothing to do")
+            return 0
+        for note in [*resolved.notes, *config_notes(config)]:
             print(f"note: {note}", file=sys.stderr)
         _look_at_task(config, command)
         if world_size == 1:
@@ -203,6 +210,11 @@ def _show_config(config: RunConfig, options: argparse.Namespace) -> None:
     if split_resume(options.overrides)[0] is None:
         print(textwrap.indent(recipe_text(options.overrides, options.config_dir), "# "))
     print(dump_config(config), end="")
+
+
+def _is_finished(config: RunConfig) -> bool:
+    """A run writes its summary last, and removes it where it goes on after all."""
+    return (config.run_dir / "summary.json").exists()
 
 
 def _can_go_on(config: RunConfig) -> bool:

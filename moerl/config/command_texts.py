@@ -40,6 +40,7 @@ COMMANDS = {
                 "a small model of your own; recipe=pretrained for a large one",
             ),
             ("moerl train resume=runs/wide", "go on after a stop"),
+            ("moerl train recipe=laptop run_dir=runs/job resume=auto", "start, or go on: for a job that is requeued"),
             ("moerl train resume=runs/wide algorithm.steps=160", "make it longer, also when it has finished"),
             ("moerl train resume=runs/wide parallel.tensor=2", "go on in another parallel layout"),
         ),

@@ -23,6 +23,7 @@ from moerl.contract.files import atomic_file, writing
 from moerl.contract.layers import select_layers
 from moerl.contract.ports import RolloutEngine, Task
 from moerl.contract.quarantine import Quarantine
+from moerl.diagnostics.summary import SUMMARY_FILE
 from moerl.orchestration import sft
 from moerl.orchestration.ends import describe_ends, read_ends
 from moerl.orchestration.engines import Model, open_engine
@@ -175,6 +176,7 @@ def _go_back(run: Run) -> None:
     take_changes(run.config, stage, step, run.reporter, is_main=run.layout.is_main)
     if run.layout.is_main:
         _write_config(run.config)
+        (run.config.run_dir / SUMMARY_FILE).unlink(missing_ok=True)
 
 
 def _write_config(config: RunConfig) -> None:

@@ -69,6 +69,29 @@ def test_a_run_told_to_stop_before_anything_was_learned_starts_again(
     assert rows(run) == rows(tiny.folder)
 
 
+def test_one_command_line_starts_a_run_goes_on_with_it_and_leaves_a_finished_one_alone(
+    forked: Runs, tiny: DoneRun, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    arguments = ["train", "recipe=tiny", f"run_dir='{run}'", "resume=auto"]
+    stopped = forked.run(*arguments, fault=tell("SIGTERM", SAMPLE, 2))
+    assert stopped.status == 75, stopped.output
+    finished = forked.run(*arguments)
+    assert finished.status == 0, finished.output
+    assert "rl: going on from step 1" in finished.output
+    assert rows(run) == rows(tiny.folder)
+    files = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    again = forked.run(*arguments)
+    assert again.status == 0, again.output
+    assert again.output == f"the run in {run} is finished: nothing to do\n"
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == files
+    killed = forked.run(*arguments, "algorithm.steps=4", fault=("kill", {"place": UPDATE, "call": 1}))
+    assert killed.status == -signal.SIGKILL, killed.output
+    longer = forked.run(*arguments, "algorithm.steps=4")
+    assert longer.status == 0, longer.output
+    assert rows(run)[-1]["step"] == 4
+
+
 def test_supervised_training_alone_stops_and_goes_on(forked: Runs, tiny: DoneRun, tmp_path: Path) -> None:
     run = tmp_path / "run"
     arguments = ["sft", "recipe=tiny", f"run_dir='{run}'"]

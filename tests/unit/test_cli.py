@@ -15,6 +15,7 @@ import yaml
 from factories import write_hf_config
 
 from moerl import cli
+from moerl.config.auto_resume import resolve_auto
 from moerl.config.load import load_config, load_plan
 from moerl.config.schema import RunConfig
 from moerl.errors import EngineError, MoerlError
@@ -142,6 +143,7 @@ def test_every_example_of_the_help_is_accepted(tmp_path: Path, monkeypatch: pyte
             assert program == "moerl"
             assert words.startswith(f"{name} ")
             overrides = words.removeprefix(f"{name} ").replace("DIR", ".").split(" --")[0].split()
+            overrides = resolve_auto(overrides, command=name).overrides
             if not overrides[0].startswith("resume="):
                 load_plan(overrides) if name in cli.PLANS else load_config(overrides, command=name)
 

@@ -1,0 +1,72 @@
+"""``resume=auto``: goes on with the run in `run_dir` where there is one, and starts it where there is none. Torch-free.
+
+What a requeued job needs: the command line that started a run also goes on with it. Runs in the command line; ranks get
+what it was resolved to, because the run directory looks different once rank 0 has begun.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from moerl.config.compose import parse_override
+from moerl.config.load import CONFIG_FILE, load_config, load_resolved, split_resume
+from moerl.config.reference import COMMAND_KEY
+from moerl.config.resume import changed_keys, check_may_change, reason_against
+from moerl.errors import ConfigError
+
+AUTO = "resume=auto"
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """overrides: without ``resume=auto``. notes: what a user should know about them."""
+
+    overrides: list[str]
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def goes_on_unchanged(self) -> bool:
+        """True where a run goes on and no key is other than before."""
+        return len(self.overrides) == 1 and self.overrides[0].startswith("resume=")
+
+
+def resolve_auto(overrides: Sequence[str], *, command: str, config_dir: Path | None = None) -> Resolved:
+    """The overrides of a command line, with ``resume=RUN_DIR`` or without in the place of ``resume=auto``.
+
+    Keys of the command line that are as the run has them are left away. The others stay, so that the rules of a run
+    that goes on apply to them.
+
+    Raises:
+        ConfigError: there is no `run_dir=`, or groups and recipe are those of another run.
+    """
+    if AUTO not in overrides or command not in ("train", "sft"):
+        return Resolved(list(overrides))
+    split_resume(overrides)
+    given = {parse_override(text).key: text for text in overrides if text != AUTO}
+    if "run_dir" not in given:
+        raise ConfigError(
+            f"{AUTO}: needs a run directory",
+            seen=" ".join(overrides),
+            expected="run_dir=DIR, which may or may not hold a run",
+            remedy="add run_dir=DIR",
+        )
+    rest = [text for text in overrides if text != AUTO]
+    config = load_config(rest, command=command, config_dir=config_dir)
+    if not (config.run_dir / CONFIG_FILE).exists():
+        return Resolved(rest)
+    found = Resolved([f"resume={config.run_dir}"])
+    for change in changed_keys(load_resolved(config.run_dir / CONFIG_FILE), config):
+        if change.key in ("run_dir", COMMAND_KEY):
+            continue
+        if change.key in given:
+            found.overrides.append(given[change.key])
+        elif reason_against(change.key, command) is None:
+            stays, says = json.dumps(change.old), json.dumps(change.new)
+            found.notes.append(f"{change.key} stays {stays}, as the run has it; the command line's recipe says {says}")
+        else:
+            text = f"{change.key}={json.dumps(change.new)}"
+            check_may_change(change.key, text, command, config.run_dir)
+    return found
