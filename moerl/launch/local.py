@@ -198,7 +198,9 @@ def _remove_empty(logs: Sequence[Path]) -> None:
 
 def _report(failed: Sequence[_Rank]) -> None:
     for rank in failed:
-        where = f"its output is in {rank.log}" if rank.log else "its output is above"
+        where = "its output is above"
+        if rank.log is not None:
+            where = f"its output is in {rank.log}" if rank.log.stat().st_size else "it wrote nothing"
         status = _status(rank.process.returncode)
         print(f"error: rank {rank.rank} ended with status {status}; {where}", file=sys.stderr, flush=True)
 

@@ -45,9 +45,9 @@ def test_a_rank_that_dies_is_named_the_other_is_stopped_and_the_run_goes_on(
     died = moerl(*sums.train(run), "parallel.expert=2", cwd=here, path=[faulty])
     assert died.status == 128 + signal.SIGKILL, died.output
     log = run / "logs" / "rank-1.log"
-    assert f"error: rank 1 ended with status {died.status}; its output is in {log}" in died.output
+    assert f"error: rank 1 ended with status {died.status}; it wrote nothing" in died.output
     assert died.output.endswith(f"go on from the last checkpoint: moerl train resume={run}\n")
-    assert log.is_file()
+    assert not log.exists()
     assert processes_of(run) == []
     finished = moerl("train", f"resume={run}", cwd=here)
     assert finished.status == 0, finished.output
