@@ -75,6 +75,7 @@ def test_a_failing_rank_ends_the_others_and_is_named_with_its_log(tmp_path: Path
         (folder / f"pid-{here}").write_text(str(os.getpid()))
         if here == 1:
             while not (folder / "pid-0").exists(): time.sleep(0.01)
+            print('what went wrong', flush=True)
             sys.exit(7)
         time.sleep(600)
         """,
