@@ -25,6 +25,7 @@ from moerl.config.stop_signals import STOPPED, stop_signals
 from moerl.errors import CheckpointError, ConfigError, MoerlError
 from moerl.launch.arguments import Parser, bandwidth, gib_size, nats
 from moerl.launch.local import launch_local
+from moerl.launch.overview import FAMILIES, SGLANG, family_overview, members, overview, which_command
 from moerl.launch.rank import die_with_launcher
 from moerl.launch.run_lock import run_lock
 from moerl.printable import printable
@@ -34,16 +35,8 @@ if TYPE_CHECKING:
 
 PLAN_MEMORY, PLAN_WEIGHTS = "plan memory", "plan weights"
 PLANS = (PLAN_MEMORY, PLAN_WEIGHTS)
-FAMILIES = ("plan", "sglang")
-"""First words of commands that have two."""
 TOLERANCE_NATS = 1e-4
 """Several times what float32 rounding leaves between implementations, far below what a wrong expert or id costs."""
-
-SGLANG = {
-    "sglang install": "make the environment of SGLang servers: the pinned release, patched and proved",
-    "sglang check": "prove an installation, or a running server, to be the release with our patches",
-    "serve": "run an SGLang server for rollouts until it is told to stop",
-}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -80,7 +73,7 @@ def _print_traceback(kind: type[BaseException], error: BaseException | None, tra
 
 def _dispatch(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(_overview())
+        print(overview())
         return 0 if arguments else 2
     if arguments[0] == "--version":
         print(f"moerl {importlib.metadata.version('moerl')}")
@@ -91,7 +84,7 @@ def _dispatch(arguments: list[str]) -> int:
         return _verify(arguments[1:])
     family = arguments[0] if arguments[0] in FAMILIES else ""
     if family and (len(arguments) == 1 or arguments[1] in ("-h", "--help")):
-        print(_family_overview(family))
+        print(family_overview(family))
         return 2 if len(arguments) == 1 else 0
     words = 2 if family else 1
     command, rest = " ".join(arguments[:words]), arguments[words:]
@@ -102,8 +95,8 @@ def _dispatch(arguments: list[str]) -> int:
         raise ConfigError(
             "command line: unknown command",
             seen=command,
-            expected=" or ".join(_members(family)) if family else f"one of {', '.join(known)}",
-            remedy=f"see `moerl {family} --help`" if family else "see `moerl --help`",
+            expected=" or ".join(members(family)) if family else f"one of {', '.join(known)}",
+            remedy=which_command(command, members(family) if family else known, family),
         )
     options = _parser(command).parse_intermixed_args(rest)
     if options.help:
@@ -139,7 +132,7 @@ def _run(command: str, options: argparse.Namespace, arguments: list[str]) -> int
     with run_lock(config.run_dir) as lock:
         if not resume:
             refuse_taken_run_dir(config)
-            print(recipe_text(options.overrides, options.config_dir))
+            print(recipe_text(options.overrides, options.config_dir, COMMANDS[command].keys))
         elif is_auto and resolved.goes_on_unchanged and _is_finished(config):
             print(f"the run in {config.run_dir} is finished: nothing to do")
             return 0
@@ -260,9 +253,13 @@ def _export(arguments: list[str]) -> int:
         print(_short_help("moerl export RUN_DIR [--step N] --output DIR", EXPORT, parser))
         return 0
     options = parser.parse_args(arguments)
+    from moerl.config.paths import check_export
+
+    run_dir, output = options.run_dir.resolve(), options.output.resolve()
+    check_export(run_dir, output)
     from moerl.orchestration.export import run_export
 
-    return run_export(options.run_dir.resolve(), options.step, options.output.resolve())
+    return run_export(run_dir, options.step, output)
 
 
 def _verify(arguments: list[str]) -> int:
@@ -271,11 +268,13 @@ def _verify(arguments: list[str]) -> int:
         print(_short_help("moerl verify DUMP --model HF_DIR [--version N] [--tolerance NATS]", VERIFY, parser))
         return 0
     options = parser.parse_args(arguments)
+    from moerl.config.paths import check_verify
+
+    dump, model = options.dump.resolve(), options.model.resolve()
+    check_verify(dump, model)
     from moerl.orchestration.verify import run_verify
 
-    return run_verify(
-        options.dump.resolve(), options.model.resolve(), tolerance=options.tolerance, version=options.version
-    )
+    return run_verify(dump, model, tolerance=options.tolerance, version=options.version)
 
 
 def _short_help(usage: str, command: Command, parser: argparse.ArgumentParser) -> str:
@@ -303,6 +302,7 @@ def _quoted(path: Path) -> str:
 
 def _parser(command: str) -> argparse.ArgumentParser:
     parser = Parser(prog=f"moerl {command}", add_help=False)
+    parser.takes_keys = True
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     parser.add_argument("--config-dir", type=Path, metavar="DIR", help="directory with config groups of your own")
     parser.add_argument("--show-config", action="store_true", help="print the resolved configuration and stop")
@@ -372,37 +372,3 @@ def _options_text(parser: argparse.ArgumentParser) -> str:
     actions = [action for action in parser._actions if action.option_strings]
     heads = [", ".join(action.option_strings) + (f" {action.metavar}" if action.metavar else "") for action in actions]
     return "\n".join(f"  {head:<22}{action.help}" for head, action in zip(heads, actions, strict=True))
-
-
-def _summaries() -> dict[str, str]:
-    commands = COMMANDS | {"export": EXPORT, "verify": VERIFY}
-    return {name: command.summary for name, command in commands.items()} | SGLANG
-
-
-def _members(family: str) -> list[str]:
-    return [name for name in _summaries() if name.startswith(f"{family} ")]
-
-
-def _family_overview(family: str) -> str:
-    summaries = _summaries()
-    lines = [f"  moerl {name:<16}{summaries[name]}" for name in _members(family)]
-    about = f"`moerl {family} COMMAND --help` explains a command."
-    return "\n".join([f"usage: moerl {family} COMMAND [options]", "", "commands:", *lines, "", about])
-
-
-def _overview() -> str:
-    summaries = _summaries()
-    lines = [f"  {name:<16}{summary}" for name, summary in summaries.items()]
-    return "\n".join(
-        [
-            "usage: moerl COMMAND [options] [GROUP=OPTION ...] [KEY=VALUE ...]",
-            "",
-            "RL post-training of mixture-of-experts language models, with routing and sampling masks kept.",
-            "",
-            "commands:",
-            *lines,
-            "",
-            "start here: moerl train recipe=laptop",
-            "`moerl COMMAND --help` explains a command and lists every key; `moerl --version` prints the version.",
-        ]
-    )

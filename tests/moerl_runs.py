@@ -56,9 +56,10 @@ class Runs:
         *arguments: str,
         fault: Fault | None = None,
         path: Sequence[Path] = (),
+        cwd: Path | None = None,
         timeout_seconds: float = RUN_SECONDS,
     ) -> Finished:
-        """`moerl *arguments` in a fork. path: folders put in front of the import path."""
+        """`moerl *arguments` in a fork. path: folders put in front of the import path. cwd: a folder of all runs."""
         if self._connection is None:
             self._start()
         assert self._connection is not None
@@ -66,7 +67,7 @@ class Runs:
             {
                 "arguments": list(arguments),
                 "fault": fault,
-                "cwd": str(self._folder),
+                "cwd": str(cwd or self._folder),
                 "path": [str(each) for each in path],
                 "timeout_seconds": timeout_seconds,
                 "output": str(self._output),

@@ -6,6 +6,7 @@ names the dotted path, the value seen, the value expected and the remedy.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from moerl.config.layouts import Load, Shape, layout_problems, propose
@@ -56,6 +57,7 @@ def check_command(config: RunConfig, command: str) -> None:
     if command in ("rollout", "eval"):
         _check_reader(config, command)
     check_model_fits(config)
+    _check_room_to_build(config)
     _check_task_file(config.task)
 
 
@@ -63,6 +65,21 @@ def check_model_fits(config: RunConfig) -> None:
     """Checks a model directory against the layout and the lengths. Raises `ConfigError`."""
     if config.model.path is not None:
         _check_sizes(config, directory_sizes(config.model.path))
+
+
+def _check_room_to_build(config: RunConfig) -> None:
+    """A model to build is made in float32 in the memory of one process."""
+    if config.model.architecture is None:
+        return
+    needed = 4 * total_parameters(architecture_sizes(config.model.architecture))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > memory:
+        raise ConfigError(
+            "model.architecture: larger than the memory of this machine",
+            seen=f"{needed / 2**30:,.0f} GiB of float32 weights, {memory / 2**30:,.0f} GiB of memory",
+            expected="a model that fits",
+            remedy="lower its sizes, or start from a directory: model=pretrained model.path=DIR",
+        )
 
 
 def config_notes(config: RunConfig) -> list[str]:
@@ -287,7 +304,7 @@ def _check_reader(config: RunConfig, command: str) -> None:
 def _check_task_file(task: TaskConfig) -> None:
     if task.name == "jsonl" and not task.path.is_file():
         raise ConfigError(
-            "task.path: no such file",
+            "task.path: a directory" if task.path.is_dir() else "task.path: no such file",
             seen=task.path,
             expected="a JSONL file",
             remedy="give the path of your JSONL file",

@@ -5,6 +5,7 @@ The only module that knows Hydra and OmegaConf. Torch-free; runs in the command 
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -99,12 +100,7 @@ def parse_override(text: str) -> Parsed:
     """Reads one override with Hydra's grammar; only plain assignments of one value are accepted."""
     key, equals, value = text.partition("=")
     if not equals or not key or key.startswith(("~", "-")):
-        raise ConfigError(
-            "override: not an assignment",
-            seen=text,
-            expected="key=value",
-            remedy="see `moerl train --help` for examples",
-        )
+        raise ConfigError("override: not an assignment", seen=text, expected="key=value", remedy=_as_assignment(text))
     if not value:
         raise ConfigError(f"{key}: empty value", seen=text, expected="key=value", remedy="give a value, or null")
     plain = text.lstrip("+")
@@ -115,7 +111,11 @@ def parse_override(text: str) -> Parsed:
             f"{key}: the value cannot be read",
             seen=value,
             expected="a number, true, false, null, text, [list] or {mapping}",
-            remedy=f"put text with special characters in quotes: {key}=\"'...'\"",
+            remedy=(
+                f"the shell leaves ~ as it is behind {key}=; write $HOME"
+                if value.startswith("~")
+                else f"put text with special characters in quotes: {key}=\"'...'\""
+            ),
         ) from error
     if override.is_sweep_override() or override.package is not None or override.type is not OverrideType.CHANGE:
         raise ConfigError(
@@ -163,18 +163,19 @@ def to_yaml(values: Mapping[str, Any]) -> str:
 def read_values(path: Path) -> dict[str, Any]:
     """The values of a resolved configuration file. Raises `ConfigError`."""
     if not path.is_file():
+        inside = path.parent.is_file()
         raise ConfigError(
-            "run directory: holds no run",
-            seen=path,
+            "run directory: holds no run" if path.parent.exists() else "run directory: not there",
+            seen=path.parent,
             expected=f"a directory with {path.name}",
-            remedy="check the path, or start the run again",
+            remedy=f"give the directory: {path.parent.parent}" if inside else "check the path, or start the run again",
         )
     try:
         loaded = OmegaConf.load(path)
         if not isinstance(loaded, DictConfig):
-            raise ConfigError(f"{path}: not a configuration", remedy="start a new run")
+            raise ConfigError(f"{path}: not a configuration", remedy="restore it, or start a new run")
         return _plain(loaded)
-    except (OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
+    except (OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError, OSError) as error:
         raise ConfigError(
             f"{path}: cannot be read", seen=" ".join(str(error).split())[:300], remedy="restore it, or start a new run"
         ) from error
@@ -207,6 +208,21 @@ def _configuration_errors() -> Iterator[None]:
         ) from error
 
 
+def _near_option(option: str, options: list[str]) -> str:
+    near = difflib.get_close_matches(option, options, n=1)
+    return f"{f'did you mean {near[0]}?' if near else 'choose one of these;'} --config-dir DIR adds your own"
+
+
+def _as_assignment(text: str) -> str:
+    """How what was meant by a word without = is written."""
+    groups = [group for group, options in config_groups().items() if text in options]
+    if groups:
+        return f"did you mean {' or '.join(f'{group}={text}' for group in groups)}?"
+    if text == "resume" or is_known(text):
+        return f"did you mean {text}=VALUE?"
+    return "see `moerl train --help` for examples"
+
+
 def _argument(parsed: Parsed, groups: dict[str, list[str]]) -> str:
     """The override in the form in which Hydra applies it: an option of a group, or a value set whatever was there."""
     if parsed.key in groups:
@@ -216,7 +232,7 @@ def _argument(parsed: Parsed, groups: dict[str, list[str]]) -> str:
                 f"{parsed.key}: no such option",
                 seen=option,
                 expected=f"one of {', '.join(groups[parsed.key])}",
-                remedy="choose one of these; --config-dir DIR adds your own",
+                remedy=_near_option(str(option), groups[parsed.key]),
             )
         return parsed.text
     if not is_known(parsed.key):

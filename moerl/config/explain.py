@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from moerl.config.reference import CHOICES, children, closest, config_keys, describe
+from moerl.config.reference import CHOICES, children, config_keys, describe, meant_keys
 from moerl.errors import ConfigError
 
 
@@ -33,12 +33,12 @@ def explain(error: ValidationError) -> ConfigError:
 
 def unknown_key(path: str) -> ConfigError:
     """The error for a key that does not exist, with the key that was probably meant."""
-    meant = closest(path)
+    meant = meant_keys(path)[:3]
     siblings = children(path.rpartition(".")[0])
     return ConfigError(
         f"{path}: unknown key",
         expected=f"one of {', '.join(siblings)}" if siblings else None,
-        remedy=f"did you mean {meant}?" if meant else "`moerl train --help` lists all keys",
+        remedy=f"did you mean {' or '.join(meant)}?" if meant else "`moerl train --help` lists all keys",
     )
 
 
@@ -85,11 +85,13 @@ def _explain_one(detail: ErrorDetails) -> ConfigError:
             expected="values at the top",
             remedy="make `# @package _global_` the first line of the recipe file",
         )
-    expected = detail["msg"].removeprefix("Input should be ").removeprefix("Value should be ")
-    meaning = describe(path)
+    expected = detail["msg"]
+    for start in ("Input should be ", "Value should be ", "Value error, "):
+        expected = expected.removeprefix(start)
+    meaning, value = describe(path), detail["input"]
     return ConfigError(
         f"{path}: wrong value",
-        seen=f"{detail['input']!r} ({type(detail['input']).__name__})",
+        seen="null" if value is None else f"{repr(value)[:200]} ({type(value).__name__})",
         expected=expected[:1].lower() + expected[1:],
         remedy=f"change {path}" + (f" ({meaning.rstrip('.')})" if meaning else ""),
     )

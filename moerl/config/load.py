@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from moerl.config.checks import check_command, check_model_fits
+from moerl.config.checks import COMMANDS, check_command, check_model_fits
 from moerl.config.compose import chosen_recipe, compose_values, parse_override, read_values, to_yaml
 from moerl.config.explain import explain, unknown_key
 from moerl.config.reference import COMMAND_KEY, is_known
@@ -127,6 +127,13 @@ def _set_value(values: dict[str, Any], path: str, value: Any) -> None:
 
 
 def _check_same_command(stored: str, command: str, run_dir: Path) -> None:
+    if stored not in COMMANDS:
+        raise ConfigError(
+            f"{run_dir / CONFIG_FILE}: not the configuration of a run",
+            seen=f"command = {stored}",
+            expected=f"one of {', '.join(COMMANDS)}",
+            remedy="restore it, or start a new run",
+        )
     if stored != command:
         raise ConfigError(
             "resume: the run belongs to another command",

@@ -14,11 +14,12 @@ _WIDTH = 110
 _ALWAYS_NAMED = ("model", "task")
 
 
-def recipe_text(overrides: Sequence[str], config_dir: Path | None) -> str:
+def recipe_text(overrides: Sequence[str], config_dir: Path | None, only: Sequence[str] = ()) -> str:
     """The recipe with the groups and keys that it sets beyond the base, and what the command line sets besides.
 
     Args:
         overrides: of the command line, without ``resume=``. A key that they set is not told as the recipe's.
+        only: keys and sections that matter for the command; empty for all.
     """
     chosen = chosen_recipe(overrides)
     sets = recipe_values(chosen or DEFAULT_RECIPE, config_dir)
@@ -29,16 +30,20 @@ def recipe_text(overrides: Sequence[str], config_dir: Path | None) -> str:
         for group, option in sets.groups.items()
         if (group in _ALWAYS_NAMED or option != default_groups[group]) and group not in changed
     ]
-    keys = [f"{path}={_value(value)}" for path, value in sets.keys.items() if not _is_changed(path, changed)]
+    keys = [
+        f"{path}={_value(value)}"
+        for path, value in sets.keys.items()
+        if not _is_among(path, changed) and (not only or _is_among(path, only))
+    ]
     name = chosen or f"{DEFAULT_RECIPE} (default)"
     lines = _wrap(f"recipe {name}:", [*groups, *keys])
     own = [text.lstrip("+") for text in overrides if not text.lstrip("+").startswith("recipe=")]
     return "\n".join([*lines, *(_wrap("command line:", own) if own else [])])
 
 
-def _is_changed(path: str, changed: Sequence[str]) -> bool:
-    """True where an override sets the key, the section it is in, or an entry of the mapping that it holds."""
-    return any(path == key or path.startswith(f"{key}.") or key.startswith(f"{path}.") for key in changed)
+def _is_among(path: str, keys: Sequence[str]) -> bool:
+    """True where `keys` have the key, the section it is in, or an entry of the mapping that it holds."""
+    return any(path == key or path.startswith(f"{key}.") or key.startswith(f"{path}.") for key in keys)
 
 
 def _value(value: Any) -> str:

@@ -17,9 +17,13 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from moerl.config.schema import RunConfig
+from moerl.config.types import LARGEST_INT, LARGEST_SIZE
 
 COMMAND_KEY = "command"
 """The one field of `RunConfig` that is not set by a key but by which command runs."""
+
+_NO_BOUNDS = (LARGEST_INT, LARGEST_SIZE)
+"""Bounds against absurd numbers, which a help text leaves out."""
 
 _PLAIN_NAMES = {int: "int", float: "float", bool: "bool", str: "text", Path: "path", types.NoneType: "null"}
 
@@ -90,6 +94,19 @@ def closest(path: str) -> str | None:
     return by_name[near[0]] if near else None
 
 
+def meant_keys(path: str) -> list[str]:
+    """The valid keys that `path` may mean: all of that name, the closest one, or those whose meaning has its words."""
+    section, _, last = path.rpartition(".")
+    same_name = [key.path for key in config_keys() if key.path.rpartition(".")[2] == last]
+    if same_name and not section:
+        return same_name
+    near = closest(path)
+    if near is not None:
+        return [near]
+    words = last.replace("_", " ").lower()
+    return [key.path for key in config_keys() if len(words) > 3 and words in key.description.lower()]
+
+
 def describe(path: str) -> str:
     """The description of a key, or an empty text."""
     return next((key.description for key in config_keys() if key.path == path), "")
@@ -149,7 +166,7 @@ def _constraints(info: Any) -> list[Any]:
 def _bounds(metadata: list[Any]) -> str:
     low = next((f">= {part.ge:g}" for part in metadata if isinstance(part, Ge)), None)
     low = low or next((f"> {part.gt:g}" for part in metadata if isinstance(part, Gt)), None)
-    high = next((f"<= {part.le:g}" for part in metadata if isinstance(part, Le)), None)
+    high = next((f"<= {part.le:g}" for part in metadata if isinstance(part, Le) and part.le not in _NO_BOUNDS), None)
     high = high or next((f"< {part.lt:g}" for part in metadata if isinstance(part, Lt)), None)
     bounds = ", ".join(bound for bound in (low, high) if bound)
     return f" {bounds}" if bounds else ""

@@ -58,6 +58,7 @@ _WHY_NOT: dict[str, str | None] = {
     "sft.steps": None,
     "task": "problems and rewards follow from it",
     "task.reward_timeout_seconds": None,
+    "task.reward_memory_bytes": None,
     "evaluation": None,
     "checkpoint": None,
     "mismatch": None,

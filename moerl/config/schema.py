@@ -6,23 +6,29 @@ fields are in `moerl.config.checks` and hold for every `RunConfig` that exists.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from moerl.config.checks import check_run
 from moerl.config.layouts import smallest_data
+from moerl.config.types import (
+    Count,
+    CountOrZero,
+    Decay,
+    Digits,
+    FilePath,
+    FloatName,
+    NonNegative,
+    Part,
+    Positive,
+    Ranks,
+    Share,
+    Size,
+    Terms,
+    Threads,
+)
 from moerl.contract.trajectory import MAX_KEPT_IDS
-
-Count = Annotated[int, Field(ge=1)]
-CountOrZero = Annotated[int, Field(ge=0)]
-NonNegative = Annotated[float, Field(ge=0.0)]
-Positive = Annotated[float, Field(gt=0.0)]
-Share = Annotated[float, Field(ge=0.0, le=1.0)]
-Part = Annotated[float, Field(gt=0.0, lt=1.0)]
-Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
-FloatName = Literal["float32", "bfloat16"]
 
 
 def _bare_off(value: object) -> object:
@@ -39,24 +45,24 @@ class Section(BaseModel):
 class ArchitectureConfig(Section):
     """A Qwen3-MoE model to build from scratch; every layer is an MoE layer."""
 
-    hidden_size: Count = Field(description="Width of the residual stream.")
-    num_layers: Count = Field(description="Transformer layers, each with experts.")
-    num_attention_heads: Count = Field(description="Query heads.")
-    num_key_value_heads: Count = Field(description="Key and value heads (GQA).")
-    head_dim: Count = Field(description="Width of one attention head; even.")
-    num_experts: Count = Field(description="Experts per layer.")
-    experts_per_token: Count = Field(description="Experts that each token is sent to.")
-    moe_intermediate_size: Count = Field(description="Inner width of one expert.")
-    max_positions: Count = Field(description="Longest sequence, prompt and response, in tokens.")
+    hidden_size: Size = Field(description="Width of the residual stream.")
+    num_layers: Annotated[int, Field(ge=1, le=1000)] = Field(description="Transformer layers, each with experts.")
+    num_attention_heads: Size = Field(description="Query heads.")
+    num_key_value_heads: Size = Field(description="Key and value heads (GQA).")
+    head_dim: Size = Field(description="Width of one attention head; even.")
+    num_experts: Size = Field(description="Experts per layer.")
+    experts_per_token: Size = Field(description="Experts that each token is sent to.")
+    moe_intermediate_size: Size = Field(description="Inner width of one expert.")
+    max_positions: Size = Field(description="Longest sequence, prompt and response, in tokens.")
     initializer_range: Positive = Field(description="Standard deviation of the initial weights.")
     tie_word_embeddings: bool = Field(description="Share input and output embeddings.")
-    vocab_size: Count = Field(description="Largest vocabulary the task's tokenizer may have.")
+    vocab_size: Size = Field(description="Largest vocabulary the task's tokenizer may have.")
 
 
 class ModelConfig(Section):
     """Which model is trained: one of `path` and `architecture`."""
 
-    path: Path | None = Field(description="Hugging Face directory to start from; null builds `architecture`.")
+    path: FilePath | None = Field(description="Hugging Face directory to start from; null builds `architecture`.")
     dtype: FloatName = Field(description="Precision of the trainer.")
     architecture: ArchitectureConfig | None = Field(description="Model to build; null starts from `path`.")
 
@@ -64,15 +70,15 @@ class ModelConfig(Section):
 class ParallelConfig(Section):
     """Parallel sizes of the trainer."""
 
-    tensor: Count = Field(description="Tensor-parallel size; includes sequence parallelism.")
-    pipeline: Count = Field(description="Pipeline-parallel size; stages differ by one layer at most.")
-    virtual_pipeline: Count = Field(
+    tensor: Ranks = Field(description="Tensor-parallel size; includes sequence parallelism.")
+    pipeline: Ranks = Field(description="Pipeline-parallel size; stages differ by one layer at most.")
+    virtual_pipeline: Ranks = Field(
         description="Model chunks per pipeline stage; more than 1 interleaves them, for smaller pipeline bubbles."
     )
-    expert: Count = Field(description="Expert-parallel size.")
-    expert_tensor: Count = Field(description="Tensor-parallel size inside an expert.")
-    context: Count = Field(description="Context-parallel size; each sequence is cut into zig-zag slices.")
-    data: Count | None = Field(description="Data-parallel size; null takes the smallest that fits the rest.")
+    expert: Ranks = Field(description="Expert-parallel size.")
+    expert_tensor: Ranks = Field(description="Tensor-parallel size inside an expert.")
+    context: Ranks = Field(description="Context-parallel size; each sequence is cut into zig-zag slices.")
+    data: Ranks | None = Field(description="Data-parallel size; null takes the smallest that fits the rest.")
 
     @property
     def data_size(self) -> int:
@@ -188,9 +194,11 @@ class SGLangRolloutConfig(_ServedRolloutConfig):
     """SGLang servers that the run starts, watches and stops."""
 
     engine: Literal["sglang"] = Field(description="Engine that samples.")
-    servers: Count = Field(description="Servers side by side; each has GPUs (on CPU: cores) of its own.")
-    environment: Path = Field(description="Server's environment, made by `moerl sglang install`; decides the device.")
-    tensor: Count = Field(description="Tensor-parallel ranks of a server.")
+    servers: Ranks = Field(description="Servers side by side; each has GPUs (on CPU: cores) of its own.")
+    environment: FilePath = Field(
+        description="Server's environment, made by `moerl sglang install`; decides the device."
+    )
+    tensor: Ranks = Field(description="Tensor-parallel ranks of a server.")
     max_pool_tokens: Count | None = Field(
         description="Tokens in a server's key-value pool; null = as memory allows, 65536 on CPU."
     )
@@ -204,7 +212,7 @@ class ServerRolloutConfig(_ServedRolloutConfig):
     """Servers that `moerl serve` runs."""
 
     engine: Literal["sglang_server"] = Field(description="Engine that samples.")
-    server: Annotated[list[Path], BeforeValidator(_as_list), Field(min_length=1)] = Field(
+    server: Annotated[list[FilePath], BeforeValidator(_as_list), Field(min_length=1)] = Field(
         description="Their server.json files (address and keys): one, or [A,B,...]."
     )
 
@@ -258,7 +266,7 @@ class WeightsConfig(Section):
         description="direct = straight into the engine; disk = through version folders in the run directory,"
         " which engines on other machines can read."
     )
-    roots: Count = Field(
+    roots: Ranks = Field(
         description="Ranks that send weights side by side; useful up to the number of servers or disks. The embedded"
         " engine receives from one."
     )
@@ -286,10 +294,10 @@ class ChainSumTaskConfig(Section):
     """Sums and differences in a row, from reasoning-gym."""
 
     name: Literal["chain_sum"] = Field(description="Task.")
-    min_terms: Annotated[int, Field(ge=2)] = Field(description="Fewest terms of a problem.")
-    max_terms: Annotated[int, Field(ge=2)] = Field(description="Most terms of a problem.")
-    min_digits: Count = Field(description="Fewest digits of a term.")
-    max_digits: Count = Field(description="Most digits of a term.")
+    min_terms: Terms = Field(description="Fewest terms of a problem.")
+    max_terms: Terms = Field(description="Most terms of a problem.")
+    min_digits: Digits = Field(description="Fewest digits of a term.")
+    max_digits: Digits = Field(description="Most digits of a term.")
     num_train: Count = Field(description="Training problems.")
     worked_probability: dict[int, Share] = Field(
         description="Per number of terms: share of demonstrations that show their work."
@@ -300,7 +308,7 @@ class JsonlTaskConfig(Section):
     """Prompts from a JSONL file and a reward function of your own."""
 
     name: Literal["jsonl"] = Field(description="Task.")
-    path: Path = Field(description="JSONL file, one object per problem.")
+    path: FilePath = Field(description="JSONL file, one object per problem.")
     reward: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")] = Field(
         description='Reward function, as "package.module:function".'
     )
@@ -358,8 +366,8 @@ class RunConfig(Section):
     command: Literal["train", "sft", "rollout", "eval"] = Field(description="Command of the run; set by moerl itself.")
     recipe: str = Field(description="Recipe the run started from.")
     seed: CountOrZero = Field(description="Seed of weights, prompts and sampling.")
-    run_dir: Path = Field(description="Where the run is written; null = runs/<recipe>-seed<seed>-<time>.")
-    num_threads: Count = Field(description="CPU threads of the whole run; results depend on it.")
+    run_dir: FilePath = Field(description="Where the run is written; null = runs/<recipe>-seed<seed>-<time>.")
+    num_threads: Threads = Field(description="CPU threads of the whole run; results depend on it.")
     model: ModelConfig = Field(description="The model.")
     parallel: ParallelConfig = Field(description="Parallel sizes.")
     trainer: TrainerConfig = Field(description="The trainer.")

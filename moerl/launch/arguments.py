@@ -10,10 +10,19 @@ from moerl.errors import ConfigError
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises `ConfigError` where the command line is wrong; prints nothing and never exits."""
+    """Raises `ConfigError` where the command line is wrong; prints nothing and never exits.
+
+    Attributes:
+        takes_keys: the command takes KEY=VALUE besides its options.
+    """
+
+    takes_keys = False
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"command line: {message}", remedy=f"see `{self.prog} --help`")
+        remedy = f"see `{self.prog} --help`"
+        if message.startswith("unrecognized arguments: --") and self.takes_keys:
+            remedy = f"keys have no dashes, as in recipe=laptop; {remedy}"
+        raise ConfigError(f"command line: {message}", remedy=remedy)
 
 
 def nats(text: str) -> float:

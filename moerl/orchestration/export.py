@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from moerl.config.load import CONFIG_FILE, load_resolved
+from moerl.config.paths import check_export
 from moerl.config.schema import ParallelConfig
-from moerl.errors import CheckpointError, ConfigError
+from moerl.errors import CheckpointError
 from moerl.orchestration.commands import quiet_libraries
 from moerl.orchestration.models import write_model
 from moerl.orchestration.run import CHECKPOINTS
@@ -33,11 +33,7 @@ def run_export(run_dir: Path, step: int | None, output: Path) -> int:
         ConfigError: `output` is there already, or `run_dir` holds no run.
         CheckpointError: there is no such checkpoint, or it is corrupt.
     """
-    config = load_resolved(run_dir / CONFIG_FILE)
-    if output.exists():
-        raise ConfigError(
-            "--output: exists already", seen=output, expected="a directory to be made", remedy="choose another name"
-        )
+    config = check_export(run_dir, output)
     path = _newest(run_dir) if step is None else _of_step(run_dir, step)
     quiet_libraries()
     torch.set_num_threads(config.num_threads)

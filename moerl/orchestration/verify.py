@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from moerl.buffer.packing import PackOptions, pack_trajectories
+from moerl.config.paths import dump_files
 from moerl.contract.batch import TrainSample
 from moerl.contract.disk import read_parquet
 from moerl.contract.spec import spec_from_hf_config
@@ -70,14 +71,7 @@ def read_dump(dump: Path) -> list[Trajectory]:
     Raises:
         ConfigError: there is none. ContractError: one is damaged or breaks an invariant.
     """
-    files = sorted(dump.glob("*.parquet")) if dump.is_dir() else [dump]
-    if not files or not all(file.is_file() for file in files):
-        raise ConfigError(
-            "DUMP: no rollouts",
-            seen=dump,
-            expected="a Parquet file that a run wrote, or a directory of them",
-            remedy="see RUN_DIR/rollouts and RUN_DIR/skipped; dump.rollouts_every says how often a run writes one",
-        )
+    files = dump_files(dump)
     return [trajectory for file in files for trajectory in read_parquet(file)]
 
 

@@ -130,7 +130,8 @@ def test_an_unknown_member_of_a_family_names_the_members(words: list[str], capsy
     assert cli.main(words) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"error: command line: unknown command; seen: {' '.join(words)}; expected: {words[0]} ")
-    assert f"remedy: see `moerl {words[0]} --help`" in error
+    assert f"did you mean `moerl {words[0]} " in error
+    assert f"see `moerl {words[0]} --help`" in error
 
 
 def test_every_example_of_the_help_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

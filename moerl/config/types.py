@@ -1,0 +1,44 @@
+"""Types of configuration values: numbers with their bounds, and paths. Torch-free."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+
+LARGEST_INT = 2**40
+"""Of a number without a bound of its own: far above any use, and safe in the arithmetic of all libraries."""
+
+Count = Annotated[int, Field(ge=1, le=LARGEST_INT)]
+CountOrZero = Annotated[int, Field(ge=0, le=LARGEST_INT)]
+LARGEST_SIZE = 2**24
+Size = Annotated[int, Field(ge=1, le=LARGEST_SIZE)]
+Ranks = Annotated[int, Field(ge=1, le=2**16)]
+Digits = Annotated[int, Field(ge=1, le=18)]
+Threads = Annotated[int, Field(ge=1, le=1024)]
+Terms = Annotated[int, Field(ge=2, le=1000)]
+NonNegative = Annotated[float, Field(ge=0.0)]
+Positive = Annotated[float, Field(gt=0.0)]
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+Part = Annotated[float, Field(gt=0.0, lt=1.0)]
+Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
+FloatName = Literal["float32", "bfloat16"]
+
+
+def _readable_path(value: object) -> object:
+    """Refuses what no file system takes, and what the shell was meant to fill in."""
+    if not isinstance(value, str):
+        return value
+    if not value or "\0" in value:
+        raise ValueError("a path of one character or more, none of them NUL")
+    if value.startswith("~"):
+        raise ValueError("a path without ~, which the shell leaves as it is behind KEY=; write $HOME")
+    if max(len(part.encode(errors="surrogatepass")) for part in value.split("/")) > LONGEST_NAME:
+        raise ValueError(f"a path of names of at most {LONGEST_NAME} bytes")
+    return value
+
+
+LONGEST_NAME = 255
+"""Bytes in the name of a file or directory, on every file system in use."""
+FilePath = Annotated[Path, BeforeValidator(_readable_path)]

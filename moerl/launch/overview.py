@@ -1,0 +1,61 @@
+"""Which commands there are, for `moerl --help` and for what resembles a command. Torch-free."""
+
+from __future__ import annotations
+
+import difflib
+
+from moerl.config.command_texts import COMMANDS, EXPORT, VERIFY
+
+FAMILIES = ("plan", "sglang")
+"""First words of commands that have two."""
+
+SGLANG = {
+    "sglang install": "make the environment of SGLang servers: the pinned release, patched and proved",
+    "sglang check": "prove an installation, or a running server, to be the release with our patches",
+    "serve": "run an SGLang server for rollouts until it is told to stop",
+}
+
+
+def summaries() -> dict[str, str]:
+    """What each command does, in a line."""
+    commands = COMMANDS | {"export": EXPORT, "verify": VERIFY}
+    return {name: command.summary for name, command in commands.items()} | SGLANG
+
+
+def which_command(command: str, known: list[str], family: str) -> str:
+    """The remedy for an unknown command; family is empty, or the first word of commands that have two."""
+    near = difflib.get_close_matches(command.lower(), known, n=1)
+    meant = f"did you mean `moerl {near[0]}`? " if near else ""
+    return f"{meant}see `{' '.join(['moerl', *family.split()])} --help`"
+
+
+def members(family: str) -> list[str]:
+    """The commands that begin with a word of `FAMILIES`."""
+    return [name for name in summaries() if name.startswith(f"{family} ")]
+
+
+def family_overview(family: str) -> str:
+    """What `moerl plan` and `moerl sglang` print."""
+    each = summaries()
+    lines = [f"  moerl {name:<16}{each[name]}" for name in members(family)]
+    about = f"`moerl {family} COMMAND --help` explains a command."
+    return "\n".join([f"usage: moerl {family} COMMAND [options]", "", "commands:", *lines, "", about])
+
+
+def overview() -> str:
+    """What `moerl --help` prints."""
+    each = summaries()
+    lines = [f"  {name:<16}{summary}" for name, summary in each.items()]
+    return "\n".join(
+        [
+            "usage: moerl COMMAND [options] [GROUP=OPTION ...] [KEY=VALUE ...]",
+            "",
+            "RL post-training of mixture-of-experts language models, with routing and sampling masks kept.",
+            "",
+            "commands:",
+            *lines,
+            "",
+            "start here: moerl train recipe=laptop",
+            "`moerl COMMAND --help` explains a command and its keys; `moerl --version` prints the version.",
+        ]
+    )
