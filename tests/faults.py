@@ -103,6 +103,12 @@ def fill_disk(place: str, *, call: int = 1, room_bytes: int = 0) -> None:
     _replace(place, at, call=call)
 
 
+def set_value(place: str, *, value: Any) -> None:
+    """A module's constant has another value."""
+    module, _, name = place.partition(":")
+    setattr(importlib.import_module(module), name, value)
+
+
 def both(first: tuple[str, Mapping[str, Any]], second: tuple[str, Mapping[str, Any]]) -> None:
     """Two faults in one run."""
     for name, arguments in (first, second):

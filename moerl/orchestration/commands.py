@@ -69,6 +69,7 @@ def _train(run: Run, model_path: Path) -> None:
         if config.sft.steps > 0:
             model_path = _cold_start(run, model_path)
         collector = None
+        run.reporter.begin_part("start of the engine")
         if run.layout.is_main:
             start = Model(model_path, run.spec, version=-1)
             run.engine = run.unless_stopped(
@@ -145,6 +146,7 @@ def _open_run(config: RunConfig, command: str, *, resume: bool) -> Iterator[tupl
     with closing(make_task(config.task)) as task, make_reporter(config, is_main=rank.rank == 0) as reporter:
         reporter.say(f"run directory: {config.run_dir}")
         reporter.say("starting Megatron")
+        reporter.begin_part("start of Megatron and the model")
         where = layout.start(
             rank=rank.rank,
             world_size=rank.world_size,
@@ -210,7 +212,8 @@ def _collector(config: RunConfig, model_path: Path, engine: RolloutEngine, run: 
     layers = select_layers(handshake, read_layers(model_path))
     ends = read_ends(model_path, run.tokenizer, handshake.spec.vocab_size)
     length, say = config.rollout.max_new_tokens, run.reporter.say
-    return Collector(engine, run.task, run.tokenizer, run.quarantine, length, layers, ends, say)
+    watch = run.reporter.within
+    return Collector(engine, run.task, run.tokenizer, run.quarantine, length, layers, ends, say, watch)
 
 
 @contextmanager
@@ -230,8 +233,10 @@ def _open_reader(config: RunConfig, command: str) -> Iterator[tuple[Collector, R
         task = stack.enter_context(closing(make_task(config.task)))
         check_prompts(config, task, tokenizer, command, max_positions=max_positions)
         reporter = stack.enter_context(make_reporter(config, is_main=True))
+        reporter.begin_part("start of the engine")
         engine = stack.enter_context(closing(open_engine(config, model, reporter.say)))
         reporter.say(ends)
+        reporter.begin_part("responses")
         reading = _Reading(task, tokenizer, quarantine, reporter)
         yield _collector(config, config.model.path, engine, reading), reporter
 

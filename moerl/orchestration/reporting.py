@@ -49,6 +49,14 @@ class Reporter(Protocol):
         """The row of one training step."""
         ...
 
+    def begin_part(self, title: str) -> None:
+        """What the run is doing from now on, for who watches a long step."""
+        ...
+
+    def within(self, done: int, total: int, tokens: int = 0) -> None:
+        """How much of the part is done; tokens: sampled in it."""
+        ...
+
     def log_layers(self, step: int, metrics: Mapping[str, Sequence[float]]) -> None:
         """Numbers per MoE layer of one RL step, by name."""
         ...
@@ -88,6 +96,10 @@ class SilentReporter:
     def begin_stage(self, stage: str, *, done: int, total: int) -> None: ...
 
     def log(self, stage: str, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def begin_part(self, title: str) -> None: ...
+
+    def within(self, done: int, total: int, tokens: int = 0) -> None: ...
 
     def log_layers(self, step: int, metrics: Mapping[str, Sequence[float]]) -> None: ...
 
@@ -145,6 +157,12 @@ class MainReporter:
 
     def begin_stage(self, stage: str, *, done: int, total: int) -> None:
         self._progress.begin_stage(stage, done=done, total=total)
+
+    def begin_part(self, title: str) -> None:
+        self._progress.begin_part(title)
+
+    def within(self, done: int, total: int, tokens: int = 0) -> None:
+        self._progress.within(done, total, tokens)
 
     def log(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
         self._write(stage, step, metrics)

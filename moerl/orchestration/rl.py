@@ -73,6 +73,7 @@ class RLStage:
             updates,
             config.trainer.distributed_optimizer,
         )
+        self.trainer.watch = run.reporter.within
         engine = None if collector is None else run.engine
         self.weight_sync = WeightSync(config, model_path, self.trainer, engine)
         packing = pack_options(config, run.layout, directory_sizes(model_path))
@@ -109,7 +110,7 @@ class RLStage:
             RunStoppedError: a rank was told to stop; rollouts under way are given up.
         """
         run, collector, parts = self.run, self.collector, None
-        with run.stopwatch.span("rollout"):
+        with run.span("rollout"):
             try:
                 if collector is not None:
                     samples = run.unless_stopped(lambda: self._sample(collector, step))
@@ -146,11 +147,11 @@ class RLStage:
         due = step == 0 or (config.mismatch.every and (step + 1) % config.mismatch.every == 0)
         table: dict[str, dict[str, float]] = {}
         if due or step + 1 == config.algorithm.steps:
-            with run.stopwatch.span("mismatch"):
+            with run.span("mismatch"):
                 table = self._mismatch_table(minibatches)
             run.state.mismatch = table
             run.state.mismatch_first = run.state.mismatch_first or table
-        with run.stopwatch.span("train"):
+        with run.span("train"):
             metrics = self._update(minibatches, step)
         if run.layout.is_main:
             samples = [sample for minibatch in minibatches for sample in minibatch.samples]
@@ -252,7 +253,7 @@ class RLStage:
     # --- engine ------------------------------------------------------------------------------------------------------
 
     def _publish(self, version: int) -> dict[str, float]:
-        with self.run.stopwatch.span("weights"):
+        with self.run.span("weights"):
             return self.weight_sync.publish(version)
 
     # --- evaluation --------------------------------------------------------------------------------------------------
@@ -294,7 +295,7 @@ class RLStage:
 
     def _record(self, step: int, measure: Callable[[], dict[str, Evaluation]]) -> None:
         """Records what `measure` finds; a run told to stop meanwhile measures when it goes on."""
-        with self.run.stopwatch.span("evaluation"):
+        with self.run.span("evaluation"):
             evaluations = self.run.unless_stopped(measure)
         self.run.state.evaluation_due = evaluations is None
         if evaluations is not None:

@@ -22,12 +22,16 @@ from moerl.errors import ContractError, MoerlError, RewardError
 from moerl.tasks.tokenizer import encode_checked
 
 
+def _unwatched(done: int, total: int, tokens: int) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Collector:
     """Asks an engine for responses, passes every answer through the contract, and has it rewarded.
 
     layers: which columns of the engine's expert ids are the model's MoE layers, by its handshake.
     ends: ids that end a response (`moerl.orchestration.ends`). say: where refused answers are told of.
+    watch: told after each admitted answer how many came, of how many, and the tokens sampled in them.
     """
 
     engine: RolloutEngine
@@ -38,6 +42,7 @@ class Collector:
     layers: LayerSelection
     ends: tuple[int, ...]
     say: Callable[[str], None]
+    watch: Callable[[int, int, int], None] = _unwatched
 
     def requests(
         self, prompts: Sequence[Prompt], *, run: str, count: int, sampling: SamplingParams, prefixes: Mapping[str, str]
@@ -87,7 +92,13 @@ class Collector:
             MoerlError: not one was admitted, or too many were refused.
         """
         quarantine, before = self.quarantine, self.quarantine.num_refused
-        admitted = list(self._admitted(prompts, requests, trainer_version, prefixes))
+        admitted: list[Trajectory] = []
+        num_tokens = 0
+        self.watch(0, len(requests), 0)
+        for trajectory in self._admitted(prompts, requests, trainer_version, prefixes):
+            admitted.append(trajectory)
+            num_tokens += trajectory.num_sampled
+            self.watch(len(admitted) + quarantine.num_refused - before, len(requests), num_tokens)
         refused = quarantine.num_refused - before
         cause = f"; the first: {quarantine.first_refusal}" if refused else ""
         if not admitted:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from moerl.orchestration.evaluation import Evaluation
 from moerl.orchestration.exchange import barrier, broadcast_bytes, gather_rows, sum_over
 from moerl.orchestration.models import write_model
 from moerl.orchestration.reporting import METRICS_FILE, Reporter
+from moerl.telemetry.progress import PARTS
 from moerl.telemetry.sinks import read_rows
 from moerl.telemetry.spans import Stopwatch, peak_rss_bytes
 from moerl.trainer.checkpoint import CheckpointName, CheckpointStore
@@ -142,6 +144,13 @@ class Run:
             deterministic=self.config.trainer.deterministic,
         )
 
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Counts the seconds of a part of a step, and shows that the run is in it."""
+        self.reporter.begin_part(PARTS[name])
+        with self.stopwatch.span(name):
+            yield
+
     def train_prompts(self) -> list[Prompt]:
         return self.task.prompts("train", self.task.size("train"))
 
@@ -236,7 +245,7 @@ class Run:
 
     def checkpoint(self, stage: str, step: int, trainer: MegatronTrainer) -> None:
         """Begins a checkpoint of all ranks: trainer state and run state as they are now."""
-        with self.stopwatch.span("checkpoint"):
+        with self.span("checkpoint"):
             if self.layout.is_main:
                 self.reporter.sync()
             state = asdict(self.state) | {

@@ -53,6 +53,7 @@ def train(run: Run, model_path: Path, output: Path) -> None:
         total_steps=config.sft.steps,
         sharding=config.trainer.distributed_optimizer,
     )
+    trainer.watch = run.reporter.within
     packing = pack_options(config, run.layout, directory_sizes(model_path))
     first_step = run.restore(STAGE, trainer)
     run.reporter.begin_stage(STAGE, done=first_step, total=config.sft.steps)
@@ -64,7 +65,7 @@ def train(run: Run, model_path: Path, output: Path) -> None:
 
 
 def _step(run: Run, trainer: MegatronTrainer, step: int, samples: Sequence[TextSample], packing: PackOptions) -> None:
-    with run.stopwatch.span("train"):
+    with run.span("train"):
         minibatch = share_text(samples, trainer, packing)
         loss = TextLoss(minibatch.batches, trainer.model.vocab_size, minibatch.num_tokens)
         report = trainer.step(minibatch.batches, loss, enforce=False)

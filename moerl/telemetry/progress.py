@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,6 +15,17 @@ from rich.text import Text
 from moerl.printable import printable
 
 HEARTBEAT_SECONDS = 10.0
+PART_SECONDS = 30.0
+"""Longest silence of a run that writes lines."""
+PARTS = {
+    "rollout": "rollouts",
+    "mismatch": "mismatch table, microbatches",
+    "train": "training, microbatches",
+    "weights": "weights to the engine",
+    "evaluation": "evaluation, responses",
+    "checkpoint": "checkpoint",
+}
+"""What a user reads while a span (`moerl.telemetry.spans`) is under way."""
 STAGE_TITLES = {"sft": "cold start", "rl": "reinforcement learning"}
 
 
@@ -63,6 +75,25 @@ class Pace:
         return None if done <= 0 else (now - self._began) / done * (self._total - step)
 
 
+class Part:
+    """Where a step is: what it is doing since when, and how much of that is done. Any thread may ask."""
+
+    def __init__(self, title: str, now: float) -> None:
+        self._title, self._began = title, now
+        self._done, self._total, self._tokens = 0, 0, 0
+
+    def within(self, done: int, total: int, tokens: int) -> None:
+        self._done, self._total, self._tokens = done, total, tokens
+
+    def text(self, now: float) -> str:
+        seconds, done, total = now - self._began, self._done, self._total
+        words = [f"{self._title} {done} of {total}" if total else self._title]
+        if self._tokens and seconds > 0:
+            words.append(f"{self._tokens / seconds:,.0f} tokens/s")
+        left = f", {duration_text(seconds / done * (total - done))} left" if 0 < done < total else ""
+        return "  ".join([*words, f"{duration_text(seconds)} so far{left}"])
+
+
 class ProgressDisplay(Protocol):
     """Shows how far a run is. Use as a context manager; `begin_stage` comes before its `update`s."""
 
@@ -76,6 +107,14 @@ class ProgressDisplay(Protocol):
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """`step` steps of the stage are done; `metrics` are those of the last one."""
+        ...
+
+    def begin_part(self, title: str) -> None:
+        """A part of the step, or of the start, begins: what the run is doing now."""
+        ...
+
+    def within(self, done: int, total: int, tokens: int = 0) -> None:
+        """How much of the part is done; tokens: sampled in it."""
         ...
 
     def note(self, text: str) -> None:
@@ -94,33 +133,57 @@ def make_progress(console: Console | None = None) -> ProgressDisplay:
 
 
 class HeartbeatProgress:
-    """One line at the first and last step of a stage and at most every `heartbeat_seconds` between them."""
+    """One line at the first and last step of a stage and at most every `heartbeat_seconds` between them.
+
+    Where no line came for `part_seconds`, one says which part of a step the run is in; as a context it does so by
+    itself, from a thread.
+    """
 
     def __init__(
         self,
         console: Console,
         heartbeat_seconds: float = HEARTBEAT_SECONDS,
+        part_seconds: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._console, self._every, self._clock = console, heartbeat_seconds, clock
-        self._stage, self._total = "", 0
+        self._part_every = PART_SECONDS if part_seconds is None else part_seconds
+        self._stage, self._step, self._total = "", 0, 0
         self._pace = Pace(0, 0, 0.0)
         self._last: float | None = None
+        self._last_line = clock()
+        self._part: Part | None = None
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._beat_until_ended, name="heartbeat", daemon=True)
 
     def __enter__(self) -> HeartbeatProgress:
+        self._thread.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        return None
+        self._ended.set()
+        self._thread.join()
+
+    def _beat_until_ended(self) -> None:
+        while not self._ended.wait(min(1.0, self._part_every)):
+            self.beat()
+
+    def beat(self) -> None:
+        """Says where the step is, unless a line came lately."""
+        now, part = self._clock(), self._part
+        if part is None or now - self._last_line < self._part_every:
+            return
+        step = f"{self._stage} {self._step + 1}/{self._total}  " if self._step < self._total else ""
+        self.note(f"{step}{part.text(now)}")
 
     def begin_stage(self, stage: str, *, done: int, total: int) -> None:
-        self._stage, self._total = stage, total
+        self._stage, self._step, self._total = stage, done, total
         self._pace = Pace(done, total, self._clock())
         self._last = None
         self.note(f"{STAGE_TITLES[stage]}: {total - done} of {total} steps to do")
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        now = self._clock()
+        now, self._step = self._clock(), step
         if self._last is not None and now - self._last < self._every and step < self._total:
             return
         self._last = now
@@ -128,27 +191,37 @@ class HeartbeatProgress:
         eta = "" if left is None else f"  ETA {duration_text(left)}"
         self.note(f"{self._stage} {step}/{self._total}  {figures_text(metrics)}{eta}")
 
+    def begin_part(self, title: str) -> None:
+        self._part = Part(title, self._clock())
+
+    def within(self, done: int, total: int, tokens: int = 0) -> None:
+        if self._part is not None:
+            self._part.within(done, total, tokens)
+
     def note(self, text: str) -> None:
+        self._last_line = self._clock()
         # A line is for logs: no wrapping at a width, no markup.
         self._console.print(printable(text), soft_wrap=True, markup=False, highlight=False)
 
     def end(self) -> None:
-        return None
+        self._part = None
 
 
 class _Bars(Progress):
-    """Bars with one line of text below them, cut where the terminal ends; a column of its own would crowd them out."""
+    """Bars with lines of text below them, cut where the terminal ends; a column of its own would crowd them out."""
 
     below = ""
+    part: Callable[[], str] | None = None
 
     def get_renderables(self) -> Iterator[RenderableType]:
         yield self.make_tasks_table(self.tasks)
-        if self.below:
-            yield Text(self.below, no_wrap=True, overflow="ellipsis")
+        for line in (self.below, self.part() if self.part is not None else ""):
+            if line:
+                yield Text(line, no_wrap=True, overflow="ellipsis")
 
 
 class LiveProgress:
-    """One bar per stage, the figures of the last step below; notes scroll by above."""
+    """One bar per stage, the figures of the last step and the part of this one below; notes scroll by above."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -161,6 +234,12 @@ class LiveProgress:
         )
         self._task: TaskID | None = None
         self._pace = Pace(0, 0, 0.0)
+        self._part: Part | None = None
+        self._bars.part = self._part_text
+
+    def _part_text(self) -> str:
+        part = self._part
+        return "" if part is None else part.text(self._clock())
 
     def __enter__(self) -> LiveProgress:
         self._bars.start()
@@ -181,8 +260,16 @@ class LiveProgress:
         self._bars.below = figures_text(metrics)
         self._bars.update(self._task, completed=step, left=f"ETA {duration_text(left)}" if left else "")
 
+    def begin_part(self, title: str) -> None:
+        self._part = Part(title, self._clock())
+
+    def within(self, done: int, total: int, tokens: int = 0) -> None:
+        if self._part is not None:
+            self._part.within(done, total, tokens)
+
     def note(self, text: str) -> None:
         self._bars.console.print(printable(text), soft_wrap=True, markup=False, highlight=False)
 
     def end(self) -> None:
+        self._part = None
         self._bars.stop()

@@ -6,7 +6,7 @@ share of a microbatch, V = vocabulary (this rank's shard of it), H = hidden widt
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -89,6 +89,9 @@ class MegatronTrainer:
         optimizer: optimizer settings; None for a model that is only read (a reference).
         total_steps: updates of the learning-rate schedule.
         sharding: off, on or overlap: `TrainerConfig.distributed_optimizer`.
+
+    Attributes:
+        watch: told as a microbatch begins how many began before it, and of how many.
     """
 
     def __init__(
@@ -113,6 +116,7 @@ class MegatronTrainer:
         self.keep_routing = KeepRouting(modules, config, spec, where)
         self.optimizer = None if optimizer is None else Optimizer(modules, config, optimizer, total_steps, sharding)
         self._modules = modules if self.optimizer is None else self.optimizer.modules
+        self.watch: Callable[[int, int], None] | None = None
 
     @property
     def place(self) -> Place:
@@ -207,6 +211,8 @@ class MegatronTrainer:
 
         def forward_step(microbatches: Iterator[int], module: Any) -> tuple[Tensor, Any]:
             index = next(microbatches)
+            if self.watch is not None:
+                self.watch(index, len(batches))
             schedule.begin(index)
 
             def loss_function(hidden_1tH: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

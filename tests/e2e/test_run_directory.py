@@ -140,6 +140,20 @@ def test_a_corrupt_checkpoint_is_not_exported(tiny: DoneRun, forked: Runs, tmp_p
     assert "1-rl-000002 written to" in newest.output
 
 
+def test_a_run_that_takes_long_says_what_it_is_doing(forked: Runs, tmp_path: Path) -> None:
+    quiet = {"place": "moerl.telemetry.progress:PART_SECONDS", "value": 0.005}
+    finished = forked.run("train", "recipe=tiny", f"run_dir='{tmp_path / 'run'}'", fault=("set_value", quiet))
+    assert finished.status == 0, finished.output
+    for words in (
+        r"^start of Megatron and the model  \ds so far$",
+        r"^sft 1/4  training, microbatches \d of \d  ",
+        r"^rl \d/3  rollouts \d+ of 16  ",
+        r"^rl \d/3  training, microbatches \d of \d  ",
+        r"evaluation, responses \d of 8  [\d,]+ tokens/s  \ds so far",
+    ):
+        assert re.search(words, finished.output, re.MULTILINE), words
+
+
 def test_two_checkpoints_are_kept_and_nothing_half_written(tiny: DoneRun) -> None:
     names = sorted(path.name for path in (tiny.folder / "checkpoints").iterdir())
     assert names == ["1-rl-000002", "1-rl-000003"]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import threading
 
 import pytest
 from rich.console import Console
+from waiting import eventually
 
 from moerl.telemetry.progress import (
     HeartbeatProgress,
@@ -139,3 +141,72 @@ def test_the_live_display_needs_a_stage_first():
 def test_the_display_follows_the_kind_of_output(plain: Console):
     assert isinstance(make_progress(plain), HeartbeatProgress)
     assert isinstance(make_progress(Console(file=io.StringIO(), force_terminal=True)), LiveProgress)
+
+
+# --- inside a long step ----------------------------------------------------------------------------------------------
+
+
+def test_a_long_step_says_where_it_is_and_how_long_it_takes(plain: Console):
+    clock = Clock()
+    progress = HeartbeatProgress(plain, part_seconds=30.0, clock=clock)
+    progress.begin_stage("rl", done=3, total=9)
+    progress.begin_part("rollouts")
+    progress.within(0, 64, 0)
+    clock.now = 29.0
+    progress.beat()
+    clock.now = 31.0
+    progress.beat()
+    clock.now = 40.0
+    progress.within(16, 64, 8000)
+    progress.beat()
+    clock.now = 62.0
+    progress.beat()
+    progress.begin_part("training")
+    clock.now = 95.0
+    progress.beat()
+    assert text_of(plain).splitlines()[1:] == [
+        "rl 4/9  rollouts 0 of 64  31s so far",
+        "rl 4/9  rollouts 16 of 64  129 tokens/s  1m02s so far, 3m06s left",
+        "rl 4/9  training  33s so far",
+    ]
+
+
+def test_a_step_that_ends_in_time_says_nothing_of_its_parts(plain: Console):
+    clock = Clock()
+    progress = HeartbeatProgress(plain, heartbeat_seconds=0.0, part_seconds=30.0, clock=clock)
+    progress.begin_stage("rl", done=0, total=9)
+    for step in range(1, 5):
+        progress.begin_part("rollouts")
+        progress.within(1, 4, 10)
+        clock.now += 20.0
+        progress.beat()
+        progress.update(step, {"reward/mean": 0.5})
+    assert not any("rollouts" in line for line in text_of(plain).splitlines())
+
+
+def test_the_start_of_a_run_says_what_it_waits_for(plain: Console):
+    clock = Clock()
+    progress = HeartbeatProgress(plain, part_seconds=30.0, clock=clock)
+    progress.begin_part("starting the engine")
+    clock.now = 61.0
+    progress.beat()
+    assert text_of(plain) == "starting the engine  1m01s so far\n"
+
+
+def test_lines_come_by_themselves_and_stop_at_the_end(plain: Console):
+    with HeartbeatProgress(plain, part_seconds=0.01) as progress:
+        progress.begin_part("rollouts")
+        eventually(lambda: "rollouts" in text_of(plain))
+    lines = text_of(plain)
+    assert not [thread for thread in threading.enumerate() if thread.name == "heartbeat"]
+    assert text_of(plain) == lines
+
+
+def test_the_live_display_moves_inside_a_step():
+    console, clock = live_console(100), Clock()
+    with LiveProgress(console, clock) as progress:
+        progress.begin_stage("rl", done=0, total=10)
+        progress.begin_part("training")
+        clock.now = 65.0
+        progress.within(2, 8)
+        eventually(lambda: "training 2 of 8  1m05s so far, 3m15s left" in text_of(console))
