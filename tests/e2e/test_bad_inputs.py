@@ -158,7 +158,6 @@ EARLY = {
     f"{TINY} rollout=sglang_server rollout.server=nowhere.json": "server file ",
     "sglang check --env nowhere": "SGLang environment ",
     "serve": "the following arguments are required: --model, --folder",
-    "serve --model model --folder served --host 0.0.0.0": "expected: a loopback or private IP address",
     # Plans and tools.
     "plan memory recipe=laptop --gpu-memory-gib -1": "--gpu-memory-gib: invalid gib_size value",
     "plan memory recipe=pretrained": "model.path: no value given",
