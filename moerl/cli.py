@@ -109,6 +109,7 @@ def _run(command: str, options: argparse.Namespace, arguments: list[str]) -> int
     from moerl.config.auto_resume import resolve_auto
     from moerl.config.checks import config_notes
     from moerl.config.load import load_config, refuse_taken_run_dir, split_resume
+    from moerl.config.model_tensors import check_model
     from moerl.config.recipes import recipe_text
 
     here = rank_info()
@@ -128,6 +129,8 @@ def _run(command: str, options: argparse.Namespace, arguments: list[str]) -> int
         return _hand_over(command, config, resume)
     from moerl.launch.servers import prepare_for_servers
 
+    if config.model.path is not None:
+        check_model(config.model.path)
     prepare_for_servers(config.rollout)
     with run_lock(config.run_dir) as lock:
         if not resume:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,9 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
+from moerl.config.model_files import SINGLE_FILE
+from moerl.config.model_sizes import sizes_from_hf_config
+from moerl.config.model_tensors import needed_tensors
 from moerl.contract.trajectory import (
     FinishReason,
     KeptSets,
@@ -223,3 +227,34 @@ def _same(left: Any, right: Any) -> bool:
     if isinstance(left, np.ndarray):
         return left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes()
     return left == right
+
+
+# --- model directories -----------------------------------------------------------------------------------------------
+
+StoredTensors = dict[str, tuple[str, tuple[int, ...]]]
+"""dtype, as safetensors writes it, and shape."""
+
+_BYTES = {"F32": 4, "BF16": 2, "F8_E4M3": 1, "I64": 8}
+_SMALL: dict[str, Any] = {"vocab_size": 24, "hidden_size": 8, "intermediate_size": 8, "moe_intermediate_size": 4}
+
+
+def write_safetensors(file: Path, tensors: StoredTensors) -> None:
+    """A safetensors file of zeros."""
+    header, end = {}, 0
+    for name, (dtype, shape) in tensors.items():
+        size = _BYTES[dtype] * math.prod(shape)
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(end))
+
+
+def write_hf_model(folder: Path, **changes: Any) -> StoredTensors:
+    """A whole model of zeros in one file; its tokenizer is there and empty."""
+    config = hf_config(**{**_SMALL, **changes})
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text("{}")
+    needed = needed_tensors(sizes_from_hf_config(config, "config.json"), config)
+    tensors = {name: ("BF16", shape) for name, shape in needed.items()}
+    write_safetensors(folder / SINGLE_FILE, tensors)
+    return tensors

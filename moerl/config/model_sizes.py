@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moerl.config.trainable import refuse_untrainable
-from moerl.contract.spec import spec_from_hf_config
+from moerl.contract.spec import MAX_SIZE, spec_from_hf_config
 from moerl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -106,15 +106,17 @@ def directory_sizes(folder: Path) -> ModelSizes:
         ConfigError: There is no such file, it is not a model that can be trained, or a size is missing.
     """
     file = folder / "config.json"
-    values = _read(file)
+    values = read_config(file)
     try:
         spec_from_hf_config(values)
         refuse_untrainable(values)
+        return sizes_from_hf_config(values, str(file))
     except ConfigError as error:
-        raise ConfigError(
-            f"model.path: {file}: {error.what}", seen=error.seen, expected=error.expected, remedy=error.remedy
-        ) from error
-    return sizes_from_hf_config(values, str(file))
+        what = error.what if error.what.startswith("model.path") else f"model.path: {file}: {error.what}"
+        raise ConfigError(what, seen=error.seen, expected=error.expected, remedy=error.remedy) from error
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        # A value of a type that no config of the family has.
+        raise _unreadable(file, f"{type(error).__name__}: {error}") from error
 
 
 def sizes_from_hf_config(config: Mapping[str, Any], origin: str) -> ModelSizes:
@@ -168,11 +170,12 @@ class _Reader:
         """The value of the first name that is there, an integer of at least `least`."""
         name = next((name for name in names if name in self.config), names[0])
         value = self.config.get(name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        most = MAX_SIZE.get(name, MAX_SIZE[""])
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
             raise ConfigError(
                 f"model.path: {self.origin}: {name}",
-                seen=value,
-                expected=f"an integer of at least {least}",
+                seen=f"{value!r:.200}",
+                expected=f"an integer from {least} to {most}",
                 remedy="correct the model's config.json",
             )
         return value
@@ -211,7 +214,8 @@ def _attention_biases(config: Mapping[str, Any], latent: LatentAttention | None)
     return ("qkv",) if config.get("model_type") == "glm4_moe" else ("qkv", "output")
 
 
-def _read(file: Path) -> dict[str, Any]:
+def read_config(file: Path) -> dict[str, Any]:
+    """The content of a config.json. Raises `ConfigError` where there is none, or none that is a JSON object."""
     if not file.is_file():
         raise ConfigError(
             "model.path: not a Hugging Face model directory",
@@ -221,7 +225,7 @@ def _read(file: Path) -> dict[str, Any]:
         )
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise _unreadable(file, str(error)) from error
     if not isinstance(values, dict):
         raise _unreadable(file, f"a JSON {type(values).__name__}")
@@ -230,5 +234,5 @@ def _read(file: Path) -> dict[str, Any]:
 
 def _unreadable(file: Path, seen: str) -> ConfigError:
     return ConfigError(
-        f"model.path: {file} cannot be read", seen=seen, expected="a JSON object", remedy="restore the file"
+        f"model.path: {file} cannot be read", seen=seen, expected="the config of a model", remedy="restore the file"
     )

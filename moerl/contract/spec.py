@@ -104,6 +104,9 @@ def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**rope, **numbers, "rope_theta": float(theta)}
 
 
+MAX_SIZE = {"": 2**31 - 1, "num_hidden_layers": 2**16, "num_experts_per_tok": 2**16}
+"""Of a size, and of those that something is counted by; far above any model."""
+
 _LAYER_RULES = ("num_hidden_layers", "decoder_sparse_step", "mlp_only_layers", "first_k_dense_replace")
 
 
@@ -138,11 +141,11 @@ def _head_size(config: Mapping[str, Any], sizes: Mapping[str, int]) -> int:
 
 def _positive(config: Mapping[str, Any], name: str) -> int:
     value = config.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_SIZE.get(name, MAX_SIZE[""]):
         raise ConfigError(
             f"model config: {name}",
-            seen=value,
-            expected="an integer of at least 1",
+            seen=f"{value!r:.200}",
+            expected=f"an integer from 1 to {MAX_SIZE.get(name, MAX_SIZE[''])}",
             remedy="correct the model config",
         )
     return value

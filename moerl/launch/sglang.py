@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from moerl.config.model_tensors import check_weights
 from moerl.launch.arguments import Parser
 from moerl.rollout.sglang.client import ServerClient
 from moerl.rollout.sglang.endpoint import read_endpoint
@@ -84,6 +85,7 @@ async def _shake_hands(server_file: Path) -> ServerFacts:
 
 
 def _serve(options: argparse.Namespace) -> int:
+    check_weights(options.model.resolve())
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())

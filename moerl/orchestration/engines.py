@@ -12,6 +12,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig
 
+from moerl.config.model_files import stored_tensors
+from moerl.config.model_tensors import check_weights
 from moerl.config.schema import (
     EmbeddedRolloutConfig,
     RolloutConfig,
@@ -59,8 +61,10 @@ def open_engine(config: RunConfig, model: Model, say: Callable[[str], None]) -> 
 
     Raises:
         EngineError: it cannot serve.
+        ConfigError: the directory does not hold the weights of its model.
     """
     rollout = config.rollout
+    check_weights(model.folder)
     if isinstance(rollout, EmbeddedRolloutConfig):
         return make_engine(
             model.folder, model.spec, dtype=rollout.dtype, max_running=rollout.max_running, version=model.version
@@ -114,7 +118,7 @@ def _send_folder(engine: SGLangEngine, model: Model, options: EngineOptions) -> 
     """A label alone does not prove that servers which others started hold the weights of this folder."""
     try:
         engine.begin_update(model.version)
-        for file in sorted(model.folder.glob("*.safetensors")):
+        for file in sorted({tensor.file for tensor in stored_tensors(model.folder).values()}):
             tensors = {name: tensor for name, tensor in load_file(file).items() if name in options.shapes}
             _refuse_quantized(file, tensors)
             engine.receive(tensors.items())

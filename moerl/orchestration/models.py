@@ -11,24 +11,26 @@ from typing import Any
 
 import torch
 from huggingface_hub import save_torch_state_dict
-from safetensors import safe_open
 from torch import Tensor
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedTokenizerBase,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
 
+from moerl.config.model_files import check_tokenizer, stored_tensors
+from moerl.config.model_tensors import SCALES, is_bypassed
 from moerl.config.schema import ArchitectureConfig
 from moerl.contract.layers import ModelLayers
 from moerl.contract.spec import moe_layer_indices, spec_from_hf_config
 from moerl.contract.trajectory import ModelSpec
+from moerl.errors import ConfigError
 from moerl.rollout.embedded import EmbeddedEngine
+from moerl.rollout.loading import load_model
 from moerl.trainer.model import DTYPES
-from moerl.trainer.tensors import bypassed_tensors, is_bypassed
+from moerl.trainer.tensors import bypassed_tensors
 
 VOCAB_MULTIPLE = 8
 """The embedding is padded to a multiple of this, so that tensor parallelism can split it."""
@@ -65,8 +67,21 @@ def build_model(architecture: ArchitectureConfig, tokenizer: PreTrainedTokenizer
 
 
 def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer stored with a model."""
-    return AutoTokenizer.from_pretrained(folder)
+    """The tokenizer stored with a model.
+
+    Raises:
+        ConfigError: there is none that can be read.
+    """
+    check_tokenizer(folder)
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # the library raises whatever its parsers do, plain `Exception` too
+        raise ConfigError(
+            f"model.path: {folder}: the tokenizer cannot be read",
+            seen=" ".join(f"{type(error).__name__}: {error}".split())[:500],
+            expected="a tokenizer that transformers reads",
+            remedy="copy the tokenizer's files of the model into the directory again",
+        ) from error
 
 
 def read_spec(folder: Path, tokenizer: PreTrainedTokenizerBase) -> ModelSpec:
@@ -87,7 +102,7 @@ def make_engine(folder: Path, spec: ModelSpec, *, dtype: str, max_running: int, 
     Args:
         version: policy version of the weights in `folder`; -1 where the engine must wait for a first update.
     """
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype])
+    model = load_model(folder, dtype=DTYPES[dtype])
     return EmbeddedEngine(model, spec, engine_id="embedded-0", max_running=max_running, policy_version=version)
 
 
@@ -97,13 +112,11 @@ def checkpoint_shapes(folder: Path, config: Mapping[str, Any]) -> dict[str, tupl
     Args:
         config: content of its Hugging Face config.
     """
-    shapes = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118  (no mapping)
-                if not is_bypassed(name, config) and not name.endswith("_scale_inv"):
-                    shapes[name] = tuple(tensors.get_slice(name).get_shape())
-    return shapes
+    return {
+        name: tensor.shape
+        for name, tensor in stored_tensors(folder).items()
+        if not is_bypassed(name, config) and not name.endswith(SCALES)
+    }
 
 
 def write_model(folder: Path, like: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:

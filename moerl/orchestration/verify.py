@@ -6,7 +6,6 @@ inside the recorded kept sets, so what is left between them is arithmetic, or a 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +14,8 @@ import torch
 from numpy.typing import NDArray
 
 from moerl.buffer.packing import PackOptions, pack_trajectories
+from moerl.config.model_sizes import read_config
+from moerl.config.model_tensors import check_weights
 from moerl.config.paths import dump_files
 from moerl.contract.batch import TrainSample
 from moerl.contract.disk import read_parquet
@@ -52,6 +53,7 @@ def run_verify(dump: Path, model: Path, *, tolerance: float, version: int | None
     """
     trajectories = select_version(read_dump(dump), version)
     spec, dtype = read_model(model, trajectories)
+    check_weights(model)
     quiet_libraries()
     print(f"{len(trajectories)} trajectories, {model} in {dtype}")
     replayed = _by_transformers(trajectories, model, spec, dtype)
@@ -124,7 +126,7 @@ def read_model(model: Path, trajectories: Sequence[Trajectory]) -> tuple[ModelSp
     file = model / "config.json"
     if not file.is_file():
         raise ConfigError("--model: no Hugging Face model", seen=model, expected="a directory with a config.json")
-    config = json.loads(file.read_text())
+    config = read_config(file)
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
     if dtype not in DTYPES:
         raise ConfigError("--model: dtype in config.json", seen=dtype, expected=f"one of {', '.join(DTYPES)}")

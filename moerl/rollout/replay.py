@@ -9,16 +9,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from moerl.contract.trajectory import ModelSpec, Trajectory
 from moerl.rollout.enforce import EnforcedRouting
+from moerl.rollout.loading import load_model
 
 _CHUNK_ROWS = 128
 """Rows scored at a time; bounds the float64 logits, one row of which has the vocabulary's width."""
@@ -50,7 +49,7 @@ class TransformersReplay:
     """
 
     def __init__(self, folder: Path, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> None:
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
+        model = load_model(folder, dtype=dtype, attn_implementation="sdpa")
         model.set_experts_implementation("eager")
         self._model = model.to(device).eval()
         self._device, self._spec = device, spec

@@ -7,7 +7,6 @@ they miss, and cast FP8 weights that have no scales.
 from __future__ import annotations
 
 import functools
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -16,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moerl.config.model_files import stored_tensors
+from moerl.config.model_tensors import FP8_BLOCK, SCALES, is_bypassed
 from moerl.errors import CheckpointError
 
 _LOCAL_NORMS = {
@@ -24,7 +25,6 @@ _LOCAL_NORMS = {
 }
 _GROUPED_EXPERTS = re.compile(r"^decoder\.layers\.\*\.mlp\.experts\.(linear_fc[12]\.weight)\*$")
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-_FP8_BLOCK = 128
 
 
 def adapt(bridge_class: Any) -> None:
@@ -129,14 +129,14 @@ def _read_weight(name: str, state: Mapping[str, Tensor]) -> Tensor:
     weight = state[name]
     if weight.dtype not in _FP8:
         return weight
-    scale_name = f"{name}_scale_inv"
-    blocks = [-(-size // _FP8_BLOCK) for size in weight.shape]
+    scale_name = f"{name}{SCALES}"
+    blocks = [-(-size // FP8_BLOCK) for size in weight.shape]
     scales = state.get(scale_name)
     if scales is None or list(scales.shape) != blocks:
         raise CheckpointError(
             f"FP8 weight '{name}' cannot be dequantised",
             seen=f"{scale_name} " + ("is missing" if scales is None else f"of shape {list(scales.shape)}"),
-            expected=f"shape {blocks}: one scale per block of {_FP8_BLOCK} x {_FP8_BLOCK}",
+            expected=f"shape {blocks}: one scale per block of {FP8_BLOCK} x {FP8_BLOCK}",
             remedy="use a checkpoint with 128 x 128 block scales, or the bfloat16 checkpoint of the model",
         )
     return dequantise(weight, scales)
@@ -145,18 +145,11 @@ def _read_weight(name: str, state: Mapping[str, Tensor]) -> Tensor:
 def dequantise(weight_MN: Tensor, scales_mn: Tensor) -> Tensor:
     """float32 [M, N]: an FP8 weight times the scale of its 128 x 128 block; scales are [ceil(M/128), ceil(N/128)]."""
     rows, columns = weight_MN.shape
-    scales = scales_mn.float().repeat_interleave(_FP8_BLOCK, 0)[:rows].repeat_interleave(_FP8_BLOCK, 1)[:, :columns]
+    scales = scales_mn.float().repeat_interleave(FP8_BLOCK, 0)[:rows].repeat_interleave(FP8_BLOCK, 1)[:, :columns]
     return weight_MN.float() * scales
 
 
 # --- multi-token prediction ------------------------------------------------------------------------------------------
-
-
-def is_bypassed(name: str, config: Mapping[str, Any]) -> bool:
-    """True for checkpoint tensors of multi-token-prediction heads: layers behind the last decoder layer."""
-    layer = re.match(r"^model\.layers\.(\d+)\.", name)
-    first = config["num_hidden_layers"]
-    return layer is not None and first <= int(layer[1]) < first + int(config.get("num_nextn_predict_layers") or 0)
 
 
 def bypassed_tensors(hf_path: Path, config: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
@@ -167,7 +160,7 @@ def bypassed_tensors(hf_path: Path, config: Mapping[str, Any]) -> Iterator[tuple
     """
     state = _LazyState(hf_path)
     for name in state:
-        if is_bypassed(name, config) and not name.endswith("_scale_inv"):
+        if is_bypassed(name, config) and not name.endswith(SCALES):
             weight = state[name]
             yield name, _read_weight(name, state).bfloat16() if weight.dtype in _FP8 else weight
 
@@ -176,7 +169,7 @@ class _LazyState(Mapping[str, Tensor]):
     """The tensors of a checkpoint by name, each read when asked for."""
 
     def __init__(self, hf_path: Path) -> None:
-        self._files = {name: hf_path / file for file, names in _files(hf_path).items() for name in names}
+        self._files = {name: tensor.file for name, tensor in stored_tensors(hf_path).items()}
 
     def __getitem__(self, name: str) -> Tensor:
         from safetensors import safe_open
@@ -207,10 +200,10 @@ def refuse_unknown(hf_path: Path, config: Mapping[str, Any], bridge: Any) -> Non
         layer = re.match(r"^model\.layers\.(\d+)\.", name)
         if layer is not None and int(layer[1]) >= config["num_hidden_layers"]:
             return is_bypassed(name, config)
-        plain = name.removesuffix("_scale_inv")
+        plain = name.removesuffix(SCALES)
         return registry.hf_to_megatron_lookup(plain) is not None or name.endswith("rotary_emb.inv_freq")
 
-    left = [name for names in _files(hf_path).values() for name in names if not is_known(name)]
+    left = [name for name in stored_tensors(hf_path) if not is_known(name)]
     if left:
         raise CheckpointError(
             f"{hf_path} holds tensors that the trainer would lose",
@@ -218,17 +211,3 @@ def refuse_unknown(hf_path: Path, config: Mapping[str, Any], bridge: Any) -> Non
             expected="only tensors of the model's parameters and of multi-token-prediction heads",
             remedy="use a checkpoint of the plain model, without adapters or other additions",
         )
-
-
-def _files(hf_path: Path) -> dict[str, list[str]]:
-    """Names of a checkpoint's tensors by safetensors file."""
-    from safetensors import safe_open
-
-    index = hf_path / "model.safetensors.index.json"
-    files: dict[str, list[str]] = {}
-    if index.is_file():
-        for name, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items():
-            files.setdefault(file, []).append(name)
-        return files
-    with safe_open(hf_path / "model.safetensors", framework="pt") as handle:
-        return {"model.safetensors": list(handle.keys())}

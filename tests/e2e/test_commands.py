@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
+import pytest
 from moerl_runs import DoneRun, Runs
+from safetensors.numpy import load_file, save_file
 
 
 def model_of(run: DoneRun) -> list[str]:
@@ -47,6 +50,23 @@ def test_eval_measures_what_the_run_measured_last(forked: Runs, tiny: DoneRun, t
     for name in ("heldout/accuracy", "heldout/length_mean"):
         assert row[name] == last[name]
     assert f"accuracy {row['heldout/accuracy']:.3f}" in finished.output
+
+
+@pytest.mark.parametrize("command", ["eval", "rollout", "train"])
+def test_a_model_with_a_missing_tensor_is_named_before_anything_starts(
+    command: str, forked: Runs, tiny: DoneRun, tmp_path: Path
+) -> None:
+    model = Path(shutil.copytree(tiny.folder / "final_model", tmp_path / "model"))
+    tensors = load_file(model / "model.safetensors")
+    missing = sorted(tensors)[len(tensors) // 2]
+    del tensors[missing]
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    arguments = ["recipe=tiny", "model=pretrained", f"model.path='{model}'", f"run_dir='{tmp_path / 'run'}'"]
+    finished = forked.run(command, *arguments)
+    assert finished.status == 2, finished.output
+    assert f"1 of {len(tensors) + 1} tensors are missing, first '{missing}'" in finished.output
+    assert "Traceback" not in finished.output
+    assert not (tmp_path / "run").exists()
 
 
 def test_training_goes_on_from_a_model_that_a_run_left(forked: Runs, tiny: DoneRun, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from factories import write_hf_config
+from factories import write_hf_config, write_hf_model
 
 from moerl import cli
 from moerl.config.auto_resume import resolve_auto
@@ -236,7 +236,7 @@ def test_train_and_sft_are_handed_over_with_their_configuration(
 
 
 def test_rollout_and_eval_are_handed_over(tmp_path: Path, handed_over: list[tuple[str, RunConfig, bool | None]]):
-    write_hf_config(tmp_path)
+    write_hf_model(tmp_path)
     for command in ("rollout", "eval"):
         arguments = [command, "model=pretrained", f"model.path='{tmp_path}'", f"run_dir='{tmp_path}/run'"]
         assert cli.main(arguments) == 0

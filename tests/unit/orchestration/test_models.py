@@ -1,14 +1,16 @@
-"""Model directories written from an export."""
+"""Model directories: written from an export, and refused where the tokenizer is none."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moerl.orchestration.models import checkpoint_shapes, write_model
+from moerl.errors import ConfigError
+from moerl.orchestration.models import checkpoint_shapes, read_tokenizer, write_model
 
 
 def test_a_written_model_of_a_quantised_checkpoint_is_whole_and_no_longer_quantised(tmp_path: Path) -> None:
@@ -36,3 +38,25 @@ def test_a_written_model_of_a_quantised_checkpoint_is_whole_and_no_longer_quanti
     assert not written
     new = json.loads((folder / "config.json").read_text())
     assert new == {"num_hidden_layers": 1, "num_nextn_predict_layers": 1, "dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("files", "problem"),
+    [
+        ({}, "no tokenizer"),
+        ({"tokenizer_config.json": "{}"}, "no tokenizer"),
+        ({"tokenizer.json": '{"version": "1.0", "trunc'}, "tokenizer.json cannot be used"),
+        ({"tokenizer.json": "[]"}, "tokenizer.json cannot be used"),
+        ({"tokenizer.json": "{}", "tokenizer_config.json": "no"}, "tokenizer_config.json cannot be used"),
+        ({"tokenizer.json": "{}"}, "the tokenizer cannot be read"),
+        ({"tokenizer.json": '{"model": {"type": "BPE"}}'}, "the tokenizer cannot be read"),
+    ],
+)
+def test_a_tokenizer_that_is_none_is_named(files: dict[str, str], problem: str, untied: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((untied / "config.json").read_bytes())
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    with pytest.raises(ConfigError) as caught:
+        read_tokenizer(tmp_path)
+    assert problem in caught.value.what
+    assert str(tmp_path) in caught.value.what

@@ -1,0 +1,32 @@
+"""Transformers models that hold the weights of their directory, all of them. Runs in the process of an engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from moerl.errors import EngineError
+
+
+def load_model(folder: Path, *, dtype: torch.dtype, **settings: Any) -> Any:
+    """The model of a Hugging Face directory that `moerl.config.model_tensors.check_weights` has let pass.
+
+    Args:
+        settings: for `from_pretrained`.
+
+    Raises:
+        EngineError: transformers would fill a parameter with random numbers.
+    """
+    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True, **settings)
+    unfilled = sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])})
+    if unfilled:
+        raise EngineError(
+            f"transformers does not find every parameter in {folder}",
+            seen=f"{len(unfilled)} without a tensor, first {unfilled[0]!r}",
+            expected="a tensor of the right shape for every parameter",
+            remedy="use a whole checkpoint of the model that its config.json describes",
+        )
+    return model
