@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import uuid
@@ -84,6 +85,12 @@ def _rename_to_free_name(temporary: Path, parent: Path, name: str) -> Path:
             attempt += 1
         else:
             return final
+
+
+def hash_file(path: Path) -> str:
+    """BLAKE2b of a file's content, hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, hashlib.blake2b).hexdigest()
 
 
 def sync(path: Path) -> None:

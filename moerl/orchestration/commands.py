@@ -23,8 +23,9 @@ from moerl.contract.files import atomic_file, writing
 from moerl.contract.layers import select_layers
 from moerl.contract.ports import RolloutEngine, Task
 from moerl.contract.quarantine import Quarantine
+from moerl.contract.sealed import find_damage
 from moerl.diagnostics.summary import SUMMARY_FILE
-from moerl.orchestration import sft
+from moerl.orchestration.cold_start import cold_start
 from moerl.orchestration.ends import describe_ends, read_ends
 from moerl.orchestration.engines import Model, open_engine
 from moerl.orchestration.evaluation import Evaluation, evaluate
@@ -67,7 +68,7 @@ def _train(run: Run, model_path: Path) -> None:
     config = run.config
     with ExitStack() as stack:
         if config.sft.steps > 0:
-            model_path = _cold_start(run, model_path)
+            model_path = cold_start(run, model_path)
         collector = None
         run.reporter.begin_part("start of the engine")
         if run.layout.is_main:
@@ -86,7 +87,7 @@ def _train(run: Run, model_path: Path) -> None:
 
 
 def _train_supervised(run: Run, model_path: Path) -> None:
-    config, output = run.config, _cold_start(run, model_path)
+    config, output = run.config, cold_start(run, model_path)
 
     def measure() -> Evaluation:
         with closing(open_engine(config, Model(output, run.spec, version=0), run.reporter.say)) as engine:
@@ -155,7 +156,7 @@ def _open_run(config: RunConfig, command: str, *, resume: bool) -> Iterator[tupl
             seed=config.seed,
         )
         model_path = config.model.path or config.run_dir / "initial_model"
-        if config.model.architecture is not None and where.is_main and not model_path.exists():
+        if config.model.architecture is not None and where.is_main and find_damage(model_path) is not None:
             tokenizer = make_tokenizer(task, config.model.architecture.vocab_size)
             build_model(config.model.architecture, tokenizer, config.seed, model_path)
         barrier()
@@ -185,16 +186,6 @@ def _write_config(config: RunConfig) -> None:
     """Stores the resolved configuration; a kill leaves the file whole, or the run could not go on."""
     with writing(config.run_dir / CONFIG_FILE), atomic_file(config.run_dir / CONFIG_FILE) as path:
         path.write_text(dump_config(config))
-
-
-def _cold_start(run: Run, model_path: Path) -> Path:
-    """The cold start's directory, trained unless it is there whole and the run goes on behind it."""
-    output = run.config.run_dir / "cold_start"
-    done = output.exists() and run.has_done(sft.STAGE, run.config.sft.steps)
-    barrier()
-    if not done:
-        sft.train(run, model_path, output)
-    return output
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,9 @@ from transformers import (
 from moerl.config.model_files import check_tokenizer, stored_tensors
 from moerl.config.model_tensors import SCALES, is_bypassed
 from moerl.config.schema import ArchitectureConfig
+from moerl.contract.files import sync
 from moerl.contract.layers import ModelLayers
+from moerl.contract.sealed import SEAL, seal
 from moerl.contract.spec import moe_layer_indices, spec_from_hf_config
 from moerl.contract.trajectory import ModelSpec
 from moerl.errors import ConfigError
@@ -37,7 +39,7 @@ VOCAB_MULTIPLE = 8
 
 
 def build_model(architecture: ArchitectureConfig, tokenizer: PreTrainedTokenizerBase, seed: int, folder: Path) -> None:
-    """Writes a freshly initialised Qwen3-MoE and its tokenizer; the folder appears whole or not at all."""
+    """Writes a freshly initialised Qwen3-MoE and its tokenizer; the folder appears whole or not at all, sealed."""
     torch.manual_seed(seed)
     config = Qwen3MoeConfig(
         vocab_size=-(-len(tokenizer) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE,
@@ -120,7 +122,7 @@ def checkpoint_shapes(folder: Path, config: Mapping[str, Any]) -> dict[str, tupl
 
 
 def write_model(folder: Path, like: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Writes exported weights as a Hugging Face directory; it appears whole or not at all.
+    """Writes exported weights as a Hugging Face directory; it appears whole or not at all, sealed and on disk.
 
     Args:
         like: the directory the model came from; its config and tokenizer are kept, and its multi-token-prediction
@@ -129,7 +131,8 @@ def write_model(folder: Path, like: Path, tensors: Iterable[tuple[str, Tensor]])
     """
     partial = _partial(folder)
     for file in like.iterdir():
-        if file.is_file() and file.suffix in (".json", ".txt", ".model", ".jinja") and "safetensors" not in file.name:
+        is_kept = file.suffix in (".json", ".txt", ".model", ".jinja") and "safetensors" not in file.name
+        if file.is_file() and is_kept and file.name != SEAL:
             shutil.copy2(file, partial / file.name)
     # Gate and up projections are views of one tensor; each file entry needs storage of its own.
     weights = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors}
@@ -156,6 +159,8 @@ def _publish(partial: Path, folder: Path) -> None:
     mode = partial.stat().st_mode & 0o666
     for file in partial.iterdir():
         file.chmod(mode)
+    seal(partial)
     if folder.exists():
         shutil.rmtree(folder)
     partial.rename(folder)
+    sync(folder.parent)

@@ -38,7 +38,7 @@ from moerl.telemetry.sinks import read_rows
 from moerl.telemetry.spans import Stopwatch, peak_rss_bytes
 from moerl.trainer.checkpoint import CheckpointName, CheckpointStore
 from moerl.trainer.layout import Layout
-from moerl.trainer.model import ModelOptions
+from moerl.trainer.model import ModelOptions, PolicyModel
 from moerl.trainer.optimizer import UpdateReport
 from moerl.trainer.saver import Saver
 from moerl.trainer.trainer import MegatronTrainer
@@ -258,7 +258,7 @@ class Run:
         self._saved = (stage, step)
         self._last_step = time.monotonic()
 
-    def write_model(self, folder: Path, *, like: Path, trainer: MegatronTrainer) -> None:
+    def write_model(self, folder: Path, *, like: Path, trainer: MegatronTrainer | PolicyModel) -> None:
         """Writes the trainer's weights as a Hugging Face directory, after the checkpoint in flight. A collective."""
         self.saver.wait()
         if self.layout.is_main:

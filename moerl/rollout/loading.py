@@ -20,7 +20,8 @@ def load_model(folder: Path, *, dtype: torch.dtype, **settings: Any) -> Any:
     Raises:
         EngineError: transformers would fill a parameter with random numbers.
     """
-    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True, **settings)
+    load: Any = AutoModelForCausalLM.from_pretrained
+    model, info = load(folder, dtype=dtype, output_loading_info=True, **settings)
     unfilled = sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])})
     if unfilled:
         raise EngineError(

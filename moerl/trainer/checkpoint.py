@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
@@ -19,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from moerl.contract.files import atomic_file
+from moerl.contract.files import atomic_file, hash_file, sync
 from moerl.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -129,11 +128,11 @@ class CheckpointStore:
         manifest = temporary / MANIFEST
         content = {"format": FORMAT, "state": state, "files": dict(sorted(files.items()))}
         manifest.write_text(json.dumps({**content, "blake2b": _hash_of(content)}, indent=1))
-        _sync(manifest)
-        _sync(temporary)
+        sync(manifest)
+        sync(temporary)
         _remove(final)
         temporary.rename(final)
-        _sync(self.folder)
+        sync(self.folder)
         with atomic_file(self._last_written) as path:
             path.write_text(f"{name}\n")
         self._corrupt.discard(name)
@@ -250,7 +249,9 @@ def _find_file_problem(path: Path, files: Facts) -> str | None:
         if file.stat().st_size != facts["bytes"]:
             return f"{name} has {file.stat().st_size} bytes, not {facts['bytes']}"
     with ThreadPoolExecutor(HASHING_THREADS) as pool:
-        for (name, facts), found in zip(files.items(), pool.map(_hash, (path / name for name in files)), strict=True):
+        for (name, facts), found in zip(
+            files.items(), pool.map(hash_file, (path / name for name in files)), strict=True
+        ):
             if found != facts["blake2b"]:
                 return f"{name} does not match its hash"
     return None
@@ -260,14 +261,9 @@ def describe(folder: Path, files: Iterable[Path]) -> Facts:
     """Syncs files of a checkpoint and hashes them. Called by those who wrote them, so that nobody reads them all."""
     facts = {}
     for path in files:
-        _sync(path)
-        facts[str(path.relative_to(folder))] = {"bytes": path.stat().st_size, "blake2b": _hash(path)}
+        sync(path)
+        facts[str(path.relative_to(folder))] = {"bytes": path.stat().st_size, "blake2b": hash_file(path)}
     return facts
-
-
-def _hash(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, hashlib.blake2b).hexdigest()
 
 
 def _hash_of(content: dict[str, Any]) -> str:
@@ -282,11 +278,3 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

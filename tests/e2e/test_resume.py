@@ -72,6 +72,10 @@ def flip_byte(file: Path) -> None:
     file.write_bytes(content)
 
 
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
 def copy_of(run: DoneRun, folder: Path) -> Path:
     return Path(shutil.copytree(run.folder, folder / "run"))
 
@@ -100,6 +104,29 @@ def test_falling_back_into_the_cold_start_trains_its_rest_again(
     finished = forked.run("train", f"resume={run}", path=[sums.folder])
     assert "sft: going on from step 4" in finished.output
     assert_the_same(run, undisturbed.folder)
+
+
+def test_damaged_models_are_written_again_from_checkpoints(
+    forked: Runs, sums: Sums, undisturbed: DoneRun, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    assert forked.run(*sums.train(run), fault=kill(UPDATE, 8), path=[sums.folder]).status == -signal.SIGKILL
+    cut(run / "cold_start" / "model.safetensors")
+    (run / "initial_model" / "config.json").unlink()
+    finished = forked.run("train", f"resume={run}", path=[sums.folder])
+    assert finished.status == 0, finished.output
+    assert "cold_start: model.safetensors has " in finished.output
+    assert f"writing it again from {run / 'checkpoints' / '0-sft-000006'}" in finished.output
+    assert_the_same(run, undisturbed.folder)
+    cut(run / "final_model" / "model.safetensors")
+    finished = forked.run("train", f"resume={run}", path=[sums.folder])
+    assert finished.status == 0, finished.output
+    assert_the_same(run, undisturbed.folder)
+    flip_byte(run / "cold_start" / "model.safetensors")
+    finished = forked.run("train", f"resume={run}", path=[sums.folder])
+    assert finished.status == 1, finished.output
+    assert "cold_start is damaged and cannot be written again" in finished.output
+    assert "model.safetensors does not match its hash; 0-sft-000006: no manifest" in finished.output
 
 
 @pytest.mark.parametrize("loss", ["every checkpoint corrupt", "every checkpoint gone"])

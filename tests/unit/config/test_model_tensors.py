@@ -131,7 +131,7 @@ def facts_of_head(**facts: Any) -> Callable[[Path], None]:
     return rewrite_header(lambda header: header | {HEAD: header[HEAD] | facts})
 
 
-DAMAGE: list[tuple[Callable[[Path], None], str]] = [
+DAMAGE: list[tuple[Callable[[Path], object], str]] = [
     (cut, "bytes: cut"),
     (lengthen, "bytes: too long"),
     (make_an_lfs_pointer, "a pointer of Git LFS"),
@@ -153,7 +153,7 @@ DAMAGE: list[tuple[Callable[[Path], None], str]] = [
 
 @pytest.mark.parametrize(("harm", "seen"), DAMAGE)
 @pytest.mark.parametrize("sharded", [False, True])
-def test_a_damaged_file_is_named(harm: Callable[[Path], None], seen: str, sharded: bool, tmp_path: Path) -> None:
+def test_a_damaged_file_is_named(harm: Callable[[Path], object], seen: str, sharded: bool, tmp_path: Path) -> None:
     tensors = write_hf_model(tmp_path)
     file = tmp_path / SINGLE_FILE
     if sharded:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from moerl.contract.sealed import find_damage
 from moerl.errors import ConfigError
 from moerl.orchestration.models import checkpoint_shapes, read_tokenizer, write_model
 
@@ -36,6 +37,7 @@ def test_a_written_model_of_a_quantised_checkpoint_is_whole_and_no_longer_quanti
     bias = "model.layers.1.mlp.gate.e_score_correction_bias"
     assert torch.equal(written.pop(bias), stored[bias])
     assert not written
+    assert find_damage(folder) is None
     new = json.loads((folder / "config.json").read_text())
     assert new == {"num_hidden_layers": 1, "num_nextn_predict_layers": 1, "dtype": "bfloat16"}
 
