@@ -9,11 +9,9 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -33,6 +31,7 @@ from moerl.orchestration.evaluation import Evaluation
 from moerl.orchestration.exchange import barrier, broadcast_bytes, gather_rows, sum_over
 from moerl.orchestration.models import write_model
 from moerl.orchestration.reporting import METRICS_FILE, Reporter
+from moerl.orchestration.run_state import STAGE_ORDER, RunState, find_state_problem
 from moerl.telemetry.progress import PARTS
 from moerl.telemetry.sinks import read_rows
 from moerl.telemetry.spans import Stopwatch, peak_rss_bytes
@@ -43,49 +42,12 @@ from moerl.trainer.optimizer import UpdateReport
 from moerl.trainer.saver import Saver
 from moerl.trainer.trainer import MegatronTrainer
 
-STAGE_ORDER = ("sft", "rl")
 CHECKPOINTS = "checkpoints"
 """Folder of the checkpoints in the run directory."""
 
 
-@dataclass(slots=True)
-class RunState:
-    """What a checkpoint keeps beside weights; plain JSON.
-
-    tokens_trained: tokens with a loss, all stages. wall_seconds: of earlier processes of this run.
-    evaluations: by name (cold_start, cold_start_worked, dev, final), the latest of each.
-    quarantine: records refused by reason code, and `admitted`. peak_rss_bytes: largest of earlier processes.
-    mismatch_first, mismatch: the first and the latest mismatch table.
-    evaluation_due: the run was stopped before the evaluation of this step was done.
-    """
-
-    tokens_trained: int = 0
-    wall_seconds: float = 0.0
-    evaluations: dict[str, dict[str, Any]] = field(default_factory=dict)
-    quarantine: dict[str, int] = field(default_factory=dict)
-    peak_rss_bytes: int = 0
-    mismatch_first: dict[str, dict[str, float]] = field(default_factory=dict)
-    mismatch: dict[str, dict[str, float]] = field(default_factory=dict)
-    evaluation_due: bool = False
-
-
 class RunStoppedError(Exception):
     """The run was told to stop, and has done so: what it can go on from is on disk."""
-
-
-def find_state_problem(stored: dict[str, Any]) -> str | None:
-    """What keeps a run from going on with the state of a checkpoint; None where nothing does."""
-    if stored.get("stage") not in STAGE_ORDER:
-        return f"no stage of a run: {stored.get('stage')!r:.40}"
-    state = stored.get("run")
-    unknown = sorted(state.keys() - asdict(RunState()).keys()) if isinstance(state, dict) else ()
-    if unknown:
-        return f"its run state has unknown keys: {', '.join(unknown)[:200]}"
-    try:
-        msgspec.convert(state, RunState)
-    except msgspec.ValidationError as error:
-        return f"its run state is not one: {error}"
-    return None
 
 
 class Run:

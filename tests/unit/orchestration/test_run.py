@@ -16,7 +16,8 @@ from moerl.config.load import CONFIG_FILE, dump_config, load_config
 from moerl.contract.batch import TrainSample
 from moerl.contract.disk import read_parquet
 from moerl.errors import MoerlError
-from moerl.orchestration.run import Run, RunState, find_state_problem
+from moerl.orchestration.run import Run
+from moerl.orchestration.run_state import RunState, find_state_problem
 from moerl.trainer.optimizer import UpdateReport
 
 
