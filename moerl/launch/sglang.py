@@ -12,7 +12,7 @@ from pathlib import Path
 from moerl.config.model_tensors import check_weights
 from moerl.launch.arguments import Parser
 from moerl.rollout.sglang.client import ServerClient
-from moerl.rollout.sglang.endpoint import read_endpoint
+from moerl.rollout.sglang.endpoint import read_endpoint, require_private
 from moerl.rollout.sglang.handshake import ServerFacts
 from moerl.rollout.sglang.install import DEVICES, install, site_packages
 from moerl.rollout.sglang.patches import SGLANG_VERSION, read_patches, verify_patches
@@ -85,6 +85,7 @@ async def _shake_hands(server_file: Path) -> ServerFacts:
 
 
 def _serve(options: argparse.Namespace) -> int:
+    require_private(options.host)
     check_weights(options.model.resolve())
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
