@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from factories import write_hf_config
+from factories import write_hf_config, write_hf_model
 from moerl_runs import Runs
 
 from moerl.config.load import CONFIG_FILE, dump_config, load_config
@@ -22,6 +23,7 @@ TASK = f"{TINY} task=jsonl {FEW} task.reward_timeout_seconds=5.0"
 SUMS = f"{TASK} task.path=sums.jsonl"
 REWARD = f"{TASK} task.reward=rewards:good"
 MODEL = "train recipe=laptop model=pretrained"
+EVAL = "eval model=pretrained"
 OWN = "train --config-dir own"
 
 EARLY = {
@@ -128,6 +130,12 @@ EARLY = {
     f"{MODEL} model.path=no_json": "no_json/config.json cannot be read",
     f"{MODEL} model.path=dense": "unknown mixture-of-experts architecture; seen: model_type='qwen3'",
     f"{MODEL} model.path=odd": "odd/config.json: ",
+    f"{MODEL} model.path=model": "model: no weights; seen: no safetensors file",
+    f"{EVAL} model.path=cut": "cut/model.safetensors cannot be used; seen: ",
+    f"{EVAL} model.path=no_tokenizer": "no_tokenizer: no tokenizer",
+    f"{EVAL} model.path=more_layers": "weights and config.json do not fit; seen: ",
+    f"{EVAL} model.path=wider": "of shape [4, 8]; expected: [6, 8], by its config.json",
+    f"{EVAL} model.path=pickled": "pickled: no weights; seen: pytorch_model.bin, a pickle",
     "eval": "model.path: moerl eval needs trained weights",
     "rollout model=pretrained model.path=nowhere": "model.path: not a Hugging Face model directory",
     "eval model=pretrained model.path=model parallel=ep2": "parallel: moerl eval runs in one process",
@@ -157,6 +165,7 @@ EARLY = {
     f"{TINY} rollout=sglang_server": "rollout.server: no value given",
     f"{TINY} rollout=sglang_server rollout.server=nowhere.json": "server file ",
     "sglang check --env nowhere": "SGLang environment ",
+    "serve --model model --folder served": "model: no weights",
     "serve": "the following arguments are required: --model, --folder",
     # Plans and tools.
     "plan memory recipe=laptop --gpu-memory-gib -1": "--gpu-memory-gib: invalid gib_size value",
@@ -175,8 +184,6 @@ EARLY = {
 LATE = {
     "export run --output out": "checkpoint",
     "verify sums.jsonl --model model": "sums.jsonl",
-    f"{MODEL} model.path=model": "model",
-    "eval model=pretrained model.path=model": "model",
     f"{TINY} model.architecture.vocab_size=1": "model.architecture.vocab_size",
 }
 """The same for what is known only when libraries look at files."""
@@ -226,6 +233,20 @@ def write_rows(file: Path, rows: list[dict[str, str]]) -> None:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def write_damaged_models(here: Path) -> None:
+    for name in ("cut", "no_tokenizer", "more_layers", "wider", "pickled"):
+        (here / name).mkdir()
+        write_hf_model(here / name, max_position_embeddings=512)
+    write_hf_model(here / "wider", moe_intermediate_size=6, max_position_embeddings=512)
+    shutil.copy2(here / "cut" / "model.safetensors", here / "wider" / "model.safetensors")
+    write_hf_model(here / "more_layers", num_hidden_layers=3, max_position_embeddings=512)
+    shutil.copy2(here / "cut" / "model.safetensors", here / "more_layers" / "model.safetensors")
+    with (here / "cut" / "model.safetensors").open("r+b") as file:
+        file.truncate(1000)
+    (here / "no_tokenizer" / "tokenizer.json").unlink()
+    (here / "pickled" / "model.safetensors").rename(here / "pickled" / "pytorch_model.bin")
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A newcomer's directory: what is right has a plain name, the rest is wrong in one way each."""
@@ -233,6 +254,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (here / "file").write_text("text\n")
     (here / "folder").mkdir()
     write_hf_config(here / "model", max_position_embeddings=512)
+    write_damaged_models(here)
     write_hf_config(here / "odd", num_attention_heads=0)
     write_hf_config(here / "dense")
     (here / "dense" / "config.json").write_text('{"model_type": "qwen3", "hidden_size": 32}')
