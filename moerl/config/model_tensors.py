@@ -52,7 +52,7 @@ def check_weights(folder: Path) -> None:
     if missing:
         raise _unfit(
             folder,
-            f"{len(missing)} of {len(needed)} tensors are missing, first {missing[0]!r}",
+            f"{len(missing)} of {len(needed.keys() - optional)} tensors are missing, first {missing[0]!r}",
             "every tensor of the model that config.json describes",
         )
     unknown = sorted(name for name in stored if not _is_known(name, stored, needed, config))
