@@ -34,6 +34,7 @@ from moerl.contract.dump_columns import (
     check_columns,
 )
 from moerl.contract.files import atomic_file
+from moerl.contract.footers import Footer, read_footer
 from moerl.contract.reasons import Reason
 from moerl.contract.trajectory import (
     FinishReason,
@@ -54,10 +55,12 @@ _MAX_GROUP_VALUES = 1 << 28
 """Expert ids of a row group; Arrow lists count their values in 31 bits."""
 
 # A number takes what its type takes, however often a dictionary repeats it; a text takes any multiple of its pages.
-_ENCODINGS = frozenset({"PLAIN", "RLE"})
-_NUMBER_ENCODINGS = _ENCODINGS | {"PLAIN_DICTIONARY", "RLE_DICTIONARY"}
+# Encodings and types as `parquet.thrift` numbers them.
+_ENCODINGS = {"PLAIN": 0, "RLE": 3}
+_NUMBER_ENCODINGS = {**_ENCODINGS, "PLAIN_DICTIONARY": 2, "RLE_DICTIONARY": 8}
+_TEXT_TYPE = 6
 _WITH_DICTIONARY = [f"{name}.list.element" for name, (types, _) in ARRAYS.items() if pa.types.is_integer(types[0])]
-_VALUE_BYTES = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8}
+_VALUE_BYTES = {0: 1, 1: 4, 2: 8, 4: 4, 5: 8, _TEXT_TYPE: 4}
 
 
 def write_parquet(
@@ -116,12 +119,13 @@ def read_parquet(path: Path | str, *, max_bytes: int = MAX_DUMP_BYTES) -> list[T
     """
     try:
         data = _read_bytes(Path(path), max_bytes)
+        footer = read_footer(data)
+        _check_version(footer)
         if not seals.is_sealed(data):
-            raise _unsealed(data, path)
+            raise _corrupt(path, "a digest that does not fit the file")
+        _check_sizes(footer, max_bytes)
         with pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True) as file:
-            _check_version(file.metadata)
             check_columns(file.schema_arrow)
-            _check_sizes(file.metadata, max_bytes)
             return [t for group in range(file.num_row_groups) for t in _read_group(file, group)]
     except (pa.ArrowException, OSError, ValueError) as error:
         if isinstance(error, FileNotFoundError):
@@ -156,17 +160,8 @@ def _too_large(seen: str, max_bytes: int) -> ContractError:
     )
 
 
-def _unsealed(data: bytes, path: Path | str) -> ContractError:
-    """Why a file is not accepted whose digest is missing or does not fit: of another version, or damaged."""
-    try:
-        _check_version(pq.read_metadata(pa.BufferReader(data)))
-    except ContractError as error:
-        return error
-    return _corrupt(path, "a digest that does not fit the file")
-
-
-def _check_version(metadata: pq.FileMetaData) -> None:
-    version = (metadata.metadata or {}).get(VERSION_KEY, b"none").decode(errors="replace")
+def _check_version(footer: Footer) -> None:
+    version = footer.metadata.get(VERSION_KEY, b"none").decode(errors="replace")
     if version != DISK_SCHEMA_VERSION:
         raise ContractError(
             Reason.SCHEMA_VERSION_UNKNOWN,
@@ -177,24 +172,22 @@ def _check_version(metadata: pq.FileMetaData) -> None:
         )
 
 
-def _check_sizes(metadata: pq.FileMetaData, max_bytes: int) -> None:
+def _check_sizes(footer: Footer, max_bytes: int) -> None:
     """Refuses, before anything is decoded, columns whose size the footer does not tell, and more than `max_bytes`."""
-    groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
     decoded = 0
-    for group in groups:
-        for column in (group.column(index) for index in range(group.num_columns)):
-            known = _ENCODINGS if column.physical_type == "BYTE_ARRAY" else _NUMBER_ENCODINGS
-            if not known.issuperset(column.encodings):
-                raise _corrupt(column.path_in_schema, f"encodings {column.encodings} of another writer")
+    for group in footer.row_groups:
+        for column in group.columns:
+            known = _ENCODINGS if column.physical_type == _TEXT_TYPE else _NUMBER_ENCODINGS
+            if column.physical_type not in _VALUE_BYTES or not column.encodings.issubset(known.values()):
+                raise _corrupt(column.path, "types or encodings of another writer")
             if column.num_values < group.num_rows:
-                raise _corrupt(column.path_in_schema, f"{column.num_values} values in {group.num_rows} rows")
-            width = _VALUE_BYTES.get(column.physical_type, 4)
-            decoded += max(column.total_uncompressed_size, width * column.num_values)
+                raise _corrupt(column.path, f"{column.num_values} values in {group.num_rows} rows")
+            decoded += max(column.uncompressed_bytes, _VALUE_BYTES[column.physical_type] * column.num_values)
     if decoded > max_bytes:
         raise _too_large(f"{decoded} bytes decoded", max_bytes)
-    num_rows = sum(group.num_rows for group in groups)
-    if not num_rows or num_rows != metadata.num_rows:
-        raise _corrupt("rows", f"{metadata.num_rows} rows, {num_rows} in row groups")
+    num_rows = sum(group.num_rows for group in footer.row_groups)
+    if not num_rows or num_rows != footer.num_rows:
+        raise _corrupt("rows", f"{footer.num_rows} rows, {num_rows} in row groups")
 
 
 def _row_groups(trajectories: Sequence[Trajectory]) -> Iterator[tuple[int, int]]:

@@ -20,7 +20,8 @@ _CHUNK_BYTES = 1 << 20
 
 
 def seal(path: Path) -> None:
-    """Puts the digest into a Parquet file that was written with `KEY: BLANK` in its metadata."""
+    """Puts the digest into a Parquet file that was written with `KEY: BLANK` in its metadata, and raises ValueError for
+    any other."""
     digest = hashlib.blake2b(digest_size=32)
     with path.open("r+b") as file:
         while chunk := file.read(_CHUNK_BYTES):
@@ -28,7 +29,10 @@ def seal(path: Path) -> None:
         file.seek(-8, 2)
         footer_bytes = 8 + int.from_bytes(file.read(4), "little")
         start = file.seek(-footer_bytes, 2)
-        file.seek(start + _value_at(file.read(footer_bytes)))
+        offset = _value_at(file.read(footer_bytes))
+        if offset < 0:
+            raise ValueError(f"{path} has no place for a digest")
+        file.seek(start + offset)
         file.write(digest.hexdigest().encode())
 
 

@@ -202,7 +202,7 @@ CRAFTED: dict[str, tuple[Reason, Callable[[pa.Table], pa.Table]]] = {
     "a wider list": (Reason.WRONG_TYPE, with_column("token_ids", pa.array([[1] * 8], nested(pa.int64(), 1)))),
     "a text for a reward": (Reason.WRONG_TYPE, with_column("reward_reward", pa.array(["1"]))),
     "a dictionary": (Reason.WRONG_TYPE, with_column("rollout_id", pa.array(["r0"]).dictionary_encode())),
-    "a decimal": (Reason.WRONG_TYPE, with_column("reward_reward", pa.array([1], pa.decimal128(5)))),
+    "a decimal": (Reason.FILE_CORRUPT, with_column("reward_reward", pa.array([1], pa.decimal128(5)))),
     "an extension": (
         Reason.WRONG_TYPE,
         with_column("fork_at", pa.ExtensionArray.from_storage(pa.bool8(), pa.array([1], pa.int8()))),
@@ -275,6 +275,17 @@ def test_every_flipped_bit_is_refused(tmp_path: Path):
         path.write_bytes(flipped(whole, bit))
         assert refusal(path).reason in {Reason.FILE_CORRUPT, Reason.SCHEMA_VERSION_UNKNOWN}
     assert not any(seals.is_sealed(flipped(whole, bit)) for bit in bits[:10_000])
+
+
+def test_a_footer_that_contradicts_itself_is_refused(dump: Path):
+    """A histogram of repetitions that claims to be one of definitions: pyarrow's accessors end the process there."""
+    whole = dump.read_bytes()
+    of_repetitions, of_definitions = b"\x3c\x29\x26", b"\x3c\x39\x26"
+    assert of_repetitions in whole
+    path = dump.with_name("sealed.parquet")
+    path.write_bytes(blank(whole.replace(of_repetitions, of_definitions, 1)))
+    seals.seal(path)
+    assert refusal(path).reason == Reason.FILE_CORRUPT
 
 
 def flipped(whole: bytes, bit: int) -> bytes:
