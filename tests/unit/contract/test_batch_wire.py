@@ -30,10 +30,11 @@ LONG = ModelSpec(num_moe_layers=4, experts_per_token=3, num_experts=16, vocab_si
 PAIRS = [(SPEC, Place()), (WIDE, Place(0, 2, 1, 2, 1, (1, 3))), (SPEC, Place(0, 1, 0, 2, 0, (0,), scores=False))]
 
 
-def make_samples(lengths: Sequence[int], spec: ModelSpec = SPEC, **changes: Any) -> list[TrainSample]:
+def make_samples(lengths: Sequence[int], spec: ModelSpec = SPEC, first: int = 0, **changes: Any) -> list[TrainSample]:
+    """Samples of these lengths; their rollouts are numbered from `first` on."""
     rng = np.random.default_rng(0)
     samples = []
-    for i, length in enumerate(lengths):
+    for i, length in enumerate(lengths, first):
         values: dict[str, Any] = {"sampling": FULL if i % 3 == 2 else NUCLEUS, "rollout_id": f"rollout-{i}"}
         trajectory = make_trajectory(rng, spec, num_prompt=2, num_sampled=length - 2, **(values | changes))
         samples.append(TrainSample(trajectory, trajectory.sampled * rng.normal(size=length).astype(np.float32)))
@@ -216,7 +217,7 @@ def long_samples() -> list[TrainSample]:
     """Lengths as of short rollouts, since padding per sequence counts for more there; a tenth has kept sets."""
     rng = np.random.default_rng(3)
     lengths = np.clip(rng.lognormal(7.0, 0.8, 48), 200, 6000).astype(int).tolist()
-    return make_samples(lengths[:5], LONG) + make_samples(lengths[5:], LONG, sampling=FULL)
+    return make_samples(lengths[:5], LONG) + make_samples(lengths[5:], LONG, first=5, sampling=FULL)
 
 
 @pytest.mark.parametrize("layout", layouts())

@@ -119,6 +119,8 @@ def test_the_same_steps_with_two_threads_give_the_same_weights_bit_for_bit(tied:
 
 # --- save and restore ------------------------------------------------------------------------------------------------
 
+CHECKPOINT = "0-rl-000002"
+
 
 def train(trainer: Any, seeds: range) -> list[Any]:
     reports = []
@@ -132,14 +134,14 @@ def train(trainer: Any, seeds: range) -> list[Any]:
 def save_and_go_on(where: Any, path: Path, folder: Path, dtype: str) -> tuple[Any, Any]:
     trainer = tiny_moe.build(where, path, dtype=dtype)
     train(trainer, range(2))
-    tiny_moe.save(trainer, folder, "first")
+    tiny_moe.save(trainer, folder, CHECKPOINT)
     return train(trainer, range(2, 5)), tiny_moe.exported(trainer)
 
 
 def restore_and_go_on(where: Any, path: Path, folder: Path, dtype: str) -> tuple[Any, Any]:
     trainer = tiny_moe.build(where, path, dtype=dtype)
     train(trainer, range(7, 8))
-    trainer.restore(folder / "first")
+    trainer.restore(folder / CHECKPOINT)
     return train(trainer, range(2, 5)), tiny_moe.exported(trainer)
 
 
@@ -154,7 +156,7 @@ def test_a_restored_trainer_goes_on_bit_for_bit(dtype: str, untied: Path, tmp_pa
 def restore_what_does_not_fit(where: Any, path: Path, others: list[Path], folder: Path) -> list[str]:
     refusals = []
     for other in others:
-        written = tiny_moe.save(tiny_moe.build(where, other), folder / other.name, "first")
+        written = tiny_moe.save(tiny_moe.build(where, other), folder / other.name, CHECKPOINT)
         with pytest.raises(CheckpointError) as caught:
             tiny_moe.build(where, path).restore(written)
         refusals.append(str(caught.value))
