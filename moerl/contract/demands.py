@@ -11,6 +11,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moerl.contract.reasons import Reason
 from moerl.errors import ContractError
@@ -87,3 +88,17 @@ def demand_text(value: object, name: str) -> None:
         raise ContractError(
             Reason.TEXT_TOO_LONG, field=name, seen=f"{size} bytes", expected=f"at most {MAX_TEXT_BYTES} bytes"
         )
+
+
+def refuse_where(bad: NDArray[np.bool_], reason: Reason, *, field: str, values: NDArray[Any], expected: str) -> None:
+    """Raises `ContractError` naming the first index at which `bad` is True, and how many there are."""
+    if not bad.any():
+        return
+    index = tuple(int(i) for i in np.unravel_index(int(bad.argmax()), bad.shape))
+    where = index[0] if len(index) == 1 else index
+    raise ContractError(
+        reason,
+        field=field,
+        seen=f"{values[index]} at index {where} ({int(bad.sum())} of {bad.size} wrong)",
+        expected=expected,
+    )

@@ -1,13 +1,13 @@
 """The invariants of a trajectory: the one place that decides whether a record may be trained on.
 
 Runs in whatever process constructs a `Trajectory`. Everything is vectorised; nothing is repaired. The reason codes
-are `moerl.contract.reasons.Reason`. Per-record facts and turns are here, kept sets and expert ids in
-`moerl.contract.supports`.
+are `moerl.contract.reasons.Reason`. Per-record facts and turns are here, kept sets in
+`moerl.contract.kept_set_checks`, expert ids in `moerl.contract.expert_id_checks`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,17 +22,27 @@ from moerl.contract.demands import (
     is_finite,
     is_int,
     is_number,
+    refuse_where,
     shown,
 )
+from moerl.contract.expert_id_checks import check_expert_ids
+from moerl.contract.fields import (
+    MAX_KEPT_IDS,
+    FinishReason,
+    KeptSets,
+    Lineage,
+    ModelSpec,
+    SamplingParams,
+    TrajectoryFields,
+    Turn,
+    TurnKind,
+)
+from moerl.contract.kept_set_checks import check_kept_sets
 from moerl.contract.reasons import Reason
-from moerl.contract.supports import check_expert_ids, check_kept_sets, refuse_where
 from moerl.errors import ContractError
 
-if TYPE_CHECKING:
-    from moerl.contract.trajectory import ModelSpec, SamplingParams, Trajectory
 
-
-def check_trajectory(trajectory: Trajectory) -> None:
+def check_trajectory(trajectory: TrajectoryFields) -> None:
     """Refuses a trajectory that breaks any invariant which can be judged from the record alone.
 
     Raises:
@@ -51,7 +61,18 @@ def check_trajectory(trajectory: Trajectory) -> None:
     check_expert_ids(trajectory)
 
 
-def check_versions(trajectory: Trajectory, trainer_version: int) -> None:
+def check_rewards(rewards: dict[str, float]) -> None:
+    """Refuses rewards that break an invariant: what is checked where a checked trajectory gets them.
+
+    Raises:
+        ContractError: `wrong_type`, `too_many_names`, `text_not_utf8`, `text_too_long` or `value_not_finite`.
+    """
+    demand_type(rewards, dict, "rewards")
+    _demand_few_names(rewards, "rewards")
+    _demand_finite_numbers(rewards, "rewards")
+
+
+def check_versions(trajectory: TrajectoryFields, trainer_version: int) -> None:
     """Refuses a trajectory that claims weights the trainer has not made yet.
 
     Raises:
@@ -66,15 +87,12 @@ def check_versions(trajectory: Trajectory, trainer_version: int) -> None:
     )
 
 
-def _check_types(trajectory: Trajectory) -> None:
-    # A late import: trajectory.py imports this module at its top.
-    from moerl.contract import trajectory as schema
-
+def _check_types(trajectory: TrajectoryFields) -> None:
     expected: dict[str, type] = {
-        "spec": schema.ModelSpec,
-        "lineage": schema.Lineage,
-        "kept": schema.KeptSets,
-        "finish_reason": schema.FinishReason,
+        "spec": ModelSpec,
+        "lineage": Lineage,
+        "kept": KeptSets,
+        "finish_reason": FinishReason,
         "turns": tuple,
         "rewards": dict,
         "scores": dict,
@@ -85,10 +103,10 @@ def _check_types(trajectory: Trajectory) -> None:
     for name, kind in expected.items():
         demand_type(getattr(trajectory, name), kind, name)
     for index, turn in enumerate(trajectory.turns):
-        demand_type(turn, schema.Turn, f"turns[{index}]")
-        demand_type(turn.kind, schema.TurnKind, f"turns[{index}].kind")
+        demand_type(turn, Turn, f"turns[{index}]")
+        demand_type(turn.kind, TurnKind, f"turns[{index}].kind")
         if turn.sampling is not None:
-            demand_type(turn.sampling, schema.SamplingParams, f"turns[{index}].sampling")
+            demand_type(turn.sampling, SamplingParams, f"turns[{index}].sampling")
     demand_range(trajectory.attempt, 0, INT32_MAX, "attempt")
     demand_text(trajectory.engine_id, "engine_id")
 
@@ -102,7 +120,7 @@ def _check_spec(spec: ModelSpec) -> None:
     demand_text(spec.fingerprint, "spec.fingerprint")
 
 
-def _check_lineage(trajectory: Trajectory) -> None:
+def _check_lineage(trajectory: TrajectoryFields) -> None:
     lineage = trajectory.lineage
     for name in ("rollout_id", "prompt_id", "group_id"):
         value = getattr(lineage, name)
@@ -123,29 +141,36 @@ def _check_lineage(trajectory: Trajectory) -> None:
         )
 
 
-def _check_named_values(trajectory: Trajectory) -> None:
+def _check_named_values(trajectory: TrajectoryFields) -> None:
     for group in ("rewards", "timings", "scores"):
-        count = len(getattr(trajectory, group))
-        if count > MAX_NAMES:
-            raise ContractError(
-                Reason.TOO_MANY_NAMES, field=group, seen=f"{count} names", expected=f"at most {MAX_NAMES}"
-            )
+        _demand_few_names(getattr(trajectory, group), group)
     for group in ("rewards", "timings"):
-        for name, value in getattr(trajectory, group).items():
-            demand_text(name, f"{group} name")
-            if not is_number(value):
-                raise ContractError(
-                    Reason.WRONG_TYPE, field=f"{group}[{name!r}]", seen=type(value).__name__, expected="a number"
-                )
-            if not is_finite(value):
-                raise ContractError(
-                    Reason.VALUE_NOT_FINITE, field=f"{group}[{name!r}]", seen=shown(value), expected="a finite number"
-                )
+        _demand_finite_numbers(getattr(trajectory, group), group)
     for name in trajectory.scores:
         demand_text(name, "scores name")
 
 
-def _check_layout(trajectory: Trajectory) -> None:
+def _demand_few_names(values: dict[str, Any], group: str) -> None:
+    if len(values) > MAX_NAMES:
+        raise ContractError(
+            Reason.TOO_MANY_NAMES, field=group, seen=f"{len(values)} names", expected=f"at most {MAX_NAMES}"
+        )
+
+
+def _demand_finite_numbers(values: dict[str, Any], group: str) -> None:
+    for name, value in values.items():
+        demand_text(name, f"{group} name")
+        if not is_number(value):
+            raise ContractError(
+                Reason.WRONG_TYPE, field=f"{group}[{name!r}]", seen=type(value).__name__, expected="a number"
+            )
+        if not is_finite(value):
+            raise ContractError(
+                Reason.VALUE_NOT_FINITE, field=f"{group}[{name!r}]", seen=shown(value), expected="a finite number"
+            )
+
+
+def _check_layout(trajectory: TrajectoryFields) -> None:
     """Dtypes and shapes: every array is what the spec and the number of tokens say, before any content is read."""
     spec = trajectory.spec
     _demand_array(trajectory.token_ids, np.dtype(np.int32), (None,), "token_ids")
@@ -179,7 +204,7 @@ def _demand_array(value: Any, dtype: np.dtype[Any], shape: tuple[int | None, ...
         raise ContractError(Reason.WRONG_SHAPE, field=name, seen=value.shape, expected=shape)
 
 
-def _check_tokens(trajectory: Trajectory) -> None:
+def _check_tokens(trajectory: TrajectoryFields) -> None:
     token_ids, sampled = trajectory.token_ids, trajectory.sampled
     vocab_size = trajectory.spec.vocab_size
     refuse_where(
@@ -206,9 +231,7 @@ def _check_tokens(trajectory: Trajectory) -> None:
         )
 
 
-def _check_turns(trajectory: Trajectory) -> None:
-    from moerl.contract.trajectory import TurnKind
-
+def _check_turns(trajectory: TrajectoryFields) -> None:
     position = 0
     for index, turn in enumerate(trajectory.turns):
         name = f"turns[{index}]"
@@ -249,8 +272,6 @@ def _check_turns(trajectory: Trajectory) -> None:
 
 
 def _check_sampling(sampling: SamplingParams, name: str) -> None:
-    from moerl.contract.trajectory import MAX_KEPT_IDS
-
     reason = Reason.SAMPLING_INVALID
     bounds = {
         "temperature": lambda x: x >= 0.0,
@@ -271,7 +292,7 @@ def _check_sampling(sampling: SamplingParams, name: str) -> None:
     demand_range(sampling.seed, -INT64_MAX - 1, INT64_MAX, f"{name}.seed", reason)
 
 
-def _check_logprobs(trajectory: Trajectory) -> None:
+def _check_logprobs(trajectory: TrajectoryFields) -> None:
     logprobs, logmass, sampled = trajectory.rollout_logprobs, trajectory.kept_logmass, trajectory.sampled
 
     def demand(bad: NDArray[np.bool_], reason: Reason, field: str, expected: str) -> None:
@@ -286,7 +307,7 @@ def _check_logprobs(trajectory: Trajectory) -> None:
     demand(uncut, Reason.KEPT_MASS_NOT_ZERO, "kept_logmass", "0 where nothing was cut")
 
 
-def _check_version_values(trajectory: Trajectory) -> None:
+def _check_version_values(trajectory: TrajectoryFields) -> None:
     versions, sampled = trajectory.policy_versions, trajectory.sampled
     refuse_where(
         sampled & (versions < 0),

@@ -1,200 +1,62 @@
-"""One trajectory: what travels from a rollout engine to the trainer.
+"""One checked trajectory: what travels from a rollout engine to the trainer.
 
-Shape legend: S = tokens of the trajectory, L = MoE layers (dense layers are not counted), K = experts per token,
-E = experts, V = vocabulary size. Pure data: numpy only, no torch. Built by engine adapters (any process), checked
-once at construction (`moerl.contract.invariants`), read-only afterwards.
+Pure data: numpy only, no torch. Built by engine adapters (any process), checked once at construction
+(`moerl.contract.invariants`), read-only afterwards. Its fields are described in `moerl.contract.fields`, whose names
+are offered here as well.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
-from enum import StrEnum
-from typing import Any
+import copy
+from dataclasses import dataclass, fields
 
 import numpy as np
-from numpy.typing import NDArray
 
-from moerl.contract.invariants import check_trajectory
+from moerl.contract.fields import (
+    MAX_KEPT_IDS,
+    FinishReason,
+    KeptSets,
+    Lineage,
+    ModelSpec,
+    SamplingParams,
+    TrajectoryFields,
+    Turn,
+    TurnKind,
+)
+from moerl.contract.invariants import check_rewards, check_trajectory
 
-MAX_KEPT_IDS = 4096
-"""Largest kept set an engine may return; the finite top-k used when only top_p or min_p was asked for."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelSpec:
-    """The facts about a model that the contract needs; engines and trainer agree on them in a handshake.
-
-    num_moe_layers: L; dense layers are not counted.
-    experts_per_token: K.
-    num_experts: E, logical experts.
-    vocab_size: V, ids that may be sampled (padding rows of the embedding are not counted).
-    fingerprint: hash of the architecture and vocabulary size, not of the tokenizer; equal on both sides or the data is
-        refused.
-    """
-
-    num_moe_layers: int
-    experts_per_token: int
-    num_experts: int
-    vocab_size: int
-    fingerprint: str = ""
-
-    @property
-    def expert_dtype(self) -> np.dtype[Any]:
-        """The smallest unsigned dtype that holds every expert id."""
-        return np.dtype(np.uint8) if self.num_experts <= 256 else np.dtype(np.uint16)
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How tokens of one span were drawn.
-
-    temperature: > 0; 0 means greedy (a singleton kept set with log-prob 0; not trainable).
-    top_k: None with nothing else cut = full vocabulary; None with top_p < 1 or min_p > 0 means `MAX_KEPT_IDS`.
-    top_p: nucleus mass in (0, 1]. min_p: in [0, 1). Joint semantics: docs/data_contract.md.
-    seed: per-request seed; draws depend on seed and position alone.
-    """
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int | None = None
-    min_p: float = 0.0
-    seed: int = 0
-
-    @property
-    def is_greedy(self) -> bool:
-        return self.temperature == 0.0
-
-    @property
-    def cuts(self) -> bool:
-        """True where the kept set can be smaller than the vocabulary."""
-        return self.is_greedy or self.top_p < 1.0 or self.min_p > 0.0 or self.top_k is not None
-
-    @property
-    def effective_top_k(self) -> int | None:
-        """The finite top-k in force; None only where nothing is cut."""
-        if not self.cuts:
-            return None
-        return MAX_KEPT_IDS if self.top_k is None else self.top_k
-
-
-class TurnKind(StrEnum):
-    PROMPT = "prompt"
-    SAMPLED = "sampled"
-    OBSERVATION = "observation"
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """One span [start, end) of tokens; `sampling` is set where and only where `kind` is sampled."""
-
-    start: int
-    end: int
-    kind: TurnKind
-    sampling: SamplingParams | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Lineage:
-    """Where a trajectory comes from. `rollout_id` is unique and the same for every attempt at the same rollout."""
-
-    rollout_id: str
-    prompt_id: str
-    group_id: str
-    episode_id: str = ""
-    agent_id: str = ""
-    parent_rollout_id: str = ""
-    fork_at: int = -1
-
-
-class FinishReason(StrEnum):
-    STOP = "stop"
-    LENGTH = "length"
-    ABORT = "abort"
-
-
-@dataclass(frozen=True, slots=True)
-class KeptSets:
-    """Ragged (CSR) kept sets: `ids[offsets[t]:offsets[t + 1]]` is the support from which token t was drawn.
-
-    offsets: int64 [S + 1], starts at 0, never falls, ends at nnz. ids: int32 [nnz], strictly ascending in a row.
-    """
-
-    offsets: NDArray[np.int64]
-    ids: NDArray[np.int32]
-
-    @property
-    def sizes(self) -> NDArray[np.int64]:
-        """int64 [S]: ids per row; 0 where nothing is listed."""
-        return np.diff(self.offsets)
-
-    @classmethod
-    def empty(cls, num_rows: int) -> KeptSets:
-        return cls(np.zeros(num_rows + 1, np.int64), np.zeros(0, np.int32))
+__all__ = [
+    "MAX_KEPT_IDS",
+    "FinishReason",
+    "KeptSets",
+    "Lineage",
+    "ModelSpec",
+    "SamplingParams",
+    "Trajectory",
+    "Turn",
+    "TurnKind",
+]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Trajectory:
-    """One trajectory, checked. Construction raises `ContractError` where any invariant is broken.
-
-    The trainer feeds tokens 0..S-2 and scores tokens 1..S-1; inputs and routing rows match one to one.
-
-    spec: the model facts the arrays are checked against.
-    lineage: ids. turns: spans in order, covering 0..S without gaps.
-    token_ids: int32 [S].
-    sampled: bool [S]; True where the policy sampled this token. sampled[0] is False.
-    rollout_logprobs: float32 [S], nats; log-prob of token t under the (tempered, truncated, renormalised)
-        distribution it was drawn from; 0 where not sampled.
-    kept_logmass: float32 [S], nats; log of the mass of the kept set under the full tempered distribution; 0 where
-        nothing was cut.
-    policy_versions: int32 [S]; weight version that sampled token t, -1 where not sampled.
-    expert_ids: uint8/uint16 [S-1, L, K]; row t = experts used for token t as an input.
-    routed: bool [S-1]; True where row t was really captured.
-    kept: kept sets per token; empty where not sampled or nothing was cut.
-    truncated: bool [S]; True where token t was drawn from a listed kept set.
-    rewards: named rewards, finite. scores: named float32 [S] side scores.
-    engine_id, attempt, timings: who made it, which try, seconds by stage.
-    """
-
-    spec: ModelSpec
-    lineage: Lineage
-    turns: tuple[Turn, ...]
-    token_ids: NDArray[np.int32]
-    sampled: NDArray[np.bool_]
-    rollout_logprobs: NDArray[np.float32]
-    kept_logmass: NDArray[np.float32]
-    policy_versions: NDArray[np.int32]
-    expert_ids: NDArray[np.uint8] | NDArray[np.uint16]
-    routed: NDArray[np.bool_]
-    kept: KeptSets
-    truncated: NDArray[np.bool_]
-    finish_reason: FinishReason
-    rewards: dict[str, float] = field(default_factory=dict)
-    scores: dict[str, NDArray[np.float32]] = field(default_factory=dict)
-    engine_id: str = ""
-    attempt: int = 0
-    timings: dict[str, float] = field(default_factory=dict)
+class Trajectory(TrajectoryFields):
+    """One trajectory, checked. Construction raises `ContractError` where any invariant is broken."""
 
     def __post_init__(self) -> None:
         check_trajectory(self)
         for spec_field in fields(self):
             _freeze(getattr(self, spec_field.name))
 
-    def __len__(self) -> int:
-        """S, the number of tokens."""
-        return len(self.token_ids)
+    def with_rewards(self, rewards: dict[str, float]) -> Trajectory:
+        """The same trajectory with these rewards instead of its own. Only the rewards are checked: the rest was.
 
-    @property
-    def num_sampled(self) -> int:
-        return int(self.sampled.sum())
-
-    @property
-    def temperatures(self) -> NDArray[np.float32]:
-        """float32 [S]: temperature under which token t was drawn; 1 where not sampled."""
-        out = np.ones(len(self), np.float32)
-        for turn in self.turns:
-            if turn.sampling is not None:
-                out[turn.start : turn.end] = turn.sampling.temperature
-        return out
+        Raises:
+            ContractError: a name is not text, a reward is not a finite number, or there are too many.
+        """
+        check_rewards(rewards)
+        rewarded = copy.copy(self)  # runs no `__post_init__`; the arrays are shared, and read-only
+        object.__setattr__(rewarded, "rewards", rewards)
+        return rewarded
 
 
 def _freeze(value: object) -> None:

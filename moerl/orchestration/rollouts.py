@@ -140,7 +140,7 @@ class Collector:
                     failed = ContractError(Reason.REWARD_FAILED, field="rewards", seen=why, expected="finite rewards")
                     self.quarantine.withdraw(record, failed, trainer_version=trainer_version)
                     continue
-                yield replace(trajectory, rewards=rewards)
+                yield trajectory.with_rewards(rewards)
         self.quarantine.forget(request.lineage.rollout_id for request in requests)
 
     def prompt(self, trajectory: Trajectory) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moerl.contract.batch import Microbatch
-from moerl.contract.supports import rows_are_distinct
+from moerl.contract.expert_id_checks import rows_are_distinct
 from moerl.contract.trajectory import ModelSpec
 from moerl.errors import UnprovedError
 from moerl.trainer.layout import Layout

@@ -3,6 +3,8 @@
 import pickle
 import subprocess
 import sys
+from dataclasses import fields
+from typing import Any
 
 import numpy as np
 import pytest
@@ -56,6 +58,31 @@ def test_arrays_of_a_trajectory_are_read_only():
     for array in (trajectory.token_ids, trajectory.kept.ids, trajectory.scores["teacher"]):
         with pytest.raises(ValueError, match="read-only"):
             array[0] = 1
+
+
+def test_rewards_are_attached_without_checking_the_rest_again(monkeypatch: pytest.MonkeyPatch):
+    trajectory = make_trajectory(np.random.default_rng(0), timings={"sample": 1.0})
+    monkeypatch.setattr("moerl.contract.trajectory.check_trajectory", lambda _: pytest.fail("checked again"))
+    rewarded = trajectory.with_rewards({"reward": 0.5})
+    assert (rewarded.rewards, trajectory.rewards) == ({"reward": 0.5}, {"reward": 1.0})
+    for field in fields(trajectory):
+        assert field.name == "rewards" or getattr(rewarded, field.name) is getattr(trajectory, field.name)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "reason"),
+    [
+        ({"reward": float("nan")}, Reason.VALUE_NOT_FINITE),
+        ({"reward": "1"}, Reason.WRONG_TYPE),
+        ({1: 1.0}, Reason.WRONG_TYPE),
+        ({f"r{i}": 1.0 for i in range(65)}, Reason.TOO_MANY_NAMES),
+        ([("reward", 1.0)], Reason.WRONG_TYPE),
+    ],
+)
+def test_rewards_that_break_the_contract_cannot_be_attached(rewards: Any, reason: Reason):
+    with pytest.raises(ContractError) as caught:
+        make_trajectory(np.random.default_rng(0)).with_rewards(rewards)
+    assert caught.value.reason == reason
 
 
 def test_weights_newer_than_the_trainers_are_refused():

@@ -13,7 +13,8 @@ import pytest
 from factories import SPEC, make_trajectory, values_of
 
 from moerl.algorithms.grpo import GRPO
-from moerl.contract import Prompt, Quarantine, RolloutRecord, RolloutRequest, SamplingParams
+from moerl.contract import Prompt, Quarantine, RolloutRecord, RolloutRequest, SamplingParams, Trajectory
+from moerl.contract import trajectory as trajectory_module
 from moerl.contract.layers import LayerSelection, ModelLayers, select_layers
 from moerl.contract.ports import EngineInfo, ReportedLayers
 from moerl.contract.quarantine import read_quarantined
@@ -108,6 +109,29 @@ def test_where_too_many_rewards_fail_the_first_cause_is_in_the_error(tmp_path: P
         collect(collector(tmp_path, fails_at=20, max_rate=0.01), 40)
     assert "1 of 32 refused" in str(caught.value)
     assert "call 20 failed at data.jsonl:7: KeyError: 'x', in score (mine.py:3)" in str(caught.value)
+
+
+class RecordedEngine:
+    """Answers with records that were made before."""
+
+    def __init__(self, records: Sequence[RolloutRecord]) -> None:
+        self.records = records
+
+    def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[RolloutRecord]:
+        yield from self.records
+
+
+def test_each_trajectory_is_checked_once_and_not_again_when_it_gets_its_rewards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    here = collector(tmp_path)
+    requests = here.requests([PROMPT], run="t", count=4, sampling=SamplingParams(seed=7), prefixes={})
+    engine = cast(Any, RecordedEngine(list(FakeEngine().generate(requests))))
+    checked: list[Trajectory] = []
+    check = trajectory_module.check_trajectory
+    monkeypatch.setattr(trajectory_module, "check_trajectory", lambda each: [checked.append(each), check(each)])
+    found, _ = collect(replace(here, engine=engine), 4)
+    assert (len(found), len(checked)) == (4, 4)
 
 
 def test_every_request_has_a_seed_and_an_id_of_its_own(tmp_path: Path):

@@ -1,44 +1,23 @@
-"""Invariants of the two recorded supports: kept sets (which tokens could be drawn) and expert ids (which experts ran).
+"""Invariants of kept sets: which tokens could be drawn.
 
-Called by `moerl.contract.invariants` only, after dtypes, shapes and turns were found right. Sized for 32K tokens of
-48 layers x top-8: a few milliseconds.
+Called by `moerl.contract.invariants` only, after dtypes, shapes and turns were found right.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import numpy as np
 from numpy.typing import NDArray
 
+from moerl.contract.demands import refuse_where
+from moerl.contract.fields import SamplingParams, TrajectoryFields
 from moerl.contract.reasons import Reason
 from moerl.errors import ContractError
-
-if TYPE_CHECKING:
-    from moerl.contract.trajectory import SamplingParams, Trajectory
 
 SINGLETON_LOGPROB_TOLERANCE = 1e-6
 """A kept set of one id is drawn with probability one; float32 rounding of a renormalised weight is allowed for."""
 
-_CHUNK_BYTES = 1 << 19
-"""Working set of one step of the distinctness check; stays in the L2 cache."""
 
-
-def refuse_where(bad: NDArray[np.bool_], reason: Reason, *, field: str, values: NDArray[Any], expected: str) -> None:
-    """Raises `ContractError` naming the first index at which `bad` is True, and how many there are."""
-    if not bad.any():
-        return
-    index = tuple(int(i) for i in np.unravel_index(int(bad.argmax()), bad.shape))
-    where = index[0] if len(index) == 1 else index
-    raise ContractError(
-        reason,
-        field=field,
-        seen=f"{values[index]} at index {where} ({int(bad.sum())} of {bad.size} wrong)",
-        expected=expected,
-    )
-
-
-def check_kept_sets(trajectory: Trajectory) -> None:
+def check_kept_sets(trajectory: TrajectoryFields) -> None:
     """The CSR structure, the ids, and that each truncated token was drawn from its own kept set.
 
     Raises:
@@ -58,7 +37,7 @@ def check_kept_sets(trajectory: Trajectory) -> None:
     )
 
 
-def _check_offsets(trajectory: Trajectory) -> None:
+def _check_offsets(trajectory: TrajectoryFields) -> None:
     offsets, num_ids = trajectory.kept.offsets, len(trajectory.kept.ids)
     if offsets[0] != 0:
         raise ContractError(Reason.OFFSETS_NOT_FROM_ZERO, field="kept.offsets", seen=offsets[0], expected=0)
@@ -73,7 +52,7 @@ def _check_offsets(trajectory: Trajectory) -> None:
         raise ContractError(Reason.OFFSETS_END_WRONG, field="kept.offsets", seen=offsets[-1], expected=num_ids)
 
 
-def _check_truncation(trajectory: Trajectory, sizes: NDArray[np.int64]) -> None:
+def _check_truncation(trajectory: TrajectoryFields, sizes: NDArray[np.int64]) -> None:
     """Which tokens list a kept set, and how long it may be, given how their turn was sampled."""
     truncated, largest = trajectory.truncated, np.zeros(len(trajectory), np.int64)
     for turn in trajectory.turns:
@@ -125,7 +104,7 @@ def _largest_kept_set(sampling: SamplingParams) -> int:
     return 1 if sampling.is_greedy else sampling.effective_top_k or 0
 
 
-def _check_kept_ids(trajectory: Trajectory, sizes: NDArray[np.int64]) -> None:
+def _check_kept_ids(trajectory: TrajectoryFields, sizes: NDArray[np.int64]) -> None:
     ids, vocab_size = trajectory.kept.ids, trajectory.spec.vocab_size
     if not len(ids):
         return
@@ -157,70 +136,3 @@ def _check_kept_ids(trajectory: Trajectory, sizes: NDArray[np.int64]) -> None:
             values=trajectory.token_ids,
             expected="the sampled token in its own kept set",
         )
-
-
-def check_expert_ids(trajectory: Trajectory) -> None:
-    """Range and distinctness of expert ids; rows that were not captured hold zeros and nothing else.
-
-    An MoE layer of zeros repeats expert 0 and is refused under its own reason. With K = 1 a layer that used expert 0
-    throughout cannot be told from one that was never filled, and is accepted.
-
-    Raises:
-        ContractError: With the reason code of the first invariant that fails.
-    """
-    expert_ids, routed, spec = trajectory.expert_ids, trajectory.routed, trajectory.spec
-    if int(expert_ids.max()) >= spec.num_experts:
-        refuse_where(
-            expert_ids >= spec.num_experts,
-            Reason.EXPERT_ID_OUT_OF_RANGE,
-            field="expert_ids",
-            values=expert_ids,
-            expected=f"in [0, {spec.num_experts})",
-        )
-    if not routed.all():
-        refuse_where(
-            ~routed & expert_ids.any(axis=(1, 2)),
-            Reason.UNROUTED_ROW_NOT_ZERO,
-            field="expert_ids",
-            values=routed,
-            expected="zeros in rows that were not captured",
-        )
-        expert_ids = expert_ids[routed]
-    if expert_ids.size and not rows_are_distinct(expert_ids):
-        _explain_repeats(expert_ids, np.flatnonzero(routed))
-
-
-def rows_are_distinct(expert_ids: NDArray[Any]) -> bool:
-    """True where the K ids of every row differ: all pairs compared, plane against plane, a cache-full at a time."""
-    top_k = expert_ids.shape[2]
-    flat = expert_ids.reshape(-1, top_k)
-    step = max(1, _CHUNK_BYTES // (top_k * flat.itemsize))
-    equal = np.empty((top_k, step), np.bool_)
-    for start in range(0, len(flat), step):
-        planes = np.ascontiguousarray(flat[start : start + step].T)
-        for shift in range(1, top_k):
-            out = equal[: top_k - shift, : planes.shape[1]]
-            if np.equal(planes[shift:], planes[:-shift], out=out).any():
-                return False
-    return True
-
-
-def _explain_repeats(expert_ids: NDArray[Any], row_of: NDArray[np.int64]) -> None:
-    """Raises for routed rows that repeat an expert; `row_of` maps rows of `expert_ids` to rows of the trajectory."""
-    zero_layers = np.flatnonzero(~expert_ids.any(axis=(0, 2)))
-    if len(zero_layers):
-        raise ContractError(
-            Reason.MOE_LAYER_OF_ZEROS,
-            field="expert_ids",
-            seen=f"MoE layer {zero_layers[0]} holds expert 0 alone ({len(zero_layers)} such layers)",
-            expected="captured routing for every MoE layer",
-        )
-    in_order = np.sort(expert_ids, axis=2)
-    repeated = (in_order[:, :, 1:] == in_order[:, :, :-1]).any(axis=2)
-    row, layer = (int(i) for i in np.unravel_index(int(repeated.argmax()), repeated.shape))
-    raise ContractError(
-        Reason.REPEATED_EXPERT,
-        field="expert_ids",
-        seen=f"{expert_ids[row, layer].tolist()} in row {row_of[row]}, MoE layer {layer}",
-        expected="distinct experts in a row",
-    )
