@@ -24,7 +24,7 @@ from moerl.rollout.sglang.client import ModelFacts
 from moerl.rollout.sglang.fleet import Fleet, first_error, stale_server
 from moerl.rollout.sglang.member import Member, State
 from moerl.rollout.sglang.options import EngineOptions, Interrupt
-from moerl.rollout.sglang.roots import Introduction, OtherRoots
+from moerl.rollout.sglang.senders import Introduction, Senders
 from moerl.rollout.sglang.sources import ServerSource
 from moerl.rollout.sglang.updates import Updates
 
@@ -59,7 +59,7 @@ class SGLangEngine:
         self.unfinished: list[str] = []
         self.costs = InterruptCosts()
         self._loop = asyncio.new_event_loop()
-        self._others: OtherRoots | None = None
+        self._senders: Senders | None = None
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"{options.engine_id}-http", daemon=True)
         self._thread.start()
         # A place that waits for its server must not keep others from their updates.
@@ -134,7 +134,8 @@ class SGLangEngine:
         """Sends one bucket of tensors under their checkpoint names.
 
         Raises:
-            WeightSyncError: no update is open; a tensor is unknown, misshapen, or came before.
+            WeightSyncError: no update is open; a tensor is unknown, misshapen, or came before; or senders in other
+                processes send the set.
         """
         self._wait(self._receive(tensors))
 
@@ -166,16 +167,41 @@ class SGLangEngine:
         """
         self._wait(self._verify(sent))
 
-    def share(self, ranks: Sequence[int], seconds: float) -> Introduction:
-        """From the next update on these ranks, too, send parts of every set: each makes a `PartSink` with what this
-        returns. Once, before the first update.
+    def share(self, ranks: Sequence[int], seconds: float, host: str = "127.0.0.1") -> Introduction:
+        """From the next update on these trainer ranks send every set of weights: each makes a `ShardSender` with what
+        this returns. This process sends nothing and keeps no tensors; it opens and ends updates (`updating`). Once,
+        before the first update of the trainer.
 
         Args:
-            seconds: as in `OtherRoots`.
+            ranks: of all senders.
+            seconds, host: as in `Senders`.
         """
-        self._others = OtherRoots(ranks, seconds)
-        self._updates.share(self._others)
-        return self._others.introduction
+        self._senders = Senders(ranks, seconds, host)
+        self._updates.share(self._senders)
+        return self._senders.introduction
+
+    @contextlib.contextmanager
+    def updating(self, version: int, *, verify: bool) -> Iterator[None]:
+        """Around the time in which all senders send a set: begins the update, then ends it, or abandons it where
+        anything is raised.
+
+        Args:
+            verify: compare what servers hold with the checksums that the senders computed; they must verify, too.
+
+        Raises:
+            WeightSyncError: as `begin_update`, `end_update` and `verify`.
+        """
+        try:
+            if verify:
+                self.held_dtypes()
+            self.begin_update(version)
+            yield
+            self.end_update()
+            if verify:
+                self.verify({})
+        except BaseException:
+            self.abandon_update()
+            raise
 
     def close(self) -> None:
         """Gives up what is under way and leaves the servers; those of our own are stopped."""
@@ -183,8 +209,8 @@ class SGLangEngine:
             return
         if self._work is not None:
             self._work.cancel()
-        if self._others is not None:
-            self._others.close()
+        if self._senders is not None:
+            self._senders.close()
         self._wait(self._fleet.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()

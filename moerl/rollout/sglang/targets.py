@@ -1,4 +1,4 @@
-"""Servers as a root of the trainer sends to them, wherever it runs: one at a time, or all side by side."""
+"""Servers as a process that sends weights sees them: one at a time, or all side by side."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Weight updates of an engine's servers: what is sent, what is kept for those that come later. Runs in its event loop.
 
 Buckets go to all servers side by side as they arrive, and a copy of the set is kept in this process: a server that
-takes the place of a lost one, or was away, gets it before it gets requests. A set that turns out not to be whole leaves
-servers with a mixture; they get the set before it again. Where other roots send parts of the set, they keep those parts
-and do what this process tells them.
+takes the place of a lost one, or was away, gets it before it gets requests. An incomplete set leaves mixed weights on
+servers; they get the set before it again. Where senders in other processes send the set, each keeps its part and does
+what this process tells it, and this process keeps no tensors.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from moerl.errors import WeightSyncError
 from moerl.rollout.sglang.held import ServedModel, held_checksums, held_dtypes
 from moerl.rollout.sglang.member import Member
-from moerl.rollout.sglang.roots import Command, OtherRoots, Reply, Target
+from moerl.rollout.sglang.senders import Command, Reply, Senders, Target
 from moerl.rollout.sglang.targets import attempt, messages
 from moerl.rollout.sglang.weight_set import WeightSet
 from moerl.rollout.sglang.weights import WeightLink
@@ -31,7 +31,8 @@ class Updates:
     Who calls `begin`, `receive`, `end`, `go_on` or `give_up` asks for `failed` afterwards, also where they raised.
 
     Attributes:
-        held: version and tensors that servers should hold; None before the first update.
+        held: version and tensors that servers should hold, no tensors where senders keep them; None before the first
+            update.
         is_open: an update has begun and not ended.
     """
 
@@ -47,14 +48,15 @@ class Updates:
         self._num_messages = 0
         # Held from the beginning to the end of an update, and while a late server is brought up.
         self._lock = asyncio.Lock()
-        self._others: OtherRoots | None = None
-        self._checksums_elsewhere: dict[str, int] = {}
+        self._senders: Senders | None = None
+        self._senders_hold = False
+        self._senders_checksums: dict[str, int | None] = {}
         self._told_dtypes = False
         self._failed: list[tuple[Member, WeightSyncError]] = []
 
-    def share(self, others: OtherRoots) -> None:
-        """From the next update on other roots send parts of each set."""
-        self._others = others
+    def share(self, senders: Senders) -> None:
+        """From the next update on these send every set, and this process sends nothing."""
+        self._senders = senders
 
     def stage(self, version: int) -> None:
         """Makes room for a set; one that was never ended is forgotten. Servers go on.
@@ -73,22 +75,30 @@ class Updates:
         """Starts the update of the members that are current when it can begin.
 
         Raises:
-            WeightSyncError: another root is gone. Call `give_up` then.
+            WeightSyncError: a sender is gone. Call `give_up` then.
         """
         if not self.is_open:
             await self._lock.acquire()
             self.is_open = True
         self._targets, self._num_messages = list(members()), 0
         await self._on_all(WeightLink.begin)
-        await self._elsewhere("begin")
+        if self._senders is None:
+            await self._on_all(WeightLink.join)
+        await self._ask_senders("begin", self._set.version)
         self._told_dtypes = self._dtypes is not None
 
     async def receive(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Keeps and sends tensors, and returns when they were sent.
 
         Raises:
-            WeightSyncError: as `WeightSet.receive`.
+            WeightSyncError: as `WeightSet.receive`; or senders in other processes send the set.
         """
+        if self._senders is not None:
+            raise WeightSyncError(
+                "weight update: a bucket in the engine's process",
+                expected="buckets of its senders alone",
+                remedy="give the bucket to a ShardSender",
+            )
         parts = messages(tensors)
         while (part := await asyncio.to_thread(next, parts, None)) is not None:
             needed = await asyncio.to_thread(self._set.receive, part)
@@ -103,17 +113,16 @@ class Updates:
         """Takes the set into use; sampling waits for `go_on`.
 
         Raises:
-            WeightSyncError: the set is not whole, or another root is gone. Call `give_up` then.
+            WeightSyncError: the set is incomplete, or a sender is gone. Call `give_up` then.
         """
-        replies = await self._elsewhere("take")
+        replies = await self._ask_senders("take", self._set.version)
         parts = {name: value for reply in replies for name, value in reply.checksums.items()}
         if len(parts) != sum(len(reply.checksums) for reply in replies):
-            raise WeightSyncError("weight update: tensors of two roots", expected="each tensor once")
+            raise WeightSyncError("weight update: tensors of two senders", expected="each tensor once")
         held = await asyncio.to_thread(self._set.take, parts)
-        await self._elsewhere("hold", held[0])
+        await self._ask_senders("hold", held[0])
         await self._on_all(lambda link: link.end(held[0]))
-        self.held = held
-        self._checksums_elsewhere = {name: value for name, value in parts.items() if value is not None}
+        self.held, self._senders_hold, self._senders_checksums = held, self._senders is not None, parts
         self._close()
 
     async def go_on(self, members: Sequence[Member]) -> None:
@@ -126,7 +135,7 @@ class Updates:
         nothing before.
 
         Raises:
-            WeightSyncError: another root is gone, and all servers have failed.
+            WeightSyncError: a sender is gone, and all servers have failed.
         """
         nothing = WeightSyncError("weight update: broken off, and there was none before it")
         try:
@@ -162,8 +171,11 @@ class Updates:
         """A whole update of the targets to what they should hold, and sampling."""
         assert self.held is not None
         version, tensors = self.held
-        await self._on_all(partial(begin_and_send, tensors=tensors))
-        await self._elsewhere("send", version)
+        if self._senders_hold:
+            await self._on_all(WeightLink.begin)
+            await self._ask_senders("send", version)
+        else:
+            await self._on_all(partial(begin_and_send, tensors=tensors))
         await self._on_all(lambda link: link.end(version))
         await self._on_all(WeightLink.go_on)
 
@@ -174,14 +186,23 @@ class Updates:
         return self._dtypes
 
     def sent(self, checksums: Mapping[str, int]) -> None:
-        """Checksums of the set that was taken into use last; of this root's part, where there are others.
+        """Checksums of the set that was taken into use last, beside those that its senders computed.
 
         Raises:
-            WeightSyncError: no update was taken.
+            WeightSyncError: no update was taken, or a sender computed none of a tensor that it sent.
         """
         if self.held is None:
             raise WeightSyncError("weight update: none was taken", remedy="call begin_update first")
-        self._sent = self.held[0], dict(checksums) | self._checksums_elsewhere
+        sent = self._senders_checksums | dict(checksums)
+        known = {name: value for name, value in sent.items() if value is not None}
+        if unknown := sorted(sent.keys() - known.keys()):
+            raise WeightSyncError(
+                "weight update: tensors without a checksum of their sender",
+                seen=f"{len(unknown)} of {len(sent)}, the first is {unknown[0]!r}",
+                expected="a checksum of every tensor that was sent",
+                remedy="let the trainer verify the versions that the engine verifies",
+            )
+        self._sent = self.held[0], known
 
     async def check(self, member: Member) -> WeightSyncError | None:
         """What of the set in use a server does not hold; None also where checksums of it are not known."""
@@ -205,18 +226,18 @@ class Updates:
         errors = await asyncio.gather(*(asyncio.to_thread(attempt, step, link) for link in links))
         self._drop({member.name: e for member, e in zip(self._targets, errors, strict=True) if e is not None})
 
-    async def _elsewhere(self, do: Literal["begin", "take", "hold", "send"], version: int = -1) -> list[Reply]:
-        """What other roots do for the servers that are still in the update; those that fail there are out of it.
+    async def _ask_senders(self, do: Literal["begin", "take", "hold", "send"], version: int) -> list[Reply]:
+        """What senders do for the servers that are still in the update; those that fail there are out of it.
 
         Raises:
-            WeightSyncError: as `OtherRoots.ask`.
+            WeightSyncError: as `Senders.ask`.
         """
-        if self._others is None:
+        if self._senders is None:
             return []
         targets = tuple(target for member in self._targets if (target := target_of(member)) is not None)
         dtypes = {} if self._told_dtypes else dict(self._dtypes or {})
         command = Command(do, version=version, targets=targets, dtypes=dtypes)
-        replies = await asyncio.to_thread(self._others.ask, command)
+        replies = await asyncio.to_thread(self._senders.ask, command)
         names = {target.key: target.name for target in targets}
         texts = [(key, text) for reply in replies for key, text in reply.failed.items() if key in names]
         self._drop({names[key]: WeightSyncError(text) for key, text in texts})
@@ -239,11 +260,12 @@ def begin_and_send(link: WeightLink, tensors: Mapping[str, Tensor]) -> None:
         WeightSyncError: a step failed.
     """
     link.begin()
+    link.join()
     for number, message in enumerate(messages(tensors.items())):
         link.send(message, number)
 
 
 def target_of(member: Member) -> Target | None:
-    """The server as other roots reach it; None where it was lost meanwhile."""
+    """The server as senders reach it; None where it was lost meanwhile."""
     client, link = member.client, member.link
     return None if client is None or link is None else Target(link.key, member.name, client.endpoint, link.options)

@@ -54,13 +54,20 @@ class WeightSet:
                 needed.append((name, tensor.detach()))
         return needed
 
-    def part(self) -> dict[str, Tensor]:
-        """The tensors that have come, of a set that others have the rest of; the set is closed.
+    @property
+    def version(self) -> int:
+        """Of the set that was begun last; -1 before the first."""
+        return self._version
+
+    def part(self, version: int) -> dict[str, Tensor]:
+        """The tensors that have come, of a set that other senders have the rest of; the set is closed.
 
         Raises:
-            WeightSyncError: none is open.
+            WeightSyncError: none is open, or one of another version.
         """
         staged = self._open()
+        if version != self._version:
+            raise WeightSyncError("weight update: a part", seen=f"version {self._version}", expected=version)
         self._tensors = None
         return staged
 
@@ -68,7 +75,7 @@ class WeightSet:
         """The version and its tensors by name, in the order of the checkpoint; the set is closed.
 
         Args:
-            elsewhere: names that are not kept here: other roots have sent those tensors.
+            elsewhere: names that are not kept here: senders have sent those tensors.
 
         Raises:
             WeightSyncError: a tensor is missing, was sent twice, or a tied one is another than the one it is tied to.
@@ -94,7 +101,7 @@ class WeightSet:
             )
         if twice:
             raise WeightSyncError(
-                "weight update: tensors of two roots",
+                "weight update: tensors of two senders",
                 seen=f"{len(twice)}, the first is {twice[0]!r}",
                 expected="each tensor once",
                 remedy=_REMEDY,

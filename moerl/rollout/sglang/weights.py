@@ -1,8 +1,8 @@
 """Weights of one running SGLang server, replaced over a process group of the trainer's rank and the server's ranks.
 
-Runs in the trainer's roots; every call blocks, from any thread, one at a time. Of one update, in
-this order: pause, flush the prefix cache, label the weights as nobody's, begin; buckets; end, label; continue. Buckets
-are flattened bytes of several tensors, broadcast over gloo (CPU) or NCCL (GPU). Every server has a group of its own, so
+Runs in the engine's process and in senders; every call blocks, from any thread, one at a time. Of one update, in this
+order: pause, flush the prefix cache, label the weights as nobody's, begin; buckets; end, label; continue. Buckets are
+flattened bytes of several tensors, broadcast over gloo (CPU) or NCCL (GPU). Every server has a group of its own, so
 that one that dies or hangs holds up no other.
 """
 
@@ -84,7 +84,6 @@ class WeightLink:
         self._post("/pause_generation", {"mode": "retract"})
         self._post("/flush_cache", {})
         self._label(UNSYNCED)
-        self.join()
         try:
             self._post("/begin_weight_update", {})
         except WeightSyncError as error:
@@ -94,7 +93,8 @@ class WeightLink:
             self._post("/begin_weight_update", {})
 
     def join(self) -> None:
-        """Makes the process group, where there is none. Enough for a root that sends into an update of another one."""
+        """Makes the process group, where there is none. A sender needs nothing else in an update that another process
+        began."""
         if self._group is None:
             self._connect()
 

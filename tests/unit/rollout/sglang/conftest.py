@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from sglang_fake import FakeLink, FakePartLink, FakeServer, FakeSource, connect
 
-from moerl.rollout.sglang import fleet, http, roots, updates
+from moerl.rollout.sglang import fleet, http, shard_sender, updates
 from moerl.rollout.sglang.engine import SGLangEngine
 
 
@@ -22,7 +22,7 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeServer]]:
     monkeypatch.setattr(FakeLink, "servers", {server.endpoint.url: server for server in made})
     monkeypatch.setattr(fleet, "WeightLink", FakeLink)
     monkeypatch.setattr(updates, "WeightLink", FakeLink)
-    monkeypatch.setattr(roots, "WeightLink", FakePartLink)
+    monkeypatch.setattr(shard_sender, "WeightLink", FakePartLink)
     yield made
     for server in made:
         server.close()

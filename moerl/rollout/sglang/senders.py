@@ -1,0 +1,237 @@
+"""The trainer ranks that send weights to an engine's servers, as the engine's process sees them.
+
+    the engine's process    opens and ends updates of servers, and tells the senders what to do: `Senders`
+    every sender            keeps its part of each set and sends it over process groups of its own: `ShardSender`
+
+With S servers one sender would send every byte S times over its own link. A server takes one bucket at a time, whoever
+it comes from: R senders keep min(R, S) links busy.
+
+Commands and replies are short JSON messages over one TCP connection for each sender. Both sides prove that they know a
+key that the engine's process made. The connection ends with either side.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from typing import Literal
+
+import msgspec
+
+from moerl.errors import WeightSyncError
+from moerl.rollout.sglang.endpoint import Endpoint, require_private
+from moerl.rollout.sglang.weights import LinkOptions
+
+_HANDSHAKE_SECONDS = 10
+"""That a connection has for each message of its handshake. Strangers can connect, too."""
+
+_MAX_HANDSHAKES = 64
+"""At the same time; further connections are closed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A server. key: of the engine's connection to it; a server that took its place has another."""
+
+    key: str
+    name: str
+    endpoint: Endpoint
+    options: LinkOptions
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """begin: buckets of `version` go to these servers, and to no others. take: say which tensors of `version` have
+    come. hold: from now on they are what late servers get. send: send what you hold to these servers, whose updates are
+    open.
+
+    number: of this command; its reply repeats it. dtypes: as `CheckedSink.held_dtypes`; with the first begin after they
+    are known.
+    """
+
+    do: Literal["begin", "take", "hold", "send"]
+    number: int = 0
+    version: int = -1
+    targets: tuple[Target, ...] = ()
+    dtypes: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """problem: why nothing was done. failed: servers that are out of the update, by key, and why. checksums: of the
+    tensors that have come, by name; None where the trainer computed none."""
+
+    number: int
+    problem: str = ""
+    failed: dict[str, str] = field(default_factory=dict)
+    checksums: dict[str, int | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Introduction:
+    """Where the engine's process listens for senders, and the key that both sides prove to know."""
+
+    host: str
+    port: int
+    key: bytes
+
+    def __repr__(self) -> str:
+        return f"Introduction(host={self.host!r}, port={self.port})"
+
+
+class Senders:
+    """The senders of one engine; one command at a time.
+
+    Args:
+        ranks: of all senders.
+        seconds: that a sender has to connect, for every bucket, and for every other command.
+        host: that they reach this process at: loopback or private.
+    """
+
+    def __init__(self, ranks: Sequence[int], seconds: float, host: str = "127.0.0.1") -> None:
+        require_private(host)
+        self._ranks, self._seconds = tuple(ranks), seconds
+        self._connections: dict[int, Connection] = {}
+        self._num_asked = 0
+        self._is_complete, self._is_closed = threading.Event(), False
+        self._lock = threading.Lock()  # of the connections while they come
+        self._handshakes = threading.Semaphore(_MAX_HANDSHAKES)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=family)
+        self.introduction = Introduction(host, self._listener.getsockname()[1], secrets.token_bytes(32))
+        threading.Thread(target=self._accept, name="weight-senders", daemon=True).start()
+
+    def ask(self, command: Command) -> list[Reply]:
+        """Has all senders do something; their replies in the order of ranks.
+
+        Raises:
+            WeightSyncError: a sender is gone, takes too long, or could not do it.
+        """
+        if not self._is_complete.wait(self._seconds):
+            missing = [rank for rank in self._ranks if rank not in self._connections]
+            raise self._failed(missing[0], command, f"no connection within {self._seconds:g} s")
+        self._num_asked += 1
+        command = replace(command, number=self._num_asked)
+        message = msgspec.json.encode(command)
+        for rank in self._ranks:
+            try:
+                self._connections[rank].send_bytes(message)
+            except OSError as error:
+                raise self._failed(rank, command, error) from error
+        replies = [self._reply(rank, command) for rank in self._ranks]
+        for rank, reply in zip(self._ranks, replies, strict=True):
+            if reply.problem:
+                raise self._failed(rank, command, reply.problem)
+        return replies
+
+    def close(self) -> None:
+        """Leaves the senders, which leave the servers."""
+        self._is_closed = True
+        self._stop_listening()
+        with self._lock:
+            for connection in self._connections.values():
+                connection.close()
+
+    def _accept(self) -> None:
+        while not self._is_closed and not self._is_complete.is_set():
+            try:
+                accepted, _ = self._listener.accept()
+            except OSError:  # closed
+                return
+            if not self._handshakes.acquire(blocking=False):
+                accepted.close()
+                continue
+            threading.Thread(target=self._admit, args=(accepted,), name="weight-handshake", daemon=True).start()
+
+    def _admit(self, accepted: socket.socket) -> None:
+        """Keeps the connection of a sender that knows the key and is missing; closes any other."""
+        _set_receive_seconds(accepted, _HANDSHAKE_SECONDS)
+        connection = Connection(accepted.detach())
+        try:
+            deliver_challenge(connection, self.introduction.key)
+            answer_challenge(connection, self.introduction.key)
+            rank = int.from_bytes(connection.recv_bytes(8))
+            self._keep(rank, connection)
+        except (AuthenticationError, OSError, EOFError):  # a stranger, or gone meanwhile
+            connection.close()
+        finally:
+            self._handshakes.release()
+
+    def _keep(self, rank: int, connection: Connection) -> None:
+        """Raises OSError where this rank is not waited for."""
+        with self._lock:
+            if self._is_closed or rank not in self._ranks or rank in self._connections:
+                raise ConnectionRefusedError(f"rank {rank} is no sender, or has connected before")
+            with socket.socket(fileno=connection.fileno()) as same:
+                _set_receive_seconds(same, 0)
+                same.detach()
+            self._connections[rank] = connection
+            if len(self._connections) < len(self._ranks):
+                return
+        self._is_complete.set()
+        self._stop_listening()
+
+    def _stop_listening(self) -> None:
+        try:
+            self._listener.shutdown(socket.SHUT_RDWR)  # or `accept` would go on waiting
+        except OSError:  # closed before
+            return
+        self._listener.close()
+
+    def _reply(self, rank: int, command: Command) -> Reply:
+        connection = self._connections[rank]
+        try:
+            while connection.poll(self._seconds):
+                message = connection.recv_bytes()
+                reply = msgspec.json.decode(message, type=Reply) if message else None
+                if reply is not None and reply.number == command.number:  # else of a command that was given up
+                    return reply
+        except (OSError, EOFError) as error:
+            raise self._failed(rank, command, error or "it has closed its connection") from error
+        raise self._failed(rank, command, f"nothing for {self._seconds:g} s")
+
+    def _failed(self, rank: int, command: Command, seen: object) -> WeightSyncError:
+        return WeightSyncError(
+            f"weight update: rank {rank}, a sender, failed in {command.do!r}",
+            seen=seen,
+            expected="its part of the weights for every server",
+            remedy="see its output; resume from the last checkpoint where it is gone",
+        )
+
+
+def connect(introduction: Introduction, rank: int, seconds: float) -> Connection:
+    """A sender's connection to the engine's process.
+
+    Raises:
+        WeightSyncError: it does not listen there, or one side does not know the key.
+    """
+    try:
+        connected = socket.create_connection((introduction.host, introduction.port), timeout=seconds)
+        connected.settimeout(None)
+        connection = Connection(connected.detach())
+        try:
+            answer_challenge(connection, introduction.key)
+            deliver_challenge(connection, introduction.key)
+            connection.send_bytes(rank.to_bytes(8))
+        except BaseException:
+            connection.close()
+            raise
+    except (AuthenticationError, OSError, EOFError) as error:
+        raise WeightSyncError(
+            f"weight update: rank {rank} cannot reach the engine's process",
+            seen=f"{introduction!r}: {type(error).__name__}: {error}",
+            expected="a connection, and the same key on both sides",
+            remedy="see the output of the engine's process",
+        ) from error
+    return connection
+
+
+def _set_receive_seconds(connected: socket.socket, seconds: int) -> None:
+    """0 for no limit."""
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))
