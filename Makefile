@@ -22,7 +22,7 @@ demo: setup
 
 # The demo with rollouts from an SGLang server on CPU; fewer steps.
 demo-sglang: setup sglang
-	$(BIN)/moerl train recipe=laptop rollout=sglang algorithm.steps=24
+	$(BIN)/moerl train recipe=laptop rollout=sglang rl.steps=24
 
 lint: setup
 	$(BIN)/ruff check .

@@ -73,10 +73,10 @@ class GRPO:
         if self.needs_reference:
             if inputs.kl_T is None:
                 raise ConfigError(
-                    "kl.coef: the microbatch carries no KL to the reference",
+                    "algorithm.kl_coef: the microbatch carries no KL to the reference",
                     seen=f"kl_coef={self.kl_coef} and kl_T=None",
                     expected="the exact KL per token",
-                    remedy="configure a reference model, or set kl.coef to 0",
+                    remedy="configure a reference model, or set algorithm.kl_coef to 0",
                 )
             loss_T = kl_penalty(loss_T, inputs.kl_T, inputs.loss_mask_T, self.kl_coef)
         return TokenLosses(loss_T, policy.clipped_T, weights_T)

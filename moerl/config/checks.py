@@ -168,10 +168,10 @@ def model_sizes(config: RunConfig) -> ModelSizes:
 
 def layout_load(config: RunConfig) -> Load:
     """What the layout is fed with: the token budget, and the sequences of the smallest optimizer step."""
-    algorithm, sft = config.algorithm, config.sft
+    rl, sft = config.rl, config.sft
     steps = []
     if config.command != "sft":
-        steps.append(algorithm.prompts_per_step * algorithm.group_size // algorithm.minibatches)
+        steps.append(rl.prompts_per_step * rl.group_size // rl.minibatches)
     if sft.steps > 0:
         steps.append(sft.batch_size)
     return Load(config.trainer.microbatch_tokens, min(steps, default=sft.batch_size))
@@ -221,7 +221,7 @@ def _check_weights(config: RunConfig) -> None:
 
 
 def _check_stages(config: RunConfig) -> None:
-    algorithm = config.algorithm
+    rl = config.rl
     if config.keep_routing.reference == "trainer" and config.keep_routing.mode != "trainer":
         raise ConfigError(
             "keep_routing.reference: the trainer's routing is not recorded",
@@ -229,12 +229,12 @@ def _check_stages(config: RunConfig) -> None:
             expected="keep_routing.mode = trainer",
             remedy="set keep_routing.mode=trainer, or keep_routing.reference=rollout",
         )
-    if algorithm.prompts_per_step % algorithm.minibatches:
+    if rl.prompts_per_step % rl.minibatches:
         raise ConfigError(
-            "algorithm.minibatches: does not divide algorithm.prompts_per_step",
-            seen=f"minibatches = {algorithm.minibatches}, prompts_per_step = {algorithm.prompts_per_step}",
-            expected=f"a divisor of {algorithm.prompts_per_step}",
-            remedy="make algorithm.prompts_per_step a multiple of algorithm.minibatches",
+            "rl.minibatches: does not divide rl.prompts_per_step",
+            seen=f"minibatches = {rl.minibatches}, prompts_per_step = {rl.prompts_per_step}",
+            expected=f"a divisor of {rl.prompts_per_step}",
+            remedy="make rl.prompts_per_step a multiple of rl.minibatches",
         )
     sft = config.sft
     if sft.steps > 0 and sft.batch_size > sft.num_examples:

@@ -29,7 +29,7 @@ COMMANDS = {
         "checkpoints, rollouts in Parquet and PNG curves.",
         (
             ("moerl train recipe=laptop", "the demo, minutes on two cores"),
-            ("moerl train recipe=laptop algorithm.group_size=16 run_dir=runs/wide", "change what you like"),
+            ("moerl train recipe=laptop rl.group_size=16 run_dir=runs/wide", "change what you like"),
             (
                 "moerl train task=jsonl task.path=my.jsonl task.reward=my_rewards:score sft.steps=0"
                 " evaluation.dev_problems=10 evaluation.heldout_problems=10",
@@ -41,7 +41,7 @@ COMMANDS = {
             ),
             ("moerl train resume=runs/wide", "go on after a stop"),
             ("moerl train recipe=laptop run_dir=runs/job resume=auto", "start, or go on: for a job that is requeued"),
-            ("moerl train resume=runs/wide algorithm.steps=160", "make it longer, also when it has finished"),
+            ("moerl train resume=runs/wide rl.steps=160", "make it longer, also when it has finished"),
             ("moerl train resume=runs/wide parallel.tensor=2", "go on in another parallel layout"),
         ),
     ),
@@ -67,7 +67,7 @@ COMMANDS = {
             ("moerl rollout model=pretrained model.path=DIR rollout.top_p=0.8", "sample more narrowly"),
         ),
         keys=(
-            *("seed", "run_dir", "num_threads", "model.path", "algorithm.prompts_per_step", "algorithm.group_size"),
+            *("seed", "run_dir", "num_threads", "model.path", "rl.prompts_per_step", "rl.group_size"),
             *(*_SAMPLING, "rollout.temperature", "rollout.top_p", "rollout.top_k", "rollout.min_p"),
             *("task", "quarantine.max_rate"),
         ),
@@ -96,8 +96,8 @@ COMMANDS = {
             ("moerl plan memory recipe=laptop parallel.tensor=2 --gpu-memory-gib 24", "smaller devices"),
         ),
         keys=(
-            *("model", "parallel", "trainer", "kl.coef", "rollout.max_new_tokens", "sft.steps", "sft.batch_size"),
-            *("algorithm.prompts_per_step", "algorithm.group_size", "algorithm.minibatches"),
+            *("model", "parallel", "trainer", "algorithm.kl_coef", "rollout.max_new_tokens"),
+            *("sft.steps", "sft.batch_size", "rl.prompts_per_step", "rl.group_size", "rl.minibatches"),
         ),
     ),
     "plan weights": Command(

@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from moerl.config.moved import moved_key
 from moerl.config.reference import CHOICES, children, config_keys, describe, meant_keys
 from moerl.errors import ConfigError
 
@@ -32,7 +33,10 @@ def explain(error: ValidationError) -> ConfigError:
 
 
 def unknown_key(path: str) -> ConfigError:
-    """The error for a key that does not exist, with the key that was probably meant."""
+    """The error for a key that does not exist, with its new name or the key that was probably meant."""
+    moved = moved_key(path)
+    if moved is not None:
+        return moved
     meant = meant_keys(path)[:3]
     siblings = children(path.rpartition(".")[0])
     return ConfigError(

@@ -17,7 +17,7 @@ WIDTH = 110
 _KEY_WIDTH = 46
 _REQUIRED = "???"
 RESUME_TEXT = (
-    "  On the command of a run that exists: resume=RUN_DIR goes on from its last checkpoint. algorithm.steps may\n"
+    "  On the command of a run that exists: resume=RUN_DIR goes on from its last checkpoint. rl.steps may\n"
     "  be raised then, and what decides how a run is watched, kept and laid out may change; the rest says why not.\n"
     "  run_dir=DIR resume=auto goes on with the run in DIR, or starts it where there is none."
 )

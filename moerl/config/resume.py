@@ -37,12 +37,12 @@ _WHY_NOT: dict[str, str | None] = {
     "trainer.max_skipped_updates": None,
     "trainer.distributed_optimizer": "the checkpoints hold the optimizer state in the form that it asks for",
     "optimizer": "the optimizer state and the learning-rate schedule belong to it",
+    "rl": _LOSS,
+    "rl.steps": None,
+    "rl.prompts_per_step": "which prompts come next is counted in batches of it",
+    "rl.group_size": "advantages are relative to the group, and would not compare with those before",
+    "rl.minibatches": "the learning-rate schedule counts its updates",
     "algorithm": _LOSS,
-    "algorithm.steps": None,
-    "algorithm.prompts_per_step": "which prompts come next is counted in batches of it",
-    "algorithm.group_size": "advantages are relative to the group, and would not compare with those before",
-    "algorithm.minibatches": "the learning-rate schedule counts its updates",
-    "kl": _LOSS,
     "rollout": "another engine needs other keys, and rounds differently",
     **dict.fromkeys(f"rollout.{name}" for name in _OF_SERVING),
     "rollout.dtype": _SAMPLES,
@@ -116,7 +116,7 @@ def changed_keys(before: RunConfig, now: RunConfig) -> list[Change]:
 def change_note(change: Change, config: RunConfig) -> str:
     """What a change brings with it besides, empty where that is nothing. config: with the change."""
     schedules = {
-        "algorithm.steps": ("optimizer", config.optimizer),
+        "rl.steps": ("optimizer", config.optimizer),
         "sft.steps": ("sft.optimizer", config.sft.optimizer),
     }
     section, optimizer = schedules.get(change.key, ("", None))

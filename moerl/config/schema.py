@@ -132,28 +132,30 @@ class OptimizerConfig(Section):
     clip_grad: NonNegative = Field(description="Largest global gradient norm; 0 = no clipping.")
 
 
-class AlgorithmConfig(Section):
-    """The policy-gradient algorithm."""
+class RLConfig(Section):
+    """The loop of the reinforcement learning, whatever the algorithm."""
 
-    name: Literal["grpo"] = Field(description="Algorithm.")
     steps: Count = Field(description="Batches of rollouts to train on.")
     prompts_per_step: Count = Field(description="Prompts in a batch.")
     group_size: Annotated[int, Field(ge=2)] = Field(description="Responses sampled per prompt.")
     minibatches: Count = Field(description="Optimizer steps per batch.")
+    moe_aux_loss_coef: NonNegative = Field(description="Weight of the load-balancing loss.")
+
+
+class AlgorithmConfig(Section):
+    """The policy-gradient algorithm."""
+
+    name: Literal["grpo"] = Field(description="Algorithm.")
     clip_low: Annotated[float, Field(gt=0.0, le=1.0)] = Field(description="Ratios below 1 - clip_low are clipped.")
     clip_high: Positive = Field(description="Ratios above 1 + clip_high are clipped.")
     normalize_std: bool = Field(description="Divide advantages by the standard deviation of their group.")
     importance_cap: Annotated[float, Field(ge=1.0)] = Field(
         description="Cap of the truncated importance weight between sampler and trainer, at least 1."
     )
-    moe_aux_loss_coef: NonNegative = Field(description="Weight of the load-balancing loss.")
-
-
-class KLConfig(Section):
-    """The exact KL to the starting model."""
-
-    coef: NonNegative = Field(description="Weight of the KL in the loss; 0 = no reference model.")
-    support: Literal["kept", "full"] = Field(
+    kl_coef: NonNegative = Field(
+        description="Weight of the exact KL to the starting model in the loss; 0 = no reference model."
+    )
+    kl_support: Literal["kept", "full"] = Field(
         description="Ids that the KL sums over: kept = each token's kept set, both models renormalised inside it (the"
         " whole vocabulary if nothing was cut); full = always the whole vocabulary."
     )
@@ -371,9 +373,9 @@ class RunConfig(Section):
     model: ModelConfig = Field(description="The model.")
     parallel: ParallelConfig = Field(description="Parallel sizes.")
     trainer: TrainerConfig = Field(description="The trainer.")
+    rl: RLConfig = Field(description="The loop of the reinforcement learning.")
     optimizer: OptimizerConfig = Field(description="Optimizer of the reinforcement learning.")
     algorithm: AlgorithmConfig = Field(description="The algorithm.")
-    kl: KLConfig = Field(description="KL to the starting model.")
     rollout: RolloutConfig = Field(description="Sampling.")
     keep_routing: KeepRoutingConfig = Field(description="Keep Routing.")
     keep_sampling_mask: KeepSamplingMaskConfig = Field(description="Keep Sampling Mask.")

@@ -83,7 +83,7 @@ def _train(run: Run, model_path: Path) -> None:
         stage = RLStage(run, model_path, collector)
         stage.train()
         run.write_model(config.run_dir / "final_model", like=model_path, trainer=stage.trainer)
-        run.reporter.finish(run.summary(steps=config.algorithm.steps))
+        run.reporter.finish(run.summary(steps=config.rl.steps))
 
 
 def _train_supervised(run: Run, model_path: Path) -> None:
@@ -103,13 +103,13 @@ def _train_supervised(run: Run, model_path: Path) -> None:
 
 
 def run_rollout(config: RunConfig) -> int:
-    """Samples `algorithm.group_size` responses to each of `algorithm.prompts_per_step` prompts and dumps them."""
+    """Samples `rl.group_size` responses to each of `rl.prompts_per_step` prompts and dumps them."""
     with _open_reader(config, "rollout") as (collector, reporter):
-        prompts = collector.task.prompts("train", config.algorithm.prompts_per_step)
+        prompts = collector.task.prompts("train", config.rl.prompts_per_step)
         requests = collector.requests(
             prompts,
             run="rollout",
-            count=config.algorithm.group_size,
+            count=config.rl.group_size,
             sampling=sampling_params(config.rollout, config.seed),
             prefixes={},
         )

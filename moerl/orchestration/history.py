@@ -21,7 +21,7 @@ from moerl.orchestration.exchange import broadcast_bytes
 from moerl.orchestration.reporting import Reporter
 
 HISTORY_FILE = "history.jsonl"
-STEPS = {"sft.steps": "sft", "algorithm.steps": "rl"}
+STEPS = {"sft.steps": "sft", "rl.steps": "rl"}
 """Keys that say how long a stage is."""
 
 

@@ -58,12 +58,12 @@ class RLStage:
             clip_high=config.algorithm.clip_high,
             normalize_std=config.algorithm.normalize_std,
             importance_cap=config.algorithm.importance_cap,
-            kl_coef=config.kl.coef,
+            kl_coef=config.algorithm.kl_coef,
         )
         if collector is not None:
             _check_handshake(collector.engine.handshake().spec, run.spec)
-        options = run.model_options(config.algorithm.moe_aux_loss_coef)
-        updates = config.algorithm.steps * config.algorithm.minibatches
+        options = run.model_options(config.rl.moe_aux_loss_coef)
+        updates = config.rl.steps * config.rl.minibatches
         self.trainer = MegatronTrainer(
             model_path,
             run.spec,
@@ -84,7 +84,7 @@ class RLStage:
 
     def train(self) -> None:
         """Runs the stage from its start or its last checkpoint."""
-        run, steps = self.run, self.config.algorithm.steps
+        run, steps = self.run, self.config.rl.steps
         first_step = run.restore(STAGE, self.trainer)
         self._publish(first_step)
         self._evaluate_cold_start(first_step)
@@ -114,7 +114,7 @@ class RLStage:
             try:
                 if collector is not None:
                     samples = run.unless_stopped(lambda: self._sample(collector, step))
-                    parts = None if samples is None else _split_groups(samples, self.config.algorithm.minibatches)
+                    parts = None if samples is None else _split_groups(samples, self.config.rl.minibatches)
             finally:
                 # A failed main rank tells the others, who would wait for its batch otherwise.
                 stopping = run.told_to_stop()
@@ -126,11 +126,11 @@ class RLStage:
     def _sample(self, collector: Collector, step: int) -> list[TrainSample]:
         config = self.config
         prompts = self.run.train_prompts()
-        chosen = [prompts[i] for i in batch_indices(len(prompts), config.algorithm.prompts_per_step, step, config.seed)]
+        chosen = [prompts[i] for i in batch_indices(len(prompts), config.rl.prompts_per_step, step, config.seed)]
         requests = collector.requests(
             chosen,
             run=f"{STAGE}-{step:06d}",
-            count=config.algorithm.group_size,
+            count=config.rl.group_size,
             sampling=sampling_params(config.rollout, config.seed),
             prefixes={},
         )
@@ -146,7 +146,7 @@ class RLStage:
         run, config = self.run, self.config
         due = step == 0 or (config.mismatch.every and (step + 1) % config.mismatch.every == 0)
         table: dict[str, dict[str, float]] = {}
-        if due or step + 1 == config.algorithm.steps:
+        if due or step + 1 == config.rl.steps:
             with run.span("mismatch"):
                 table = self._mismatch_table(minibatches)
             run.state.mismatch = table
@@ -192,7 +192,7 @@ class RLStage:
     def _before_update(self, minibatch: Minibatch, step: int, number: int, num_minibatches: int) -> _Ready:
         """The proximal pass, where there is more than one update per batch or its routing is what is kept."""
         batches = minibatch.batches
-        proved = is_proved(self.config.keep_routing.verify, step * self.config.algorithm.minibatches + number + 1)
+        proved = is_proved(self.config.keep_routing.verify, step * self.config.rl.minibatches + number + 1)
         if self.config.keep_routing.mode == "trainer":
             with explained(self.trainer, batches, minibatch.samples):
                 report, recorded = self.trainer.score_and_record(batches, self._scorer(batches))
@@ -217,7 +217,7 @@ class RLStage:
             proximal_logprobs=proximal,
             reference=self.reference,
             reference_hidden=hidden,
-            kl_support=self.config.kl.support,
+            kl_support=self.config.algorithm.kl_support,
         )
 
     def _scorer(self, batches: Sequence[Microbatch], *, with_full: bool = False) -> Scorer:
@@ -279,7 +279,7 @@ class RLStage:
 
     def _evaluate(self, step: int) -> None:
         """On dev problems when due; on the held-out problems after the last step."""
-        sizes, is_last, collector = self.config.evaluation, step == self.config.algorithm.steps, self.collector
+        sizes, is_last, collector = self.config.evaluation, step == self.config.rl.steps, self.collector
         due = is_last or (sizes.every and step % sizes.every == 0)
         if not due or collector is None:
             return

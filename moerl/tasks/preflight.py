@@ -57,7 +57,7 @@ def wanted_problems(config: RunConfig, command: str) -> list[tuple[str, str, int
     """(configuration key, split, number of problems) that a command asks of the task."""
     evaluation, wanted = config.evaluation, []
     if command in ("train", "rollout"):
-        wanted.append(("algorithm.prompts_per_step", "train", config.algorithm.prompts_per_step))
+        wanted.append(("rl.prompts_per_step", "train", config.rl.prompts_per_step))
     if command in ("train", "sft") and config.sft.steps > 0:
         wanted.append(("sft.num_examples", "train", config.sft.num_examples))
     if command == "train":

@@ -18,7 +18,7 @@ from moerl.config.load import CONFIG_FILE, dump_config, load_config
 
 ROOT = Path(__file__).parents[2]
 TINY = "train recipe=tiny"
-FEW = "algorithm.prompts_per_step=4 evaluation.dev_problems=4 evaluation.heldout_problems=4 sft.num_examples=16"
+FEW = "rl.prompts_per_step=4 evaluation.dev_problems=4 evaluation.heldout_problems=4 sft.num_examples=16"
 TASK = f"{TINY} task=jsonl {FEW} task.reward_timeout_seconds=5.0"
 SUMS = f"{TASK} task.path=sums.jsonl"
 REWARD = f"{TASK} task.reward=rewards:good"
@@ -57,19 +57,19 @@ EARLY = {
     f"{TINY} steps=3": "steps: unknown key; expected: one of recipe, seed,",
     f"{TINY} lr=1e-5": "did you mean optimizer.lr or sft.optimizer.lr?",
     f"{TINY} learning_rate=1e-5": "did you mean optimizer.lr",
-    f"{TINY} algorithm.stepps=3": "did you mean algorithm.steps?",
+    f"{TINY} rl.stepps=3": "did you mean rl.steps?",
     f"{TINY} optimizer.lr": "override: not an assignment; seen: optimizer.lr",
     f"{TINY} optimizer.lr=-1": "optimizer.lr: wrong value; seen: -1 (int); expected: greater than 0",
     f"{TINY} optimizer.lr=1e-5x": "optimizer.lr: wrong value; seen: '1e-5x' (str); expected: a valid number",
     f"{TINY} optimizer.lr=nan": "optimizer.lr: wrong value; seen: nan (float); expected: a finite number",
     f"{TINY} optimizer=adam": "optimizer: wrong value; seen: 'adam' (str); expected: an object",
-    f"{TINY} algorithm.steps=0": "algorithm.steps: wrong value; seen: 0",
-    f"{TINY} algorithm.steps=1e3": "algorithm.steps: wrong value; seen: 1000.0 (float); expected: a valid integer",
-    f"{TINY} algorithm.steps=null": "algorithm.steps: wrong value; seen: null",
-    f"{TINY} algorithm.steps=99999999999999999999": "algorithm.steps: wrong value; seen: 99999999999999999999",
-    f"{TINY} algorithm.group_size=1": "algorithm.group_size: wrong value",
-    f"{TINY} algorithm.minibatches=3": "algorithm.minibatches: does not divide algorithm.prompts_per_step",
-    f"{TINY} algorithm.prompts_per_step=1000": "algorithm.prompts_per_step: the task has fewer problems; seen: 1000",
+    f"{TINY} rl.steps=0": "rl.steps: wrong value; seen: 0",
+    f"{TINY} rl.steps=1e3": "rl.steps: wrong value; seen: 1000.0 (float); expected: a valid integer",
+    f"{TINY} rl.steps=null": "rl.steps: wrong value; seen: null",
+    f"{TINY} rl.steps=99999999999999999999": "rl.steps: wrong value; seen: 99999999999999999999",
+    f"{TINY} rl.group_size=1": "rl.group_size: wrong value",
+    f"{TINY} rl.minibatches=3": "rl.minibatches: does not divide rl.prompts_per_step",
+    f"{TINY} rl.prompts_per_step=1000": "rl.prompts_per_step: the task has fewer problems; seen: 1000",
     f"{TINY} seed=-1": "seed: wrong value; seen: -1",
     f"{TINY} seed=99999999999999999999999": "seed: wrong value",
     f"{TINY} num_threads=0": "num_threads: wrong value",
@@ -114,8 +114,8 @@ EARLY = {
     "train resume=broken_run": "broken_run/config.yaml: cannot be read",
     "train resume=empty_run": "empty_run/config.yaml: not the configuration of a run",
     "train resume=run seed=2": "seed: cannot change when a run goes on: weights, the order of prompts",
-    "train resume=run algorithm.stepps=4": "algorithm.stepps: unknown key",
-    "train resume=run algorithm.steps=x": "algorithm.steps: wrong value",
+    "train resume=run rl.stepps=4": "rl.stepps: unknown key",
+    "train resume=run rl.steps=x": "rl.steps: wrong value",
     "train resume=run recipe=laptop": "recipe: cannot change when a run goes on",
     "sft resume=run": "resume: the run belongs to another command",
     "eval resume=run": "resume: moerl eval has nothing to go on with",

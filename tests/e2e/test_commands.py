@@ -71,7 +71,7 @@ def test_a_model_with_a_missing_tensor_is_named_before_anything_starts(
 
 def test_training_goes_on_from_a_model_that_a_run_left(forked: Runs, tiny: DoneRun, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    finished = forked.run("train", *model_of(tiny), f"run_dir='{run}'", "sft.steps=0", "algorithm.steps=1")
+    finished = forked.run("train", *model_of(tiny), f"run_dir='{run}'", "sft.steps=0", "rl.steps=1")
     assert finished.status == 0, finished.output
     assert not (run / "initial_model").exists()
     names = {path.name for path in (run / "final_model").iterdir()}

@@ -20,7 +20,7 @@ def of_stage(run: Path, stage: str) -> list[dict[str, Any]]:
 def short(forked: Runs, sums: Sums, tmp_path_factory: pytest.TempPathFactory) -> DoneRun:
     """The undisturbed run's configuration, planned with two steps of the five; the learning rate is constant."""
     folder = tmp_path_factory.mktemp("short") / "run"
-    finished = forked.run(*sums.train(folder), "algorithm.steps=2", path=[sums.folder])
+    finished = forked.run(*sums.train(folder), "rl.steps=2", path=[sums.folder])
     assert finished.status == 0, finished.output
     return DoneRun(folder, finished)
 
@@ -29,10 +29,10 @@ def test_a_finished_run_with_more_steps_goes_on_and_ends_as_one_planned_with_the
     forked: Runs, sums: Sums, short: DoneRun, undisturbed: DoneRun, tmp_path: Path
 ) -> None:
     run = Path(shutil.copytree(short.folder, tmp_path / "run"))
-    finished = forked.run("train", f"resume={run}", "algorithm.steps=5", path=[sums.folder])
+    finished = forked.run("train", f"resume={run}", "rl.steps=5", path=[sums.folder])
     assert finished.status == 0, finished.output
     assert "rl: going on from step 2" in finished.output
-    assert "changed: algorithm.steps 2 -> 5 after step 2 of rl" in finished.output
+    assert "changed: rl.steps 2 -> 5 after step 2 of rl" in finished.output
     assert of_stage(run, "rl") == of_stage(undisturbed.folder, "rl")
     weights, expected = (folder / "final_model" / "model.safetensors" for folder in (run, undisturbed.folder))
     assert weights.read_bytes() == expected.read_bytes()
@@ -42,7 +42,7 @@ def test_a_finished_run_with_more_steps_goes_on_and_ends_as_one_planned_with_the
     last = of_stage(run, "evaluation")[-1]
     assert last == of_stage(undisturbed.folder, "evaluation")[-1]
     assert last["step"] == 5
-    [row] = [row for row in read_history(run) if row.key == "algorithm.steps"]
+    [row] = [row for row in read_history(run) if row.key == "rl.steps"]
     assert (row.stage, row.step, row.old, row.new, row.note) == ("rl", 2, 2, 5, "")
 
 
@@ -50,9 +50,9 @@ def test_a_run_that_has_made_the_steps_already_is_not_made_shorter(
     forked: Runs, sums: Sums, short: DoneRun, tmp_path: Path
 ) -> None:
     run = Path(shutil.copytree(short.folder, tmp_path / "run"))
-    finished = forked.run("train", f"resume={run}", "algorithm.steps=1", path=[sums.folder])
+    finished = forked.run("train", f"resume={run}", "rl.steps=1", path=[sums.folder])
     assert finished.status == 2, finished.output
-    assert "algorithm.steps: the run has made as many steps already; seen: 1; expected: more than 2" in finished.output
+    assert "rl.steps: the run has made as many steps already; seen: 1; expected: more than 2" in finished.output
     assert read_history(run) == []
     again = forked.run("train", f"resume={run}", "evaluation.every=1", path=[sums.folder])
     assert again.status == 0, again.output

@@ -74,7 +74,8 @@ def test_without_replay_the_routers_disagree_and_nothing_is_verified(train: Call
 def test_the_trainers_own_routing_is_kept_and_every_second_update_proved(
     train: Callable[..., Steps], tmp_path: Path
 ) -> None:
-    steps = train("keep_routing.mode=trainer", "keep_routing.verify=2", "kl.coef=0.1", "rollout.dtype=bfloat16")
+    changed = ("keep_routing.mode=trainer", "keep_routing.verify=2", "algorithm.kl_coef=0.1", "rollout.dtype=bfloat16")
+    steps = train(*changed)
     assert [row["replay/updates_unproved"] for row in steps] == [(i + 1) % 2 for i in range(len(steps))]
     for row in steps:
         assert (row["replay/rows_verified"] == 0) == bool(row["replay/updates_unproved"])
@@ -108,7 +109,7 @@ def test_small_microbatches_train_the_same(forked: Runs, tmp_path: Path) -> None
     # The load-balancing loss is one of each microbatch.
     for tokens in (64, 2048):
         run = tmp_path / str(tokens)
-        overrides = ("algorithm.moe_aux_loss_coef=0", "sft.moe_aux_loss_coef=0", f"trainer.microbatch_tokens={tokens}")
+        overrides = ("rl.moe_aux_loss_coef=0", "sft.moe_aux_loss_coef=0", f"trainer.microbatch_tokens={tokens}")
         finished = forked.run("train", "recipe=tiny", f"run_dir='{run}'", *overrides)
         assert finished.status == 0, finished.output
         steps.append(steps_of(run))
@@ -122,9 +123,9 @@ def test_minibatches_and_a_kl_change_the_updates(
     forked: Runs, sums: Sums, undisturbed: DoneRun, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    changed = ("algorithm.minibatches=", "kl.coef=")
+    changed = ("rl.minibatches=", "algorithm.kl_coef=")
     arguments = [each for each in sums.train(run) if not each.startswith(changed)]
-    finished = forked.run(*arguments, "algorithm.steps=2", path=[sums.folder])
+    finished = forked.run(*arguments, "rl.steps=2", path=[sums.folder])
     assert finished.status == 0, finished.output
     plain, both = steps_of(run), steps_of(undisturbed.folder)
     # The first batch is the same; only what is done with it differs.

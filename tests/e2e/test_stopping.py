@@ -85,9 +85,9 @@ def test_one_command_line_starts_a_run_goes_on_with_it_and_leaves_a_finished_one
     assert again.status == 0, again.output
     assert again.output == f"the run in {run} is finished: nothing to do\n"
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == files
-    killed = forked.run(*arguments, "algorithm.steps=4", fault=("kill", {"place": UPDATE, "call": 1}))
+    killed = forked.run(*arguments, "rl.steps=4", fault=("kill", {"place": UPDATE, "call": 1}))
     assert killed.status == -signal.SIGKILL, killed.output
-    longer = forked.run(*arguments, "algorithm.steps=4")
+    longer = forked.run(*arguments, "rl.steps=4")
     assert longer.status == 0, longer.output
     assert rows(run)[-1]["step"] == 4
 

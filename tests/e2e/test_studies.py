@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
-SHORT = ("sft.steps=60", "sft.num_examples=3840", "algorithm.prompts_per_step=8")
+SHORT = ("sft.steps=60", "sft.num_examples=3840", "rl.prompts_per_step=8")
 
 pytestmark = pytest.mark.slow
 
@@ -40,7 +40,7 @@ def test_the_routing_study_compares_every_mode_at_every_age(tmp_path: Path) -> N
 
 
 def test_the_mask_study_shows_the_mass_that_a_trainer_without_masks_misses(tmp_path: Path) -> None:
-    (values,) = study("mask_study", "algorithm.steps=2", "--top-p", "0.8", folder=tmp_path).values()
+    (values,) = study("mask_study", "rl.steps=2", "--top-p", "0.8", folder=tmp_path).values()
     assert values["kept mass"] < 0.99
     assert values["mean ratio, off"] == pytest.approx(values["kept mass"], abs=2e-3)
     assert values["mean ratio, on"] == pytest.approx(1.0, abs=1e-3)

@@ -56,7 +56,7 @@ def train(folder: Path, *overrides: str, steps: int = STEPS, fault: Callable[[in
     """`moerl train recipe=tiny`; `fault` happens to the first server's pid when the first rollouts are on disk. By then
     weights were sent, and all sockets are there."""
     found: tuple[str, ...] = ()
-    command = [sys.executable, "-m", "moerl", "train", "recipe=tiny", f"algorithm.steps={steps}", f"run_dir={folder}"]
+    command = [sys.executable, "-m", "moerl", "train", "recipe=tiny", f"rl.steps={steps}", f"run_dir={folder}"]
     with subprocess.Popen(
         [*command, *overrides],
         stdout=subprocess.PIPE,

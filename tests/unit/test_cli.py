@@ -84,7 +84,7 @@ def test_all_keys_are_in_the_help_of_train_and_on_demand_in_that_of_others(
 ):
     assert cli.main([*command.split(), "--help", *([] if command == "train" else ["--all"])]) == 0
     text = capsys.readouterr().out
-    assert "algorithm.group_size=8" in text
+    assert "rl.group_size=8" in text
     assert "optimizer.beta1=" in text
     assert "resume=RUN_DIR" in text
 
@@ -93,8 +93,8 @@ def test_all_keys_are_in_the_help_of_train_and_on_demand_in_that_of_others(
     ("command", "there", "not_there"),
     [
         ("eval", ["evaluation.heldout_problems=", "rollout.max_new_tokens=", "task.path="], ["optimizer.", "sft."]),
-        ("rollout", ["algorithm.group_size=", "rollout.top_p=", "seed="], ["optimizer.", "sft.", "kl."]),
-        ("sft", ["sft.optimizer.lr=", "checkpoint.every=", "resume=RUN_DIR"], ["algorithm.", "kl.", "weights."]),
+        ("rollout", ["rl.group_size=", "rollout.top_p=", "seed="], ["optimizer.", "sft.", "algorithm."]),
+        ("sft", ["sft.optimizer.lr=", "checkpoint.every=", "resume=RUN_DIR"], ["algorithm.", "rl.", "weights."]),
         ("plan memory", ["trainer.recompute=", "parallel.expert="], ["optimizer.", "task.", "evaluation."]),
         ("plan weights", ["weights.roots=", "rollout.servers="], ["optimizer.", "task.", "sft."]),
     ],
@@ -162,9 +162,9 @@ def test_the_help_of_verify_says_what_the_tolerance_means(capsys: pytest.Capture
 def test_help_and_errors_need_no_torch(tmp_path: Path):
     done = run_python(MAIN_WITHOUT_TORCH, "train", "--help", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    done = run_python(MAIN_WITHOUT_TORCH, "train", "algorithm.group_sise=2", cwd=tmp_path)
+    done = run_python(MAIN_WITHOUT_TORCH, "train", "rl.group_sise=2", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: algorithm.group_sise: unknown key")
+    assert done.stderr.startswith("error: rl.group_sise: unknown key")
     assert done.stderr.count("\n") == 1
     done = run_python(MAIN_WITHOUT_TORCH, "plan", "memory", "recipe=laptop", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

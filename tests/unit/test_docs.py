@@ -151,7 +151,7 @@ def test_options_of_config_groups_that_a_page_names_exist(page: Path) -> None:
 def test_keys_that_a_page_sets_exist(page: Path) -> None:
     keys = {key.path for key in config_keys()}
     sections = {key.partition(".")[0] for key in keys if "." in key}
-    deliberate = {"algorithm.groupsize"}  # misspelt on purpose
+    deliberate = {"rl.groupsize"}  # misspelt on purpose
     named = {
         key
         for code in code_of(page)

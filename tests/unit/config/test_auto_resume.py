@@ -10,7 +10,7 @@ from moerl.config.auto_resume import resolve_auto
 from moerl.config.load import dump_config, load_config
 from moerl.errors import ConfigError
 
-TINY = ["recipe=tiny", "algorithm.steps=5"]
+TINY = ["recipe=tiny", "rl.steps=5"]
 
 
 def store(run_dir: Path, *overrides: str) -> None:
@@ -34,9 +34,9 @@ def test_where_there_is_a_run_the_same_command_line_goes_on_with_it(tmp_path: Pa
 
 def test_what_the_command_line_changes_follows_the_rules_of_a_run_that_goes_on(tmp_path: Path) -> None:
     store(tmp_path)
-    overrides, _ = resolved(tmp_path, "recipe=tiny", "algorithm.steps=9", "checkpoint.keep=7")
-    assert overrides == [f"resume={tmp_path}", "algorithm.steps=9", "checkpoint.keep=7"]
-    assert load_config(overrides, command="train").algorithm.steps == 9
+    overrides, _ = resolved(tmp_path, "recipe=tiny", "rl.steps=9", "checkpoint.keep=7")
+    assert overrides == [f"resume={tmp_path}", "rl.steps=9", "checkpoint.keep=7"]
+    assert load_config(overrides, command="train").rl.steps == 9
     overrides, _ = resolved(tmp_path, *TINY, "optimizer.lr=1.0")
     with pytest.raises(ConfigError, match=r"optimizer\.lr: cannot change when a run goes on"):
         load_config(overrides, command="train")
@@ -53,7 +53,7 @@ def test_a_key_that_was_changed_by_hand_and_is_not_given_stays_and_is_said(tmp_p
 def test_the_command_line_of_another_run_is_refused(other: list[str], tmp_path: Path) -> None:
     store(tmp_path)
     with pytest.raises(ConfigError, match="cannot change when a run goes on"):
-        resolved(tmp_path, *other, "algorithm.steps=5")
+        resolved(tmp_path, *other, "rl.steps=5")
 
 
 def test_without_a_run_directory_there_is_nothing_to_look_for() -> None:

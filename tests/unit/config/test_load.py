@@ -46,7 +46,7 @@ def write_recipe(directory: Path, text: str) -> Path:
 def test_the_laptop_recipe_is_what_runs_when_nothing_is_said():
     config = load()
     assert config == load("recipe=laptop", f"run_dir={config.run_dir}")
-    assert (config.recipe, config.algorithm.group_size, config.rollout.top_k) == ("laptop", 8, 12)
+    assert (config.recipe, config.rl.group_size, config.rollout.top_k) == ("laptop", 8, 12)
     assert isinstance(config.task, ChainSumTaskConfig)
     assert config.task.worked_probability == {4: 0.1, 5: 0.2, 6: 0.55, 7: 0.7}
 
@@ -60,8 +60,8 @@ def test_every_recipe_has_at_least_four_moe_layers_and_eight_experts(recipe: str
 
 
 def test_an_override_wins_over_the_recipe_and_a_group_over_the_recipes_choice():
-    config = load("recipe=laptop", "algorithm.group_size=16", "model=tiny", "seed=7")
-    assert (config.algorithm.group_size, config.seed) == (16, 7)
+    config = load("recipe=laptop", "rl.group_size=16", "model=tiny", "seed=7")
+    assert (config.rl.group_size, config.seed) == (16, 7)
     assert config.model.architecture is not None
     assert config.model.architecture.hidden_size == 32
 
@@ -84,9 +84,9 @@ def test_a_new_number_of_terms_can_be_given_a_probability():
 @pytest.mark.parametrize(
     ("override", "meant"),
     [
-        ("algorithm.group_sise=4", "algorithm.group_size"),
-        ("group_size=4", "algorithm.group_size"),
-        ("algoritm.steps=4", "algorithm.steps"),
+        ("rl.group_sise=4", "rl.group_size"),
+        ("group_size=4", "rl.group_size"),
+        ("algoritm.clip_low=4", "algorithm.clip_low"),
         ("model.architecture.hiden_size=4", "model.architecture.hidden_size"),
         ("optimizer={learning_rate: 1.0}", ""),
     ],
@@ -109,11 +109,11 @@ def test_hydras_own_keys_are_unknown():
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("algorithm.steps=abc", "a valid integer"),
-        ("algorithm.steps=2.5", "a valid integer"),
-        ("algorithm.steps=50.0", "a valid integer"),
+        ("rl.steps=abc", "a valid integer"),
+        ("rl.steps=2.5", "a valid integer"),
+        ("rl.steps=50.0", "a valid integer"),
         ("seed=true", "a valid integer"),
-        ("algorithm.group_size=1", "greater than or equal to 2"),
+        ("rl.group_size=1", "greater than or equal to 2"),
         ("optimizer.lr=fast", "a valid number"),
         ("optimizer.lr=inf", "a finite number"),
         ("optimizer.lr=0", "greater than 0"),
@@ -146,8 +146,8 @@ def test_a_number_of_terms_that_is_no_number_is_refused():
 
 
 def test_further_wrong_keys_are_named_in_the_same_line():
-    message = error("algorithm.steps=abc", "seed=x")
-    assert "algorithm.steps" in message
+    message = error("rl.steps=abc", "seed=x")
+    assert "rl.steps" in message
     assert "seed" in message
     assert "\n" not in message
 
@@ -260,7 +260,7 @@ def test_a_recipe_of_ones_own_builds_on_a_built_in_one(tmp_path: Path):
         "# @package _global_\ndefaults:\n  - laptop\n  - _self_\nrecipe: mine\nkeep_routing:\n  mode: off\n",
     )
     config = load("recipe=mine", config_dir=folder)
-    assert (config.recipe, config.keep_routing.mode, config.algorithm.group_size) == ("mine", "off", 8)
+    assert (config.recipe, config.keep_routing.mode, config.rl.group_size) == ("mine", "off", 8)
 
 
 @pytest.mark.parametrize(

@@ -303,7 +303,7 @@ def test_a_tenth_of_the_device_stays_free():
 
 def test_needs_are_read_from_the_configuration():
     changes = ["model.dtype=bfloat16", "trainer.recompute=full", "trainer.distributed_optimizer=overlap"]
-    config = load_config([*changes, "kl.coef=0.1", "trainer.microbatch_tokens=4096"], command="train")
+    config = load_config([*changes, "algorithm.kl_coef=0.1", "trainer.microbatch_tokens=4096"], command="train")
     assert needs_of(config) == Needs(4096, 2, "full", distributed_optimizer=True, reference=True)
     assert needs_of(load_config([], command="train")) == Needs(
         8192, 4, "none", distributed_optimizer=False, reference=False

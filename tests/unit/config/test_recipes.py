@@ -72,7 +72,7 @@ def test_the_recipe_for_large_models_has_the_values_of_public_recipes(pretrained
     assert (config.model.dtype, config.rollout.dtype) == ("bfloat16", "bfloat16")
     assert (config.optimizer.lr, config.optimizer.schedule, config.optimizer.weight_decay) == (1e-6, "constant", 0.1)
     assert (config.algorithm.clip_low, config.algorithm.clip_high) == (0.2, 0.28)
-    assert (config.sft.steps, config.algorithm.moe_aux_loss_coef, config.kl.coef) == (0, 0.0, 0.0)
+    assert (config.sft.steps, config.rl.moe_aux_loss_coef, config.algorithm.kl_coef) == (0, 0.0, 0.0)
     assert (config.rollout.max_new_tokens, config.rollout.top_k, config.rollout.top_p) == (8192, None, 1.0)
     assert isinstance(config.rollout, SGLangRolloutConfig)
 
@@ -144,10 +144,10 @@ def test_a_command_that_trains_nothing_is_shown_what_matters_for_it():
 def test_a_recipe_of_ones_own_shows_what_it_inherits(tmp_path: Path):
     (tmp_path / "recipe").mkdir()
     (tmp_path / "recipe" / "mine.yaml").write_text(
-        "# @package _global_\ndefaults:\n  - laptop\n  - _self_\nrecipe: mine\nkl:\n  coef: 0.5\n"
+        "# @package _global_\ndefaults:\n  - laptop\n  - _self_\nrecipe: mine\nalgorithm:\n  kl_coef: 0.5\n"
     )
     words = recipe_text(["recipe=mine"], tmp_path).split()
-    assert {"kl.coef=0.5", "optimizer.lr=8e-05"} <= set(words)
+    assert {"algorithm.kl_coef=0.5", "optimizer.lr=8e-05"} <= set(words)
 
 
 def test_show_config_begins_with_what_the_recipe_sets(capsys: pytest.CaptureFixture[str]):

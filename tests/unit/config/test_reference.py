@@ -16,7 +16,7 @@ def test_every_key_has_a_type_and_a_one_line_description():
 
 def test_types_read_as_a_newcomer_would_write_them():
     types = {key.path: key.type_name for key in config_keys()}
-    assert types["algorithm.group_size"] == "int >= 2"
+    assert types["rl.group_size"] == "int >= 2"
     assert types["rollout.top_k"] == "int >= 1, <= 4096 or null"
     assert types["keep_routing.mode"] == "off | rollout | trainer"
     assert types["keep_routing.reference"] == "off | rollout | trainer or null"
@@ -30,7 +30,7 @@ def test_keys_sections_and_entries_of_mappings_are_known():
     assert is_known("sft.optimizer.lr")
     assert is_known("sft.optimizer")
     assert is_known("task.worked_probability.9")
-    assert not is_known("algorithm.steps.x")
+    assert not is_known("rl.steps.x")
     assert not is_known("steps")
 
 
@@ -49,7 +49,7 @@ def test_the_help_lists_every_key_with_its_value_and_fits_its_width():
     text = keys_text()
     for key in config_keys():
         assert f"{key.path}=" in text
-    assert "algorithm.group_size=8 " in text
+    assert "rl.group_size=8 " in text
     assert "task.reward=(you must give it)" in text
     assert all(len(line) <= WIDTH for line in text.splitlines())
 

@@ -31,7 +31,7 @@ def error(run_dir: Path, *overrides: str, command: str = "train") -> str:
 @pytest.mark.parametrize(
     "override",
     [
-        "algorithm.steps=80",
+        "rl.steps=80",
         "evaluation.every=7",
         "evaluation.heldout_problems=3",
         "checkpoint.every=9",
@@ -61,8 +61,8 @@ def test_a_run_goes_on_with_another_value_of_what_may_change(override: str, run_
         ("seed=1", "the order of prompts"),
         ("optimizer.lr=1.0", "the optimizer state"),
         ("model.dtype=bfloat16", "the checkpoints hold"),
-        ("algorithm.prompts_per_step=8", "which prompts come next"),
-        ("algorithm.minibatches=2", "the learning-rate schedule counts"),
+        ("rl.prompts_per_step=8", "which prompts come next"),
+        ("rl.minibatches=2", "the learning-rate schedule counts"),
         ("algorithm.clip_high=0.3", "the loss would change"),
         ("rollout.top_k=5", "what is sampled would change"),
         ("task.min_terms=3", "problems and rewards follow from it"),
@@ -85,7 +85,7 @@ def test_every_key_may_change_or_has_its_reason():
 
 
 @pytest.mark.parametrize(
-    ("override", "meant"), [("algorithm.stepps=4", "algorithm.steps"), ("checkpoint.evry=4", "checkpoint.every")]
+    ("override", "meant"), [("rl.stepps=4", "rl.steps"), ("checkpoint.evry=4", "checkpoint.every")]
 )
 def test_a_misspelt_key_is_called_misspelt(override: str, meant: str, run_dir: Path):
     message = error(run_dir, override)
@@ -96,8 +96,8 @@ def test_a_misspelt_key_is_called_misspelt(override: str, meant: str, run_dir: P
 @pytest.mark.parametrize(
     ("override", "part"),
     [
-        ("algorithm.steps=abc", "algorithm.steps: wrong value; seen: 'abc' (str); expected: a valid integer"),
-        ("algorithm.steps=0", "algorithm.steps: wrong value"),
+        ("rl.steps=abc", "rl.steps: wrong value; seen: 'abc' (str); expected: a valid integer"),
+        ("rl.steps=0", "rl.steps: wrong value"),
         ("evaluation.every=-1", "greater than or equal to 0"),
         ("rollout.max_new_tokens=512", "trainer.microbatch_tokens: does not hold one response"),
         ("rollout.servers=2", "rollout.servers: not a key of rollout embedded"),
@@ -124,8 +124,8 @@ def test_a_cold_start_on_its_own_can_be_made_longer(tmp_path: Path):
 
 
 def test_a_schedule_that_depends_on_the_number_of_steps_is_stretched_and_that_is_said(run_dir: Path):
-    config = resumed(run_dir, "algorithm.steps=80")
-    change = Change("algorithm.steps", 3, 80)
+    config = resumed(run_dir, "rl.steps=80")
+    change = Change("rl.steps", 3, 80)
     assert change_note(change, config) == ""
     decaying = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"schedule": "linear"})})
     assert change_note(change, decaying) == (

@@ -23,6 +23,6 @@ def test_values_are_not_converted():
 
 def test_no_configuration_exists_that_breaks_a_rule_between_fields():
     values = load_config(["recipe=tiny"], command="train").model_dump()
-    values["algorithm"]["minibatches"] = 3
-    with pytest.raises(ConfigError, match=r"algorithm\.minibatches"):
+    values["rl"]["minibatches"] = 3
+    with pytest.raises(ConfigError, match=r"rl\.minibatches"):
         RunConfig.model_validate(values)

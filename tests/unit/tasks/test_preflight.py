@@ -31,7 +31,7 @@ def test_a_task_with_enough_problems_is_accepted() -> None:
 @pytest.mark.parametrize(
     ("override", "command"),
     [
-        ("algorithm.prompts_per_step=201", "train"),
+        ("rl.prompts_per_step=201", "train"),
         ("sft.num_examples=201", "train"),
         ("sft.num_examples=201", "sft"),
         ("evaluation.dev_problems=5000", "train"),
