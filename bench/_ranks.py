@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from moerl.config.interfaces import LOOPBACK
-from moerl.config.schema import ParallelConfig
+from moerl.contract.parallel import ParallelDims
 from moerl.launch.rank import new_rendezvous
 
 ENVIRONMENT = {
@@ -25,14 +25,8 @@ ENVIRONMENT = {
 }
 
 
-def parallel_config(**sizes: int) -> ParallelConfig:
-    """Parallel sizes, 1 where not named."""
-    names = ("tensor", "pipeline", "virtual_pipeline", "expert", "expert_tensor", "context", "data")
-    return ParallelConfig(**dict.fromkeys(names, 1) | sizes)
-
-
-def on_ranks(parallel: ParallelConfig, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """What ``function(where, *args)`` returns on each rank of the layout, in rank order.
+def on_ranks(dims: ParallelDims, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """What ``function(layout, *args)`` returns on each rank of the layout, in rank order.
 
     Raises:
         RuntimeError: a rank failed; with its traceback. The others are ended.
@@ -44,9 +38,9 @@ def on_ranks(parallel: ParallelConfig, function: Callable[..., Any], *args: Any)
     with tempfile.TemporaryDirectory() as folder:
         rendezvous = new_rendezvous(Path(folder))
         try:
-            for rank in range(parallel.world_size):
+            for rank in range(dims.world_size):
                 ours, theirs = context.Pipe(duplex=False)
-                process = context.Process(target=_rank, args=(theirs, rank, rendezvous, parallel, function, args))
+                process = context.Process(target=_rank, args=(theirs, rank, rendezvous, dims, function, args))
                 process.start()
                 theirs.close()
                 connections.append(ours)
@@ -77,21 +71,19 @@ def _rank(
     connection: Connection,
     rank: int,
     rendezvous: str,
-    parallel: ParallelConfig,
+    dims: ParallelDims,
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
     import torch
 
-    from moerl.trainer import layout
+    from moerl.trainer import groups
 
     torch.set_num_threads(1)
     try:
-        where = layout.start(
-            rank=rank, world_size=parallel.world_size, rendezvous=rendezvous, parallel=parallel, seed=1
-        )
-        answer = function(where, *args)
-        layout.stop()
+        layout = groups.start(rank=rank, world_size=dims.world_size, rendezvous=rendezvous, dims=dims, seed=1)
+        answer = function(layout, *args)
+        groups.stop()
     except BaseException:  # noqa: BLE001 - process boundary: the caller raises it again
         connection.send((None, traceback.format_exc()))
     else:

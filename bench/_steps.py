@@ -23,8 +23,8 @@ from moerl.buffer.packing import PackOptions, pack_for_ranks
 from moerl.buffer.rows import Padding, build_microbatch, trajectory_rows
 from moerl.config.schema import OptimizerConfig
 from moerl.contract.batch import Microbatch, TrainSample
+from moerl.contract.parallel import RankCoordinates
 from moerl.contract.shares import cut_share
-from moerl.trainer.layout import Layout
 from moerl.trainer.losses import PolicyGradientLoss, Scorer
 from moerl.trainer.model import ModelOptions
 from moerl.trainer.trainer import MegatronTrainer
@@ -43,16 +43,16 @@ OPTIMIZER = OptimizerConfig(
 )
 
 
-def make_trainer(where: Layout, model: Path, sizes: Sizes, dtype: str = "float32") -> MegatronTrainer:
-    return MegatronTrainer(model, sizes.spec, where, ModelOptions(dtype=dtype), OPTIMIZER, total_steps=1000)
+def make_trainer(layout: RankCoordinates, model: Path, sizes: Sizes, dtype: str = "float32") -> MegatronTrainer:
+    return MegatronTrainer(model, sizes.spec, layout, ModelOptions(dtype=dtype), OPTIMIZER, total_steps=1000)
 
 
 def shares(trainer: MegatronTrainer, samples: Sequence[TrainSample], budget: int, *, replay: bool) -> list[Microbatch]:
     """This rank's shares of the samples, packed for its layout."""
-    where = trainer.where
-    options = PackOptions(budget, Padding.of(where.tensor, where.context), where.microbatch_multiple)
-    ranks = pack_for_ranks(samples, where.data, options, replay=replay)
-    return [cut_share(batch, trainer.place) for batch in ranks[where.data_rank]]
+    layout = trainer.layout
+    options = PackOptions(budget, Padding.of(layout.dims), layout.dims.microbatch_multiple)
+    ranks = pack_for_ranks(samples, layout.dims.data, options, replay=replay)
+    return [cut_share(batch, trainer.layout) for batch in ranks[layout.data_rank]]
 
 
 def padded(samples: Sequence[TrainSample], budget: int) -> list[Microbatch]:

@@ -28,14 +28,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from _measure import count, count_results, paired_ratio, ratio_results, seconds
-from _ranks import on_ranks, parallel_config
+from _ranks import on_ranks
 from _report import Result, report
 from _samples import Sizes, long_tailed_lengths, make_samples, with_routes, write_model
 from _steps import make_step, make_trainer, natural_routes, num_rows, num_trained, padded, shares
 
 from moerl.contract.batch import TrainSample
+from moerl.contract.parallel import ParallelDims, RankCoordinates
 from moerl.contract.shares import own_routing_bytes, routing_bytes
-from moerl.trainer.layout import Layout
 
 SIZES = Sizes(
     hidden=256,
@@ -94,7 +94,7 @@ def main() -> None:
         results = [
             Result(f"{' '.join(sys.argv)}: {_machine()}", os.cpu_count() or 1, unit="cores"),
             *_layouts(workload),
-            *on_ranks(parallel_config(), _pairs, workload, options.pairs)[0],
+            *on_ranks(ParallelDims(), _pairs, workload, options.pairs)[0],
         ]
     spread = os.getloadavg()[0] - load
     results.append(Result("load of the machine before (spread: change)", load, unit="processes", spread=spread))
@@ -105,12 +105,12 @@ def _workload(folder: Path) -> Workload:
     lengths = long_tailed_lengths(int(0.97 * ROW_BUDGET * NUM_MICROBATCHES), mean=100, longest=ROW_BUDGET - 2, seed=3)
     samples = make_samples(SIZES, lengths, seed=4)
     model = write_model(SIZES, folder, dtype=torch.float32, device="cpu")
-    routes = on_ranks(parallel_config(), _routes, Workload(model, samples))[0]
+    routes = on_ranks(ParallelDims(), _routes, Workload(model, samples))[0]
     return Workload(model, with_routes(samples, routes))
 
 
-def _routes(where: Layout, workload: Workload) -> list[object]:
-    return list(natural_routes(make_trainer(where, workload.model, SIZES), workload.samples, ROW_BUDGET))
+def _routes(layout: RankCoordinates, workload: Workload) -> list[object]:
+    return list(natural_routes(make_trainer(layout, workload.model, SIZES), workload.samples, ROW_BUDGET))
 
 
 # --- layouts ---------------------------------------------------------------------------------------------------------
@@ -120,12 +120,12 @@ def _layouts(workload: Workload) -> list[Result]:
     results = []
     base = 0.0
     for name, parallel in LAYOUTS.items():
-        ranks = on_ranks(parallel_config(**parallel), _layout_steps, workload, False)
+        ranks = on_ranks(ParallelDims(**parallel), _layout_steps, workload, False)
         step = statistics.median(ranks[0].seconds)
         base = base or step
         results += _layout_results(f"{name}, {len(ranks)} processes", ranks, num_rows(workload.samples))
         results.append(Result(f"{name}: step / one process", step / base, unit="ratio"))
-    dense = on_ranks(parallel_config(), _layout_steps, workload, True)
+    dense = on_ranks(ParallelDims(), _layout_steps, workload, True)
     # The share of a rank is defined for packed rows.
     return [*results, *_layout_results("one process, padded", dense, num_rows(workload.samples))[:-1]]
 
@@ -145,9 +145,9 @@ def _layout_results(name: str, ranks: Sequence[RankStep], rows: int) -> list[Res
     ]
 
 
-def _layout_steps(where: Layout, workload: Workload, dense: bool) -> RankStep:
+def _layout_steps(layout: RankCoordinates, workload: Workload, dense: bool) -> RankStep:
     before = _peak_bytes()
-    trainer = make_trainer(where, workload.model, SIZES)
+    trainer = make_trainer(layout, workload.model, SIZES)
     batches = (
         padded(workload.samples, ROW_BUDGET) if dense else shares(trainer, workload.samples, ROW_BUDGET, replay=True)
     )
@@ -158,14 +158,14 @@ def _layout_steps(where: Layout, workload: Workload, dense: bool) -> RankStep:
         dist.barrier()
         taken.append(seconds(step)[0])
     peak, received = _peak_bytes(), routing_bytes(batches)
-    return RankStep(taken, peak, peak - before, received, received / own_routing_bytes(batches, trainer.place))
+    return RankStep(taken, peak, peak - before, received, received / own_routing_bytes(batches, trainer.layout))
 
 
 # --- pairs -----------------------------------------------------------------------------------------------------------
 
 
-def _pairs(where: Layout, workload: Workload, pairs: int) -> list[Result]:
-    trainer = make_trainer(where, workload.model, SIZES)
+def _pairs(layout: RankCoordinates, workload: Workload, pairs: int) -> list[Result]:
+    trainer = make_trainer(layout, workload.model, SIZES)
     samples, trained = workload.samples, num_trained(workload.samples)
     packed = shares(trainer, samples, ROW_BUDGET, replay=True)
     unrouted = shares(trainer, samples, ROW_BUDGET, replay=False)

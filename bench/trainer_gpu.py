@@ -17,14 +17,14 @@ from pathlib import Path
 
 import torch
 from _measure import count, count_results, paired_ratio, ratio_results, seconds
-from _ranks import on_ranks, parallel_config
+from _ranks import on_ranks
 from _report import Result, report
 from _samples import Sizes, long_tailed_lengths, make_samples, with_routes, write_model
 from _steps import make_step, make_trainer, natural_routes, num_rows, num_trained, shares, step_flops
 
+from moerl.contract.parallel import ParallelDims, RankCoordinates
 from moerl.contract.shares import routing_bytes
 from moerl.errors import ConfigError, MoerlError
-from moerl.trainer.layout import Layout
 
 SIZES = Sizes(
     hidden=2048,
@@ -60,7 +60,7 @@ def main() -> int:
         model = write_model(SIZES, Path(folder), dtype=torch.bfloat16, device="cuda")
         # The ranks need the memory.
         torch.cuda.empty_cache()
-        results = on_ranks(parallel_config(), _measure, model, options.pairs, peak)[0]
+        results = on_ranks(ParallelDims(), _measure, model, options.pairs, peak)[0]
     report(results, options.json)
     return 0
 
@@ -93,8 +93,8 @@ def _peak_flops() -> float:
     )
 
 
-def _measure(where: Layout, model: Path, pairs: int, peak: float) -> list[Result]:
-    trainer = make_trainer(where, model, SIZES, "bfloat16")
+def _measure(layout: RankCoordinates, model: Path, pairs: int, peak: float) -> list[Result]:
+    trainer = make_trainer(layout, model, SIZES, "bfloat16")
     lengths = long_tailed_lengths(int(0.97 * ROW_BUDGET * NUM_MICROBATCHES), mean=2000, longest=ROW_BUDGET - 2, seed=3)
     drawn = make_samples(SIZES, lengths, seed=4)
     samples = with_routes(drawn, natural_routes(trainer, drawn, ROW_BUDGET))

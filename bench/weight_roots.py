@@ -21,11 +21,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch.distributed as dist
-from _ranks import on_ranks, parallel_config
+from _ranks import on_ranks
 from _report import Result, command_line, json_argument, report
 from weight_sync import CPU, MANY_SMALL, MIB, RANKS, STEP_SECONDS, random_shards, read, timed_together
 
-from moerl.config.layouts import Shape
+from moerl.contract.parallel import ParallelDims
 from moerl.weights.bucket import WeightBucket
 from moerl.weights.gather import RootGather
 from moerl.weights.peers import Peers
@@ -91,16 +91,16 @@ class ServersSink:
             link.close()
 
 
-def measure(where: Any, addresses: list[tuple[str, int]]) -> dict[int, tuple[list[float], int]]:
+def measure(layout: Any, addresses: list[tuple[str, int]]) -> dict[int, tuple[list[float], int]]:
     """Seconds of every repeat and bytes over this rank's link, by the number of roots."""
-    shape = Shape(expert=RANKS, data=RANKS)
+    dims = ParallelDims(expert=RANKS, data=RANKS)
     ways: dict[int, tuple[Publisher, ServersSink | None]] = {}
     shards = {}
     for roots in (1, 2):
-        plan = make_plan(MANY_SMALL, shape, PlanOptions(choose_roots(shape, roots), 2, BUCKET_BYTES))
-        shards = random_shards(plan, where.rank)
-        sink = ServersSink(addresses) if where.rank in plan.options.roots else None
-        peers = Peers(where.rank, CPU, STEP_SECONDS)
+        plan = make_plan(MANY_SMALL, dims, PlanOptions(choose_roots(dims, roots), 2, BUCKET_BYTES))
+        shards = random_shards(plan, layout.rank)
+        sink = ServersSink(addresses) if layout.rank in plan.options.roots else None
+        peers = Peers(layout.rank, CPU, STEP_SECONDS)
         ways[roots] = Publisher(plan, RootGather(plan, peers), peers, sink), sink
     seconds: dict[int, list[float]] = {roots: [] for roots in ways}
     for repeat in range(REPEATS + 1):
@@ -123,7 +123,7 @@ def main() -> list[Result]:
     for process in servers:
         process.start()
     addresses = [listener.getsockname() for listener in listeners]
-    ranks = on_ranks(parallel_config(expert=RANKS, data=RANKS), measure, addresses)
+    ranks = on_ranks(ParallelDims(expert=RANKS, data=RANKS), measure, addresses)
     for process in servers:
         process.terminate()
     results = [command_line()]

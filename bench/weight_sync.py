@@ -25,12 +25,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _ranks import on_ranks, parallel_config
+from _ranks import on_ranks
 from _report import Result, command_line, json_argument, report
 from torch import Tensor
 
-from moerl.config.layouts import Shape
 from moerl.config.model_sizes import ModelSizes
+from moerl.contract.parallel import ParallelDims
 from moerl.weights.allgather import AllGather
 from moerl.weights.bucket import WeightBucket
 from moerl.weights.gather import RootGather, TakeSlot
@@ -148,10 +148,10 @@ class Update:
 
     def __init__(self, rank: int, sizes: ModelSizes, bucket_bytes: int, sink: EngineSink | None) -> None:
         self.rank, self.sink = rank, sink
-        shape = Shape(expert=RANKS, data=RANKS)
+        dims = ParallelDims(expert=RANKS, data=RANKS)
         options = PlanOptions((0,), 2, bucket_bytes)
-        self.plan = make_plan(sizes, shape, options)
-        self.all_plan = make_plan(sizes, shape, replace(options, gather="allgather"))
+        self.plan = make_plan(sizes, dims, options)
+        self.all_plan = make_plan(sizes, dims, replace(options, gather="allgather"))
         self.peers = Peers(rank, CPU, STEP_SECONDS)
         self.all_gather = AllGather(self.all_plan, self.peers)
         self.root_gather = RootGather(self.plan, self.peers)
@@ -215,12 +215,12 @@ class SlowGather(RootGather):
 # --- what a rank measures --------------------------------------------------------------------------------------------
 
 
-def measure(where: Any) -> dict[str, Any]:
+def measure(layout: Any) -> dict[str, Any]:
     """Seconds by model and way, the pipeline's shares, bytes, and this rank's extra memory in buckets."""
-    sink = EngineSink() if where.rank == 0 else None
+    sink = EngineSink() if layout.rank == 0 else None
     found: dict[str, Any] = {"seconds": {}, "bytes": {}, "pipeline": {}, "memory": {}}
     for name, (sizes, bucket_bytes) in MODELS.items():
-        update = Update(where.rank, sizes, bucket_bytes, sink)
+        update = Update(layout.rank, sizes, bucket_bytes, sink)
         found["memory"][name] = extra_memory(update) / bucket_bytes
         ways = {
             "per parameter": update.per_parameter,
@@ -308,4 +308,4 @@ def results_of(ranks: list[dict[str, Any]]) -> list[Result]:
 
 if __name__ == "__main__":
     json_path = json_argument(__doc__)
-    report(results_of(on_ranks(parallel_config(expert=RANKS, data=RANKS), measure)), json_path)
+    report(results_of(on_ranks(ParallelDims(expert=RANKS, data=RANKS), measure)), json_path)

@@ -30,14 +30,14 @@ from moerl.algorithms.mismatch import mismatch_sums
 from moerl.buffer.packing import PackOptions, pack_trajectories
 from moerl.contract.batch import Microbatch, TrainSample
 from moerl.contract.disk import read_parquet
+from moerl.contract.parallel import ParallelDims, RankCoordinates
 from moerl.contract.ports import RolloutRequest
 from moerl.contract.trajectory import Trajectory
 from moerl.diagnostics.plots import BLUE, GREEN, INK, ORANGE, QUIET, new_figure, quiet_frame
 from moerl.orchestration.commands import quiet_libraries
 from moerl.orchestration.ends import read_ends
-from moerl.orchestration.export import ALONE
 from moerl.orchestration.models import make_engine, read_tokenizer
-from moerl.trainer import layout
+from moerl.trainer import groups
 from moerl.trainer.losses import Scorer
 from moerl.trainer.model import ModelOptions
 from moerl.trainer.trainer import MegatronTrainer, RowScores
@@ -80,13 +80,13 @@ def main() -> int:
     quiet_libraries()
     torch.set_num_threads(1)
     found: list[Distance] = []
-    where = layout.start(rank=0, world_size=1, rendezvous="", parallel=ALONE, seed=0)
+    layout = groups.start(rank=0, world_size=1, rendezvous="", dims=ParallelDims(), seed=0)
     for seed in arguments.seeds:
         models = prepare(arguments.runs / f"seed-{seed}", [f"seed={seed}", *arguments.overrides])
         rollouts = read_parquet(arguments.runs / f"seed-{seed}" / "rl" / "rollouts" / "step-000001.parquet")
         found.append(floor(models[0], rollouts, seed))
-        found.extend(distances(models, rollouts, where, seed))
-    layout.stop()
+        found.extend(distances(models, rollouts, layout, seed))
+    groups.stop()
     show(found)
     if arguments.json:
         arguments.json.write_text(json.dumps([asdict(each) for each in found], indent=1) + "\n")
@@ -118,14 +118,14 @@ def _moerl(*arguments: str) -> None:
 
 
 def distances(
-    models: dict[int, Path], rollouts: Sequence[Trajectory], where: layout.Layout, seed: int
+    models: dict[int, Path], rollouts: Sequence[Trajectory], layout: RankCoordinates, seed: int
 ) -> Iterator[Distance]:
     """Every mode by the weights of every k."""
     samples = [TrainSample(t, np.zeros(len(t), np.float32)) for t in rollouts]
     by_engine = pack_trajectories(samples, PackOptions(MICROBATCH_TOKENS), replay=True)
     by_trainer: Sequence[Microbatch] = ()
     for updates, path in models.items():
-        trainer = MegatronTrainer(path, rollouts[0].spec, where, ModelOptions(dtype="float32"), None)
+        trainer = MegatronTrainer(path, rollouts[0].spec, layout, ModelOptions(dtype="float32"), None)
 
         def scored(batches: Sequence[Microbatch], trainer: MegatronTrainer = trainer) -> list[RowScores]:
             return trainer.score(batches, Scorer(batches, keep_mask=True), enforce=True)

@@ -88,13 +88,13 @@ def sgd() -> Iterator[None]:
         yield
 
 
-def build(where: Any, path: Path, case: Case, *, adam: bool = False, **options: Any) -> Any:
+def build(layout: Any, path: Path, case: Case, *, adam: bool = False, **options: Any) -> Any:
     """A trainer for the case; with SGD unless `adam`."""
     options = {"recompute": case.recompute, "sharding": case.sharding, **options}
     if adam:
-        return tiny_moe.build(where, path, **options)
+        return tiny_moe.build(layout, path, **options)
     with sgd():
-        return tiny_moe.build(where, path, optimizer=SGD, **options)
+        return tiny_moe.build(layout, path, optimizer=SGD, **options)
 
 
 def make_samples(seed: int, lengths: Sequence[int] = LENGTHS) -> list[Any]:

@@ -1,6 +1,6 @@
 """Megatron ranks that stay alive between tests: importing Megatron takes seconds, building a tiny model little.
 
-`Ranks(2).run(function, *args, tensor=2)` calls the module-level `function(where, *args)` in each of two processes that
+`Ranks(2).run(function, *args, tensor=2)` calls the module-level `function(layout, *args)` in each of two processes that
 hold the asked-for Megatron layout (`where`; sizes as in `ParallelConfig`), and returns the results in rank order.
 Arguments and results are pickled.
 
@@ -162,17 +162,17 @@ def _rank_main(connection: Connection, rank: int, world_size: int) -> None:
 
 def _fork_main(connection: Connection, parents_end: Connection, rank: int, world_size: int) -> None:
     parents_end.close()
-    where = None
+    layout = None
     modules: dict[str, Any] = {}
     with contextlib.suppress(EOFError):
         while True:
             call = connection.recv()
             faulthandler.dump_traceback_later(call["timeout_seconds"], exit=True)
             try:
-                where = where or _layout(call, rank, world_size)
+                layout = layout or _layout(call, rank, world_size)
                 function = getattr(_module(modules, call), call["function"])
                 args = pickle.loads(call["args"])  # noqa: S301 - written by this module
-                answer = {"value": pickle.dumps(function(where, *args))}
+                answer = {"value": pickle.dumps(function(layout, *args))}
             except BaseException as error:  # noqa: BLE001 - process boundary: the caller raises it again
                 answer = {"error": _portable(error), "traceback": f"in rank {rank}:\n{traceback.format_exc()}"}
             faulthandler.cancel_dump_traceback_later()
@@ -180,14 +180,14 @@ def _fork_main(connection: Connection, parents_end: Connection, rank: int, world
 
 
 def _layout(call: dict[str, Any], rank: int, world_size: int) -> Any:
-    from moerl.config.schema import ParallelConfig
-    from moerl.trainer import layout
+    from moerl.contract.parallel import ParallelDims
+    from moerl.trainer import groups
 
     names = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor")
     sizes = dict.fromkeys(names, 1) | call["sizes"]
     data = world_size // (sizes["tensor"] * sizes["pipeline"] * sizes["context"])
-    parallel = ParallelConfig(**sizes, data=data)
-    return layout.start(rank=rank, world_size=world_size, rendezvous=call["rendezvous"], parallel=parallel, seed=1)
+    dims = ParallelDims(**sizes, data=data)
+    return groups.start(rank=rank, world_size=world_size, rendezvous=call["rendezvous"], dims=dims, seed=1)
 
 
 def _module(modules: dict[str, Any], call: dict[str, Any]) -> Any:

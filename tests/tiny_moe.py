@@ -178,38 +178,38 @@ def target_logprobs(logprobs_TV: Tensor, sample: TrainSample) -> Tensor:
 
 
 def build(
-    where: Any, path: Path, *, total_steps: int = 8, optimizer: Any = OPTIMIZER, sharding: str = "off", **options: Any
+    layout: Any, path: Path, *, total_steps: int = 8, optimizer: Any = OPTIMIZER, sharding: str = "off", **options: Any
 ) -> Any:
     """A trainer of the model at `path` for this rank; `options` are those of `ModelOptions`."""
     from moerl.trainer.model import ModelOptions
     from moerl.trainer.trainer import MegatronTrainer
 
-    return MegatronTrainer(path, SPEC, where, ModelOptions(**options), optimizer, total_steps, sharding)
+    return MegatronTrainer(path, SPEC, layout, ModelOptions(**options), optimizer, total_steps, sharding)
 
 
 def shares(
     trainer: Any, samples: Sequence[TrainSample], *, token_budget: int = 64, uncaptured: Uncaptured = "reject"
 ) -> tuple[list[Microbatch], float]:
     """This rank's shares of `samples` packed for the trainer's layout, and the trained tokens of all ranks."""
-    where = trainer.where
-    padding = Padding.of(where.tensor, where.context)
-    options = PackOptions(token_budget, padding, count_multiple=where.microbatch_multiple)
-    ranks = pack_for_ranks(samples, where.data, options, replay=True, uncaptured=uncaptured)
+    layout = trainer.layout
+    padding = Padding.of(layout.dims)
+    options = PackOptions(token_budget, padding, count_multiple=layout.dims.microbatch_multiple)
+    ranks = pack_for_ranks(samples, layout.dims.data, options, replay=True, uncaptured=uncaptured)
     denominator = num_trained([batch for batches in ranks for batch in batches])
-    return [cut_share(batch, trainer.place) for batch in ranks[where.data_rank]], denominator
+    return [cut_share(batch, trainer.layout) for batch in ranks[layout.data_rank]], denominator
 
 
 def mine(trainer: Any, ranks: Sequence[Sequence[Microbatch]]) -> list[Microbatch]:
     """This rank's shares of whole microbatches per data-parallel rank; one process takes all of them."""
-    where = trainer.where
-    parts = ranks if where.world_size == 1 else [ranks[where.data_rank]]
-    return [cut_share(batch, trainer.place) for part in parts for batch in part]
+    layout = trainer.layout
+    parts = ranks if layout.dims.world_size == 1 else [ranks[layout.data_rank]]
+    return [cut_share(batch, trainer.layout) for part in parts for batch in part]
 
 
 def speaks(trainer: Any) -> bool:
     """True on the ranks whose rows, taken together, are every row once: those of the last stage, the first of each
     tensor-parallel group."""
-    return trainer.place.scores and trainer.place.tensor_rank == 0
+    return trainer.layout.is_last_stage and trainer.layout.tensor_rank == 0
 
 
 def row_table(trainer: Any, batches: Sequence[Microbatch], rows: Sequence[Tensor]) -> np.ndarray:

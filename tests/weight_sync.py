@@ -43,30 +43,20 @@ def plan_for(
     trainer: Any, path: Path, *, roots: int = 1, gather: str = "root", bucket_bytes: int = BUCKET_BYTES
 ) -> Any:
     """The plan of a trainer's layout and model, from its config.json as it is on disk."""
-    from moerl.config.layouts import Shape
     from moerl.config.model_sizes import directory_sizes
     from moerl.trainer.shards import splits_latents
     from moerl.weights.plan import PlanOptions, choose_roots, make_plan
 
-    where = trainer.where
-    shape = Shape(
-        where.tensor,
-        where.pipeline,
-        where.virtual_pipeline,
-        where.context,
-        where.expert,
-        where.expert_tensor,
-        where.data,
-    )
+    dims = trainer.layout.dims
     item_bytes = {"float32": 4, "bfloat16": 2}[trainer.options.dtype]
     options = PlanOptions(
-        choose_roots(shape, roots),
+        choose_roots(dims, roots),
         item_bytes,
         bucket_bytes,
         splits_latents(trainer.model.chunks),
         gather,  # pyright: ignore[reportArgumentType]
     )
-    return make_plan(directory_sizes(path), shape, options)
+    return make_plan(directory_sizes(path), dims, options)
 
 
 def peers_of(rank: int, step_seconds: float = 60.0) -> Any:
@@ -87,4 +77,4 @@ def publisher_of(plan: Any, rank: int, sink: Any, gatherer: Any = None, step_sec
 
 
 def publish(trainer: Any, plan: Any, sink: Any, version: int = 0, **options: Any) -> Any:
-    return publisher_of(plan, trainer.where.rank, sink).publish(trainer.shards(), version, **options)
+    return publisher_of(plan, trainer.layout.rank, sink).publish(trainer.shards(), version, **options)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from moerl.contract.batch import Microbatch, TextSample, TrainSample
 from moerl.contract.kept import slice_kept_sets
+from moerl.contract.parallel import ParallelDims
 from moerl.contract.reasons import Reason
 from moerl.contract.routing import rollout_key, routing_checksums
 from moerl.contract.trajectory import KeptSets, ModelSpec, Trajectory
@@ -34,13 +35,9 @@ class Padding:
     total: int = 1
 
     @classmethod
-    def of(cls, tensor: int, context: int = 1) -> Padding:
-        """The padding of a layout.
-
-        Sequence parallelism splits the rows of a microbatch over the tensor-parallel ranks. Context parallelism cuts
-        every sequence into 2 x context chunks (zig-zag) first, each of which those ranks split again.
-        """
-        return cls(sequence=2 * context * tensor if context > 1 else 1, total=tensor)
+    def of(cls, dims: ParallelDims) -> Padding:
+        """The padding of a layout."""
+        return cls(sequence=dims.sequence_multiple, total=dims.tensor)
 
     @property
     def unit(self) -> int:

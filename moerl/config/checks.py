@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from moerl.config.layouts import Load, Shape, layout_problems, propose
+from moerl.config.layouts import Load, layout_problems, propose
 from moerl.config.memory import total_parameters
 from moerl.config.model_sizes import ModelSizes, architecture_sizes, directory_sizes
 from moerl.contract.trajectory import MAX_KEPT_IDS
@@ -142,13 +142,13 @@ def _check_model(config: RunConfig) -> None:
 def _check_layout(config: RunConfig, sizes: ModelSizes | None) -> None:
     """Megatron can run the layout: with this model, and with what a step brings. `sizes` None: not known yet."""
     load = layout_load(config) if sizes is not None else None
-    shape = Shape.of(config.parallel)
-    problems = layout_problems(shape, sizes, load)
+    dims = config.parallel.dims
+    problems = layout_problems(dims, sizes, load)
     if not problems:
         return
     first, others = problems[0], [problem.key for problem in problems[1:]]
     remedy = f"change {first.key}"
-    if sizes is not None and (near := propose(shape, sizes, load)):
+    if sizes is not None and (near := propose(dims, sizes, load)):
         remedy = f"the nearest that work: {near}"
     raise ConfigError(
         f"{first.key}: {first.what}",

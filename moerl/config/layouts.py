@@ -17,106 +17,12 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from moerl.config.model_sizes import ModelSizes
-
-if TYPE_CHECKING:
-    from moerl.config.schema import ParallelConfig
+from moerl.contract.parallel import ParallelDims, smallest_data
 
 LARGEST_CONTEXT = 64
-"""Context-parallel sizes looked at when shapes are proposed: powers of two up to this."""
-
-
-def smallest_data(*, tensor: int, context: int, expert: int, expert_tensor: int) -> int:
-    """The smallest data-parallel size with which expert groups fill a pipeline stage."""
-    cell = expert * expert_tensor
-    return cell // math.gcd(cell, tensor * context)
-
-
-def stage_layers(num_layers: int, pipeline: int, virtual_pipeline: int = 1) -> list[int]:
-    """Layers of each pipeline stage, all its chunks together.
-
-    As even as can be: stages differ by one layer at most. The layers that are left over go to the stages just before
-    the last one: that one has the head and its logits to work on, the first one the embedding and, in a 1F1B schedule,
-    the activations of most microbatches.
-
-    Args:
-        num_layers: at least `pipeline`; a multiple of pipeline x virtual_pipeline where chunks are interleaved.
-    """
-    even = virtual_pipeline > 1
-    if num_layers < pipeline or (even and num_layers % (pipeline * virtual_pipeline)):
-        raise ValueError(f"{num_layers} layers for {pipeline} stages of {virtual_pipeline} chunks")
-    fewest, left_over = divmod(num_layers, pipeline)
-    return [fewest + (pipeline - 1 - left_over <= stage < pipeline - 1) for stage in range(pipeline)]
-
-
-def layers_of_stage(num_layers: int, pipeline: int, virtual_pipeline: int, stage: int) -> list[int]:
-    """Decoder layers of one pipeline stage, from 0, chunk after chunk: interleaving deals chunks out in turn."""
-    counts = stage_layers(num_layers, pipeline, virtual_pipeline)
-    if virtual_pipeline == 1:
-        start = sum(counts[:stage])
-        return list(range(start, start + counts[stage]))
-    per_chunk = counts[stage] // virtual_pipeline
-    starts = (per_chunk * (chunk * pipeline + stage) for chunk in range(virtual_pipeline))
-    return [start + i for start in starts for i in range(per_chunk)]
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """Parallel sizes, all of them decided; the words are those of `ParallelConfig`."""
-
-    tensor: int = 1
-    pipeline: int = 1
-    virtual_pipeline: int = 1
-    context: int = 1
-    expert: int = 1
-    expert_tensor: int = 1
-    data: int = 1
-
-    @classmethod
-    def of(cls, parallel: ParallelConfig) -> Shape:
-        """The sizes of a configuration, the data-parallel size in force included."""
-        return cls(
-            parallel.tensor,
-            parallel.pipeline,
-            parallel.virtual_pipeline,
-            parallel.context,
-            parallel.expert,
-            parallel.expert_tensor,
-            parallel.data_size,
-        )
-
-    @property
-    def world_size(self) -> int:
-        return self.tensor * self.pipeline * self.context * self.data
-
-    @property
-    def expert_data(self) -> int:
-        """Replicas of each expert."""
-        return self.world_size // (self.pipeline * self.expert * self.expert_tensor)
-
-    @property
-    def row_multiple(self) -> int:
-        """Rows of a packed microbatch come in multiples of this: sequence parallelism cuts them, and zig-zag context
-        parallelism cuts every sequence into two chunks per rank."""
-        return self.tensor if self.context == 1 else 2 * self.context * self.tensor
-
-    def overrides(self, asked: Shape | None = None) -> str:
-        """The shape as overrides that can be pasted behind a command which asks for `asked`."""
-        asked = asked or Shape()
-        names = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor")
-        parts = [
-            f"parallel.{name}={getattr(self, name)}"
-            for name in names
-            if getattr(self, name) != 1 or getattr(asked, name) != 1
-        ]
-        smallest = smallest_data(
-            tensor=self.tensor, context=self.context, expert=self.expert, expert_tensor=self.expert_tensor
-        )
-        if self.data != smallest or self.data != asked.data:
-            parts.append(f"parallel.data={self.data}")
-        return " ".join(parts) or "parallel=single"
+"""Context-parallel sizes looked at when layouts are proposed: powers of two up to this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,23 +45,40 @@ class BrokenRule:
     expected: str
 
 
-def layout_problems(shape: Shape, sizes: ModelSizes | None = None, load: Load | None = None) -> list[BrokenRule]:
+def as_overrides(dims: ParallelDims, asked: ParallelDims | None = None) -> str:
+    """The sizes as overrides that can be pasted behind a command which asks for `asked`."""
+    asked = asked or ParallelDims()
+    names = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor")
+    parts = [
+        f"parallel.{name}={getattr(dims, name)}"
+        for name in names
+        if getattr(dims, name) != 1 or getattr(asked, name) != 1
+    ]
+    smallest = smallest_data(
+        tensor=dims.tensor, context=dims.context, expert=dims.expert, expert_tensor=dims.expert_tensor
+    )
+    if dims.data != smallest or dims.data != asked.data:
+        parts.append(f"parallel.data={dims.data}")
+    return " ".join(parts) or "parallel=single"
+
+
+def layout_problems(dims: ParallelDims, sizes: ModelSizes | None = None, load: Load | None = None) -> list[BrokenRule]:
     """The rules that a layout breaks, none where Megatron can run it.
 
     Args:
         sizes: the model; without it only the rules between parallel sizes are looked at.
         load: microbatches and samples; without it they are not looked at.
     """
-    problems = list(_between_sizes(shape))
+    problems = list(_between_sizes(dims))
     if sizes is not None:
-        problems += _of_model(shape, sizes)
+        problems += _of_model(dims, sizes)
     if load is not None:
-        problems += _of_load(shape, load)
+        problems += _of_load(dims, load)
     return problems
 
 
-def _between_sizes(shape: Shape) -> Iterator[BrokenRule]:
-    cell, ranks = shape.expert * shape.expert_tensor, shape.tensor * shape.context * shape.data
+def _between_sizes(dims: ParallelDims) -> Iterator[BrokenRule]:
+    cell, ranks = dims.expert * dims.expert_tensor, dims.tensor * dims.context * dims.data
     if ranks % cell:
         yield BrokenRule(
             "parallel.data",
@@ -163,18 +86,18 @@ def _between_sizes(shape: Shape) -> Iterator[BrokenRule]:
             f"tensor x context x data = {ranks}",
             f"a multiple of expert x expert_tensor = {cell}",
         )
-    if shape.virtual_pipeline > 1 and shape.pipeline == 1:
+    if dims.virtual_pipeline > 1 and dims.pipeline == 1:
         yield BrokenRule(
             "parallel.virtual_pipeline",
             "there is no pipeline to interleave",
-            f"virtual_pipeline = {shape.virtual_pipeline}, pipeline = 1",
+            f"virtual_pipeline = {dims.virtual_pipeline}, pipeline = 1",
             "virtual_pipeline = 1, or pipeline > 1",
         )
 
 
-def _of_model(shape: Shape, sizes: ModelSizes) -> Iterator[BrokenRule]:
+def _of_model(dims: ParallelDims, sizes: ModelSizes) -> Iterator[BrokenRule]:
     for axis, name, value in _divided(sizes):
-        size = getattr(shape, axis)
+        size = getattr(dims, axis)
         if value % size:
             yield BrokenRule(
                 f"parallel.{axis}",
@@ -183,30 +106,29 @@ def _of_model(shape: Shape, sizes: ModelSizes) -> Iterator[BrokenRule]:
                 f"a divisor of {value}",
             )
     key_values = sizes.num_key_value_heads
-    if sizes.latent is None and key_values % shape.tensor and shape.tensor % key_values:
+    if sizes.latent is None and key_values % dims.tensor and dims.tensor % key_values:
         yield BrokenRule(
             "parallel.tensor",
             f"neither divides {sizes.where('num_key_value_heads')} nor is a multiple of it",
-            f"parallel.tensor = {shape.tensor}, num_key_value_heads = {key_values}",
+            f"parallel.tensor = {dims.tensor}, num_key_value_heads = {key_values}",
             f"a divisor or a multiple of {key_values}",
         )
-    yield from _of_stages(shape, sizes)
+    yield from _of_stages(dims, sizes)
 
 
-def _of_stages(shape: Shape, sizes: ModelSizes) -> Iterator[BrokenRule]:
-    if shape.pipeline > sizes.num_layers:
+def _of_stages(dims: ParallelDims, sizes: ModelSizes) -> Iterator[BrokenRule]:
+    if dims.pipeline > sizes.num_layers:
         yield BrokenRule(
             "parallel.pipeline",
             f"is more than {sizes.where('num_layers')}",
-            f"pipeline = {shape.pipeline}, num_layers = {sizes.num_layers}",
+            f"pipeline = {dims.pipeline}, num_layers = {sizes.num_layers}",
             f"at most {sizes.num_layers}: every stage holds a layer",
         )
-    elif shape.virtual_pipeline > 1 and sizes.num_layers % (shape.pipeline * shape.virtual_pipeline):
+    elif dims.virtual_pipeline > 1 and sizes.num_layers % (dims.pipeline * dims.virtual_pipeline):
         yield BrokenRule(
             "parallel.virtual_pipeline",
             f"times pipeline does not divide {sizes.where('num_layers')}",
-            f"pipeline = {shape.pipeline}, virtual_pipeline = {shape.virtual_pipeline}, "
-            f"num_layers = {sizes.num_layers}",
+            f"pipeline = {dims.pipeline}, virtual_pipeline = {dims.virtual_pipeline}, num_layers = {sizes.num_layers}",
             f"1, or pipeline x virtual_pipeline a divisor of {sizes.num_layers}: interleaved chunks hold equally many "
             "layers",
         )
@@ -231,76 +153,78 @@ def _divided(sizes: ModelSizes) -> Iterator[tuple[str, str, int]]:
     yield "expert_tensor", "moe_intermediate_size", sizes.moe_intermediate_size
 
 
-def _of_load(shape: Shape, load: Load) -> Iterator[BrokenRule]:
-    if load.microbatch_tokens < shape.row_multiple:
+def _of_load(dims: ParallelDims, load: Load) -> Iterator[BrokenRule]:
+    if load.microbatch_tokens < dims.row_multiple:
         yield BrokenRule(
-            "parallel.context" if shape.context > 1 else "parallel.tensor",
+            "parallel.context" if dims.context > 1 else "parallel.tensor",
             "a microbatch does not hold one padded sequence",
             f"trainer.microbatch_tokens = {load.microbatch_tokens}",
-            f">= {shape.row_multiple} = " + ("2 x context x tensor" if shape.context > 1 else "tensor"),
+            f">= {dims.row_multiple} = " + ("2 x context x tensor" if dims.context > 1 else "tensor"),
         )
-    if load.samples < shape.data:
+    if load.samples < dims.data:
         yield BrokenRule(
             "parallel.data",
             "an optimizer step has fewer sequences than data-parallel ranks",
-            f"data = {shape.data}, {load.samples} sequences",
+            f"data = {dims.data}, {load.samples} sequences",
             f"data <= {load.samples}",
         )
 
 
-# --- near shapes -----------------------------------------------------------------------------------------------------
+# --- near layouts ----------------------------------------------------------------------------------------------------
 
 
 def nearest_layouts(
-    asked: Shape,
+    asked: ParallelDims,
     sizes: ModelSizes,
     load: Load | None = None,
     *,
     world_size: int | None = None,
-    accept: Callable[[Shape], bool] = lambda shape: True,
+    accept: Callable[[ParallelDims], bool] = lambda dims: True,
     count: int = 3,
-) -> list[Shape]:
-    """Valid shapes near `asked`, the nearest first; `asked` itself where it is valid and accepted.
+) -> list[ParallelDims]:
+    """Valid layouts near `asked`, the nearest first; `asked` itself where it is valid and accepted.
 
-    Shapes of as many processes as `asked` has come first, in order of `distance`; then others, in order of distance
+    Layouts of as many processes as `asked` has come first, in order of `distance`; then others, in order of distance
     with the change in the number of processes counted as one more axis.
 
     Args:
-        world_size: only shapes of this many processes; None: any number.
-        accept: a further condition, for example that a shape fits the memory; asked in order of distance.
+        world_size: only layouts of this many processes; None: any number.
+        accept: a further condition, for example that a layout fits the memory; asked in order of distance.
     """
     wanted = world_size or asked.world_size
-    found: list[Shape] = []
+    found: list[ParallelDims] = []
     worlds = (wanted,) if world_size is not None else (wanted, None)
     for world in worlds:
-        shapes = sorted(_valid_shapes(asked, sizes, load, world), key=lambda shape: _order(asked, shape))
-        fresh = (shape for shape in shapes if shape not in found and accept(shape))
+        layouts = sorted(_valid_dims(asked, sizes, load, world), key=lambda dims: _order(asked, dims))
+        fresh = (dims for dims in layouts if dims not in found and accept(dims))
         found += itertools.islice(fresh, count - len(found))
         if len(found) == count:
             break
     return found
 
 
-def distance(left: Shape, right: Shape) -> float:
+def distance(left: ParallelDims, right: ParallelDims) -> float:
     """Sum over the axes of |log2(left / right)|."""
-    names = Shape.__dataclass_fields__
+    names = ParallelDims.__dataclass_fields__
     return sum(abs(math.log2(getattr(left, name) / getattr(right, name))) for name in names)
 
 
-def _order(asked: Shape, shape: Shape) -> tuple[float, float, tuple[int, ...]]:
+def _order(asked: ParallelDims, dims: ParallelDims) -> tuple[float, float, tuple[int, ...]]:
     """By distance; among equals fewer changed axes, then smaller sizes, so that the order is always the same."""
-    sizes = tuple(getattr(shape, name) for name in Shape.__dataclass_fields__)
-    changed = sum(getattr(shape, name) != getattr(asked, name) for name in Shape.__dataclass_fields__)
-    processes = abs(math.log2(shape.world_size / asked.world_size))
-    return round(distance(asked, shape) + processes, 6), changed, sizes
+    sizes = tuple(getattr(dims, name) for name in ParallelDims.__dataclass_fields__)
+    changed = sum(getattr(dims, name) != getattr(asked, name) for name in ParallelDims.__dataclass_fields__)
+    processes = abs(math.log2(dims.world_size / asked.world_size))
+    return round(distance(asked, dims) + processes, 6), changed, sizes
 
 
-def _valid_shapes(asked: Shape, sizes: ModelSizes, load: Load | None, world_size: int | None) -> Iterator[Shape]:
-    """Every valid shape of `world_size` processes; where that is None, with the asked data size, the smallest, or as
+def _valid_dims(
+    asked: ParallelDims, sizes: ModelSizes, load: Load | None, world_size: int | None
+) -> Iterator[ParallelDims]:
+    """Every valid layout of `world_size` processes; where that is None, with the asked data size, the smallest, or as
     many replicas as the asked processes hold."""
     divided = list(_divided(sizes))
     widths = {axis: math.gcd(*(value for a, _, value in divided if a == axis)) for axis, _, _ in divided}
-    tensors = [size for size in _divisors(widths["tensor"]) if not any(_of_model(Shape(tensor=size), sizes))]
+    tensors = [size for size in _divisors(widths["tensor"]) if not any(_of_model(ParallelDims(tensor=size), sizes))]
     experts = _divisors(widths["expert"])
     expert_tensors = [size for size in _divisors(widths["expert_tensor"]) if size <= max(8, asked.expert_tensor)]
     contexts = sorted({asked.context, *(2**i for i in range(LARGEST_CONTEXT.bit_length()))})
@@ -321,14 +245,14 @@ def _valid_shapes(asked: Shape, sizes: ModelSizes, load: Load | None, world_size
                     smallest_data(tensor=tensor, context=context, expert=expert, expert_tensor=expert_tensor),
                 }
             for data, virtual in itertools.product(sorted(datas), chunks):
-                shape = Shape(tensor, pipeline, virtual, context, expert, expert_tensor, data)
+                dims = ParallelDims(tensor, pipeline, virtual, context, expert, expert_tensor, data)
                 # The sizes above divide the model; what is left are the rules between them and the load.
-                if not layout_problems(shape, None, load):
-                    yield shape
+                if not layout_problems(dims, None, load):
+                    yield dims
 
 
-def _pipelines(asked: Shape, sizes: ModelSizes) -> list[int]:
-    """Pipeline sizes looked at when shapes are proposed: even ones, powers of two, and the one asked for."""
+def _pipelines(asked: ParallelDims, sizes: ModelSizes) -> list[int]:
+    """Pipeline sizes looked at when layouts are proposed: even ones, powers of two, and the one asked for."""
     layers = sizes.num_layers
     powers = {2**i for i in range(layers.bit_length())}
     return sorted(size for size in {asked.pipeline, *powers, *_divisors(layers)} if size <= layers)
@@ -338,7 +262,7 @@ def _divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
-def propose(asked: Shape, sizes: ModelSizes, load: Load | None = None) -> str:
-    """The remedy for a layout that cannot run: near shapes that can, as overrides; empty where there is none."""
+def propose(asked: ParallelDims, sizes: ModelSizes, load: Load | None = None) -> str:
+    """The remedy for a layout that cannot run: near layouts that can, as overrides; empty where there is none."""
     near = nearest_layouts(asked, sizes, load)
-    return "; or ".join(f"{shape.overrides(asked)} ({shape.world_size} processes)" for shape in near)
+    return "; or ".join(f"{as_overrides(dims, asked)} ({dims.world_size} processes)" for dims in near)

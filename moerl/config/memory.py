@@ -34,8 +34,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from moerl.config.layouts import Shape, layers_of_stage
 from moerl.config.model_sizes import ModelSizes
+from moerl.contract.parallel import ParallelDims
 
 if TYPE_CHECKING:
     from moerl.config.schema import RunConfig
@@ -94,24 +94,24 @@ def needs_of(config: RunConfig) -> Needs:
     )
 
 
-def heaviest_rank(sizes: ModelSizes, shape: Shape, needs: Needs) -> RankMemory:
+def heaviest_rank(sizes: ModelSizes, dims: ParallelDims, needs: Needs) -> RankMemory:
     """The memory of the pipeline stage that needs most; the ranks of a stage all need the same."""
-    return max((rank_memory(sizes, shape, needs, s) for s in range(shape.pipeline)), key=lambda rank: rank.total_bytes)
+    return max((rank_memory(sizes, dims, needs, s) for s in range(dims.pipeline)), key=lambda rank: rank.total_bytes)
 
 
-def rank_memory(sizes: ModelSizes, shape: Shape, needs: Needs, stage: int) -> RankMemory:
+def rank_memory(sizes: ModelSizes, dims: ParallelDims, needs: Needs, stage: int) -> RankMemory:
     """The memory of a rank of pipeline stage `stage`, from 0. `shape` must be one that the model can be cut into."""
-    parameters = rank_parameters(sizes, shape, stage)
+    parameters = rank_parameters(sizes, dims, stage)
     experts, everything = parameters["experts"], sum(parameters.values())
     state = MOMENTS + (FP32 if needs.element_bytes < FP32 else 0)
-    replicas = (shape.data * shape.context, shape.expert_data) if needs.distributed_optimizer else (1, 1)
+    replicas = (dims.data * dims.context, dims.expert_data) if needs.distributed_optimizer else (1, 1)
     purposes = {
         "weights": everything * needs.element_bytes,
         "gradients": everything * FP32,
         "optimizer state": state * (-(-(everything - experts) // replicas[0]) + -(-experts // replicas[1])),
         "reference weights": everything * needs.element_bytes if needs.reference else 0,
-        "activations": _activation_bytes(sizes, shape, needs, stage),
-        "scoring": _scoring_bytes(sizes, shape, needs, stage),
+        "activations": _activation_bytes(sizes, dims, needs, stage),
+        "scoring": _scoring_bytes(sizes, dims, needs, stage),
     }
     return RankMemory(stage, parameters, purposes)
 
@@ -121,32 +121,32 @@ def rank_memory(sizes: ModelSizes, shape: Shape, needs: Needs, stage: int) -> Ra
 
 def total_parameters(sizes: ModelSizes) -> int:
     """Parameters of the whole model, without multi-token-prediction layers."""
-    return sum(rank_parameters(sizes, Shape(), 0).values())
+    return sum(rank_parameters(sizes, ParallelDims(), 0).values())
 
 
-def rank_parameters(sizes: ModelSizes, shape: Shape, stage: int) -> dict[str, int]:
+def rank_parameters(sizes: ModelSizes, dims: ParallelDims, stage: int) -> dict[str, int]:
     """Number of parameters by component of a rank of pipeline stage `stage`."""
-    h, layers = sizes.hidden_size, _stage_layers(sizes, shape, stage)
+    h, layers = sizes.hidden_size, _stage_layers(sizes, dims, stage)
     num_moe = len(set(layers) & set(sizes.moe_layers))
-    expert = 3 * h * sizes.moe_intermediate_size // shape.expert_tensor
-    vocabulary = h * math.ceil(sizes.vocab_size / shape.tensor)
-    is_first, is_last = stage == 0, stage == shape.pipeline - 1
+    expert = 3 * h * sizes.moe_intermediate_size // dims.expert_tensor
+    vocabulary = h * math.ceil(sizes.vocab_size / dims.tensor)
+    is_first, is_last = stage == 0, stage == dims.pipeline - 1
     # The stage of the head holds a copy of a tied embedding, unless it is the stage of the embedding.
     has_head = is_last and not (sizes.tie_word_embeddings and is_first)
     return {
         "embedding": vocabulary if is_first else 0,
-        "attention": len(layers) * _attention_parameters(sizes, shape.tensor),
+        "attention": len(layers) * _attention_parameters(sizes, dims.tensor),
         "norms": len(layers) * 2 * h + (h if is_last else 0),
-        "dense MLP": (len(layers) - num_moe) * 3 * h * sizes.intermediate_size // shape.tensor,
+        "dense MLP": (len(layers) - num_moe) * 3 * h * sizes.intermediate_size // dims.tensor,
         "router": num_moe * sizes.num_experts * h,
-        "experts": num_moe * sizes.num_experts // shape.expert * expert,
-        "shared experts": num_moe * 3 * h * sizes.shared_size // shape.tensor,
+        "experts": num_moe * sizes.num_experts // dims.expert * expert,
+        "shared experts": num_moe * 3 * h * sizes.shared_size // dims.tensor,
         "head": vocabulary if has_head else 0,
     }
 
 
-def _stage_layers(sizes: ModelSizes, shape: Shape, stage: int) -> list[int]:
-    return layers_of_stage(sizes.num_layers, shape.pipeline, shape.virtual_pipeline, stage)
+def _stage_layers(sizes: ModelSizes, dims: ParallelDims, stage: int) -> list[int]:
+    return dims.layers_of_stage(sizes.num_layers, stage)
 
 
 def _attention_parameters(sizes: ModelSizes, tensor: int) -> int:
@@ -170,66 +170,66 @@ def _attention_parameters(sizes: ModelSizes, tensor: int) -> int:
 # --- activations -----------------------------------------------------------------------------------------------------
 
 
-def _activation_bytes(sizes: ModelSizes, shape: Shape, needs: Needs, stage: int) -> int:
+def _activation_bytes(sizes: ModelSizes, dims: ParallelDims, needs: Needs, stage: int) -> int:
     """What the stage keeps between forward and backward, and the one block that is being worked out again."""
-    layers, moe = _stage_layers(sizes, shape, stage), set(sizes.moe_layers)
-    kept = sum(_kept_by_layer(sizes, shape, needs, is_moe=layer in moe) for layer in layers)
+    layers, moe = _stage_layers(sizes, dims, stage), set(sizes.moe_layers)
+    kept = sum(_kept_by_layer(sizes, dims, needs, is_moe=layer in moe) for layer in layers)
     again = 0
     if needs.recompute == "selective" and moe & set(layers):
-        again = _mlp_bytes(sizes, shape, needs, is_moe=True)
+        again = _mlp_bytes(sizes, dims, needs, is_moe=True)
     elif needs.recompute == "full":
-        again = max(_layer_bytes(sizes, shape, needs, is_moe=layer in moe) for layer in layers)
-    return math.ceil(kept * _chunks_in_flight(shape, stage) / shape.virtual_pipeline) + again
+        again = max(_layer_bytes(sizes, dims, needs, is_moe=layer in moe) for layer in layers)
+    return math.ceil(kept * _chunks_in_flight(dims, stage) / dims.virtual_pipeline) + again
 
 
-def _chunks_in_flight(shape: Shape, stage: int) -> int:
+def _chunks_in_flight(dims: ParallelDims, stage: int) -> int:
     """Forward passes of one model chunk that await their backward pass, at most: Megatron's warm-up and one more."""
-    behind = shape.pipeline - stage - 1
-    if shape.virtual_pipeline == 1:
+    behind = dims.pipeline - stage - 1
+    if dims.virtual_pipeline == 1:
         return behind + 1
-    return 2 * behind + (shape.virtual_pipeline - 1) * shape.pipeline + 1
+    return 2 * behind + (dims.virtual_pipeline - 1) * dims.pipeline + 1
 
 
-def _kept_by_layer(sizes: ModelSizes, shape: Shape, needs: Needs, *, is_moe: bool) -> int:
+def _kept_by_layer(sizes: ModelSizes, dims: ParallelDims, needs: Needs, *, is_moe: bool) -> int:
     if needs.recompute == "full":
-        return _slice_rows(shape, needs) * sizes.hidden_size * needs.element_bytes
+        return _slice_rows(dims, needs) * sizes.hidden_size * needs.element_bytes
     if needs.recompute == "selective" and is_moe:
-        return _layer_bytes(sizes, shape, needs, is_moe=True) - _mlp_bytes(sizes, shape, needs, is_moe=True)
-    return _layer_bytes(sizes, shape, needs, is_moe=is_moe)
+        return _layer_bytes(sizes, dims, needs, is_moe=True) - _mlp_bytes(sizes, dims, needs, is_moe=True)
+    return _layer_bytes(sizes, dims, needs, is_moe=is_moe)
 
 
-def _layer_bytes(sizes: ModelSizes, shape: Shape, needs: Needs, *, is_moe: bool) -> int:
-    norms = 4 * _slice_rows(shape, needs) * sizes.hidden_size * needs.element_bytes
-    return norms + _attention_bytes(sizes, shape, needs) + _mlp_bytes(sizes, shape, needs, is_moe=is_moe)
+def _layer_bytes(sizes: ModelSizes, dims: ParallelDims, needs: Needs, *, is_moe: bool) -> int:
+    norms = 4 * _slice_rows(dims, needs) * sizes.hidden_size * needs.element_bytes
+    return norms + _attention_bytes(sizes, dims, needs) + _mlp_bytes(sizes, dims, needs, is_moe=is_moe)
 
 
-def _attention_bytes(sizes: ModelSizes, shape: Shape, needs: Needs) -> int:
+def _attention_bytes(sizes: ModelSizes, dims: ParallelDims, needs: Needs) -> int:
     heads, latent, compressed = sizes.num_attention_heads, sizes.latent, 0
     if latent is not None:
         query = key = heads * (latent.nope_dim + latent.rope_dim)
         value = output = heads * latent.value_dim
-        compressed = 2 * _slice_rows(shape, needs) * (latent.q_rank + latent.kv_rank + latent.rope_dim)
+        compressed = 2 * _slice_rows(dims, needs) * (latent.q_rank + latent.kv_rank + latent.rope_dim)
     else:
         query = output = heads * sizes.head_dim
-        key = value = max(sizes.num_key_value_heads, shape.tensor) * sizes.head_dim
-    widths = (2 * query + 2 * key + value + output) // shape.tensor
-    return (_rows(shape, needs) * widths + compressed) * needs.element_bytes
+        key = value = max(sizes.num_key_value_heads, dims.tensor) * sizes.head_dim
+    widths = (2 * query + 2 * key + value + output) // dims.tensor
+    return (_rows(dims, needs) * widths + compressed) * needs.element_bytes
 
 
-def _mlp_bytes(sizes: ModelSizes, shape: Shape, needs: Needs, *, is_moe: bool) -> int:
-    n, m = _rows(shape, needs), _slice_rows(shape, needs)
+def _mlp_bytes(sizes: ModelSizes, dims: ParallelDims, needs: Needs, *, is_moe: bool) -> int:
+    n, m = _rows(dims, needs), _slice_rows(dims, needs)
     if not is_moe:
-        return 3 * n * sizes.intermediate_size // shape.tensor * needs.element_bytes
-    width = shape.expert_tensor * sizes.hidden_size + 3 * sizes.moe_intermediate_size
-    elements = m * sizes.experts_per_token * width + 3 * n * sizes.shared_size // shape.tensor
+        return 3 * n * sizes.intermediate_size // dims.tensor * needs.element_bytes
+    width = dims.expert_tensor * sizes.hidden_size + 3 * sizes.moe_intermediate_size
+    elements = m * sizes.experts_per_token * width + 3 * n * sizes.shared_size // dims.tensor
     return elements * needs.element_bytes + 2 * m * sizes.num_experts * FP32
 
 
-def _scoring_bytes(sizes: ModelSizes, shape: Shape, needs: Needs, stage: int) -> int:
+def _scoring_bytes(sizes: ModelSizes, dims: ParallelDims, needs: Needs, stage: int) -> int:
     """What log-probs and their gradients take on the last stage, tokens without a kept set among them."""
-    if stage != shape.pipeline - 1:
+    if stage != dims.pipeline - 1:
         return 0
-    n, h, columns = _rows(shape, needs), sizes.hidden_size, math.ceil(sizes.vocab_size / shape.tensor)
+    n, h, columns = _rows(dims, needs), sizes.hidden_size, math.ceil(sizes.vocab_size / dims.tensor)
     hidden = n * h * (needs.element_bytes + FP32)
     slab = n * min(slab_columns(n, h), columns) * FP32
     return hidden + h * columns * needs.element_bytes + SLABS * slab
@@ -240,9 +240,9 @@ def slab_columns(num_rows: int, width: int) -> int:
     return max(SLAB_ELEMENTS // max(num_rows, width), min(num_rows, width))
 
 
-def _rows(shape: Shape, needs: Needs) -> int:
-    return needs.microbatch_tokens // shape.context
+def _rows(dims: ParallelDims, needs: Needs) -> int:
+    return needs.microbatch_tokens // dims.context
 
 
-def _slice_rows(shape: Shape, needs: Needs) -> int:
-    return needs.microbatch_tokens // (shape.context * shape.tensor)
+def _slice_rows(dims: ParallelDims, needs: Needs) -> int:
+    return needs.microbatch_tokens // (dims.context * dims.tensor)

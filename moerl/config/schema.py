@@ -11,7 +11,6 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from moerl.config.checks import check_run
-from moerl.config.layouts import smallest_data
 from moerl.config.types import (
     Count,
     CountOrZero,
@@ -28,6 +27,7 @@ from moerl.config.types import (
     Terms,
     Threads,
 )
+from moerl.contract.parallel import ParallelDims, smallest_data
 from moerl.contract.trajectory import MAX_KEPT_IDS
 
 
@@ -90,9 +90,22 @@ class ParallelConfig(Section):
         )
 
     @property
+    def dims(self) -> ParallelDims:
+        """The sizes in force."""
+        return ParallelDims(
+            self.tensor,
+            self.pipeline,
+            self.virtual_pipeline,
+            self.context,
+            self.expert,
+            self.expert_tensor,
+            self.data_size,
+        )
+
+    @property
     def world_size(self) -> int:
         """Processes of the trainer."""
-        return self.tensor * self.pipeline * self.context * self.data_size
+        return self.dims.world_size
 
 
 class TrainerConfig(Section):

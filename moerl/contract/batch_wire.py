@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from moerl.contract.batch import Microbatch
 from moerl.contract.frame import DEFAULT_LIMITS, FrameKind, WireLimits, pack_frame, unpack_frame
+from moerl.contract.parallel import RankCoordinates
 from moerl.contract.planes import (
     array_bytes,
     demand_length,
@@ -33,7 +34,7 @@ from moerl.contract.planes import (
     read_kept_ids,
 )
 from moerl.contract.reasons import Reason
-from moerl.contract.shares import Place, cut_share, own_routing_bytes, routing_bytes
+from moerl.contract.shares import cut_share, own_routing_bytes, routing_bytes
 from moerl.contract.trajectory import KeptSets, ModelSpec
 from moerl.contract.wire import WireStruct, open_sealed
 from moerl.errors import ContractError
@@ -126,20 +127,20 @@ def decode_batches(
 
 
 def share_frames(
-    ranks: Sequence[Sequence[Microbatch]], places: Sequence[Place], facts: Mapping[str, float]
+    ranks: Sequence[Sequence[Microbatch]], layouts: Sequence[RankCoordinates], facts: Mapping[str, float]
 ) -> tuple[list[bytes], dict[str, float]]:
     """One frame per trainer rank with its share and nothing else, and metrics of the routing in them.
 
     Args:
-        ranks: whole microbatches of each data-parallel rank. places: of every trainer rank, in rank order.
+        ranks: whole microbatches of each data-parallel rank. layouts: of every trainer rank, in rank order.
         facts: as in `encode_batches`, the same for all.
     """
     frames, received, excess = [], [0.0], []
-    for place in places:
-        shares = [cut_share(batch, place) for batch in ranks[place.data_rank]]
+    for layout in layouts:
+        shares = [cut_share(batch, layout) for batch in ranks[layout.data_rank]]
         frames.append(encode_batches(shares, facts))
         received.append(float(routing_bytes(shares)))
-        own = own_routing_bytes(shares, place)
+        own = own_routing_bytes(shares, layout)
         # Where there are fewer sequences than ranks, some receive a few pad rows and need nothing.
         excess += [received[-1] / own] if own else []
     if not excess:

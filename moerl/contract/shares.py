@@ -8,39 +8,16 @@ r = routing rows of one rank (t / tensor), L = MoE layers of the model, l = thos
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moerl.contract.batch import Microbatch
 from moerl.contract.kept import take_kept_sets
+from moerl.contract.parallel import RankCoordinates
 from moerl.contract.trajectory import KeptSets
 from moerl.errors import ReplayError
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """What part of a batch a trainer rank computes on; sizes and ranks are Megatron's.
-
-    data_rank: whose microbatches it runs. context, context_rank: sequences are cut into 2 x context chunks, of which
-    rank c holds chunks c and 2 x context - 1 - c (zig-zag). tensor, tensor_rank: sequence parallelism splits the rows
-    further at every router. moe_layers: indices among the model's MoE layers, from 0, in the order of the layers;
-    None for all. scores: True where the language-model head is (the last pipeline stage).
-    """
-
-    data_rank: int = 0
-    context: int = 1
-    context_rank: int = 0
-    tensor: int = 1
-    tensor_rank: int = 0
-    moe_layers: tuple[int, ...] | None = None
-    scores: bool = True
-
-    @property
-    def routing_slice(self) -> tuple[int, int]:
-        """(number of slices, this rank's) of the rows that sequence parallelism makes."""
-        return self.tensor, self.tensor_rank
 
 
 def context_rows(cu_seqlens: NDArray[np.integer], size: int, rank: int) -> NDArray[np.int64]:
@@ -70,17 +47,18 @@ def context_rows(cu_seqlens: NDArray[np.integer], size: int, rank: int) -> NDArr
     return np.arange(int(counts.sum()), dtype=np.int64) + np.repeat(firsts - before, counts)
 
 
-def cut_share(batch: Microbatch, place: Place) -> Microbatch:
-    """The share of the rank at `place` of a whole microbatch; `batch` itself where that is all of it.
+def cut_share(batch: Microbatch, layout: RankCoordinates) -> Microbatch:
+    """The share that one rank has of a whole microbatch; `batch` itself where that is all of it.
 
     `cu_seqlens` and `rollout_keys` stay those of the whole microbatch. Ranks that do not score get neither kept sets
     nor what the loss alone needs.
     """
-    if place.context == place.tensor == 1 and place.moe_layers is None and place.scores:
+    dims = layout.dims
+    if dims.context == dims.tensor == 1 and layout.moe_layers is None and layout.is_last_stage:
         return batch
-    rows = context_rows(batch.cu_seqlens, place.context, place.context_rank)
-    layers = slice(None) if place.moe_layers is None else list(place.moe_layers)
-    num_slices, mine = place.routing_slice
+    rows = context_rows(batch.cu_seqlens, dims.context, layout.context_rank)
+    layers = slice(None) if layout.moe_layers is None else list(layout.moe_layers)
+    num_slices, mine = layout.routing_slice
     per_slice = len(rows) // num_slices
     routing_rows = rows[mine * per_slice : (mine + 1) * per_slice]
     share = replace(
@@ -99,9 +77,9 @@ def cut_share(batch: Microbatch, place: Place) -> Microbatch:
         truncated=batch.truncated[rows],
         expert_ids=None if batch.expert_ids is None else batch.expert_ids[routing_rows][:, layers],
         routing_checksums=None if batch.routing_checksums is None else batch.routing_checksums[layers],
-        kept=take_kept_sets(batch.kept, rows) if place.scores else KeptSets.empty(len(rows)),
+        kept=take_kept_sets(batch.kept, rows) if layout.is_last_stage else KeptSets.empty(len(rows)),
     )
-    return share if place.scores else _without_scoring(share)
+    return share if layout.is_last_stage else _without_scoring(share)
 
 
 def _without_scoring(share: Microbatch) -> Microbatch:
@@ -122,8 +100,8 @@ def routing_bytes(batches: Sequence[Microbatch]) -> int:
     return sum(batch.expert_ids.nbytes + (batch.num_rows + 7) // 8 for batch in batches if batch.expert_ids is not None)
 
 
-def own_routing_bytes(batches: Sequence[Microbatch], place: Place) -> float:
-    """What of `routing_bytes` the rank at `place` cannot do without: the rows of samples in its own slice and layers.
+def own_routing_bytes(batches: Sequence[Microbatch], layout: RankCoordinates) -> float:
+    """What of `routing_bytes` a rank cannot do without: the rows of samples in its own slice and layers.
 
     batches: its shares, as `cut_share` made them or a frame brought them.
     """
@@ -132,7 +110,7 @@ def own_routing_bytes(batches: Sequence[Microbatch], place: Place) -> float:
         if batch.expert_ids is None:
             continue
         is_real = ~batch.is_pad
-        num_slices, mine = place.routing_slice
+        num_slices, mine = layout.routing_slice
         per_slice = batch.num_rows // num_slices
         row_bytes = batch.expert_ids[0].nbytes
         total += int(is_real[mine * per_slice : (mine + 1) * per_slice].sum()) * row_bytes + int(is_real.sum()) / 8

@@ -9,24 +9,25 @@ from rich.console import Console
 from rich.table import Table
 
 from moerl.config.checks import layout_load, model_sizes
-from moerl.config.layouts import Shape, nearest_layouts
+from moerl.config.layouts import as_overrides, nearest_layouts
 from moerl.config.memory import USABLE_SHARE, RankMemory, heaviest_rank, needs_of, total_parameters
 from moerl.config.schema import RunConfig
+from moerl.contract.parallel import ParallelDims
 
 GIB = 2**30
 
 
 def plan_memory(config: RunConfig, *, gpu_memory_gib: float) -> int:
     """Prints the memory of the heaviest rank; exit status 0 where it fits a device of `gpu_memory_gib`, 1 where not."""
-    sizes, shape, needs = model_sizes(config), Shape.of(config.parallel), needs_of(config)
-    rank = heaviest_rank(sizes, shape, needs)
+    sizes, dims, needs = model_sizes(config), config.parallel.dims, needs_of(config)
+    rank = heaviest_rank(sizes, dims, needs)
     console = Console(soft_wrap=True, highlight=False)
     console.print(
-        f"{total_parameters(sizes) / 1e9:.1f}B parameters on {shape.world_size} devices: {shape.overrides()}\n"
+        f"{total_parameters(sizes) / 1e9:.1f}B parameters on {dims.world_size} devices: {as_overrides(dims)}\n"
         f"{needs.microbatch_tokens} rows per microbatch, {config.model.dtype}, recompute {config.trainer.recompute},"
         f" distributed optimizer {config.trainer.distributed_optimizer}"
     )
-    console.print(_table(rank, shape))
+    console.print(_table(rank, dims))
     usable = USABLE_SHARE * gpu_memory_gib
     total = rank.total_bytes / GIB
     if rank.fits(gpu_memory_gib * GIB):
@@ -34,17 +35,17 @@ def plan_memory(config: RunConfig, *, gpu_memory_gib: float) -> int:
         return 0
     console.print(f"does not fit: {total:.1f} GiB, and {usable:.1f} GiB may be filled of {gpu_memory_gib:g} GiB")
     near = nearest_layouts(
-        shape,
+        dims,
         sizes,
         layout_load(config),
-        world_size=shape.world_size,
+        world_size=dims.world_size,
         accept=lambda other: heaviest_rank(sizes, other, needs).fits(gpu_memory_gib * GIB),
     )
     for other in near:
         gib = heaviest_rank(sizes, other, needs).total_bytes / GIB
-        console.print(f"  fits with {gib:.1f} GiB: {other.overrides(shape)}")
+        console.print(f"  fits with {gib:.1f} GiB: {as_overrides(other, dims)}")
     if not near:
-        console.print(f"  no layout of {shape.world_size} devices fits: {_ways_out(config)}")
+        console.print(f"  no layout of {dims.world_size} devices fits: {_ways_out(config)}")
     return 1
 
 
@@ -60,8 +61,8 @@ def _ways_out(config: RunConfig) -> str:
     return ", ".join(ways) + " or a smaller trainer.microbatch_tokens"
 
 
-def _table(rank: RankMemory, shape: Shape) -> Table:
-    stage = f", pipeline stage {rank.stage} of {shape.pipeline}" if shape.pipeline > 1 else ""
+def _table(rank: RankMemory, dims: ParallelDims) -> Table:
+    stage = f", pipeline stage {rank.stage} of {dims.pipeline}" if dims.pipeline > 1 else ""
     table = Table(title=f"heaviest rank{stage}", title_justify="left")
     table.add_column("what")
     table.add_column("parameters", justify="right")

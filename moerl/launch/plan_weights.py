@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moerl.config.checks import model_sizes
-from moerl.config.layouts import Shape
+from moerl.config.layouts import as_overrides
 from moerl.config.schema import RunConfig
 from moerl.weights.estimate import Bandwidths, RootLoad, root_loads, sent_bytes
 from moerl.weights.plan import PlanOptions, SyncPlan, make_plan
@@ -23,16 +23,16 @@ _SHOWN = 16
 
 def plan_weights(config: RunConfig, bandwidths: Bandwidths) -> int:
     """Prints the plan; exit status 0."""
-    shape = Shape.of(config.parallel)
-    plan = make_plan(model_sizes(config), shape, PlanOptions.of(config))
+    dims = config.parallel.dims
+    plan = make_plan(model_sizes(config), dims, PlanOptions.of(config))
     num_servers = _num_servers(config)
     loads = root_loads(plan, bandwidths, max(1, num_servers))
     console = Console(soft_wrap=True, highlight=False)
     total = sum(load.num_bytes for load in loads)
     num_tensors = sum(len(bucket.entries) for bucket in plan.buckets)
     console.print(
-        f"{num_tensors} tensors of {total / GB:.1f} GB ({config.model.dtype}) on {shape.world_size} devices:"
-        f" {shape.overrides()}"
+        f"{num_tensors} tensors of {total / GB:.1f} GB ({config.model.dtype}) on {dims.world_size} devices:"
+        f" {as_overrides(dims)}"
     )
     console.print(_buckets_table(plan))
     console.print(_roots_table(loads))

@@ -16,11 +16,11 @@ from moerl.config.schema import RunConfig
 from moerl.contract.batch import Microbatch, TextSample, TrainSample
 from moerl.contract.batch_wire import decode_batches, share_frames
 from moerl.contract.frame import WireLimits
+from moerl.contract.parallel import RankCoordinates
 from moerl.contract.shares import cut_share
 from moerl.contract.trajectory import ModelSpec
 from moerl.errors import ContractError
-from moerl.orchestration.exchange import gather_places, raise_together, scatter_bytes
-from moerl.trainer.layout import Layout
+from moerl.orchestration.exchange import gather_layouts, raise_together, scatter_bytes
 from moerl.trainer.trainer import MegatronTrainer
 
 _SHARES = WireLimits(max_frame_bytes=64 << 30, max_payload_bytes=128 << 30)
@@ -41,13 +41,13 @@ class Minibatch:
     samples: Sequence[TrainSample] = ()
 
 
-def pack_options(config: RunConfig, where: Layout, sizes: ModelSizes) -> PackOptions:
+def pack_options(config: RunConfig, layout: RankCoordinates, sizes: ModelSizes) -> PackOptions:
     """How sequences share microbatches in this run: the layout's padding, ranks balanced by operations."""
     return PackOptions(
         config.trainer.microbatch_tokens,
-        Padding.of(where.tensor, where.context),
+        Padding.of(layout.dims),
         cost=sequence_cost(sizes),
-        count_multiple=where.microbatch_multiple,
+        count_multiple=layout.dims.microbatch_multiple,
     )
 
 
@@ -77,9 +77,9 @@ class BatchExchange:
     """
 
     def __init__(self, trainer: MegatronTrainer, options: PackOptions, config: RunConfig) -> None:
-        self._places = gather_places(trainer.place)
+        self._layouts = gather_layouts(trainer.layout)
         self._spec: ModelSpec = trainer.spec
-        self._where, self._options = trainer.where, options
+        self._dims, self._options = trainer.layout.dims, options
         self._uncaptured: Uncaptured = config.keep_routing.uncaptured
 
     def share(self, minibatches: Sequence[Sequence[TrainSample]] | None) -> list[Minibatch]:
@@ -119,15 +119,15 @@ class BatchExchange:
         return decoded
 
     def _frames(self, samples: Sequence[TrainSample], count: int) -> tuple[list[bytes], dict[str, float]]:
-        ranks = pack_for_ranks(samples, self._where.data, self._options, replay=True, uncaptured=self._uncaptured)
+        ranks = pack_for_ranks(samples, self._dims.data, self._options, replay=True, uncaptured=self._uncaptured)
         num_tokens = sum(int(batch.loss_mask.sum()) for batches in ranks for batch in batches)
-        frames, metrics = share_frames(ranks, self._places, {"num_tokens": num_tokens, "minibatches": count})
+        frames, metrics = share_frames(ranks, self._layouts, {"num_tokens": num_tokens, "minibatches": count})
         return frames, metrics | packing_metrics(ranks, self._options)
 
 
 def share_text(samples: Sequence[TextSample], trainer: MegatronTrainer, options: PackOptions) -> Minibatch:
     """This rank's shares of supervised sequences, which every rank has."""
-    ranks = pack_text_for_ranks(samples, trainer.where.data, options)
+    ranks = pack_text_for_ranks(samples, trainer.layout.dims.data, options)
     num_tokens = sum(int(batch.loss_mask.sum()) for batches in ranks for batch in batches)
-    shares = [cut_share(batch, trainer.place) for batch in ranks[trainer.where.data_rank]]
+    shares = [cut_share(batch, trainer.layout) for batch in ranks[trainer.layout.data_rank]]
     return Minibatch(shares, float(num_tokens), packing_metrics(ranks, options))

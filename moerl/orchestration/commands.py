@@ -39,7 +39,7 @@ from moerl.orchestration.run import Run, RunStoppedError
 from moerl.tasks.check import check_prompts
 from moerl.tasks.registry import make_task
 from moerl.tasks.tokenizer import make_tokenizer
-from moerl.trainer import layout
+from moerl.trainer import groups
 
 
 def run_train(config: RunConfig, *, resume: bool, stop: StopRequest) -> int:
@@ -148,15 +148,15 @@ def _open_run(config: RunConfig, command: str, *, resume: bool) -> Iterator[tupl
         reporter.say(f"run directory: {config.run_dir}")
         reporter.say("starting Megatron")
         reporter.begin_part("start of Megatron and the model")
-        where = layout.start(
+        layout = groups.start(
             rank=rank.rank,
             world_size=rank.world_size,
             rendezvous=rank.rendezvous,
-            parallel=config.parallel,
+            dims=config.parallel.dims,
             seed=config.seed,
         )
         model_path = config.model.path or config.run_dir / "initial_model"
-        if config.model.architecture is not None and where.is_main and find_damage(model_path) is not None:
+        if config.model.architecture is not None and layout.is_main and find_damage(model_path) is not None:
             tokenizer = make_tokenizer(task, config.model.architecture.vocab_size)
             build_model(config.model.architecture, tokenizer, config.seed, model_path)
         barrier()
@@ -164,12 +164,12 @@ def _open_run(config: RunConfig, command: str, *, resume: bool) -> Iterator[tupl
         check_prompts(config, task, tokenizer, command, max_positions=directory_sizes(model_path).max_positions)
         spec = read_spec(model_path, tokenizer)
         reporter.say(describe_ends(read_ends(model_path, tokenizer, spec.vocab_size), tokenizer))
-        run = Run(config, where, task, tokenizer, spec, reporter)
+        run = Run(config, layout, task, tokenizer, spec, reporter)
         with run.saver:
             if resume:
                 _go_back(run)
             yield run, model_path
-    layout.stop()
+    groups.stop()
 
 
 def _go_back(run: Run) -> None:

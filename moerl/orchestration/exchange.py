@@ -1,4 +1,4 @@
-"""What ranks tell one another outside of Megatron: bytes from the main rank, places and per-row tables to it.
+"""What ranks tell one another outside of Megatron: bytes from the main rank, coordinates and per-row tables to it.
 
 Runs in every trainer rank; every function is a collective. No pickle: frames of the wire codec and plain tensors.
 """
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from moerl.contract.shares import Place
+from moerl.contract.parallel import RankCoordinates
 from moerl.errors import ContractError, MoerlError
 from moerl.trainer.collectives import all_gather_bytes, device_of, to_bytes, to_tensor
 
@@ -127,9 +127,9 @@ def _broadcast_from(rank: int, payload: bytes) -> bytes:
     return to_bytes(buffer)
 
 
-def gather_places(place: Place) -> list[Place]:
-    """The place of every rank, in rank order, on every rank."""
-    return [msgspec.json.decode(each, type=Place) for each in all_gather_bytes(msgspec.json.encode(place))]
+def gather_layouts(layout: RankCoordinates) -> list[RankCoordinates]:
+    """The coordinates of every rank, in rank order, on every rank."""
+    return [msgspec.json.decode(each, type=RankCoordinates) for each in all_gather_bytes(msgspec.json.encode(layout))]
 
 
 def gather_rows(rows_RC: NDArray[np.float32], group: dist.ProcessGroup | None = None) -> NDArray[np.float32]:

@@ -9,11 +9,12 @@ import torch
 
 from moerl.config.paths import check_export
 from moerl.config.schema import ParallelConfig
+from moerl.contract.parallel import ParallelDims
 from moerl.errors import CheckpointError
 from moerl.orchestration.commands import quiet_libraries
 from moerl.orchestration.models import write_model
 from moerl.orchestration.run import CHECKPOINTS
-from moerl.trainer import layout
+from moerl.trainer import groups
 from moerl.trainer.checkpoint import CheckpointStore, checkpoint_names, find_problem, parse_name
 from moerl.trainer.model import ModelOptions, PolicyModel
 from moerl.trainer.sharded_state import load_weights
@@ -37,12 +38,12 @@ def run_export(run_dir: Path, step: int | None, output: Path) -> int:
     path = _newest(run_dir) if step is None else _of_step(run_dir, step)
     quiet_libraries()
     torch.set_num_threads(config.num_threads)
-    where = layout.start(rank=0, world_size=1, rendezvous="", parallel=ALONE, seed=config.seed)
+    layout = groups.start(rank=0, world_size=1, rendezvous="", dims=ParallelDims(), seed=config.seed)
     model_path = config.model.path or run_dir / "initial_model"
-    model = PolicyModel(model_path, ModelOptions(dtype=config.model.dtype), where)
+    model = PolicyModel(model_path, ModelOptions(dtype=config.model.dtype), layout)
     load_weights(path, model.chunks)
     write_model(output, model_path, model.export())
-    layout.stop()
+    groups.stop()
     print(f"{path.name} written to {output}")
     return 0
 

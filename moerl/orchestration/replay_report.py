@@ -66,11 +66,11 @@ def _explain(
     microbatch = int(min_over(torch.tensor([error.microbatch if error.microbatch >= 0 else _NOBODY])))
     if microbatch == _NOBODY:
         return error
-    rank = trainer.where.rank
+    rank = trainer.layout.rank
     traced_R6 = gather_words(_as_words(trainer.trace(batches, microbatch), rank))
     recorded_R6 = gather_words(_as_words(recorded[microbatch], rank)) if recorded else None
     found = ""
-    if trainer.where.is_main:
+    if trainer.layout.is_main:
         found = f"microbatch {microbatch}, {first_difference(traced_R6, samples, recorded_R6)}"
     found = broadcast_bytes(found.encode()).decode()
     return ReplayError(

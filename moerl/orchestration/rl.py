@@ -174,7 +174,7 @@ class RLStage:
             if ready.report is not None:
                 natural = ready.report
                 report = replace(report, natural_LS=natural.natural_LS, live_rows_L=natural.live_rows_L)
-            totals.add(report, step_metrics.local_rows(self.trainer.place, ready.batches, rows))
+            totals.add(report, step_metrics.local_rows(self.trainer.layout, ready.batches, rows))
             totals.unproved += int(self.enforce and not ready.proved)
         table = step_metrics.RowTable.of(gather_rows(np.concatenate(totals.tables)))
         natural_LS, live_rows_L = sum_over(totals.natural_LS), sum_over(totals.live_rows_L)
@@ -236,7 +236,7 @@ class RLStage:
         for routing in (True, False):
             rows = [
                 step_metrics.local_rows(
-                    self.trainer.place,
+                    self.trainer.layout,
                     minibatch.batches,
                     self._score(minibatch, enforce=routing, prove=prove, with_full=True),
                 )

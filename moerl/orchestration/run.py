@@ -22,6 +22,7 @@ from moerl.config.stop_signals import StopRequest
 from moerl.contract.batch import TrainSample
 from moerl.contract.disk import write_parquet
 from moerl.contract.files import writing
+from moerl.contract.parallel import RankCoordinates
 from moerl.contract.ports import PolicyEngine, Prompt, Task
 from moerl.contract.quarantine import Quarantine
 from moerl.contract.trajectory import ModelSpec, Trajectory
@@ -36,7 +37,6 @@ from moerl.telemetry.progress import PARTS
 from moerl.telemetry.sinks import read_rows
 from moerl.telemetry.spans import Stopwatch, peak_rss_bytes
 from moerl.trainer.checkpoint import CheckpointName, CheckpointStore
-from moerl.trainer.layout import Layout
 from moerl.trainer.model import ModelOptions, PolicyModel
 from moerl.trainer.optimizer import UpdateReport
 from moerl.trainer.saver import Saver
@@ -66,7 +66,7 @@ class Run:
     def __init__(
         self,
         config: RunConfig,
-        layout: Layout,
+        layout: RankCoordinates,
         task: Task,
         tokenizer: PreTrainedTokenizerBase,
         spec: ModelSpec,

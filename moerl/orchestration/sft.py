@@ -72,7 +72,7 @@ def _step(run: Run, trainer: MegatronTrainer, step: int, samples: Sequence[TextS
     assert report.update is not None
     run.check_update(report.update, f"{STAGE}-{step + 1:06d}")
     own = torch.zeros(1, dtype=torch.float64)
-    if trainer.where.tensor_rank == 0:
+    if trainer.layout.tensor_rank == 0:
         own += sum(float(rows.losses_T.double().sum()) for rows in report.rows if rows.losses_T is not None)
     metrics = {
         "sft/loss": float(sum_over(own)) / minibatch.num_tokens,

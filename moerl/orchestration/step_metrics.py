@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moerl.algorithms.mismatch import mismatch_sums, ratio_quantiles, ratio_sample
 from moerl.contract.batch import Microbatch
-from moerl.contract.shares import Place
+from moerl.contract.parallel import RankCoordinates
 from moerl.contract.trajectory import FinishReason, ModelSpec, Trajectory
 from moerl.telemetry.metrics import named_reward_metric
 from moerl.trainer.natural import STATISTICS, summarize
@@ -70,12 +70,14 @@ class StepTotals:
         self.live_rows_L += report.live_rows_L
 
 
-def local_rows(place: Place, batches: Sequence[Microbatch], scores: Sequence[RowScores]) -> NDArray[np.float32]:
+def local_rows(
+    layout: RankCoordinates, batches: Sequence[Microbatch], scores: Sequence[RowScores]
+) -> NDArray[np.float32]:
     """This rank's rows of the table, float32 [R, C], columns as `COLUMNS`: over all ranks, every trained token once.
 
     Tensor-parallel ranks hold the same rows; the first of them speaks for all.
     """
-    if not place.scores or place.tensor_rank > 0:
+    if not layout.is_last_stage or layout.tensor_rank > 0:
         return np.zeros((0, len(COLUMNS)), np.float32)
     parts = []
     for batch, score in zip(batches, scores, strict=True):

@@ -19,14 +19,14 @@ from moerl.config.model_tensors import check_weights
 from moerl.config.paths import dump_files
 from moerl.contract.batch import TrainSample
 from moerl.contract.disk import read_parquet
+from moerl.contract.parallel import ParallelDims
 from moerl.contract.spec import spec_from_hf_config
 from moerl.contract.trajectory import ModelSpec, Trajectory
 from moerl.diagnostics.second_opinion import compare_logprobs, compare_routing, print_opinions
 from moerl.errors import ConfigError
 from moerl.orchestration.commands import quiet_libraries
-from moerl.orchestration.export import ALONE
 from moerl.rollout.replay import Replayed, TransformersReplay
-from moerl.trainer import layout, platform
+from moerl.trainer import groups, platform
 from moerl.trainer.losses import Scorer
 from moerl.trainer.model import DTYPES, ModelOptions
 from moerl.trainer.trainer import MegatronTrainer
@@ -152,10 +152,10 @@ def _by_trainer(
     trajectories: Sequence[Trajectory], model: Path, spec: ModelSpec, dtype: str
 ) -> list[NDArray[np.float32]]:
     """Log-probs, [S] per trajectory, of the trainer in one process, after its own proof that routing was replayed."""
-    where = layout.start(rank=0, world_size=1, rendezvous="", parallel=ALONE, seed=0)
-    trainer = MegatronTrainer(model, spec, where, ModelOptions(dtype=dtype), None)
+    layout = groups.start(rank=0, world_size=1, rendezvous="", dims=ParallelDims(), seed=0)
+    trainer = MegatronTrainer(model, spec, layout, ModelOptions(dtype=dtype), None)
     logprobs = trainer_logprobs(trainer, trajectories)
-    layout.stop()
+    groups.stop()
     return logprobs
 
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moerl.config.layouts import Shape
 from moerl.config.model_sizes import directory_sizes
 from moerl.config.schema import RunConfig
 from moerl.contract.ports import CheckedSink, InterruptCosts, PolicyEngine, WeightSink
@@ -89,10 +88,10 @@ class WeightSync:
         self, config: RunConfig, model_path: Path, trainer: MegatronTrainer, engine: PolicyEngine | None
     ) -> None:
         self._trainer, self._verify = trainer, config.weights.verify
-        rank = trainer.where.rank
+        rank = trainer.layout.rank
         peers = Peers(rank, platform.device(), config.weights.step_seconds)
         options = PlanOptions.of(config, split_latents=splits_latents(trainer.model.chunks))
-        plan = make_plan(directory_sizes(model_path), Shape.of(config.parallel), options)
+        plan = make_plan(directory_sizes(model_path), config.parallel.dims, options)
         gatherer = (RootGather if options.gather == "root" else AllGather)(plan, peers)
         sink: WeightSink | None = engine
         if config.weights.transport == "disk" and rank in options.roots:

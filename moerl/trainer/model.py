@@ -13,13 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moerl.config.layouts import stage_layers
 from moerl.config.trainable import refuse_untrainable
 from moerl.contract.batch import Microbatch
+from moerl.contract.parallel import ParallelDims, RankCoordinates, stage_layers
 from moerl.errors import ConfigError, WeightSyncError
 from moerl.trainer import balance, families, platform, tensors
 from moerl.trainer.bridge import import_bridge, quiet
-from moerl.trainer.layout import Layout
 
 _VOCABULARY_TENSORS = ("embed_tokens.weight", "lm_head.weight")
 """Tensors whose rows are the vocabulary: padded in the trainer, not in a checkpoint."""
@@ -51,18 +50,18 @@ class PolicyModel:
     Args:
         hf_path: Hugging Face model directory (config and safetensors).
         options: see `ModelOptions`.
-        where: this rank's place.
+        this rank's coordinates.
 
     Attributes:
         chunks: the rank's parts of the model, first to last: one, or one per virtual pipeline stage.
         config: their common TransformerConfig.
     """
 
-    def __init__(self, hf_path: Path, options: ModelOptions, where: Layout) -> None:
+    def __init__(self, hf_path: Path, options: ModelOptions, layout: RankCoordinates) -> None:
         auto_bridge = import_bridge()
         self.hf_path = hf_path
         self.options = options
-        self.where = where
+        self.layout = layout
         with quiet():
             self._build(auto_bridge)
 
@@ -74,7 +73,7 @@ class PolicyModel:
         provider = self.bridge.to_megatron_provider(load_weights=False)
         settings = {
             **_settings(options),
-            **_parallel_settings(self.where, provider.num_layers),
+            **_parallel_settings(self.layout.dims, provider.num_layers),
             **platform.model_overrides(),
         }
         settings |= self._family_settings()
@@ -87,7 +86,7 @@ class PolicyModel:
             setattr(provider, name, value)
         provider.finalize()
         self.config: Any = provider
-        self.chunks: list[nn.Module] = [self._chunk(stage) for stage in range(self.where.virtual_pipeline)]
+        self.chunks: list[nn.Module] = [self._chunk(stage) for stage in range(self.layout.dims.virtual_pipeline)]
         balance.install(self.chunks)
         _end_before_head(self.chunks[-1])
         self.load(hf_path)
@@ -95,19 +94,19 @@ class PolicyModel:
             _freeze_routers(self.chunks)
 
     def _chunk(self, virtual_stage: int) -> nn.Module:
-        where = self.where
-        last = where.virtual_pipeline - 1
+        layout = self.layout
+        last = layout.dims.virtual_pipeline - 1
         return self.config.provide(
-            pre_process=where.pipeline_rank == 0 and virtual_stage == 0,
-            post_process=where.is_last_stage and virtual_stage == last,
-            vp_stage=virtual_stage if where.virtual_pipeline > 1 else None,
+            pre_process=layout.pipeline_rank == 0 and virtual_stage == 0,
+            post_process=layout.is_last_stage and virtual_stage == last,
+            vp_stage=virtual_stage if layout.dims.virtual_pipeline > 1 else None,
         )
 
     def _family_settings(self) -> dict[str, Any]:
         config, options = self._hf_config.to_dict(), self.options
         refuse_untrainable(config)
         return families.provider_overrides(
-            config, moe_aux_loss_coef=options.moe_aux_loss_coef, tensor=self.where.tensor
+            config, moe_aux_loss_coef=options.moe_aux_loss_coef, tensor=self.layout.dims.tensor
         )
 
     @property
@@ -176,7 +175,7 @@ class PolicyModel:
         """bool [1, t]. Megatron slices it for sequence parallelism in the stage with the embedding alone."""
         is_pad_t = torch.from_numpy(batch.is_pad.copy()).to(to)
         if not bare(module).pre_process:
-            is_pad_t = is_pad_t.chunk(self.where.tensor)[self.where.tensor_rank]
+            is_pad_t = is_pad_t.chunk(self.layout.dims.tensor)[self.layout.tensor_rank]
         return is_pad_t[None]
 
 
@@ -220,28 +219,28 @@ def _freeze_routers(chunks: Sequence[nn.Module]) -> None:
                     parameter.requires_grad_(False)
 
 
-def _parallel_settings(where: Layout, num_layers: int) -> dict[str, Any]:
+def _parallel_settings(dims: ParallelDims, num_layers: int) -> dict[str, Any]:
     return {
-        "tensor_model_parallel_size": where.tensor,
-        "pipeline_model_parallel_size": where.pipeline,
-        "virtual_pipeline_model_parallel_size": where.virtual_pipeline if where.virtual_pipeline > 1 else None,
-        "pipeline_model_parallel_layout": _uneven_stages(where, num_layers),
-        "context_parallel_size": where.context,
-        "expert_model_parallel_size": where.expert,
-        "expert_tensor_parallel_size": where.expert_tensor,
-        "sequence_parallel": where.tensor > 1,
+        "tensor_model_parallel_size": dims.tensor,
+        "pipeline_model_parallel_size": dims.pipeline,
+        "virtual_pipeline_model_parallel_size": dims.virtual_pipeline if dims.virtual_pipeline > 1 else None,
+        "pipeline_model_parallel_layout": _uneven_stages(dims, num_layers),
+        "context_parallel_size": dims.context,
+        "expert_model_parallel_size": dims.expert,
+        "expert_tensor_parallel_size": dims.expert_tensor,
+        "sequence_parallel": dims.tensor > 1,
         # Packed microbatches differ in length, so stages tell one another how much is coming.
-        "variable_seq_lengths": where.pipeline > 1,
+        "variable_seq_lengths": dims.pipeline > 1,
         # Batched operations do not tell the two directions of an interleaved two-stage pipeline apart.
-        "batch_p2p_comm": where.virtual_pipeline == 1,
+        "batch_p2p_comm": dims.virtual_pipeline == 1,
     }
 
 
-def _uneven_stages(where: Layout, num_layers: int) -> list[list[str]] | None:
+def _uneven_stages(dims: ParallelDims, num_layers: int) -> list[list[str]] | None:
     """Megatron's list of what every stage holds; None where the layers divide evenly, which it works out itself."""
-    if num_layers % where.pipeline == 0:
+    if num_layers % dims.pipeline == 0:
         return None
-    stages = [["decoder"] * count for count in stage_layers(num_layers, where.pipeline, where.virtual_pipeline)]
+    stages = [["decoder"] * count for count in stage_layers(num_layers, dims.pipeline, dims.virtual_pipeline)]
     stages[0].insert(0, "embedding")
     stages[-1].append("loss")
     return stages

@@ -24,11 +24,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moerl.contract.batch import Microbatch
-from moerl.contract.shares import Place
+from moerl.contract.parallel import RankCoordinates
 from moerl.contract.trajectory import ModelSpec
 from moerl.errors import ReplayError, UnprovedError
-from moerl.trainer import evidence, layout, platform
-from moerl.trainer.layout import Layout
+from moerl.trainer import evidence, groups, platform
 from moerl.trainer.natural import STATISTICS, choice_statistics, differs
 from moerl.trainer.replay_checks import find_unusable_routing
 from moerl.trainer.replay_rows import LocalRows, RecordedRouting, TracedRows, routing_slice
@@ -61,16 +60,18 @@ class KeepRouting:
         chunks: this rank's parts of the GPTModel (or wrappers of them); walked once for MoE layers.
         config: their TransformerConfig.
         spec: the model facts; the MoE layers of all pipeline stages together must be L.
-        where: this rank's place.
+        this rank's coordinates.
     """
 
-    def __init__(self, chunks: Sequence[nn.Module], config: Any, spec: ModelSpec, where: Layout) -> None:
-        self.spec, self.where = spec, where
+    def __init__(self, chunks: Sequence[nn.Module], config: Any, spec: ModelSpec, layout: RankCoordinates) -> None:
+        self.spec, self.layout = spec, layout
         self.recomputes = config.recompute_granularity == "full" or (
             config.recompute_granularity == "selective" and "moe" in config.recompute_modules
         )
         self.taps = tap_routers(chunks, config)
         self._check_layers()
+        if layout.dims.pipeline > 1:
+            self.layout = replace(layout, moe_layers=tuple(tap.moe_layer for tap in self.taps))
 
     def _check_layers(self) -> None:
         """Every MoE layer of the model lives in exactly one pipeline stage; a collective over them."""
@@ -79,30 +80,16 @@ class KeepRouting:
         counts_L = torch.bincount(torch.tensor(found, dtype=torch.int64), minlength=num_layers).to(platform.device())
         # Rank-local sizes may differ where the model has more layers than the handshake says.
         surplus = torch.tensor([max(0, len(counts_L) - num_layers)], device=counts_L.device)
-        dist.all_reduce(surplus, op=dist.ReduceOp.MAX, group=layout.pipeline_group())
+        dist.all_reduce(surplus, op=dist.ReduceOp.MAX, group=groups.pipeline_group())
         counts_L = counts_L[:num_layers].clone()
-        dist.all_reduce(counts_L, group=layout.pipeline_group())
+        dist.all_reduce(counts_L, group=groups.pipeline_group())
         if int(surplus) or not (counts_L == 1).all():
             raise ReplayError(
                 "the live model's MoE layers are not those of the handshake",
-                seen=f"MoE layers {found} on rank {self.where.rank}, stage counts {counts_L.tolist()}",
+                seen=f"MoE layers {found} on rank {self.layout.rank}, stage counts {counts_L.tolist()}",
                 expected=f"each of 0..{num_layers - 1} in one pipeline stage",
                 remedy="give trainer and engine the same model; keep_routing.mode=off disables replay",
             )
-
-    @property
-    def place(self) -> Place:
-        """What share of every microbatch this rank needs."""
-        where, layers = self.where, tuple(tap.moe_layer for tap in self.taps)
-        return Place(
-            data_rank=where.data_rank,
-            context=where.context,
-            context_rank=where.context_rank,
-            tensor=where.tensor,
-            tensor_rank=where.tensor_rank,
-            moe_layers=None if where.pipeline == 1 else layers,
-            scores=where.is_last_stage,
-        )
 
     @contextlib.contextmanager
     def schedule(self, batches: Sequence[Microbatch], what: Replay, *, training: bool) -> Iterator[ReplaySchedule]:
@@ -146,13 +133,15 @@ class ReplaySchedule:
     def find_unusable_routing(self) -> UnprovedError | None:
         """What keeps a batch from being replayed, if anything (`moerl.trainer.replay_checks`)."""
         layers = [tap.moe_layer for tap in self.owner.taps]
-        return find_unusable_routing(self.batches, layers, self.owner.spec, self.owner.where, enforce=self.what.enforce)
+        return find_unusable_routing(
+            self.batches, layers, self.owner.spec, self.owner.layout, enforce=self.what.enforce
+        )
 
     def begin(self, microbatch: int) -> None:
         """Names the microbatch whose forward pass comes next."""
         self.current = microbatch
         if microbatch not in self._rows:
-            self._rows[microbatch] = LocalRows.of(self.batches[microbatch], self.owner.where)
+            self._rows[microbatch] = LocalRows.of(self.batches[microbatch], self.owner.layout)
 
     def route(self, tap: RouterTap, scores_tE: Tensor, natural: NaturalTopK) -> tuple[Tensor, Tensor]:
         """Megatron's choice, or the recorded one on rows that have it; probabilities come from these scores."""
@@ -257,9 +246,9 @@ class ReplaySchedule:
 
     def traced(self, microbatch: int) -> TracedRows:
         """What reached this rank's dispatchers in the forward pass of a microbatch, after `Replay.trace`."""
-        rows, batch, where = self._rows[microbatch], self.batches[microbatch], self.owner.where
-        keys, positions = evidence.row_origins(batch, where.context, where.context_rank)
-        mine = routing_slice(batch, where)
+        rows, batch, layout = self._rows[microbatch], self.batches[microbatch], self.owner.layout
+        keys, positions = evidence.row_origins(batch, layout.dims.context, layout.context_rank)
+        mine = routing_slice(batch, layout)
         real, routed = ~batch.is_pad[mine], self._counted(rows).cpu().numpy()
         layers = np.array([tap.moe_layer for tap in self.owner.taps], np.int64)
         checksums_rl = rows.traced_checksums(len(layers))[real]
@@ -268,15 +257,15 @@ class ReplaySchedule:
     def layers_differing(self) -> list[Tensor]:
         """int32 [T] per microbatch: MoE layers of the whole model in which the trainer's own choice differs from the
         recorded one, per row of this rank's share. A collective over tensor-parallel ranks and pipeline stages."""
-        where = self.owner.where
+        layout = self.owner.layout
         sizes = [batch.num_rows for batch in self.batches]
         out = torch.zeros(sum(sizes), dtype=torch.int32, device=platform.device())
         for microbatch, part in enumerate(out.split(sizes)):
-            part.chunk(where.tensor)[where.tensor_rank].copy_(self._rows[microbatch].layers_differing_t)
-        if where.tensor > 1:
-            dist.all_reduce(out, group=layout.tensor_group())
-        if where.pipeline > 1:
-            dist.all_reduce(out, group=layout.pipeline_group())
+            part.chunk(layout.dims.tensor)[layout.tensor_rank].copy_(self._rows[microbatch].layers_differing_t)
+        if layout.dims.tensor > 1:
+            dist.all_reduce(out, group=groups.tensor_group())
+        if layout.dims.pipeline > 1:
+            dist.all_reduce(out, group=groups.pipeline_group())
         return list(out.split(sizes))
 
     def verify(self) -> int:
@@ -301,7 +290,7 @@ class ReplaySchedule:
         """int64 [P, M, l] on the CPU, over the ranks that share the rows; a collective over them."""
         # A copy: this rank's own sums stay what they are, whoever asks twice.
         checksums_PMl = self.checksums_PMl.to(platform.device(), copy=True)
-        dist.all_reduce(checksums_PMl, group=layout.tensor_and_context_group())
+        dist.all_reduce(checksums_PMl, group=groups.tensor_and_context_group())
         return checksums_PMl.cpu()
 
     @property
@@ -332,7 +321,7 @@ class ReplaySchedule:
     def _problem(self, what: str, at: tuple[int, int, int], seen: str, wanted: str) -> UnprovedError:
         phase, microbatch, index = at
         layer = self.owner.taps[index].layer_number
-        place = f"layer {layer}, rank {self.owner.where.rank}, microbatch {microbatch}, {PHASES[phase]}"
+        place = f"layer {layer}, rank {self.owner.layout.rank}, microbatch {microbatch}, {PHASES[phase]}"
         return UnprovedError(
             f"Keep Routing was not proved in {place}: {what}",
             seen=seen,

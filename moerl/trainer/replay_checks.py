@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 
 from moerl.contract.batch import Microbatch
 from moerl.contract.expert_id_checks import rows_are_distinct
+from moerl.contract.parallel import RankCoordinates
 from moerl.contract.trajectory import ModelSpec
 from moerl.errors import UnprovedError
-from moerl.trainer.layout import Layout
 from moerl.trainer.replay_rows import routing_slice
 
 
 def find_unusable_routing(
-    batches: Sequence[Microbatch], layers: Sequence[int], spec: ModelSpec, where: Layout, *, enforce: bool
+    batches: Sequence[Microbatch], layers: Sequence[int], spec: ModelSpec, layout: RankCoordinates, *, enforce: bool
 ) -> UnprovedError | None:
     """What keeps a batch from being replayed; None where each has a target for every input row, and checksums.
 
@@ -40,8 +40,8 @@ def find_unusable_routing(
         if batch.expert_ids is None:
             continue
         problem = (
-            _shape_problem(microbatch, batch, layers, spec, where)
-            or _expert_problem(microbatch, batch, layers, spec, where)
+            _shape_problem(microbatch, batch, layers, spec, layout)
+            or _expert_problem(microbatch, batch, layers, spec, layout)
             or _key_problem(microbatch, batch)
         )
         if problem is not None:
@@ -50,20 +50,20 @@ def find_unusable_routing(
 
 
 def _shape_problem(
-    microbatch: int, batch: Microbatch, layers: Sequence[int], spec: ModelSpec, where: Layout
+    microbatch: int, batch: Microbatch, layers: Sequence[int], spec: ModelSpec, layout: RankCoordinates
 ) -> UnprovedError | None:
     assert batch.expert_ids is not None
-    wanted = (batch.num_rows // where.tensor, len(layers), spec.experts_per_token)
+    wanted = (batch.num_rows // layout.dims.tensor, len(layers), spec.experts_per_token)
     if batch.expert_ids.shape != wanted:
         return UnprovedError(
             f"the routing rows of microbatch {microbatch} do not match its input rows",
             seen=batch.expert_ids.shape,
-            expected=f"{wanted} (rows, MoE layers, experts per token of rank {where.rank})",
+            expected=f"{wanted} (rows, MoE layers, experts per token of rank {layout.rank})",
             remedy="every input row needs its route, prompt included; cut routes where their tokens are cut",
         )
     if batch.routing_checksums is not None and batch.routing_checksums.shape != (len(layers),):
         return UnprovedError(
-            f"the routing checksums of microbatch {microbatch} do not match the MoE layers of rank {where.rank}",
+            f"the routing checksums of microbatch {microbatch} do not match the MoE layers of rank {layout.rank}",
             seen=batch.routing_checksums.shape,
             expected=(len(layers),),
             remedy="cut checksums where their layers are cut",
@@ -72,7 +72,7 @@ def _shape_problem(
 
 
 def _expert_problem(
-    microbatch: int, batch: Microbatch, layers: Sequence[int], spec: ModelSpec, where: Layout
+    microbatch: int, batch: Microbatch, layers: Sequence[int], spec: ModelSpec, layout: RankCoordinates
 ) -> UnprovedError | None:
     """Experts that the dispatcher cannot send a row to. Rows left to the router need distinct ones as little as they
     need any, but are looked up all the same."""
@@ -82,19 +82,19 @@ def _expert_problem(
         row, layer, slot = np.argwhere(batch.expert_ids >= spec.num_experts)[0].tolist()
         return UnprovedError(
             f"microbatch {microbatch} routes a row to an expert that does not exist",
-            seen=f"expert {batch.expert_ids[row, layer, slot]} in {_row_name(batch, row, where)},"
+            seen=f"expert {batch.expert_ids[row, layer, slot]} in {_row_name(batch, row, layout)},"
             f" MoE layer {layers[layer]}",
             expected=f"ids in [0, {spec.num_experts})",
             remedy=remedy,
         )
-    rows_r = np.flatnonzero(batch.routed[routing_slice(batch, where)])
+    rows_r = np.flatnonzero(batch.routed[routing_slice(batch, layout)])
     routed_rlK = batch.expert_ids if len(rows_r) == len(batch.expert_ids) else batch.expert_ids[rows_r]
     if rows_are_distinct(routed_rlK):
         return None
     row, layer = _first_repeat(routed_rlK)
     return UnprovedError(
         f"microbatch {microbatch} has a row that repeats an expert",
-        seen=f"experts {routed_rlK[row, layer].tolist()} in {_row_name(batch, int(rows_r[row]), where)},"
+        seen=f"experts {routed_rlK[row, layer].tolist()} in {_row_name(batch, int(rows_r[row]), layout)},"
         f" MoE layer {layers[layer]}",
         expected=f"{spec.experts_per_token} distinct experts",
         remedy=remedy,
@@ -107,8 +107,8 @@ def _first_repeat(expert_ids_rlK: NDArray[np.integer]) -> tuple[int, int]:
     return row, layer
 
 
-def _row_name(batch: Microbatch, row: int, where: Layout) -> str:
-    at = routing_slice(batch, where).start + row
+def _row_name(batch: Microbatch, row: int, layout: RankCoordinates) -> str:
+    at = routing_slice(batch, layout).start + row
     return f"row {at} ({'padding' if batch.is_pad[at] else f'token {batch.position_ids[at]}'})"
 
 

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moerl.contract.batch import Microbatch
+from moerl.contract.parallel import RankCoordinates
 from moerl.contract.trajectory import ModelSpec
 from moerl.trainer import evidence, platform
-from moerl.trainer.layout import Layout
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,13 +64,13 @@ class LocalRows:
     traced: dict[int, Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, batch: Microbatch, where: Layout) -> LocalRows:
+    def of(cls, batch: Microbatch, layout: RankCoordinates) -> LocalRows:
         device = platform.device()
-        mine = routing_slice(batch, where)
+        mine = routing_slice(batch, layout)
         routed = batch.routed[mine]
         return cls(
             expert_ids_tlK=None if batch.expert_ids is None else torch.from_numpy(batch.expert_ids.copy()).to(device),
-            keys_t=evidence.row_keys(batch, where.context, where.context_rank)[mine].to(device),
+            keys_t=evidence.row_keys(batch, layout.dims.context, layout.context_rank)[mine].to(device),
             is_pad_t=torch.from_numpy(batch.is_pad[mine].copy()).to(device),
             routed_t=torch.from_numpy(routed.copy()).to(device),
             proved_t=torch.from_numpy(routed & ~batch.is_pad[mine]).to(device),
@@ -93,7 +93,7 @@ class LocalRows:
         return checksums.view(np.uint64)
 
 
-def routing_slice(batch: Microbatch, where: Layout) -> slice:
+def routing_slice(batch: Microbatch, layout: RankCoordinates) -> slice:
     """The rows of a share that sequence parallelism gives to this rank's routers."""
-    num_rows = batch.num_rows // where.tensor
-    return slice(where.tensor_rank * num_rows, (where.tensor_rank + 1) * num_rows)
+    num_rows = batch.num_rows // layout.dims.tensor
+    return slice(layout.tensor_rank * num_rows, (layout.tensor_rank + 1) * num_rows)

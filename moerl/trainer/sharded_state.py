@@ -159,7 +159,7 @@ def load(folder: Path, chunks: Sequence[nn.Module], optimizer: Any) -> dict[str,
     """Loads models and optimizer from a checkpoint of any layout; returns what `stage` got as `extra`.
 
     Random states come back where the layout is the one that wrote them. In another layout there is no rank they
-    belong to: every rank keeps the state that `layout.start` seeded. A collective of all ranks.
+    belong to: every rank keeps the state that `groups.start` seeded. A collective of all ranks.
 
     Raises:
         CheckpointError: the checkpoint is not of these models.

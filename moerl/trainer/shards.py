@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from moerl.contract.parallel import RankCoordinates
 from moerl.errors import WeightSyncError
-from moerl.trainer.layout import Layout
 from moerl.trainer.model import bare
 
 _FUSED_NORMS = {
@@ -29,12 +29,12 @@ _GROUPED = re.compile(r"^mlp\.experts\.(linear_fc[12]\.weight)(\d+)$")
 _LATENT_DOWN = "self_attention.linear_kv_down_proj.weight"
 
 
-def local_shards(chunks: Sequence[nn.Module], where: Layout) -> dict[str, Tensor]:
+def local_shards(chunks: Sequence[nn.Module], layout: RankCoordinates) -> dict[str, Tensor]:
     """Parameters and expert biases of this rank by name: the live tensors, not copies.
 
     Args:
         chunks: this rank's parts of the model, first to last.
-        where: this rank's place.
+        this rank's coordinates.
 
     Raises:
         WeightSyncError: two tensors have one name.
@@ -45,7 +45,7 @@ def local_shards(chunks: Sequence[nn.Module], where: Layout) -> dict[str, Tensor
         layers = getattr(model.decoder, "layers", ())
         numbers = [layer.layer_number - 1 for layer in layers]
         for name, tensor in _weights(model):
-            whole = whole_name(name, numbers, first_expert=_first_expert(layers, name, where))
+            whole = whole_name(name, numbers, first_expert=_first_expert(layers, name, layout))
             if whole in shards:
                 raise WeightSyncError(
                     f"two weights of this rank are '{whole}'",
@@ -92,11 +92,9 @@ def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, buffer
 
 
-def _first_expert(layers: Sequence[nn.Module], name: str, where: Layout) -> int:
+def _first_expert(layers: Sequence[nn.Module], name: str, layout: RankCoordinates) -> int:
     found = _LAYER.match(name)
     if found is None or not found[2].startswith("mlp.experts."):
         return 0
-    from megatron.core import parallel_state as mpu
-
     layer: Any = layers[int(found[1])]
-    return int(layer.mlp.experts.num_local_experts) * (mpu.get_expert_model_parallel_rank() if where.expert > 1 else 0)
+    return int(layer.mlp.experts.num_local_experts) * layout.expert_rank

@@ -17,12 +17,11 @@ from torch import Tensor, nn
 
 from moerl.config.schema import OptimizerConfig
 from moerl.contract.batch import Microbatch
-from moerl.contract.shares import Place
+from moerl.contract.parallel import RankCoordinates
 from moerl.contract.trajectory import ModelSpec
 from moerl.kernels.head import Head
 from moerl.kernels.vocab_parallel import VocabShard
-from moerl.trainer import balance, layout, platform, sharded_state
-from moerl.trainer.layout import Layout
+from moerl.trainer import balance, groups, platform, sharded_state
 from moerl.trainer.model import ModelOptions, PolicyModel
 from moerl.trainer.optimizer import Optimizer, UpdateReport
 from moerl.trainer.replay import KeepRouting, Replay, ReplaySchedule
@@ -84,13 +83,14 @@ class MegatronTrainer:
     Args:
         hf_path: Hugging Face directory whose weights the policy starts from.
         spec: the model facts, as in the engine's handshake.
-        where: this rank's place.
+        this rank's coordinates.
         options: how to build the model.
         optimizer: optimizer settings; None for a model that is only read (a reference).
         total_steps: updates of the learning-rate schedule.
         sharding: off, on or overlap: `TrainerConfig.distributed_optimizer`.
 
     Attributes:
+        layout: this rank's coordinates, with the MoE layers that it holds.
         watch: told as a microbatch begins how many began before it, and of how many.
     """
 
@@ -98,14 +98,14 @@ class MegatronTrainer:
         self,
         hf_path: Path,
         spec: ModelSpec,
-        where: Layout,
+        layout: RankCoordinates,
         options: ModelOptions,
         optimizer: OptimizerConfig | None,
         total_steps: int = 1,
         sharding: str = "off",
     ) -> None:
-        self.where, self.spec, self.options = where, spec, options
-        self.model = PolicyModel(hf_path, options, where)
+        self.spec, self.options = spec, options
+        self.model = PolicyModel(hf_path, options, layout)
         config = self.model.config
         modules: list[nn.Module] = self.model.chunks
         if config.bf16:
@@ -113,23 +113,19 @@ class MegatronTrainer:
 
             with balance.float32_expert_bias(modules):
                 modules = [Float16Module(config, chunk) for chunk in modules]
-        self.keep_routing = KeepRouting(modules, config, spec, where)
+        self.keep_routing = KeepRouting(modules, config, spec, layout)
+        self.layout = self.keep_routing.layout
         self.optimizer = None if optimizer is None else Optimizer(modules, config, optimizer, total_steps, sharding)
         self._modules = modules if self.optimizer is None else self.optimizer.modules
         self.watch: Callable[[int, int], None] | None = None
 
     @property
-    def place(self) -> Place:
-        """What share of every microbatch this rank works on."""
-        return self.keep_routing.place
-
-    @property
     def head(self) -> Head:
         """The language-model head, on the last pipeline stage. Ids never sampled belong to no support."""
         weight_VpH = self.model.head_weight()
-        group = layout.tensor_group() if self.where.tensor > 1 else None
+        group = groups.tensor_group() if self.layout.dims.tensor > 1 else None
         shard = VocabShard.from_group(self.spec.vocab_size, len(weight_VpH), group)
-        return Head(weight_VpH, shard, sequence_parallel=self.where.tensor > 1)
+        return Head(weight_VpH, shard, sequence_parallel=self.layout.dims.tensor > 1)
 
     def score(
         self, batches: Sequence[Microbatch], loss: LossFunction, *, enforce: bool, prove: bool = True
@@ -174,7 +170,7 @@ class MegatronTrainer:
         # Megatron divides every gradient by the global sum of `num_tokens`; the load-balancing loss needs these to be
         # the packed rows. The loss has its global denominator already, so it is multiplied by them here.
         num_rows = torch.tensor([sum(int((~batch.is_pad).sum()) for batch in batches)], device=platform.device())
-        dist.all_reduce(num_rows, group=layout.data_and_context_group())
+        dist.all_reduce(num_rows, group=groups.data_and_context_group())
         report, _ = self._run(batches, loss, Replay(enforce, prove), training=True, scale=float(num_rows))
         update = self.optimizer.update()
         if self.options.expert_bias == "update" and not update.skipped:
@@ -260,7 +256,7 @@ class MegatronTrainer:
         """This rank's own weights, as `moerl.trainer.shards` names them; not copies. A collective."""
         if self.optimizer is not None:
             self.optimizer.finish_weights()
-        return local_shards(self.model.chunks, self.where)
+        return local_shards(self.model.chunks, self.layout)
 
     def stage(self) -> StagedState:
         """A copy of model, optimizer, schedule and random state in host memory, for `Saver.save`. A collective."""

@@ -28,9 +28,9 @@ class AllGather:
         self._until = 0.0
         self._dtype = DTYPES[plan.options.item_bytes]
         self._rounds = plan.rounds()
-        shape = plan.ownership.shape
-        count = max(shape.tensor, shape.expert * shape.expert_tensor)
-        starts = [stage * plan.ownership.ranks_per_stage for stage in range(shape.pipeline)]
+        dims = plan.ownership.dims
+        count = max(dims.tensor, dims.expert * dims.expert_tensor)
+        starts = [stage * dims.ranks_per_stage for stage in range(dims.pipeline)]
         self._members = [list(range(start, start + count)) for start in starts]
         self._groups = [dist.new_group(members) if count > 1 else None for members in self._members]
         self.needed_bytes = sum(bucket.received_bytes for bucket in plan.buckets if bucket.root == peers.rank)

@@ -18,8 +18,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from moerl.config.layouts import Shape
 from moerl.config.model_sizes import ModelSizes
+from moerl.contract.parallel import ParallelDims
 from moerl.errors import ConfigError
 from moerl.weights.shards import Ownership, Piece, shard_pieces, shard_shape
 from moerl.weights.tensors import FLOAT32_BYTES, MegatronTensor, model_tensors
@@ -55,7 +55,7 @@ class PlanOptions:
         """What the configuration of a run asks for."""
         weights = config.weights
         return cls(
-            roots=choose_roots(Shape.of(config.parallel), weights.roots),
+            roots=choose_roots(config.parallel.dims, weights.roots),
             item_bytes=2 if config.model.dtype == "bfloat16" else 4,
             bucket_bytes=weights.bucket_bytes,
             split_latents=split_latents,
@@ -155,8 +155,8 @@ class SyncPlan:
     def shard_shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
         """The Megatron tensors of a rank, by name, and the shape of its shard of each."""
         owner = self.ownership
-        stage, i = divmod(rank, owner.ranks_per_stage)
-        group = i // owner.shape.expert_tensor % owner.shape.expert
+        stage, i = divmod(rank, owner.dims.ranks_per_stage)
+        group = i // owner.dims.expert_tensor % owner.dims.expert
         return {
             tensor.name: shard_shape(tensor, owner.ways(tensor))
             for tensor in self.held[stage]
@@ -168,42 +168,42 @@ class SyncPlan:
         return max((bucket.num_bytes for bucket in self.buckets), default=0)
 
 
-def choose_roots(shape: Shape, count: int) -> tuple[int, ...]:
+def choose_roots(dims: ParallelDims, count: int) -> tuple[int, ...]:
     """`count` ranks spread evenly: over pipeline stages, and in a stage over the ranks that hold different shards.
 
     Raises:
         ConfigError: there are not so many ranks.
     """
-    if not 1 <= count <= shape.world_size:
+    if not 1 <= count <= dims.world_size:
         raise ConfigError(
             "weights.roots: not a number of trainer ranks",
             seen=count,
-            expected=f"1 to {shape.world_size}",
+            expected=f"1 to {dims.world_size}",
             remedy="one root for each link to the engines is enough",
         )
-    per_stage = shape.world_size // shape.pipeline
-    block = min(per_stage, max(shape.tensor, shape.expert * shape.expert_tensor))
+    per_stage = dims.world_size // dims.pipeline
+    block = min(per_stage, max(dims.tensor, dims.expert * dims.expert_tensor))
     roots = []
-    for stage in range(shape.pipeline):
-        here = count * (stage + 1) // shape.pipeline - count * stage // shape.pipeline
+    for stage in range(dims.pipeline):
+        here = count * (stage + 1) // dims.pipeline - count * stage // dims.pipeline
         # With fewer roots than stages the first stages of equal spans have one.
-        here = here if count >= shape.pipeline else int(any(i * shape.pipeline // count == stage for i in range(count)))
+        here = here if count >= dims.pipeline else int(any(i * dims.pipeline // count == stage for i in range(count)))
         width = block if here <= block else per_stage
         roots += [stage * per_stage + i * width // here for i in range(here)]
     return tuple(roots)
 
 
-def make_plan(sizes: ModelSizes, shape: Shape, options: PlanOptions) -> SyncPlan:
+def make_plan(sizes: ModelSizes, dims: ParallelDims, options: PlanOptions) -> SyncPlan:
     """The schedule for a model in a layout. Deterministic: every rank makes the same."""
-    owner = Ownership(shape, sizes.num_layers, sizes.num_experts)
+    owner = Ownership(dims, sizes.num_layers, sizes.num_experts)
     stages = owner.stage_of_layers()
     targets: dict[str, _Target] = {}
-    held: list[list[MegatronTensor]] = [[] for _ in range(shape.pipeline)]
-    for tensor in model_tensors(sizes, tensor=shape.tensor, split_latents=options.split_latents):
+    held: list[list[MegatronTensor]] = [[] for _ in range(dims.pipeline)]
+    for tensor in model_tensors(sizes, tensor=dims.tensor, split_latents=options.split_latents):
         stage = owner.stage(tensor, stages)
         held[stage].append(tensor)
         _add_pieces(targets, tensor, owner, stage, options)
-    if sizes.tie_word_embeddings and shape.pipeline > 1:
+    if sizes.tie_word_embeddings and dims.pipeline > 1:
         held[-1].append(_tied_copy(held[0][0]))
     buckets = tuple(_buckets(targets.values(), options))
     return SyncPlan(owner, options, buckets, tuple(tuple(tensors) for tensors in held))
@@ -276,7 +276,7 @@ def _order(tensor: MegatronTensor, block: int, owner: Ownership, options: PlanOp
     if tensor.expert is None:
         return ()
     if options.gather == "allgather":
-        return tensor.layer, tensor.expert % (owner.num_experts // owner.shape.expert), len(tensor.blocks), block
+        return tensor.layer, tensor.expert % (owner.num_experts // owner.dims.expert), len(tensor.blocks), block
     return (owner.expert_group(tensor),)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from moerl.config.layouts import Shape, layers_of_stage
+from moerl.contract.parallel import ParallelDims
 from moerl.weights.tensors import FIRST_STAGE, MegatronTensor, Split
 
 
@@ -56,46 +56,42 @@ class Piece:
 class Ownership:
     """Which ranks of a layout hold what of a model."""
 
-    shape: Shape
+    dims: ParallelDims
     num_layers: int
     num_experts: int
-
-    @property
-    def ranks_per_stage(self) -> int:
-        return self.shape.world_size // self.shape.pipeline
 
     def stage_of_layers(self) -> dict[int, int]:
         """The pipeline stage of each layer."""
         return {
             layer: stage
-            for stage in range(self.shape.pipeline)
-            for layer in layers_of_stage(self.num_layers, self.shape.pipeline, self.shape.virtual_pipeline, stage)
+            for stage in range(self.dims.pipeline)
+            for layer in self.dims.layers_of_stage(self.num_layers, stage)
         }
 
     def stage(self, tensor: MegatronTensor, stages: dict[int, int]) -> int:
         """The pipeline stage that holds a tensor; a tied embedding is that of the first stage."""
         if tensor.layer < 0:
-            return 0 if tensor.layer == FIRST_STAGE else self.shape.pipeline - 1
+            return 0 if tensor.layer == FIRST_STAGE else self.dims.pipeline - 1
         return stages[tensor.layer]
 
     def ways(self, tensor: MegatronTensor) -> int:
         """Into how many shards a tensor is cut."""
         if tensor.split is Split.WHOLE:
             return 1
-        return self.shape.tensor if tensor.expert is None else self.shape.expert_tensor
+        return self.dims.tensor if tensor.expert is None else self.dims.expert_tensor
 
     def expert_group(self, tensor: MegatronTensor) -> int:
         """The expert-parallel rank that has a routed expert."""
         assert tensor.expert is not None
-        return tensor.expert // (self.num_experts // self.shape.expert)
+        return tensor.expert // (self.num_experts // self.dims.expert)
 
     def holders(self, tensor: MegatronTensor, stage: int, shard: int) -> Sequence[int]:
         """The ranks that hold shard `shard` of a tensor, all of them alike."""
-        first, count, ways = stage * self.ranks_per_stage, self.ranks_per_stage, self.ways(tensor)
+        first, count, ways = stage * self.dims.ranks_per_stage, self.dims.ranks_per_stage, self.ways(tensor)
         if tensor.expert is None:
             return range(first + shard, first + count, ways)
-        cell = self.shape.expert_tensor * self.shape.expert
-        start = shard + self.shape.expert_tensor * self.expert_group(tensor)
+        cell = self.dims.expert_tensor * self.dims.expert
+        start = shard + self.dims.expert_tensor * self.expert_group(tensor)
         return range(first + start, first + count, cell)
 
 

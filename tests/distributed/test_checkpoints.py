@@ -55,17 +55,17 @@ def machines(one_process: Ranks, two_processes: Ranks) -> Machines:
 
 def step(trainer: Any, seed: int) -> float:
     """One update on all samples; the loss, the same on every rank."""
-    where = trainer.where
+    layout = trainer.layout
     local, denominator = tiny_moe.shares(trainer, tiny_moe.make_samples(seed, LENGTHS))
     report = trainer.step(local, tiny_moe.policy_loss(trainer, local, denominator), enforce=True)
-    counts = where.is_last_stage and where.tensor_rank == 0
+    counts = layout.is_last_stage and layout.tensor_rank == 0
     loss = torch.tensor([sum(float(row.losses_T.sum()) for row in report.rows) * counts], dtype=torch.float64)
     torch.distributed.all_reduce(loss)
     return loss.item() / denominator
 
 
-def save_and_go_on(where: Any, path: Path, folder: Path, sharding: str, dtype: str) -> tuple[list[float], Any]:
-    trainer = tiny_moe.build(where, path, sharding=sharding, dtype=dtype)
+def save_and_go_on(layout: Any, path: Path, folder: Path, sharding: str, dtype: str) -> tuple[list[float], Any]:
+    trainer = tiny_moe.build(layout, path, sharding=sharding, dtype=dtype)
     for seed in (1, 2):
         step(trainer, seed)
     tiny_moe.save(trainer, folder, NAME)
@@ -73,17 +73,17 @@ def save_and_go_on(where: Any, path: Path, folder: Path, sharding: str, dtype: s
 
 
 def load_and_go_on(
-    where: Any, path: Path, folder: Path, sharding: str, dtype: str, again: Path
+    layout: Any, path: Path, folder: Path, sharding: str, dtype: str, again: Path
 ) -> tuple[list[float], Any]:
     """Loads into a trainer that has been elsewhere; writes what it loaded to `again`; goes on."""
-    trainer = tiny_moe.build(where, path, sharding=sharding, dtype=dtype)
+    trainer = tiny_moe.build(layout, path, sharding=sharding, dtype=dtype)
     step(trainer, 7)
     trainer.restore(folder / NAME)
     tiny_moe.save(trainer, again, NAME)
     return [step(trainer, seed) for seed in (3, 4)], tiny_moe.exported(trainer)
 
 
-def tensors(where: Any, folder: Path) -> dict[str, np.ndarray]:
+def tensors(layout: Any, folder: Path) -> dict[str, np.ndarray]:
     """Every tensor of a checkpoint, whole, under its stored name; vocabularies without their padding."""
     from megatron.core import dist_checkpointing
 
@@ -131,9 +131,9 @@ def test_in_its_own_layout_a_run_goes_on_bit_for_bit(
         assert tiny_moe.largest_difference(found, weights) == 0.0
 
 
-def save_and_load_without_pickle(where: Any, path: Path, folder: Path, sharding: str) -> float:
+def save_and_load_without_pickle(layout: Any, path: Path, folder: Path, sharding: str) -> float:
     """Saves and loads while whatever would pickle an object for another rank fails."""
-    trainer = tiny_moe.build(where, path, sharding=sharding)
+    trainer = tiny_moe.build(layout, path, sharding=sharding)
     step(trainer, 1)
     saved = tiny_moe.exported(trainer)
     c10d = "torch.distributed.distributed_c10d"
@@ -155,24 +155,24 @@ def test_nothing_pickled_goes_from_rank_to_rank(
     assert machines.run(layout, save_and_load_without_pickle, untied, tmp_path, sharding) == [0.0, 0.0]
 
 
-def random_numbers(where: Any, path: Path, folder: Path, *, load: bool) -> list[float]:
+def random_numbers(layout: Any, path: Path, folder: Path, *, load: bool) -> list[float]:
     """What this rank draws next, after saving or loading."""
-    trainer = tiny_moe.build(where, path)
-    torch.manual_seed(100 + where.rank)
+    trainer = tiny_moe.build(layout, path)
+    torch.manual_seed(100 + layout.rank)
     if load:
         trainer.restore(folder / NAME)
     else:
-        torch.manual_seed(200 + where.rank)
+        torch.manual_seed(200 + layout.rank)
         tiny_moe.save(trainer, folder, NAME)
     return torch.rand(3).tolist()
 
 
-def after_saving(where: Any, path: Path, folder: Path) -> list[float]:
-    return random_numbers(where, path, folder, load=False)
+def after_saving(layout: Any, path: Path, folder: Path) -> list[float]:
+    return random_numbers(layout, path, folder, load=False)
 
 
-def after_loading(where: Any, path: Path, folder: Path) -> list[float]:
-    return random_numbers(where, path, folder, load=True)
+def after_loading(layout: Any, path: Path, folder: Path) -> list[float]:
+    return random_numbers(layout, path, folder, load=True)
 
 
 def test_random_states_come_back_in_the_layout_that_wrote_them_and_stay_as_they_were_in_another(

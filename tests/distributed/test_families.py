@@ -48,15 +48,15 @@ CASES = [
 ]
 
 
-def compute(where: Any, path: Path, spec: ModelSpec, batches: list[list[Microbatch]]) -> dict[str, Any]:
+def compute(layout: Any, path: Path, spec: ModelSpec, batches: list[list[Microbatch]]) -> dict[str, Any]:
     """Log-probs under natural and enforced routing, the exported weights, and one step of supervised training."""
     from moerl.contract.shares import cut_share
     from moerl.trainer.losses import Scorer, TextLoss
     from moerl.trainer.model import ModelOptions
     from moerl.trainer.trainer import MegatronTrainer
 
-    trainer = MegatronTrainer(path, spec, where, ModelOptions(), tiny_moe.OPTIMIZER, 8)
-    local = [cut_share(batch, trainer.place) for batch in batches[where.data_rank]]
+    trainer = MegatronTrainer(path, spec, layout, ModelOptions(), tiny_moe.OPTIMIZER, 8)
+    local = [cut_share(batch, trainer.layout) for batch in batches[layout.data_rank]]
     weights = {name: tensor.clone() for name, tensor in trainer.export()}
     result: dict[str, Any] = {"weights": weights}
     for name, enforce in (("natural", False), ("enforced", True)):
@@ -163,11 +163,11 @@ def assert_logprobs(results: list[dict[str, Any]], kind: str, expected: list[np.
     assert all(rows.all() for rows in seen)
 
 
-def build(where: Any, path: Path, spec: ModelSpec) -> None:
+def build(layout: Any, path: Path, spec: ModelSpec) -> None:
     from moerl.trainer.model import ModelOptions
     from moerl.trainer.trainer import MegatronTrainer
 
-    MegatronTrainer(path, spec, where, ModelOptions(), None)
+    MegatronTrainer(path, spec, layout, ModelOptions(), None)
 
 
 def test_a_family_that_cannot_be_cut_over_tensor_ranks_is_refused(cases: dict[str, Any], two_processes: Ranks) -> None:

@@ -63,8 +63,8 @@ CASES = [
 ]
 
 
-def train(where: Any, path: Path, case: Case, seeds: tuple[int, ...], adam: bool) -> list[dict[str, Any]]:
-    trainer = matrix.build(where, path, case, adam=adam)
+def train(layout: Any, path: Path, case: Case, seeds: tuple[int, ...], adam: bool) -> list[dict[str, Any]]:
+    trainer = matrix.build(layout, path, case, adam=adam)
     return [matrix.step(trainer, matrix.make_samples(seed)) for seed in seeds]
 
 

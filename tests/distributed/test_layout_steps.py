@@ -38,11 +38,11 @@ def compare(found: list[Any], expected: list[Any], advantages: list[float]) -> l
 # --- several updates per batch ---------------------------------------------------------------------------------------
 
 
-def update_several_times(where: Any, path: Path, case: Case) -> list[dict[str, Any]]:
+def update_several_times(layout: Any, path: Path, case: Case) -> list[dict[str, Any]]:
     """Two minibatches, both scored before the first update on either, then trained on twice."""
     from moerl.trainer.losses import Scorer
 
-    trainer = matrix.build(where, path, case)
+    trainer = matrix.build(layout, path, case)
     minibatches = [matrix.make_samples(seed) for seed in (111, 112)]
     proximal = []
     for samples in minibatches:
@@ -71,11 +71,11 @@ def test_log_probs_from_before_the_first_update_stay_the_proximal_ones(
 # --- KL to a reference -----------------------------------------------------------------------------------------------
 
 
-def step_with_reference(where: Any, path: Path, reference_path: Path, case: Case) -> list[dict[str, Any]]:
+def step_with_reference(layout: Any, path: Path, reference_path: Path, case: Case) -> list[dict[str, Any]]:
     from moerl.algorithms.grpo import GRPO
 
-    trainer = matrix.build(where, path, case)
-    reference = tiny_moe.build(where, reference_path, optimizer=None, recompute=case.recompute)
+    trainer = matrix.build(layout, path, case)
+    reference = tiny_moe.build(layout, reference_path, optimizer=None, recompute=case.recompute)
     steps = []
     for seed in (121, 122):
         samples = matrix.make_samples(seed)
@@ -101,8 +101,8 @@ def test_the_kl_to_a_reference_model_is_that_of_one_process(
     assert abs(steps[0].loss - without[0]["loss"]) > 1e-2
 
 
-def train_without_reference(where: Any, path: Path) -> list[dict[str, Any]]:
-    return [matrix.step(matrix.build(where, path, Case(1)), matrix.make_samples(121))]
+def train_without_reference(layout: Any, path: Path) -> list[dict[str, Any]]:
+    return [matrix.step(matrix.build(layout, path, Case(1)), matrix.make_samples(121))]
 
 
 # --- text ------------------------------------------------------------------------------------------------------------
@@ -116,13 +116,13 @@ def texts() -> list[TextSample]:
     ]
 
 
-def learn_text(where: Any, path: Path, case: Case) -> list[dict[str, Any]]:
+def learn_text(layout: Any, path: Path, case: Case) -> list[dict[str, Any]]:
     from moerl.trainer.losses import TextLoss
 
-    trainer = matrix.build(where, path, case)
+    trainer = matrix.build(layout, path, case)
     steps = []
-    options = PackOptions(64, Padding.of(where.tensor, where.context), count_multiple=where.microbatch_multiple)
-    ranks = pack_text_for_ranks(texts(), where.data, options)
+    options = PackOptions(64, Padding.of(layout.dims), count_multiple=layout.dims.microbatch_multiple)
+    ranks = pack_text_for_ranks(texts(), layout.dims.data, options)
     denominator = tiny_moe.num_trained([batch for part in ranks for batch in part])
     batches = tiny_moe.mine(trainer, ranks)
     for _ in range(3):
@@ -149,9 +149,11 @@ def test_supervised_steps_equal_those_of_one_process(
 # --- batches that do not fill the ranks ------------------------------------------------------------------------------
 
 
-def step_on_few(where: Any, path: Path, case: Case, lengths: tuple[int, ...]) -> tuple[list[dict[str, Any]], list[int]]:
+def step_on_few(
+    layout: Any, path: Path, case: Case, lengths: tuple[int, ...]
+) -> tuple[list[dict[str, Any]], list[int]]:
     """Two steps, and how many real rows each microbatch of this rank has."""
-    trainer = matrix.build(where, path, case)
+    trainer = matrix.build(layout, path, case)
     batches, _ = tiny_moe.shares(trainer, matrix.make_samples(141, lengths), uncaptured="live")
     steps = [matrix.step(trainer, matrix.make_samples(seed, lengths)) for seed in (141, 142)]
     return steps, [int((~batch.is_pad).sum()) for batch in batches]
@@ -223,9 +225,9 @@ def disturb(trainer: Any, kind: str) -> None:
             run(batches, failing, enforce=True)
 
 
-def step_disturbed(where: Any, path: Path, case: Case, kind: str) -> None:
+def step_disturbed(layout: Any, path: Path, case: Case, kind: str) -> None:
     """Steps with and without the disturbance before each are the same, bit for bit."""
-    disturbed, plain = (matrix.build(where, path, case, adam=True) for _ in range(2))
+    disturbed, plain = (matrix.build(layout, path, case, adam=True) for _ in range(2))
     before = tiny_moe.exported(plain)
     for seed in (152, 153):
         disturb(disturbed, kind)
@@ -256,11 +258,11 @@ def test_nothing_is_left_over_for_the_next_step(kind: str, case: Case, untied: P
 # --- rows that are routed live ---------------------------------------------------------------------------------------
 
 
-def routing_maps(where: Any, path: Path, case: Case) -> tuple[int, int]:
+def routing_maps(layout: Any, path: Path, case: Case) -> tuple[int, int]:
     """(dispatches compared, experts that differ) between forward and recompute, uncaptured rows among them."""
     from moerl.trainer.replay import ReplaySchedule
 
-    trainer = matrix.build(where, path, case)
+    trainer = matrix.build(layout, path, case)
     maps: dict[tuple[int, int, int], torch.Tensor] = {}
     observe = ReplaySchedule.observe
 

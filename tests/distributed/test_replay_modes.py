@@ -58,10 +58,10 @@ def record_scores(trainer: Any) -> list[dict[str, Any]]:
 # --- natural routing -------------------------------------------------------------------------------------------------
 
 
-def observe(where: Any, path: Path, recompute: str) -> dict[str, Any]:
+def observe(layout: Any, path: Path, recompute: str) -> dict[str, Any]:
     from moerl.trainer.replay import ReplaySchedule
 
-    trainer = tiny_moe.build(where, path, recompute=recompute)
+    trainer = tiny_moe.build(layout, path, recompute=recompute)
     batches, denominator = tiny_moe.shares(trainer, make_samples(31), uncaptured="live")
     original = ReplaySchedule._compare
     seen = record_scores(trainer)
@@ -107,11 +107,11 @@ def test_natural_statistics_are_a_brute_force_over_logits_and_those_of_one_proce
 # --- the trainer's own routing ---------------------------------------------------------------------------------------
 
 
-def keep_own(where: Any, path: Path, other: Path, recompute: str) -> dict[str, Any]:
+def keep_own(layout: Any, path: Path, other: Path, recompute: str) -> dict[str, Any]:
     """Records with the weights of one model and enforces in another, which would have chosen otherwise."""
     from moerl.trainer.losses import Scorer
 
-    first, second = (tiny_moe.build(where, each, recompute=recompute) for each in (path, other))
+    first, second = (tiny_moe.build(layout, each, recompute=recompute) for each in (path, other))
     batches, denominator = tiny_moe.shares(first, make_samples(32), uncaptured="live")
     natural = first.score(batches, Scorer(batches, keep_mask=True), enforce=False)
     report, recorded = first.score_and_record(batches, Scorer(batches, keep_mask=True))
@@ -153,8 +153,8 @@ def test_an_update_takes_the_routing_of_the_trainers_own_forward_pass(
 # --- when it is proved -----------------------------------------------------------------------------------------------
 
 
-def step_unproved(where: Any, path: Path) -> None:
-    trainer, plain = (tiny_moe.build(where, path) for _ in range(2))
+def step_unproved(layout: Any, path: Path) -> None:
+    trainer, plain = (tiny_moe.build(layout, path) for _ in range(2))
     batches, denominator = tiny_moe.shares(trainer, tiny_moe.make_samples(33, LENGTHS))
     for each, prove in ((trainer, False), (plain, True)):
         report = each.step(batches, tiny_moe.policy_loss(each, batches, denominator), enforce=True, prove=prove)
@@ -188,11 +188,11 @@ def leave_a_row_to_the_router(batch: Microbatch) -> Microbatch:
     return replace(batch, routed=batch.routed & (np.arange(batch.num_rows) != batch.num_rows - 12))
 
 
-def explain(where: Any, path: Path, tamper: Callable[[Microbatch], Microbatch], *, own: bool) -> dict[str, Any]:
+def explain(layout: Any, path: Path, tamper: Callable[[Microbatch], Microbatch], *, own: bool) -> dict[str, Any]:
     from moerl.orchestration.replay_report import explained
     from moerl.trainer.losses import Scorer
 
-    trainer = tiny_moe.build(where, path)
+    trainer = tiny_moe.build(layout, path)
     samples = tiny_moe.make_samples(34, LENGTHS)
     batches, denominator = tiny_moe.shares(trainer, samples)
     traces: Any = ()
@@ -200,13 +200,13 @@ def explain(where: Any, path: Path, tamper: Callable[[Microbatch], Microbatch], 
         _, recorded = trainer.score_and_record(batches, Scorer(batches, keep_mask=True))
         batches, traces = recorded.batches, recorded.traces
     wrong = list(batches)
-    last = where.rank == where.world_size - 1
+    last = layout.rank == layout.dims.world_size - 1
     if last:
         wrong[-1] = tamper(wrong[-1])
     before = tiny_moe.exported(trainer)
     with (
         pytest.raises(ReplayError) as caught,
-        explained(trainer, wrong, samples if where.is_main else (), traces),
+        explained(trainer, wrong, samples if layout.is_main else (), traces),
     ):
         trainer.step(wrong, tiny_moe.policy_loss(trainer, wrong, denominator), enforce=True)
     assert tiny_moe.largest_difference(tiny_moe.exported(trainer), before) == 0.0
@@ -221,7 +221,7 @@ def where_it_differs(trainer: Any, right: Microbatch, wrong: Microbatch) -> list
     """(sample, position, MoE layer) whose sets of experts are not the same, by a loop over this rank's rows."""
     from moerl.trainer.replay_rows import routing_slice
 
-    mine = routing_slice(right, trainer.where)
+    mine = routing_slice(right, trainer.layout)
     samples, positions, pads = right.sample_index[mine], right.position_ids[mine], right.is_pad[mine]
     layers = [tap.moe_layer for tap in trainer.keep_routing.taps]
     assert right.expert_ids is not None
@@ -252,12 +252,12 @@ def test_a_failed_proof_names_the_first_row_that_differs(
     assert f", rank {rank}, microbatch {microbatch}, forward: checksum" in ranks[-1]["message"]
 
 
-def _explain_rollout(where: Any, path: Path, tamper: Callable[[Microbatch], Microbatch]) -> dict[str, Any]:
-    return explain(where, path, tamper, own=False)
+def _explain_rollout(layout: Any, path: Path, tamper: Callable[[Microbatch], Microbatch]) -> dict[str, Any]:
+    return explain(layout, path, tamper, own=False)
 
 
-def _explain_own(where: Any, path: Path, tamper: Callable[[Microbatch], Microbatch]) -> dict[str, Any]:
-    return explain(where, path, tamper, own=True)
+def _explain_own(layout: Any, path: Path, tamper: Callable[[Microbatch], Microbatch]) -> dict[str, Any]:
+    return explain(layout, path, tamper, own=True)
 
 
 @pytest.mark.parametrize(
@@ -276,10 +276,10 @@ def test_a_captured_row_that_is_left_to_the_router_is_reported_as_that(
     assert "with 1 row left to the router" in ranks[-1]["message"]
 
 
-def spoil_on_one_rank(where: Any, path: Path, expert: int) -> str:
-    trainer = tiny_moe.build(where, path)
+def spoil_on_one_rank(layout: Any, path: Path, expert: int) -> str:
+    trainer = tiny_moe.build(layout, path)
     batches, denominator = tiny_moe.shares(trainer, tiny_moe.make_samples(35, LENGTHS))
-    if where.rank == 1:
+    if layout.rank == 1:
         assert batches[0].expert_ids is not None
         expert_ids = batches[0].expert_ids.copy()
         expert_ids[1, -1, :] = expert
@@ -304,15 +304,15 @@ def test_experts_that_no_row_can_have_are_refused_on_every_rank(
     assert "on another rank" in first
 
 
-def drop_on_one_rank(where: Any, path: Path) -> str:
+def drop_on_one_rank(layout: Any, path: Path) -> str:
     from moerl.orchestration.replay_report import explained
 
-    trainer = tiny_moe.build(where, path)
+    trainer = tiny_moe.build(layout, path)
     samples = tiny_moe.make_samples(35, LENGTHS)
     batches, denominator = tiny_moe.shares(trainer, samples)
-    if where.rank == 1:
+    if layout.rank == 1:
         batches = [replace(batches[0], expert_ids=None), *batches[1:]]
-    with pytest.raises(ReplayError) as caught, explained(trainer, batches, samples if where.is_main else ()):
+    with pytest.raises(ReplayError) as caught, explained(trainer, batches, samples if layout.is_main else ()):
         trainer.step(batches, tiny_moe.policy_loss(trainer, batches, denominator), enforce=True)
     return str(caught.value)
 

@@ -56,13 +56,13 @@ def examples(draw: st.DrawFn, layouts: Sequence[tuple[int, dict[str, int]]] = LA
     return Example(case, draw(st.integers(0, 2**16)), lengths, draw(st.sampled_from([0.0, 0.3, 0.9])))
 
 
-def step(where: Any, path: Path, example: Example) -> dict[str, Any]:
+def step(layout: Any, path: Path, example: Example) -> dict[str, Any]:
     """One step of this rank: every row that was dispatched, and the gradient by Hugging Face names."""
     from moerl.trainer.routers import RouterTap
 
     with matrix.sgd():
         case = example.case
-        trainer = tiny_moe.build(where, path, optimizer=SGD, recompute=case.recompute, sharding=case.sharding)
+        trainer = tiny_moe.build(layout, path, optimizer=SGD, recompute=case.recompute, sharding=case.sharding)
     before = tiny_moe.exported(trainer)
     batches, denominator = tiny_moe.shares(trainer, example.samples(), uncaptured="live")
     parts: list[np.ndarray] = []
@@ -71,7 +71,7 @@ def step(where: Any, path: Path, example: Example) -> dict[str, Any]:
     def before_dispatch(tap: Any, routing_map_tE: Any) -> None:
         assert tap.active is not None
         microbatch, phase = tap.active
-        parts.append(dispatched(batches[microbatch], where, tap.moe_layer, phase, routing_map_tE.numpy()))
+        parts.append(dispatched(batches[microbatch], layout, tap.moe_layer, phase, routing_map_tE.numpy()))
         original(tap, routing_map_tE)
 
     with mock.patch.object(RouterTap, "before_dispatch", before_dispatch):
@@ -84,9 +84,9 @@ def step(where: Any, path: Path, example: Example) -> dict[str, Any]:
     }
 
 
-def dispatched(batch: Any, where: Any, layer: int, phase: int, routing_map_tE: np.ndarray) -> np.ndarray:
+def dispatched(batch: Any, layout: Any, layer: int, phase: int, routing_map_tE: np.ndarray) -> np.ndarray:
     """int64 [r, 5]: the rows of one dispatch, pad rows left out."""
-    mine = slice(where.tensor_rank * len(routing_map_tE), (where.tensor_rank + 1) * len(routing_map_tE))
+    mine = slice(layout.tensor_rank * len(routing_map_tE), (layout.tensor_rank + 1) * len(routing_map_tE))
     bits_t = (routing_map_tE * (1 << np.arange(routing_map_tE.shape[1]))).sum(1)
     places = np.full((len(bits_t), 2), (layer, phase))
     columns = [batch.sample_index[mine, None], batch.position_ids[mine, None], places, bits_t[:, None]]

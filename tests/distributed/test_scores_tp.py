@@ -10,13 +10,14 @@ import torch
 from ranks import Ranks
 from torch import Tensor
 
+from moerl.contract.parallel import RankCoordinates
 from moerl.contract.trajectory import KeptSets
 from moerl.kernels.head import Head, HeadInputs
 from moerl.kernels.kept import KeptRows, kl_kept
 from moerl.kernels.scores import score_full, score_kept
 from moerl.kernels.vocab_parallel import VocabShard
 from moerl.kernels.whole_kl import kl_whole
-from moerl.trainer import layout
+from moerl.trainer import groups
 
 VOCAB, PADDED, WIDTH, ROWS = 21, 32, 24, 8
 """Padding as under four ranks of 8 columns: the last one holds nothing else."""
@@ -103,12 +104,14 @@ def with_gradients(values: dict[str, Tensor], hidden: Tensor, head: Tensor) -> d
     return out
 
 
-def on_a_rank(where: layout.Layout, dtype: torch.dtype, sequence_parallel: bool) -> dict[str, list[Tensor]]:
+def on_a_rank(layout: RankCoordinates, dtype: torch.dtype, sequence_parallel: bool) -> dict[str, list[Tensor]]:
     hidden, other, weight, temperatures = data(dtype)
-    shard = VocabShard.from_group(VOCAB, PADDED // where.tensor, layout.tensor_group())
+    shard = VocabShard.from_group(VOCAB, PADDED // layout.dims.tensor, groups.tensor_group())
     mine = slice(None)
     if sequence_parallel:
-        mine = slice(where.tensor_rank * ROWS // where.tensor, (where.tensor_rank + 1) * ROWS // where.tensor)
+        mine = slice(
+            layout.tensor_rank * ROWS // layout.dims.tensor, (layout.tensor_rank + 1) * ROWS // layout.dims.tensor
+        )
     leaf, own = hidden[mine].clone().requires_grad_(), weight[shard.start : shard.end].clone().requires_grad_()
     head = Head(own, shard, sequence_parallel)
     reference = Head(own.detach(), shard, sequence_parallel).enter(other[mine])
@@ -146,10 +149,10 @@ def test_scores_of_vocabulary_shards_equal_a_dense_masked_log_softmax(
             assert_close(f"{name}, head", of_head, grads[1], TOLERANCES[dtype])
 
 
-def shared_weight_gradient(where: layout.Layout) -> tuple[Tensor, Tensor]:
+def shared_weight_gradient(layout: RankCoordinates) -> tuple[Tensor, Tensor]:
     """The gradient of a matrix that is embedding and head at once, and the sum of what each use gives alone."""
     _, _, weight, temperatures = data(torch.float32)
-    shard = VocabShard.from_group(VOCAB, PADDED // where.tensor, layout.tensor_group())
+    shard = VocabShard.from_group(VOCAB, PADDED // layout.dims.tensor, groups.tensor_group())
     own = weight[shard.start : shard.end].clone()
     tokens = torch.tensor(TARGETS) % shard.num_columns
 

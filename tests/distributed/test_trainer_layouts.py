@@ -39,8 +39,8 @@ def flat(ranks: list[list[Microbatch]], layout: str) -> list[list[Microbatch]]:
 # --- options of the model --------------------------------------------------------------------------------------------
 
 
-def train_without_routers(where: Any, path: Path) -> tuple[dict[str, float], bool]:
-    trainer = tiny_moe.build(where, path, train_router=False, deterministic=True)
+def train_without_routers(layout: Any, path: Path) -> tuple[dict[str, float], bool]:
+    trainer = tiny_moe.build(layout, path, train_router=False, deterministic=True)
     before = tiny_moe.exported(trainer)
     local, denominator = tiny_moe.shares(trainer, tiny_moe.make_samples(91, LENGTHS))
     trainer.step(local, tiny_moe.policy_loss(trainer, local, denominator), enforce=True)
@@ -64,11 +64,11 @@ def test_frozen_routers_stay_and_everything_else_moves(
 # --- scores and export -----------------------------------------------------------------------------------------------
 
 
-def score(where: Any, path: Path, ranks: list[list[Microbatch]]) -> dict[str, Any]:
+def score(layout: Any, path: Path, ranks: list[list[Microbatch]]) -> dict[str, Any]:
     from moerl.trainer.losses import Scorer
 
-    assert (where.rank == 0) == where.is_main
-    trainer = tiny_moe.build(where, path, optimizer=None)
+    assert (layout.rank == 0) == layout.is_main
+    trainer = tiny_moe.build(layout, path, optimizer=None)
     local = tiny_moe.mine(trainer, ranks)
     natural = trainer.score(local, Scorer(local, keep_mask=False), enforce=False)
     enforced = trainer.score(local, Scorer(local, keep_mask=True, with_full=True), enforce=True)
@@ -116,11 +116,11 @@ def test_every_layout_agrees_with_transformers_and_exports_what_it_loaded(
 AUX = 0.05
 
 
-def train(where: Any, path: Path, steps: list[Any], aux: float, recompute: str) -> dict[str, Any]:
+def train(layout: Any, path: Path, steps: list[Any], aux: float, recompute: str) -> dict[str, Any]:
     """Steps with Keep Routing, a forward-only pass before each."""
     from moerl.trainer.losses import Scorer
 
-    trainer = tiny_moe.build(where, path, moe_aux_loss_coef=aux, recompute=recompute)
+    trainer = tiny_moe.build(layout, path, moe_aux_loss_coef=aux, recompute=recompute)
     losses, norms, differing, verified = [], [], 0, 0
     load = np.zeros(0)
     for ranks in steps:
@@ -179,13 +179,13 @@ def spoil(batch: Microbatch, kind: str) -> Microbatch:
     return replace(batch, **changes[kind])
 
 
-def spoil_one_rank(where: Any, path: Path, ranks: list[list[Microbatch]], kind: str) -> str:
+def spoil_one_rank(layout: Any, path: Path, ranks: list[list[Microbatch]], kind: str) -> str:
     """One rank alone has something wrong: none may update, and all go on as if nothing had been."""
-    trainer, plain = (tiny_moe.build(where, path) for _ in range(2))
+    trainer, plain = (tiny_moe.build(layout, path) for _ in range(2))
     before = tiny_moe.exported(trainer)
     denominator = tiny_moe.num_trained([batch for part in ranks for batch in part])
     local = tiny_moe.mine(trainer, ranks)
-    wrong = [spoil(local[0], kind), *local[1:]] if where.rank == 1 else local
+    wrong = [spoil(local[0], kind), *local[1:]] if layout.rank == 1 else local
     loss = tiny_moe.policy_loss(trainer, wrong, denominator)
     if kind == "nan":
         update = trainer.step(wrong, loss, enforce=True).update

@@ -10,7 +10,7 @@ from ranks import Ranks
 SIZES = (3, 0, 5, 1)
 
 
-def exchange(where: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def exchange(layout: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     import torch
     import torch.distributed as dist
     from megatron.core.tensor_parallel.mappings import (
@@ -18,7 +18,7 @@ def exchange(where: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         reduce_scatter_to_sequence_parallel_region,
     )
 
-    sizes, rank = list(SIZES), where.rank
+    sizes, rank = list(SIZES), layout.rank
     local = torch.full((sizes[rank], 2), float(rank), requires_grad=True)
     gathered = gather_from_sequence_parallel_region(local, group=dist.group.WORLD, output_split_sizes=sizes)
     (gathered * torch.arange(float(len(gathered)))[:, None]).sum().backward()

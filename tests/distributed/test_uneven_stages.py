@@ -14,7 +14,7 @@ import tiny_moe
 import torch
 from ranks import Ranks
 
-from moerl.config.layouts import stage_layers
+from moerl.contract.parallel import stage_layers
 from moerl.contract.spec import spec_from_hf_config
 
 FAMILY = families.FAMILIES["deepseek_v3"]
@@ -48,7 +48,7 @@ def megatrons_stages(config: Any, pipeline: int) -> list[list[int]]:
     return [list(range(start, start + count)) for start, count in zip(offsets, counts, strict=True)]
 
 
-def stages_of_large_models(where: Any) -> None:
+def stages_of_large_models(layout: Any) -> None:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from moerl.trainer.model import _parallel_settings
@@ -70,13 +70,13 @@ def test_megatron_counts_the_layers_of_large_models_as_the_split_says(one_proces
     one_process.run(stages_of_large_models)
 
 
-def train(where: Any, path: Path) -> dict[str, Any]:
+def train(layout: Any, path: Path) -> dict[str, Any]:
     """Two steps with Keep Routing, full recompute, and what they were made of."""
     from moerl.trainer.model import ModelOptions
     from moerl.trainer.trainer import MegatronTrainer
 
     spec = spec_from_hf_config(FAMILY.config(num_hidden_layers=NUM_LAYERS).to_dict())
-    trainer = MegatronTrainer(path, spec, where, ModelOptions(recompute="full"), tiny_moe.OPTIMIZER, 8)
+    trainer = MegatronTrainer(path, spec, layout, ModelOptions(recompute="full"), tiny_moe.OPTIMIZER, 8)
     losses, norms, verified = [], [], 0
     for seed in (91, 92):
         local, denominator = tiny_moe.shares(trainer, families.make_samples(spec, seed, LENGTHS))

@@ -18,6 +18,7 @@ from ranks import Ranks
 from moerl.buffer.packing import PackOptions, pack_for_ranks
 from moerl.buffer.rows import Padding
 from moerl.contract.batch import Microbatch
+from moerl.contract.parallel import ParallelDims
 from moerl.contract.trajectory import ModelSpec
 
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
@@ -50,18 +51,18 @@ CASES = [
 ]
 
 
-def gather_both_ways(where: Any, path: Path, spec: ModelSpec, dtype: str) -> dict[str, Any]:
+def gather_both_ways(layout: Any, path: Path, spec: ModelSpec, dtype: str) -> dict[str, Any]:
     """Every root's tensors by both ways of gathering against the bridge's export, and the bytes that travelled."""
     from moerl.trainer.model import ModelOptions
     from moerl.trainer.trainer import MegatronTrainer
 
-    trainer = MegatronTrainer(path, spec, where, ModelOptions(dtype=dtype), tiny_moe.OPTIMIZER, 8)
+    trainer = MegatronTrainer(path, spec, layout, ModelOptions(dtype=dtype), tiny_moe.OPTIMIZER, 8)
     expected = {name: tensor.clone() for name, tensor in trainer.export()}
-    found: dict[str, Any] = {"world": where.world_size, "problems": [], "bytes": {}}
+    found: dict[str, Any] = {"world": layout.dims.world_size, "problems": [], "bytes": {}}
     for gather in ("root", "allgather"):
-        for roots in sorted({1, where.pipeline, where.world_size}):
+        for roots in sorted({1, layout.dims.pipeline, layout.dims.world_size}):
             plan = weight_sync.plan_for(trainer, path, roots=roots, gather=gather)
-            sink = weight_sync.KeepingSink() if where.rank in plan.options.roots else None
+            sink = weight_sync.KeepingSink() if layout.rank in plan.options.roots else None
             report = weight_sync.publish(trainer, plan, sink, version=roots)
             mine = sink.tensors if sink is not None else {}
             found["problems"] += [f"{gather}-{roots}: {p}" for p in differences(mine, expected, whole=roots == 1)]
@@ -113,7 +114,7 @@ def test_both_ways_of_gathering_give_the_bridges_export(
 
 
 def train_and_sync(
-    where: Any, path: Path, spec: ModelSpec, dtype: str, expert_bias: str, batches: list[list[Microbatch]]
+    layout: Any, path: Path, spec: ModelSpec, dtype: str, expert_bias: str, batches: list[list[Microbatch]]
 ) -> list[str]:
     """Versions 0, 1 and 2 of a policy in training, each in an embedded engine compared with the bridge's export."""
     from transformers import AutoModelForCausalLM
@@ -126,11 +127,11 @@ def train_and_sync(
     from moerl.trainer.trainer import MegatronTrainer
 
     options = ModelOptions(dtype=dtype, expert_bias=expert_bias)
-    trainer = MegatronTrainer(path, spec, where, options, tiny_moe.OPTIMIZER, 8)
-    local = [cut_share(batch, trainer.place) for batch in batches[where.data_rank]]
+    trainer = MegatronTrainer(path, spec, layout, options, tiny_moe.OPTIMIZER, 8)
+    local = [cut_share(batch, trainer.layout) for batch in batches[layout.data_rank]]
     denominator = tiny_moe.num_trained([batch for part in batches for batch in part])
     engine, problems, before = None, [], {}
-    if where.is_main:
+    if layout.is_main:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
         engine = EmbeddedEngine(model, spec, engine_id="engine", max_running=1)
     plan = weight_sync.plan_for(trainer, path)
@@ -157,7 +158,7 @@ def test_an_engine_holds_the_export_of_every_step(
 ):
     families.write_model(tmp_path, FAMILIES[name], seed=5)
     samples = families.make_samples(FAMILIES[name].spec(), 5, (5, 30, 17, 41))
-    options = PackOptions(64, Padding.of(2, 1))
+    options = PackOptions(64, Padding.of(ParallelDims(tensor=2)))
     batches = pack_for_ranks(samples, 2, options, replay=True)
     ranks = processes(8)
     results = ranks.run(

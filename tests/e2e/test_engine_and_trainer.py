@@ -36,12 +36,12 @@ def sample(path: Path, *, temperature: float, top_p: float) -> list[Any]:
     return [TrainSample(t, np.zeros(len(t.token_ids), np.float32)) for t in trajectories]
 
 
-def score_rollouts(where: Any, path: Path, temperature: float, top_p: float) -> dict[str, np.ndarray]:
+def score_rollouts(layout: Any, path: Path, temperature: float, top_p: float) -> dict[str, np.ndarray]:
     """Per sampled token: log-probs of the engine and of the trainer with and without masks and recorded routes."""
     from moerl.trainer.losses import Scorer
 
     batches = tiny_moe.pack(sample(path, temperature=temperature, top_p=top_p))[0]
-    trainer = tiny_moe.build(where, path)
+    trainer = tiny_moe.build(layout, path)
 
     def rows(field: str, *, keep_mask: bool, enforce: bool) -> np.ndarray:
         scorer = Scorer(batches, keep_mask=keep_mask)

@@ -60,7 +60,7 @@ def test_a_run_told_to_stop_before_anything_was_learned_starts_again(
     forked: Runs, tiny: DoneRun, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    begin = tell("SIGTERM", "moerl.trainer.layout:start")
+    begin = tell("SIGTERM", "moerl.trainer.groups:start")
     stopped = forked.run("train", "recipe=tiny", f"run_dir='{run}'", fault=begin)
     assert stopped.status == 75, stopped.output
     assert stopped.output.endswith(f"go on, nothing was saved yet: moerl train resume={run}\n")

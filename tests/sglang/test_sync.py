@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM
 from moerl.buffer.packing import PackOptions, pack_for_ranks
 from moerl.buffer.rows import Padding
 from moerl.contract.batch import Microbatch
+from moerl.contract.parallel import ParallelDims
 from moerl.contract.spec import moe_layer_indices
 from moerl.contract.trajectory import ModelSpec, SamplingParams, Trajectory
 from moerl.rollout.sglang.client import ModelFacts
@@ -70,7 +71,9 @@ def case(request, environment: Path, tmp_path_factory: pytest.TempPathFactory) -
         yield Case(family, dtype, num_ranks, folder, server.endpoint)
 
 
-def train_and_sync(where: Any, case: Case, spec: ModelSpec, batches: list[list[Microbatch]], output: Path) -> list[str]:
+def train_and_sync(
+    layout: Any, case: Case, spec: ModelSpec, batches: list[list[Microbatch]], output: Path
+) -> list[str]:
     """Versions 0, 1 and 2 of a policy in training; what the server holds is compared with the bridge's export, and the
     last one's greedy answers with those of transformers on it."""
     from moerl.contract.shares import cut_share
@@ -80,12 +83,12 @@ def train_and_sync(where: Any, case: Case, spec: ModelSpec, batches: list[list[M
     from moerl.trainer.trainer import MegatronTrainer
 
     options = ModelOptions(dtype=case.dtype, expert_bias="update" if case.family == "deepseek_v3" else "frozen")
-    trainer = MegatronTrainer(case.folder, spec, where, options, tiny_moe.OPTIMIZER, 8)
-    local = [cut_share(batch, trainer.place) for batch in batches[where.data_rank]]
+    trainer = MegatronTrainer(case.folder, spec, layout, options, tiny_moe.OPTIMIZER, 8)
+    local = [cut_share(batch, trainer.layout) for batch in batches[layout.data_rank]]
     denominator = tiny_moe.num_trained([batch for part in batches for batch in part])
     plan = weight_sync.plan_for(trainer, case.folder)
     engine, problems, before, shapes = None, [], {}, {}
-    if where.is_main:
+    if layout.is_main:
         shapes = {name: tuple(t.shape) for name, t in load_file(case.folder / "model.safetensors").items()}
         model = ModelFacts(spec, moe_layer_indices(families.FAMILIES[case.family].config().to_dict()))
         engine = sglang_live.connect(case.endpoint, model=model, version=-1, shapes=shapes, dtype=case.dtype)
@@ -134,13 +137,13 @@ def test_a_server_holds_the_export_of_every_step_and_answers_greedily_as_transfo
 ):
     family = families.FAMILIES[case.family]
     samples = families.make_samples(family.spec(), 5, (5, 30, 17, 41))
-    batches = pack_for_ranks(samples, 2, PackOptions(64, Padding.of(2, 1)), replay=True)
+    batches = pack_for_ranks(samples, 2, PackOptions(64, Padding.of(ParallelDims(tensor=2))), replay=True)
     results = processes(8).run(train_and_sync, case, family.spec(), batches, tmp_path, **LAYOUT)
     assert [problem for result in results for problem in result] == []
 
 
 def train_and_sync_from_two_roots(
-    where: Any, case: Case, spec: ModelSpec, batches: list[list[Microbatch]], endpoints: list[Endpoint]
+    layout: Any, case: Case, spec: ModelSpec, batches: list[list[Microbatch]], endpoints: list[Endpoint]
 ) -> tuple[list[str], int]:
     """Versions 0 and 1, checked by the engine as in a run; then what every server holds against the export. Problems,
     and the bytes that this rank sent of the last version."""
@@ -151,19 +154,19 @@ def train_and_sync_from_two_roots(
     from moerl.trainer.model import ModelOptions
     from moerl.trainer.trainer import MegatronTrainer
 
-    trainer = MegatronTrainer(case.folder, spec, where, ModelOptions(dtype=case.dtype), tiny_moe.OPTIMIZER, 8)
-    local = [cut_share(batch, trainer.place) for batch in batches[where.data_rank]]
+    trainer = MegatronTrainer(case.folder, spec, layout, ModelOptions(dtype=case.dtype), tiny_moe.OPTIMIZER, 8)
+    local = [cut_share(batch, trainer.layout) for batch in batches[layout.data_rank]]
     denominator = tiny_moe.num_trained([batch for part in batches for batch in part])
     plan = weight_sync.plan_for(trainer, case.folder, roots=2)
     shapes = {name: tuple(t.shape) for name, t in load_file(case.folder / "model.safetensors").items()}
     engine, problems, said = None, [], []
-    if where.is_main:
+    if layout.is_main:
         model = ModelFacts(spec, moe_layer_indices(families.FAMILIES[case.family].config().to_dict()))
         engine = sglang_live.connect(
             *endpoints, model=model, version=-1, shapes=shapes, dtype=case.dtype, say=said.append
         )
-    sink = several_roots(engine, where.rank, plan.options.roots, case.folder, 120.0)
-    publisher = weight_sync.publisher_of(plan, where.rank, sink)
+    sink = several_roots(engine, layout.rank, plan.options.roots, case.folder, 120.0)
+    publisher = weight_sync.publisher_of(plan, layout.rank, sink)
     num_bytes = 0
     for version in range(2):
         trainer.step(local, TextLoss(local, spec.vocab_size, denominator), enforce=True)
@@ -185,7 +188,7 @@ def test_two_pipeline_stages_send_to_two_servers_at_once(
     folder = families.write_model(tmp_path / "hf", family, seed=5)
     options = ServerOptions(folder, environment, "cpu", dtype="float32", max_pool_tokens=8192, policy_version=-1)
     samples = families.make_samples(family.spec(), 5, (5, 30, 17, 41))
-    batches = pack_for_ranks(samples, 1, PackOptions(64, Padding.of(1, 1)), replay=True)
+    batches = pack_for_ranks(samples, 1, PackOptions(64, Padding()), replay=True)
     with sglang_live.running(options, tmp_path / "a") as a, sglang_live.running(options, tmp_path / "b") as b:
         case = Case("qwen3_moe", "float32", 1, folder, a.endpoint)
         endpoints = [a.endpoint, b.endpoint]

@@ -25,6 +25,7 @@ from moerl.buffer.packing import (
 )
 from moerl.buffer.rows import Padding
 from moerl.contract.batch import Microbatch, TextSample, TrainSample
+from moerl.contract.parallel import ParallelDims
 from moerl.contract.reasons import Reason
 from moerl.contract.routing import rollout_key, routing_checksums
 from moerl.contract.trajectory import KeptSets, ModelSpec, SamplingParams, TurnKind
@@ -265,7 +266,7 @@ def test_pad_rows_inside_a_sequence_count_in_no_checksum():
 
 @pytest.mark.parametrize(("tensor", "context", "sequence", "total"), [(1, 1, 1, 1), (4, 1, 1, 4), (2, 3, 12, 2)])
 def test_the_padding_of_a_layout(tensor: int, context: int, sequence: int, total: int):
-    assert Padding.of(tensor, context) == Padding(sequence, total)
+    assert Padding.of(ParallelDims(tensor=tensor, context=context)) == Padding(sequence, total)
 
 
 def test_no_pad_sequence_is_added_where_the_rows_fit_exactly():

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from factories import QWEN3_30B, hf_config
 
-from moerl.config.layouts import Shape, layout_problems
+from moerl.config.layouts import layout_problems
 from moerl.config.load import load_config
 from moerl.config.memory import (
     Needs,
@@ -22,6 +22,7 @@ from moerl.config.memory import (
     total_parameters,
 )
 from moerl.config.model_sizes import ModelSizes, sizes_from_hf_config
+from moerl.contract.parallel import ParallelDims
 from moerl.kernels import products
 
 QWEN3_235B = QWEN3_30B | {
@@ -181,34 +182,34 @@ def test_parameters_are_counted_as_transformers_builds_them(changes: dict[str, A
 @pytest.mark.parametrize("config", [QWEN3_30B, GLM_45_AIR], ids=["Qwen3-30B-A3B", "GLM-4.5-Air"])
 def test_the_stages_hold_the_model_once(config: dict[str, Any]):
     sizes = sizes_of(config)
-    for shape in (Shape(pipeline=2), Shape(pipeline=2, virtual_pipeline=sizes.num_layers // 2)):
-        stages = [rank_parameters(sizes, shape, stage) for stage in range(2)]
+    for dims in (ParallelDims(pipeline=2), ParallelDims(pipeline=2, virtual_pipeline=sizes.num_layers // 2)):
+        stages = [rank_parameters(sizes, dims, stage) for stage in range(2)]
         assert sum(sum(stage.values()) for stage in stages) == total_parameters(sizes)
         assert (stages[0]["head"], stages[1]["embedding"]) == (0, 0)
 
 
 def test_each_axis_splits_what_is_its_own():
     sizes = sizes_of(DEEPSEEK_V3)
-    whole = rank_parameters(sizes, Shape(), 0)
-    expert = rank_parameters(sizes, Shape(expert=8, expert_tensor=2, data=16), 0)
+    whole = rank_parameters(sizes, ParallelDims(), 0)
+    expert = rank_parameters(sizes, ParallelDims(expert=8, expert_tensor=2, data=16), 0)
     assert expert["experts"] * 16 == whole["experts"]
     assert {name: count for name, count in expert.items() if name != "experts"} == {
         name: count for name, count in whole.items() if name != "experts"
     }
-    tensor = rank_parameters(sizes, Shape(tensor=4), 0)
+    tensor = rank_parameters(sizes, ParallelDims(tensor=4), 0)
     for name in ("embedding", "dense MLP", "shared experts", "head"):
         assert tensor[name] * 4 == whole[name]
     for name in ("norms", "router", "experts"):
         assert tensor[name] == whole[name]
     assert whole["attention"] / 4 < tensor["attention"] < whole["attention"] / 3
-    assert rank_parameters(sizes, Shape(context=4, data=2), 0) == whole
+    assert rank_parameters(sizes, ParallelDims(context=4, data=2), 0) == whole
 
 
 def test_an_odd_vocabulary_is_padded_and_a_tied_one_copied_to_the_last_stage():
     sizes = replace(sizes_of(hf_config()), vocab_size=91, tie_word_embeddings=True)
-    assert rank_parameters(sizes, Shape(tensor=2), 0)["embedding"] == 46 * sizes.hidden_size
-    assert rank_parameters(sizes, Shape(tensor=2), 0)["head"] == 0
-    assert rank_parameters(sizes, Shape(pipeline=2), 1)["head"] == 91 * sizes.hidden_size
+    assert rank_parameters(sizes, ParallelDims(tensor=2), 0)["embedding"] == 46 * sizes.hidden_size
+    assert rank_parameters(sizes, ParallelDims(tensor=2), 0)["head"] == 0
+    assert rank_parameters(sizes, ParallelDims(pipeline=2), 1)["head"] == 91 * sizes.hidden_size
 
 
 NEEDS = Needs(1024, 2, "none", distributed_optimizer=False, reference=False)
@@ -218,20 +219,20 @@ def test_state_is_eighteen_bytes_per_bf16_parameter_and_sixteen_per_fp32_one():
     sizes = sizes_of(QWEN3_30B)
     count = total_parameters(sizes)
     for element_bytes, expected in ((2, 18), (4, 16)):
-        memory = rank_memory(sizes, Shape(), replace(NEEDS, element_bytes=element_bytes), 0)
+        memory = rank_memory(sizes, ParallelDims(), replace(NEEDS, element_bytes=element_bytes), 0)
         state = sum(memory.bytes[name] for name in ("weights", "gradients", "optimizer state"))
         assert state == expected * count
-    assert rank_memory(sizes, Shape(), replace(NEEDS, reference=True), 0).bytes["reference weights"] == 2 * count
+    assert rank_memory(sizes, ParallelDims(), replace(NEEDS, reference=True), 0).bytes["reference weights"] == 2 * count
 
 
 def test_a_distributed_optimizer_splits_over_the_replicas_of_each_parameter():
     sizes = sizes_of(QWEN3_30B)
-    shape = Shape(tensor=2, context=2, expert=4, data=4)
-    parameters = rank_parameters(sizes, shape, 0)
+    dims = ParallelDims(tensor=2, context=2, expert=4, data=4)
+    parameters = rank_parameters(sizes, dims, 0)
     dense = sum(parameters.values()) - parameters["experts"]
-    split = rank_memory(sizes, shape, replace(NEEDS, distributed_optimizer=True), 0)
+    split = rank_memory(sizes, dims, replace(NEEDS, distributed_optimizer=True), 0)
     assert split.bytes["optimizer state"] == pytest.approx(12 * (dense / 8 + parameters["experts"] / 4), rel=1e-6)
-    assert split.bytes["weights"] == rank_memory(sizes, shape, NEEDS, 0).bytes["weights"]
+    assert split.bytes["weights"] == rank_memory(sizes, dims, NEEDS, 0).bytes["weights"]
 
 
 def test_activations_of_one_layer_are_the_sum_that_is_documented():
@@ -240,38 +241,38 @@ def test_activations_of_one_layer_are_the_sum_that_is_documented():
     attention = 2 * heads + 2 * key_values + key_values + heads
     moe = sizes.experts_per_token * (32 + 3 * 32) + 3 * 16
     expected = 1024 * (2 * (4 * 32 + attention + moe) + 2 * 8 * 4)
-    assert rank_memory(sizes, Shape(), NEEDS, 0).bytes["activations"] == expected
+    assert rank_memory(sizes, ParallelDims(), NEEDS, 0).bytes["activations"] == expected
     dense = replace(sizes, moe_layers=(), intermediate_size=64)
     expected = 1024 * 2 * (4 * 32 + attention + 3 * 64)
-    assert rank_memory(dense, Shape(), NEEDS, 0).bytes["activations"] == expected
+    assert rank_memory(dense, ParallelDims(), NEEDS, 0).bytes["activations"] == expected
 
 
 def test_recomputing_more_keeps_less_and_parallel_slices_keep_less():
     sizes = sizes_of(QWEN3_30B)
 
-    def activations(shape: Shape, recompute: str = "none") -> int:
-        return rank_memory(sizes, shape, replace(NEEDS, recompute=recompute), 0).bytes["activations"]
+    def activations(dims: ParallelDims, recompute: str = "none") -> int:
+        return rank_memory(sizes, dims, replace(NEEDS, recompute=recompute), 0).bytes["activations"]
 
-    assert activations(Shape()) > activations(Shape(), "selective") > activations(Shape(), "full")
-    assert activations(Shape(tensor=2)) == activations(Shape()) // 2
-    assert activations(Shape(context=2)) == activations(Shape()) // 2
+    assert activations(ParallelDims()) > activations(ParallelDims(), "selective") > activations(ParallelDims(), "full")
+    assert activations(ParallelDims(tensor=2)) == activations(ParallelDims()) // 2
+    assert activations(ParallelDims(context=2)) == activations(ParallelDims()) // 2
 
 
 def test_earlier_stages_keep_more_microbatches_and_interleaving_keeps_more_still():
     sizes = sizes_of(QWEN3_30B)
 
-    def activations(shape: Shape, stage: int) -> int:
-        return rank_memory(sizes, shape, NEEDS, stage).bytes["activations"]
+    def activations(dims: ParallelDims, stage: int) -> int:
+        return rank_memory(sizes, dims, NEEDS, stage).bytes["activations"]
 
-    plain = Shape(pipeline=4)
+    plain = ParallelDims(pipeline=4)
     assert [activations(plain, stage) / activations(plain, 3) for stage in range(4)] == [4, 3, 2, 1]
     assert activations(replace(plain, virtual_pipeline=2), 0) / activations(plain, 0) == pytest.approx(11 / 8)
 
 
 def test_uneven_stages_hold_the_layers_that_the_split_says_and_nothing_twice():
     sizes = sizes_of(DEEPSEEK_V3)
-    stages = [rank_parameters(sizes, Shape(pipeline=4), stage) for stage in range(4)]
-    whole = rank_parameters(sizes, Shape(), 0)
+    stages = [rank_parameters(sizes, ParallelDims(pipeline=4), stage) for stage in range(4)]
+    whole = rank_parameters(sizes, ParallelDims(), 0)
     assert {name: sum(stage[name] for stage in stages) for name in whole} == whole
     per_layer = whole["attention"] // 61
     assert [stage["attention"] // per_layer for stage in stages] == [15, 15, 16, 15]
@@ -281,13 +282,13 @@ def test_uneven_stages_hold_the_layers_that_the_split_says_and_nothing_twice():
 def test_the_heaviest_stage_is_reported_and_the_last_one_scores():
     sizes = sizes_of(QWEN3_30B)
     needs = replace(NEEDS, microbatch_tokens=32768, recompute="full")
-    shape = Shape(pipeline=2)
+    dims = ParallelDims(pipeline=2)
     # The first stage keeps more microbatches, the last one scores; which weighs more depends on their length.
-    assert heaviest_rank(sizes, shape, needs).stage == 0
-    assert heaviest_rank(sizes, shape, replace(needs, microbatch_tokens=1024)).stage == 1
-    assert rank_memory(sizes, shape, needs, 0).bytes["scoring"] == 0
+    assert heaviest_rank(sizes, dims, needs).stage == 0
+    assert heaviest_rank(sizes, dims, replace(needs, microbatch_tokens=1024)).stage == 1
+    assert rank_memory(sizes, dims, needs, 0).bytes["scoring"] == 0
     hidden, head, slab = 32768 * 2048 * (2 + 4), 2048 * 151936 * 2, 32768 * 2048 * 4
-    assert rank_memory(sizes, shape, needs, 1).bytes["scoring"] == hidden + head + 3 * slab
+    assert rank_memory(sizes, dims, needs, 1).bytes["scoring"] == hidden + head + 3 * slab
 
 
 def test_slabs_are_as_wide_as_the_kernels_make_them():
@@ -296,7 +297,7 @@ def test_slabs_are_as_wide_as_the_kernels_make_them():
 
 
 def test_a_tenth_of_the_device_stays_free():
-    rank = rank_memory(sizes_of(QWEN3_30B), Shape(), NEEDS, 0)
+    rank = rank_memory(sizes_of(QWEN3_30B), ParallelDims(), NEEDS, 0)
     assert rank.fits(rank.total_bytes / 0.89)
     assert not rank.fits(rank.total_bytes / 0.91)
 
@@ -323,8 +324,8 @@ DOCS_NEEDS = Needs(16384, 2, "full", distributed_optimizer=True, reference=False
 SHORT = {"TP": "tensor", "PP": "pipeline", "CP": "context", "EP": "expert", "DP": "data"}
 
 
-def shape_of(text: str) -> Shape:
-    return Shape(**{SHORT[name]: int(size) for name, size in re.findall(r"([A-Z]+)(\d+)", text)})
+def shape_of(text: str) -> ParallelDims:
+    return ParallelDims(**{SHORT[name]: int(size) for name, size in re.findall(r"([A-Z]+)(\d+)", text)})
 
 
 def table_rows(header: str) -> list[list[str]]:
@@ -340,10 +341,10 @@ def test_every_layout_in_the_docs_is_valid_and_needs_what_it_says():
         for cell, device_gib in zip(cells, (80, 139), strict=True):
             if cell == "-":
                 continue
-            shape, gib = shape_of(cell), float(cell.partition(": ")[2])
-            assert layout_problems(shape, sizes) == []
-            assert shape.world_size == int(devices)
-            rank = heaviest_rank(sizes, shape, DOCS_NEEDS)
+            dims, gib = shape_of(cell), float(cell.partition(": ")[2])
+            assert layout_problems(dims, sizes) == []
+            assert dims.world_size == int(devices)
+            rank = heaviest_rank(sizes, dims, DOCS_NEEDS)
             assert round(rank.total_bytes / 2**30, 1) == gib
             assert rank.fits(device_gib * 2**30)
             checked += 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
-from itertools import product
 from typing import Any
 
 import msgspec
@@ -20,14 +19,19 @@ from moerl.contract import batch_wire
 from moerl.contract.batch import Microbatch, TextSample, TrainSample
 from moerl.contract.batch_wire import decode_batches, encode_batches, share_frames
 from moerl.contract.frame import FrameKind, WireLimits, pack_frame
-from moerl.contract.shares import Place, cut_share, own_routing_bytes, routing_bytes
+from moerl.contract.parallel import ParallelDims, RankCoordinates
+from moerl.contract.shares import cut_share, own_routing_bytes, routing_bytes
 from moerl.contract.trajectory import KeptSets, ModelSpec
 from moerl.contract.wire import decode_trajectories
 from moerl.errors import ContractError
 
 WIDE = ModelSpec(num_moe_layers=4, experts_per_token=3, num_experts=300, vocab_size=70000)
 LONG = ModelSpec(num_moe_layers=4, experts_per_token=3, num_experts=16, vocab_size=100)
-PAIRS = [(SPEC, Place()), (WIDE, Place(0, 2, 1, 2, 1, (1, 3))), (SPEC, Place(0, 1, 0, 2, 0, (0,), scores=False))]
+PAIRS = [
+    (SPEC, RankCoordinates()),
+    (WIDE, RankCoordinates(ParallelDims(tensor=2, context=2), 3, (1, 3))),
+    (SPEC, RankCoordinates(ParallelDims(tensor=2, pipeline=2), 0, (0,))),
+]
 
 
 def make_samples(lengths: Sequence[int], spec: ModelSpec = SPEC, first: int = 0, **changes: Any) -> list[TrainSample]:
@@ -41,14 +45,14 @@ def make_samples(lengths: Sequence[int], spec: ModelSpec = SPEC, first: int = 0,
     return samples
 
 
-def packed(spec: ModelSpec, place: Place) -> list[Microbatch]:
-    options = PackOptions(64, Padding.of(place.tensor, place.context))
+def packed(spec: ModelSpec, layout: RankCoordinates) -> list[Microbatch]:
+    options = PackOptions(64, Padding.of(layout.dims))
     samples = make_samples([9, 20, 31, 5, 40, 33], spec, unrouted=(1,))
     return pack_trajectories(samples, options, replay=True, uncaptured="live")
 
 
 def share(**changes: Any) -> Microbatch:
-    return replace(packed(SPEC, Place())[0], **changes)
+    return replace(packed(SPEC, RankCoordinates())[0], **changes)
 
 
 def assert_same(left: Microbatch, right: Microbatch) -> None:
@@ -61,9 +65,9 @@ def assert_same(left: Microbatch, right: Microbatch) -> None:
                 assert one.tobytes() == other.tobytes(), field.name
 
 
-@pytest.mark.parametrize(("spec", "place"), PAIRS)
-def test_shares_come_back_bit_for_bit_with_their_facts(spec: ModelSpec, place: Place):
-    sent = [cut_share(batch, place) for batch in packed(spec, place)]
+@pytest.mark.parametrize(("spec", "layout"), PAIRS)
+def test_shares_come_back_bit_for_bit_with_their_facts(spec: ModelSpec, layout: RankCoordinates):
+    sent = [cut_share(batch, layout) for batch in packed(spec, layout)]
     assert len(sent) > 1
     back, facts = decode_batches(encode_batches(sent, {"tokens": 7, "rows": 2.5}), spec=spec)
     assert facts == {"tokens": 7.0, "rows": 2.5}
@@ -78,8 +82,8 @@ def test_supervised_batches_travel_without_routing():
 
 
 def test_a_stage_without_moe_layers_receives_no_expert_ids():
-    place = Place(moe_layers=(), scores=False)
-    sent = cut_share(packed(SPEC, place)[0], place)
+    layout = RankCoordinates(ParallelDims(pipeline=2), moe_layers=())
+    sent = cut_share(packed(SPEC, layout)[0], layout)
     (back,), _ = decode_batches(encode_batches([sent], {}), spec=SPEC)
     assert_same(sent, back)
     assert back.expert_ids is not None
@@ -194,22 +198,14 @@ def layouts() -> list[tuple[int, int, int, int]]:
     return [(2, 1, 1, 1), (1, 1, 1, 2), (2, 2, 1, 2), (1, 1, 2, 1), (2, 2, 2, 2), (1, 4, 2, 4), (4, 1, 4, 2)]
 
 
-def places_of(data: int, pipeline: int, context: int, tensor: int) -> list[Place]:
+def ranks_of(data: int, pipeline: int, context: int, tensor: int) -> list[RankCoordinates]:
+    dims = ParallelDims(tensor, pipeline, context=context, data=data)
     per_stage = LONG.num_moe_layers // pipeline
-    return [
-        Place(
-            data_rank,
-            context,
-            context_rank,
-            tensor,
-            tensor_rank,
-            None if pipeline == 1 else tuple(range(stage * per_stage, (stage + 1) * per_stage)),
-            scores=stage == pipeline - 1,
-        )
-        for data_rank, stage, context_rank, tensor_rank in product(
-            range(data), range(pipeline), range(context), range(tensor)
-        )
-    ]
+    if pipeline == 1:
+        return dims.ranks()
+    starts = [rank.pipeline_rank * per_stage for rank in dims.ranks()]
+    layers = [tuple(range(start, start + per_stage)) for start in starts]
+    return [replace(rank, moe_layers=each) for rank, each in zip(dims.ranks(), layers, strict=True)]
 
 
 @pytest.fixture(scope="module")
@@ -225,36 +221,36 @@ def test_a_rank_receives_the_routing_of_its_own_share_alone(
     layout: tuple[int, int, int, int], long_samples: list[TrainSample]
 ):
     data, _, context, tensor = layout
-    places = places_of(*layout)
-    options = PackOptions(16384, Padding.of(tensor, context))
+    everyone = ranks_of(*layout)
+    options = PackOptions(16384, Padding.of(ParallelDims(tensor=tensor, context=context)))
     ranks = pack_for_ranks(long_samples, data, options, replay=True)
-    frames, metrics = share_frames(ranks, places, {})
+    frames, metrics = share_frames(ranks, everyone, {})
     received, own = [], []
-    for frame, place in zip(frames, places, strict=True):
+    for frame, rank in zip(frames, everyone, strict=True):
         batches, _ = decode_batches(frame, spec=LONG)
         received.append(routing_bytes(batches))
-        own.append(own_routing_bytes(batches, place))
+        own.append(own_routing_bytes(batches, rank))
         assert received[-1] <= 1.1 * own[-1]
     row_bytes = LONG.num_moe_layers * LONG.experts_per_token * LONG.expert_dtype.itemsize
     num_rows = sum(len(sample.trajectory) - 1 for sample in long_samples)
     # Every routing row goes to exactly one rank; the bit per row to every stage and tensor rank of its slice.
-    assert sum(own) == pytest.approx(num_rows * (row_bytes + len(places) / data / context / 8))
+    assert sum(own) == pytest.approx(num_rows * (row_bytes + len(everyone) / data / context / 8))
     assert metrics["data/routing_bytes"] == max(received)
     assert metrics["data/routing_bytes_over_share"] == max(a / b for a, b in zip(received, own, strict=True))
 
 
 def test_kept_sets_go_to_the_last_stage_alone(long_samples: list[TrainSample]):
-    places = places_of(1, 2, 2, 1)
-    ranks = pack_for_ranks(long_samples, 1, PackOptions(16384, Padding.of(1, 2)), replay=True)
-    frames, _ = share_frames(ranks, places, {})
+    everyone = ranks_of(1, 2, 2, 1)
+    ranks = pack_for_ranks(long_samples, 1, PackOptions(16384, Padding.of(ParallelDims(context=2))), replay=True)
+    frames, _ = share_frames(ranks, everyone, {})
     ids = [sum(len(batch.kept.ids) for batch in decode_batches(frame, spec=LONG)[0]) for frame in frames]
-    assert [bool(count) for count in ids] == [place.scores for place in places]
+    assert [bool(count) for count in ids] == [rank.is_last_stage for rank in everyone]
     assert sum(ids) == sum(len(batch.kept.ids) for batch in ranks[0])
 
 
 def test_ranks_with_pad_rows_alone_have_no_ratio():
     _, metrics = share_frames(
-        pack_for_ranks(make_samples([9]), 2, PackOptions(64), replay=True), places_of(2, 1, 1, 1), {}
+        pack_for_ranks(make_samples([9]), 2, PackOptions(64), replay=True), ranks_of(2, 1, 1, 1), {}
     )
     assert metrics["data/routing_bytes_over_share"] == pytest.approx(1, abs=0.2)
-    assert share_frames([[], []], places_of(2, 1, 1, 1), {})[1] == {}
+    assert share_frames([[], []], ranks_of(2, 1, 1, 1), {})[1] == {}

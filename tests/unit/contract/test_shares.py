@@ -16,7 +16,8 @@ from moerl.buffer.packing import PackOptions, pack_trajectories
 from moerl.buffer.rows import Padding
 from moerl.contract.batch import Microbatch, TrainSample
 from moerl.contract.kept import take_kept_sets
-from moerl.contract.shares import Place, context_rows, cut_share
+from moerl.contract.parallel import ParallelDims, RankCoordinates
+from moerl.contract.shares import context_rows, cut_share
 from moerl.contract.trajectory import KeptSets
 from moerl.errors import ReplayError
 
@@ -44,7 +45,7 @@ def packed(seed: int, lengths: Sequence[int], tensor: int, context: int) -> Micr
     for i, length in enumerate(lengths):
         trajectory = make_trajectory(rng, num_prompt=2, num_sampled=length - 2, rollout_id=f"rollout-{i}")
         samples.append(TrainSample(trajectory, trajectory.sampled * rng.normal(size=length).astype(np.float32)))
-    options = PackOptions(4096, Padding.of(tensor, context))
+    options = PackOptions(4096, Padding.of(ParallelDims(tensor=tensor, context=context)))
     (batch,) = pack_trajectories(samples, options, replay=True)
     return batch
 
@@ -102,8 +103,8 @@ def test_the_shares_of_all_ranks_are_the_whole_batch(seed: int, lengths: list[in
     rows = [context_rows(batch.cu_seqlens, context, rank) for rank in range(context)]
     routing = np.full(batch.expert_ids.shape, 255, np.uint8)
     for context_rank, tensor_rank, stage in product(range(context), range(tensor), stages):
-        place = Place(0, context, context_rank, tensor, tensor_rank, stage, scores=stage == stages[-1])
-        share = cut_share(batch, place)
+        rank = tensor_rank + tensor * (context_rank + context * stages.index(stage))
+        share = cut_share(batch, RankCoordinates(ParallelDims(tensor, 2, context=context), rank, stage))
         mine = rows[context_rank]
         for name in ("input_ids", "target_ids", "position_ids", "loss_mask", "is_pad", "routed", "sample_index"):
             assert np.array_equal(getattr(share, name), getattr(batch, name)[mine])
@@ -127,7 +128,7 @@ def test_ranks_that_score_hold_the_kept_sets_and_loss_inputs_of_their_rows(
     batch = packed(seed, lengths, tensor, context)
     num_ids = 0
     for context_rank in range(context):
-        share = cut_share(batch, Place(0, context, context_rank, tensor, 0, (2,)))
+        share = cut_share(batch, RankCoordinates(ParallelDims(tensor, context=context), tensor * context_rank, (2,)))
         rows = context_rows(batch.cu_seqlens, context, context_rank)
         for name in PER_ROW:
             assert np.array_equal(getattr(share, name), getattr(batch, name)[rows])
@@ -143,7 +144,7 @@ def kept_of(kept: KeptSets, row: int) -> list[int]:
 
 def test_ranks_that_do_not_score_get_routing_without_kept_sets():
     batch = packed(0, (9, 12), 2, 2)
-    share = cut_share(batch, Place(0, 2, 1, 2, 1, (0, 2), scores=False))
+    share = cut_share(batch, RankCoordinates(ParallelDims(tensor=2, pipeline=2, context=2), 3, (0, 2)))
     assert len(share.kept.ids) == 0
     assert len(share.kept.offsets) == share.num_rows + 1
     assert not share.truncated.any()
@@ -156,7 +157,7 @@ def test_ranks_that_do_not_score_get_routing_without_kept_sets():
 
 def test_checksums_are_those_of_the_stages_layers():
     batch = packed(0, (9, 12), 1, 1)
-    share = cut_share(batch, Place(moe_layers=(2, 0)))
+    share = cut_share(batch, RankCoordinates(moe_layers=(2, 0)))
     assert batch.routing_checksums is not None
     assert share.routing_checksums is not None
     assert share.routing_checksums.tolist() == batch.routing_checksums[[2, 0]].tolist()
@@ -164,7 +165,7 @@ def test_checksums_are_those_of_the_stages_layers():
 
 def test_the_whole_batch_is_its_own_share():
     batch = packed(0, (9, 12), 1, 1)
-    assert cut_share(batch, Place(data_rank=3)) is batch
+    assert cut_share(batch, RankCoordinates(ParallelDims(data=4), 3)) is batch
 
 
 @settings(deadline=None)

@@ -13,7 +13,7 @@ from gloo import run_ranks
 
 from moerl.buffer.packing import PackOptions
 from moerl.contract.batch import Microbatch
-from moerl.contract.shares import Place
+from moerl.contract.parallel import ParallelDims, RankCoordinates
 from moerl.errors import ContractError
 from moerl.orchestration import batches
 
@@ -34,8 +34,8 @@ def share(rank: int, world_size: int, spoilt: int) -> str:
         return [[spoil(b) for b in part] if i == spoilt else part for i, part in enumerate(ranks)]
 
     batches.pack_for_ranks = pack_and_spoil
-    where = SimpleNamespace(data=world_size)
-    trainer = SimpleNamespace(place=Place(data_rank=rank), spec=tiny_moe.SPEC, where=where)
+    layout = RankCoordinates(ParallelDims(data=world_size), rank)
+    trainer = SimpleNamespace(spec=tiny_moe.SPEC, layout=layout)
     config = SimpleNamespace(keep_routing=SimpleNamespace(uncaptured="reject"))
     exchange = batches.BatchExchange(cast(Any, trainer), PackOptions(32), cast(Any, config))
     samples = tiny_moe.make_samples(3, (8, 9, 10))

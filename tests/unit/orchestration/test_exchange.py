@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from gloo import run_ranks
 
-from moerl.contract.shares import Place
+from moerl.contract.parallel import ParallelDims, RankCoordinates
 from moerl.errors import EngineError, MoerlError
-from moerl.orchestration.exchange import broadcast_bytes, gather_places, gather_rows, scatter_bytes
+from moerl.orchestration.exchange import broadcast_bytes, gather_layouts, gather_rows, scatter_bytes
 
 
 def broadcast(rank: int, world_size: int) -> bytes:
@@ -40,8 +40,9 @@ def fail_to_scatter(rank: int, world_size: int, payloads: list[bytes] | None) ->
     return "nothing"
 
 
-def places(rank: int, world_size: int) -> list[Place]:
-    return gather_places(Place(rank, 2, rank % 2, moe_layers=None if rank == 1 else tuple(range(rank * 5))))
+def layouts(rank: int, world_size: int) -> list[RankCoordinates]:
+    moe_layers = None if rank == 1 else tuple(range(rank * 5))
+    return gather_layouts(RankCoordinates(ParallelDims(context=3), rank, moe_layers))
 
 
 def gather(rank: int, world_size: int) -> list[list[float]]:
@@ -78,9 +79,10 @@ def test_payloads_for_other_numbers_of_ranks_stop_all():
     assert "the main rank failed" in seen[1]
 
 
-def test_every_rank_knows_the_place_of_every_rank():
-    expected = [Place(0, 2, 0, moe_layers=()), Place(1, 2, 1), Place(2, 2, 0, moe_layers=tuple(range(10)))]
-    assert run_ranks(3, places) == [expected] * 3
+def test_every_rank_knows_the_coordinates_of_every_rank():
+    dims = ParallelDims(context=3)
+    expected = [RankCoordinates(dims, 0, ()), RankCoordinates(dims, 1), RankCoordinates(dims, 2, tuple(range(10)))]
+    assert run_ranks(3, layouts) == [expected] * 3
 
 
 @pytest.mark.parametrize("payload", [b"", b"x"])
@@ -89,5 +91,5 @@ def test_one_process_talks_to_itself(payload: bytes):
 
 
 def _alone(rank: int, world_size: int, payload: bytes) -> list[bytes]:
-    assert gather_places(Place()) == [Place()]
+    assert gather_layouts(RankCoordinates()) == [RankCoordinates()]
     return [broadcast_bytes(payload), scatter_bytes([payload])]

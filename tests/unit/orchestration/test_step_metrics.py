@@ -12,7 +12,8 @@ import torch
 from factories import FULL, make_trajectory
 
 from moerl.contract.batch import TrainSample
-from moerl.contract.shares import Place, cut_share
+from moerl.contract.parallel import ParallelDims, RankCoordinates
+from moerl.contract.shares import cut_share
 from moerl.contract.trajectory import FinishReason, Trajectory
 from moerl.orchestration.rl import _split_groups
 from moerl.orchestration.step_metrics import (
@@ -61,10 +62,11 @@ def test_every_trained_token_is_in_the_tables_of_all_ranks_once() -> None:
     for context_rank in (0, 1):
         for tensor_rank in (0, 1):
             for scores in (False, True):
-                place = Place(0, 2, context_rank, 2, tensor_rank, None, scores)
-                share = cut_share(whole, place)
+                rank = tensor_rank + 2 * context_rank + 4 * scores
+                layout = RankCoordinates(ParallelDims(tensor=2, pipeline=2, context=2), rank)
+                share = cut_share(whole, layout)
                 rows = RowScores(torch.from_numpy(share.rollout_logprobs - 1.0), torch.zeros(share.num_rows))
-                tables.append(local_rows(place, [share], [rows] if scores else []))
+                tables.append(local_rows(layout, [share], [rows] if scores else []))
                 assert len(tables[-1]) == 0 or (scores and tensor_rank == 0)
     table = RowTable.of(np.concatenate(tables))
     np.testing.assert_array_equal(np.sort(table.rollout), np.sort(whole.rollout_logprobs[whole.loss_mask]))

@@ -113,14 +113,14 @@ def test_another_architecture_than_the_dumps_is_refused(untied: Path) -> None:
 # --- the trainer -----------------------------------------------------------------------------------------------------
 
 
-def score(where: Any, path: Path) -> list[tuple[np.ndarray, np.ndarray]]:
+def score(layout: Any, path: Path) -> list[tuple[np.ndarray, np.ndarray]]:
     """Per trajectory, sampled log-probs by the trainer and by the judge of the tests."""
     import torch
 
     from moerl.orchestration.verify import trainer_logprobs
 
     samples = tiny_moe.make_samples(8, [40, 17, 33, 9])
-    found = trainer_logprobs(tiny_moe.build(where, path), [sample.trajectory for sample in samples])
+    found = trainer_logprobs(tiny_moe.build(layout, path), [sample.trajectory for sample in samples])
     judge = tiny_moe.Judge(path)
     pairs = []
     for sample, ours in zip(samples, found, strict=True):

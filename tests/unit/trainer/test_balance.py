@@ -32,14 +32,14 @@ def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def step(
-    where: Any, path: Path, spec: ModelSpec, batches: list[list[Microbatch]], enforce: bool, options: dict[str, Any]
+    layout: Any, path: Path, spec: ModelSpec, batches: list[list[Microbatch]], enforce: bool, options: dict[str, Any]
 ) -> dict[str, Any]:
     from moerl.trainer.losses import TextLoss
     from moerl.trainer.model import ModelOptions
     from moerl.trainer.trainer import MegatronTrainer
 
-    trainer = MegatronTrainer(path, spec, where, ModelOptions(**options), tiny_moe.OPTIMIZER, 8)
-    local = batches[where.data_rank]
+    trainer = MegatronTrainer(path, spec, layout, ModelOptions(**options), tiny_moe.OPTIMIZER, 8)
+    local = batches[layout.data_rank]
     denominator = tiny_moe.num_trained([batch for part in batches for batch in part])
     loss = TextLoss(local, trainer.spec.vocab_size, denominator)
     trainer.score(local, loss, enforce=enforce)
@@ -137,13 +137,13 @@ def test_a_frozen_bias_keeps_its_bits(deepseek: Path, one_process: Ranks):
     assert not torch.equal(result["weights"]["model.norm.weight"], original["model.norm.weight"])
 
 
-def skipped_step(where: Any, path: Path, spec: ModelSpec, batches: list[Microbatch]) -> dict[str, torch.Tensor]:
+def skipped_step(layout: Any, path: Path, spec: ModelSpec, batches: list[Microbatch]) -> dict[str, torch.Tensor]:
     """A step whose gradient is not finite."""
     from moerl.trainer.losses import TextLoss
     from moerl.trainer.model import ModelOptions
     from moerl.trainer.trainer import MegatronTrainer
 
-    trainer = MegatronTrainer(path, spec, where, ModelOptions(expert_bias="update"), tiny_moe.OPTIMIZER, 8)
+    trainer = MegatronTrainer(path, spec, layout, ModelOptions(expert_bias="update"), tiny_moe.OPTIMIZER, 8)
     loss = TextLoss(batches, trainer.spec.vocab_size, 1.0)
 
     def broken(hidden_tH: torch.Tensor, head: Any, microbatch: int) -> Any:

@@ -6,8 +6,9 @@ import tiny_moe
 import torch
 
 from moerl.contract.batch import Microbatch
+from moerl.contract.parallel import ParallelDims, RankCoordinates
 from moerl.contract.routing import mix as numpy_mix
-from moerl.contract.shares import Place, cut_share
+from moerl.contract.shares import cut_share
 from moerl.trainer import evidence
 
 
@@ -51,7 +52,7 @@ def test_the_checksums_of_context_parallel_shares_add_up_to_that_of_the_trajecto
     for layer in range(tiny_moe.SPEC.num_moe_layers):
         total = torch.zeros((), dtype=torch.int64)
         for rank in (0, 1):
-            share = cut_share(batch, Place(context=2, context_rank=rank))
+            share = cut_share(batch, RankCoordinates(ParallelDims(context=2), rank))
             keys_t = evidence.row_keys(share, context=2, context_rank=rank)
             left_out_t = torch.from_numpy(share.is_pad | ~share.routed)
             total += evidence.map_checksum(map_of(share, layer), keys_t, left_out_t, layer)

@@ -45,10 +45,10 @@ def assert_same_gradients(megatron: dict[str, np.ndarray], hf: dict[str, np.ndar
 # --- scoring ---------------------------------------------------------------------------------------------------------
 
 
-def score(where: Any, path: Path, batches: list[Any]) -> list[dict[int, np.ndarray]]:
+def score(layout: Any, path: Path, batches: list[Any]) -> list[dict[int, np.ndarray]]:
     from moerl.trainer.losses import Scorer
 
-    trainer = tiny_moe.build(where, path, optimizer=None)
+    trainer = tiny_moe.build(layout, path, optimizer=None)
     enforced = trainer.score(batches, Scorer(batches, keep_mask=True, with_full=True), enforce=True)
     natural = trainer.score(batches, Scorer(batches, keep_mask=True), enforce=False)
     open_set = trainer.score(batches, Scorer(batches, keep_mask=False), enforce=True)
@@ -98,7 +98,7 @@ KL_COEF = 0.3
 
 
 def take_policy_step(
-    where: Any,
+    layout: Any,
     path: Path,
     reference_path: Path,
     batches: list[Any],
@@ -110,8 +110,8 @@ def take_policy_step(
     from moerl.algorithms.grpo import GRPO
 
     optimizer = tiny_moe.OPTIMIZER.model_copy(update={"clip_grad": 0.0})
-    trainer = tiny_moe.build(where, path, optimizer=optimizer, recompute=recompute)
-    reference = tiny_moe.build(where, reference_path, optimizer=None)
+    trainer = tiny_moe.build(layout, path, optimizer=optimizer, recompute=recompute)
+    reference = tiny_moe.build(layout, reference_path, optimizer=None)
     loss = tiny_moe.policy_loss(
         trainer,
         batches,
@@ -234,11 +234,11 @@ def test_a_reference_may_choose_its_own_experts_while_the_policy_keeps_those_rec
 # --- supervised ------------------------------------------------------------------------------------------------------
 
 
-def take_text_step(where: Any, path: Path, batches: list[Any]) -> tuple[float, dict[str, np.ndarray]]:
+def take_text_step(layout: Any, path: Path, batches: list[Any]) -> tuple[float, dict[str, np.ndarray]]:
     from moerl.trainer.losses import TextLoss
 
     optimizer = tiny_moe.OPTIMIZER.model_copy(update={"clip_grad": 0.0})
-    trainer = tiny_moe.build(where, path, optimizer=optimizer)
+    trainer = tiny_moe.build(layout, path, optimizer=optimizer)
     loss = TextLoss(batches, trainer.spec.vocab_size, tiny_moe.num_trained(batches))
     report = trainer.step(batches, loss, enforce=False)
     return sum(float(row.losses_T.sum()) for row in report.rows) / loss.denominator, tiny_moe.gradients(trainer)

@@ -17,10 +17,10 @@ from moerl.errors import ConfigError
 LENGTHS = (5, 30, 17, 41, 9, 24)
 
 
-def score_naturally(where: Any, path: Path, batches: list[Any]) -> dict[str, Any]:
+def score_naturally(layout: Any, path: Path, batches: list[Any]) -> dict[str, Any]:
     from moerl.trainer.losses import Scorer
 
-    trainer = tiny_moe.build(where, path, optimizer=None)
+    trainer = tiny_moe.build(layout, path, optimizer=None)
     rows = trainer.score(batches, Scorer(batches, keep_mask=False), enforce=False)
     return {
         "logprobs": tiny_moe.by_sample(batches, [row.logprobs_T.numpy() for row in rows]),
@@ -51,10 +51,10 @@ def test_one_process_agrees_with_transformers_and_exports_what_it_loaded(
         np.testing.assert_array_equal(result["weights"][name], tensor, err_msg=name)
 
 
-def see_what_losses_get(where: Any, path: Path, batches: list[Any]) -> list[tuple[Any, ...]]:
+def see_what_losses_get(layout: Any, path: Path, batches: list[Any]) -> list[tuple[Any, ...]]:
     from moerl.trainer.trainer import RowScores
 
-    trainer = tiny_moe.build(where, path, optimizer=None)
+    trainer = tiny_moe.build(layout, path, optimizer=None)
     seen = []
 
     def loss(hidden_tH: torch.Tensor, head: Any, microbatch: int) -> Any:

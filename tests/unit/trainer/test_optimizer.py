@@ -19,9 +19,9 @@ def step(trainer: Any, seed: int, spoil: float = 1.0) -> Any:
     return trainer.step(batches, spoiled, enforce=True).update
 
 
-def skip_and_go_on(where: Any, path: Path, dtype: str) -> list[Any]:
+def skip_and_go_on(layout: Any, path: Path, dtype: str) -> list[Any]:
     """Reports of steps with a gradient that is not finite, between good ones, of which each must be as without them."""
-    trainer, plain = (tiny_moe.build(where, path, dtype=dtype) for _ in range(2))
+    trainer, plain = (tiny_moe.build(layout, path, dtype=dtype) for _ in range(2))
     skipped = []
     for seed in (41, 42):
         assert step(trainer, seed) == step(plain, seed)
@@ -44,9 +44,9 @@ def test_an_update_with_a_gradient_that_is_not_finite_is_skipped_counted_and_lea
     assert [update.learning_rate for update in skipped] == pytest.approx([1e-2, 1e-2, 8.5e-3, 8.5e-3])
 
 
-def learning_rates(where: Any, path: Path, options: dict[str, Any], total_steps: int, num_steps: int) -> list[float]:
+def learning_rates(layout: Any, path: Path, options: dict[str, Any], total_steps: int, num_steps: int) -> list[float]:
     optimizer = tiny_moe.OPTIMIZER.model_copy(update=options)
-    trainer = tiny_moe.build(where, path, optimizer=optimizer, total_steps=total_steps)
+    trainer = tiny_moe.build(layout, path, optimizer=optimizer, total_steps=total_steps)
     return [step(trainer, 43).learning_rate / optimizer.lr for _ in range(num_steps)]
 
 
@@ -66,11 +66,11 @@ def test_the_learning_rate_warms_up_from_above_zero_and_decays_to_its_minimum(
     assert rates == pytest.approx(expected, abs=1e-4)
 
 
-def rates_after_loading(where: Any, path: Path, schedule: str) -> tuple[list[float], list[float]]:
+def rates_after_loading(layout: Any, path: Path, schedule: str) -> tuple[list[float], list[float]]:
     """Learning rates of steps 3 and 4 of a run of 4 steps, and of one that was planned with 2 and made longer."""
     optimizer = tiny_moe.OPTIMIZER.model_copy(update={"schedule": schedule, "warmup_steps": 0})
     planned, long, longer = (
-        tiny_moe.build(where, path, optimizer=optimizer, total_steps=total_steps) for total_steps in (2, 4, 4)
+        tiny_moe.build(layout, path, optimizer=optimizer, total_steps=total_steps) for total_steps in (2, 4, 4)
     )
     for seed in (41, 42):
         step(planned, seed)
@@ -88,11 +88,11 @@ def test_a_run_that_is_made_longer_goes_on_with_the_learning_rate_of_a_long_run(
     assert longer == long
 
 
-def clipped_and_not(where: Any, path: Path) -> list[tuple[float, float]]:
+def clipped_and_not(layout: Any, path: Path) -> list[tuple[float, float]]:
     """(reported norm, norm of what reached the optimizer) with and without clipping."""
     out = []
     for clip_grad in (0.05, 0.0):
-        trainer = tiny_moe.build(where, path, optimizer=tiny_moe.OPTIMIZER.model_copy(update={"clip_grad": clip_grad}))
+        trainer = tiny_moe.build(layout, path, optimizer=tiny_moe.OPTIMIZER.model_copy(update={"clip_grad": clip_grad}))
         reported = step(trainer, 44).grad_norm
         squares = sum(
             float((gradient.astype("float64") ** 2).sum()) for gradient in tiny_moe.gradients(trainer).values()

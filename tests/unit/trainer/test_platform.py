@@ -19,9 +19,9 @@ def cu_seqlens_of(lengths: tuple[int, ...]) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).int()
 
 
-def attend(where: Any, num_kv_heads: int) -> tuple[float, float]:
+def attend(layout: Any, num_kv_heads: int) -> tuple[float, float]:
     """Largest difference, in values and in gradients, between packed attention and a masked softmax per sequence."""
-    from moerl.trainer import layout
+    from moerl.trainer import groups
     from moerl.trainer.platform import PackedAttention
 
     generator = torch.Generator().manual_seed(0)
@@ -29,7 +29,7 @@ def attend(where: Any, num_kv_heads: int) -> tuple[float, float]:
     query = torch.randn(total, 4, 16, generator=generator, requires_grad=True)
     key, value = (torch.randn(total, num_kv_heads, 16, generator=generator, requires_grad=True) for _ in range(2))
     packed = SimpleNamespace(cu_seqlens_q=cu_seqlens_of(LENGTHS))
-    groups = SimpleNamespace(cp=layout.context_group())
+    groups = SimpleNamespace(cp=groups.context_group())
     ours = PackedAttention(None, softmax_scale=0.3, pg_collection=groups)(query, key, value, packed_seq_params=packed)
     parts = []
     for q, k, v in zip(*(tensor.split(LENGTHS) for tensor in (query, key, value)), strict=True):
@@ -51,7 +51,7 @@ def test_packed_attention_equals_attention_per_sequence(num_kv_heads: int, one_p
     assert gradients < 1e-5
 
 
-def rotate(where: Any) -> bool:
+def rotate(layout: Any) -> bool:
     """True where the replaced RoPE gives what an untouched copy of Megatron's module gives, bit for bit."""
     from megatron.core import parallel_state as mpu
     from megatron.core.models.common.embeddings import rope_utils
@@ -74,7 +74,7 @@ def test_packed_rope_equals_megatrons_loop(one_process: Ranks) -> None:
     assert one_process.run(rotate) == [True]
 
 
-def import_the_bridge(where: Any) -> dict[str, Any]:
+def import_the_bridge(layout: Any) -> dict[str, Any]:
     from moerl.trainer.bridge import import_bridge
 
     return {

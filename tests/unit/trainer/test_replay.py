@@ -33,10 +33,10 @@ def assert_same_weights(left: dict[str, np.ndarray], right: dict[str, np.ndarray
     assert tiny_moe.largest_difference(left, right) == 0.0
 
 
-def refusal_of(where: Any, path: Path, batches: list[Microbatch], recompute: str, sabotage: Any = None) -> str:
+def refusal_of(layout: Any, path: Path, batches: list[Microbatch], recompute: str, sabotage: Any = None) -> str:
     """The refusal of a step over `batches`, after which neither weights nor the next step differ from a fresh
     trainer's."""
-    trainer = tiny_moe.build(where, path, recompute=recompute)
+    trainer = tiny_moe.build(layout, path, recompute=recompute)
     untouched = tiny_moe.exported(trainer)
     restore = sabotage(trainer) if sabotage else None
     with pytest.raises(ReplayError) as caught:
@@ -44,7 +44,7 @@ def refusal_of(where: Any, path: Path, batches: list[Microbatch], recompute: str
     assert_same_weights(tiny_moe.exported(trainer), untouched)
     if restore:
         restore()
-    fresh = tiny_moe.build(where, path, recompute=recompute)
+    fresh = tiny_moe.build(layout, path, recompute=recompute)
     for each in (trainer, fresh):
         step(each, make_batches(12))
     assert_same_weights(tiny_moe.exported(trainer), tiny_moe.exported(fresh))
@@ -118,12 +118,12 @@ def leave_rows_to_the_router(batch: Microbatch) -> Microbatch:
 
 
 def check_tampered(
-    where: Any, path: Path, tamper: Callable[[Microbatch], Microbatch], recompute: str
+    layout: Any, path: Path, tamper: Callable[[Microbatch], Microbatch], recompute: str
 ) -> tuple[str, int]:
     batches = make_batches(11)
     (index,) = [i for i, batch in enumerate(batches) if np.diff(batch.cu_seqlens).tolist() == [20, 20]]
     batches[index] = tamper(batches[index])
-    return refusal_of(where, path, batches, recompute), index
+    return refusal_of(layout, path, batches, recompute), index
 
 
 @pytest.mark.parametrize(
@@ -153,10 +153,10 @@ def test_routing_that_is_not_the_recorded_one_is_refused(
     assert f"microbatch {microbatch}" in refusal
 
 
-def misalign(where: Any, path: Path) -> str:
+def misalign(layout: Any, path: Path) -> str:
     from moerl.trainer.replay import Replay
 
-    trainer = tiny_moe.build(where, path, optimizer=None)
+    trainer = tiny_moe.build(layout, path, optimizer=None)
     batches = make_batches(11)
     with trainer.keep_routing.schedule(batches, Replay(enforce=True), training=False) as schedule:
         schedule.begin(0)
@@ -227,8 +227,8 @@ def swap_the_hooks_of_two_layers(trainer: Any) -> Callable[[], None]:
     return swap
 
 
-def check_sabotaged(where: Any, path: Path, sabotage: Any, recompute: str) -> str:
-    return refusal_of(where, path, make_batches(11), recompute, sabotage)
+def check_sabotaged(layout: Any, path: Path, sabotage: Any, recompute: str) -> str:
+    return refusal_of(layout, path, make_batches(11), recompute, sabotage)
 
 
 @pytest.mark.parametrize(
@@ -286,8 +286,8 @@ def test_a_router_without_gradient_is_refused(recompute: str, untied: Path, one_
     assert "the router of layer 2 is dead" in refusal
 
 
-def step_frozen(where: Any, path: Path) -> None:
-    trainer = tiny_moe.build(where, path, train_router=False)
+def step_frozen(layout: Any, path: Path) -> None:
+    trainer = tiny_moe.build(layout, path, train_router=False)
     assert step(trainer, make_batches(11)).rows_verified > 0
 
 
@@ -298,10 +298,10 @@ def test_a_frozen_router_needs_no_gradient(untied: Path, one_process: Ranks) -> 
 # --- nothing outlives a schedule -------------------------------------------------------------------------------------
 
 
-def check_forward_only(where: Any, path: Path, recompute: str) -> None:
+def check_forward_only(layout: Any, path: Path, recompute: str) -> None:
     from moerl.trainer.losses import Scorer
 
-    disturbed, plain = (tiny_moe.build(where, path, recompute=recompute) for _ in range(2))
+    disturbed, plain = (tiny_moe.build(layout, path, recompute=recompute) for _ in range(2))
     for seed in (21, 22):
         batches = make_batches(seed)
         disturbed.score(batches, Scorer(batches, keep_mask=True), enforce=True)
@@ -320,8 +320,8 @@ class InterruptionError(Exception):
     pass
 
 
-def check_interrupted(where: Any, path: Path, recompute: str) -> None:
-    interrupted, plain = (tiny_moe.build(where, path, recompute=recompute) for _ in range(2))
+def check_interrupted(layout: Any, path: Path, recompute: str) -> None:
+    interrupted, plain = (tiny_moe.build(layout, path, recompute=recompute) for _ in range(2))
     batches = make_batches(23)
     loss = tiny_moe.policy_loss(interrupted, batches, tiny_moe.num_trained(batches))
 
@@ -345,10 +345,10 @@ def test_an_exception_in_mid_schedule_leaves_nothing_for_the_next_step(
     one_process.run(check_interrupted, untied, recompute)
 
 
-def check_open_schedule(where: Any, path: Path) -> str:
+def check_open_schedule(layout: Any, path: Path) -> str:
     from moerl.trainer.replay import Replay
 
-    trainer = tiny_moe.build(where, path, optimizer=None)
+    trainer = tiny_moe.build(layout, path, optimizer=None)
     batches = make_batches(25)
     with (
         trainer.keep_routing.schedule(batches, Replay(enforce=True), training=False),
@@ -364,13 +364,13 @@ def test_a_second_schedule_on_one_model_is_refused(untied: Path, one_process: Ra
     assert "open already" in refusal
 
 
-def check_several_models(where: Any, path: Path) -> None:
-    alone = tiny_moe.build(where, path)
+def check_several_models(layout: Any, path: Path) -> None:
+    alone = tiny_moe.build(layout, path)
     step(alone, make_batches(26))
     expected = tiny_moe.exported(alone)
-    dead = tiny_moe.build(where, path, optimizer=None)
-    policy = tiny_moe.build(where, path)
-    reference = tiny_moe.build(where, path, optimizer=None)
+    dead = tiny_moe.build(layout, path, optimizer=None)
+    policy = tiny_moe.build(layout, path)
+    reference = tiny_moe.build(layout, path, optimizer=None)
     del dead
     batches = make_batches(26)
     loss = tiny_moe.policy_loss(policy, batches, tiny_moe.num_trained(batches))
@@ -393,21 +393,21 @@ def test_a_reference_model_in_the_same_process_does_not_disturb_the_policy(untie
 # --- start-up --------------------------------------------------------------------------------------------------------
 
 
-def refuse_at_start(where: Any, path: Path) -> dict[str, str]:
+def refuse_at_start(layout: Any, path: Path) -> dict[str, str]:
     from moerl.contract.trajectory import ModelSpec
     from moerl.trainer.replay import KeepRouting
     from moerl.trainer.routers import refuse_unsupported_routers
 
-    trainer = tiny_moe.build(where, path, optimizer=None)
+    trainer = tiny_moe.build(layout, path, optimizer=None)
     chunks, config = trainer.model.chunks, trainer.model.config
     refusals = {}
     with pytest.raises(ReplayError) as caught:
-        KeepRouting(chunks, config, tiny_moe.SPEC, where)
+        KeepRouting(chunks, config, tiny_moe.SPEC, layout)
     refusals["hook"] = str(caught.value)
     for layer in chunks[0].decoder.layers:
         layer.mlp.router.router_replay = None
     with pytest.raises(ReplayError) as caught:
-        KeepRouting(chunks, config, ModelSpec(5, 2, 8, 91), where)
+        KeepRouting(chunks, config, ModelSpec(5, 2, 8, 91), layout)
     refusals["layers"] = str(caught.value)
     refuse_unsupported_routers(config)
     return refusals

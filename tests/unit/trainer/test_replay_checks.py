@@ -8,14 +8,11 @@ import numpy as np
 import tiny_moe
 
 from moerl.contract.batch import Microbatch
-from moerl.trainer.layout import Layout
+from moerl.contract.parallel import ParallelDims, RankCoordinates
 from moerl.trainer.replay_checks import find_unusable_routing
 
 # Of two tensor-parallel ranks the second.
-WHERE = Layout(
-    rank=1, world_size=2, tensor=2, pipeline=1, virtual_pipeline=1, context=1, expert=1, expert_tensor=1, data=1,
-    tensor_rank=1, pipeline_rank=0, context_rank=0, data_rank=0,
-)  # fmt: skip
+LAYOUT = RankCoordinates(ParallelDims(tensor=2), rank=1)
 LAYERS = [0, 1, 2, 3]
 
 
@@ -29,7 +26,7 @@ def make_share(*, uncaptured: float = 0.0) -> Microbatch:
 
 
 def problem(batch: Microbatch, *, enforce: bool = True) -> str:
-    return str(find_unusable_routing([batch], LAYERS, tiny_moe.SPEC, WHERE, enforce=enforce))
+    return str(find_unusable_routing([batch], LAYERS, tiny_moe.SPEC, LAYOUT, enforce=enforce))
 
 
 def changed(batch: Microbatch, row: int, layer: int, experts: list[int]) -> Microbatch:

@@ -40,9 +40,9 @@ def bare_layer(number: int) -> Any:
     return layer
 
 
-def untapped(path: Path, where: Any) -> Any:
+def untapped(path: Path, layout: Any) -> Any:
     """A model that nobody has tapped yet."""
-    model = tiny_moe.build(where, path, optimizer=None).model
+    model = tiny_moe.build(layout, path, optimizer=None).model
     for layer in model.chunks[0].decoder.layers:
         layer.mlp.router.router_replay = None
         del layer.mlp.token_dispatcher.dispatch_preprocess
@@ -52,7 +52,7 @@ def untapped(path: Path, where: Any) -> Any:
 # --- layers ----------------------------------------------------------------------------------------------------------
 
 
-def numbers(where: Any, frequency: Any, num_layers: int, chunks: list[list[int]]) -> list[list[int]]:
+def numbers(layout: Any, frequency: Any, num_layers: int, chunks: list[list[int]]) -> list[list[int]]:
     """(MoE layer, Megatron's number) of the taps of a model whose chunks have MoE layers of these numbers."""
     from torch import nn
 
@@ -82,14 +82,14 @@ def test_moe_layers_are_counted_over_the_whole_model_without_its_dense_layers(
     assert one_process.run(numbers, frequency, num_layers, chunks) == [expected]
 
 
-def tap_beside_a_prediction_head(where: Any, path: Path) -> dict[str, Any]:
+def tap_beside_a_prediction_head(layout: Any, path: Path) -> dict[str, Any]:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
 
     from moerl.trainer.routers import tap_routers
 
-    model = untapped(path, where)
+    model = untapped(path, layout)
     model.config.mtp_num_layers = 1
     layer = get_gpt_layer_local_spec(num_experts=tiny_moe.SPEC.num_experts, qk_layernorm=True)
     spec: Any = get_gpt_mtp_block_spec(model.config, layer, use_transformer_engine=False)
@@ -117,7 +117,7 @@ def test_routers_of_multi_token_prediction_are_bypassed_although_their_numbers_a
 # --- refused ---------------------------------------------------------------------------------------------------------
 
 
-def keep_routing_of(where: Any, path: Path, kind: str) -> str:
+def keep_routing_of(layout: Any, path: Path, kind: str) -> str:
     from megatron.core.transformer.moe.router import TopKRouter
 
     from moerl.trainer.replay import KeepRouting
@@ -125,13 +125,13 @@ def keep_routing_of(where: Any, path: Path, kind: str) -> str:
     class OtherRouter(TopKRouter):
         pass
 
-    model = untapped(path, where)
+    model = untapped(path, layout)
     if kind == "fused":
         model.config.moe_router_fusion = True
     else:
         model.chunks[0].decoder.layers[2].mlp.router.__class__ = OtherRouter
     with pytest.raises(ReplayError) as caught:
-        KeepRouting(model.chunks, model.config, tiny_moe.SPEC, where)
+        KeepRouting(model.chunks, model.config, tiny_moe.SPEC, layout)
     return str(caught.value)
 
 

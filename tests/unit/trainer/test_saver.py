@@ -66,8 +66,8 @@ class Gate:
 # --- beside training -------------------------------------------------------------------------------------------------
 
 
-def train_while_it_is_written(where: Any, path: Path, folder: Path) -> None:
-    trainer, gate = tiny_moe.build(where, path), Gate()
+def train_while_it_is_written(layout: Any, path: Path, folder: Path) -> None:
+    trainer, gate = tiny_moe.build(layout, path), Gate()
     store, saver = open_saver(folder)
     try:
         with saver:
@@ -92,8 +92,8 @@ def test_training_goes_on_and_what_is_written_is_the_moment_of_saving(
     one_process.run(train_while_it_is_written, untied, tmp_path)
 
 
-def save_twice(where: Any, path: Path, folder: Path) -> None:
-    trainer, gate = tiny_moe.build(where, path), Gate()
+def save_twice(layout: Any, path: Path, folder: Path) -> None:
+    trainer, gate = tiny_moe.build(layout, path), Gate()
     store, saver = open_saver(folder)
     try:
         with saver:
@@ -131,25 +131,25 @@ def full_disk() -> Iterator[None]:
         yield
 
 
-def save_where_one_rank_fails(where: Any, path: Path, folder: Path, failing_rank: int) -> str:
-    trainer = tiny_moe.build(where, path)
+def save_where_one_rank_fails(layout: Any, path: Path, folder: Path, failing_rank: int) -> str:
+    trainer = tiny_moe.build(layout, path)
     store, saver = open_saver(folder)
     save(saver, 1, trainer.stage())
     saver.wait()
     fault = contextlib.nullcontext()
-    if where.rank == failing_rank:
+    if layout.rank == failing_rank:
         fault = full_disk()
     with fault:
         save(saver, 2, trainer.stage())
         finish_checkpoints()
     with pytest.raises(CheckpointError) as caught:
         saver.poll()
-    if where.is_main:
+    if layout.is_main:
         assert store.latest().state == tiny_moe.checkpoint_state(NAMES[1])
         assert [each.name for each in folder.iterdir()] == [NAMES[1]]
     with saver:
         save(saver, 3, trainer.stage())
-    if where.is_main:
+    if layout.is_main:
         assert store.latest().state == tiny_moe.checkpoint_state(NAMES[3])
     return str(caught.value)
 
@@ -165,8 +165,8 @@ def test_a_rank_that_cannot_write_stops_all_with_its_reason_and_leaves_the_check
         assert "free space" in message
 
 
-def save_where_nothing_is_free(where: Any, path: Path, folder: Path) -> str:
-    trainer = tiny_moe.build(where, path)
+def save_where_nothing_is_free(layout: Any, path: Path, folder: Path) -> str:
+    trainer = tiny_moe.build(layout, path)
     _, saver = open_saver(folder)
     save(saver, 1, trainer.stage())
     saver.wait()
@@ -176,10 +176,10 @@ def save_where_nothing_is_free(where: Any, path: Path, folder: Path) -> str:
         pytest.raises(CheckpointError) as caught,
     ):
         save(saver, 2, staged)
-    if where.is_main:
+    if layout.is_main:
         assert [each.name for each in folder.iterdir()] == [NAMES[1]]
     written = sum(file.stat().st_size for file in (folder / NAMES[1]).iterdir() if file.name != "manifest.json")
-    if where.world_size == 1:
+    if layout.dims.world_size == 1:
         assert written <= staged.num_bytes < 2 * written
     saver.wait()
     return str(caught.value)
@@ -196,8 +196,8 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(
         assert "lower checkpoint.keep" in message
 
 
-def fail_while_a_write_fails(where: Any, path: Path, folder: Path) -> list[str]:
-    trainer = tiny_moe.build(where, path)
+def fail_while_a_write_fails(layout: Any, path: Path, folder: Path) -> list[str]:
+    trainer = tiny_moe.build(layout, path)
     _, saver = open_saver(folder)
 
     def fail() -> None:
@@ -223,15 +223,14 @@ from collections import namedtuple
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 import tiny_moe
-from moerl.config.schema import ParallelConfig
+from moerl.contract.parallel import ParallelDims
 from moerl.errors import CheckpointError
-from moerl.trainer import layout
+from moerl.trainer import groups
 from moerl.trainer.checkpoint import CheckpointStore
 from moerl.trainer.saver import Saver
 
-alone = ParallelConfig(tensor=1, pipeline=1, virtual_pipeline=1, expert=1, expert_tensor=1, context=1, data=1)
-where = layout.start(rank=0, world_size=1, rendezvous="", parallel=alone, seed=1)
-trainer = tiny_moe.build(where, Path({model!r}))
+layout = groups.start(rank=0, world_size=1, rendezvous="", dims=ParallelDims(), seed=1)
+trainer = tiny_moe.build(layout, Path({model!r}))
 store = CheckpointStore(Path({disk!r}) / "checkpoints", keep=2)
 saver = Saver(store)
 refusals = []

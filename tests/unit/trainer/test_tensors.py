@@ -40,13 +40,13 @@ def rewrite(path: Path, change: Callable[[Tensors], Tensors], **config: Any) -> 
     return path
 
 
-def load_and_export(where: Any, path: Path, dtype: str = "float32", run: bool = False) -> Tensors:
+def load_and_export(layout: Any, path: Path, dtype: str = "float32", run: bool = False) -> Tensors:
     from moerl.trainer.losses import Scorer
     from moerl.trainer.model import ModelOptions
     from moerl.trainer.trainer import MegatronTrainer
 
     spec = FAMILIES["deepseek_v3"].spec()
-    trainer = MegatronTrainer(path, spec, where, ModelOptions(dtype=dtype), None)
+    trainer = MegatronTrainer(path, spec, layout, ModelOptions(dtype=dtype), None)
     if run:
         (batches,) = tiny_moe.pack(families.make_samples(spec, 1, (9, 12)))
         trainer.score(batches, Scorer(batches, keep_mask=False), enforce=False)

@@ -20,9 +20,9 @@ LENGTHS = (5, 30, 17, 41, 9, 24)
 AUX = 0.05
 
 
-def gradients_of_a_step(where: Any, path: Path, batches: list[Microbatch], aux: float) -> dict[str, Any]:
+def gradients_of_a_step(layout: Any, path: Path, batches: list[Microbatch], aux: float) -> dict[str, Any]:
     optimizer = tiny_moe.OPTIMIZER.model_copy(update={"clip_grad": 0.0})
-    trainer = tiny_moe.build(where, path, optimizer=optimizer, moe_aux_loss_coef=aux)
+    trainer = tiny_moe.build(layout, path, optimizer=optimizer, moe_aux_loss_coef=aux)
     loss = tiny_moe.policy_loss(trainer, batches, tiny_moe.num_trained(batches))
     report = trainer.step(batches, loss, enforce=True)
     return {
@@ -85,7 +85,7 @@ def test_how_a_batch_is_split_does_not_change_the_gradient(untied: Path, one_pro
 # --- determinism -----------------------------------------------------------------------------------------------------
 
 
-def train_twice_with_two_threads(where: Any, path: Path) -> float:
+def train_twice_with_two_threads(layout: Any, path: Path) -> float:
     rng = np.random.default_rng(34)
     samples = tiny_moe.make_samples(34, rng.integers(30, 90, size=18).tolist())
     texts = [
@@ -96,16 +96,16 @@ def train_twice_with_two_threads(where: Any, path: Path) -> float:
     torch.set_num_threads(2)
     assert torch.get_num_threads() == 2
     try:
-        runs = [_train(where, path, batches, text_batches) for _ in range(2)]
+        runs = [_train(layout, path, batches, text_batches) for _ in range(2)]
     finally:
         torch.set_num_threads(1)
     return tiny_moe.largest_difference(*runs)
 
 
-def _train(where: Any, path: Path, batches: list[Microbatch], text_batches: list[Microbatch]) -> dict[str, np.ndarray]:
+def _train(layout: Any, path: Path, batches: list[Microbatch], text_batches: list[Microbatch]) -> dict[str, np.ndarray]:
     from moerl.trainer.losses import TextLoss
 
-    trainer = tiny_moe.build(where, path, moe_aux_loss_coef=AUX)
+    trainer = tiny_moe.build(layout, path, moe_aux_loss_coef=AUX)
     text_loss = TextLoss(text_batches, trainer.spec.vocab_size, tiny_moe.num_trained(text_batches))
     trainer.step(text_batches, text_loss, enforce=False)
     loss = tiny_moe.policy_loss(trainer, batches, tiny_moe.num_trained(batches))
@@ -131,15 +131,15 @@ def train(trainer: Any, seeds: range) -> list[Any]:
     return reports
 
 
-def save_and_go_on(where: Any, path: Path, folder: Path, dtype: str) -> tuple[Any, Any]:
-    trainer = tiny_moe.build(where, path, dtype=dtype)
+def save_and_go_on(layout: Any, path: Path, folder: Path, dtype: str) -> tuple[Any, Any]:
+    trainer = tiny_moe.build(layout, path, dtype=dtype)
     train(trainer, range(2))
     tiny_moe.save(trainer, folder, CHECKPOINT)
     return train(trainer, range(2, 5)), tiny_moe.exported(trainer)
 
 
-def restore_and_go_on(where: Any, path: Path, folder: Path, dtype: str) -> tuple[Any, Any]:
-    trainer = tiny_moe.build(where, path, dtype=dtype)
+def restore_and_go_on(layout: Any, path: Path, folder: Path, dtype: str) -> tuple[Any, Any]:
+    trainer = tiny_moe.build(layout, path, dtype=dtype)
     train(trainer, range(7, 8))
     trainer.restore(folder / CHECKPOINT)
     return train(trainer, range(2, 5)), tiny_moe.exported(trainer)
@@ -153,12 +153,12 @@ def test_a_restored_trainer_goes_on_bit_for_bit(dtype: str, untied: Path, tmp_pa
     assert tiny_moe.largest_difference(restored_weights, weights) == 0.0
 
 
-def restore_what_does_not_fit(where: Any, path: Path, others: list[Path], folder: Path) -> list[str]:
+def restore_what_does_not_fit(layout: Any, path: Path, others: list[Path], folder: Path) -> list[str]:
     refusals = []
     for other in others:
-        written = tiny_moe.save(tiny_moe.build(where, other), folder / other.name, CHECKPOINT)
+        written = tiny_moe.save(tiny_moe.build(layout, other), folder / other.name, CHECKPOINT)
         with pytest.raises(CheckpointError) as caught:
-            tiny_moe.build(where, path).restore(written)
+            tiny_moe.build(layout, path).restore(written)
         refusals.append(str(caught.value))
     return refusals
 

@@ -33,13 +33,13 @@ def requests() -> list[RolloutRequest]:
     ]
 
 
-def run_in_flight(where: Any, path: Path) -> tuple[list[Any], dict[int, dict[str, torch.Tensor]], list[int]]:
+def run_in_flight(layout: Any, path: Path) -> tuple[list[Any], dict[int, dict[str, torch.Tensor]], list[int]]:
     """What the engine recorded, the weights of each version, and how many requests ran when one was published."""
     from transformers import AutoModelForCausalLM
 
     from moerl.rollout.embedded import EmbeddedEngine
 
-    trainer = tiny_moe.build(where, path, optimizer=None)
+    trainer = tiny_moe.build(layout, path, optimizer=None)
     generator = torch.Generator().manual_seed(3)
     held: dict[int, dict[str, torch.Tensor]] = {}
     step, running = 0, []
@@ -67,7 +67,7 @@ def run_in_flight(where: Any, path: Path) -> tuple[list[Any], dict[int, dict[str
         max_running=MAX_RUNNING,
         between_steps=between_steps,
     )
-    publisher = weight_sync.publisher_of(weight_sync.plan_for(trainer, path), where.rank, engine)
+    publisher = weight_sync.publisher_of(weight_sync.plan_for(trainer, path), layout.rank, engine)
     publish(0)
     return [record.values for record in engine.generate(requests())], held, running
 

@@ -23,8 +23,8 @@ from gloo import RANK_ENV
 from ranks import Ranks
 from torch import Tensor
 
-from moerl.config.layouts import Shape
 from moerl.config.model_sizes import ModelSizes, sizes_from_hf_config
+from moerl.contract.parallel import ParallelDims
 from moerl.errors import WeightSyncError
 from moerl.weights.gather import RootGather
 from moerl.weights.plan import PlanOptions, SyncPlan, choose_roots, make_plan
@@ -38,8 +38,8 @@ def tiny_sizes() -> ModelSizes:
     return sizes_from_hf_config(FAMILIES["qwen3_moe"].config(num_hidden_layers=2).to_dict(), "tiny")
 
 
-def make(shape: Shape, gather: Any = "root", roots: int = 1) -> SyncPlan:
-    return make_plan(tiny_sizes(), shape, PlanOptions(choose_roots(shape, roots), 4, 1 << 13, gather=gather))
+def make(dims: ParallelDims, gather: Any = "root", roots: int = 1) -> SyncPlan:
+    return make_plan(tiny_sizes(), dims, PlanOptions(choose_roots(dims, roots), 4, 1 << 13, gather=gather))
 
 
 def shards_of(plan: SyncPlan, rank: int) -> dict[str, Tensor]:
@@ -75,10 +75,10 @@ def attempt(publisher: Any, shards: Mapping[str, Tensor], version: int) -> str:
 class FaultyRanks:
     """Fault injection: ranks of which one ends or stops itself, which `run_ranks` takes for a failure."""
 
-    def __init__(self, folder: Path, shape: Shape, fault: str, gather: str) -> None:
+    def __init__(self, folder: Path, dims: ParallelDims, fault: str, gather: str) -> None:
         context = multiprocessing.get_context("spawn")
         self.queue = context.Queue()
-        arguments = (str(folder), shape, fault, gather, self.queue)
+        arguments = (str(folder), dims, fault, gather, self.queue)
         self.processes = [context.Process(target=faulty_rank, args=(rank, *arguments)) for rank in range(4)]
 
     def told(self) -> dict[int, tuple[str, str, int]]:
@@ -103,7 +103,7 @@ LOST = 1
 """The rank that dies or stops; in no layout here it is a root."""
 
 
-def faulty_rank(rank: int, folder: str, shape: Shape, fault: str, gather: str, queue: Any) -> None:
+def faulty_rank(rank: int, folder: str, dims: ParallelDims, fault: str, gather: str, queue: Any) -> None:
     import torch.distributed as dist
 
     from moerl.weights.allgather import AllGather
@@ -111,7 +111,7 @@ def faulty_rank(rank: int, folder: str, shape: Shape, fault: str, gather: str, q
     torch.set_num_threads(1)
     rendezvous = f"file://{folder}/rendezvous"
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=4, timeout=timedelta(minutes=10))
-    plan = make(shape, gather)
+    plan = make(dims, gather)
     kind: Any = RootGather if gather == "root" else AllGather
 
     class Fails(kind):
@@ -157,7 +157,7 @@ def faulty_rank(rank: int, folder: str, shape: Shape, fault: str, gather: str, q
 def test_a_rank_lost_in_mid_gather_is_named_by_all_others_and_nothing_is_taken_into_use(
     fault: str, gather: str, tmp_path: Path
 ):
-    told = FaultyRanks(tmp_path, Shape(expert=4, data=4), fault, gather).told()
+    told = FaultyRanks(tmp_path, ParallelDims(expert=4, data=4), fault, gather).told()
     assert told.keys() == {0, 2, 3}
     for rank, (message, again, served) in told.items():
         if gather == "root":
@@ -200,8 +200,8 @@ class Hangs(Versioned):
         super().end_update()
 
 
-def hang(where: Any, at: str) -> list[Any]:
-    rank, plan = where.rank, make(Shape(pipeline=2))
+def hang(layout: Any, at: str) -> list[Any]:
+    rank, plan = layout.rank, make(ParallelDims(pipeline=2))
     shards = shards_of(plan, rank)
     sink = Hangs("") if rank == 0 else None
     publisher = weight_sync.publisher_of(plan, rank, sink)
@@ -247,8 +247,8 @@ def test_a_sink_that_hangs_is_named_on_every_rank_and_the_next_update_begins_onc
     assert served == 0
 
 
-def die_between_buckets(where: Any) -> tuple[str, int, int]:
-    rank, plan = where.rank, make(Shape(pipeline=2))
+def die_between_buckets(layout: Any) -> tuple[str, int, int]:
+    rank, plan = layout.rank, make(ParallelDims(pipeline=2))
     shards = shards_of(plan, rank)
 
     class Dies(Versioned):
@@ -282,9 +282,9 @@ def test_an_engine_that_dies_between_two_buckets_is_named_and_the_next_update_wo
     assert served == 2
 
 
-def slow(where: Any, seconds: float) -> int:
+def slow(layout: Any, seconds: float) -> int:
     """Every step takes half of its time, on both sides; together they take more than what a rank waits for another."""
-    rank, plan = where.rank, make(Shape(expert=2, data=2))
+    rank, plan = layout.rank, make(ParallelDims(expert=2, data=2))
     shards = shards_of(plan, rank)
 
     class SlowGather(RootGather):

@@ -16,13 +16,13 @@ from torch.distributed.distributed_c10d import _get_default_store
 from moerl.errors import EngineError, MoerlError, WeightSyncError
 
 
-def quote(where: Any) -> list[str]:
+def quote(layout: Any) -> list[str]:
     """What each rank is told where rank 1 has a problem, and where nobody has one."""
-    peers = weight_sync.peers_of(where.rank)
+    peers = weight_sync.peers_of(layout.rank)
     told = []
     for problem in (EngineError("no room", seen=3), None, EngineError("no time")):
         try:
-            peers.agree(problem if where.rank == 1 else None, "begin")
+            peers.agree(problem if layout.rank == 1 else None, "begin")
             told.append("")
         except MoerlError as error:
             told.append(f"{type(error).__name__}: {error}")
@@ -39,11 +39,11 @@ def test_a_problem_is_raised_where_it_is_and_quoted_elsewhere(two_processes: Ran
     assert "rank 1: no time" in other[2]
 
 
-def miss(where: Any) -> list[str]:
+def miss(layout: Any) -> list[str]:
     """Rank 1 comes to the agreement after rank 0 has given it up."""
     store, told = _get_default_store(), []
-    peers = weight_sync.peers_of(where.rank, step_seconds=0.5)
-    if where.rank == 0:
+    peers = weight_sync.peers_of(layout.rank, step_seconds=0.5)
+    if layout.rank == 0:
         for problem in (EngineError("a problem of its own"), None):
             with pytest.raises(WeightSyncError) as error:
                 peers.agree(problem, "checksums")
@@ -82,12 +82,12 @@ class LateWork:
             raise self.problem
 
 
-def meet_late(where: Any, problem: Exception | None) -> str:
+def meet_late(layout: Any, problem: Exception | None) -> str:
     """What becomes of it, on rank 0 alone."""
-    if where.rank > 0:
+    if layout.rank > 0:
         return ""
     work: Any = LateWork(problem)
-    peers = weight_sync.peers_of(where.rank)
+    peers = weight_sync.peers_of(layout.rank)
     try:
         peers.meet(lambda: work, peers.until(), "begin", [0])
     except WeightSyncError as error:

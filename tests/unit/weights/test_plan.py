@@ -12,8 +12,9 @@ from families import FAMILIES
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from moerl.config.layouts import Shape, layout_problems
+from moerl.config.layouts import layout_problems
 from moerl.config.model_sizes import ModelSizes, sizes_from_hf_config
+from moerl.contract.parallel import ParallelDims
 from moerl.errors import ConfigError
 from moerl.rollout.weight_staging import checkpoint_views
 from moerl.weights.estimate import sent_bytes
@@ -21,16 +22,16 @@ from moerl.weights.plan import PlanOptions, SyncPlan, choose_roots, make_plan
 from moerl.weights.tensors import Split
 
 LAYOUTS = {
-    "one": Shape(),
-    "TP2": Shape(tensor=2),
-    "PP2": Shape(pipeline=2),
-    "EP2": Shape(expert=2, data=2),
-    "TP2-EP2": Shape(tensor=2, expert=2),
-    "ETP2": Shape(tensor=2, expert_tensor=2),
-    "PP2-VPP2": Shape(pipeline=2, virtual_pipeline=2),
-    "TP2-PP2-EP2": Shape(tensor=2, pipeline=2, expert=2),
-    "TP2-PP2-EP2-DP2": Shape(tensor=2, pipeline=2, expert=2, data=2),
-    "CP2-EP2": Shape(context=2, expert=2),
+    "one": ParallelDims(),
+    "TP2": ParallelDims(tensor=2),
+    "PP2": ParallelDims(pipeline=2),
+    "EP2": ParallelDims(expert=2, data=2),
+    "TP2-EP2": ParallelDims(tensor=2, expert=2),
+    "ETP2": ParallelDims(tensor=2, expert_tensor=2),
+    "PP2-VPP2": ParallelDims(pipeline=2, virtual_pipeline=2),
+    "TP2-PP2-EP2": ParallelDims(tensor=2, pipeline=2, expert=2),
+    "TP2-PP2-EP2-DP2": ParallelDims(tensor=2, pipeline=2, expert=2, data=2),
+    "CP2-EP2": ParallelDims(context=2, expert=2),
 }
 
 
@@ -39,9 +40,9 @@ def sizes_of(family: str, **changes: Any) -> ModelSizes:
 
 
 def plan_of(
-    sizes: ModelSizes, shape: Shape, *, roots: int = 1, bucket_bytes: int = 1 << 14, **options: Any
+    sizes: ModelSizes, dims: ParallelDims, *, roots: int = 1, bucket_bytes: int = 1 << 14, **options: Any
 ) -> SyncPlan:
-    return make_plan(sizes, shape, PlanOptions(choose_roots(shape, roots), 2, bucket_bytes, **options))
+    return make_plan(sizes, dims, PlanOptions(choose_roots(dims, roots), 2, bucket_bytes, **options))
 
 
 def entries(plan: SyncPlan) -> dict[str, tuple[int, ...]]:
@@ -65,8 +66,8 @@ def test_a_plan_sends_the_tensors_that_transformers_has(family: str, tied: bool)
         expected |= {key: tuple(view.shape) for key, view in checkpoint_views(name, tensor).items()}
     if tied:
         expected.pop("lm_head.weight")
-    for shape in (Shape(), Shape(pipeline=2)):
-        assert entries(plan_of(sizes_of(family, tie_word_embeddings=tied), shape)) == expected
+    for dims in (ParallelDims(), ParallelDims(pipeline=2)):
+        assert entries(plan_of(sizes_of(family, tie_word_embeddings=tied), dims)) == expected
 
 
 def coverage(plan: SyncPlan) -> dict[str, np.ndarray]:
@@ -93,7 +94,7 @@ def coverage(plan: SyncPlan) -> dict[str, np.ndarray]:
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> tuple[ModelSizes, Shape]:
+def layouts(draw: st.DrawFn) -> tuple[ModelSizes, ParallelDims]:
     """A tiny model of some family, and a layout that Megatron can run it in."""
     family = draw(st.sampled_from(sorted(FAMILIES)))
     sizes = sizes_of(
@@ -103,8 +104,8 @@ def layouts(draw: st.DrawFn) -> tuple[ModelSizes, Shape]:
         tie_word_embeddings=draw(st.booleans()),
     )
     powers = itertools.product(range(3), range(3), range(3), range(2), range(3), range(3), range(3))
-    shapes = [Shape(*(1 << power for power in each)) for each in powers]
-    return sizes, draw(st.sampled_from([shape for shape in shapes if not layout_problems(shape, sizes)]))
+    every = [ParallelDims(*(1 << power for power in each)) for each in powers]
+    return sizes, draw(st.sampled_from([dims for dims in every if not layout_problems(dims, sizes)]))
 
 
 @settings(max_examples=60, deadline=None)
@@ -116,11 +117,11 @@ def layouts(draw: st.DrawFn) -> tuple[ModelSizes, Shape]:
     split=st.booleans(),
 )
 def test_every_byte_of_every_tensor_is_sent_once_in_buckets_within_their_limit(
-    layout: tuple[ModelSizes, Shape], bucket_bytes: int, share: float, gather: Any, split: bool
+    layout: tuple[ModelSizes, ParallelDims], bucket_bytes: int, share: float, gather: Any, split: bool
 ):
-    sizes, shape = layout
-    roots = 1 + round(share * (shape.world_size - 1))
-    plan = plan_of(sizes, shape, roots=roots, bucket_bytes=bucket_bytes, gather=gather, split_latents=split)
+    sizes, dims = layout
+    roots = 1 + round(share * (dims.world_size - 1))
+    plan = plan_of(sizes, dims, roots=roots, bucket_bytes=bucket_bytes, gather=gather, split_latents=split)
     names = [entry.name for bucket in plan.buckets for entry in bucket.entries]
     assert len(names) == len(set(names))
     for name, counts in coverage(plan).items():
@@ -145,7 +146,7 @@ def check_bucket(plan: SyncPlan, bucket: Any) -> None:
     assert options.item_bytes == 4 or elements == sorted(elements, key=lambda element: element != "float32")
     assert bucket.num_bytes == offset == sum(message.num_bytes for message in bucket.messages)
     stage = bucket.stage
-    per_stage = plan.ownership.ranks_per_stage
+    per_stage = plan.ownership.dims.ranks_per_stage
     for message in bucket.messages:
         assert message.sender // per_stage == stage
         chunks = list(message.chunks(options.chunk_bytes))
@@ -190,42 +191,42 @@ def test_a_root_receives_nothing_that_it_holds(layout: str):
 
 
 def test_replicas_share_the_sending():
-    plan = plan_of(sizes_of("qwen3_moe"), Shape(pipeline=2, data=4), bucket_bytes=1 << 15)
+    plan = plan_of(sizes_of("qwen3_moe"), ParallelDims(pipeline=2, data=4), bucket_bytes=1 << 15)
     sent = sent_bytes(plan)
     assert set(sent) == {4, 5, 6, 7}
     assert max(sent.values()) < 1.5 * min(sent.values())
 
 
 @pytest.mark.parametrize(
-    ("shape", "count", "expected"),
+    ("dims", "count", "expected"),
     [
-        (Shape(), 1, (0,)),
-        (Shape(tensor=2, pipeline=2, expert=2), 1, (0,)),
-        (Shape(tensor=2, pipeline=2, expert=2), 2, (0, 2)),
-        (Shape(pipeline=4), 2, (0, 2)),
-        (Shape(pipeline=2, expert=2, data=4), 4, (0, 1, 4, 5)),
-        (Shape(pipeline=2, expert=4, data=4), 4, (0, 2, 4, 6)),
-        (Shape(pipeline=2, expert=2, data=4), 8, (0, 1, 2, 3, 4, 5, 6, 7)),
+        (ParallelDims(), 1, (0,)),
+        (ParallelDims(tensor=2, pipeline=2, expert=2), 1, (0,)),
+        (ParallelDims(tensor=2, pipeline=2, expert=2), 2, (0, 2)),
+        (ParallelDims(pipeline=4), 2, (0, 2)),
+        (ParallelDims(pipeline=2, expert=2, data=4), 4, (0, 1, 4, 5)),
+        (ParallelDims(pipeline=2, expert=4, data=4), 4, (0, 2, 4, 6)),
+        (ParallelDims(pipeline=2, expert=2, data=4), 8, (0, 1, 2, 3, 4, 5, 6, 7)),
     ],
 )
 def test_roots_stand_in_different_stages_first_and_then_with_different_experts(
-    shape: Shape, count: int, expected: tuple[int, ...]
+    dims: ParallelDims, count: int, expected: tuple[int, ...]
 ):
-    assert choose_roots(shape, count) == expected
+    assert choose_roots(dims, count) == expected
 
 
 @pytest.mark.parametrize("count", [0, 3])
 def test_there_are_no_more_roots_than_ranks(count: int):
     with pytest.raises(ConfigError, match=r"weights\.roots"):
-        choose_roots(Shape(tensor=2), count)
+        choose_roots(ParallelDims(tensor=2), count)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 20))
 def test_any_number_of_roots_is_that_many_ranks_in_order(pipeline: int, tensor: int, count: int):
-    shape = Shape(pipeline=pipeline, tensor=tensor)
-    assume(count <= shape.world_size)
-    roots = choose_roots(shape, count)
+    dims = ParallelDims(pipeline=pipeline, tensor=tensor)
+    assume(count <= dims.world_size)
+    roots = choose_roots(dims, count)
     assert len(set(roots)) == count
     assert list(roots) == sorted(roots)
-    assert roots[-1] < shape.world_size
+    assert roots[-1] < dims.world_size

@@ -16,8 +16,8 @@ from gloo import run_ranks
 from ranks import Ranks
 from torch import Tensor
 
-from moerl.config.layouts import Shape
 from moerl.config.model_sizes import ModelSizes, sizes_from_hf_config
+from moerl.contract.parallel import ParallelDims
 from moerl.contract.ports import CheckedSink
 from moerl.errors import EngineError, WeightSyncError
 from moerl.kernels.checksum import checksums
@@ -32,13 +32,13 @@ def tiny_sizes(**changes: Any) -> ModelSizes:
     return sizes_from_hf_config(FAMILIES["deepseek_v3"].config(num_hidden_layers=2, **changes).to_dict(), "tiny")
 
 
-def tiny_plan(shape: Shape, *, roots: int = 1, bucket_bytes: int = 1 << 14) -> SyncPlan:
-    return make_plan(tiny_sizes(), shape, PlanOptions(choose_roots(shape, roots), 4, bucket_bytes))
+def tiny_plan(dims: ParallelDims, *, roots: int = 1, bucket_bytes: int = 1 << 14) -> SyncPlan:
+    return make_plan(tiny_sizes(), dims, PlanOptions(choose_roots(dims, roots), 4, bucket_bytes))
 
 
 def random_shards(plan: SyncPlan, rank: int, seed: int = 0) -> dict[str, Tensor]:
     """Replicated ones alike on all ranks of a stage."""
-    stage = rank // plan.ownership.ranks_per_stage
+    stage = rank // plan.ownership.dims.ranks_per_stage
     generator = torch.Generator().manual_seed(seed + stage)
     return {name: torch.randn(shape, generator=generator) for name, shape in plan.shard_shapes(rank).items()}
 
@@ -62,7 +62,7 @@ class Held(weight_sync.KeepingSink):
             self.harm(self.tensors)
 
     def held_dtypes(self) -> Mapping[str, str]:
-        names = [entry.name for bucket in tiny_plan(Shape()).buckets for entry in bucket.entries]
+        names = [entry.name for bucket in tiny_plan(ParallelDims()).buckets for entry in bucket.entries]
         return dict.fromkeys(names, str(self.dtype).removeprefix("torch."))
 
     def verify(self, sent: Mapping[str, int]) -> None:
@@ -77,7 +77,7 @@ class Held(weight_sync.KeepingSink):
 
 def alone(rank: int, world_size: int, case: str) -> Any:
     """Cases of one rank; run in a process that has a process group."""
-    plan = tiny_plan(Shape())
+    plan = tiny_plan(ParallelDims())
     shards = random_shards(plan, 0)
     return globals()[case](plan, shards)
 
@@ -237,7 +237,7 @@ def test_a_root_needs_a_sink():
 def failing(rank: int, world_size: int) -> list[str]:
     """What each rank is told when the sink of rank 0 refuses, at every stage; then a whole update."""
     told = []
-    plan = tiny_plan(Shape(pipeline=2))
+    plan = tiny_plan(ParallelDims(pipeline=2))
     shards = random_shards(plan, rank)
 
     class Refusing(weight_sync.KeepingSink):
@@ -274,7 +274,7 @@ def test_a_sink_that_refuses_is_known_on_every_rank_and_nobody_waits():
 
 
 def disagreeing(rank: int, world_size: int) -> str:
-    plan = tiny_plan(Shape(tensor=2))
+    plan = tiny_plan(ParallelDims(tensor=2))
     shards = random_shards(plan, rank)
     if rank == 1:
         shards["surplus"] = torch.zeros(1)
@@ -306,7 +306,7 @@ def engine_of(path: Path, kind: Any = None, **changes: Any) -> Any:
     return (kind or EmbeddedEngine)(model, tiny_moe.SPEC, engine_id="e", max_running=1)
 
 
-def harm_an_engine(where: Any, path: Path) -> list[str]:
+def harm_an_engine(layout: Any, path: Path) -> list[str]:
     from moerl.rollout.embedded import EmbeddedEngine
 
     class Harmed(EmbeddedEngine):
@@ -331,12 +331,12 @@ def harm_an_engine(where: Any, path: Path) -> list[str]:
                 arrived[DAMAGED].view(torch.int32)[7, 11] ^= 1 << 3
             super().receive(arrived.items())
 
-    trainer = tiny_moe.build(where, path, optimizer=None)
+    trainer = tiny_moe.build(layout, path, optimizer=None)
     plan = weight_sync.plan_for(trainer, path)
     found = []
     for kind in (Harmed, BadLink):
         engine = engine_of(path, kind)
-        publisher = weight_sync.publisher_of(plan, where.rank, engine)
+        publisher = weight_sync.publisher_of(plan, layout.rank, engine)
         with pytest.raises(WeightSyncError) as error:
             publisher.publish(trainer.shards(), 3)
         assert engine.handshake().policy_version == -1
@@ -362,8 +362,8 @@ def test_an_embedded_engine_that_holds_something_else_serves_nothing_until_a_who
         assert "1 of" in message
 
 
-def sync_other_shapes(where: Any, path: Path) -> tuple[str, int]:
-    trainer = tiny_moe.build(where, path, optimizer=None)
+def sync_other_shapes(layout: Any, path: Path) -> tuple[str, int]:
+    trainer = tiny_moe.build(layout, path, optimizer=None)
     engine = engine_of(path, moe_intermediate_size=24)
     with pytest.raises(WeightSyncError) as error:
         weight_sync.publish(trainer, weight_sync.plan_for(trainer, path), engine, 3)
@@ -377,13 +377,13 @@ def test_an_engine_of_other_shapes_takes_nothing_and_names_them(untied: Path, on
     assert version == -1
 
 
-def sync_twice(where: Any, path: Path) -> list[bool]:
+def sync_twice(layout: Any, path: Path) -> list[bool]:
     """Two updates in a row with the same weights, and a third one with others."""
     from moerl.rollout.weight_staging import held_views
 
-    trainer = tiny_moe.build(where, path, optimizer=None)
+    trainer = tiny_moe.build(layout, path, optimizer=None)
     engine = engine_of(path)
-    publisher = weight_sync.publisher_of(weight_sync.plan_for(trainer, path), where.rank, engine)
+    publisher = weight_sync.publisher_of(weight_sync.plan_for(trainer, path), layout.rank, engine)
     held, reports = [], []
     for version, factor in ((0, 1.0), (1, 1.0), (2, 2.0)):
         shards = {name: tensor * factor for name, tensor in trainer.shards().items()}

@@ -1,4 +1,4 @@
-"""Process groups: starts torch.distributed and Megatron's parallel state for this rank, and describes the result.
+"""Process groups: starts torch.distributed and Megatron's parallel state for this rank, and hands out its groups.
 
 Runs in every trainer rank. The backend follows the device: NCCL on GPUs, gloo on a CPU.
 """
@@ -6,68 +6,31 @@ Runs in every trainer rank. The backend follows the device: NCCL on GPUs, gloo o
 from __future__ import annotations
 
 import datetime
-from dataclasses import dataclass
 from typing import cast
 
 import torch
 import torch.distributed as dist
 
-from moerl.config.schema import ParallelConfig
+from moerl.contract.parallel import ParallelDims, RankCoordinates
 from moerl.errors import ConfigError
 from moerl.trainer import fixes, platform
 
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Where this rank stands. Sizes and ranks are Megatron's; groups come from `megatron.core.parallel_state`.
-
-    virtual_pipeline: model chunks of this rank.
-    """
-
-    rank: int
-    world_size: int
-    tensor: int
-    pipeline: int
-    virtual_pipeline: int
-    context: int
-    expert: int
-    expert_tensor: int
-    data: int
-    tensor_rank: int
-    pipeline_rank: int
-    context_rank: int
-    data_rank: int
-
-    @property
-    def is_main(self) -> bool:
-        """True on the rank that hosts the embedded engine and writes the run directory."""
-        return self.rank == 0
-
-    @property
-    def is_last_stage(self) -> bool:
-        """True where the language-model head is, and so the loss."""
-        return self.pipeline_rank == self.pipeline - 1
-
-    @property
-    def microbatch_multiple(self) -> int:
-        """The interleaved schedule runs microbatches in rounds of as many as there are stages."""
-        return self.pipeline if self.virtual_pipeline > 1 else 1
-
-
-def start(*, rank: int, world_size: int, rendezvous: str, parallel: ParallelConfig, seed: int) -> Layout:
+def start(*, rank: int, world_size: int, rendezvous: str, dims: ParallelDims, seed: int) -> RankCoordinates:
     """Joins the process group and builds Megatron's groups.
 
     Args:
         rendezvous: a torch.distributed init method, for example ``file:///run/rendezvous``; not used by one process.
-        parallel: parallel sizes; their product is `world_size`.
+        world_size: processes that were started. dims: parallel sizes of as many.
         seed: seeds Megatron's RNG tracker.
 
     Raises:
-        ConfigError: the sizes are not of `world_size` processes, or there are more ranks than GPUs on a GPU machine.
+        ConfigError: the sizes are not of `world_size` processes, there are more ranks than GPUs on a GPU machine, or
+            Megatron numbers ranks in another way than `moerl.contract.parallel`.
     """
-    _check_world(world_size, parallel)
+    _check_world(world_size, dims)
     platform.prepare()
     fixes.apply()
     from megatron.core import parallel_state as mpu
@@ -85,38 +48,57 @@ def start(*, rank: int, world_size: int, rendezvous: str, parallel: ParallelConf
         timeout=COLLECTIVE_TIMEOUT,
     )
     mpu.initialize_model_parallel(
-        tensor_model_parallel_size=parallel.tensor,
-        pipeline_model_parallel_size=parallel.pipeline,
-        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
-        context_parallel_size=parallel.context,
-        expert_model_parallel_size=parallel.expert,
-        expert_tensor_parallel_size=parallel.expert_tensor,
+        tensor_model_parallel_size=dims.tensor,
+        pipeline_model_parallel_size=dims.pipeline,
+        virtual_pipeline_model_parallel_size=dims.virtual_pipeline if dims.virtual_pipeline > 1 else None,
+        context_parallel_size=dims.context,
+        expert_model_parallel_size=dims.expert,
+        expert_tensor_parallel_size=dims.expert_tensor,
     )
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
-    return Layout(
-        rank=rank,
-        world_size=world_size,
-        tensor=parallel.tensor,
-        pipeline=parallel.pipeline,
-        virtual_pipeline=parallel.virtual_pipeline,
-        context=parallel.context,
-        expert=parallel.expert,
-        expert_tensor=parallel.expert_tensor,
-        data=mpu.get_data_parallel_world_size(),
-        tensor_rank=mpu.get_tensor_model_parallel_rank(),
-        pipeline_rank=mpu.get_pipeline_model_parallel_rank(),
-        context_rank=mpu.get_context_parallel_rank(),
-        data_rank=mpu.get_data_parallel_rank(),
+    layout = RankCoordinates(dims, rank)
+    _check_numbering(layout)
+    return layout
+
+
+def _check_numbering(layout: RankCoordinates) -> None:
+    """Shares, shards and senders are worked out from `RankCoordinates`, in every process: Megatron must agree."""
+    from megatron.core import parallel_state as mpu
+
+    ours = (
+        layout.dims.data,
+        layout.tensor_rank,
+        layout.pipeline_rank,
+        layout.context_rank,
+        layout.data_rank,
+        layout.expert_rank,
+        layout.expert_tensor_rank,
     )
+    theirs = (
+        mpu.get_data_parallel_world_size(),
+        mpu.get_tensor_model_parallel_rank(),
+        mpu.get_pipeline_model_parallel_rank(),
+        mpu.get_context_parallel_rank(),
+        mpu.get_data_parallel_rank(),
+        mpu.get_expert_model_parallel_rank(),
+        mpu.get_expert_tensor_parallel_rank(),
+    )
+    if ours != theirs:
+        raise ConfigError(
+            f"Megatron numbers rank {layout.rank} in another way than moerl.contract.parallel",
+            seen=f"(data size, tensor, pipeline, context, data, expert, expert_tensor rank) {theirs}",
+            expected=ours,
+            remedy="install the megatron-core version that `make setup` pins",
+        )
 
 
-def _check_world(world_size: int, parallel: ParallelConfig) -> None:
-    if parallel.world_size != world_size:
+def _check_world(world_size: int, dims: ParallelDims) -> None:
+    if dims.world_size != world_size:
         raise ConfigError(
             "parallel: the sizes are not those of the processes that were started",
             seen=f"{world_size} processes",
-            expected=f"{parallel.world_size}: tensor x pipeline x context x data",
+            expected=f"{dims.world_size}: tensor x pipeline x context x data",
             remedy="start the run with `moerl train`, which starts the right number",
         )
     if torch.cuda.is_available() and world_size > torch.cuda.device_count():
