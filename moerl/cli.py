@@ -150,7 +150,7 @@ def _run(command: str, options: argparse.Namespace, arguments: list[str]) -> int
 
 
 def _look_at_task(config: RunConfig, command: str) -> None:
-    from moerl.tasks.preflight import check_task
+    from moerl.orchestration.preflight import check_task
 
     check_task(config, command)
 

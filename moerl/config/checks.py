@@ -16,7 +16,7 @@ from moerl.contract.trajectory import MAX_KEPT_IDS
 from moerl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from moerl.config.schema import RunConfig, TaskConfig
+    from moerl.config.schema import RunConfig
 
 COMMANDS = ("train", "sft", "rollout", "eval")
 
@@ -34,7 +34,7 @@ def check_run(config: RunConfig) -> None:
     else:
         _check_sizes(config, architecture_sizes(config.model.architecture))
     _check_weights(config)
-    _check_task(config)
+    config.task.check(sft_steps=config.sft.steps)
 
 
 def check_command(config: RunConfig, command: str) -> None:
@@ -58,7 +58,7 @@ def check_command(config: RunConfig, command: str) -> None:
         _check_reader(config, command)
     check_model_fits(config)
     _check_room_to_build(config)
-    _check_task_file(config.task)
+    config.task.check_files()
 
 
 def check_model_fits(config: RunConfig) -> None:
@@ -246,43 +246,6 @@ def _check_stages(config: RunConfig) -> None:
         )
 
 
-def _check_task(config: RunConfig) -> None:
-    task = config.task
-    if task.name == "jsonl":
-        if task.heldout_fraction + task.dev_fraction >= 1.0:
-            raise ConfigError(
-                "task.heldout_fraction and task.dev_fraction: nothing is left to train on",
-                seen=f"{task.heldout_fraction} + {task.dev_fraction}",
-                expected="a sum below 1",
-                remedy="lower one of them, for example task.heldout_fraction=0.1",
-            )
-        if config.sft.steps > 0 and task.response_key is None:
-            raise ConfigError(
-                "sft.steps: a cold start needs demonstrations and the task has none",
-                seen=f"sft.steps = {config.sft.steps}, task.response_key = null",
-                expected="sft.steps = 0, or a response_key",
-                remedy="set sft.steps=0, or name the key that holds demonstrations with task.response_key",
-            )
-        return
-    for what in ("terms", "digits"):
-        low, high = getattr(task, f"min_{what}"), getattr(task, f"max_{what}")
-        if low > high:
-            raise ConfigError(
-                f"task.min_{what}: above task.max_{what}",
-                seen=f"{low} > {high}",
-                expected=f"min_{what} <= max_{what}",
-                remedy=f"raise task.max_{what} or lower task.min_{what}",
-            )
-    missing = [n for n in range(task.min_terms, task.max_terms + 1) if n not in task.worked_probability]
-    if missing:
-        raise ConfigError(
-            "task.worked_probability: a number of terms has no probability",
-            seen=f"terms {sorted(task.worked_probability)}",
-            expected=f"every number from {task.min_terms} to {task.max_terms}",
-            remedy=f"add task.worked_probability.{missing[0]}=0.5",
-        )
-
-
 def _check_reader(config: RunConfig, command: str) -> None:
     """`rollout` and `eval` read a model that exists, in one process."""
     if config.model.path is None:
@@ -298,14 +261,4 @@ def _check_reader(config: RunConfig, command: str) -> None:
             seen=f"{config.parallel.world_size} processes",
             expected=1,
             remedy="add parallel=single",
-        )
-
-
-def _check_task_file(task: TaskConfig) -> None:
-    if task.name == "jsonl" and not task.path.is_file():
-        raise ConfigError(
-            "task.path: a directory" if task.path.is_dir() else "task.path: no such file",
-            seen=task.path,
-            expected="a JSONL file",
-            remedy="give the path of your JSONL file",
         )

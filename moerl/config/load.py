@@ -22,11 +22,9 @@ from moerl.config.reference import COMMAND_KEY, is_known
 from moerl.config.resume import check_may_change
 from moerl.config.schema import RunConfig
 from moerl.errors import ConfigError
+from moerl.tasks.registry import TASK_SECTIONS
 
 CONFIG_FILE = "config.yaml"
-
-_UNNAMED_TASK = {"task.path": "unnamed.jsonl", "task.reward": "unnamed:unnamed"}
-"""Stand in for values that a plan does not look at, where they are not given."""
 
 
 def load_config(overrides: Sequence[str], *, command: str, config_dir: Path | None = None) -> RunConfig:
@@ -60,7 +58,8 @@ def load_plan(overrides: Sequence[str], *, config_dir: Path | None = None) -> Ru
         raise ConfigError(
             "resume: a plan is made from a recipe and keys", seen=[*overrides], remedy="leave resume away"
         )
-    values = compose_values(overrides, config_dir=config_dir, stand_ins=_UNNAMED_TASK)
+    unnamed = {f"task.{key}": value for task in TASK_SECTIONS for key, value in task.plan_values.items()}
+    values = compose_values(overrides, config_dir=config_dir, stand_ins=unnamed)
     config = _validated(values, "train")
     _check_recipe_is_chosen(config, overrides)
     check_model_fits(config)

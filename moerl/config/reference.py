@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from moerl.config.schema import RunConfig
-from moerl.config.types import LARGEST_INT, LARGEST_SIZE
+from moerl.sections import LARGEST_INT, LARGEST_SIZE
 
 COMMAND_KEY = "command"
 """The one field of `RunConfig` that is not set by a key but by which command runs."""
@@ -43,7 +43,7 @@ class Key:
 
 
 def config_keys() -> list[Key]:
-    """Every leaf key of `RunConfig` that can be set, in the order of the schema; both tasks' keys are listed."""
+    """Every leaf key of `RunConfig` that can be set, in the order of the schema; the keys of all tasks are listed."""
     return [key for key in _walk(RunConfig, "") if key.path != COMMAND_KEY]
 
 

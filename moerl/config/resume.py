@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from moerl.config.reference import children, sections
 from moerl.errors import ConfigError
+from moerl.tasks.registry import TASK_SECTIONS
 
 if TYPE_CHECKING:
     from moerl.config.schema import RunConfig
@@ -57,8 +58,7 @@ _WHY_NOT: dict[str, str | None] = {
     "sft": "the order of demonstrations and the optimizer state of the cold start follow from it",
     "sft.steps": None,
     "task": "problems and rewards follow from it",
-    "task.reward_timeout_seconds": None,
-    "task.reward_memory_bytes": None,
+    **{f"task.{name}": None for section in TASK_SECTIONS for name in section.may_change},
     "evaluation": None,
     "checkpoint": None,
     "mismatch": None,

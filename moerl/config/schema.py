@@ -8,38 +8,31 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from moerl.config.checks import check_run
-from moerl.config.types import (
+from moerl.contract.parallel import ParallelDims, smallest_data
+from moerl.contract.trajectory import MAX_KEPT_IDS
+from moerl.sections import (
     Count,
     CountOrZero,
     Decay,
-    Digits,
     FilePath,
     FloatName,
     NonNegative,
-    Part,
     Positive,
     Ranks,
+    Section,
     Share,
     Size,
-    Terms,
     Threads,
 )
-from moerl.contract.parallel import ParallelDims, smallest_data
-from moerl.contract.trajectory import MAX_KEPT_IDS
+from moerl.tasks.registry import TaskConfig
 
 
 def _bare_off(value: object) -> object:
     """YAML reads a bare ``off`` as false; where ``off`` is an option it means that."""
     return "off" if value is False else value
-
-
-class Section(BaseModel):
-    """Base of every section: frozen, unknown keys refused, no coercion, no NaN or infinity."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class ArchitectureConfig(Section):
@@ -303,43 +296,6 @@ class SftConfig(Section):
     num_examples: Count = Field(description="Demonstrations to draw from.")
     moe_aux_loss_coef: NonNegative = Field(description="Weight of the load-balancing loss.")
     optimizer: OptimizerConfig = Field(description="Optimizer of the cold start.")
-
-
-class ChainSumTaskConfig(Section):
-    """Sums and differences in a row, from reasoning-gym."""
-
-    name: Literal["chain_sum"] = Field(description="Task.")
-    min_terms: Terms = Field(description="Fewest terms of a problem.")
-    max_terms: Terms = Field(description="Most terms of a problem.")
-    min_digits: Digits = Field(description="Fewest digits of a term.")
-    max_digits: Digits = Field(description="Most digits of a term.")
-    num_train: Count = Field(description="Training problems.")
-    worked_probability: dict[int, Share] = Field(
-        description="Per number of terms: share of demonstrations that show their work."
-    )
-
-
-class JsonlTaskConfig(Section):
-    """Prompts from a JSONL file and a reward function of your own."""
-
-    name: Literal["jsonl"] = Field(description="Task.")
-    path: FilePath = Field(description="JSONL file, one object per problem.")
-    reward: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")] = Field(
-        description='Reward function, as "package.module:function".'
-    )
-    prompt_key: Annotated[str, Field(min_length=1)] = Field(description="Key of the prompt text in a row.")
-    response_key: Annotated[str, Field(min_length=1)] | None = Field(
-        description="Key of a demonstration in a row; null = the file has none."
-    )
-    heldout_fraction: Part = Field(description="Share of rows kept for the final numbers.")
-    dev_fraction: Part = Field(description="Share of rows kept for evaluation while training.")
-    reward_timeout_seconds: Positive = Field(description="Longest time one reward may take.")
-    reward_memory_bytes: Annotated[int, Field(ge=2**27)] = Field(
-        description="Most memory of the reward function's process, and of each that it starts; at least 128 MiB."
-    )
-
-
-TaskConfig = Annotated[ChainSumTaskConfig | JsonlTaskConfig, Field(discriminator="name")]
 
 
 class EvaluationConfig(Section):

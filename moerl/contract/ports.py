@@ -161,10 +161,14 @@ class Prompt:
 
 
 class Task(Protocol):
-    """Prompts and their rewards.
+    """Prompts and their rewards. A class that names this one as its base inherits what has a body.
 
     `split` is one of train, dev (looked at while tuning) and heldout (only for final numbers); they are disjoint.
+
+    open_vocabulary: True where the texts may hold any character, False where those of `tokenizer_texts` are all.
     """
+
+    open_vocabulary: bool = True
 
     def size(self, split: str) -> int:
         """How many prompts a split has."""
@@ -178,9 +182,28 @@ class Task(Protocol):
         """Named rewards of a response; `reward` is the one trained on, `accuracy` (0 or 1) the one reported."""
         ...
 
+    def place(self, prompt: Prompt) -> str:
+        """Where a prompt comes from, for messages: a line of a file, or its id."""
+        return prompt.prompt_id
+
+    def tokenizer_texts(self, count: int) -> list[str]:
+        """Texts of the first `count` training prompts: what a tokenizer for a new model is trained on."""
+        return [prompt.text for prompt in self.prompts("train", min(count, self.size("train")))]
+
+    def check(self, *, num_demonstrations: int) -> None:
+        """Tries data and reward once, before a run starts and torch is loaded.
+
+        Args:
+            num_demonstrations: training prompts that a cold start will ask demonstrations of; 0 without one.
+
+        Raises:
+            ConfigError: A demonstration is missing, or the reward fails.
+        """
+        return
+
     def close(self) -> None:
         """Ends what the task has started."""
-        ...
+        return
 
 
 @runtime_checkable

@@ -36,9 +36,8 @@ from moerl.orchestration.reporting import METRICS_FILE, Reporter, make_reporter
 from moerl.orchestration.rl import RLStage
 from moerl.orchestration.rollouts import Collector, in_request_order, sampling_params
 from moerl.orchestration.run import Run, RunStoppedError
-from moerl.tasks.check import check_prompts
-from moerl.tasks.registry import make_task
-from moerl.tasks.tokenizer import make_tokenizer
+from moerl.orchestration.task_texts import check_prompts
+from moerl.orchestration.tokenizer import make_tokenizer
 from moerl.trainer import groups
 
 
@@ -144,7 +143,7 @@ def _open_run(config: RunConfig, command: str, *, resume: bool) -> Iterator[tupl
     rank = rank_info()
     if rank.rank == 0 and not resume:
         _write_config(config)
-    with closing(make_task(config.task)) as task, make_reporter(config, is_main=rank.rank == 0) as reporter:
+    with closing(config.task.open()) as task, make_reporter(config, is_main=rank.rank == 0) as reporter:
         reporter.say(f"run directory: {config.run_dir}")
         reporter.say("starting Megatron")
         reporter.begin_part("start of Megatron and the model")
@@ -221,7 +220,7 @@ def _open_reader(config: RunConfig, command: str) -> Iterator[tuple[Collector, R
     quarantine = Quarantine(config.run_dir / "quarantine", config.quarantine.max_rate, spec=spec)
     model = Model(config.model.path, spec, version=0)
     with ExitStack() as stack:
-        task = stack.enter_context(closing(make_task(config.task)))
+        task = stack.enter_context(closing(config.task.open()))
         check_prompts(config, task, tokenizer, command, max_positions=max_positions)
         reporter = stack.enter_context(make_reporter(config, is_main=True))
         reporter.begin_part("start of the engine")

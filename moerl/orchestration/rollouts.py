@@ -19,7 +19,7 @@ from moerl.contract.reasons import Reason
 from moerl.contract.routing import rollout_key
 from moerl.contract.trajectory import Lineage, SamplingParams, Trajectory
 from moerl.errors import ContractError, MoerlError, RewardError
-from moerl.tasks.tokenizer import encode_checked
+from moerl.orchestration.tokenizer import encode_checked
 
 
 def _unwatched(done: int, total: int, tokens: int) -> None: ...

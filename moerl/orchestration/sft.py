@@ -18,7 +18,7 @@ from moerl.orchestration.batches import pack_options, share_text
 from moerl.orchestration.ends import read_ends
 from moerl.orchestration.exchange import sum_over
 from moerl.orchestration.run import Run
-from moerl.tasks.tokenizer import encode_checked
+from moerl.orchestration.tokenizer import encode_checked
 from moerl.trainer.losses import TextLoss
 from moerl.trainer.trainer import MegatronTrainer
 
@@ -28,7 +28,7 @@ STAGE = "sft"
 def demonstrations(run: Run, end: int) -> list[TextSample]:
     """The demonstrations to learn from, tokenised; the response and its end are learned, the prompt is not."""
     config, task, tokenizer = run.config, run.task, run.tokenizer
-    # `moerl.tasks.check` refused a task without demonstrations before anything started.
+    # `moerl.orchestration.task_texts` refused a task without demonstrations before anything started.
     assert isinstance(task, DemonstrationTask)
     prompts = task.prompts("train", config.sft.num_examples)
     samples = []

@@ -1,2 +1,4 @@
-"""Prompt sources and their rewards, and the tokenizer of models that start from nothing. Runs in the
-controller."""
+"""Prompt sources and their rewards. Runs in the controller.
+
+A task is one module here: its settings (`TaskSection`) with their rules, its prompts, its reward.
+"""

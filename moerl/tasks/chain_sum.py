@@ -10,14 +10,18 @@ import random
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
-import reasoning_gym
+from pydantic import Field
 
-from moerl.config.schema import ChainSumTaskConfig
-from moerl.contract.ports import Prompt
+from moerl.contract.ports import DemonstrationTask, Prompt, WorkedTask
 from moerl.contract.trajectory import FinishReason
 from moerl.errors import ConfigError
+from moerl.sections import Count, Digits, Share, Terms
+from moerl.tasks.section import TaskSection
+
+if TYPE_CHECKING:
+    from reasoning_gym.dataset import ProceduralDataset
 
 DEV_POOL = 512
 """Problems reserved for the dev split; fewer where the settings have less than eight times as many
@@ -33,6 +37,44 @@ _MAX_BARREN_DRAWS = 100_000
 _FINAL_ANSWER = re.compile(r"(?:\A|\n)#### (-?[0-9]+)\Z")
 _STEP = re.compile(r"[0-9][+-][0-9]+=-?[0-9]")
 _ANSWER_MARK = "#### "
+
+
+class ChainSumTaskConfig(TaskSection):
+    """Sums and differences in a row, from reasoning-gym."""
+
+    name: Literal["chain_sum"] = Field(description="Task.")
+    min_terms: Terms = Field(description="Fewest terms of a problem.")
+    max_terms: Terms = Field(description="Most terms of a problem.")
+    min_digits: Digits = Field(description="Fewest digits of a term.")
+    max_digits: Digits = Field(description="Most digits of a term.")
+    num_train: Count = Field(description="Training problems.")
+    worked_probability: dict[int, Share] = Field(
+        description="Per number of terms: share of demonstrations that show their work."
+    )
+
+    def open(self) -> ChainSumTask:
+        return ChainSumTask(self)
+
+    def check(self, *, sft_steps: int) -> None:
+        for what, low, high in (
+            ("terms", self.min_terms, self.max_terms),
+            ("digits", self.min_digits, self.max_digits),
+        ):
+            if low > high:
+                raise ConfigError(
+                    f"task.min_{what}: above task.max_{what}",
+                    seen=f"{low} > {high}",
+                    expected=f"min_{what} <= max_{what}",
+                    remedy=f"raise task.max_{what} or lower task.min_{what}",
+                )
+        missing = [n for n in range(self.min_terms, self.max_terms + 1) if n not in self.worked_probability]
+        if missing:
+            raise ConfigError(
+                "task.worked_probability: a number of terms has no probability",
+                seen=f"terms {sorted(self.worked_probability)}",
+                expected=f"every number from {self.min_terms} to {self.max_terms}",
+                remedy=f"add task.worked_probability.{missing[0]}=0.5",
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +109,8 @@ def final_answer(response: str) -> str | None:
     return match.group(1) if match else None
 
 
-class ChainSumTask:
-    """Implements `DemonstrationTask` and `WorkedTask` of `moerl.contract.ports`.
+class ChainSumTask(DemonstrationTask, WorkedTask):
+    """Sums whose splits are disjoint.
 
     The splits are disjoint by the text of the sum: dev and heldout are pools of fixed size, drawn from seeds
     of their own; train skips every sum of either pool. Nothing in a split depends on what was asked of
@@ -80,7 +122,7 @@ class ChainSumTask:
 
     def __init__(self, config: ChainSumTaskConfig) -> None:
         self.config = config
-        self._dataset = reasoning_gym.create_dataset("chain_sum", seed=0, size=1, **_gym_range(config))
+        self._dataset = _sums(config, seed=0, size=1)
         self._sizes = _split_sizes(config)
         self._splits: dict[str, _Split] = {}
 
@@ -104,9 +146,6 @@ class ChainSumTask:
         if split not in self._splits:
             self._splits[split] = _Split(split, self.config, self._reserved(split))
         return self._splits[split].first(count)
-
-    def close(self) -> None:
-        """Nothing to end."""
 
     def reward(self, prompt: Prompt, response: str, finish_reason: FinishReason) -> dict[str, float]:
         """`reward` and `accuracy`: 1 where the response stopped by itself and its last line holds exactly
@@ -166,9 +205,7 @@ class _Split:
         self._taken = taken
         self._prompts: list[Prompt] = []
         self._next_index = 0
-        self._dataset = reasoning_gym.create_dataset(
-            "chain_sum", seed=_FIRST_SEED[name], size=_SEEDS_PER_SPLIT, **_gym_range(config)
-        )
+        self._dataset = _sums(config, seed=_FIRST_SEED[name], size=_SEEDS_PER_SPLIT)
 
     def first(self, count: int) -> list[Prompt]:
         while len(self._prompts) < count:
@@ -201,13 +238,19 @@ def num_problems(config: ChainSumTaskConfig) -> int:
     return total
 
 
-def _gym_range(config: ChainSumTaskConfig) -> dict[str, int]:
-    return {
-        "min_terms": config.min_terms,
-        "max_terms": config.max_terms,
-        "min_digits": config.min_digits,
-        "max_digits": config.max_digits,
-    }
+def _sums(config: ChainSumTaskConfig, *, seed: int, size: int) -> ProceduralDataset:
+    # reasoning-gym takes seconds to import, and every command reads the settings of all tasks.
+    import reasoning_gym
+
+    return reasoning_gym.create_dataset(
+        "chain_sum",
+        seed=seed,
+        size=size,
+        min_terms=config.min_terms,
+        max_terms=config.max_terms,
+        min_digits=config.min_digits,
+        max_digits=config.max_digits,
+    )
 
 
 def _split_sizes(config: ChainSumTaskConfig) -> dict[str, int]:

@@ -8,13 +8,16 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, ClassVar, Literal, NoReturn
 
-from moerl.config.schema import JsonlTaskConfig
-from moerl.contract.ports import Prompt
+from pydantic import Field
+
+from moerl.contract.ports import DemonstrationTask, Prompt
 from moerl.contract.trajectory import FinishReason
 from moerl.errors import ConfigError, RewardError
-from moerl.tasks.reward_process import RewardProcess
+from moerl.sections import FilePath, Part, Positive
+from moerl.tasks.rewards.process import RewardProcess
+from moerl.tasks.section import TaskSection
 from moerl.telemetry.terminal import excerpt
 
 MAX_LINE_BYTES = 1 << 24
@@ -25,9 +28,63 @@ MAX_DEPTH = 64
 
 SPLITS = ("train", "dev", "heldout")
 
+DUMMY_RESPONSE = "This text tries the reward function; no model wrote it."
+"""What the reward function is tried on where no row has a demonstration."""
 
-class JsonlTask:
-    """Implements `moerl.contract.ports.DemonstrationTask`; it can demonstrate rows that have responses.
+
+class JsonlTaskConfig(TaskSection):
+    """Prompts from a JSONL file and a reward function of your own."""
+
+    may_change: ClassVar = frozenset({"reward_timeout_seconds", "reward_memory_bytes"})
+    plan_values: ClassVar = {"path": "unnamed.jsonl", "reward": "unnamed:unnamed"}
+
+    name: Literal["jsonl"] = Field(description="Task.")
+    path: FilePath = Field(description="JSONL file, one object per problem.")
+    reward: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")] = Field(
+        description='Reward function, as "package.module:function".'
+    )
+    prompt_key: Annotated[str, Field(min_length=1)] = Field(description="Key of the prompt text in a row.")
+    response_key: Annotated[str, Field(min_length=1)] | None = Field(
+        description="Key of a demonstration in a row; null = the file has none."
+    )
+    heldout_fraction: Part = Field(description="Share of rows kept for the final numbers.")
+    dev_fraction: Part = Field(description="Share of rows kept for evaluation while training.")
+    reward_timeout_seconds: Positive = Field(description="Longest time one reward may take.")
+    reward_memory_bytes: Annotated[int, Field(ge=2**27)] = Field(
+        description="Most memory of the reward function's process, and of each that it starts; at least 128 MiB."
+    )
+
+    def open(self) -> JsonlTask:
+        return JsonlTask(self)
+
+    def check(self, *, sft_steps: int) -> None:
+        if self.heldout_fraction + self.dev_fraction >= 1.0:
+            raise ConfigError(
+                "task.heldout_fraction and task.dev_fraction: nothing is left to train on",
+                seen=f"{self.heldout_fraction} + {self.dev_fraction}",
+                expected="a sum below 1",
+                remedy="lower one of them, for example task.heldout_fraction=0.1",
+            )
+        if sft_steps > 0 and self.response_key is None:
+            raise ConfigError(
+                "sft.steps: a cold start needs demonstrations and the task has none",
+                seen=f"sft.steps = {sft_steps}, task.response_key = null",
+                expected="sft.steps = 0, or a response_key",
+                remedy="set sft.steps=0, or name the key that holds demonstrations with task.response_key",
+            )
+
+    def check_files(self) -> None:
+        if not self.path.is_file():
+            raise ConfigError(
+                "task.path: a directory" if self.path.is_dir() else "task.path: no such file",
+                seen=self.path,
+                expected="a JSONL file",
+                remedy="give the path of your JSONL file",
+            )
+
+
+class JsonlTask(DemonstrationTask):
+    """Rows of a file; those that have responses are demonstrations.
 
     A prompt's split is a pure function of its text: the same prompt never appears in two splits, and adding
     rows moves no other row. Within a split prompts keep the order of the file.
@@ -78,6 +135,22 @@ class JsonlTask:
     def place(self, prompt: Prompt) -> str:
         """The file and line of a prompt."""
         return str(self.config.path.with_name(prompt.prompt_id))
+
+    def check(self, *, num_demonstrations: int) -> None:
+        """Looks for the demonstrations, then calls the reward function once, on one of them if there are any."""
+        self.demonstrations(self.prompts("train", num_demonstrations), seed=0)
+        firsts = [prompt for split in SPLITS for prompt in self._of(split)[:1]]
+        samples = [(prompt, response) for prompt in firsts if (response := self.response(prompt)) is not None]
+        prompt, response = samples[0] if samples else (firsts[0], DUMMY_RESPONSE)
+        try:
+            self.reward(prompt, response, FinishReason.STOP)
+        except RewardError as error:
+            raise ConfigError(
+                f"task.reward: tried before the run, {error.what}",
+                seen=error.seen,
+                expected=error.expected,
+                remedy=error.remedy,
+            ) from error
 
     def demonstrations(self, prompts: Sequence[Prompt], seed: int) -> list[str]:
         """The rows' responses; `seed` changes nothing, since a row has only one."""

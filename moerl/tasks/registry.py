@@ -1,21 +1,36 @@
-"""From a task's configuration to the task. Torch-free; runs in the controller."""
+"""All tasks: one for each module of this package that defines a `TaskSection`. Torch-free; any process."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import importlib
+import pkgutil
+from functools import reduce
+from operator import or_
+from typing import TYPE_CHECKING, Annotated
 
-from moerl.config.schema import ChainSumTaskConfig, JsonlTaskConfig
-from moerl.tasks.jsonl import JsonlTask
+from pydantic import Field
+
+import moerl.tasks
+from moerl.tasks.section import TaskSection
+
+
+def _sections() -> list[type[TaskSection]]:
+    """The sections of all tasks, in the order of their modules' names."""
+    names = [f"moerl.tasks.{each.name}" for each in pkgutil.iter_modules(moerl.tasks.__path__)]
+    modules = [importlib.import_module(name) for name in names if name != __name__]
+    return [
+        value
+        for module in modules
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, TaskSection) and value.__module__ == module.__name__
+        if value is not TaskSection
+    ]
+
+
+TASK_SECTIONS = _sections()
 
 if TYPE_CHECKING:
-    from moerl.tasks.chain_sum import ChainSumTask
-
-
-def make_task(config: ChainSumTaskConfig | JsonlTaskConfig) -> ChainSumTask | JsonlTask:
-    """The task that a configuration names; close it. `ConfigError` where its data is unusable."""
-    if isinstance(config, JsonlTaskConfig):
-        return JsonlTask(config)
-    # reasoning-gym takes seconds to import, and other tasks do not need it.
-    from moerl.tasks.chain_sum import ChainSumTask
-
-    return ChainSumTask(config)
+    TaskConfig = TaskSection
+else:
+    TaskConfig = Annotated[reduce(or_, TASK_SECTIONS), Field(discriminator="name")]
+    """The ``task`` section of a configuration: that of the task with this name."""

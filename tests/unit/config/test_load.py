@@ -19,12 +19,12 @@ from moerl.config.load import (
 )
 from moerl.config.schema import (
     ArchitectureConfig,
-    ChainSumTaskConfig,
-    JsonlTaskConfig,
     SamplingConfig,
     SGLangRolloutConfig,
 )
 from moerl.errors import ConfigError
+from moerl.tasks.chain_sum import ChainSumTaskConfig
+from moerl.tasks.jsonl import JsonlTaskConfig
 
 
 def load(*overrides: str, command: str = "train", config_dir: Path | None = None):

@@ -18,7 +18,7 @@ from moerl.errors import ConfigError
 from moerl.orchestration.ends import describe_ends, read_ends
 from moerl.orchestration.models import build_model, make_engine, read_layers, read_spec, read_tokenizer
 from moerl.orchestration.rollouts import Collector
-from moerl.tasks.tokenizer import build_tokenizer
+from moerl.orchestration.tokenizer import build_tokenizer
 
 ARCHITECTURE = ArchitectureConfig(
     hidden_size=16,

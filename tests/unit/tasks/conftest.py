@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moerl.tasks.reward_process import RewardProcess
+from moerl.tasks.rewards.process import RewardProcess
 
 MODULE = """
 import os, subprocess, sys, time

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from moerl.config.schema import ChainSumTaskConfig
 from moerl.contract.ports import Prompt
 from moerl.contract.trajectory import FinishReason
 from moerl.errors import ConfigError
-from moerl.tasks.chain_sum import ChainSumTask, final_answer, num_problems
+from moerl.tasks.chain_sum import ChainSumTask, ChainSumTaskConfig, final_answer, num_problems
 
 WORKED = {4: 0.3, 5: 0.4, 6: 0.6, 7: 0.7}
 

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from moerl.config.schema import JsonlTaskConfig
 from moerl.contract.ports import Prompt
 from moerl.contract.trajectory import FinishReason
 from moerl.errors import ConfigError, RewardError
-from moerl.tasks.jsonl import JsonlTask
+from moerl.tasks.jsonl import JsonlTask, JsonlTaskConfig
 
 REWARDS = """
 def exact(row, response):

@@ -1,52 +1,98 @@
-"""From configuration to task and tokenizer."""
+"""All tasks are found, and each brings its own settings."""
 
 from __future__ import annotations
 
-import json
+import subprocess
+import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
+import yaml
 
-from moerl.config.schema import ChainSumTaskConfig, JsonlTaskConfig
-from moerl.tasks.chain_sum import ChainSumTask
-from moerl.tasks.jsonl import JsonlTask
-from moerl.tasks.registry import make_task
-from moerl.tasks.tokenizer import encode_checked, make_tokenizer
+from moerl.config.compose import CONFIGS
+from moerl.tasks.chain_sum import ChainSumTaskConfig
+from moerl.tasks.jsonl import JsonlTaskConfig
+from moerl.tasks.registry import TASK_SECTIONS
+
+PARITY = '''
+from typing import Literal
+
+from pydantic import Field
+
+from moerl.contract.ports import Prompt, Task
+from moerl.errors import ConfigError
+from moerl.sections import Count
+from moerl.tasks.section import TaskSection
 
 
-def test_a_chain_sum_configuration_makes_that_task():
-    config = ChainSumTaskConfig(
-        name="chain_sum",
-        min_terms=2,
-        max_terms=3,
-        min_digits=1,
-        max_digits=1,
-        num_train=100,
-        worked_probability={2: 0.5, 3: 0.5},
+class ParityTaskConfig(TaskSection):
+    """Even or odd."""
+
+    name: Literal["parity"] = Field(description="Task.")
+    largest: Count = Field(description="Largest number.")
+
+    def open(self):
+        return ParityTask(self.largest)
+
+    def check(self, *, sft_steps):
+        if self.largest < 10:
+            raise ConfigError("task.largest: too small", seen=self.largest, expected=">= 10", remedy="raise it")
+
+
+class ParityTask(Task):
+    def __init__(self, largest):
+        self.largest = largest
+
+    def size(self, split):
+        return self.largest
+
+    def prompts(self, split, count):
+        return [Prompt(f"parity-{split}-{i}", f"{i}: even or odd? ", {"answer": i % 2}) for i in range(count)]
+
+    def reward(self, prompt, response, finish_reason):
+        return {"reward": 1.0, "accuracy": 1.0}
+'''
+
+USE = """
+import sys
+from pathlib import Path
+import moerl.tasks
+moerl.tasks.__path__.append(sys.argv[1])
+from moerl.config.load import load_config
+from moerl.config.reference import describe
+from moerl.errors import ConfigError
+from moerl.orchestration.preflight import check_task
+task = ["recipe=tiny", "task=parity", "sft.steps=0"]
+config = load_config([*task, "task.largest=300"], command="train", config_dir=Path(sys.argv[2]))
+check_task(config, "train")
+print(config.task.open().prompts("dev", 2)[1].text, describe("task.largest"))
+try:
+    load_config([*task, "task.largest=3"], command="train", config_dir=Path(sys.argv[2]))
+except ConfigError as error:
+    print(error)
+"""
+
+
+def test_the_tasks_are_those_of_the_modules_with_a_section():
+    assert [ChainSumTaskConfig, JsonlTaskConfig] == TASK_SECTIONS
+
+
+@pytest.mark.parametrize("path", sorted((CONFIGS / "task").glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_values_of_an_option_are_the_keys_of_its_task(path: Path):
+    values = yaml.safe_load(path.read_text())
+    (section,) = (each for each in TASK_SECTIONS if get_args(each.model_fields["name"].annotation) == (values["name"],))
+    assert set(values) == set(section.model_fields)
+
+
+def test_a_new_task_is_one_module_and_its_values(tmp_path: Path):
+    (tmp_path / "parity.py").write_text(PARITY)
+    (tmp_path / "configs" / "task").mkdir(parents=True)
+    (tmp_path / "configs" / "task" / "parity.yaml").write_text("name: parity\nlargest: 100\n")
+    said = subprocess.run(
+        [sys.executable, "-c", USE, tmp_path, tmp_path / "configs"], capture_output=True, text=True, timeout=300
     )
-    assert isinstance(make_task(config), ChainSumTask)
-
-
-def test_a_jsonl_configuration_makes_that_task_and_a_tokenizer_for_any_text(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "ones.py").write_text("def reward(row, response):\n    return 1\n")
-    path = tmp_path / "data.jsonl"
-    path.write_text("\n".join(json.dumps({"prompt": f"say {i}"}) for i in range(20)))
-    config = JsonlTaskConfig(
-        name="jsonl",
-        path=path,
-        reward="ones:reward",
-        prompt_key="prompt",
-        response_key=None,
-        heldout_fraction=0.1,
-        dev_fraction=0.1,
-        reward_timeout_seconds=20.0,
-        reward_memory_bytes=1 << 32,
-    )
-    task = make_task(config)
-    assert isinstance(task, JsonlTask)
-    task.close()
-    tokenizer = make_tokenizer(task, 400)
-    assert tokenizer.decode(encode_checked(tokenizer, "\u00fcber 12")) == "\u00fcber 12"
+    assert said.stderr == ""
+    first, refused = said.stdout.splitlines()
+    assert first == "1: even or odd?  Largest number."
+    assert refused.startswith("task.largest: too small; seen: 3; expected: >= 10")

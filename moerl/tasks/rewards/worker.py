@@ -1,7 +1,7 @@
-"""The process that calls a user's reward function. Started by `moerl.tasks.reward_guard` as a script, so it imports the
-standard library alone.
+"""The process that calls a user's reward function. Started by `moerl.tasks.rewards.guard` as a script, so it imports
+the standard library alone.
 
-    reward_worker.py FAULTS
+    worker.py FAULTS
 
 FAULTS is a descriptor to write to where the function is when the process crashes or gets SIGUSR1. Requests come on
 standard input, each as its length in `LENGTH_DIGITS` digits, then JSON; replies go to standard output, a line each:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from moerl.config.schema import ChainSumTaskConfig
 from moerl.errors import ConfigError
-from moerl.tasks.chain_sum import ChainSumTask
-from moerl.tasks.tokenizer import EOS_ID, PAD_ID, build_tokenizer, encode_checked, make_tokenizer
+from moerl.orchestration.tokenizer import EOS_ID, PAD_ID, build_tokenizer, encode_checked, make_tokenizer
+from moerl.tasks.chain_sum import ChainSumTask, ChainSumTaskConfig
+from moerl.tasks.jsonl import JsonlTaskConfig
 
 
 @pytest.fixture(scope="module")
@@ -89,3 +91,22 @@ def test_a_tokenizer_for_any_text_encodes_any_text(text: str):
 def test_a_vocabulary_too_small_for_the_alphabet_is_refused():
     with pytest.raises(ConfigError, match=r"seen: 258 entries.*at most 257.*set model\.architecture\.vocab_size=258"):
         build_tokenizer(["abc"], 257, any_text=True)
+
+
+def test_a_tokenizer_for_rows_of_a_file_encodes_any_text(tmp_path: Path):
+    path = tmp_path / "data.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": f"say {i}"}) for i in range(20)))
+    config = JsonlTaskConfig(
+        name="jsonl",
+        path=path,
+        reward="ones:reward",
+        prompt_key="prompt",
+        response_key=None,
+        heldout_fraction=0.1,
+        dev_fraction=0.1,
+        reward_timeout_seconds=20.0,
+        reward_memory_bytes=1 << 32,
+    )
+    with closing(config.open()) as task:
+        tokenizer = make_tokenizer(task, 400)
+    assert tokenizer.decode(encode_checked(tokenizer, "\u00fcber 12")) == "\u00fcber 12"

@@ -15,13 +15,12 @@ from moerl.config.load import load_config
 from moerl.config.schema import RunConfig
 from moerl.contract.ports import Task
 from moerl.errors import ConfigError
-from moerl.tasks.preflight import check_problems, check_task
-from moerl.tasks.registry import make_task
+from moerl.orchestration.preflight import check_problems, check_task
 
 
 def opened(overrides: Sequence[str], command: str) -> tuple[RunConfig, Task]:
     config = load_config(["recipe=tiny", *overrides], command=command)
-    return config, make_task(config.task)
+    return config, config.task.open()
 
 
 def test_a_task_with_enough_problems_is_accepted() -> None:

@@ -1,11 +1,21 @@
-"""Types of configuration values: numbers with their bounds, and paths. Torch-free."""
+"""What sections of a configuration are made of: their base, numbers with their bounds, and paths. Torch-free.
+
+Below every package, so that each can describe its own settings.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+
+class Section(BaseModel):
+    """Base of every section: frozen, unknown keys refused, no coercion, no NaN or infinity."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
 
 LARGEST_INT = 2**40
 """Of a number without a bound of its own: far above any use, and safe in the arithmetic of all libraries."""

@@ -13,8 +13,8 @@ import pytest
 from waiting import eventually, is_alive
 
 from moerl.errors import RewardError
-from moerl.tasks.reward_child import RewardChild
-from moerl.tasks.reward_process import RewardProcess
+from moerl.tasks.rewards.child import RewardChild
+from moerl.tasks.rewards.process import RewardProcess
 
 ROOT = Path(__file__).parents[3]
 
@@ -73,7 +73,7 @@ def test_closing_ends_children_that_left_the_group(start: Start, tmp_path: Path)
 def test_everything_ends_when_the_run_is_killed(tmp_path: Path):
     (tmp_path / "leaves.py").write_text(LEAVES)
     code = (
-        "from moerl.tasks.reward_process import RewardProcess\n"
+        "from moerl.tasks.rewards.process import RewardProcess\n"
         "process = RewardProcess('leaves:leave', 600.0, 1 << 32)\n"
         f"process.score({{'pids': {str(tmp_path / 'pids')!r}}}, 'hang')\n"
     )

@@ -14,12 +14,11 @@ from moerl.config.load import load_config
 from moerl.config.schema import RunConfig
 from moerl.contract.ports import Task
 from moerl.errors import ConfigError
+from moerl.orchestration.preflight import check_problems
+from moerl.orchestration.task_texts import check_prompts
+from moerl.orchestration.tokenizer import build_tokenizer, make_tokenizer
 from moerl.tasks.chain_sum import ChainSumTask
-from moerl.tasks.check import check_prompts
 from moerl.tasks.jsonl import JsonlTask
-from moerl.tasks.preflight import check_problems
-from moerl.tasks.registry import make_task
-from moerl.tasks.tokenizer import build_tokenizer, make_tokenizer
 
 Opened = tuple[RunConfig, Task]
 Open = Callable[..., Opened]
@@ -131,7 +130,7 @@ def test_demonstrations_must_be_there(open_jsonl: Open):
 
 def test_the_start_of_the_work_is_part_of_a_held_out_prompt():
     config = load_config(["recipe=tiny", "sft.steps=0"], command="train")
-    task = make_task(config.task)
+    task = config.task.open()
     assert isinstance(task, ChainSumTask)
     made = make_tokenizer(task, 512)
     longest = max(len(made.encode(prompt.text)) for prompt in task.prompts("heldout", 8))
@@ -154,7 +153,7 @@ def test_the_example_of_the_help_runs_on_two_hundred_problems(open_jsonl: Open):
     open_jsonl([row(i) for i in range(200)])
     [line] = [line for line, _ in COMMANDS["train"].examples if "task=jsonl" in line]
     config = load_config(line.split()[2:], command="train")
-    task = make_task(config.task)
+    task = config.task.open()
     assert isinstance(task, JsonlTask)
     try:
         check_problems(config, task, "train")

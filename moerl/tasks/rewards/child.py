@@ -1,6 +1,6 @@
 """The process of a user's reward function, seen from the controller: its pipes, its time limit, and its end.
 
-`moerl.tasks.reward_guard` stands between the two: it ends the function and all that it has started, also when the
+`moerl.tasks.rewards.guard` stands between the two: it ends the function and all that it has started, also when the
 controller is killed. What the function prints is shown, a limited number of lines of it. Runs in the controller.
 """
 
@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from moerl.tasks.reward_worker import CALL_BYTES, LENGTH_DIGITS, OUT_OF_MEMORY
+from moerl.tasks.rewards.worker import CALL_BYTES, LENGTH_DIGITS, OUT_OF_MEMORY
 from moerl.telemetry.terminal import ShownLines, excerpt
 
 MAX_REPLY_BYTES = 65_536
@@ -33,8 +33,8 @@ EXIT_SECONDS = 5.0
 DUMP_SECONDS = 5.0
 """Time a process that hangs is given to say where; usually it needs milliseconds."""
 
-_GUARD = Path(__file__).with_name("reward_guard.py")
-_WORKER = Path(__file__).with_name("reward_worker.py")
+_GUARD = Path(__file__).with_name("guard.py")
+_WORKER = Path(__file__).with_name("worker.py")
 _READ_BYTES = 65_536
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})

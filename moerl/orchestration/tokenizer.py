@@ -6,16 +6,12 @@ Byte-level BPE with every digit a token of its own, so that numbers of any lengt
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from moerl.contract.ports import Task
 from moerl.errors import ConfigError
-
-if TYPE_CHECKING:
-    from moerl.tasks.chain_sum import ChainSumTask
-    from moerl.tasks.jsonl import JsonlTask
 
 TOKENIZER_PROMPTS = 2000
 """Training prompts that a tokenizer is trained on."""
@@ -26,7 +22,7 @@ PAD_ID = 0
 EOS_ID = 1
 
 
-def make_tokenizer(task: ChainSumTask | JsonlTask, vocab_size: int) -> PreTrainedTokenizerFast:
+def make_tokenizer(task: Task, vocab_size: int) -> PreTrainedTokenizerFast:
     """A tokenizer for a model that starts from nothing, trained on the task's own texts.
 
     Args:

@@ -1,6 +1,6 @@
 """Calls a user's reward function in a process of its own, so that it can neither hang nor crash the run.
 
-One long-lived child (`moerl.tasks.reward_child`) per task; it is killed when a call runs past its time limit and
+One long-lived child (`moerl.tasks.rewards.child`) per task; it is killed when a call runs past its time limit and
 started again at the next call. Runs in the controller.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moerl.errors import ConfigError, RewardError
-from moerl.tasks.reward_child import ChildLostError, RewardChild, where
+from moerl.tasks.rewards.child import ChildLostError, RewardChild, where
 from moerl.telemetry.metrics import is_reward_name
 from moerl.telemetry.terminal import ShownLines, excerpt
 

@@ -1,7 +1,7 @@
 """Runs one command and ends all of it: the command, what it started, and what that started. Started by
-`moerl.tasks.reward_child` as a script, so it imports the standard library alone.
+`moerl.tasks.rewards.child` as a script, so it imports the standard library alone.
 
-    reward_guard.py PARENT STATUS MEMORY COMMAND...
+    guard.py PARENT STATUS MEMORY COMMAND...
 
 PARENT is the process id of the starter, STATUS a descriptor for the process id of the command, MEMORY the bytes that
 each process of it may take. The command gets the guard's standard streams, a session of its own, and leaves the guard

@@ -10,7 +10,7 @@ import pytest
 from waiting import eventually, is_alive
 
 from moerl.errors import ConfigError, RewardError
-from moerl.tasks.reward_process import RewardProcess
+from moerl.tasks.rewards.process import RewardProcess
 
 Start = Callable[..., RewardProcess]
 

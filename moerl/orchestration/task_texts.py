@@ -12,9 +12,8 @@ from transformers import PreTrainedTokenizerBase
 from moerl.config.schema import RunConfig
 from moerl.contract.ports import Prompt, Task, WorkedTask
 from moerl.errors import ConfigError
-from moerl.tasks.jsonl import JsonlTask
-from moerl.tasks.preflight import demonstrations, wanted_problems
-from moerl.tasks.tokenizer import encode_checked
+from moerl.orchestration.preflight import demonstrations, wanted_problems
+from moerl.orchestration.tokenizer import encode_checked
 
 
 def check_prompts(
@@ -61,7 +60,7 @@ def _encoded(task: Task, prompt: Prompt, text: str, tokenizer: PreTrainedTokeniz
         return encode_checked(tokenizer, text)
     except ConfigError as error:
         raise ConfigError(
-            f"{_place(task, prompt)}: {error.what}", seen=error.seen, expected=error.expected, remedy=error.remedy
+            f"{task.place(prompt)}: {error.what}", seen=error.seen, expected=error.expected, remedy=error.remedy
         ) from error
 
 
@@ -70,15 +69,8 @@ def _check_length(
 ) -> None:
     if num_prompt + num_following > max_positions:
         raise ConfigError(
-            f"{_place(task, prompt)}: longer than the model's sequences",
+            f"{task.place(prompt)}: longer than the model's sequences",
             seen=f"{num_prompt} tokens of prompt + {num_following} ({follower})",
             expected=f"at most {max_positions} tokens",
             remedy="shorten or remove the problem, lower rollout.max_new_tokens, or take a model for longer sequences",
         )
-
-
-def _place(task: Task, prompt: Prompt) -> str:
-    """Where a prompt comes from: the line of a file, or its id."""
-    if isinstance(task, JsonlTask):
-        return task.place(prompt)
-    return prompt.prompt_id

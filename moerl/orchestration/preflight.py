@@ -5,18 +5,11 @@ Torch-free; runs in the process that a user starts, before any rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import closing
 
 from moerl.config.schema import RunConfig
 from moerl.contract.ports import DemonstrationTask, Prompt, Task
-from moerl.contract.trajectory import FinishReason
-from moerl.errors import ConfigError, RewardError
-from moerl.tasks.jsonl import SPLITS, JsonlTask
-from moerl.tasks.registry import make_task
-
-DUMMY_RESPONSE = "This text tries the reward function; no model wrote it."
-"""What the reward function is tried on where the task has no demonstration."""
+from moerl.errors import ConfigError
 
 
 def check_task(config: RunConfig, command: str) -> None:
@@ -26,12 +19,10 @@ def check_task(config: RunConfig, command: str) -> None:
         ConfigError: Its data is unusable or has too few problems for `command`, demonstrations are missing, or the
             reward function cannot be imported or fails on the first response it gets.
     """
-    with closing(make_task(config.task)) as task:
+    learns = command in ("train", "sft") and config.sft.steps > 0
+    with closing(config.task.open()) as task:
         check_problems(config, task, command)
-        if isinstance(task, JsonlTask):
-            if command in ("train", "sft") and config.sft.steps > 0:
-                demonstrations(config, task)
-            _try_reward(task)
+        task.check(num_demonstrations=config.sft.num_examples if learns else 0)
 
 
 def check_problems(config: RunConfig, task: Task, command: str) -> None:
@@ -78,27 +69,3 @@ def demonstrations(config: RunConfig, task: Task) -> list[tuple[Prompt, str]]:
         )
     prompts = task.prompts("train", config.sft.num_examples)
     return list(zip(prompts, task.demonstrations(prompts, config.seed), strict=True))
-
-
-def _try_reward(task: JsonlTask) -> None:
-    """Calls the reward function once, on a demonstration where there is one."""
-    prompt, response = _sample(
-        task, [prompt for split in SPLITS for prompt in task.prompts(split, min(1, task.size(split)))]
-    )
-    try:
-        task.reward(prompt, response, FinishReason.STOP)
-    except RewardError as error:
-        raise ConfigError(
-            f"task.reward: tried before the run, {error.what}",
-            seen=error.seen,
-            expected=error.expected,
-            remedy=error.remedy,
-        ) from error
-
-
-def _sample(task: JsonlTask, prompts: Sequence[Prompt]) -> tuple[Prompt, str]:
-    for prompt in prompts:
-        response = task.response(prompt)
-        if response is not None:
-            return prompt, response
-    return prompts[0], DUMMY_RESPONSE

@@ -1,0 +1,1 @@
+"""A user's reward function in processes of its own."""

@@ -1,0 +1,39 @@
+"""What a task says of its own settings: its keys, the rules between them, and how to open the task. Torch-free."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Set
+from typing import Any, ClassVar
+
+from moerl.contract.ports import Task
+from moerl.sections import Section
+
+
+class TaskSection(Section):
+    """Base of the ``task`` section of every task. A subclass gives `name` a literal type and adds its keys.
+
+    may_change: keys that may have another value when a run is resumed.
+    plan_values: values of mandatory keys that a plan takes where none are given; a plan reads no data.
+    """
+
+    name: Any
+    may_change: ClassVar[Set[str]] = frozenset()
+    plan_values: ClassVar[Mapping[str, str]] = {}
+
+    @abstractmethod
+    def open(self) -> Task:
+        """The task; close it. Raises `ConfigError` where its data is unusable."""
+
+    def check(self, *, sft_steps: int) -> None:
+        """Checks the rules between keys. Reads no files.
+
+        Args:
+            sft_steps: steps of the cold start, which learns from demonstrations; 0 without one.
+
+        Raises:
+            ConfigError: The first rule that is broken, with the dotted path of the key.
+        """
+
+    def check_files(self) -> None:
+        """Checks that the files that the keys name are there. Raises `ConfigError`."""
