@@ -6,6 +6,7 @@ Engines, tasks and weight sinks implement these; `moerl/orchestration` wires the
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol, runtime_checkable
@@ -178,8 +179,12 @@ class Task(Protocol):
         """The first `count` prompts of a split; deterministic."""
         ...
 
-    def reward(self, prompt: Prompt, response: str, finish_reason: FinishReason) -> dict[str, float]:
-        """Named rewards of a response; `reward` is the one trained on, `accuracy` (0 or 1) the one reported."""
+    def reward(self, prompt: Prompt, response: str, finish_reason: FinishReason) -> Future[dict[str, float]]:
+        """Asks for the named rewards of a response, and returns at once: sampling goes on meanwhile.
+
+        `reward` is the one trained on, `accuracy` (0 or 1) the one reported. The future raises `RewardError` where this
+        response has no reward, `ConfigError` where none can have one. Cancel it where nobody wants it any more.
+        """
         ...
 
     def place(self, prompt: Prompt) -> str:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import closing
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,7 +16,7 @@ from moerl.algorithms.registry import Algorithm
 from moerl.config.schema import RolloutConfig
 from moerl.contract.batch import TrainSample
 from moerl.contract.layers import LayerSelection
-from moerl.contract.ports import Prompt, RolloutEngine, RolloutRequest, Task
+from moerl.contract.ports import Prompt, RolloutEngine, RolloutRecord, RolloutRequest, Task
 from moerl.contract.quarantine import Quarantine
 from moerl.contract.reasons import Reason
 from moerl.contract.routing import rollout_key
@@ -23,6 +26,15 @@ from moerl.orchestration.tokenizer import encode_checked
 
 
 def _unwatched(done: int, total: int, tokens: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Pending:
+    """An admitted trajectory whose rewards were asked for, and the record it was made of."""
+
+    record: RolloutRecord
+    trajectory: Trajectory
+    rewards: Future[dict[str, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +95,7 @@ class Collector:
     ) -> list[Trajectory]:
         """Admitted trajectories with their rewards, in the order in which they finished.
 
+        Sampling waits for no reward: each is asked for when its answer comes, and taken in that order once it is done.
         Answers that break the contract, and those whose reward fails, go to quarantine, and the first cause is told.
 
         Args:
@@ -95,10 +108,11 @@ class Collector:
         admitted: list[Trajectory] = []
         num_tokens = 0
         self.watch(0, len(requests), 0)
-        for trajectory in self._admitted(prompts, requests, trainer_version, prefixes):
-            admitted.append(trajectory)
-            num_tokens += trajectory.num_sampled
-            self.watch(len(admitted) + quarantine.num_refused - before, len(requests), num_tokens)
+        with closing(self._rewarded(prompts, requests, trainer_version, prefixes)) as trajectories:
+            for trajectory in trajectories:
+                admitted.append(trajectory)
+                num_tokens += trajectory.num_sampled
+                self.watch(len(admitted) + quarantine.num_refused - before, len(requests), num_tokens)
         refused = quarantine.num_refused - before
         cause = f"; the first: {quarantine.first_refusal}" if refused else ""
         if not admitted:
@@ -112,14 +126,45 @@ class Collector:
             self.say(f"{purpose}: {refused} of {len(requests)} responses refused{cause}; kept in {quarantine.folder}")
         return admitted
 
-    def _admitted(
+    def _rewarded(
         self,
         prompts: Sequence[Prompt],
         requests: Sequence[RolloutRequest],
         trainer_version: int,
         prefixes: Mapping[str, str],
-    ) -> Iterator[Trajectory]:
+    ) -> Generator[Trajectory]:
+        """Trajectories in the order in which they finished. Rewards that nobody will take are cancelled."""
         by_id = {prompt.prompt_id: prompt for prompt in prompts}
+        pending: deque[_Pending] = deque()
+        try:
+            for record, trajectory in self._admitted(requests, trainer_version):
+                prompt = by_id[trajectory.lineage.prompt_id]
+                response = prefixes.get(prompt.prompt_id, "") + self.response(trajectory)
+                rewards = self.task.reward(prompt, response, trajectory.finish_reason)
+                pending.append(_Pending(record, trajectory, rewards))
+                while pending and pending[0].rewards.done():
+                    yield from self._with_rewards(pending.popleft(), trainer_version)
+            while pending:
+                yield from self._with_rewards(pending.popleft(), trainer_version)
+        finally:
+            for each in pending:
+                each.rewards.cancel()
+
+    def _with_rewards(self, pending: _Pending, trainer_version: int) -> Iterator[Trajectory]:
+        """Waits for the rewards; yields nothing where they failed and the record went to quarantine."""
+        try:
+            rewards = pending.rewards.result()
+        except RewardError as error:
+            why = ": ".join(filter(None, (error.what, error.seen)))
+            failed = ContractError(Reason.REWARD_FAILED, field="rewards", seen=why, expected="finite rewards")
+            self.quarantine.withdraw(pending.record, failed, trainer_version=trainer_version)
+        else:
+            yield pending.trajectory.with_rewards(rewards)
+
+    def _admitted(
+        self, requests: Sequence[RolloutRequest], trainer_version: int
+    ) -> Iterator[tuple[RolloutRecord, Trajectory]]:
+        """What the engine samples, as it was answered and as it was checked."""
         self.quarantine.expect(request.lineage.rollout_id for request in requests)
         for answer in self.engine.generate(requests):
             try:
@@ -131,16 +176,7 @@ class Collector:
                 continue
             trajectory = self.quarantine.admit(record, trainer_version=trainer_version)
             if trajectory is not None:
-                prompt = by_id[trajectory.lineage.prompt_id]
-                response = prefixes.get(prompt.prompt_id, "") + self.response(trajectory)
-                try:
-                    rewards = self.task.reward(prompt, response, trajectory.finish_reason)
-                except RewardError as error:
-                    why = ": ".join(filter(None, (error.what, error.seen)))
-                    failed = ContractError(Reason.REWARD_FAILED, field="rewards", seen=why, expected="finite rewards")
-                    self.quarantine.withdraw(record, failed, trainer_version=trainer_version)
-                    continue
-                yield trajectory.with_rewards(rewards)
+                yield record, trajectory
         self.quarantine.forget(request.lineage.rollout_id for request in requests)
 
     def prompt(self, trajectory: Trajectory) -> str:

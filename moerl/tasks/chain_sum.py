@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,6 +19,7 @@ from moerl.contract.ports import DemonstrationTask, Prompt, WorkedTask
 from moerl.contract.trajectory import FinishReason
 from moerl.errors import ConfigError
 from moerl.sections import Count, Digits, Share, Terms
+from moerl.tasks.rewards import at_once
 from moerl.tasks.section import TaskSection
 
 if TYPE_CHECKING:
@@ -147,7 +149,7 @@ class ChainSumTask(DemonstrationTask, WorkedTask):
             self._splits[split] = _Split(split, self.config, self._reserved(split))
         return self._splits[split].first(count)
 
-    def reward(self, prompt: Prompt, response: str, finish_reason: FinishReason) -> dict[str, float]:
+    def reward(self, prompt: Prompt, response: str, finish_reason: FinishReason) -> Future[dict[str, float]]:
         """`reward` and `accuracy`: 1 where the response stopped by itself and its last line holds exactly
         the answer, to the satisfaction of reasoning-gym's own verifier as well; else 0. `worked`: 1 where a
         step is written out; never trained on."""
@@ -158,7 +160,7 @@ class ChainSumTask(DemonstrationTask, WorkedTask):
             and self._dataset.score_answer(answer, dict(prompt.facts)) == 1.0
         )
         worked = _STEP.search(response) is not None
-        return {"reward": float(correct), "accuracy": float(correct), "worked": float(worked)}
+        return at_once({"reward": float(correct), "accuracy": float(correct), "worked": float(worked)})
 
     def worked_solution(self, prompt: Prompt) -> str:
         """The steps, separated by semicolons, then the answer."""

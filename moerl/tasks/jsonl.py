@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NoReturn
 
@@ -16,6 +17,7 @@ from moerl.contract.ports import DemonstrationTask, Prompt
 from moerl.contract.trajectory import FinishReason
 from moerl.errors import ConfigError, RewardError
 from moerl.sections import FilePath, Part, Positive
+from moerl.tasks.rewards.pool import RewardPool
 from moerl.tasks.rewards.process import RewardProcess
 from moerl.tasks.section import TaskSection
 from moerl.telemetry.terminal import excerpt
@@ -35,7 +37,7 @@ DUMMY_RESPONSE = "This text tries the reward function; no model wrote it."
 class JsonlTaskConfig(TaskSection):
     """Prompts from a JSONL file and a reward function of your own."""
 
-    may_change: ClassVar = frozenset({"reward_timeout_seconds", "reward_memory_bytes"})
+    may_change: ClassVar = frozenset({"reward_workers", "reward_timeout_seconds", "reward_memory_bytes"})
     plan_values: ClassVar = {"path": "unnamed.jsonl", "reward": "unnamed:unnamed"}
 
     name: Literal["jsonl"] = Field(description="Task.")
@@ -49,9 +51,12 @@ class JsonlTaskConfig(TaskSection):
     )
     heldout_fraction: Part = Field(description="Share of rows kept for the final numbers.")
     dev_fraction: Part = Field(description="Share of rows kept for evaluation while training.")
+    reward_workers: Annotated[int, Field(ge=1, le=1024)] = Field(
+        description="Most processes of the reward function side by side; sampling waits for none of them."
+    )
     reward_timeout_seconds: Positive = Field(description="Longest time one reward may take.")
     reward_memory_bytes: Annotated[int, Field(ge=2**27)] = Field(
-        description="Most memory of the reward function's process, and of each that it starts; at least 128 MiB."
+        description="Most memory of one process of the reward function, and of each that it starts; at least 128 MiB."
     )
 
     def open(self) -> JsonlTask:
@@ -99,7 +104,12 @@ class JsonlTask(DemonstrationTask):
         for number, row in _read_rows(config.path):
             prompt = self._prompt(number, row)
             self._splits[self._split_of(prompt.text)].append(prompt)
-        self._scorer = RewardProcess(config.reward, config.reward_timeout_seconds, config.reward_memory_bytes)
+        self._rewards = RewardPool(
+            [
+                RewardProcess(config.reward, config.reward_timeout_seconds, config.reward_memory_bytes)
+                for _ in range(config.reward_workers)
+            ]
+        )
 
     def size(self, split: str) -> int:
         """How many prompts a split has."""
@@ -117,12 +127,15 @@ class JsonlTask(DemonstrationTask):
             )
         return prompts[:count]
 
-    def reward(self, prompt: Prompt, response: str, finish_reason: FinishReason) -> dict[str, float]:
+    def reward(self, prompt: Prompt, response: str, finish_reason: FinishReason) -> Future[dict[str, float]]:
         """What the user's function says of the text, whatever the finish reason; `accuracy`, where it does
         not say, is 1 if reward >= 1. `RewardError` where it fails, with the row: the sample has no reward, which
         is not a reward of 0. `ConfigError` where the function cannot be imported."""
+        return self._rewards.submit(lambda process: self._score(process, prompt, response))
+
+    def _score(self, process: RewardProcess, prompt: Prompt, response: str) -> dict[str, float]:
         try:
-            return self._scorer.score(prompt.facts, response)
+            return process.score(prompt.facts, response)
         except RewardError as error:
             row = excerpt(json.dumps(prompt.facts, ensure_ascii=False), 200)
             raise RewardError(
@@ -143,7 +156,7 @@ class JsonlTask(DemonstrationTask):
         samples = [(prompt, response) for prompt in firsts if (response := self.response(prompt)) is not None]
         prompt, response = samples[0] if samples else (firsts[0], DUMMY_RESPONSE)
         try:
-            self.reward(prompt, response, FinishReason.STOP)
+            self.reward(prompt, response, FinishReason.STOP).result()
         except RewardError as error:
             raise ConfigError(
                 f"task.reward: tried before the run, {error.what}",
@@ -173,8 +186,8 @@ class JsonlTask(DemonstrationTask):
         return [prompt.text for prompt in prompts] + [text for text in responses if text is not None]
 
     def close(self) -> None:
-        """Ends the process of the reward function, and all that the function has started."""
-        self._scorer.close()
+        """Ends the processes of the reward function, and all that the function has started."""
+        self._rewards.close()
 
     def _of(self, split: str) -> list[Prompt]:
         if split not in self._splits:

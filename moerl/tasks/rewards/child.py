@@ -58,7 +58,7 @@ class ChildLostError(Exception):
 
 
 class RewardChild:
-    """One process. Not safe to call from several threads at once.
+    """One process. Belongs to one thread; any thread may `end` it.
 
     Args:
         memory_bytes: that it, and each process it starts, may take.
@@ -110,10 +110,15 @@ class RewardChild:
                 return reply
         raise self._lost("something else than the reward process wrote to the pipe of the replies")
 
+    def end(self) -> None:
+        """Tells the guard to end the process and all that it has started; does not wait. Its owner still kills it."""
+        self._process.send_signal(signal.SIGUSR2)
+
     def kill(self) -> None:
-        """Ends the process and all that it has started."""
-        if self._process.returncode is None:
-            self._process.send_signal(signal.SIGUSR2)
+        """Ends the process and all that it has started, and waits for that. Nothing where it was killed before."""
+        if self._requests.closed:
+            return
+        self.end()
         try:
             code = self._process.wait(EXIT_SECONDS)
         except subprocess.TimeoutExpired:

@@ -1,14 +1,13 @@
 """Calls a user's reward function in a process of its own, so that it can neither hang nor crash the run.
 
-One long-lived child (`moerl.tasks.rewards.child`) per task; it is killed when a call runs past its time limit and
-started again at the next call. Runs in the controller.
+One long-lived child (`moerl.tasks.rewards.child`) for each worker of the pool; it is killed when a call runs past its
+time limit and started again at the next call. Runs in the controller.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,7 +23,7 @@ _EXPECTED = "a finite number, or a mapping of names to finite numbers that holds
 
 
 class RewardProcess:
-    """A user's reward function behind a time limit. Safe to call from several threads, one call at a time.
+    """A user's reward function behind a time limit. Belongs to one thread; any thread may `stop` it.
 
     Args:
         function: ``package.module:function``, called with ``(row, response_text)``. Modules are looked for where
@@ -48,15 +47,13 @@ class RewardProcess:
         self._function = function
         self._timeout_seconds = timeout_seconds
         self._memory_bytes = memory_bytes
-        self._lock = threading.Lock()
         self._child: RewardChild | None = None
+        self._is_stopped = False
         self._shown = ShownLines("reward function: ")
 
     def start(self) -> None:
         """Starts the process, unless it runs. `ConfigError` where the function cannot be imported."""
-        with self._lock:
-            if self._child is None:
-                self._child = self._start()
+        self._running()
 
     def score(self, row: Mapping[str, Any], response: str) -> dict[str, float]:
         """Named rewards of a response; `reward` and `accuracy` are always among them. Starts the process if need be.
@@ -66,14 +63,12 @@ class RewardProcess:
                 has no reward; the next call works again.
             ConfigError: The function cannot be imported.
         """
-        with self._lock:
-            if self._child is None:
-                self._child = self._start()
-            try:
-                reply = self._child.ask({"row": dict(row), "response": response}, self._timeout_seconds)
-            except ChildLostError as lost:
-                self._child = None
-                raise self._unanswered(lost) from lost
+        child = self._running()
+        try:
+            reply = child.ask({"row": dict(row), "response": response}, self._timeout_seconds)
+        except ChildLostError as lost:
+            self._child = None
+            raise self._unanswered(lost) from lost
         if "rewards" in reply:
             return self._checked(reply["rewards"])
         if reply.get("memory"):
@@ -87,24 +82,38 @@ class RewardProcess:
 
     def close(self) -> None:
         """Ends the process and all that the function has started. A later call starts a new one."""
-        with self._lock:
-            if self._child is not None:
-                self._child.kill()
-                self._child = None
+        child, self._child = self._child, None
+        if child is not None:
+            child.kill()
 
-    def _start(self) -> RewardChild:
-        child = RewardChild(self._memory_bytes, self._shown)
+    def stop(self) -> None:
+        """Ends the process from another thread: a call that is under way fails, and so do later ones."""
+        self._is_stopped = True
+        child = self._child
+        if child is not None:
+            child.end()
+
+    def _running(self) -> RewardChild:
+        """The process; starts it where there is none."""
+        if self._child is None:
+            self._child = RewardChild(self._memory_bytes, self._shown)
+            try:
+                self._import(self._child)
+            except BaseException:  # whatever interrupts the waiting leaves nothing running
+                self.close()
+                raise
+        return self._child
+
+    def _import(self, child: RewardChild) -> None:
+        # Another thread that found no process yet to end has left a note.
+        if self._is_stopped:
+            raise self._not_imported("the task is closed")
         try:
             reply = child.ask({"function": self._function, "sys_path": [*sys.path, os.getcwd()]}, IMPORT_SECONDS)
         except ChildLostError as lost:
             raise self._not_imported(str(lost)) from lost
-        except BaseException:  # whatever interrupts the waiting leaves nothing running
-            child.kill()
-            raise
         if "ready" not in reply:
-            child.kill()
             raise self._not_imported(_told(reply))
-        return child
 
     def _not_imported(self, seen: str) -> ConfigError:
         return ConfigError(

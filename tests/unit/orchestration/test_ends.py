@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,6 +20,7 @@ from moerl.orchestration.ends import describe_ends, read_ends
 from moerl.orchestration.models import build_model, make_engine, read_layers, read_spec, read_tokenizer
 from moerl.orchestration.rollouts import Collector
 from moerl.orchestration.tokenizer import build_tokenizer
+from moerl.tasks.rewards import at_once
 
 ARCHITECTURE = ArchitectureConfig(
     hidden_size=16,
@@ -55,8 +57,8 @@ def name_ends(folder: Path, ends: Any, file: str = "generation_config.json") -> 
 class Silent:
     """A task whose reward looks at nothing."""
 
-    def reward(self, *_: object) -> dict[str, float]:
-        return {"reward": 0.0, "accuracy": 0.0}
+    def reward(self, *_: object) -> Future[dict[str, float]]:
+        return at_once({"reward": 0.0, "accuracy": 0.0})
 
 
 def test_every_end_that_a_model_names_ends_its_responses(chat_model: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from moerl.contract.quarantine import read_quarantined
 from moerl.contract.reasons import Reason
 from moerl.errors import ContractError, MoerlError, RewardError
 from moerl.orchestration.rollouts import Collector, in_request_order, with_advantages
+from moerl.tasks.rewards import at_once
 
 PROMPT = Prompt("p", "2+2=")
 
@@ -53,11 +55,15 @@ class FlakyTask:
     def __init__(self, fails_at: int) -> None:
         self.fails_at, self.calls = fails_at, 0
 
-    def reward(self, *_: object) -> dict[str, float]:
+    def reward(self, *_: object) -> Future[dict[str, float]]:
         self.calls += 1
+        rewards = at_once({"reward": float(self.calls), "accuracy": 0.0})
         if self.fails_at in (self.calls, -1):
-            raise RewardError(f"call {self.calls} failed at data.jsonl:7", seen="KeyError: 'x', in score (mine.py:3)")
-        return {"reward": float(self.calls), "accuracy": 0.0}
+            rewards = Future()
+            rewards.set_exception(
+                RewardError(f"call {self.calls} failed at data.jsonl:7", seen="KeyError: 'x', in score (mine.py:3)")
+            )
+        return rewards
 
 
 ALL_MOE = LayerSelection(SPEC.num_moe_layers, tuple(range(SPEC.num_moe_layers)))
@@ -132,6 +138,70 @@ def test_each_trajectory_is_checked_once_and_not_again_when_it_gets_its_rewards(
     monkeypatch.setattr(trajectory_module, "check_trajectory", lambda each: [checked.append(each), check(each)])
     found, _ = collect(replace(here, engine=engine), 4)
     assert (len(found), len(checked)) == (4, 4)
+
+
+class CountingEngine(FakeEngine):
+    """Counts its answers."""
+
+    count = 0
+
+    def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[RolloutRecord]:
+        for record in super().generate(requests):
+            yield record
+            self.count += 1  # the next one was asked for
+
+
+class SlowRewards(Future[dict[str, float]]):
+    """Rewards that come when somebody waits for them; notes how many answers the engine had given by then."""
+
+    def __init__(self, engine: CountingEngine, reward: float, waited_at: list[int]) -> None:
+        super().__init__()
+        self.engine, self.reward, self.waited_at = engine, reward, waited_at
+
+    def result(self, timeout: float | None = None) -> dict[str, float]:
+        self.waited_at.append(self.engine.count)
+        return {"reward": self.reward, "accuracy": 0.0}
+
+
+class SlowTask:
+    """Rewards 1, 2, 3, ..., none of which is there at once; `quick` names those that are."""
+
+    def __init__(self, engine: CountingEngine, quick: Sequence[int] = ()) -> None:
+        self.engine, self.quick = engine, quick
+        self.waited_at: list[int] = []
+        self.asked: list[SlowRewards] = []
+
+    def reward(self, *_: object) -> Future[dict[str, float]]:
+        self.asked.append(SlowRewards(self.engine, len(self.asked) + 1.0, self.waited_at))
+        if len(self.asked) in self.quick:
+            return at_once({"reward": float(len(self.asked)), "accuracy": 0.0})
+        return self.asked[-1]
+
+
+def test_sampling_waits_for_no_reward(tmp_path: Path):
+    task = SlowTask(engine := CountingEngine())
+    found, requests = collect(replace(collector(tmp_path, engine=engine), task=cast(Any, task)), 5)
+    assert task.waited_at == [5] * 5
+    assert [t.rewards["reward"] for t in found] == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert [t.rewards["reward"] for t in in_request_order(found, requests)] == [5.0, 4.0, 3.0, 2.0, 1.0]
+
+
+def test_rewards_that_overtake_others_change_no_order(tmp_path: Path):
+    task = SlowTask(engine := CountingEngine(), quick=(2, 3, 5))
+    found, _ = collect(replace(collector(tmp_path, engine=engine), task=cast(Any, task)), 5)
+    assert [t.rewards["reward"] for t in found] == [1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+def test_rewards_of_rollouts_that_are_given_up_are_cancelled(tmp_path: Path):
+    class BrokenEngine(CountingEngine):
+        def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[RolloutRecord]:
+            yield from list(super().generate(requests))[:3]
+            raise KeyboardInterrupt
+
+    task = SlowTask(engine := BrokenEngine())
+    with pytest.raises(KeyboardInterrupt):
+        collect(replace(collector(tmp_path, engine=engine), task=cast(Any, task)), 5)
+    assert [rewards.cancelled() for rewards in task.asked] == [True] * 3
 
 
 def test_every_request_has_a_seed_and_an_id_of_its_own(tmp_path: Path):

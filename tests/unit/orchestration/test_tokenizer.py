@@ -104,6 +104,7 @@ def test_a_tokenizer_for_rows_of_a_file_encodes_any_text(tmp_path: Path):
         response_key=None,
         heldout_fraction=0.1,
         dev_fraction=0.1,
+        reward_workers=1,
         reward_timeout_seconds=20.0,
         reward_memory_bytes=1 << 32,
     )

@@ -108,7 +108,7 @@ def test_the_worked_solution_goes_through_the_sum_from_the_left(task: ChainSumTa
 def test_every_solution_of_the_task_earns_the_reward(task: ChainSumTask):
     for prompt in task.prompts("train", 300):
         for response in (task.worked_solution(prompt), task.bare_answer(prompt)):
-            assert task.reward(prompt, response, FinishReason.STOP)["reward"] == 1.0
+            assert task.reward(prompt, response, FinishReason.STOP).result()["reward"] == 1.0
 
 
 @pytest.mark.parametrize(
@@ -129,29 +129,29 @@ def test_every_solution_of_the_task_earns_the_reward(task: ChainSumTask):
     ],
 )
 def test_a_response_that_does_not_end_in_exactly_the_answer_earns_nothing(task: ChainSumTask, response: str):
-    rewards = task.reward(problem("1 + 2", 3), response, FinishReason.STOP)
+    rewards = task.reward(problem("1 + 2", 3), response, FinishReason.STOP).result()
     assert (rewards["reward"], rewards["accuracy"]) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize("reason", [FinishReason.LENGTH, FinishReason.ABORT])
 def test_a_right_answer_that_did_not_stop_by_itself_earns_nothing(task: ChainSumTask, reason: FinishReason):
-    assert task.reward(problem("1 + 2", 3), "#### 3", reason)["reward"] == 0.0
+    assert task.reward(problem("1 + 2", 3), "#### 3", reason).result()["reward"] == 0.0
 
 
 def test_the_last_of_several_answers_counts(task: ChainSumTask):
-    assert task.reward(problem("1 + 2", 3), "#### 4\n#### 3", FinishReason.STOP)["reward"] == 1.0
+    assert task.reward(problem("1 + 2", 3), "#### 4\n#### 3", FinishReason.STOP).result()["reward"] == 1.0
 
 
 def test_reasoning_gyms_verifier_has_the_last_word(task: ChainSumTask, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(task._dataset, "score_answer", lambda answer, entry: 0.0)
-    assert task.reward(problem("1 + 2", 3), "#### 3", FinishReason.STOP)["reward"] == 0.0
+    assert task.reward(problem("1 + 2", 3), "#### 3", FinishReason.STOP).result()["reward"] == 0.0
 
 
 def test_shown_work_is_reported_whether_right_or_wrong(task: ChainSumTask):
     prompt = problem("0 - 2 + 5", 3)
-    assert task.reward(prompt, "0-2=-2;-2+5=3\n#### 3", FinishReason.STOP)["worked"] == 1.0
-    assert task.reward(prompt, "0-2=7", FinishReason.LENGTH)["worked"] == 1.0
-    assert task.reward(prompt, "#### 3", FinishReason.STOP)["worked"] == 0.0
+    assert task.reward(prompt, "0-2=-2;-2+5=3\n#### 3", FinishReason.STOP).result()["worked"] == 1.0
+    assert task.reward(prompt, "0-2=7", FinishReason.LENGTH).result()["worked"] == 1.0
+    assert task.reward(prompt, "#### 3", FinishReason.STOP).result()["worked"] == 0.0
 
 
 def test_demonstrations_are_worked_as_often_as_configured(task: ChainSumTask):
@@ -182,7 +182,7 @@ def test_numbers_of_several_digits_are_worked_out():
     prompt = problem("48 + 71 - 123", -4)
     task = ChainSumTask(config(max_digits=3))
     assert task.worked_solution(prompt) == "48+71=119;119-123=-4\n#### -4"
-    assert task.reward(prompt, "#### -4", FinishReason.STOP)["reward"] == 1.0
+    assert task.reward(prompt, "#### -4", FinishReason.STOP).result()["reward"] == 1.0
 
 
 def test_a_response_without_a_final_line_has_no_answer():

@@ -49,6 +49,7 @@ def make_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeT
             "response_key": "response",
             "heldout_fraction": 0.2,
             "dev_fraction": 0.1,
+            "reward_workers": 1,
             "reward_timeout_seconds": 30.0,
             "reward_memory_bytes": 1 << 32,
         }
@@ -91,14 +92,14 @@ def test_the_same_prompt_is_never_in_two_splits(make_task: MakeTask):
 def test_the_users_function_sees_the_row_and_the_response(make_task: MakeTask):
     task = make_task(rows(20))
     prompt = task.prompts("train", 1)[0]
-    right = task.reward(prompt, prompt.facts["answer"], FinishReason.STOP)
+    right = task.reward(prompt, prompt.facts["answer"], FinishReason.STOP).result()
     assert right == {"reward": 1.0, "accuracy": 1.0}
-    assert task.reward(prompt, "other", FinishReason.STOP) == {"reward": 0.0, "accuracy": 0.0}
+    assert task.reward(prompt, "other", FinishReason.STOP).result() == {"reward": 0.0, "accuracy": 0.0}
 
 
 def test_further_named_rewards_are_kept(make_task: MakeTask):
     task = make_task(rows(20), reward="my_rewards:tasting_row")
-    rewards = task.reward(task.prompts("train", 1)[0], "four", FinishReason.STOP)
+    rewards = task.reward(task.prompts("train", 1)[0], "four", FinishReason.STOP).result()
     assert rewards == {"reward": 0.5, "accuracy": 0.0, "length": 4.0}
 
 
@@ -106,11 +107,11 @@ def test_a_function_that_raises_fails_the_sample_and_not_the_next_one(make_task:
     task = make_task(rows(20), reward="my_rewards:tasting_row")
     prompt = task.prompts("train", 1)[0]
     with pytest.raises(RewardError, match="KeyError: 'no such dish'") as caught:
-        task.reward(prompt, "raise", FinishReason.STOP)
+        task.reward(prompt, "raise", FinishReason.STOP).result()
     assert f"at {task.config.path}:{prompt.prompt_id.split(':')[1]}; seen: " in str(caught.value)
     assert "in tasting_row (" in str(caught.value)
     assert f"row: {json.dumps(prompt.facts)}; response: 'raise'" in str(caught.value)
-    assert task.reward(prompt, "fine", FinishReason.STOP)["reward"] == 0.5
+    assert task.reward(prompt, "fine", FinishReason.STOP).result()["reward"] == 0.5
 
 
 def test_responses_in_the_rows_are_the_demonstrations(make_task: MakeTask):
@@ -201,7 +202,7 @@ def test_an_unknown_split_is_refused(make_task: MakeTask):
 def test_a_reward_function_that_is_not_there_is_refused(make_task: MakeTask):
     task = make_task(rows(2), reward="my_rewards:missing", **ALL_TRAIN)
     with pytest.raises(ConfigError, match="cannot import my_rewards:missing"):
-        task.reward(task.prompts("train", 1)[0], "", FinishReason.STOP)
+        task.reward(task.prompts("train", 1)[0], "", FinishReason.STOP).result()
 
 
 def test_a_task_starts_no_process_before_the_first_reward(make_task: MakeTask):

@@ -23,6 +23,7 @@ from pydantic import Field
 from moerl.contract.ports import Prompt, Task
 from moerl.errors import ConfigError
 from moerl.sections import Count
+from moerl.tasks.rewards import at_once
 from moerl.tasks.section import TaskSection
 
 
@@ -51,7 +52,7 @@ class ParityTask(Task):
         return [Prompt(f"parity-{split}-{i}", f"{i}: even or odd? ", {"answer": i % 2}) for i in range(count)]
 
     def reward(self, prompt, response, finish_reason):
-        return {"reward": 1.0, "accuracy": 1.0}
+        return at_once({"reward": 1.0, "accuracy": 1.0})
 '''
 
 USE = """

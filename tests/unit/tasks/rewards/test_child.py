@@ -16,7 +16,7 @@ from moerl.errors import RewardError
 from moerl.tasks.rewards.child import RewardChild
 from moerl.tasks.rewards.process import RewardProcess
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 
 Start = Callable[..., RewardProcess]
 

@@ -1,0 +1,88 @@
+"""Calls a user's reward function beside the caller, in a bounded number of processes. Runs in the controller."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+from moerl.tasks.rewards.child import EXIT_SECONDS
+from moerl.tasks.rewards.process import RewardProcess
+
+Rewards = dict[str, float]
+Call = Callable[[RewardProcess], Rewards]
+
+CLOSE_SECONDS = 4 * EXIT_SECONDS
+"""Longest time that closing a pool waits for its processes to end."""
+
+
+class RewardPool:
+    """Reward processes that work side by side, each with one thread of this process that waits for it.
+
+    A call waits in a queue until a process is free; only then its time limit begins. The queue has no limit of its own:
+    it holds responses that the caller keeps anyway. A process is started when there is more to do than the running ones
+    take.
+
+    Args:
+        processes: one for each worker, at least one; none is started yet.
+    """
+
+    def __init__(self, processes: Sequence[RewardProcess]) -> None:
+        self._processes = processes
+        self._threads: list[threading.Thread] = []
+        self._queue: deque[tuple[Future[Rewards], Call]] = deque()
+        self._num_idle = 0
+        self._is_closed = False
+        self._changed = threading.Condition()
+
+    def submit(self, call: Call) -> Future[Rewards]:
+        """Has `call` called with one of the processes; returns at once. The future raises what `call` raises."""
+        future: Future[Rewards] = Future()
+        with self._changed:
+            assert not self._is_closed, "a closed task rewards nothing"
+            self._queue.append((future, call))
+            if len(self._queue) > self._num_idle and len(self._threads) < len(self._processes):
+                process = self._processes[len(self._threads)]
+                # A daemon: a function that hangs does not hold up the end of the run.
+                thread = threading.Thread(target=self._work, args=(process,), name="reward", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+            self._changed.notify()
+        return future
+
+    def close(self) -> None:
+        """Ends the processes and all that the function has started. Calls under way fail, those that wait are
+        cancelled."""
+        with self._changed:
+            self._is_closed = True
+            waiting = [future for future, _ in self._queue]
+            self._queue.clear()
+            self._changed.notify_all()
+        for future in waiting:
+            future.cancel()
+        for process in self._processes:
+            process.stop()
+        for thread in self._threads:
+            thread.join(CLOSE_SECONDS)
+
+    def _work(self, process: RewardProcess) -> None:
+        while (next_call := self._next_call()) is not None:
+            future, call = next_call
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                rewards = call(process)
+            except Exception as error:  # noqa: BLE001 - thread boundary: whoever asked for the reward gets it
+                future.set_exception(error)
+            else:
+                future.set_result(rewards)
+        process.close()
+
+    def _next_call(self) -> tuple[Future[Rewards], Call] | None:
+        """Waits for a call; None where the pool is closed."""
+        with self._changed:
+            self._num_idle += 1
+            self._changed.wait_for(lambda: self._queue or self._is_closed)
+            self._num_idle -= 1
+            return self._queue.popleft() if self._queue else None
