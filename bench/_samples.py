@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from moerl.buffer.cost import FlopSizes
 from moerl.contract.batch import TrainSample
 from moerl.contract.trajectory import (
     FinishReason,
@@ -27,6 +26,7 @@ from moerl.contract.trajectory import (
     Turn,
     TurnKind,
 )
+from moerl.models.description import ModelDescription, describe
 
 SAMPLING = SamplingParams(temperature=1.0, top_p=0.95, top_k=64)
 MEAN_KEPT = 12
@@ -52,17 +52,24 @@ class Sizes:
         return ModelSpec(self.layers, self.experts_per_token, self.experts, self.vocab, fingerprint="bench")
 
     @property
-    def flop_sizes(self) -> FlopSizes:
-        """What `moerl.buffer.cost.sequence_flops` needs."""
-        return FlopSizes(
-            hidden=self.hidden,
-            layers=self.layers,
-            heads=self.heads,
-            key_value_heads=self.key_value_heads,
+    def described(self) -> ModelDescription:
+        return describe_qwen3_moe(
+            hidden_size=self.hidden,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.key_value_heads,
             head_dim=self.head_dim,
-            ffn_width=self.experts_per_token * self.expert_width,
-            vocab=self.vocab,
+            num_experts=self.experts,
+            num_experts_per_tok=self.experts_per_token,
+            moe_intermediate_size=self.expert_width,
+            vocab_size=self.vocab,
         )
+
+
+def describe_qwen3_moe(**sizes: int) -> ModelDescription:
+    """A Qwen3-MoE without dense layers."""
+    config = {"model_type": "qwen3_moe", "intermediate_size": 1, "max_position_embeddings": 4096, "rope_theta": 1e6}
+    return describe(config | sizes, "bench")
 
 
 def write_model(sizes: Sizes, folder: Path, *, dtype: torch.dtype, device: str) -> Path:

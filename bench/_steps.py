@@ -7,6 +7,7 @@ K = experts per token.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from moerl.config.schema import OptimizerConfig
 from moerl.contract.batch import Microbatch, TrainSample
 from moerl.contract.parallel import RankCoordinates
 from moerl.contract.shares import cut_share
+from moerl.models.description import read_model
 from moerl.trainer.losses import PolicyGradientLoss, Scorer
 from moerl.trainer.model import ModelOptions
 from moerl.trainer.trainer import MegatronTrainer
@@ -44,7 +46,9 @@ OPTIMIZER = OptimizerConfig(
 
 
 def make_trainer(layout: RankCoordinates, model: Path, sizes: Sizes, dtype: str = "float32") -> MegatronTrainer:
-    return MegatronTrainer(model, sizes.spec, layout, ModelOptions(dtype=dtype), OPTIMIZER, total_steps=1000)
+    return MegatronTrainer(
+        replace(read_model(model), spec=sizes.spec), layout, ModelOptions(dtype=dtype), OPTIMIZER, total_steps=1000
+    )
 
 
 def shares(trainer: MegatronTrainer, samples: Sequence[TrainSample], budget: int, *, replay: bool) -> list[Microbatch]:
@@ -104,7 +108,7 @@ def step_flops(sizes: Sizes, samples: Sequence[TrainSample]) -> float:
 
     Forward once and backward twice that; recompute, padding, router and optimizer are not counted.
     """
-    cost = sequence_flops(sizes.flop_sizes)
+    cost = sequence_flops(sizes.described)
     return 3 * sum(cost(len(sample.trajectory) - 1) for sample in samples)
 
 

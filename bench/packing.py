@@ -13,12 +13,23 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 from _report import Result, json_argument, report, timed
+from _samples import describe_qwen3_moe
 
-from moerl.buffer.cost import FlopSizes, sequence_flops
+from moerl.buffer.cost import sequence_flops
 from moerl.buffer.partition import Pack, plan_packs
 
 COST = sequence_flops(
-    FlopSizes(hidden=2048, layers=48, heads=32, key_value_heads=4, head_dim=128, ffn_width=8 * 768, vocab=151936)
+    describe_qwen3_moe(
+        hidden_size=2048,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+        vocab_size=151936,
+    )
 )
 SEEDS = range(5)
 SHAPES = ((8, 32768, 128), (8, 65536, 64), (32, 65536, 64))

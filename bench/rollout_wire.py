@@ -26,8 +26,8 @@ from _report import Result, report
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from moerl.contract.ports import RolloutRequest
-from moerl.contract.spec import spec_from_hf_config
 from moerl.contract.trajectory import Lineage, ModelSpec, SamplingParams
+from moerl.models.spec import spec_from_hf_config
 from moerl.rollout.sglang.answers import (
     decode_compact,
     finish_reason,

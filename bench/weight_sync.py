@@ -27,10 +27,11 @@ import torch
 import torch.distributed as dist
 from _ranks import on_ranks
 from _report import Result, command_line, json_argument, report
+from _samples import describe_qwen3_moe
 from torch import Tensor
 
-from moerl.config.model_sizes import ModelSizes
 from moerl.contract.parallel import ParallelDims
+from moerl.models.description import ModelDescription
 from moerl.weights.allgather import AllGather
 from moerl.weights.bucket import WeightBucket
 from moerl.weights.gather import RootGather, TakeSlot
@@ -43,36 +44,19 @@ REPEATS = 5
 STEP_SECONDS = 60.0
 CPU = torch.device("cpu")
 MIB = 1 << 20
-MANY_SMALL = ModelSizes(
-    origin="bench",
-    is_fixed=True,
-    hidden_size=128,
-    num_layers=48,
-    moe_layers=tuple(range(48)),
-    num_attention_heads=2,
-    num_key_value_heads=2,
-    head_dim=64,
-    latent=None,
-    qk_norm_size=128,
-    attention_biases=(),
-    has_expert_bias=False,
-    intermediate_size=0,
-    num_experts=16,
-    experts_per_token=2,
-    moe_intermediate_size=192,
-    shared_size=0,
-    vocab_size=1024,
-    tie_word_embeddings=False,
-    max_positions=4096,
-)
-FEW_LARGE = replace(
-    MANY_SMALL,
-    hidden_size=2048,
-    num_layers=2,
-    moe_layers=(0, 1),
-    num_experts=4,
-    moe_intermediate_size=2048,
-)
+_SMALL = {
+    "hidden_size": 128,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "num_experts": 16,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 192,
+    "vocab_size": 1024,
+}
+_LARGE = {"hidden_size": 2048, "num_hidden_layers": 2, "num_experts": 4, "moe_intermediate_size": 2048}
+MANY_SMALL, FEW_LARGE = describe_qwen3_moe(**_SMALL), describe_qwen3_moe(**_SMALL | _LARGE)
 MODELS = {"many small": (MANY_SMALL, 8 * MIB), "few large": (FEW_LARGE, 36 * MIB)}
 DELAYS = {"both stages alike": (0.06, 0.06), "gathering slower": (0.08, 0.04), "sending slower": (0.04, 0.08)}
 
@@ -146,7 +130,7 @@ class EngineSink:
 class Update:
     """A model's shards on this rank, and the ways to bring them to the engine."""
 
-    def __init__(self, rank: int, sizes: ModelSizes, bucket_bytes: int, sink: EngineSink | None) -> None:
+    def __init__(self, rank: int, sizes: ModelDescription, bucket_bytes: int, sink: EngineSink | None) -> None:
         self.rank, self.sink = rank, sink
         dims = ParallelDims(expert=RANKS, data=RANKS)
         options = PlanOptions((0,), 2, bucket_bytes)

@@ -17,7 +17,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +34,7 @@ from moerl.contract.parallel import ParallelDims, RankCoordinates
 from moerl.contract.ports import RolloutRequest
 from moerl.contract.trajectory import Trajectory
 from moerl.diagnostics.plots import BLUE, GREEN, INK, ORANGE, QUIET, new_figure, quiet_frame
+from moerl.models.description import read_model
 from moerl.orchestration.commands import quiet_libraries
 from moerl.orchestration.ends import read_ends
 from moerl.orchestration.models import make_engine, read_tokenizer
@@ -125,7 +126,9 @@ def distances(
     by_engine = pack_trajectories(samples, PackOptions(MICROBATCH_TOKENS), replay=True)
     by_trainer: Sequence[Microbatch] = ()
     for updates, path in models.items():
-        trainer = MegatronTrainer(path, rollouts[0].spec, layout, ModelOptions(dtype="float32"), None)
+        trainer = MegatronTrainer(
+            replace(read_model(path), spec=rollouts[0].spec), layout, ModelOptions(dtype="float32"), None
+        )
 
         def scored(batches: Sequence[Microbatch], trainer: MegatronTrainer = trainer) -> list[RowScores]:
             return trainer.score(batches, Scorer(batches, keep_mask=True), enforce=True)
@@ -173,7 +176,9 @@ def _differing(one: Microbatch, other: Microbatch) -> NDArray[np.bool_]:
 
 def floor(model: Path, rollouts: Sequence[Trajectory], seed: int) -> Distance:
     """The engine against itself: the rollouts' requests again, up to the first token that came out differently."""
-    engine = make_engine(model, rollouts[0].spec, dtype="bfloat16", max_running=SIDE_BY_SIDE, version=0)
+    engine = make_engine(
+        replace(read_model(model), spec=rollouts[0].spec), dtype="bfloat16", max_running=SIDE_BY_SIDE, version=0
+    )
     ends = read_ends(model, read_tokenizer(model), rollouts[0].spec.vocab_size)
     again = {record.rollout_id: record.values for record in engine.generate([_request(t, ends) for t in rollouts])}
     differing, first, second = [], [], []

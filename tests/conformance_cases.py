@@ -18,8 +18,8 @@ from sglang_reference import PARAMS
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from moerl.contract.ports import PolicyEngine, RolloutRequest
-from moerl.contract.spec import moe_layer_indices, spec_from_hf_config
 from moerl.contract.trajectory import Lineage, ModelSpec, Trajectory
+from moerl.models.spec import moe_layer_indices, spec_from_hf_config
 from moerl.rollout.embedded import EmbeddedEngine
 from moerl.rollout.sglang.client import ModelFacts
 

@@ -12,7 +12,6 @@ import numpy as np
 from hypothesis import strategies as st
 
 from moerl.config.model_files import SINGLE_FILE
-from moerl.config.model_sizes import sizes_from_hf_config
 from moerl.config.model_tensors import needed_tensors
 from moerl.contract.trajectory import (
     FinishReason,
@@ -24,6 +23,7 @@ from moerl.contract.trajectory import (
     Turn,
     TurnKind,
 )
+from moerl.models.description import describe
 
 SPEC = ModelSpec(num_moe_layers=3, experts_per_token=2, num_experts=8, vocab_size=100, fingerprint="tiny")
 NUCLEUS = SamplingParams(temperature=0.8, top_p=0.9, top_k=12, seed=5)
@@ -112,6 +112,7 @@ QWEN3_30B: dict[str, Any] = {
     "moe_intermediate_size": 768,
     "vocab_size": 151936,
     "max_position_embeddings": 40960,
+    "rope_theta": 1000000.0,
 }
 """What decides sizes in the published config of Qwen3-30B-A3B."""
 
@@ -254,7 +255,7 @@ def write_hf_model(folder: Path, **changes: Any) -> StoredTensors:
     config = hf_config(**{**_SMALL, **changes})
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer.json").write_text("{}")
-    needed = needed_tensors(sizes_from_hf_config(config, "config.json"), config)
+    needed = needed_tensors(describe(config, "config.json"))
     tensors = {name: ("BF16", shape) for name, shape in needed.items()}
     write_safetensors(folder / SINGLE_FILE, tensors)
     return tensors

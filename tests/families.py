@@ -13,8 +13,8 @@ from factories import FULL, make_trajectory
 from torch import Tensor, nn
 
 from moerl.contract.batch import TrainSample
-from moerl.contract.spec import spec_from_hf_config
 from moerl.contract.trajectory import ModelSpec
+from moerl.models.spec import spec_from_hf_config
 
 # The vocabulary is odd: tensor parallelism has to pad it. Four layers go onto two pipeline stages.
 _COMMON: dict[str, Any] = {

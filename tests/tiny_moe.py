@@ -18,6 +18,7 @@ from moerl.config.schema import OptimizerConfig
 from moerl.contract.batch import Microbatch, TrainSample
 from moerl.contract.shares import cut_share
 from moerl.contract.trajectory import ModelSpec
+from moerl.models.description import ModelDescription, read_model
 
 # An odd vocabulary: tensor parallelism has to pad it.
 SPEC = ModelSpec(num_moe_layers=4, experts_per_token=2, num_experts=8, vocab_size=91, fingerprint="tiny")
@@ -174,6 +175,11 @@ def target_logprobs(logprobs_TV: Tensor, sample: TrainSample) -> Tensor:
     return logprobs_TV.gather(1, targets[:, None])[:, 0]
 
 
+def described(path: Path) -> ModelDescription:
+    """The model that `write_model` saved, with `SPEC`."""
+    return replace(read_model(path), spec=SPEC)
+
+
 # --- in a rank -------------------------------------------------------------------------------------------------------
 
 
@@ -184,7 +190,7 @@ def build(
     from moerl.trainer.model import ModelOptions
     from moerl.trainer.trainer import MegatronTrainer
 
-    return MegatronTrainer(path, SPEC, layout, ModelOptions(**options), optimizer, total_steps, sharding)
+    return MegatronTrainer(described(path), layout, ModelOptions(**options), optimizer, total_steps, sharding)
 
 
 def shares(

@@ -43,7 +43,7 @@ def plan_for(
     trainer: Any, path: Path, *, roots: int = 1, gather: str = "root", bucket_bytes: int = BUCKET_BYTES
 ) -> Any:
     """The plan of a trainer's layout and model, from its config.json as it is on disk."""
-    from moerl.config.model_sizes import directory_sizes
+    from moerl.models.description import read_model
     from moerl.trainer.shards import splits_latents
     from moerl.weights.plan import PlanOptions, choose_roots, make_plan
 
@@ -56,7 +56,7 @@ def plan_for(
         splits_latents(trainer.model.chunks),
         gather,  # pyright: ignore[reportArgumentType]
     )
-    return make_plan(directory_sizes(path), dims, options)
+    return make_plan(read_model(path), dims, options)
 
 
 def peers_of(rank: int, step_seconds: float = 60.0) -> Any:

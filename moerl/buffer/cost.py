@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moerl.models.description import ModelDescription
+
 
 @dataclass(frozen=True, slots=True)
 class SequenceCost:
@@ -22,24 +24,7 @@ class SequenceCost:
         return self.linear * num_rows + self.quadratic * num_rows**2
 
 
-@dataclass(frozen=True, slots=True)
-class FlopSizes:
-    """The sizes of a transformer on which its operations depend.
-
-    hidden, layers, heads, key_value_heads, head_dim, vocab: as in its config.
-    ffn_width: inner width that one token passes in a layer: experts per token x expert width, shared experts added.
-    """
-
-    hidden: int
-    layers: int
-    heads: int
-    key_value_heads: int
-    head_dim: int
-    ffn_width: int
-    vocab: int
-
-
-def sequence_flops(sizes: FlopSizes) -> SequenceCost:
+def sequence_flops(model: ModelDescription) -> SequenceCost:
     """Floating-point operations of the forward pass over one sequence, s = rows; the backward pass takes twice that.
 
         projections   layers * 2 * hidden * head_dim * (2 * heads + 2 * key_value_heads) * s
@@ -49,11 +34,15 @@ def sequence_flops(sizes: FlopSizes) -> SequenceCost:
 
     Two operations per multiply-add, as in Narayanan et al., "Efficient Large-Scale Language Model Training on GPU
     Clusters Using Megatron-LM" (SC 2021), which counts attention without the causal half. Norms, rotary embeddings,
-    softmax and the router are left out.
+    softmax and the router are left out; dense layers count like the others, latent attention as if queries and keys
+    were not compressed. ffn_width: experts per token x expert width, shared experts added.
     """
-    projections = 4 * sizes.hidden * sizes.head_dim * (sizes.heads + sizes.key_value_heads)
-    per_layer = projections + 6 * sizes.hidden * sizes.ffn_width
+    latent, heads = model.latent, model.num_attention_heads
+    head_dim = model.head_dim if latent is None else latent.nope_dim + latent.rope_dim
+    ffn_width = model.experts_per_token * model.moe_intermediate_size + model.shared_size
+    projections = 4 * model.hidden_size * head_dim * (heads + model.num_key_value_heads)
+    per_layer = projections + 6 * model.hidden_size * ffn_width
     return SequenceCost(
-        linear=float(sizes.layers * per_layer + 2 * sizes.hidden * sizes.vocab),
-        quadratic=float(sizes.layers * 2 * sizes.heads * sizes.head_dim),
+        linear=float(model.num_layers * per_layer + 2 * model.hidden_size * model.vocab_size),
+        quadratic=float(model.num_layers * 2 * heads * head_dim),
     )

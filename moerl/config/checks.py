@@ -7,16 +7,14 @@ names the dotted path, the value seen, the value expected and the remedy.
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
 
+from moerl.config.architecture import describe_architecture
 from moerl.config.layouts import Load, layout_problems, propose
 from moerl.config.memory import total_parameters
-from moerl.config.model_sizes import ModelSizes, architecture_sizes, directory_sizes
+from moerl.config.schema import RunConfig
 from moerl.contract.trajectory import MAX_KEPT_IDS
 from moerl.errors import ConfigError
-
-if TYPE_CHECKING:
-    from moerl.config.schema import RunConfig
+from moerl.models.description import ModelDescription, read_model
 
 COMMANDS = ("train", "sft", "rollout", "eval")
 
@@ -32,7 +30,7 @@ def check_run(config: RunConfig) -> None:
     if config.model.architecture is None:
         _check_layout(config, None)
     else:
-        _check_sizes(config, architecture_sizes(config.model.architecture))
+        _check_sizes(config, describe_architecture(config.model.architecture))
     _check_weights(config)
     config.task.check(sft_steps=config.sft.steps)
 
@@ -64,14 +62,14 @@ def check_command(config: RunConfig, command: str) -> None:
 def check_model_fits(config: RunConfig) -> None:
     """Checks a model directory against the layout and the lengths. Raises `ConfigError`."""
     if config.model.path is not None:
-        _check_sizes(config, directory_sizes(config.model.path))
+        _check_sizes(config, read_model(config.model.path))
 
 
 def _check_room_to_build(config: RunConfig) -> None:
     """A model to build is made in float32 in the memory of one process."""
     if config.model.architecture is None:
         return
-    needed = 4 * total_parameters(architecture_sizes(config.model.architecture))
+    needed = 4 * total_parameters(describe_architecture(config.model.architecture))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > memory:
         raise ConfigError(
@@ -95,7 +93,7 @@ def config_notes(config: RunConfig) -> list[str]:
             " the kept mass; good for a comparison only"
         )
     if config.command == "train" and config.model.path is not None and config.optimizer.lr > LARGE_MODEL_MAX_LR:
-        parameters = total_parameters(directory_sizes(config.model.path))
+        parameters = total_parameters(read_model(config.model.path))
         if parameters >= LARGE_MODEL_PARAMETERS:
             notes.append(
                 f"optimizer.lr = {config.optimizer.lr:g} is high for a model of {parameters / 1e9:.1f}B parameters;"
@@ -139,7 +137,7 @@ def _check_model(config: RunConfig) -> None:
         )
 
 
-def _check_layout(config: RunConfig, sizes: ModelSizes | None) -> None:
+def _check_layout(config: RunConfig, sizes: ModelDescription | None) -> None:
     """Megatron can run the layout: with this model, and with what a step brings. `sizes` None: not known yet."""
     load = layout_load(config) if sizes is not None else None
     dims = config.parallel.dims
@@ -158,12 +156,12 @@ def _check_layout(config: RunConfig, sizes: ModelSizes | None) -> None:
     )
 
 
-def model_sizes(config: RunConfig) -> ModelSizes:
-    """The sizes of the model to build, or of the directory to start from. Raises `ConfigError` as `directory_sizes`."""
+def describe_model(config: RunConfig) -> ModelDescription:
+    """The model to build, or of the directory to start from. Raises `ConfigError` as `read_model`."""
     if config.model.architecture is not None:
-        return architecture_sizes(config.model.architecture)
+        return describe_architecture(config.model.architecture)
     assert config.model.path is not None
-    return directory_sizes(config.model.path)
+    return read_model(config.model.path)
 
 
 def layout_load(config: RunConfig) -> Load:
@@ -177,17 +175,17 @@ def layout_load(config: RunConfig) -> Load:
     return Load(config.trainer.microbatch_tokens, min(steps, default=sft.batch_size))
 
 
-def _check_sizes(config: RunConfig, sizes: ModelSizes) -> None:
+def _check_sizes(config: RunConfig, sizes: ModelDescription) -> None:
     """The layout fits the model, and the longest response leaves room for a prompt."""
     _check_layout(config, sizes)
     longest = config.rollout.max_new_tokens
     if longest >= sizes.max_positions:
-        where = sizes.where("max_position_embeddings" if sizes.is_fixed else "max_positions")
+        where = sizes.where("max_positions" if sizes.folder is None else "max_position_embeddings")
         raise ConfigError(
             "rollout.max_new_tokens: the model has no room for a prompt and this many tokens",
             seen=longest,
             expected=f"< {where} = {sizes.max_positions}",
-            remedy="lower rollout.max_new_tokens" + ("" if sizes.is_fixed else f" or raise {where}"),
+            remedy="lower rollout.max_new_tokens" + (f" or raise {where}" if sizes.folder is None else ""),
         )
 
 

@@ -18,8 +18,8 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from moerl.config.model_sizes import ModelSizes
 from moerl.contract.parallel import ParallelDims, smallest_data
+from moerl.models.description import ModelDescription
 
 LARGEST_CONTEXT = 64
 """Context-parallel sizes looked at when layouts are proposed: powers of two up to this."""
@@ -62,7 +62,9 @@ def as_overrides(dims: ParallelDims, asked: ParallelDims | None = None) -> str:
     return " ".join(parts) or "parallel=single"
 
 
-def layout_problems(dims: ParallelDims, sizes: ModelSizes | None = None, load: Load | None = None) -> list[BrokenRule]:
+def layout_problems(
+    dims: ParallelDims, sizes: ModelDescription | None = None, load: Load | None = None
+) -> list[BrokenRule]:
     """The rules that a layout breaks, none where Megatron can run it.
 
     Args:
@@ -95,7 +97,7 @@ def _between_sizes(dims: ParallelDims) -> Iterator[BrokenRule]:
         )
 
 
-def _of_model(dims: ParallelDims, sizes: ModelSizes) -> Iterator[BrokenRule]:
+def _of_model(dims: ParallelDims, sizes: ModelDescription) -> Iterator[BrokenRule]:
     for axis, name, value in _divided(sizes):
         size = getattr(dims, axis)
         if value % size:
@@ -116,7 +118,7 @@ def _of_model(dims: ParallelDims, sizes: ModelSizes) -> Iterator[BrokenRule]:
     yield from _of_stages(dims, sizes)
 
 
-def _of_stages(dims: ParallelDims, sizes: ModelSizes) -> Iterator[BrokenRule]:
+def _of_stages(dims: ParallelDims, sizes: ModelDescription) -> Iterator[BrokenRule]:
     if dims.pipeline > sizes.num_layers:
         yield BrokenRule(
             "parallel.pipeline",
@@ -134,7 +136,7 @@ def _of_stages(dims: ParallelDims, sizes: ModelSizes) -> Iterator[BrokenRule]:
         )
 
 
-def _divided(sizes: ModelSizes) -> Iterator[tuple[str, str, int]]:
+def _divided(sizes: ModelDescription) -> Iterator[tuple[str, str, int]]:
     """(axis, name of the size it splits, that size)."""
     yield "tensor", "num_attention_heads", sizes.num_attention_heads
     if sizes.latent is None:
@@ -175,7 +177,7 @@ def _of_load(dims: ParallelDims, load: Load) -> Iterator[BrokenRule]:
 
 def nearest_layouts(
     asked: ParallelDims,
-    sizes: ModelSizes,
+    sizes: ModelDescription,
     load: Load | None = None,
     *,
     world_size: int | None = None,
@@ -218,7 +220,7 @@ def _order(asked: ParallelDims, dims: ParallelDims) -> tuple[float, float, tuple
 
 
 def _valid_dims(
-    asked: ParallelDims, sizes: ModelSizes, load: Load | None, world_size: int | None
+    asked: ParallelDims, sizes: ModelDescription, load: Load | None, world_size: int | None
 ) -> Iterator[ParallelDims]:
     """Every valid layout of `world_size` processes; where that is None, with the asked data size, the smallest, or as
     many replicas as the asked processes hold."""
@@ -251,7 +253,7 @@ def _valid_dims(
                     yield dims
 
 
-def _pipelines(asked: ParallelDims, sizes: ModelSizes) -> list[int]:
+def _pipelines(asked: ParallelDims, sizes: ModelDescription) -> list[int]:
     """Pipeline sizes looked at when layouts are proposed: even ones, powers of two, and the one asked for."""
     layers = sizes.num_layers
     powers = {2**i for i in range(layers.bit_length())}
@@ -262,7 +264,7 @@ def _divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
-def propose(asked: ParallelDims, sizes: ModelSizes, load: Load | None = None) -> str:
+def propose(asked: ParallelDims, sizes: ModelDescription, load: Load | None = None) -> str:
     """The remedy for a layout that cannot run: near layouts that can, as overrides; empty where there is none."""
     near = nearest_layouts(asked, sizes, load)
     return "; or ".join(f"{as_overrides(dims, asked)} ({dims.world_size} processes)" for dims in near)

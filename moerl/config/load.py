@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from moerl.config.checks import COMMANDS, check_command, check_model_fits
+from moerl.config.checks import COMMANDS, check_command, check_model_fits, check_run
 from moerl.config.compose import chosen_recipe, compose_values, parse_override, read_values, to_yaml
 from moerl.config.explain import explain, unknown_key
 from moerl.config.moved import with_moved_keys
@@ -183,11 +183,14 @@ def _absolute(value: Any) -> Any:
 
 
 def _validate(values: dict[str, Any]) -> RunConfig:
-    """Validates as strict JSON: paths and integer keys are text there, and nothing else is converted."""
+    """Validates as strict JSON: paths and integer keys are text there, and nothing else is converted. Then the rules
+    between fields."""
     try:
-        return RunConfig.model_validate_json(json.dumps(values))
+        config = RunConfig.model_validate_json(json.dumps(values))
     except ValidationError as error:
         raise explain(error) from error
+    check_run(config)
+    return config
 
 
 def _default_run_dir(command: str, recipe: str, seed: str) -> str:

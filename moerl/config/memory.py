@@ -32,13 +32,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from moerl.config.model_sizes import ModelSizes
+from moerl.config.schema import RunConfig
 from moerl.contract.parallel import ParallelDims
-
-if TYPE_CHECKING:
-    from moerl.config.schema import RunConfig
+from moerl.models.description import ModelDescription
 
 SLAB_ELEMENTS = 2**21
 SLABS = 3
@@ -94,12 +91,12 @@ def needs_of(config: RunConfig) -> Needs:
     )
 
 
-def heaviest_rank(sizes: ModelSizes, dims: ParallelDims, needs: Needs) -> RankMemory:
+def heaviest_rank(sizes: ModelDescription, dims: ParallelDims, needs: Needs) -> RankMemory:
     """The memory of the pipeline stage that needs most; the ranks of a stage all need the same."""
     return max((rank_memory(sizes, dims, needs, s) for s in range(dims.pipeline)), key=lambda rank: rank.total_bytes)
 
 
-def rank_memory(sizes: ModelSizes, dims: ParallelDims, needs: Needs, stage: int) -> RankMemory:
+def rank_memory(sizes: ModelDescription, dims: ParallelDims, needs: Needs, stage: int) -> RankMemory:
     """The memory of a rank of pipeline stage `stage`, from 0. `shape` must be one that the model can be cut into."""
     parameters = rank_parameters(sizes, dims, stage)
     experts, everything = parameters["experts"], sum(parameters.values())
@@ -119,12 +116,12 @@ def rank_memory(sizes: ModelSizes, dims: ParallelDims, needs: Needs, stage: int)
 # --- parameters ------------------------------------------------------------------------------------------------------
 
 
-def total_parameters(sizes: ModelSizes) -> int:
+def total_parameters(sizes: ModelDescription) -> int:
     """Parameters of the whole model, without multi-token-prediction layers."""
     return sum(rank_parameters(sizes, ParallelDims(), 0).values())
 
 
-def rank_parameters(sizes: ModelSizes, dims: ParallelDims, stage: int) -> dict[str, int]:
+def rank_parameters(sizes: ModelDescription, dims: ParallelDims, stage: int) -> dict[str, int]:
     """Number of parameters by component of a rank of pipeline stage `stage`."""
     h, layers = sizes.hidden_size, _stage_layers(sizes, dims, stage)
     num_moe = len(set(layers) & set(sizes.moe_layers))
@@ -145,11 +142,11 @@ def rank_parameters(sizes: ModelSizes, dims: ParallelDims, stage: int) -> dict[s
     }
 
 
-def _stage_layers(sizes: ModelSizes, dims: ParallelDims, stage: int) -> list[int]:
+def _stage_layers(sizes: ModelDescription, dims: ParallelDims, stage: int) -> list[int]:
     return dims.layers_of_stage(sizes.num_layers, stage)
 
 
-def _attention_parameters(sizes: ModelSizes, tensor: int) -> int:
+def _attention_parameters(sizes: ModelDescription, tensor: int) -> int:
     """Of one layer, its inner norms included."""
     h, heads = sizes.hidden_size, sizes.num_attention_heads
     latent = sizes.latent
@@ -163,14 +160,14 @@ def _attention_parameters(sizes: ModelSizes, tensor: int) -> int:
         return down + up // tensor
     packed = (heads + 2 * sizes.num_key_value_heads) * sizes.head_dim
     split = h * packed + heads * sizes.head_dim * h + (packed if "qkv" in sizes.attention_biases else 0)
-    whole = sizes.qk_norm_size + (h if "output" in sizes.attention_biases else 0)
+    whole = sum(sizes.qk_norm_sizes) + (h if "output" in sizes.attention_biases else 0)
     return split // tensor + whole
 
 
 # --- activations -----------------------------------------------------------------------------------------------------
 
 
-def _activation_bytes(sizes: ModelSizes, dims: ParallelDims, needs: Needs, stage: int) -> int:
+def _activation_bytes(sizes: ModelDescription, dims: ParallelDims, needs: Needs, stage: int) -> int:
     """What the stage keeps between forward and backward, and the one block that is being worked out again."""
     layers, moe = _stage_layers(sizes, dims, stage), set(sizes.moe_layers)
     kept = sum(_kept_by_layer(sizes, dims, needs, is_moe=layer in moe) for layer in layers)
@@ -190,7 +187,7 @@ def _chunks_in_flight(dims: ParallelDims, stage: int) -> int:
     return 2 * behind + (dims.virtual_pipeline - 1) * dims.pipeline + 1
 
 
-def _kept_by_layer(sizes: ModelSizes, dims: ParallelDims, needs: Needs, *, is_moe: bool) -> int:
+def _kept_by_layer(sizes: ModelDescription, dims: ParallelDims, needs: Needs, *, is_moe: bool) -> int:
     if needs.recompute == "full":
         return _slice_rows(dims, needs) * sizes.hidden_size * needs.element_bytes
     if needs.recompute == "selective" and is_moe:
@@ -198,12 +195,12 @@ def _kept_by_layer(sizes: ModelSizes, dims: ParallelDims, needs: Needs, *, is_mo
     return _layer_bytes(sizes, dims, needs, is_moe=is_moe)
 
 
-def _layer_bytes(sizes: ModelSizes, dims: ParallelDims, needs: Needs, *, is_moe: bool) -> int:
+def _layer_bytes(sizes: ModelDescription, dims: ParallelDims, needs: Needs, *, is_moe: bool) -> int:
     norms = 4 * _slice_rows(dims, needs) * sizes.hidden_size * needs.element_bytes
     return norms + _attention_bytes(sizes, dims, needs) + _mlp_bytes(sizes, dims, needs, is_moe=is_moe)
 
 
-def _attention_bytes(sizes: ModelSizes, dims: ParallelDims, needs: Needs) -> int:
+def _attention_bytes(sizes: ModelDescription, dims: ParallelDims, needs: Needs) -> int:
     heads, latent, compressed = sizes.num_attention_heads, sizes.latent, 0
     if latent is not None:
         query = key = heads * (latent.nope_dim + latent.rope_dim)
@@ -216,7 +213,7 @@ def _attention_bytes(sizes: ModelSizes, dims: ParallelDims, needs: Needs) -> int
     return (_rows(dims, needs) * widths + compressed) * needs.element_bytes
 
 
-def _mlp_bytes(sizes: ModelSizes, dims: ParallelDims, needs: Needs, *, is_moe: bool) -> int:
+def _mlp_bytes(sizes: ModelDescription, dims: ParallelDims, needs: Needs, *, is_moe: bool) -> int:
     n, m = _rows(dims, needs), _slice_rows(dims, needs)
     if not is_moe:
         return 3 * n * sizes.intermediate_size // dims.tensor * needs.element_bytes
@@ -225,7 +222,7 @@ def _mlp_bytes(sizes: ModelSizes, dims: ParallelDims, needs: Needs, *, is_moe: b
     return elements * needs.element_bytes + 2 * m * sizes.num_experts * FP32
 
 
-def _scoring_bytes(sizes: ModelSizes, dims: ParallelDims, needs: Needs, stage: int) -> int:
+def _scoring_bytes(sizes: ModelDescription, dims: ParallelDims, needs: Needs, stage: int) -> int:
     """What log-probs and their gradients take on the last stage, tokens without a kept set among them."""
     if stage != dims.pipeline - 1:
         return 0

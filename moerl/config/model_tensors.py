@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from moerl.config.model_files import StoredTensor, check_tokenizer, stored_tensors
-from moerl.config.model_sizes import ModelSizes, read_config, sizes_from_hf_config
 from moerl.errors import ConfigError
+from moerl.models.description import CONFIG_FILE, ModelDescription, describe, read_config
 
 Shape = tuple[int, ...]
 
@@ -40,13 +40,14 @@ def check_weights(folder: Path) -> None:
     Raises:
         ConfigError: a tensor is missing, unknown, or has another shape or dtype; a file is missing or cut.
     """
-    config = read_config(folder / "config.json")
-    sizes = sizes_from_hf_config(config, str(folder / "config.json"))
+    file = folder / CONFIG_FILE
+    sizes = describe(read_config(file), str(file), folder)
+    config = sizes.hf_config
     stored = stored_tensors(folder)
     num_experts = len(sizes.moe_layers) * sizes.num_experts
     if num_experts > len(stored):
         raise _unfit(folder, f"{len(stored)} tensors", f"those of {num_experts} experts and more, by its config.json")
-    needed = needed_tensors(sizes, config)
+    needed = needed_tensors(sizes)
     optional = {_HEAD} if sizes.tie_word_embeddings else set()
     missing = sorted(needed.keys() - stored.keys() - optional)
     if missing:
@@ -67,12 +68,8 @@ def check_weights(folder: Path) -> None:
             _check_tensor(folder, name, shape, stored)
 
 
-def needed_tensors(sizes: ModelSizes, config: Mapping[str, Any]) -> dict[str, Shape]:
-    """Names and shapes of the tensors of a model.
-
-    Args:
-        sizes: read from `config`, the content of a Hugging Face config.
-    """
+def needed_tensors(sizes: ModelDescription) -> dict[str, Shape]:
+    """Names and shapes of the tensors of a model."""
     hidden, vocab = sizes.hidden_size, sizes.vocab_size
     tensors: dict[str, Shape] = {
         "model.embed_tokens.weight": (vocab, hidden),
@@ -83,7 +80,7 @@ def needed_tensors(sizes: ModelSizes, config: Mapping[str, Any]) -> dict[str, Sh
         at = f"model.layers.{layer}"
         tensors[f"{at}.input_layernorm.weight"] = (hidden,)
         tensors[f"{at}.post_attention_layernorm.weight"] = (hidden,)
-        attention = _latent_attention(sizes) if sizes.latent else _attention(sizes, config)
+        attention = _latent_attention(sizes) if sizes.latent else _attention(sizes)
         tensors |= {f"{at}.self_attn.{name}": shape for name, shape in attention}
         mlp = _experts(sizes) if layer in sizes.moe_layers else _gated("", sizes.intermediate_size, hidden)
         tensors |= {f"{at}.mlp.{name}": shape for name, shape in mlp}
@@ -97,7 +94,7 @@ def is_bypassed(name: str, config: Mapping[str, Any]) -> bool:
     return layer is not None and first <= int(layer[1]) < first + int(config.get("num_nextn_predict_layers") or 0)
 
 
-def _attention(sizes: ModelSizes, config: Mapping[str, Any]) -> Iterator[tuple[str, Shape]]:
+def _attention(sizes: ModelDescription) -> Iterator[tuple[str, Shape]]:
     queries = sizes.num_attention_heads * sizes.head_dim
     keys = sizes.num_key_value_heads * sizes.head_dim
     for name, width in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
@@ -107,14 +104,12 @@ def _attention(sizes: ModelSizes, config: Mapping[str, Any]) -> Iterator[tuple[s
     yield "o_proj.weight", (sizes.hidden_size, queries)
     if "output" in sizes.attention_biases:
         yield "o_proj.bias", (sizes.hidden_size,)
-    if sizes.qk_norm_size:
-        # OLMoE normalises all heads at once, the others each head.
-        together = config.get("model_type") == "olmoe"
-        yield "q_norm.weight", (queries if together else sizes.head_dim,)
-        yield "k_norm.weight", (keys if together else sizes.head_dim,)
+    for name, size in zip("qk", sizes.qk_norm_sizes, strict=True):
+        if size:
+            yield f"{name}_norm.weight", (size,)
 
 
-def _latent_attention(sizes: ModelSizes) -> Iterator[tuple[str, Shape]]:
+def _latent_attention(sizes: ModelDescription) -> Iterator[tuple[str, Shape]]:
     latent, hidden, heads = sizes.latent, sizes.hidden_size, sizes.num_attention_heads
     assert latent is not None
     queries = heads * (latent.nope_dim + latent.rope_dim)
@@ -130,9 +125,9 @@ def _latent_attention(sizes: ModelSizes) -> Iterator[tuple[str, Shape]]:
     yield "o_proj.weight", (hidden, heads * latent.value_dim)
 
 
-def _experts(sizes: ModelSizes) -> Iterator[tuple[str, Shape]]:
+def _experts(sizes: ModelDescription) -> Iterator[tuple[str, Shape]]:
     yield "gate.weight", (sizes.num_experts, sizes.hidden_size)
-    if sizes.has_expert_bias:
+    if sizes.family.has_expert_bias:
         yield "gate.e_score_correction_bias", (sizes.num_experts,)
     for expert in range(sizes.num_experts):
         yield from _gated(f"experts.{expert}.", sizes.moe_intermediate_size, sizes.hidden_size)

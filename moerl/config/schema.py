@@ -1,16 +1,15 @@
 """The configuration of a run as frozen, strict pydantic models; values live in `configs/`, not here.
 
 Read by every process. A field is described once, at the field; `--help` prints these descriptions. Rules between
-fields are in `moerl.config.checks` and hold for every `RunConfig` that exists.
+fields are in `moerl.config.checks`; `moerl.config.load` makes no `RunConfig` that breaks one.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
-from moerl.config.checks import check_run
 from moerl.contract.parallel import ParallelDims, smallest_data
 from moerl.contract.trajectory import MAX_KEPT_IDS
 from moerl.sections import (
@@ -356,8 +355,3 @@ class RunConfig(Section):
     mismatch: MismatchConfig = Field(description="Mismatch tables.")
     dump: DumpConfig = Field(description="Rollout dumps.")
     quarantine: QuarantineConfig = Field(description="Quarantine.")
-
-    @model_validator(mode="after")
-    def _fields_fit_together(self) -> RunConfig:
-        check_run(self)
-        return self

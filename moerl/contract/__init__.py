@@ -22,7 +22,6 @@ from moerl.contract.ports import (
 from moerl.contract.quarantine import Quarantine, read_quarantined
 from moerl.contract.reasons import Reason
 from moerl.contract.routing import rollout_key, routing_checksums
-from moerl.contract.spec import spec_from_hf_config
 from moerl.contract.trajectory import (
     MAX_KEPT_IDS,
     FinishReason,
@@ -76,5 +75,4 @@ __all__ = [
     "routing_checksums",
     "share_frames",
     "slice_kept_sets",
-    "spec_from_hf_config",
 ]

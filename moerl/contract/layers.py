@@ -18,14 +18,6 @@ from moerl.errors import ContractError, EngineError
 
 
 @dataclass(frozen=True, slots=True)
-class ModelLayers:
-    """A model's decoder layers. moe: numbers of those with experts, from 0, ascending."""
-
-    num_layers: int
-    moe: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class LayerSelection:
     """The columns of `expert_ids` to take.
 
@@ -57,19 +49,22 @@ class LayerSelection:
         return replace(record, values=values)
 
 
-def select_layers(info: EngineInfo, layers: ModelLayers) -> LayerSelection:
+def select_layers(info: EngineInfo, num_layers: int, moe_layers: tuple[int, ...]) -> LayerSelection:
     """What to take of the expert ids of the engine that gave this handshake.
+
+    Args:
+        num_layers: decoder layers of the model. moe_layers: those with experts, from 0, ascending.
 
     Raises:
         EngineError: it reports other layers than it says, or than the model has.
     """
-    announced = {ReportedLayers.ALL: tuple(range(layers.num_layers)), ReportedLayers.MOE: layers.moe}
+    announced = {ReportedLayers.ALL: tuple(range(num_layers)), ReportedLayers.MOE: moe_layers}
     expected = announced[info.reported_layers]
     if info.layer_numbers != expected:
         raise EngineError(
             f"engine {info.engine_id!r} does not report the layers of this model",
             seen=f"{info.reported_layers} layers, numbered {info.layer_numbers}",
-            expected=f"{expected} ({layers.num_layers} decoder layers, experts in {layers.moe})",
+            expected=f"{expected} ({num_layers} decoder layers, experts in {moe_layers})",
             remedy="start the engine from the model directory of this run; layer numbers count dense layers, from 0",
         )
-    return LayerSelection(len(expected), tuple(expected.index(layer) for layer in layers.moe))
+    return LayerSelection(len(expected), tuple(expected.index(layer) for layer in moe_layers))

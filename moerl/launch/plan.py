@@ -8,7 +8,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from moerl.config.checks import layout_load, model_sizes
+from moerl.config.checks import describe_model, layout_load
 from moerl.config.layouts import as_overrides, nearest_layouts
 from moerl.config.memory import USABLE_SHARE, RankMemory, heaviest_rank, needs_of, total_parameters
 from moerl.config.schema import RunConfig
@@ -19,7 +19,7 @@ GIB = 2**30
 
 def plan_memory(config: RunConfig, *, gpu_memory_gib: float) -> int:
     """Prints the memory of the heaviest rank; exit status 0 where it fits a device of `gpu_memory_gib`, 1 where not."""
-    sizes, dims, needs = model_sizes(config), config.parallel.dims, needs_of(config)
+    sizes, dims, needs = describe_model(config), config.parallel.dims, needs_of(config)
     rank = heaviest_rank(sizes, dims, needs)
     console = Console(soft_wrap=True, highlight=False)
     console.print(

@@ -10,7 +10,7 @@ from collections import Counter
 from rich.console import Console
 from rich.table import Table
 
-from moerl.config.checks import model_sizes
+from moerl.config.checks import describe_model
 from moerl.config.layouts import as_overrides
 from moerl.config.schema import RunConfig
 from moerl.weights.estimate import Bandwidths, RootLoad, root_loads, sent_bytes
@@ -24,7 +24,7 @@ _SHOWN = 16
 def plan_weights(config: RunConfig, bandwidths: Bandwidths) -> int:
     """Prints the plan; exit status 0."""
     dims = config.parallel.dims
-    plan = make_plan(model_sizes(config), dims, PlanOptions.of(config))
+    plan = make_plan(describe_model(config), dims, PlanOptions.of(config))
     num_servers = _num_servers(config)
     loads = root_loads(plan, bandwidths, max(1, num_servers))
     console = Console(soft_wrap=True, highlight=False)

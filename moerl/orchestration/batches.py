@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moerl.buffer.cost import FlopSizes, SequenceCost, sequence_flops
+from moerl.buffer.cost import sequence_flops
 from moerl.buffer.packing import PackOptions, Uncaptured, pack_for_ranks, pack_text_for_ranks, packing_metrics
 from moerl.buffer.rows import Padding
-from moerl.config.model_sizes import ModelSizes
 from moerl.config.schema import RunConfig
 from moerl.contract.batch import Microbatch, TextSample, TrainSample
 from moerl.contract.batch_wire import decode_batches, share_frames
@@ -20,6 +19,7 @@ from moerl.contract.parallel import RankCoordinates
 from moerl.contract.shares import cut_share
 from moerl.contract.trajectory import ModelSpec
 from moerl.errors import ContractError
+from moerl.models.description import ModelDescription
 from moerl.orchestration.exchange import gather_layouts, raise_together, scatter_bytes
 from moerl.trainer.trainer import MegatronTrainer
 
@@ -41,29 +41,13 @@ class Minibatch:
     samples: Sequence[TrainSample] = ()
 
 
-def pack_options(config: RunConfig, layout: RankCoordinates, sizes: ModelSizes) -> PackOptions:
+def pack_options(config: RunConfig, layout: RankCoordinates, model: ModelDescription) -> PackOptions:
     """How sequences share microbatches in this run: the layout's padding, ranks balanced by operations."""
     return PackOptions(
         config.trainer.microbatch_tokens,
         Padding.of(layout.dims),
-        cost=sequence_cost(sizes),
+        cost=sequence_flops(model),
         count_multiple=layout.dims.microbatch_multiple,
-    )
-
-
-def sequence_cost(sizes: ModelSizes) -> SequenceCost:
-    """Estimated operations of a sequence; dense layers count like the others."""
-    latent = sizes.latent
-    return sequence_flops(
-        FlopSizes(
-            hidden=sizes.hidden_size,
-            layers=sizes.num_layers,
-            heads=sizes.num_attention_heads,
-            key_value_heads=sizes.num_key_value_heads,
-            head_dim=sizes.head_dim if latent is None else latent.nope_dim + latent.rope_dim,
-            ffn_width=sizes.experts_per_token * sizes.moe_intermediate_size + sizes.shared_size,
-            vocab=sizes.vocab_size,
-        )
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from moerl.contract.sealed import find_damage
@@ -44,7 +45,9 @@ def cold_start(run: Run, model_path: Path) -> Path:
             remedy=f"restore {FOLDER} from a copy, or start a new run",
         )
     run.reporter.say(f"WARNING: {output}: {damage}; writing it again from {checkpoint}")
-    model = PolicyModel(model_path, run.model_options(run.config.sft.moe_aux_loss_coef), run.layout)
+    model = PolicyModel(
+        replace(run.model, folder=model_path), run.model_options(run.config.sft.moe_aux_loss_coef), run.layout
+    )
     load_weights(checkpoint, model.chunks)
     run.write_model(output, like=model_path, trainer=model)
     return output

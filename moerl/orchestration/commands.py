@@ -6,7 +6,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -14,7 +14,6 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from moerl.config.load import CONFIG_FILE, dump_config
-from moerl.config.model_sizes import directory_sizes
 from moerl.config.rank import rank_info
 from moerl.config.schema import RunConfig
 from moerl.config.stop_signals import STOPPED, StopRequest
@@ -25,13 +24,14 @@ from moerl.contract.ports import RolloutEngine, Task
 from moerl.contract.quarantine import Quarantine
 from moerl.contract.sealed import find_damage
 from moerl.diagnostics.summary import SUMMARY_FILE
+from moerl.models.description import ModelDescription, read_model
 from moerl.orchestration.cold_start import cold_start
 from moerl.orchestration.ends import describe_ends, read_ends
-from moerl.orchestration.engines import Model, open_engine
+from moerl.orchestration.engines import open_engine
 from moerl.orchestration.evaluation import Evaluation, evaluate
 from moerl.orchestration.exchange import barrier
 from moerl.orchestration.history import take_changes
-from moerl.orchestration.models import build_model, read_layers, read_spec, read_tokenizer
+from moerl.orchestration.models import build_model, read_tokenizer
 from moerl.orchestration.reporting import METRICS_FILE, Reporter, make_reporter
 from moerl.orchestration.rl import RLStage
 from moerl.orchestration.rollouts import Collector, in_request_order, sampling_params
@@ -71,10 +71,10 @@ def _train(run: Run, model_path: Path) -> None:
         collector = None
         run.reporter.begin_part("start of the engine")
         if run.layout.is_main:
-            start = Model(model_path, run.spec, version=-1)
+            start = replace(run.model, folder=model_path)
             run.engine = run.unless_stopped(
                 # Closed at the end whatever comes right after it is open.
-                lambda: stack.enter_context(closing(open_engine(config, start, run.reporter.say)))
+                lambda: stack.enter_context(closing(open_engine(config, start, -1, run.reporter.say)))
             )
             if (engine := run.engine) is not None:
                 collector = _collector(config, model_path, engine, run)
@@ -89,7 +89,7 @@ def _train_supervised(run: Run, model_path: Path) -> None:
     config, output = run.config, cold_start(run, model_path)
 
     def measure() -> Evaluation:
-        with closing(open_engine(config, Model(output, run.spec, version=0), run.reporter.say)) as engine:
+        with closing(open_engine(config, replace(run.model, folder=output), 0, run.reporter.say)) as engine:
             collector = _collector(config, output, engine, run)
             return evaluate(collector, "heldout", config.evaluation.heldout_problems, version=0)
 
@@ -160,10 +160,10 @@ def _open_run(config: RunConfig, command: str, *, resume: bool) -> Iterator[tupl
             build_model(config.model.architecture, tokenizer, config.seed, model_path)
         barrier()
         tokenizer = read_tokenizer(model_path)
-        check_prompts(config, task, tokenizer, command, max_positions=directory_sizes(model_path).max_positions)
-        spec = read_spec(model_path, tokenizer)
-        reporter.say(describe_ends(read_ends(model_path, tokenizer, spec.vocab_size), tokenizer))
-        run = Run(config, layout, task, tokenizer, spec, reporter)
+        model = read_model(model_path).with_vocabulary(len(tokenizer))
+        check_prompts(config, task, tokenizer, command, max_positions=model.max_positions)
+        reporter.say(describe_ends(read_ends(model_path, tokenizer, model.spec.vocab_size), tokenizer))
+        run = Run(config, layout, task, tokenizer, model, reporter)
         with run.saver:
             if resume:
                 _go_back(run)
@@ -193,13 +193,14 @@ class _Reading:
 
     task: Task
     tokenizer: PreTrainedTokenizerBase
+    model: ModelDescription
     quarantine: Quarantine
     reporter: Reporter
 
 
 def _collector(config: RunConfig, model_path: Path, engine: RolloutEngine, run: Run | _Reading) -> Collector:
     handshake = engine.handshake()
-    layers = select_layers(handshake, read_layers(model_path))
+    layers = select_layers(handshake, run.model.num_layers, run.model.moe_layers)
     ends = read_ends(model_path, run.tokenizer, handshake.spec.vocab_size)
     length, say = config.rollout.max_new_tokens, run.reporter.say
     watch = run.reporter.within
@@ -214,20 +215,18 @@ def _open_reader(config: RunConfig, command: str) -> Iterator[tuple[Collector, R
     assert config.model.path is not None
     _write_config(config)
     tokenizer = read_tokenizer(config.model.path)
-    max_positions = directory_sizes(config.model.path).max_positions
-    spec = read_spec(config.model.path, tokenizer)
-    ends = describe_ends(read_ends(config.model.path, tokenizer, spec.vocab_size), tokenizer)
-    quarantine = Quarantine(config.run_dir / "quarantine", config.quarantine.max_rate, spec=spec)
-    model = Model(config.model.path, spec, version=0)
+    model = read_model(config.model.path).with_vocabulary(len(tokenizer))
+    ends = describe_ends(read_ends(config.model.path, tokenizer, model.spec.vocab_size), tokenizer)
+    quarantine = Quarantine(config.run_dir / "quarantine", config.quarantine.max_rate, spec=model.spec)
     with ExitStack() as stack:
         task = stack.enter_context(closing(config.task.open()))
-        check_prompts(config, task, tokenizer, command, max_positions=max_positions)
+        check_prompts(config, task, tokenizer, command, max_positions=model.max_positions)
         reporter = stack.enter_context(make_reporter(config, is_main=True))
         reporter.begin_part("start of the engine")
-        engine = stack.enter_context(closing(open_engine(config, model, reporter.say)))
+        engine = stack.enter_context(closing(open_engine(config, model, 0, reporter.say)))
         reporter.say(ends)
         reporter.begin_part("responses")
-        reading = _Reading(task, tokenizer, quarantine, reporter)
+        reading = _Reading(task, tokenizer, model, quarantine, reporter)
         yield _collector(config, config.model.path, engine, reading), reporter
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoConfig
 
 from moerl.config.model_files import stored_tensors
 from moerl.config.model_tensors import check_weights
@@ -22,9 +21,8 @@ from moerl.config.schema import (
     SGLangRolloutConfig,
 )
 from moerl.contract.ports import CheckedSink, PolicyEngine, WeightSink
-from moerl.contract.spec import moe_layer_indices
-from moerl.contract.trajectory import ModelSpec
 from moerl.errors import EngineError
+from moerl.models.description import ModelDescription
 from moerl.orchestration.exchange import broadcast_bytes
 from moerl.orchestration.models import checkpoint_shapes, make_engine
 from moerl.rollout.sglang.client import ModelFacts
@@ -44,20 +42,11 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 
 
-@dataclass(frozen=True, slots=True)
-class Model:
-    """A Hugging Face directory to sample from. version: policy version of its weights; -1 where the engine must wait
-    for a first update."""
-
-    folder: Path
-    spec: ModelSpec
-    version: int
-
-
-def open_engine(config: RunConfig, model: Model, say: Callable[[str], None]) -> PolicyEngine:
-    """The engine of `config.rollout` for a model; whoever opens it closes it.
+def open_engine(config: RunConfig, model: ModelDescription, version: int, say: Callable[[str], None]) -> PolicyEngine:
+    """The engine of `config.rollout` for the model of a directory; whoever opens it closes it.
 
     Args:
+        version: policy version of its weights; -1 where the engine must wait for a first update.
         say: told what a user should know about a server.
 
     Raises:
@@ -65,12 +54,10 @@ def open_engine(config: RunConfig, model: Model, say: Callable[[str], None]) -> 
         ConfigError: the directory does not hold the weights of its model.
     """
     rollout = config.rollout
+    assert model.folder is not None
     check_weights(model.folder)
     if isinstance(rollout, EmbeddedRolloutConfig):
-        return make_engine(
-            model.folder, model.spec, dtype=rollout.dtype, max_running=rollout.max_running, version=model.version
-        )
-    hf_config = AutoConfig.from_pretrained(model.folder).to_dict()
+        return make_engine(model, dtype=rollout.dtype, max_running=rollout.max_running, version=version)
     options = EngineOptions(
         engine_id="sglang",
         dtype=rollout.dtype,
@@ -79,27 +66,27 @@ def open_engine(config: RunConfig, model: Model, say: Callable[[str], None]) -> 
         probe_seconds=rollout.probe_seconds,
         # A step of ours is a few calls of a server.
         update_seconds=config.weights.step_seconds / 2,
-        shapes=checkpoint_shapes(model.folder, hf_config),
-        tied=_TIED if hf_config.get("tie_word_embeddings") else {},
+        shapes=checkpoint_shapes(model.folder, model.hf_config),
+        tied=_TIED if model.tie_word_embeddings else {},
         say=say,
     )
-    sources = _sources(rollout, model, config.run_dir / SERVER_FOLDER)
+    sources = _sources(rollout, model, version, config.run_dir / SERVER_FOLDER)
     say("waiting for the SGLang server" + (f"s, {len(sources)} of them" if len(sources) > 1 else ""))
-    facts, is_ours = ModelFacts(model.spec, moe_layer_indices(hf_config)), isinstance(rollout, SGLangRolloutConfig)
-    engine = SGLangEngine(sources, facts, options, model.version if is_ours else -1)
-    if not is_ours and model.version >= 0:
-        _send_folder(engine, model, options)
+    facts, is_ours = ModelFacts(model.spec, model.moe_layers), isinstance(rollout, SGLangRolloutConfig)
+    engine = SGLangEngine(sources, facts, options, version if is_ours else -1)
+    if not is_ours and version >= 0:
+        _send_folder(engine, model.folder, version, options)
     return engine
 
 
 def several_roots(
-    engine: PolicyEngine | None, rank: int, roots: Sequence[int], model_path: Path, seconds: float
+    engine: PolicyEngine | None, rank: int, roots: Sequence[int], model: ModelDescription, seconds: float
 ) -> WeightSink | None:
     """The sinks of ranks that send side by side to the servers of one engine; None on other ranks. A collective.
 
     Args:
         engine: on the first rank, which is the first root.
-        model_path: Hugging Face directory of what the servers serve.
+        model: what the servers serve.
         seconds: longest time of a step of an update.
     """
     # Longer than a step of a server (`update_seconds`), shorter than one of the trainer's, whose errors name no rank.
@@ -110,7 +97,8 @@ def several_roots(
     said = broadcast_bytes(introduction)
     if rank not in roots:
         return None
-    shapes = checkpoint_shapes(model_path, AutoConfig.from_pretrained(model_path).to_dict())
+    assert model.folder is not None
+    shapes = checkpoint_shapes(model.folder, model.hf_config)
     sender = ShardSender(rank, msgspec.json.decode(said, type=Introduction), shapes, platform.device(), seconds)
     return sender if engine is None else EngineAndSender(engine, sender)
 
@@ -147,11 +135,11 @@ class EngineAndSender:
         self._engine.verify(sent)
 
 
-def _send_folder(engine: SGLangEngine, model: Model, options: EngineOptions) -> None:
+def _send_folder(engine: SGLangEngine, folder: Path, version: int, options: EngineOptions) -> None:
     """A label alone does not prove that servers which others started hold the weights of this folder."""
     try:
-        engine.begin_update(model.version)
-        for file in sorted({tensor.file for tensor in stored_tensors(model.folder).values()}):
+        engine.begin_update(version)
+        for file in sorted({tensor.file for tensor in stored_tensors(folder).values()}):
             tensors = {name: tensor for name, tensor in load_file(file).items() if name in options.shapes}
             _refuse_quantized(file, tensors)
             engine.receive(tensors.items())
@@ -172,10 +160,11 @@ def _refuse_quantized(file: Path, tensors: Mapping[str, Tensor]) -> None:
         )
 
 
-def _sources(rollout: RolloutConfig, model: Model, folder: Path) -> list[ServerSource]:
+def _sources(rollout: RolloutConfig, model: ModelDescription, version: int, folder: Path) -> list[ServerSource]:
     if isinstance(rollout, ServerRolloutConfig):
         return [NamedServer(file, rollout.start_seconds) for file in rollout.server]
     assert isinstance(rollout, SGLangRolloutConfig)
+    assert model.folder is not None
     options = ServerOptions(
         model=model.folder,
         environment=rollout.environment,
@@ -185,7 +174,7 @@ def _sources(rollout: RolloutConfig, model: Model, folder: Path) -> list[ServerS
         max_running=rollout.max_running,
         max_pool_tokens=rollout.max_pool_tokens,
         vocab_size=model.spec.vocab_size,
-        policy_version=model.version,
+        policy_version=version,
     )
     return [
         OwnServer(replace(options, first_device=i * rollout.tensor), folder / str(i), rollout.start_seconds)

@@ -11,6 +11,7 @@ from moerl.config.paths import check_export
 from moerl.config.schema import ParallelConfig
 from moerl.contract.parallel import ParallelDims
 from moerl.errors import CheckpointError
+from moerl.models.description import read_model
 from moerl.orchestration.commands import quiet_libraries
 from moerl.orchestration.models import write_model
 from moerl.orchestration.run import CHECKPOINTS
@@ -40,7 +41,7 @@ def run_export(run_dir: Path, step: int | None, output: Path) -> int:
     torch.set_num_threads(config.num_threads)
     layout = groups.start(rank=0, world_size=1, rendezvous="", dims=ParallelDims(), seed=config.seed)
     model_path = config.model.path or run_dir / "initial_model"
-    model = PolicyModel(model_path, ModelOptions(dtype=config.model.dtype), layout)
+    model = PolicyModel(read_model(model_path), ModelOptions(dtype=config.model.dtype), layout)
     load_weights(path, model.chunks)
     write_model(output, model_path, model.export())
     groups.stop()

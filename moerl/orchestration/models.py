@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +12,20 @@ import torch
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 from transformers import (
-    AutoConfig,
     AutoTokenizer,
     PreTrainedTokenizerBase,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
 
+from moerl.config.architecture import architecture_config
 from moerl.config.model_files import check_tokenizer, stored_tensors
 from moerl.config.model_tensors import SCALES, is_bypassed
 from moerl.config.schema import ArchitectureConfig
 from moerl.contract.files import sync
-from moerl.contract.layers import ModelLayers
 from moerl.contract.sealed import SEAL, seal
-from moerl.contract.spec import moe_layer_indices, spec_from_hf_config
-from moerl.contract.trajectory import ModelSpec
 from moerl.errors import ConfigError
+from moerl.models.description import ModelDescription
 from moerl.rollout.embedded import EmbeddedEngine
 from moerl.rollout.loading import load_model
 from moerl.trainer.model import DTYPES
@@ -41,27 +38,9 @@ VOCAB_MULTIPLE = 8
 def build_model(architecture: ArchitectureConfig, tokenizer: PreTrainedTokenizerBase, seed: int, folder: Path) -> None:
     """Writes a freshly initialised Qwen3-MoE and its tokenizer; the folder appears whole or not at all, sealed."""
     torch.manual_seed(seed)
-    config = Qwen3MoeConfig(
-        vocab_size=-(-len(tokenizer) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE,
-        hidden_size=architecture.hidden_size,
-        intermediate_size=architecture.moe_intermediate_size * architecture.experts_per_token,
-        num_hidden_layers=architecture.num_layers,
-        num_attention_heads=architecture.num_attention_heads,
-        num_key_value_heads=architecture.num_key_value_heads,
-        head_dim=architecture.head_dim,  # pyright: ignore[reportCallIssue]  (read from keyword arguments)
-        num_experts=architecture.num_experts,
-        num_experts_per_tok=architecture.experts_per_token,
-        moe_intermediate_size=architecture.moe_intermediate_size,
-        max_position_embeddings=architecture.max_positions,
-        initializer_range=architecture.initializer_range,
-        tie_word_embeddings=architecture.tie_word_embeddings,
-        norm_topk_prob=True,
-        decoder_sparse_step=1,
-        mlp_only_layers=[],
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-    )
+    vocab_size = -(-len(tokenizer) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+    config = Qwen3MoeConfig.from_dict(architecture_config(architecture, vocab_size=vocab_size) | ids)
     partial = _partial(folder)
     Qwen3MoeForCausalLM(config).float().save_pretrained(partial)
     tokenizer.save_pretrained(partial)
@@ -86,26 +65,15 @@ def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         ) from error
 
 
-def read_spec(folder: Path, tokenizer: PreTrainedTokenizerBase) -> ModelSpec:
-    """The model facts of a Hugging Face directory; ids that the tokenizer has not are never sampled."""
-    config = AutoConfig.from_pretrained(folder).to_dict()
-    return replace(spec_from_hf_config(config), vocab_size=min(len(tokenizer), int(config["vocab_size"])))
-
-
-def read_layers(folder: Path) -> ModelLayers:
-    """Which decoder layers of a Hugging Face directory's model have experts."""
-    config = AutoConfig.from_pretrained(folder).to_dict()
-    return ModelLayers(int(config["num_hidden_layers"]), moe_layer_indices(config))
-
-
-def make_engine(folder: Path, spec: ModelSpec, *, dtype: str, max_running: int, version: int = -1) -> EmbeddedEngine:
+def make_engine(model: ModelDescription, *, dtype: str, max_running: int, version: int = -1) -> EmbeddedEngine:
     """An embedded engine for the model of a Hugging Face directory.
 
     Args:
-        version: policy version of the weights in `folder`; -1 where the engine must wait for a first update.
+        version: policy version of the weights in its folder; -1 where the engine must wait for a first update.
     """
-    model = load_model(folder, dtype=DTYPES[dtype])
-    return EmbeddedEngine(model, spec, engine_id="embedded-0", max_running=max_running, policy_version=version)
+    assert model.folder is not None
+    loaded = load_model(model.folder, dtype=DTYPES[dtype])
+    return EmbeddedEngine(loaded, model.spec, engine_id="embedded-0", max_running=max_running, policy_version=version)
 
 
 def checkpoint_shapes(folder: Path, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from moerl.algorithms.registry import Algorithm, make_algorithm
 from moerl.buffer.order import batch_indices
-from moerl.config.model_sizes import directory_sizes
 from moerl.contract.batch import Microbatch, TrainSample
 from moerl.contract.ports import WorkedTask
 from moerl.contract.trajectory import ModelSpec
@@ -61,12 +60,12 @@ class RLStage:
             kl_coef=config.algorithm.kl_coef,
         )
         if collector is not None:
-            _check_handshake(collector.engine.handshake().spec, run.spec)
+            _check_handshake(collector.engine.handshake().spec, run.model.spec)
         options = run.model_options(config.rl.moe_aux_loss_coef)
         updates = config.rl.steps * config.rl.minibatches
+        model = replace(run.model, folder=model_path)
         self.trainer = MegatronTrainer(
-            model_path,
-            run.spec,
+            model,
             run.layout,
             options,
             config.optimizer,
@@ -75,12 +74,12 @@ class RLStage:
         )
         self.trainer.watch = run.reporter.within
         engine = None if collector is None else run.engine
-        self.weight_sync = WeightSync(config, model_path, self.trainer, engine)
-        packing = pack_options(config, run.layout, directory_sizes(model_path))
+        self.weight_sync = WeightSync(config, model, self.trainer, engine)
+        packing = pack_options(config, run.layout, model)
         self.exchange = BatchExchange(self.trainer, packing, config)
         self.reference = None
         if self.algorithm.needs_reference:
-            self.reference = MegatronTrainer(model_path, run.spec, run.layout, options, None)
+            self.reference = MegatronTrainer(model, run.layout, options, None)
 
     def train(self) -> None:
         """Runs the stage from its start or its last checkpoint."""
@@ -163,7 +162,7 @@ class RLStage:
     def _update(self, minibatches: Sequence[Minibatch], step: int) -> dict[str, float]:
         """One optimizer step per minibatch. With several, log-probs before the first update are the proximal ones."""
         passes = [self._before_update(m, step, number, len(minibatches)) for number, m in enumerate(minibatches)]
-        totals = step_metrics.StepTotals(self.run.spec)
+        totals = step_metrics.StepTotals(self.run.model.spec)
         for number, (minibatch, ready) in enumerate(zip(minibatches, passes, strict=True)):
             loss = self._loss(minibatch, ready)
             with explained(self.trainer, ready.batches, minibatch.samples, ready.traces):

@@ -25,9 +25,10 @@ from moerl.contract.files import writing
 from moerl.contract.parallel import RankCoordinates
 from moerl.contract.ports import PolicyEngine, Prompt, Task
 from moerl.contract.quarantine import Quarantine
-from moerl.contract.trajectory import ModelSpec, Trajectory
+from moerl.contract.trajectory import Trajectory
 from moerl.diagnostics.summary import RunSummary
 from moerl.errors import CheckpointError, MoerlError
+from moerl.models.description import ModelDescription
 from moerl.orchestration.evaluation import Evaluation
 from moerl.orchestration.exchange import barrier, broadcast_bytes, gather_rows, sum_over
 from moerl.orchestration.models import write_model
@@ -69,14 +70,14 @@ class Run:
         layout: RankCoordinates,
         task: Task,
         tokenizer: PreTrainedTokenizerBase,
-        spec: ModelSpec,
+        model: ModelDescription,
         reporter: Reporter,
     ) -> None:
-        self.config, self.layout, self.task, self.tokenizer, self.spec = config, layout, task, tokenizer, spec
+        self.config, self.layout, self.task, self.tokenizer, self.model = config, layout, task, tokenizer, model
         self.reporter = reporter
         self.engine: PolicyEngine | None = None
         self.state = RunState()
-        self.quarantine = Quarantine(config.run_dir / "quarantine", config.quarantine.max_rate, spec=spec)
+        self.quarantine = Quarantine(config.run_dir / "quarantine", config.quarantine.max_rate, spec=model.spec)
         self.stopwatch = Stopwatch()
         self.stop = StopRequest()
         self._started = self._last_step = time.monotonic()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,6 @@ import torch
 
 from moerl.buffer.order import batch_indices
 from moerl.buffer.packing import PackOptions
-from moerl.config.model_sizes import directory_sizes
 from moerl.contract.batch import TextSample
 from moerl.contract.ports import DemonstrationTask
 from moerl.orchestration import step_metrics
@@ -43,10 +43,10 @@ def demonstrations(run: Run, end: int) -> list[TextSample]:
 def train(run: Run, model_path: Path, output: Path) -> None:
     """Trains from `model_path` and writes a Hugging Face directory to `output`; goes on from a checkpoint if any."""
     config = run.config
-    samples = demonstrations(run, read_ends(model_path, run.tokenizer, run.spec.vocab_size)[0])
+    samples = demonstrations(run, read_ends(model_path, run.tokenizer, run.model.spec.vocab_size)[0])
+    model = replace(run.model, folder=model_path)
     trainer = MegatronTrainer(
-        model_path,
-        run.spec,
+        model,
         run.layout,
         run.model_options(config.sft.moe_aux_loss_coef),
         config.sft.optimizer,
@@ -54,7 +54,7 @@ def train(run: Run, model_path: Path, output: Path) -> None:
         sharding=config.trainer.distributed_optimizer,
     )
     trainer.watch = run.reporter.within
-    packing = pack_options(config, run.layout, directory_sizes(model_path))
+    packing = pack_options(config, run.layout, model)
     first_step = run.restore(STAGE, trainer)
     run.reporter.begin_stage(STAGE, done=first_step, total=config.sft.steps)
     for step in range(first_step, config.sft.steps):

@@ -7,6 +7,7 @@ inside the recorded kept sets, so what is left between them is arithmetic, or a 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,16 +15,15 @@ import torch
 from numpy.typing import NDArray
 
 from moerl.buffer.packing import PackOptions, pack_trajectories
-from moerl.config.model_sizes import read_config
 from moerl.config.model_tensors import check_weights
 from moerl.config.paths import dump_files
 from moerl.contract.batch import TrainSample
 from moerl.contract.disk import read_parquet
 from moerl.contract.parallel import ParallelDims
-from moerl.contract.spec import spec_from_hf_config
-from moerl.contract.trajectory import ModelSpec, Trajectory
+from moerl.contract.trajectory import Trajectory
 from moerl.diagnostics.second_opinion import compare_logprobs, compare_routing, print_opinions
 from moerl.errors import ConfigError
+from moerl.models.description import CONFIG_FILE, ModelDescription, read_model
 from moerl.orchestration.commands import quiet_libraries
 from moerl.rollout.replay import Replayed, TransformersReplay
 from moerl.trainer import groups, platform
@@ -52,12 +52,12 @@ def run_verify(dump: Path, model: Path, *, tolerance: float, version: int | None
         ReplayError, EngineError: the recorded routing could not be enforced.
     """
     trajectories = select_version(read_dump(dump), version)
-    spec, dtype = read_model(model, trajectories)
+    described, dtype = describe_dumped(model, trajectories)
     check_weights(model)
     quiet_libraries()
     print(f"{len(trajectories)} trajectories, {model} in {dtype}")
-    replayed = _by_transformers(trajectories, model, spec, dtype)
-    trained = _by_trainer(trajectories, model, spec, dtype)
+    replayed = _by_transformers(trajectories, described, dtype)
+    trained = _by_trainer(trajectories, described, dtype)
     opinions = [
         compare_logprobs(t, {ENGINE: t.rollout_logprobs, TRANSFORMERS: theirs.logprobs, TRAINER: ours})
         for t, theirs, ours in zip(trajectories, replayed, trained, strict=True)
@@ -116,21 +116,20 @@ def _listed(versions: Sequence[int]) -> str:
     return ", ".join(map(str, versions))
 
 
-def read_model(model: Path, trajectories: Sequence[Trajectory]) -> tuple[ModelSpec, str]:
-    """The spec of the dump, and the dtype that the model's config records (float32 where it records none).
+def describe_dumped(model: Path, trajectories: Sequence[Trajectory]) -> tuple[ModelDescription, str]:
+    """The model with the spec of the dump, and the dtype that its config records (float32 where it records none).
 
     Raises:
         ConfigError: there is no model, its dtype is not one that the trainer has, or its architecture is not that of
             every trajectory.
     """
-    file = model / "config.json"
-    if not file.is_file():
+    if not (model / CONFIG_FILE).is_file():
         raise ConfigError("--model: no Hugging Face model", seen=model, expected="a directory with a config.json")
-    config = read_config(file)
+    found = read_model(model)
+    config, theirs = found.hf_config, found.spec
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
     if dtype not in DTYPES:
         raise ConfigError("--model: dtype in config.json", seen=dtype, expected=f"one of {', '.join(DTYPES)}")
-    theirs = spec_from_hf_config(config)
     for trajectory in trajectories:
         ours = trajectory.spec
         if (ours.fingerprint, ours.num_moe_layers) != (theirs.fingerprint, theirs.num_moe_layers):
@@ -140,20 +139,18 @@ def read_model(model: Path, trajectories: Sequence[Trajectory]) -> tuple[ModelSp
                 expected=f"{ours.fingerprint} of {trajectory.lineage.rollout_id}",
                 remedy="give the model directory of the run that wrote the dump",
             )
-    return trajectories[0].spec, dtype
+    return replace(found, spec=trajectories[0].spec), dtype
 
 
-def _by_transformers(trajectories: Sequence[Trajectory], model: Path, spec: ModelSpec, dtype: str) -> list[Replayed]:
-    judge = TransformersReplay(model, spec, dtype=DTYPES[dtype], device=platform.device())
+def _by_transformers(trajectories: Sequence[Trajectory], model: ModelDescription, dtype: str) -> list[Replayed]:
+    judge = TransformersReplay(model, dtype=DTYPES[dtype], device=platform.device())
     return [judge.replay(trajectory) for trajectory in trajectories]
 
 
-def _by_trainer(
-    trajectories: Sequence[Trajectory], model: Path, spec: ModelSpec, dtype: str
-) -> list[NDArray[np.float32]]:
+def _by_trainer(trajectories: Sequence[Trajectory], model: ModelDescription, dtype: str) -> list[NDArray[np.float32]]:
     """Log-probs, [S] per trajectory, of the trainer in one process, after its own proof that routing was replayed."""
     layout = groups.start(rank=0, world_size=1, rendezvous="", dims=ParallelDims(), seed=0)
-    trainer = MegatronTrainer(model, spec, layout, ModelOptions(dtype=dtype), None)
+    trainer = MegatronTrainer(model, layout, ModelOptions(dtype=dtype), None)
     logprobs = trainer_logprobs(trainer, trajectories)
     groups.stop()
     return logprobs

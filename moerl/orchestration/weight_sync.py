@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moerl.config.model_sizes import directory_sizes
 from moerl.config.schema import RunConfig
 from moerl.contract.ports import CheckedSink, InterruptCosts, PolicyEngine, WeightSink
 from moerl.kernels.checksum import checksums
+from moerl.models.description import ModelDescription
 from moerl.orchestration.engines import several_roots
 from moerl.trainer import platform
 from moerl.trainer.shards import splits_latents
@@ -80,18 +80,18 @@ class WeightSync:
 
     Args:
         config: of the run.
-        model_path: Hugging Face directory of the policy's architecture.
+        model: the policy's, of a Hugging Face directory.
         engine: takes the weights; None on ranks that do not host it.
     """
 
     def __init__(
-        self, config: RunConfig, model_path: Path, trainer: MegatronTrainer, engine: PolicyEngine | None
+        self, config: RunConfig, model: ModelDescription, trainer: MegatronTrainer, engine: PolicyEngine | None
     ) -> None:
         self._trainer, self._verify = trainer, config.weights.verify
         rank = trainer.layout.rank
         peers = Peers(rank, platform.device(), config.weights.step_seconds)
         options = PlanOptions.of(config, split_latents=splits_latents(trainer.model.chunks))
-        plan = make_plan(directory_sizes(model_path), config.parallel.dims, options)
+        plan = make_plan(model, config.parallel.dims, options)
         gatherer = (RootGather if options.gather == "root" else AllGather)(plan, peers)
         sink: WeightSink | None = engine
         if config.weights.transport == "disk" and rank in options.roots:
@@ -99,7 +99,7 @@ class WeightSync:
             disk = DiskSink(folder, rank=rank, roots=options.roots)
             sink = disk if engine is None else ThroughDisk(folder, disk, engine)
         elif len(options.roots) > 1:
-            sink = several_roots(engine, rank, options.roots, model_path, config.weights.step_seconds)
+            sink = several_roots(engine, rank, options.roots, model, config.weights.step_seconds)
         elsewhere = f"folder '{FOLDER}'" if config.weights.transport == "disk" else "the servers' sink"
         name = elsewhere if engine is None else f"engine '{engine.handshake().engine_id}'"
         self._costs = InterruptCosts() if engine is None else engine.costs

@@ -8,23 +8,44 @@ token.
 
 from __future__ import annotations
 
+import importlib
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3NaiveMoe
-from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeNaiveMoe
-from transformers.models.olmoe.modeling_olmoe import OlmoeExperts
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from moerl.contract.trajectory import ModelSpec
 from moerl.errors import EngineError
+from moerl.models.families import FAMILIES
+from moerl.models.family import Family
 
-_EXPERTS: tuple[type[nn.Module], ...] = (Qwen3MoeExperts, DeepseekV3NaiveMoe, Glm4MoeNaiveMoe, OlmoeExperts)
-"""Experts of the known families, one module per MoE layer. All are called as (hidden states [R, H], expert ids [R, K],
-weights [R, K]): what they are given is what the router chose, whichever module chose it."""
+
+def family_of_model(model: PreTrainedModel) -> Family | None:
+    """The record of a live model's family; None where moerl knows none."""
+    return FAMILIES.get(model.config.model_type)
+
+
+def experts_class(family: Family) -> type[nn.Module]:
+    """The class of the experts modules, one per MoE layer: what they are given is what the router chose, whichever
+    module chose it."""
+    module, name = family.experts_class.rsplit(".", 1)
+    return getattr(importlib.import_module(module), name)
+
+
+def experts_by_layer(model: PreTrainedModel) -> dict[int, Any]:
+    """The experts modules of a live model by the number of their decoder layer; none where the family is unknown."""
+    family = family_of_model(model)
+    if family is None:
+        return {}
+    wanted, layers = experts_class(family), cast(Any, model.base_model).layers
+    return {
+        number: module
+        for number, layer in enumerate(layers)
+        for module in layer.modules()
+        if isinstance(module, wanted)
+    }
 
 
 class RoutingCapture:
@@ -38,11 +59,12 @@ class RoutingCapture:
     """
 
     def __init__(self, model: PreTrainedModel, spec: ModelSpec) -> None:
-        experts = [module for module in model.modules() if isinstance(module, _EXPERTS)]
+        found = experts_by_layer(model)
+        experts = list(found.values())
         _check_experts(experts, model, spec)
         self._spec = spec
         self._seen: list[list[Tensor]] = [[] for _ in experts]
-        self.layer_numbers = _layer_numbers(model)
+        self.layer_numbers = tuple(found)
         self._handles = [
             module.register_forward_pre_hook(partial(self._record, layer)) for layer, module in enumerate(experts)
         ]
@@ -82,21 +104,13 @@ class RoutingCapture:
         self.begin()
 
 
-def _layer_numbers(model: PreTrainedModel) -> tuple[int, ...]:
-    """Decoder layers with experts, found in the live model rather than in its config."""
-    layers: Any = model.base_model.layers
-    return tuple(
-        number for number, layer in enumerate(layers) if any(isinstance(module, _EXPERTS) for module in layer.modules())
-    )
-
-
 def _check_experts(experts: list[Any], model: PreTrainedModel, spec: ModelSpec) -> None:
     if not experts:
         raise EngineError(
             "routing capture: the model has no known router",
             seen=type(model).__name__,
-            expected=f"experts of class {', '.join(cls.__name__ for cls in _EXPERTS)}",
-            remedy="use a supported mixture-of-experts model, or add its experts to moerl/rollout/capture.py",
+            expected=f"a model of type {', '.join(FAMILIES)}",
+            remedy="use a supported mixture-of-experts model, or add its family to moerl/models/families",
         )
     experts_per_token = getattr(model.config, "num_experts_per_tok", None)
     found = [(module.num_experts, experts_per_token) for module in experts]
@@ -106,5 +120,5 @@ def _check_experts(experts: list[Any], model: PreTrainedModel, spec: ModelSpec) 
             "routing capture: the model's routers do not match the spec",
             seen=f"{len(found)} MoE layers with (experts, top-k) {sorted(set(found), key=str)}",
             expected=f"{spec.num_moe_layers} with {(spec.num_experts, spec.experts_per_token)}",
-            remedy="compute the spec from this model's own config (moerl.contract.spec)",
+            remedy="compute the spec from this model's own config (moerl.models.spec)",
         )

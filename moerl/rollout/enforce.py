@@ -14,14 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3NaiveMoe
-from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeNaiveMoe
-from transformers.models.olmoe.modeling_olmoe import OlmoeExperts
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from moerl.contract.trajectory import ModelSpec
 from moerl.errors import EngineError
-from moerl.rollout.capture import RoutingCapture
+from moerl.models.family import RouterWeights
+from moerl.rollout.capture import RoutingCapture, experts_class, family_of_model
 
 
 def softmax_weights(logits_RE: Tensor, ids_RK: Tensor, config: Any) -> Tensor:
@@ -41,13 +38,11 @@ def sigmoid_weights(logits_RE: Tensor, ids_RK: Tensor, config: Any) -> Tensor:
     return weights_RK * config.routed_scaling_factor
 
 
-WEIGHTS: dict[type[nn.Module], Callable[[Tensor, Tensor, Any], Tensor]] = {
-    Qwen3MoeExperts: softmax_weights,
-    OlmoeExperts: softmax_weights,
-    DeepseekV3NaiveMoe: sigmoid_weights,
-    Glm4MoeNaiveMoe: sigmoid_weights,
+WEIGHTS: dict[RouterWeights, Callable[[Tensor, Tensor, Any], Tensor]] = {
+    "softmax": softmax_weights,
+    "sigmoid": sigmoid_weights,
 }
-"""How a family makes weights of its router's logits at given experts, by the class of its experts."""
+"""How weights are made of a router's logits at given experts, by the name in a family's record."""
 
 
 class EnforcedRouting:
@@ -62,7 +57,11 @@ class EnforcedRouting:
         # second what the experts are really given.
         self._natural = RoutingCapture(model, spec)
         self._config: Any = model.config
-        blocks: list[Any] = [m for m in model.modules() if type(getattr(m, "experts", None)) in WEIGHTS]
+        family = family_of_model(model)
+        assert family is not None  # or the capture had refused it
+        self._weights = WEIGHTS[family.router_weights]
+        wanted = experts_class(family)
+        blocks: list[Any] = [m for m in model.modules() if isinstance(getattr(m, "experts", None), wanted)]
         self._logits: list[Tensor | None] = [None] * len(blocks)
         for layer, block in enumerate(blocks):
             block.gate.register_forward_hook(partial(self._keep_logits, layer))
@@ -114,6 +113,6 @@ class EnforcedRouting:
                 remedy="a fused path bypasses the router module; run the model eagerly",
             )
         ids_RK = self._ids_RLK[:, layer]
-        weights_RK = WEIGHTS[type(experts)](logits_RE, ids_RK, self._config).to(natural_weights_RK.dtype)
+        weights_RK = self._weights(logits_RE, ids_RK, self._config).to(natural_weights_RK.dtype)
         routed_R1 = self._routed_R[:, None]
         return hidden, ids_RK.where(routed_R1, natural_RK), weights_RK.where(routed_R1, natural_weights_RK)

@@ -8,14 +8,14 @@ legend: S = tokens of a trajectory, R = rows of a chunk, V = vocabulary, L, K as
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moerl.contract.trajectory import ModelSpec, Trajectory
+from moerl.contract.trajectory import Trajectory
+from moerl.models.description import ModelDescription
 from moerl.rollout.enforce import EnforcedRouting
 from moerl.rollout.loading import load_model
 
@@ -40,20 +40,20 @@ class TransformersReplay:
     """A transformers model that is told which experts to use.
 
     Args:
-        folder: Hugging Face directory of the model.
-        spec: what the model must be; `vocab_size` may be smaller than the padded embedding.
+        model: of a Hugging Face directory.
         dtype: of the weights. device: where they go.
 
     Raises:
         EngineError: the model's routers are unknown or do not match the spec.
     """
 
-    def __init__(self, folder: Path, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> None:
-        model = load_model(folder, dtype=dtype, attn_implementation="sdpa")
-        model.set_experts_implementation("eager")
-        self._model = model.to(device).eval()
-        self._device, self._spec = device, spec
-        self._routing = EnforcedRouting(self._model, spec)
+    def __init__(self, model: ModelDescription, *, dtype: torch.dtype, device: torch.device) -> None:
+        assert model.folder is not None
+        loaded = load_model(model.folder, dtype=dtype, attn_implementation="sdpa")
+        loaded.set_experts_implementation("eager")
+        self._model = loaded.to(device).eval()
+        self._device, self._spec = device, model.spec
+        self._routing = EnforcedRouting(self._model, model.spec)
 
     @torch.inference_mode()
     def replay(self, trajectory: Trajectory) -> Replayed:

@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moerl.config.trainable import refuse_untrainable
 from moerl.contract.batch import Microbatch
 from moerl.contract.parallel import ParallelDims, RankCoordinates, stage_layers
 from moerl.errors import ConfigError, WeightSyncError
-from moerl.trainer import balance, families, platform, tensors
+from moerl.models.description import ModelDescription
+from moerl.models.trainable import refuse_untrainable
+from moerl.trainer import balance, platform, tensors
 from moerl.trainer.bridge import import_bridge, quiet
+from moerl.trainer.provider import provider_settings
 
 _VOCABULARY_TENSORS = ("embed_tokens.weight", "lm_head.weight")
 """Tensors whose rows are the vocabulary: padded in the trainer, not in a checkpoint."""
@@ -48,7 +50,7 @@ class PolicyModel:
     """This rank's chunks of a Megatron GPTModel, and the bridge that loads and exports it.
 
     Args:
-        hf_path: Hugging Face model directory (config and safetensors).
+        model: of a Hugging Face directory (config and safetensors).
         options: see `ModelOptions`.
         this rank's coordinates.
 
@@ -57,9 +59,10 @@ class PolicyModel:
         config: their common TransformerConfig.
     """
 
-    def __init__(self, hf_path: Path, options: ModelOptions, layout: RankCoordinates) -> None:
+    def __init__(self, model: ModelDescription, options: ModelOptions, layout: RankCoordinates) -> None:
+        assert model.folder is not None
         auto_bridge = import_bridge()
-        self.hf_path = hf_path
+        self.description, self.hf_path = model, model.folder
         self.options = options
         self.layout = layout
         with quiet():
@@ -68,7 +71,6 @@ class PolicyModel:
     def _build(self, auto_bridge: Any) -> None:
         hf_path, options = self.hf_path, self.options
         self.bridge: Any = auto_bridge.from_hf_pretrained(str(hf_path), torch_dtype=DTYPES[options.dtype])
-        self._hf_config = self.bridge.hf_pretrained.config
         tensors.adapt(type(self.bridge._model_bridge))
         provider = self.bridge.to_megatron_provider(load_weights=False)
         settings = {
@@ -76,7 +78,10 @@ class PolicyModel:
             **_parallel_settings(self.layout.dims, provider.num_layers),
             **platform.model_overrides(),
         }
-        settings |= self._family_settings()
+        refuse_untrainable(self.description.hf_config)
+        settings |= provider_settings(
+            self.description, moe_aux_loss_coef=options.moe_aux_loss_coef, tensor=self.layout.dims.tensor
+        )
         for name, value in settings.items():
             if not hasattr(provider, name):
                 raise ConfigError(
@@ -102,16 +107,9 @@ class PolicyModel:
             vp_stage=virtual_stage if layout.dims.virtual_pipeline > 1 else None,
         )
 
-    def _family_settings(self) -> dict[str, Any]:
-        config, options = self._hf_config.to_dict(), self.options
-        refuse_untrainable(config)
-        return families.provider_overrides(
-            config, moe_aux_loss_coef=options.moe_aux_loss_coef, tensor=self.layout.dims.tensor
-        )
-
     @property
     def vocab_size(self) -> int:
-        return int(self._hf_config.vocab_size)
+        return self.description.vocab_size
 
     def load(self, hf_path: Path) -> None:
         """Loads Hugging Face weights into this rank's shards.
@@ -120,7 +118,7 @@ class PolicyModel:
             CheckpointError: the checkpoint lacks a parameter, or holds a tensor that would be lost.
         """
         self.bridge.load_hf_weights(self.chunks, hf_path=str(hf_path))
-        tensors.refuse_unknown(hf_path, self._hf_config.to_dict(), self.bridge._model_bridge)
+        tensors.refuse_unknown(hf_path, self.description.hf_config, self.bridge._model_bridge)
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Full tensors under Hugging Face names, on the CPU. A collective: every rank must iterate to the end."""

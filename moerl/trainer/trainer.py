@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from moerl.config.schema import OptimizerConfig
 from moerl.contract.batch import Microbatch
 from moerl.contract.parallel import RankCoordinates
-from moerl.contract.trajectory import ModelSpec
 from moerl.kernels.head import Head
 from moerl.kernels.vocab_parallel import VocabShard
+from moerl.models.description import ModelDescription
 from moerl.trainer import balance, groups, platform, sharded_state
 from moerl.trainer.model import ModelOptions, PolicyModel
 from moerl.trainer.optimizer import Optimizer, UpdateReport
@@ -81,8 +81,7 @@ class MegatronTrainer:
     """Trains and scores one policy.
 
     Args:
-        hf_path: Hugging Face directory whose weights the policy starts from.
-        spec: the model facts, as in the engine's handshake.
+        model: of the Hugging Face directory whose weights the policy starts from.
         this rank's coordinates.
         options: how to build the model.
         optimizer: optimizer settings; None for a model that is only read (a reference).
@@ -96,16 +95,15 @@ class MegatronTrainer:
 
     def __init__(
         self,
-        hf_path: Path,
-        spec: ModelSpec,
+        model: ModelDescription,
         layout: RankCoordinates,
         options: ModelOptions,
         optimizer: OptimizerConfig | None,
         total_steps: int = 1,
         sharding: str = "off",
     ) -> None:
-        self.spec, self.options = spec, options
-        self.model = PolicyModel(hf_path, options, layout)
+        self.spec, self.options = model.spec, options
+        self.model = PolicyModel(model, options, layout)
         config = self.model.config
         modules: list[nn.Module] = self.model.chunks
         if config.bf16:
@@ -113,7 +111,7 @@ class MegatronTrainer:
 
             with balance.float32_expert_bias(modules):
                 modules = [Float16Module(config, chunk) for chunk in modules]
-        self.keep_routing = KeepRouting(modules, config, spec, layout)
+        self.keep_routing = KeepRouting(modules, config, model.spec, layout)
         self.layout = self.keep_routing.layout
         self.optimizer = None if optimizer is None else Optimizer(modules, config, optimizer, total_steps, sharding)
         self._modules = modules if self.optimizer is None else self.optimizer.modules

@@ -18,9 +18,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from moerl.config.model_sizes import ModelSizes
 from moerl.contract.parallel import ParallelDims
 from moerl.errors import ConfigError
+from moerl.models.description import ModelDescription
 from moerl.weights.shards import Ownership, Piece, shard_pieces, shard_shape
 from moerl.weights.tensors import FLOAT32_BYTES, MegatronTensor, model_tensors
 
@@ -193,7 +193,7 @@ def choose_roots(dims: ParallelDims, count: int) -> tuple[int, ...]:
     return tuple(roots)
 
 
-def make_plan(sizes: ModelSizes, dims: ParallelDims, options: PlanOptions) -> SyncPlan:
+def make_plan(sizes: ModelDescription, dims: ParallelDims, options: PlanOptions) -> SyncPlan:
     """The schedule for a model in a layout. Deterministic: every rank makes the same."""
     owner = Ownership(dims, sizes.num_layers, sizes.num_experts)
     stages = owner.stage_of_layers()

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from moerl.config.model_sizes import LatentAttention, ModelSizes
+from moerl.models.description import LatentAttention, ModelDescription
 
 FLOAT32_BYTES = 4
 
@@ -79,7 +79,7 @@ class MegatronTensor:
 FIRST_STAGE, LAST_STAGE = -1, -2
 
 
-def model_tensors(sizes: ModelSizes, *, tensor: int, split_latents: bool) -> Iterator[MegatronTensor]:
+def model_tensors(sizes: ModelDescription, *, tensor: int, split_latents: bool) -> Iterator[MegatronTensor]:
     """The tensors of a model in the order of its layers.
 
     Args:
@@ -96,7 +96,7 @@ def model_tensors(sizes: ModelSizes, *, tensor: int, split_latents: bool) -> Ite
         yield _vocabulary("output_layer.weight", "lm_head.weight", vocabulary, sizes, LAST_STAGE)
 
 
-def _layer_tensors(sizes: ModelSizes, layer: int, split_latents: bool) -> Iterator[MegatronTensor]:
+def _layer_tensors(sizes: ModelDescription, layer: int, split_latents: bool) -> Iterator[MegatronTensor]:
     ours, theirs = f"decoder.layers.{layer}", f"model.layers.{layer}"
     h = sizes.hidden_size
     yield _norm(f"{ours}.input_layernorm.weight", f"{theirs}.input_layernorm.weight", h, layer)
@@ -110,7 +110,7 @@ def _layer_tensors(sizes: ModelSizes, layer: int, split_latents: bool) -> Iterat
         return
     gate = f"{theirs}.mlp.gate"
     yield _plain(f"{ours}.mlp.router.weight", f"{gate}.weight", (sizes.num_experts, h), Split.WHOLE, layer)
-    if sizes.has_expert_bias:
+    if sizes.family.has_expert_bias:
         yield MegatronTensor(
             f"{ours}.mlp.router.expert_bias",
             (_block(f"{gate}.e_score_correction_bias", sizes.num_experts),),
@@ -128,7 +128,7 @@ def _layer_tensors(sizes: ModelSizes, layer: int, split_latents: bool) -> Iterat
         yield from _gated_mlp(f"{ours}.{name}", f"{theirs}.{name}", h, sizes.moe_intermediate_size, layer, expert)
 
 
-def _attention(sizes: ModelSizes, layer: int) -> Iterator[MegatronTensor]:
+def _attention(sizes: ModelDescription, layer: int) -> Iterator[MegatronTensor]:
     """Megatron interleaves queries, keys and values by key-value head: its queries, its key, its value, the next."""
     ours, theirs = f"decoder.layers.{layer}.self_attention", f"model.layers.{layer}.self_attn"
     h, heads, groups, width = sizes.hidden_size, sizes.num_attention_heads, sizes.num_key_value_heads, sizes.head_dim
@@ -147,15 +147,13 @@ def _attention(sizes: ModelSizes, layer: int) -> Iterator[MegatronTensor]:
     yield _plain(f"{ours}.linear_proj.weight", f"{theirs}.o_proj.weight", (h, heads * width), Split.COLUMNS, layer)
     if "output" in sizes.attention_biases:
         yield _norm(f"{ours}.linear_proj.bias", f"{theirs}.o_proj.bias", h, layer)
-    if sizes.qk_norm_size:
-        # One norm for every head, or one over all heads.
-        each = sizes.qk_norm_size == 2 * width
-        for kind, size in (("q", width if each else heads * width), ("k", width if each else groups * width)):
+    for kind, size in zip("qk", sizes.qk_norm_sizes, strict=True):
+        if size:
             yield _norm(f"{ours}.{kind}_layernorm.weight", f"{theirs}.{kind}_norm.weight", size, layer)
 
 
 def _latent_attention(
-    sizes: ModelSizes, latent: LatentAttention, layer: int, split_latents: bool
+    sizes: ModelDescription, latent: LatentAttention, layer: int, split_latents: bool
 ) -> Iterator[MegatronTensor]:
     ours, theirs = f"decoder.layers.{layer}.self_attention", f"model.layers.{layer}.self_attn"
     h, heads = sizes.hidden_size, sizes.num_attention_heads
@@ -199,6 +197,6 @@ def _norm(ours: str, theirs: str, size: int, layer: int) -> MegatronTensor:
     return MegatronTensor(ours, (_block(theirs, size),), 1, Split.WHOLE, layer, is_vector=True)
 
 
-def _vocabulary(ours: str, theirs: str, padded: int, sizes: ModelSizes, layer: int) -> MegatronTensor:
+def _vocabulary(ours: str, theirs: str, padded: int, sizes: ModelDescription, layer: int) -> MegatronTensor:
     block = Block(padded, (Run(theirs, 0, sizes.vocab_size),))
     return MegatronTensor(ours, (block,), sizes.hidden_size, Split.ROWS, layer)

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from moerl.contract.ports import RolloutRequest
-from moerl.contract.spec import moe_layer_indices
 from moerl.contract.trajectory import Lineage, SamplingParams
+from moerl.models.spec import moe_layer_indices
 from moerl.rollout.embedded import EmbeddedEngine
 
 

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from moerl.contract.batch import Microbatch
 from moerl.contract.trajectory import ModelSpec
 from moerl.errors import ConfigError
+from moerl.models.description import read_model
 
 LENGTHS = (5, 30, 17, 41, 9, 24)
 SEQUENCE_MULTIPLE = 8
@@ -55,7 +56,7 @@ def compute(layout: Any, path: Path, spec: ModelSpec, batches: list[list[Microba
     from moerl.trainer.model import ModelOptions
     from moerl.trainer.trainer import MegatronTrainer
 
-    trainer = MegatronTrainer(path, spec, layout, ModelOptions(), tiny_moe.OPTIMIZER, 8)
+    trainer = MegatronTrainer(read_model(path), layout, ModelOptions(), tiny_moe.OPTIMIZER, 8)
     local = [cut_share(batch, trainer.layout) for batch in batches[layout.data_rank]]
     weights = {name: tensor.clone() for name, tensor in trainer.export()}
     result: dict[str, Any] = {"weights": weights}
@@ -167,7 +168,7 @@ def build(layout: Any, path: Path, spec: ModelSpec) -> None:
     from moerl.trainer.model import ModelOptions
     from moerl.trainer.trainer import MegatronTrainer
 
-    MegatronTrainer(path, spec, layout, ModelOptions(), None)
+    MegatronTrainer(read_model(path), layout, ModelOptions(), None)
 
 
 def test_a_family_that_cannot_be_cut_over_tensor_ranks_is_refused(cases: dict[str, Any], two_processes: Ranks) -> None:

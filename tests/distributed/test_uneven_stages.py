@@ -15,7 +15,8 @@ import torch
 from ranks import Ranks
 
 from moerl.contract.parallel import stage_layers
-from moerl.contract.spec import spec_from_hf_config
+from moerl.models.description import read_model
+from moerl.models.spec import spec_from_hf_config
 
 FAMILY = families.FAMILIES["deepseek_v3"]
 NUM_LAYERS = 5
@@ -76,7 +77,7 @@ def train(layout: Any, path: Path) -> dict[str, Any]:
     from moerl.trainer.trainer import MegatronTrainer
 
     spec = spec_from_hf_config(FAMILY.config(num_hidden_layers=NUM_LAYERS).to_dict())
-    trainer = MegatronTrainer(path, spec, layout, ModelOptions(recompute="full"), tiny_moe.OPTIMIZER, 8)
+    trainer = MegatronTrainer(read_model(path), layout, ModelOptions(recompute="full"), tiny_moe.OPTIMIZER, 8)
     losses, norms, verified = [], [], 0
     for seed in (91, 92):
         local, denominator = tiny_moe.shares(trainer, families.make_samples(spec, seed, LENGTHS))

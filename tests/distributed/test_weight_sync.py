@@ -20,6 +20,7 @@ from moerl.buffer.rows import Padding
 from moerl.contract.batch import Microbatch
 from moerl.contract.parallel import ParallelDims
 from moerl.contract.trajectory import ModelSpec
+from moerl.models.description import read_model
 
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "one": (1, {}),
@@ -56,7 +57,7 @@ def gather_both_ways(layout: Any, path: Path, spec: ModelSpec, dtype: str) -> di
     from moerl.trainer.model import ModelOptions
     from moerl.trainer.trainer import MegatronTrainer
 
-    trainer = MegatronTrainer(path, spec, layout, ModelOptions(dtype=dtype), tiny_moe.OPTIMIZER, 8)
+    trainer = MegatronTrainer(read_model(path), layout, ModelOptions(dtype=dtype), tiny_moe.OPTIMIZER, 8)
     expected = {name: tensor.clone() for name, tensor in trainer.export()}
     found: dict[str, Any] = {"world": layout.dims.world_size, "problems": [], "bytes": {}}
     for gather in ("root", "allgather"):
@@ -127,7 +128,7 @@ def train_and_sync(
     from moerl.trainer.trainer import MegatronTrainer
 
     options = ModelOptions(dtype=dtype, expert_bias=expert_bias)
-    trainer = MegatronTrainer(path, spec, layout, options, tiny_moe.OPTIMIZER, 8)
+    trainer = MegatronTrainer(read_model(path), layout, options, tiny_moe.OPTIMIZER, 8)
     local = [cut_share(batch, trainer.layout) for batch in batches[layout.data_rank]]
     denominator = tiny_moe.num_trained([batch for part in batches for batch in part])
     engine, problems, before = None, [], {}

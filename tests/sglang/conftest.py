@@ -12,7 +12,7 @@ import families
 import pytest
 import sglang_live
 
-from moerl.contract.spec import moe_layer_indices
+from moerl.models.spec import moe_layer_indices
 from moerl.rollout.sglang.client import ModelFacts
 from moerl.rollout.sglang.engine import SGLangEngine
 from moerl.rollout.sglang.server import ServerOptions, SGLangServer

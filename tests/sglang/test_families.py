@@ -13,8 +13,8 @@ import sglang_live
 from safetensors.torch import load_file
 from sglang_reference import Reference, collect, collect_twice, make_requests
 
-from moerl.contract.spec import moe_layer_indices
 from moerl.kernels.checksum import checksums
+from moerl.models.spec import moe_layer_indices
 from moerl.rollout.sglang.client import ModelFacts
 from moerl.rollout.sglang.engine import SGLangEngine
 from moerl.rollout.sglang.held import ServedModel, held_checksums, held_dtypes

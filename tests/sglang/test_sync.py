@@ -23,8 +23,9 @@ from moerl.buffer.packing import PackOptions, pack_for_ranks
 from moerl.buffer.rows import Padding
 from moerl.contract.batch import Microbatch
 from moerl.contract.parallel import ParallelDims
-from moerl.contract.spec import moe_layer_indices
 from moerl.contract.trajectory import ModelSpec, SamplingParams, Trajectory
+from moerl.models.description import read_model
+from moerl.models.spec import moe_layer_indices
 from moerl.rollout.sglang.client import ModelFacts
 from moerl.rollout.sglang.endpoint import Endpoint
 from moerl.rollout.sglang.held import ServedModel, held_checksums
@@ -83,7 +84,7 @@ def train_and_sync(
     from moerl.trainer.trainer import MegatronTrainer
 
     options = ModelOptions(dtype=case.dtype, expert_bias="update" if case.family == "deepseek_v3" else "frozen")
-    trainer = MegatronTrainer(case.folder, spec, layout, options, tiny_moe.OPTIMIZER, 8)
+    trainer = MegatronTrainer(read_model(case.folder), layout, options, tiny_moe.OPTIMIZER, 8)
     local = [cut_share(batch, trainer.layout) for batch in batches[layout.data_rank]]
     denominator = tiny_moe.num_trained([batch for part in batches for batch in part])
     plan = weight_sync.plan_for(trainer, case.folder)
@@ -154,7 +155,7 @@ def train_and_sync_from_two_roots(
     from moerl.trainer.model import ModelOptions
     from moerl.trainer.trainer import MegatronTrainer
 
-    trainer = MegatronTrainer(case.folder, spec, layout, ModelOptions(dtype=case.dtype), tiny_moe.OPTIMIZER, 8)
+    trainer = MegatronTrainer(read_model(case.folder), layout, ModelOptions(dtype=case.dtype), tiny_moe.OPTIMIZER, 8)
     local = [cut_share(batch, trainer.layout) for batch in batches[layout.data_rank]]
     denominator = tiny_moe.num_trained([batch for part in batches for batch in part])
     plan = weight_sync.plan_for(trainer, case.folder, roots=2)
@@ -165,7 +166,7 @@ def train_and_sync_from_two_roots(
         engine = sglang_live.connect(
             *endpoints, model=model, version=-1, shapes=shapes, dtype=case.dtype, say=said.append
         )
-    sink = several_roots(engine, layout.rank, plan.options.roots, case.folder, 120.0)
+    sink = several_roots(engine, layout.rank, plan.options.roots, read_model(case.folder), 120.0)
     publisher = weight_sync.publisher_of(plan, layout.rank, sink)
     num_bytes = 0
     for version in range(2):

@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 import pytest
+from factories import hf_config
 
-from moerl.buffer.cost import FlopSizes, SequenceCost, sequence_flops
+from moerl.buffer.cost import SequenceCost, sequence_flops
+from moerl.models.description import describe
 
-SIZES = FlopSizes(hidden=4, layers=2, heads=2, key_value_heads=1, head_dim=3, ffn_width=10, vocab=7)
+SIZES = describe(
+    hf_config(
+        hidden_size=4,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=3,
+        num_experts_per_tok=2,
+        moe_intermediate_size=5,
+        vocab_size=7,
+    ),
+    "config.json",
+)
 
 
 def by_hand(num_rows: int) -> float:
@@ -47,13 +61,12 @@ def test_the_formula_is_what_torch_counts_in_a_model():
     )
     config._attn_implementation = config._experts_implementation = "eager"
     model = Qwen3MoeForCausalLM(config)
-    sizes = FlopSizes(hidden=32, layers=2, heads=4, key_value_heads=2, head_dim=16, ffn_width=2 * 24, vocab=56)
     num_rows = 40
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(input_ids=torch.arange(num_rows)[None], use_cache=False)
     # Not of the formula: the routers, rotary tables (16 / 2 angles a row), attention above the diagonal.
     routers = 2 * (2 * 32 * 8) * num_rows
     rotary = 2 * (16 // 2) * num_rows
-    cost = sequence_flops(sizes)
+    cost = sequence_flops(describe(config.to_dict(), "config.json"))
     masked_half = cost.quadratic * num_rows**2
     assert counter.get_total_flops() == cost(num_rows) + masked_half + routers + rotary

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from factories import QWEN3_30B
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moerl.buffer.cost import FlopSizes, SequenceCost, sequence_flops
+from moerl.buffer.cost import SequenceCost, sequence_flops
 from moerl.buffer.partition import Pack, best_fit_decreasing, deal, fit, plan_packs
+from moerl.models.description import describe
 
 SIZES = st.lists(st.integers(1, 40), max_size=40)
-QWEN3_30B_A3B = sequence_flops(
-    FlopSizes(hidden=2048, layers=48, heads=32, key_value_heads=4, head_dim=128, ffn_width=8 * 768, vocab=151936)
-)
+QWEN3_30B_A3B = sequence_flops(describe(QWEN3_30B, "published"))
 
 
 def members(plan: list[list[Pack]]) -> list[int]:

@@ -18,15 +18,15 @@ from moerl.config.layouts import (
     nearest_layouts,
     propose,
 )
-from moerl.config.model_sizes import LatentAttention, ModelSizes, sizes_from_hf_config
 from moerl.contract.parallel import ParallelDims
+from moerl.models.description import LatentAttention, ModelDescription, describe
 
-PLAIN = sizes_from_hf_config(hf_config(num_hidden_layers=4), "config.json")
+PLAIN = describe(hf_config(num_hidden_layers=4), "config.json")
 DENSE_FIRST = replace(PLAIN, moe_layers=(1, 2, 3), intermediate_size=60, shared_size=64)
 LATENT = replace(PLAIN, latent=LatentAttention(6, 8, 8, 4, 8), num_attention_heads=8, num_key_value_heads=3)
 
 
-def keys(dims: ParallelDims, sizes: ModelSizes | None = PLAIN, load: Load | None = None) -> list[str]:
+def keys(dims: ParallelDims, sizes: ModelDescription | None = PLAIN, load: Load | None = None) -> list[str]:
     return [problem.key.removeprefix("parallel.") for problem in layout_problems(dims, sizes, load)]
 
 
@@ -72,7 +72,7 @@ def test_what_megatron_runs_is_accepted(dims: ParallelDims):
         (ParallelDims(tensor=2), replace(LATENT, latent=LatentAttention(0, 8, 8, 3, 8)), "tensor"),
     ],
 )
-def test_each_rule_names_the_size_to_change(dims: ParallelDims, sizes: ModelSizes, key: str | None):
+def test_each_rule_names_the_size_to_change(dims: ParallelDims, sizes: ModelDescription, key: str | None):
     assert keys(dims, sizes) == ([] if key is None else [key])
 
 
@@ -97,7 +97,7 @@ LOADS = st.builds(Load, st.integers(1, 40), st.integers(1, 10))
 
 
 @st.composite
-def models(draw: st.DrawFn) -> ModelSizes:
+def models(draw: st.DrawFn) -> ModelDescription:
     """Small models of every kind."""
     layers = draw(st.integers(1, 12))
     key_values = draw(st.sampled_from([1, 2, 3, 4, 8]))
@@ -121,7 +121,7 @@ def splits(total: int, ranks: int) -> bool:
     return sum(total // ranks for _ in range(ranks)) == total
 
 
-def megatron_takes(dims: ParallelDims, sizes: ModelSizes, load: Load) -> bool:
+def megatron_takes(dims: ParallelDims, sizes: ModelDescription, load: Load) -> bool:
     """The rules again, by dealing out ranks, heads, layers, experts and rows."""
     world = list(itertools.product(*(range(n) for n in (dims.pipeline, dims.data, dims.context, dims.tensor))))
     stage = [rank for rank in world if rank[0] == 0]
@@ -160,14 +160,14 @@ def rows_fit(rows: int, dims: ParallelDims) -> bool:
 
 @settings(max_examples=400, deadline=None)
 @given(DIMS, models(), LOADS)
-def test_the_rules_agree_with_dealing_everything_out(dims: ParallelDims, sizes: ModelSizes, load: Load):
+def test_the_rules_agree_with_dealing_everything_out(dims: ParallelDims, sizes: ModelDescription, load: Load):
     assert (not layout_problems(dims, sizes, load)) == megatron_takes(dims, sizes, load)
 
 
 @settings(max_examples=60, deadline=None)
 @given(DIMS, models(), LOADS)
 def test_only_valid_layouts_are_proposed_and_a_valid_one_is_its_own_nearest(
-    dims: ParallelDims, sizes: ModelSizes, load: Load
+    dims: ParallelDims, sizes: ModelDescription, load: Load
 ):
     near = nearest_layouts(dims, sizes, load)
     assert all(megatron_takes(candidate, sizes, load) for candidate in near)

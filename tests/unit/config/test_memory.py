@@ -21,9 +21,9 @@ from moerl.config.memory import (
     slab_columns,
     total_parameters,
 )
-from moerl.config.model_sizes import ModelSizes, sizes_from_hf_config
 from moerl.contract.parallel import ParallelDims
 from moerl.kernels import products
+from moerl.models.description import ModelDescription, describe
 
 QWEN3_235B = QWEN3_30B | {
     "hidden_size": 4096,
@@ -52,6 +52,7 @@ DEEPSEEK_V3: dict[str, Any] = {
     "num_nextn_predict_layers": 1,
     "vocab_size": 129280,
     "max_position_embeddings": 163840,
+    "rope_theta": 10000.0,
 }
 GLM_45: dict[str, Any] = {
     "model_type": "glm4_moe",
@@ -71,6 +72,7 @@ GLM_45: dict[str, Any] = {
     "num_nextn_predict_layers": 1,
     "vocab_size": 151552,
     "max_position_embeddings": 131072,
+    "rope_theta": 10000.0,
 }
 GLM_45_AIR = GLM_45 | {
     "hidden_size": 4096,
@@ -92,11 +94,12 @@ OLMOE: dict[str, Any] = {
     "num_experts_per_tok": 8,
     "vocab_size": 50304,
     "max_position_embeddings": 4096,
+    "rope_theta": 10000.0,
 }
 
 
-def sizes_of(config: dict[str, Any]) -> ModelSizes:
-    return sizes_from_hf_config(config, "config.json")
+def sizes_of(config: dict[str, Any]) -> ModelDescription:
+    return describe(config, "config.json")
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ from factories import StoredTensors as Tensors
 from factories import hf_config, write_hf_model, write_safetensors
 
 from moerl.config.model_files import INDEX_FILE, SINGLE_FILE, read_header, stored_tensors
-from moerl.config.model_sizes import directory_sizes, read_config, sizes_from_hf_config
 from moerl.config.model_tensors import check_weights, needed_tensors
 from moerl.errors import ConfigError
+from moerl.models.description import describe, read_config, read_model
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
@@ -48,7 +48,7 @@ def refusal(folder: Path) -> str:
 def test_what_a_config_needs_is_what_transformers_writes(name: str, tmp_path: Path) -> None:
     families.write_model(tmp_path, families.FAMILIES[name], seed=1)
     config = read_config(tmp_path / "config.json")
-    needed = needed_tensors(sizes_from_hf_config(config, "config.json"), config)
+    needed = needed_tensors(describe(config, "config.json"))
     assert {name: tensor.shape for name, tensor in stored_tensors(tmp_path).items()} == needed
     check_weights(tmp_path)
 
@@ -57,7 +57,7 @@ def test_what_a_config_needs_is_what_transformers_writes(name: str, tmp_path: Pa
 def test_biases_and_a_tied_head_are_as_transformers_writes_them(changes: dict[str, Any], tmp_path: Path) -> None:
     families.write_model(tmp_path, families.FAMILIES["qwen3_moe"], seed=1, **changes)
     config = read_config(tmp_path / "config.json")
-    needed = needed_tensors(sizes_from_hf_config(config, "config.json"), config)
+    needed = needed_tensors(describe(config, "config.json"))
     assert needed.keys() - stored_tensors(tmp_path).keys() == ({HEAD} if "tie_word_embeddings" in changes else set())
     check_weights(tmp_path)
 
@@ -208,7 +208,7 @@ def test_a_config_value_of_any_kind_is_taken_or_named(value: Any, tmp_path: Path
     for key in (*hf_config(), "quantization_config", "rope_parameters", "rope_scaling", "first_k_dense_replace"):
         (tmp_path / "config.json").write_text(json.dumps(hf_config() | {key: value}))
         with contextlib.suppress(ConfigError):
-            directory_sizes(tmp_path)
+            read_model(tmp_path)
 
 
 def test_a_header_is_read_without_its_metadata(tmp_path: Path) -> None:

@@ -16,8 +16,9 @@ from moerl.contract.ports import Prompt, Task
 from moerl.contract.quarantine import Quarantine
 from moerl.contract.trajectory import FinishReason, SamplingParams
 from moerl.errors import ConfigError
+from moerl.models.description import read_model
 from moerl.orchestration.ends import describe_ends, read_ends
-from moerl.orchestration.models import build_model, make_engine, read_layers, read_spec, read_tokenizer
+from moerl.orchestration.models import build_model, make_engine, read_tokenizer
 from moerl.orchestration.rollouts import Collector
 from moerl.orchestration.tokenizer import build_tokenizer
 from moerl.tasks.rewards import at_once
@@ -63,11 +64,11 @@ class Silent:
 
 def test_every_end_that_a_model_names_ends_its_responses(chat_model: Path, tmp_path: Path) -> None:
     tokenizer = read_tokenizer(chat_model)
-    spec = read_spec(chat_model, tokenizer)
-    engine = make_engine(chat_model, spec, dtype="float32", max_running=32, version=0)
-    ends = read_ends(chat_model, tokenizer, spec.vocab_size)
-    layers = select_layers(engine.handshake(), read_layers(chat_model))
-    quarantine = Quarantine(tmp_path, 1.0, spec=spec)
+    model = read_model(chat_model).with_vocabulary(len(tokenizer))
+    engine = make_engine(model, dtype="float32", max_running=32, version=0)
+    ends = read_ends(chat_model, tokenizer, model.spec.vocab_size)
+    layers = select_layers(engine.handshake(), model.num_layers, model.moe_layers)
+    quarantine = Quarantine(tmp_path, 1.0, spec=model.spec)
     collector = Collector(engine, cast(Task, Silent()), tokenizer, quarantine, 24, layers, ends, print)
     prompts = [Prompt("p", "1+1=")]
     requests = collector.requests(prompts, run="t", count=32, sampling=SamplingParams(seed=3), prefixes={})

@@ -16,7 +16,7 @@ from factories import SPEC, make_trajectory, values_of
 from moerl.algorithms.grpo import GRPO
 from moerl.contract import Prompt, Quarantine, RolloutRecord, RolloutRequest, SamplingParams, Trajectory
 from moerl.contract import trajectory as trajectory_module
-from moerl.contract.layers import LayerSelection, ModelLayers, select_layers
+from moerl.contract.layers import LayerSelection, select_layers
 from moerl.contract.ports import EngineInfo, ReportedLayers
 from moerl.contract.quarantine import read_quarantined
 from moerl.contract.reasons import Reason
@@ -241,7 +241,7 @@ class AllLayersEngine(FakeEngine):
 
 def test_of_an_engine_that_reports_all_layers_the_moe_layers_are_taken_and_other_tables_refused(tmp_path: Path):
     engine = AllLayersEngine()
-    layers = select_layers(engine.info, ModelLayers(5, (1, 2, 4)))
+    layers = select_layers(engine.info, 5, (1, 2, 4))
     plain, _ = collect(collector(tmp_path / "plain"), 4)
     found, _ = collect(here := collector(tmp_path / "wide", engine=engine, layers=layers), 4)
     assert here.quarantine.counts == {"wrong_shape": 1}

@@ -11,10 +11,10 @@ from factories import make_trajectory
 from ranks import Ranks
 
 from moerl.contract.disk import write_parquet
-from moerl.contract.spec import spec_from_hf_config
 from moerl.contract.trajectory import Trajectory
 from moerl.errors import ConfigError
-from moerl.orchestration.verify import read_dump, read_model, select_version
+from moerl.models.spec import spec_from_hf_config
+from moerl.orchestration.verify import describe_dumped, read_dump, select_version
 
 
 def trajectories(*versions: int, **overrides: Any) -> list[Trajectory]:
@@ -94,20 +94,21 @@ def test_the_model_is_read_in_the_dtype_that_its_config_records(untied: Path, tm
     for recorded, wanted in (("bfloat16", "bfloat16"), ("float32", "float32"), (None, "float32")):
         (tmp_path / "config.json").write_text(json.dumps(config | {"dtype": recorded}))
         chosen = of_model(tmp_path)
-        assert read_model(tmp_path, chosen) == (chosen[0].spec, wanted)
+        found, dtype = describe_dumped(tmp_path, chosen)
+        assert (found.spec, dtype) == (chosen[0].spec, wanted)
     (tmp_path / "config.json").write_text(json.dumps(config | {"dtype": "float16"}))
     with pytest.raises(ConfigError, match="--model: dtype"):
-        read_model(tmp_path, of_model(tmp_path))
+        describe_dumped(tmp_path, of_model(tmp_path))
 
 
 def test_another_architecture_than_the_dumps_is_refused(untied: Path) -> None:
     [good, _] = of_model(untied)
     [bad] = trajectories(0)
     with pytest.raises(ConfigError, match="not the model that sampled the dump") as raised:
-        read_model(untied, [good, bad])
+        describe_dumped(untied, [good, bad])
     assert "tiny of r0" in str(raised.value.expected)
     with pytest.raises(ConfigError, match="no Hugging Face model"):
-        read_model(untied / "nothing", [good])
+        describe_dumped(untied / "nothing", [good])
 
 
 # --- the trainer -----------------------------------------------------------------------------------------------------

@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from moerl.contract.spec import spec_from_hf_config
 from moerl.contract.trajectory import ModelSpec
 from moerl.errors import EngineError
+from moerl.models.spec import spec_from_hf_config
 from moerl.rollout.capture import RoutingCapture
 
 TOKENS = torch.tensor([[1, 5, 9, 2], [7, 7, 3, 0]])

@@ -12,9 +12,9 @@ import torch
 from transformers import DynamicCache, Qwen3MoeForCausalLM
 
 from moerl.contract.ports import RolloutRequest
-from moerl.contract.spec import spec_from_hf_config
 from moerl.contract.trajectory import FinishReason, Lineage, SamplingParams, Trajectory
 from moerl.errors import EngineError, WeightSyncError
+from moerl.models.spec import spec_from_hf_config
 from moerl.rollout import embedded
 from moerl.rollout.embedded import EmbeddedEngine
 from moerl.rollout.weight_staging import checkpoint_views

@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 def test_a_replay_scores_every_sampled_token_with_the_recorded_experts_inside_its_kept_set(untied: Path) -> None:
-    replay = TransformersReplay(untied, tiny_moe.SPEC, dtype=torch.float32, device=CPU)
+    replay = TransformersReplay(tiny_moe.described(untied), dtype=torch.float32, device=CPU)
     judge = tiny_moe.Judge(untied)
     for sample in tiny_moe.make_samples(4, [200, 23, 31]):
         trajectory = sample.trajectory
@@ -31,7 +31,7 @@ def test_a_replay_scores_every_sampled_token_with_the_recorded_experts_inside_it
 def test_a_replay_tells_what_the_routers_would_have_chosen(untied: Path) -> None:
     from families import FAMILIES, Judge
 
-    replay = TransformersReplay(untied, tiny_moe.SPEC, dtype=torch.float32, device=CPU)
+    replay = TransformersReplay(tiny_moe.described(untied), dtype=torch.float32, device=CPU)
     [sample] = tiny_moe.make_samples(5, [30])
     trajectory = sample.trajectory
     judge = Judge(untied, FAMILIES["qwen3_moe"])
@@ -64,6 +64,8 @@ def test_log_probs_over_a_support_are_those_of_a_loop_over_its_ids(sampling) -> 
 def test_ids_that_the_engine_never_samples_have_no_mass(untied: Path) -> None:
     spec = replace(tiny_moe.SPEC, vocab_size=60)
     trajectory = make_trajectory(np.random.default_rng(0), spec, sampling=FULL, num_sampled=10)
-    narrow = TransformersReplay(untied, spec, dtype=torch.float32, device=CPU).replay(trajectory)
-    wide = TransformersReplay(untied, tiny_moe.SPEC, dtype=torch.float32, device=CPU).replay(trajectory)
+    narrow = TransformersReplay(replace(tiny_moe.described(untied), spec=spec), dtype=torch.float32, device=CPU).replay(
+        trajectory
+    )
+    wide = TransformersReplay(tiny_moe.described(untied), dtype=torch.float32, device=CPU).replay(trajectory)
     assert (narrow.logprobs[trajectory.sampled] > wide.logprobs[trajectory.sampled]).all()

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from moerl.contract.batch import Microbatch, TrainSample
 from moerl.contract.trajectory import ModelSpec
+from moerl.models.description import read_model
 
 LENGTHS = (7, 19, 12, 26)
 AUX = 0.3
@@ -38,7 +39,7 @@ def step(
     from moerl.trainer.model import ModelOptions
     from moerl.trainer.trainer import MegatronTrainer
 
-    trainer = MegatronTrainer(path, spec, layout, ModelOptions(**options), tiny_moe.OPTIMIZER, 8)
+    trainer = MegatronTrainer(read_model(path), layout, ModelOptions(**options), tiny_moe.OPTIMIZER, 8)
     local = batches[layout.data_rank]
     denominator = tiny_moe.num_trained([batch for part in batches for batch in part])
     loss = TextLoss(local, trainer.spec.vocab_size, denominator)
@@ -143,7 +144,7 @@ def skipped_step(layout: Any, path: Path, spec: ModelSpec, batches: list[Microba
     from moerl.trainer.model import ModelOptions
     from moerl.trainer.trainer import MegatronTrainer
 
-    trainer = MegatronTrainer(path, spec, layout, ModelOptions(expert_bias="update"), tiny_moe.OPTIMIZER, 8)
+    trainer = MegatronTrainer(read_model(path), layout, ModelOptions(expert_bias="update"), tiny_moe.OPTIMIZER, 8)
     loss = TextLoss(batches, trainer.spec.vocab_size, 1.0)
 
     def broken(hidden_tH: torch.Tensor, head: Any, microbatch: int) -> Any:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moerl.errors import CheckpointError
+from moerl.models.description import read_model
 from moerl.trainer.tensors import bypassed_tensors, dequantise, is_bypassed, read_weights
 
 Tensors = dict[str, Tensor]
@@ -46,7 +47,7 @@ def load_and_export(layout: Any, path: Path, dtype: str = "float32", run: bool =
     from moerl.trainer.trainer import MegatronTrainer
 
     spec = FAMILIES["deepseek_v3"].spec()
-    trainer = MegatronTrainer(path, spec, layout, ModelOptions(dtype=dtype), None)
+    trainer = MegatronTrainer(read_model(path), layout, ModelOptions(dtype=dtype), None)
     if run:
         (batches,) = tiny_moe.pack(families.make_samples(spec, 1, (9, 12)))
         trainer.score(batches, Scorer(batches, keep_mask=False), enforce=False)

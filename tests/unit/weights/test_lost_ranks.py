@@ -23,19 +23,19 @@ from gloo import RANK_ENV
 from ranks import Ranks
 from torch import Tensor
 
-from moerl.config.model_sizes import ModelSizes, sizes_from_hf_config
 from moerl.contract.parallel import ParallelDims
 from moerl.errors import WeightSyncError
+from moerl.models.description import ModelDescription, describe
 from moerl.weights.gather import RootGather
 from moerl.weights.plan import PlanOptions, SyncPlan, choose_roots, make_plan
 
 STEP_SECONDS = 2.0
 
 
-def tiny_sizes() -> ModelSizes:
+def tiny_sizes() -> ModelDescription:
     from families import FAMILIES
 
-    return sizes_from_hf_config(FAMILIES["qwen3_moe"].config(num_hidden_layers=2).to_dict(), "tiny")
+    return describe(FAMILIES["qwen3_moe"].config(num_hidden_layers=2).to_dict(), "tiny")
 
 
 def make(dims: ParallelDims, gather: Any = "root", roots: int = 1) -> SyncPlan:

@@ -13,9 +13,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from moerl.config.layouts import layout_problems
-from moerl.config.model_sizes import ModelSizes, sizes_from_hf_config
 from moerl.contract.parallel import ParallelDims
 from moerl.errors import ConfigError
+from moerl.models.description import ModelDescription, describe
 from moerl.rollout.weight_staging import checkpoint_views
 from moerl.weights.estimate import sent_bytes
 from moerl.weights.plan import PlanOptions, SyncPlan, choose_roots, make_plan
@@ -35,12 +35,12 @@ LAYOUTS = {
 }
 
 
-def sizes_of(family: str, **changes: Any) -> ModelSizes:
-    return sizes_from_hf_config(FAMILIES[family].config(**changes).to_dict(), family)
+def sizes_of(family: str, **changes: Any) -> ModelDescription:
+    return describe(FAMILIES[family].config(**changes).to_dict(), family)
 
 
 def plan_of(
-    sizes: ModelSizes, dims: ParallelDims, *, roots: int = 1, bucket_bytes: int = 1 << 14, **options: Any
+    sizes: ModelDescription, dims: ParallelDims, *, roots: int = 1, bucket_bytes: int = 1 << 14, **options: Any
 ) -> SyncPlan:
     return make_plan(sizes, dims, PlanOptions(choose_roots(dims, roots), 2, bucket_bytes, **options))
 
@@ -94,7 +94,7 @@ def coverage(plan: SyncPlan) -> dict[str, np.ndarray]:
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> tuple[ModelSizes, ParallelDims]:
+def layouts(draw: st.DrawFn) -> tuple[ModelDescription, ParallelDims]:
     """A tiny model of some family, and a layout that Megatron can run it in."""
     family = draw(st.sampled_from(sorted(FAMILIES)))
     sizes = sizes_of(
@@ -117,7 +117,7 @@ def layouts(draw: st.DrawFn) -> tuple[ModelSizes, ParallelDims]:
     split=st.booleans(),
 )
 def test_every_byte_of_every_tensor_is_sent_once_in_buckets_within_their_limit(
-    layout: tuple[ModelSizes, ParallelDims], bucket_bytes: int, share: float, gather: Any, split: bool
+    layout: tuple[ModelDescription, ParallelDims], bucket_bytes: int, share: float, gather: Any, split: bool
 ):
     sizes, dims = layout
     roots = 1 + round(share * (dims.world_size - 1))

@@ -16,20 +16,20 @@ from gloo import run_ranks
 from ranks import Ranks
 from torch import Tensor
 
-from moerl.config.model_sizes import ModelSizes, sizes_from_hf_config
 from moerl.contract.parallel import ParallelDims
 from moerl.contract.ports import CheckedSink
 from moerl.errors import EngineError, WeightSyncError
 from moerl.kernels.checksum import checksums
+from moerl.models.description import ModelDescription, describe
 from moerl.rollout.witness import mismatch
 from moerl.telemetry.metrics import check_metrics
 from moerl.weights.plan import PlanOptions, SyncPlan, choose_roots, make_plan
 
 
-def tiny_sizes(**changes: Any) -> ModelSizes:
+def tiny_sizes(**changes: Any) -> ModelDescription:
     from families import FAMILIES
 
-    return sizes_from_hf_config(FAMILIES["deepseek_v3"].config(num_hidden_layers=2, **changes).to_dict(), "tiny")
+    return describe(FAMILIES["deepseek_v3"].config(num_hidden_layers=2, **changes).to_dict(), "tiny")
 
 
 def tiny_plan(dims: ParallelDims, *, roots: int = 1, bucket_bytes: int = 1 << 14) -> SyncPlan:

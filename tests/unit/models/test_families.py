@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 from families import FAMILIES
 
-from moerl.contract.spec import moe_layer_indices, spec_from_hf_config
+from moerl.contract.parallel import ParallelDims
 from moerl.errors import ConfigError
+from moerl.models import families
+from moerl.models.description import LatentAttention, describe
+from moerl.models.family import Family
+from moerl.models.spec import moe_layer_indices, spec_from_hf_config
 
 DEEPSEEK_V3: dict[str, Any] = {
     "model_type": "deepseek_v3",
@@ -142,3 +148,34 @@ def test_a_deepseek_without_experts_is_refused():
 def test_the_tiny_families_have_fingerprints_of_their_own(name: str):
     others = [family.spec().fingerprint for other, family in FAMILIES.items() if other != name]
     assert FAMILIES[name].spec().fingerprint not in others
+
+
+@pytest.mark.parametrize("record", families.FAMILIES.values(), ids=lambda record: record.model_type)
+def test_a_record_names_its_module_and_code_that_exists(record: Family):
+    assert import_module(f"moerl.models.families.{record.model_type}").FAMILY is record
+    for path in filter(None, (record.experts_class, record.megatron_attention)):
+        module, name = path.rsplit(".", 1)
+        # Megatron-Bridge is imported with care (`moerl.trainer.bridge`): its files are looked up, not run.
+        found = find_spec(module.split(".")[0]) if module.startswith("megatron") else import_module(module)
+        assert found is not None
+        assert module.startswith("megatron") or hasattr(found, name)
+
+
+def test_sizes_and_spec_are_read_from_one_config_once():
+    model = describe(DEEPSEEK_V3, "config.json")
+    assert model.spec == spec_from_hf_config(DEEPSEEK_V3)
+    assert model.moe_layers == moe_layer_indices(DEEPSEEK_V3) == tuple(range(3, 61))
+    assert (model.latent, model.shared_size, model.qk_norm_sizes) == (
+        LatentAttention(1536, 512, 128, 64, 128),
+        2048,
+        (0, 0),
+    )
+    assert model.with_vocabulary(1000).spec.vocab_size == 1000
+    assert model.with_vocabulary(200_000).spec.vocab_size == model.vocab_size == 129280
+
+
+def test_the_moe_layers_of_a_stage_are_counted_among_those_of_the_model():
+    model = describe(DEEPSEEK_V3, "config.json")
+    stages = [model.moe_layers_of_stage(ParallelDims(pipeline=4), stage) for stage in range(4)]
+    assert [len(stage) for stage in stages] == [12, 15, 16, 15]
+    assert sum(stages, ()) == tuple(range(58))

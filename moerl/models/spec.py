@@ -2,7 +2,7 @@
 
 Torch-free; any process. Reads a plain mapping (`config.to_dict()` or a parsed config.json), so that neither
 side needs the other's libraries, and both get the same fingerprint from the same architecture and vocabulary size.
-What each model family's config says, and where, stands in `moerl.contract.families`.
+What each model family's config says, and where, stands in `moerl.models.families`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from moerl.contract.families import FAMILIES, Family
 from moerl.contract.trajectory import ModelSpec
 from moerl.errors import ConfigError
+from moerl.models.families import FAMILIES
+from moerl.models.family import Family
+from moerl.models.rope import rope_parameters
 
 
 def spec_from_hf_config(config: Mapping[str, Any]) -> ModelSpec:
@@ -69,7 +71,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
             "model config: unknown mixture-of-experts architecture",
             seen=f"model_type={model_type!r}",
             expected=f"one of {sorted(FAMILIES)}",
-            remedy="use a supported model, or add its family to moerl/contract/families.py",
+            remedy="use a supported model, or add its family to moerl/models/families",
         )
     return family
 
@@ -78,30 +80,6 @@ def moe_layer_indices(config: Mapping[str, Any]) -> tuple[int, ...]:
     """Indices of the decoder layers that are MoE layers, in order, by the rule of the config's family."""
     _positive(config, "num_hidden_layers")
     return family_of(config).moe_layers(config)
-
-
-def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary parameters in one shape: transformers 5 nests them, 4 had `rope_theta` and others at the top.
-
-    Raises:
-        ConfigError: there is no rotary base.
-    """
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    rope.setdefault("rope_type", rope.pop("type", "default"))
-    rope.pop("type", None)
-    theta = rope.pop("rope_theta", config.get("rope_theta"))
-    if not isinstance(theta, int | float):
-        raise ConfigError(
-            "model config: rope_theta",
-            seen=theta,
-            expected="a number, at the top level or in rope_parameters",
-            remedy="correct the model config",
-        )
-    partial = rope.pop("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if partial is not None and partial != 1:
-        rope["partial_rotary_factor"] = partial
-    numbers = {name: float(value) for name, value in rope.items() if type(value) in (int, float)}
-    return {**rope, **numbers, "rope_theta": float(theta)}
 
 
 MAX_SIZE = {"": 2**31 - 1, "num_hidden_layers": 2**16, "num_experts_per_tok": 2**16}

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from moerl.contract.spec import moe_layer_indices, spec_from_hf_config
 from moerl.errors import ConfigError
+from moerl.models.spec import moe_layer_indices, spec_from_hf_config
 
 
 def _config(**changes: Any) -> dict[str, Any]:

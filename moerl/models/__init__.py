@@ -1,0 +1,1 @@
+"""Models by family: one record for each, one description of each model. Torch-free; any process."""

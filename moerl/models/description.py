@@ -1,0 +1,211 @@
+"""The description of one model: made once from its config and the record of its family, and passed on.
+
+Torch-free; any process. Everything that depends on a model reads it here: parallel sizes, lengths, memory, tensors,
+packing costs, handshakes, the trainer's settings.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from moerl.contract.parallel import ParallelDims
+from moerl.contract.trajectory import ModelSpec
+from moerl.errors import ConfigError
+from moerl.models.family import Family, QKNorm
+from moerl.models.spec import MAX_SIZE, family_of, spec_from_hf_config
+from moerl.models.trainable import refuse_untrainable
+
+CONFIG_FILE = "config.json"
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek-V2): ranks of the compressed queries (0 = not compressed) and of keys and
+    values, and widths per head."""
+
+    q_rank: int
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDescription:
+    """One model.
+
+    origin: where its config stands: ``model.architecture``, or the path of a config.json. folder: its Hugging Face
+    directory; None for a model to build, whose sizes can be changed by keys. family: the record that it was made from.
+    spec: what trainer and engines compare; its vocabulary is that of the ids that can be sampled.
+
+    intermediate_size: inner width of the dense layers, 0 = there are none. shared_size: inner width of all shared
+    experts of a layer together, 0 = none. moe_layers: indices of the decoder layers with experts. vocab_size: rows of
+    the embedding in a checkpoint. max_positions: tokens. qk_norm, attention_biases: as in `Family`. hf_config: content
+    of the config.
+    """
+
+    origin: str
+    folder: Path | None
+    family: Family = field(repr=False)
+    spec: ModelSpec
+    hidden_size: int
+    num_layers: int
+    moe_layers: tuple[int, ...]
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    latent: LatentAttention | None
+    qk_norm: QKNorm
+    attention_biases: tuple[str, ...]
+    intermediate_size: int
+    num_experts: int
+    experts_per_token: int
+    moe_intermediate_size: int
+    shared_size: int
+    vocab_size: int
+    tie_word_embeddings: bool
+    max_positions: int
+    hf_config: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def has_dense_layers(self) -> bool:
+        return len(self.moe_layers) < self.num_layers
+
+    @property
+    def qk_norm_sizes(self) -> tuple[int, int]:
+        """Weights of the norm of a layer's queries and of that of its keys; 0 where there is none."""
+        heads = {"none": (0, 0), "head": (1, 1), "all_heads": (self.num_attention_heads, self.num_key_value_heads)}
+        queries, keys = heads[self.qk_norm]
+        return queries * self.head_dim, keys * self.head_dim
+
+    def where(self, name: str) -> str:
+        """How to name a size in a message."""
+        return f"{self.origin}.{name}" if self.folder is None else f"{name} of {self.origin}"
+
+    def moe_layers_of_stage(self, dims: ParallelDims, stage: int) -> tuple[int, ...]:
+        """The MoE layers of a pipeline stage: indices among the model's MoE layers, from 0."""
+        held = set(dims.layers_of_stage(self.num_layers, stage))
+        return tuple(index for index, layer in enumerate(self.moe_layers) if layer in held)
+
+    def with_vocabulary(self, num_ids: int) -> ModelDescription:
+        """With a tokenizer of `num_ids` ids: those that it has not are never sampled."""
+        return replace(self, spec=replace(self.spec, vocab_size=min(num_ids, self.vocab_size)))
+
+
+def read_model(folder: Path) -> ModelDescription:
+    """The model of a Hugging Face directory, from its config.json.
+
+    Raises:
+        ConfigError: There is no such file, it is not a model that can be trained, or a size is missing.
+    """
+    file = folder / CONFIG_FILE
+    values = read_config(file)
+    try:
+        model = describe(values, str(file), folder)
+        refuse_untrainable(values)
+        return model
+    except ConfigError as error:
+        what = error.what if error.what.startswith("model.path") else f"model.path: {file}: {error.what}"
+        raise ConfigError(what, seen=error.seen, expected=error.expected, remedy=error.remedy) from error
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        # A value of a type that no config of the family has.
+        raise _unreadable(file, f"{type(error).__name__}: {error}") from error
+
+
+def describe(config: Mapping[str, Any], origin: str, folder: Path | None = None) -> ModelDescription:
+    """The description of the model that a Hugging Face config names.
+
+    Args:
+        config: content of a config.json, or `config.to_dict()`.
+        origin, folder: as in `ModelDescription`.
+
+    Raises:
+        ConfigError: the family is unknown, or a size is missing or impossible.
+    """
+    family, spec = family_of(config), spec_from_hf_config(config)
+    read = _Reader(config, origin)
+    num_layers, hidden_size = read.size("num_hidden_layers"), read.size("hidden_size")
+    heads = read.size("num_attention_heads")
+    expert_size = read.size(family.expert_size)
+    moe_layers = family.moe_layers(config)
+    return ModelDescription(
+        origin=origin,
+        folder=folder,
+        family=family,
+        spec=spec,
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        moe_layers=moe_layers,
+        num_attention_heads=heads,
+        num_key_value_heads=read.size("num_key_value_heads"),
+        head_dim=config.get("head_dim") or hidden_size // heads,
+        latent=_latent(read) if config.get("kv_lora_rank") else None,
+        qk_norm=family.qk_norm(config),
+        attention_biases=family.attention_biases(config),
+        intermediate_size=read.size("intermediate_size") if len(moe_layers) < num_layers else 0,
+        num_experts=spec.num_experts,
+        experts_per_token=spec.experts_per_token,
+        moe_intermediate_size=expert_size,
+        shared_size=expert_size * int(config.get("n_shared_experts") or 0),
+        vocab_size=read.size("vocab_size"),
+        tie_word_embeddings=bool(config.get("tie_word_embeddings")),
+        max_positions=read.size("max_position_embeddings"),
+        hf_config=config,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    config: Mapping[str, Any]
+    origin: str
+
+    def size(self, name: str, *, least: int = 1) -> int:
+        """An integer of at least `least`."""
+        value = self.config.get(name)
+        most = MAX_SIZE.get(name, MAX_SIZE[""])
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            raise ConfigError(
+                f"model.path: {self.origin}: {name}",
+                seen=f"{value!r:.200}",
+                expected=f"an integer from {least} to {most}",
+                remedy="correct the model's config.json",
+            )
+        return value
+
+
+def _latent(read: _Reader) -> LatentAttention:
+    return LatentAttention(
+        q_rank=read.size("q_lora_rank", least=0) if read.config.get("q_lora_rank") else 0,
+        kv_rank=read.size("kv_lora_rank"),
+        nope_dim=read.size("qk_nope_head_dim"),
+        rope_dim=read.size("qk_rope_head_dim"),
+        value_dim=read.size("v_head_dim"),
+    )
+
+
+def read_config(file: Path) -> dict[str, Any]:
+    """The content of a config.json. Raises `ConfigError` where there is none, or none that is a JSON object."""
+    if not file.is_file():
+        raise ConfigError(
+            "model.path: not a Hugging Face model directory",
+            seen=file.parent,
+            expected="a directory with config.json",
+            remedy="give the directory that holds config.json and the weights",
+        )
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise _unreadable(file, str(error)) from error
+    if not isinstance(values, dict):
+        raise _unreadable(file, f"a JSON {type(values).__name__}")
+    return values
+
+
+def _unreadable(file: Path, seen: str) -> ConfigError:
+    return ConfigError(
+        f"model.path: {file} cannot be read", seen=seen, expected="the config of a model", remedy="restore the file"
+    )

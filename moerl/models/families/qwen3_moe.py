@@ -1,0 +1,53 @@
+"""Qwen3-MoE: softmax scores, normalised or not; dense layers among the MoE layers; YaRN."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moerl.models.family import (
+    EXPERTS,
+    NO_ATTENTION_BIAS,
+    OFF,
+    Config,
+    Family,
+    is_rule,
+    rope_rule,
+    sparse_step_layers,
+)
+from moerl.models.rope import rope_parameters
+
+
+def _megatron_settings(config: Config) -> dict[str, Any]:
+    """The bridge builds every layer with experts."""
+    moe_layers = set(sparse_step_layers(config))
+    frequency = [int(i in moe_layers) for i in range(config["num_hidden_layers"])]
+    return {"moe_layer_freq": frequency, **_yarn(config)}
+
+
+def _yarn(config: Config) -> dict[str, Any]:
+    """The defaults of transformers for what a YaRN configuration leaves out; Megatron's fields have none."""
+    rope = rope_parameters(config)
+    if rope["rope_type"] != "yarn":
+        return {}
+    defaults = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
+    settings = {f"yarn_{name}": rope.get(name, value) for name, value in defaults.items()}
+    return {**settings, "yarn_correction_range_round_to_int": bool(rope.get("truncate", True))}
+
+
+FAMILY = Family(
+    model_type="qwen3_moe",
+    num_experts=("num_experts", "num_local_experts"),
+    moe_layers=sparse_step_layers,
+    sizes=EXPERTS,
+    switches={**OFF, "norm_topk_prob": False},
+    qk_norm=lambda config: "head" if config.get("use_qk_norm", True) else "none",
+    attention_biases=lambda config: ("qkv", "output") if config.get("attention_bias") else (),
+    experts_class="transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeExperts",
+    router_weights="softmax",
+    rules=(
+        NO_ATTENTION_BIAS,
+        is_rule("use_sliding_window", False, False, "Megatron would attend to the whole sequence"),
+        rope_rule("default", "yarn"),
+    ),
+    megatron_settings=_megatron_settings,
+)

@@ -1,0 +1,67 @@
+"""The settings of Megatron-Bridge's provider for a model: those of its family's record, and what every family gets.
+
+Runs in every trainer rank. The bridge is Megatron-Bridge 0.6.2. What a family needs beyond what its bridge sets stands
+in its record (`moerl.models.families`), how its checkpoint tensors are named in `moerl.trainer.tensors`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from moerl.errors import ConfigError
+from moerl.models.description import ModelDescription
+from moerl.models.family import Family
+from moerl.trainer import platform
+
+
+def provider_settings(model: ModelDescription, *, moe_aux_loss_coef: float, tensor: int) -> dict[str, Any]:
+    """Provider settings of a model's family and of load balancing, to be set over those of the bridge.
+
+    The bias of experts is never updated inside Megatron: `moerl.trainer.balance` does so, after an update was applied.
+
+    Args:
+        moe_aux_loss_coef: weight of the Switch load-balancing loss, per microbatch; 0 leaves it out.
+        tensor: tensor-parallel size.
+
+    Raises:
+        ConfigError: the family cannot be cut over tensor-parallel ranks.
+    """
+    family = model.family
+    if tensor > 1 and not family.tensor_parallel:
+        raise ConfigError(
+            f"parallel.tensor with a model of type {family.model_type}",
+            seen=tensor,
+            expected="1: Megatron-Bridge's layers of this family are wrong with more",
+            remedy="use parallel.expert, parallel.pipeline or data parallelism",
+        )
+    settings = {
+        **family.megatron_settings(model.hf_config),
+        "moe_router_dtype": "fp32",
+        "moe_router_fusion": False,
+        "moe_aux_loss_coeff": moe_aux_loss_coef,
+        "moe_router_load_balancing_type": "aux_loss" if moe_aux_loss_coef > 0 else "none",
+        "moe_router_bias_update_rate": 0.0,
+        "moe_z_loss_coeff": None,
+    }
+    if not torch.cuda.is_available():
+        settings["transformer_layer_spec"] = _local_layer_spec(family)
+    return settings
+
+
+def _local_layer_spec(family: Family) -> Callable[..., Any]:
+    """The local layers of this platform with what the family has of its own."""
+
+    def spec(config: Any, vp_stage: int | None = None) -> Any:
+        block = platform.local_layer_spec(config, vp_stage)
+        for layer in block.layer_specs:
+            attention = layer.submodules.self_attention
+            if family.megatron_attention:
+                module, name = family.megatron_attention.rsplit(".", 1)
+                attention.module = getattr(importlib.import_module(module), name)
+        return block
+
+    return spec
