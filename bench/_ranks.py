@@ -13,7 +13,7 @@ from typing import Any
 
 from moerl.config.interfaces import LOOPBACK
 from moerl.contract.parallel import ParallelDims
-from moerl.launch.rank import new_rendezvous
+from moerl.ranks.parent import new_rendezvous
 
 ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": LOOPBACK,
@@ -36,7 +36,7 @@ def on_ranks(dims: ParallelDims, function: Callable[..., Any], *args: Any) -> li
     connections: list[Connection] = []
     processes = []
     with tempfile.TemporaryDirectory() as folder:
-        rendezvous = new_rendezvous(Path(folder))
+        rendezvous = f"file://{new_rendezvous(Path(folder))}"
         try:
             for rank in range(dims.world_size):
                 ours, theirs = context.Pipe(duplex=False)

@@ -1,7 +1,7 @@
 """The command line: ``moerl train | sft | rollout | eval | plan ... | export | verify | sglang ... | serve``.
 
-Reads and checks the configuration, starts further ranks where the parallel sizes ask for them, and hands over to
-`moerl.orchestration.commands`. That import comes last, so that help and configuration errors need no torch.
+Reads and checks the configuration and hands over to `moerl.orchestration.commands`, in the same process. That import
+comes last, so that help and configuration errors need no torch.
 """
 
 from __future__ import annotations
@@ -20,13 +20,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from moerl.config.command_texts import COMMANDS, EXPORT, VERIFY, Command
-from moerl.config.rank import RankInfo, rank_info
 from moerl.config.stop_signals import STOPPED, stop_signals
 from moerl.errors import CheckpointError, ConfigError, MoerlError
 from moerl.launch.arguments import Parser, bandwidth, gib_size, nats
-from moerl.launch.local import launch_local
 from moerl.launch.overview import FAMILIES, SGLANG, family_overview, members, overview, which_command
-from moerl.launch.rank import die_with_launcher
 from moerl.launch.run_lock import run_lock
 from moerl.printable import printable
 
@@ -102,31 +99,24 @@ def _dispatch(arguments: list[str]) -> int:
     if options.help:
         print(_help(command, options.config_dir, all_keys=options.all))
         return 0
-    return _plan(command, options) if command in PLANS else _run(command, options, arguments)
+    return _plan(command, options) if command in PLANS else _run(command, options)
 
 
-def _run(command: str, options: argparse.Namespace, arguments: list[str]) -> int:
+def _run(command: str, options: argparse.Namespace) -> int:
     from moerl.config.auto_resume import resolve_auto
     from moerl.config.checks import config_notes
     from moerl.config.load import load_config, refuse_taken_run_dir, split_resume
     from moerl.config.model_tensors import check_model
     from moerl.config.recipes import recipe_text
 
-    here = rank_info()
-    if here.is_launched:
-        die_with_launcher()
+    _refuse_launchers()
     resolved = resolve_auto(options.overrides, command=command, config_dir=options.config_dir)
-    arguments = [word for word in arguments if word not in options.overrides] + resolved.overrides
     is_auto, options.overrides = resolved.overrides != options.overrides, resolved.overrides
     config = load_config(options.overrides, command=command, config_dir=options.config_dir)
     resume = split_resume(options.overrides)[0] is not None
     if options.show_config:
         _show_config(config, options)
         return 0
-    world_size = config.parallel.world_size
-    if here.is_launched:
-        _check_world_size(here, world_size)
-        return _hand_over(command, config, resume)
     from moerl.launch.servers import prepare_for_servers
 
     if config.model.path is not None:
@@ -142,11 +132,7 @@ def _run(command: str, options: argparse.Namespace, arguments: list[str]) -> int
         for note in [*resolved.notes, *config_notes(config)]:
             print(f"note: {note}", file=sys.stderr)
         _look_at_task(config, command)
-        if world_size == 1:
-            return _run_here(command, config, resume)
-        return _launch(
-            command, config, arguments if resume else [*arguments, f"run_dir={_quoted(config.run_dir)}"], lock
-        )
+        return _run_controller(command, config, resume, lock)
 
 
 def _look_at_task(config: RunConfig, command: str) -> None:
@@ -155,28 +141,14 @@ def _look_at_task(config: RunConfig, command: str) -> None:
     check_task(config, command)
 
 
-def _run_here(command: str, config: RunConfig, resume: bool) -> int:
+def _run_controller(command: str, config: RunConfig, resume: bool, lock: int) -> int:
     try:
-        status = _hand_over(command, config, resume)
+        status = _hand_over(command, config, resume, lock)
     except BaseException as error:  # whatever ended the run
         if not isinstance(error, ConfigError | CheckpointError) and _can_go_on(config):
             error.add_note(_how_to_go_on(command, config))
         raise
     if status == STOPPED:
-        print(_how_to_go_on(command, config), file=sys.stderr)
-    return status
-
-
-def _launch(command: str, config: RunConfig, arguments: Sequence[str], lock: int) -> int:
-    status = launch_local(
-        # -P: a torch.py or json.py in the user's directory is not what we import.
-        [sys.executable, "-P", "-m", "moerl", *arguments],
-        run_dir=config.run_dir,
-        world_size=config.parallel.world_size,
-        num_threads=config.num_threads,
-        lock=lock,
-    )
-    if status == STOPPED or (status and _can_go_on(config)):
         print(_how_to_go_on(command, config), file=sys.stderr)
     return status
 
@@ -225,7 +197,7 @@ def _how_to_go_on(command: str, config: RunConfig) -> str:
     return f"go on from the last checkpoint: {line}" if _can_go_on(config) else f"go on, nothing was saved yet: {line}"
 
 
-def _hand_over(command: str, config: RunConfig, resume: bool) -> int:
+def _hand_over(command: str, config: RunConfig, resume: bool, lock: int) -> int:
     if command in ("rollout", "eval"):
         from moerl.orchestration import commands
 
@@ -234,8 +206,8 @@ def _hand_over(command: str, config: RunConfig, resume: bool) -> int:
         from moerl.orchestration import commands
 
         if command == "train":
-            return commands.run_train(config, resume=resume, stop=stop)
-        return commands.run_sft(config, resume=resume, stop=stop)
+            return commands.run_train(config, resume=resume, stop=stop, lock=lock)
+        return commands.run_sft(config, resume=resume, stop=stop, lock=lock)
 
 
 def _sglang(command: str, rest: list[str]) -> int:
@@ -287,20 +259,16 @@ def _short_help(usage: str, command: Command, parser: argparse.ArgumentParser) -
     return f"usage: {usage}\n\n{about}\n\nexamples:\n{examples}\n\noptions:\n{_options_text(parser)}"
 
 
-def _check_world_size(here: RankInfo, world_size: int) -> None:
-    if here.world_size != world_size:
+def _refuse_launchers() -> None:
+    """A launcher that starts this command several times would have several controllers."""
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    if world_size != "1":
         raise ConfigError(
-            "WORLD_SIZE: does not fit the parallel sizes",
-            seen=here.world_size,
-            expected=world_size,
-            remedy="run `moerl train` directly; it starts its own ranks",
+            "WORLD_SIZE: another launcher started this process",
+            seen=world_size,
+            expected="no launcher: moerl starts its own ranks",
+            remedy="run `moerl train` directly, without torchrun or mpirun",
         )
-
-
-def _quoted(path: Path) -> str:
-    """A path as a quoted value of the override grammar."""
-    text = str(path).replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{text}'"
 
 
 def _parser(command: str) -> argparse.ArgumentParser:

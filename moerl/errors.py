@@ -100,6 +100,10 @@ class UnprovedError(ReplayError):
         self.microbatch = microbatch
 
 
+class TrainerError(MoerlError):
+    """A rank of the trainer failed, died or did not answer in time."""
+
+
 class WeightSyncError(MoerlError):
     """Weights did not reach an engine whole."""
 

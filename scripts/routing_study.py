@@ -35,9 +35,9 @@ from moerl.contract.ports import RolloutRequest
 from moerl.contract.trajectory import Trajectory
 from moerl.diagnostics.plots import BLUE, GREEN, INK, ORANGE, QUIET, new_figure, quiet_frame
 from moerl.models.description import read_model
-from moerl.orchestration.commands import quiet_libraries
 from moerl.orchestration.ends import read_ends
 from moerl.orchestration.models import make_engine, read_tokenizer
+from moerl.ranks.libraries import quiet_libraries
 from moerl.trainer import groups
 from moerl.trainer.losses import Scorer
 from moerl.trainer.model import ModelOptions

@@ -191,11 +191,12 @@ def dead_router(*, how: str) -> None:
     """From the first RL step on one router of the policy is dead: replay does not reach it, as if its hook sat in a
     router of a model that is gone (`hook`), or its probabilities are cut off from its weights (`gradient`)."""
 
-    def at(original: Callable[..., Any], stage: Any) -> Any:
-        router = stage.trainer.model.chunks[0].decoder.layers[1].mlp.router
+    def at(original: Callable[..., Any], worker: Any, *args: Any) -> Any:
+        original(worker, *args)
+        router = worker._trained.model.chunks[0].decoder.layers[1].mlp.router
         if how == "hook":
             router.router_replay = None
-            return original(stage)
+            return
         routing = router.routing
 
         def detached(*args: Any, **kwargs: Any) -> Any:
@@ -203,9 +204,8 @@ def dead_router(*, how: str) -> None:
             return probs.detach(), routing_map
 
         router.routing = detached
-        return original(stage)
 
-    _replace("moerl.orchestration.rl:RLStage.train", at, call=1)
+    _replace("moerl.ranks.worker:Worker._build", at, call=2)
 
 
 def count_updates(*, file: str) -> None:
@@ -229,7 +229,7 @@ def flip_bit_of_frame(*, call: int) -> None:
         wrong[len(wrong) // 2] ^= 1
         return original(bytes(wrong), **kwargs)
 
-    _replace("moerl.orchestration.batches:decode_batches", at, call=call)
+    _replace("moerl.ranks.worker:decode_batches", at, call=call)
 
 
 def repeat_an_expert(*, call: int) -> None:

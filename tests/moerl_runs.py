@@ -256,9 +256,9 @@ def _run(call: dict[str, Any]) -> int:
 
 
 def _die_with(parent: int) -> None:
-    from moerl.launch.rank import die_with_launcher
+    from moerl.ranks.parent import die_with
 
-    die_with_launcher({"MOERL_LAUNCHER_PID": str(parent)})
+    die_with(parent)
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ _WHY_NOT: dict[str, str | None] = {
     "trainer.recompute": None,
     "trainer.deterministic": None,
     "trainer.max_skipped_updates": None,
+    "trainer.command_seconds": None,
     "trainer.distributed_optimizer": "the checkpoints hold the optimizer state in the form that it asks for",
     "optimizer": "the optimizer state and the learning-rate schedule belong to it",
     "rl": _LOSS,

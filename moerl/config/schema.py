@@ -121,6 +121,10 @@ class TrainerConfig(Section):
         description="Optimizer steps in a row that may be skipped because the gradient is not finite; one more stops"
         " the run."
     )
+    command_seconds: Positive = Field(
+        description="Longest time that ranks in processes of their own may take for one command, such as a step or a"
+        " checkpoint; after it the run ends with an error that names the silent rank."
+    )
 
 
 class OptimizerConfig(Section):

@@ -1,9 +1,7 @@
-"""The commands: wires configuration, ranks, task, model, engine and stages. Runs in every trainer rank."""
+"""The commands: wires configuration, trainer, task, model, engine and stages. Runs in the controller."""
 
 from __future__ import annotations
 
-import logging
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
@@ -11,10 +9,8 @@ from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerBase
-from transformers.utils import logging as transformers_logging
 
 from moerl.config.load import CONFIG_FILE, dump_config
-from moerl.config.rank import rank_info
 from moerl.config.schema import RunConfig
 from moerl.config.stop_signals import STOPPED, StopRequest
 from moerl.contract.disk import write_parquet
@@ -23,13 +19,15 @@ from moerl.contract.layers import select_layers
 from moerl.contract.ports import RolloutEngine, Task
 from moerl.contract.quarantine import Quarantine
 from moerl.contract.sealed import find_damage
+from moerl.contract.trajectory import ModelSpec
 from moerl.diagnostics.summary import SUMMARY_FILE
+from moerl.errors import EngineError
 from moerl.models.description import ModelDescription, read_model
+from moerl.orchestration.batches import pack_options
 from moerl.orchestration.cold_start import cold_start
 from moerl.orchestration.ends import describe_ends, read_ends
 from moerl.orchestration.engines import open_engine
 from moerl.orchestration.evaluation import Evaluation, evaluate
-from moerl.orchestration.exchange import barrier
 from moerl.orchestration.history import take_changes
 from moerl.orchestration.models import build_model, read_tokenizer
 from moerl.orchestration.reporting import METRICS_FILE, Reporter, make_reporter
@@ -38,18 +36,23 @@ from moerl.orchestration.rollouts import Collector, in_request_order, sampling_p
 from moerl.orchestration.run import Run, RunStoppedError
 from moerl.orchestration.task_texts import check_prompts
 from moerl.orchestration.tokenizer import make_tokenizer
-from moerl.trainer import groups
+from moerl.ranks.libraries import quiet_libraries
+from moerl.ranks.placement import open_trainer
 
 
-def run_train(config: RunConfig, *, resume: bool, stop: StopRequest) -> int:
-    """Cold start (where configured), then RL; leaves a run directory. Exit code 0, or `STOPPED`."""
-    with _open_run(config, "train", resume=resume) as (run, model_path):
+def run_train(config: RunConfig, *, resume: bool, stop: StopRequest, lock: int | None = None) -> int:
+    """Cold start (where configured), then RL; leaves a run directory. Exit code 0, or `STOPPED`.
+
+    Args:
+        lock: descriptor of the lock of the run directory, for the ranks to hold, too.
+    """
+    with _open_run(config, "train", resume=resume, lock=lock) as (run, model_path):
         return _until_stopped(run, stop, lambda: _train(run, model_path))
 
 
-def run_sft(config: RunConfig, *, resume: bool, stop: StopRequest) -> int:
+def run_sft(config: RunConfig, *, resume: bool, stop: StopRequest, lock: int | None = None) -> int:
     """Supervised fine-tuning alone; leaves a Hugging Face directory in `run_dir`/cold_start. Exit codes as above."""
-    with _open_run(config, "sft", resume=resume) as (run, model_path):
+    with _open_run(config, "sft", resume=resume, lock=lock) as (run, model_path):
         return _until_stopped(run, stop, lambda: _train_supervised(run, model_path))
 
 
@@ -65,24 +68,33 @@ def _until_stopped(run: Run, stop: StopRequest, train: Callable[[], None]) -> in
 
 def _train(run: Run, model_path: Path) -> None:
     config = run.config
+    if config.sft.steps > 0:
+        model_path = cold_start(run, model_path)
+    run.reporter.begin_part("start of the engine")
+    start = replace(run.model, folder=model_path)
     with ExitStack() as stack:
-        if config.sft.steps > 0:
-            model_path = cold_start(run, model_path)
-        collector = None
-        run.reporter.begin_part("start of the engine")
-        if run.layout.is_main:
-            start = replace(run.model, folder=model_path)
-            run.engine = run.unless_stopped(
-                # Closed at the end whatever comes right after it is open.
-                lambda: stack.enter_context(closing(open_engine(config, start, -1, run.reporter.say)))
-            )
-            if (engine := run.engine) is not None:
-                collector = _collector(config, model_path, engine, run)
+        engine = run.unless_stopped(
+            # Closed at the end whatever comes right after it is open.
+            lambda: stack.enter_context(closing(open_engine(config, start, -1, run.reporter.say)))
+        )
         run.leave_if_told()
-        stage = RLStage(run, model_path, collector)
-        stage.train()
-        run.write_model(config.run_dir / "final_model", like=model_path, trainer=stage.trainer)
+        assert engine is not None
+        _check_handshake(engine.handshake().spec, run.model.spec)
+        collector = _collector(config, model_path, engine, run)
+        run.trainer.build("rl", model_path, run.model.spec, engine)
+        RLStage(run, collector, engine, pack_options(config, start)).train()
+        run.trainer.export(config.run_dir / "final_model", model_path)
         run.reporter.finish(run.summary(steps=config.rl.steps))
+
+
+def _check_handshake(engine: ModelSpec, trainer: ModelSpec) -> None:
+    if engine != trainer:
+        raise EngineError(
+            "the engine serves another model than the trainer trains",
+            seen=engine,
+            expected=trainer,
+            remedy="start the engine from the model directory of this run",
+        )
 
 
 def _train_supervised(run: Run, model_path: Path) -> None:
@@ -93,11 +105,10 @@ def _train_supervised(run: Run, model_path: Path) -> None:
             collector = _collector(config, output, engine, run)
             return evaluate(collector, "heldout", config.evaluation.heldout_problems, version=0)
 
-    if run.layout.is_main:
-        heldout = run.unless_stopped(measure)
-        if heldout is not None:
-            run.record_evaluations(0, {"cold_start": heldout})
+    heldout = run.unless_stopped(measure)
     run.leave_if_told()
+    assert heldout is not None
+    run.record_evaluations(0, {"cold_start": heldout})
     run.reporter.finish(run.summary(steps=0))
 
 
@@ -136,49 +147,38 @@ def run_eval(config: RunConfig) -> int:
 
 
 @contextmanager
-def _open_run(config: RunConfig, command: str, *, resume: bool) -> Iterator[tuple[Run, Path]]:
-    """Starts the ranks' groups, the task, the model directory and the run; yields the run and where to start from."""
+def _open_run(config: RunConfig, command: str, *, resume: bool, lock: int | None) -> Iterator[tuple[Run, Path]]:
+    """Starts the trainer's ranks, the task, the model directory and the run; yields the run and where to start from."""
     quiet_libraries()
-    torch.set_num_threads(max(1, config.num_threads // config.parallel.world_size))
-    rank = rank_info()
-    if rank.rank == 0 and not resume:
+    torch.set_num_threads(config.num_threads)
+    if not resume:
         _write_config(config)
-    with closing(config.task.open()) as task, make_reporter(config, is_main=rank.rank == 0) as reporter:
+    with closing(config.task.open()) as task, make_reporter(config) as reporter:
         reporter.say(f"run directory: {config.run_dir}")
         reporter.say("starting Megatron")
         reporter.begin_part("start of Megatron and the model")
-        layout = groups.start(
-            rank=rank.rank,
-            world_size=rank.world_size,
-            rendezvous=rank.rendezvous,
-            dims=config.parallel.dims,
-            seed=config.seed,
-        )
-        model_path = config.model.path or config.run_dir / "initial_model"
-        if config.model.architecture is not None and layout.is_main and find_damage(model_path) is not None:
-            tokenizer = make_tokenizer(task, config.model.architecture.vocab_size)
-            build_model(config.model.architecture, tokenizer, config.seed, model_path)
-        barrier()
-        tokenizer = read_tokenizer(model_path)
-        model = read_model(model_path).with_vocabulary(len(tokenizer))
-        check_prompts(config, task, tokenizer, command, max_positions=model.max_positions)
-        reporter.say(describe_ends(read_ends(model_path, tokenizer, model.spec.vocab_size), tokenizer))
-        run = Run(config, layout, task, tokenizer, model, reporter)
-        with run.saver:
+        with open_trainer(config, reporter.within, lock) as trainer:
+            model_path = config.model.path or config.run_dir / "initial_model"
+            if config.model.architecture is not None and find_damage(model_path) is not None:
+                tokenizer = make_tokenizer(task, config.model.architecture.vocab_size)
+                build_model(config.model.architecture, tokenizer, config.seed, model_path)
+            tokenizer = read_tokenizer(model_path)
+            model = read_model(model_path).with_vocabulary(len(tokenizer))
+            check_prompts(config, task, tokenizer, command, max_positions=model.max_positions)
+            reporter.say(describe_ends(read_ends(model_path, tokenizer, model.spec.vocab_size), tokenizer))
+            run = Run(config, trainer, task, tokenizer, model, reporter)
             if resume:
                 _go_back(run)
             yield run, model_path
-    groups.stop()
 
 
 def _go_back(run: Run) -> None:
     """Takes the state of the run that goes on, and what was changed for it."""
     run.go_back()
     stage, step = run.position
-    take_changes(run.config, stage, step, run.reporter, is_main=run.layout.is_main)
-    if run.layout.is_main:
-        _write_config(run.config)
-        (run.config.run_dir / SUMMARY_FILE).unlink(missing_ok=True)
+    take_changes(run.config, stage, step, run.reporter)
+    _write_config(run.config)
+    (run.config.run_dir / SUMMARY_FILE).unlink(missing_ok=True)
 
 
 def _write_config(config: RunConfig) -> None:
@@ -221,19 +221,10 @@ def _open_reader(config: RunConfig, command: str) -> Iterator[tuple[Collector, R
     with ExitStack() as stack:
         task = stack.enter_context(closing(config.task.open()))
         check_prompts(config, task, tokenizer, command, max_positions=model.max_positions)
-        reporter = stack.enter_context(make_reporter(config, is_main=True))
+        reporter = stack.enter_context(make_reporter(config))
         reporter.begin_part("start of the engine")
         engine = stack.enter_context(closing(open_engine(config, model, 0, reporter.say)))
         reporter.say(ends)
         reporter.begin_part("responses")
         reading = _Reading(task, tokenizer, model, quarantine, reporter)
         yield _collector(config, config.model.path, engine, reading), reporter
-
-
-def quiet_libraries() -> None:
-    """Keeps library chatter off the progress display; warnings and errors of our own are printed by the reporter."""
-    warnings.filterwarnings("ignore", module=r"(megatron|torch|transformers)\..*")
-    for name in ("megatron", "nvidia_resiliency_ext"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()

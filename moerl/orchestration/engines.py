@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -20,20 +19,17 @@ from moerl.config.schema import (
     ServerRolloutConfig,
     SGLangRolloutConfig,
 )
-from moerl.contract.ports import CheckedSink, PolicyEngine, WeightSink
+from moerl.contract.ports import PolicyEngine
 from moerl.errors import EngineError
 from moerl.models.description import ModelDescription
-from moerl.orchestration.exchange import broadcast_bytes
-from moerl.orchestration.models import checkpoint_shapes, make_engine
+from moerl.orchestration.models import make_engine
 from moerl.rollout.sglang.client import ModelFacts
 from moerl.rollout.sglang.engine import SGLangEngine
 from moerl.rollout.sglang.install import device_of
 from moerl.rollout.sglang.options import EngineOptions
-from moerl.rollout.sglang.senders import Introduction
 from moerl.rollout.sglang.server import ServerOptions
-from moerl.rollout.sglang.shard_sender import ShardSender
 from moerl.rollout.sglang.sources import NamedServer, OwnServer, ServerSource
-from moerl.trainer import platform
+from moerl.trainer.hf_directory import checkpoint_shapes
 
 SERVER_FOLDER = "sglang"
 """In the run directory: a folder for each of the run's own servers, with its log and options."""
@@ -77,62 +73,6 @@ def open_engine(config: RunConfig, model: ModelDescription, version: int, say: C
     if not is_ours and version >= 0:
         _send_folder(engine, model.folder, version, options)
     return engine
-
-
-def several_roots(
-    engine: PolicyEngine | None, rank: int, roots: Sequence[int], model: ModelDescription, seconds: float
-) -> WeightSink | None:
-    """The sinks of ranks that send side by side to the servers of one engine; None on other ranks. A collective.
-
-    Args:
-        engine: on the first rank, which is the first root.
-        model: what the servers serve.
-        seconds: longest time of a step of an update.
-    """
-    # Longer than a step of a server (`update_seconds`), shorter than one of the trainer's, whose errors name no rank.
-    seconds, introduction = 0.75 * seconds, None
-    if engine is not None:
-        assert isinstance(engine, SGLangEngine)
-        introduction = msgspec.json.encode(engine.share(roots, seconds))
-    said = broadcast_bytes(introduction)
-    if rank not in roots:
-        return None
-    assert model.folder is not None
-    shapes = checkpoint_shapes(model.folder, model.hf_config)
-    sender = ShardSender(rank, msgspec.json.decode(said, type=Introduction), shapes, platform.device(), seconds)
-    return sender if engine is None else EngineAndSender(engine, sender)
-
-
-class EngineAndSender:
-    """A `CheckedSink` of the rank whose process also holds the engine: it begins and ends the engine's updates around
-    its own part.
-
-    The trainer must end the updates of all other senders before this one's.
-    """
-
-    def __init__(self, engine: CheckedSink, sender: ShardSender) -> None:
-        self._engine, self._sender = engine, sender
-
-    def begin_update(self, version: int) -> None:
-        self._engine.begin_update(version)
-        self._sender.begin_update(version)
-
-    def receive(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        self._sender.receive(tensors)
-
-    def end_update(self) -> None:
-        self._sender.end_update()
-        self._engine.end_update()
-
-    def abandon_update(self) -> None:
-        self._sender.abandon_update()
-        self._engine.abandon_update()
-
-    def held_dtypes(self) -> Mapping[str, str]:
-        return self._engine.held_dtypes()
-
-    def verify(self, sent: Mapping[str, int]) -> None:
-        self._engine.verify(sent)
 
 
 def _send_folder(engine: SGLangEngine, folder: Path, version: int, options: EngineOptions) -> None:

@@ -12,11 +12,10 @@ from moerl.config.schema import ParallelConfig
 from moerl.contract.parallel import ParallelDims
 from moerl.errors import CheckpointError
 from moerl.models.description import read_model
-from moerl.orchestration.commands import quiet_libraries
-from moerl.orchestration.models import write_model
-from moerl.orchestration.run import CHECKPOINTS
+from moerl.ranks.libraries import quiet_libraries
 from moerl.trainer import groups
-from moerl.trainer.checkpoint import CheckpointStore, checkpoint_names, find_problem, parse_name
+from moerl.trainer.checkpoint import CHECKPOINTS, CheckpointStore, checkpoint_names, find_problem, parse_name
+from moerl.trainer.hf_directory import write_model
 from moerl.trainer.model import ModelOptions, PolicyModel
 from moerl.trainer.sharded_state import load_weights
 

@@ -1,4 +1,4 @@
-"""What was changed while a run was stopped: ``history.jsonl`` in the run directory. Runs in every trainer rank.
+"""What was changed while a run was stopped: ``history.jsonl`` in the run directory. Runs in the controller.
 
 One row per changed key: when, from which stage and step on, the values before and now, and what that brings with it.
 """
@@ -17,7 +17,6 @@ from moerl.config.resume import Change, change_note, changed_keys
 from moerl.config.schema import RunConfig
 from moerl.contract.files import atomic_file
 from moerl.errors import CheckpointError, ConfigError
-from moerl.orchestration.exchange import broadcast_bytes
 from moerl.orchestration.reporting import Reporter
 
 HISTORY_FILE = "history.jsonl"
@@ -42,21 +41,17 @@ class Row:
         return f"{text}; {self.note}" if self.note else text
 
 
-def take_changes(config: RunConfig, stage: str, step: int, reporter: Reporter, *, is_main: bool) -> None:
-    """Notes and says what is other than before in a run that goes on from `step` of `stage`. A collective.
+def take_changes(config: RunConfig, stage: str, step: int, reporter: Reporter) -> None:
+    """Notes and says what is other than before in a run that goes on from `step` of `stage`.
 
     The stored configuration is still the one before; the caller replaces it.
 
     Raises:
-        ConfigError: on every rank, where a stage is to be no longer than it is already.
+        ConfigError: a stage is to be no longer than it is already.
     """
-    found = changed_keys(load_resolved(config.run_dir / CONFIG_FILE), config) if is_main else []
-    sent = broadcast_bytes(json.dumps([asdict(change) for change in found]).encode())
-    changes = [Change(**each) for each in json.loads(sent)]
+    changes = changed_keys(load_resolved(config.run_dir / CONFIG_FILE), config)
     for change in changes:
         _check_steps(change, stage, step)
-    if not is_main:
-        return
     before = read_history(config.run_dir)
     for row in before:
         reporter.say(f"changed earlier, {row.time}: {row}")

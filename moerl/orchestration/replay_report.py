@@ -1,7 +1,7 @@
 """Why a proof of Keep Routing failed: the first row that differs, found by a second, slow pass.
 
-Runs in every trainer rank. The main rank has the trajectories; the others send it, row by row, checksums of what
-reached their dispatchers.
+Runs in the controller, which has the trajectories; the ranks send it, row by row, checksums of what reached their
+dispatchers.
 """
 
 from __future__ import annotations
@@ -10,91 +10,40 @@ import contextlib
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from moerl.contract.batch import Microbatch, TrainSample
+from moerl.contract.batch import TrainSample
 from moerl.contract.routing import rollout_key, row_checksums
+from moerl.contract.trainer import WORDS, Trainer
 from moerl.contract.trajectory import Trajectory
 from moerl.errors import ReplayError, UnprovedError
-from moerl.orchestration.exchange import broadcast_bytes, gather_words, min_over
-from moerl.trainer.replay_rows import TracedRows
-from moerl.trainer.trainer import MegatronTrainer
 
-_NOBODY = 2**62
-
-KEY, POSITION, LAYER, CHECKSUM, RANK, ROUTED = range(6)
-"""Columns of a table of words: rollout key, token position, MoE layer, checksum of the row there, rank it was on, 0
-where the row was left to the router."""
+KEY, POSITION, LAYER, CHECKSUM, RANK, ROUTED = range(len(WORDS))
 
 
 @contextlib.contextmanager
-def explained(
-    trainer: MegatronTrainer,
-    batches: Sequence[Microbatch],
-    samples: Sequence[TrainSample],
-    recorded: Sequence[TracedRows] = (),
-) -> Iterator[None]:
-    """Around passes of `trainer` over `batches`: where a proof fails, the error says which row is the first wrong one.
+def explained(trainer: Trainer, samples: Sequence[TrainSample]) -> Iterator[None]:
+    """Around passes of a trainer over one minibatch: where a proof fails, the error names the first row that differs.
 
     Args:
-        batches: this rank's shares, as given to the pass.
-        samples: on the main rank, the trajectories of the minibatch; empty elsewhere.
-        recorded: per microbatch, what a forward pass of the trainer dispatched, where that is what is enforced;
-            without it, the trajectories' routing is.
+        samples: the trajectories of the minibatch.
 
     Raises:
-        ReplayError: on every rank, instead of `UnprovedError`.
+        ReplayError: instead of `UnprovedError`.
     """
     try:
         yield
     except UnprovedError as error:
-        reason = _explain(error, trainer, batches, samples, recorded)
-        if reason is error:
+        if error.microbatch < 0:
             raise
-        raise reason from error
-
-
-def _explain(
-    error: UnprovedError,
-    trainer: MegatronTrainer,
-    batches: Sequence[Microbatch],
-    samples: Sequence[TrainSample],
-    recorded: Sequence[TracedRows],
-) -> ReplayError:
-    """This rank's error with the first differing row over all ranks; a collective."""
-    microbatch = int(min_over(torch.tensor([error.microbatch if error.microbatch >= 0 else _NOBODY])))
-    if microbatch == _NOBODY:
-        return error
-    rank = trainer.layout.rank
-    traced_R6 = gather_words(_as_words(trainer.trace(batches, microbatch), rank))
-    recorded_R6 = gather_words(_as_words(recorded[microbatch], rank)) if recorded else None
-    found = ""
-    if trainer.layout.is_main:
-        found = f"microbatch {microbatch}, {first_difference(traced_R6, samples, recorded_R6)}"
-    found = broadcast_bytes(found.encode()).decode()
-    return ReplayError(
-        error.what,
-        seen=f"{error.seen or 'nothing wrong on this rank'}; {found}",
-        expected=error.expected,
-        remedy=error.remedy,
-    )
-
-
-def _as_words(rows: TracedRows, rank: int) -> NDArray[np.int64]:
-    """int64 [r * l, 6]: a table of words."""
-    num_rows, num_layers = rows.checksums_rl.shape
-    return np.stack(
-        [
-            np.repeat(rows.keys.view(np.int64), num_layers),
-            np.repeat(rows.positions, num_layers),
-            np.tile(rows.moe_layers, num_rows),
-            rows.checksums_rl.view(np.int64).reshape(-1),
-            np.full(num_rows * num_layers, rank),
-            np.repeat(rows.routed_r.astype(np.int64), num_layers),
-        ],
-        axis=1,
-    )
+        traced = trainer.trace(error.microbatch)
+        found = first_difference(traced.dispatched, samples, traced.recorded)
+        raise ReplayError(
+            error.what,
+            seen=f"{error.seen or 'nothing wrong on this rank'}; microbatch {error.microbatch}, {found}",
+            expected=error.expected,
+            remedy=error.remedy,
+        ) from error
 
 
 def first_difference(
@@ -103,7 +52,7 @@ def first_difference(
     """Which traced row is the first, by trajectory, position and layer, that is not the recorded one.
 
     Args:
-        traced_R6: table of words of what the ranks dispatched.
+        traced_R6: table of `WORDS` of what the ranks dispatched.
         recorded_R6: the same of what was recorded, where that is not the trajectories' routing.
     """
     for sample in samples:

@@ -1,6 +1,6 @@
 """What a run tells people: progress, `metrics.jsonl`, TensorBoard, plots, `summary.json`, the closing lines.
 
-Only the main rank reports; the others get a `SilentReporter` with the same methods.
+Runs in the controller.
 """
 
 from __future__ import annotations
@@ -79,36 +79,7 @@ EVALUATIONS = {
 """Evaluations by name: the metrics of their accuracy and length, and how to call their problems."""
 
 
-class SilentReporter:
-    """For ranks that do not report."""
-
-    def __enter__(self) -> SilentReporter:
-        return self
-
-    def __exit__(self, *exc: object) -> None: ...
-
-    def say(self, text: str) -> None: ...
-
-    def rewind(self, stage: str, step: int, *, evaluated: bool) -> None: ...
-
-    def sync(self) -> None: ...
-
-    def begin_stage(self, stage: str, *, done: int, total: int) -> None: ...
-
-    def log(self, stage: str, step: int, metrics: Mapping[str, float]) -> None: ...
-
-    def begin_part(self, title: str) -> None: ...
-
-    def within(self, done: int, total: int, tokens: int = 0) -> None: ...
-
-    def log_layers(self, step: int, metrics: Mapping[str, Sequence[float]]) -> None: ...
-
-    def evaluated(self, step: int, evaluations: Mapping[str, Evaluation], seconds: Mapping[str, float]) -> None: ...
-
-    def finish(self, summary: RunSummary) -> None: ...
-
-
-class MainReporter:
+class RunReporter:
     """Reports to the terminal and to the run directory."""
 
     def __init__(self, run_dir: Path, title: str) -> None:
@@ -119,7 +90,7 @@ class MainReporter:
         self._metric_sinks: tuple[MetricSink, ...] = (self._rows, TensorBoardSink(run_dir / "tensorboard"))
         self._sinks: tuple[MetricSink, ...] = (*self._metric_sinks, self._layers)
 
-    def __enter__(self) -> MainReporter:
+    def __enter__(self) -> RunReporter:
         self._progress.__enter__()
         for name, sink in ((METRICS_FILE, self._rows), (LAYERS_FILE, self._layers)):
             if sink.torn_bytes:
@@ -218,8 +189,6 @@ def _open_rows(path: Path, check: Callable[[Mapping[str, Any]], None]) -> JsonlS
         ) from error
 
 
-def make_reporter(config: RunConfig, *, is_main: bool) -> Reporter:
-    """The reporter of this rank."""
-    if not is_main:
-        return SilentReporter()
-    return MainReporter(config.run_dir, f"{config.recipe}, seed {config.seed}")
+def make_reporter(config: RunConfig) -> Reporter:
+    """The reporter of a run."""
+    return RunReporter(config.run_dir, f"{config.recipe}, seed {config.seed}")

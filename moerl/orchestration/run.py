@@ -1,19 +1,13 @@
-"""One run: its configuration, its place among the ranks, its directory, and what survives a kill.
-
-Runs in every trainer rank. Only the main rank writes, except for each rank's own files of a checkpoint.
-"""
+"""One run: its configuration, its trainer, its directory, and what survives a kill. Runs in the controller."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
-import numpy as np
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from moerl.config.load import CONFIG_FILE, load_resolved
@@ -22,29 +16,20 @@ from moerl.config.stop_signals import StopRequest
 from moerl.contract.batch import TrainSample
 from moerl.contract.disk import write_parquet
 from moerl.contract.files import writing
-from moerl.contract.parallel import RankCoordinates
-from moerl.contract.ports import PolicyEngine, Prompt, Task
+from moerl.contract.ports import Prompt, Task
 from moerl.contract.quarantine import Quarantine
+from moerl.contract.trainer import Trainer, UpdateReport
 from moerl.contract.trajectory import Trajectory
 from moerl.diagnostics.summary import RunSummary
 from moerl.errors import CheckpointError, MoerlError
 from moerl.models.description import ModelDescription
 from moerl.orchestration.evaluation import Evaluation
-from moerl.orchestration.exchange import barrier, broadcast_bytes, gather_rows, sum_over
-from moerl.orchestration.models import write_model
 from moerl.orchestration.reporting import METRICS_FILE, Reporter
 from moerl.orchestration.run_state import STAGE_ORDER, RunState, find_state_problem
 from moerl.telemetry.progress import PARTS
 from moerl.telemetry.sinks import read_rows
 from moerl.telemetry.spans import Stopwatch, peak_rss_bytes
-from moerl.trainer.checkpoint import CheckpointName, CheckpointStore
-from moerl.trainer.model import ModelOptions, PolicyModel
-from moerl.trainer.optimizer import UpdateReport
-from moerl.trainer.saver import Saver
-from moerl.trainer.trainer import MegatronTrainer
-
-CHECKPOINTS = "checkpoints"
-"""Folder of the checkpoints in the run directory."""
+from moerl.trainer.checkpoint import CHECKPOINTS, CheckpointName, CheckpointStore
 
 
 class RunStoppedError(Exception):
@@ -55,27 +40,25 @@ class Run:
     """What the stages of a run share.
 
     Args:
-        reporter: where metrics and progress go; on ranks other than the main one it does nothing.
+        model: that is trained.
+        reporter: where metrics and progress go.
 
     Attributes:
-        engine: takes weights; None on ranks that do not host it, and before the RL stage.
-        quarantine: where what breaks the contract goes; used on the main rank only.
-        saver: writes checkpoints beside training; whoever opens the run leaves nothing in flight.
-        stop: whether this rank was told to stop; whoever opens the run puts the process's own here.
+        quarantine: where what breaks the contract goes.
+        stop: whether this process was told to stop; whoever opens the run puts the process's own here.
     """
 
     def __init__(
         self,
         config: RunConfig,
-        layout: RankCoordinates,
+        trainer: Trainer,
         task: Task,
         tokenizer: PreTrainedTokenizerBase,
         model: ModelDescription,
         reporter: Reporter,
     ) -> None:
-        self.config, self.layout, self.task, self.tokenizer, self.model = config, layout, task, tokenizer, model
+        self.config, self.trainer, self.task, self.tokenizer, self.model = config, trainer, task, tokenizer, model
         self.reporter = reporter
-        self.engine: PolicyEngine | None = None
         self.state = RunState()
         self.quarantine = Quarantine(config.run_dir / "quarantine", config.quarantine.max_rate, spec=model.spec)
         self.stopwatch = Stopwatch()
@@ -84,7 +67,6 @@ class Run:
         self._checkpoint: tuple[str, int, Path] | None = None
         self._saved: tuple[str, int] | None = None
         self._store = CheckpointStore(config.run_dir / CHECKPOINTS, config.checkpoint.keep, find_state_problem)
-        self.saver = Saver(self._store)
 
     @property
     def wall_seconds(self) -> float:
@@ -93,19 +75,8 @@ class Run:
 
     @property
     def peak_rss_bytes(self) -> int:
-        """Peak resident memory of this rank, the largest over the processes of the run."""
+        """Peak resident memory of this process, the largest over the processes that the run has had."""
         return max(self.state.peak_rss_bytes, peak_rss_bytes())
-
-    def model_options(self, moe_aux_loss_coef: float) -> ModelOptions:
-        """How the stages build the policy."""
-        return ModelOptions(
-            dtype=self.config.model.dtype,
-            recompute=self.config.trainer.recompute,
-            moe_aux_loss_coef=moe_aux_loss_coef,
-            expert_bias=self.config.trainer.expert_bias,
-            train_router=self.config.trainer.train_router,
-            deterministic=self.config.trainer.deterministic,
-        )
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
@@ -120,30 +91,25 @@ class Run:
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
     def go_back(self) -> None:
-        """Finds the newest valid checkpoint of an interrupted run and takes its state; a collective.
+        """Finds the newest valid checkpoint of an interrupted run and takes its state.
 
         Raises:
             CheckpointError: checkpoints exist and none of them is valid, or they are gone.
         """
-        found = None
-        if self.layout.is_main:
-            found = self._store.latest()
-            if found is None:
-                self._check_nothing_was_saved()
-            for problem in found.skipped if found else ():
-                self.reporter.say(f"WARNING: corrupt checkpoint left aside, falling back to the one before: {problem}")
-        facts = {} if found is None else {"path": str(found.path), **found.state}
-        facts = json.loads(broadcast_bytes(json.dumps(facts).encode()))
-        stage, step = (facts["stage"], int(facts["step"])) if facts else (STAGE_ORDER[0], 0)
-        due = bool(facts) and facts["run"].get("evaluation_due", False)
-        self.reporter.rewind(stage, step, evaluated=not due)
-        if not facts:
+        found = self._store.latest()
+        if found is None:
+            self._check_nothing_was_saved()
+            self.reporter.rewind(STAGE_ORDER[0], 0, evaluated=True)
             self.reporter.say("the run was stopped before its first checkpoint: starting from the beginning")
             return
-        self.state = RunState(**facts["run"])
+        for problem in found.skipped:
+            self.reporter.say(f"WARNING: corrupt checkpoint left aside, falling back to the one before: {problem}")
+        stage, step = found.state["stage"], int(found.state["step"])
+        self.state = RunState(**found.state["run"])
+        self.reporter.rewind(stage, step, evaluated=not self.state.evaluation_due)
         self.quarantine.restore(self.state.quarantine)
-        self._checkpoint, self._saved = (stage, step, Path(facts["path"])), (stage, step)
-        self.reporter.say(f"{stage}: going on from step {step} ({facts['path']})")
+        self._checkpoint, self._saved = (stage, step, found.path), (stage, step)
+        self.reporter.say(f"{stage}: going on from step {step} ({found.path})")
 
     def _check_nothing_was_saved(self) -> None:
         """Refuses to start over a run that has lost its checkpoints."""
@@ -185,56 +151,45 @@ class Run:
         found_stage, found_step, _ = self._checkpoint
         return (STAGE_ORDER.index(found_stage), found_step) >= (STAGE_ORDER.index(stage), step)
 
-    def restore(self, stage: str, trainer: MegatronTrainer) -> int:
-        """Loads the checkpoint that `go_back` found, if it is of this stage; the step to go on with, else 0."""
+    def restore(self, stage: str) -> int:
+        """Has the trainer load the checkpoint of this stage that `go_back` found; the step to go on from, else 0."""
         if self._checkpoint is None or self._checkpoint[0] != stage:
             return 0
         _, step, path = self._checkpoint
-        trainer.restore(path)
+        self.trainer.restore(path)
         return step
 
-    def checkpoint_if_due(self, stage: str, step: int, last: int, trainer: MegatronTrainer) -> None:
+    def checkpoint_if_due(self, stage: str, step: int, last: int) -> None:
         """Checks on the checkpoint in flight, begins one where it is due, and ends the run where it was told to stop.
 
         Raises:
             CheckpointError: one could not be written; the run stops rather than go on unsaved.
             RunStoppedError: as `stop_if_told`.
         """
-        self.saver.poll()
+        self.trainer.poll_save()
         every = self.config.checkpoint.every
         if step == last or (every and step % every == 0):
-            self.checkpoint(stage, step, trainer)
-        self.stop_if_told(stage, step, trainer)
+            self.checkpoint(stage, step)
+        self.stop_if_told(stage, step)
 
-    def checkpoint(self, stage: str, step: int, trainer: MegatronTrainer) -> None:
-        """Begins a checkpoint of all ranks: trainer state and run state as they are now."""
+    def checkpoint(self, stage: str, step: int) -> None:
+        """Begins a checkpoint: trainer state and run state as they are now."""
         with self.span("checkpoint"):
-            if self.layout.is_main:
-                self.reporter.sync()
+            self.reporter.sync()
             state = asdict(self.state) | {
                 "wall_seconds": self.wall_seconds,
                 "peak_rss_bytes": self.peak_rss_bytes,
                 "quarantine": self.quarantine.counters(),
             }
             name = str(CheckpointName(STAGE_ORDER.index(stage), stage, step))
-            self.saver.save(name, trainer.stage(), {"stage": stage, "step": step, "run": state})
+            self.trainer.save(name, {"stage": stage, "step": step, "run": state}, self._store.corrupt)
         self._saved = (stage, step)
         self._last_step = time.monotonic()
-
-    def write_model(self, folder: Path, *, like: Path, trainer: MegatronTrainer | PolicyModel) -> None:
-        """Writes the trainer's weights as a Hugging Face directory, after the checkpoint in flight. A collective."""
-        self.saver.wait()
-        if self.layout.is_main:
-            write_model(folder, like, trainer.export())
-        else:
-            for _ in trainer.export():
-                pass
-        barrier()
 
     # --- stopping ----------------------------------------------------------------------------------------------------
 
     def unless_stopped[T](self, work: Callable[[], T]) -> T | None:
-        """The result of `work` on the main rank, which a stop signal ends at once; None where one came before its end.
+        """The result of `work`, which a stop signal ends at once; None where one came before its end.
 
         Work that was left off is done again when the run goes on, so what it refused does not count.
         """
@@ -244,33 +199,29 @@ class Run:
             self.quarantine.restore(counters)
         return result
 
-    def told_to_stop(self) -> bool:
-        """True on every rank where one of them was told to stop; a collective."""
-        return bool(sum_over(torch.tensor([int(bool(self.stop.signal))])))
-
-    def stop_if_told(self, stage: str, step: int, trainer: MegatronTrainer) -> None:
-        """Ends the run after `step` steps of a stage where a rank was told to stop; a collective.
+    def stop_if_told(self, stage: str, step: int) -> None:
+        """Ends the run after `step` steps of a stage where it was told to stop.
 
         Raises:
-            RunStoppedError: on every rank, once a checkpoint of these steps is on disk.
+            RunStoppedError: once a checkpoint of these steps is on disk.
             CheckpointError: it could not be written.
         """
-        if not self.told_to_stop():
+        if not self.stop.signal:
             return
         if step and self._saved != (stage, step):
-            self.checkpoint(stage, step, trainer)
-        self.saver.wait()
+            self.checkpoint(stage, step)
+        self.trainer.poll_save(wait=True)
         self.reporter.say(f"stopped after step {step} of stage {stage}")
         raise RunStoppedError
 
     def leave_if_told(self) -> None:
-        """Ends the run where a rank was told to stop before there was anything new to save; a collective.
+        """Ends the run where it was told to stop before there was anything new to save.
 
         Raises:
-            RunStoppedError: on every rank.
+            RunStoppedError: nothing is in flight.
         """
-        if self.told_to_stop():
-            self.saver.wait()
+        if self.stop.signal:
+            self.trainer.poll_save(wait=True)
             self.reporter.say("stopped before the next step")
             raise RunStoppedError
 
@@ -290,7 +241,7 @@ class Run:
             "seconds/step": seconds,
             "tokens/trained": float(self.state.tokens_trained),
             "throughput/tokens_per_second": num_tokens / seconds,
-            "memory/peak_rss_bytes": float(self.peak_rss_bytes),
+            "memory/peak_rss_bytes": float(max(self.peak_rss_bytes, *self.trainer.peak_rss_bytes, 0)),
         }
         self.reporter.log(stage, step, metrics)
 
@@ -298,7 +249,7 @@ class Run:
         """Keeps the batch of a skipped update as ``skipped/<name>.parquet``, and stops after too many in a row.
 
         Raises:
-            MoerlError: on every rank, where more than `trainer.max_skipped_updates` in a row were skipped.
+            MoerlError: more than `trainer.max_skipped_updates` in a row were skipped.
         """
         if not update.skipped:
             return
@@ -328,18 +279,18 @@ class Run:
         self.reporter.evaluated(step, evaluations, self.stopwatch.lap())
         self._last_step = time.monotonic()
 
-    def dump_if_due(
-        self, step: int, trajectories: Sequence[Trajectory], texts: Sequence[str], prompts: Sequence[str]
-    ) -> None:
+    def is_dump_due(self, step: int) -> bool:
         every = self.config.dump.rollouts_every
-        if every and (step == 1 or step % every == 0):
-            path = self.config.run_dir / "rollouts" / f"step-{step:06d}.parquet"
-            with writing(path):
-                write_parquet(path, trajectories, texts=texts, prompts=prompts)
+        return bool(every) and (step == 1 or step % every == 0)
+
+    def dump(self, step: int, trajectories: Sequence[Trajectory], texts: Sequence[str], prompts: Sequence[str]) -> None:
+        """Keeps the rollouts of a step as ``rollouts/step-<step>.parquet``."""
+        path = self.config.run_dir / "rollouts" / f"step-{step:06d}.parquet"
+        with writing(path):
+            write_parquet(path, trajectories, texts=texts, prompts=prompts)
 
     def summary(self, *, steps: int) -> RunSummary:
-        """The numbers of the run as it stands; a collective."""
-        peaks = gather_rows(np.array([[self.peak_rss_bytes / 2**20]], np.float32))
+        """The numbers of the run as it stands."""
         measured = [e["num_problems"] for n, e in self.state.evaluations.items() if n != "dev"]
 
         def figure(evaluation: str, name: str) -> float | None:
@@ -351,7 +302,7 @@ class Run:
             steps=steps,
             tokens_trained=self.state.tokens_trained,
             wall_seconds=self.wall_seconds,
-            peak_rss_bytes=int(peaks.sum()) * 2**20,
+            peak_rss_bytes=self.peak_rss_bytes + sum(self.trainer.peak_rss_bytes),
             heldout_problems=min(measured, default=0),
             heldout_accuracy_cold_start=figure("cold_start", "accuracy"),
             heldout_accuracy_cold_start_worked=figure("cold_start_worked", "accuracy"),

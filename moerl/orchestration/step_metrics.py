@@ -1,6 +1,6 @@
 """Metrics of one RL step: from per-row tables of all ranks and the trajectories, to named numbers.
 
-Runs on every rank up to the gather, on the main rank after it. Names, units and meanings: docs/metrics.md.
+Runs in the controller. Names, units and meanings: docs/metrics.md.
 """
 
 from __future__ import annotations
@@ -13,17 +13,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moerl.algorithms.agreement import STATISTICS, summarize
 from moerl.algorithms.mismatch import mismatch_sums, ratio_quantiles, ratio_sample
-from moerl.contract.batch import Microbatch
-from moerl.contract.parallel import RankCoordinates
+from moerl.contract.trainer import PassReport, UpdateReport
 from moerl.contract.trajectory import FinishReason, ModelSpec, Trajectory
 from moerl.telemetry.metrics import named_reward_metric
-from moerl.trainer.natural import STATISTICS, summarize
-from moerl.trainer.optimizer import UpdateReport
-from moerl.trainer.trainer import RowScores, StepReport
 
 MAX_RATIO_SAMPLES = 1_000_000
-COLUMNS = ("trainer", "rollout", "full", "entropy", "clipped", "layers_differing")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,7 +43,7 @@ class RowTable:
 
 
 class StepTotals:
-    """What the updates of one step add up to on this rank."""
+    """What the updates of one step add up to, over all ranks."""
 
     def __init__(self, spec: ModelSpec) -> None:
         layers = spec.num_moe_layers
@@ -59,45 +55,15 @@ class StepTotals:
         self.natural_LS = torch.zeros(layers, len(STATISTICS), dtype=torch.float64)
         self.live_rows_L = torch.zeros(layers, dtype=torch.int64)
 
-    def add(self, report: StepReport, rows_RC: NDArray[np.float32]) -> None:
-        """One update. rows_RC: `local_rows` of its scores."""
+    def add(self, report: PassReport) -> None:
+        """One update."""
         assert report.update is not None
-        self.tables.append(rows_RC)
+        self.tables.append(report.rows_RC)
         self.updates.append(report.update)
         self.verified += report.rows_verified
-        self.load_LE += report.expert_load_LE
-        self.natural_LS += report.natural_LS
-        self.live_rows_L += report.live_rows_L
-
-
-def local_rows(
-    layout: RankCoordinates, batches: Sequence[Microbatch], scores: Sequence[RowScores]
-) -> NDArray[np.float32]:
-    """This rank's rows of the table, float32 [R, C], columns as `COLUMNS`: over all ranks, every trained token once.
-
-    Tensor-parallel ranks hold the same rows; the first of them speaks for all.
-    """
-    if not layout.is_last_stage or layout.tensor_rank > 0:
-        return np.zeros((0, len(COLUMNS)), np.float32)
-    parts = []
-    for batch, score in zip(batches, scores, strict=True):
-        zeros_T = torch.zeros(batch.num_rows)
-
-        def column(tensor: Tensor | None, otherwise: Tensor = zeros_T) -> NDArray[np.float32]:
-            return (otherwise if tensor is None else tensor).float().numpy()
-
-        columns_CT = np.stack(
-            [
-                column(score.logprobs_T),
-                batch.rollout_logprobs,
-                column(score.full_logprobs_T),
-                column(score.entropy_T),
-                column(score.clipped_T),
-                column(score.layers_differing_T),
-            ]
-        )
-        parts.append(columns_CT[:, batch.loss_mask].T)
-    return np.concatenate(parts).astype(np.float32)
+        self.load_LE += torch.from_numpy(report.load_LE)
+        self.natural_LS += torch.from_numpy(report.agreement_LS)
+        self.live_rows_L += torch.from_numpy(report.live_rows_L)
 
 
 def disagreement(table: RowTable, *, full: bool = False) -> dict[str, float]:
@@ -200,7 +166,7 @@ def natural_metrics(natural_LS: Tensor, live_rows_L: Tensor) -> dict[str, float]
     """The trainer's own choice of experts beside the recorded one, over all layers and ranks.
 
     Args:
-        natural_LS: sums over all ranks, as in `moerl.trainer.natural`. live_rows_L: rows left to the router.
+        natural_LS: sums over all ranks, as in `moerl.algorithms.agreement`. live_rows_L: rows left to the router.
     """
     over_layers = summarize(natural_LS.sum(0, keepdim=True))
     metrics = {f"routing/{name}": values[0] for name, values in over_layers.items()}

@@ -24,7 +24,7 @@ from moerl.contract.trajectory import Trajectory
 from moerl.diagnostics.second_opinion import compare_logprobs, compare_routing, print_opinions
 from moerl.errors import ConfigError
 from moerl.models.description import CONFIG_FILE, ModelDescription, read_model
-from moerl.orchestration.commands import quiet_libraries
+from moerl.ranks.libraries import quiet_libraries
 from moerl.rollout.replay import Replayed, TransformersReplay
 from moerl.trainer import groups, platform
 from moerl.trainer.losses import Scorer

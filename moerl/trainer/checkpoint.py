@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 from moerl.contract.files import atomic_file, hash_file, sync
 from moerl.errors import CheckpointError
 
+CHECKPOINTS = "checkpoints"
+"""Folder of the checkpoints in a run directory."""
 MANIFEST = "manifest.json"
 FORMAT = 2
 MAX_MANIFEST_BYTES = 1 << 26
@@ -177,6 +179,15 @@ class CheckpointStore:
                 remedy="restore a checkpoint directory from a copy, or start a new run with another run_dir",
             )
         return None
+
+    @property
+    def corrupt(self) -> list[str]:
+        """Checkpoints that `latest` found to be corrupt, or was told are."""
+        return sorted(self._corrupt)
+
+    def disregard(self, names: Iterable[str]) -> None:
+        """These are corrupt, as another store of the same folder found: they do not count as kept ones."""
+        self._corrupt |= set(names)
 
     def names(self) -> list[str]:
         """Of every checkpoint, valid or not, in the order of writing."""

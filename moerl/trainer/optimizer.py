@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,21 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from moerl.config.schema import OptimizerConfig
+from moerl.contract.trainer import UpdateReport
 from moerl.trainer import platform
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateReport:
-    """What one update did.
-
-    grad_norm: before clipping; 0 where the update was skipped. learning_rate: the one that was used. skipped: the
-    gradient was not finite, so weights, moments and schedule are as they were. skipped_in_a_row: up to this one.
-    """
-
-    grad_norm: float
-    learning_rate: float
-    skipped: bool = False
-    skipped_in_a_row: int = 0
 
 
 class Optimizer:

@@ -23,12 +23,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from moerl.algorithms.agreement import STATISTICS, choice_statistics, differs
 from moerl.contract.batch import Microbatch
 from moerl.contract.parallel import RankCoordinates
 from moerl.contract.trajectory import ModelSpec
 from moerl.errors import ReplayError, UnprovedError
 from moerl.trainer import evidence, groups, platform
-from moerl.trainer.natural import STATISTICS, choice_statistics, differs
 from moerl.trainer.replay_checks import find_unusable_routing
 from moerl.trainer.replay_rows import LocalRows, RecordedRouting, TracedRows, routing_slice
 from moerl.trainer.routers import NaturalTopK, RouterTap, tap_routers

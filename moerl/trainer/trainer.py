@@ -66,7 +66,7 @@ class StepReport:
     rows: per microbatch, on the last pipeline stage; empty elsewhere. update: None after a forward-only pass.
     rows_verified: routing rows proved on this rank (rows x layers x phases). expert_load_LE: int64, tokens per expert
     of this rank's rows and layers; the sum over all ranks counts every token once. natural_LS: float64, sums of
-    `moerl.trainer.natural.STATISTICS` over the same rows; live_rows_L: int64, rows left to the router.
+    `moerl.algorithms.agreement.STATISTICS` over the same rows; live_rows_L: int64, rows left to the router.
     """
 
     rows: list[RowScores]

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -15,7 +15,10 @@ import torch
 from ranks import Ranks
 
 from moerl.contract.batch import Microbatch
+from moerl.contract.trainer import Traced
 from moerl.errors import ReplayError, UnprovedError
+from moerl.orchestration.replay_report import explained
+from moerl.ranks.processes import first_error
 
 LENGTHS = (5, 30, 17, 41, 9, 24)
 UNCAPTURED = 0.25
@@ -189,7 +192,7 @@ def leave_a_row_to_the_router(batch: Microbatch) -> Microbatch:
 
 
 def explain(layout: Any, path: Path, tamper: Callable[[Microbatch], Microbatch], *, own: bool) -> dict[str, Any]:
-    from moerl.orchestration.replay_report import explained
+    from moerl.ranks.worker import as_words
     from moerl.trainer.losses import Scorer
 
     trainer = tiny_moe.build(layout, path)
@@ -204,17 +207,41 @@ def explain(layout: Any, path: Path, tamper: Callable[[Microbatch], Microbatch],
     if last:
         wrong[-1] = tamper(wrong[-1])
     before = tiny_moe.exported(trainer)
-    with (
-        pytest.raises(ReplayError) as caught,
-        explained(trainer, wrong, samples if layout.is_main else (), traces),
-    ):
+    with pytest.raises(UnprovedError) as caught:
         trainer.step(wrong, tiny_moe.policy_loss(trainer, wrong, denominator), enforce=True)
     assert tiny_moe.largest_difference(tiny_moe.exported(trainer), before) == 0.0
+    number = len(batches) - 1
     return {
-        "message": str(caught.value),
+        "error": caught.value,
+        "traced": as_words(trainer.trace(wrong, number), layout.rank),
+        "recorded": as_words(traces[number], layout.rank) if own else None,
         "wrong": where_it_differs(trainer, batches[-1], wrong[-1]),
-        "last": len(batches) - 1,
+        "last": number,
     }
+
+
+class FakeTrainer:
+    """Says what real ranks traced."""
+
+    def __init__(self, ranks: list[dict[str, Any]]) -> None:
+        recorded = [rank["recorded"] for rank in ranks if rank["recorded"] is not None]
+        self._traced = Traced(
+            np.concatenate([rank["traced"] for rank in ranks]), np.concatenate(recorded) if recorded else None
+        )
+        self.microbatch = -1
+
+    def trace(self, microbatch: int) -> Traced:
+        self.microbatch = microbatch
+        return self._traced
+
+
+def explanation(ranks: list[dict[str, Any]]) -> str:
+    """What a controller says of the errors of all ranks."""
+    trainer, error = FakeTrainer(ranks), first_error([rank["error"] for rank in ranks])
+    with pytest.raises(ReplayError) as caught, explained(cast(Any, trainer), tiny_moe.make_samples(34, LENGTHS)):
+        raise error
+    assert trainer.microbatch == ranks[-1]["last"]
+    return str(caught.value)
 
 
 def where_it_differs(trainer: Any, right: Microbatch, wrong: Microbatch) -> list[tuple[int, int, int]]:
@@ -245,11 +272,11 @@ def test_a_failed_proof_names_the_first_row_that_differs(
     ranks = run.run(_explain_own if own else _explain_rollout, untied, tamper, **(sizes or {}))
     sample, position, layer = min(ranks[-1]["wrong"])
     rank, microbatch = len(ranks) - 1, ranks[-1]["last"]
-    for result in ranks:
-        assert f"microbatch {microbatch}, first differing row:" in result["message"]
-        assert f"rollout rollout-34-{sample}, token {position}, MoE layer {layer} of" in result["message"]
-        assert f", rank {rank}," in result["message"]
-    assert f", rank {rank}, microbatch {microbatch}, forward: checksum" in ranks[-1]["message"]
+    message = explanation(ranks)
+    assert f"microbatch {microbatch}, first differing row:" in message
+    assert f"rollout rollout-34-{sample}, token {position}, MoE layer {layer} of" in message
+    assert f", rank {rank}," in message
+    assert f", rank {rank}, microbatch {microbatch}, forward: checksum" in str(ranks[-1]["error"])
 
 
 def _explain_rollout(layout: Any, path: Path, tamper: Callable[[Microbatch], Microbatch]) -> dict[str, Any]:
@@ -270,10 +297,10 @@ def test_a_captured_row_that_is_left_to_the_router_is_reported_as_that(
 ) -> None:
     run = one_process if sizes is None else two_processes
     ranks = run.run(_explain_own if own else _explain_rollout, untied, leave_a_row_to_the_router, **(sizes or {}))
-    for result in ranks:
-        assert f"microbatch {ranks[-1]['last']}, first differing row: rollout rollout-34-" in result["message"]
-        assert "captured, but marked afterwards as left to the router" in result["message"]
-    assert "with 1 row left to the router" in ranks[-1]["message"]
+    message = explanation(ranks)
+    assert f"microbatch {ranks[-1]['last']}, first differing row: rollout rollout-34-" in message
+    assert "captured, but marked afterwards as left to the router" in message
+    assert "with 1 row left to the router" in str(ranks[-1]["error"])
 
 
 def spoil_on_one_rank(layout: Any, path: Path, expert: int) -> str:
@@ -305,14 +332,11 @@ def test_experts_that_no_row_can_have_are_refused_on_every_rank(
 
 
 def drop_on_one_rank(layout: Any, path: Path) -> str:
-    from moerl.orchestration.replay_report import explained
-
     trainer = tiny_moe.build(layout, path)
-    samples = tiny_moe.make_samples(35, LENGTHS)
-    batches, denominator = tiny_moe.shares(trainer, samples)
+    batches, denominator = tiny_moe.shares(trainer, tiny_moe.make_samples(35, LENGTHS))
     if layout.rank == 1:
         batches = [replace(batches[0], expert_ids=None), *batches[1:]]
-    with pytest.raises(ReplayError) as caught, explained(trainer, batches, samples if layout.is_main else ()):
+    with pytest.raises(ReplayError) as caught:
         trainer.step(batches, tiny_moe.policy_loss(trainer, batches, denominator), enforce=True)
     return str(caught.value)
 

@@ -138,7 +138,7 @@ def test_an_engine_that_does_not_come_back_from_a_bucket_ends_the_run_with_its_n
     receive = "moerl.rollout.embedded:EmbeddedEngine.receive"
     stopped = train(forked, run, "weights.step_seconds=3", fault=("hang", {"place": receive, "call": 2}))
     assert stopped.status == 1, stopped.output
-    assert "error: weight update: engine 'embedded-0' of rank 0 has not come back from bucket 1" in stopped.output
+    assert "error: weight update: the engine of rank 0 has not come back from bucket 1" in stopped.output
     assert "expected: every step within weights.step_seconds = 3" in stopped.output
     assert rl_steps(run) == []
 
@@ -159,8 +159,8 @@ def test_whatever_ends_a_run_the_last_line_says_how_it_goes_on(
 @pytest.mark.parametrize(
     ("place", "call", "file"),
     [
-        ("moerl.orchestration.run:Run.dump_if_due", 2, "rollouts/step-000002.parquet"),
-        ("moerl.orchestration.reporting:MainReporter.log", 6, "metrics.jsonl"),
+        ("moerl.orchestration.run:Run.dump", 2, "rollouts/step-000002.parquet"),
+        ("moerl.orchestration.reporting:RunReporter.log", 6, "metrics.jsonl"),
         ("moerl.orchestration.reporting:draw_curves", 1, ""),
     ],
     ids=["a dump", "metrics", "curves"],

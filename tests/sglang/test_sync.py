@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import families
+import msgspec
 import pytest
 import sglang_live
 import tiny_moe
@@ -150,7 +151,11 @@ def train_and_sync_from_two_roots(
     and the bytes that this rank sent of the last version."""
     from moerl.contract.shares import cut_share
     from moerl.kernels.checksum import checksums
-    from moerl.orchestration.engines import several_roots
+    from moerl.ranks.weights import EngineAndSender
+    from moerl.rollout.sglang.senders import Introduction
+    from moerl.rollout.sglang.shard_sender import ShardSender
+    from moerl.trainer import platform
+    from moerl.trainer.collectives import share_bytes
     from moerl.trainer.losses import TextLoss
     from moerl.trainer.model import ModelOptions
     from moerl.trainer.trainer import MegatronTrainer
@@ -166,7 +171,10 @@ def train_and_sync_from_two_roots(
         engine = sglang_live.connect(
             *endpoints, model=model, version=-1, shapes=shapes, dtype=case.dtype, say=said.append
         )
-    sink = several_roots(engine, layout.rank, plan.options.roots, read_model(case.folder), 120.0)
+    introduction = b"" if engine is None else msgspec.json.encode(engine.share(plan.options.roots, 90.0))
+    told = msgspec.json.decode(share_bytes(introduction), type=Introduction)
+    sender = ShardSender(layout.rank, told, shapes, platform.device(), 90.0)
+    sink = sender if engine is None else EngineAndSender(engine, sender)
     publisher = weight_sync.publisher_of(plan, layout.rank, sink)
     num_bytes = 0
     for version in range(2):

@@ -32,7 +32,7 @@ def handed_over(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, RunConfig, b
     fake = types.ModuleType("moerl.orchestration.commands")
 
     def make(name: str):
-        def run(config: RunConfig, resume: bool | None = None, stop: object = None) -> int:
+        def run(config: RunConfig, resume: bool | None = None, stop: object = None, lock: int | None = None) -> int:
             calls.append((name, config, resume))
             return 0
 
@@ -280,34 +280,6 @@ def test_a_run_that_fails_has_status_1(
     assert capsys.readouterr().err == "error: the engine stopped; remedy: start again\n"
 
 
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], dict[str, object]]]:
-    """Stands in for the launcher."""
-    calls: list[tuple[list[str], dict[str, object]]] = []
-
-    def launch(command: list[str], **settings: object) -> int:
-        calls.append((command, settings))
-        return 5
-
-    monkeypatch.setattr(cli, "launch_local", launch)
-    return calls
-
-
-def test_parallel_sizes_start_ranks_that_share_one_run_dir(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launched, handed_over: list[object]
-):
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(["train", "recipe=tiny", "parallel=ep2", "num_threads=4"]) == 5
-    [(command, settings)] = launched
-    run_dir = settings["run_dir"]
-    assert command[:4] == [sys.executable, "-P", "-m", "moerl"]
-    assert command[4:] == ["train", "recipe=tiny", "parallel=ep2", "num_threads=4", f"run_dir='{run_dir}'"]
-    assert (settings["world_size"], settings["num_threads"]) == (2, 4)
-    assert Path(str(run_dir)).is_absolute()
-    assert load_config(command[5:], command="train").run_dir == run_dir
-    assert handed_over == []
-
-
 @pytest.mark.parametrize(
     ("name", "can_go_on"), [("1-rl-000004", True), ("best", False), (".1-rl-000004.partial", False)]
 )
@@ -318,45 +290,14 @@ def test_only_a_checkpoint_of_our_own_is_gone_on_from(name: str, can_go_on: bool
     assert cli._can_go_on(config) == can_go_on
 
 
-def test_overrides_are_enough_for_any_layout(tmp_path: Path, launched, handed_over: list[object]):
-    layout = ["parallel.tensor=2", "parallel.expert=2", "parallel.pipeline=2", "parallel.virtual_pipeline=2"]
-    assert cli.main(["train", "recipe=tiny", *layout, f"run_dir='{tmp_path}'"]) == 5
-    assert launched[0][1]["world_size"] == 4
-    assert launched[0][0][4:10] == ["train", "recipe=tiny", *layout]
-
-
 def test_a_plan_starts_nothing_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launched, handed_over: list[object]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, handed_over: list[object]
 ):
     monkeypatch.chdir(tmp_path)
     assert cli.main(["plan", "memory", "recipe=tiny", "parallel.tensor=2"]) == 0
     assert cli.main(["plan", "memory", "recipe=tiny", "parallel.tensor=2", "--gpu-memory-gib", "0.001"]) == 1
     assert cli.main(["plan", "weights", "recipe=tiny", "parallel.tensor=2", "--engine-gb-per-second", "5"]) == 0
-    assert (launched, handed_over, list(tmp_path.iterdir())) == ([], [], [])
-
-
-def test_ranks_import_nothing_from_the_current_directory(tmp_path: Path, launched):
-    for module in ("argparse", "importlib", "json", "moerl", "numpy", "pathlib", "torch", "yaml"):
-        (tmp_path / f"{module}.py").write_text(f"raise SystemExit('{module} of the current directory')")
-    assert cli.main(["train", "recipe=tiny", "parallel=ep2", f"run_dir='{tmp_path / 'run'}'"]) == 5
-    shown = subprocess.run(
-        [*launched[0][0], "--show-config"], cwd=tmp_path, capture_output=True, text=True, timeout=120
-    )
-    assert shown.returncode == 0, shown.stderr
-    assert "recipe: tiny" in shown.stdout
-
-
-def test_a_run_dir_with_special_characters_reaches_the_ranks(tmp_path: Path, launched):
-    run_dir = tmp_path / "it's (a) run=1"
-    quoted = str(run_dir).replace("'", "\\'")
-    assert cli.main(["train", "recipe=tiny", "parallel=tp2", f"run_dir='{quoted}'"]) == 5
-    assert load_config(launched[0][0][5:], command="train").run_dir == run_dir
-
-
-def rank_environment(monkeypatch: pytest.MonkeyPatch, folder: Path, world_size: int) -> None:
-    variables = {"MOERL_RENDEZVOUS": f"file://{folder}/rendezvous", "RANK": "1", "LOCAL_RANK": "1"}
-    for name, value in (variables | {"WORLD_SIZE": str(world_size)}).items():
-        monkeypatch.setenv(name, value)
+    assert (handed_over, list(tmp_path.iterdir())) == ([], [])
 
 
 def test_a_thread_that_ends_by_exit_is_no_error(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
@@ -372,25 +313,21 @@ def test_a_thread_that_ends_by_exit_is_no_error(capsys: pytest.CaptureFixture[st
     assert "ZeroDivisionError" in error
 
 
-def test_a_rank_hands_over_and_starts_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launched, handed_over: list[object]
+def test_several_ranks_have_one_controller_in_this_process(
+    tmp_path: Path, handed_over: list[tuple[str, RunConfig, bool]]
 ):
-    rank_environment(monkeypatch, tmp_path, world_size=2)
-    (tmp_path / "config.yaml").write_text("seed: 1\n")  # written by rank 0 a moment before
-    assert cli.main(["train", "recipe=tiny", "parallel=ep2", f"run_dir='{tmp_path}'"]) == 0
-    assert len(handed_over) == 1
-    assert launched == []
+    layout = ["parallel.tensor=2", "parallel.expert=2", "parallel.pipeline=2", "parallel.virtual_pipeline=2"]
+    assert cli.main(["train", "recipe=tiny", *layout, f"run_dir='{tmp_path}'"]) == 0
+    [(_, config, _)] = handed_over
+    assert config.parallel.world_size == 4
 
 
-def test_a_rank_of_another_world_is_refused(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    handed_over: list[object],
+def test_another_launcher_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], handed_over: list[object]
 ):
-    rank_environment(monkeypatch, tmp_path, world_size=3)
+    monkeypatch.setenv("WORLD_SIZE", "4")
     assert cli.main(["train", "recipe=tiny", "parallel=ep2", f"run_dir='{tmp_path}'"]) == 2
-    assert "WORLD_SIZE: does not fit the parallel sizes" in capsys.readouterr().err
+    assert "WORLD_SIZE: another launcher started this process; seen: 4" in capsys.readouterr().err
     assert handed_over == []
 
 

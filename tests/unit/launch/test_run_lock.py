@@ -20,7 +20,6 @@ from moerl import cli
 from moerl.config.load import dump_config, load_config
 from moerl.errors import ConfigError
 from moerl.launch import run_lock as run_lock_module
-from moerl.launch.local import launch_local
 from moerl.launch.run_lock import LOCK_FILE, run_lock
 
 ROOT = Path(__file__).parents[3]
@@ -123,21 +122,19 @@ def test_the_lock_can_be_taken_again_and_again(tmp_path: Path) -> None:
             pass
 
 
-def test_ranks_hold_the_lock_of_a_launcher_that_is_gone(tmp_path: Path) -> None:
-    launcher = f"""
-import sys
+def test_a_process_that_inherits_the_lock_holds_it_when_its_parent_is_gone(tmp_path: Path) -> None:
+    parent = f"""
+import subprocess, sys
 from pathlib import Path
-from moerl.launch.local import launch_local
 from moerl.launch.run_lock import run_lock
-run_dir = Path({str(tmp_path / "run")!r})
-rank = "import os, time, pathlib; pathlib.Path({str(tmp_path)!r}, os.environ['RANK']).touch(); time.sleep(600)"
-with run_lock(run_dir) as lock:
-    launch_local([sys.executable, "-c", rank], run_dir=run_dir, world_size=1, num_threads=1, lock=lock)
+child = "import time, pathlib; pathlib.Path({str(tmp_path / "ready")!r}).touch(); time.sleep(600)"
+with run_lock(Path({str(tmp_path / "run")!r})) as lock:
+    subprocess.run([sys.executable, "-c", child], pass_fds=[lock])
 """
     process = subprocess.Popen(
-        [sys.executable, "-c", launcher], env={**os.environ, "PYTHONPATH": str(ROOT)}, start_new_session=True
+        [sys.executable, "-c", parent], env={**os.environ, "PYTHONPATH": str(ROOT)}, start_new_session=True
     )
-    eventually((tmp_path / "0").exists)
+    eventually((tmp_path / "ready").exists)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     process.kill()
     process.wait(30)
@@ -197,7 +194,3 @@ def test_a_full_disk_is_not_taken_for_one_without_locks(tmp_path: Path, monkeypa
     monkeypatch.undo()
     with run_lock(tmp_path):
         pass
-
-
-def test_a_launcher_without_a_lock_hands_none_on(tmp_path: Path) -> None:
-    assert launch_local([sys.executable, "-c", ""], run_dir=tmp_path, world_size=1, num_threads=1) == 0

@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from moerl.contract.sealed import find_damage
 from moerl.errors import ConfigError
-from moerl.orchestration.models import checkpoint_shapes, read_tokenizer, write_model
+from moerl.orchestration.models import read_tokenizer
+from moerl.trainer.hf_directory import checkpoint_shapes, write_model
 
 
 def test_a_written_model_of_a_quantised_checkpoint_is_whole_and_no_longer_quantised(tmp_path: Path) -> None:

@@ -154,15 +154,6 @@ def test_a_command_says_so_before_it_loads_torch_or_leaves_anything(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_reward_function_is_tried_once_whatever_the_number_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "my_rewards.py").write_text("def raises(*_):\n    print(file=open('calls', 'a'))\n    return 1.0\n")
-    (tmp_path / "my.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    monkeypatch.setattr(cli, "launch_local", lambda *_, **__: 77)
-    assert cli.main(["train", *JSONL, "run_dir=run", "parallel.expert=2"]) == 77
-    assert (tmp_path / "calls").read_text() == "\n"
-
-
 def test_missing_demonstrations_are_named_first(refusal: Callable[..., str]):
     assert "8 of 8 rows have no demonstration" in refusal(
         "nan", [{"prompt": f"say {i}", "response_": ""} for i in range(60)]

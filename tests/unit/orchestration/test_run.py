@@ -15,10 +15,10 @@ from factories import make_trajectory, same_trajectory
 from moerl.config.load import CONFIG_FILE, dump_config, load_config
 from moerl.contract.batch import TrainSample
 from moerl.contract.disk import read_parquet
+from moerl.contract.trainer import UpdateReport
 from moerl.errors import MoerlError
 from moerl.orchestration.run import Run
 from moerl.orchestration.run_state import RunState, find_state_problem
-from moerl.trainer.optimizer import UpdateReport
 
 
 class FakeRun:
@@ -63,13 +63,13 @@ def test_the_batch_of_a_skipped_update_is_kept_whole(tmp_path: Path) -> None:
     assert "rl-000007-1.parquet" in run.said[0]
 
 
-def test_a_rank_without_samples_writes_nothing(tmp_path: Path) -> None:
+def test_a_skipped_update_without_samples_writes_nothing(tmp_path: Path) -> None:
     FakeRun(tmp_path).check(skipped(1), "sft-000007", [])
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("has_samples", [True, False], ids=["main rank", "another rank"])
-def test_one_more_than_the_allowed_skipped_updates_in_a_row_stops_every_rank(has_samples: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_samples", [True, False], ids=["reinforcement learning", "supervised"])
+def test_one_more_than_the_allowed_skipped_updates_in_a_row_stops_the_run(has_samples: bool, tmp_path: Path) -> None:
     run, batch = FakeRun(tmp_path), samples() if has_samples else []
     for count in (1, 2):
         run.check(skipped(count), f"rl-00000{count}-0", batch)

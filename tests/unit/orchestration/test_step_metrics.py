@@ -14,20 +14,19 @@ from factories import FULL, make_trajectory
 from moerl.contract.batch import TrainSample
 from moerl.contract.parallel import ParallelDims, RankCoordinates
 from moerl.contract.shares import cut_share
+from moerl.contract.trainer import ROW_COLUMNS, UpdateReport
 from moerl.contract.trajectory import FinishReason, Trajectory
 from moerl.orchestration.rl import _split_groups
 from moerl.orchestration.step_metrics import (
-    COLUMNS,
     RowTable,
     disagreement,
     load_metrics,
-    local_rows,
     policy_metrics,
     rollout_metrics,
     update_metrics,
 )
+from moerl.ranks.worker import local_rows
 from moerl.telemetry.metrics import check_metrics
-from moerl.trainer.optimizer import UpdateReport
 from moerl.trainer.trainer import RowScores
 
 
@@ -71,7 +70,7 @@ def test_every_trained_token_is_in_the_tables_of_all_ranks_once() -> None:
     table = RowTable.of(np.concatenate(tables))
     np.testing.assert_array_equal(np.sort(table.rollout), np.sort(whole.rollout_logprobs[whole.loss_mask]))
     np.testing.assert_array_equal(table.trainer, table.rollout - np.float32(1.0))
-    assert tables[0].shape == (0, len(COLUMNS))
+    assert tables[0].shape == (0, len(ROW_COLUMNS))
 
 
 def test_skipped_updates_are_counted_and_have_no_part_in_the_gradient_norm() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from moerl.trainer.natural import STATISTICS, choice_statistics, differs, summarize
+from moerl.algorithms.agreement import STATISTICS, choice_statistics, differs, summarize
 
 
 def brute_force(scores_tE: np.ndarray, recorded_tK: np.ndarray, counted_t: np.ndarray) -> dict[str, float]:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from moerl.contract.ports import CheckedSink
 from moerl.kernels.checksum import checksums
-from moerl.orchestration import weight_sync
-from moerl.orchestration.weight_sync import ThroughDisk
+from moerl.ranks import weights
+from moerl.ranks.weights import ThroughDisk
 from moerl.weights.disk import DiskSink
 
 TENSORS = {"of the first root": torch.ones(3), "of another root": torch.arange(4.0)}
@@ -48,7 +48,7 @@ class Disk(Engine):
 
 
 def test_an_engine_is_compared_with_what_all_roots_wrote_in_its_own_precision(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(weight_sync, "read_version", lambda folder, version: iter(TENSORS.items()))
+    monkeypatch.setattr(weights, "read_version", lambda folder, version: iter(TENSORS.items()))
     engine = Engine()
     sink = ThroughDisk(Path("weights"), cast(DiskSink, Disk()), cast(CheckedSink, engine))
     assert isinstance(sink, CheckedSink)

@@ -1,0 +1,158 @@
+"""The trainer as the controller sees it: a port, and what its ranks report. Torch-free; any process.
+
+Shape legend: R = trained tokens over all ranks, C = columns, L = MoE layers, E = experts, S = statistics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moerl.contract.parallel import RankCoordinates
+from moerl.contract.ports import PolicyEngine
+from moerl.contract.trajectory import ModelSpec
+
+ROW_COLUMNS = ("trainer", "rollout", "full", "entropy", "clipped", "layers_differing")
+"""Columns of `PassReport.rows_RC`."""
+
+WORDS = ("key", "position", "layer", "checksum", "rank", "routed")
+"""Columns of a table of traced rows, int64: rollout key, token position, MoE layer, checksum of the row there, rank it
+was on, 0 where the row was left to the router."""
+
+Stage = Literal["sft", "rl"]
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateReport:
+    """What one update did.
+
+    grad_norm: before clipping; 0 where the update was skipped. learning_rate: the one that was used. skipped: the
+    gradient was not finite, so weights, moments and schedule are as they were. skipped_in_a_row: up to this one.
+    """
+
+    grad_norm: float
+    learning_rate: float
+    skipped: bool = False
+    skipped_in_a_row: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PassReport:
+    """One pass over a minibatch, of one rank or of all of them.
+
+    rows_RC: float32 [R, C], columns `ROW_COLUMNS`; every trained token once. loss_sum: of the losses of these tokens.
+    rows_verified: routing rows proved (rows x layers x phases). load_LE: int64, tokens per expert. agreement_LS:
+    float64, sums of `moerl.algorithms.agreement.STATISTICS`. live_rows_L: int64, rows left to the router. update: None
+    after a forward-only pass.
+    """
+
+    rows_RC: NDArray[np.float32]
+    loss_sum: float
+    rows_verified: int
+    load_LE: NDArray[np.int64]
+    agreement_LS: NDArray[np.float64]
+    live_rows_L: NDArray[np.int64]
+    update: UpdateReport | None = None
+
+
+def sum_reports(reports: Sequence[PassReport]) -> PassReport:
+    """The report of all ranks from those of each, in rank order; every rank reports the same update."""
+    return PassReport(
+        np.concatenate([report.rows_RC for report in reports]),
+        sum(report.loss_sum for report in reports),
+        sum(report.rows_verified for report in reports),
+        sum((report.load_LE for report in reports[1:]), reports[0].load_LE),
+        sum((report.agreement_LS for report in reports[1:]), reports[0].agreement_LS),
+        sum((report.live_rows_L for report in reports[1:]), reports[0].live_rows_L),
+        reports[0].update,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """What reached the dispatchers for one microbatch, over all ranks: int64 [R, 6], columns `WORDS`.
+
+    recorded: the same of the pass whose own routing is kept; None where the trajectories' routing is.
+    """
+
+    dispatched: NDArray[np.int64]
+    recorded: NDArray[np.int64] | None
+
+
+class Trainer(Protocol):
+    """A policy and its optimizer on any number of ranks, wherever they run.
+
+    Minibatches are handed over with `load` and named by their number from then on. What a rank raises is raised here,
+    and names the rank where there are several.
+    """
+
+    @property
+    def coordinates(self) -> Sequence[RankCoordinates]:
+        """What part of a batch each rank computes on, in rank order; known after `build`."""
+        ...
+
+    @property
+    def peak_rss_bytes(self) -> Sequence[int]:
+        """Peak resident memory of each process of the trainer other than this one."""
+        ...
+
+    def build(self, stage: Stage, model: Path, spec: ModelSpec, engine: PolicyEngine | None = None) -> None:
+        """Builds the policy of a stage from a Hugging Face directory, in place of the one before.
+
+        engine: takes the weights that `publish` brings.
+        """
+        ...
+
+    def load(self, minibatches: Sequence[Sequence[bytes]]) -> None:
+        """Hands over a batch: per minibatch one frame for each rank (`moerl.contract.batch_wire`)."""
+        ...
+
+    def score(self, minibatch: int, *, enforce: bool, prove: bool, full: bool = False) -> PassReport:
+        """A forward-only pass. full: score over the whole vocabulary, too."""
+        ...
+
+    def prepare(self, minibatch: int, *, prove: bool) -> None:
+        """Before the updates of a batch: keeps its log-probs as the proximal ones, or records the trainer's own
+        routing where that is what is kept."""
+        ...
+
+    def step(self, minibatch: int, *, prove: bool) -> PassReport:
+        """Forward, backward, proof, update.
+
+        Raises:
+            UnprovedError: routing was not enforced as recorded on some rank. No update was applied.
+        """
+        ...
+
+    def trace(self, microbatch: int) -> Traced:
+        """After `UnprovedError`: a slow pass that says what reached the dispatchers, row by row."""
+        ...
+
+    def publish(self, version: int, *, verify: bool) -> dict[str, float]:
+        """Brings the weights to the engine; returns metrics."""
+        ...
+
+    def save(self, name: str, state: dict[str, Any], corrupt: Sequence[str] = ()) -> None:
+        """Begins a checkpoint; it is written beside training. corrupt: older ones that do not count as kept."""
+        ...
+
+    def poll_save(self, *, wait: bool = False) -> None:
+        """Raises `CheckpointError` where the checkpoint in flight failed; with `wait` nothing is in flight after it."""
+        ...
+
+    def restore(self, checkpoint: Path) -> None:
+        """Takes weights, optimizer and random state of a checkpoint."""
+        ...
+
+    def export(self, folder: Path, like: Path) -> None:
+        """Writes the weights as a Hugging Face directory, with config and tokenizer of `like`."""
+        ...
+
+    def rewrite(self, model: Path, checkpoint: Path, folder: Path) -> None:
+        """Writes the weights of a checkpoint of the SFT stage as a Hugging Face directory."""
+        ...

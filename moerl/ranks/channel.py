@@ -1,0 +1,87 @@
+"""Messages between the controller and a rank over a stream socket: two lengths, a message, and a frame or nothing.
+
+The controller serves many ranks at once and never blocks: `Outbox` and `Inbox`. A rank waits: `send` and `receive`.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+
+_LENGTHS = struct.Struct("<QQ")
+_READ_BYTES = 1 << 20
+
+
+class Outbox:
+    """What is still to be sent to one rank."""
+
+    def __init__(self) -> None:
+        self._parts: list[memoryview] = []
+
+    def put(self, message: bytes, frame: bytes = b"") -> None:
+        parts = (_LENGTHS.pack(len(message), len(frame)), message, frame)
+        self._parts += [memoryview(part) for part in parts if part]
+
+    def __bool__(self) -> bool:
+        return bool(self._parts)
+
+    def flush(self, connection: socket.socket) -> None:
+        """Sends what the socket takes at once."""
+        while self._parts:
+            try:
+                sent = connection.send(self._parts[0])
+            except BlockingIOError:
+                return
+            self._parts[0] = self._parts[0][sent:]
+            if not self._parts[0]:
+                del self._parts[0]
+
+
+class Inbox:
+    """What has come from one rank. Raises `EOFError` where it has closed its end."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+
+    def read(self, connection: socket.socket) -> list[bytes]:
+        """Takes what is there; the messages that are whole now."""
+        try:
+            data = connection.recv(_READ_BYTES)
+        except BlockingIOError:
+            return []
+        except ConnectionError as error:
+            raise EOFError from error
+        if not data:
+            raise EOFError
+        self._data += data
+        messages = []
+        while len(self._data) >= _LENGTHS.size:
+            length, frame_length = _LENGTHS.unpack_from(self._data)
+            end = _LENGTHS.size + length + frame_length
+            if len(self._data) < end:
+                break
+            messages.append(bytes(self._data[_LENGTHS.size : _LENGTHS.size + length]))
+            del self._data[:end]
+        return messages
+
+
+def send(connection: socket.socket, message: bytes) -> None:
+    """Sends one message; returns when the system has taken it."""
+    connection.sendall(_LENGTHS.pack(len(message), 0) + message)
+
+
+def receive(connection: socket.socket) -> tuple[bytes, bytes]:
+    """The next message and its frame. Raises `EOFError` where the other side has closed its end."""
+    length, frame_length = _LENGTHS.unpack(_read(connection, _LENGTHS.size))
+    return _read(connection, length), _read(connection, frame_length)
+
+
+def _read(connection: socket.socket, length: int) -> bytes:
+    data = bytearray(length)
+    view = memoryview(data)
+    while view:
+        count = connection.recv_into(view)
+        if count == 0:
+            raise EOFError
+        view = view[count:]
+    return bytes(data)

@@ -1,0 +1,123 @@
+"""The trainer of a run: commands to all ranks, and one report made of their replies. Runs in the controller."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from moerl.contract.commands import (
+    AnyCommand,
+    Build,
+    Export,
+    Load,
+    PollSave,
+    Prepare,
+    Publish,
+    Reply,
+    Restore,
+    Rewrite,
+    Save,
+    Score,
+    Step,
+    Trace,
+)
+from moerl.contract.parallel import RankCoordinates
+from moerl.contract.ports import PolicyEngine
+from moerl.contract.trainer import PassReport, Stage, Traced, sum_reports
+from moerl.contract.trajectory import ModelSpec
+
+
+class Ranks(Protocol):
+    """Where the ranks of a trainer run: a placement. One that is new implements this."""
+
+    @property
+    def peak_rss_bytes(self) -> Sequence[int]:
+        """As `Trainer.peak_rss_bytes`."""
+        ...
+
+    def connect(self, engine: PolicyEngine | None) -> str:
+        """Has the ranks' weights reach an engine from the next `Build` on; the links that this command takes."""
+        ...
+
+    def ask(self, command: AnyCommand, frames: Sequence[bytes] = ()) -> list[Reply]:
+        """Has every rank run a command; the replies in rank order.
+
+        Args:
+            frames: with `Load`, one for each rank.
+
+        Raises:
+            MoerlError: what a rank raised, or it is gone or silent. Ranks that cannot go on are ended.
+        """
+        ...
+
+    def close(self) -> None:
+        """Ends the ranks; after an error at once."""
+        ...
+
+
+class TrainerGroup:
+    """`moerl.contract.trainer.Trainer` over any placement of its ranks."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._coordinates: tuple[RankCoordinates, ...] = ()
+
+    @property
+    def coordinates(self) -> Sequence[RankCoordinates]:
+        return self._coordinates
+
+    @property
+    def peak_rss_bytes(self) -> Sequence[int]:
+        return self._ranks.peak_rss_bytes
+
+    def build(self, stage: Stage, model: Path, spec: ModelSpec, engine: PolicyEngine | None = None) -> None:
+        links = self._ranks.connect(engine)
+        replies = self._ranks.ask(Build(stage, str(model), spec, links))
+        self._coordinates = tuple(reply.coordinates for reply in replies if reply.coordinates is not None)
+
+    def load(self, minibatches: Sequence[Sequence[bytes]]) -> None:
+        for number, frames in enumerate(minibatches):
+            self._ranks.ask(Load(number), frames)
+
+    def score(self, minibatch: int, *, enforce: bool, prove: bool, full: bool = False) -> PassReport:
+        return self._report(Score(minibatch, enforce, prove, full))
+
+    def prepare(self, minibatch: int, *, prove: bool) -> None:
+        self._ranks.ask(Prepare(minibatch, prove))
+
+    def step(self, minibatch: int, *, prove: bool) -> PassReport:
+        return self._report(Step(minibatch, prove))
+
+    def trace(self, microbatch: int) -> Traced:
+        tables = [[table.array() for table in reply.tables] for reply in self._ranks.ask(Trace(microbatch))]
+        recorded = [each[1] for each in tables if len(each) > 1]
+        return Traced(np.concatenate([each[0] for each in tables]), np.concatenate(recorded) if recorded else None)
+
+    def publish(self, version: int, *, verify: bool) -> dict[str, float]:
+        # As rank 0, a sender, saw it.
+        return self._ranks.ask(Publish(version, verify))[0].metrics
+
+    def save(self, name: str, state: dict[str, Any], corrupt: Sequence[str] = ()) -> None:
+        self._ranks.ask(Save(name, state, list(corrupt)))
+
+    def poll_save(self, *, wait: bool = False) -> None:
+        self._ranks.ask(PollSave(wait))
+
+    def restore(self, checkpoint: Path) -> None:
+        self._ranks.ask(Restore(str(checkpoint)))
+
+    def export(self, folder: Path, like: Path) -> None:
+        self._ranks.ask(Export(str(folder), str(like)))
+
+    def rewrite(self, model: Path, checkpoint: Path, folder: Path) -> None:
+        self._ranks.ask(Rewrite(str(model), str(checkpoint), str(folder)))
+
+    def close(self) -> None:
+        self._ranks.close()
+
+    def _report(self, command: AnyCommand) -> PassReport:
+        reports = [reply.report.report() for reply in self._ranks.ask(command) if reply.report is not None]
+        return sum_reports(reports)

@@ -1,0 +1,41 @@
+"""One rank in the controller's own process: nothing is copied, and a debugger sees everything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from moerl.config.schema import RunConfig
+from moerl.contract.commands import AnyCommand, Reply
+from moerl.contract.ports import PolicyEngine
+from moerl.ranks.worker import Worker
+from moerl.trainer import groups
+
+
+class InProcess:
+    """`moerl.ranks.group.Ranks` for one rank. A command that hangs is the process's own: there is no deadline.
+
+    Args:
+        watch: told as a microbatch begins how many began before it, and of how many.
+    """
+
+    def __init__(self, config: RunConfig, watch: Callable[[int, int], None]) -> None:
+        layout = groups.start(rank=0, world_size=1, rendezvous="", dims=config.parallel.dims, seed=config.seed)
+        self._worker = Worker(config, layout, watch)
+        self._engine: PolicyEngine | None = None
+
+    @property
+    def peak_rss_bytes(self) -> Sequence[int]:
+        return ()
+
+    def connect(self, engine: PolicyEngine | None) -> str:
+        self._engine = engine
+        return ""
+
+    def ask(self, command: AnyCommand, frames: Sequence[bytes] = ()) -> list[Reply]:
+        return [self._worker.run(command, frames[0] if frames else b"", self._engine)]
+
+    def close(self) -> None:
+        try:
+            self._worker.close()
+        finally:
+            groups.stop()

@@ -1,0 +1,40 @@
+"""How senders in rank processes reach an engine in the controller. Runs in the controller."""
+
+from __future__ import annotations
+
+import msgspec
+
+from moerl.config.schema import RunConfig
+from moerl.contract.ports import PolicyEngine
+from moerl.ranks.weights import SENDER_SHARE, EngineLinks
+from moerl.rollout.sglang.engine import SGLangEngine
+from moerl.weights.plan import PlanOptions
+from moerl.weights.remote import SinkServer
+
+
+class Links:
+    """Opens an engine to the senders of a run.
+
+    The first sender begins and ends updates. Where the engine has servers, all send to these side by side; otherwise
+    the first sends to the controller.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self._server: SinkServer | None = None
+
+    def connect(self, engine: PolicyEngine | None) -> str:
+        """The links as `Build` takes them. Once for each engine, before its first update."""
+        if engine is None:
+            return ""
+        weights, senders = self._config.weights, PlanOptions.of(self._config).roots
+        self.close()
+        self._server = SinkServer(engine)
+        servers = None
+        if isinstance(engine, SGLangEngine) and weights.transport != "disk":
+            servers = engine.share(senders, SENDER_SHARE * weights.step_seconds)
+        return msgspec.json.encode(EngineLinks(self._server.address, servers)).decode()
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()

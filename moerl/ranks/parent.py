@@ -1,0 +1,27 @@
+"""What ties processes that belong together: where they meet, and that a child dies with its parent. Torch-free."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import uuid
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+
+
+def new_rendezvous(folder: Path) -> Path:
+    """A file of its own in `folder` for torch.distributed to meet in: unlike a port, nobody else can take it. Not made
+    yet."""
+    return folder.resolve() / f".rendezvous-{uuid.uuid4().hex}"
+
+
+def die_with(parent: int) -> None:
+    """On Linux: asks the kernel to kill this process when its parent, of this pid, dies, however it dies."""
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,39 @@
+"""Where the ranks of a run's trainer are placed. Runs in the controller."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from moerl.config.schema import RunConfig
+from moerl.errors import CheckpointError
+from moerl.ranks.group import Ranks, TrainerGroup
+from moerl.ranks.in_process import InProcess
+from moerl.ranks.processes import Processes
+
+
+@contextmanager
+def open_trainer(
+    config: RunConfig, watch: Callable[[int, int], None], lock: int | None = None
+) -> Iterator[TrainerGroup]:
+    """The trainer of a run: one rank in this process, several as processes of this machine. It ends with the context.
+
+    Args:
+        watch: told as a microbatch begins how many began before it, and of how many.
+        lock: descriptor of the lock of the run directory, for the ranks to hold, too.
+
+    Raises:
+        CheckpointError: the checkpoint in flight at the end could not be written.
+    """
+    ranks: Ranks
+    ranks = InProcess(config, watch) if config.parallel.world_size == 1 else Processes(config, watch, lock)
+    trainer = TrainerGroup(ranks)
+    try:
+        yield trainer
+    except BaseException as error:
+        try:
+            trainer.close()
+        except CheckpointError as unwritten:
+            error.add_note(f"and {unwritten}")
+        raise
+    trainer.close()

@@ -1,0 +1,61 @@
+"""A rank in a process of its own: ``python -m moerl.ranks.process DESCRIPTOR``, started by `moerl.ranks.processes`.
+
+Receives a command, runs it, replies with its report or its error; ends when told to, or with the controller.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import traceback
+
+from moerl.contract.commands import AnyCommand, Close, Failure, Reply, Start, decode_command, encode
+from moerl.errors import MoerlError
+from moerl.printable import printable
+from moerl.ranks.channel import receive, send
+from moerl.ranks.parent import die_with
+
+CONTROLLER = "MOERL_CONTROLLER_PID"
+
+
+def main() -> int:
+    die_with(int(os.environ[CONTROLLER]))
+    with socket.socket(fileno=int(sys.argv[1])) as connection, contextlib.suppress(EOFError, BrokenPipeError):
+        # Without a controller there is nobody to tell.
+        _serve(connection)
+    return 0
+
+
+def _serve(connection: socket.socket) -> None:
+    """Runs commands until the last one, or one after which this rank cannot go on."""
+    import msgspec
+
+    from moerl.ranks.start import start_worker
+    from moerl.telemetry.spans import peak_rss_bytes
+
+    worker = None
+    while True:
+        message, frame = receive(connection)
+        command: AnyCommand = decode_command(message)
+        try:
+            if isinstance(command, Start):
+                worker = start_worker(
+                    command, lambda done, total: send(connection, encode(Reply(progress=(done, total))))
+                )
+                reply = Reply()
+            else:
+                assert worker is not None
+                reply = worker.run(command, frame)
+        except Exception as error:  # noqa: BLE001 - the process boundary: the controller raises it
+            if not isinstance(error, MoerlError):
+                print(printable(traceback.format_exc()), end="", file=sys.stderr, flush=True)
+            reply = Reply(failure=Failure.of(error))
+        send(connection, encode(msgspec.structs.replace(reply, peak_rss_bytes=peak_rss_bytes())))
+        if isinstance(command, Close):
+            return
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,387 @@
+"""One rank of the trainer: runs the commands of a controller, one after the other.
+
+It decides nothing: which pass is made, what is enforced and proved, when weights go out and checkpoints are written are
+the controller's choices. Runs in every trainer rank, in the controller's own process where there is one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moerl.algorithms.agreement import STATISTICS
+from moerl.algorithms.registry import Algorithm, make_algorithm
+from moerl.config.schema import RunConfig
+from moerl.contract.batch import Microbatch
+from moerl.contract.batch_wire import decode_batches
+from moerl.contract.commands import (
+    AnyCommand,
+    Array,
+    Build,
+    Close,
+    Export,
+    Load,
+    PollSave,
+    Prepare,
+    Publish,
+    Reply,
+    Report,
+    Restore,
+    Rewrite,
+    Save,
+    Score,
+    Start,
+    Step,
+    Trace,
+)
+from moerl.contract.frame import WireLimits
+from moerl.contract.parallel import RankCoordinates
+from moerl.contract.ports import CheckedSink
+from moerl.contract.trainer import ROW_COLUMNS, PassReport, Stage
+from moerl.errors import UnprovedError
+from moerl.models.description import read_model
+from moerl.ranks.weights import EngineLinks, WeightSync
+from moerl.trainer.checkpoint import CHECKPOINTS, CheckpointStore
+from moerl.trainer.hf_directory import write_model
+from moerl.trainer.losses import PolicyGradientLoss, Scorer, TextLoss
+from moerl.trainer.model import ModelOptions, PolicyModel
+from moerl.trainer.replay_rows import TracedRows
+from moerl.trainer.saver import Saver
+from moerl.trainer.sharded_state import load_weights
+from moerl.trainer.trainer import MegatronTrainer, RowScores, StepReport
+
+_SHARES = WireLimits(max_frame_bytes=64 << 30, max_payload_bytes=128 << 30)
+"""Of a frame that the controller made: thousands of long trajectories with the routing of every token."""
+
+
+@dataclass(slots=True, eq=False)
+class _Minibatch:
+    """This rank's shares of a minibatch, and what its passes left behind.
+
+    given: as they came. batches: with the routing to keep. num_tokens: trained tokens of all ranks. proximal: scores
+    before the first update on this batch. traces, recorded: where the trainer's own routing is kept, what the pass that
+    recorded it dispatched per microbatch, and its report.
+    """
+
+    given: list[Microbatch]
+    batches: list[Microbatch]
+    num_tokens: float
+    proximal: list[RowScores] = field(default_factory=list)
+    traces: Sequence[TracedRows] = ()
+    recorded: StepReport | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Unproved:
+    """A pass whose proof failed: the model, its shares, and the traces that it was compared with, if any."""
+
+    model: MegatronTrainer
+    batches: list[Microbatch]
+    traces: Sequence[TracedRows]
+
+
+class Worker:
+    """One rank.
+
+    Args:
+        config: of the run.
+        layout: this rank's coordinates; the process groups are there.
+        engine: takes the weights of this rank without a connection, where it is in the same process.
+        watch: told as a microbatch begins how many began before it, and of how many.
+    """
+
+    def __init__(self, config: RunConfig, layout: RankCoordinates, watch: Callable[[int, int], None]) -> None:
+        self._config, self._layout, self._watch = config, layout, watch
+        self._store = CheckpointStore(config.run_dir / CHECKPOINTS, config.checkpoint.keep)
+        self._saver = Saver(self._store)
+        self._stage: Stage = "sft"
+        self._policy: MegatronTrainer | None = None
+        self._reference: MegatronTrainer | None = None
+        self._algorithm: Algorithm | None = None
+        self._weights: WeightSync | None = None
+        self._minibatches: list[_Minibatch] = []
+        self._unproved: _Unproved | None = None
+
+    def run(self, command: AnyCommand, frame: bytes = b"", engine: CheckedSink | None = None) -> Reply:
+        """The reply to one command; called on all ranks, in the same order.
+
+        Args:
+            frame: that follows `Load`.
+            engine: with `Build`, in the engine's own process: takes the weights that this rank sends.
+
+        Raises:
+            MoerlError: as the method of this name of `moerl.contract.trainer.Trainer`.
+        """
+        match command:
+            case Build():
+                self._build(command, engine)
+                return Reply(coordinates=self._trained.layout)
+            case Load():
+                self._load(command.number, frame)
+            case Score():
+                return Reply(report=Report.of(self._score(command)))
+            case Prepare():
+                self._prepare(command)
+            case Step():
+                return Reply(report=Report.of(self._step(command)))
+            case Trace():
+                return Reply(tables=tuple(Array.of(table) for table in self._trace(command)))
+            case Publish():
+                assert self._weights is not None
+                return Reply(metrics=self._weights.publish(command.version, verify=command.verify))
+            case Save():
+                self._store.disregard(command.corrupt)
+                self._saver.save(command.checkpoint, self._trained.stage(), command.state)
+            case PollSave():
+                (self._saver.wait if command.wait else self._saver.poll)()
+            case Restore():
+                self._trained.restore(Path(command.checkpoint))
+            case Export():
+                self._write_model(Path(command.folder), Path(command.like), self._trained)
+            case Rewrite():
+                self._rewrite(command)
+            case Close():
+                self.close()
+            case Start():  # run before there is a worker
+                pass
+        return Reply()
+
+    def close(self) -> None:
+        """Returns when the checkpoint in flight is written. Raises `CheckpointError` where it could not be."""
+        self._saver.wait()
+
+    @property
+    def _trained(self) -> MegatronTrainer:
+        assert self._policy is not None, "no stage is built"
+        return self._policy
+
+    # --- models ------------------------------------------------------------------------------------------------------
+
+    def _build(self, command: Build, engine: CheckedSink | None) -> None:
+        config, self._stage = self._config, command.stage
+        model = replace(read_model(Path(command.model)), spec=command.spec)
+        self._minibatches, self._reference, self._weights = [], None, None
+        # The model before goes first: two of them need not fit.
+        self._policy = None
+        is_rl = command.stage == "rl"
+        steps = config.rl.steps * config.rl.minibatches if is_rl else config.sft.steps
+        options = self._model_options(config.rl.moe_aux_loss_coef if is_rl else config.sft.moe_aux_loss_coef)
+        self._policy = MegatronTrainer(
+            model,
+            self._layout,
+            options,
+            config.optimizer if is_rl else config.sft.optimizer,
+            steps,
+            config.trainer.distributed_optimizer,
+        )
+        self._policy.watch = self._watch
+        if not is_rl:
+            return
+        self._algorithm = _algorithm(config)
+        links = msgspec.json.decode(command.links, type=EngineLinks) if command.links else EngineLinks()
+        self._weights = WeightSync(config, model, self._policy, engine, links)
+        if self._algorithm.needs_reference:
+            self._reference = MegatronTrainer(model, self._layout, options, None)
+
+    def _model_options(self, moe_aux_loss_coef: float) -> ModelOptions:
+        config = self._config
+        return ModelOptions(
+            dtype=config.model.dtype,
+            recompute=config.trainer.recompute,
+            moe_aux_loss_coef=moe_aux_loss_coef,
+            expert_bias=config.trainer.expert_bias,
+            train_router=config.trainer.train_router,
+            deterministic=config.trainer.deterministic,
+        )
+
+    def _write_model(self, folder: Path, like: Path, source: MegatronTrainer | PolicyModel) -> None:
+        """A collective; rank 0 writes, after the checkpoint in flight."""
+        self._saver.wait()
+        if self._layout.rank == 0:
+            write_model(folder, like, source.export())
+        else:
+            for _ in source.export():
+                pass
+
+    def _rewrite(self, command: Rewrite) -> None:
+        model = PolicyModel(
+            read_model(Path(command.model)), self._model_options(self._config.sft.moe_aux_loss_coef), self._layout
+        )
+        load_weights(Path(command.checkpoint), model.chunks)
+        self._write_model(Path(command.folder), Path(command.model), model)
+
+    # --- passes ------------------------------------------------------------------------------------------------------
+
+    def _load(self, number: int, frame: bytes) -> None:
+        batches, facts = decode_batches(frame, spec=self._trained.spec, limits=_SHARES)
+        self._minibatches[number:] = [_Minibatch(batches, batches, facts["num_tokens"])]
+
+    def _score(self, command: Score) -> PassReport:
+        batches = self._minibatches[command.minibatch].given
+        scorer = self._scorer(batches, with_full=command.full)
+        with self._proving(self._trained, batches):
+            scores = self._trained.score(batches, scorer, enforce=command.enforce, prove=command.prove)
+        return self._report(batches, scores)
+
+    def _prepare(self, command: Prepare) -> None:
+        minibatch, mode = self._minibatches[command.minibatch], self._config.keep_routing.mode
+        batches = minibatch.given
+        with self._proving(self._trained, batches):
+            if mode == "trainer":
+                report, recorded = self._trained.score_and_record(batches, self._scorer(batches))
+                minibatch.batches, minibatch.traces = recorded.batches, recorded.traces
+                minibatch.recorded, minibatch.proximal = report, report.rows
+            else:
+                minibatch.proximal = self._trained.score(
+                    batches, self._scorer(batches), enforce=mode != "off", prove=command.prove
+                )
+
+    def _step(self, command: Step) -> PassReport:
+        minibatch, enforce = self._minibatches[command.minibatch], self._config.keep_routing.mode != "off"
+        batches = minibatch.batches
+        if self._stage == "sft":
+            text = TextLoss(batches, self._trained.model.vocab_size, minibatch.num_tokens)
+            report = self._trained.step(batches, text, enforce=False)
+            return self._report(batches, report.rows, report)
+        loss = self._loss(minibatch, prove=command.prove)
+        with self._proving(self._trained, batches, minibatch.traces):
+            report = self._trained.step(batches, loss, enforce=enforce, prove=command.prove)
+        rows = report.rows if not minibatch.proximal else _with_clipping(minibatch.proximal, report.rows)
+        if minibatch.recorded is not None:
+            own = minibatch.recorded
+            report = replace(report, natural_LS=own.natural_LS, live_rows_L=own.live_rows_L)
+        return self._report(batches, rows, report)
+
+    def _loss(self, minibatch: _Minibatch, *, prove: bool) -> PolicyGradientLoss:
+        assert self._algorithm is not None
+        hidden: list[Tensor] = []
+        if self._reference is not None:
+            mode = self._config.keep_routing.reference_mode
+            own = mode == "trainer"
+            batches, traces = (minibatch.batches, minibatch.traces) if own else (minibatch.given, ())
+            with self._proving(self._reference, batches, traces):
+                hidden = self._reference.last_hidden(batches, enforce=mode != "off", prove=prove)
+        return PolicyGradientLoss(
+            self._scorer(minibatch.batches),
+            self._algorithm,
+            minibatch.num_tokens,
+            proximal_logprobs=[rows.logprobs_T for rows in minibatch.proximal] if minibatch.proximal else None,
+            reference=self._reference,
+            reference_hidden=hidden,
+            kl_support=self._config.algorithm.kl_support,
+        )
+
+    def _scorer(self, batches: Sequence[Microbatch], *, with_full: bool = False) -> Scorer:
+        keep_mask = self._config.keep_sampling_mask.enabled or with_full
+        return Scorer(batches, keep_mask=keep_mask, with_full=with_full)
+
+    def _report(
+        self, batches: Sequence[Microbatch], scores: Sequence[RowScores], step: StepReport | None = None
+    ) -> PassReport:
+        layout, spec = self._trained.layout, self._trained.spec
+        losses = [rows.losses_T for rows in scores if rows.losses_T is not None and layout.tensor_rank == 0]
+        loss_sum = sum(float(losses_T.double().sum()) for losses_T in losses)
+        rows_RC = local_rows(layout, batches, scores)
+        if step is None:
+            none_L, none_LE = np.zeros(0, np.int64), np.zeros((0, spec.num_experts), np.int64)
+            return PassReport(rows_RC, loss_sum, 0, none_LE, np.zeros((0, len(STATISTICS))), none_L)
+        return PassReport(
+            rows_RC,
+            loss_sum,
+            step.rows_verified,
+            step.expert_load_LE.cpu().numpy(),
+            step.natural_LS.cpu().numpy(),
+            step.live_rows_L.cpu().numpy(),
+            step.update,
+        )
+
+    # --- proofs that failed ------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _proving(
+        self, model: MegatronTrainer, batches: list[Microbatch], traces: Sequence[TracedRows] = ()
+    ) -> Iterator[None]:
+        """Around a pass: remembers it where its proof fails, for `Trace`."""
+        try:
+            yield
+        except UnprovedError:
+            self._unproved = _Unproved(model, batches, traces)
+            raise
+
+    def _trace(self, command: Trace) -> list[NDArray[np.int64]]:
+        """What reached this rank's dispatchers; and what was recorded, where that is the trainer's own routing."""
+        assert self._unproved is not None, "no proof has failed"
+        failed, number = self._unproved, command.microbatch
+        tables = [failed.model.trace(failed.batches, number)]
+        tables += [failed.traces[number]] if failed.traces else []
+        return [as_words(table, self._layout.rank) for table in tables]
+
+
+def _algorithm(config: RunConfig) -> Algorithm:
+    return make_algorithm(
+        config.algorithm.name,
+        clip_low=config.algorithm.clip_low,
+        clip_high=config.algorithm.clip_high,
+        normalize_std=config.algorithm.normalize_std,
+        importance_cap=config.algorithm.importance_cap,
+        kl_coef=config.algorithm.kl_coef,
+    )
+
+
+def local_rows(
+    layout: RankCoordinates, batches: Sequence[Microbatch], scores: Sequence[RowScores]
+) -> NDArray[np.float32]:
+    """This rank's rows of the table, float32 [R, C], columns `ROW_COLUMNS`: over all ranks, every trained token once.
+
+    Tensor-parallel ranks hold the same rows; the first of them speaks for all.
+    """
+    if not layout.is_last_stage or layout.tensor_rank > 0:
+        return np.zeros((0, len(ROW_COLUMNS)), np.float32)
+    parts = []
+    for batch, score in zip(batches, scores, strict=True):
+        zeros_T = torch.zeros(batch.num_rows)
+
+        def column(tensor: Tensor | None, otherwise: Tensor = zeros_T) -> NDArray[np.float32]:
+            return (otherwise if tensor is None else tensor).float().numpy()
+
+        columns_CT = np.stack(
+            [
+                column(score.logprobs_T),
+                batch.rollout_logprobs,
+                column(score.full_logprobs_T),
+                column(score.entropy_T),
+                column(score.clipped_T),
+                column(score.layers_differing_T),
+            ]
+        )
+        parts.append(columns_CT[:, batch.loss_mask].T)
+    return np.concatenate(parts).astype(np.float32)
+
+
+def _with_clipping(before: Sequence[RowScores], after: Sequence[RowScores]) -> list[RowScores]:
+    """Scores from before the first update (same weights as the engine), with the clipping that happened since."""
+    return [replace(b, clipped_T=a.clipped_T) for b, a in zip(before, after, strict=True)]
+
+
+def as_words(rows: TracedRows, rank: int) -> NDArray[np.int64]:
+    """int64 [r * l, 6]: a table of `moerl.contract.trainer.WORDS`."""
+    num_rows, num_layers = rows.checksums_rl.shape
+    return np.stack(
+        [
+            np.repeat(rows.keys.view(np.int64), num_layers),
+            np.repeat(rows.positions, num_layers),
+            np.tile(rows.moe_layers, num_rows),
+            rows.checksums_rl.view(np.int64).reshape(-1),
+            np.full(num_rows * num_layers, rank),
+            np.repeat(rows.routed_r.astype(np.int64), num_layers),
+        ],
+        axis=1,
+    )

@@ -1,0 +1,79 @@
+"""Hugging Face model directories as the trainer writes and reads them. Runs in trainer ranks and in the controller."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import save_torch_state_dict
+from torch import Tensor
+
+from moerl.config.model_files import stored_tensors
+from moerl.config.model_tensors import SCALES, is_bypassed
+from moerl.contract.files import sync
+from moerl.contract.sealed import SEAL, seal
+from moerl.trainer.tensors import bypassed_tensors
+
+
+def checkpoint_shapes(folder: Path, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors that an export writes for the model of a directory, by name.
+
+    Args:
+        config: content of its Hugging Face config.
+    """
+    return {
+        name: tensor.shape
+        for name, tensor in stored_tensors(folder).items()
+        if not is_bypassed(name, config) and not name.endswith(SCALES)
+    }
+
+
+def write_model(folder: Path, like: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Writes exported weights as a Hugging Face directory; it appears whole or not at all, sealed and on disk.
+
+    Args:
+        like: the directory the model came from; its config and tokenizer are kept, and its multi-token-prediction
+            heads, which are not trained.
+        tensors: the trainer's export.
+    """
+    partial = begin_directory(folder)
+    for file in like.iterdir():
+        is_kept = file.suffix in (".json", ".txt", ".model", ".jinja") and "safetensors" not in file.name
+        if file.is_file() and is_kept and file.name != SEAL:
+            shutil.copy2(file, partial / file.name)
+    # Gate and up projections are views of one tensor; each file entry needs storage of its own.
+    weights = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors}
+    config = json.loads((partial / "config.json").read_text())
+    dtype = next(iter(weights.values())).dtype
+    weights |= dict(bypassed_tensors(like, config))
+    save_torch_state_dict(weights, partial)
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    # Weights are written as they are trained, also where they came quantised.
+    config.pop("quantization_config", None)
+    (partial / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    publish_directory(partial, folder)
+
+
+def begin_directory(folder: Path) -> Path:
+    """An empty directory beside `folder`, to write into."""
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    return partial
+
+
+def publish_directory(partial: Path, folder: Path) -> None:
+    """Seals what was written and gives it its name, in place of what had it."""
+    # safetensors makes files for their owner alone; a model is as open as the directory it lies in.
+    mode = partial.stat().st_mode & 0o666
+    for file in partial.iterdir():
+        file.chmod(mode)
+    seal(partial)
+    if folder.exists():
+        shutil.rmtree(folder)
+    partial.rename(folder)
+    sync(folder.parent)
