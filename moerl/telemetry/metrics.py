@@ -160,7 +160,9 @@ _ALL = (
     Metric("weights/stalled_seconds", "s", "time without sampling because of the update", deterministic=False),
     Metric("throughput/tokens_per_second", "token/s", "tokens trained over `seconds/step`", deterministic=False),
     *(Metric(f"seconds/{span}", "s", meaning, deterministic=False) for span, meaning in SPANS.items()),
-    Metric("memory/peak_rss_bytes", "byte", "peak resident memory of the largest process of the run", deterministic=False),
+    Metric(
+        "memory/peak_rss_bytes", "byte", "peak resident memory of the largest process of the run", deterministic=False
+    ),
 )
 
 _NAMED_REWARD = Metric(
