@@ -28,6 +28,7 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
+	$(BIN)/python scripts/check_sizes.py
 	$(BIN)/pyright
 
 test: setup sglang

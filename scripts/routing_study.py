@@ -165,7 +165,7 @@ def distance(
     rollout = torch.from_numpy(np.concatenate([batch.rollout_logprobs for batch in batches]))
     mask = torch.from_numpy(np.concatenate([batch.loss_mask for batch in batches]))
     own_share = float(torch.cat(own).mean()) / differing_TL.shape[1]
-    return _distance(seed, mode, updates, differing_TL, own_share, logprobs[mask], rollout[mask])
+    return _distance(seed, mode, updates, differing_TL, own_share, _mismatch(logprobs[mask], rollout[mask]))
 
 
 def _differing(one: Microbatch, other: Microbatch) -> NDArray[np.bool_]:
@@ -194,7 +194,7 @@ def floor(model: Path, rollouts: Sequence[Trajectory], seed: int) -> Distance:
         second.append(torch.from_numpy(values["rollout_logprobs"][:same][sampled]))
     differing_TL = np.concatenate(differing)
     own = float(differing_TL.mean())
-    return _distance(seed, "floor", 0, differing_TL, own, torch.cat(second), torch.cat(first))
+    return _distance(seed, "floor", 0, differing_TL, own, _mismatch(torch.cat(second), torch.cat(first)))
 
 
 def _request(trajectory: Trajectory, ends: tuple[int, ...]) -> RolloutRequest:
@@ -204,16 +204,13 @@ def _request(trajectory: Trajectory, ends: tuple[int, ...]) -> RolloutRequest:
     return RolloutRequest(trajectory.lineage, ids, sampled.sampling, len(trajectory) - prompt.end, ends)
 
 
+def _mismatch(logprobs: torch.Tensor, rollout: torch.Tensor) -> dict[str, float]:
+    return mismatch_sums(logprobs, rollout, torch.ones_like(rollout, dtype=torch.bool)).finalize()
+
+
 def _distance(
-    seed: int,
-    mode: str,
-    updates: int,
-    differing_TL: NDArray[np.bool_],
-    own: float,
-    logprobs: torch.Tensor,
-    rollout: torch.Tensor,
+    seed: int, mode: str, updates: int, differing_TL: NDArray[np.bool_], own: float, sums: dict[str, float]
 ) -> Distance:
-    sums = mismatch_sums(logprobs, rollout, torch.ones_like(rollout, dtype=torch.bool)).finalize()
     return Distance(
         seed,
         mode,

@@ -35,7 +35,6 @@ class Optimizer:
         sharding: str = "off",
     ) -> None:
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-        from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
         from megatron.core.optimizer import get_megatron_optimizer
         from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
@@ -54,29 +53,13 @@ class Optimizer:
         ]
         for module in self.modules:
             module.broadcast_params()
-        min_lr = options.lr * options.min_lr_ratio
-        self._optimizer: Any = get_megatron_optimizer(
-            MegatronOptimizerConfig(
-                optimizer="adam",
-                lr=options.lr,
-                min_lr=min_lr,
-                weight_decay=options.weight_decay,
-                adam_beta1=options.beta1,
-                adam_beta2=options.beta2,
-                adam_eps=options.eps,
-                clip_grad=options.clip_grad,
-                bf16=config.params_dtype == torch.bfloat16,
-                params_dtype=config.params_dtype,
-                use_distributed_optimizer=sharding != "off",
-                overlap_param_gather=self._overlaps,
-            ),
-            self.modules,
-        )
+        adam = _adam(options, config.params_dtype, sharding)
+        self._optimizer: Any = get_megatron_optimizer(adam, self.modules)
         self._scheduler: Any = OptimizerParamScheduler(
             self._optimizer,
             init_lr=0.0,
             max_lr=options.lr,
-            min_lr=min_lr,
+            min_lr=options.lr * options.min_lr_ratio,
             lr_warmup_steps=options.warmup_steps,
             lr_decay_steps=max(total_steps, options.warmup_steps + 1),
             lr_decay_style=options.schedule,
@@ -162,3 +145,23 @@ class Optimizer:
         self._skipped_in_a_row = progress["skipped_in_a_row"]
         self._scheduler.num_steps = 0
         self._scheduler.step(progress["schedule"]["num_steps"])
+
+
+def _adam(options: OptimizerConfig, dtype: torch.dtype, sharding: str) -> Any:
+    """Megatron's settings of AdamW. dtype: of the parameters."""
+    from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+
+    return MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=options.lr,
+        min_lr=options.lr * options.min_lr_ratio,
+        weight_decay=options.weight_decay,
+        adam_beta1=options.beta1,
+        adam_beta2=options.beta2,
+        adam_eps=options.eps,
+        clip_grad=options.clip_grad,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=sharding != "off",
+        overlap_param_gather=sharding == "overlap",
+    )

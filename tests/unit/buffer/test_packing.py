@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import pytest
-from factories import FULL, GREEDY, NUCLEUS, SPEC, Layout, make_from_layout, make_trajectory
+from factories import FULL, NUCLEUS, SPEC, Layout, make_from_layout, make_trajectory
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packing_samples import sample, text
 
 from moerl.buffer.cost import SequenceCost
 from moerl.buffer.packing import (
@@ -24,12 +24,10 @@ from moerl.buffer.packing import (
     packing_metrics,
 )
 from moerl.buffer.rows import Padding
-from moerl.contract.batch import Microbatch, TextSample, TrainSample
+from moerl.contract.batch import Microbatch, TrainSample
 from moerl.contract.parallel import ParallelDims
-from moerl.contract.reasons import Reason
 from moerl.contract.routing import rollout_key, routing_checksums
 from moerl.contract.trajectory import KeptSets, ModelSpec, SamplingParams, TurnKind
-from moerl.errors import ConfigError, ContractError, ReplayError
 
 HOT = SamplingParams(temperature=1.3, top_p=0.7, top_k=5)
 WIDE_SPEC = ModelSpec(num_moe_layers=2, experts_per_token=3, num_experts=300, vocab_size=100)
@@ -54,17 +52,6 @@ def train_samples(draw: st.DrawFn, min_size: int = 1) -> list[TrainSample]:
         advantages = (rng.normal(size=len(trajectory)) * scale * trajectory.sampled).astype(np.float32)
         samples.append(TrainSample(trajectory, advantages))
     return samples
-
-
-def sample(num_tokens: int = 8, rollout_id: str = "rollout-0", **changes: Any) -> TrainSample:
-    rng = np.random.default_rng(num_tokens)
-    trajectory = make_trajectory(rng, num_prompt=2, num_sampled=num_tokens - 2, rollout_id=rollout_id, **changes)
-    return TrainSample(trajectory, np.ones(num_tokens, np.float32) * trajectory.sampled)
-
-
-def text(num_tokens: int) -> TextSample:
-    loss_mask = np.arange(num_tokens) >= max(1, num_tokens // 2)
-    return TextSample(np.arange(10, 10 + num_tokens, dtype=np.int32), loss_mask)
 
 
 def real_rows(microbatches: Sequence[Microbatch]) -> int:
@@ -364,12 +351,6 @@ def test_no_samples_make_no_microbatches():
     assert pack_for_ranks([], 2, PackOptions(64, Padding(total=4)), replay=True) == [[], []]
 
 
-def test_a_row_without_captured_routing_is_refused():
-    lost = sample(8, "rollout-x", unrouted=(1, 2))
-    with pytest.raises(ReplayError, match=r"rollout rollout-x .*seen: 2 of 7 rows without captured routing"):
-        pack_trajectories([lost], PackOptions(64, Padding(total=1)), replay=True)
-
-
 def test_a_row_without_captured_routing_does_not_matter_without_replay():
     lost = sample(8, unrouted=(1, 2))
     assert real_rows(pack_trajectories([lost], PackOptions(64, Padding(total=1)), replay=False)) == 7
@@ -384,49 +365,6 @@ def test_rows_without_captured_routing_may_be_left_to_the_live_router():
     assert batch.routing_checksums is not None
     captured = routing_checksums(rollout_key("rollout-x"), lost.trajectory.expert_ids, lost.trajectory.routed)
     assert batch.routing_checksums.tolist() == captured.tolist()
-
-
-def test_greedy_tokens_are_refused():
-    with pytest.raises(ContractError, match="greedy tokens in rollout rollout-0") as caught:
-        pack_trajectories([sample(8, sampling=GREEDY)], PackOptions(64, Padding(total=1)), replay=False)
-    assert caught.value.reason == Reason.SAMPLING_INVALID
-
-
-@pytest.mark.parametrize(
-    ("advantages", "reason"),
-    [
-        (np.ones(7, np.float32), Reason.WRONG_SHAPE),
-        (np.ones(8, np.float64), Reason.WRONG_SHAPE),
-        (np.full(8, np.nan, np.float32), Reason.VALUE_NOT_FINITE),
-    ],
-)
-def test_advantages_that_do_not_fit_are_refused(advantages: np.ndarray, reason: Reason):
-    bad = replace(sample(8), advantages=advantages)
-    with pytest.raises(ContractError, match="rollout rollout-0") as caught:
-        pack_trajectories([bad], PackOptions(64, Padding(total=1)), replay=False)
-    assert caught.value.reason == reason
-
-
-@pytest.mark.parametrize("budget", [8, 64])
-def test_two_samples_of_one_rollout_are_refused(budget: int):
-    """Their rows have the same salts, so their routes could change places under one checksum."""
-    twice = [sample(rollout_id="a"), sample(9, rollout_id="b"), sample(rollout_id="a")]
-    with pytest.raises(ContractError, match="samples 0 and 2 are both of rollout 'a'") as caught:
-        pack_for_ranks(twice, 2, PackOptions(budget), replay=True)
-    assert caught.value.reason == Reason.ROLLOUT_DUPLICATE
-
-
-def test_trajectories_of_two_models_are_refused():
-    other = make_trajectory(np.random.default_rng(0), replace(SPEC, fingerprint="other"), num_sampled=5)
-    with pytest.raises(ContractError, match="one model in a batch"):
-        pack_trajectories(
-            [sample(8), TrainSample(other, np.zeros(8, np.float32))], PackOptions(64, Padding(total=1)), replay=True
-        )
-
-
-def test_a_budget_below_one_padded_row_is_refused():
-    with pytest.raises(ConfigError, match=r"trainer\.microbatch_tokens"):
-        pack_trajectories([sample(8)], PackOptions(7, Padding(total=8)), replay=False)
 
 
 @settings(deadline=None)
@@ -455,17 +393,3 @@ def test_supervised_sequences_are_packed_on_one_rank_as_on_several():
     alone = pack_text(samples, PackOptions(16, Padding(total=4)))
     (rank,) = pack_text_for_ranks(samples, 1, PackOptions(16, Padding(total=4)))
     assert all(same(a, b) for a, b in zip(alone, rank, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("bad", "reason"),
-    [
-        (text(1), Reason.TOO_SHORT),
-        (TextSample(np.zeros(3, np.int32), np.zeros(2, np.bool_)), Reason.WRONG_SHAPE),
-        (TextSample(np.zeros(3, np.int32), np.ones(3, np.bool_)), Reason.FIRST_TOKEN_SAMPLED),
-    ],
-)
-def test_a_supervised_sequence_that_cannot_be_shifted_is_refused(bad: TextSample, reason: Reason):
-    with pytest.raises(ContractError) as caught:
-        pack_text([text(5), bad], PackOptions(64, Padding(total=1)))
-    assert caught.value.reason == reason

@@ -1,0 +1,68 @@
+"""The size caps of CONTRIBUTING.md, checked by `make lint`: ``python scripts/check_sizes.py``. Standard library alone.
+
+Files up to 400 lines everywhere; in `moerl/` and `scripts/` functions up to 60 lines and 6 parameters (`self` and `cls`
+do not count). Exceptions stand in `EXCEPTIONS`, each with its reason.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 400, 60, 6
+FOLDERS = ("moerl", "scripts", "bench", "tests")
+WITH_FUNCTIONS = ("moerl/", "scripts/")
+
+EXCEPTIONS = {
+    "moerl/kernels/sparse_triton.py:_dots_kernel": "a Triton kernel takes each pointer and size by itself",
+    "moerl/kernels/sparse_triton.py:_segment_kernel": "a Triton kernel takes each pointer and size by itself",
+    "moerl/kernels/whole_kl.py:forward": "torch passes the inputs of an autograd function one by one",
+    "tests/unit/test_cli.py": "its tests of starting ranks are about to leave it",
+    "moerl/trainer/trainer.py:__init__": "what a model needs, and what its optimizer needs; the latter is optional",
+}
+"""By path or ``path:function``."""
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def excesses(path: str, text: str) -> Iterator[tuple[str, str]]:
+    """What of a file is over a cap: where, as in `EXCEPTIONS`, and what is wrong."""
+    num_lines = len(text.splitlines())
+    if num_lines > MAX_FILE_LINES:
+        yield path, f"{num_lines} lines, at most {MAX_FILE_LINES}"
+    if not path.startswith(WITH_FUNCTIONS):
+        return
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, Function):
+            num_lines, num_parameters = (node.end_lineno or 0) - node.lineno + 1, _num_parameters(node)
+            if num_lines > MAX_FUNCTION_LINES:
+                yield f"{path}:{node.name}", f"{num_lines} lines, at most {MAX_FUNCTION_LINES}"
+            if num_parameters > MAX_PARAMETERS:
+                yield f"{path}:{node.name}", f"{num_parameters} parameters, at most {MAX_PARAMETERS}"
+
+
+def _num_parameters(function: Function) -> int:
+    arguments = function.args
+    names = [each.arg for each in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+    return len(names) - (names[:1] in (["self"], ["cls"]))
+
+
+def problems(root: Path) -> list[str]:
+    """What is over a cap without an exception, and exceptions that nothing needs."""
+    files = sorted(file for folder in FOLDERS for file in (root / folder).rglob("*.py"))
+    found = [
+        excess
+        for file in files
+        for excess in excesses(file.relative_to(root).as_posix(), file.read_text(encoding="utf-8"))
+    ]
+    unneeded = sorted(set(EXCEPTIONS) - {where for where, _ in found})
+    over = [f"{where}: {what}" for where, what in found if where not in EXCEPTIONS]
+    return over + [f"{where}: no longer over a cap; remove its exception" for where in unneeded]
+
+
+if __name__ == "__main__":
+    lines = problems(Path(__file__).parents[1])
+    print("\n".join(lines) or "sizes: all files and functions are within their caps")
+    sys.exit(bool(lines))

@@ -1,0 +1,47 @@
+"""The size caps of CONTRIBUTING.md and the tool that checks them."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def check_sizes() -> Any:
+    spec = importlib.util.spec_from_file_location("check_sizes", ROOT / "scripts" / "check_sizes.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_caps_of_the_tool_are_those_that_the_page_states(check_sizes: Any):
+    stated = " ".join((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split())
+    caps = (check_sizes.MAX_FILE_LINES, check_sizes.MAX_FUNCTION_LINES)
+    assert f"Files up to {caps[0]} lines, functions up to {caps[1]} lines, six parameters" in stated
+    assert check_sizes.MAX_PARAMETERS == 6
+
+
+def test_what_is_over_a_cap_is_named_by_file_and_function(check_sizes: Any):
+    six, seven = "self, a, b, c, d, e, *, f", "a, b, c, d, e, f, *more, g"
+    long = "def long():\n" + "    pass\n" * 60
+    text = f"class A:\n    def method({six}): ...\n{long}async def wide({seven}): ...\n" + "\n" * 400
+    assert list(check_sizes.excesses("moerl/a.py", text)) == [
+        ("moerl/a.py", "464 lines, at most 400"),
+        ("moerl/a.py:long", "61 lines, at most 60"),
+        ("moerl/a.py:wide", "7 parameters, at most 6"),
+    ]
+    assert [where for where, _ in check_sizes.excesses("tests/test_a.py", text)] == ["tests/test_a.py"]
+
+
+def test_an_exception_that_nothing_needs_is_named(check_sizes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "moerl").mkdir()
+    (tmp_path / "moerl" / "a.py").write_text("def wide(a, b, c, d, e, f, g): ...\n")
+    monkeypatch.setattr(check_sizes, "EXCEPTIONS", {"moerl/a.py:wide": "a reason", "moerl/gone.py": "another"})
+    assert check_sizes.problems(tmp_path) == ["moerl/gone.py: no longer over a cap; remove its exception"]
