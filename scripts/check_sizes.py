@@ -19,8 +19,6 @@ EXCEPTIONS = {
     "moerl/kernels/sparse_triton.py:_dots_kernel": "a Triton kernel takes each pointer and size by itself",
     "moerl/kernels/sparse_triton.py:_segment_kernel": "a Triton kernel takes each pointer and size by itself",
     "moerl/kernels/whole_kl.py:forward": "torch passes the inputs of an autograd function one by one",
-    "tests/unit/test_cli.py": "its tests of starting ranks are about to leave it",
-    "moerl/trainer/trainer.py:__init__": "what a model needs, and what its optimizer needs; the latter is optional",
 }
 """By path or ``path:function``."""
 

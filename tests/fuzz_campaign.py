@@ -1,6 +1,6 @@
 """Fuzzes what comes in from outside, with a fixed seed, and prints a table by target.
 
-    python tests/fuzz_campaign.py --scale 1 --json bench/results/fuzz-cpu.json
+    python tests/fuzz_campaign.py --scale 1 --json FILE
 
 Every input follows from seed, target and number, so that a failure can be made again: `--only TARGET --first N
 --inputs 1`. Each target runs in a process of its own, which gives freed memory back at once, so that its growth while

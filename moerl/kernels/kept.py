@@ -114,7 +114,7 @@ def kl_kept(kept_logprobs_N: Tensor, reference_kept_logprobs_N: Tensor, kept: Ke
     """Exact KL over each kept set: `sum over kept ids of p (log p - log q)`, nats.
 
     Args:
-        kept_logprobs_N: log p at the listed ids (`SupportScores.kept_logprobs`); carries the gradient.
+        kept_logprobs_N: log p at the listed ids (`KeptScores.kept_logprobs_N`); carries the gradient.
         reference_kept_logprobs_N: log q at the same ids, from a call with the same selected rows.
             Normalised over the kept set or over the whole vocabulary: both sums are exact, of different
                 references.

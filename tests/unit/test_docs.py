@@ -11,20 +11,24 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from named_things import (
+    ROOT,
+    make_targets,
+    unknown_commands,
+    unknown_files,
+    unknown_keys,
+    unknown_names,
+    unknown_tests,
+)
 
-from moerl.cli import SGLANG, main
-from moerl.config.command_texts import COMMANDS
+from moerl.cli import main
 from moerl.config.compose import config_groups
-from moerl.config.reference import config_keys
 from moerl.telemetry.metrics import METRICS
 
-ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "patches").rglob("*.md")])
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^ *```.*?^ *```$", re.DOTALL | re.MULTILINE)
 CODE = re.compile(r"`([^`\n]+)`")
-SUFFIXES = {".py", ".md", ".yaml", ".sh", ".toml", ".json", ".patch", ".png"}
-COMMAND_NAMES = {*COMMANDS, *SGLANG, "export", "verify"}
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
@@ -54,34 +58,6 @@ def code_of(page: Path) -> list[str]:
     return [*CODE.findall(FENCE.sub("", text)), *fenced]
 
 
-@cache
-def names_of_tests() -> set[str]:
-    return {
-        name
-        for path in (ROOT / "tests").rglob("test_*.py")
-        for name in re.findall(r"^ *def (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
-    }
-
-
-@cache
-def file_names() -> set[str]:
-    folders = ("moerl", "tests", "bench", "scripts", "docs", "patches")
-    return {path.name for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()}
-
-
-def is_here(path: str, page: Path) -> bool:
-    """Pages shorten paths: below moerl/ or tests/, or next to the page itself."""
-    return any((folder / path).exists() for folder in (ROOT, ROOT / "moerl", ROOT / "tests", page.parent))
-
-
-def looks_like_ours(path: str) -> bool:
-    """A file below a folder that we have, written without placeholders."""
-    if not re.fullmatch(r"[\w./-]+", path) or "/" not in path or Path(path).suffix not in SUFFIXES:
-        return False
-    first = path.split("/")[0]
-    return any((folder / first).is_dir() for folder in (ROOT, ROOT / "moerl", ROOT / "tests"))
-
-
 def test_there_are_pages_to_check() -> None:
     assert {"README.md", "CONTRIBUTING.md", "tutorial.md", "troubleshooting.md"} <= {page.name for page in PAGES}
 
@@ -101,33 +77,32 @@ def test_relative_links_and_their_anchors_lead_somewhere(page: Path) -> None:
 
 @pages
 def test_files_of_this_repository_that_a_page_names_exist(page: Path) -> None:
-    named = {word for code in code_of(page) for word in re.split(r"[\s:,;()\"'=]+", code)}
-    assert not [path for path in sorted(named) if looks_like_ours(path) and not is_here(path, page)]
+    assert not unknown_files(code_of(page), page)
 
 
 @pages
 def test_tests_that_a_page_names_exist(page: Path) -> None:
-    named = {name for code in CODE.findall(text_of(page)) for name in re.findall(r"\btest_\w+", code)}
-    here = names_of_tests() | {name.removesuffix(".py") for name in file_names()} | {"test_"}
-    assert not [name for name in sorted(named - here) if not any(known.startswith(f"{name}_") for known in here)]
+    assert not unknown_tests(CODE.findall(text_of(page)))
+
+
+@pages
+def test_tests_that_a_page_names_are_in_the_file_that_it_names(page: Path) -> None:
+    wrong = []
+    for file, names in re.findall(r"`([\w/]*test_\w+\.py)`: ((?:`test_\w+`(?:, )?)+)", text_of(page)):
+        texts = [path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob(Path(file).name)]
+        wrong += [name for name in re.findall(r"test_\w+", names) if not any(f"def {name}" in text for text in texts)]
+    assert not wrong
 
 
 @pages
 def test_commands_that_a_page_names_exist(page: Path) -> None:
-    wrong = []
-    for code in code_of(page):
-        for words in re.findall(r"(?:^|[$`] ?|bin/)moerl((?: +[a-z]+){1,2})(?![\w.=/])", code):
-            first, *rest = words.split()
-            if first not in COMMAND_NAMES and " ".join([first, *rest]) not in COMMAND_NAMES:
-                wrong.append(words.strip())
-    assert not [words for words in wrong if words not in ("plan", "sglang")]
+    assert not unknown_commands(code_of(page))
 
 
 @pages
 def test_make_targets_that_a_page_names_exist(page: Path) -> None:
-    targets = set(re.findall(r"^([\w-]+):", text_of(ROOT / "Makefile"), re.MULTILINE))
     named = {name for code in code_of(page) for name in re.findall(r"^make ([a-z-]+)", code)}
-    assert named <= targets
+    assert named <= make_targets()
 
 
 @pages
@@ -149,16 +124,13 @@ def test_options_of_config_groups_that_a_page_names_exist(page: Path) -> None:
 
 @pages
 def test_keys_that_a_page_sets_exist(page: Path) -> None:
-    keys = {key.path for key in config_keys()}
-    sections = {key.partition(".")[0] for key in keys if "." in key}
     deliberate = {"rl.groupsize"}  # misspelt on purpose
-    named = {
-        key
-        for code in code_of(page)
-        for key in re.findall(r"(?:^|(?<= ))([a-z_]+\.[a-z_.]+)(?==)", code)
-        if key.partition(".")[0] in sections
-    }
-    assert named - deliberate <= keys
+    assert set(unknown_keys(code_of(page))) <= deliberate
+
+
+@pages
+def test_modules_and_what_they_define_that_a_page_names_exist(page: Path) -> None:
+    assert not unknown_names(CODE.findall(FENCE.sub("", text_of(page))))
 
 
 @pages
