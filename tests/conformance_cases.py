@@ -21,7 +21,7 @@ from moerl.contract.ports import PolicyEngine, RolloutRequest
 from moerl.contract.trajectory import Lineage, ModelSpec, Trajectory
 from moerl.models.spec import moe_layer_indices, spec_from_hf_config
 from moerl.rollout.embedded import EmbeddedEngine
-from moerl.rollout.sglang.client import ModelFacts
+from moerl.rollout.fleet.backend import ModelFacts
 
 V = 61
 BOS, EOS = 1, 2

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import json
-import secrets
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 import numpy as np
 import zstandard
-from torch import Tensor
 
 from moerl.contract.planes import pack_kept_ids
 from moerl.contract.trajectory import MAX_KEPT_IDS, ModelSpec
-from moerl.errors import WeightSyncError
-from moerl.rollout.sglang.client import ModelFacts
-from moerl.rollout.sglang.endpoint import Endpoint
-from moerl.rollout.sglang.engine import SGLangEngine
-from moerl.rollout.sglang.options import EngineOptions
+from moerl.rollout.fleet.backend import ModelFacts
+from moerl.rollout.fleet.endpoint import Endpoint
+from moerl.rollout.fleet.engine import FleetEngine
+from moerl.rollout.fleet.options import EngineOptions
+from moerl.rollout.sglang.backend import sglang_engine
 from moerl.rollout.sglang.patches import SGLANG_VERSION, read_patches
-from moerl.rollout.sglang.weights import LinkOptions
 
 SPEC = ModelSpec(num_moe_layers=2, experts_per_token=2, num_experts=8, vocab_size=50, fingerprint="fake")
 MOE_LAYERS = (1, 3)
@@ -185,7 +182,7 @@ class FakeServer:
         return Handler
 
 
-class FakeSource:
+class FakeLauncher:
     """Gives fake servers, one after the other; the last one for ever."""
 
     def __init__(self, *servers: FakeServer) -> None:
@@ -200,8 +197,8 @@ class FakeSource:
 
 
 def connect(
-    *sources: FakeSource | FakeServer, version: int = 3, said: list[str] | None = None, **changes: Any
-) -> SGLangEngine:
+    *launchers: FakeLauncher | FakeServer, version: int = 3, said: list[str] | None = None, **changes: Any
+) -> FleetEngine:
     """An engine on fake servers. changes: of `EngineOptions`."""
     options: dict[str, Any] = {
         "engine_id": "e",
@@ -210,73 +207,10 @@ def connect(
         "response_seconds": 30.0,
         "probe_seconds": 30.0,
         "update_seconds": 5.0,
+        "bucket_bytes": 1 << 20,
         "shapes": {},
         "tied": {},
         "say": ([] if said is None else said).append,
     }
-    made = [source if isinstance(source, FakeSource) else FakeSource(source) for source in sources]
-    return SGLangEngine(made, MODEL, EngineOptions(**options | changes), version)
-
-
-class FakeLink:
-    """Fault injection: the way of weights to a fake server, without a process group.
-
-    sent, held, samples: by address of the server, what came since an update began, what it was sent last, and whether
-    it may sample. before: by address and step, what happens before it.
-    """
-
-    sent: ClassVar[dict[str, dict[str, Tensor]]] = {}
-    held: ClassVar[dict[str, dict[str, Tensor]]] = {}
-    samples: ClassVar[dict[str, bool]] = {}
-    before: ClassVar[dict[tuple[str, str], Callable[[], None]]] = {}
-    servers: ClassVar[dict[str, FakeServer]] = {}
-    sender = ""
-
-    def __init__(self, name: str, endpoint: Endpoint, options: LinkOptions, device: object) -> None:
-        self.options, self.key = options, secrets.token_hex(8)
-        self._url = endpoint.url
-
-    @classmethod
-    def fail(cls, server: FakeServer, step: str, error: Exception | None = None) -> None:
-        """The step fails on this server."""
-
-        def raise_it() -> None:
-            raise error or WeightSyncError(f"{step} failed")
-
-        cls.before[server.endpoint.url, step] = raise_it
-
-    def begin(self) -> None:
-        self._step("begin")
-        self.samples[self._url] = False
-        self.servers[self._url].weight_version = "none"
-        self.sent[self._url] = {}
-
-    def join(self) -> None:
-        self._step("join")
-
-    def send(self, bucket: Sequence[tuple[str, Tensor]], number: int) -> None:
-        self._step(f"bucket {number}")
-        self.sent[self._url] |= {name: tensor.clone() for name, tensor in bucket}
-
-    def end(self, version: int) -> None:
-        self._step("end")
-        self.held[self._url] = self.sent.pop(self._url)
-        self.servers[self._url].weight_version = str(version)
-
-    def go_on(self) -> None:
-        self._step("going on")
-        self.samples[self._url] = True
-
-    def abandon(self) -> None:
-        """There is no group to leave."""
-
-    close = abandon
-
-    def _step(self, step: str) -> None:
-        self.before.get((self._url, self.sender + step), lambda: None)()
-
-
-class FakePartLink(FakeLink):
-    """The same from another root; its steps begin with `part`."""
-
-    sender = "part "
+    made = [launcher if isinstance(launcher, FakeLauncher) else FakeLauncher(launcher) for launcher in launchers]
+    return sglang_engine(made, MODEL, EngineOptions(**options | changes), version)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,20 +16,19 @@ import msgspec
 
 from moerl.contract.ports import RolloutRequest
 from moerl.contract.trajectory import ModelSpec, Trajectory
-from moerl.rollout.sglang.answers import (
-    decode_compact,
-    finish_reason,
-    read_segment,
-    trajectory_values,
-    version_spans,
-)
+from moerl.rollout.fleet.backend import ModelFacts, ServerLauncher
+from moerl.rollout.fleet.endpoint import Endpoint
+from moerl.rollout.fleet.engine import FleetEngine
+from moerl.rollout.fleet.options import EngineOptions
+from moerl.rollout.fleet.segments import trajectory_values
+from moerl.rollout.sglang.answers import decode_compact, finish_reason, read_segment, version_spans
+from moerl.rollout.sglang.backend import sglang_engine
 from moerl.rollout.sglang.bounds import answer_bounds
-from moerl.rollout.sglang.client import ModelFacts, request_body
-from moerl.rollout.sglang.endpoint import Endpoint
-from moerl.rollout.sglang.engine import SGLangEngine
-from moerl.rollout.sglang.options import EngineOptions
+from moerl.rollout.sglang.client import request_body
+from moerl.rollout.sglang.digests import ServedModel, weight_digests, weight_dtypes
+from moerl.rollout.sglang.http import SGLangHttp
+from moerl.rollout.sglang.launchers import OwnServer
 from moerl.rollout.sglang.server import ServerOptions, SGLangServer
-from moerl.rollout.sglang.sources import OwnServer, ServerSource
 
 ENVIRONMENT = Path(os.environ.get("MOERL_SGLANG_ENV", Path(__file__).parents[1] / ".venv-sglang"))
 """Where `make sglang` makes the servers' environment."""
@@ -43,18 +43,39 @@ DEEPSEEK_PUBLISHED = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_f
 @contextmanager
 def running(options: ServerOptions, folder: Path) -> Iterator[SGLangServer]:
     """A server that is ready. It ends at once: its own way out takes up to ten seconds."""
-    source = OwnServer(options, folder, START_SECONDS)
-    source.open()
-    assert source.server is not None
+    launcher = OwnServer(options, folder, START_SECONDS)
+    launcher.open()
+    assert launcher.server is not None
     try:
-        yield source.server
+        yield launcher.server
     finally:
-        source.server.stop(grace_seconds=0.0)
+        launcher.server.stop(grace_seconds=0.0)
 
 
 def post(endpoint: Endpoint, path: str, body: Mapping[str, Any], *, key: str | None = None) -> httpx.Response:
     headers = {"Authorization": f"Bearer {endpoint.api_key if key is None else key}"}
     return httpx.post(f"{endpoint.url}{path}", json=dict(body), headers=headers, timeout=300.0, trust_env=False)
+
+
+def over_http[T](endpoint: Endpoint, ask: Callable[[SGLangHttp], Coroutine[Any, Any, T]]) -> T:
+    """What the client of a server answers."""
+
+    async def run() -> T:
+        http = SGLangHttp(endpoint, max_connections=1, timeout_seconds=60.0)
+        try:
+            return await ask(http)
+        finally:
+            await http.close()
+
+    return asyncio.run(run())
+
+
+def digests(endpoint: Endpoint, model: ServedModel) -> dict[str, int]:
+    return over_http(endpoint, lambda http: weight_digests(http, model, 60.0))
+
+
+def dtypes(endpoint: Endpoint, model: ServedModel) -> dict[str, str]:
+    return over_http(endpoint, lambda http: weight_dtypes(http, model, 60.0))
 
 
 def generate(endpoint: Endpoint, requests: Sequence[RolloutRequest], **changes: Any) -> list[dict[str, Any]]:
@@ -92,7 +113,7 @@ def trajectory(request: RolloutRequest, reply: Mapping[str, Any], spec: ModelSpe
 
 @dataclass(frozen=True)
 class GivenServer:
-    """A source of one server that tests share."""
+    """A launcher of one server that tests share."""
 
     endpoint: Endpoint
 
@@ -103,8 +124,8 @@ class GivenServer:
         """The server goes on."""
 
 
-def connect(*servers: Endpoint | ServerSource, model: ModelFacts, version: int = 0, **changes: Any) -> SGLangEngine:
-    """An engine on running servers, or on sources of them. changes: of `EngineOptions`."""
+def connect(*servers: Endpoint | ServerLauncher, model: ModelFacts, version: int = 0, **changes: Any) -> FleetEngine:
+    """An engine on running servers, or on launchers of them. changes: of `EngineOptions`."""
     options: dict[str, Any] = {
         "engine_id": "sglang",
         "dtype": "float32",
@@ -112,9 +133,10 @@ def connect(*servers: Endpoint | ServerSource, model: ModelFacts, version: int =
         "response_seconds": 120.0,
         "probe_seconds": 60.0,
         "update_seconds": 60.0,
+        "bucket_bytes": 1 << 28,
         "shapes": {},
         "tied": {},
         "say": print,
     }
-    sources = [GivenServer(server) if isinstance(server, Endpoint) else server for server in servers]
-    return SGLangEngine(sources, model, EngineOptions(**options | changes), version)
+    launchers = [GivenServer(server) if isinstance(server, Endpoint) else server for server in servers]
+    return sglang_engine(launchers, model, EngineOptions(**options | changes), version)

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from moerl.rollout.sglang.endpoint import Endpoint
+from moerl.rollout.fleet.endpoint import Endpoint
 
 Spoil = Callable[[bytes, bytes], bytes]
 """From an answer and the one before it to what the client gets; shorter than announced where bytes are missing."""

@@ -12,7 +12,7 @@ import torch
 
 from moerl.contract.ports import RolloutRequest
 from moerl.contract.trajectory import Lineage, SamplingParams, Trajectory
-from moerl.rollout.sglang.engine import SGLangEngine
+from moerl.rollout.fleet.engine import FleetEngine
 
 V = 91
 PARAMS = [
@@ -39,7 +39,7 @@ def make_requests(count: int, max_new_tokens: int = 24, stop_ids: tuple[int, ...
     return requests
 
 
-def collect(engine: SGLangEngine, requests: list[RolloutRequest]) -> dict[str, Trajectory]:
+def collect(engine: FleetEngine, requests: list[RolloutRequest]) -> dict[str, Trajectory]:
     return {record.rollout_id: Trajectory(**record.values) for record in engine.generate(requests)}
 
 
@@ -91,7 +91,7 @@ class Reference:
 
 
 def collect_twice(
-    engine: SGLangEngine, requests: list[RolloutRequest], reference: Reference
+    engine: FleetEngine, requests: list[RolloutRequest], reference: Reference
 ) -> tuple[dict[str, Trajectory], dict[str, Trajectory]]:
     """The answers to `requests`, and to the same once more, when they hit the prefix cache; both hold parity.
 

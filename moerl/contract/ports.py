@@ -125,7 +125,7 @@ class WeightSink(Protocol):
 
 @runtime_checkable
 class CheckedSink(WeightSink, Protocol):
-    """A sink that can say what it holds, as a second witness of an update."""
+    """A sink that can say what it holds, so that an update can be checked."""
 
     def held_dtypes(self) -> Mapping[str, str]:
         """Names of dtypes (float32, bfloat16) by checkpoint name: what each tensor is cast to when it is taken.

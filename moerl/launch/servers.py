@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from moerl.config.interfaces import interface_variables, own_address
 from moerl.config.schema import RolloutConfig, ServerRolloutConfig, SGLangRolloutConfig
 from moerl.errors import EngineError
-from moerl.rollout.sglang.endpoint import Endpoint, read_endpoint
+from moerl.rollout.fleet.endpoint import Endpoint, read_endpoint
 from moerl.rollout.sglang.install import device_of, site_packages
 from moerl.rollout.sglang.patches import read_patches, verify_patches
 from moerl.rollout.sglang.server import answers_health

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from moerl.config.model_tensors import check_weights
 from moerl.launch.arguments import Parser
+from moerl.rollout.fleet.endpoint import read_endpoint, require_private
 from moerl.rollout.sglang.client import ServerClient
-from moerl.rollout.sglang.endpoint import read_endpoint, require_private
 from moerl.rollout.sglang.handshake import ServerFacts
 from moerl.rollout.sglang.install import DEVICES, install, site_packages
 from moerl.rollout.sglang.patches import SGLANG_VERSION, read_patches, verify_patches

@@ -23,12 +23,13 @@ from moerl.contract.ports import PolicyEngine
 from moerl.errors import EngineError
 from moerl.models.description import ModelDescription
 from moerl.orchestration.models import make_engine
-from moerl.rollout.sglang.client import ModelFacts
-from moerl.rollout.sglang.engine import SGLangEngine
+from moerl.rollout.fleet.backend import ModelFacts, ServerLauncher
+from moerl.rollout.fleet.engine import FleetEngine
+from moerl.rollout.fleet.options import EngineOptions
+from moerl.rollout.sglang.backend import sglang_engine
 from moerl.rollout.sglang.install import device_of
-from moerl.rollout.sglang.options import EngineOptions
+from moerl.rollout.sglang.launchers import NamedServer, OwnServer
 from moerl.rollout.sglang.server import ServerOptions
-from moerl.rollout.sglang.sources import NamedServer, OwnServer, ServerSource
 from moerl.trainer.hf_directory import checkpoint_shapes
 
 SERVER_FOLDER = "sglang"
@@ -62,20 +63,21 @@ def open_engine(config: RunConfig, model: ModelDescription, version: int, say: C
         probe_seconds=rollout.probe_seconds,
         # A step of ours is a few calls of a server.
         update_seconds=config.weights.step_seconds / 2,
+        bucket_bytes=config.weights.bucket_bytes,
         shapes=checkpoint_shapes(model.folder, model.hf_config),
         tied=_TIED if model.tie_word_embeddings else {},
         say=say,
     )
-    sources = _sources(rollout, model, version, config.run_dir / SERVER_FOLDER)
-    say("waiting for the SGLang server" + (f"s, {len(sources)} of them" if len(sources) > 1 else ""))
+    launchers = _launchers(rollout, model, version, config.run_dir / SERVER_FOLDER)
+    say("waiting for the SGLang server" + (f"s, {len(launchers)} of them" if len(launchers) > 1 else ""))
     facts, is_ours = ModelFacts(model.spec, model.moe_layers), isinstance(rollout, SGLangRolloutConfig)
-    engine = SGLangEngine(sources, facts, options, version if is_ours else -1)
+    engine = sglang_engine(launchers, facts, options, version if is_ours else -1)
     if not is_ours and version >= 0:
         _send_folder(engine, model.folder, version, options)
     return engine
 
 
-def _send_folder(engine: SGLangEngine, folder: Path, version: int, options: EngineOptions) -> None:
+def _send_folder(engine: FleetEngine, folder: Path, version: int, options: EngineOptions) -> None:
     """A label alone does not prove that servers which others started hold the weights of this folder."""
     try:
         engine.begin_update(version)
@@ -100,7 +102,7 @@ def _refuse_quantized(file: Path, tensors: Mapping[str, Tensor]) -> None:
         )
 
 
-def _sources(rollout: RolloutConfig, model: ModelDescription, version: int, folder: Path) -> list[ServerSource]:
+def _launchers(rollout: RolloutConfig, model: ModelDescription, version: int, folder: Path) -> list[ServerLauncher]:
     if isinstance(rollout, ServerRolloutConfig):
         return [NamedServer(file, rollout.start_seconds) for file in rollout.server]
     assert isinstance(rollout, SGLangRolloutConfig)

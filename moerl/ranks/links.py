@@ -7,7 +7,7 @@ import msgspec
 from moerl.config.schema import RunConfig
 from moerl.contract.ports import PolicyEngine
 from moerl.ranks.weights import SENDER_SHARE, EngineLinks
-from moerl.rollout.sglang.engine import SGLangEngine
+from moerl.rollout.fleet.engine import FleetEngine
 from moerl.weights.plan import PlanOptions
 from moerl.weights.remote import SinkServer
 
@@ -31,7 +31,7 @@ class Links:
         self.close()
         self._server = SinkServer(engine)
         servers = None
-        if isinstance(engine, SGLangEngine) and weights.transport != "disk":
+        if isinstance(engine, FleetEngine) and weights.transport != "disk":
             servers = engine.share(senders, SENDER_SHARE * weights.step_seconds)
         return msgspec.json.encode(EngineLinks(self._server.address, servers)).decode()
 

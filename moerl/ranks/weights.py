@@ -6,6 +6,7 @@ Runs in every trainer rank.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ from moerl.config.schema import RunConfig
 from moerl.contract.ports import CheckedSink, WeightSink
 from moerl.kernels.checksum import checksums
 from moerl.models.description import ModelDescription
-from moerl.rollout.sglang.senders import Introduction
-from moerl.rollout.sglang.shard_sender import ShardSender
+from moerl.rollout.fleet.senders import Introduction
+from moerl.rollout.fleet.shard_sender import ShardSender
+from moerl.rollout.sglang.channel import open_channel
 from moerl.trainer import platform
 from moerl.trainer.hf_directory import checkpoint_shapes
 from moerl.trainer.shards import splits_latents
@@ -181,5 +183,5 @@ def _sink(
     assert model.folder is not None
     shapes = checkpoint_shapes(model.folder, model.hf_config)
     seconds = SENDER_SHARE * config.weights.step_seconds
-    sender = ShardSender(rank, links.servers, shapes, platform.device(), seconds)
+    sender = ShardSender(rank, links.servers, shapes, partial(open_channel, device=platform.device()), seconds)
     return EngineAndSender(engine, sender) if is_first and engine is not None else sender

@@ -36,8 +36,8 @@ from moerl.rollout.capture import RoutingCapture
 from moerl.rollout.requests import check_requests
 from moerl.rollout.sampler import RowParams, sample, uniforms
 from moerl.rollout.slots import SlotTable, StepResult
+from moerl.rollout.weight_difference import weight_difference
 from moerl.rollout.weight_staging import WeightStaging, held_views
-from moerl.rollout.witness import mismatch
 
 _MAX_PREFILL_TOKENS = 16384
 """Padded prompt tokens of one prefill; bounds its memory. A longer prompt is prefilled alone."""
@@ -189,7 +189,7 @@ class EmbeddedEngine:
             WeightSyncError: it differs.
         """
         with self._lock:
-            error = mismatch(self._engine_id, sent, checksums(held_views(self._model)))
+            error = weight_difference(self._engine_id, sent, checksums(held_views(self._model)))
         if error is not None:
             self._policy_version, self._distrusted = -1, str(error)
             raise error

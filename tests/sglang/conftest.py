@@ -13,8 +13,8 @@ import pytest
 import sglang_live
 
 from moerl.models.spec import moe_layer_indices
-from moerl.rollout.sglang.client import ModelFacts
-from moerl.rollout.sglang.engine import SGLangEngine
+from moerl.rollout.fleet.backend import ModelFacts
+from moerl.rollout.fleet.engine import FleetEngine
 from moerl.rollout.sglang.server import ServerOptions, SGLangServer
 
 FAMILY = families.FAMILIES["qwen3_moe"]
@@ -68,7 +68,7 @@ def pressed_server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory)
 
 
 @pytest.fixture
-def engine(server: SGLangServer, model: ModelFacts) -> Iterator[SGLangEngine]:
+def engine(server: SGLangServer, model: ModelFacts) -> Iterator[FleetEngine]:
     made = sglang_live.connect(server.endpoint, model=model)
     yield made
     made.close()

@@ -15,9 +15,9 @@ from sglang_reference import Reference, collect, collect_twice, make_requests
 
 from moerl.kernels.checksum import checksums
 from moerl.models.spec import moe_layer_indices
-from moerl.rollout.sglang.client import ModelFacts
-from moerl.rollout.sglang.engine import SGLangEngine
-from moerl.rollout.sglang.held import ServedModel, held_checksums, held_dtypes
+from moerl.rollout.fleet.backend import ModelFacts
+from moerl.rollout.fleet.engine import FleetEngine
+from moerl.rollout.sglang.digests import ServedModel
 from moerl.rollout.sglang.server import ServerOptions, SGLangServer
 
 pytestmark = pytest.mark.sglang
@@ -35,7 +35,7 @@ class Served:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(tensor.shape) for name, tensor in load_file(self.folder / "model.safetensors").items()}
 
-    def engine(self) -> SGLangEngine:
+    def engine(self) -> FleetEngine:
         family = families.FAMILIES[self.family]
         model = ModelFacts(family.spec(), moe_layer_indices(family.config().to_dict()))
         return sglang_live.connect(self.server.endpoint, model=model, shapes=self.shapes)
@@ -73,8 +73,8 @@ def test_routing_kept_sets_and_logprobs_are_those_of_transformers_before_and_aft
         engine.receive([bucket])
     engine.end_update()
     model = ServedModel(served.shapes, served.num_ranks, {})
-    assert held_checksums(served.server.endpoint, model, timeout_seconds=60.0) == checksums(tensors.items())
-    assert set(held_dtypes(served.server.endpoint, model, timeout_seconds=60.0).values()) == {"float32"}
+    assert sglang_live.digests(served.server.endpoint, model) == checksums(tensors.items())
+    assert set(sglang_live.dtypes(served.server.endpoint, model).values()) == {"float32"}
 
     reference = Reference(served.other_folder, served.family)
     for trajectory in collect(engine, requests).values():

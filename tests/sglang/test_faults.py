@@ -21,13 +21,13 @@ from sglang_reference import Reference, make_requests
 
 from moerl.contract.ports import RolloutRecord
 from moerl.contract.trajectory import Trajectory
+from moerl.rollout.fleet.backend import ModelFacts
+from moerl.rollout.fleet.endpoint import Endpoint
+from moerl.rollout.fleet.engine import FleetEngine
+from moerl.rollout.fleet.replica import State
 from moerl.rollout.sglang import http
-from moerl.rollout.sglang.client import ModelFacts
-from moerl.rollout.sglang.endpoint import Endpoint
-from moerl.rollout.sglang.engine import SGLangEngine
-from moerl.rollout.sglang.member import State
+from moerl.rollout.sglang.launchers import OwnServer
 from moerl.rollout.sglang.server import ServerOptions, SGLangServer
-from moerl.rollout.sglang.sources import OwnServer
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
@@ -103,7 +103,7 @@ def options(model_folder: Path, environment: Path) -> ServerOptions:
 @pytest.fixture(scope="module")
 def start(options: ServerOptions, other_folder: Path, model: ModelFacts, tmp_path_factory) -> Iterator[Start]:
     """Starts so many servers, brings version 4 to them, and closes them after the last test."""
-    engines: list[SGLangEngine] = []
+    engines: list[FleetEngine] = []
 
     def make(count: int) -> Own:
         made = Own(tmp_path_factory.mktemp("own"), options, model, other_folder, count)

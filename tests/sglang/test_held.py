@@ -16,11 +16,12 @@ from torch import Tensor
 
 from moerl.config.server_environment import server_environment
 from moerl.kernels.checksum import checksums
-from moerl.rollout.sglang.held import ServedModel, held_checksums, held_dtypes, read_parts
+from moerl.rollout.sglang.channel import ChannelAddress, SGLangChannel
+from moerl.rollout.sglang.digests import ServedModel, read_parts
+from moerl.rollout.sglang.http import SGLangHttp
 from moerl.rollout.sglang.install import python_of
 from moerl.rollout.sglang.server import ServerOptions, SGLangServer
-from moerl.rollout.sglang.updates import begin_and_send
-from moerl.rollout.sglang.weights import LinkOptions, WeightLink
+from moerl.rollout.sglang.update_calls import UpdateCalls
 
 pytestmark = pytest.mark.sglang
 
@@ -36,16 +37,16 @@ def served_model(tensors: Mapping[str, Tensor], num_ranks: int) -> ServedModel:
 def differing(server: SGLangServer, tensors: Mapping[str, Tensor], num_ranks: int) -> list[str]:
     """Tensors of which the server does not hold what is expected, in its own precision."""
     model = served_model(tensors, num_ranks)
-    dtypes = held_dtypes(server.endpoint, model, timeout_seconds=60.0)
+    dtypes = sglang_live.dtypes(server.endpoint, model)
     cast = {name: tensor.to(getattr(torch, dtypes[name])) for name, tensor in tensors.items()}
-    held = held_checksums(server.endpoint, model, timeout_seconds=60.0)
+    held = sglang_live.digests(server.endpoint, model)
     return [name for name, expected in checksums(cast.items()).items() if held[name] != expected]
 
 
 def test_a_server_says_that_it_holds_the_checkpoint(server: SGLangServer, model_folder: Path):
     tensors = read(model_folder)
     assert differing(server, tensors, 1) == []
-    dtypes = held_dtypes(server.endpoint, served_model(tensors, 1), timeout_seconds=60.0)
+    dtypes = sglang_live.dtypes(server.endpoint, served_model(tensors, 1))
     assert set(dtypes.values()) == {"float32"}
 
 
@@ -66,12 +67,17 @@ def two_ranks(
 
 
 def send(server: SGLangServer, tensors: Mapping[str, Tensor], version: int) -> None:
-    options = LinkOptions(num_ranks=2, backend="gloo", timeout_seconds=60.0)
-    link = WeightLink("two", server.endpoint, options, torch.device("cpu"))
-    begin_and_send(link, tensors)
-    link.end(version)
-    link.go_on()
-    link.close()
+    async def update(http: SGLangHttp) -> None:
+        calls = UpdateCalls("two", http, 60.0)
+        channel = SGLangChannel(calls, ChannelAddress(server.endpoint, 2, "gloo", 60.0), torch.device("cpu"))
+        await calls.begin()
+        await channel.join()
+        await channel.send(list(tensors.items()), 0)
+        await calls.end(version)
+        await calls.resume()
+        await channel.close()
+
+    sglang_live.over_http(server.endpoint, update)
 
 
 def test_two_ranks_in_bfloat16_hold_the_checkpoint_and_then_an_update(

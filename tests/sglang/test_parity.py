@@ -7,10 +7,10 @@ from pathlib import Path
 from sglang_reference import Reference, collect_twice, make_requests
 
 from moerl.contract.trajectory import FinishReason
-from moerl.rollout.sglang.engine import SGLangEngine
+from moerl.rollout.fleet.engine import FleetEngine
 
 
-def test_routing_kept_sets_and_logprobs_are_those_of_transformers(engine: SGLangEngine, model_folder: Path):
+def test_routing_kept_sets_and_logprobs_are_those_of_transformers(engine: FleetEngine, model_folder: Path):
     reference = Reference(model_folder)
     first, again = collect_twice(engine, make_requests(36), reference)
     assert reference.num_rows > 5000

@@ -11,7 +11,7 @@ import sglang_live
 from sglang_reference import Reference, make_requests
 
 from moerl.contract.trajectory import SamplingParams
-from moerl.rollout.sglang.client import ModelFacts
+from moerl.rollout.fleet.backend import ModelFacts
 from moerl.rollout.sglang.server import SGLangServer
 
 pytestmark = pytest.mark.sglang

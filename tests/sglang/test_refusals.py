@@ -12,10 +12,10 @@ from sglang_installations import copy_of, rename_release, take_patches_out
 
 from moerl.cli import main
 from moerl.errors import EngineError
+from moerl.rollout.fleet.backend import ModelFacts
 from moerl.rollout.sglang import server as server_module
-from moerl.rollout.sglang.client import ModelFacts
+from moerl.rollout.sglang.launchers import OwnServer
 from moerl.rollout.sglang.server import ServerOptions, SGLangServer, launch_options
-from moerl.rollout.sglang.sources import OwnServer
 
 pytestmark = pytest.mark.sglang
 

@@ -16,20 +16,20 @@ from transformers import AutoModelForCausalLM
 from moerl.contract.trajectory import FinishReason, SamplingParams, Trajectory
 from moerl.errors import EngineError
 from moerl.rollout.embedded import EmbeddedEngine
+from moerl.rollout.fleet.backend import ModelFacts
+from moerl.rollout.fleet.engine import FleetEngine
 from moerl.rollout.sglang.answers import decode_compact
-from moerl.rollout.sglang.client import ModelFacts
-from moerl.rollout.sglang.engine import SGLangEngine
 from moerl.rollout.sglang.server import SGLangServer
 
 pytestmark = pytest.mark.sglang
 
 
-def test_the_handshake_tells_spec_and_version(engine: SGLangEngine, model: ModelFacts):
+def test_the_handshake_tells_spec_and_version(engine: FleetEngine, model: ModelFacts):
     info = engine.handshake()
     assert (info.spec, info.policy_version, info.engine_id) == (model.spec, 0, "sglang")
 
 
-def test_both_engines_draw_the_same_tokens_from_the_same_seeds(engine: SGLangEngine, model: ModelFacts, model_folder):
+def test_both_engines_draw_the_same_tokens_from_the_same_seeds(engine: FleetEngine, model: ModelFacts, model_folder):
     torch_model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     embedded = EmbeddedEngine(torch_model, model.spec, engine_id="embedded-0", max_running=8, policy_version=0)
     requests = make_requests(24)
@@ -40,7 +40,7 @@ def test_both_engines_draw_the_same_tokens_from_the_same_seeds(engine: SGLangEng
         assert trajectory.token_ids.tolist() == there[rollout_id].token_ids.tolist()
 
 
-def test_requests_as_long_as_the_server_takes_are_answered_in_full(engine: SGLangEngine):
+def test_requests_as_long_as_the_server_takes_are_answered_in_full(engine: FleetEngine):
     request = make_requests(1, stop_ids=())[0]
     room = engine._fleet.max_request_tokens
     (trajectory,) = collect(engine, [replace(request, max_new_tokens=room - len(request.prompt_ids))]).values()
@@ -49,7 +49,7 @@ def test_requests_as_long_as_the_server_takes_are_answered_in_full(engine: SGLan
         engine.generate([replace(request, max_new_tokens=room + 1 - len(request.prompt_ids))])
 
 
-def test_aborted_requests_keep_what_they_have(engine: SGLangEngine):
+def test_aborted_requests_keep_what_they_have(engine: FleetEngine):
     short, *requests = [replace(r, max_new_tokens=190, stop_ids=()) for r in make_requests(20)]
     iterator = engine.generate([replace(short, max_new_tokens=5), *requests])
     records = [next(iterator)]

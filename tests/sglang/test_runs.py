@@ -24,7 +24,7 @@ from transformers import AutoTokenizer
 
 from moerl.contract.disk import read_parquet
 from moerl.contract.trajectory import Trajectory
-from moerl.rollout.sglang.endpoint import read_endpoint
+from moerl.rollout.fleet.endpoint import read_endpoint
 from moerl.rollout.sglang.server import ServerOptions
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,9 @@ from moerl.contract.parallel import ParallelDims
 from moerl.contract.trajectory import ModelSpec, SamplingParams, Trajectory
 from moerl.models.description import read_model
 from moerl.models.spec import moe_layer_indices
-from moerl.rollout.sglang.client import ModelFacts
-from moerl.rollout.sglang.endpoint import Endpoint
-from moerl.rollout.sglang.held import ServedModel, held_checksums
+from moerl.rollout.fleet.backend import ModelFacts
+from moerl.rollout.fleet.endpoint import Endpoint
+from moerl.rollout.sglang.digests import ServedModel
 from moerl.rollout.sglang.server import ServerOptions
 
 pytestmark = pytest.mark.sglang
@@ -101,7 +102,7 @@ def train_and_sync(
             assert engine.handshake().policy_version == version
             dtypes = engine.held_dtypes()
             cast = {name: tensor.to(getattr(torch, dtypes[name])) for name, tensor in expected.items()}
-            held = held_checksums(case.endpoint, ServedModel(shapes, case.num_ranks, {}), timeout_seconds=60.0)
+            held = sglang_live.digests(case.endpoint, ServedModel(shapes, case.num_ranks, {}))
             problems += [f"version {version}: {n}" for n, value in checksums(cast.items()).items() if held[n] != value]
             same = [name for name, tensor in expected.items() if name in before and torch.equal(tensor, before[name])]
             problems += [f"version {version} has not changed"] if version and len(same) > len(expected) // 2 else []
@@ -149,11 +150,13 @@ def train_and_sync_from_two_roots(
 ) -> tuple[list[str], int]:
     """Versions 0 and 1, checked by the engine as in a run; then what every server holds against the export. Problems,
     and the bytes that this rank sent of the last version."""
+
     from moerl.contract.shares import cut_share
     from moerl.kernels.checksum import checksums
     from moerl.ranks.weights import EngineAndSender
-    from moerl.rollout.sglang.senders import Introduction
-    from moerl.rollout.sglang.shard_sender import ShardSender
+    from moerl.rollout.fleet.senders import Introduction
+    from moerl.rollout.fleet.shard_sender import ShardSender
+    from moerl.rollout.sglang.channel import open_channel
     from moerl.trainer import platform
     from moerl.trainer.collectives import share_bytes
     from moerl.trainer.losses import TextLoss
@@ -173,7 +176,7 @@ def train_and_sync_from_two_roots(
         )
     introduction = b"" if engine is None else msgspec.json.encode(engine.share(plan.options.roots, 90.0))
     told = msgspec.json.decode(share_bytes(introduction), type=Introduction)
-    sender = ShardSender(layout.rank, told, shapes, platform.device(), 90.0)
+    sender = ShardSender(layout.rank, told, shapes, partial(open_channel, device=platform.device()), 90.0)
     sink = sender if engine is None else EngineAndSender(engine, sender)
     publisher = weight_sync.publisher_of(plan, layout.rank, sink)
     num_bytes = 0
@@ -183,7 +186,7 @@ def train_and_sync_from_two_roots(
     expected = checksums((name, tensor.clone()) for name, tensor in trainer.export())
     if engine is not None:
         for endpoint in endpoints:
-            held = held_checksums(endpoint, ServedModel(shapes, 1, {}), timeout_seconds=60.0)
+            held = sglang_live.digests(endpoint, ServedModel(shapes, 1, {}))
             problems += [f"{endpoint.url}: {name}" for name, value in expected.items() if held[name] != value]
         problems += [*said, *(f"{name} is {state}" for name, state in engine.states.items() if state != "healthy")]
         engine.close()

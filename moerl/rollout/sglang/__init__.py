@@ -1,4 +1,5 @@
-"""SGLang as a rollout engine: its environment and patches, its server process, and the client behind the port.
+"""SGLang as a backend of the fleet: its environment and patches, launching, HTTP calls, answers, weights.
 
-SGLang itself runs in an environment of its own, behind HTTP; nothing here imports it, and nothing here needs torch.
+SGLang itself runs in an environment of its own, behind HTTP; nothing here imports it. Torch is needed by `backend` and
+`channel` alone.
 """

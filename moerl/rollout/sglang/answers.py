@@ -8,7 +8,6 @@ contract itself. Pure functions; numpy, msgspec and zstandard only. Legend: T = 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -20,8 +19,9 @@ from moerl.contract.documents import check_document
 from moerl.contract.planes import read_array, read_expert_planes, read_kept_ids
 from moerl.contract.ports import RolloutRequest
 from moerl.contract.reasons import Reason
-from moerl.contract.trajectory import FinishReason, KeptSets, ModelSpec, Turn, TurnKind
+from moerl.contract.trajectory import FinishReason, ModelSpec
 from moerl.errors import ContractError
+from moerl.rollout.fleet.segments import Segment, first_row
 
 SCHEMA = 1
 """Of the compact field; the server reports the one it writes."""
@@ -112,37 +112,6 @@ def num_sampled(answer: CompactAnswer) -> int:
     return len(answer.output_ids) // 4
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Consecutive sampled tokens of one rollout, as one answer brought them; an interrupted rollout has several.
-
-    T = its tokens, R = its rows of routing: those of inputs that no segment before it has rows of.
-
-    token_ids: int32 [T]. rollout_logprobs, kept_logmass: float32 [T]. policy_versions: int32 [T].
-    kept_sizes: int64 [T], kept_ids: int32 [sum of the sizes]; empty where nothing was cut.
-    expert_ids: uint8 or uint16 [R, L, K].
-    """
-
-    token_ids: NDArray[np.int32]
-    rollout_logprobs: NDArray[np.float32]
-    kept_logmass: NDArray[np.float32]
-    policy_versions: NDArray[np.int32]
-    kept_sizes: NDArray[np.int64]
-    kept_ids: NDArray[np.int32]
-    expert_ids: NDArray[Any]
-
-    def __len__(self) -> int:
-        return len(self.token_ids)
-
-
-def first_row(request: RolloutRequest, num_before: int) -> int:
-    """Of which input on an answer brings rows of routing, `num_before` tokens being sampled already: `R` begins there.
-
-    The last of those tokens has no row yet: it was never an input.
-    """
-    return len(request.prompt_ids) + num_before - 1 if num_before else 0
-
-
 def read_segment(
     request: RolloutRequest, answer: CompactAnswer, spans: Sequence[VersionSpan], num_before: int, spec: ModelSpec
 ) -> Segment:
@@ -164,43 +133,6 @@ def read_segment(
         kept_ids,
         _expert_ids(answer, num_rows, spec),
     )
-
-
-def trajectory_values(
-    request: RolloutRequest, segments: Sequence[Segment], reason: FinishReason, spec: ModelSpec
-) -> dict[str, Any]:
-    """The `Trajectory` fields of a rollout; `engine_id`, `attempt` and `timings` are the caller's.
-
-    Args:
-        segments: at least one, in order.
-    """
-    num_prompt = len(request.prompt_ids)
-    num_tokens = num_prompt + sum(len(segment) for segment in segments)
-
-    def behind_prompt(parts: Sequence[NDArray[Any]], fill: Any) -> NDArray[Any]:
-        return np.concatenate([np.full(num_prompt, fill, parts[0].dtype), *parts])
-
-    offsets = np.zeros(num_tokens + 1, np.int64)
-    np.cumsum(behind_prompt([segment.kept_sizes for segment in segments], 0), out=offsets[1:])
-    sampled = np.arange(num_tokens) >= num_prompt
-    return {
-        "spec": spec,
-        "lineage": request.lineage,
-        "turns": (
-            Turn(0, num_prompt, TurnKind.PROMPT),
-            Turn(num_prompt, num_tokens, TurnKind.SAMPLED, request.sampling),
-        ),
-        "token_ids": np.concatenate([np.array(request.prompt_ids, np.int32), *(s.token_ids for s in segments)]),
-        "sampled": sampled,
-        "rollout_logprobs": behind_prompt([segment.rollout_logprobs for segment in segments], 0),
-        "kept_logmass": behind_prompt([segment.kept_logmass for segment in segments], 0),
-        "policy_versions": behind_prompt([segment.policy_versions for segment in segments], -1),
-        "expert_ids": np.concatenate([segment.expert_ids for segment in segments]),
-        "routed": np.ones(num_tokens - 1, np.bool_),
-        "kept": KeptSets(offsets, np.concatenate([segment.kept_ids for segment in segments])),
-        "truncated": sampled & request.sampling.cuts,
-        "finish_reason": reason,
-    }
 
 
 def finish_reason(meta: Mapping[str, Any]) -> FinishReason:

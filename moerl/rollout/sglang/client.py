@@ -6,16 +6,15 @@ key of the weights' version: entries of other weights are never hit.
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from moerl.contract.ports import RolloutRequest
-from moerl.contract.trajectory import Lineage, ModelSpec, SamplingParams
-from moerl.rollout.sglang.answers import first_row
+from moerl.contract.trajectory import Lineage, SamplingParams
+from moerl.rollout.fleet.backend import ModelFacts, TransportError, new_request_id
+from moerl.rollout.fleet.endpoint import Endpoint
+from moerl.rollout.fleet.segments import first_row
 from moerl.rollout.sglang.bounds import AnswerBounds, read_meta
-from moerl.rollout.sglang.endpoint import Endpoint
 from moerl.rollout.sglang.handshake import (
     ServerFacts,
     check_model,
@@ -26,28 +25,24 @@ from moerl.rollout.sglang.handshake import (
 )
 from moerl.rollout.sglang.http import SGLangHttp, decoded
 from moerl.rollout.sglang.patches import read_patches
-from moerl.rollout.sglang.reading import MAX_FACTS_BYTES, TransportError
+from moerl.rollout.sglang.reading import MAX_FACTS_BYTES
 
 _PROBE = RolloutRequest(Lineage("probe", "probe", "probe"), (0,), SamplingParams(temperature=0.0), 1)
 
 
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """What the trainer's model is. moe_layers: indices of its MoE layers among its decoder layers."""
-
-    spec: ModelSpec
-    moe_layers: tuple[int, ...]
-
-
 class ServerClient:
-    """One server; connections are made when they are needed."""
+    """One server; connections are made when they are needed.
+
+    Attributes:
+        http: for other calls.
+    """
 
     def __init__(
         self, endpoint: Endpoint, *, max_connections: int, timeout_seconds: float, control_seconds: float
     ) -> None:
         """timeout_seconds: longest time from asking for a response to having it. control_seconds: of other calls."""
-        self.endpoint, self._timeout_seconds, self._control_seconds = endpoint, timeout_seconds, control_seconds
-        self._http = SGLangHttp(endpoint, max_connections=max_connections, timeout_seconds=control_seconds)
+        self._timeout_seconds = timeout_seconds
+        self.http = SGLangHttp(endpoint, max_connections=max_connections, timeout_seconds=control_seconds)
 
     async def facts(self, model: ModelFacts | None) -> ServerFacts:
         """The handshake: what the server is, compared with this version's patches and with `model` where it is given.
@@ -55,8 +50,8 @@ class ServerClient:
         Raises:
             EngineError: it cannot be reached, or something is missing; the message names it.
         """
-        info = await self._http.get("/server_info")
-        weights = await self._http.get("/model_info")
+        info = await self.http.get("/server_info")
+        weights = await self.http.get("/model_info")
         facts = read_facts(info, str(weights.get("weight_version")))
         check_patches(facts, read_patches().fingerprint)
         check_options(facts)
@@ -70,7 +65,7 @@ class ServerClient:
         Raises:
             EngineError: no answer in time, or no version.
         """
-        return read_version(str((await self._http.get_once("/model_info")).get("weight_version")))
+        return read_version(str((await self.http.get_once("/model_info")).get("weight_version")))
 
     async def ask(self, body: Mapping[str, Any], bounds: AnswerBounds) -> dict[str, Any]:
         """The `meta_info` of the answer to one attempt.
@@ -80,7 +75,7 @@ class ServerClient:
             EngineError: the server refused the request.
         """
         path = "/generate"
-        content = await self._http.post_once(path, body, bounds.response_bytes, self._timeout_seconds)
+        content = await self.http.post_once(path, body, bounds.response_bytes, self._timeout_seconds)
         meta = decoded(path, content, lambda content: read_meta(content, bounds))
         if meta.get("id") != body["rid"]:
             raise TransportError(
@@ -96,19 +91,14 @@ class ServerClient:
             EngineError: the server refused.
         """
         body = request_body(_PROBE, new_request_id("probe"), -1)
-        await self._http.post_once("/generate", body, MAX_FACTS_BYTES)
+        await self.http.post_once("/generate", body, MAX_FACTS_BYTES)
 
     async def abort(self, request_id: str) -> None:
         """Has a request answered with what it has; one that is not there is not missed."""
-        await self._http.admin("/abort_request", {"rid": request_id})
+        await self.http.admin("/abort_request", {"rid": request_id})
 
     async def close(self) -> None:
-        await self._http.close()
-
-
-def new_request_id(rollout_id: str) -> str:
-    """Another one for every attempt. Aborts match prefixes of ids: what comes first is unique and of one length."""
-    return f"{secrets.token_hex(8)}-{rollout_id}"
+        await self.http.close()
 
 
 def request_body(

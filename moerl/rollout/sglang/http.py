@@ -1,7 +1,7 @@
 """HTTP to one SGLang server: keys, deadlines, bounded answers, and retries where a call may be repeated.
 
-Runs in the engine's own event loop. A generation may be repeated: it has no effect but its answer, and the engine gives
-every attempt an id of its own.
+The one client of a server in a process; runs in the event loop of the engine or of a sender. A generation may be
+repeated: it has no effect but its answer, and the engine gives every attempt an id of its own.
 """
 
 from __future__ import annotations
@@ -14,33 +14,29 @@ import httpx
 import msgspec
 
 from moerl.errors import ContractError, EngineError
-from moerl.rollout.sglang.endpoint import Endpoint
-from moerl.rollout.sglang.reading import AS_IT_IS, MAX_FACTS_BYTES, MAX_SAID_BYTES, TransportError, read_async
-
-_BACKOFF_SECONDS = (0.2, 1.0, 3.0)
-"""Pauses before the second, third and fourth attempt."""
-
-NUM_ATTEMPTS = len(_BACKOFF_SECONDS) + 1
+from moerl.rollout.fleet.backend import KeyRefusedError, TransportError
+from moerl.rollout.fleet.backoff import NUM_ATTEMPTS, backoff
+from moerl.rollout.fleet.endpoint import Endpoint
+from moerl.rollout.sglang.reading import AS_IT_IS, MAX_FACTS_BYTES, MAX_SAID_BYTES, read
 
 _JSON_OBJECT = msgspec.json.Decoder(dict[str, Any])
-
-
-class KeyRefusedError(EngineError):
-    """The server does not know our key: another one listens at that address now, or the server file is stale."""
 
 
 class SGLangHttp:
     """Connections to one server, reused between calls."""
 
     def __init__(self, endpoint: Endpoint, *, max_connections: int, timeout_seconds: float) -> None:
-        """timeout_seconds: of one call, from sending it to the last byte of its answer."""
+        """max_connections: for requests under way together. timeout_seconds: of one call, from sending it to the last
+        byte of its answer."""
         self.endpoint = endpoint
         self._timeout_seconds = timeout_seconds
+        # Beside requests: their aborts, a probe, a step of a weight update.
+        num_connections = max_connections + 4
         # Server addresses are the caller's own: proxies of the environment have no business here.
         self._client = httpx.AsyncClient(
             base_url=endpoint.url,
             headers=AS_IT_IS,
-            limits=httpx.Limits(max_connections=max_connections + 2, max_keepalive_connections=max_connections + 2),
+            limits=httpx.Limits(max_connections=num_connections, max_keepalive_connections=num_connections),
             timeout=httpx.Timeout(None, connect=10.0),
             trust_env=False,
         )
@@ -73,30 +69,37 @@ class SGLangHttp:
         await self._repeated("POST", path, body, admin=True)
 
     async def post_once(
-        self, path: str, body: Mapping[str, Any], max_bytes: int, timeout_seconds: float | None = None
+        self,
+        path: str,
+        body: Mapping[str, Any],
+        max_bytes: int,
+        timeout_seconds: float | None = None,
+        *,
+        admin: bool = False,
     ) -> bytes:
         """One attempt of a call whose answer is the caller's to decode.
 
         Args:
             max_bytes: the longest answer that can be one to this body.
             timeout_seconds: where it is another than for all calls.
+            admin: only the controller may make it.
 
         Raises:
             TransportError: another attempt may succeed.
             EngineError: the server refused the call.
         """
-        return await self._call("POST", path, body, max_bytes, timeout_seconds=timeout_seconds)
+        return await self._call("POST", path, body, max_bytes, admin=admin, timeout_seconds=timeout_seconds)
 
     async def _repeated(self, method: str, path: str, body: Mapping[str, Any] | None, *, admin: bool) -> dict[str, Any]:
-        for pause in (*_BACKOFF_SECONDS, None):
+        for attempt in range(NUM_ATTEMPTS):
             try:
                 limit = MAX_SAID_BYTES if admin else MAX_FACTS_BYTES
                 content = await self._call(method, path, body, limit, admin=admin)
                 return {} if admin else decoded(path, content, _JSON_OBJECT.decode)
             except TransportError:
-                if pause is None:
+                if attempt + 1 == NUM_ATTEMPTS:
                     raise
-                await asyncio.sleep(pause)
+                await backoff(attempt)
         raise AssertionError("the last attempt returns or raises")
 
     async def _call(
@@ -117,7 +120,7 @@ class SGLangHttp:
         try:
             async with asyncio.timeout(seconds):
                 async with self._client.stream(method, path, json=body, headers=headers) as response:
-                    content = await read_async(path, response, max_bytes)
+                    content = await read(path, response, max_bytes)
                     _check_status(path, response.status_code, content)
                     return content
         except TimeoutError as error:
@@ -133,11 +136,6 @@ class SGLangHttp:
                 seen=f"{self.endpoint.url}: {type(error).__name__}: {error}",
                 remedy="look at the server's log; is it still running?",
             ) from error
-
-
-async def backoff(attempt: int) -> None:
-    """Sleeps before attempt number `attempt` + 1 (0 was the first)."""
-    await asyncio.sleep(_BACKOFF_SECONDS[min(attempt, len(_BACKOFF_SECONDS) - 1)])
 
 
 def _check_status(path: str, status: int, content: bytes) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import httpx
 
-from moerl.errors import EngineError
+from moerl.rollout.fleet.backend import TransportError
 
 AS_IT_IS = {"Accept-Encoding": "identity"}
 """Headers of every request to a server."""
@@ -20,25 +20,12 @@ MAX_FACTS_BYTES = 1 << 22
 """Of an answer about the server itself; `/server_info` takes 36 KB, and 20 KB more for every data-parallel rank."""
 
 
-class TransportError(EngineError):
-    """No whole answer arrived, or the server said that it cannot serve now; the call may be repeated."""
-
-
-def read(path: str, response: httpx.Response, max_bytes: int) -> bytes:
+async def read(path: str, response: httpx.Response, max_bytes: int) -> bytes:
     """The body of a streamed response; the beginning of it where the status is another than 200.
 
     Raises:
         TransportError: it is compressed, or longer than `max_bytes`.
     """
-    intake = _Intake(path, response, max_bytes)
-    for piece in response.iter_raw():
-        if intake.takes(piece):
-            break
-    return intake.content()
-
-
-async def read_async(path: str, response: httpx.Response, max_bytes: int) -> bytes:
-    """As `read`."""
     intake = _Intake(path, response, max_bytes)
     async for piece in response.aiter_raw():
         if intake.takes(piece):

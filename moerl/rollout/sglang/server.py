@@ -26,7 +26,7 @@ from moerl.config.server_environment import server_environment
 from moerl.contract.files import atomic_file
 from moerl.contract.trajectory import MAX_KEPT_IDS
 from moerl.errors import EngineError
-from moerl.rollout.sglang.endpoint import Endpoint, require_private, write_endpoint
+from moerl.rollout.fleet.endpoint import Endpoint, require_private, write_endpoint
 from moerl.rollout.sglang.handshake import UNSYNCED
 from moerl.rollout.sglang.install import python_of, site_packages
 from moerl.rollout.sglang.patches import read_patches, verify_patches

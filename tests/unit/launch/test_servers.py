@@ -16,7 +16,7 @@ from moerl.config.load import load_config
 from moerl.config.schema import RolloutConfig
 from moerl.errors import EngineError
 from moerl.launch.servers import prepare_for_servers
-from moerl.rollout.sglang.endpoint import Endpoint, write_endpoint
+from moerl.rollout.fleet.endpoint import Endpoint, write_endpoint
 from moerl.rollout.sglang.patches import SGLANG_VERSION, STAMP, read_patches
 
 

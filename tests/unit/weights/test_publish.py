@@ -21,7 +21,7 @@ from moerl.contract.ports import CheckedSink
 from moerl.errors import EngineError, WeightSyncError
 from moerl.kernels.checksum import checksums
 from moerl.models.description import ModelDescription, describe
-from moerl.rollout.witness import mismatch
+from moerl.rollout.weight_difference import weight_difference
 from moerl.telemetry.metrics import check_metrics
 from moerl.weights.plan import PlanOptions, SyncPlan, choose_roots, make_plan
 
@@ -66,7 +66,7 @@ class Held(weight_sync.KeepingSink):
         return dict.fromkeys(names, str(self.dtype).removeprefix("torch."))
 
     def verify(self, sent: Mapping[str, int]) -> None:
-        error = mismatch("held", sent, checksums(self.tensors.items()))
+        error = weight_difference("held", sent, checksums(self.tensors.items()))
         if error is not None:
             self.distrusted = str(error)
             raise error

@@ -6,26 +6,18 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from sglang_fake import FakeLink, FakePartLink, FakeServer, FakeSource, connect
+from sglang_fake import FakeLauncher, FakeServer, connect
 
-from moerl.rollout.sglang import fleet, http, shard_sender, updates
-from moerl.rollout.sglang.engine import SGLangEngine
+from moerl.rollout.fleet import backoff
+from moerl.rollout.fleet.engine import FleetEngine
 
 
 @pytest.fixture
-def servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeServer]]:
-    """Three that take weights without process groups."""
-    monkeypatch.setattr(http, "_BACKOFF_SECONDS", (0.0, 0.0, 0.0))
-    made = [FakeServer() for _ in range(3)]
-    for kept in ("sent", "held", "samples", "before"):
-        monkeypatch.setattr(FakeLink, kept, {})
-    monkeypatch.setattr(FakeLink, "servers", {server.endpoint.url: server for server in made})
-    monkeypatch.setattr(fleet, "WeightLink", FakeLink)
-    monkeypatch.setattr(updates, "WeightLink", FakeLink)
-    monkeypatch.setattr(shard_sender, "WeightLink", FakePartLink)
-    yield made
-    for server in made:
-        server.close()
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServer]:
+    monkeypatch.setattr(backoff, "PAUSE_SECONDS", (0.0, 0.0, 0.0))
+    server = FakeServer()
+    yield server
+    server.close()
 
 
 @pytest.fixture
@@ -34,11 +26,11 @@ def said() -> list[str]:
 
 
 @pytest.fixture
-def engine_on(said: list[str]) -> Iterator[Callable[..., SGLangEngine]]:
-    engines: list[SGLangEngine] = []
+def engine_on(said: list[str]) -> Iterator[Callable[..., FleetEngine]]:
+    engines: list[FleetEngine] = []
 
-    def make(*sources: FakeSource | FakeServer, **changes: Any) -> SGLangEngine:
-        engines.append(connect(*sources, said=said, **changes))
+    def make(*launchers: FakeLauncher | FakeServer, **changes: Any) -> FleetEngine:
+        engines.append(connect(*launchers, said=said, **changes))
         return engines[-1]
 
     yield make

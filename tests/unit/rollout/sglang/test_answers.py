@@ -15,13 +15,13 @@ from moerl.contract.ports import RolloutRequest
 from moerl.contract.reasons import Reason
 from moerl.contract.trajectory import FinishReason, Lineage, SamplingParams, Trajectory
 from moerl.errors import ContractError
+from moerl.rollout.fleet.segments import trajectory_values
 from moerl.rollout.sglang.answers import (
     VersionSpan,
     decode_compact,
     finish_reason,
     first_row,
     read_segment,
-    trajectory_values,
     version_spans,
 )
 

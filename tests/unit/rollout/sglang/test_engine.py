@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import msgspec
 import pytest
-from sglang_fake import SPEC, Answer, FakeServer, contract_report, reply, server_info
+from sglang_fake import SPEC, Answer, FakeLauncher, FakeServer, contract_report, reply, server_info
 
 from moerl.contract.ports import RolloutEngine, RolloutRequest
 from moerl.contract.trajectory import MAX_KEPT_IDS, Lineage, SamplingParams, Trajectory
 from moerl.errors import EngineError
-from moerl.rollout.sglang import http
-from moerl.rollout.sglang.asking import MAX_FAILURES
-from moerl.rollout.sglang.engine import SGLangEngine
+from moerl.rollout.fleet.engine import FleetEngine
+from moerl.rollout.fleet.request_loop import MAX_FAILURES
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServer]:
-    monkeypatch.setattr(http, "_BACKOFF_SECONDS", (0.0, 0.0, 0.0))
-    server = FakeServer()
-    yield server
-    server.close()
-
-
-@pytest.fixture
-def connect(fake: FakeServer, engine_on: Callable[..., SGLangEngine]) -> Callable[..., SGLangEngine]:
+def connect(fake: FakeServer, engine_on: Callable[..., FleetEngine]) -> Callable[..., FleetEngine]:
     return partial(engine_on, fake)
 
 
@@ -160,7 +151,7 @@ def test_a_request_aborted_before_its_first_token_yields_nothing(fake: FakeServe
     engine = connect()
 
     def abort(body: dict[str, Any]) -> Answer:
-        engine._run.rollouts[body["rid"].partition("-")[2]].is_aborted = True
+        engine._call.rollouts[body["rid"].partition("-")[2]].is_aborted = True
         return cut_short(body)
 
     fake.answer = abort
@@ -238,6 +229,13 @@ def test_a_server_that_lacks_something_is_refused_by_name(report, message: str, 
     fake.info = server_info(internal_states=[{"contract": contract_report(**report)}])
     with pytest.raises(EngineError, match=message):
         connect()
+
+
+def test_a_server_of_another_precision_is_refused_and_left(fake: FakeServer, engine_on):
+    launcher = FakeLauncher(fake)
+    with pytest.raises(EngineError, match="precision"):
+        engine_on(launcher, dtype="bfloat16")
+    assert launcher.is_closed
 
 
 @pytest.mark.parametrize(

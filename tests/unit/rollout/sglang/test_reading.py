@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
 
 import httpx
 import pytest
-import torch
 import zstandard
 from memory import traced
 from sglang_fake import FakeServer
+from sglang_live import over_http
 
 from moerl.errors import MoerlError
-from moerl.rollout.sglang.endpoint import Endpoint
-from moerl.rollout.sglang.held import ServedModel, held_checksums
+from moerl.rollout.fleet import backoff
+from moerl.rollout.fleet.backend import TransportError
+from moerl.rollout.sglang.digests import ServedModel, weight_digests
 from moerl.rollout.sglang.http import SGLangHttp
-from moerl.rollout.sglang.reading import MAX_SAID_BYTES, TransportError, read
-from moerl.rollout.sglang.weights import LinkOptions, WeightLink
+from moerl.rollout.sglang.reading import MAX_SAID_BYTES, read
+from moerl.rollout.sglang.update_calls import UpdateCalls
 
 BOMB = zstandard.ZstdCompressor().compress(bytes(256 << 20))
 
@@ -25,34 +27,19 @@ BOMB = zstandard.ZstdCompressor().compress(bytes(256 << 20))
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServer]:
     server = FakeServer()
-    monkeypatch.setattr("moerl.rollout.sglang.http._BACKOFF_SECONDS", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(backoff, "PAUSE_SECONDS", (0.0, 0.0, 0.0))
     monkeypatch.setattr(server, "respond", lambda path, key, body: (200, BOMB))
     yield server
     server.close()
 
 
-def over_http(call: Callable[[SGLangHttp], object]) -> Callable[[Endpoint], object]:
-    async def ask(endpoint: Endpoint) -> object:
-        http = SGLangHttp(endpoint, max_connections=1, timeout_seconds=60.0)
-        try:
-            return await call(http)  # pyright: ignore[reportGeneralTypeIssues]
-        finally:
-            await http.close()
-
-    return lambda endpoint: asyncio.run(ask(endpoint))
-
-
-def over_a_link(endpoint: Endpoint) -> None:
-    WeightLink("s", endpoint, LinkOptions(1, "gloo", 60.0), torch.device("cpu")).begin()
-
-
-CALLS: dict[str, Callable[[Endpoint], object]] = {
-    "facts": over_http(lambda http: http.get("/server_info")),
-    "a version": over_http(lambda http: http.get_once("/model_info")),
-    "a response": over_http(lambda http: http.post_once("/generate", {"rid": "r"}, 1 << 30)),
-    "an abort": over_http(lambda http: http.admin("/abort_request", {})),
-    "weights": over_a_link,
-    "checksums": lambda endpoint: held_checksums(endpoint, ServedModel({}, 1, {}), timeout_seconds=60.0),
+CALLS: dict[str, Callable[[SGLangHttp], Any]] = {
+    "facts": lambda http: http.get("/server_info"),
+    "a version": lambda http: http.get_once("/model_info"),
+    "a response": lambda http: http.post_once("/generate", {"rid": "r"}, 1 << 30),
+    "an abort": lambda http: http.admin("/abort_request", {}),
+    "weights": lambda http: UpdateCalls("s", http, 60.0).begin(),
+    "checksums": lambda http: weight_digests(http, ServedModel({}, 1, {}), 60.0),
 }
 
 
@@ -61,7 +48,7 @@ CALLS: dict[str, Callable[[Endpoint], object]] = {
 def test_an_encoded_answer_is_refused_before_it_is_expanded(kind: str, encoding: str, fake: FakeServer):
     fake.encoding = encoding
     with traced() as peak, pytest.raises(MoerlError, match="encoded"):
-        CALLS[kind](fake.endpoint)
+        over_http(fake.endpoint, CALLS[kind])
     assert peak() < 8 << 20
     assert fake.accepted == {"identity"}
 
@@ -79,13 +66,13 @@ def response(status: int, pieces: int, **headers: str) -> httpx.Response:
     return httpx.Response(status, headers=headers, stream=Pieces(pieces))
 
 
-class Pieces(httpx.SyncByteStream):
+class Pieces(httpx.AsyncByteStream):
     """Endless but for a count; of one byte each."""
 
     def __init__(self, count: int) -> None:
         self.left = count
 
-    def __iter__(self) -> Iterator[bytes]:
+    async def __aiter__(self) -> AsyncIterator[bytes]:
         while self.left:
             self.left -= 1
             yield b"x"
@@ -93,16 +80,16 @@ class Pieces(httpx.SyncByteStream):
 
 def test_an_answer_of_many_small_pieces_takes_no_more_than_its_bytes():
     with traced() as peak:
-        assert len(read("/p", response(200, 1 << 16), 1 << 16)) == 1 << 16
+        assert len(asyncio.run(read("/p", response(200, 1 << 16), 1 << 16))) == 1 << 16
     assert peak() < 4 << 16
 
 
 def test_reading_ends_where_the_limit_is_passed():
     endless = response(200, 1 << 40)
     with pytest.raises(TransportError, match="too long"):
-        read("/p", endless, 1000)
+        asyncio.run(read("/p", endless, 1000))
 
 
 def test_of_a_refusal_the_beginning_is_read_however_long_it_is():
-    assert len(read("/p", response(500, 1 << 40), 10)) == MAX_SAID_BYTES
-    assert len(read("/p", response(400, 100), 10)) == 100
+    assert len(asyncio.run(read("/p", response(500, 1 << 40), 10))) == MAX_SAID_BYTES
+    assert len(asyncio.run(read("/p", response(400, 100), 10))) == 100

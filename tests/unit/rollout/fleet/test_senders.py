@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
-from sglang_fake import FakeLink, FakeServer, FakeSource
+from fleet_fake import FLOAT32, FakeLauncher, FakeServer, Network
 from torch import Tensor
 from waiting import eventually
 
 from moerl.errors import EngineError, WeightSyncError
 from moerl.kernels.checksum import checksums
-from moerl.rollout.sglang import senders, updates
-from moerl.rollout.sglang.engine import SGLangEngine
-from moerl.rollout.sglang.senders import Command, Introduction, Senders
-from moerl.rollout.sglang.shard_sender import ShardSender
+from moerl.rollout.fleet import senders
+from moerl.rollout.fleet.engine import FleetEngine
+from moerl.rollout.fleet.senders import Command, Introduction, Reply, Senders
+from moerl.rollout.fleet.shard_sender import ShardSender
 
 FIRST = {"a": torch.zeros(2, 3)}
 SECOND = {"b": torch.ones(4), "c": torch.ones(2)}
@@ -30,24 +32,36 @@ Part = Mapping[str, Tensor]
 
 
 @pytest.fixture
-def engine_on(engine_on: Callable[..., SGLangEngine]) -> Callable[..., SGLangEngine]:
+def engine_on(engine_on: Callable[..., FleetEngine]) -> Callable[..., FleetEngine]:
     return partial(engine_on, shapes=SHAPES, version=-1)
 
 
-def shard_sender(introduction: Introduction, rank: int = RANKS[1], seconds: float = 20.0) -> ShardSender:
-    return ShardSender(rank, introduction, SHAPES, torch.device("cpu"), seconds)
-
-
-def shared(engine: SGLangEngine) -> tuple[SGLangEngine, list[ShardSender]]:
-    """The engine and its senders."""
-    introduction = engine.share(RANKS, 20.0)
-    return engine, [shard_sender(introduction, rank) for rank in RANKS]
+MakeSender = Callable[..., ShardSender]
 
 
 @pytest.fixture
-def two(servers: list[FakeServer], engine_on) -> tuple[SGLangEngine, list[ShardSender]]:
+def shard_sender(network: Network) -> MakeSender:
+    def make(introduction: Introduction, rank: int = RANKS[1], seconds: float = 20.0) -> ShardSender:
+        return ShardSender(rank, introduction, SHAPES, network.channel_of_part, seconds)
+
+    return make
+
+
+@pytest.fixture
+def shared(shard_sender: MakeSender) -> Callable[[FleetEngine], tuple[FleetEngine, list[ShardSender]]]:
+    """From an engine to it and its senders."""
+
+    def share(engine: FleetEngine) -> tuple[FleetEngine, list[ShardSender]]:
+        introduction = engine.share(RANKS, 20.0)
+        return engine, [shard_sender(introduction, rank) for rank in RANKS]
+
+    return share
+
+
+@pytest.fixture
+def two(servers: list[FakeServer], engine_on, shared) -> tuple[FleetEngine, list[ShardSender]]:
     """An engine on two servers, the first of which has a spare one, and its senders."""
-    return shared(engine_on(FakeSource(servers[0], servers[2]), servers[1]))
+    return shared(engine_on(FakeLauncher(servers[0], servers[2]), servers[1]))
 
 
 def publish(made: Sequence[ShardSender], version: int, value: float, parts: Sequence[Part], *, verify: bool) -> None:
@@ -64,7 +78,7 @@ def publish(made: Sequence[ShardSender], version: int, value: float, parts: Sequ
 
 
 def send(
-    engine: SGLangEngine,
+    engine: FleetEngine,
     made: Sequence[ShardSender],
     version: int,
     value: float = 0.0,
@@ -77,7 +91,7 @@ def send(
 
 
 def values(server: FakeServer) -> dict[str, float]:
-    return {name: float(tensor.reshape(-1)[0]) for name, tensor in FakeLink.held[server.endpoint.url].items()}
+    return {name: float(tensor.reshape(-1)[0]) for name, tensor in server.held.items()}
 
 
 def test_servers_hold_the_parts_of_all_senders_as_one_version(two, servers):
@@ -86,17 +100,16 @@ def test_servers_hold_the_parts_of_all_senders_as_one_version(two, servers):
         send(engine, made, version, float(version))
         whole = {"a": version + 0.0, "b": version + 1.0, "c": version + 1.0}
         assert values(servers[0]) == values(servers[1]) == whole
-        assert servers[0].weight_version == servers[1].weight_version == str(version)
+        assert servers[0].weight_version == servers[1].weight_version == version
     assert engine.handshake().policy_version == 4
 
 
-def test_the_engines_process_sends_nothing_and_keeps_no_tensors(two, servers, monkeypatch: pytest.MonkeyPatch):
+def test_the_engines_process_sends_nothing_and_keeps_no_tensors(two, servers):
     engine, made = two
-    joined: list[str] = []
-    monkeypatch.setattr(FakeLink, "join", lambda link: joined.append(link.sender))
     send(engine, made, 3)
-    assert joined == ["part "] * 4  # two senders to two servers
-    assert engine._updates.held == (3, {})
+    steps = [step for step in servers[0].steps if "join" in step or "bucket" in step]
+    assert sorted(steps) == ["part bucket 0", "part bucket 0", "part bucket 1", "part join", "part join"]
+    assert engine._updates._holders is engine._updates._senders
     engine.begin_update(4)
     with pytest.raises(WeightSyncError, match="a bucket in the engine's process"):
         engine.receive([("a", FIRST["a"])])
@@ -105,7 +118,7 @@ def test_the_engines_process_sends_nothing_and_keeps_no_tensors(two, servers, mo
 
 def test_a_server_that_comes_late_gets_all_parts(two, servers):
     engine, made = two
-    FakeLink.fail(servers[0], "end")
+    servers[0].fail("end")
     send(engine, made, 3, 7.0)
     eventually(lambda: set(engine.states.values()) == {"healthy"})
     assert values(servers[2]) == values(servers[1]) == WHOLE_7
@@ -113,17 +126,18 @@ def test_a_server_that_comes_late_gets_all_parts(two, servers):
     assert values(servers[2]) == values(servers[1]) == {"a": 9.0, "b": 10.0, "c": 10.0}
 
 
-def test_a_server_that_comes_late_before_the_first_set_of_the_senders_gets_what_the_engine_sent(servers, engine_on):
-    engine = engine_on(FakeSource(servers[0], servers[2]), servers[1])
+def test_a_server_that_comes_late_before_the_first_set_of_the_senders_gets_what_the_engine_sent(
+    servers, engine_on, shared
+):
+    engine = engine_on(FakeLauncher(servers[0], servers[2]), servers[1])
     engine.begin_update(3)
     engine.receive([(name, tensor + 7.0) for part in PARTS for name, tensor in part.items()])
-    FakeLink.fail(servers[0], "end")
+    servers[0].fail("end")
     engine.end_update()
     engine, made = shared(engine)
     eventually(lambda: set(engine.states.values()) == {"healthy"})
     assert values(servers[2]) == values(servers[1]) == WHOLE_7
     send(engine, made, 4, 9.0)
-    assert engine._updates.held == (4, {})
     assert values(servers[2]) == {"a": 9.0, "b": 10.0, "c": 10.0}
 
 
@@ -132,7 +146,7 @@ def test_a_server_that_one_sender_cannot_reach_is_replaced_while_the_other_has_t
     step: str, two, servers, said: list[str]
 ):
     engine, made = two
-    FakeLink.fail(servers[0], f"part {step}")
+    servers[0].fail(f"part {step}")
     send(engine, made, 3, 7.0)
     assert "lost" in said[0]
     assert f"part {step} failed" in said[0]
@@ -199,7 +213,7 @@ def test_a_set_of_another_version_than_the_engine_began_is_refused(two):
 def test_a_server_that_failed_at_a_sender_is_replaced_also_where_the_set_is_not_whole(two, servers):
     engine, made = two
     send(engine, made, 3, 7.0)
-    FakeLink.fail(servers[0], "part bucket 0")
+    servers[0].fail("part bucket 0")
     with pytest.raises(WeightSyncError, match="'a'"):
         send(engine, made, 4, 9.0, ({}, SECOND))
     eventually(lambda: set(engine.states.values()) == {"healthy"})
@@ -211,11 +225,11 @@ def test_a_server_that_failed_before_an_update_was_given_up_is_in_use_again_once
 ):
     engine, made = two
     send(engine, made, 3, 7.0)
-    FakeLink.fail(servers[0], "part bucket 0")
+    servers[0].fail("part bucket 0")
     engine.begin_update(4)
     made[1].begin_update(4)
     made[1].receive([("b", SECOND["b"])])
-    FakeLink.before.clear()
+    servers[0].before.clear()
     engine.abandon_update()
     assert said == []
     assert values(servers[0]) == values(servers[1]) == WHOLE_7
@@ -224,9 +238,9 @@ def test_a_server_that_failed_before_an_update_was_given_up_is_in_use_again_once
 def test_a_part_of_another_version_is_never_sent_to_a_late_server(two, servers):
     engine, made = two
     send(engine, made, 3, 7.0)
-    made[1]._held = 4, made[1]._held[1]
+    made[1]._sender._held = 4, made[1]._sender._held[1]
     with pytest.raises(WeightSyncError, match="version 4"):
-        engine._wait(engine._updates.bring_up(engine._fleet.members[1]))
+        engine._wait(engine._updates.bring_up(engine._fleet.replicas[1]))
 
 
 def test_a_tensor_of_two_senders_is_refused(two):
@@ -243,41 +257,30 @@ def test_a_tensor_that_the_model_does_not_have_is_refused_at_its_sender(two):
         made[1].receive([("x", torch.ones(1))])
 
 
-@pytest.fixture
-def dtypes(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Those that servers hold tensors in."""
-    made = dict.fromkeys(SHAPES, "float32")
-    monkeypatch.setattr(updates, "held_dtypes", lambda *args, **kwargs: made)
-    return made
-
-
-def test_checksums_of_all_parts_are_compared(two, servers, dtypes, said: list[str], monkeypatch: pytest.MonkeyPatch):
+def test_checksums_of_all_parts_are_compared(two, servers, said: list[str]):
     engine, made = two
-    asked: list[str] = []
+    is_spoilt = iter([True])
 
-    def held(endpoint, model, *, timeout_seconds: float) -> dict[str, int]:
+    def digests() -> Mapping[str, int]:
         """The first time the first server holds another b."""
-        asked.append(endpoint.url)
-        tensors = FakeLink.held[endpoint.url]
-        is_spoilt = endpoint.url == servers[0].endpoint.url and asked.count(endpoint.url) == 1
-        return checksums((name, t + 1.0 if is_spoilt and name == "b" else t) for name, t in tensors.items())
+        add = 1.0 if next(is_spoilt, False) else 0.0
+        return checksums((name, t + add if name == "b" else t) for name, t in servers[0].held.items())
 
-    monkeypatch.setattr(updates, "held_checksums", held)
+    servers[0].digests = digests
     answers: list[Mapping[str, str]] = []
     asks = threading.Thread(target=lambda: answers.append(made[1].held_dtypes()))  # before the engine has begun
     asks.start()
     send(engine, made, 3, 7.0, verify=True)
     asks.join()
-    assert answers == [dtypes]
+    assert answers == [FLOAT32]
     eventually(lambda: set(engine.states.values()) == {"healthy"})
     assert "'b'" in said[0]
     assert "1 of 3 checksums differ" in said[0]
     assert values(servers[0]) == WHOLE_7
 
 
-def test_a_tensor_whose_sender_computed_no_checksum_is_refused(two, dtypes, monkeypatch: pytest.MonkeyPatch):
+def test_a_tensor_whose_sender_computed_no_checksum_is_refused(two):
     engine, made = two
-    monkeypatch.setattr(updates, "held_checksums", lambda *args, **kwargs: {})
     engine.held_dtypes()
     engine.begin_update(3)
     publish(made[:1], 3, 0.0, PARTS[:1], verify=True)
@@ -301,7 +304,7 @@ def test_a_sender_that_never_comes_ends_the_update_in_an_error_that_names_it(ser
         engine.begin_update(3)
 
 
-def test_a_sender_waits_for_the_engine_no_longer_than_a_step_may_take(servers, engine_on):
+def test_a_sender_waits_for_the_engine_no_longer_than_a_step_may_take(servers, engine_on, shard_sender):
     sender = shard_sender(engine_on(servers[0]).share([3], 20.0), seconds=5.0)
     sender._seconds = 0.05
     with pytest.raises(WeightSyncError, match="has not begun"):
@@ -310,26 +313,30 @@ def test_a_sender_waits_for_the_engine_no_longer_than_a_step_may_take(servers, e
 
 @pytest.fixture
 def one() -> Iterator[Senders]:
-    made = Senders([3], 20.0)
+    made = Senders([3], 20.0, 1 << 20)
     yield made
-    made.close()
+    asyncio.run(made.close())
 
 
-def test_strangers_are_turned_away_and_senders_still_come_in(one: Senders):
+def ask(all_senders: Senders, command: Command) -> list[Reply]:
+    return asyncio.run(all_senders.ask(command))
+
+
+def test_strangers_are_turned_away_and_senders_still_come_in(one: Senders, shard_sender):
     known = one.introduction
     with pytest.raises(WeightSyncError, match="AuthenticationError"):
-        shard_sender(Introduction(known.host, known.port, b"another key"))
+        shard_sender(replace(known, key=b"another key"))
     with socket.create_connection((known.host, known.port)):  # says nothing, and does not leave
         shard_sender(known, rank=4)  # knows the key, but nobody waits for it
         shard_sender(known).begin_update(3)
-        assert [set(reply.checksums) for reply in one.ask(Command("take", version=3))] == [set()]
+        assert [set(reply.checksums) for reply in ask(one, Command("take", version=3))] == [set()]
 
 
-def test_no_more_strangers_than_a_few_are_heard_at_once(one: Senders, monkeypatch: pytest.MonkeyPatch):
+def test_no_more_strangers_than_a_few_are_heard_at_once(one: Senders, shard_sender, monkeypatch):
     known, silent = one.introduction, threading.Semaphore(1)
     monkeypatch.setattr(one, "_handshakes", silent)
     with socket.create_connection((known.host, known.port)):
-        eventually(lambda: not silent.acquire(blocking=False))
+        eventually(lambda: silent._value == 0)
         with pytest.raises(WeightSyncError, match="cannot reach"):
             shard_sender(known)
     eventually(lambda: silent._value == 1)
@@ -338,21 +345,23 @@ def test_no_more_strangers_than_a_few_are_heard_at_once(one: Senders, monkeypatc
 
 def test_senders_are_listened_for_at_private_addresses_alone():
     with pytest.raises(EngineError, match="server address"):
-        Senders([3], 20.0, host="0.0.0.0")
+        Senders([3], 20.0, 1 << 20, host="0.0.0.0")
 
 
 def test_the_key_does_not_show_in_messages(one: Senders):
     assert repr(one.introduction.key) not in repr(one.introduction)
 
 
-def test_a_reply_that_comes_too_late_is_not_taken_for_the_next_one(one: Senders):
+def test_a_reply_that_comes_too_late_is_not_taken_for_the_next_one(one: Senders, shard_sender):
     sender = shard_sender(one.introduction)
     eventually(one._is_complete.is_set)
     one._seconds = 0.2
-    with sender._lock, pytest.raises(WeightSyncError, match="nothing for"):
-        one.ask(Command("begin", version=3))
+    sender._wait(sender._sender._lock.acquire())
+    with pytest.raises(WeightSyncError, match="nothing for"):
+        ask(one, Command("begin", version=3))
     one._seconds = 20.0
-    eventually(lambda: sender._open_version == 3)  # it does what it was told, late
+    sender._loop.call_soon_threadsafe(sender._sender._lock.release)
+    eventually(lambda: sender._sender._open_version == 3)  # it does what it was told, late
     sender.begin_update(3)
     sender.receive([("b", SECOND["b"])])
-    assert [set(reply.checksums) for reply in one.ask(Command("take", version=3))] == [{"b"}]
+    assert [set(reply.checksums) for reply in ask(one, Command("take", version=3))] == [{"b"}]

@@ -1,25 +1,21 @@
-"""One server of an engine and what is known about it. Belongs to the engine's event loop."""
+"""One place for a server, and what is known about the server there. Belongs to the engine's event loop."""
 
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 from moerl.errors import EngineError, MoerlError
-from moerl.rollout.sglang.bounds import AnswerBounds
-from moerl.rollout.sglang.client import ServerClient
-from moerl.rollout.sglang.handshake import ServerFacts
-from moerl.rollout.sglang.reading import TransportError
-from moerl.rollout.sglang.sources import ServerSource
-from moerl.rollout.sglang.weights import WeightLink
+from moerl.rollout.fleet.backend import Attempt, Reply, ServerBackend, ServerLauncher, TransportError
 
 
 class State(StrEnum):
     """starting: not asked yet. healthy: gets requests. suspect: a request failed or nothing is heard of it; it is
-    probed, and gets no new ones. restarting: lost; its source is making another. stale: serves, but not the current
+    probed, and gets no new ones. restarting: lost; its launcher is making another. stale: serves, but not the current
     weights. dead: given up."""
 
     STARTING = "starting"
@@ -35,20 +31,21 @@ class StaleServerError(EngineError):
 
 
 @dataclass(slots=True, eq=False)
-class Member:
+class Replica:
     """A place for a server; the server itself may be replaced.
 
-    client, link, facts: of the present server; None before there is one. asks: requests under way.
-    losses: servers lost in a row without an answer in between. strikes: failures in a row, those at one time counted
-    once. struck_at, heard_at: when it failed last, when an answer came last, by the monotonic clock.
-    error: why it is not healthy.
+    server: None before there is one, and while it is replaced. key: of the connection to it; each has another.
+    max_request_tokens: of the latest server; 0 before there was one.
+    asks: requests under way. losses: servers lost in a row without an answer in between. strikes: failures in a row,
+    those at one time counted once. struck_at, heard_at: when it failed last, when an answer came last, by the monotonic
+    clock. error: why it is not healthy.
     """
 
     name: str
-    source: ServerSource
-    client: ServerClient | None = None
-    link: WeightLink | None = None
-    facts: ServerFacts | None = None
+    launcher: ServerLauncher
+    server: ServerBackend | None = None
+    key: str = ""
+    max_request_tokens: int = 0
     state: State = State.STARTING
     load: int = 0
     asks: set[asyncio.Future[Any]] = field(default_factory=set)
@@ -77,16 +74,16 @@ class Member:
             self.struck_at = time.monotonic()
         return self.strikes
 
-    async def ask(self, body: dict[str, Any], bounds: AnswerBounds) -> dict[str, Any]:
-        """The `meta_info` of an answer.
+    async def ask(self, attempt: Attempt) -> Reply:
+        """The answer to an attempt.
 
         Raises:
             TransportError: none came, or the server was lost meanwhile.
-            EngineError: as `ServerClient.ask`.
+            EngineError: as `ServerBackend.ask`.
         """
-        if self.client is None:
-            raise TransportError(f"SGLang server {self.name!r} was lost before it was asked")
-        asked = asyncio.ensure_future(self.client.ask(body, bounds))
+        if self.server is None:
+            raise TransportError(f"server {self.name!r} was lost before it was asked")
+        asked = asyncio.ensure_future(self.server.ask(attempt))
         self.asks.add(asked)
         try:
             await asyncio.wait({asked})
@@ -94,8 +91,13 @@ class Member:
             self.asks.discard(asked)
             asked.cancel()
         if asked.cancelled():
-            raise TransportError(f"SGLang server {self.name!r} was lost while it worked on a request")
+            raise TransportError(f"server {self.name!r} was lost while it worked on a request")
         return asked.result()
+
+    def connect(self, server: ServerBackend) -> None:
+        """Takes another server."""
+        self.server, self.key, self.strikes = server, secrets.token_hex(8), 0
+        self.max_request_tokens = server.max_request_tokens
 
     def give_up_asks(self) -> None:
         """Requests under way fail."""
@@ -105,9 +107,6 @@ class Member:
     async def disconnect(self) -> None:
         """Gives up what is under way, and the present server."""
         self.give_up_asks()
-        client, link = self.client, self.link
-        self.client = self.link = None
-        if client is not None:
-            await client.close()
-        if link is not None:
-            await asyncio.to_thread(link.abandon)
+        server, self.server = self.server, None
+        if server is not None:
+            await server.close()

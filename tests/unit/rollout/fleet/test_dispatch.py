@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from moerl.rollout.sglang.routing import choose_server
+from moerl.rollout.fleet.dispatch import choose_server
 
 
 def test_the_least_loaded_server_is_chosen_and_full_ones_never():

@@ -1,4 +1,4 @@
-"""SGLang servers as the trainer's engine: asked, watched, replaced when they fail, never used with other weights.
+"""Servers as the trainer's engine: asked, watched, replaced when they fail, never used with other weights.
 
 Runs inside the process that asks for rollouts: `generate` is an ordinary iterator, calls to servers are made by an
 event loop in a thread of their own. Each rollout yields one record at most.
@@ -18,20 +18,22 @@ from torch import Tensor
 
 from moerl.contract.ports import EngineInfo, InterruptCosts, ReportedLayers, RolloutRecord, RolloutRequest
 from moerl.errors import EngineError, WeightSyncError
+from moerl.rollout.fleet.backend import Connect, ModelFacts, ServerLauncher, WeightChannel
+from moerl.rollout.fleet.fleet import Fleet, first_error, stale_server
+from moerl.rollout.fleet.options import EngineOptions, Interrupt
+from moerl.rollout.fleet.receivers import Receivers, Target
+from moerl.rollout.fleet.replica import Replica, State
+from moerl.rollout.fleet.request_loop import Call, RequestLoop, Rollout
+from moerl.rollout.fleet.sender import Sender
+from moerl.rollout.fleet.senders import Introduction, Senders
+from moerl.rollout.fleet.updates import Updates, require_server
+from moerl.rollout.fleet.weight_set import WeightSet
 from moerl.rollout.requests import check_requests
-from moerl.rollout.sglang.asking import Asking, Rollout, Run
-from moerl.rollout.sglang.client import ModelFacts
-from moerl.rollout.sglang.fleet import Fleet, first_error, stale_server
-from moerl.rollout.sglang.member import Member, State
-from moerl.rollout.sglang.options import EngineOptions, Interrupt
-from moerl.rollout.sglang.senders import Introduction, Senders
-from moerl.rollout.sglang.sources import ServerSource
-from moerl.rollout.sglang.updates import Updates
 
 _ABORT_AGAIN_SECONDS = 0.2
 
 
-class SGLangEngine:
+class FleetEngine:
     """A `PolicyEngine` and `CheckedSink` on one or more servers.
 
     Attributes:
@@ -41,36 +43,42 @@ class SGLangEngine:
     """
 
     def __init__(
-        self, sources: Sequence[ServerSource], model: ModelFacts, options: EngineOptions, version: int
+        self,
+        launchers: Sequence[ServerLauncher],
+        connect: Connect,
+        model: ModelFacts,
+        options: EngineOptions,
+        version: int,
     ) -> None:
-        """Takes a server of every source.
+        """Takes a server of every launcher.
 
         Args:
+            connect: of the servers' backend.
             version: policy version of the weights that servers start with; -1 where they must wait for an update.
 
         Raises:
             EngineError: there is none, or one is not what is needed; the message names it.
         """
         self._model, self._options = model, options
-        self._run: Run | None = None
+        self._call: Call | None = None
         self._work: Future[None] | None = None
         self._stalled_at = 0.0
         self._will_check = self._awaits_check = False
         self.unfinished: list[str] = []
         self.costs = InterruptCosts()
         self._loop = asyncio.new_event_loop()
-        self._senders: Senders | None = None
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"{options.engine_id}-http", daemon=True)
         self._thread.start()
         # A place that waits for its server must not keep others from their updates.
         self._loop.call_soon_threadsafe(
-            self._loop.set_default_executor, ThreadPoolExecutor(4 + 4 * len(sources), f"{options.engine_id}-work")
+            self._loop.set_default_executor, ThreadPoolExecutor(4 + 4 * len(launchers), f"{options.engine_id}-work")
         )
-        self._updates = Updates(options.shapes, options.tied, options.update_seconds)
-        self._fleet = Fleet(sources, model, options, self._bring_up)
+        weight_set = WeightSet(options.shapes, options.tied)
+        self._updates = Updates(options.shapes, Sender(weight_set, Receivers(self._open_channel), options.bucket_bytes))
+        self._fleet = Fleet(launchers, connect, options, self._bring_up)
         # Calls of one update come one after the other, whatever threads they come from.
         self._turn = asyncio.Lock()
-        self._asking = Asking(self._fleet, model.spec, self.costs, version)
+        self._requests = RequestLoop(self._fleet, model.spec, self.costs, version)
         try:
             self._wait(self._fleet.open())
         except BaseException:  # an interrupt, too, leaves no server behind
@@ -80,7 +88,7 @@ class SGLangEngine:
     @property
     def states(self) -> dict[str, State]:
         """Of every server, by name."""
-        return {member.name: member.state for member in self._fleet.members}
+        return {replica.name: replica.state for replica in self._fleet.replicas}
 
     def handshake(self) -> EngineInfo:
         """What the engine is; its version is -1 before the first update. Waits for a server where all are lost.
@@ -89,7 +97,7 @@ class SGLangEngine:
             EngineError: all servers are given up.
         """
         self._wait(self._fleet.require_any())
-        version, layers = self._asking.version, self._model.moe_layers
+        version, layers = self._requests.version, self._model.moe_layers
         return EngineInfo(self._options.engine_id, self._model.spec, version, ReportedLayers.MOE, layers)
 
     def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[RolloutRecord]:
@@ -99,7 +107,7 @@ class SGLangEngine:
             EngineError: at once, where a request is refused or no weights were sent yet; at a later record, where a
                 server refused one, all servers were given up, or another `generate` is not finished.
         """
-        if self._asking.version < 0:
+        if self._requests.version < 0:
             raise EngineError(
                 f"engine {self._options.engine_id!r}: no weights yet",
                 seen="policy version -1",
@@ -108,7 +116,7 @@ class SGLangEngine:
             )
         # A server needs room for one token more than the model does.
         check_requests(requests, self._model.spec, self._fleet.max_request_tokens - 1)
-        return self._generate(Run({request.lineage.rollout_id: Rollout(request) for request in requests}))
+        return self._generate(Call({request.lineage.rollout_id: Rollout(request) for request in requests}))
 
     def abort(self, rollout_ids: Collection[str] | None = None) -> None:
         """Finishes the named rollouts of the current `generate` call (all when None).
@@ -119,9 +127,9 @@ class SGLangEngine:
         Raises:
             EngineError: a server could not be told.
         """
-        run = self._run
-        if run is not None:
-            self._wait(self._asking.abort(run, rollout_ids))
+        call = self._call
+        if call is not None:
+            self._wait(self._requests.abort(call, rollout_ids))
 
     def begin_update(self, version: int) -> None:
         """Stops sampling as `EngineOptions.interrupt` says and starts an update; one that was never ended is forgotten.
@@ -142,11 +150,11 @@ class SGLangEngine:
     def end_update(self) -> None:
         """Takes the set into use. Servers that failed get it when they are replaced, before they get requests.
 
-        Where dtypes were asked for before the update, sampling waits for `verify`: no answer comes of weights that
-        turn out to be others.
+        Where dtypes were asked for before the update, sampling waits for `verify`: nothing is sampled with weights
+        that are not those that were sent.
 
         Raises:
-            WeightSyncError: the set is not whole: servers hold what they held before.
+            WeightSyncError: the set is incomplete: servers hold what they held before.
         """
         self._wait(self._end())
 
@@ -160,7 +168,7 @@ class SGLangEngine:
         return self._wait(self._held_dtypes())
 
     def verify(self, sent: Mapping[str, int]) -> None:
-        """Servers that hold something else get everything again, and requests only once they hold what was sent.
+        """Servers that hold other weights get everything again, and requests only once they hold what was sent.
 
         Raises:
             WeightSyncError: no update was taken.
@@ -176,9 +184,9 @@ class SGLangEngine:
             ranks: of all senders.
             seconds, host: as in `Senders`.
         """
-        self._senders = Senders(ranks, seconds, host)
-        self._updates.share(self._senders)
-        return self._senders.introduction
+        senders = Senders(ranks, seconds, self._options.bucket_bytes, host)
+        self._updates.share(senders)
+        return senders.introduction
 
     @contextlib.contextmanager
     def updating(self, version: int, *, verify: bool) -> Iterator[None]:
@@ -204,13 +212,12 @@ class SGLangEngine:
             raise
 
     def close(self) -> None:
-        """Gives up what is under way and leaves the servers; those of our own are stopped."""
+        """Gives up what is under way and leaves the servers; those that launchers have started are stopped."""
         if not self._thread.is_alive():
             return
         if self._work is not None:
             self._work.cancel()
-        if self._senders is not None:
-            self._senders.close()
+        self._wait(self._updates.close())
         self._wait(self._fleet.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -220,19 +227,19 @@ class SGLangEngine:
         """Runs `work` in the event loop and returns its result."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
-    def _generate(self, run: Run) -> Iterator[RolloutRecord]:
-        if self._run is not None:
+    def _generate(self, call: Call) -> Iterator[RolloutRecord]:
+        if self._call is not None:
             raise EngineError(
                 f"engine {self._options.engine_id!r}: already generating",
                 expected="one generate call at a time",
                 remedy="exhaust or close the first iterator",
             )
-        self._run = run
-        left = dict.fromkeys(run.rollouts)
-        self._work = work = asyncio.run_coroutine_threadsafe(self._asking.serve(run), self._loop)
-        work.add_done_callback(lambda done: run.outcomes.put(None))
+        self._call = call
+        left = dict.fromkeys(call.rollouts)
+        self._work = work = asyncio.run_coroutine_threadsafe(self._requests.serve(call), self._loop)
+        work.add_done_callback(lambda done: call.outcomes.put(None))
         try:
-            while (record := run.outcomes.get()) is not None:
+            while (record := call.outcomes.get()) is not None:
                 del left[record.rollout_id]
                 yield record
             if work.cancelled():
@@ -243,7 +250,7 @@ class SGLangEngine:
         finally:
             work.cancel()
             self.unfinished = list(left)
-            self._run = None
+            self._call = None
 
     # --- weights -----------------------------------------------------------------------------------------------------
 
@@ -251,19 +258,25 @@ class SGLangEngine:
         if not self._updates.is_open:
             raise WeightSyncError("weight update: none is open", remedy="call begin_update first")
 
-    async def _bring_up(self, member: Member) -> None:
+    def _open_channel(self, target: Target) -> WeightChannel:
+        """Raises WeightSyncError where the server was lost meanwhile."""
+        for replica in self._fleet.replicas:
+            if replica.key == target.key:
+                return require_server(replica).open_channel()
+        raise WeightSyncError(f"weight update: server {target.name!r} was lost meanwhile")
+
+    async def _bring_up(self, replica: Replica) -> None:
         """Has a server that was just connected hold the current weights."""
-        await self._updates.bring_up(member)
-        assert member.facts is not None
-        seen, expected = member.facts.policy_version, self._asking.version
+        await self._updates.bring_up(replica)
+        seen, expected = require_server(replica).first_version, self._requests.version
         if self._updates.held is None and expected not in (-1, seen):
-            raise stale_server(member, seen, expected)
+            raise stale_server(replica, seen, expected)
 
     async def _begin(self, version: int) -> None:
         async with self._turn:
             if self._awaits_check:
                 await self._resume()
-            self._updates.stage(version)
+            await self._updates.stage(version)
             if not self._updates.is_open:
                 await self._interrupt()
             with self._losing():
@@ -281,25 +294,25 @@ class SGLangEngine:
         self._stalled_at = time.perf_counter()
 
     async def _quieten(self) -> None:
-        rollouts = [] if self._run is None else list(self._run.rollouts.values())
-        self.costs.interrupted += sum(rollout.member is not None for rollout in rollouts)
+        rollouts = [] if self._call is None else list(self._call.rollouts.values())
+        self.costs.interrupted += sum(rollout.replica is not None for rollout in rollouts)
         if self._options.interrupt is Interrupt.DRAIN:
             await self._fleet.require_idle()
         elif self._options.interrupt is Interrupt.ABORT_RESUME:
             await self._cut_short(rollouts)
 
     async def _cut_short(self, rollouts: Sequence[Rollout]) -> None:
-        self._asking.epoch += 1
-        self._asking.is_cutting = True
+        self._requests.epoch += 1
+        self._requests.is_cutting = True
         idle = asyncio.ensure_future(self._fleet.require_idle())
         try:
             while not idle.done():
                 # Again and again: a request may have been on its way when the server was told.
-                await self._asking.cut_short(rollouts)
+                await self._requests.cut_short(rollouts)
                 await asyncio.wait({idle}, timeout=_ABORT_AGAIN_SECONDS)
         finally:
             idle.cancel()
-            self._asking.is_cutting = False
+            self._requests.is_cutting = False
 
     async def _receive(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         async with self._turn:
@@ -317,7 +330,7 @@ class SGLangEngine:
                 await self._give_up()
                 raise
             assert self._updates.held is not None
-            self._asking.version = self._updates.held[0]
+            self._requests.version = self._updates.held
             self._awaits_check, self._will_check = self._will_check, False
             if not self._awaits_check:
                 await self._resume()
@@ -337,10 +350,10 @@ class SGLangEngine:
     async def _verify(self, sent: Mapping[str, int]) -> None:
         async with self._turn:
             self._updates.sent(sent)
-            members = self._fleet.current
-            for member, error in zip(members, await asyncio.gather(*map(self._updates.check, members)), strict=True):
+            replicas = self._fleet.current
+            for replica, error in zip(replicas, await asyncio.gather(*map(self._updates.check, replicas)), strict=True):
                 if error is not None:
-                    self._fleet.doubt(member, error)
+                    self._fleet.mark_stale(replica, error)
             if self._awaits_check:
                 await self._resume()
 
@@ -348,21 +361,21 @@ class SGLangEngine:
         self._awaits_check = False
         try:
             with self._losing():
-                await self._updates.go_on(self._fleet.current)
+                await self._updates.resume(self._fleet.current)
         finally:
-            self._go_on()
+            self._reopen()
 
     async def _give_up(self) -> None:
         self._will_check = False
         try:
             await self._updates.give_up()
         finally:
-            for member, error in self._updates.failed():
-                if self._asking.version >= 0:  # else nobody asks it before the next update
-                    self._fleet.lose(member, error)
-            self._go_on()
+            for replica, error in self._updates.failed():
+                if self._requests.version >= 0:  # else nobody asks it before the next update
+                    self._fleet.lose(replica, error)
+            self._reopen()
 
-    def _go_on(self) -> None:
+    def _reopen(self) -> None:
         self.costs.stalled_seconds += time.perf_counter() - self._stalled_at
         self._fleet.reopen()
 
@@ -372,5 +385,5 @@ class SGLangEngine:
         try:
             yield
         finally:
-            for member, error in self._updates.failed():
-                self._fleet.lose(member, error)
+            for replica, error in self._updates.failed():
+                self._fleet.lose(replica, error)

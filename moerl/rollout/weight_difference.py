@@ -1,4 +1,4 @@
-"""What an engine holds against what was sent to it. Runs where the engine or its client runs."""
+"""The weights that an engine holds, compared with those that were sent to it. Runs in the engine's process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moerl.errors import WeightSyncError
 _NAMED = 5
 
 
-def mismatch(engine_id: str, sent: Mapping[str, int], held: Mapping[str, int]) -> WeightSyncError | None:
+def weight_difference(engine_id: str, sent: Mapping[str, int], held: Mapping[str, int]) -> WeightSyncError | None:
     """The tensors whose checksums differ, as an error; None where all of `sent` agree."""
     wrong = sorted(name for name, value in sent.items() if held.get(name) != value)
     if not wrong:

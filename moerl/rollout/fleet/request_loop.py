@@ -1,7 +1,7 @@
 """Rollouts of a call, asked for until they are finished. Runs in the engine's event loop.
 
-One that a server did not finish is asked for again, of any server, under its rollout id; one that a weight update cut
-short goes on behind what it has.
+A rollout that a server did not finish is asked for again, of any server, under its rollout id; one that a weight update
+cut short goes on behind what it has.
 """
 
 from __future__ import annotations
@@ -16,21 +16,11 @@ from typing import Any
 from moerl.contract.ports import InterruptCosts, RolloutRecord, RolloutRequest
 from moerl.contract.trajectory import FinishReason, ModelSpec
 from moerl.errors import ContractError, EngineError
-from moerl.rollout.sglang.answers import (
-    Segment,
-    decode_compact,
-    finish_reason,
-    num_sampled,
-    read_segment,
-    trajectory_values,
-    version_spans,
-)
-from moerl.rollout.sglang.bounds import answer_bounds
-from moerl.rollout.sglang.client import new_request_id, request_body
-from moerl.rollout.sglang.fleet import MAX_LOSSES, Fleet, stale_server
-from moerl.rollout.sglang.http import NUM_ATTEMPTS, KeyRefusedError, backoff
-from moerl.rollout.sglang.member import Member
-from moerl.rollout.sglang.reading import TransportError
+from moerl.rollout.fleet.backend import Attempt, KeyRefusedError, Reply, TransportError, new_request_id
+from moerl.rollout.fleet.backoff import NUM_ATTEMPTS, backoff
+from moerl.rollout.fleet.fleet import MAX_LOSSES, Fleet, stale_server
+from moerl.rollout.fleet.replica import Replica
+from moerl.rollout.fleet.segments import Segment, trajectory_values
 
 MAX_FAILURES = NUM_ATTEMPTS * (MAX_LOSSES + 1)
 """Attempts at one rollout that bring no answer before the call ends: it may be the rollout that brings servers down."""
@@ -40,14 +30,14 @@ MAX_FAILURES = NUM_ATTEMPTS * (MAX_LOSSES + 1)
 class Rollout:
     """One rollout of a call.
 
-    segments: what earlier attempts brought. member, request_id: of the attempt that a server works on.
+    segments: what earlier attempts brought. replica, request_id: of the attempt that a server works on.
     asked_at: when, by the monotonic clock. epoch, version: of the weights then. num_failed: attempts without an answer.
     num_damaged: attempts with an answer that cannot be read. admitted_at: when the first attempt began.
     """
 
     request: RolloutRequest
     segments: list[Segment] = field(default_factory=list)
-    member: Member | None = None
+    replica: Replica | None = None
     request_id: str = ""
     asked_at: float = 0.0
     epoch: int = 0
@@ -58,8 +48,8 @@ class Rollout:
     is_aborted: bool = False
 
     @property
-    def sampled_ids(self) -> list[int]:
-        return [token for segment in self.segments for token in segment.token_ids.tolist()]
+    def sampled_ids(self) -> tuple[int, ...]:
+        return tuple(token for segment in self.segments for token in segment.token_ids.tolist())
 
     @property
     def num_sampled(self) -> int:
@@ -67,7 +57,7 @@ class Rollout:
 
 
 @dataclass(slots=True)
-class Run:
+class Call:
     """State of one `generate` call; belongs to the event loop, but for `outcomes`, which ends with None."""
 
     rollouts: dict[str, Rollout]
@@ -75,7 +65,7 @@ class Run:
     asked_at: float = field(default_factory=time.perf_counter)
 
 
-class Asking:
+class RequestLoop:
     """Asks the servers of a fleet.
 
     Attributes:
@@ -87,21 +77,21 @@ class Asking:
         self._fleet, self._spec, self._costs = fleet, spec, costs
         self.version, self.epoch, self.is_cutting = version, 0, False
 
-    async def serve(self, run: Run) -> None:
-        """Puts a record for every rollout into `run.outcomes`, but for those aborted before their first token.
+    async def serve(self, call: Call) -> None:
+        """Puts a record for every rollout into `call.outcomes`, but for those aborted before their first token.
 
         Raises:
             ExceptionGroup: of EngineError: a server refused a request, or all servers were given up.
         """
-        await self._fleet.muster(self.version)
+        await self._fleet.check_versions(self.version)
         async with asyncio.TaskGroup() as tasks:
-            for rollout in run.rollouts.values():
-                tasks.create_task(self._finish(run, rollout))
+            for rollout in call.rollouts.values():
+                tasks.create_task(self._finish(call, rollout))
 
-    async def abort(self, run: Run, rollout_ids: Collection[str] | None) -> None:
+    async def abort(self, call: Call, rollout_ids: Collection[str] | None) -> None:
         """Finishes the named rollouts (all when None) with what they have."""
-        names = run.rollouts if rollout_ids is None else rollout_ids
-        rollouts = [run.rollouts[name] for name in names if name in run.rollouts]
+        names = call.rollouts if rollout_ids is None else rollout_ids
+        rollouts = [call.rollouts[name] for name in names if name in call.rollouts]
         for rollout in rollouts:
             rollout.is_aborted = True
         await self.cut_short(rollouts)
@@ -111,109 +101,102 @@ class Asking:
         await asyncio.gather(*(self._tell(rollout) for rollout in rollouts))
 
     async def _tell(self, rollout: Rollout) -> None:
-        member, asked_at = rollout.member, time.monotonic()
-        if member is None or member.client is None:
+        replica, asked_at = rollout.replica, time.monotonic()
+        if replica is None or replica.server is None:
             return
         try:
-            await member.client.abort(rollout.request_id)
+            await replica.server.abort(rollout.request_id)
         except EngineError as error:
-            self._fleet.failed(member, error, asked_at)
+            self._fleet.failed(replica, error, asked_at)
 
-    async def _finish(self, run: Run, rollout: Rollout) -> None:
+    async def _finish(self, call: Call, rollout: Rollout) -> None:
         """Asks until the rollout is finished, and delivers it."""
         reason = None
         while reason is None:
-            member = await self._fleet.admit(rollout.request.lineage.group_id)
+            replica = await self._fleet.admit(rollout.request.lineage.group_id)
             rollout.admitted_at = rollout.admitted_at or time.perf_counter()
             try:
-                meta = None if rollout.is_aborted else await self._ask(member, rollout)
+                reply = None if rollout.is_aborted else await self._ask(replica, rollout)
             finally:
-                self._fleet.release(member)
+                self._fleet.release(replica)
             try:
-                if meta is not None:
-                    reason = self._read(rollout, member, meta)
+                if reply is not None:
+                    reason = self._read(rollout, replica, reply)
             except ContractError as error:
                 # A damaged answer is asked for again, under the same rollout id.
                 rollout.num_damaged += 1
                 if rollout.num_damaged == NUM_ATTEMPTS:
-                    values = {"lineage": rollout.request.lineage, "meta_info": meta}
-                    self._deliver(run, rollout, member, values, error)
+                    assert reply is not None
+                    values = {"lineage": rollout.request.lineage, **reply.raw}
+                    self._deliver(call, rollout, replica, values, error)
                     return
                 await backoff(rollout.num_damaged - 1)
             if reason is None and rollout.is_aborted:
                 reason = FinishReason.ABORT
         if rollout.segments:
             values = trajectory_values(rollout.request, rollout.segments, reason, self._spec)
-            self._deliver(run, rollout, member, values, None)
+            self._deliver(call, rollout, replica, values, None)
 
-    async def _ask(self, member: Member, rollout: Rollout) -> dict[str, Any] | None:
-        """The `meta_info` of the answer to one attempt; None where there is none, and the server is looked after.
+    async def _ask(self, replica: Replica, rollout: Rollout) -> Reply | None:
+        """The answer to one attempt; None where there is none, and the server is looked after.
 
         Raises:
             EngineError: the server refused the request, or too many attempts brought nothing.
         """
         request, sampled_ids = rollout.request, rollout.sampled_ids
-        rollout.member, rollout.request_id = member, new_request_id(request.lineage.rollout_id)
+        rollout.replica, rollout.request_id = replica, new_request_id(request.lineage.rollout_id)
         rollout.asked_at, rollout.epoch, rollout.version = time.monotonic(), self.epoch, self.version
         if sampled_ids:
             self._costs.recomputed_tokens += len(request.prompt_ids) + len(sampled_ids)
         try:
-            body = request_body(request, rollout.request_id, self.version, sampled_ids)
-            meta = await member.ask(body, answer_bounds(request, len(sampled_ids), self._spec))
-            self._require_answer(rollout, member, meta)
+            reply = await replica.ask(Attempt(request, rollout.request_id, self.version, sampled_ids))
+            self._require_answer(rollout, replica, reply)
         except KeyRefusedError as error:
             rollout.num_failed += 1
-            self._fleet.lose(member, error)
+            self._fleet.lose(replica, error)
             return None
         except TransportError as error:
             rollout.num_failed += 1
             if rollout.num_failed == MAX_FAILURES:
                 raise
-            self._fleet.failed(member, error, rollout.asked_at)
+            self._fleet.failed(replica, error, rollout.asked_at)
             return None
         finally:
-            rollout.member = None
-        self._fleet.answered(member)
-        return meta
+            rollout.replica = None
+        self._fleet.answered(replica)
+        return reply
 
-    def _require_answer(self, rollout: Rollout, member: Member, meta: dict[str, Any]) -> None:
+    def _require_answer(self, rollout: Rollout, replica: Replica, reply: Reply) -> None:
         """An answer that was cut short though neither user nor update asked for it is none."""
-        kind = meta.get("finish_reason")
-        is_abort = isinstance(kind, dict) and kind.get("type") == "abort"
         is_cut = self.is_cutting or rollout.epoch != self.epoch
-        if is_abort and not rollout.is_aborted and not is_cut:
+        if reply.is_aborted and not rollout.is_aborted and not is_cut:
             raise TransportError(
-                f"SGLang server {member.name!r} broke off a request",
-                seen=kind,
+                f"server {replica.name!r} broke off a request",
+                seen="an answer with reason abort",
                 expected="an answer",
                 remedy="look at its log",
             )
 
-    def _read(self, rollout: Rollout, member: Member, meta: dict[str, Any]) -> FinishReason | None:
+    def _read(self, rollout: Rollout, replica: Replica, reply: Reply) -> FinishReason | None:
         """Adds what an answer brought; what finished the rollout, None where it is to go on.
 
         Raises:
             ContractError: the answer cannot be read.
             EngineError: it is shorter or longer than asked for.
         """
-        reason = finish_reason(meta)
-        if reason == FinishReason.ABORT and "compact_answer" not in meta:
-            return None
-        bounds = answer_bounds(rollout.request, rollout.num_sampled, self._spec)
-        answer = decode_compact(meta.get("compact_answer"), bounds.payload_bytes)
-        if num_sampled(answer) > 0:
-            spans = version_spans(meta)
-            segment = read_segment(rollout.request, answer, spans, rollout.num_sampled, self._spec)
+        answer = reply.decode()
+        segment = answer.segment
+        if segment is not None:
             last_version = int(segment.policy_versions[-1])
             if last_version < rollout.version:
-                self._fleet.lose(member, stale_server(member, last_version, rollout.version))
+                self._fleet.lose(replica, stale_server(replica, last_version, rollout.version))
                 return None
             self._count_recomputed(rollout, segment)
             rollout.segments.append(segment)
-        if reason == FinishReason.ABORT:
-            return _whole(rollout)
-        _check_length(rollout, reason)
-        return reason
+        if answer.reason == FinishReason.ABORT:
+            return None if segment is None else _finished(rollout)
+        _check_length(rollout, answer.reason)
+        return answer.reason
 
     def _count_recomputed(self, rollout: Rollout, segment: Segment) -> None:
         """A server that goes on with other weights computes all that was there before again."""
@@ -223,19 +206,19 @@ class Asking:
             self._costs.recomputed_tokens += before + at + 1
 
     def _deliver(
-        self, run: Run, rollout: Rollout, member: Member, values: dict[str, Any], refusal: ContractError | None
+        self, call: Call, rollout: Rollout, replica: Replica, values: dict[str, Any], refusal: ContractError | None
     ) -> None:
         now, name = time.perf_counter(), rollout.request.lineage.rollout_id
         timings = {
-            "waiting_seconds": rollout.admitted_at - run.asked_at,
+            "waiting_seconds": rollout.admitted_at - call.asked_at,
             "sampling_seconds": now - rollout.admitted_at,
         }
         attempt = rollout.num_failed + rollout.num_damaged
-        values |= {"engine_id": member.name, "attempt": attempt, "timings": timings}
-        run.outcomes.put(RolloutRecord(name, member.name, self.version, values, refusal))
+        values |= {"engine_id": replica.name, "attempt": attempt, "timings": timings}
+        call.outcomes.put(RolloutRecord(name, replica.name, self.version, values, refusal))
 
 
-def _whole(rollout: Rollout) -> FinishReason | None:
+def _finished(rollout: Rollout) -> FinishReason | None:
     """What had finished a rollout when it was cut short; None where it was not finished."""
     if rollout.segments and rollout.segments[-1].token_ids[-1] in rollout.request.stop_ids:
         return FinishReason.STOP
@@ -245,7 +228,7 @@ def _whole(rollout: Rollout) -> FinishReason | None:
 def _check_length(rollout: Rollout, reason: FinishReason) -> None:
     """A response that is shorter than asked for is no response of that length."""
     count, asked = rollout.num_sampled, rollout.request.max_new_tokens
-    is_whole = _whole(rollout) == FinishReason.STOP if reason == FinishReason.STOP else count == asked
+    is_whole = _finished(rollout) == FinishReason.STOP if reason == FinishReason.STOP else count == asked
     if count > asked or not is_whole:
         raise EngineError(
             f"rollout {rollout.request.lineage.rollout_id!r}: length of the response",

@@ -8,18 +8,18 @@ from typing import ClassVar
 import pytest
 
 from moerl.errors import EngineError
-from moerl.rollout.sglang import sources
-from moerl.rollout.sglang.endpoint import Endpoint, write_endpoint
+from moerl.rollout.fleet.endpoint import Endpoint, write_endpoint
+from moerl.rollout.sglang import launchers
+from moerl.rollout.sglang.launchers import NamedServer, OwnServer
 from moerl.rollout.sglang.server import ServerOptions
-from moerl.rollout.sglang.sources import NamedServer, OwnServer
 
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[Endpoint]:
     """Servers that answer health checks."""
-    monkeypatch.setattr(sources, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(launchers, "_POLL_SECONDS", 0.01)
     found: list[Endpoint] = []
-    monkeypatch.setattr(sources, "answers_health", lambda endpoint: endpoint in found)
+    monkeypatch.setattr(launchers, "answers_health", lambda endpoint: endpoint in found)
     return found
 
 
@@ -89,7 +89,7 @@ def test_a_server_of_our_own_that_lost_a_port_to_another_one_is_started_again(
 ):
     monkeypatch.setattr(FailingServer, "problems", list(problems))
     monkeypatch.setattr(FailingServer, "num_started", 0)
-    monkeypatch.setattr(sources, "SGLangServer", FailingServer)
+    monkeypatch.setattr(launchers, "SGLangServer", FailingServer)
     source = OwnServer(ServerOptions(tmp_path, tmp_path), tmp_path, 1.0)
     with pytest.raises(EngineError, match=raised) if raised else nullcontext():
         source.open()

@@ -1,4 +1,4 @@
-"""How the trainer and its SGLang servers work together."""
+"""How the trainer and its servers work together."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class EngineOptions:
     engine_id: of the engine; its servers are numbered. dtype: of the servers' weights; float32 or bfloat16.
     max_running: requests that are with one server together. response_seconds: longest time from asking for a response
     to having it. probe_seconds: silence of a busy server after which it is probed, and the time that a probe has.
-    update_seconds: for each step of a weight update. shapes: of every tensor the served model has, by its name in the
+    update_seconds: for each step of a weight update. bucket_bytes: largest group of tensors that are sent together.
+    shapes: of every tensor the served model has, by its name in the
     checkpoint. tied: tensors that are another one's and may come, too, by name. say: told when a server was lost.
     """
 
@@ -33,6 +34,7 @@ class EngineOptions:
     response_seconds: float
     probe_seconds: float
     update_seconds: float
+    bucket_bytes: int
     shapes: Mapping[str, tuple[int, ...]]
     tied: Mapping[str, str]
     say: Callable[[str], None]

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from sglang_live import digests, dtypes
 from torch import Tensor
 
 from moerl.errors import WeightSyncError
 from moerl.kernels.checksum import checksums
-from moerl.rollout.sglang.endpoint import Endpoint
-from moerl.rollout.sglang.held import ServedModel, held_checksums, held_dtypes, read_parts
+from moerl.rollout.fleet.endpoint import Endpoint
+from moerl.rollout.sglang.digests import ServedModel, read_parts
 
 Ranks = list[dict[str, str]]
 TENSORS = {"embed": torch.randn(7, 4), "norm": torch.randn(5), "down": torch.randn(3, 6)}
@@ -84,14 +85,14 @@ def server() -> Iterator[Server]:
 def test_parts_add_up_to_the_checksums_of_whole_tensors(server: Server):
     server.say(two_ranks())
     expected = checksums(TENSORS.items())
-    assert held_checksums(server.endpoint, MODEL, timeout_seconds=10) == expected | {"head": expected["embed"]}
+    assert digests(server.endpoint, MODEL) == expected | {"head": expected["embed"]}
     path, key, body = server.asked[0]
     assert (path, key, body["action"]) == ("/weights_checker", "Bearer admin", "held")
 
 
 def test_dtypes_are_asked_for_without_checksums(server: Server):
     server.say([{name: text.rsplit(":", 1)[0] + ":" for name, text in rank.items()} for rank in two_ranks()])
-    assert held_dtypes(server.endpoint, MODEL, timeout_seconds=10) == dict.fromkeys([*TENSORS, "head"], "float32")
+    assert dtypes(server.endpoint, MODEL) == dict.fromkeys([*TENSORS, "head"], "float32")
     assert server.asked[0][2]["action"] == "held_layout"
 
 
@@ -99,7 +100,7 @@ def test_a_changed_part_changes_the_checksum_of_its_tensor_alone(server: Server)
     ranks = two_ranks()
     ranks[1]["down"] = record("down", 0, 3, 3, 6, checksum="1")
     server.say(ranks)
-    seen = held_checksums(server.endpoint, MODEL, timeout_seconds=10)
+    seen = digests(server.endpoint, MODEL)
     expected = checksums(TENSORS.items())
     assert [name for name in expected if seen[name] != expected[name]] == ["down"]
 
@@ -155,13 +156,13 @@ def test_answers_that_are_no_whole_model_are_refused_by_name(spoil: Callable[[Ra
 def test_unreadable_answers_are_refused(server: Server, answer: Any, message: str):
     server.answer = answer
     with pytest.raises(WeightSyncError, match=message):
-        held_checksums(server.endpoint, MODEL, timeout_seconds=10)
+        digests(server.endpoint, MODEL)
 
 
 def test_a_server_that_is_gone_is_an_error(server: Server):
     server.close()
     with pytest.raises(WeightSyncError, match="no answer"):
-        held_checksums(server.endpoint, MODEL, timeout_seconds=10)
+        digests(server.endpoint, MODEL)
 
 
 def test_copies_of_a_part_count_once():

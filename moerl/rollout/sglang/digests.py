@@ -1,4 +1,4 @@
-"""What weights a server computes with, tensor by tensor, as its own ranks see it. Runs where weights are sent from.
+"""What weights a server computes with, tensor by tensor, as its own ranks see it. Runs in the engine's process.
 
 Each tensor-parallel rank answers with checksums of the parts that it holds, under the checkpoint's names
 (`patches/sglang`, 0009); parts add up, copies must agree, and together they must cover every tensor.
@@ -6,17 +6,16 @@ Each tensor-parallel rank answers with checksums of the parts that it holds, und
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import httpx
 import msgspec
 
-from moerl.errors import WeightSyncError
+from moerl.errors import EngineError, WeightSyncError
 from moerl.kernels.checksum import add_checksums
-from moerl.rollout.sglang.endpoint import Endpoint
-from moerl.rollout.sglang.reading import AS_IT_IS, TransportError, read
+from moerl.rollout.sglang.http import SGLangHttp
 
 _RECORD_BYTES, _RANK_BYTES = 512, 1 << 16
 """Longest record of a tensor without its name, and what a rank may say beyond; a record takes about 100 bytes."""
@@ -62,26 +61,27 @@ class _Answer(msgspec.Struct):
     ranks: list[_RankAnswer] = []
 
 
-def held_checksums(endpoint: Endpoint, model: ServedModel, *, timeout_seconds: float) -> dict[str, int]:
+async def weight_digests(http: SGLangHttp, model: ServedModel, seconds: float) -> dict[str, int]:
     """`moerl.kernels.checksum` of every tensor that the server computes with, by checkpoint name, tied ones included.
 
     Raises:
-        WeightSyncError: no whole answer; or, naming tensor and ranks: copies that differ, a tensor that is not held
-            whole, one that the checkpoint has not, or one of which the server cannot tell.
+        WeightSyncError: no complete answer; or, naming tensor and ranks: copies that differ, a tensor that is not held
+            completely, one that the checkpoint has not, or one of which the server cannot tell.
     """
-    parts = read_parts(ask_ranks(endpoint, "held", timeout_seconds, max_answer_bytes(model)), model)
+    ranks = await ask_ranks(http, "held", seconds, max_answer_bytes(model))
+    parts = await asyncio.to_thread(read_parts, ranks, model)
     sums = {name: add_checksums(part.checksum for part in mine) for name, mine in parts.items()}
     return sums | {name: sums[owner] for name, owner in model.tied.items()}
 
 
-def held_dtypes(endpoint: Endpoint, model: ServedModel, *, timeout_seconds: float) -> dict[str, str]:
+async def weight_dtypes(http: SGLangHttp, model: ServedModel, seconds: float) -> dict[str, str]:
     """Names of dtypes (float32, bfloat16) by checkpoint name: what the server casts each tensor to. Reads no weights.
 
     Raises:
-        WeightSyncError: as `held_checksums`.
+        WeightSyncError: as `weight_digests`.
     """
-    parts = read_parts(ask_ranks(endpoint, "held_layout", timeout_seconds, max_answer_bytes(model)), model)
-    dtypes = {name: mine[0].dtype for name, mine in parts.items()}
+    ranks = await ask_ranks(http, "held_layout", seconds, max_answer_bytes(model))
+    dtypes = {name: mine[0].dtype for name, mine in read_parts(ranks, model).items()}
     return dtypes | {name: dtypes[owner] for name, owner in model.tied.items()}
 
 
@@ -91,7 +91,7 @@ def max_answer_bytes(model: ServedModel) -> int:
     return model.num_ranks * (records + _RANK_BYTES)
 
 
-def ask_ranks(endpoint: Endpoint, action: str, timeout_seconds: float, max_bytes: int) -> list[dict[str, str]]:
+async def ask_ranks(http: SGLangHttp, action: str, seconds: float, max_bytes: int) -> list[dict[str, str]]:
     """The records of each rank by tensor, unread.
 
     Args:
@@ -102,18 +102,11 @@ def ask_ranks(endpoint: Endpoint, action: str, timeout_seconds: float, max_bytes
         WeightSyncError: the server did not answer, or not in this form.
     """
     path, content = "/weights_checker", b""
-    headers = {"Authorization": f"Bearer {endpoint.admin_key}", **AS_IT_IS}
-    timeout = httpx.Timeout(timeout_seconds, connect=10.0)
     try:
-        with (
-            httpx.Client(base_url=endpoint.url, headers=headers, timeout=timeout, trust_env=False) as client,
-            client.stream("POST", path, json={"action": action, "selector": "target"}) as response,
-        ):
-            content = read(path, response, max_bytes)
+        body = {"action": action, "selector": "target"}
+        content = await http.post_once(path, body, max_bytes, seconds, admin=True)
         answer = msgspec.json.decode(content, type=_Answer)
-    except TransportError as error:
-        raise _refusal(error.what, error.seen, error.expected) from error
-    except (httpx.HTTPError, msgspec.MsgspecError, RecursionError) as error:
+    except (EngineError, msgspec.MsgspecError, RecursionError) as error:
         said = content[:300].decode(errors="replace")
         raise _refusal("no answer", f"{type(error).__name__}: {error} {said}", "records of its weights") from error
     if not answer.success:
@@ -125,7 +118,7 @@ def read_parts(ranks: Sequence[Mapping[str, str]], model: ServedModel) -> dict[s
     """The parts that make up every tensor, each once.
 
     Raises:
-        WeightSyncError: as `held_checksums`.
+        WeightSyncError: as `weight_digests`.
     """
     if len(ranks) != model.num_ranks:
         raise _refusal("ranks that answered", len(ranks), model.num_ranks)

@@ -4,33 +4,30 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from sglang_fake import FakeLink, FakeServer, FakeSource
+from fleet_fake import FakeLauncher, FakeReply, FakeServer, hang_up, make_requests
 from waiting import eventually
 
-from moerl.contract.ports import RolloutRequest
-from moerl.contract.trajectory import Lineage, SamplingParams
-from moerl.errors import EngineError
-from moerl.rollout.sglang import updates
-from moerl.rollout.sglang.endpoint import Endpoint
-from moerl.rollout.sglang.engine import SGLangEngine
-from moerl.rollout.sglang.options import Interrupt
+from moerl.errors import EngineError, WeightSyncError
+from moerl.rollout.fleet.backend import Attempt
+from moerl.rollout.fleet.engine import FleetEngine
+from moerl.rollout.fleet.options import Interrupt
 
 TENSORS = {"a": torch.zeros(2, 3), "b": torch.ones(4)}
 SHAPES = {name: tuple(tensor.shape) for name, tensor in TENSORS.items()}
 
 
 @pytest.fixture
-def engine_on(engine_on: Callable[..., SGLangEngine]) -> Callable[..., SGLangEngine]:
+def engine_on(engine_on: Callable[..., FleetEngine]) -> Callable[..., FleetEngine]:
     return partial(engine_on, shapes=SHAPES)
 
 
-def send(engine: SGLangEngine, version: int, value: float = 0.0) -> None:
+def send(engine: FleetEngine, version: int, value: float = 0.0) -> None:
     """In two buckets."""
     engine.begin_update(version)
     for name, tensor in TENSORS.items():
@@ -46,21 +43,16 @@ def slow(server: FakeServer, step: str) -> tuple[threading.Event, threading.Even
         begun.set()
         assert go_on.wait(20.0)
 
-    FakeLink.before[server.endpoint.url, step] = wait
+    server.before[step] = wait
     return begun, go_on
 
 
 def value(server: FakeServer) -> float:
-    return float(FakeLink.held[server.endpoint.url]["a"][0, 0])
+    return float(server.held["a"][0, 0])
 
 
-def requests(count: int) -> list[RolloutRequest]:
-    sampling = SamplingParams(top_p=0.9, seed=5)
-    return [RolloutRequest(Lineage(f"r{i}", "p", f"g{i}"), (1, 2, 3), sampling, 4, (0,)) for i in range(count)]
-
-
-def answers(engine: SGLangEngine, count: int = 4) -> set[str]:
-    records = list(engine.generate(requests(count)))
+def answers(engine: FleetEngine, count: int = 4) -> set[str]:
+    records = list(engine.generate(make_requests(count)))
     assert sorted(record.rollout_id for record in records) == sorted(f"r{i}" for i in range(count))
     assert all(record.refusal is None for record in records)
     return {record.engine_id for record in records}
@@ -71,8 +63,8 @@ def answers(engine: SGLangEngine, count: int = 4) -> set[str]:
 def test_a_server_that_fails_in_an_update_is_replaced_while_the_other_has_it(
     step: str, error: Exception | None, servers, engine_on, said: list[str]
 ):
-    engine = engine_on(FakeSource(servers[0], servers[2]), servers[1], version=-1)
-    FakeLink.fail(servers[0], step, error)
+    engine = engine_on(FakeLauncher(servers[0], servers[2]), servers[1], version=-1)
+    servers[0].fail(step, error)
     send(engine, 3, 7.0)
     assert value(servers[1]) == 7.0
     eventually(lambda: set(engine.states.values()) == {"healthy"})
@@ -82,8 +74,8 @@ def test_a_server_that_fails_in_an_update_is_replaced_while_the_other_has_it(
 
 
 def test_a_server_that_comes_late_gets_everything_before_requests(servers, engine_on):
-    engine = engine_on(FakeSource(servers[0], servers[2]), servers[1], version=-1)
-    FakeLink.fail(servers[0], "begin")
+    engine = engine_on(FakeLauncher(servers[0], servers[2]), servers[1], version=-1)
+    servers[0].fail("begin")
     begun, go_on = slow(servers[2], "bucket 0")
     send(engine, 3)
     assert begun.wait(20.0)
@@ -92,12 +84,12 @@ def test_a_server_that_comes_late_gets_everything_before_requests(servers, engin
     assert engine.states["e-0"] == "stale"
     go_on.set()
     eventually(lambda: engine.states["e-0"] == "healthy")
-    assert servers[2].weight_version == "3"
+    assert servers[2].weight_version == 3
 
 
 def test_an_update_waits_for_a_server_that_is_being_brought_up_and_then_includes_it(servers, engine_on):
-    engine = engine_on(FakeSource(servers[0], servers[2]), servers[1], version=-1)
-    FakeLink.fail(servers[0], "begin")
+    engine = engine_on(FakeLauncher(servers[0], servers[2]), servers[1], version=-1)
+    servers[0].fail("begin")
     begun, go_on = slow(servers[2], "bucket 0")
     send(engine, 3, 1.0)
     assert begun.wait(20.0)
@@ -108,7 +100,7 @@ def test_an_update_waits_for_a_server_that_is_being_brought_up_and_then_includes
     update.join(20.0)
     eventually(lambda: set(engine.states.values()) == {"healthy"})
     assert (value(servers[1]), value(servers[2])) == (2.0, 2.0)
-    assert (servers[1].weight_version, servers[2].weight_version) == ("4", "4")
+    assert (servers[1].weight_version, servers[2].weight_version) == (4, 4)
 
 
 @pytest.mark.parametrize("interrupt", list(Interrupt))
@@ -131,7 +123,7 @@ def test_a_call_waits_for_an_update_that_is_under_way(servers, engine_on):
     call = threading.Thread(target=lambda: done.append(answers(engine)))
     call.start()
     time.sleep(0.2)
-    assert servers[0].bodies == []
+    assert servers[0].attempts == []
     for name, tensor in TENSORS.items():
         engine.receive([(name, tensor)])
     engine.end_update()
@@ -142,91 +134,95 @@ def test_a_call_waits_for_an_update_that_is_under_way(servers, engine_on):
 def test_a_server_that_dies_while_responses_are_cut_short_does_not_hold_up_the_update(servers, engine_on):
     hang = threading.Event()
     engine = engine_on(
-        FakeSource(servers[0], servers[2]), servers[1], version=-1, interrupt=Interrupt.ABORT_RESUME, max_running=2
+        FakeLauncher(servers[0], servers[2]), servers[1], version=-1, interrupt=Interrupt.ABORT_RESUME, max_running=2
     )
     send(engine, 3)
-    good = servers[0].answer
 
-    def die(body: dict[str, Any]) -> tuple[int, bytes]:
+    def die(attempt: Attempt) -> FakeReply:
         hang.wait(20.0)
-        return 0, b""
+        return hang_up(attempt)
 
     servers[0].answer, servers[0].answers_probes = die, False
-    servers[0].refuses = "/abort_request"
+    servers[0].answers_aborts = False
     records: list[Any] = []
-    call = threading.Thread(target=lambda: records.extend(engine.generate(requests(8))))
+    call = threading.Thread(target=lambda: records.extend(engine.generate(make_requests(8))))
     call.start()
-    eventually(lambda: len(servers[0].bodies) > 0)
+    eventually(lambda: len(servers[0].attempts) > 0)
     threading.Timer(0.5, hang.set).start()
     send(engine, 3, 2.0)
     call.join(20.0)
     assert len(records) == 8
-    servers[0].answer = good
 
 
-def test_what_a_server_holds_is_compared_and_sent_again(servers, engine_on, said: list[str], monkeypatch):
+def test_what_a_server_holds_is_compared_and_sent_again(servers, engine_on, said: list[str]):
     engine = engine_on(servers[0], servers[1], version=-1)
-    held = {server.endpoint.url: {"a": 1, "b": 2} for server in servers}
-
-    def checksums(endpoint: Endpoint, model: Any, *, timeout_seconds: float) -> Mapping[str, int]:
-        found = held[endpoint.url]
-        held[endpoint.url] = {"a": 1, "b": 2}  # what it was sent the second time
-        return found
-
-    monkeypatch.setattr(updates, "held_checksums", checksums)
+    said_once = iter([{"a": 1, "b": 3}])
+    servers[0].digests = lambda: next(said_once, {"a": 1, "b": 2})  # what it was sent the second time
+    servers[1].digests = lambda: {"a": 1, "b": 2}
     send(engine, 3)
-    held[servers[0].endpoint.url] = {"a": 1, "b": 3}
     engine.verify({"a": 1, "b": 2})
     assert "does not hold what was sent: 'b'" in said[0]
     eventually(lambda: set(engine.states.values()) == {"healthy"})
+    assert servers[0].steps.count("bucket 0") == 2 * servers[1].steps.count("bucket 0")
     assert answers(engine, 8) == {"e-0", "e-1"}
 
 
-def test_a_server_that_still_holds_something_else_is_replaced(servers, engine_on, monkeypatch):
-    source = FakeSource(servers[0], servers[1])
-    engine = engine_on(source, version=-1)
-    wrong = servers[0].endpoint.url
-    monkeypatch.setattr(
-        updates,
-        "held_checksums",
-        lambda endpoint, model, timeout_seconds: {"a": 2 if endpoint.url == wrong else 1, "b": 2},
-    )
+def test_a_server_that_still_holds_something_else_is_replaced(servers, engine_on):
+    launcher = FakeLauncher(servers[0], servers[1])
+    engine = engine_on(launcher, version=-1)
+    servers[0].digests, servers[1].digests = (lambda: {"a": 2, "b": 2}), (lambda: {"a": 1, "b": 2})
     send(engine, 3)
     engine.verify({"a": 1, "b": 2})
     assert answers(engine) == {"e-0"}
-    assert source.num_opened == 2
-    assert servers[0].bodies == []
+    assert launcher.num_opened == 2
+    assert servers[0].attempts == []
+
+
+def test_a_tensor_without_a_checksum_is_refused(servers, engine_on):
+    engine = engine_on(servers[0], version=-1)
+    send(engine, 3)
+    with pytest.raises(WeightSyncError, match=r"without a checksum.*'b'"):
+        engine.verify({"a": 1})
+
+
+def test_buckets_of_the_trainer_are_sent_as_they_come_and_larger_ones_in_pieces(servers, engine_on):
+    engine = engine_on(servers[0], version=-1, bucket_bytes=40)  # a and b take 24 and 16 bytes
+    engine.begin_update(3)
+    engine.receive(list(TENSORS.items()))
+    engine.end_update()
+    assert [step for step in servers[0].steps if "bucket" in step] == ["bucket 0"]
+    small = engine_on(servers[1], version=-1, bucket_bytes=39)
+    small.begin_update(3)
+    small.receive(list(TENSORS.items()))
+    small.end_update()
+    assert [step for step in servers[1].steps if "bucket" in step] == ["bucket 0", "bucket 1"]
 
 
 @pytest.fixture
-def checked(servers, engine_on, monkeypatch: pytest.MonkeyPatch) -> SGLangEngine:
+def checked(servers, engine_on) -> FleetEngine:
     """Two servers whose weights are looked at; the first one's `b` is always another."""
-
-    def held(endpoint: Endpoint, model: Any, *, timeout_seconds: float) -> Mapping[str, int]:
-        return {"a": 1, "b": 9 if endpoint.url == servers[0].endpoint.url else 2}
-
-    monkeypatch.setattr(updates, "held_checksums", held)
-    monkeypatch.setattr(updates, "held_dtypes", lambda *args, **kwargs: dict.fromkeys(SHAPES, "float32"))
-    return engine_on(FakeSource(servers[0], servers[2]), servers[1], version=-1)
+    for server, b in zip(servers, (9, 2, 2), strict=True):
+        server.digests = lambda b=b: {"a": 1, "b": b}
+    return engine_on(FakeLauncher(servers[0], servers[2]), servers[1], version=-1)
 
 
 def samples(*servers: FakeServer) -> list[bool]:
-    return [FakeLink.samples[server.endpoint.url] for server in servers]
+    return [server.samples for server in servers]
 
 
-def test_servers_sample_with_new_weights_only_once_their_checksums_agree(checked: SGLangEngine, servers):
+def test_servers_sample_with_new_weights_only_once_their_checksums_agree(checked: FleetEngine, servers):
     checked.held_dtypes()
     send(checked, 3)
     assert samples(servers[0], servers[1]) == [False, False]
     checked.verify({"a": 1, "b": 2})
     assert samples(servers[1]) == [True]
     answers(checked)
-    assert servers[0].bodies == []
+    assert servers[0].attempts == []
 
 
-@pytest.mark.parametrize("instead", [SGLangEngine.abandon_update, lambda engine: send(engine, 4)])
+@pytest.mark.parametrize("instead", [FleetEngine.abandon_update, lambda engine: send(engine, 4)])
 def test_an_update_that_is_never_checked_after_all_does_not_stop_servers_for_good(
-    instead: Callable[[SGLangEngine], None], checked: SGLangEngine, servers
+    instead: Callable[[FleetEngine], None], checked: FleetEngine, servers
 ):
     checked.held_dtypes()
     send(checked, 3)
@@ -234,7 +230,7 @@ def test_an_update_that_is_never_checked_after_all_does_not_stop_servers_for_goo
     assert samples(servers[0], servers[1]) == [True, True]
 
 
-def test_a_broken_off_update_that_was_to_be_checked_leaves_the_next_one_alone(checked: SGLangEngine, servers):
+def test_a_broken_off_update_that_was_to_be_checked_leaves_the_next_one_alone(checked: FleetEngine, servers):
     send(checked, 3)
     checked.held_dtypes()
     checked.abandon_update()
@@ -255,13 +251,13 @@ def test_closing_an_engine_ends_a_call_that_waits(servers, engine_on):
 
     def call() -> None:
         try:
-            list(engine.generate(requests(2)))
+            list(engine.generate(make_requests(2)))
         except EngineError as error:
             problems.append(error)
 
     thread = threading.Thread(target=call)
     thread.start()
-    eventually(lambda: len(servers[0].bodies) == 2)
+    eventually(lambda: len(servers[0].attempts) == 2)
     engine.close()
     thread.join(20.0)
     release.set()

@@ -4,38 +4,23 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator
-from typing import Any
+from functools import partial
 
 import pytest
-from sglang_fake import FakeServer, FakeSource
+from fleet_fake import FakeLauncher, FakeReply, FakeServer, hang_up, make_requests
 from waiting import eventually
 
-from moerl.contract.ports import RolloutRequest
-from moerl.contract.trajectory import Lineage, SamplingParams, Trajectory
+from moerl.contract.trajectory import Trajectory
 from moerl.errors import EngineError
-from moerl.rollout.sglang import http
-from moerl.rollout.sglang.endpoint import Endpoint
-from moerl.rollout.sglang.engine import SGLangEngine
-from moerl.rollout.sglang.fleet import MAX_LOSSES
-from moerl.rollout.sglang.member import StaleServerError
+from moerl.rollout.fleet.backend import Attempt
+from moerl.rollout.fleet.engine import FleetEngine
+from moerl.rollout.fleet.fleet import MAX_LOSSES
+from moerl.rollout.fleet.replica import StaleServerError
+
+requests = partial(make_requests, group_size=2)
 
 
-@pytest.fixture
-def servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeServer]]:
-    monkeypatch.setattr(http, "_BACKOFF_SECONDS", (0.0, 0.0, 0.0))
-    made = [FakeServer() for _ in range(3)]
-    yield made
-    for server in made:
-        server.close()
-
-
-def requests(count: int) -> list[RolloutRequest]:
-    sampling = SamplingParams(top_p=0.9, seed=5)
-    return [RolloutRequest(Lineage(f"r{i}", "p", f"g{i // 2}"), (1, 2, 3), sampling, 4, (0,)) for i in range(count)]
-
-
-def answers(engine: SGLangEngine, count: int) -> dict[str, Trajectory]:
+def answers(engine: FleetEngine, count: int) -> dict[str, Trajectory]:
     """Each rollout once."""
     records = list(engine.generate(requests(count)))
     assert Counter(record.rollout_id for record in records) == Counter(f"r{i}" for i in range(count))
@@ -44,25 +29,23 @@ def answers(engine: SGLangEngine, count: int) -> dict[str, Trajectory]:
 
 def dies_after(server: FakeServer, count: int) -> None:
     """The server answers `count` requests and hangs up on all others, probes too."""
-    good = server.answer
 
-    def answer(body: dict[str, Any]) -> tuple[int, bytes]:
-        if len(server.bodies) <= count:
-            return good(body)
+    def answer(attempt: Attempt) -> FakeReply:
+        if len(server.attempts) <= count:
+            return server.good(attempt)
         server.answers_probes = False
-        return 0, b""
+        return hang_up(attempt)
 
     server.answer = answer
 
 
 def hangs_after(server: FakeServer, count: int, release: threading.Event) -> None:
     """The server answers `count` requests and is silent on all others, but for probes where it answers them."""
-    good = server.answer
 
-    def answer(body: dict[str, Any]) -> tuple[int, bytes]:
-        if len(server.bodies) > count:
+    def answer(attempt: Attempt) -> FakeReply:
+        if len(server.attempts) > count:
             release.wait(30.0)
-        return good(body)
+        return server.good(attempt)
 
     server.answer = answer
 
@@ -72,36 +55,37 @@ def hangs_after(server: FakeServer, count: int, release: threading.Event) -> Non
 
 def test_rollouts_of_a_lost_server_are_asked_of_the_next_under_their_ids(servers, engine_on, said: list[str]):
     dies_after(servers[0], 5)
-    source = FakeSource(*servers)
-    seen = answers(engine_on(source), 12)
-    asked_again = {body["rid"].partition("-")[2] for body in servers[1].bodies}
+    launcher = FakeLauncher(*servers)
+    seen = answers(engine_on(launcher), 12)
+    asked_again = set(servers[1].asked)
     assert 7 <= len(asked_again) < 12
     assert {name for name, trajectory in seen.items() if trajectory.attempt > 0} <= asked_again
-    assert source.num_opened == 2
+    assert launcher.num_opened == 2
     assert "lost" in said[0]
     assert "going on" in said[1]
 
 
 def test_a_server_with_other_keys_is_asked_for_anew(servers, engine_on):
-    engine = engine_on(FakeSource(*servers))
-    servers[0].endpoint = Endpoint(servers[0].endpoint.url, "changed", "changed")
+    engine = engine_on(FakeLauncher(*servers))
+    servers[0].key = "changed"
     answers(engine, 3)
-    assert servers[0].bodies == []
+    assert servers[0].attempts == []
 
 
 def test_a_server_that_was_given_other_weights_serves_nothing(servers, engine_on):
-    engine = engine_on(FakeSource(*servers))
+    engine = engine_on(FakeLauncher(*servers))
     for server in servers:
-        server.weight_version = "2"
+        server.weight_version = 2
     with pytest.raises(StaleServerError, match="policy version 2"):
         list(engine.generate(requests(3)))
-    assert all(server.bodies == [] for server in servers)
+    assert all(server.attempts == [] for server in servers)
 
 
 def test_an_answer_of_older_weights_is_not_taken(servers, engine_on):
     # Its label says 4, its tokens say 3: somebody put other weights into it while it was asked.
-    servers[0].weight_version = servers[1].weight_version = "4"
-    engine = engine_on(FakeSource(*servers), version=4)
+    for server in servers[:2]:
+        server.weight_version, server.token_version = 4, 3
+    engine = engine_on(FakeLauncher(*servers), version=4)
     with pytest.raises(StaleServerError):
         list(engine.generate(requests(1)))
 
@@ -110,54 +94,51 @@ def test_the_call_ends_when_no_server_answers_anything(servers, engine_on):
     for server in servers:
         dies_after(server, 0)
         server.answers_probes = False
-    source = FakeSource(*servers)
-    with pytest.raises(EngineError, match="connection failed"):
-        list(engine_on(source).generate(requests(2)))
-    assert source.num_opened == 1 + MAX_LOSSES
-    assert source.is_closed
+    launcher = FakeLauncher(*servers)
+    with pytest.raises(EngineError, match="fake: "):
+        list(engine_on(launcher).generate(requests(2)))
+    assert launcher.num_opened == 1 + MAX_LOSSES
+    assert launcher.is_closed
 
 
 def test_answers_in_between_start_the_count_of_losses_again(servers, engine_on):
-    source, server = FakeSource(servers[0]), servers[0]
+    launcher, server = FakeLauncher(servers[0]), servers[0]
     server.answers_probes = False
-    good = server.answer
     # One answer, then hanging up on the next request.
-    server.answer = lambda body: good(body) if len(server.bodies) % 2 == 1 else (0, b"")
-    answers(engine_on(source, max_running=1), 8)
-    assert source.num_opened == 8 > 1 + MAX_LOSSES
+    server.answer = lambda attempt: (server.good if len(server.attempts) % 2 == 1 else hang_up)(attempt)
+    answers(engine_on(launcher, max_running=1), 8)
+    assert launcher.num_opened == 8 > 1 + MAX_LOSSES
 
 
 def test_a_server_that_stumbles_and_answers_again_is_kept(servers, engine_on):
-    source, server = FakeSource(servers[0]), servers[0]
-    good = server.answer
-    server.answer = lambda body: good(body) if len(server.bodies) != 3 else (0, b"")
-    engine = engine_on(source)
+    launcher, server = FakeLauncher(servers[0]), servers[0]
+    server.answer = lambda attempt: (server.good if len(server.attempts) != 3 else hang_up)(attempt)
+    engine = engine_on(launcher)
     answers(engine, 8)
-    assert source.num_opened == 1
+    assert launcher.num_opened == 1
     eventually(lambda: engine.states == {"e-0": "healthy"})
 
 
 def test_a_server_that_answers_probes_and_no_requests_is_lost(servers, engine_on):
     server = servers[0]
-    good = server.answer
-    server.answer = lambda body: good(body) if len(server.bodies) <= 2 else (0, b"")
-    source = FakeSource(*servers)
-    answers(engine_on(source), 8)
-    assert source.num_opened == 2
+    server.answer = lambda attempt: (server.good if len(server.attempts) <= 2 else hang_up)(attempt)
+    launcher = FakeLauncher(*servers)
+    answers(engine_on(launcher), 8)
+    assert launcher.num_opened == 2
 
 
 def test_a_server_that_falls_silent_is_lost_before_a_response_is_overdue(servers, engine_on):
     release = threading.Event()
     hangs_after(servers[0], 2, release)
     servers[0].answers_probes = False
-    source = FakeSource(*servers)
-    answers(engine_on(source, response_seconds=1000.0, probe_seconds=0.3), 8)
+    launcher = FakeLauncher(*servers)
+    answers(engine_on(launcher, response_seconds=1000.0, probe_seconds=0.3), 8)
     release.set()
-    assert source.num_opened == 2
+    assert launcher.num_opened == 2
 
 
 def test_nothing_is_sampled_before_the_first_weights(servers, engine_on):
-    servers[0].weight_version = "none"
+    servers[0].weight_version = -1
     engine = engine_on(servers[0], version=-1)
     assert engine.handshake().policy_version == -1
     with pytest.raises(EngineError, match="no weights yet"):
@@ -165,31 +146,32 @@ def test_nothing_is_sampled_before_the_first_weights(servers, engine_on):
 
 
 def test_an_aborted_rollout_is_not_asked_of_the_next_server(servers, engine_on):
-    engine = engine_on(FakeSource(*servers))
+    engine = engine_on(FakeLauncher(*servers))
 
-    def abort_and_die(body: dict[str, Any]) -> tuple[int, bytes]:
-        engine._run.rollouts["r0"].is_aborted = True
+    def abort_and_die(attempt: Attempt) -> FakeReply:
+        engine._call.rollouts["r0"].is_aborted = True
         servers[0].answers_probes = False
-        return 0, b""
+        return hang_up(attempt)
 
     servers[0].answer = abort_and_die
     assert list(engine.generate(requests(1))) == []
     assert engine.unfinished == ["r0"]
-    assert servers[1].bodies == []
+    assert servers[1].attempts == []
 
 
-def test_a_server_of_another_precision_is_refused_and_left(servers, engine_on):
-    source = FakeSource(servers[0])
+def test_a_server_that_the_backend_refuses_is_left(servers, engine_on):
+    launcher, servers[0].refusal = FakeLauncher(servers[0]), EngineError("of another precision")
     with pytest.raises(EngineError, match="precision"):
-        engine_on(source, dtype="bfloat16")
-    assert source.is_closed
+        engine_on(launcher)
+    assert launcher.is_closed
 
 
 def test_a_request_that_brings_servers_down_ends_the_call_and_is_named_unfinished(servers, engine_on):
     for server in servers:
-        good = server.answer
-        server.answer = lambda body, good=good: (0, b"") if body["rid"].endswith("-r1") else good(body)
-    engine = engine_on(FakeSource(servers[0]), FakeSource(servers[1]))
+        server.answer = lambda attempt, server=server: (
+            hang_up if attempt.request.lineage.rollout_id == "r1" else server.good
+        )(attempt)
+    engine = engine_on(FakeLauncher(servers[0]), FakeLauncher(servers[1]))
     with pytest.raises(EngineError, match="connection failed"):
         list(engine.generate(requests(6)))
     assert engine.unfinished == ["r1"]
@@ -205,30 +187,30 @@ def test_two_servers_share_the_work_and_a_group_stays_together(servers, engine_o
     engine = engine_on(servers[0], servers[1], max_running=8)
     thread = threading.Thread(target=lambda: answers(engine, 12))
     thread.start()
-    eventually(lambda: len(servers[0].bodies) + len(servers[1].bodies) == 12)
+    eventually(lambda: len(servers[0].attempts) + len(servers[1].attempts) == 12)
     release.set()
     thread.join()
-    groups = [{int(body["rid"].partition("-r")[2]) // 2 for body in server.bodies} for server in servers[:2]]
+    groups = [{attempt.request.lineage.group_id for attempt in server.attempts} for server in servers[:2]]
     assert groups[0].isdisjoint(groups[1])
-    assert min(len(server.bodies) for server in servers[:2]) >= 4
+    assert min(len(server.attempts) for server in servers[:2]) >= 4
 
 
 def test_what_a_lost_server_worked_on_is_asked_of_the_others_at_once(servers, engine_on):
     dies_after(servers[0], 1)
-    source = FakeSource(servers[0], servers[2])
-    engine = engine_on(source, servers[1])
+    launcher = FakeLauncher(servers[0], servers[2])
+    engine = engine_on(launcher, servers[1])
     seen = answers(engine, 16)
     assert {trajectory.engine_id for trajectory in seen.values()} >= {"e-0", "e-1"}
     eventually(lambda: engine.states["e-0"] == "healthy")
-    assert source.num_opened == 2
+    assert launcher.num_opened == 2
 
 
 def test_a_silent_server_holds_up_nothing_but_what_it_worked_on(servers, engine_on):
     release = threading.Event()
     hangs_after(servers[0], 0, release)
     servers[0].answers_probes = False
-    source = FakeSource(servers[0], servers[2])
-    engine = engine_on(source, servers[1], response_seconds=1000.0, probe_seconds=0.3)
+    launcher = FakeLauncher(servers[0], servers[2])
+    engine = engine_on(launcher, servers[1], response_seconds=1000.0, probe_seconds=0.3)
     answers(engine, 16)
     release.set()
 
@@ -236,7 +218,7 @@ def test_a_silent_server_holds_up_nothing_but_what_it_worked_on(servers, engine_
 def test_the_rest_goes_on_without_a_server_that_is_given_up(servers, engine_on, said: list[str]):
     dies_after(servers[0], 0)
     servers[0].answers_probes = False
-    engine = engine_on(FakeSource(servers[0]), servers[1])
+    engine = engine_on(FakeLauncher(servers[0]), servers[1])
     seen = answers(engine, 12)
     assert {trajectory.engine_id for trajectory in seen.values()} == {"e-1"}
     eventually(lambda: len(answers(engine, 8)) == 8 and engine.states == {"e-0": "dead", "e-1": "healthy"})
@@ -245,8 +227,8 @@ def test_the_rest_goes_on_without_a_server_that_is_given_up(servers, engine_on, 
 
 
 def test_an_engine_with_one_bad_server_does_not_start(servers, engine_on):
-    sources = [FakeSource(servers[0]), FakeSource(servers[1])]
-    servers[1].info["dtype"] = "bfloat16"
+    launchers = [FakeLauncher(servers[0]), FakeLauncher(servers[1])]
+    servers[1].refusal = EngineError("of another precision")
     with pytest.raises(EngineError, match="precision"):
-        engine_on(*sources)
-    assert all(source.is_closed for source in sources)
+        engine_on(*launchers)
+    assert all(launcher.is_closed for launcher in launchers)

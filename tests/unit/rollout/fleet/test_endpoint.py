@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from moerl.errors import EngineError
-from moerl.rollout.sglang.endpoint import Endpoint, read_endpoint, require_private, write_endpoint
+from moerl.rollout.fleet.endpoint import Endpoint, read_endpoint, require_private, write_endpoint
 
 ENDPOINT = Endpoint("http://127.0.0.1:1", "key", "admin", 7)
 

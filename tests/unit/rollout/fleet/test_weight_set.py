@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moerl.errors import WeightSyncError
-from moerl.rollout.sglang.weight_set import WeightSet
+from moerl.rollout.fleet.weight_set import WeightSet, check_whole
 
 A, B = torch.ones(2, 3), torch.zeros(4)
 
@@ -19,15 +19,14 @@ def weights() -> WeightSet:
 def test_a_whole_set_comes_out_in_the_order_of_the_checkpoint(weights: WeightSet):
     weights.receive([("b", B), ("head", A.clone())])
     weights.receive([("a", A)])
-    version, tensors = weights.take()
-    assert (version, list(tensors)) == (7, ["a", "b"])
+    assert list(weights.part(7)) == ["a", "b"]
 
 
 def test_tensors_are_copies(weights: WeightSet):
     source = A.clone()
     weights.receive([("a", source), ("b", B)])
     source.zero_()
-    assert torch.equal(weights.take()[1]["a"], A)
+    assert torch.equal(weights.part(7)["a"], A)
 
 
 @pytest.mark.parametrize(
@@ -39,22 +38,32 @@ def test_what_does_not_belong_is_named(weights: WeightSet, name: str, tensor: to
         weights.receive([(name, tensor)])
 
 
-def test_a_missing_tensor_is_named(weights: WeightSet):
-    weights.receive([("a", A)])
-    with pytest.raises(WeightSyncError, match="'b'"):
-        weights.take()
+@pytest.mark.parametrize(
+    ("parts", "said"), [([{"a"}], "missing.*'b'"), ([{"a"}, {"a", "b"}], "two senders.*'a'"), ([{"a"}, {"b"}], "")]
+)
+def test_parts_make_up_the_model_with_each_tensor_once(parts: list[set[str]], said: str):
+    if not said:
+        check_whole(parts, {"a": (2, 3), "b": (4,)})
+        return
+    with pytest.raises(WeightSyncError, match=said):
+        check_whole(parts, {"a": (2, 3), "b": (4,)})
+
+
+def test_a_part_of_another_version_is_refused(weights: WeightSet):
+    with pytest.raises(WeightSyncError, match="version 7"):
+        weights.part(8)
 
 
 def test_a_tied_tensor_of_other_values_is_refused(weights: WeightSet):
     weights.receive([("a", A), ("b", B), ("head", 2 * A)])
     with pytest.raises(WeightSyncError, match="head"):
-        weights.take()
+        weights.part(7)
 
 
 def test_nothing_is_taken_or_received_outside_an_update(weights: WeightSet):
     weights.receive([("a", A), ("b", B)])
-    weights.take()
-    for call in (weights.take, lambda: weights.receive([("a", A)])):
+    weights.part(7)
+    for call in (lambda: weights.part(7), lambda: weights.receive([("a", A)])):
         with pytest.raises(WeightSyncError, match="begin_update"):
             call()
 

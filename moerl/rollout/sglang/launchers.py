@@ -1,33 +1,18 @@
-"""Where a server comes from: started by us, or somebody else's. Runs in the process that holds the engine."""
+"""`ServerLauncher`s: a server that we start, and one that somebody else starts. Run in the engine's process."""
 
 from __future__ import annotations
 
 import threading
 import time
 from pathlib import Path
-from typing import Protocol
 
 from moerl.errors import EngineError
-from moerl.rollout.sglang.endpoint import Endpoint, read_endpoint
+from moerl.rollout.fleet.endpoint import Endpoint, read_endpoint
 from moerl.rollout.sglang.server import ServerOptions, SGLangServer, answers_health
 
 _POLL_SECONDS = 0.5
 _NUM_STARTS = 3
 """Of a server that finds a port taken; those of several that start side by side can collide."""
-
-
-class ServerSource(Protocol):
-    """Gives a server that serves, as often as one is needed."""
-
-    def open(self) -> Endpoint:
-        """A server that is ready now. Called again where the one before failed.
-
-        Raises:
-            EngineError: there is none in time.
-        """
-        ...
-
-    def close(self) -> None: ...
 
 
 class OwnServer:
@@ -59,7 +44,7 @@ class OwnServer:
     def _start(self) -> SGLangServer:
         with self._lock:
             if self._is_closed:
-                raise EngineError("the source of SGLang servers is closed", remedy="make another one")
+                raise EngineError("the launcher of SGLang servers is closed", remedy="make another one")
             self._stop()
             self.server = SGLangServer(self._options, self._folder)
             return self.server

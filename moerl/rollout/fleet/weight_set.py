@@ -1,8 +1,9 @@
-"""A whole set of weights, kept tensor by tensor while it is sent. Runs where the engine's client runs."""
+"""A set of weights, or a sender's part of one, kept tensor by tensor while it is sent. Runs in every sender."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Set
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -26,10 +27,7 @@ class WeightSet:
 
     def begin(self, version: int) -> None:
         """Starts a set; one that was never taken is forgotten."""
-        if version < 0:
-            raise WeightSyncError(
-                "weight update: policy version", seen=version, expected="at least 0", remedy="count updates from 0"
-            )
+        check_version(version)
         self._tensors, self._version = {}, version
 
     def receive(self, tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
@@ -60,54 +58,51 @@ class WeightSet:
         return self._version
 
     def part(self, version: int) -> dict[str, Tensor]:
-        """The tensors that have come, of a set that other senders have the rest of; the set is closed.
+        """The tensors that have come, in the order of the checkpoint, without tied ones; the set is closed.
 
         Raises:
-            WeightSyncError: none is open, or one of another version.
+            WeightSyncError: none is open, or one of another version; or a tied tensor is not the one it is tied to.
         """
         staged = self._open()
         if version != self._version:
             raise WeightSyncError("weight update: a part", seen=f"version {self._version}", expected=version)
-        self._tensors = None
-        return staged
-
-    def take(self, elsewhere: Collection[str] = ()) -> tuple[int, dict[str, Tensor]]:
-        """The version and its tensors by name, in the order of the checkpoint; the set is closed.
-
-        Args:
-            elsewhere: names that are not kept here: senders have sent those tensors.
-
-        Raises:
-            WeightSyncError: a tensor is missing, was sent twice, or a tied one is another than the one it is tied to.
-        """
-        staged = self._open()
-        self._require_whole(staged.keys() - self._tied.keys(), set(elsewhere))
         for name, owner in self._tied.items():
-            if name in staged and (owner in elsewhere or not torch.equal(staged[name], staged[owner])):
+            if name in staged and owner in staged and not torch.equal(staged[name], staged[owner]):
                 raise WeightSyncError(
                     f"weight update: tensor {name!r}", seen="other values", expected=f"those of {owner!r}, its tied one"
                 )
         self._tensors = None
-        return self._version, {name: staged[name] for name in self._shapes if name in staged}
-
-    def _require_whole(self, here: Set[str], elsewhere: Set[str]) -> None:
-        missing, twice = sorted(self._shapes.keys() - here - elsewhere), sorted(here & elsewhere)
-        if missing:
-            raise WeightSyncError(
-                "weight update: tensors are missing",
-                seen=f"{len(missing)} missing, the first is {missing[0]!r}",
-                expected=f"all {len(self._shapes)} tensors",
-                remedy=_REMEDY,
-            )
-        if twice:
-            raise WeightSyncError(
-                "weight update: tensors of two senders",
-                seen=f"{len(twice)}, the first is {twice[0]!r}",
-                expected="each tensor once",
-                remedy=_REMEDY,
-            )
+        return {name: staged[name] for name in self._shapes if name in staged}
 
     def _open(self) -> dict[str, Tensor]:
         if self._tensors is None:
             raise WeightSyncError("weight update: none is open", remedy="call begin_update first")
         return self._tensors
+
+
+def check_version(version: int) -> None:
+    """Raises WeightSyncError where it is none."""
+    if version < 0:
+        raise WeightSyncError(
+            "weight update: policy version", seen=version, expected="at least 0", remedy="count updates from 0"
+        )
+
+
+def check_whole(names: Collection[Collection[str]], shapes: Mapping[str, object]) -> None:
+    """Raises WeightSyncError unless the parts of all senders, by their tensors' names, make up the model."""
+    counts = Counter(name for part in names for name in part)
+    missing, twice = sorted(shapes.keys() - counts.keys()), sorted(name for name, count in counts.items() if count > 1)
+    if missing:
+        raise WeightSyncError(
+            "weight update: tensors are missing",
+            seen=f"{len(missing)} missing, the first is {missing[0]!r}",
+            expected=f"all {len(shapes)} tensors",
+            remedy=_REMEDY,
+        )
+    if twice:
+        raise WeightSyncError(
+            "weight update: tensors of two senders",
+            seen=f"{len(twice)}, the first is {twice[0]!r}",
+            expected="each tensor once",
+            remedy=_REMEDY,
+        )

@@ -12,6 +12,7 @@ key that the engine's process made. The connection ends with either side.
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import socket
 import struct
@@ -25,24 +26,14 @@ from typing import Literal
 import msgspec
 
 from moerl.errors import WeightSyncError
-from moerl.rollout.sglang.endpoint import Endpoint, require_private
-from moerl.rollout.sglang.weights import LinkOptions
+from moerl.rollout.fleet.endpoint import require_private
+from moerl.rollout.fleet.receivers import Target
 
 _HANDSHAKE_SECONDS = 10
 """That a connection has for each message of its handshake. Strangers can connect, too."""
 
 _MAX_HANDSHAKES = 64
 """At the same time; further connections are closed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """A server. key: of the engine's connection to it; a server that took its place has another."""
-
-    key: str
-    name: str
-    endpoint: Endpoint
-    options: LinkOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +66,13 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Introduction:
-    """Where the engine's process listens for senders, and the key that both sides prove to know."""
+    """Where the engine's process listens for senders, and the key that both sides prove to know. bucket_bytes: as in
+    `Sender`."""
 
     host: str
     port: int
     key: bytes
+    bucket_bytes: int
 
     def __repr__(self) -> str:
         return f"Introduction(host={self.host!r}, port={self.port})"
@@ -91,10 +84,11 @@ class Senders:
     Args:
         ranks: of all senders.
         seconds: that a sender has to connect, for every bucket, and for every other command.
+        bucket_bytes: as in `Sender`.
         host: that they reach this process at: loopback or private.
     """
 
-    def __init__(self, ranks: Sequence[int], seconds: float, host: str = "127.0.0.1") -> None:
+    def __init__(self, ranks: Sequence[int], seconds: float, bucket_bytes: int, host: str = "127.0.0.1") -> None:
         require_private(host)
         self._ranks, self._seconds = tuple(ranks), seconds
         self._connections: dict[int, Connection] = {}
@@ -104,15 +98,19 @@ class Senders:
         self._handshakes = threading.Semaphore(_MAX_HANDSHAKES)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family)
-        self.introduction = Introduction(host, self._listener.getsockname()[1], secrets.token_bytes(32))
+        port = self._listener.getsockname()[1]
+        self.introduction = Introduction(host, port, secrets.token_bytes(32), bucket_bytes)
         threading.Thread(target=self._accept, name="weight-senders", daemon=True).start()
 
-    def ask(self, command: Command) -> list[Reply]:
+    async def ask(self, command: Command) -> list[Reply]:
         """Has all senders do something; their replies in the order of ranks.
 
         Raises:
             WeightSyncError: a sender is gone, takes too long, or could not do it.
         """
+        return await asyncio.to_thread(self._ask, command)
+
+    def _ask(self, command: Command) -> list[Reply]:
         if not self._is_complete.wait(self._seconds):
             missing = [rank for rank in self._ranks if rank not in self._connections]
             raise self._failed(missing[0], command, f"no connection within {self._seconds:g} s")
@@ -130,7 +128,7 @@ class Senders:
                 raise self._failed(rank, command, reply.problem)
         return replies
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Leaves the senders, which leave the servers."""
         self._is_closed = True
         self._stop_listening()

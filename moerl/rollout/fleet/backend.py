@@ -1,0 +1,203 @@
+"""What a kind of server offers the fleet. A backend is a folder of its own beside `fleet`:
+
+connect        from an address to a `ServerBackend`; refuses a server that is not what the trainer needs
+launchers      where servers come from
+open_channel   the way of weights to a server from another process than the engine's
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from moerl.contract.ports import RolloutRequest
+from moerl.contract.trajectory import FinishReason, ModelSpec
+from moerl.errors import EngineError
+from moerl.rollout.fleet.endpoint import Endpoint
+from moerl.rollout.fleet.segments import Segment
+
+Bucket = Sequence[tuple[str, Any]]
+"""Tensors that are sent together, by checkpoint name. Torch-free: what only talks to a server needs no torch."""
+
+
+class TransportError(EngineError):
+    """No whole answer arrived, or the server said that it cannot serve now; the call may be repeated."""
+
+
+class KeyRefusedError(EngineError):
+    """The server does not know our key: another one listens at that address now, or the server file is stale."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What the trainer's model is. moe_layers: indices of its MoE layers among its decoder layers."""
+
+    spec: ModelSpec
+    moe_layers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One attempt at a rollout.
+
+    request_id: of this attempt alone. policy_version: of the weights that servers hold; prefix caches of other versions
+    must not be hit. sampled_ids: tokens of the response that are there already. The answer goes on behind them; draws
+    depend on seed and position alone, and so come out as without the interruption.
+    """
+
+    request: RolloutRequest
+    request_id: str
+    policy_version: int
+    sampled_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """reason: what ended the attempt. segment: what was sampled; None where nothing was."""
+
+    reason: FinishReason
+    segment: Segment | None
+
+
+class Reply(Protocol):
+    """An answer to an attempt as it arrived."""
+
+    @property
+    def is_aborted(self) -> bool:
+        """The server broke the attempt off, or was told to."""
+        ...
+
+    @property
+    def raw(self) -> Mapping[str, Any]:
+        """For the quarantine, where the answer cannot be read."""
+        ...
+
+    def decode(self) -> Answer:
+        """Raises ContractError where the answer cannot be read."""
+        ...
+
+
+class WeightChannel(Protocol):
+    """The way of weights from this process to one server. Of an update that the engine's process begins and ends.
+
+    Every method raises `WeightSyncError`, or an error of the transport (`RuntimeError`, `OSError`), where it failed or
+    took too long.
+    """
+
+    async def join(self) -> None:
+        """Connects, where it is not connected yet."""
+        ...
+
+    async def send(self, bucket: Bucket, number: int) -> None:
+        """Returns when the server has the tensors. number: of the bucket in its update, for messages."""
+        ...
+
+    async def close(self) -> None:
+        """Leaves a server that keeps running."""
+        ...
+
+    async def abandon(self) -> None:
+        """Leaves a server that is gone or hangs; what is under way fails."""
+        ...
+
+
+class ServerBackend(Protocol):
+    """One running server as the engine's process uses it, in the engine's event loop.
+
+    A step of a weight update raises `WeightSyncError` where it failed or took too long; its message names the server.
+    What the server then holds is unknown, and it reports no version until an update succeeds.
+    """
+
+    @property
+    def max_request_tokens(self) -> int:
+        """Prompt and new tokens that one request may have together."""
+        ...
+
+    @property
+    def first_version(self) -> int:
+        """Policy version of the weights that it held when it was connected; -1 for nobody's."""
+        ...
+
+    @property
+    def address(self) -> Mapping[str, Any]:
+        """What `open_channel` in another process needs; JSON."""
+        ...
+
+    async def ask(self, attempt: Attempt) -> Reply:
+        """Raises TransportError where no whole answer came, KeyRefusedError, or EngineError where it was refused."""
+        ...
+
+    async def abort(self, request_id: str) -> None:
+        """Has a request answered with what it has. A request that is not there is no error.
+
+        Raises:
+            EngineError: the server could not be told.
+        """
+        ...
+
+    async def probe(self) -> None:
+        """Has one token sampled: a server whose scheduler hangs can answer health checks all the same.
+
+        Raises:
+            EngineError: it was not, in time.
+        """
+        ...
+
+    async def policy_version(self) -> int:
+        """Of the weights that it holds now; -1 for nobody's. Raises EngineError where it does not say."""
+        ...
+
+    async def begin_update(self) -> None:
+        """Stops sampling, flushes the prefix cache, labels the weights as nobody's and opens an update; one that was
+        broken off is closed first. Responses under way are computed again with the new weights, and continued behind
+        what they have."""
+        ...
+
+    async def end_update(self, version: int) -> None:
+        """Takes the new weights into use as `version`; sampling waits for `resume`."""
+        ...
+
+    async def resume(self) -> None:
+        """Sampling goes on."""
+        ...
+
+    async def digests(self) -> Mapping[str, int]:
+        """`moerl.kernels.checksum` of every tensor that it computes with, by checkpoint name."""
+        ...
+
+    async def dtypes(self) -> Mapping[str, str]:
+        """Names of dtypes (float32, bfloat16) by checkpoint name: what the server casts each tensor to."""
+        ...
+
+    def open_channel(self) -> WeightChannel:
+        """From this process, over the connections that it has already."""
+        ...
+
+    async def close(self) -> None:
+        """Leaves the server; what is under way fails."""
+        ...
+
+
+Connect = Callable[[str, Endpoint], Awaitable[ServerBackend]]
+"""From a server's name and address to the server; raises EngineError where it is not what the trainer needs."""
+
+
+class ServerLauncher(Protocol):
+    """Gives a server that serves, as often as one is needed."""
+
+    def open(self) -> Endpoint:
+        """A server that is ready now. Called again where the one before failed.
+
+        Raises:
+            EngineError: there is none in time.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+def new_request_id(rollout_id: str) -> str:
+    """Another one for every attempt. Aborts may match prefixes of ids: what comes first is unique and of one length."""
+    return f"{secrets.token_hex(8)}-{rollout_id}"

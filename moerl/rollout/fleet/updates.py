@@ -1,0 +1,288 @@
+"""Weight updates of an engine's servers: begun, ended, checked, repeated for servers that come late. In its event loop.
+
+Senders send the tensors: one in this process where the trainer runs here, else trainer ranks in other processes. Each
+keeps what it sent, so that a server that takes the place of a lost one, or was away, gets the set before it gets
+requests. An incomplete set leaves mixed weights on servers; they get the set before it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+from moerl.errors import WeightSyncError
+from moerl.rollout.fleet.backend import ServerBackend
+from moerl.rollout.fleet.receivers import Target, attempt
+from moerl.rollout.fleet.replica import Replica
+from moerl.rollout.fleet.sender import Sender
+from moerl.rollout.fleet.senders import Command, Reply
+from moerl.rollout.fleet.weight_set import check_version, check_whole
+from moerl.rollout.weight_difference import weight_difference
+
+
+class AllSenders(Protocol):
+    """The senders of one engine, wherever they run; see `Senders`."""
+
+    async def ask(self, command: Command) -> list[Reply]: ...
+
+    async def close(self) -> None: ...
+
+
+class LocalSender:
+    """The one sender of a trainer in this process."""
+
+    def __init__(self, sender: Sender) -> None:
+        self.sender = sender
+
+    async def ask(self, command: Command) -> list[Reply]:
+        """The one reply; raises WeightSyncError where the sender could not do it."""
+        reply = await self.sender.do(command, lambda: None)
+        if reply.problem:
+            raise WeightSyncError(f"weight update: {command.do!r} failed", seen=reply.problem)
+        return [reply]
+
+    async def close(self) -> None:
+        await self.sender.close()
+
+
+class Updates:
+    """The sets of weights of one engine.
+
+    Who calls `begin`, `receive`, `end`, `resume` or `give_up` asks for `failed` afterwards, also where they raised.
+
+    Args:
+        shapes: as in `EngineOptions`.
+        sender: in this process; until `share`.
+
+    Attributes:
+        held: version that servers should hold; None before the first update.
+        is_open: an update has begun and not ended.
+    """
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], sender: Sender) -> None:
+        self.held: int | None = None
+        self.is_open = False
+        self._shapes = shapes
+        self._version = -1
+        self._sent: tuple[int, Mapping[str, int]] | None = None
+        self._dtypes: Mapping[str, str] | None = None
+        self._targets: dict[str, Replica] = {}  # by key: a server that takes the place of one is not in its update
+        # Held from the beginning to the end of an update, and while a late server is brought up.
+        self._lock = asyncio.Lock()
+        self._senders: AllSenders = LocalSender(sender)
+        self._holders = self._senders
+        self._checksums: dict[str, int | None] = {}
+        self._told_dtypes = False
+        self._failed: list[tuple[Replica, WeightSyncError]] = []
+
+    def share(self, senders: AllSenders) -> None:
+        """From the next update on these send every set, and this process sends nothing. Until its end the sender here
+        keeps what it holds."""
+        self._senders, self._told_dtypes = senders, False
+
+    async def stage(self, version: int) -> None:
+        """Makes room for a set; one that was never ended is forgotten. Servers go on.
+
+        Raises:
+            WeightSyncError: not a version.
+        """
+        check_version(version)
+        self._version = version
+        if isinstance(self._senders, LocalSender):
+            await self._senders.sender.begin_set(version)
+
+    def failed(self) -> list[tuple[Replica, WeightSyncError]]:
+        """The servers that are out of the update since this was asked last, and why."""
+        failed, self._failed = self._failed, []
+        return failed
+
+    async def begin(self, replicas: Callable[[], Sequence[Replica]]) -> None:
+        """Starts the update of the replicas that are current when it can begin.
+
+        Raises:
+            WeightSyncError: a sender is gone. Call `give_up` then.
+        """
+        if not self.is_open:
+            await self._lock.acquire()
+            self.is_open = True
+        self._targets = {replica.key: replica for replica in replicas()}
+        await self._on_all(lambda server: server.begin_update())
+        await self._tell(self._senders, "begin", self._version)
+        self._told_dtypes = self._dtypes is not None
+
+    async def receive(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Keeps and sends tensors, and returns when they were sent.
+
+        Raises:
+            WeightSyncError: as `Sender.receive`; or senders in other processes send the set.
+        """
+        if not isinstance(self._senders, LocalSender):
+            raise WeightSyncError(
+                "weight update: a bucket in the engine's process",
+                expected="buckets of its senders alone",
+                remedy="give the bucket to a ShardSender",
+            )
+        try:
+            await self._senders.sender.receive(tensors)
+        finally:
+            self._drop(self._senders.sender.failed())
+
+    async def end(self) -> None:
+        """Takes the set into use; sampling waits for `resume`.
+
+        Raises:
+            WeightSyncError: the set is incomplete, or a sender is gone. Call `give_up` then.
+        """
+        version = self._version
+        replies = await self._tell(self._senders, "take", version)
+        check_whole([reply.checksums for reply in replies], self._shapes)
+        await self._tell(self._senders, "hold", version)
+        await self._on_all(lambda server: server.end_update(version))
+        self.held, self._holders = version, self._senders
+        self._checksums = {name: value for reply in replies for name, value in reply.checksums.items()}
+        self._close()
+
+    async def resume(self, replicas: Sequence[Replica]) -> None:
+        """Has servers sample again after `end`."""
+        errors = await asyncio.gather(*(attempt(_resume, replica.server) for replica in replicas))
+        self._failed += [(r, error) for r, error in zip(replicas, errors, strict=True) if error is not None]
+
+    async def give_up(self) -> None:
+        """Instead of `end`: brings servers back to what they held before. All of them have failed where there was
+        nothing before.
+
+        Raises:
+            WeightSyncError: a sender is gone, and all servers have failed.
+        """
+        try:
+            if self.held is None:
+                self._drop_all(WeightSyncError("weight update: broken off, and there was none before it"))
+            else:
+                await self._send_held(self.held)
+        except WeightSyncError as error:
+            self._drop_all(error)
+            raise
+        finally:
+            self._close()
+
+    async def bring_up(self, replica: Replica) -> None:
+        """Has a server that comes late hold what it should, where anything was sent yet.
+
+        Raises:
+            WeightSyncError: a step failed, or it then does not hold what was sent.
+        """
+        async with self._lock:
+            if self.held is None:
+                return
+            self._targets = {replica.key: replica}
+            try:
+                await self._send_held(self.held)
+            finally:
+                failed, self._targets = self.failed(), {}
+            error = failed[0][1] if failed else await self.check(replica)
+            if error is not None:
+                raise error
+
+    async def _send_held(self, version: int) -> None:
+        """A whole update of the targets to what they should hold, and sampling."""
+        await self._on_all(lambda server: server.begin_update())
+        await self._tell(self._holders, "send", version)
+        await self._on_all(lambda server: server.end_update(version))
+        await self._on_all(_resume)
+
+    async def dtypes(self, replica: Callable[[], Awaitable[Replica]]) -> Mapping[str, str]:
+        """Names of dtypes by checkpoint name, as servers hold tensors; a `replica` is asked the first time."""
+        if self._dtypes is None:
+            self._dtypes = await require_server(await replica()).dtypes()
+        return self._dtypes
+
+    def sent(self, checksums: Mapping[str, int]) -> None:
+        """Checksums of the set that was taken into use last, beside those that its senders computed.
+
+        Raises:
+            WeightSyncError: no update was taken, or a tensor was sent that has none.
+        """
+        if self.held is None:
+            raise WeightSyncError("weight update: none was taken", remedy="call begin_update first")
+        sent = self._checksums | dict(checksums)
+        known = {name: value for name, value in sent.items() if value is not None}
+        if unknown := sorted(sent.keys() - known.keys()):
+            raise WeightSyncError(
+                "weight update: tensors without a checksum of their sender",
+                seen=f"{len(unknown)} of {len(sent)}, the first is {unknown[0]!r}",
+                expected="a checksum of every tensor that was sent",
+                remedy="let the trainer verify the versions that the engine verifies",
+            )
+        self._sent = self.held, known
+
+    async def check(self, replica: Replica) -> WeightSyncError | None:
+        """What of the set in use a server does not hold; None also where checksums of it are not known."""
+        if self._sent is None or self._sent[0] != self.held:
+            return None
+        try:
+            return weight_difference(replica.name, self._sent[1], await require_server(replica).digests())
+        except WeightSyncError as error:
+            return error
+
+    async def close(self) -> None:
+        """Leaves the senders, and those in this process the servers."""
+        await self._senders.close()
+        if self._holders is not self._senders:
+            await self._holders.close()
+
+    async def _on_all(self, step: Callable[[ServerBackend], Awaitable[None]]) -> None:
+        """One step on every server that is still in the update, side by side; those that fail are out of it."""
+        servers = {key: self._server(key) for key in self._targets}
+        errors = await asyncio.gather(*(attempt(step, server) for server in servers.values()))
+        self._drop({key: str(error) for key, error in zip(servers, errors, strict=True) if error is not None})
+
+    async def _tell(
+        self, senders: AllSenders, do: Literal["begin", "take", "hold", "send"], version: int
+    ) -> list[Reply]:
+        """What senders do for the servers that are still in the update; those that fail there are out of it.
+
+        Raises:
+            WeightSyncError: as `Senders.ask`.
+        """
+        servers = {key: self._server(key) for key in self._targets}
+        targets = tuple(
+            Target(key, self._targets[key].name, dict(server.address)) for key, server in servers.items() if server
+        )
+        dtypes = {} if self._told_dtypes else dict(self._dtypes or {})
+        replies = await senders.ask(Command(do, version=version, targets=targets, dtypes=dtypes))
+        for reply in replies:
+            self._drop(reply.failed)
+        return replies
+
+    def _server(self, key: str) -> ServerBackend | None:
+        """None where it was lost meanwhile."""
+        replica = self._targets[key]
+        return replica.server if replica.key == key else None
+
+    def _drop(self, errors: Mapping[str, str]) -> None:
+        """Takes servers out of the update; those that are not in it do not matter."""
+        for key, text in errors.items():
+            replica = self._targets.pop(key, None)
+            if replica is not None:
+                self._failed.append((replica, WeightSyncError(text)))
+
+    def _drop_all(self, error: WeightSyncError) -> None:
+        self._drop(dict.fromkeys(list(self._targets), str(error)))
+
+    def _close(self) -> None:
+        self.is_open, self._targets = False, {}
+        self._lock.release()
+
+
+async def _resume(server: ServerBackend) -> None:
+    await server.resume()
+
+
+def require_server(replica: Replica) -> ServerBackend:
+    """Raises WeightSyncError where the server was lost meanwhile."""
+    if replica.server is None:
+        raise WeightSyncError(f"server {replica.name!r} was lost meanwhile")
+    return replica.server

@@ -1,0 +1,85 @@
+"""Calls of a weight update to one SGLang server: each succeeds in time, or its error names server, step and call.
+
+Of one update, in this order: pause, flush the prefix cache, label the weights as nobody's, begin; buckets (`channel`);
+end, label; continue.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from moerl.errors import EngineError, WeightSyncError
+from moerl.rollout.sglang.handshake import UNSYNCED
+from moerl.rollout.sglang.http import SGLangHttp
+from moerl.rollout.sglang.reading import MAX_SAID_BYTES
+
+_OPEN_SESSION = "already open"
+"""Part of what a server says to a second begin."""
+
+
+class UpdateCalls:
+    """name: of the server, for messages. seconds: that each call may take."""
+
+    def __init__(self, name: str, http: SGLangHttp, seconds: float) -> None:
+        self._name, self._http, self.seconds = name, http, seconds
+
+    async def begin(self) -> None:
+        """Stops sampling and opens an update; one that was broken off is closed first.
+
+        Responses under way are computed again with the new weights and continued behind what they have.
+
+        Raises:
+            WeightSyncError: as `post`.
+        """
+        step = "begin"
+        await self.post(step, "/pause_generation", {"mode": "retract"})
+        await self.post(step, "/flush_cache", {})
+        await self._label(step, UNSYNCED)
+        try:
+            await self.post(step, "/begin_weight_update", {})
+        except WeightSyncError as error:
+            if _OPEN_SESSION not in str(error):
+                raise
+            await self.post(step, "/end_weight_update", {})
+            await self.post(step, "/begin_weight_update", {})
+
+    async def end(self, version: int) -> None:
+        """Takes the new weights into use as `version`; sampling waits for `resume`. Raises as `post`."""
+        await self.post("end", "/end_weight_update", {})
+        await self._label("end", str(version))
+
+    async def resume(self) -> None:
+        """Sampling goes on. Raises as `post`."""
+        await self.post("resume", "/continue_generation", {})
+
+    async def post(self, step: str, path: str, body: Mapping[str, Any], seconds: float | None = None) -> None:
+        """One call.
+
+        Raises:
+            WeightSyncError: the server did not say in time that it succeeded.
+        """
+        try:
+            content = await self._http.post_once(path, body, MAX_SAID_BYTES, seconds or self.seconds, admin=True)
+        except EngineError as error:
+            raise self.failed(step, path, str(error)) from error
+        said = content[:500].decode(errors="replace")
+        if content.startswith(b"{"):
+            try:
+                answer = json.loads(content)
+            except (ValueError, RecursionError) as error:
+                raise self.failed(step, path, said) from error
+            if answer.get("success") is False:
+                raise self.failed(step, path, said)
+
+    def failed(self, step: str, path: str, seen: str) -> WeightSyncError:
+        return WeightSyncError(
+            f"weight update: server {self._name!r}, {step}: {path} failed",
+            seen=seen,
+            expected=f"success within {self.seconds} s",
+            remedy="look at the server's log; a server that no longer answers is started again",
+        )
+
+    async def _label(self, step: str, version: str) -> None:
+        await self.post(step, "/update_weight_version", {"new_version": version, "abort_all_requests": False})
