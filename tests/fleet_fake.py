@@ -233,20 +233,25 @@ class Network:
         self, *launchers: FakeLauncher | FakeServer, version: int = 3, said: list[str] | None = None, **changes: Any
     ) -> FleetEngine:
         """changes: of `EngineOptions`."""
-        options: dict[str, Any] = {
-            "engine_id": "e",
-            "dtype": "float32",
-            "max_running": 4,
-            "response_seconds": 30.0,
-            "probe_seconds": 30.0,
-            "update_seconds": 5.0,
-            "bucket_bytes": 1 << 20,
-            "shapes": {},
-            "tied": {},
-            "say": ([] if said is None else said).append,
-        }
+        changes["say"] = ([] if said is None else said).append
         made = [launcher if isinstance(launcher, FakeLauncher) else FakeLauncher(launcher) for launcher in launchers]
-        return FleetEngine(made, self.connect, MODEL, EngineOptions(**options | changes), version)
+        return FleetEngine(made, self.connect, MODEL, options(**changes), version)
+
+
+def options(**changes: Any) -> EngineOptions:
+    values: dict[str, Any] = {
+        "engine_id": "e",
+        "dtype": "float32",
+        "max_running": 4,
+        "response_seconds": 30.0,
+        "probe_seconds": 30.0,
+        "update_seconds": 5.0,
+        "bucket_bytes": 1 << 20,
+        "shapes": {},
+        "tied": {},
+        "say": print,
+    }
+    return EngineOptions(**values | changes)
 
 
 def make_requests(count: int, group_size: int = 1) -> list[RolloutRequest]:

@@ -189,6 +189,10 @@ class EmbeddedRolloutConfig(SamplingConfig):
 
     engine: Literal["embedded"] = Field(description="Engine that samples.")
 
+    @property
+    def num_servers(self) -> int:
+        return 0
+
 
 class _ServedRolloutConfig(SamplingConfig):
     """What holds for every SGLang server."""
@@ -214,6 +218,15 @@ class SGLangRolloutConfig(_ServedRolloutConfig):
         description="Tokens in a server's key-value pool; null = as memory allows, 65536 on CPU."
     )
 
+    @property
+    def num_servers(self) -> int:
+        return self.servers
+
+    @property
+    def keeps_weight_copy(self) -> bool:
+        """A server that the run starts again needs the weights while the trainer is at work."""
+        return True
+
 
 def _as_list(value: object) -> object:
     return value if isinstance(value, list) else [value]
@@ -226,6 +239,15 @@ class ServerRolloutConfig(_ServedRolloutConfig):
     server: Annotated[list[FilePath], BeforeValidator(_as_list), Field(min_length=1)] = Field(
         description="Their server.json files (address and keys): one, or [A,B,...]."
     )
+
+    @property
+    def num_servers(self) -> int:
+        return len(self.server)
+
+    @property
+    def keeps_weight_copy(self) -> bool:
+        """Without the only server there is nothing to go on with."""
+        return self.num_servers > 1
 
 
 RolloutConfig = Annotated[
@@ -271,7 +293,8 @@ class WeightsConfig(Section):
         " holds a part receives all parts (slow and simple, for comparison)."
     )
     bucket_bytes: Count = Field(
-        description="Largest group of tensors that are sent together; a rank needs up to twice this memory."
+        description="Largest group of tensors that are sent together, from the trainer to every server; a rank needs up"
+        " to twice this memory."
     )
     transport: Literal["direct", "disk"] = Field(
         description="direct = straight into the engine; disk = through version folders in the run directory,"
@@ -280,6 +303,11 @@ class WeightsConfig(Section):
     roots: Ranks = Field(
         description="Ranks that send weights side by side; useful up to the number of servers or disks. The embedded"
         " engine receives from one."
+    )
+    interrupt: Literal["retract", "abort_resume", "drain"] = Field(
+        description="What an update does to responses that servers work on: retract = the server computes them again"
+        " with the new weights and goes on; abort_resume = they are cut short, kept, and continued by any server;"
+        " drain = the update waits until they have ended."
     )
     verify: Annotated[Literal["every", "off"] | Count, BeforeValidator(_bare_off)] = Field(
         description="How often the engine's checksums of all tensors are compared with the trainer's: after every"

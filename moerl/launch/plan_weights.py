@@ -12,7 +12,7 @@ from rich.table import Table
 
 from moerl.config.checks import describe_model
 from moerl.config.layouts import as_overrides
-from moerl.config.schema import RunConfig
+from moerl.config.schema import EmbeddedRolloutConfig, RunConfig
 from moerl.weights.estimate import Bandwidths, RootLoad, root_loads, sent_bytes
 from moerl.weights.plan import PlanOptions, SyncPlan, make_plan
 
@@ -54,15 +54,28 @@ def plan_weights(config: RunConfig, bandwidths: Bandwidths) -> int:
         )
     memory = 2 * max(config.weights.bucket_bytes, plan.largest_bucket_bytes)
     console.print(f"extra memory of a root: at most {memory / GB:.2f} GB (two buckets)")
+    console.print(_host_copy(config, loads))
     return 0
 
 
 def _num_servers(config: RunConfig) -> int:
     """Servers that roots send to; 0 where they write to disk, or the engine is in the process of the one root."""
-    rollout = config.rollout
-    if config.weights.transport == "disk" or rollout.engine == "embedded":
-        return 0
-    return rollout.servers if rollout.engine == "sglang" else len(rollout.server)
+    return 0 if config.weights.transport == "disk" else config.rollout.num_servers
+
+
+def _host_copy(config: RunConfig, loads: list[RootLoad]) -> str:
+    """What ranks keep for servers that come late: their part of the weights, and of the next ones while they send."""
+    if isinstance(config.rollout, EmbeddedRolloutConfig):
+        return "host copies of the weights: none (no servers)"
+    if not config.rollout.keeps_weight_copy:
+        return "host copies of the weights: none (one server that the run cannot start again)"
+    through_disk = config.weights.transport == "disk"
+    largest = sum(load.num_bytes for load in loads) if through_disk else max(load.num_bytes for load in loads)
+    rank = "the engine's process" if through_disk else "the root that sends most"
+    return (
+        f"host copies of the weights for servers that come late: {largest / GB:.2f} GB in {rank}, twice that while an"
+        " update is sent"
+    )
 
 
 def _buckets_table(plan: SyncPlan) -> Table:

@@ -25,7 +25,7 @@ from moerl.models.description import ModelDescription
 from moerl.orchestration.models import make_engine
 from moerl.rollout.fleet.backend import ModelFacts, ServerLauncher
 from moerl.rollout.fleet.engine import FleetEngine
-from moerl.rollout.fleet.options import EngineOptions
+from moerl.rollout.fleet.options import EngineOptions, Interrupt
 from moerl.rollout.sglang.backend import sglang_engine
 from moerl.rollout.sglang.install import device_of
 from moerl.rollout.sglang.launchers import NamedServer, OwnServer
@@ -67,6 +67,8 @@ def open_engine(config: RunConfig, model: ModelDescription, version: int, say: C
         shapes=checkpoint_shapes(model.folder, model.hf_config),
         tied=_TIED if model.tie_word_embeddings else {},
         say=say,
+        interrupt=Interrupt(config.weights.interrupt),
+        keeps_copy=rollout.keeps_weight_copy,
     )
     launchers = _launchers(rollout, model, version, config.run_dir / SERVER_FOLDER)
     say("waiting for the SGLang server" + (f"s, {len(launchers)} of them" if len(launchers) > 1 else ""))

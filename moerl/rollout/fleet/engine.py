@@ -73,7 +73,7 @@ class FleetEngine:
         self._loop.call_soon_threadsafe(
             self._loop.set_default_executor, ThreadPoolExecutor(4 + 4 * len(launchers), f"{options.engine_id}-work")
         )
-        weight_set = WeightSet(options.shapes, options.tied)
+        weight_set = WeightSet(options.shapes, options.tied, keeps_copy=options.keeps_copy)
         self._updates = Updates(options.shapes, Sender(weight_set, Receivers(self._open_channel), options.bucket_bytes))
         self._fleet = Fleet(launchers, connect, options, self._bring_up)
         # Calls of one update come one after the other, whatever threads they come from.
@@ -184,7 +184,7 @@ class FleetEngine:
             ranks: of all senders.
             seconds, host: as in `Senders`.
         """
-        senders = Senders(ranks, seconds, self._options.bucket_bytes, host)
+        senders = Senders(ranks, seconds, self._options, host)
         self._updates.share(senders)
         return senders.introduction
 

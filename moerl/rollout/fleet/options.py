@@ -24,8 +24,9 @@ class EngineOptions:
     max_running: requests that are with one server together. response_seconds: longest time from asking for a response
     to having it. probe_seconds: silence of a busy server after which it is probed, and the time that a probe has.
     update_seconds: for each step of a weight update. bucket_bytes: largest group of tensors that are sent together.
-    shapes: of every tensor the served model has, by its name in the
-    checkpoint. tied: tensors that are another one's and may come, too, by name. say: told when a server was lost.
+    shapes: of every tensor the served model has, by its name in the checkpoint. tied: tensors that are another one's
+    and may come, too, by name. say: told when a server was lost. interrupt: see there. keeps_copy: senders keep the
+    weights that servers should hold in host memory; without them a server that was lost cannot be replaced.
     """
 
     engine_id: str
@@ -39,3 +40,4 @@ class EngineOptions:
     tied: Mapping[str, str]
     say: Callable[[str], None]
     interrupt: Interrupt = Interrupt.RETRACT
+    keeps_copy: bool = True

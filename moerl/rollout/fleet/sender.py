@@ -33,8 +33,8 @@ class Sender:
     def __init__(self, weight_set: WeightSet, receivers: Receivers, bucket_bytes: int) -> None:
         self._set, self._receivers, self._bucket_bytes = weight_set, receivers, bucket_bytes
         self._num_sent = 0
-        self._taken: dict[str, Tensor] = {}
-        self._held: tuple[int, dict[str, Tensor]] = -1, {}
+        self._taken: dict[str, Tensor | None] = {}
+        self._held: tuple[int, dict[str, Tensor | None]] = -1, {}
         # A server would take a bucket of another update for one of its own.
         self._open_version: int | None = None
         self._lock = asyncio.Lock()  # buckets of the trainer, commands of the engine's process
@@ -107,9 +107,17 @@ class Sender:
         version, tensors = self._held
         if version != command.version:
             raise WeightSyncError("weight update: a part", seen=f"version {version}", expected=command.version)
+        kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        if len(kept) < len(tensors):
+            raise WeightSyncError(
+                "weight update: no copy of the weights is kept",
+                seen="a server that needs all weights again",
+                expected="more than one server, or servers that the run starts itself",
+                remedy="resume the run from its last checkpoint",
+            )
         await self._receivers.add(command.targets)
         self._num_sent, keys = 0, {target.key for target in command.targets}
-        for bucket in buckets(tensors.items(), self._bucket_bytes):
+        for bucket in buckets(kept.items(), self._bucket_bytes):
             busy()
             await self._send(bucket, keys)
 

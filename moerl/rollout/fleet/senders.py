@@ -27,6 +27,7 @@ import msgspec
 
 from moerl.errors import WeightSyncError
 from moerl.rollout.fleet.endpoint import require_private
+from moerl.rollout.fleet.options import EngineOptions
 from moerl.rollout.fleet.receivers import Target
 
 _HANDSHAKE_SECONDS = 10
@@ -66,13 +67,14 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Introduction:
-    """Where the engine's process listens for senders, and the key that both sides prove to know. bucket_bytes: as in
-    `Sender`."""
+    """Where the engine's process listens for senders, and the key that both sides prove to know. bucket_bytes,
+    keeps_copy: as in `EngineOptions`."""
 
     host: str
     port: int
     key: bytes
     bucket_bytes: int
+    keeps_copy: bool
 
     def __repr__(self) -> str:
         return f"Introduction(host={self.host!r}, port={self.port})"
@@ -84,11 +86,11 @@ class Senders:
     Args:
         ranks: of all senders.
         seconds: that a sender has to connect, for every bucket, and for every other command.
-        bucket_bytes: as in `Sender`.
+        options: of the engine.
         host: that they reach this process at: loopback or private.
     """
 
-    def __init__(self, ranks: Sequence[int], seconds: float, bucket_bytes: int, host: str = "127.0.0.1") -> None:
+    def __init__(self, ranks: Sequence[int], seconds: float, options: EngineOptions, host: str = "127.0.0.1") -> None:
         require_private(host)
         self._ranks, self._seconds = tuple(ranks), seconds
         self._connections: dict[int, Connection] = {}
@@ -99,7 +101,8 @@ class Senders:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family)
         port = self._listener.getsockname()[1]
-        self.introduction = Introduction(host, port, secrets.token_bytes(32), bucket_bytes)
+        key = secrets.token_bytes(32)
+        self.introduction = Introduction(host, port, key, options.bucket_bytes, options.keeps_copy)
         threading.Thread(target=self._accept, name="weight-senders", daemon=True).start()
 
     async def ask(self, command: Command) -> list[Reply]:

@@ -18,11 +18,15 @@ class WeightSet:
 
     shapes: of every tensor of the served model, by its name in the checkpoint.
     tied: names that may come as well, each with the tensor that it must equal; they are not kept.
+    keeps_copy: of every tensor; else of those alone that another one is compared with.
     """
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], tied: Mapping[str, str]) -> None:
-        self._shapes, self._tied = shapes, tied
-        self._tensors: dict[str, Tensor] | None = None
+    def __init__(
+        self, shapes: Mapping[str, tuple[int, ...]], tied: Mapping[str, str], *, keeps_copy: bool = True
+    ) -> None:
+        self._shapes, self._tied, self._keeps_copy = shapes, tied, keeps_copy
+        self._compared = {*tied, *tied.values()}
+        self._tensors: dict[str, Tensor | None] | None = None
         self._version = -1
 
     def begin(self, version: int) -> None:
@@ -31,7 +35,7 @@ class WeightSet:
         self._tensors, self._version = {}, version
 
     def receive(self, tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-        """Keeps a copy of each tensor, and returns those that the server needs: not the tied ones.
+        """Checks each tensor and keeps a copy; returns those that the server needs: not the tied ones.
 
         Raises:
             WeightSyncError: no set is open, a name is unknown or came before, or a shape is another.
@@ -47,7 +51,7 @@ class WeightSet:
                     expected="once" if name in staged else (expected or "a name that the served model has"),
                     remedy=_REMEDY,
                 )
-            staged[name] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+            staged[name] = _copy(tensor) if self._keeps_copy or name in self._compared else None
             if owner is None:
                 needed.append((name, tensor.detach()))
         return needed
@@ -57,8 +61,9 @@ class WeightSet:
         """Of the set that was begun last; -1 before the first."""
         return self._version
 
-    def part(self, version: int) -> dict[str, Tensor]:
-        """The tensors that have come, in the order of the checkpoint, without tied ones; the set is closed.
+    def part(self, version: int) -> dict[str, Tensor | None]:
+        """The tensors that have come, in the order of the checkpoint, without tied ones; None where no copy is kept.
+        The set is closed.
 
         Raises:
             WeightSyncError: none is open, or one of another version; or a tied tensor is not the one it is tied to.
@@ -67,17 +72,22 @@ class WeightSet:
         if version != self._version:
             raise WeightSyncError("weight update: a part", seen=f"version {self._version}", expected=version)
         for name, owner in self._tied.items():
-            if name in staged and owner in staged and not torch.equal(staged[name], staged[owner]):
+            tensor, other = staged.get(name), staged.get(owner)
+            if tensor is not None and other is not None and not torch.equal(tensor, other):
                 raise WeightSyncError(
                     f"weight update: tensor {name!r}", seen="other values", expected=f"those of {owner!r}, its tied one"
                 )
         self._tensors = None
         return {name: staged[name] for name in self._shapes if name in staged}
 
-    def _open(self) -> dict[str, Tensor]:
+    def _open(self) -> dict[str, Tensor | None]:
         if self._tensors is None:
             raise WeightSyncError("weight update: none is open", remedy="call begin_update first")
         return self._tensors
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def check_version(version: int) -> None:

@@ -52,3 +52,21 @@ def test_a_root_sends_once_to_each_server_and_servers_take_one_bucket_at_a_time(
     text = capsys.readouterr().out
     assert f"\n{seconds} s at" in text
     assert "4 servers: each takes 61.1 GB over its own link, one bucket at a time, 1.22 s" in text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (("rollout=sglang", "weights.roots=1"), "late: 61.06 GB in the root that sends most"),
+        (("rollout=sglang", "weights.roots=2"), "late: 30.[0-9]+ GB in the root that sends most"),
+        (("rollout=sglang", "weights.roots=2", "weights.transport=disk"), "late: 61.06 GB in the engine's process"),
+        (("rollout=sglang_server", "rollout.server=[a.json,b.json]"), "late: 61.06 GB"),
+        (("rollout=sglang_server", "rollout.server=a.json"), r"none \(one server that the run cannot start again\)"),
+        ((), r"none \(no servers\)"),
+    ],
+)
+def test_the_copies_that_ranks_keep_in_host_memory_are_told(
+    overrides: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert plan(tmp_path, "parallel.expert=8", *overrides) == 0
+    assert re.search(said, capsys.readouterr().out)

@@ -11,7 +11,7 @@ from functools import partial
 
 import pytest
 import torch
-from fleet_fake import FLOAT32, FakeLauncher, FakeServer, Network
+from fleet_fake import FLOAT32, FakeLauncher, FakeServer, Network, options
 from torch import Tensor
 from waiting import eventually
 
@@ -313,7 +313,7 @@ def test_a_sender_waits_for_the_engine_no_longer_than_a_step_may_take(servers, e
 
 @pytest.fixture
 def one() -> Iterator[Senders]:
-    made = Senders([3], 20.0, 1 << 20)
+    made = Senders([3], 20.0, options())
     yield made
     asyncio.run(made.close())
 
@@ -345,7 +345,7 @@ def test_no_more_strangers_than_a_few_are_heard_at_once(one: Senders, shard_send
 
 def test_senders_are_listened_for_at_private_addresses_alone():
     with pytest.raises(EngineError, match="server address"):
-        Senders([3], 20.0, 1 << 20, host="0.0.0.0")
+        Senders([3], 20.0, options(), host="0.0.0.0")
 
 
 def test_the_key_does_not_show_in_messages(one: Senders):

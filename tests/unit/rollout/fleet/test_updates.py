@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from fleet_fake import FakeLauncher, FakeReply, FakeServer, hang_up, make_requests
+from fleet_fake import FakeLauncher, FakeReply, FakeServer, hang_up, make_requests, reply
 from waiting import eventually
 
+from moerl.contract.ports import RolloutRecord
+from moerl.contract.trajectory import Trajectory
 from moerl.errors import EngineError, WeightSyncError
 from moerl.rollout.fleet.backend import Attempt
 from moerl.rollout.fleet.engine import FleetEngine
@@ -131,6 +133,73 @@ def test_a_call_waits_for_an_update_that_is_under_way(servers, engine_on):
     assert done == [{"e-0"}]
 
 
+def test_drain_waits_for_responses_and_keeps_new_requests_back(servers, engine_on):
+    engine = engine_on(servers[0], version=-1, interrupt=Interrupt.DRAIN)
+    send(engine, 3)
+    call, records, release = sampling(engine, servers[0])
+    update = threading.Thread(target=send, args=(engine, 4))
+    update.start()
+    time.sleep(0.2)
+    assert servers[0].weight_version == 3
+    release.set()
+    update.join(20.0)
+    call.join(20.0)
+    assert servers[0].aborted == []
+    assert versions(records) == [{3}]
+    assert (engine.costs.interrupted, engine.costs.recomputed_tokens) == (1, 0)
+
+
+def test_abort_resume_cuts_responses_short_and_asks_for_the_rest_with_the_new_weights(servers, engine_on):
+    engine = engine_on(servers[0], version=-1, interrupt=Interrupt.ABORT_RESUME)
+    send(engine, 3)
+    call, records, release = sampling(engine, servers[0], tokens_when_aborted=1)
+    send(engine, 4)
+    release.set()
+    call.join(20.0)
+    assert len(servers[0].aborted) >= 1
+    assert [attempt.sampled_ids for attempt in servers[0].attempts] == [(), (1,)]
+    assert versions(records) == [{3, 4}]
+    assert (engine.costs.interrupted, engine.costs.recomputed_tokens) == (1, 4)
+
+
+def test_retract_leaves_responses_to_the_server(servers, engine_on):
+    engine = engine_on(servers[0], version=-1, interrupt=Interrupt.RETRACT)
+    send(engine, 3)
+    call, records, release = sampling(engine, servers[0])
+    send(engine, 4)
+    assert records == []
+    release.set()
+    call.join(20.0)
+    assert servers[0].aborted == []
+    assert len(servers[0].attempts) == len(records) == 1
+
+
+def sampling(
+    engine: FleetEngine, server: FakeServer, tokens_when_aborted: int | None = None
+) -> tuple[threading.Thread, list[RolloutRecord], threading.Event]:
+    """A call of one rollout that the server works on until it is released, or told to abort it."""
+    release, records = threading.Event(), []
+
+    def answer(attempt: Attempt) -> FakeReply:
+        version = server.weight_version
+        while not release.wait(0.01):
+            if tokens_when_aborted is not None and attempt.request_id in server.aborted:
+                return reply(attempt, version, tokens_when_aborted)
+        return server.good(attempt)
+
+    server.answer = answer
+    call = threading.Thread(target=lambda: records.extend(engine.generate(make_requests(1))))
+    call.start()
+    eventually(lambda: len(server.attempts) == 1)
+    return call, records, release
+
+
+def versions(records: list[RolloutRecord]) -> list[set[int]]:
+    """Of the sampled tokens of each."""
+    made = [Trajectory(**record.values) for record in records]
+    return [set(trajectory.policy_versions[trajectory.sampled].tolist()) for trajectory in made]
+
+
 def test_a_server_that_dies_while_responses_are_cut_short_does_not_hold_up_the_update(servers, engine_on):
     hang = threading.Event()
     engine = engine_on(
@@ -208,6 +277,18 @@ def checked(servers, engine_on) -> FleetEngine:
 
 def samples(*servers: FakeServer) -> list[bool]:
     return [server.samples for server in servers]
+
+
+def test_without_a_copy_no_tensor_is_kept_and_a_lost_server_is_given_up(servers, engine_on, said: list[str]):
+    engine = engine_on(FakeLauncher(servers[0], servers[1]), version=-1, keeps_copy=False)
+    send(engine, 3)
+    send(engine, 4, 1.0)
+    assert value(servers[0]) == 1.0
+    assert set(engine._updates._senders.sender._held[1].values()) == {None}
+    servers[0].key = "another"
+    with pytest.raises(WeightSyncError, match="no copy of the weights"):
+        list(engine.generate(make_requests(1)))
+    assert "given up" in said[-1]
 
 
 def test_servers_sample_with_new_weights_only_once_their_checksums_agree(checked: FleetEngine, servers):
