@@ -62,7 +62,7 @@ def test_a_root_sends_once_to_each_server_and_servers_take_one_bucket_at_a_time(
         (("rollout=sglang", "weights.roots=2", "weights.transport=disk"), "late: 61.06 GB in the engine's process"),
         (("rollout=sglang_server", "rollout.server=[a.json,b.json]"), "late: 61.06 GB"),
         (("rollout=sglang_server", "rollout.server=a.json"), r"none \(one server that the run cannot start again\)"),
-        ((), r"none \(no servers\)"),
+        (("rollout=embedded",), r"none \(no servers\)"),
     ],
 )
 def test_the_copies_that_ranks_keep_in_host_memory_are_told(
