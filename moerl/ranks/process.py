@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 import traceback
+import warnings
 
 from moerl.contract.commands import AnyCommand, Close, Failure, Reply, Start, decode_command, encode
 from moerl.errors import MoerlError
@@ -32,6 +33,8 @@ def _serve(connection: socket.socket) -> None:
     """Runs commands until the last one, or one after which this rank cannot go on."""
     import msgspec
 
+    # Of a library's source, when it is compiled for the first time in a new environment; `quiet_libraries` needs one.
+    warnings.filterwarnings("ignore", category=SyntaxWarning)
     from moerl.ranks.start import start_worker
     from moerl.telemetry.spans import peak_rss_bytes
 

@@ -19,8 +19,7 @@ from typing import Any
 import pytest
 import torch
 import weight_sync
-from gloo import RANK_ENV
-from ranks import Ranks
+from ranks import RANK_ENV, Ranks
 from torch import Tensor
 
 from moerl.contract.parallel import ParallelDims
@@ -73,7 +72,7 @@ def attempt(publisher: Any, shards: Mapping[str, Tensor], version: int) -> str:
 
 
 class FaultyRanks:
-    """Fault injection: ranks of which one ends or stops itself, which `run_ranks` takes for a failure."""
+    """Fault injection: ranks of which one ends or stops itself, which `Ranks` takes for a failure."""
 
     def __init__(self, folder: Path, dims: ParallelDims, fault: str, gather: str) -> None:
         context = multiprocessing.get_context("spawn")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ import pytest
 import tiny_moe
 import torch
 import weight_sync
-from gloo import run_ranks
 from ranks import Ranks
 from torch import Tensor
 
@@ -75,15 +74,16 @@ class Held(weight_sync.KeepingSink):
 # --- one process -----------------------------------------------------------------------------------------------------
 
 
-def alone(rank: int, world_size: int, case: str) -> Any:
+def alone(layout: Any, case: str) -> Any:
     """Cases of one rank; run in a process that has a process group."""
     plan = tiny_plan(ParallelDims())
     shards = random_shards(plan, 0)
     return globals()[case](plan, shards)
 
 
-def run_alone(case: Any) -> Any:
-    return run_ranks(1, alone, case.__name__)[0]
+@pytest.fixture
+def run_alone(one_process: Ranks) -> Callable[[Any], Any]:
+    return lambda case: one_process.run(alone, case.__name__)[0]
 
 
 def order_of_calls(plan: SyncPlan, shards: dict[str, Tensor]) -> Any:
@@ -92,7 +92,7 @@ def order_of_calls(plan: SyncPlan, shards: dict[str, Tensor]) -> Any:
     return sink.calls, report, len(plan.buckets), len(sink.tensors), sum(t.nbytes for t in sink.tensors.values())
 
 
-def test_a_sink_is_begun_gets_every_bucket_and_is_ended():
+def test_a_sink_is_begun_gets_every_bucket_and_is_ended(run_alone: Callable[[Any], Any]):
     calls, report, num_buckets, num_tensors, num_bytes = run_alone(order_of_calls)
     assert calls == ["begin 7", *["bucket"] * num_buckets, "end"]
     assert num_buckets > 3
@@ -133,7 +133,7 @@ def overlap(plan: SyncPlan, shards: dict[str, Tensor]) -> tuple[list[int], list[
     return seen, asked
 
 
-def test_the_next_bucket_is_gathered_while_one_is_taken_and_never_more():
+def test_the_next_bucket_is_gathered_while_one_is_taken_and_never_more(run_alone: Callable[[Any], Any]):
     seen, slots = run_alone(overlap)
     assert all(gathered <= taken + 2 for taken, gathered in enumerate(seen))
     assert len(set(slots[-4:])) == 2
@@ -150,7 +150,7 @@ def outcome(plan: SyncPlan, shards: dict[str, Tensor], sink: Any) -> tuple[str, 
     return str(error.value), sink.calls
 
 
-def test_weights_that_are_not_finite_are_not_taken_into_use():
+def test_weights_that_are_not_finite_are_not_taken_into_use(run_alone: Callable[[Any], Any]):
     message, calls = run_alone(infinite)
     assert "'model.layers.1.mlp.experts.3.down_proj.weight' holds values that are not finite" in message
     assert "end" not in calls
@@ -172,7 +172,7 @@ def of_other_dtype(plan: SyncPlan, shards: dict[str, Tensor]) -> Any:
 
 
 @pytest.mark.parametrize("case", [misshapen, missing, of_other_dtype])
-def test_weights_that_are_not_as_planned_are_not_sent(case: Any):
+def test_weights_that_are_not_as_planned_are_not_sent(case: Any, run_alone: Callable[[Any], Any]):
     message, calls = run_alone(case)
     assert "output_layer.weight" in message
     assert calls == []
@@ -203,7 +203,7 @@ def harmed(plan: SyncPlan, shards: dict[str, Tensor]) -> list[Any]:
     return found
 
 
-def test_an_engine_that_holds_something_else_is_named_with_the_tensor_and_distrusted():
+def test_an_engine_that_holds_something_else_is_named_with_the_tensor_and_distrusted(run_alone: Callable[[Any], Any]):
     names = ("model.norm.weight", "model.layers.1.mlp.experts.3.up_proj.weight", "lm_head.weight")
     for (message, calls, reason), name in zip(run_alone(harmed), names, strict=True):
         assert f"'{name}'" in message
@@ -217,7 +217,7 @@ def cast(plan: SyncPlan, shards: dict[str, Tensor]) -> str:
     return sink.distrusted
 
 
-def test_an_engine_of_another_precision_is_compared_in_its_own():
+def test_an_engine_of_another_precision_is_compared_in_its_own(run_alone: Callable[[Any], Any]):
     assert run_alone(cast) == ""
 
 
@@ -227,16 +227,16 @@ def without_sink(plan: SyncPlan, shards: dict[str, Tensor]) -> str:
     return str(error.value)
 
 
-def test_a_root_needs_a_sink():
+def test_a_root_needs_a_sink(run_alone: Callable[[Any], Any]):
     assert "a root without one" in run_alone(without_sink)
 
 
 # --- several processes -----------------------------------------------------------------------------------------------
 
 
-def failing(rank: int, world_size: int) -> list[str]:
+def failing(layout: Any) -> list[str]:
     """What each rank is told when the sink of rank 0 refuses, at every stage; then a whole update."""
-    told = []
+    told, rank = [], layout.rank
     plan = tiny_plan(ParallelDims(pipeline=2))
     shards = random_shards(plan, rank)
 
@@ -261,8 +261,8 @@ def failing(rank: int, world_size: int) -> list[str]:
     return told
 
 
-def test_a_sink_that_refuses_is_known_on_every_rank_and_nobody_waits():
-    main, other = run_ranks(2, failing)
+def test_a_sink_that_refuses_is_known_on_every_rank_and_nobody_waits(two_processes: Ranks):
+    main, other = two_processes.run(failing)
     expected = (
         ("begin", "failed in begin_update; seen: OSError: no room"),
         (r"bucket \d+ of roots", "failed in bucket [1-9].* of rank 0 .*; seen: WeightSyncError: refused"),
@@ -273,7 +273,8 @@ def test_a_sink_that_refuses_is_known_on_every_rank_and_nobody_waits():
         assert re.search(f"{step} failed on other ranks; seen: ranks \\[0\\]; rank 0: .*{text}", theirs)
 
 
-def disagreeing(rank: int, world_size: int) -> str:
+def disagreeing(layout: Any) -> str:
+    rank = layout.rank
     plan = tiny_plan(ParallelDims(tensor=2))
     shards = random_shards(plan, rank)
     if rank == 1:
@@ -285,8 +286,8 @@ def disagreeing(rank: int, world_size: int) -> str:
     return str(error.value)
 
 
-def test_one_rank_with_other_weights_stops_all_before_anything_is_sent():
-    main, other = run_ranks(2, disagreeing)
+def test_one_rank_with_other_weights_stops_all_before_anything_is_sent(two_processes: Ranks):
+    main, other = two_processes.run(disagreeing)
     assert "ranks [1]" in main
     assert "unknown surplus" in other
 
