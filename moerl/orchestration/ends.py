@@ -7,16 +7,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from moerl.errors import ConfigError
 
 _FILES = ("generation_config.json", "config.json")
+_ANSWER = "moerl-answer"
 
 
 def read_ends(folder: Path, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> tuple[int, ...]:
     """Ids of the tokens that end a response: the tokenizer's, then those of `eos_token_id` (a number or a list) in
-    `generation_config.json`, where chat models name the end of a turn, and in `config.json`; each once.
+    `generation_config.json`, where chat models name the end of a turn, and in `config.json`; then the special token that
+    the chat template writes after an answer; each once.
 
     The first is the end that demonstrations teach.
 
@@ -60,6 +63,23 @@ def _named(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[s
         ends = _read(folder / name).get("eos_token_id")
         for end in ends if isinstance(ends, list) else [] if ends is None else [ends]:
             yield name, end
+    turn_end = _turn_end(tokenizer)
+    if turn_end is not None:
+        yield "chat_template", turn_end
+
+
+def _turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The special token that the chat template writes after an answer; None where it writes none, or wants more than
+    two messages."""
+    if not getattr(tokenizer, "chat_template", None):
+        return None
+    messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _ANSWER}]
+    try:
+        text = str(tokenizer.apply_chat_template(messages, tokenize=False))
+    except TemplateError:
+        return None
+    after = tokenizer.encode(text.rpartition(_ANSWER)[2], add_special_tokens=False)
+    return after[0] if after and after[0] in tokenizer.added_tokens_decoder else None
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -90,6 +90,26 @@ def test_the_tokenizers_own_end_comes_first_and_each_is_named_once(chat_model: P
     assert describe_ends(ends, tokenizer) == f"a response ends with <eos> (1) or {tokenizer.decode([TURN])} (5)"
 
 
+@pytest.mark.parametrize(
+    ("template", "ends"),
+    [
+        ("{% for m in messages %}{{ m.content }}<turn>\n{% endfor %}", (EOS, TURN)),
+        ("{% for m in messages %}{{ m.content }} {% endfor %}", (EOS,)),
+        ("{{ raise_exception('a system prompt is needed') }}", (EOS,)),
+    ],
+    ids=["names an end", "names none", "wants more"],
+)
+def test_the_end_that_only_a_chat_template_names_counts_too(template: str, ends: tuple[int, ...], model: Path) -> None:
+    tokenizer = build_tokenizer(["question moerl-answer"], 300, any_text=True)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<turn>"]})
+    tokenizer.chat_template = template
+    turn = tokenizer.convert_tokens_to_ids("<turn>")
+    for name in ("config.json", "generation_config.json"):
+        name_ends(model, None, name)
+    expected = tuple(turn if end == TURN else end for end in ends)
+    assert read_ends(model, tokenizer, len(tokenizer)) == expected
+
+
 @pytest.fixture
 def model(chat_model: Path, tmp_path: Path) -> Path:
     """Its settings alone, to change."""
