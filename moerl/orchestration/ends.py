@@ -18,8 +18,8 @@ _ANSWER = "moerl-answer"
 
 def read_ends(folder: Path, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> tuple[int, ...]:
     """Ids of the tokens that end a response: the tokenizer's, then those of `eos_token_id` (a number or a list) in
-    `generation_config.json`, where chat models name the end of a turn, and in `config.json`; then the special token that
-    the chat template writes after an answer; each once.
+    `generation_config.json`, where chat models name the end of a turn, and in `config.json`; then the special token
+    that the chat template writes after an answer; each once.
 
     The first is the end that demonstrations teach.
 
