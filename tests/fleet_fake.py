@@ -15,11 +15,11 @@ from moerl.contract.ports import RolloutRequest
 from moerl.contract.trajectory import FinishReason, Lineage, ModelSpec, SamplingParams
 from moerl.errors import ContractError, EngineError, WeightSyncError
 from moerl.kernels.checksum import checksums
-from moerl.rollout.fleet.backend import Answer, Attempt, KeyRefusedError, ModelFacts, TransportError
+from moerl.rollout.fleet.backend import Answer, Attempt, Bucket, KeyRefusedError, ModelFacts, TransportError
 from moerl.rollout.fleet.endpoint import Endpoint
 from moerl.rollout.fleet.engine import FleetEngine
 from moerl.rollout.fleet.options import EngineOptions
-from moerl.rollout.fleet.receivers import Target
+from moerl.rollout.fleet.receivers import Target, attempt
 from moerl.rollout.fleet.segments import Segment, first_row
 
 SPEC = ModelSpec(num_moe_layers=2, experts_per_token=2, num_experts=8, vocab_size=50, fingerprint="fake")
@@ -186,10 +186,16 @@ class FakeChannel:
     def __init__(self, server: FakeServer, sender: str = "") -> None:
         self._server, self._sender = server, sender
 
-    async def join(self) -> None:
-        await self._server.step(f"{self._sender}join")
+        self._has_joined = False
+        self.network = sender
+
+    def new_group(self) -> FakeGroup:
+        return FakeGroup()
 
     async def send(self, bucket: Iterable[tuple[str, Tensor]], number: int) -> None:
+        if not self._has_joined:
+            await self._server.step(f"{self._sender}join")
+            self._has_joined = True
         await self._server.step(f"{self._sender}bucket {number}")
         self._server.sent |= {name: tensor.clone() for name, tensor in bucket}
 
@@ -197,6 +203,22 @@ class FakeChannel:
         """There is no group to leave."""
 
     abandon = close
+
+
+class FakeGroup:
+    """Sends to each server by itself."""
+
+    async def send(
+        self, bucket: Bucket, channels: Mapping[str, FakeChannel], number: int
+    ) -> Mapping[str, WeightSyncError]:
+        async def send(channel: FakeChannel) -> None:
+            await channel.send(bucket, number)
+
+        errors = await asyncio.gather(*(attempt(send, channel) for channel in channels.values()))
+        return {key: error for key, error in zip(channels, errors, strict=True) if error is not None}
+
+    def leave(self) -> None:
+        """There is no group."""
 
 
 class FakeLauncher:

@@ -13,7 +13,8 @@ from rich.table import Table
 from moerl.config.checks import describe_model
 from moerl.config.layouts import as_overrides
 from moerl.config.schema import EmbeddedRolloutConfig, RunConfig
-from moerl.weights.estimate import Bandwidths, RootLoad, root_loads, sent_bytes
+from moerl.rollout.sglang.invitation import PIECE_BYTES
+from moerl.weights.estimate import Bandwidths, RootLoad, Servers, root_loads, sent_bytes
 from moerl.weights.plan import PlanOptions, SyncPlan, make_plan
 
 GB = 10**9
@@ -26,7 +27,7 @@ def plan_weights(config: RunConfig, bandwidths: Bandwidths) -> int:
     dims = config.parallel.dims
     plan = make_plan(describe_model(config), dims, PlanOptions.of(config))
     num_servers = _num_servers(config)
-    loads = root_loads(plan, bandwidths, max(1, num_servers))
+    loads = root_loads(plan, bandwidths, Servers(max(1, num_servers), PIECE_BYTES))
     console = Console(soft_wrap=True, highlight=False)
     total = sum(load.num_bytes for load in loads)
     num_tensors = sum(len(bucket.entries) for bucket in plan.buckets)

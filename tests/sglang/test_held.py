@@ -71,8 +71,7 @@ def send(server: SGLangServer, tensors: Mapping[str, Tensor], version: int) -> N
         calls = UpdateCalls("two", http, 60.0)
         channel = SGLangChannel(calls, ChannelAddress(server.endpoint, 2, "gloo", 60.0), torch.device("cpu"))
         await calls.begin()
-        await channel.join()
-        await channel.send(list(tensors.items()), 0)
+        assert await channel.new_group().send(list(tensors.items()), {"two": channel}, 0) == {}
         await calls.end(version)
         await calls.resume()
         await channel.close()

@@ -26,7 +26,7 @@ from moerl.errors import WeightSyncError
 from moerl.kernels.checksum import checksums
 from moerl.rollout.fleet.backend import ModelFacts
 from moerl.rollout.fleet.options import Interrupt
-from moerl.rollout.sglang import channel
+from moerl.rollout.sglang import broadcast
 from moerl.rollout.sglang.server import SGLangServer
 
 pytestmark = pytest.mark.sglang
@@ -115,15 +115,15 @@ def test_an_abandoned_update_is_undone(updated: Updated, other_folder: Path):
 def test_a_bit_that_flips_on_its_way_is_named_and_everything_is_sent_again(
     updated: Updated, other_folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    whole = channel.flattened
+    whole = broadcast.flattened
 
     def flip_once(message: Sequence[tuple[str, Tensor]]) -> Tensor:
-        monkeypatch.setattr(channel, "flattened", whole)
+        monkeypatch.setattr(broadcast, "flattened", whole)
         data = whole(message).clone()
         data[data.numel() // 2] ^= 4
         return data
 
-    monkeypatch.setattr(channel, "flattened", flip_once)
+    monkeypatch.setattr(broadcast, "flattened", flip_once)
     updated.send(other_folder)
     tensors = load_file(other_folder / "model.safetensors")
     updated.engine.verify(checksums(tensors.items()))
@@ -162,10 +162,10 @@ def under_load(updated: Updated, folders: list[Path], requests: list[RolloutRequ
 def test_weights_that_were_spoilt_on_their_way_under_load_sample_no_token(
     updated: Updated, model_folder: Path, other_folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    whole = channel.flattened
+    whole = broadcast.flattened
 
     def spoil_once(message: Sequence[tuple[str, Tensor]]) -> Tensor:
-        monkeypatch.setattr(channel, "flattened", whole)
+        monkeypatch.setattr(broadcast, "flattened", whole)
         data = whole(message).clone()
         data.view(torch.float32)[: data.numel() // 8] += 0.5
         return data
@@ -175,7 +175,7 @@ def test_weights_that_were_spoilt_on_their_way_under_load_sample_no_token(
     thread.start()
     while not records and thread.is_alive():
         time.sleep(0.01)
-    monkeypatch.setattr(channel, "flattened", spoil_once)
+    monkeypatch.setattr(broadcast, "flattened", spoil_once)
     updated.engine.held_dtypes()
     updated.send(other_folder)
     time.sleep(2.0)  # for answers that would end now, if servers sampled

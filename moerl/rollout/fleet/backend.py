@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from moerl.contract.ports import RolloutRequest
 from moerl.contract.trajectory import FinishReason, ModelSpec
-from moerl.errors import EngineError
+from moerl.errors import EngineError, WeightSyncError
 from moerl.rollout.fleet.endpoint import Endpoint
 from moerl.rollout.fleet.segments import Segment
 
@@ -80,18 +80,15 @@ class Reply(Protocol):
 
 
 class WeightChannel(Protocol):
-    """The way of weights from this process to one server. Of an update that the engine's process begins and ends.
+    """The way of weights from this process to one server. Of an update that the engine's process begins and ends."""
 
-    Every method raises `WeightSyncError`, or an error of the transport (`RuntimeError`, `OSError`), where it failed or
-    took too long.
-    """
-
-    async def join(self) -> None:
-        """Connects, where it is not connected yet."""
+    @property
+    def network(self) -> str:
+        """Servers that say the same can be sent to as one `WeightGroup`."""
         ...
 
-    async def send(self, bucket: Bucket, number: int) -> None:
-        """Returns when the server has the tensors. number: of the bucket in its update, for messages."""
+    def new_group(self) -> WeightGroup:
+        """For servers of this network."""
         ...
 
     async def close(self) -> None:
@@ -100,6 +97,24 @@ class WeightChannel(Protocol):
 
     async def abandon(self) -> None:
         """Leaves a server that is gone or hangs; what is under way fails."""
+        ...
+
+
+class WeightGroup(Protocol):
+    """Servers that one sender sends to together; they may pass buckets on to one another. One call at a time."""
+
+    async def send(self, bucket: Bucket, channels: Mapping[str, Any], number: int) -> Mapping[str, WeightSyncError]:
+        """Sends tensors to servers, by the keys of their channels; returns those that failed, and why. All others have
+        the tensors. A server that fails costs the others one time limit of a step at most.
+
+        Args:
+            channels: of this group's network and kind.
+            number: of the bucket in its update, for messages.
+        """
+        ...
+
+    def leave(self) -> None:
+        """Nothing more is sent. Servers keep running."""
         ...
 
 

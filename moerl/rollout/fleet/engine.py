@@ -74,7 +74,8 @@ class FleetEngine:
             self._loop.set_default_executor, ThreadPoolExecutor(4 + 4 * len(launchers), f"{options.engine_id}-work")
         )
         weight_set = WeightSet(options.shapes, options.tied, keeps_copy=options.keeps_copy)
-        self._updates = Updates(options.shapes, Sender(weight_set, Receivers(self._open_channel), options.bucket_bytes))
+        receivers = Receivers(self._open_channel, together=True)
+        self._updates = Updates(options.shapes, Sender(weight_set, receivers, options.bucket_bytes))
         self._fleet = Fleet(launchers, connect, options, self._bring_up)
         # Calls of one update come one after the other, whatever threads they come from.
         self._turn = asyncio.Lock()

@@ -1,4 +1,4 @@
-"""The servers that one sender sends its buckets to: each over a channel of its own, side by side."""
+"""The servers that one sender sends its buckets to, and which of them have failed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moerl.errors import WeightSyncError
-from moerl.rollout.fleet.backend import Bucket, WeightChannel
+from moerl.rollout.fleet.backend import Bucket, WeightChannel, WeightGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,33 +24,46 @@ class Target:
 class Receivers:
     """Who gets buckets, and who failed. A server that fails gets no more; it comes back under another key.
 
-    Belongs to one event loop. `open_channel` raises WeightSyncError where a server was lost meanwhile.
+    Args:
+        open_channel: raises WeightSyncError where a server was lost meanwhile.
+        together: servers may pass buckets on to one another. Not where other senders send to them at the same time: a
+            server takes one bucket at a time, and two buckets that servers pass on would wait for each other.
     """
 
-    def __init__(self, open_channel: Callable[[Target], WeightChannel]) -> None:
-        self._open_channel = open_channel
+    def __init__(self, open_channel: Callable[[Target], WeightChannel], *, together: bool) -> None:
+        self._open_channel, self._together = open_channel, together
         self._channels: dict[str, WeightChannel] = {}
+        self._groups: dict[str, WeightGroup] = {}
         self._failed: dict[str, str] = {}
         self._leaving: set[asyncio.Task[None]] = set()
 
-    async def replace(self, targets: Iterable[Target]) -> None:
-        """From now on buckets go to these servers, and to no others."""
+    def replace(self, targets: Iterable[Target]) -> None:
+        """From now on buckets go to these servers, and to no others. In an event loop."""
         targets = list(targets)
         for key in self._channels.keys() - {target.key for target in targets}:
             # Nobody waits for it: the server may be gone.
-            leaving = asyncio.create_task(_leave(self._channels.pop(key)))
+            leaving = asyncio.create_task(_leave(self._forget(key)))
             self._leaving.add(leaving)
             leaving.add_done_callback(self._leaving.discard)
-        await self.add(targets)
+        self.add(targets)
 
-    async def add(self, targets: Iterable[Target]) -> None:
-        """Connects to servers that are not connected yet."""
-        await asyncio.gather(*(self._join(target) for target in targets if target.key not in self._channels))
+    def add(self, targets: Iterable[Target]) -> None:
+        """Opens channels to servers that have none yet."""
+        for target in targets:
+            if target.key in self._channels:
+                continue
+            try:
+                self._channels[target.key] = self._open_channel(target)
+            except (WeightSyncError, OSError) as error:
+                self._failed[target.key] = str(error)
 
     async def send(self, bucket: Bucket, number: int, keys: Collection[str] | None = None) -> None:
         """Sends a bucket to the servers with these keys (all when None). number: of the bucket in its update."""
-        among = list(self._channels) if keys is None else [key for key in self._channels if key in keys]
-        await asyncio.gather(*(self._step(key, self._channels[key], _sending(bucket, number)) for key in among))
+        members: dict[str, dict[str, WeightChannel]] = {}
+        for key, channel in self._channels.items():
+            if keys is None or key in keys:
+                members.setdefault(channel.network if self._together else key, {})[key] = channel
+        await asyncio.gather(*(self._send(name, channels, bucket, number) for name, channels in members.items()))
 
     def failed(self) -> dict[str, str]:
         """The servers that have failed since this was asked last, by key, and why."""
@@ -59,24 +72,29 @@ class Receivers:
 
     async def close(self) -> None:
         """Leaves the servers, which keep running."""
-        channels, self._channels = self._channels, {}
-        await asyncio.gather(*(_leave(channel) for channel in channels.values()), *self._leaving)
+        channels = [self._forget(key) for key in list(self._channels)]
+        for group in self._groups.values():
+            group.leave()
+        self._groups = {}
+        await asyncio.gather(*(_leave(channel) for channel in channels), *self._leaving)
 
-    async def _join(self, target: Target) -> None:
+    async def _send(self, name: str, channels: dict[str, WeightChannel], bucket: Bucket, number: int) -> None:
+        if name not in self._groups:
+            self._groups[name] = next(iter(channels.values())).new_group()
         try:
-            channel = self._open_channel(target)
-        except WeightSyncError as error:
-            self._failed[target.key] = str(error)
-            return
-        self._channels[target.key] = channel
-        await self._step(target.key, channel, _join)
-
-    async def _step(self, key: str, channel: WeightChannel, step: Callable[[WeightChannel], Awaitable[None]]) -> None:
-        error = await attempt(step, channel)
-        if error is not None:
+            errors = await self._groups[name].send(bucket, channels, number)
+        except (RuntimeError, OSError, ValueError) as error:  # of torch's process groups, of addresses
+            failed = WeightSyncError(f"weight update: {type(error).__name__}", seen=error, expected="a whole update")
+            errors = dict.fromkeys(channels, failed)
+        for key, error in errors.items():
             self._failed[key] = str(error)
-            self._channels.pop(key, None)
-            await channel.abandon()
+            if key in self._channels:  # not left meanwhile
+                await self._forget(key).abandon()
+
+    def _forget(self, key: str) -> WeightChannel:
+        if not self._together and key in self._groups:
+            self._groups.pop(key).leave()
+        return self._channels.pop(key)
 
 
 async def attempt[T](step: Callable[[T], Awaitable[None]], on: T | None) -> WeightSyncError | None:
@@ -90,14 +108,6 @@ async def attempt[T](step: Callable[[T], Awaitable[None]], on: T | None) -> Weig
     except (RuntimeError, OSError, ValueError) as error:  # of torch's process groups, of a client closed meanwhile
         return WeightSyncError(f"weight update: {type(error).__name__}", seen=error, expected="a whole update")
     return None
-
-
-def _sending(bucket: Bucket, number: int) -> Callable[[WeightChannel], Awaitable[None]]:
-    return lambda channel: channel.send(bucket, number)
-
-
-async def _join(channel: WeightChannel) -> None:
-    await channel.join()
 
 
 async def _close(channel: WeightChannel) -> None:

@@ -90,7 +90,7 @@ class Sender:
             case "begin":
                 self._open_version, self._taken = command.version, {}
                 self._receivers.failed()
-                await self._receivers.replace(command.targets)
+                self._receivers.replace(command.targets)
                 self.dtypes = command.dtypes or self.dtypes
             case "take":
                 self._open_version, self._taken = None, self._set.part(command.version)
@@ -115,7 +115,7 @@ class Sender:
                 expected="more than one server, or servers that the run starts itself",
                 remedy="resume the run from its last checkpoint",
             )
-        await self._receivers.add(command.targets)
+        self._receivers.add(command.targets)
         self._num_sent, keys = 0, {target.key for target in command.targets}
         for bucket in buckets(kept.items(), self._bucket_bytes):
             busy()

@@ -68,13 +68,14 @@ class Reply:
 @dataclass(frozen=True, slots=True)
 class Introduction:
     """Where the engine's process listens for senders, and the key that both sides prove to know. bucket_bytes,
-    keeps_copy: as in `EngineOptions`."""
+    keeps_copy: as in `EngineOptions`. together: as in `Receivers`."""
 
     host: str
     port: int
     key: bytes
     bucket_bytes: int
     keeps_copy: bool
+    together: bool
 
     def __repr__(self) -> str:
         return f"Introduction(host={self.host!r}, port={self.port})"
@@ -102,7 +103,8 @@ class Senders:
         self._listener = socket.create_server((host, 0), family=family)
         port = self._listener.getsockname()[1]
         key = secrets.token_bytes(32)
-        self.introduction = Introduction(host, port, key, options.bucket_bytes, options.keeps_copy)
+        is_alone = len(self._ranks) == 1
+        self.introduction = Introduction(host, port, key, options.bucket_bytes, options.keeps_copy, is_alone)
         threading.Thread(target=self._accept, name="weight-senders", daemon=True).start()
 
     async def ask(self, command: Command) -> list[Reply]:

@@ -51,7 +51,8 @@ class ShardSender:
         self._connection = connect(introduction, rank, seconds)
         self._loop = asyncio.new_event_loop()
         weight_set = WeightSet(shapes, {}, keeps_copy=introduction.keeps_copy)
-        self._sender = Sender(weight_set, Receivers(open_channel), introduction.bucket_bytes)
+        receivers = Receivers(open_channel, together=introduction.together)
+        self._sender = Sender(weight_set, receivers, introduction.bucket_bytes)
         for name, run in (("weight-channels", self._loop.run_forever), ("shard-sender", self._serve)):
             threading.Thread(target=run, name=name, daemon=True).start()
 

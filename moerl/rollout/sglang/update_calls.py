@@ -23,7 +23,7 @@ class UpdateCalls:
     """name: of the server, for messages. seconds: that each call may take."""
 
     def __init__(self, name: str, http: SGLangHttp, seconds: float) -> None:
-        self._name, self._http, self.seconds = name, http, seconds
+        self.name, self._http, self.seconds = name, http, seconds
 
     async def begin(self) -> None:
         """Stops sampling and opens an update; one that was broken off is closed first.
@@ -75,7 +75,7 @@ class UpdateCalls:
 
     def failed(self, step: str, path: str, seen: str) -> WeightSyncError:
         return WeightSyncError(
-            f"weight update: server {self._name!r}, {step}: {path} failed",
+            f"weight update: server {self.name!r}, {step}: {path} failed",
             seen=seen,
             expected=f"success within {self.seconds} s",
             remedy="look at the server's log; a server that no longer answers is started again",

@@ -43,8 +43,16 @@ def test_several_roots_share_the_bytes(tmp_path: Path, capsys: pytest.CaptureFix
     assert re.search(r"0\.0[45] s at", text)
 
 
-@pytest.mark.parametrize(("roots", "seconds"), [(1, "4.89"), (2, "2.44"), (4, "1.22"), (8, "1.22")])
-def test_a_root_sends_once_to_each_server_and_servers_take_one_bucket_at_a_time(
+@pytest.mark.parametrize(("servers", "seconds"), [(1, "1.22"), (4, "1.23"), (8, "1.24"), (64, "1.38")])
+def test_servers_of_one_root_pass_buckets_on_to_one_another(
+    servers: int, seconds: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert plan(tmp_path, "parallel.expert=8", "rollout=sglang", f"rollout.servers={servers}") == 0
+    assert f"\n{seconds} s at" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("roots", "seconds"), [(2, "2.44"), (4, "1.22"), (8, "1.22")])
+def test_each_of_several_roots_sends_to_every_server_and_servers_take_one_bucket_at_a_time(
     roots: int, seconds: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     servers = ("rollout=sglang", "rollout.servers=4", f"weights.roots={roots}")

@@ -1,0 +1,233 @@
+"""One bucket of weights from one sender to several receivers, in about the time that one receiver takes.
+
+    sender ──piece 3──> receiver A ──piece 2──> receiver B ──piece 1──> receiver C
+
+Runs in the sender's process. A receiver that fails is left out: the others form a new group, and the bucket is sent
+again. Nobody waits longer for a piece than it may take, a quarter of a bucket's time limit, and once something has
+failed the sender waits little longer than that for the rest. So a receiver that dies or hangs costs the others one time
+limit at most.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from moerl.errors import WeightSyncError
+from moerl.rollout.sglang.invitation import Invitation
+from moerl.rollout.sglang.sender_group import GroupOptions, LostRank, SenderGroup, flattened
+
+_PIECES_SHARE = 0.25
+"""Of a step's time: how long one piece, and forming a group, may take."""
+_REST_SHARE = 1.25
+"""Of a piece's time: how long others are waited for once one has failed. They give up in one such time."""
+
+_NO_GROUP = "Failed to initialize custom process group"
+"""In the answer of a receiver that could not join; the cause may be another one that did not come."""
+
+
+class Receiver(Protocol):
+    """A server as the sender reaches it. Methods raise `WeightSyncError`.
+
+    name: for messages. num_ranks: in a group.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def num_ranks(self) -> int: ...
+
+    async def join(self, invitation: Invitation) -> None:
+        """Joins a group, and leaves the one before."""
+        ...
+
+    async def take(self, bucket: Sequence[tuple[str, Tensor]], number: int) -> None:
+        """Receives a bucket in the group that it joined last, and loads it. number: of the bucket, for messages."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class BroadcastOptions:
+    """address: of this machine, as receivers reach it. backend: gloo or nccl. device: that NCCL sends from.
+    seconds: how long each bucket may take."""
+
+    address: str
+    backend: str
+    device: torch.device
+    seconds: float
+
+    @property
+    def group(self) -> GroupOptions:
+        return GroupOptions(self.address, self.backend, self.device, self.seconds * _PIECES_SHARE)
+
+
+class Broadcast:
+    """One sender's way to its receivers; one call at a time. Their group is formed anew where they change."""
+
+    def __init__(self, options: BroadcastOptions) -> None:
+        self._options = options
+        self._group: SenderGroup | None = None
+        self._members: list[str] = []
+
+    async def send(
+        self, bucket: Sequence[tuple[str, Tensor]], receivers: Mapping[str, Receiver], number: int
+    ) -> dict[str, WeightSyncError]:
+        """Sends tensors under their checkpoint names.
+
+        Args:
+            receivers: by key, in their order in the chain; one that takes the place of another has its own key.
+            number: of the bucket in its update, for messages.
+
+        Returns:
+            By key, the receivers that failed and why. All others have loaded the bucket.
+        """
+        flat, failed = await asyncio.to_thread(flattened, bucket), {}
+        left, is_sent = dict(receivers), False
+        while left and not is_sent:
+            problems = await self._form(left, number)
+            if not problems:
+                problems, is_sent = await self._push(bucket, flat, left, number)
+            failed |= problems
+            left = {key: receiver for key, receiver in left.items() if key not in problems}
+        return failed
+
+    def leave(self) -> None:
+        """Gives the group up. Receivers leave it when they are told, or join another one."""
+        group, self._group, self._members = self._group, None, []
+        if group is not None:
+            group.leave()
+
+    async def _form(self, receivers: Mapping[str, Receiver], number: int) -> dict[str, WeightSyncError]:
+        """Has these receivers in one group; returns those that prevent it."""
+        if list(receivers) == self._members:
+            return {}
+        self.leave()
+        group = SenderGroup(self._options.group, [receiver.num_ranks for receiver in receivers.values()])
+        joins = [r.join(invitation) for r, invitation in zip(receivers.values(), group.invitations, strict=True)]
+        outcomes = await self._side_by_side([in_thread(group.form), *joins])
+        if all(outcome is None for outcome in outcomes):
+            self._group, self._members = group, list(receivers)
+            return {}
+        group.leave()
+        # Those that came, and found no group, have waited for others.
+        out = [
+            i
+            for i, outcome in enumerate(outcomes[1:])
+            if outcome is not None and not (group.has_come(i) and _NO_GROUP in str(outcome))
+        ]
+        return self._problems(out or range(len(receivers)), receivers, outcomes, f"group of bucket {number}")
+
+    async def _push(
+        self, bucket: Sequence[tuple[str, Tensor]], flat: Tensor, receivers: Mapping[str, Receiver], number: int
+    ) -> tuple[dict[str, WeightSyncError], bool]:
+        """Receivers that failed, and whether all others have the bucket."""
+        group = self._group
+        assert group is not None
+        takes = [receiver.take(bucket, number) for receiver in receivers.values()]
+        outcomes = await self._side_by_side([in_thread(lambda: group.push(flat)), *takes])
+        out, is_sent = to_blame(outcomes, group.owner)
+        if not is_sent:
+            self.leave()
+        return self._problems(out, receivers, outcomes, f"bucket {number}"), is_sent
+
+    async def _side_by_side(self, calls: Sequence[Awaitable[None]]) -> list[Exception | None]:
+        """What each call raised; `NoAnswer` for those that were not waited for any longer."""
+        tasks = [asyncio.ensure_future(call) for call in calls]
+        pending, until = set(tasks), time.monotonic() + self._options.seconds
+        try:
+            while pending and (seconds := until - time.monotonic()) > 0:
+                done, pending = await asyncio.wait(pending, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+                if any(task.exception() is not None for task in done):
+                    until = min(until, time.monotonic() + _REST_SHARE * self._options.group.piece_seconds)
+        finally:
+            for task in pending:
+                task.cancel()
+        return [NoAnswer("no answer in time") if task in pending else _error(task) for task in tasks]
+
+    def _problems(
+        self, out: Iterable[int], receivers: Mapping[str, Receiver], outcomes: Sequence[Exception | None], doing: str
+    ) -> dict[str, WeightSyncError]:
+        """By key, why receivers are left out; their own error where they have one."""
+        seconds, piece_seconds = self._options.seconds, self._options.group.piece_seconds
+        problems = {}
+        for i in out:
+            key, error = list(receivers)[i], outcomes[i + 1]
+            problems[key] = (
+                error
+                if isinstance(error, WeightSyncError)
+                else WeightSyncError(
+                    f"weight update: server {receivers[key].name!r}, {doing}: failed",
+                    seen="another one waited for it" if error is None else f"{type(error).__name__}: {error}",
+                    expected=f"success within {seconds:g} s, of a piece within {piece_seconds:g} s",
+                    remedy="look at the server's log; servers of one sender must reach one another",
+                )
+            )
+        return problems
+
+
+class NoAnswer(Exception):  # noqa: N818 - an outcome, never raised
+    """A call that was not waited for any longer."""
+
+
+def in_thread(call: Callable[[], None]) -> asyncio.Future[None]:
+    """A blocking call in a daemon thread: where it never ends, nobody waits for it."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[None] = loop.create_future()
+
+    def settle(error: Exception | None) -> None:
+        if future.done():  # cancelled
+            return
+        if error is None:
+            future.set_result(None)
+        else:
+            future.set_exception(error)
+
+    def run() -> None:
+        problem = None
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001 - thread boundary: the future raises it
+            problem = error
+        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+            loop.call_soon_threadsafe(settle, problem)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+def _error(task: asyncio.Future[None]) -> Exception | None:
+    error = task.exception()
+    assert error is None or isinstance(error, Exception)
+    return error
+
+
+def to_blame(outcomes: Sequence[Exception | None], owner: Callable[[int], int]) -> tuple[list[int], bool]:
+    """The receivers to leave out, by position, and whether all others have the bucket.
+
+    One that dies, hangs or refuses has an error of its own, or none in time. Its neighbours say whom they waited for:
+    that only counts where nobody has an error of their own, because a link between two of them is broken.
+
+    Args:
+        outcomes: of the sender, then of each receiver; None for success.
+        owner: of a rank: its receiver, -1 for the sender.
+    """
+    losses = {i: lost for i, outcome in enumerate(outcomes) if (lost := LostRank.read(str(outcome))) is not None}
+    out = [i - 1 for i, outcome in enumerate(outcomes) if i > 0 and outcome is not None and i not in losses]
+    if not losses and outcomes[0] is None:
+        return out, True
+    if out or not losses:
+        return out or list(range(len(outcomes) - 1)), False
+    reporter = min(losses, key=lambda i: (not losses[i].is_late, i))
+    named = owner(losses[reporter].rank)
+    if named < 0 or outcomes[named + 1] is None:  # whoever has the whole bucket is not late
+        named = reporter - 1
+    return [max(named, 0)], False

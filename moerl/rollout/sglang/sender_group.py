@@ -1,0 +1,163 @@
+"""The sender's end of a process group that it shares with the ranks of several receivers.
+
+Runs in the sender's process, which is rank 0. With gloo, receivers form a chain: each passes pieces of a bucket on to
+the next one (`patches/sglang`, 0015, is their end of it). With NCCL one broadcast of the whole group does that.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore, TCPStore
+from torch.distributed.distributed_c10d import Backend, _new_process_group_helper, _world
+
+from moerl.rollout.sglang.invitation import PIECE_BYTES, Invitation
+
+_POLL_SECONDS = 5e-4
+_LOST = re.compile(r"weight relay: rank (\d+) is (late|gone)")
+
+
+@dataclass(frozen=True, slots=True)
+class GroupOptions:
+    """address: of this machine, as receivers reach it. backend: gloo or nccl. device: that NCCL sends from.
+    piece_seconds: how long a piece may take (NCCL: a bucket), and making the group."""
+
+    address: str
+    backend: str
+    device: torch.device
+    piece_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class LostRank:
+    """A rank that another one waited for: it was late, or its connection was closed."""
+
+    rank: int
+    is_late: bool
+
+    @classmethod
+    def read(cls, text: str) -> LostRank | None:
+        """From an error of the sender or of a receiver; None where it says something else."""
+        found = _LOST.search(text)
+        return None if found is None else cls(int(found[1]), found[2] == "late")
+
+
+class SenderGroup:
+    """One process group.
+
+    Attributes:
+        invitations: of the receivers, in their order in the chain.
+    """
+
+    def __init__(self, options: GroupOptions, num_ranks: Sequence[int]) -> None:
+        """Listens for the receivers. num_ranks: of each."""
+        *firsts, world_size = accumulate(num_ranks, initial=1)
+        self._options, self._world_size = options, world_size
+        self._name = f"moerl-{secrets.token_hex(8)}"
+        self._group: Any = None
+        # Listening on the one address that receivers reach us at; by itself the store would listen on all.
+        address = options.address
+        listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+        port = listener.getsockname()[1]
+        timeout = timedelta(seconds=options.piece_seconds)
+        self._server = TCPStore(
+            address, port, world_size, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+        # Receivers put their keys under this prefix; without it both sides wait for ever.
+        self._store = PrefixStore(self._name, self._server)
+        self.invitations = tuple(
+            Invitation(
+                address,
+                port,
+                self._name,
+                options.backend,
+                world_size,
+                first,
+                tuple(firsts),
+                PIECE_BYTES,
+                options.piece_seconds,
+            )
+            for first in firsts
+        )
+
+    def form(self) -> None:
+        """Returns when all receivers have joined. Raises RuntimeError where that takes too long."""
+        group, _ = _new_process_group_helper(
+            self._world_size,
+            0,
+            [],
+            Backend(self._options.backend),
+            self._store,
+            group_name=self._name,  # pyright: ignore[reportArgumentType]
+            timeout=timedelta(seconds=self._options.piece_seconds),
+        )
+        _world.pg_group_ranks[group] = {rank: rank for rank in range(self._world_size)}  # pyright: ignore[reportArgumentType]
+        self._group = group
+
+    def has_come(self, receiver: int) -> bool:
+        """All ranks of a receiver have found our store."""
+        first, end = self._ranks(receiver)
+        return self._store.check([f"joined/{rank}" for rank in range(first, end)])
+
+    def owner(self, rank: int) -> int:
+        """The receiver that a rank is of; -1 for the sender's."""
+        return sum(invitation.first_rank <= rank for invitation in self.invitations) - 1
+
+    def push(self, flat: Tensor) -> None:
+        """Sends a bucket, uint8 [bytes], to all receivers. Raises RuntimeError; the group is then of no more use."""
+        if self._options.backend == "gloo":
+            self._push_pieces(flat)
+            return
+        work = dist.broadcast(flat.to(self._options.device), group_src=0, group=self._group, async_op=True)
+        assert work is not None
+        until = time.monotonic() + self._options.piece_seconds
+        while not work.is_completed():  # `wait` only orders streams
+            if time.monotonic() >= until:
+                raise RuntimeError(f"weight relay: rank 1 is late: no broadcast for {self._options.piece_seconds:g} s")
+            time.sleep(_POLL_SECONDS)
+        work.wait()
+
+    def leave(self) -> None:
+        """Gives the group up; receivers are not told."""
+        group, self._group = self._group, None
+        if group is not None:
+            # With NCCL, what is under way never ends: not to be waited for.
+            threading.Thread(target=dist.destroy_process_group, args=(group,), daemon=True).start()
+
+    def _push_pieces(self, flat: Tensor) -> None:
+        seconds, start = self._options.piece_seconds, time.monotonic()
+        try:
+            for work in [self._group.send([piece], 1, 0) for piece in flat.split(PIECE_BYTES)]:
+                start = time.monotonic()
+                work.wait(timedelta(seconds=seconds))
+        except RuntimeError as error:
+            state = "late" if time.monotonic() - start >= 0.9 * seconds else "gone"
+            raise RuntimeError(f"weight relay: rank 1 is {state}: {error}") from error
+
+    def _ranks(self, receiver: int) -> tuple[int, int]:
+        firsts = [invitation.first_rank for invitation in self.invitations]
+        return firsts[receiver], [*firsts, self._world_size][receiver + 1]
+
+
+def flattened(bucket: Sequence[tuple[str, Tensor]]) -> Tensor:
+    """uint8 [bytes of all]: the tensors behind one another; without a copy where they lie so already."""
+    parts = [tensor.reshape(-1).view(torch.uint8) for _, tensor in bucket]
+    first, size = parts[0], sum(part.numel() for part in parts)
+    end = first.data_ptr()
+    for part in parts:
+        if part.data_ptr() != end or part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+            return torch.cat(parts)
+        end += part.numel()
+    return first.as_strided((size,), (1,))
