@@ -70,7 +70,6 @@ def test_each_of_several_roots_sends_to_every_server_and_servers_take_one_bucket
         (("rollout=sglang", "weights.roots=2", "weights.transport=disk"), "late: 61.06 GB in the engine's process"),
         (("rollout=sglang_server", "rollout.server=[a.json,b.json]"), "late: 61.06 GB"),
         (("rollout=sglang_server", "rollout.server=a.json"), r"none \(one server that the run cannot start again\)"),
-        (("rollout=embedded",), r"none \(no servers\)"),
     ],
 )
 def test_the_copies_that_ranks_keep_in_host_memory_are_told(
