@@ -23,7 +23,7 @@ from moerl.buffer.cost import sequence_flops
 from moerl.buffer.packing import PackOptions, pack_for_ranks
 from moerl.buffer.rows import Padding, build_microbatch, trajectory_rows
 from moerl.config.schema import OptimizerConfig
-from moerl.contract.batch import Microbatch, TrainSample
+from moerl.contract.batch import BatchTotals, Microbatch, TrainSample
 from moerl.contract.parallel import RankCoordinates
 from moerl.contract.shares import cut_share
 from moerl.models.description import read_model
@@ -42,6 +42,17 @@ OPTIMIZER = OptimizerConfig(
     eps=1e-8,
     weight_decay=0.0,
     clip_grad=1.0,
+)
+
+
+_GRPO = GRPO(
+    name="grpo",
+    clip_low=0.2,
+    clip_high=0.28,
+    normalize_std=True,
+    importance_cap=2.0,
+    kl_coef=0.0,
+    kl_support="kept",
 )
 
 
@@ -89,7 +100,9 @@ def make_step(
     prove: bool = True,
 ) -> Step:
     """One optimizer step of GRPO over this rank's shares; replays routing where they have it."""
-    loss = PolicyGradientLoss(Scorer(batches, keep_mask=mask), GRPO(), num_trained)
+    # GRPO reads no number of sequences.
+    totals = BatchTotals(num_trained, float("nan"))
+    loss = PolicyGradientLoss(Scorer(batches, keep_mask=mask), _GRPO, totals, trainer.layout)
     enforce = batches[0].expert_ids is not None
     return lambda: trainer.step(batches, loss, enforce=enforce, prove=prove)
 

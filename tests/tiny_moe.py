@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from moerl.buffer.packing import PackOptions, Uncaptured, pack_for_ranks
 from moerl.buffer.rows import Padding
 from moerl.config.schema import OptimizerConfig
-from moerl.contract.batch import Microbatch, TrainSample
+from moerl.contract.batch import BatchTotals, Microbatch, TrainSample
 from moerl.contract.shares import cut_share
 from moerl.contract.trajectory import ModelSpec
 from moerl.models.description import ModelDescription, read_model
@@ -252,13 +252,15 @@ def shift_layers(batch: Microbatch) -> Microbatch:
 
 
 def policy_loss(trainer: Any, batches: Sequence[Microbatch], denominator: float, **options: Any) -> Any:
-    """GRPO's loss over `batches`; `options` as in `PolicyGradientLoss`."""
-    from moerl.algorithms.grpo import GRPO
+    """GRPO's loss over `batches`, of which the number of sequences is not known; `options` as in
+    `PolicyGradientLoss`."""
+    from policy_rows import grpo
+
     from moerl.trainer.losses import PolicyGradientLoss, Scorer
 
     scorer = Scorer(batches, keep_mask=options.pop("keep_mask", True))
-    algorithm = options.pop("algorithm", GRPO())
-    return PolicyGradientLoss(scorer, algorithm, denominator, **options)
+    totals = options.pop("totals", BatchTotals(denominator, float("nan")))
+    return PolicyGradientLoss(scorer, options.pop("algorithm", grpo()), totals, trainer.layout, **options)
 
 
 def exported(trainer: Any) -> dict[str, np.ndarray]:

@@ -9,13 +9,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moerl.algorithms.policy import PolicyRows
 from moerl.algorithms.ratios import bounded
+from moerl.errors import ConfigError
 
 
-def kl_penalty(loss_T: Tensor, kl_T: Tensor, loss_mask_T: Tensor, kl_coef: float) -> Tensor:
-    """`loss + kl_coef * KL` per token, 0 added where `loss_mask_T` is False. `kl_T` is exact and
-    differentiable."""
-    return loss_T + kl_coef * kl_T.masked_fill(~loss_mask_T, 0.0)
+def kl_penalty(loss_T: Tensor, rows: PolicyRows, kl_coef: float) -> Tensor:
+    """`loss + kl_coef * KL` per token with the exact KL of `rows`, 0 added on untrained tokens.
+
+    Raises:
+        ConfigError: the rows carry no KL.
+    """
+    if rows.kl_T is None:
+        raise ConfigError(
+            "algorithm.kl_coef: the microbatch carries no KL to the reference",
+            seen=f"kl_coef={kl_coef} and kl_T=None",
+            expected="the exact KL per token",
+            remedy="configure a reference model, or set algorithm.kl_coef to 0",
+        )
+    return loss_T + kl_coef * rows.kl_T.masked_fill(~rows.loss_mask_T, 0.0)
 
 
 def k3_estimate(sampler_logprobs_T: Tensor, other_logprobs_T: Tensor) -> Tensor:

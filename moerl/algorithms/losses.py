@@ -7,41 +7,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moerl.algorithms.policy import PolicyRows
 from moerl.algorithms.ratios import bounded
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PolicyLossInputs:
-    """What a policy loss sees of a microbatch; every log-prob is under the support its token was drawn from.
-
-    trainer_logprobs_T: float32; of the weights being trained; carries the gradient.
-    proximal_logprobs_T: float32; of the trainer's weights when the batch arrived (equal to the trainer's
-        own on the first update of a batch). No gradient.
-    rollout_logprobs_T: float32; as the engine reported them. No gradient.
-    advantages_T: float32. loss_mask_T: bool; True on tokens to train on.
-    kl_T: float32; exact KL to the reference per token, with gradient. None where none is asked for.
-    """
-
-    trainer_logprobs_T: Tensor
-    proximal_logprobs_T: Tensor
-    rollout_logprobs_T: Tensor
-    advantages_T: Tensor
-    loss_mask_T: Tensor
-    kl_T: Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PolicyLoss:
-    """loss_T: float32, differentiable, 0 where masked. clipped_T: bool; True where clipping cut the
-    gradient."""
+class TokenLosses:
+    """loss_T: float32, differentiable, 0 where masked. clipped_T: bool; True where clipping cut the gradient."""
 
     loss_T: Tensor
     clipped_T: Tensor
 
 
 def clipped_policy_loss(
-    inputs: PolicyLossInputs, importance_weights_T: Tensor, clip_low: float, clip_high: float
-) -> PolicyLoss:
+    rows: PolicyRows, importance_weights_T: Tensor, clip_low: float, clip_high: float
+) -> TokenLosses:
     """`-w min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)` with `r = exp(trainer_logprobs -
     proximal_logprobs)`, bounded (`moerl.algorithms.ratios`).
 
@@ -50,16 +30,16 @@ def clipped_policy_loss(
     policy over the rollout's (`moerl.algorithms.importance`).
 
     Args:
-        inputs: the microbatch.
+        rows: the microbatch.
         importance_weights_T: float32; no gradient flows through them.
         clip_low, clip_high: how far the ratio may fall below and rise above 1 before its gradient stops.
     """
-    mask_T = inputs.loss_mask_T
-    advantages_T = inputs.advantages_T.detach()
+    mask_T = rows.loss_mask_T
+    advantages_T = rows.advantages_T.detach()
     # Masked before the exponential: what stands on untrained rows does not reach the gradient.
-    log_ratio_T = (inputs.trainer_logprobs_T - inputs.proximal_logprobs_T.detach()).masked_fill(~mask_T, 0.0)
+    log_ratio_T = (rows.trainer_logprobs_T - rows.proximal_logprobs_T.detach()).masked_fill(~mask_T, 0.0)
     ratio_T = bounded(log_ratio_T).exp()
     unclipped_T = ratio_T * advantages_T
     clipped_T = ratio_T.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages_T
     loss_T = -importance_weights_T.detach() * torch.minimum(unclipped_T, clipped_T)
-    return PolicyLoss(loss_T.masked_fill(~mask_T, 0.0), (clipped_T < unclipped_T).detach() & mask_T)
+    return TokenLosses(loss_T.masked_fill(~mask_T, 0.0), (clipped_T < unclipped_T).detach() & mask_T)

@@ -57,6 +57,8 @@ def check_command(config: RunConfig, command: str) -> None:
     check_model_fits(config)
     _check_room_to_build(config)
     config.task.check_files()
+    if command == "train":
+        config.algorithm.check_files()
 
 
 def check_model_fits(config: RunConfig) -> None:

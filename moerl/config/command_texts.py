@@ -96,7 +96,7 @@ COMMANDS = {
             ("moerl plan memory recipe=laptop parallel.tensor=2 --gpu-memory-gib 24", "smaller devices"),
         ),
         keys=(
-            *("model", "parallel", "trainer", "algorithm.kl_coef", "rollout.max_new_tokens"),
+            *("model", "parallel", "trainer", "algorithm.kl_coef", "algorithm.kl_support", "rollout.max_new_tokens"),
             *("sft.steps", "sft.batch_size", "rl.prompts_per_step", "rl.group_size", "rl.minibatches"),
         ),
     ),

@@ -70,17 +70,17 @@ def _explain_one(detail: ErrorDetails) -> ConfigError:
     if kind in ("union_tag_invalid", "union_tag_not_found"):
         tag = _TAGS[path]
         return ConfigError(
-            f"{path}.{tag}: unknown {path if path == 'task' else tag}",
+            f"{path}.{tag}: unknown {path if tag == 'name' else tag}",
             seen=context.get("tag"),
             expected=context.get("expected_tags", ", ".join(CHOICES[f"{path}.{tag}"])),
             remedy=f"choose one with {path}=NAME",
         )
-    if kind == "string_pattern_mismatch" and path == "task.reward":
+    if kind == "string_pattern_mismatch":
         return ConfigError(
             f"{path}: not the name of a function",
             seen=repr(detail["input"]),
             expected='"package.module:function"',
-            remedy="name the module and the function, for example task.reward=my_rewards:exact_match",
+            remedy=f"name the module and the function, for example {path}=my_module:my_function",
         )
     if path == "recipe" and isinstance(detail["input"], dict):
         return ConfigError(

@@ -67,7 +67,8 @@ def _heading(key: Key) -> str:
     if choice is not None and choice != "embedded":
         section, _, _ = key.path.partition(".")
         first = next(iter(CHOICES[_tag(section)]))
-        return f"{section}={choice}" + ("" if choice == first else f", besides the keys of {section}={first}")
+        shared = section == "rollout" and choice != first
+        return f"{section}={choice}" + (f", besides the keys of {section}={first}" if shared else "")
     return key.path.rpartition(".")[0] or "run"
 
 

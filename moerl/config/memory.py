@@ -87,7 +87,7 @@ def needs_of(config: RunConfig) -> Needs:
         element_bytes=2 if config.model.dtype == "bfloat16" else 4,
         recompute=config.trainer.recompute,
         distributed_optimizer=config.trainer.distributed_optimizer != "off",
-        reference=config.algorithm.kl_coef > 0,
+        reference=config.algorithm.reference_kl is not None,
     )
 
 

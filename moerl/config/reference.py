@@ -172,5 +172,9 @@ def _bounds(metadata: list[Any]) -> str:
     return f" {bounds}" if bounds else ""
 
 
-CHOICES = {"task.name": _choices("task", "name"), "rollout.engine": _choices("rollout", "engine")}
+CHOICES = {
+    "algorithm.name": _choices("algorithm", "name"),
+    "task.name": _choices("task", "name"),
+    "rollout.engine": _choices("rollout", "engine"),
+}
 """Keys that decide which other keys their section has: by each value, the model that the section is then."""

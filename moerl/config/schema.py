@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
+from moerl.algorithms.registry import AlgorithmConfig
 from moerl.contract.parallel import ParallelDims, smallest_data
 from moerl.contract.trajectory import MAX_KEPT_IDS
 from moerl.sections import (
@@ -149,25 +150,6 @@ class RLConfig(Section):
     group_size: Annotated[int, Field(ge=2)] = Field(description="Responses sampled per prompt.")
     minibatches: Count = Field(description="Optimizer steps per batch.")
     moe_aux_loss_coef: NonNegative = Field(description="Weight of the load-balancing loss.")
-
-
-class AlgorithmConfig(Section):
-    """The policy-gradient algorithm."""
-
-    name: Literal["grpo"] = Field(description="Algorithm.")
-    clip_low: Annotated[float, Field(gt=0.0, le=1.0)] = Field(description="Ratios below 1 - clip_low are clipped.")
-    clip_high: Positive = Field(description="Ratios above 1 + clip_high are clipped.")
-    normalize_std: bool = Field(description="Divide advantages by the standard deviation of their group.")
-    importance_cap: Annotated[float, Field(ge=1.0)] = Field(
-        description="Cap of the truncated importance weight between sampler and trainer, at least 1."
-    )
-    kl_coef: NonNegative = Field(
-        description="Weight of the exact KL to the starting model in the loss; 0 = no reference model."
-    )
-    kl_support: Literal["kept", "full"] = Field(
-        description="Ids that the KL sums over: kept = each token's kept set, both models renormalised inside it (the"
-        " whole vocabulary if nothing was cut); full = always the whole vocabulary."
-    )
 
 
 class SamplingConfig(Section):

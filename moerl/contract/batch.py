@@ -7,6 +7,7 @@ token that follows it (labels are shifted here, before any slicing). Torch-free.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -80,3 +81,23 @@ class Microbatch:
     def num_rows_of_all(self) -> int:
         """Rows of the whole microbatch, over all context-parallel ranks."""
         return int(self.cu_seqlens[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class BatchTotals:
+    """What a batch of one optimizer step holds, over all microbatches and ranks.
+
+    num_tokens: trained tokens. num_sequences: sequences with at least one of them.
+    """
+
+    num_tokens: float
+    num_sequences: float
+
+    @classmethod
+    def of(cls, batches: Iterable[Microbatch]) -> BatchTotals:
+        """Of whole microbatches, not shares, of all data-parallel ranks; each sample is in one of them."""
+        num_tokens = num_sequences = 0
+        for batch in batches:
+            num_tokens += int(batch.loss_mask.sum())
+            num_sequences += len(np.unique(batch.sample_index[batch.loss_mask]))
+        return cls(float(num_tokens), float(num_sequences))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import chain
 
 from moerl.buffer.cost import sequence_flops
 from moerl.buffer.packing import PackOptions, Uncaptured, pack_for_ranks, pack_text_for_ranks, packing_metrics
 from moerl.buffer.rows import Padding
 from moerl.config.schema import RunConfig
-from moerl.contract.batch import Microbatch, TextSample, TrainSample
+from moerl.contract.batch import BatchTotals, TextSample, TrainSample
 from moerl.contract.batch_wire import share_frames
 from moerl.contract.parallel import RankCoordinates
 from moerl.models.description import ModelDescription
@@ -19,13 +20,18 @@ from moerl.models.description import ModelDescription
 class Minibatch:
     """What one optimizer step works on.
 
-    frames: one for each rank. num_tokens: trained tokens of all ranks. metrics: of packing and cutting.
+    frames: one for each rank. totals: of all ranks. metrics: of packing and cutting.
     """
 
     frames: list[bytes]
-    num_tokens: float
+    totals: BatchTotals
     metrics: dict[str, float]
     samples: Sequence[TrainSample] = ()
+
+    @property
+    def num_tokens(self) -> float:
+        """Trained tokens of all ranks."""
+        return self.totals.num_tokens
 
 
 def pack_options(config: RunConfig, model: ModelDescription) -> PackOptions:
@@ -49,9 +55,9 @@ def pack_minibatch(
         uncaptured: what happens to rows without captured routing, `keep_routing.uncaptured`.
     """
     packed = pack_for_ranks(samples, ranks[0].dims.data, options, replay=True, uncaptured=uncaptured)
-    num_tokens = _num_tokens(packed)
-    frames, metrics = share_frames(packed, ranks, {"num_tokens": num_tokens})
-    return Minibatch(frames, num_tokens, metrics | packing_metrics(packed, options), samples)
+    totals = BatchTotals.of(chain.from_iterable(packed))
+    frames, metrics = share_frames(packed, ranks, asdict(totals))
+    return Minibatch(frames, totals, metrics | packing_metrics(packed, options), samples)
 
 
 def pack_text_minibatch(
@@ -59,10 +65,6 @@ def pack_text_minibatch(
 ) -> Minibatch:
     """The same of supervised sequences."""
     packed = pack_text_for_ranks(samples, ranks[0].dims.data, options)
-    num_tokens = _num_tokens(packed)
-    frames, _ = share_frames(packed, ranks, {"num_tokens": num_tokens})
-    return Minibatch(frames, num_tokens, packing_metrics(packed, options))
-
-
-def _num_tokens(packed: Sequence[Sequence[Microbatch]]) -> float:
-    return float(sum(int(batch.loss_mask.sum()) for batches in packed for batch in batches))
+    totals = BatchTotals.of(chain.from_iterable(packed))
+    frames, _ = share_frames(packed, ranks, asdict(totals))
+    return Minibatch(frames, totals, packing_metrics(packed, options))

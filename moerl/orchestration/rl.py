@@ -13,7 +13,6 @@ from dataclasses import fields, replace
 
 import numpy as np
 
-from moerl.algorithms.registry import make_algorithm
 from moerl.buffer.order import batch_indices
 from moerl.buffer.packing import PackOptions
 from moerl.contract.batch import TrainSample
@@ -43,14 +42,8 @@ class RLStage:
         self.run, self.config, self.trainer = run, run.config, run.trainer
         self.collector, self.engine, self.packing = collector, engine, packing
         self.enforce = run.config.keep_routing.mode != "off"
-        self.algorithm = make_algorithm(
-            run.config.algorithm.name,
-            clip_low=run.config.algorithm.clip_low,
-            clip_high=run.config.algorithm.clip_high,
-            normalize_std=run.config.algorithm.normalize_std,
-            importance_cap=run.config.algorithm.importance_cap,
-            kl_coef=run.config.algorithm.kl_coef,
-        )
+        self.algorithm = run.config.algorithm
+        self.algorithm.load()
         self._num_published = 0
 
     def train(self) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from moerl.algorithms.registry import Algorithm
+from moerl.algorithms.policy import Algorithm, RewardedBatch
 from moerl.config.schema import RolloutConfig
 from moerl.contract.batch import TrainSample
 from moerl.contract.layers import LayerSelection
@@ -20,7 +20,7 @@ from moerl.contract.ports import Prompt, RolloutEngine, RolloutRecord, RolloutRe
 from moerl.contract.quarantine import Quarantine
 from moerl.contract.reasons import Reason
 from moerl.contract.routing import rollout_key
-from moerl.contract.trajectory import Lineage, SamplingParams, Trajectory
+from moerl.contract.trajectory import FinishReason, Lineage, SamplingParams, Trajectory
 from moerl.errors import ContractError, MoerlError, RewardError
 from moerl.orchestration.tokenizer import encode_checked
 
@@ -209,9 +209,13 @@ def in_request_order(trajectories: Sequence[Trajectory], requests: Sequence[Roll
 def with_advantages(trajectories: Sequence[Trajectory], algorithm: Algorithm) -> list[TrainSample]:
     """Advantages of each trajectory within its group, on its sampled tokens."""
     groups = {group: i for i, group in enumerate(dict.fromkeys(t.lineage.group_id for t in trajectories))}
-    rewards_B = torch.tensor([t.rewards["reward"] for t in trajectories], dtype=torch.float32)
-    group_index_B = torch.tensor([groups[t.lineage.group_id] for t in trajectories])
-    advantages_B = algorithm.advantages(rewards_B, group_index_B).tolist()
+    batch = RewardedBatch(
+        rewards_B=torch.tensor([t.rewards["reward"] for t in trajectories], dtype=torch.float32),
+        group_index_B=torch.tensor([groups[t.lineage.group_id] for t in trajectories]),
+        num_tokens_B=torch.tensor([t.num_sampled for t in trajectories]),
+        truncated_B=torch.tensor([t.finish_reason is FinishReason.LENGTH for t in trajectories]),
+    )
+    advantages_B = algorithm.compute_advantages(batch).tolist()
     return [
         TrainSample(trajectory, np.where(trajectory.sampled, np.float32(advantage), np.float32(0.0)))
         for trajectory, advantage in zip(trajectories, advantages_B, strict=True)

@@ -18,9 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moerl.algorithms.agreement import STATISTICS
-from moerl.algorithms.registry import Algorithm, make_algorithm
 from moerl.config.schema import RunConfig
-from moerl.contract.batch import Microbatch
+from moerl.contract.batch import BatchTotals, Microbatch
 from moerl.contract.batch_wire import decode_batches
 from moerl.contract.commands import (
     AnyCommand,
@@ -51,7 +50,7 @@ from moerl.models.description import read_model
 from moerl.ranks.weights import EngineLinks, WeightSync
 from moerl.trainer.checkpoint import CHECKPOINTS, CheckpointStore
 from moerl.trainer.hf_directory import write_model
-from moerl.trainer.losses import PolicyGradientLoss, Scorer, TextLoss
+from moerl.trainer.losses import PolicyGradientLoss, Reference, Scorer, TextLoss
 from moerl.trainer.model import ModelOptions, PolicyModel
 from moerl.trainer.replay_rows import TracedRows
 from moerl.trainer.saver import Saver
@@ -66,14 +65,14 @@ _SHARES = WireLimits(max_frame_bytes=64 << 30, max_payload_bytes=128 << 30)
 class _Minibatch:
     """This rank's shares of a minibatch, and what its passes left behind.
 
-    given: as they came. batches: with the routing to keep. num_tokens: trained tokens of all ranks. proximal: scores
+    given: as they came. batches: with the routing to keep. totals: of all ranks. proximal: scores
     before the first update on this batch. traces, recorded: where the trainer's own routing is kept, what the pass that
     recorded it dispatched per microbatch, and its report.
     """
 
     given: list[Microbatch]
     batches: list[Microbatch]
-    num_tokens: float
+    totals: BatchTotals
     proximal: list[RowScores] = field(default_factory=list)
     traces: Sequence[TracedRows] = ()
     recorded: StepReport | None = None
@@ -105,7 +104,6 @@ class Worker:
         self._stage: Stage = "sft"
         self._policy: MegatronTrainer | None = None
         self._reference: MegatronTrainer | None = None
-        self._algorithm: Algorithm | None = None
         self._weights: WeightSync | None = None
         self._minibatches: list[_Minibatch] = []
         self._unproved: _Unproved | None = None
@@ -185,10 +183,9 @@ class Worker:
         self._policy.watch = self._watch
         if not is_rl:
             return
-        self._algorithm = _algorithm(config)
         links = msgspec.json.decode(command.links, type=EngineLinks) if command.links else EngineLinks()
         self._weights = WeightSync(config, model, self._policy, engine, links)
-        if self._algorithm.needs_reference:
+        if config.algorithm.reference_kl is not None:
             self._reference = MegatronTrainer(model, self._layout, options, None)
 
     def _model_options(self, moe_aux_loss_coef: float) -> ModelOptions:
@@ -222,7 +219,7 @@ class Worker:
 
     def _load(self, number: int, frame: bytes) -> None:
         batches, facts = decode_batches(frame, spec=self._trained.spec, limits=_SHARES)
-        self._minibatches[number:] = [_Minibatch(batches, batches, facts["num_tokens"])]
+        self._minibatches[number:] = [_Minibatch(batches, batches, BatchTotals(**facts))]
 
     def _score(self, command: Score) -> PassReport:
         batches = self._minibatches[command.minibatch].given
@@ -248,7 +245,7 @@ class Worker:
         minibatch, enforce = self._minibatches[command.minibatch], self._config.keep_routing.mode != "off"
         batches = minibatch.batches
         if self._stage == "sft":
-            text = TextLoss(batches, self._trained.model.vocab_size, minibatch.num_tokens)
+            text = TextLoss(batches, self._trained.model.vocab_size, minibatch.totals.num_tokens)
             report = self._trained.step(batches, text, enforce=False)
             return self._report(batches, report.rows, report)
         loss = self._loss(minibatch, prove=command.prove)
@@ -261,22 +258,21 @@ class Worker:
         return self._report(batches, rows, report)
 
     def _loss(self, minibatch: _Minibatch, *, prove: bool) -> PolicyGradientLoss:
-        assert self._algorithm is not None
-        hidden: list[Tensor] = []
+        reference = None
         if self._reference is not None:
             mode = self._config.keep_routing.reference_mode
             own = mode == "trainer"
             batches, traces = (minibatch.batches, minibatch.traces) if own else (minibatch.given, ())
             with self._proving(self._reference, batches, traces):
                 hidden = self._reference.last_hidden(batches, enforce=mode != "off", prove=prove)
+            reference = Reference(self._reference, hidden)
         return PolicyGradientLoss(
             self._scorer(minibatch.batches),
-            self._algorithm,
-            minibatch.num_tokens,
+            self._config.algorithm,
+            minibatch.totals,
+            self._layout,
             proximal_logprobs=[rows.logprobs_T for rows in minibatch.proximal] if minibatch.proximal else None,
-            reference=self._reference,
-            reference_hidden=hidden,
-            kl_support=self._config.algorithm.kl_support,
+            reference=reference,
         )
 
     def _scorer(self, batches: Sequence[Microbatch], *, with_full: bool = False) -> Scorer:
@@ -323,17 +319,6 @@ class Worker:
         tables = [failed.model.trace(failed.batches, number)]
         tables += [failed.traces[number]] if failed.traces else []
         return [as_words(table, self._layout.rank) for table in tables]
-
-
-def _algorithm(config: RunConfig) -> Algorithm:
-    return make_algorithm(
-        config.algorithm.name,
-        clip_low=config.algorithm.clip_low,
-        clip_high=config.algorithm.clip_high,
-        normalize_std=config.algorithm.normalize_std,
-        importance_cap=config.algorithm.importance_cap,
-        kl_coef=config.algorithm.kl_coef,
-    )
 
 
 def local_rows(

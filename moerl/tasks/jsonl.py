@@ -16,7 +16,7 @@ from pydantic import Field
 from moerl.contract.ports import DemonstrationTask, Prompt
 from moerl.contract.trajectory import FinishReason
 from moerl.errors import ConfigError, RewardError
-from moerl.sections import FilePath, Part, Positive
+from moerl.sections import FilePath, FunctionName, Part, Positive
 from moerl.tasks.rewards.pool import RewardPool
 from moerl.tasks.rewards.process import RewardProcess
 from moerl.tasks.section import TaskSection
@@ -42,9 +42,7 @@ class JsonlTaskConfig(TaskSection):
 
     name: Literal["jsonl"] = Field(description="Task.")
     path: FilePath = Field(description="JSONL file, one object per problem.")
-    reward: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")] = Field(
-        description='Reward function, as "package.module:function".'
-    )
+    reward: FunctionName = Field(description='Reward function, as "package.module:function".')
     prompt_key: Annotated[str, Field(min_length=1)] = Field(description="Key of the prompt text in a row.")
     response_key: Annotated[str, Field(min_length=1)] | None = Field(
         description="Key of a demonstration in a row; null = the file has none."

@@ -8,24 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from moerl.algorithms.losses import PolicyLossInputs
+from moerl.algorithms.policy import KLSupport, PolicyObjective, PolicyRows
 from moerl.algorithms.reduction import token_mean
-from moerl.algorithms.registry import Algorithm
-from moerl.contract.batch import Microbatch
+from moerl.algorithms.sequences import Sequences
+from moerl.contract.batch import BatchTotals, Microbatch
+from moerl.contract.parallel import RankCoordinates
 from moerl.contract.trajectory import KeptSets
 from moerl.kernels.head import Head, HeadInputs
 from moerl.kernels.kept import KeptRows, kl_kept
 from moerl.kernels.scores import KeptScores, score_full, score_kept
 from moerl.kernels.whole_kl import kl_whole
+from moerl.trainer import groups
 from moerl.trainer.trainer import MegatronTrainer, RowScores
-
-KLSupport = Literal["kept", "full"]
 
 
 def _tensor(array: np.ndarray, like: Tensor) -> Tensor:
@@ -101,64 +102,87 @@ class Scorer:
 
 
 @dataclass(frozen=True, slots=True)
-class PolicyGradientLoss:
-    """The algorithm's loss on sampled tokens, with the exact KL to a reference model where one is given.
+class Reference:
+    """A frozen model of the same layout. hidden: its `last_hidden` for the microbatches of the loss."""
 
-    denominator: trained tokens of the whole batch, over all microbatches and ranks.
+    model: MegatronTrainer
+    hidden: Sequence[Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyGradientLoss:
+    """An algorithm's loss on sampled tokens.
+
+    objective: the algorithm, of which nothing else is known here. totals: of the whole batch. layout: this rank's
+        place.
     proximal_logprobs: per microbatch float32 [T], the trainer's log-probs before the first update on this batch;
         None where this update is the first one (they are then the current log-probs, without gradient).
-    reference: a frozen model of the same layout; reference_hidden: its `last_hidden` for `scorer.batches`.
-    kl_support: what the KL sums over: the kept set of each token, both models renormalised inside it (kept), or the
-        whole vocabulary (full). Tokens without a kept set have the whole vocabulary either way.
+    reference: gives the exact KL that the objective asks for; None where it asks for none.
     """
 
     scorer: Scorer
-    algorithm: Algorithm
-    denominator: float
+    objective: PolicyObjective
+    totals: BatchTotals
+    layout: RankCoordinates
     proximal_logprobs: Sequence[Tensor] | None = None
-    reference: MegatronTrainer | None = None
-    reference_hidden: Sequence[Tensor] = ()
-    kl_support: KLSupport = "kept"
+    reference: Reference | None = None
 
     def __call__(self, hidden_tH: Tensor, head: Head, microbatch: int) -> tuple[Tensor, RowScores]:
         batch = self.scorer.batches[microbatch]
         inputs, kept = head.enter(hidden_tH), self.scorer.kept(microbatch, hidden_tH.device)
         scores = self.scorer.score(inputs, kept, microbatch)
-        mask_T = _tensor(batch.loss_mask, hidden_tH)
         if self.proximal_logprobs is None:
             proximal_T = scores.logprobs_T.detach()
         else:
             proximal_T = self.proximal_logprobs[microbatch].to(hidden_tH.device)
-        policy = PolicyLossInputs(
+        kl_support = self.objective.reference_kl
+        kl_T = None if kl_support is None else self._kl(kl_support, inputs, kept, scores, microbatch)
+        rows = PolicyRows(
             trainer_logprobs_T=scores.logprobs_T,
             proximal_logprobs_T=proximal_T,
             rollout_logprobs_T=_tensor(batch.rollout_logprobs, hidden_tH),
             advantages_T=_tensor(batch.advantages, hidden_tH),
-            loss_mask_T=mask_T,
-            kl_T=None if self.reference is None else self._kl(self.reference, inputs, kept, scores, microbatch),
+            loss_mask_T=_tensor(batch.loss_mask, hidden_tH),
+            entropy_T=scores.entropy_T,
+            sequences=sequences_of(batch, self.layout, hidden_tH.device),
+            totals=self.totals,
+            kl_T=kl_T,
         )
-        loss = self.algorithm.token_losses(policy)
-        rows = RowScores(
+        policy = self.objective.compute_loss(rows)
+        scored = RowScores(
             logprobs_T=scores.logprobs_T.detach().cpu(),
             entropy_T=scores.entropy_T.cpu(),
-            clipped_T=loss.clipped_T.cpu(),
-            losses_T=loss.loss_T.detach().cpu(),
+            clipped_T=None if policy.clipped_T is None else policy.clipped_T.cpu(),
+            losses_T=None if policy.losses_T is None else policy.losses_T.detach().cpu(),
         )
-        return token_mean(loss.loss_T, mask_T, self.denominator), rows
+        return policy.loss, scored
 
     def _kl(
-        self, reference: MegatronTrainer, inputs: HeadInputs, kept: KeptRows, scores: KeptScores, microbatch: int
+        self, support: KLSupport, inputs: HeadInputs, kept: KeptRows, scores: KeptScores, microbatch: int
     ) -> Tensor:
         """Exact KL to the reference over the support of each token, [T]."""
+        assert self.reference is not None, "the objective asks for a KL, and there is no reference model"
         batch = self.scorer.batches[microbatch]
         mask_T = _tensor(batch.loss_mask, inputs.hidden_TH)
         temperatures_T = _tensor(batch.temperatures, inputs.hidden_TH)
         with torch.no_grad():
-            theirs = reference.head.enter(self.reference_hidden[microbatch])
-        if self.kl_support == "full":
+            theirs = self.reference.model.head.enter(self.reference.hidden[microbatch])
+        if support == "full":
             return kl_whole(inputs, theirs, temperatures_T, mask_T)
         with torch.no_grad():
             targets_T = _tensor(batch.target_ids, inputs.hidden_TH)
             listed = score_kept(theirs, targets_T, kept, temperatures_T, select_T=mask_T & kept.truncated)
         on_kept_T = kl_kept(scores.kept_logprobs_N, listed.kept_logprobs_N, kept)
         return on_kept_T + kl_whole(inputs, theirs, temperatures_T, mask_T & ~kept.truncated)
+
+
+def sequences_of(batch: Microbatch, layout: RankCoordinates, device: torch.device) -> Sequences:
+    """The sequences of this rank's share of a microbatch.
+
+    Context-parallel ranks hold equal parts of every sequence and add them; tensor-parallel ranks hold the same rows.
+    """
+    num_rows_N = torch.from_numpy(np.diff(batch.cu_seqlens).astype(np.int64) // layout.dims.context).to(device)
+    if layout.dims.context == 1:
+        return Sequences(num_rows_N)
+    group = groups.context_group()
+    return Sequences(num_rows_N, lambda totals_N: cast(None, dist.all_reduce(totals_N, group=group)))

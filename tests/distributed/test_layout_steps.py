@@ -72,7 +72,9 @@ def test_log_probs_from_before_the_first_update_stay_the_proximal_ones(
 
 
 def step_with_reference(layout: Any, path: Path, reference_path: Path, case: Case) -> list[dict[str, Any]]:
-    from moerl.algorithms.grpo import GRPO
+    from policy_rows import grpo
+
+    from moerl.trainer.losses import Reference
 
     trainer = matrix.build(layout, path, case)
     reference = tiny_moe.build(layout, reference_path, optimizer=None, recompute=case.recompute)
@@ -81,9 +83,8 @@ def step_with_reference(layout: Any, path: Path, reference_path: Path, case: Cas
         samples = matrix.make_samples(seed)
         batches, _ = tiny_moe.shares(trainer, samples, uncaptured="live")
         options = {
-            "algorithm": GRPO(kl_coef=0.3),
-            "reference": reference,
-            "reference_hidden": reference.last_hidden(batches, enforce=True),
+            "algorithm": grpo(kl_coef=0.3),
+            "reference": Reference(reference, reference.last_hidden(batches, enforce=True)),
         }
         steps.append(matrix.step(trainer, samples, **options))
     return steps

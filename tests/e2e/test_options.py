@@ -10,6 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 from moerl_runs import DoneRun, Runs, Sums, rows
+from user_losses import GRPO_BY_HAND
+
+from moerl.telemetry.metrics import deterministic_part
 
 Steps = list[dict[str, Any]]
 
@@ -161,3 +164,18 @@ def test_weights_through_disk_and_gathered_the_simple_way_make_the_same_run(
     assert versions(folder) == [len(steps) - 1, len(steps)]
     assert len(list((folder / f"version-{len(steps):08}").glob("*.safetensors"))) > 2
     assert dict(read_version(folder, len(steps)))
+
+
+def test_a_loss_and_advantages_of_ones_own_that_are_grpo_make_the_same_run(
+    forked: Runs, sums: Sums, undisturbed: DoneRun, tmp_path: Path
+) -> None:
+    (tmp_path / "own_algorithm.py").write_text(GRPO_BY_HAND)
+    options = "{clip_low: 0.2, clip_high: 0.28, importance_cap: 2.0, kl_coef: 0.01}"
+    arguments = [each for each in sums.train(tmp_path / "run") if not each.startswith("algorithm.kl_coef=")]
+    own = ("loss=own_algorithm:loss", "advantages=own_algorithm:advantages", "kl_support=kept")
+    changed = ["algorithm=custom", f"algorithm.loss_options={options}", *(f"algorithm.{each}" for each in own)]
+    finished = forked.run(*arguments, *changed, "rl.steps=2", path=[sums.folder, tmp_path])
+    assert finished.status == 0, finished.output
+    found, built_in = steps_of(tmp_path / "run"), steps_of(undisturbed.folder)[:2]
+    assert found[1]["optimizer/grad_norm"] > 0
+    assert [deterministic_part(row) for row in found] == [deterministic_part(row) for row in built_in]

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from policy_rows import policy_rows
 
 from moerl.algorithms.kl import k3_estimate, kl_penalty
 
@@ -13,7 +14,7 @@ from moerl.algorithms.kl import k3_estimate, kl_penalty
 def test_the_penalty_adds_the_scaled_kl_on_trained_tokens_with_its_gradient() -> None:
     kl = torch.tensor([0.5, float("nan"), 2.0], requires_grad=True)
     mask = torch.tensor([True, False, True])
-    loss = kl_penalty(torch.tensor([1.0, 0.0, -1.0]), kl, mask, 0.1)
+    loss = kl_penalty(torch.tensor([1.0, 0.0, -1.0]), policy_rows(torch.zeros(3), kl_T=kl, mask_T=mask), 0.1)
     loss.sum().backward()
     torch.testing.assert_close(loss.detach(), torch.tensor([1.05, 0.0, -0.8]))
     assert kl.grad is not None

@@ -6,23 +6,16 @@ import math
 
 import pytest
 import torch
+from policy_rows import grpo, policy_rows
 
-from moerl.algorithms.grpo import GRPO
-from moerl.algorithms.losses import PolicyLossInputs, clipped_policy_loss
+from moerl.algorithms.losses import clipped_policy_loss
 
 
 def one_token(ratio: float, advantage: float, weight: float = 1.0) -> tuple[float, float, bool]:
     """Loss, gradient with respect to the trainer's log-prob, and whether it was clipped (0.2 below, 0.3 above)."""
     trainer = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
-    zero = torch.zeros(1, dtype=torch.float64)
-    inputs = PolicyLossInputs(
-        trainer_logprobs_T=trainer,
-        proximal_logprobs_T=zero,
-        rollout_logprobs_T=zero,
-        advantages_T=torch.tensor([advantage], dtype=torch.float64),
-        loss_mask_T=torch.ones(1, dtype=torch.bool),
-    )
-    loss = clipped_policy_loss(inputs, torch.tensor([weight], dtype=torch.float64), 0.2, 0.3)
+    rows = policy_rows(trainer, advantages_T=torch.tensor([advantage], dtype=torch.float64))
+    loss = clipped_policy_loss(rows, torch.tensor([weight], dtype=torch.float64), 0.2, 0.3)
     (gradient,) = torch.autograd.grad(loss.loss_T.sum(), trainer)
     return float(loss.loss_T.detach()), float(gradient), bool(loss.clipped_T)
 
@@ -53,16 +46,11 @@ LARGE = [71.0, 88.0, 89.0, 500.0, 1e30, math.inf]
 def far_token(log_ratio: float, advantage: float, rollout: float = 0.0) -> tuple[float, float, bool]:
     """As `one_token`, in float32 and through GRPO, weighted by importance with a cap of 2."""
     trainer = torch.tensor([log_ratio], requires_grad=True)
-    inputs = PolicyLossInputs(
-        trainer_logprobs_T=trainer,
-        proximal_logprobs_T=torch.zeros(1),
-        rollout_logprobs_T=torch.tensor([rollout]),
-        advantages_T=torch.tensor([advantage]),
-        loss_mask_T=torch.ones(1, dtype=torch.bool),
-    )
-    loss = GRPO(clip_low=0.2, clip_high=0.3, importance_cap=2.0).token_losses(inputs)
-    (gradient,) = torch.autograd.grad(loss.loss_T.sum(), trainer)
-    return float(loss.loss_T.detach()), float(gradient), bool(loss.clipped_T)
+    rows = policy_rows(trainer, rollout_T=torch.tensor([rollout]), advantages_T=torch.tensor([advantage]))
+    loss = grpo(clip_low=0.2, clip_high=0.3, importance_cap=2.0).compute_loss(rows)
+    assert loss.clipped_T is not None
+    (gradient,) = torch.autograd.grad(loss.loss, trainer)
+    return float(loss.loss.detach()), float(gradient), bool(loss.clipped_T)
 
 
 @pytest.mark.parametrize("log_ratio", LARGE)
@@ -99,14 +87,9 @@ def test_values_and_gradients_in_float32_are_those_of_float64(log_ratio: float, 
 
 def test_masked_tokens_add_nothing_whatever_they_hold() -> None:
     trainer = torch.tensor([0.0, 500.0, float("nan")], requires_grad=True)
-    inputs = PolicyLossInputs(
-        trainer_logprobs_T=trainer,
-        proximal_logprobs_T=torch.zeros(3),
-        rollout_logprobs_T=torch.zeros(3),
-        advantages_T=torch.tensor([1.0, -1.0, 1.0]),
-        loss_mask_T=torch.tensor([True, False, False]),
-    )
-    loss = clipped_policy_loss(inputs, torch.ones(3), 0.2, 0.3)
+    advantages, mask = torch.tensor([1.0, -1.0, 1.0]), torch.tensor([True, False, False])
+    rows = policy_rows(trainer, advantages_T=advantages, mask_T=mask)
+    loss = clipped_policy_loss(rows, torch.ones(3), 0.2, 0.3)
     loss.loss_T.sum().backward()
     assert loss.loss_T.tolist() == [-1.0, 0.0, 0.0]
     assert loss.clipped_T.tolist() == [False, False, False]
@@ -117,7 +100,7 @@ def test_masked_tokens_add_nothing_whatever_they_hold() -> None:
 def test_gradients_flow_to_the_trainers_logprobs_alone() -> None:
     leaves = [torch.tensor([0.1, -0.2]).requires_grad_() for _ in range(5)]
     trainer, proximal, rollout, advantages, weights = leaves
-    inputs = PolicyLossInputs(trainer, proximal, rollout, advantages, torch.ones(2, dtype=torch.bool))
-    clipped_policy_loss(inputs, weights, 0.2, 0.3).loss_T.sum().backward()
+    rows = policy_rows(trainer, proximal_T=proximal, rollout_T=rollout, advantages_T=advantages)
+    clipped_policy_loss(rows, weights, 0.2, 0.3).loss_T.sum().backward()
     assert trainer.grad is not None
     assert all(leaf.grad is None for leaf in leaves[1:])

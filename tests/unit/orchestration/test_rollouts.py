@@ -12,8 +12,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from factories import SPEC, make_trajectory, values_of
+from policy_rows import grpo
 
-from moerl.algorithms.grpo import GRPO
 from moerl.contract import Prompt, Quarantine, RolloutRecord, RolloutRequest, SamplingParams, Trajectory
 from moerl.contract import trajectory as trajectory_module
 from moerl.contract.layers import LayerSelection, select_layers
@@ -220,7 +220,7 @@ def test_trajectories_are_put_in_the_order_in_which_they_were_asked_for(tmp_path
 
 def test_advantages_lie_on_sampled_tokens_alone(tmp_path: Path):
     found, _ = collect(collector(tmp_path), 3)
-    samples = with_advantages(found, GRPO(normalize_std=False))
+    samples = with_advantages(found, grpo(normalize_std=False))
     for sample, advantage in zip(samples, (-1.0, 0.0, 1.0), strict=True):
         np.testing.assert_allclose(sample.advantages[sample.trajectory.sampled], advantage, atol=1e-6)
         assert not sample.advantages[~sample.trajectory.sampled].any()

@@ -11,6 +11,7 @@ import tiny_moe
 import torch
 from ranks import Ranks
 
+from moerl.algorithms.policy import KLSupport
 from moerl.buffer.packing import PackOptions, pack_text
 from moerl.buffer.rows import Padding
 from moerl.contract.batch import TextSample, TrainSample
@@ -103,11 +104,13 @@ def take_policy_step(
     reference_path: Path,
     batches: list[Any],
     proximal: list[torch.Tensor],
-    support: str,
+    support: KLSupport,
     recompute: str = "none",
     reference_enforce: bool = True,
 ) -> dict[str, Any]:
-    from moerl.algorithms.grpo import GRPO
+    from policy_rows import grpo
+
+    from moerl.trainer.losses import Reference
 
     optimizer = tiny_moe.OPTIMIZER.model_copy(update={"clip_grad": 0.0})
     trainer = tiny_moe.build(layout, path, optimizer=optimizer, recompute=recompute)
@@ -116,15 +119,13 @@ def take_policy_step(
         trainer,
         batches,
         tiny_moe.num_trained(batches),
-        algorithm=GRPO(kl_coef=KL_COEF),
+        algorithm=grpo(kl_coef=KL_COEF, kl_support=support),
         proximal_logprobs=proximal,
-        reference=reference,
-        reference_hidden=reference.last_hidden(batches, enforce=reference_enforce),
-        kl_support=support,
+        reference=Reference(reference, reference.last_hidden(batches, enforce=reference_enforce)),
     )
     report = trainer.step(batches, loss, enforce=True)
     return {
-        "loss": sum(float(row.losses_T.sum()) for row in report.rows) / loss.denominator,
+        "loss": sum(float(row.losses_T.sum()) for row in report.rows) / loss.totals.num_tokens,
         "clipped": sum(int(row.clipped_T.sum()) for row in report.rows),
         "rows_verified": report.rows_verified,
         "load": report.expert_load_LE.numpy(),

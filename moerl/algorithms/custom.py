@@ -1,0 +1,80 @@
+"""An algorithm of the user's own: a loss function, and an advantage function where GRPO's is not wanted."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field
+
+from moerl.algorithms.section import AlgorithmSection
+from moerl.algorithms.user_function import check_function, load_function
+from moerl.errors import ConfigError
+from moerl.sections import FunctionName
+
+if TYPE_CHECKING:
+    from moerl.algorithms.toolbox import PolicyLoss, PolicyRows, RewardedBatch, Tensor
+
+Options = dict[str, bool | int | float | str]
+
+
+class Custom(AlgorithmSection):
+    """``loss(rows, **loss_options)`` returns a `PolicyLoss`; ``advantages(batch, **advantages_options)`` a float tensor
+    [B]. Both run in processes of moerl itself and can do there what they like."""
+
+    name: Literal["custom"] = Field(description="Algorithm.")
+    loss: FunctionName = Field(description='Your loss function, as "package.module:function".')
+    loss_options: Options = Field(description="Keyword arguments of your loss function.")
+    advantages: FunctionName | None = Field(
+        description='Your advantage function, as "package.module:function"; null = those of GRPO with normalize_std.'
+    )
+    advantages_options: Options = Field(description="Keyword arguments of your advantage function.")
+    kl_support: Literal["kept", "full"] | None = Field(
+        description="Ids that the exact KL to the starting model sums over, which your loss gets as kl_T; null = no KL"
+        " and no reference model."
+    )
+
+    @property
+    def reference_kl(self) -> Literal["kept", "full"] | None:
+        return self.kl_support
+
+    def check_files(self) -> None:
+        check_function("algorithm.loss", self.loss)
+        if self.advantages is not None:
+            check_function("algorithm.advantages", self.advantages)
+
+    def load(self) -> None:
+        load_function("algorithm.loss", self.loss)
+        if self.advantages is not None:
+            load_function("algorithm.advantages", self.advantages)
+
+    def compute_advantages(self, batch: RewardedBatch) -> Tensor:
+        from moerl.algorithms import toolbox
+
+        if self.advantages is None:
+            return toolbox.group_advantages(batch.rewards_B, batch.group_index_B, normalize_std=True)
+        advantages_B = load_function("algorithm.advantages", self.advantages)(batch, **self.advantages_options)
+        expected = f"a float tensor of {len(batch.rewards_B)} finite numbers, one per rollout"
+        is_tensor = isinstance(advantages_B, toolbox.Tensor) and advantages_B.is_floating_point()
+        if not is_tensor or advantages_B.shape != batch.rewards_B.shape or not bool(advantages_B.isfinite().all()):
+            raise _wrong_result("algorithm.advantages", self.advantages, advantages_B, expected)
+        return advantages_B.float()
+
+    def compute_loss(self, rows: PolicyRows) -> PolicyLoss:
+        from moerl.algorithms import toolbox
+
+        policy = load_function("algorithm.loss", self.loss)(rows, **self.loss_options)
+        if not isinstance(policy, toolbox.PolicyLoss):
+            raise _wrong_result("algorithm.loss", self.loss, policy, "a PolicyLoss of moerl.algorithms.toolbox")
+        if policy.loss.dim() or not policy.loss.requires_grad:
+            expected = "a scalar with a gradient; sum over rows and divide by rows.totals"
+            raise _wrong_result("algorithm.loss", self.loss, policy.loss, expected)
+        return policy
+
+
+def _wrong_result(key: str, name: str, seen: Any, expected: str) -> ConfigError:
+    return ConfigError(
+        f"{key}: {name} returned something else",
+        seen=repr(seen)[:200],
+        expected=expected,
+        remedy="see docs/algorithms.md for what your function gets and returns",
+    )

@@ -1,0 +1,106 @@
+"""The seam between the trainer and the algorithms: what an algorithm gets, and what it gives back.
+
+The trainer calls `PolicyObjective.compute_loss` once per microbatch and knows nothing else of an algorithm; the
+controller calls `Algorithm.compute_advantages` once per batch. Shape legend: T = rows of a packed microbatch that this
+rank holds, B = rollouts of a batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+from moerl.algorithms.sequences import Sequences
+from moerl.contract.batch import BatchTotals
+
+KLSupport = Literal["kept", "full"]
+"""Ids that an exact KL sums over: the kept set of each token, both models renormalised inside it (the whole vocabulary
+where nothing was cut), or always the whole vocabulary."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PolicyRows:
+    """One microbatch as a policy loss sees it; every log-prob is under the support its token was drawn from, in nats.
+
+    trainer_logprobs_T: float32; of the weights being trained; carries the gradient.
+    proximal_logprobs_T: float32; of the trainer's weights when the batch arrived (equal to the trainer's
+        own on the first update of a batch). No gradient.
+    rollout_logprobs_T: float32; as the engine reported them. No gradient.
+    advantages_T: float32. loss_mask_T: bool; True on tokens to train on.
+    entropy_T: float32; of the distribution that `trainer_logprobs_T` are of. No gradient.
+    kl_T: float32; exact KL to the reference per token, with gradient. None unless `PolicyObjective.reference_kl`.
+    sequences: which rows belong together. totals: of the whole batch; what a denominator is made of.
+    """
+
+    trainer_logprobs_T: Tensor
+    proximal_logprobs_T: Tensor
+    rollout_logprobs_T: Tensor
+    advantages_T: Tensor
+    loss_mask_T: Tensor
+    entropy_T: Tensor
+    sequences: Sequences
+    totals: BatchTotals
+    kl_T: Tensor | None = None
+
+    def sequence_sum(self, values_T: Tensor) -> Tensor:
+        """For each row the sum of the values over the trained tokens of its sequence; rules as for `Sequences.sum`.
+
+        What stands on untrained rows does not count, whatever it is.
+        """
+        return self.sequences.sum(values_T.masked_fill(~self.loss_mask_T, 0.0))
+
+    def sequence_lengths(self) -> Tensor:
+        """float32 [T]: for each row the trained tokens of its sequence, at least 1, so that one can divide by it."""
+        return self.sequences.sum(self.loss_mask_T.float()).clamp(min=1.0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PolicyLoss:
+    """What an algorithm makes of a microbatch.
+
+    loss: scalar, differentiable; this rank's part of the loss of the batch. Parts are added over microbatches, context-
+        and data-parallel ranks, so a mean divides by numbers of the whole batch: `token_mean` and `PolicyRows.totals`.
+    losses_T: float32; loss of each token before any denominator. clipped_T: bool; where the gradient was cut. Both are
+        for reports; None where there is no such thing.
+    """
+
+    loss: Tensor
+    losses_T: Tensor | None = None
+    clipped_T: Tensor | None = None
+
+
+class PolicyObjective(Protocol):
+    """The part of an algorithm that the trainer calls."""
+
+    @property
+    def reference_kl(self) -> KLSupport | None:
+        """What `PolicyRows.kl_T` sums over; None where no KL is wanted, and so no reference model is built."""
+        ...
+
+    def compute_loss(self, rows: PolicyRows) -> PolicyLoss:
+        """The loss of one microbatch. The same calls of `sequence_sum` on all ranks."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RewardedBatch:
+    """What advantages are made from; one entry per rollout.
+
+    rewards_B: float32. group_index_B: int64; rollouts of one prompt have the same. num_tokens_B: int64; sampled tokens.
+    truncated_B: bool; True where the response was cut off at its longest length.
+    """
+
+    rewards_B: Tensor
+    group_index_B: Tensor
+    num_tokens_B: Tensor
+    truncated_B: Tensor
+
+
+class Algorithm(PolicyObjective, Protocol):
+    """Turns rewards into advantages, and log-probs into a loss."""
+
+    def compute_advantages(self, batch: RewardedBatch) -> Tensor:
+        """float32 [B]: one advantage per rollout, of all its sampled tokens."""
+        ...

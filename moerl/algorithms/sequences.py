@@ -1,0 +1,60 @@
+"""Which rows of a packed microbatch belong to one sequence, and sums over them. Runs in trainer processes, once per
+microbatch. Knows no process group: who cuts sequences over ranks says how to add the parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+AddParts = Callable[[Tensor], None]
+"""Adds float64 [N] in place over the ranks that hold the other rows of the same sequences; a collective of these."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sequences:
+    """The sequences of a microbatch, as far as their rows lie on this rank; N of them, in the order of the rows.
+
+    num_rows_N: int64; rows of each sequence on this rank, which stand side by side; a sequence of pad rows counts too.
+    add_parts: None where every sequence lies on this rank completely.
+    """
+
+    num_rows_N: Tensor
+    add_parts: AddParts | None = None
+
+    def row_ids(self) -> Tensor:
+        """int64 [T]: for each row the number of its sequence in the microbatch, the same on all ranks that share it."""
+        numbers_N = torch.arange(len(self.num_rows_N), device=self.num_rows_N.device)
+        return numbers_N.repeat_interleave(self.num_rows_N)
+
+    def sum(self, values_T: Tensor) -> Tensor:
+        """For each row the sum of the values over all rows of its sequence, wherever they lie: [T], dtype as given.
+
+        Added in float64, so neither packing nor layout changes the result by more than its last digit. The gradient
+        goes back to all rows of the sequence, on all ranks. A loss of which every rank adds its own rows is therefore
+        counted once. A collective where sequences are cut over ranks: all of these must call it equally often, in the
+        same order, whatever the values are.
+        """
+        return _Sum.apply(values_T, self)  # type: ignore[return-value]
+
+    def spread(self, values_T: Tensor) -> Tensor:
+        """`sum` without a gradient. It is its own transpose: the gradient of `sum` is this of the gradient."""
+        totals_N = torch.segment_reduce(values_T.double(), "sum", lengths=self.num_rows_N, initial=0.0)
+        if self.add_parts is not None:
+            self.add_parts(totals_N)
+        return totals_N.repeat_interleave(self.num_rows_N).to(values_T.dtype)
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values_T: Tensor, sequences: Sequences) -> Tensor:
+        ctx.sequences = sequences
+        return sequences.spread(values_T)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.sequences.spread(grads[0]), None
