@@ -28,6 +28,7 @@ from weight_sync import CPU, MANY_SMALL, MIB, RANKS, STEP_SECONDS, random_shards
 from moerl.contract.parallel import ParallelDims
 from moerl.weights.bucket import WeightBucket
 from moerl.weights.gather import RootGather
+from moerl.weights.manifest import model_manifest
 from moerl.weights.peers import Peers
 from moerl.weights.plan import PlanOptions, choose_roots, make_plan
 from moerl.weights.publish import Publisher
@@ -97,7 +98,7 @@ def measure(layout: Any, addresses: list[tuple[str, int]]) -> dict[int, tuple[li
     ways: dict[int, tuple[Publisher, ServersSink | None]] = {}
     shards = {}
     for roots in (1, 2):
-        plan = make_plan(MANY_SMALL, dims, PlanOptions(choose_roots(dims, roots), 2, BUCKET_BYTES))
+        plan = make_plan(model_manifest(MANY_SMALL, dims), PlanOptions(choose_roots(dims, roots), 2, BUCKET_BYTES))
         shards = random_shards(plan, layout.rank)
         sink = ServersSink(addresses) if layout.rank in plan.options.roots else None
         peers = Peers(layout.rank, CPU, STEP_SECONDS)

@@ -35,6 +35,7 @@ from moerl.models.description import ModelDescription
 from moerl.weights.allgather import AllGather
 from moerl.weights.bucket import WeightBucket
 from moerl.weights.gather import RootGather, TakeSlot
+from moerl.weights.manifest import model_manifest
 from moerl.weights.peers import Peers
 from moerl.weights.plan import PlanOptions, SyncPlan, make_plan
 from moerl.weights.publish import Publisher, PublishReport
@@ -134,8 +135,8 @@ class Update:
         self.rank, self.sink = rank, sink
         dims = ParallelDims(expert=RANKS, data=RANKS)
         options = PlanOptions((0,), 2, bucket_bytes)
-        self.plan = make_plan(sizes, dims, options)
-        self.all_plan = make_plan(sizes, dims, replace(options, gather="allgather"))
+        self.plan = make_plan(model_manifest(sizes, dims), options)
+        self.all_plan = make_plan(model_manifest(sizes, dims), replace(options, gather="allgather"))
         self.peers = Peers(rank, CPU, STEP_SECONDS)
         self.all_gather = AllGather(self.all_plan, self.peers)
         self.root_gather = RootGather(self.plan, self.peers)

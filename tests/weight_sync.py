@@ -44,7 +44,8 @@ def plan_for(
 ) -> Any:
     """The plan of a trainer's layout and model, from its config.json as it is on disk."""
     from moerl.models.description import read_model
-    from moerl.trainer.shards import splits_latents
+    from moerl.trainer.collectives import all_gather_bytes
+    from moerl.weights.manifest import encode_shards, merge_shards
     from moerl.weights.plan import PlanOptions, choose_roots, make_plan
 
     dims = trainer.layout.dims
@@ -53,10 +54,10 @@ def plan_for(
         choose_roots(dims, roots),
         item_bytes,
         bucket_bytes,
-        splits_latents(trainer.model.chunks),
         gather,  # pyright: ignore[reportArgumentType]
     )
-    return make_plan(read_model(path), dims, options)
+    published = all_gather_bytes(encode_shards(trainer.shards()))
+    return make_plan(merge_shards(read_model(path), dims, published), options)
 
 
 def peers_of(rank: int, step_seconds: float = 60.0) -> Any:

@@ -15,6 +15,7 @@ from moerl.config.layouts import as_overrides
 from moerl.config.schema import EmbeddedRolloutConfig, RunConfig
 from moerl.rollout.sglang.invitation import PIECE_BYTES
 from moerl.weights.estimate import Bandwidths, RootLoad, Servers, root_loads, sent_bytes
+from moerl.weights.manifest import model_manifest
 from moerl.weights.plan import PlanOptions, SyncPlan, make_plan
 
 GB = 10**9
@@ -25,7 +26,7 @@ _SHOWN = 16
 def plan_weights(config: RunConfig, bandwidths: Bandwidths) -> int:
     """Prints the plan; exit status 0."""
     dims = config.parallel.dims
-    plan = make_plan(describe_model(config), dims, PlanOptions.of(config))
+    plan = make_plan(model_manifest(describe_model(config), dims), PlanOptions.of(config))
     num_servers = _num_servers(config)
     loads = root_loads(plan, bandwidths, Servers(max(1, num_servers), PIECE_BYTES))
     console = Console(soft_wrap=True, highlight=False)

@@ -22,12 +22,13 @@ from moerl.rollout.fleet.senders import Introduction
 from moerl.rollout.fleet.shard_sender import ShardSender
 from moerl.rollout.sglang.channel import open_channel
 from moerl.trainer import platform
+from moerl.trainer.collectives import all_gather_bytes
 from moerl.trainer.hf_directory import checkpoint_shapes
-from moerl.trainer.shards import splits_latents
 from moerl.trainer.trainer import MegatronTrainer
 from moerl.weights.allgather import AllGather
 from moerl.weights.disk import DiskSink, read_version
 from moerl.weights.gather import RootGather
+from moerl.weights.manifest import encode_shards, merge_shards
 from moerl.weights.peers import Peers
 from moerl.weights.plan import PlanOptions, make_plan
 from moerl.weights.publish import Publisher
@@ -136,8 +137,9 @@ class WeightSync:
         self._trainer = trainer
         rank = trainer.layout.rank
         peers = Peers(rank, platform.device(), config.weights.step_seconds)
-        options = PlanOptions.of(config, split_latents=splits_latents(trainer.model.chunks))
-        plan = make_plan(model, config.parallel.dims, options)
+        options = PlanOptions.of(config)
+        published = all_gather_bytes(encode_shards(trainer.shards()))
+        plan = make_plan(merge_shards(model, trainer.layout.dims, published), options)
         gatherer = (RootGather if options.gather == "root" else AllGather)(plan, peers)
         sink = None
         if rank in options.roots:

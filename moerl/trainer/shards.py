@@ -26,7 +26,6 @@ _FUSED_NORMS = {
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.+)$")
 _IN_SEQUENCE = re.compile(r"^mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12]\.weight)$")
 _GROUPED = re.compile(r"^mlp\.experts\.(linear_fc[12]\.weight)(\d+)$")
-_LATENT_DOWN = "self_attention.linear_kv_down_proj.weight"
 
 
 def local_shards(chunks: Sequence[nn.Module], layout: RankCoordinates) -> dict[str, Tensor]:
@@ -75,18 +74,12 @@ def whole_name(name: str, layer_numbers: Sequence[int], *, first_expert: int = 0
     return f"decoder.layers.{layer_numbers[int(found[1])]}.{rest}"
 
 
-def splits_latents(chunks: Sequence[nn.Module]) -> bool:
-    """Whether the projections into latent spaces are cut over tensor-parallel ranks; False where there are none."""
-    return any(
-        bool(getattr(parameter, "tensor_model_parallel", False))
-        for chunk in chunks
-        for name, parameter in bare(chunk).named_parameters()
-        if name.endswith(_LATENT_DOWN)
-    )
-
-
-def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters()
+def _weights(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """What is published: a head that is tied to the embedding is not, wherever there is a copy of it."""
+    tied = model.share_embeddings_and_output_weights
+    for name, parameter in model.named_parameters():
+        if not (tied and name == "output_layer.weight"):
+            yield name, parameter
     for name, buffer in model.named_buffers():
         if name.endswith(".expert_bias") and buffer is not None:
             yield name, buffer

@@ -28,7 +28,7 @@ class AllGather:
         self._until = 0.0
         self._dtype = DTYPES[plan.options.item_bytes]
         self._rounds = plan.rounds()
-        dims = plan.ownership.dims
+        dims = plan.manifest.dims
         count = max(dims.tensor, dims.expert * dims.expert_tensor)
         starts = [stage * dims.ranks_per_stage for stage in range(dims.pipeline)]
         self._members = [list(range(start, start + count)) for start in starts]

@@ -1,9 +1,9 @@
 """The schedule of a weight update: which bucket holds what, which rank gathers it, who sends what. Torch-free.
 
-A plan follows from the model's sizes and the parallel layout alone, so every rank works out the same one and no rank
-has to ask another. Tensors stand in one order: dense ones by pipeline stage and layer, experts by stage, owner and
-layer. The order is cut into as many parts of equal bytes as there are roots, and each part into buckets of one stage
-and one kind. A bucket's tensors lie behind one another without gaps, as safetensors and flattened buckets want it.
+A plan follows from the manifest of what the trainer publishes (`moerl.weights.manifest`), so every rank works out the
+same one. Tensors stand in one order: dense ones by pipeline stage and layer, experts by stage, owner and layer. The
+order is cut into as many parts of equal bytes as there are roots, and each part into buckets of one stage and one kind.
+A bucket's tensors lie behind one another without gaps, as safetensors and flattened buckets want it.
 
 A root receives of its buckets what it does not hold, each part from one holder, in chunks of whole pieces. A rank
 needs, beyond its shards, room for two buckets where it is a root (one being filled, one being sent) and for four chunks
@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Literal
 
 from moerl.contract.parallel import ParallelDims
 from moerl.errors import ConfigError
-from moerl.models.description import ModelDescription
-from moerl.weights.shards import Ownership, Piece, shard_pieces, shard_shape
-from moerl.weights.tensors import FLOAT32_BYTES, MegatronTensor, model_tensors
+from moerl.weights.manifest import Manifest, Owners, PublishedTensor
+from moerl.weights.shards import Piece, shard_pieces
+from moerl.weights.tensors import FLOAT32_BYTES
 
 if TYPE_CHECKING:
     from moerl.config.schema import RunConfig
@@ -39,7 +39,7 @@ class PlanOptions:
     """What decides a plan besides model and layout.
 
     roots: the ranks that hand buckets to engines, in rank order. item_bytes: of a parameter, 2 or 4.
-    bucket_bytes: see the module. split_latents: as in `model_tensors`.
+    bucket_bytes: see the module.
     gather: root = every part from the least loaded of its holders, or from the root itself; allgather = from the
     holders of the first replica, which gather from one another.
     """
@@ -47,18 +47,16 @@ class PlanOptions:
     roots: tuple[int, ...]
     item_bytes: int
     bucket_bytes: int
-    split_latents: bool = False
     gather: Gather = "root"
 
     @classmethod
-    def of(cls, config: RunConfig, *, split_latents: bool = False) -> PlanOptions:
+    def of(cls, config: RunConfig) -> PlanOptions:
         """What the configuration of a run asks for."""
         weights = config.weights
         return cls(
             roots=choose_roots(config.parallel.dims, weights.roots),
             item_bytes=2 if config.model.dtype == "bfloat16" else 4,
             bucket_bytes=weights.bucket_bytes,
-            split_latents=split_latents,
             gather=weights.gather,
         )
 
@@ -137,12 +135,11 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class SyncPlan:
-    """The whole schedule. held: the Megatron tensors of each pipeline stage; see `shard_shapes`."""
+    """The whole schedule."""
 
-    ownership: Ownership
+    manifest: Manifest
     options: PlanOptions
     buckets: tuple[Bucket, ...]
-    held: tuple[tuple[MegatronTensor, ...], ...]
 
     def rounds(self) -> list[list[Bucket]]:
         """What is gathered side by side: the k-th bucket of every root, in the order of roots."""
@@ -153,15 +150,8 @@ class SyncPlan:
         return [sorted(each, key=lambda bucket: bucket.root) for each in rounds]
 
     def shard_shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
-        """The Megatron tensors of a rank, by name, and the shape of its shard of each."""
-        owner = self.ownership
-        stage, i = divmod(rank, owner.dims.ranks_per_stage)
-        group = i // owner.dims.expert_tensor % owner.dims.expert
-        return {
-            tensor.name: shard_shape(tensor, owner.ways(tensor))
-            for tensor in self.held[stage]
-            if tensor.expert is None or owner.expert_group(tensor) == group
-        }
+        """The tensors that a rank publishes, by name, and the shape of its shard of each."""
+        return self.manifest.shard_shapes(rank)
 
     @property
     def largest_bucket_bytes(self) -> int:
@@ -193,26 +183,16 @@ def choose_roots(dims: ParallelDims, count: int) -> tuple[int, ...]:
     return tuple(roots)
 
 
-def make_plan(sizes: ModelDescription, dims: ParallelDims, options: PlanOptions) -> SyncPlan:
-    """The schedule for a model in a layout. Deterministic: every rank makes the same."""
-    owner = Ownership(dims, sizes.num_layers, sizes.num_experts)
-    stages = owner.stage_of_layers()
+def make_plan(manifest: Manifest, options: PlanOptions) -> SyncPlan:
+    """The schedule for what a trainer publishes. Deterministic: every rank makes the same."""
     targets: dict[str, _Target] = {}
-    held: list[list[MegatronTensor]] = [[] for _ in range(dims.pipeline)]
-    for tensor in model_tensors(sizes, tensor=dims.tensor, split_latents=options.split_latents):
-        stage = owner.stage(tensor, stages)
-        held[stage].append(tensor)
-        _add_pieces(targets, tensor, owner, stage, options)
-    if sizes.tie_word_embeddings and dims.pipeline > 1:
-        held[-1].append(_tied_copy(held[0][0]))
-    buckets = tuple(_buckets(targets.values(), options))
-    return SyncPlan(owner, options, buckets, tuple(tuple(tensors) for tensors in held))
-
-
-def _tied_copy(embedding: MegatronTensor) -> MegatronTensor:
-    """What the last stage of a model with tied embeddings holds; it is not sent."""
-    block, columns = embedding.blocks, embedding.num_columns
-    return MegatronTensor("output_layer.weight", block, columns, embedding.split, embedding.layer)
+    turns: Counter[tuple[int, str, Owners]] = Counter()
+    for published in manifest.tensors:
+        tensor = published.tensor
+        role = (tensor.layer, tensor.name.rsplit(".", 2)[1], published.owners)
+        _add_pieces(targets, published, manifest.stage(published), turns[role], options)
+        turns[role] += 1
+    return SyncPlan(manifest, options, tuple(_buckets(targets.values(), options)))
 
 
 # --- Hugging Face tensors --------------------------------------------------------------------------------------------
@@ -243,8 +223,10 @@ class _Target:
 
 
 def _add_pieces(
-    targets: dict[str, _Target], tensor: MegatronTensor, owner: Ownership, stage: int, options: PlanOptions
+    targets: dict[str, _Target], published: PublishedTensor, stage: int, turn: int, options: PlanOptions
 ) -> None:
+    """turn: number of the tensor among those of its layer and role that the same ranks hold."""
+    tensor = published.tensor
     item_bytes = FLOAT32_BYTES if tensor.element == "float32" else options.item_bytes
     for number, block in enumerate(tensor.blocks):
         for run in block.runs:
@@ -254,7 +236,7 @@ def _add_pieces(
                     run.name,
                     "dense" if tensor.expert is None else "expert",
                     stage,
-                    (stage, *_order(tensor, number, owner, options), len(targets)),
+                    (stage, *_order(published, number, turn, options), len(targets)),
                     tensor.num_columns,
                     tensor.is_vector,
                     tensor.element,
@@ -263,21 +245,20 @@ def _add_pieces(
                     [],
                 )
             target.num_rows = max(target.num_rows, run.start + run.count)
-    ways = owner.ways(tensor)
-    for shard in range(ways):
-        holders = owner.holders(tensor, stage, shard)
-        for piece in shard_pieces(tensor, shard, ways, item_bytes):
+    for shard, holders in enumerate(published.owners):
+        for piece in shard_pieces(tensor, shard, published.ways, item_bytes):
             targets[piece.target].sources.append((piece, holders))
 
 
-def _order(tensor: MegatronTensor, block: int, owner: Ownership, options: PlanOptions) -> tuple[int, ...]:
+def _order(published: PublishedTensor, block: int, turn: int, options: PlanOptions) -> tuple[int, ...]:
     """Where a block of a tensor stands in its stage: experts by owner, so that what a root holds stays together and
     arrives in one piece; for all-gathering in turns of their owners, so that all contribute alike to a bucket."""
+    tensor = published.tensor
     if tensor.expert is None:
         return ()
     if options.gather == "allgather":
-        return tensor.layer, tensor.expert % (owner.num_experts // owner.dims.expert), len(tensor.blocks), block
-    return (owner.expert_group(tensor),)
+        return tensor.layer, turn, len(tensor.blocks), block
+    return (published.owners[0][0],)
 
 
 # --- buckets ---------------------------------------------------------------------------------------------------------

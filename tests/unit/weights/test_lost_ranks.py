@@ -26,6 +26,7 @@ from moerl.contract.parallel import ParallelDims
 from moerl.errors import WeightSyncError
 from moerl.models.description import ModelDescription, describe
 from moerl.weights.gather import RootGather
+from moerl.weights.manifest import model_manifest
 from moerl.weights.plan import PlanOptions, SyncPlan, choose_roots, make_plan
 
 STEP_SECONDS = 2.0
@@ -38,7 +39,9 @@ def tiny_sizes() -> ModelDescription:
 
 
 def make(dims: ParallelDims, gather: Any = "root", roots: int = 1) -> SyncPlan:
-    return make_plan(tiny_sizes(), dims, PlanOptions(choose_roots(dims, roots), 4, 1 << 13, gather=gather))
+    return make_plan(
+        model_manifest(tiny_sizes(), dims), PlanOptions(choose_roots(dims, roots), 4, 1 << 13, gather=gather)
+    )
 
 
 def shards_of(plan: SyncPlan, rank: int) -> dict[str, Tensor]:

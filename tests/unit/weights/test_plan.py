@@ -18,6 +18,7 @@ from moerl.errors import ConfigError
 from moerl.models.description import ModelDescription, describe
 from moerl.rollout.weight_staging import checkpoint_views
 from moerl.weights.estimate import sent_bytes
+from moerl.weights.manifest import model_manifest
 from moerl.weights.plan import PlanOptions, SyncPlan, choose_roots, make_plan
 from moerl.weights.tensors import Split
 
@@ -40,9 +41,16 @@ def sizes_of(family: str, **changes: Any) -> ModelDescription:
 
 
 def plan_of(
-    sizes: ModelDescription, dims: ParallelDims, *, roots: int = 1, bucket_bytes: int = 1 << 14, **options: Any
+    sizes: ModelDescription,
+    dims: ParallelDims,
+    *,
+    roots: int = 1,
+    bucket_bytes: int = 1 << 14,
+    split_latents: bool = False,
+    **options: Any,
 ) -> SyncPlan:
-    return make_plan(sizes, dims, PlanOptions(choose_roots(dims, roots), 2, bucket_bytes, **options))
+    manifest = model_manifest(sizes, dims, split_latents=split_latents)
+    return make_plan(manifest, PlanOptions(choose_roots(dims, roots), 2, bucket_bytes, **options))
 
 
 def entries(plan: SyncPlan) -> dict[str, tuple[int, ...]]:
@@ -146,7 +154,7 @@ def check_bucket(plan: SyncPlan, bucket: Any) -> None:
     assert options.item_bytes == 4 or elements == sorted(elements, key=lambda element: element != "float32")
     assert bucket.num_bytes == offset == sum(message.num_bytes for message in bucket.messages)
     stage = bucket.stage
-    per_stage = plan.ownership.dims.ranks_per_stage
+    per_stage = plan.manifest.dims.ranks_per_stage
     for message in bucket.messages:
         assert message.sender // per_stage == stage
         chunks = list(message.chunks(options.chunk_bytes))
@@ -185,9 +193,9 @@ def test_a_root_receives_nothing_that_it_holds(layout: str):
             for piece in message.pieces:
                 # Held by the root, too, is only another shard of the same tensor.
                 if piece.source in held:
-                    tensor = next(t for each in plan.held for t in each if t.name == piece.source)
-                    assert tensor.split is not Split.WHOLE
-                    assert plan.ownership.ways(tensor) > 1
+                    published = next(each for each in plan.manifest.tensors if each.tensor.name == piece.source)
+                    assert published.tensor.split is not Split.WHOLE
+                    assert published.ways > 1
 
 
 def test_replicas_share_the_sending():

@@ -22,6 +22,7 @@ from moerl.kernels.checksum import checksums
 from moerl.models.description import ModelDescription, describe
 from moerl.rollout.weight_difference import weight_difference
 from moerl.telemetry.metrics import check_metrics
+from moerl.weights.manifest import model_manifest
 from moerl.weights.plan import PlanOptions, SyncPlan, choose_roots, make_plan
 
 
@@ -32,12 +33,12 @@ def tiny_sizes(**changes: Any) -> ModelDescription:
 
 
 def tiny_plan(dims: ParallelDims, *, roots: int = 1, bucket_bytes: int = 1 << 14) -> SyncPlan:
-    return make_plan(tiny_sizes(), dims, PlanOptions(choose_roots(dims, roots), 4, bucket_bytes))
+    return make_plan(model_manifest(tiny_sizes(), dims), PlanOptions(choose_roots(dims, roots), 4, bucket_bytes))
 
 
 def random_shards(plan: SyncPlan, rank: int, seed: int = 0) -> dict[str, Tensor]:
     """Replicated ones alike on all ranks of a stage."""
-    stage = rank // plan.ownership.dims.ranks_per_stage
+    stage = rank // plan.manifest.dims.ranks_per_stage
     generator = torch.Generator().manual_seed(seed + stage)
     return {name: torch.randn(shape, generator=generator) for name, shape in plan.shard_shapes(rank).items()}
 

@@ -1,0 +1,155 @@
+"""The manifest of a weight update: which tensors the trainer publishes, and which ranks hold which slice. Torch-free.
+
+The plan of an update (`moerl.weights.plan`) is made from a manifest alone. It comes from one of two sides:
+
+- `merge_shards` puts together what the trainer's ranks say that they publish: names, shapes and dtypes of their shards.
+  Any part of a model can be published, so changed tensors alone are a manifest too.
+- `model_manifest` works out what a trainer of a model in a layout would say, before anything is built.
+
+Where a tensor's rows belong in Hugging Face tensors follows from its name and the model (`moerl.weights.tensors`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from moerl.contract.parallel import ParallelDims
+from moerl.errors import WeightSyncError
+from moerl.models.description import ModelDescription
+from moerl.weights.shards import Ownership, shard_shape
+from moerl.weights.tensors import MegatronTensor, Split, model_tensors
+
+Shape = tuple[int, ...]
+Owners = tuple[tuple[int, ...], ...]
+"""For every slice of a tensor the ranks that hold it, ascending."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldShard:
+    """What one rank publishes of one Megatron tensor. dtype: as torch names it, without ``torch.``."""
+
+    name: str
+    shape: Shape
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedTensor:
+    """One Megatron tensor that the trainer publishes. A tensor in one slice is `Split.WHOLE`. owners: see `Owners`."""
+
+    tensor: MegatronTensor
+    owners: Owners
+
+    @property
+    def ways(self) -> int:
+        """Into how many slices it is cut."""
+        return len(self.owners)
+
+    @property
+    def shard_shape(self) -> Shape:
+        return shard_shape(self.tensor, self.ways)
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Everything that an update brings, in the order of the model's layers."""
+
+    dims: ParallelDims
+    tensors: tuple[PublishedTensor, ...]
+
+    def stage(self, published: PublishedTensor) -> int:
+        """The pipeline stage that holds a tensor."""
+        return published.owners[0][0] // self.dims.ranks_per_stage
+
+    def shard_shapes(self, rank: int) -> dict[str, Shape]:
+        """The tensors that a rank publishes, by name, and the shape of its shard of each."""
+        held = (each for each in self.tensors if any(rank in owners for owners in each.owners))
+        return {each.tensor.name: each.shard_shape for each in held}
+
+
+def model_manifest(model: ModelDescription, dims: ParallelDims, *, split_latents: bool = False) -> Manifest:
+    """The manifest of all weights of a model in a layout, from sizes alone. split_latents: as in `model_tensors`."""
+    owner = Ownership(dims, model.num_layers, model.num_experts)
+    stages = owner.stage_of_layers()
+    published = []
+    for tensor in model_tensors(model, tensor=dims.tensor, split_latents=split_latents):
+        stage, ways = owner.stage(tensor, stages), owner.ways(tensor)
+        owners = tuple(tuple(owner.holders(tensor, stage, shard)) for shard in range(ways))
+        published.append(PublishedTensor(tensor if ways > 1 else replace(tensor, split=Split.WHOLE), owners))
+    return Manifest(dims, tuple(published))
+
+
+def encode_shards(shards: Mapping[str, Any]) -> bytes:
+    """What a rank says of the tensors that it publishes, by name."""
+    held = [HeldShard(name, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in shards.items()]
+    return msgspec.json.encode(held)
+
+
+def merge_shards(model: ModelDescription, dims: ParallelDims, ranks: Sequence[bytes]) -> Manifest:
+    """The manifest of what all ranks say, in rank order, each as `encode_shards` wrote it.
+
+    Raises:
+        WeightSyncError: a tensor has no place in the model, or its shards do not make up a whole.
+    """
+    held: dict[str, dict[int, HeldShard]] = {}
+    for rank, said in enumerate(ranks):
+        for shard in msgspec.json.decode(said, type=list[HeldShard]):
+            held.setdefault(shard.name, {})[rank] = shard
+    known = {tensor.name: tensor for tensor in model_tensors(model, tensor=dims.tensor, split_latents=False)}
+    unknown = sorted(held.keys() - known.keys())
+    if unknown:
+        raise _unfit(
+            f"{len(unknown)} tensors, first '{unknown[0]}'", "tensors that the model's checkpoint has a place for"
+        )
+    coordinates = dims.ranks()
+    published = []
+    for name, tensor in known.items():
+        if name not in held:
+            continue
+        split = _split(tensor, held[name], dims)
+        slices: dict[int, list[int]] = {}
+        for rank in held[name]:
+            at = coordinates[rank]
+            mine = at.tensor_rank if tensor.expert is None else at.expert_tensor_rank
+            slices.setdefault(0 if split is Split.WHOLE else mine, []).append(rank)
+        ways = 1 if split is Split.WHOLE else _axis(tensor, dims)
+        if sorted(slices) != list(range(ways)):
+            raise _unfit(f"slices {sorted(slices)} of '{name}'", f"{ways} slices")
+        owners = tuple(tuple(slices[number]) for number in range(ways))
+        published.append(PublishedTensor(replace(tensor, split=split), owners))
+    return Manifest(dims, tuple(published))
+
+
+def _axis(tensor: MegatronTensor, dims: ParallelDims) -> int:
+    """Ranks that may cut a tensor."""
+    return dims.tensor if tensor.expert is None else dims.expert_tensor
+
+
+def _split(tensor: MegatronTensor, shards: Mapping[int, HeldShard], dims: ParallelDims) -> Split:
+    """How the ranks cut a tensor, by the shapes of their shards; they must agree on it, and on the dtype."""
+    seen = sorted({(shard.shape, shard.dtype) for shard in shards.values()})
+    if len(seen) == 1:
+        (shape, dtype), ways = seen[0], _axis(tensor, dims)
+        is_float32 = tensor.element == "float32"
+        for split in (Split.WHOLE, Split.ROWS, Split.COLUMNS):
+            divides = split is not Split.COLUMNS or not tensor.is_vector
+            wanted = shard_shape(replace(tensor, split=split), 1 if split is Split.WHOLE else ways)
+            if divides and shape == wanted and (not is_float32 or dtype == "float32"):
+                return split
+    expected = shard_shape(replace(tensor, split=Split.WHOLE), 1)
+    raise _unfit(
+        f"'{tensor.name}' as {seen[:3]}", f"{list(expected)} in one slice, or in {_axis(tensor, dims)} equal ones"
+    )
+
+
+def _unfit(seen: str, expected: str) -> WeightSyncError:
+    return WeightSyncError(
+        "the trainer publishes tensors that are not those of its model",
+        seen=seen,
+        expected=expected,
+        remedy="report it with the model and layout; nothing was sent",
+    )
