@@ -9,6 +9,9 @@ own. Speeds are kept by waiting, so that two cores carry four links.
 Run: python bench/weight_roots.py [--json FILE]
 """
 
+# pyright: reportAttributeAccessIssue=false
+# `weight_sync` is the file beside this one; pyright looks into tests/ first, where there is one of that name.
+
 from __future__ import annotations
 
 import multiprocessing
