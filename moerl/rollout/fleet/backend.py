@@ -103,7 +103,7 @@ class WeightChannel(Protocol):
 class WeightGroup(Protocol):
     """Servers that one sender sends to together; they may pass buckets on to one another. One call at a time."""
 
-    async def send(self, bucket: Bucket, channels: Mapping[str, Any], number: int) -> Mapping[str, WeightSyncError]:
+    async def send(self, bucket: Bucket, channels: Mapping[str, Any], number: int, /) -> Mapping[str, WeightSyncError]:
         """Sends tensors to servers, by the keys of their channels; returns those that failed, and why. All others have
         the tensors. A server that fails costs the others one time limit of a step at most.
 
