@@ -78,8 +78,7 @@ class Held(weight_sync.KeepingSink):
 def alone(layout: Any, case: str) -> Any:
     """Cases of one rank; run in a process that has a process group."""
     plan = tiny_plan(ParallelDims())
-    shards = random_shards(plan, 0)
-    return globals()[case](plan, shards)
+    return globals()[case](plan, random_shards(plan, 0))
 
 
 @pytest.fixture
