@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from moerl.config.checks import COMMANDS, check_command, check_model_fits, check_run
 from moerl.config.compose import chosen_recipe, compose_values, parse_override, read_values, to_yaml
 from moerl.config.explain import explain, unknown_key
-from moerl.config.moved import with_moved_keys
+from moerl.config.moved import as_of_today
 from moerl.config.reference import COMMAND_KEY, is_known
 from moerl.config.resume import check_may_change
 from moerl.config.schema import RunConfig
@@ -94,12 +94,12 @@ def dump_config(config: RunConfig) -> str:
 
 
 def load_resolved(path: Path) -> RunConfig:
-    """Reads a resolved configuration, for example a run's ``config.yaml``; keys of before count under their new names.
+    """Reads a resolved configuration, for example a run's ``config.yaml``; of this or an earlier build.
 
     Raises:
         ConfigError: it cannot be read, or is not of this version.
     """
-    return _validate(with_moved_keys(read_values(path)))
+    return _validate(as_of_today(read_values(path)))
 
 
 def _load_resumed(run_dir: Path, overrides: list[str], command: str) -> RunConfig:
@@ -110,7 +110,7 @@ def _load_resumed(run_dir: Path, overrides: list[str], command: str) -> RunConfi
             expected="moerl train or moerl sft",
             remedy="leave resume away",
         )
-    values = with_moved_keys(read_values(run_dir / CONFIG_FILE))
+    values = as_of_today(read_values(run_dir / CONFIG_FILE))
     _check_same_command(str(values.get(COMMAND_KEY)), command, run_dir)
     for parsed in map(parse_override, overrides):
         if not is_known(parsed.key):

@@ -1,4 +1,4 @@
-"""Keys that have got another name or place: refused with the new one, read in the configuration of a stored run.
+"""Keys that have got another name or place, or came later: what a stored run of before means today.
 
 Pure functions over plain data; any process.
 """
@@ -21,6 +21,13 @@ MOVED = {
 }
 """By dotted path of before, the dotted path of now. The values mean the same, so a run that was stored continues."""
 
+ADDED: dict[str, Any] = {
+    "trainer.command_seconds": 3600.0,
+    "weights.interrupt": "retract",
+    "task.reward_workers": 1,
+}
+"""Keys that runs of before do not have, with the values by which they behave as they did."""
+
 
 def moved_key(path: str) -> ConfigError | None:
     """The error for a key of before, or for a section all of whose keys have moved; None for anything else."""
@@ -34,8 +41,8 @@ def moved_key(path: str) -> ConfigError | None:
     )
 
 
-def with_moved_keys(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a stored run with every key of before under its name of now; sections left empty are gone."""
+def as_of_today(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a stored run: keys of before have their names of now, keys that came later their values of then."""
     values = {name: dict(value) if isinstance(value, Mapping) else value for name, value in stored.items()}
     for old, new in MOVED.items():
         (old_section, old_name), (new_section, new_name) = old.split("."), new.split(".")
@@ -45,4 +52,10 @@ def with_moved_keys(stored: Mapping[str, Any]) -> dict[str, Any]:
         values.setdefault(new_section, {})[new_name] = section.pop(old_name)
         if not section:
             del values[old_section]
+    for path, value in ADDED.items():
+        section_name, name = path.split(".")
+        section = values.get(section_name)
+        # Of all tasks the one with rows in a file has a reward function of its own.
+        if isinstance(section, dict) and (section_name != "task" or section.get("name") == "jsonl"):
+            section.setdefault(name, value)
     return values
