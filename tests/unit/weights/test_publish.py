@@ -38,8 +38,7 @@ def tiny_plan(dims: ParallelDims, *, roots: int = 1, bucket_bytes: int = 1 << 14
 
 def random_shards(plan: SyncPlan, rank: int, seed: int = 0) -> dict[str, Tensor]:
     """Replicated ones alike on all ranks of a stage."""
-    stage = rank // plan.manifest.dims.ranks_per_stage
-    generator = torch.Generator().manual_seed(seed + stage)
+    generator = torch.Generator().manual_seed(seed + rank // plan.manifest.dims.ranks_per_stage)
     return {name: torch.randn(shape, generator=generator) for name, shape in plan.shard_shapes(rank).items()}
 
 
