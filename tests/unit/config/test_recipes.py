@@ -71,6 +71,7 @@ def test_the_recipe_for_large_models_has_the_values_of_public_recipes(pretrained
     config = train("recipe=pretrained", *pretrained, *own_task)
     assert (config.model.dtype, config.rollout.dtype) == ("bfloat16", "bfloat16")
     assert (config.optimizer.lr, config.optimizer.schedule, config.optimizer.weight_decay) == (1e-6, "constant", 0.1)
+    assert isinstance(config.algorithm, GRPO)
     assert (config.algorithm.clip_low, config.algorithm.clip_high) == (0.2, 0.28)
     assert (config.sft.steps, config.rl.moe_aux_loss_coef, config.algorithm.kl_coef) == (0, 0.0, 0.0)
     assert (config.rollout.max_new_tokens, config.rollout.top_k, config.rollout.top_p) == (8192, None, 1.0)
