@@ -8,6 +8,7 @@ import pytest
 from factories import write_hf_config
 
 from moerl import cli
+from moerl.algorithms.grpo import GRPO
 from moerl.config.command_texts import COMMANDS
 from moerl.config.load import load_config, load_plan
 from moerl.config.recipes import recipe_text
