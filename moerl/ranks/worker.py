@@ -65,9 +65,9 @@ _SHARES = WireLimits(max_frame_bytes=64 << 30, max_payload_bytes=128 << 30)
 class _Minibatch:
     """This rank's shares of a minibatch, and what its passes left behind.
 
-    given: as they came. batches: with the routing to keep. totals: of all ranks. proximal: scores
-    before the first update on this batch. traces, recorded: where the trainer's own routing is kept, what the pass that
-    recorded it dispatched per microbatch, and its report.
+    given: as they came. batches: with the routing to keep. totals: of all ranks. proximal: scores before the first
+    update on this batch. traces, recorded: where the trainer's own routing is kept, what the pass that recorded it
+    dispatched per microbatch, and its report.
     """
 
     given: list[Microbatch]
@@ -93,7 +93,6 @@ class Worker:
     Args:
         config: of the run.
         layout: this rank's coordinates; the process groups are there.
-        engine: takes the weights of this rank without a connection, where it is in the same process.
         watch: told as a microbatch begins how many began before it, and of how many.
     """
 
