@@ -90,7 +90,12 @@ echo "setup: $("$python" --version) at $python, $installer; about 5 GB into .ven
 install "build backends" --require-hashes -r requirements/build.lock
 install "all packages" --require-hashes -r requirements/run.lock
 install "moerl" --editable .
-.venv/bin/python -W ignore -c 'from moerl.trainer.bridge import import_bridge; import_bridge()' >>"$LOG" 2>&1 ||
+# Leaves the bytecode of what a run imports, also where the environment tells processes to write none: without it every
+# process would compile thousands of files again.
+WARM_UP='import pandas, pytest, tensorboard, moerl.orchestration.commands, moerl.orchestration.verify
+from moerl.trainer.bridge import import_bridge
+import_bridge()'
+env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -W ignore -c "$WARM_UP" >>"$LOG" 2>&1 ||
     { tail -n 20 "$LOG" >&2; fail "megatron-bridge does not import; remove .venv and run make setup again"; }
 touch .venv/.ready
 echo "setup: done in $SECONDS s"

@@ -28,6 +28,9 @@ DEVICES = ("cuda", "cpu")
 PYTHONS = ("python3.12", "python3.11", "python3.10")
 """Interpreters that the release runs on, the preferred one first."""
 
+_COMPILED = ("sglang", "torch", "transformers")
+"""Packages of which servers import thousands of files."""
+
 _PROBE = "import sys, json; print(json.dumps([*sys.version_info[:2]]))"
 _SITE = "import sysconfig; print(sysconfig.get_path('purelib'))"
 
@@ -59,7 +62,7 @@ def install(environment: Path, device: str, python: str | None = None) -> bool:
     if not (environment / "bin" / "python").exists():
         _run([interpreter, "-m", "venv", "--without-pip", str(environment.absolute())], "make the environment")
     for arguments in _packages(device):
-        # No bytecode for thousands of files that no server imports.
+        # Bytecode for what servers import alone, below.
         pip = [interpreter, "-m", "pip", "--python", str(python_of(environment)), "install", "--no-compile", "--quiet"]
         _run([*pip, *arguments], "install " + " ".join(arguments))
     site = site_packages(environment)
@@ -67,6 +70,10 @@ def install(environment: Path, device: str, python: str | None = None) -> bool:
         for folder in (release_folder() / "cpu" / "stand_ins").iterdir():
             shutil.copytree(folder, site / folder.name, dirs_exist_ok=True)
     apply_patches(site, read_patches())
+    # Else every process of every server compiles thousands of files, where the environment says to write no bytecode.
+    compiled = [str(site / name) for name in _COMPILED if (site / name).is_dir()]
+    compiling = ["-m", "compileall", "-q", "-j", "0", "-x", "/testing/", *compiled]
+    _run([str(python_of(environment)), "-W", "ignore", *compiling], "compile " + ", ".join(_COMPILED))
     _marker(environment).write_text(json.dumps({"sglang": SGLANG_VERSION, "device": device}) + "\n")
     return True
 

@@ -53,7 +53,7 @@ def test_a_release_with_other_patches_is_installed_and_patched_anew(tmp_path: Pa
     monkeypatch.setattr(install_module, "_run", run)
     monkeypatch.setattr(install_module, "apply_patches", lambda *arguments: calls.append("patch"))
     assert install(tmp_path, "cpu")
-    assert [purpose.partition(" ")[0] for purpose in calls] == ["install", "install", "patch"]
+    assert [purpose.partition(" ")[0] for purpose in calls] == ["install", "install", "patch", "compile"]
     assert device_of(tmp_path) == "cpu"
 
 
