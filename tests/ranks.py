@@ -4,14 +4,15 @@
 hold the asked-for Megatron layout (`where`; sizes as in `ParallelConfig`), and returns the results in rank order.
 Arguments and results are pickled.
 
-A rank is a process that has imported everything, and a fork of it that holds one layout and is replaced with it:
-a layout leaves no group and no thread behind.
+One process imports everything, once for all tests of a worker. A rank is a fork of it, and a fork of that holds one
+layout and is replaced with it: a layout leaves no group and no thread behind.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import importlib
 import importlib.util
 import multiprocessing
@@ -19,6 +20,7 @@ import os
 import pickle
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -39,7 +41,7 @@ class Ranks:
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[int] = []
         self._connections: list[Connection] = []
         self._calls = 0
 
@@ -81,17 +83,8 @@ class Ranks:
     def _start(self, rank: int) -> None:
         ours, theirs = Pipe()
         with (self._folder / f"output{rank}").open("wb") as output:
-            process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno()), str(rank), str(self.world_size)],
-                env={**os.environ, **RANK_ENV},
-                stdout=output,
-                stderr=output,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
+            self._processes.append(_importer().fork(rank, self.world_size, theirs.fileno(), output.fileno()))
         theirs.close()
-        ours.send(sys.path)
-        self._processes.append(process)
         self._connections.append(ours)
 
     def _answers(self, timeout_seconds: float) -> list[dict[str, Any]]:
@@ -115,12 +108,80 @@ class Ranks:
 
     def _stop(self) -> None:
         for process in self._processes:
-            # The rank and its fork are a process group of their own.
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            # The rank and its fork are a process group of their own; nobody has to wait for one that has ended.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process, signal.SIGKILL)
+                while True:
+                    os.killpg(process, 0)
+                    time.sleep(0.005)
         for connection in self._connections:
             connection.close()
         self._processes, self._connections = [], []
+
+
+class _Importer:
+    """A process that has imported everything, and forks ranks."""
+
+    def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, str(theirs.fileno()), str(os.getpid())],
+                env={**os.environ, **RANK_ENV},
+                pass_fds=[theirs.fileno()],
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        path = pickle.dumps(sys.path)
+        self._socket.sendall(len(path).to_bytes(4) + path)
+
+    def fork(self, rank: int, world_size: int, connection: int, output: int) -> int:
+        """The process id, and that of its group, of a new rank that listens at a connection."""
+        socket.send_fds(self._socket, [f"{rank} {world_size}".encode()], [connection, output])
+        return int.from_bytes(self._socket.recv(8))
+
+
+@functools.cache
+def _importer() -> _Importer:
+    return _Importer()
+
+
+def _import_and_fork(connection: socket.socket, parent: int) -> None:
+    length = int.from_bytes(connection.recv(4))
+    path = b""
+    while len(path) < length:
+        path += connection.recv(length - len(path))
+    sys.path[:] = pickle.loads(path)  # noqa: S301 - of the tests
+    from moerl.ranks.parent import die_with
+
+    die_with(parent)
+    import torch
+
+    from moerl.trainer.bridge import import_bridge
+
+    import_bridge()
+    importlib.import_module("moerl.trainer.trainer")
+    torch.set_num_threads(1)
+    # Ranks that end are nobody's to wait for.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    while True:
+        message, fds, _, _ = socket.recv_fds(connection, 64, 2)
+        if not message:
+            return
+        if os.fork():
+            for fd in fds:
+                os.close(fd)
+            continue
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.setsid()
+        die_with(os.getppid())
+        for number in (1, 2):
+            os.dup2(fds[1], number)
+        connection.sendall(os.getpid().to_bytes(8))
+        connection.close()
+        rank, world_size = map(int, message.split())
+        _rank_main(Connection(fds[0]), rank, world_size)
+        os._exit(0)
 
 
 def _unwrap(answer: dict[str, Any]) -> Any:
@@ -133,15 +194,6 @@ def _unwrap(answer: dict[str, Any]) -> Any:
 
 def _rank_main(connection: Connection, rank: int, world_size: int) -> None:
     """Hands calls on to a fork of this process that holds their layout."""
-    sys.path[:] = connection.recv()
-    import torch
-
-    from moerl.trainer.bridge import import_bridge
-
-    # What takes seconds to import is imported once.
-    import_bridge()
-    importlib.import_module("moerl.trainer.trainer")
-    torch.set_num_threads(1)
     context = multiprocessing.get_context("fork")
     fork, pipe, sizes = None, None, None
     with contextlib.suppress(EOFError):
@@ -213,4 +265,4 @@ def _portable(error: BaseException) -> bytes:
 
 
 if __name__ == "__main__":
-    _rank_main(Connection(int(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3]))
+    _import_and_fork(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))
