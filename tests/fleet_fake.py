@@ -6,7 +6,7 @@ import asyncio
 import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -221,10 +221,17 @@ class FakeGroup:
         """There is no group."""
 
 
+class Served(Protocol):
+    """A fake server of any kind."""
+
+    @property
+    def endpoint(self) -> Endpoint: ...
+
+
 class FakeLauncher:
     """Gives fake servers, one after the other; the last one for ever."""
 
-    def __init__(self, *servers: FakeServer) -> None:
+    def __init__(self, *servers: Served) -> None:
         self.servers, self.num_opened, self.is_closed = servers, 0, False
 
     def open(self) -> Endpoint:

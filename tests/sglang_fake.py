@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import zstandard
+from fleet_fake import FakeLauncher
 
 from moerl.contract.planes import pack_kept_ids
 from moerl.contract.trajectory import MAX_KEPT_IDS, ModelSpec
@@ -180,20 +181,6 @@ class FakeServer:
                 """Says nothing."""
 
         return Handler
-
-
-class FakeLauncher:
-    """Gives fake servers, one after the other; the last one for ever."""
-
-    def __init__(self, *servers: FakeServer) -> None:
-        self.servers, self.num_opened, self.is_closed = servers, 0, False
-
-    def open(self) -> Endpoint:
-        self.num_opened += 1
-        return self.servers[min(self.num_opened, len(self.servers)) - 1].endpoint
-
-    def close(self) -> None:
-        self.is_closed = True
 
 
 def connect(
