@@ -23,6 +23,7 @@ from moerl.config.command_texts import COMMANDS, EXPORT, VERIFY, Command
 from moerl.config.stop_signals import STOPPED, stop_signals
 from moerl.errors import CheckpointError, ConfigError, MoerlError
 from moerl.launch.arguments import Parser, bandwidth, gib_size, nats
+from moerl.launch.launchers import refuse_other_launchers
 from moerl.launch.overview import FAMILIES, SGLANG, family_overview, members, overview, which_command
 from moerl.launch.run_lock import run_lock
 from moerl.printable import printable
@@ -109,7 +110,7 @@ def _run(command: str, options: argparse.Namespace) -> int:
     from moerl.config.model_tensors import check_model
     from moerl.config.recipes import recipe_text
 
-    _refuse_launchers()
+    refuse_other_launchers()
     resolved = resolve_auto(options.overrides, command=command, config_dir=options.config_dir)
     is_auto, options.overrides = resolved.overrides != options.overrides, resolved.overrides
     config = load_config(options.overrides, command=command, config_dir=options.config_dir)
@@ -257,18 +258,6 @@ def _short_help(usage: str, command: Command, parser: argparse.ArgumentParser) -
     examples = "\n".join(f"  {line}\n      {purpose}" for line, purpose in command.examples)
     about = f"{parser.prog}: {command.summary}.\n\n{command.text}"
     return f"usage: {usage}\n\n{about}\n\nexamples:\n{examples}\n\noptions:\n{_options_text(parser)}"
-
-
-def _refuse_launchers() -> None:
-    """A launcher that starts this command several times would have several controllers."""
-    world_size = os.environ.get("WORLD_SIZE", "1")
-    if world_size != "1":
-        raise ConfigError(
-            "WORLD_SIZE: another launcher started this process",
-            seen=world_size,
-            expected="no launcher: moerl starts its own ranks",
-            remedy="run `moerl train` directly, without torchrun or mpirun",
-        )
 
 
 def _parser(command: str) -> argparse.ArgumentParser:
