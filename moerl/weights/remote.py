@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from moerl.contract.ports import CheckedSink
-from moerl.errors import WeightSyncError
+from moerl.errors import MoerlError, WeightSyncError
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -91,8 +91,9 @@ class SinkServer:
             tensors = [(each.name, _tensor(each, connection.recv_bytes())) for each in call.tensors]
             try:
                 answer = self._do(call, tensors)
-            except WeightSyncError as error:
-                answer = _Answer(problem=str(error))
+            except Exception as error:  # noqa: BLE001 - process boundary: the sender raises it
+                known = isinstance(error, MoerlError)
+                answer = _Answer(problem=str(error) if known else f"{type(error).__name__}: {error}")
             connection.send_bytes(msgspec.json.encode(answer))
 
     def _do(self, call: _Call, tensors: list[tuple[str, Tensor]]) -> _Answer:

@@ -15,7 +15,7 @@ from moerl.weights.remote import RemoteSink, SinkServer
 
 
 class FakeSink:
-    """Remembers its calls; refuses the version 13."""
+    """Remembers its calls; refuses the version 13, breaks at 17."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
@@ -24,6 +24,8 @@ class FakeSink:
     def begin_update(self, version: int) -> None:
         if version == 13:
             raise WeightSyncError("an unlucky version", seen=13)
+        if version == 17:
+            raise ZeroDivisionError("of the engine")
         self.calls.append(("begin", version))
 
     def receive(self, tensors: Iterable[tuple[str, Any]]) -> None:
@@ -81,6 +83,14 @@ def test_what_the_sink_refuses_is_refused_here_and_the_next_update_may_come(sink
     remote.abandon_update()
     remote.begin_update(14)
     assert sink.calls == ["abandon", ("begin", 14)]
+
+
+def test_an_error_of_the_engine_that_is_not_ours_reaches_the_sender_too(sink: FakeSink, server: SinkServer):
+    remote = RemoteSink(server.address)
+    with pytest.raises(WeightSyncError, match="ZeroDivisionError: of the engine"):
+        remote.begin_update(17)
+    remote.begin_update(18)
+    assert sink.calls == [("begin", 18)]
 
 
 def test_a_stranger_without_the_key_is_turned_away(sink: FakeSink, server: SinkServer):
