@@ -15,7 +15,7 @@ STEP = "moerl.trainer.trainer:MegatronTrainer.step"
 UPDATE = "moerl.trainer.optimizer:Optimizer.update"
 WRITE = "moerl.trainer.sharded_state:write"
 COMMIT = "moerl.trainer.checkpoint:CheckpointStore.commit"
-WRITE_MODEL = "moerl.orchestration.models:save_torch_state_dict"
+WRITE_MODEL = "moerl.trainer.hf_directory:save_torch_state_dict"
 
 
 def kill(place: str, call: int = 1, *, after: bool = False) -> Fault:

@@ -83,11 +83,11 @@ class LateWork:
 
 
 def meet_late(layout: Any, problem: Exception | None) -> str:
-    """What becomes of it, on rank 0 alone."""
+    """What becomes of it on rank 0. Peers are built on all ranks, as often."""
+    peers = weight_sync.peers_of(layout.rank)
     if layout.rank > 0:
         return ""
     work: Any = LateWork(problem)
-    peers = weight_sync.peers_of(layout.rank)
     try:
         peers.meet(lambda: work, peers.until(), "begin", [0])
     except WeightSyncError as error:
