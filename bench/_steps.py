@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moerl.algorithms.grpo import GRPO
-from moerl.buffer.cost import sequence_flops
-from moerl.buffer.packing import PackOptions, pack_for_ranks
-from moerl.buffer.rows import Padding, build_microbatch, trajectory_rows
+from moerl.batching.cost import sequence_flops
+from moerl.batching.packing import PackOptions, pack_for_ranks
+from moerl.batching.rows import Padding, build_microbatch, trajectory_rows
 from moerl.config.schema import OptimizerConfig
 from moerl.contract.batch import BatchTotals, Microbatch, TrainSample
 from moerl.contract.parallel import RankCoordinates

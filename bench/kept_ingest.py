@@ -19,7 +19,7 @@ from _measure import paired_ratio
 from _report import Result, command_line, json_argument, report
 from numpy.typing import NDArray
 
-from moerl.contract.planes import array_bytes, pack_kept_ids, read_array, read_kept_ids
+from moerl.contract.array_codec import array_bytes, pack_kept_ids, read_array, read_kept_ids
 from moerl.contract.trajectory import KeptSets
 from moerl.kernels.kept import KeptRows
 

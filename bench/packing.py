@@ -15,8 +15,8 @@ import numpy as np
 from _report import Result, json_argument, report, timed
 from _samples import describe_qwen3_moe
 
-from moerl.buffer.cost import sequence_flops
-from moerl.buffer.partition import Pack, plan_packs
+from moerl.batching.cost import sequence_flops
+from moerl.batching.partition import Pack, plan_packs
 
 COST = sequence_flops(
     describe_qwen3_moe(

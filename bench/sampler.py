@@ -17,7 +17,7 @@ from _report import Result, json_argument, report
 from torch import Tensor
 
 from moerl.contract.trajectory import SamplingParams
-from moerl.rollout.sampler import RowParams, sample, uniforms
+from moerl.rollout.sampler import RowParams, sample, seeded_uniforms
 
 NUM_ROWS, NUM_VOCAB, NUM_THREADS, REPEATS = 64, 151_936, 2, 25
 GOAL = 1.05
@@ -63,7 +63,7 @@ def seconds_in_turns(functions: list[Callable[[], object]], repeats: int) -> lis
 @torch.inference_mode()
 def measure(name: str, params: SamplingParams, logits: Tensor) -> list[Result]:
     rows = RowParams.of([params] * NUM_ROWS)
-    u = uniforms(np.arange(NUM_ROWS, dtype=np.uint64), np.arange(NUM_ROWS))
+    u = seeded_uniforms(np.arange(NUM_ROWS, dtype=np.uint64), np.arange(NUM_ROWS))
     kept = sample(logits, rows, u).kept_sizes.float().mean().item()
     captured, plain = seconds_in_turns(
         [lambda: sample(logits, rows, u), lambda: sample(logits, rows, u, capture=False)], REPEATS

@@ -9,7 +9,7 @@ Pairs alternate in one process in the order ABBA; a ratio is the median over pai
 bootstrap interval, and a goal is held against the upper end of that, in CPU time: one thread that never waits, so other
 load of the machine counts less. Wall time stands beside it. Baselines: the same step with sequences padded to the
 longest of their microbatch (same row budget), with routers that choose for themselves and batches without routing
-rows, with Keep Routing unproved, and with scores over the whole vocabulary.
+rows, with Keep Routing unproved, and with scores over the full vocabulary.
 """
 
 from __future__ import annotations

@@ -28,7 +28,10 @@ import torch
 import torch.distributed as dist
 from _report import Result, command_line, json_argument, report
 from torch import Tensor
-from torch.distributed.distributed_c10d import Backend, _new_process_group_helper
+from torch.distributed.distributed_c10d import (
+    Backend,
+    _new_process_group_helper,  # pyright: ignore[reportPrivateUsage]
+)
 
 from moerl.config.interfaces import LOOPBACK
 from moerl.rollout.sglang import broadcast, sender_group
@@ -181,6 +184,8 @@ def receive(connection: Connection) -> None:
                 relay.receive(flat)
                 assert flat.min() == flat.max()
                 connection.send(int(flat[0]))
+            case other:
+                raise AssertionError(f"an unknown message: {other!r}")
 
 
 def load_relay() -> ModuleType:

@@ -2,7 +2,7 @@
 
     per parameter       every tensor is broadcast to all ranks, then announced and sent on its own
     AllGather, serial   every rank receives every bucket, which is sent before the next one is gathered (the usual way)
-    ours                every part goes to the root alone; the next bucket is gathered while one is sent
+    ours                every part goes to the sender alone; the next bucket is gathered while one is sent
 
 Ranks meet over gloo, the engine behind a socket that acknowledges every message. Two models: many small experts (2,304
 matrices of 48 KiB) and few large ones (24 of 8 MiB). Then ours with a delay put into both stages, and its memory.
@@ -34,7 +34,7 @@ from moerl.contract.parallel import ParallelDims
 from moerl.models.description import ModelDescription
 from moerl.weights.allgather import AllGather
 from moerl.weights.bucket import WeightBucket
-from moerl.weights.gather import RootGather, TakeSlot
+from moerl.weights.gather import SenderGather, TakeSlot
 from moerl.weights.manifest import model_manifest
 from moerl.weights.peers import Peers
 from moerl.weights.plan import PlanOptions, SyncPlan, make_plan
@@ -139,22 +139,22 @@ class Update:
         self.all_plan = make_plan(model_manifest(sizes, dims), replace(options, gather="allgather"))
         self.peers = Peers(rank, CPU, STEP_SECONDS)
         self.all_gather = AllGather(self.all_plan, self.peers)
-        self.root_gather = RootGather(self.plan, self.peers)
+        self.sender_gather = SenderGather(self.plan, self.peers)
         self.shards = random_shards(self.plan, rank)
         self.room = torch.empty(self.plan.largest_bucket_bytes, dtype=torch.uint8)
         self.messages = per_parameter_messages(self.all_plan)
         self.last: PublishReport | None = None
 
     def per_parameter(self) -> None:
-        for sender, pieces, num_bytes in self.messages:
+        for source, pieces, num_bytes in self.messages:
             data = self.room[:num_bytes]
-            if sender == self.rank:
+            if source == self.rank:
                 offset = 0
                 for piece in pieces:
                     rows = self.shards[piece.source][piece.source_row : piece.source_row + piece.num_rows]
                     data[offset : offset + piece.num_bytes] = rows.reshape(-1).view(torch.uint8)
                     offset += piece.num_bytes
-            dist.broadcast(data, sender)
+            dist.broadcast(data, source)
             if self.sink is not None:
                 self.sink.send(data)
 
@@ -164,7 +164,7 @@ class Update:
                 self.sink.receive(bucket)
 
     def ours(self, gather: Any = None) -> None:
-        publisher = Publisher(self.plan, gather or self.root_gather, self.peers, self.sink)
+        publisher = Publisher(self.plan, gather or self.sender_gather, self.peers, self.sink)
         self.last = publisher.publish(self.shards, 0)
 
 
@@ -182,11 +182,11 @@ def per_parameter_messages(plan: SyncPlan) -> list[tuple[int, list[Any], int]]:
             by_name: dict[str, list[Any]] = {}
             for piece in message.pieces:
                 by_name.setdefault(piece.target, []).append(piece)
-            found += [(message.sender, pieces, sum(p.num_bytes for p in pieces)) for pieces in by_name.values()]
+            found += [(message.source, pieces, sum(p.num_bytes for p in pieces)) for pieces in by_name.values()]
     return found
 
 
-class SlowGather(RootGather):
+class SlowGather(SenderGather):
     """Takes longer over every bucket."""
 
     delay_seconds = 0.0
@@ -218,7 +218,7 @@ def measure(layout: Any) -> dict[str, Any]:
                 seconds = timed_together(function)
                 if repeat:
                     found["seconds"][name][way].append(seconds)
-        found["bytes"][name] = (update.root_gather.received_bytes, update.root_gather.needed_bytes)
+        found["bytes"][name] = (update.sender_gather.received_bytes, update.sender_gather.needed_bytes)
         found["bytes"][f"{name}, AllGather"] = (update.all_gather.received_bytes, update.all_gather.needed_bytes)
         if name == "many small":
             found["pipeline"] = pipeline_shares(update)
@@ -255,7 +255,7 @@ def extra_memory(update: Update) -> float:
     """Bytes by which this rank's resident memory grows during an update of ours, at its peak."""
     # Connections and the like are made once; what the first update has freed goes back, or it would be used unseen.
     update.ours()
-    update.root_gather = RootGather(update.plan, update.peers)
+    update.sender_gather = SenderGather(update.plan, update.peers)
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     dist.barrier()

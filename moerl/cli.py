@@ -267,7 +267,10 @@ def _parser(command: str) -> argparse.ArgumentParser:
     parser.add_argument("--config-dir", type=Path, metavar="DIR", help="directory with config groups of your own")
     parser.add_argument("--show-config", action="store_true", help="print the resolved configuration and stop")
     if command == PLAN_WEIGHTS:
-        for link, text in (("gather", "of a root's link to other trainer ranks"), ("engine", "of its link to engines")):
+        for link, text in (
+            ("gather", "of a sender's link to other trainer ranks"),
+            ("engine", "of its link to engines"),
+        ):
             parser.add_argument(
                 f"--{link}-gb-per-second", type=bandwidth, default=50.0, metavar="GB", help=f"{text}, 50 if not said"
             )

@@ -18,7 +18,7 @@ WITH_FUNCTIONS = ("moerl/", "scripts/")
 EXCEPTIONS = {
     "moerl/kernels/sparse_triton.py:_dots_kernel": "a Triton kernel takes each pointer and size by itself",
     "moerl/kernels/sparse_triton.py:_segment_kernel": "a Triton kernel takes each pointer and size by itself",
-    "moerl/kernels/whole_kl.py:forward": "torch passes the inputs of an autograd function one by one",
+    "moerl/kernels/full_kl.py:forward": "torch passes the inputs of an autograd function one by one",
 }
 """By path or ``path:function``."""
 

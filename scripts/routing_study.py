@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moerl.algorithms.mismatch import mismatch_sums
-from moerl.buffer.packing import PackOptions, pack_trajectories
+from moerl.batching.packing import PackOptions, pack_trajectories
 from moerl.contract.batch import Microbatch, TrainSample
 from moerl.contract.disk import read_parquet
 from moerl.contract.parallel import ParallelDims, RankCoordinates

@@ -142,7 +142,7 @@ def write_model(path: Path, family: TinyFamily, *, seed: int, **changes: Any) ->
 
 
 def make_samples(spec: ModelSpec, seed: int, lengths: Sequence[int]) -> list[TrainSample]:
-    """Trajectories of these lengths with random routes, sampled from the whole vocabulary."""
+    """Trajectories of these lengths with random routes, sampled from the full vocabulary."""
     rng = np.random.default_rng(seed)
     samples = []
     for i, length in enumerate(lengths):

@@ -60,7 +60,7 @@ def finish_checkpoints() -> None:
 def kill_in_gather(*, update: int) -> None:
     """SIGKILL to this process in the midst of its part in one weight update, from 1: it has begun a transfer."""
     module = importlib.import_module("moerl.weights.gather")
-    gather, start, updates, transfers = module.RootGather.gather, module.RootGather._start, 0, 0
+    gather, start, updates, transfers = module.SenderGather.gather, module.SenderGather._start, 0, 0
 
     def counted(self: Any, *args: Any) -> Any:
         nonlocal updates
@@ -75,7 +75,7 @@ def kill_in_gather(*, update: int) -> None:
             finish_checkpoints()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    module.RootGather.gather, module.RootGather._start = counted, started
+    module.SenderGather.gather, module.SenderGather._start = counted, started
 
 
 def hang(place: str, *, call: int) -> None:

@@ -26,7 +26,7 @@ from fuzz_tables import changed_table, sealed_again, write_table
 from sglang_fake import SPEC as SGLANG_SPEC
 from sglang_fake import compact, compact_fields
 
-from moerl.buffer.packing import PackOptions, pack_trajectories
+from moerl.batching.packing import PackOptions, pack_trajectories
 from moerl.contract import (
     Lineage,
     Quarantine,

@@ -1,7 +1,7 @@
 """What the matrix of layouts runs in its ranks, and how far a layout may be from one process.
 
 Every sample has rows without captured routing (the trainer's own router decides there), and every third one was drawn
-from the whole vocabulary. Updates are plain SGD: a rounding error of a gradient stays one in the weights.
+from the full vocabulary. Updates are plain SGD: a rounding error of a gradient stays one in the weights.
 """
 
 from __future__ import annotations

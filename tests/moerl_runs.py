@@ -208,10 +208,10 @@ def _serve(connection: Connection, parent: int) -> None:
 def _import_everything() -> None:
     import importlib
 
-    from moerl.trainer import bridge, fixes, platform
+    from moerl.trainer import bridge, megatron_patches, platform
 
     platform.prepare()
-    fixes.apply()
+    megatron_patches.apply()
     bridge.import_bridge()
     for name in ("moerl.cli", "moerl.config.load", "moerl.config.help_text", "moerl.orchestration.commands", "pandas"):
         importlib.import_module(name)

@@ -13,7 +13,7 @@ import numpy as np
 import zstandard
 from fleet_fake import FakeLauncher
 
-from moerl.contract.planes import pack_kept_ids
+from moerl.contract.array_codec import pack_kept_ids
 from moerl.contract.trajectory import MAX_KEPT_IDS, ModelSpec
 from moerl.rollout.fleet.backend import ModelFacts
 from moerl.rollout.fleet.endpoint import Endpoint

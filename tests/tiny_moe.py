@@ -12,8 +12,8 @@ import torch
 from factories import FULL, NUCLEUS, make_trajectory
 from torch import Tensor, nn
 
-from moerl.buffer.packing import PackOptions, Uncaptured, pack_for_ranks
-from moerl.buffer.rows import Padding
+from moerl.batching.packing import PackOptions, Uncaptured, pack_for_ranks
+from moerl.batching.rows import Padding
 from moerl.config.schema import OptimizerConfig
 from moerl.contract.batch import BatchTotals, Microbatch, TrainSample
 from moerl.contract.shares import cut_share

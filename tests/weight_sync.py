@@ -40,18 +40,18 @@ class KeepingSink:
 
 
 def plan_for(
-    trainer: Any, path: Path, *, roots: int = 1, gather: str = "root", bucket_bytes: int = BUCKET_BYTES
+    trainer: Any, path: Path, *, senders: int = 1, gather: str = "sender", bucket_bytes: int = BUCKET_BYTES
 ) -> Any:
     """The plan of a trainer's layout and model, from its config.json as it is on disk."""
     from moerl.models.description import read_model
     from moerl.trainer.collectives import all_gather_bytes
     from moerl.weights.manifest import encode_shards, merge_shards
-    from moerl.weights.plan import PlanOptions, choose_roots, make_plan
+    from moerl.weights.plan import PlanOptions, choose_senders, make_plan
 
     dims = trainer.layout.dims
     item_bytes = {"float32": 4, "bfloat16": 2}[trainer.options.dtype]
     options = PlanOptions(
-        choose_roots(dims, roots),
+        choose_senders(dims, senders),
         item_bytes,
         bucket_bytes,
         gather,  # pyright: ignore[reportArgumentType]
@@ -69,11 +69,11 @@ def peers_of(rank: int, step_seconds: float = 60.0) -> Any:
 def publisher_of(plan: Any, rank: int, sink: Any, gatherer: Any = None, step_seconds: float = 60.0) -> Any:
     """gatherer: a class in place of the one that the plan is for."""
     from moerl.weights.allgather import AllGather
-    from moerl.weights.gather import RootGather
+    from moerl.weights.gather import SenderGather
     from moerl.weights.publish import Publisher
 
     peers = peers_of(rank, step_seconds)
-    kind = gatherer or (RootGather if plan.options.gather == "root" else AllGather)
+    kind = gatherer or (SenderGather if plan.options.gather == "sender" else AllGather)
     return Publisher(plan, kind(plan, peers), peers, sink)
 
 

@@ -15,7 +15,7 @@ of the two sets; margin of the natural choice where it is not the recorded one, 
 
 
 @torch.no_grad()
-def choice_statistics(scores_tE: Tensor, natural_tK: Tensor, recorded_tK: Tensor, counted_t: Tensor) -> Tensor:
+def choice_statistics(scores_tE: Tensor, own_tK: Tensor, recorded_tK: Tensor, counted_t: Tensor) -> Tensor:
     """Sums of `STATISTICS`, float64 [5], of one router call.
 
     The margin is the score of the last natural expert less that of the best one left out: how much rounding it takes
@@ -23,17 +23,17 @@ def choice_statistics(scores_tE: Tensor, natural_tK: Tensor, recorded_tK: Tensor
     may be negative where groups of experts were chosen first.
 
     Args:
-        scores_tE: what the router ranks. natural_tK, recorded_tK: int64 ids. counted_t: bool, rows to count.
+        scores_tE: what the router ranks. own_tK, recorded_tK: int64 ids. counted_t: bool, rows to count.
     """
-    num_chosen = natural_tK.shape[1]
-    chosen_tE = torch.zeros_like(scores_tE, dtype=torch.bool).scatter_(1, natural_tK, True)
+    num_chosen = own_tK.shape[1]
+    chosen_tE = torch.zeros_like(scores_tE, dtype=torch.bool).scatter_(1, own_tK, True)
     shared_t = chosen_tE.gather(1, recorded_tK).sum(1)
     flips_t = (shared_t < num_chosen) & counted_t
     stays_t = ~flips_t & counted_t
     jaccard_t = shared_t / (2 * num_chosen - shared_t)
     if num_chosen < scores_tE.shape[1]:
         best_left_out_t = scores_tE.masked_fill(chosen_tE, -torch.inf).amax(1)
-        margin_t = (scores_tE.gather(1, natural_tK).amin(1) - best_left_out_t).double()
+        margin_t = (scores_tE.gather(1, own_tK).amin(1) - best_left_out_t).double()
     else:
         margin_t = torch.zeros(len(scores_tE), dtype=torch.float64, device=scores_tE.device)
     return torch.stack(
@@ -48,10 +48,10 @@ def choice_statistics(scores_tE: Tensor, natural_tK: Tensor, recorded_tK: Tensor
 
 
 @torch.no_grad()
-def differs(natural_tK: Tensor, recorded_tK: Tensor, num_experts: int) -> Tensor:
+def differs(own_tK: Tensor, recorded_tK: Tensor, num_experts: int) -> Tensor:
     """bool [t]: the two sets of experts are not the same."""
-    chosen_tE = torch.zeros(len(natural_tK), num_experts, dtype=torch.bool, device=natural_tK.device)
-    return ~chosen_tE.scatter_(1, natural_tK, True).gather(1, recorded_tK).all(1)
+    chosen_tE = torch.zeros(len(own_tK), num_experts, dtype=torch.bool, device=own_tK.device)
+    return ~chosen_tE.scatter_(1, own_tK, True).gather(1, recorded_tK).all(1)
 
 
 def summarize(sums_LS: Tensor) -> dict[str, list[float]]:

@@ -32,7 +32,7 @@ class GRPO(AlgorithmSection):
     )
     kl_support: Literal["kept", "full"] = Field(
         description="Ids that the KL sums over: kept = each token's kept set, both models renormalised inside it (the"
-        " whole vocabulary if nothing was cut); full = always the whole vocabulary."
+        " full vocabulary if nothing was cut); full = always the full vocabulary."
     )
 
     @property

@@ -1,6 +1,6 @@
 """KL terms per token. Runs in trainer processes.
 
-The penalty uses exact KLs (`moerl.kernels`: a sum over the kept set or over the whole vocabulary). The
+The penalty uses exact KLs (`moerl.kernels`: a sum over the kept set or over the full vocabulary). The
 estimator below serves metrics, where only the log-probs of the sampled tokens are at hand.
 """
 

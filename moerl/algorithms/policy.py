@@ -16,8 +16,8 @@ from moerl.algorithms.sequences import Sequences
 from moerl.contract.batch import BatchTotals
 
 KLSupport = Literal["kept", "full"]
-"""Ids that an exact KL sums over: the kept set of each token, both models renormalised inside it (the whole vocabulary
-where nothing was cut), or always the whole vocabulary."""
+"""Ids that an exact KL sums over: the kept set of each token, both models renormalised inside it (the full vocabulary
+where nothing was cut), or always the full vocabulary."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,9 +25,9 @@ def bounded(log_ratio_T: Tensor) -> Tensor:
 
 class _Bounded(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, log_ratio_T: Tensor) -> Tensor:
+    def forward(ctx: Any, log_ratio_T: Tensor) -> Tensor:
         return log_ratio_T.clamp(max=_HEADROOM * math.log(torch.finfo(log_ratio_T.dtype).max))
 
     @staticmethod
-    def backward(ctx, *grads: Tensor) -> Tensor:
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
         return grads[0]

@@ -203,20 +203,20 @@ def _check_lengths(config: RunConfig) -> None:
 
 
 def _check_weights(config: RunConfig) -> None:
-    roots, ranks = config.weights.roots, config.parallel.world_size
-    if roots > ranks:
+    senders, ranks = config.weights.senders, config.parallel.world_size
+    if senders > ranks:
         raise ConfigError(
-            "weights.roots: more than there are trainer ranks",
-            seen=roots,
+            "weights.senders: more than there are trainer ranks",
+            seen=senders,
             expected=f"at most {ranks}",
-            remedy="one root for each link to the engines is enough",
+            remedy="one sender for each link to the engines is enough",
         )
-    if roots > 1 and config.weights.transport == "direct" and config.rollout.engine == "embedded":
+    if senders > 1 and config.weights.transport == "direct" and config.rollout.engine == "embedded":
         raise ConfigError(
-            "weights.roots: the embedded engine takes weights from one rank",
-            seen=f"weights.roots = {roots}, weights.transport = direct, rollout = embedded",
+            "weights.senders: the embedded engine takes weights from one rank",
+            seen=f"weights.senders = {senders}, weights.transport = direct, rollout = embedded",
             expected="1",
-            remedy="set weights.roots=1, weights.transport=disk, or rollout=sglang",
+            remedy="set weights.senders=1, weights.transport=disk, or rollout=sglang",
         )
 
 

@@ -111,12 +111,12 @@ COMMANDS = {
             ),
             (
                 "moerl plan weights recipe=pretrained model.path=DIR parallel.expert=8 rollout.servers=4"
-                " weights.roots=4",
+                " weights.senders=4",
                 "four of them send to four servers",
             ),
             (
                 "moerl plan weights recipe=pretrained model.path=DIR parallel.expert=8 weights.transport=disk"
-                " weights.roots=8 --engine-gb-per-second 5",
+                " weights.senders=8 --engine-gb-per-second 5",
                 "all of them write",
             ),
         ),

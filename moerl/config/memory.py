@@ -21,7 +21,7 @@ experts. With n = T / context and m = n / tensor rows, a layer keeps, in element
     MoE          m k (expert_tensor h + 3 width)            rows sent to this rank's experts when they are evenly
                  + 3 n shared width / tensor + 2 m experts  loaded; router logits and probabilities (fp32)
 
-**The head** never holds logits of the whole vocabulary (`moerl.kernels`): hidden states of all n rows and their fp32
+**The head** never holds logits of the full vocabulary (`moerl.kernels`): hidden states of all n rows and their fp32
 gradient, the head's gradient until it is added up, and, where tokens without a kept set are scored, slabs of logits.
 
 `selective` keeps only the input of an MoE block, `full` only the input of a layer (m h); either works one layer out

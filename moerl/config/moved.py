@@ -16,10 +16,14 @@ MOVED = {
     "algorithm.group_size": "rl.group_size",
     "algorithm.minibatches": "rl.minibatches",
     "algorithm.moe_aux_loss_coef": "rl.moe_aux_loss_coef",
+    "weights.roots": "weights.senders",
     "kl.coef": "algorithm.kl_coef",
     "kl.support": "algorithm.kl_support",
 }
 """By dotted path of before, the dotted path of now. The values mean the same, so a run that was stored continues."""
+
+RENAMED = {"weights.gather": {"root": "sender"}}
+"""By dotted path, values that have another name now."""
 
 ADDED: dict[str, Any] = {
     "trainer.command_seconds": 3600.0,
@@ -52,6 +56,11 @@ def as_of_today(stored: Mapping[str, Any]) -> dict[str, Any]:
         values.setdefault(new_section, {})[new_name] = section.pop(old_name)
         if not section:
             del values[old_section]
+    for path, names in RENAMED.items():
+        section_name, name = path.split(".")
+        section = values.get(section_name)
+        if isinstance(section, dict) and section.get(name) in names:
+            section[name] = names[section[name]]
     for path, value in ADDED.items():
         section_name, name = path.split(".")
         section = values.get(section_name)

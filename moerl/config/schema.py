@@ -270,8 +270,8 @@ class KeepSamplingMaskConfig(Section):
 class WeightsConfig(Section):
     """How trained weights get to the engine."""
 
-    gather: Literal["root", "allgather"] = Field(
-        description="root = each part goes only to the rank that sends it to the engine; allgather = every rank that"
+    gather: Literal["sender", "allgather"] = Field(
+        description="sender = each part goes only to the rank that sends it to the engine; allgather = every rank that"
         " holds a part receives all parts (slow and simple, for comparison)."
     )
     bucket_bytes: Count = Field(
@@ -282,7 +282,7 @@ class WeightsConfig(Section):
         description="direct = straight into the engine; disk = through version folders in the run directory,"
         " which engines on other machines can read."
     )
-    roots: Ranks = Field(
+    senders: Ranks = Field(
         description="Ranks that send weights side by side; useful up to the number of servers or disks. The embedded"
         " engine receives from one."
     )

@@ -1,6 +1,7 @@
-"""Frames of microbatches: what the main rank sends to every other rank, each its own share.
+"""Frames of microbatches: what the controller sends to each rank, its own share.
 
-Framing, limits and checksums are those of `moerl.contract.frame`, array layouts `moerl.contract.planes`. A payload is
+Framing, limits and checksums are those of `moerl.contract.frame`, array layouts `moerl.contract.array_codec`. A
+payload is
 
     document bytes u64 | document (msgpack) | expert ids of each microbatch in order, [l, r, K]
 
@@ -19,10 +20,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from moerl.contract.batch import Microbatch
-from moerl.contract.frame import DEFAULT_LIMITS, FrameKind, WireLimits, pack_frame, unpack_frame
-from moerl.contract.parallel import RankCoordinates
-from moerl.contract.planes import (
+from moerl.contract.array_codec import (
     array_bytes,
     demand_length,
     expert_planes,
@@ -33,6 +31,9 @@ from moerl.contract.planes import (
     read_flags,
     read_kept_ids,
 )
+from moerl.contract.batch import Microbatch
+from moerl.contract.frame import DEFAULT_LIMITS, FrameKind, WireLimits, pack_frame, unpack_frame
+from moerl.contract.parallel import RankCoordinates
 from moerl.contract.reasons import Reason
 from moerl.contract.shares import cut_share, own_routing_bytes, routing_bytes
 from moerl.contract.trajectory import KeptSets, ModelSpec

@@ -229,10 +229,11 @@ class Failure(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
         if self.kind == ContractError.__name__:
             return ContractError(self.reason, field=self.field, seen=seen, expected=self.expected, remedy=self.remedy)
         if self.kind in (UnprovedError.__name__, ReplayError.__name__):
-            told = {"seen": self.seen, "expected": self.expected, "remedy": self.remedy}
             if self.kind == ReplayError.__name__:
-                return ReplayError(self.what, **told)
-            return UnprovedError(self.what, **told, microbatch=self.microbatch)
+                return ReplayError(self.what, seen=self.seen, expected=self.expected, remedy=self.remedy)
+            return UnprovedError(
+                self.what, seen=self.seen, expected=self.expected, remedy=self.remedy, microbatch=self.microbatch
+            )
         known = {each.__name__: each for each in (MoerlError, *MoerlError.__subclasses__())}
         if self.kind in known:
             return known[self.kind](self.what, seen=seen, expected=self.expected, remedy=self.remedy)

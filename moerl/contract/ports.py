@@ -100,10 +100,10 @@ class RolloutEngine(Protocol):
 
 
 class WeightSink(Protocol):
-    """Receives whole sets of HF-named weights: how they get from a root of the trainer to engines.
+    """Receives whole sets of HF-named weights: how they get from a sender of the trainer to engines.
 
-    Every root has a sink and calls it from one thread. Where there are several roots, the sinks of all have ended
-    before that of the first root does, which takes the version into use.
+    Every sender has a sink and calls it from one thread. Where there are several senders, the sinks of all have ended
+    before that of the first sender does, which takes the version into use.
     """
 
     def begin_update(self, version: int) -> None:

@@ -199,7 +199,7 @@ class Quarantine:
             )
 
     def _keep_record(self, record: RolloutRecord, error: ContractError, trainer_version: int) -> None:
-        facts = {
+        facts: dict[str, Any] = {
             "rollout_id": record.rollout_id,
             "engine_id": record.engine_id,
             "policy_version": record.policy_version,

@@ -113,7 +113,7 @@ class Trainer(Protocol):
         ...
 
     def score(self, minibatch: int, *, enforce: bool, prove: bool, full: bool = False) -> PassReport:
-        """A forward-only pass. full: score over the whole vocabulary, too."""
+        """A forward-only pass. full: score over the full vocabulary, too."""
         ...
 
     def prepare(self, minibatch: int, *, prove: bool) -> None:

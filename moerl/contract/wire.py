@@ -3,7 +3,7 @@
 Decoding is strict: unknown, missing and repeated fields, too many values, wrong types, wrong lengths, another model or
 fingerprint and anything the invariants refuse raise `ContractError`. Typed structs and `moerl.contract.documents` bound
 depth and number of values; no pickle. Framing, sizes and checksums are `moerl.contract.frame`, array layouts
-`moerl.contract.planes`. A payload is
+`moerl.contract.array_codec`. A payload is
 
     document bytes u64 | document (msgpack) | expert ids of each trajectory in order, [L, S-1, K]
 """
@@ -19,9 +19,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from moerl.contract.documents import check_document
-from moerl.contract.frame import DEFAULT_LIMITS, FrameKind, WireLimits, pack_frame, unpack_frame
-from moerl.contract.planes import (
+from moerl.contract.array_codec import (
     array_bytes,
     demand_length,
     expert_planes,
@@ -34,6 +32,8 @@ from moerl.contract.planes import (
     read_kept_ids,
     read_runs,
 )
+from moerl.contract.documents import check_document
+from moerl.contract.frame import DEFAULT_LIMITS, FrameKind, WireLimits, pack_frame, unpack_frame
 from moerl.contract.ports import RolloutRecord
 from moerl.contract.reasons import Reason
 from moerl.contract.trajectory import (

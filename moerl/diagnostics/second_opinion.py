@@ -92,18 +92,18 @@ def _difference(one: NDArray[np.floating], other: NDArray[np.floating], tokens: 
     return Difference(float(gaps.max()), float(gaps.mean()), int(tokens[gaps.argmax()]))
 
 
-def compare_routing(trajectories: Sequence[Trajectory], natural_ids: Sequence[NDArray[np.int64]]) -> LayerOpinion:
+def compare_routing(trajectories: Sequence[Trajectory], own_ids: Sequence[NDArray[np.int64]]) -> LayerOpinion:
     """Recorded experts against those the routers would have chosen, as sets.
 
     Args:
-        natural_ids: per trajectory int64 [S-1, L, K].
+        own_ids: per trajectory int64 [S-1, L, K].
     """
     num_layers, top_k = trajectories[0].expert_ids.shape[1:]
     differing_L, jaccard_L, num_rows, num_live = np.zeros(num_layers), np.zeros(num_layers), 0, 0
-    for trajectory, natural in zip(trajectories, natural_ids, strict=True):
+    for trajectory, natural in zip(trajectories, own_ids, strict=True):
         recorded_rLK = trajectory.expert_ids[trajectory.routed].astype(np.int64)
-        natural_rLK = natural[trajectory.routed]
-        shared_rL = (recorded_rLK[..., :, None] == natural_rLK[..., None, :]).sum((-1, -2))
+        own_rLK = natural[trajectory.routed]
+        shared_rL = (recorded_rLK[..., :, None] == own_rLK[..., None, :]).sum((-1, -2))
         differing_L += (shared_rL < top_k).sum(0)
         jaccard_L += (shared_rL / (2 * top_k - shared_rL)).sum(0)
         num_rows += len(recorded_rLK)

@@ -1,4 +1,4 @@
-"""Log-probs, entropies and exact KLs over kept sets and over the whole vocabulary.
+"""Log-probs, entropies and exact KLs over kept sets and over the full vocabulary.
 
 Runs in trainer processes, on CPU and GPU. Everything is differentiable with respect to hidden states and
 (vocabulary-parallel) head, or to the logits, and writes to none of its inputs. Shape legend of the package: T = rows

@@ -9,6 +9,7 @@ Shape legend: `moerl/kernels/__init__.py`.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -90,7 +91,7 @@ class Head:
 
 class _Enter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_tH: Tensor, group: dist.ProcessGroup, sequence_parallel: bool) -> Tensor:
+    def forward(ctx: Any, hidden_tH: Tensor, group: dist.ProcessGroup, sequence_parallel: bool) -> Tensor:
         ctx.group, ctx.sequence_parallel = group, sequence_parallel
         if not sequence_parallel:
             return hidden_tH.view_as(hidden_tH)
@@ -100,7 +101,7 @@ class _Enter(torch.autograd.Function):
         return hidden_TH
 
     @staticmethod
-    def backward(ctx, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         # A copy: the gradient may be shared with another consumer.
         grad_TH = grads[0].clone(memory_format=torch.contiguous_format)
         if not ctx.sequence_parallel:

@@ -9,6 +9,7 @@ Shape legend: `moerl/kernels/__init__.py`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ class KeptRows:
 
     rows: int64 [N], the row of each listed id, ascending. ids: int64 [N], global ids, ascending in a row.
     offsets: int64 [T + 1]; row t lists ids[offsets[t]:offsets[t + 1]].
-    truncated: bool [T]; True where a set is listed, False where the whole vocabulary was open.
+    truncated: bool [T]; True where a set is listed, False where the full vocabulary was open.
     """
 
     rows: Tensor
@@ -39,7 +40,7 @@ class KeptRows:
         """Copies the kept sets of a microbatch to `device`.
 
         Raises `ContractError` where `truncated` (bool [T]) and the listed sets disagree: an empty set never
-        means the whole vocabulary, and a listed set is never left unused.
+        means the full vocabulary, and a listed set is never left unused.
         """
         sizes = kept.sizes
         if len(sizes) != len(truncated) or int(kept.offsets[-1]) != len(kept.ids):
@@ -94,7 +95,7 @@ def segment_log_softmax(z_N: Tensor, rows_N: Tensor, num_rows: int) -> Tensor:
 
 class _SegmentLogSoftmax(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, z_N: Tensor, rows_N: Tensor, num_rows: int) -> Tensor:
+    def forward(ctx: Any, z_N: Tensor, rows_N: Tensor, num_rows: int) -> Tensor:
         max_T = z_N.new_full((num_rows,), float("-inf")).scatter_reduce(0, rows_N, z_N, "amax")
         shifted_N = z_N - max_T[rows_N]
         log_sum_T = segment_sum(shifted_N.exp(), rows_N, num_rows).log()
@@ -104,7 +105,7 @@ class _SegmentLogSoftmax(torch.autograd.Function):
         return logprobs_N
 
     @staticmethod
-    def backward(ctx, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         rows_N, logprobs_N = ctx.saved_tensors
         total_T = segment_sum(grads[0], rows_N, ctx.num_rows)
         return grads[0] - logprobs_N.exp() * total_T[rows_N], None, None
@@ -116,7 +117,7 @@ def kl_kept(kept_logprobs_N: Tensor, reference_kept_logprobs_N: Tensor, kept: Ke
     Args:
         kept_logprobs_N: log p at the listed ids (`KeptScores.kept_logprobs_N`); carries the gradient.
         reference_kept_logprobs_N: log q at the same ids, from a call with the same selected rows.
-            Normalised over the kept set or over the whole vocabulary: both sums are exact, of different
+            Normalised over the kept set or over the full vocabulary: both sums are exact, of different
                 references.
         kept: the sets.
 

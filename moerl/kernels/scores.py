@@ -1,29 +1,30 @@
-"""Scores of sampled tokens from hidden states and head; logits of the whole vocabulary are never held.
+"""Scores of sampled tokens from hidden states and head; logits of the full vocabulary are never held.
 
 Runs in trainer processes of the last pipeline stage, on every tensor-parallel rank alike. Forward and backward are
 deterministic. Communication of `score_kept`: one all-reduce of a number per listed id, and of three per row that is
-scored over the whole vocabulary; none backward (`Head.enter` sums the gradients of hidden states).
+scored over the full vocabulary; none backward (`Head.enter` sums the gradients of hidden states).
 Shape legend: `moerl/kernels/__init__.py`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from moerl.kernels.checks import check_listed, check_rows, check_targets, check_temperatures
+from moerl.kernels.full import FullRows, add_full_gradients, full_row_scores
 from moerl.kernels.head import HeadInputs
 from moerl.kernels.kept import KeptRows, segment_log_softmax, segment_sum
 from moerl.kernels.pairs import Pairs, add_pair_gradients, pair_logits, plan_pairs
 from moerl.kernels.vocab_parallel import VocabShard
-from moerl.kernels.whole import WholeRows, add_whole_gradients, whole_scores
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FullScores:
-    """Scores over the whole vocabulary, nats, float32 (float64 for float64 inputs); 0 on rows not scored so.
+    """Scores over the full vocabulary, nats, float32 (float64 for float64 inputs); 0 on rows not scored so.
 
     logprobs_T: [T], differentiable; log-prob of the target. entropy_T: [T], without gradient.
     """
@@ -40,7 +41,7 @@ class KeptScores:
 
     logprobs_T: [T], differentiable; log-prob of the target. entropy_T: [T], without gradient.
     kept_logprobs_N: [N], differentiable; log-prob of every listed id within its set (for `kl_kept`).
-    full: the same rows' scores over the whole vocabulary, where those were asked for.
+    full: the same rows' scores over the full vocabulary, where those were asked for.
     """
 
     logprobs_T: Tensor
@@ -60,7 +61,7 @@ def score_kept(
     """Log-prob of each target under the distribution it was drawn from, with gradients.
 
     With `z = hidden @ weight.T / temperature`: `z_a - logsumexp(z[kept])` on rows that list a kept set, which reads
-    the listed rows of the head only; `z_a - logsumexp(z)` over the whole vocabulary on the others.
+    the listed rows of the head only; `z_a - logsumexp(z)` over the full vocabulary on the others.
 
     Args:
         inputs: hidden states and head, from `Head.enter`.
@@ -68,7 +69,7 @@ def score_kept(
         kept: the kept sets of the same rows.
         temperatures_T: float, > 0 on scored rows.
         select_T: bool; rows to score (the sampled ones). All where None.
-        full_T: bool; rows to score over the whole vocabulary as well, all of them or a sample. Where None, only
+        full_T: bool; rows to score over the full vocabulary as well, all of them or a sample. Where None, only
             rows that list nothing are.
 
     Raises:
@@ -80,19 +81,19 @@ def score_kept(
     if select_T is not None:
         check_rows(inputs.num_rows, select=select_T)
         open_T, entries = open_T & select_T, select_T[kept.rows].nonzero().flatten()
-    whole_T = open_T
+    rows_T = open_T
     if full_T is not None:
         check_rows(inputs.num_rows, full=full_T)
-        whole_T = open_T | full_T
+        rows_T = open_T | full_T
     rows, ids = (kept.rows, kept.ids) if entries is None else (kept.rows[entries], kept.ids[entries])
     is_target = ids == target_ids_T[rows]
     check_listed(rows, ids, is_target, kept, inputs.shard.vocab_size)
     check_temperatures(temperatures_T[rows])
-    whole = _whole_rows(inputs, target_ids_T, temperatures_T, whole_T)
+    full_rows = _full_rows(inputs, target_ids_T, temperatures_T, rows_T)
     pairs = plan_pairs(rows, ids, inputs.num_rows, inputs.shard)
-    z, whole_logprobs_R, whole_entropy_R = _score(inputs, pairs, whole)
+    z, full_logprobs_R, full_entropy_R = _score(inputs, pairs, full_rows)
     logprobs = segment_log_softmax(z / temperatures_T[rows].to(z.dtype), rows, kept.num_rows)
-    full = _spread(inputs, whole, whole_logprobs_R, whole_entropy_R)
+    full = _spread(inputs, full_rows, full_logprobs_R, full_entropy_R)
     with torch.no_grad():
         entropy_T = -segment_sum(logprobs.exp() * logprobs, rows, kept.num_rows)
     listed_T = segment_sum(logprobs.masked_fill(~is_target, 0), rows, kept.num_rows)
@@ -109,7 +110,7 @@ def score_kept(
 def score_full(
     inputs: HeadInputs, target_ids_T: Tensor, temperatures_T: Tensor, select_T: Tensor | None = None
 ) -> FullScores:
-    """Exact log-prob of each target over the whole vocabulary, `z_a - logsumexp(z)`, and the entropy.
+    """Exact log-prob of each target over the full vocabulary, `z_a - logsumexp(z)`, and the entropy.
 
     The backward pass computes the logits again, slab by slab: a third more operations than keeping [T, V] would
     take, and none of its memory.
@@ -125,47 +126,49 @@ def score_full(
         select_T = torch.ones_like(target_ids_T, dtype=torch.bool)
     check_rows(inputs.num_rows, select=select_T)
     nothing = target_ids_T.new_zeros(0)
-    whole = _whole_rows(inputs, target_ids_T, temperatures_T, select_T)
-    _, logprobs_R, entropy_R = _score(inputs, plan_pairs(nothing, nothing, inputs.num_rows, inputs.shard), whole)
-    return _spread(inputs, whole, logprobs_R, entropy_R)
+    full_rows = _full_rows(inputs, target_ids_T, temperatures_T, select_T)
+    _, logprobs_R, entropy_R = _score(inputs, plan_pairs(nothing, nothing, inputs.num_rows, inputs.shard), full_rows)
+    return _spread(inputs, full_rows, logprobs_R, entropy_R)
 
 
-def _whole_rows(inputs: HeadInputs, target_ids_T: Tensor, temperatures_T: Tensor, whole_T: Tensor) -> WholeRows:
-    rows_R = whole_T.nonzero().flatten()
-    whole = WholeRows(rows_R, temperatures_T[rows_R], target_ids_T[rows_R])
-    check_targets(whole.target_ids_R, inputs.shard.vocab_size)
-    check_temperatures(whole.temperatures_R)
-    return whole
+def _full_rows(inputs: HeadInputs, target_ids_T: Tensor, temperatures_T: Tensor, rows_T: Tensor) -> FullRows:
+    rows_R = rows_T.nonzero().flatten()
+    full_rows = FullRows(rows_R, temperatures_T[rows_R], target_ids_T[rows_R])
+    check_targets(full_rows.target_ids_R, inputs.shard.vocab_size)
+    check_temperatures(full_rows.temperatures_R)
+    return full_rows
 
 
-def _spread(inputs: HeadInputs, whole: WholeRows, logprobs_R: Tensor, entropy_R: Tensor) -> FullScores:
+def _spread(inputs: HeadInputs, full_rows: FullRows, logprobs_R: Tensor, entropy_R: Tensor) -> FullScores:
     zeros_T = entropy_R.new_zeros(inputs.num_rows)
-    return FullScores(zeros_T.index_copy(0, whole.rows_R, logprobs_R), zeros_T.index_copy(0, whole.rows_R, entropy_R))
+    return FullScores(
+        zeros_T.index_copy(0, full_rows.rows_R, logprobs_R), zeros_T.index_copy(0, full_rows.rows_R, entropy_R)
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Plan:
     shard: VocabShard
     pairs: Pairs
-    whole: WholeRows
+    full_rows: FullRows
 
 
-def _score(inputs: HeadInputs, pairs: Pairs, whole: WholeRows) -> tuple[Tensor, Tensor, Tensor]:
-    plan = _Plan(inputs.shard, pairs, whole)
+def _score(inputs: HeadInputs, pairs: Pairs, full_rows: FullRows) -> tuple[Tensor, Tensor, Tensor]:
+    plan = _Plan(inputs.shard, pairs, full_rows)
     return _Score.apply(inputs.hidden_TH, inputs.weight_VpH, plan)  # type: ignore[return-value]
 
 
 class _Score(torch.autograd.Function):
-    """Logits at the pairs [N], log-probs and entropies of the rows scored over the whole vocabulary [R].
+    """Logits at the pairs [N], log-probs and entropies of the rows scored over the full vocabulary [R].
 
     One function for both, so that the head gets one dense gradient however it was used.
     """
 
     @staticmethod
-    def forward(ctx, hidden_TH: Tensor, weight_VpH: Tensor, plan: _Plan) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, hidden_TH: Tensor, weight_VpH: Tensor, plan: _Plan) -> tuple[Tensor, Tensor, Tensor]:
         inputs = HeadInputs(hidden_TH, weight_VpH, plan.shard)
         z_N = plan.shard.sum_(pair_logits(inputs, plan.pairs))
-        logprobs_R, entropy_R, log_sum_R = whole_scores(inputs, plan.whole)
+        logprobs_R, entropy_R, log_sum_R = full_row_scores(inputs, plan.full_rows)
         ctx.save_for_backward(hidden_TH, weight_VpH, log_sum_R)
         ctx.plan = plan
         ctx.mark_non_differentiable(entropy_R)
@@ -173,7 +176,7 @@ class _Score(torch.autograd.Function):
         return z_N, logprobs_R, entropy_R
 
     @staticmethod
-    def backward(ctx, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None]:
         hidden_TH, weight_VpH, log_sum_R = ctx.saved_tensors
         plan: _Plan = ctx.plan
         inputs = HeadInputs(hidden_TH, weight_VpH, plan.shard)
@@ -185,5 +188,5 @@ class _Score(torch.autograd.Function):
         if grad_N is not None:
             add_pair_gradients(inputs, plan.pairs, grad_N, grad_TH, grad_VpH)
         if grad_R is not None:
-            add_whole_gradients(inputs, plan.whole, (log_sum_R, grad_R), grad_TH, grad_VpH)
+            add_full_gradients(inputs, plan.full_rows, (log_sum_R, grad_R), grad_TH, grad_VpH)
         return (None if grad_TH is None else grad_TH.to(hidden_TH.dtype)), grad_VpH, None

@@ -5,6 +5,9 @@ piece of a row of the hidden states' gradient, a piece of a row of the head's gr
 bits every time. Shape legend: `moerl/kernels/segments.py`.
 """
 
+# Triton infers the types of what a kernel takes.
+# pyright: reportMissingParameterType=false
+
 from __future__ import annotations
 
 from typing import Any

@@ -14,13 +14,13 @@ from moerl.config.checks import describe_model
 from moerl.config.layouts import as_overrides
 from moerl.config.schema import EmbeddedRolloutConfig, RunConfig
 from moerl.rollout.sglang.invitation import PIECE_BYTES
-from moerl.weights.estimate import Bandwidths, RootLoad, Servers, root_loads, sent_bytes
+from moerl.weights.estimate import Bandwidths, SenderLoad, Servers, sender_loads, sent_bytes
 from moerl.weights.manifest import model_manifest
 from moerl.weights.plan import PlanOptions, SyncPlan, make_plan
 
 GB = 10**9
 _SHOWN = 16
-"""Roots in the table; of more than that the slowest ones."""
+"""Senders in the table; of more than that the slowest ones."""
 
 
 def plan_weights(config: RunConfig, bandwidths: Bandwidths) -> int:
@@ -28,7 +28,7 @@ def plan_weights(config: RunConfig, bandwidths: Bandwidths) -> int:
     dims = config.parallel.dims
     plan = make_plan(model_manifest(describe_model(config), dims), PlanOptions.of(config))
     num_servers = _num_servers(config)
-    loads = root_loads(plan, bandwidths, Servers(max(1, num_servers), PIECE_BYTES))
+    loads = sender_loads(plan, bandwidths, Servers(max(1, num_servers), PIECE_BYTES))
     console = Console(soft_wrap=True, highlight=False)
     total = sum(load.num_bytes for load in loads)
     num_tensors = sum(len(bucket.entries) for bucket in plan.buckets)
@@ -37,15 +37,15 @@ def plan_weights(config: RunConfig, bandwidths: Bandwidths) -> int:
         f" {as_overrides(dims)}"
     )
     console.print(_buckets_table(plan))
-    console.print(_roots_table(loads))
+    console.print(_senders_table(loads))
     sent = sent_bytes(plan)
     if sent:
         rank, most = max(sent.items(), key=lambda item: item[1])
-        console.print(f"{len(sent)} ranks send to roots, at most {most / GB:.2f} GB (rank {rank})")
+        console.print(f"{len(sent)} ranks hand parts to senders, at most {most / GB:.2f} GB (rank {rank})")
     slowest = max(loads, key=lambda load: load.seconds)
     taking_seconds = total / bandwidths.engine if num_servers else 0.0
     console.print(
-        f"{max(slowest.seconds, taking_seconds):.2f} s at {bandwidths.gather / GB:g} GB/s into a root and"
+        f"{max(slowest.seconds, taking_seconds):.2f} s at {bandwidths.gather / GB:g} GB/s into a sender and"
         f" {bandwidths.engine / GB:g} GB/s to engines; {slowest.send_seconds:.2f} s of sending,"
         f" {slowest.gather_seconds:.2f} s of gathering beside it"
     )
@@ -55,17 +55,17 @@ def plan_weights(config: RunConfig, bandwidths: Bandwidths) -> int:
             f" bucket at a time, {taking_seconds:.2f} s"
         )
     memory = 2 * max(config.weights.bucket_bytes, plan.largest_bucket_bytes)
-    console.print(f"extra memory of a root: at most {memory / GB:.2f} GB (two buckets)")
+    console.print(f"extra memory of a sender: at most {memory / GB:.2f} GB (two buckets)")
     console.print(_host_copy(config, loads))
     return 0
 
 
 def _num_servers(config: RunConfig) -> int:
-    """Servers that roots send to; 0 where they write to disk, or the engine is in the process of the one root."""
+    """Servers that weights are sent to; 0 through a disk, or to an engine in the process of the one sender."""
     return 0 if config.weights.transport == "disk" else config.rollout.num_servers
 
 
-def _host_copy(config: RunConfig, loads: list[RootLoad]) -> str:
+def _host_copy(config: RunConfig, loads: list[SenderLoad]) -> str:
     """What ranks keep for servers that come late: their part of the weights, and of the next ones while they send."""
     if isinstance(config.rollout, EmbeddedRolloutConfig):
         return "host copies of the weights: none (no servers)"
@@ -73,7 +73,7 @@ def _host_copy(config: RunConfig, loads: list[RootLoad]) -> str:
         return "host copies of the weights: none (one server that the run cannot start again)"
     through_disk = config.weights.transport == "disk"
     largest = sum(load.num_bytes for load in loads) if through_disk else max(load.num_bytes for load in loads)
-    rank = "the engine's process" if through_disk else "the root that sends most"
+    rank = "the engine's process" if through_disk else "the sender that sends most"
     return (
         f"host copies of the weights for servers that come late: {largest / GB:.2f} GB in {rank}, twice that while an"
         " update is sent"
@@ -96,10 +96,10 @@ def _buckets_table(plan: SyncPlan) -> Table:
     return table
 
 
-def _roots_table(loads: list[RootLoad]) -> Table:
+def _senders_table(loads: list[SenderLoad]) -> Table:
     shown = sorted(loads, key=lambda load: -load.seconds)[:_SHOWN]
     more = f", the slowest {_SHOWN} of {len(loads)}" if len(loads) > _SHOWN else ""
-    table = Table(title=f"roots{more}", title_justify="left")
+    table = Table(title=f"senders{more}", title_justify="left")
     for heading in ("rank", "buckets", "to engines, GB", "received, GB", "seconds"):
         table.add_column(heading, justify="right")
     for load in sorted(shown, key=lambda load: load.rank):

@@ -85,7 +85,7 @@ OFF = {"attention_bias": False, "tie_word_embeddings": False}
 def sparse_step_layers(config: Config) -> tuple[int, ...]:
     """Layer i is MoE where i is not in `mlp_only_layers` and (i + 1) is a multiple of `decoder_sparse_step`."""
     step = int(config.get("decoder_sparse_step") or 1)
-    dense = set(config.get("mlp_only_layers") or ())
+    dense: set[int] = set(config.get("mlp_only_layers") or ())
     return tuple(i for i in range(config["num_hidden_layers"]) if i not in dense and (i + 1) % step == 0)
 
 

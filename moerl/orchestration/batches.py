@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
 
-from moerl.buffer.cost import sequence_flops
-from moerl.buffer.packing import PackOptions, Uncaptured, pack_for_ranks, pack_text_for_ranks, packing_metrics
-from moerl.buffer.rows import Padding
+from moerl.batching.cost import sequence_flops
+from moerl.batching.packing import PackOptions, Uncaptured, pack_for_ranks, pack_text_for_ranks, packing_metrics
+from moerl.batching.rows import Padding
 from moerl.config.schema import RunConfig
 from moerl.contract.batch import BatchTotals, TextSample, TrainSample
 from moerl.contract.batch_wire import share_frames

@@ -168,13 +168,13 @@ def _open_run(config: RunConfig, command: str, *, resume: bool, lock: int | None
             reporter.say(describe_ends(read_ends(model_path, tokenizer, model.spec.vocab_size), tokenizer))
             run = Run(config, trainer, task, tokenizer, model, reporter)
             if resume:
-                _go_back(run)
+                _load_latest(run)
             yield run, model_path
 
 
-def _go_back(run: Run) -> None:
+def _load_latest(run: Run) -> None:
     """Takes the state of the run that goes on, and what was changed for it."""
-    run.go_back()
+    run.load_latest()
     stage, step = run.position
     take_changes(run.config, stage, step, run.reporter)
     _write_config(run.config)

@@ -13,8 +13,8 @@ from dataclasses import fields, replace
 
 import numpy as np
 
-from moerl.buffer.order import batch_indices
-from moerl.buffer.packing import PackOptions
+from moerl.batching.order import batch_indices
+from moerl.batching.packing import PackOptions
 from moerl.contract.batch import TrainSample
 from moerl.contract.ports import PolicyEngine, WorkedTask
 from moerl.orchestration import step_metrics
@@ -140,13 +140,13 @@ class RLStage:
             totals.add(report)
             totals.unproved += int(self.enforce and not proved[number])
         table = step_metrics.RowTable.of(np.concatenate(totals.tables))
-        per_layer = step_metrics.per_layer(totals.natural_LS, totals.live_rows_L)
+        per_layer = step_metrics.per_layer(totals.agreement_LS, totals.live_rows_L)
         self.run.reporter.log_layers(step + 1, per_layer)
         return {
             **step_metrics.disagreement(table),
             **step_metrics.policy_metrics(table),
             **step_metrics.load_metrics(totals.load_LE),
-            **step_metrics.natural_metrics(totals.natural_LS, totals.live_rows_L),
+            **step_metrics.agreement_metrics(totals.agreement_LS, totals.live_rows_L),
             **step_metrics.update_metrics(totals.updates),
             "replay/rows_verified": float(totals.verified),
             "replay/updates_unproved": float(totals.unproved),

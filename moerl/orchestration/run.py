@@ -90,7 +90,7 @@ class Run:
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
-    def go_back(self) -> None:
+    def load_latest(self) -> None:
         """Finds the newest valid checkpoint of an interrupted run and takes its state.
 
         Raises:
@@ -145,14 +145,14 @@ class Run:
         return (STAGE_ORDER[0], 0) if self._checkpoint is None else self._checkpoint[:2]
 
     def has_done(self, stage: str, step: int) -> bool:
-        """True where the checkpoint that `go_back` found lies at or after `step` of `stage`."""
+        """True where the checkpoint that `load_latest` found lies at or after `step` of `stage`."""
         if self._checkpoint is None:
             return False
         found_stage, found_step, _ = self._checkpoint
         return (STAGE_ORDER.index(found_stage), found_step) >= (STAGE_ORDER.index(stage), step)
 
     def restore(self, stage: str) -> int:
-        """Has the trainer load the checkpoint of this stage that `go_back` found; the step to go on from, else 0."""
+        """Has the trainer load what `load_latest` found for this stage; the step to resume from, else 0."""
         if self._checkpoint is None or self._checkpoint[0] != stage:
             return 0
         _, step, path = self._checkpoint

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from moerl.buffer.order import batch_indices
-from moerl.buffer.packing import PackOptions
+from moerl.batching.order import batch_indices
+from moerl.batching.packing import PackOptions
 from moerl.contract.batch import TextSample
 from moerl.contract.ports import DemonstrationTask
 from moerl.orchestration import step_metrics

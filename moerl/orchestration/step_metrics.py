@@ -52,7 +52,7 @@ class StepTotals:
         self.verified = 0
         self.unproved = 0
         self.load_LE = torch.zeros(layers, spec.num_experts, dtype=torch.int64)
-        self.natural_LS = torch.zeros(layers, len(STATISTICS), dtype=torch.float64)
+        self.agreement_LS = torch.zeros(layers, len(STATISTICS), dtype=torch.float64)
         self.live_rows_L = torch.zeros(layers, dtype=torch.int64)
 
     def add(self, report: PassReport) -> None:
@@ -62,7 +62,7 @@ class StepTotals:
         self.updates.append(report.update)
         self.verified += report.rows_verified
         self.load_LE += torch.from_numpy(report.load_LE)
-        self.natural_LS += torch.from_numpy(report.agreement_LS)
+        self.agreement_LS += torch.from_numpy(report.agreement_LS)
         self.live_rows_L += torch.from_numpy(report.live_rows_L)
 
 
@@ -162,17 +162,17 @@ def mean_of(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: sum(part[name] for part in parts) / len(parts) for name in names}
 
 
-def natural_metrics(natural_LS: Tensor, live_rows_L: Tensor) -> dict[str, float]:
+def agreement_metrics(agreement_LS: Tensor, live_rows_L: Tensor) -> dict[str, float]:
     """The trainer's own choice of experts beside the recorded one, over all layers and ranks.
 
     Args:
-        natural_LS: sums over all ranks, as in `moerl.algorithms.agreement`. live_rows_L: rows left to the router.
+        agreement_LS: sums over all ranks, as in `moerl.algorithms.agreement`. live_rows_L: rows left to the router.
     """
-    over_layers = summarize(natural_LS.sum(0, keepdim=True))
+    over_layers = summarize(agreement_LS.sum(0, keepdim=True))
     metrics = {f"routing/{name}": values[0] for name, values in over_layers.items()}
     return {**metrics, "routing/live_rows": float(live_rows_L.sum())}
 
 
-def per_layer(natural_LS: Tensor, live_rows_L: Tensor) -> dict[str, list[float]]:
+def per_layer(agreement_LS: Tensor, live_rows_L: Tensor) -> dict[str, list[float]]:
     """The same per MoE layer."""
-    return {**summarize(natural_LS), "live_rows": live_rows_L.double().tolist()}
+    return {**summarize(agreement_LS), "live_rows": live_rows_L.double().tolist()}

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from moerl.buffer.packing import PackOptions, pack_trajectories
+from moerl.batching.packing import PackOptions, pack_trajectories
 from moerl.config.model_tensors import check_weights
 from moerl.config.paths import dump_files
 from moerl.contract.batch import TrainSample
@@ -62,7 +62,7 @@ def run_verify(dump: Path, model: Path, *, tolerance: float, version: int | None
         compare_logprobs(t, {ENGINE: t.rollout_logprobs, TRANSFORMERS: theirs.logprobs, TRAINER: ours})
         for t, theirs, ours in zip(trajectories, replayed, trained, strict=True)
     ]
-    layers = compare_routing(trajectories, [each.natural_ids for each in replayed])
+    layers = compare_routing(trajectories, [each.own_ids for each in replayed])
     print_opinions(opinions, layers, tolerance)
     return 0 if all(opinion.within(tolerance) for opinion in opinions) else 1
 

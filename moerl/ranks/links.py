@@ -27,7 +27,7 @@ class Links:
         """The links as `Build` takes them. Once for each engine, before its first update."""
         if engine is None:
             return ""
-        weights, senders = self._config.weights, PlanOptions.of(self._config).roots
+        weights, senders = self._config.weights, PlanOptions.of(self._config).senders
         self.close()
         self._server = SinkServer(engine)
         servers = None

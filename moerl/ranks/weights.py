@@ -27,7 +27,7 @@ from moerl.trainer.hf_directory import checkpoint_shapes
 from moerl.trainer.trainer import MegatronTrainer
 from moerl.weights.allgather import AllGather
 from moerl.weights.disk import DiskSink, read_version
-from moerl.weights.gather import RootGather
+from moerl.weights.gather import SenderGather
 from moerl.weights.manifest import encode_shards, merge_shards
 from moerl.weights.peers import Peers
 from moerl.weights.plan import PlanOptions, make_plan
@@ -44,7 +44,7 @@ sender."""
 class ThroughDisk:
     """A sink that writes versions to disk and has an engine read them from there, hashes checked.
 
-    What the engine holds is compared with all that was read: other roots wrote a part of it.
+    What the engine holds is compared with all that was read: other senders wrote a part of it.
     """
 
     def __init__(self, folder: Path, disk: DiskSink, engine: CheckedSink) -> None:
@@ -140,10 +140,10 @@ class WeightSync:
         options = PlanOptions.of(config)
         published = all_gather_bytes(encode_shards(trainer.shards()))
         plan = make_plan(merge_shards(model, trainer.layout.dims, published), options)
-        gatherer = (RootGather if options.gather == "root" else AllGather)(plan, peers)
+        gatherer = (SenderGather if options.gather == "sender" else AllGather)(plan, peers)
         sink = None
-        if rank in options.roots:
-            sink = _sink(config, model, rank, options.roots, engine, links)
+        if rank in options.senders:
+            sink = _sink(config, model, rank, options.senders, engine, links)
         name = f"folder '{FOLDER}'" if config.weights.transport == "disk" else "the engine"
         self._publisher = Publisher(plan, gatherer, peers, sink, name)
 
@@ -177,7 +177,7 @@ def _sink(
         engine = RemoteSink(links.engine)
     if config.weights.transport == "disk":
         folder = config.run_dir / FOLDER
-        disk = DiskSink(folder, rank=rank, roots=senders)
+        disk = DiskSink(folder, rank=rank, senders=senders)
         return disk if not is_first or engine is None else ThroughDisk(folder, disk, engine)
     if links.servers is None:
         assert engine is not None

@@ -253,7 +253,7 @@ class Worker:
         rows = report.rows if not minibatch.proximal else _with_clipping(minibatch.proximal, report.rows)
         if minibatch.recorded is not None:
             own = minibatch.recorded
-            report = replace(report, natural_LS=own.natural_LS, live_rows_L=own.live_rows_L)
+            report = replace(report, agreement_LS=own.agreement_LS, live_rows_L=own.live_rows_L)
         return self._report(batches, rows, report)
 
     def _loss(self, minibatch: _Minibatch, *, prove: bool) -> PolicyGradientLoss:
@@ -293,7 +293,7 @@ class Worker:
             loss_sum,
             step.rows_verified,
             step.expert_load_LE.cpu().numpy(),
-            step.natural_LS.cpu().numpy(),
+            step.agreement_LS.cpu().numpy(),
             step.live_rows_L.cpu().numpy(),
             step.update,
         )

@@ -34,7 +34,7 @@ from moerl.rollout.attention import ATTENTION, decode_mask, prefill_mask
 from moerl.rollout.cache import SlotCache
 from moerl.rollout.capture import RoutingCapture
 from moerl.rollout.requests import check_requests
-from moerl.rollout.sampler import RowParams, sample, uniforms
+from moerl.rollout.sampler import RowParams, sample, seeded_uniforms
 from moerl.rollout.slots import SlotTable, StepResult
 from moerl.rollout.weight_difference import weight_difference
 from moerl.rollout.weight_staging import WeightStaging, held_views
@@ -322,7 +322,7 @@ class EmbeddedEngine:
 
     def _sample(self, run: _Run, rows: slice, hidden: Tensor, params: RowParams) -> None:
         logits = self._head(hidden)[:, : self._spec.vocab_size]
-        draws = sample(logits, params, uniforms(run.table.seeds(rows), run.table.lengths[rows]))
+        draws = sample(logits, params, seeded_uniforms(run.table.seeds(rows), run.table.lengths[rows]))
         step = StepResult(
             token_ids=draws.token_ids.cpu().numpy(),
             rollout_logprobs=draws.rollout_logprobs.cpu().numpy(),

@@ -55,7 +55,7 @@ class EnforcedRouting:
     def __init__(self, model: PreTrainedModel, spec: ModelSpec) -> None:
         # Hooks run in the order in which they were registered: the first capture sees what the router chose, the
         # second what the experts are really given.
-        self._natural = RoutingCapture(model, spec)
+        self._own = RoutingCapture(model, spec)
         self._config: Any = model.config
         family = family_of_model(model)
         assert family is not None  # or the capture had refused it
@@ -76,7 +76,7 @@ class EnforcedRouting:
         Args:
             ids_RLK: int64, distinct experts per row and layer. routed_R: bool; False where the router decides.
         """
-        self._natural.begin()
+        self._own.begin()
         self._used.begin()
         self._ids_RLK, self._routed_R = ids_RLK, routed_R
 
@@ -87,7 +87,7 @@ class EnforcedRouting:
             EngineError: a layer did not use the experts that `begin` named, or did not run on every row.
         """
         num_rows = len(self._routed_R)
-        natural_RLK, used_RLK = self._natural.take(num_rows), self._used.take(num_rows)
+        own_RLK, used_RLK = self._own.take(num_rows), self._used.take(num_rows)
         differs_RL = (used_RLK != self._ids_RLK).any(-1) & self._routed_R[:, None]
         if differs_RL.any():
             row, layer = differs_RL.nonzero()[0].tolist()
@@ -97,13 +97,13 @@ class EnforcedRouting:
                 expected=self._ids_RLK[row, layer].tolist(),
                 remedy="something else replaces the inputs of the experts; load a model of its own",
             )
-        return natural_RLK
+        return own_RLK
 
     def _keep_logits(self, layer: int, gate: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         self._logits[layer] = output[0] if isinstance(output, tuple) else output
 
     def _replace(self, layer: int, experts: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        hidden, natural_RK, natural_weights_RK = inputs
+        hidden, own_RK, own_weights_RK = inputs
         logits_RE, self._logits[layer] = self._logits[layer], None
         if logits_RE is None or len(logits_RE) != len(self._routed_R):
             raise EngineError(
@@ -113,6 +113,6 @@ class EnforcedRouting:
                 remedy="a fused path bypasses the router module; run the model eagerly",
             )
         ids_RK = self._ids_RLK[:, layer]
-        weights_RK = self._weights(logits_RE, ids_RK, self._config).to(natural_weights_RK.dtype)
+        weights_RK = self._weights(logits_RE, ids_RK, self._config).to(own_weights_RK.dtype)
         routed_R1 = self._routed_R[:, None]
-        return hidden, ids_RK.where(routed_R1, natural_RK), weights_RK.where(routed_R1, natural_weights_RK)
+        return hidden, ids_RK.where(routed_R1, own_RK), weights_RK.where(routed_R1, own_weights_RK)

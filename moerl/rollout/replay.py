@@ -29,11 +29,11 @@ class Replayed:
 
     logprobs: float64 [S], nats; of each sampled token under the distribution it was drawn from (its temperature, its
         kept set), with the recorded experts; 0 where not sampled.
-    natural_ids: int64 [S-1, L, K]; what the routers would have chosen on the hidden states of this replay.
+    own_ids: int64 [S-1, L, K]; what the routers would have chosen on the hidden states of this replay.
     """
 
     logprobs: NDArray[np.float64]
-    natural_ids: NDArray[np.int64]
+    own_ids: NDArray[np.int64]
 
 
 class TransformersReplay:

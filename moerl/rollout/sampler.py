@@ -88,7 +88,7 @@ class RowParams:
 
 
 @dataclass(frozen=True, slots=True)
-class Draws:
+class SamplerOutput:
     """What one step sampled.
 
     token_ids: int64 [N]. rollout_logprobs, kept_logmass: float32 [N], nats, as in the data contract (both 0 for a
@@ -105,7 +105,7 @@ class Draws:
     kept_sizes: Tensor
 
 
-def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
+def seeded_uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
     """Uniform numbers in [0, 1), one per row: 53 bits of splitmix64 keyed by seed, counted by position.
 
     Args:
@@ -117,13 +117,15 @@ def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def sample(logits_NV: Tensor, params: RowParams, uniforms_N: NDArray[np.float64], *, capture: bool = True) -> Draws:
+def sample(
+    logits_NV: Tensor, params: RowParams, uniforms_N: NDArray[np.float64], *, capture: bool = True
+) -> SamplerOutput:
     """Draws one token per row.
 
     Args:
         logits_NV: any float dtype [N, V]; computed on in float32.
         params: of the same N rows.
-        uniforms_N: float64 [N] in [0, 1), from `uniforms`.
+        uniforms_N: float64 [N] in [0, 1), from `seeded_uniforms`.
         capture: list the kept sets. The draws are the same without.
 
     Raises:
@@ -151,12 +153,12 @@ def sample(logits_NV: Tensor, params: RowParams, uniforms_N: NDArray[np.float64]
     )
 
 
-def _sample_open(z_NV: Tensor, log_z_N: Tensor, u_N: Tensor) -> Draws:
+def _sample_open(z_NV: Tensor, log_z_N: Tensor, u_N: Tensor) -> SamplerOutput:
     """Rows with the full vocabulary: nothing is listed."""
     weights_NV = torch.exp(z_NV - log_z_N[:, None])
     token_ids = _draw(weights_NV, u_N)
     logprobs = z_NV.gather(1, token_ids[:, None])[:, 0] - log_z_N
-    return Draws(
+    return SamplerOutput(
         token_ids=token_ids,
         rollout_logprobs=logprobs.clamp_(max=0.0),
         kept_logmass=torch.zeros_like(log_z_N),
@@ -166,7 +168,7 @@ def _sample_open(z_NV: Tensor, log_z_N: Tensor, u_N: Tensor) -> Draws:
     )
 
 
-def _sample_cut(z_NV: Tensor, log_z_N: Tensor, params: RowParams, u_N: Tensor, capture: bool) -> Draws:
+def _sample_cut(z_NV: Tensor, log_z_N: Tensor, params: RowParams, u_N: Tensor, capture: bool) -> SamplerOutput:
     """Rows with a finite top-k: only the largest max_top_k logits (and one more, to see ties) are looked at."""
     num_vocab = z_NV.shape[1]
     values_NC, ids_NC = z_NV.topk(min(params.max_top_k + 1, num_vocab), dim=-1)
@@ -189,7 +191,7 @@ def _sample_cut(z_NV: Tensor, log_z_N: Tensor, params: RowParams, u_N: Tensor, c
     else:
         kept_logmass = torch.zeros_like(log_z_N)
         kept_ids = torch.zeros(0, dtype=torch.int32, device=z_NV.device)
-    return Draws(
+    return SamplerOutput(
         token_ids=ids_NM.gather(1, columns)[:, 0],
         rollout_logprobs=_clamp_rounding(logprobs, log_kept_N).masked_fill_(params.greedy, 0.0),
         kept_logmass=_clamp_rounding(kept_logmass, log_z_N),
@@ -264,9 +266,9 @@ def _clamp_rounding(logs: Tensor, terms: Tensor) -> Tensor:
     return torch.where((logs > 0) & (logs <= bounds), torch.zeros_like(logs), logs)
 
 
-def _join(cut: Draws, uncut: Draws, order: Tensor) -> Draws:
+def _join(cut: SamplerOutput, uncut: SamplerOutput, order: Tensor) -> SamplerOutput:
     """Rows of both parts, back in the order of the batch. Open rows list nothing, so kept_ids keep their order."""
-    return Draws(
+    return SamplerOutput(
         token_ids=torch.cat([cut.token_ids, uncut.token_ids])[order],
         rollout_logprobs=torch.cat([cut.rollout_logprobs, uncut.rollout_logprobs])[order],
         kept_logmass=torch.cat([cut.kept_logmass, uncut.kept_logmass])[order],

@@ -26,7 +26,7 @@ _POOL_SLACK = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one forward pass sampled for m rows; the arrays of `moerl.rollout.sampler.Draws`, on the host."""
+    """What one forward pass sampled for m rows; the arrays of `moerl.rollout.sampler.SamplerOutput`, on the host."""
 
     token_ids: NDArray[np.int64]
     rollout_logprobs: NDArray[np.float32]

@@ -203,7 +203,7 @@ def is_registered(name: str) -> bool:
     return name in METRICS or (name == named_reward_metric(stem) and is_reward_name(stem))
 
 
-def check_metrics(metrics: Mapping[str, float]) -> None:
+def check_metrics(metrics: Mapping[str, object]) -> None:
     """Raises `ValueError` for a name that is not registered and a value that is not a finite number."""
     for name, value in metrics.items():
         if not is_registered(name):

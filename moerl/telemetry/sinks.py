@@ -105,7 +105,7 @@ class JsonlSink:
                 file.flush()
                 os.fsync(file.fileno())
 
-    def _rewrite(self, rows: list[dict]) -> None:
+    def _rewrite(self, rows: list[dict[str, Any]]) -> None:
         """Replaces the file atomically."""
         partial = self._path.with_suffix(".partial")
         with partial.open("w", encoding="utf-8") as file:
@@ -115,7 +115,7 @@ class JsonlSink:
         partial.replace(self._path)
 
 
-def read_rows(path: Path) -> list[dict]:
+def read_rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a metrics file. A last line without an end, left by a kill in mid-write, is not a row.
 
     Raises:

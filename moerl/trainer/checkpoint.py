@@ -120,7 +120,7 @@ class CheckpointStore:
         """
         temporary, final = self.partial(name), self.folder / name
         there = {str(path.relative_to(temporary)) for path in temporary.rglob("*") if path.is_file()}
-        if there != files.keys():
+        if there != set(files):
             raise CheckpointError(
                 f"the checkpoint {name} was not written whole",
                 seen=f"files {sorted(there ^ files.keys())} either lost or unknown",

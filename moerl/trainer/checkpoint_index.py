@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import torch
 from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.filesystem import _StorageInfo  # pyright: ignore[reportPrivateUsage]
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -118,7 +118,9 @@ def _properties(box: Box) -> TensorProperties:
 
 def _check(metadata: Metadata) -> None:
     """Every tensor is covered by its shards: none outside, none over another, nothing left out."""
-    from torch.distributed.checkpoint.default_planner import _validate_global_plan
+    from torch.distributed.checkpoint.default_planner import (
+        _validate_global_plan,  # pyright: ignore[reportPrivateUsage]
+    )
 
     problems = _validate_global_plan([], metadata)
     if problems:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from moerl.contract.parallel import ParallelDims, RankCoordinates
 from moerl.errors import ConfigError
-from moerl.trainer import fixes, platform
+from moerl.trainer import megatron_patches, platform
 
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
 
@@ -32,7 +32,7 @@ def start(*, rank: int, world_size: int, rendezvous: str, dims: ParallelDims, se
     """
     _check_world(world_size, dims)
     platform.prepare()
-    fixes.apply()
+    megatron_patches.apply()
     from megatron.core import parallel_state as mpu
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 

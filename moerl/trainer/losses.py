@@ -21,10 +21,10 @@ from moerl.algorithms.sequences import Sequences
 from moerl.contract.batch import BatchTotals, Microbatch
 from moerl.contract.parallel import RankCoordinates
 from moerl.contract.trajectory import KeptSets
+from moerl.kernels.full_kl import kl_full
 from moerl.kernels.head import Head, HeadInputs
 from moerl.kernels.kept import KeptRows, kl_kept
 from moerl.kernels.scores import KeptScores, score_full, score_kept
-from moerl.kernels.whole_kl import kl_whole
 from moerl.trainer import groups
 from moerl.trainer.trainer import MegatronTrainer, RowScores
 
@@ -64,8 +64,8 @@ class TextLoss:
 class Scorer:
     """Scores each sampled token under the distribution it was drawn from.
 
-    keep_mask: score inside the recorded kept sets; False scores over the whole vocabulary (the biased ablation).
-    with_full: also score over the whole vocabulary, for mismatch tables.
+    keep_mask: score inside the recorded kept sets; False scores over the full vocabulary (the biased ablation).
+    with_full: also score over the full vocabulary, for mismatch tables.
     """
 
     batches: Sequence[Microbatch]
@@ -168,12 +168,12 @@ class PolicyGradientLoss:
         with torch.no_grad():
             theirs = self.reference.model.head.enter(self.reference.hidden[microbatch])
         if support == "full":
-            return kl_whole(inputs, theirs, temperatures_T, mask_T)
+            return kl_full(inputs, theirs, temperatures_T, mask_T)
         with torch.no_grad():
             targets_T = _tensor(batch.target_ids, inputs.hidden_TH)
             listed = score_kept(theirs, targets_T, kept, temperatures_T, select_T=mask_T & kept.truncated)
         on_kept_T = kl_kept(scores.kept_logprobs_N, listed.kept_logprobs_N, kept)
-        return on_kept_T + kl_whole(inputs, theirs, temperatures_T, mask_T & ~kept.truncated)
+        return on_kept_T + kl_full(inputs, theirs, temperatures_T, mask_T & ~kept.truncated)
 
 
 def sequences_of(batch: Microbatch, layout: RankCoordinates, device: torch.device) -> Sequences:

@@ -28,10 +28,10 @@ from moerl.contract.batch import Microbatch
 from moerl.contract.parallel import RankCoordinates
 from moerl.contract.trajectory import ModelSpec
 from moerl.errors import ReplayError, UnprovedError
-from moerl.trainer import evidence, groups, platform
+from moerl.trainer import groups, platform, routing_checksums
 from moerl.trainer.replay_checks import find_unusable_routing
 from moerl.trainer.replay_rows import LocalRows, RecordedRouting, TracedRows, routing_slice
-from moerl.trainer.routers import NaturalTopK, RouterTap, tap_routers
+from moerl.trainer.routers import OwnTopK, RouterHook, hook_routers
 
 FORWARD, RECOMPUTE = 0, 1
 PHASES = ("forward", "recompute")
@@ -68,15 +68,15 @@ class KeepRouting:
         self.recomputes = config.recompute_granularity == "full" or (
             config.recompute_granularity == "selective" and "moe" in config.recompute_modules
         )
-        self.taps = tap_routers(chunks, config)
+        self.hooks = hook_routers(chunks, config)
         self._check_layers()
         if layout.dims.pipeline > 1:
-            self.layout = replace(layout, moe_layers=tuple(tap.moe_layer for tap in self.taps))
+            self.layout = replace(layout, moe_layers=tuple(hook.moe_layer for hook in self.hooks))
 
     def _check_layers(self) -> None:
         """Every MoE layer of the model lives in exactly one pipeline stage; a collective over them."""
         num_layers = self.spec.num_moe_layers
-        found = [tap.moe_layer for tap in self.taps]
+        found = [hook.moe_layer for hook in self.hooks]
         counts_L = torch.bincount(torch.tensor(found, dtype=torch.int64), minlength=num_layers).to(platform.device())
         # Rank-local sizes may differ where the model has more layers than the handshake says.
         surplus = torch.tensor([max(0, len(counts_L) - num_layers)], device=counts_L.device)
@@ -102,37 +102,37 @@ class KeepRouting:
         Raises:
             ReplayError: on every rank, where any rank has a batch that cannot be replayed.
         """
-        if any(tap.schedule is not None for tap in self.taps):
+        if any(hook.schedule is not None for hook in self.hooks):
             raise ReplayError("a replay schedule is open already", remedy="close it before the next one is opened")
         schedule = ReplaySchedule(self, batches, what, training=training)
         _raise_together(schedule.find_unusable_routing())
-        for tap in self.taps:
-            tap.schedule = schedule
+        for hook in self.hooks:
+            hook.schedule = schedule
         try:
             yield schedule
         finally:
-            for tap in self.taps:
-                tap.clear()
+            for hook in self.hooks:
+                hook.clear()
 
 
 class ReplaySchedule:
-    """Targets and evidence of one schedule."""
+    """Targets and routing checksums of one schedule."""
 
     def __init__(self, owner: KeepRouting, batches: Sequence[Microbatch], what: Replay, *, training: bool) -> None:
         self.owner, self.batches, self.what, self.training = owner, batches, what, training
         self.current: int | None = None
-        shape = (len(PHASES), len(batches), len(owner.taps))
+        shape = (len(PHASES), len(batches), len(owner.hooks))
         self.checksums_PMl = torch.zeros(shape, dtype=torch.int64)
         self.calls_PMl = torch.zeros(shape, dtype=torch.int64)
         num_layers = owner.spec.num_moe_layers
         self.expert_load_LE = torch.zeros(num_layers, owner.spec.num_experts, dtype=torch.int64)
-        self.natural_LS = torch.zeros(num_layers, len(STATISTICS), dtype=torch.float64, device=platform.device())
+        self.agreement_LS = torch.zeros(num_layers, len(STATISTICS), dtype=torch.float64, device=platform.device())
         self.live_rows_L = torch.zeros(num_layers, dtype=torch.int64)
         self._rows: dict[int, LocalRows] = {}
 
     def find_unusable_routing(self) -> UnprovedError | None:
         """What keeps a batch from being replayed, if anything (`moerl.trainer.replay_checks`)."""
-        layers = [tap.moe_layer for tap in self.owner.taps]
+        layers = [hook.moe_layer for hook in self.owner.hooks]
         return find_unusable_routing(
             self.batches, layers, self.owner.spec, self.owner.layout, enforce=self.what.enforce
         )
@@ -143,40 +143,38 @@ class ReplaySchedule:
         if microbatch not in self._rows:
             self._rows[microbatch] = LocalRows.of(self.batches[microbatch], self.owner.layout)
 
-    def route(self, tap: RouterTap, scores_tE: Tensor, natural: NaturalTopK) -> tuple[Tensor, Tensor]:
+    def route(self, hook: RouterHook, scores_tE: Tensor, own_topk: OwnTopK) -> tuple[Tensor, Tensor]:
         """Megatron's choice, or the recorded one on rows that have it; probabilities come from these scores."""
-        tap.active = (microbatch, phase) = self._place(tap)
+        hook.active = (microbatch, phase) = self._place(hook)
         rows = self._rows[microbatch]
         if self.what.record:
-            rows.recorded[tap.index] = natural(scores_tE.detach())[1]
+            rows.recorded[hook.index] = own_topk(scores_tE.detach())[1]
         if rows.expert_ids_tlK is None:
-            return natural(scores_tE)
-        target_tK = rows.expert_ids_tlK[:, tap.index].long()
+            return own_topk(scores_tE)
+        target_tK = rows.expert_ids_tlK[:, hook.index].long()
         if len(target_tK) != len(scores_tE):
             raise ReplayError(
-                f"routing rows do not match the router's input in layer {tap.layer_number}, microbatch {microbatch}",
+                f"routing rows do not match the router's input in layer {hook.layer_number}, microbatch {microbatch}",
                 seen=f"{len(scores_tE)} router rows",
                 expected=f"{len(target_tK)} recorded rows",
                 remedy="this is a bug in packing or slicing; report it with the layout",
             )
-        natural_tK = natural(scores_tE.detach())[1] if phase == FORWARD or rows.num_live else None
-        if phase == FORWARD and natural_tK is not None:
-            self._compare(tap, rows, scores_tE.detach(), natural_tK, target_tK)
+        own_tK = own_topk(scores_tE.detach())[1] if phase == FORWARD or rows.num_live else None
+        if phase == FORWARD and own_tK is not None:
+            self._compare(hook, rows, scores_tE.detach(), own_tK, target_tK)
         if not self.what.enforce:
-            return natural(scores_tE)
-        if rows.num_live and natural_tK is not None:
-            target_tK = torch.where(rows.routed_t[:, None], target_tK, natural_tK)
+            return own_topk(scores_tE)
+        if rows.num_live and own_tK is not None:
+            target_tK = torch.where(rows.routed_t[:, None], target_tK, own_tK)
         return scores_tE.gather(1, target_tK), target_tK
 
-    def _compare(
-        self, tap: RouterTap, rows: LocalRows, scores_tE: Tensor, natural_tK: Tensor, target_tK: Tensor
-    ) -> None:
+    def _compare(self, hook: RouterHook, rows: LocalRows, scores_tE: Tensor, own_tK: Tensor, target_tK: Tensor) -> None:
         """The trainer's own choice beside the recorded one, on rows that have one."""
-        rows.layers_differing_t += differs(natural_tK, target_tK, scores_tE.shape[1]) & rows.routed_t
-        self.natural_LS[tap.moe_layer] += choice_statistics(scores_tE, natural_tK, target_tK, rows.proved_t)
-        self.live_rows_L[tap.moe_layer] += rows.num_live
+        rows.layers_differing_t += differs(own_tK, target_tK, scores_tE.shape[1]) & rows.routed_t
+        self.agreement_LS[hook.moe_layer] += choice_statistics(scores_tE, own_tK, target_tK, rows.proved_t)
+        self.live_rows_L[hook.moe_layer] += rows.num_live
 
-    def _place(self, tap: RouterTap) -> tuple[int, int]:
+    def _place(self, hook: RouterHook) -> tuple[int, int]:
         """Which microbatch and phase a routing call belongs to.
 
         A checkpointed region runs first without gradients and again, with them, in the backward pass. That is told
@@ -187,35 +185,35 @@ class ReplaySchedule:
                 raise ReplayError("a router ran before its microbatch was named", remedy="report this as a bug")
             return self.current, FORWARD
         if torch.is_grad_enabled():
-            if not tap.pending:
+            if not hook.pending:
                 raise ReplayError(
-                    f"layer {tap.layer_number} recomputes more often than it ran forward",
+                    f"layer {hook.layer_number} recomputes more often than it ran forward",
                     remedy="report this as a bug with trainer.recompute and the layout",
                 )
-            return tap.pending.popleft(), RECOMPUTE
+            return hook.pending.popleft(), RECOMPUTE
         assert self.current is not None
-        tap.pending.append(self.current)
+        hook.pending.append(self.current)
         return self.current, FORWARD
 
-    def observe(self, tap: RouterTap, routing_map_tE: Tensor) -> None:
-        """Takes evidence from the routing map on its way to the dispatcher."""
-        if tap.active is None:
+    def observe(self, hook: RouterHook, routing_map_tE: Tensor) -> None:
+        """Takes checksums of the routing map on its way to the dispatcher."""
+        if hook.active is None:
             raise ReplayError(
-                f"layer {tap.layer_number} dispatched tokens without asking the replay hook",
+                f"layer {hook.layer_number} dispatched tokens without asking the replay hook",
                 seen="a routing map from elsewhere",
                 expected="top-k through router_replay",
                 remedy="turn fused routers off or set keep_routing.mode=off",
             )
-        microbatch, phase = tap.active
+        microbatch, phase = hook.active
         rows = self._rows[microbatch]
-        place = (phase, microbatch, tap.index)
+        place = (phase, microbatch, hook.index)
         self.calls_PMl[place] += 1
         if phase == FORWARD:
-            self.expert_load_LE[tap.moe_layer] += (routing_map_tE & ~rows.is_pad_t[:, None]).sum(0).cpu()
+            self.expert_load_LE[hook.moe_layer] += (routing_map_tE & ~rows.is_pad_t[:, None]).sum(0).cpu()
         if (self.what.trace or self.what.record) and phase == FORWARD:
-            rows.traced[tap.index] = evidence.row_checksums(routing_map_tE, rows.keys_t, tap.moe_layer).cpu()
+            rows.traced[hook.index] = routing_checksums.row_checksums(routing_map_tE, rows.keys_t, hook.moe_layer).cpu()
         if self._takes_checksums or self.what.record:
-            checksum = evidence.map_checksum(routing_map_tE, rows.keys_t, ~self._counted(rows), tap.moe_layer)
+            checksum = routing_checksums.map_checksum(routing_map_tE, rows.keys_t, ~self._counted(rows), hook.moe_layer)
             self.checksums_PMl[place] += checksum.cpu()
 
     @property
@@ -232,7 +230,7 @@ class ReplaySchedule:
         After a schedule with `Replay.record`; a collective over the ranks that share the rows.
         """
         checksums_Ml = self._checksums_of_all_rows()[FORWARD]
-        dtype, count = self.owner.spec.expert_dtype, len(self.owner.taps)
+        dtype, count = self.owner.spec.expert_dtype, len(self.owner.hooks)
         batches = [
             replace(
                 batch,
@@ -247,10 +245,10 @@ class ReplaySchedule:
     def traced(self, microbatch: int) -> TracedRows:
         """What reached this rank's dispatchers in the forward pass of a microbatch, after `Replay.trace`."""
         rows, batch, layout = self._rows[microbatch], self.batches[microbatch], self.owner.layout
-        keys, positions = evidence.row_origins(batch, layout.dims.context, layout.context_rank)
+        keys, positions = routing_checksums.row_origins(batch, layout.dims.context, layout.context_rank)
         mine = routing_slice(batch, layout)
         real, routed = ~batch.is_pad[mine], self._counted(rows).cpu().numpy()
-        layers = np.array([tap.moe_layer for tap in self.owner.taps], np.int64)
+        layers = np.array([hook.moe_layer for hook in self.owner.hooks], np.int64)
         checksums_rl = rows.traced_checksums(len(layers))[real]
         return TracedRows(keys[mine][real], positions[mine][real], layers, checksums_rl, routed[real])
 
@@ -278,13 +276,13 @@ class ReplaySchedule:
             Routing rows verified on this rank (rows x layers x phases).
 
         Raises:
-            UnprovedError: on every rank, where any rank's evidence disagrees.
+            UnprovedError: on every rank, where routing checksums disagree on any rank.
         """
         _raise_together(self._first_problem(self._checksums_of_all_rows()))
         if not self._takes_checksums:
             return 0
         rows = sum(int(rows.proved_t.sum()) for rows in self._rows.values())
-        return self._num_phases * len(self.owner.taps) * rows
+        return self._num_phases * len(self.owner.hooks) * rows
 
     def _checksums_of_all_rows(self) -> Tensor:
         """int64 [P, M, l] on the CPU, over the ranks that share the rows; a collective over them."""
@@ -306,7 +304,10 @@ class ReplaySchedule:
                 if not self._takes_checksums:
                     continue
                 assert batch.routing_checksums is not None
-                sums_l, expected_l = checksums_PMl[phase, microbatch], evidence.as_signed(batch.routing_checksums)
+                sums_l, expected_l = (
+                    checksums_PMl[phase, microbatch],
+                    routing_checksums.as_signed(batch.routing_checksums),
+                )
                 for index in (sums_l != expected_l).nonzero().flatten().tolist():
                     seen, wanted = (f"{int(sums[index]) % 2**64:#018x}" for sums in (sums_l, expected_l))
                     seen += self._left_to_the_router(microbatch)
@@ -320,7 +321,7 @@ class ReplaySchedule:
 
     def _problem(self, what: str, at: tuple[int, int, int], seen: str, wanted: str) -> UnprovedError:
         phase, microbatch, index = at
-        layer = self.owner.taps[index].layer_number
+        layer = self.owner.hooks[index].layer_number
         place = f"layer {layer}, rank {self.owner.layout.rank}, microbatch {microbatch}, {PHASES[phase]}"
         return UnprovedError(
             f"Keep Routing was not proved in {place}: {what}",

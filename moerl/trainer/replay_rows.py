@@ -15,7 +15,7 @@ from torch import Tensor
 from moerl.contract.batch import Microbatch
 from moerl.contract.parallel import RankCoordinates
 from moerl.contract.trajectory import ModelSpec
-from moerl.trainer import evidence, platform
+from moerl.trainer import platform, routing_checksums
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,7 +50,7 @@ class LocalRows:
     """This rank's routing rows of a microbatch: sequence parallelism slices its context-parallel rows once more.
 
     routed_t: the row's routing was captured. proved_t: captured and no padding. num_live: rows left to the router, no
-    padding. recorded, traced: per tap, see `Replay`.
+    padding. recorded, traced: per hook, see `Replay`.
     """
 
     expert_ids_tlK: Tensor | None
@@ -70,7 +70,7 @@ class LocalRows:
         routed = batch.routed[mine]
         return cls(
             expert_ids_tlK=None if batch.expert_ids is None else torch.from_numpy(batch.expert_ids.copy()).to(device),
-            keys_t=evidence.row_keys(batch, layout.dims.context, layout.context_rank)[mine].to(device),
+            keys_t=routing_checksums.row_keys(batch, layout.dims.context, layout.context_rank)[mine].to(device),
             is_pad_t=torch.from_numpy(batch.is_pad[mine].copy()).to(device),
             routed_t=torch.from_numpy(routed.copy()).to(device),
             proved_t=torch.from_numpy(routed & ~batch.is_pad[mine]).to(device),

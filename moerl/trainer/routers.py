@@ -1,6 +1,6 @@
 """The routers of a live model: found once, refused where they bypass the replay hook, tapped where they do not.
 
-Runs in every trainer rank. A `RouterTap` sits in one router's `router_replay` and before its token dispatcher; what it
+Runs in every trainer rank. A `RouterHook` sits in one router's `router_replay` and before its token dispatcher; what it
 does there is decided by the schedule that is open (`moerl.trainer.replay`).
 """
 
@@ -16,23 +16,23 @@ from torch import Tensor, nn
 
 from moerl.errors import ReplayError
 
-NaturalTopK = Callable[[Tensor], tuple[Tensor, Tensor]]
+OwnTopK = Callable[[Tensor], tuple[Tensor, Tensor]]
 """Megatron's own choice: scores [T, E] -> (values, ids), both [T, K]."""
 
 
 class Listener(Protocol):
     """What is open around a forward(-backward) schedule."""
 
-    def route(self, tap: RouterTap, scores_tE: Tensor, natural: NaturalTopK) -> tuple[Tensor, Tensor]: ...
+    def route(self, hook: RouterHook, scores_tE: Tensor, own_topk: OwnTopK) -> tuple[Tensor, Tensor]: ...
 
-    def observe(self, tap: RouterTap, routing_map_tE: Tensor) -> None: ...
+    def observe(self, hook: RouterHook, routing_map_tE: Tensor) -> None: ...
 
 
 @dataclass(slots=True)
-class RouterTap:
+class RouterHook:
     """One tapped router.
 
-    index: among the taps of this rank. moe_layer: index among all MoE layers of the model, from 0. layer_number:
+    index: among the hooks of this rank. moe_layer: index among all MoE layers of the model, from 0. layer_number:
     Megatron's number, from 1. pending: microbatches whose recompute is still to come, oldest first. active:
     (microbatch, phase) of the last routing call.
     """
@@ -55,10 +55,10 @@ class RouterTap:
         """Megatron's hook: (values, ids), both [T, K], chosen from scores [T, E]."""
         assert default_compute_topk is not None
 
-        def natural(scores_TE: Tensor) -> tuple[Tensor, Tensor]:
+        def own_topk(scores_TE: Tensor) -> tuple[Tensor, Tensor]:
             return default_compute_topk(scores_TE, topk, num_groups=num_groups, group_topk=group_topk)
 
-        return natural(scores) if self.schedule is None else self.schedule.route(self, scores, natural)
+        return own_topk(scores) if self.schedule is None else self.schedule.route(self, scores, own_topk)
 
     def before_dispatch(self, routing_map_TE: Tensor) -> None:
         if self.schedule is not None:
@@ -91,7 +91,7 @@ def refuse_unsupported_routers(config: Any) -> None:
             )
 
 
-def tap_routers(chunks: Sequence[nn.Module], config: Any) -> list[RouterTap]:
+def hook_routers(chunks: Sequence[nn.Module], config: Any) -> list[RouterHook]:
     """Taps the routers of a live model's chunks, in the order of its layers.
 
     Layers are told apart by Megatron's layer number, which counts over the whole model whatever the pipeline; dense
@@ -108,13 +108,13 @@ def tap_routers(chunks: Sequence[nn.Module], config: Any) -> list[RouterTap]:
     found: list[Any] = [layer for chunk in chunks for layer in chunk.modules() if isinstance(layer, MoELayer)]
     _refuse_unknown_routers(found)
     layers = [layer for layer in found if not layer.router.is_mtp_layer]
-    taps = [
-        RouterTap(index, sum(pattern[: layer.layer_number - 1]), layer.layer_number)
+    hooks = [
+        RouterHook(index, sum(pattern[: layer.layer_number - 1]), layer.layer_number)
         for index, layer in enumerate(layers)
     ]
-    for tap, layer in zip(taps, layers, strict=True):
-        _install(tap, layer)
-    return taps
+    for hook, layer in zip(hooks, layers, strict=True):
+        _install(hook, layer)
+    return hooks
 
 
 def _refuse_unknown_routers(layers: Sequence[Any]) -> None:
@@ -131,7 +131,7 @@ def _refuse_unknown_routers(layers: Sequence[Any]) -> None:
             )
 
 
-def _install(tap: RouterTap, layer: Any) -> None:
+def _install(hook: RouterHook, layer: Any) -> None:
     if layer.router.router_replay is not None:
         raise ReplayError(
             f"the router of layer {layer.layer_number} has a replay hook already",
@@ -139,14 +139,14 @@ def _install(tap: RouterTap, layer: Any) -> None:
             expected="none",
             remedy="leave Megatron's moe_enable_routing_replay off",
         )
-    layer.router.router_replay = tap
+    layer.router.router_replay = hook
     dispatcher = layer.token_dispatcher
     original = dispatcher.dispatch_preprocess
 
     def dispatch_preprocess(hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> Any:
-        if tap.schedule is not None:
+        if hook.schedule is not None:
             _refuse_dead_router(layer, probs)
-        tap.before_dispatch(routing_map)
+        hook.before_dispatch(routing_map)
         return original(hidden_states, routing_map, probs)
 
     dispatcher.dispatch_preprocess = dispatch_preprocess

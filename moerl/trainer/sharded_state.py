@@ -69,7 +69,9 @@ def stage(chunks: Sequence[nn.Module], optimizer: Any, extra: Mapping[str, Any])
         "random_states": gather_random_states(),
     }
     sharded[_COMMON] = ShardedObject(_COMMON, common, (1,), (0,), replica_id=dist.get_rank())
-    by_name, _, _ = torch_dist._replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
+    by_name, _, _ = torch_dist._replace_state_dict_keys_with_sharded_keys(  # pyright: ignore[reportPrivateUsage]
+        sharded, keep_only_main_replica=True
+    )
     num_bytes = 0
     for shards in by_name.values():
         for shard in shards:

@@ -35,7 +35,7 @@ class RowScores:
     """Detached per-row results of one microbatch, on the CPU.
 
     logprobs_T: float32, nats; the trainer's log-prob of each target under the distribution it was drawn from.
-    entropy_T: float32, nats. clipped_T: bool or None. full_logprobs_T: float32 over the whole vocabulary, or None.
+    entropy_T: float32, nats. clipped_T: bool or None. full_logprobs_T: float32 over the full vocabulary, or None.
     losses_T: float32 or None.
     layers_differing_T: int32; MoE layers whose natural choice differs from the recorded one (0 without routing).
     """
@@ -65,7 +65,7 @@ class StepReport:
 
     rows: per microbatch, on the last pipeline stage; empty elsewhere. update: None after a forward-only pass.
     rows_verified: routing rows proved on this rank (rows x layers x phases). expert_load_LE: int64, tokens per expert
-    of this rank's rows and layers; the sum over all ranks counts every token once. natural_LS: float64, sums of
+    of this rank's rows and layers; the sum over all ranks counts every token once. agreement_LS: float64, sums of
     `moerl.algorithms.agreement.STATISTICS` over the same rows; live_rows_L: int64, rows left to the router.
     """
 
@@ -73,7 +73,7 @@ class StepReport:
     update: UpdateReport | None
     rows_verified: int
     expert_load_LE: Tensor
-    natural_LS: Tensor
+    agreement_LS: Tensor
     live_rows_L: Tensor
 
 
@@ -172,7 +172,7 @@ class MegatronTrainer:
         report, _ = self._run(batches, loss, Replay(enforce, prove), training=True, scale=float(num_rows))
         update = self.optimizer.update()
         if self.options.expert_bias == "update" and not update.skipped:
-            layers = [tap.moe_layer for tap in self.keep_routing.taps]
+            layers = [hook.moe_layer for hook in self.keep_routing.hooks]
             balance.update_expert_bias(self.model.chunks, report.expert_load_LE[layers])
         return replace(report, update=update)
 
@@ -187,8 +187,8 @@ class MegatronTrainer:
             recorded = schedule.recorded() if what.record else None
             differing = schedule.layers_differing()
         scored = [replace(rows[i], layers_differing_T=differing[i].cpu()) for i in sorted(rows)]
-        natural_LS = schedule.natural_LS.cpu()
-        report = StepReport(scored, None, verified, schedule.expert_load_LE, natural_LS, schedule.live_rows_L)
+        agreement_LS = schedule.agreement_LS.cpu()
+        report = StepReport(scored, None, verified, schedule.expert_load_LE, agreement_LS, schedule.live_rows_L)
         return report, recorded
 
     def _forward_backward(

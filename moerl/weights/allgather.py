@@ -1,8 +1,8 @@
 """Gathering buckets the field's simple way, as a reference: every holder of a part receives the whole bucket.
 
 Runs in every trainer rank. The ranks of a stage that hold its first replica all-gather each bucket, padded to the
-largest contribution; the first of them hands it on where the root is none of them. A bucket that the root holds whole
-is not sent at all. Memory and traffic grow with the number of these ranks.
+largest contribution; the first of them hands it on where the sender is none of them. A bucket that the sender holds
+whole is not sent at all. Memory and traffic grow with the number of these ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from moerl.weights.plan import Bucket, SyncPlan
 
 
 class AllGather:
-    """Gathers by a plan that was made for it, as often as asked. Attributes as in `RootGather`."""
+    """Gathers by a plan that was made for it, as often as asked. Attributes as in `SenderGather`."""
 
     def __init__(self, plan: SyncPlan, peers: Peers) -> None:
         """A collective of all ranks: makes a process group for each pipeline stage."""
@@ -33,19 +33,19 @@ class AllGather:
         starts = [stage * dims.ranks_per_stage for stage in range(dims.pipeline)]
         self._members = [list(range(start, start + count)) for start in starts]
         self._groups = [dist.new_group(members) if count > 1 else None for members in self._members]
-        self.needed_bytes = sum(bucket.received_bytes for bucket in plan.buckets if bucket.root == peers.rank)
+        self.needed_bytes = sum(bucket.received_bytes for bucket in plan.buckets if bucket.sender == peers.rank)
         self.received_bytes = 0
         self._room: dict[int, Tensor] = {}
 
     def gather(self, shards: Mapping[str, Tensor], take_slot: TakeSlot) -> Iterator[WeightBucket | None]:
-        """As `RootGather.gather`."""
+        """As `SenderGather.gather`."""
         self.received_bytes = 0
         for buckets in self._rounds:
             mine, self._until = None, self._peers.until()
             for bucket in buckets:
                 members = self._members[bucket.stage]
                 flat = None
-                if bucket.root == self._rank:
+                if bucket.sender == self._rank:
                     flat = take_slot(bucket.num_bytes)
                     mine = WeightBucket(bucket, flat, self._dtype)
                 elif self._rank in members:
@@ -54,15 +54,15 @@ class AllGather:
                     continue
                 if self._rank in members:
                     self._assemble(bucket, flat, shards)
-                if bucket.root not in members:
+                if bucket.sender not in members:
                     self._hand_on(bucket, flat, members[0])
             yield mine
 
     def _assemble(self, bucket: Bucket, flat: Tensor, shards: Mapping[str, Tensor]) -> None:
         members = self._members[bucket.stage]
-        messages = {message.sender: message for message in bucket.messages}
-        is_whole = messages.keys() == {bucket.root}
-        if is_whole and self._rank != bucket.root:
+        messages = {message.source: message for message in bucket.messages}
+        is_whole = messages.keys() == {bucket.sender}
+        if is_whole and self._rank != bucket.sender:
             return
         longest = max(message.num_bytes for message in bucket.messages)
         own = self._buffer(len(members), longest)
@@ -95,8 +95,8 @@ class AllGather:
 
     def _hand_on(self, bucket: Bucket, flat: Tensor, first: int) -> None:
         if self._rank == first:
-            self._travel(bucket, f"sends to rank {bucket.root}", lambda: dist.isend(flat, bucket.root))
-        elif self._rank == bucket.root:
+            self._travel(bucket, f"sends to rank {bucket.sender}", lambda: dist.isend(flat, bucket.sender))
+        elif self._rank == bucket.sender:
             self._travel(bucket, f"receives from rank {first}", lambda: dist.irecv(flat, first))
             self.received_bytes += bucket.num_bytes
 

@@ -18,7 +18,7 @@ DTYPES = {2: torch.bfloat16, 4: torch.float32}
 
 @dataclass(frozen=True, slots=True)
 class WeightBucket:
-    """A bucket that a root has gathered. Iterates over (Hugging Face name, tensor).
+    """A bucket that a sender has gathered. Iterates over (Hugging Face name, tensor).
 
     flat: uint8 [num_bytes], the tensors behind one another without gaps; they are views of it. All of it is written
     over once the engine has taken it: who keeps a tensor copies it.

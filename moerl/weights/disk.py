@@ -1,10 +1,10 @@
 """Weights through a shared file system, for engines elsewhere: one folder for each version, whole or not there.
 
-Every root writes its buckets as safetensors files; the root that ends last adds the index and the hashes of all files
+Every sender writes its buckets as safetensors files; the one that ends last adds the index and the hashes of all files
 and renames the folder. Bytes go from the bucket to the file as they lie: its layout is that of safetensors. Who reads a
-version checks the hashes first. Runs in the roots of the trainer, and wherever weights are read.
+version checks the hashes first. Runs in the senders of the trainer, and wherever weights are read.
 
-    <folder>/version-00000012/model-r000-00000.safetensors ...   tensors, by root and bucket
+    <folder>/version-00000012/model-r000-00000.safetensors ...   tensors, by sender and bucket
                               model.safetensors.index.json       tensor -> file, as transformers and engines read it
                               hashes.json                        version; file -> bytes, SHA-256
 """
@@ -60,12 +60,12 @@ class DiskSink:
     """A `WeightSink` that writes version folders.
 
     Args:
-        folder: of all versions, the same on every root.
-        rank: of this root. roots: the ranks of all; the first one ends last and makes the version whole.
+        folder: of all versions, the same on every sender.
+        rank: of this sender. senders: the ranks of all; the first one ends last and makes the version whole.
     """
 
-    def __init__(self, folder: Path, *, rank: int, roots: Sequence[int]) -> None:
-        self._folder, self._rank, self._roots = folder, rank, tuple(roots)
+    def __init__(self, folder: Path, *, rank: int, senders: Sequence[int]) -> None:
+        self._folder, self._rank, self._senders = folder, rank, tuple(senders)
         self._version = -1
         self._files: dict[str, WrittenFile] = {}
 
@@ -94,16 +94,16 @@ class DiskSink:
         self._files[name] = _write(self._partial / name, tensors)
 
     def end_update(self) -> None:
-        """Lists this root's files; on the first root makes the version whole. One that is there already is replaced:
+        """Lists this sender's files; the first sender completes the version. One that is there already is replaced:
         a run that goes on from a checkpoint publishes its weights again.
 
         Raises:
-            WeightSyncError: two roots wrote one tensor.
+            WeightSyncError: two senders wrote one tensor.
         """
         listing = {name: [file.num_bytes, file.sha256, file.names] for name, file in self._files.items()}
         with atomic_file(self._listing(self._rank)) as path:
             path.write_text(json.dumps(listing))
-        if self._rank == self._roots[0]:
+        if self._rank == self._senders[0]:
             self._commit()
 
     @property
@@ -116,7 +116,7 @@ class DiskSink:
     def _commit(self) -> None:
         final = self._folder / version_name(self._version)
         files: dict[str, WrittenFile] = {}
-        for rank in self._roots:
+        for rank in self._senders:
             for name, (num_bytes, sha256, names) in json.loads(self._listing(rank).read_text()).items():
                 files[name] = WrittenFile(num_bytes, sha256, tuple(names))
         for path in self._partial.iterdir():
@@ -125,7 +125,7 @@ class DiskSink:
                 path.unlink()
         weight_map = {name: file for file, written in files.items() for name in written.names}
         if len(weight_map) != sum(len(written.names) for written in files.values()):
-            raise _broken(final, "a tensor in two files", "each tensor once", "give every root buckets of its own")
+            raise _broken(final, "a tensor in two files", "each tensor once", "give every sender buckets of its own")
         total = sum(written.num_bytes for written in files.values())
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         hashes = {name: {"bytes": written.num_bytes, "sha256": written.sha256} for name, written in files.items()}

@@ -1,15 +1,15 @@
 """Bytes per link and time of a weight update, worked out from its plan. Torch-free.
 
-Every root has two links: one to the other trainer ranks, over which it gathers, and one to the engines. Gathering a
-bucket overlaps sending the one before it, so a root takes as long as the slower of both, and the first bucket's
+Every sender has two links: one to the other trainer ranks, over which it gathers, and one to the engines. Gathering a
+bucket overlaps sending the one before it, so a sender takes as long as the slower of both, and the first bucket's
 gathering (or the last one's sending) on top:
 
-    seconds = max over roots of  sum over buckets of max(gather of bucket k + 1, send of bucket k)
+    seconds = max over senders of  sum over buckets of max(gather of bucket k + 1, send of bucket k)
 
-One root sends a bucket once, however many servers there are: they pass its pieces on to one another, and the last one
-has it later than the first by as many pieces as there are servers before it. Several roots send a bucket to every
-server. A server takes one bucket at a time over a link of its own, so however many roots there are, an update takes no
-less than all bytes over that link.
+One sender sends a bucket once, however many servers there are: they pass its pieces on to one another, and the last one
+has it later than the first by as many pieces as there are servers before it. Several senders send a bucket to every
+server. A server takes one bucket at a time over a link of its own, so however many senders there are, an update takes
+no less than all bytes over that link.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from moerl.weights.plan import SyncPlan
 
 @dataclass(frozen=True, slots=True)
 class Bandwidths:
-    """Bytes per second of one link of a root: towards trainer ranks, and towards engines (as of an engine's own)."""
+    """Bytes per second of one link of a sender: towards trainer ranks, and towards engines (as of an engine's own)."""
 
     gather: float
     engine: float
 
 
 @dataclass(frozen=True, slots=True)
-class RootLoad:
-    """What one root does. num_bytes: of its buckets. received_bytes: what of them it does not hold."""
+class SenderLoad:
+    """What one sender does. num_bytes: of its buckets. received_bytes: what of them it does not hold."""
 
     rank: int
     num_buckets: int
@@ -48,9 +48,9 @@ class Servers:
     count: int
     piece_bytes: int
 
-    def sent_bytes(self, num_bytes: int, num_roots: int) -> int:
-        """For as long as which a root's link is busy, or waits for the last server, with one bucket."""
-        if num_roots > 1:
+    def sent_bytes(self, num_bytes: int, num_senders: int) -> int:
+        """For as long as which a sender's link is busy, or waits for the last server, with one bucket."""
+        if num_senders > 1:
             return self.count * num_bytes
         return num_bytes + (self.count - 1) * min(self.piece_bytes, num_bytes)
 
@@ -58,17 +58,17 @@ class Servers:
 ONE_ENGINE = Servers(1, 0)
 
 
-def root_loads(plan: SyncPlan, bandwidths: Bandwidths, servers: Servers = ONE_ENGINE) -> list[RootLoad]:
-    """The load of each root, in rank order."""
+def sender_loads(plan: SyncPlan, bandwidths: Bandwidths, servers: Servers = ONE_ENGINE) -> list[SenderLoad]:
+    """The load of each sender, in rank order."""
     loads = []
-    num_roots = len(plan.options.roots)
-    for rank in plan.options.roots:
-        buckets = [bucket for bucket in plan.buckets if bucket.root == rank]
+    num_senders = len(plan.options.senders)
+    for rank in plan.options.senders:
+        buckets = [bucket for bucket in plan.buckets if bucket.sender == rank]
         gathers = [bucket.received_bytes / bandwidths.gather for bucket in buckets]
-        sends = [servers.sent_bytes(bucket.num_bytes, num_roots) / bandwidths.engine for bucket in buckets]
+        sends = [servers.sent_bytes(bucket.num_bytes, num_senders) / bandwidths.engine for bucket in buckets]
         steps = zip([*gathers, 0.0], [0.0, *sends], strict=True)
         loads.append(
-            RootLoad(
+            SenderLoad(
                 rank,
                 len(buckets),
                 sum(bucket.num_bytes for bucket in buckets),
@@ -82,10 +82,10 @@ def root_loads(plan: SyncPlan, bandwidths: Bandwidths, servers: Servers = ONE_EN
 
 
 def sent_bytes(plan: SyncPlan) -> Counter[int]:
-    """Bytes that each rank sends to roots."""
+    """Bytes that each rank sends to senders."""
     sent: Counter[int] = Counter()
     for bucket in plan.buckets:
         for message in bucket.messages:
-            if message.sender != bucket.root:
-                sent[message.sender] += message.num_bytes
+            if message.source != bucket.sender:
+                sent[message.source] += message.num_bytes
     return sent

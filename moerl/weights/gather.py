@@ -1,11 +1,11 @@
-"""Gathering buckets: every part of a bucket goes to the bucket's root, and nowhere else. Runs in every trainer rank.
+"""Gathering buckets: every part of a bucket goes to the bucket's sender, and nowhere else. Runs in every trainer rank.
 
-All roots gather side by side, the k-th bucket of each in round k. Transfers of all ranks have one order (round, turn,
-root) and every rank works through its own in that order with a few under way, so that the first unfinished transfer of
-all can always go on: no order of arrival can make ranks wait for one another in a circle.
+All senders gather side by side, the k-th bucket of each in round k. Transfers of all ranks have one order (round, turn,
+sender) and every rank works through its own in that order with a few under way, so that the first unfinished transfer
+of all can always go on: no order of arrival can make ranks wait for one another in a circle.
 
 Only point-to-point operations are used, which gloo has as NCCL has. Bytes that lie as they are wanted are sent from the
-weights and received into the bucket; others are packed, and put in place by the root.
+weights and received into the bucket; others are packed, and put in place by the sender.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TakeSlot = Callable[[int], Tensor]
 class _Transfer:
     """A chunk that travels between two ranks. span: where it lies in the bucket, if in one piece."""
 
-    sender: int
+    source: int
     bucket: Bucket
     pieces: tuple[Piece, ...]
     num_bytes: int
@@ -39,7 +39,7 @@ class _Transfer:
 
     def doing(self, rank: int) -> str:
         """For errors: what `rank` has to do with it."""
-        how, peer = ("receives from", self.sender) if rank == self.bucket.root else ("sends to", self.bucket.root)
+        how, peer = ("receives from", self.source) if rank == self.bucket.sender else ("sends to", self.bucket.sender)
         return f"{self.bucket.label}: rank {rank} {how} rank {peer}"
 
 
@@ -52,7 +52,7 @@ class _Round:
     transfers: tuple[_Transfer, ...]
 
 
-class RootGather:
+class SenderGather:
     """Gathers by a plan, as often as asked.
 
     Attributes:
@@ -68,11 +68,11 @@ class RootGather:
         self._chunks_used = 0
         self._arrived: deque[tuple[_Transfer, dist.Work | None, Callable[[], None]]] = deque()
         self._until = 0.0
-        self.needed_bytes = sum(bucket.received_bytes for bucket in plan.buckets if bucket.root == rank)
+        self.needed_bytes = sum(bucket.received_bytes for bucket in plan.buckets if bucket.sender == rank)
         self.received_bytes = 0
 
     def gather(self, shards: Mapping[str, Tensor], take_slot: TakeSlot) -> Iterator[WeightBucket | None]:
-        """One item for each round: the bucket that this rank gathered, None where it is the root of none.
+        """One item for each round: the bucket that this rank gathered, None where it is the sender of none.
 
         A collective: every rank iterates to the end. A bucket's bytes are those of the slot it was given.
 
@@ -91,7 +91,7 @@ class RootGather:
             for transfer in part.transfers:
                 if len(self._arrived) == CHUNKS_IN_FLIGHT:
                     self._finish_one()
-                if transfer.sender == self._rank:
+                if transfer.source == self._rank:
                     self._send(transfer, shards)
                 else:
                     assert mine is not None
@@ -105,13 +105,13 @@ class RootGather:
     def _send(self, transfer: _Transfer, shards: Mapping[str, Tensor]) -> None:
         data = [shard_bytes(shards, piece) for piece in transfer.pieces]
         packed = data[0] if len(data) == 1 else torch.cat(data, out=self._chunk(transfer.num_bytes))
-        self._start(transfer, lambda: dist.isend(packed, transfer.bucket.root), _nothing)
+        self._start(transfer, lambda: dist.isend(packed, transfer.bucket.sender), _nothing)
 
     def _receive(self, transfer: _Transfer, flat: Tensor, rows: Mapping[str, Tensor]) -> None:
         self.received_bytes += transfer.num_bytes
         if transfer.span is not None:
             first, last = transfer.span
-            self._start(transfer, lambda: dist.irecv(flat[first:last], transfer.sender), _nothing)
+            self._start(transfer, lambda: dist.irecv(flat[first:last], transfer.source), _nothing)
             return
         chunk = self._chunk(transfer.num_bytes)
 
@@ -121,7 +121,7 @@ class RootGather:
                 place(rows, piece, chunk[offset : offset + piece.num_bytes])
                 offset += piece.num_bytes
 
-        self._start(transfer, lambda: dist.irecv(chunk, transfer.sender), unpack)
+        self._start(transfer, lambda: dist.irecv(chunk, transfer.source), unpack)
 
     def _start(self, transfer: _Transfer, start: Callable[[], dist.Work | None], then: Callable[[], None]) -> None:
         with self._peers.contact(self._until, lambda: transfer.doing(self._rank)):
@@ -154,18 +154,18 @@ def _part_of(rank: int, buckets: list[Bucket], chunk_bytes: int) -> _Round:
     for bucket in buckets:
         line = []
         for message in bucket.messages:
-            if message.sender == bucket.root:
-                if rank == bucket.root:
+            if message.source == bucket.sender:
+                if rank == bucket.sender:
                     own_pieces = message.pieces
                 continue
-            line += [_transfer(bucket, message.sender, chunk) for chunk in message.chunks(chunk_bytes)]
-        mine = bucket if bucket.root == rank else mine
+            line += [_transfer(bucket, message.source, chunk) for chunk in message.chunks(chunk_bytes)]
+        mine = bucket if bucket.sender == rank else mine
         lines.append(line)
     turns = range(max(len(line) for line in lines))
     ordered = [line[turn] for turn in turns for line in lines if turn < len(line)]
-    return _Round(mine, own_pieces, tuple(t for t in ordered if rank in (t.sender, t.bucket.root)))
+    return _Round(mine, own_pieces, tuple(t for t in ordered if rank in (t.source, t.bucket.sender)))
 
 
-def _transfer(bucket: Bucket, sender: int, pieces: tuple[Piece, ...]) -> _Transfer:
+def _transfer(bucket: Bucket, source: int, pieces: tuple[Piece, ...]) -> _Transfer:
     num_bytes = sum(piece.num_bytes for piece in pieces)
-    return _Transfer(sender, bucket, pieces, num_bytes, contiguous_span(bucket, pieces))
+    return _Transfer(source, bucket, pieces, num_bytes, contiguous_span(bucket, pieces))

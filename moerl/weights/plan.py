@@ -2,13 +2,13 @@
 
 A plan follows from the manifest of what the trainer publishes (`moerl.weights.manifest`), so every rank works out the
 same one. Tensors stand in one order: dense ones by pipeline stage and layer, experts by stage, owner and layer. The
-order is cut into as many parts of equal bytes as there are roots, and each part into buckets of one stage and one kind.
+order is cut into as many parts of equal bytes as there are senders, and each part into buckets of one stage and kind.
 A bucket's tensors lie behind one another without gaps, as safetensors and flattened buckets want it.
 
-A root receives of its buckets what it does not hold, each part from one holder, in chunks of whole pieces. A rank
-needs, beyond its shards, room for two buckets where it is a root (one being filled, one being sent) and for four chunks
-on their way. With chunks of 1/32 and buckets filled to 30/32 that is at most two times `bucket_bytes`. A tensor that
-is larger has a bucket of its own: engines take whole tensors.
+A sender receives of its buckets what it does not hold, each part from one holder, in chunks of whole pieces. A rank
+needs, beyond its shards, room for two buckets where it is a sender (one being filled, one being sent) and for four
+chunks on their way. With chunks of 1/32 and buckets filled to 30/32 that is at most two times `bucket_bytes`. A
+tensor that is larger has a bucket of its own: engines take whole tensors.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 CHUNKS_PER_BUCKET = 32
 CHUNKS_IN_FLIGHT = 4
 """Of a rank, sent and received ones together."""
-Gather = Literal["root", "allgather"]
+Gather = Literal["sender", "allgather"]
 Kind = Literal["dense", "expert"]
 
 
@@ -38,23 +38,23 @@ Kind = Literal["dense", "expert"]
 class PlanOptions:
     """What decides a plan besides model and layout.
 
-    roots: the ranks that hand buckets to engines, in rank order. item_bytes: of a parameter, 2 or 4.
+    senders: the ranks that hand buckets to engines, in rank order. item_bytes: of a parameter, 2 or 4.
     bucket_bytes: see the module.
-    gather: root = every part from the least loaded of its holders, or from the root itself; allgather = from the
+    gather: sender = every part from the least loaded of its holders, or from the sender itself; allgather = from the
     holders of the first replica, which gather from one another.
     """
 
-    roots: tuple[int, ...]
+    senders: tuple[int, ...]
     item_bytes: int
     bucket_bytes: int
-    gather: Gather = "root"
+    gather: Gather = "sender"
 
     @classmethod
     def of(cls, config: RunConfig) -> PlanOptions:
         """What the configuration of a run asks for."""
         weights = config.weights
         return cls(
-            roots=choose_roots(config.parallel.dims, weights.roots),
+            senders=choose_senders(config.parallel.dims, weights.senders),
             item_bytes=2 if config.model.dtype == "bfloat16" else 4,
             bucket_bytes=weights.bucket_bytes,
             gather=weights.gather,
@@ -85,7 +85,7 @@ class Entry:
 class Message:
     """What one rank contributes to a bucket, in the order of the bucket. Pieces are no larger than a chunk."""
 
-    sender: int
+    source: int
     pieces: tuple[Piece, ...]
 
     @property
@@ -108,10 +108,10 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Tensors that reach an engine together, from rank `root`. number: among the root's. stage: whose they are."""
+    """Tensors that reach an engine together, from rank `sender`. number: among the sender's. stage: whose they are."""
 
     number: int
-    root: int
+    sender: int
     stage: int
     kind: Kind
     entries: tuple[Entry, ...]
@@ -121,7 +121,7 @@ class Bucket:
     def label(self) -> str:
         """For errors."""
         what = f"stage {self.stage}, {self.kind}, {len(self.entries)} tensors"
-        return f"bucket {self.number} of rank {self.root} ({what})"
+        return f"bucket {self.number} of rank {self.sender} ({what})"
 
     @property
     def num_bytes(self) -> int:
@@ -129,8 +129,8 @@ class Bucket:
 
     @property
     def received_bytes(self) -> int:
-        """Bytes that the root does not hold."""
-        return sum(message.num_bytes for message in self.messages if message.sender != self.root)
+        """Bytes that the sender does not hold."""
+        return sum(message.num_bytes for message in self.messages if message.source != self.sender)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,12 +142,12 @@ class SyncPlan:
     buckets: tuple[Bucket, ...]
 
     def rounds(self) -> list[list[Bucket]]:
-        """What is gathered side by side: the k-th bucket of every root, in the order of roots."""
+        """What is gathered side by side: the k-th bucket of every sender, in the order of senders."""
         count = max((bucket.number + 1 for bucket in self.buckets), default=0)
         rounds: list[list[Bucket]] = [[] for _ in range(count)]
         for bucket in self.buckets:
             rounds[bucket.number].append(bucket)
-        return [sorted(each, key=lambda bucket: bucket.root) for each in rounds]
+        return [sorted(each, key=lambda bucket: bucket.sender) for each in rounds]
 
     def shard_shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
         """The tensors that a rank publishes, by name, and the shape of its shard of each."""
@@ -158,7 +158,7 @@ class SyncPlan:
         return max((bucket.num_bytes for bucket in self.buckets), default=0)
 
 
-def choose_roots(dims: ParallelDims, count: int) -> tuple[int, ...]:
+def choose_senders(dims: ParallelDims, count: int) -> tuple[int, ...]:
     """`count` ranks spread evenly: over pipeline stages, and in a stage over the ranks that hold different shards.
 
     Raises:
@@ -166,21 +166,21 @@ def choose_roots(dims: ParallelDims, count: int) -> tuple[int, ...]:
     """
     if not 1 <= count <= dims.world_size:
         raise ConfigError(
-            "weights.roots: not a number of trainer ranks",
+            "weights.senders: not a number of trainer ranks",
             seen=count,
             expected=f"1 to {dims.world_size}",
-            remedy="one root for each link to the engines is enough",
+            remedy="one sender for each link to the engines is enough",
         )
     per_stage = dims.world_size // dims.pipeline
     block = min(per_stage, max(dims.tensor, dims.expert * dims.expert_tensor))
-    roots = []
+    senders = []
     for stage in range(dims.pipeline):
         here = count * (stage + 1) // dims.pipeline - count * stage // dims.pipeline
-        # With fewer roots than stages the first stages of equal spans have one.
+        # With fewer senders than stages the first stages of equal spans have one.
         here = here if count >= dims.pipeline else int(any(i * dims.pipeline // count == stage for i in range(count)))
         width = block if here <= block else per_stage
-        roots += [stage * per_stage + i * width // here for i in range(here)]
-    return tuple(roots)
+        senders += [stage * per_stage + i * width // here for i in range(here)]
+    return tuple(senders)
 
 
 def make_plan(manifest: Manifest, options: PlanOptions) -> SyncPlan:
@@ -251,7 +251,7 @@ def _add_pieces(
 
 
 def _order(published: PublishedTensor, block: int, turn: int, options: PlanOptions) -> tuple[int, ...]:
-    """Where a block of a tensor stands in its stage: experts by owner, so that what a root holds stays together and
+    """Where a block of a tensor stands in its stage: experts by owner, so that what a sender holds stays together and
     arrives in one piece; for all-gathering in turns of their owners, so that all contribute alike to a bucket."""
     tensor = published.tensor
     if tensor.expert is None:
@@ -272,21 +272,21 @@ def _buckets(targets: Iterable[_Target], options: PlanOptions) -> Iterator[Bucke
     sent: Counter[int] = Counter()
     for kind, members in by_kind.items():
         members.sort(key=lambda target: target.order)
-        for root, stage, group in _groups(members, options):
-            yield _bucket(numbers[root], root, (kind, stage), group, options, sent)
-            numbers[root] += 1
+        for sender, stage, group in _groups(members, options):
+            yield _bucket(numbers[sender], sender, (kind, stage), group, options, sent)
+            numbers[sender] += 1
 
 
 def _groups(members: Sequence[_Target], options: PlanOptions) -> Iterator[tuple[int, int, list[_Target]]]:
-    """(root, stage, tensors) of each bucket: consecutive tensors of one root and one stage, up to the payload."""
+    """(sender, stage, tensors) of each bucket: consecutive tensors of one sender and one stage, up to the payload."""
     total = sum(target.num_bytes for target in members)
     before, size = 0, 0
     group: list[_Target] = []
     place = (-1, -1)
     for target in members:
         # By its middle, so that the parts differ by a tensor at most.
-        part = (2 * before + target.num_bytes) * len(options.roots) // (2 * total)
-        here = (options.roots[part], target.stage)
+        part = (2 * before + target.num_bytes) * len(options.senders) // (2 * total)
+        here = (options.senders[part], target.stage)
         if group and (here != place or size + target.num_bytes > options.payload_bytes):
             yield place[0], place[1], group
             group, size = [], 0
@@ -300,7 +300,7 @@ def _groups(members: Sequence[_Target], options: PlanOptions) -> Iterator[tuple[
 
 def _bucket(
     number: int,
-    root: int,
+    sender: int,
     place: tuple[Kind, int],
     group: Sequence[_Target],
     options: PlanOptions,
@@ -317,18 +317,18 @@ def _bucket(
         offset += target.num_bytes
         for piece, holders in sorted(target.sources, key=lambda s: (s[0].target_row, s[0].target_column)):
             if holders not in chosen:
-                chosen[holders] = _sender(holders, root, options, sent)
-            sender = chosen[holders]
-            pieces.setdefault(sender, []).extend(piece.cut(options.chunk_bytes))
-            if sender != root:
-                sent[sender] += piece.num_bytes
-    messages = tuple(Message(sender, tuple(pieces[sender])) for sender in sorted(pieces))
-    return Bucket(number, root, place[1], place[0], tuple(entries), messages)
+                chosen[holders] = _source(holders, sender, options, sent)
+            source = chosen[holders]
+            pieces.setdefault(source, []).extend(piece.cut(options.chunk_bytes))
+            if source != sender:
+                sent[source] += piece.num_bytes
+    messages = tuple(Message(source, tuple(pieces[source])) for source in sorted(pieces))
+    return Bucket(number, sender, place[1], place[0], tuple(entries), messages)
 
 
-def _sender(holders: Sequence[int], root: int, options: PlanOptions, sent: Counter[int]) -> int:
+def _source(holders: Sequence[int], sender: int, options: PlanOptions, sent: Counter[int]) -> int:
     if options.gather == "allgather":
         return holders[0]
-    if root in holders:
-        return root
+    if sender in holders:
+        return sender
     return min(holders, key=lambda rank: (sent[rank], rank))

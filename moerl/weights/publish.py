@@ -1,6 +1,6 @@
 """A weight update from trainer to engines: gather, hand over, check, one version at a time. Runs in every trainer rank.
 
-While a root's sink takes one bucket (in a thread of its own), the next one is gathered into the other of two slots.
+While a sender's sink takes one bucket (in a thread of its own), the next one is gathered into the other of two slots.
 Between two buckets all ranks agree to go on: a sink that has failed or does not come back ends the update on every
 rank, and engines keep the version they had.
 """
@@ -17,8 +17,8 @@ from torch import Tensor
 from moerl.contract.ports import WeightSink
 from moerl.errors import WeightSyncError
 from moerl.weights.bucket import WeightBucket, check_shards
+from moerl.weights.bucket_sender import BucketSender, SinkThread
 from moerl.weights.gather import TakeSlot
-from moerl.weights.handover import Handover, SinkThread
 from moerl.weights.peers import Peers
 from moerl.weights.plan import SyncPlan
 
@@ -28,8 +28,8 @@ class PublishReport:
     """One publication, as this rank saw it.
 
     num_tensors, num_bytes: that this rank handed to its sink. total_bytes: that all ranks did. received_bytes,
-    needed_bytes: as in `RootGather`. gather_seconds: without waiting for a free slot. send_seconds: of the sink taking
-    buckets. end_seconds: of its end. check_seconds: of comparing checksums. seconds: of all.
+    needed_bytes: as in `SenderGather`. gather_seconds: without waiting for a free slot. send_seconds: of the sink
+    taking buckets. end_seconds: of its end. check_seconds: of comparing checksums. seconds: of all.
     """
 
     version: int
@@ -57,7 +57,7 @@ class PublishReport:
 
 
 class Gatherer(Protocol):
-    """See `RootGather`."""
+    """See `SenderGather`."""
 
     needed_bytes: int
     received_bytes: int
@@ -71,7 +71,7 @@ class Publisher:
     Args:
         gatherer: of the plan, on every rank the same kind.
         peers: all ranks.
-        sink: where this rank is a root of the plan; None elsewhere.
+        sink: where this rank is a sender of the plan; None elsewhere.
         sink_name: for errors.
     """
 
@@ -79,16 +79,16 @@ class Publisher:
         self, plan: SyncPlan, gatherer: Gatherer, peers: Peers, sink: WeightSink | None, sink_name: str = "the sink"
     ) -> None:
         rank = peers.rank
-        if (rank in plan.options.roots) != (sink is not None):
+        if (rank in plan.options.senders) != (sink is not None):
             raise WeightSyncError(
-                f"rank {rank}: a sink where no root is, or a root without one",
+                f"rank {rank}: a sink where no sender is, or a sender without one",
                 seen="a sink" if sink is not None else "no sink",
-                expected=f"sinks on ranks {list(plan.options.roots)}",
-                remedy="make the plan with the ranks that hold sinks as its roots",
+                expected=f"sinks on ranks {list(plan.options.senders)}",
+                remedy="make the plan with the ranks that hold sinks as its senders",
             )
         self._plan, self._gatherer, self._peers, self._sink = plan, gatherer, peers, sink
         self._num_rounds = len(plan.rounds())
-        self._slot_bytes = max((bucket.num_bytes for bucket in plan.buckets if bucket.root == rank), default=0)
+        self._slot_bytes = max((bucket.num_bytes for bucket in plan.buckets if bucket.sender == rank), default=0)
         self._thread = None if sink is None else SinkThread(f"{sink_name} of rank {rank}", peers.step_seconds)
 
     def publish(self, shards: Mapping[str, Tensor], version: int, *, verify: bool = True) -> PublishReport:
@@ -104,67 +104,67 @@ class Publisher:
                 engine then serves nothing.
         """
         start = time.perf_counter()
-        handover = None
+        sender = None
         if self._sink is not None and self._thread is not None:
-            handover = Handover(self._sink, self._thread, self._peers.device, self._slot_bytes, verify=verify)
+            sender = BucketSender(self._sink, self._thread, self._peers.device, self._slot_bytes, verify=verify)
         try:
-            self._peers.agree(self._begin(handover, shards, version), "begin")
-            gather_seconds = self._transfer(handover, shards)
-            self._end(handover)
+            self._peers.agree(self._begin(sender, shards, version), "begin")
+            gather_seconds = self._transfer(sender, shards)
+            self._end(sender)
         except BaseException:
-            if handover is not None:
-                handover.abandon()
+            if sender is not None:
+                sender.abandon()
             raise
         return PublishReport(
             version=version,
-            num_tensors=0 if handover is None else handover.num_tensors,
-            num_bytes=0 if handover is None else handover.num_bytes,
+            num_tensors=0 if sender is None else sender.num_tensors,
+            num_bytes=0 if sender is None else sender.num_bytes,
             total_bytes=sum(bucket.num_bytes for bucket in self._plan.buckets),
             received_bytes=self._gatherer.received_bytes,
             needed_bytes=self._gatherer.needed_bytes,
             gather_seconds=gather_seconds,
-            send_seconds=0.0 if handover is None else handover.send_seconds,
-            end_seconds=0.0 if handover is None else handover.end_seconds,
-            check_seconds=0.0 if handover is None else handover.check_seconds,
+            send_seconds=0.0 if sender is None else sender.send_seconds,
+            end_seconds=0.0 if sender is None else sender.end_seconds,
+            check_seconds=0.0 if sender is None else sender.check_seconds,
             seconds=time.perf_counter() - start,
         )
 
-    def _begin(self, handover: Handover | None, shards: Mapping[str, Tensor], version: int) -> BaseException | None:
+    def _begin(self, sender: BucketSender | None, shards: Mapping[str, Tensor], version: int) -> BaseException | None:
         try:
             check_shards(self._plan, self._peers.rank, shards)
         except WeightSyncError as problem:
             return problem
-        return None if handover is None else handover.begin(version)
+        return None if sender is None else sender.begin(version)
 
-    def _transfer(self, handover: Handover | None, shards: Mapping[str, Tensor]) -> float:
+    def _transfer(self, sender: BucketSender | None, shards: Mapping[str, Tensor]) -> float:
         """All buckets, until the sinks have taken them; the seconds that gathering took."""
 
         def settle(at_most: int, step: str) -> None:
-            self._peers.agree(None if handover is None else handover.settle(at_most), step)
+            self._peers.agree(None if sender is None else sender.settle(at_most), step)
 
         seconds = 0.0
-        buckets = self._gatherer.gather(shards, _no_slot if handover is None else handover.slot)
+        buckets = self._gatherer.gather(shards, _no_slot if sender is None else sender.slot)
         for number in range(self._num_rounds):
             if number:
-                settle(1, f"bucket {number - 1} of roots")
+                settle(1, f"bucket {number - 1} of senders")
             start = time.perf_counter()
             bucket = next(buckets)
             seconds += time.perf_counter() - start
-            if bucket is not None and handover is not None:
-                handover.send(bucket)
+            if bucket is not None and sender is not None:
+                sender.send(bucket)
         # One at a time: nobody waits for longer than for one step of another rank.
         for left in (1, 0):
-            settle(left, f"bucket {self._num_rounds - 1 - left} of roots")
+            settle(left, f"bucket {self._num_rounds - 1 - left} of senders")
         return seconds
 
-    def _end(self, handover: Handover | None) -> None:
-        """The first root comes last: its sink takes the version into use."""
-        is_first = self._peers.rank == self._plan.options.roots[0]
+    def _end(self, sender: BucketSender | None) -> None:
+        """The first sender comes last: its sink takes the version into use."""
+        is_first = self._peers.rank == self._plan.options.senders[0]
         for now in (False, True):
-            mine = handover if is_first == now else None
+            mine = sender if is_first == now else None
             self._peers.agree(None if mine is None else mine.end(), "end")
             self._peers.agree(None if mine is None else mine.check(), "checksums")
 
 
 def _no_slot(num_bytes: int) -> Tensor:
-    raise AssertionError(f"room for {num_bytes} bytes on a rank that is no root")
+    raise AssertionError(f"room for {num_bytes} bytes on a rank that is no sender")

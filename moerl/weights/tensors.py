@@ -37,7 +37,7 @@ class Split(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class Span:
     """`count` consecutive rows of the Hugging Face tensor `name`, from row `start`."""
 
     name: str
@@ -50,7 +50,7 @@ class Block:
     """Rows that are cut together. num_rows: those that no run covers, at the end, are padding."""
 
     num_rows: int
-    runs: tuple[Run, ...]
+    runs: tuple[Span, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ def _attention(sizes: ModelDescription, layer: int) -> Iterator[MegatronTensor]:
     kinds = ["weight", "bias"] if "qkv" in sizes.attention_biases else ["weight"]
     for kind in kinds:
         runs = tuple(
-            Run(f"{theirs}.{projection}_proj.{kind}", group * count, count)
+            Span(f"{theirs}.{projection}_proj.{kind}", group * count, count)
             for group in range(groups)
             for projection, count in (("q", queries), ("k", width), ("v", width))
         )
@@ -185,7 +185,7 @@ def _gated_mlp(
 
 
 def _block(name: str, rows: int) -> Block:
-    return Block(rows, (Run(name, 0, rows),))
+    return Block(rows, (Span(name, 0, rows),))
 
 
 def _plain(ours: str, theirs: str, shape: tuple[int, int], split: Split, layer: int) -> MegatronTensor:
@@ -198,5 +198,5 @@ def _norm(ours: str, theirs: str, size: int, layer: int) -> MegatronTensor:
 
 
 def _vocabulary(ours: str, theirs: str, padded: int, sizes: ModelDescription, layer: int) -> MegatronTensor:
-    block = Block(padded, (Run(theirs, 0, sizes.vocab_size),))
+    block = Block(padded, (Span(theirs, 0, sizes.vocab_size),))
     return MegatronTensor(ours, (block,), sizes.hidden_size, Split.ROWS, layer)

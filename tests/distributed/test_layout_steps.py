@@ -14,8 +14,8 @@ import torch
 from matrix import Case
 from ranks import Ranks
 
-from moerl.buffer.packing import PackOptions, pack_text_for_ranks
-from moerl.buffer.rows import Padding
+from moerl.batching.packing import PackOptions, pack_text_for_ranks
+from moerl.batching.rows import Padding
 from moerl.contract.batch import TextSample
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
@@ -267,10 +267,10 @@ def routing_maps(layout: Any, path: Path, case: Case) -> tuple[int, int]:
     maps: dict[tuple[int, int, int], torch.Tensor] = {}
     observe = ReplaySchedule.observe
 
-    def keep(self: Any, tap: Any, routing_map_tE: torch.Tensor) -> None:
-        microbatch, phase = tap.active
-        maps[tap.index, microbatch, phase] = routing_map_tE.clone()
-        observe(self, tap, routing_map_tE)
+    def keep(self: Any, hook: Any, routing_map_tE: torch.Tensor) -> None:
+        microbatch, phase = hook.active
+        maps[hook.index, microbatch, phase] = routing_map_tE.clone()
+        observe(self, hook, routing_map_tE)
 
     ReplaySchedule.observe = keep
     try:

@@ -41,18 +41,18 @@ def record_scores(trainer: Any) -> list[dict[str, Any]]:
     seen: list[dict[str, Any]] = []
     original = ReplaySchedule._compare
 
-    def compare(self: Any, tap: Any, rows: Any, scores_tE: Any, natural_tK: Any, target_tK: Any) -> None:
-        if self.owner is trainer.keep_routing and tap.active[1] == FORWARD:
+    def compare(self: Any, hook: Any, rows: Any, scores_tE: Any, own_tK: Any, target_tK: Any) -> None:
+        if self.owner is trainer.keep_routing and hook.active[1] == FORWARD:
             seen.append(
                 {
-                    "layer": tap.moe_layer,
+                    "layer": hook.moe_layer,
                     "scores": scores_tE.numpy().copy(),
                     "recorded": target_tK.numpy().copy(),
                     "counted": rows.proved_t.numpy().copy(),
                     "live": int((~rows.routed_t & ~rows.is_pad_t).sum()),
                 }
             )
-        original(self, tap, rows, scores_tE, natural_tK, target_tK)
+        original(self, hook, rows, scores_tE, own_tK, target_tK)
 
     ReplaySchedule._compare = compare
     return seen
@@ -72,7 +72,7 @@ def observe(layout: Any, path: Path, recompute: str) -> dict[str, Any]:
         report = trainer.step(batches, tiny_moe.policy_loss(trainer, batches, denominator), enforce=True)
     finally:
         ReplaySchedule._compare = original
-    return {"natural": report.natural_LS.numpy(), "live": report.live_rows_L.numpy(), "seen": seen}
+    return {"natural": report.agreement_LS.numpy(), "live": report.live_rows_L.numpy(), "seen": seen}
 
 
 def brute_force(seen: list[dict[str, Any]]) -> np.ndarray:
@@ -125,7 +125,7 @@ def keep_own(layout: Any, path: Path, other: Path, recompute: str) -> dict[str, 
         assert torch.equal(plain.logprobs_T, own.logprobs_T)
         assert torch.equal(plain.logprobs_T, replayed.logprobs_T)
     step = second.step(kept, tiny_moe.policy_loss(second, kept, denominator), enforce=True)
-    second_natural = step.natural_LS.numpy()
+    second_natural = step.agreement_LS.numpy()
     # What the update dispatched, row by row, is what the recording pass dispatched.
     traced = second.trace(kept, 0)
     np.testing.assert_array_equal(traced.checksums_rl, recorded.traces[0].checksums_rl)
@@ -164,7 +164,7 @@ def step_unproved(layout: Any, path: Path) -> None:
         assert (report.rows_verified > 0) == prove
     assert tiny_moe.largest_difference(tiny_moe.exported(trainer), tiny_moe.exported(plain)) == 0.0
     router = trainer.model.chunks[0].decoder.layers[1].mlp
-    # Consumption is counted even so: a layer that dispatches behind the evidence is found.
+    # Consumption is counted even so: a layer that dispatches behind the checksum is found.
     router.token_dispatcher.__dict__.pop("dispatch_preprocess")
     with pytest.raises(UnprovedError, match="0 calls"):
         trainer.step(batches, tiny_moe.policy_loss(trainer, batches, denominator), enforce=True, prove=False)
@@ -250,7 +250,7 @@ def where_it_differs(trainer: Any, right: Microbatch, wrong: Microbatch) -> list
 
     mine = routing_slice(right, trainer.layout)
     samples, positions, pads = right.sample_index[mine], right.position_ids[mine], right.is_pad[mine]
-    layers = [tap.moe_layer for tap in trainer.keep_routing.taps]
+    layers = [hook.moe_layer for hook in trainer.keep_routing.hooks]
     assert right.expert_ids is not None
     assert wrong.expert_ids is not None
     changed = (np.sort(right.expert_ids, -1) != np.sort(wrong.expert_ids, -1)).any(-1)

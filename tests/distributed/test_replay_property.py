@@ -58,7 +58,7 @@ def examples(draw: st.DrawFn, layouts: Sequence[tuple[int, dict[str, int]]] = LA
 
 def step(layout: Any, path: Path, example: Example) -> dict[str, Any]:
     """One step of this rank: every row that was dispatched, and the gradient by Hugging Face names."""
-    from moerl.trainer.routers import RouterTap
+    from moerl.trainer.routers import RouterHook
 
     with matrix.sgd():
         case = example.case
@@ -66,15 +66,15 @@ def step(layout: Any, path: Path, example: Example) -> dict[str, Any]:
     before = tiny_moe.exported(trainer)
     batches, denominator = tiny_moe.shares(trainer, example.samples(), uncaptured="live")
     parts: list[np.ndarray] = []
-    original = RouterTap.before_dispatch
+    original = RouterHook.before_dispatch
 
-    def before_dispatch(tap: Any, routing_map_tE: Any) -> None:
-        assert tap.active is not None
-        microbatch, phase = tap.active
-        parts.append(dispatched(batches[microbatch], layout, tap.moe_layer, phase, routing_map_tE.numpy()))
-        original(tap, routing_map_tE)
+    def before_dispatch(hook: Any, routing_map_tE: Any) -> None:
+        assert hook.active is not None
+        microbatch, phase = hook.active
+        parts.append(dispatched(batches[microbatch], layout, hook.moe_layer, phase, routing_map_tE.numpy()))
+        original(hook, routing_map_tE)
 
-    with mock.patch.object(RouterTap, "before_dispatch", before_dispatch):
+    with mock.patch.object(RouterHook, "before_dispatch", before_dispatch):
         report = trainer.step(batches, tiny_moe.policy_loss(trainer, batches, denominator), enforce=True)
     after = tiny_moe.exported(trainer)
     return {

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from moerl.contract.parallel import RankCoordinates
 from moerl.contract.trajectory import KeptSets
+from moerl.kernels.full_kl import kl_full
 from moerl.kernels.head import Head, HeadInputs
 from moerl.kernels.kept import KeptRows, kl_kept
 from moerl.kernels.scores import score_full, score_kept
 from moerl.kernels.vocab_parallel import VocabShard
-from moerl.kernels.whole_kl import kl_whole
 from moerl.trainer import groups
 
 VOCAB, PADDED, WIDTH, ROWS = 21, 32, 24, 8
@@ -60,7 +60,7 @@ def values(inputs: HeadInputs, reference: HeadInputs, temperatures: Tensor) -> d
         "full": score_full(inputs, targets, temperatures).logprobs_T,
         "sampled_full": both.full.logprobs_T * some,
         "kl_kept": kl_kept(both.kept_logprobs_N, other.kept_logprobs_N, kept),
-        "kl_whole": kl_whole(inputs, reference, temperatures, ~kept.truncated),
+        "kl_full": kl_full(inputs, reference, temperatures, ~kept.truncated),
     }
 
 
@@ -88,7 +88,7 @@ def expected_values(
         "full": full.gather(1, targets)[:, 0],
         "sampled_full": full.gather(1, targets)[:, 0] * (torch.arange(ROWS) % 3 == 0),
         "kl_kept": kl * truncated,
-        "kl_whole": kl * ~truncated,
+        "kl_full": kl * ~truncated,
     }
     return out, leaf, head
 

@@ -90,7 +90,7 @@ def train(layout: Any, path: Path) -> dict[str, Any]:
         "norms": norms,
         "verified": verified,
         "load": report.expert_load_LE.numpy(),
-        "moe_layers": [tap.moe_layer for tap in trainer.keep_routing.taps],
+        "moe_layers": [hook.moe_layer for hook in trainer.keep_routing.hooks],
         "weights": tiny_moe.exported(trainer),
     }
 

@@ -15,8 +15,8 @@ import weight_sync
 from families import FAMILIES
 from ranks import Ranks
 
-from moerl.buffer.packing import PackOptions, pack_for_ranks
-from moerl.buffer.rows import Padding
+from moerl.batching.packing import PackOptions, pack_for_ranks
+from moerl.batching.rows import Padding
 from moerl.contract.batch import Microbatch
 from moerl.contract.parallel import ParallelDims
 from moerl.contract.trajectory import ModelSpec
@@ -54,7 +54,7 @@ CASES = [
 
 
 def gather_both_ways(layout: Any, path: Path, spec: ModelSpec, dtype: str) -> dict[str, Any]:
-    """Every root's tensors by both ways of gathering against the bridge's export, and the bytes that travelled."""
+    """Every sender's tensors by both ways of gathering against the bridge's export, and the bytes that travelled."""
     from moerl.trainer.model import ModelOptions
     from moerl.trainer.trainer import MegatronTrainer
 
@@ -66,16 +66,16 @@ def gather_both_ways(layout: Any, path: Path, spec: ModelSpec, dtype: str) -> di
         read_model(path), layout.dims, split_latents=True
     ):
         found["problems"].append("the trainer publishes other tensors than follow from sizes")
-    for gather in ("root", "allgather"):
-        for roots in sorted({1, layout.dims.pipeline, layout.dims.world_size}):
-            plan = weight_sync.plan_for(trainer, path, roots=roots, gather=gather)
-            sink = weight_sync.KeepingSink() if layout.rank in plan.options.roots else None
-            report = weight_sync.publish(trainer, plan, sink, version=roots)
+    for gather in ("sender", "allgather"):
+        for senders in sorted({1, layout.dims.pipeline, layout.dims.world_size}):
+            plan = weight_sync.plan_for(trainer, path, senders=senders, gather=gather)
+            sink = weight_sync.KeepingSink() if layout.rank in plan.options.senders else None
+            report = weight_sync.publish(trainer, plan, sink, version=senders)
             mine = sink.tensors if sink is not None else {}
-            found["problems"] += [f"{gather}-{roots}: {p}" for p in differences(mine, expected, whole=roots == 1)]
-            found["bytes"][f"{gather}-{roots}"] = (report.received_bytes, report.needed_bytes, report.num_bytes)
+            found["problems"] += [f"{gather}-{senders}: {p}" for p in differences(mine, expected, whole=senders == 1)]
+            found["bytes"][f"{gather}-{senders}"] = (report.received_bytes, report.needed_bytes, report.num_bytes)
             if sink is not None:
-                assert sink.calls[0] == f"begin {roots}"
+                assert sink.calls[0] == f"begin {senders}"
                 assert sink.calls[-1] == "end"
     found["total"] = sum(tensor.nbytes for tensor in expected.values())
     return found
@@ -110,7 +110,7 @@ def test_both_ways_of_gathering_give_the_bridges_export(
     for way in results[0]["bytes"]:
         received, needed, sent = np.sum([result["bytes"][way] for result in results], axis=0)
         assert sent == results[0]["total"]
-        if way.startswith("root"):
+        if way.startswith("sender"):
             assert received == needed
             assert needed <= results[0]["total"]
         else:

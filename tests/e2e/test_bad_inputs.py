@@ -171,7 +171,7 @@ EARLY = {
     "plan memory recipe=laptop --gpu-memory-gib -1": "--gpu-memory-gib: invalid gib_size value",
     "plan memory recipe=pretrained": "model.path: no value given",
     "plan weights resume=run": "resume: a plan is made from a recipe and keys",
-    "plan weights recipe=laptop weights.roots=3": "weights.roots: more than there are trainer ranks",
+    "plan weights recipe=laptop weights.senders=3": "weights.senders: more than there are trainer ranks",
     "export": "the following arguments are required: RUN_DIR, --output",
     "export nowhere --output out": "run directory: not there",
     "export run --output file": "--output: exists already",

@@ -75,7 +75,7 @@ def test_tensor_parallel_ranks_train_as_one(sums: Sums, undisturbed: DoneRun, tm
     "layout",
     [
         ("parallel.tensor=2", "parallel.expert=2", "trainer.recompute=full"),
-        ("parallel.pipeline=2", "parallel.expert=2", "weights.transport=disk", "weights.roots=4"),
+        ("parallel.pipeline=2", "parallel.expert=2", "weights.transport=disk", "weights.senders=4"),
         ("parallel.pipeline=2", "parallel.virtual_pipeline=2", "trainer.distributed_optimizer=overlap"),
         ("parallel.context=2", "trainer.recompute=selective"),
     ],

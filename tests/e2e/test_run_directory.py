@@ -8,6 +8,7 @@ import re
 import shutil
 import stat
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -63,7 +64,8 @@ def test_tensorboard_shows_the_rows_of_the_metrics_file(tiny: DoneRun) -> None:
         events = EventAccumulator(str(tiny.folder / "tensorboard" / stage))
         events.Reload()
         shown: dict[int, dict[str, float]] = {}
-        for name in events.Tags()["scalars"]:
+        names: Any = events.Tags()["scalars"]
+        for name in names:
             for event in events.Scalars(name):
                 shown.setdefault(event.step, {})[name] = event.value
         for row in metric_rows(tiny, stage):

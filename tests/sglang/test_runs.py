@@ -152,12 +152,12 @@ def test_a_run_goes_on_while_one_of_two_servers_stands_still_for_half_a_minute(
     require_every_rollout_once(stopped, served)
 
 
-def test_a_run_with_two_roots_gives_a_server_that_took_the_place_of_a_killed_one_the_parts_of_both(
+def test_a_run_with_two_senders_gives_a_server_that_took_the_place_of_a_killed_one_the_parts_of_both(
     served: Finished, environment: Path, tmp_path: Path
 ):
     server = ("rollout=sglang", f"rollout.environment={environment}")
-    roots = ("parallel.pipeline=2", "weights.roots=2")
-    killed = train(tmp_path / "killed", *server, *roots, fault=kill)
+    senders = ("parallel.pipeline=2", "weights.senders=2")
+    killed = train(tmp_path / "killed", *server, *senders, fault=kill)
     assert "SGLang server 'sglang-0' is lost" in killed.output
     assert "SGLang server 'sglang-0': going on" in killed.output
     assert killed.open_to_others == ()

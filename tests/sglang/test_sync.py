@@ -21,8 +21,8 @@ from safetensors.torch import load_file, save_file
 from sglang_reference import make_requests
 from transformers import AutoModelForCausalLM
 
-from moerl.buffer.packing import PackOptions, pack_for_ranks
-from moerl.buffer.rows import Padding
+from moerl.batching.packing import PackOptions, pack_for_ranks
+from moerl.batching.rows import Padding
 from moerl.contract.batch import Microbatch
 from moerl.contract.parallel import ParallelDims
 from moerl.contract.trajectory import ModelSpec, SamplingParams, Trajectory
@@ -145,7 +145,7 @@ def test_a_server_holds_the_export_of_every_step_and_answers_greedily_as_transfo
     assert [problem for result in results for problem in result] == []
 
 
-def train_and_sync_from_two_roots(
+def train_and_sync_from_two_senders(
     layout: Any, case: Case, spec: ModelSpec, batches: list[list[Microbatch]], endpoints: list[Endpoint]
 ) -> tuple[list[str], int]:
     """Versions 0 and 1, checked by the engine as in a run; then what every server holds against the export. Problems,
@@ -166,7 +166,7 @@ def train_and_sync_from_two_roots(
     trainer = MegatronTrainer(read_model(case.folder), layout, ModelOptions(dtype=case.dtype), tiny_moe.OPTIMIZER, 8)
     local = [cut_share(batch, trainer.layout) for batch in batches[layout.data_rank]]
     denominator = tiny_moe.num_trained([batch for part in batches for batch in part])
-    plan = weight_sync.plan_for(trainer, case.folder, roots=2)
+    plan = weight_sync.plan_for(trainer, case.folder, senders=2)
     shapes = {name: tuple(t.shape) for name, t in load_file(case.folder / "model.safetensors").items()}
     engine, problems, said = None, [], []
     if layout.is_main:
@@ -174,7 +174,7 @@ def train_and_sync_from_two_roots(
         engine = sglang_live.connect(
             *endpoints, model=model, version=-1, shapes=shapes, dtype=case.dtype, say=said.append
         )
-    introduction = b"" if engine is None else msgspec.json.encode(engine.share(plan.options.roots, 90.0))
+    introduction = b"" if engine is None else msgspec.json.encode(engine.share(plan.options.senders, 90.0))
     told = msgspec.json.decode(share_bytes(introduction), type=Introduction)
     sender = ShardSender(layout.rank, told, shapes, partial(open_channel, device=platform.device()), 90.0)
     sink = sender if engine is None else EngineAndSender(engine, sender)
@@ -204,7 +204,7 @@ def test_two_pipeline_stages_send_to_two_servers_at_once(
     with sglang_live.running(options, tmp_path / "a") as a, sglang_live.running(options, tmp_path / "b") as b:
         case = Case("qwen3_moe", "float32", 1, folder, a.endpoint)
         endpoints = [a.endpoint, b.endpoint]
-        results = processes(2).run(train_and_sync_from_two_roots, case, family.spec(), batches, endpoints, pipeline=2)
+        results = processes(2).run(train_and_sync_from_two_senders, case, family.spec(), batches, endpoints, pipeline=2)
     problems, sizes = zip(*results, strict=True)
     assert problems == ([], [])
     assert min(sizes) > 0.8 * max(sizes)

@@ -96,7 +96,7 @@ def test_all_keys_are_in_the_help_of_train_and_on_demand_in_that_of_others(
         ("rollout", ["rl.group_size=", "rollout.top_p=", "seed="], ["optimizer.", "sft.", "algorithm."]),
         ("sft", ["sft.optimizer.lr=", "checkpoint.every=", "resume=RUN_DIR"], ["algorithm.", "rl.", "weights."]),
         ("plan memory", ["trainer.recompute=", "parallel.expert="], ["optimizer.", "task.", "evaluation."]),
-        ("plan weights", ["weights.roots=", "rollout.servers="], ["optimizer.", "task.", "sft."]),
+        ("plan weights", ["weights.senders=", "rollout.servers="], ["optimizer.", "task.", "sft."]),
     ],
 )
 def test_the_help_of_a_command_lists_the_keys_that_matter_for_it(

@@ -111,8 +111,8 @@ class RequestLoop:
 
     async def _finish(self, call: Call, rollout: Rollout) -> None:
         """Asks until the rollout is finished, and delivers it."""
-        reason = None
-        while reason is None:
+        while True:
+            reason = None
             replica = await self._fleet.admit(rollout.request.lineage.group_id)
             rollout.admitted_at = rollout.admitted_at or time.perf_counter()
             try:
@@ -133,6 +133,8 @@ class RequestLoop:
                 await backoff(rollout.num_damaged - 1)
             if reason is None and rollout.is_aborted:
                 reason = FinishReason.ABORT
+            if reason is not None:
+                break
         if rollout.segments:
             values = trajectory_values(rollout.request, rollout.segments, reason, self._spec)
             self._deliver(call, rollout, replica, values, None)

@@ -15,8 +15,8 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
+from moerl.contract.array_codec import read_array, read_expert_planes, read_kept_ids
 from moerl.contract.documents import check_document
-from moerl.contract.planes import read_array, read_expert_planes, read_kept_ids
 from moerl.contract.ports import RolloutRequest
 from moerl.contract.reasons import Reason
 from moerl.contract.trajectory import FinishReason, ModelSpec

@@ -21,7 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore
-from torch.distributed.distributed_c10d import Backend, _new_process_group_helper, _world
+from torch.distributed.distributed_c10d import (
+    Backend,
+    _new_process_group_helper,  # pyright: ignore[reportPrivateUsage]
+    _world,  # pyright: ignore[reportPrivateUsage]
+)
 
 from moerl.rollout.sglang.invitation import PIECE_BYTES, Invitation
 

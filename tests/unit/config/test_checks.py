@@ -190,11 +190,11 @@ def test_a_reference_cannot_take_a_routing_that_the_policy_does_not_record(mode:
     assert found == "keep_routing.reference: the trainer's routing is not recorded"
 
 
-def test_several_roots_need_servers_or_a_disk_and_as_many_ranks():
-    found = error("weights.roots=2", "parallel.expert=2")
-    assert found == "weights.roots: the embedded engine takes weights from one rank"
-    load_config(["weights.roots=2", "rollout=sglang", "parallel.expert=2"], command="train")
-    found = error("weights.roots=3", "weights.transport=disk", "parallel.expert=2")
-    assert found == "weights.roots: more than there are trainer ranks"
-    config = load_config(["weights.roots=2", "weights.transport=disk", "parallel.expert=2"], command="train")
-    assert config.weights.roots == 2
+def test_several_senders_need_servers_or_a_disk_and_as_many_ranks():
+    found = error("weights.senders=2", "parallel.expert=2")
+    assert found == "weights.senders: the embedded engine takes weights from one rank"
+    load_config(["weights.senders=2", "rollout=sglang", "parallel.expert=2"], command="train")
+    found = error("weights.senders=3", "weights.transport=disk", "parallel.expert=2")
+    assert found == "weights.senders: more than there are trainer ranks"
+    config = load_config(["weights.senders=2", "weights.transport=disk", "parallel.expert=2"], command="train")
+    assert config.weights.senders == 2

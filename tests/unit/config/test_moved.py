@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from moerl.config.load import CONFIG_FILE, dump_config, load_config, load_resolved
-from moerl.config.moved import ADDED, MOVED, as_of_today
+from moerl.config.moved import ADDED, MOVED, RENAMED, as_of_today
 from moerl.config.reference import config_keys, is_known
 from moerl.errors import ConfigError
 
@@ -21,10 +21,14 @@ def error(*overrides: str, config_dir: Path | None = None) -> str:
 
 
 def as_before(values: dict[str, Any]) -> dict[str, Any]:
-    """The same values under the names that keys had before they moved."""
+    """The same values under the names that keys and values had before they moved."""
     for old, new in MOVED.items():
         (old_section, old_name), (section, name) = old.split("."), new.split(".")
         values.setdefault(old_section, {})[old_name] = values[section].pop(name)
+    for path, names in RENAMED.items():
+        section, name = path.split(".")
+        before = {new: old for old, new in names.items()}
+        values[section][name] = before[values[section][name]]
     return {name: value for name, value in values.items() if value != {}}
 
 

@@ -13,8 +13,8 @@ from factories import FULL, NUCLEUS, SPEC, make_trajectory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moerl.buffer.packing import PackOptions, pack_for_ranks, pack_text, pack_trajectories
-from moerl.buffer.rows import Padding
+from moerl.batching.packing import PackOptions, pack_for_ranks, pack_text, pack_trajectories
+from moerl.batching.rows import Padding
 from moerl.contract import batch_wire
 from moerl.contract.batch import Microbatch, TextSample, TrainSample
 from moerl.contract.batch_wire import decode_batches, encode_batches, share_frames

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from factories import FULL, SPEC, make_trajectory
 
-from moerl.buffer.packing import PackOptions, pack_text
+from moerl.batching.packing import PackOptions, pack_text
 from moerl.contract import (
     ContractError,
     Lineage,

@@ -12,8 +12,8 @@ from factories import SPEC, make_trajectory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moerl.buffer.packing import PackOptions, pack_trajectories
-from moerl.buffer.rows import Padding
+from moerl.batching.packing import PackOptions, pack_trajectories
+from moerl.batching.rows import Padding
 from moerl.contract.batch import Microbatch, TrainSample
 from moerl.contract.kept import take_kept_sets
 from moerl.contract.parallel import ParallelDims, RankCoordinates

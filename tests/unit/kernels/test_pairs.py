@@ -15,7 +15,7 @@ from kernel_cases import (
 )
 from torch import Tensor
 
-from moerl.kernels import pairs, products, whole
+from moerl.kernels import full, pairs, products
 from moerl.kernels.scores import score_kept
 from moerl.kernels.vocab_parallel import VocabShard
 
@@ -68,7 +68,7 @@ def test_slabs_are_no_larger_than_their_bound(monkeypatch: pytest.MonkeyPatch) -
         seen.append(out.numel())
         return out
 
-    for module in (pairs, whole):
+    for module in (pairs, full):
         monkeypatch.setattr(module, "matmul", spy)
     case = make_case([0, 30, 0, 37, 37, 37])
     score_kept(case.inputs(), case.targets, case.kept, case.temperatures).logprobs_T.sum().backward()

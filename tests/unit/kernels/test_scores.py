@@ -28,11 +28,11 @@ from torch import Tensor
 
 from moerl.errors import ContractError
 from moerl.kernels import pairs
+from moerl.kernels.full_kl import kl_full
 from moerl.kernels.head import Head
 from moerl.kernels.kept import kl_kept
 from moerl.kernels.scores import score_full, score_kept
 from moerl.kernels.vocab_parallel import VocabShard
-from moerl.kernels.whole_kl import kl_whole
 
 
 def assert_scores_are_exact(case: Case) -> None:
@@ -214,7 +214,7 @@ def test_the_kept_kl_equals_a_dense_masked_kl_with_its_gradient() -> None:
 def test_the_whole_kl_equals_a_dense_kl_with_its_gradient() -> None:
     case, reference = make_case([0] * 6), make_case([0] * 6, seed=1)
     select = torch.tensor([True, True, False, True, True, True])
-    kl = kl_whole(case.inputs(), reference.inputs(), case.temperatures, select)
+    kl = kl_full(case.inputs(), reference.inputs(), case.temperatures, select)
     reference.temperatures = case.temperatures
     hidden, weight, logits = exact(case)
     p, q = torch.log_softmax(logits, -1), torch.log_softmax(exact(reference)[2], -1).detach()
@@ -230,7 +230,7 @@ def test_a_kl_to_a_model_of_another_shard_is_refused() -> None:
     case = make_case([0, 0])
     other = Head(case.weight[:VOCAB], VocabShard.from_group(VOCAB, VOCAB, None)).enter(case.hidden)
     with pytest.raises(ContractError, match="rows_differ"):
-        kl_whole(case.inputs(), other, case.temperatures)
+        kl_full(case.inputs(), other, case.temperatures)
 
 
 def test_huge_logits_do_not_overflow() -> None:

@@ -20,12 +20,12 @@ def plan(folder: Path, *overrides: str, gather: float = 50, engine: float = 50) 
     return plan_weights(config, Bandwidths(gather * GB, engine * GB))
 
 
-def test_one_root_takes_as_long_as_its_link_to_the_engines(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_one_sender_takes_as_long_as_its_link_to_the_engines(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert plan(tmp_path, "parallel.expert=8") == 0
     text = capsys.readouterr().out
     assert "18867 tensors of 61.1 GB (bfloat16) on 8 devices: parallel.expert=8 parallel.data=8" in text
-    assert "1.22 s at 50 GB/s into a root and 50 GB/s to engines; 1.22 s of sending" in text
-    assert "7 ranks send to roots" in text
+    assert "1.22 s at 50 GB/s into a sender and 50 GB/s to engines; 1.22 s of sending" in text
+    assert "7 ranks hand parts to senders" in text
 
 
 def test_the_slower_link_decides(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -36,26 +36,26 @@ def test_the_slower_link_decides(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert float(found[1]) == pytest.approx(float(found[2]), rel=0.02)
 
 
-def test_several_roots_share_the_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert plan(tmp_path, "parallel.expert=32", "weights.transport=disk", "weights.roots=32") == 0
+def test_several_senders_share_the_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert plan(tmp_path, "parallel.expert=32", "weights.transport=disk", "weights.senders=32") == 0
     text = capsys.readouterr().out
-    assert "roots, the slowest 16 of 32" in text
+    assert "senders, the slowest 16 of 32" in text
     assert re.search(r"0\.0[45] s at", text)
 
 
 @pytest.mark.parametrize(("servers", "seconds"), [(1, "1.22"), (4, "1.23"), (8, "1.24"), (64, "1.38")])
-def test_servers_of_one_root_pass_buckets_on_to_one_another(
+def test_servers_of_one_sender_pass_buckets_on_to_one_another(
     servers: int, seconds: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     assert plan(tmp_path, "parallel.expert=8", "rollout=sglang", f"rollout.servers={servers}") == 0
     assert f"\n{seconds} s at" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("roots", "seconds"), [(2, "2.44"), (4, "1.22"), (8, "1.22")])
-def test_each_of_several_roots_sends_to_every_server_and_servers_take_one_bucket_at_a_time(
-    roots: int, seconds: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("senders", "seconds"), [(2, "2.44"), (4, "1.22"), (8, "1.22")])
+def test_each_of_several_senders_sends_to_every_server_and_servers_take_one_bucket_at_a_time(
+    senders: int, seconds: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    servers = ("rollout=sglang", "rollout.servers=4", f"weights.roots={roots}")
+    servers = ("rollout=sglang", "rollout.servers=4", f"weights.senders={senders}")
     assert plan(tmp_path, "parallel.expert=8", *servers) == 0
     text = capsys.readouterr().out
     assert f"\n{seconds} s at" in text
@@ -65,9 +65,9 @@ def test_each_of_several_roots_sends_to_every_server_and_servers_take_one_bucket
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (("rollout=sglang", "weights.roots=1"), "late: 61.06 GB in the root that sends most"),
-        (("rollout=sglang", "weights.roots=2"), "late: 30.[0-9]+ GB in the root that sends most"),
-        (("rollout=sglang", "weights.roots=2", "weights.transport=disk"), "late: 61.06 GB in the engine's process"),
+        (("rollout=sglang", "weights.senders=1"), "late: 61.06 GB in the sender that sends most"),
+        (("rollout=sglang", "weights.senders=2"), "late: 30.[0-9]+ GB in the sender that sends most"),
+        (("rollout=sglang", "weights.senders=2", "weights.transport=disk"), "late: 61.06 GB in the engine's process"),
         (("rollout=sglang_server", "rollout.server=[a.json,b.json]"), "late: 61.06 GB"),
         (("rollout=sglang_server", "rollout.server=a.json"), r"none \(one server that the run cannot start again\)"),
     ],

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import tiny_moe
 
-from moerl.buffer.packing import PackOptions
+from moerl.batching.packing import PackOptions
 from moerl.contract.batch import Microbatch
 from moerl.contract.batch_wire import decode_batches, encode_batches
 from moerl.contract.parallel import ParallelDims

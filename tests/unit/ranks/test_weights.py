@@ -14,7 +14,7 @@ from moerl.ranks import weights
 from moerl.ranks.weights import ThroughDisk
 from moerl.weights.disk import DiskSink
 
-TENSORS = {"of the first root": torch.ones(3), "of another root": torch.arange(4.0)}
+TENSORS = {"of the first sender": torch.ones(3), "of another sender": torch.arange(4.0)}
 
 
 class Engine:
@@ -44,10 +44,10 @@ class Engine:
 
 
 class Disk(Engine):
-    """Stands in for the folder; what other roots wrote is there, too."""
+    """Stands in for the folder; what other senders wrote is there, too."""
 
 
-def test_an_engine_is_compared_with_what_all_roots_wrote_in_its_own_precision(monkeypatch: pytest.MonkeyPatch):
+def test_an_engine_is_compared_with_what_all_senders_wrote_in_its_own_precision(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(weights, "read_version", lambda folder, version: iter(TENSORS.items()))
     engine = Engine()
     sink = ThroughDisk(Path("weights"), cast(DiskSink, Disk()), cast(CheckedSink, engine))
@@ -57,5 +57,5 @@ def test_an_engine_is_compared_with_what_all_roots_wrote_in_its_own_precision(mo
     sink.end_update()
     assert engine.tensors.keys() == TENSORS.keys()
     whole = checksums((name, tensor.bfloat16()) for name, tensor in TENSORS.items())
-    sink.verify({"of the first root": whole["of the first root"]})
+    sink.verify({"of the first sender": whole["of the first sender"]})
     assert engine.expected == whole

@@ -25,7 +25,7 @@ def test_a_replay_scores_every_sampled_token_with_the_recorded_experts_inside_it
             wanted_TV = tiny_moe.support_logprobs(logits, sample)
         wanted = wanted_TV.numpy()[np.arange(len(trajectory) - 1), trajectory.token_ids[1:]]
         np.testing.assert_allclose(replayed.logprobs[1:], np.where(trajectory.sampled[1:], wanted, 0.0), atol=2e-5)
-        assert replayed.natural_ids.shape == trajectory.expert_ids.shape
+        assert replayed.own_ids.shape == trajectory.expert_ids.shape
 
 
 def test_a_replay_tells_what_the_routers_would_have_chosen(untied: Path) -> None:
@@ -38,7 +38,7 @@ def test_a_replay_tells_what_the_routers_would_have_chosen(untied: Path) -> None
     with torch.inference_mode():
         judge.logits(trajectory.token_ids[:-1], trajectory.expert_ids)
     wanted = torch.stack([logits.topk(2).indices for logits in judge.router_logits], 1).sort(-1).values
-    natural = torch.from_numpy(replay.replay(trajectory).natural_ids).sort(-1).values
+    natural = torch.from_numpy(replay.replay(trajectory).own_ids).sort(-1).values
     assert (natural == wanted).all()
     assert (natural.numpy() != np.sort(trajectory.expert_ids, -1)).any()
 

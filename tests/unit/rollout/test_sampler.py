@@ -6,7 +6,7 @@ import torch
 
 from moerl.contract.trajectory import SamplingParams
 from moerl.errors import EngineError
-from moerl.rollout.sampler import Draws, RowParams, sample, uniforms
+from moerl.rollout.sampler import RowParams, SamplerOutput, sample, seeded_uniforms
 
 MIXED = [
     SamplingParams(seed=1),
@@ -46,13 +46,13 @@ def _logits(num_rows: int, num_vocab: int, seed: int = 0, scale: float = 2.0) ->
     return scale * torch.randn(num_rows, num_vocab, generator=torch.Generator().manual_seed(seed))
 
 
-def _draw(logits: torch.Tensor, params: list[SamplingParams], position: int = 3, capture: bool = True) -> Draws:
+def _draw(logits: torch.Tensor, params: list[SamplingParams], position: int = 3, capture: bool = True) -> SamplerOutput:
     seeds = np.array([p.seed for p in params], np.uint64)
-    u = uniforms(seeds, np.full(len(params), position))
+    u = seeded_uniforms(seeds, np.full(len(params), position))
     return sample(logits, RowParams.of(params), u, capture=capture)
 
 
-def _kept(draws: Draws) -> list[list[int]]:
+def _kept(draws: SamplerOutput) -> list[list[int]]:
     return [ids.tolist() for ids in draws.kept_ids.split(draws.kept_sizes.tolist())]
 
 
@@ -169,12 +169,12 @@ def test_greedy_takes_the_first_maximum_and_is_a_singleton():
 
 def test_uniforms_depend_on_seed_and_position_alone_and_are_spread_evenly():
     seeds = np.arange(2000, dtype=np.uint64)
-    u = uniforms(seeds, np.full(2000, 5))
-    assert u[7] == uniforms(np.array([7], np.uint64), np.array([5]))[0]
+    u = seeded_uniforms(seeds, np.full(2000, 5))
+    assert u[7] == seeded_uniforms(np.array([7], np.uint64), np.array([5]))[0]
     assert (u >= 0).all()
     assert (u < 1).all()
     assert len(np.unique(u)) == 2000
-    along = uniforms(np.full(2000, 3, np.uint64), np.arange(2000))
+    along = seeded_uniforms(np.full(2000, 3, np.uint64), np.arange(2000))
     for values in (u, along):
         counts, _ = np.histogram(values, bins=20, range=(0, 1))
         assert ((counts - 100) ** 2 / 100).sum() < 43.8  # chi-square, 19 degrees of freedom, p = 0.001
@@ -190,7 +190,7 @@ def test_draws_follow_the_distribution(params: SamplingParams):
     num_draws, num_vocab = 20000, 15
     logits = _logits(1, num_vocab, seed=4, scale=1.0)
     rows = [params] * num_draws
-    u = uniforms(np.arange(num_draws, dtype=np.uint64), np.full(num_draws, 9))
+    u = seeded_uniforms(np.arange(num_draws, dtype=np.uint64), np.full(num_draws, 9))
     draws = sample(logits.expand(num_draws, -1), RowParams.of(rows), u)
     weights = _oracle(logits[0].numpy(), params)
     expected = num_draws * weights / weights.sum()

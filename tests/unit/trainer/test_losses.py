@@ -12,8 +12,8 @@ import torch
 from ranks import Ranks
 
 from moerl.algorithms.policy import KLSupport
-from moerl.buffer.packing import PackOptions, pack_text
-from moerl.buffer.rows import Padding
+from moerl.batching.packing import PackOptions, pack_text
+from moerl.batching.rows import Padding
 from moerl.contract.batch import TextSample, TrainSample
 
 LENGTHS = (5, 30, 17, 41, 9, 24)

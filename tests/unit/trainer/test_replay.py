@@ -53,7 +53,7 @@ def change_the_map_after_the_hook(trainer: Any) -> Callable[[], None]:
     return lambda: delattr(router, "routing")
 
 
-def dispatch_behind_the_evidence(trainer: Any) -> Callable[[], None]:
+def dispatch_behind_the_checksum(trainer: Any) -> Callable[[], None]:
     dispatcher = trainer.model.chunks[0].decoder.layers[1].mlp.token_dispatcher
     observed = dispatcher.__dict__.pop("dispatch_preprocess")
     return lambda: setattr(dispatcher, "dispatch_preprocess", observed)
@@ -79,7 +79,7 @@ def check_sabotaged(layout: Any, path: Path, sabotage: Any, recompute: str) -> s
         (take_the_hook_out, "layer 3 dispatched tokens without asking"),
         (take_the_hook_out_in_the_second_microbatch, "layer 3 dispatched tokens without asking"),
         (change_the_map_after_the_hook, "layer 2, rank 0, microbatch 0, forward: checksum"),
-        (dispatch_behind_the_evidence, "0 calls"),
+        (dispatch_behind_the_checksum, "0 calls"),
         (swap_the_hooks_of_two_layers, "layer 1 dispatched tokens without asking"),
     ],
 )
@@ -93,14 +93,14 @@ def test_a_router_that_bypasses_replay_is_refused(
 def recompute_naturally(trainer: Any) -> Callable[[], None]:
     """Replays the forward pass and lets the recomputed one choose for itself."""
     router = trainer.model.chunks[0].decoder.layers[1].mlp.router
-    tap = router.router_replay
+    hook = router.router_replay
 
     def get_replay_topk(scores: Any, *args: Any) -> Any:
-        replayed = tap.get_replay_topk(scores, *args)
+        replayed = hook.get_replay_topk(scores, *args)
         return scores.topk(replayed[1].shape[1]) if torch.is_grad_enabled() else replayed
 
     router.router_replay = SimpleNamespace(get_replay_topk=get_replay_topk)
-    return lambda: setattr(router, "router_replay", tap)
+    return lambda: setattr(router, "router_replay", hook)
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])

@@ -125,7 +125,7 @@ def misalign(layout: Any, path: Path) -> str:
         schedule.begin(0)
         scores = torch.zeros(batches[0].num_rows - 1, tiny_moe.SPEC.num_experts)
         with pytest.raises(ReplayError) as caught:
-            trainer.keep_routing.taps[1].get_replay_topk(scores, 2, default_compute_topk=torch.topk)
+            trainer.keep_routing.hooks[1].get_replay_topk(scores, 2, default_compute_topk=torch.topk)
     return str(caught.value)
 
 

@@ -14,7 +14,7 @@ from moerl.errors import ReplayError
 
 
 def plain_config(**changes: Any) -> SimpleNamespace:
-    """Of a TransformerConfig what taps read."""
+    """Of a TransformerConfig what hooks read."""
     settings = {
         "moe_router_fusion": False,
         "moe_router_load_balancing_type": "none",
@@ -53,14 +53,14 @@ def untapped(path: Path, layout: Any) -> Any:
 
 
 def numbers(layout: Any, frequency: Any, num_layers: int, chunks: list[list[int]]) -> list[list[int]]:
-    """(MoE layer, Megatron's number) of the taps of a model whose chunks have MoE layers of these numbers."""
+    """(MoE layer, Megatron's number) of the hooks of a model whose chunks have MoE layers of these numbers."""
     from torch import nn
 
-    from moerl.trainer.routers import tap_routers
+    from moerl.trainer.routers import hook_routers
 
     config = plain_config(moe_layer_freq=frequency, num_layers=num_layers)
     modules = [nn.ModuleList(bare_layer(number) for number in chunk) for chunk in chunks]
-    return [[tap.moe_layer, tap.layer_number] for tap in tap_routers(modules, config)]
+    return [[hook.moe_layer, hook.layer_number] for hook in hook_routers(modules, config)]
 
 
 @pytest.mark.parametrize(
@@ -82,24 +82,24 @@ def test_moe_layers_are_counted_over_the_whole_model_without_its_dense_layers(
     assert one_process.run(numbers, frequency, num_layers, chunks) == [expected]
 
 
-def tap_beside_a_prediction_head(layout: Any, path: Path) -> dict[str, Any]:
+def hook_beside_a_prediction_head(layout: Any, path: Path) -> dict[str, Any]:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
 
-    from moerl.trainer.routers import tap_routers
+    from moerl.trainer.routers import hook_routers
 
     model = untapped(path, layout)
     model.config.mtp_num_layers = 1
     layer = get_gpt_layer_local_spec(num_experts=tiny_moe.SPEC.num_experts, qk_layernorm=True)
     spec: Any = get_gpt_mtp_block_spec(model.config, layer, use_transformer_engine=False)
     head = MultiTokenPredictionBlock(model.config, spec=spec)
-    taps = tap_routers([*model.chunks, head], model.config)
+    hooks = hook_routers([*model.chunks, head], model.config)
     layers: list[Any] = [module for module in head.modules() if isinstance(module, MoELayer)]
     return {
-        "taps": [(tap.moe_layer, tap.layer_number) for tap in taps],
+        "hooks": [(hook.moe_layer, hook.layer_number) for hook in hooks],
         "numbers": [layer.layer_number for layer in layers],
-        "hooks": [layer.router.router_replay for layer in layers],
+        "replays": [layer.router.router_replay for layer in layers],
         "observed": ["dispatch_preprocess" in vars(layer.token_dispatcher) for layer in layers],
     }
 
@@ -107,10 +107,10 @@ def tap_beside_a_prediction_head(layout: Any, path: Path) -> dict[str, Any]:
 def test_routers_of_multi_token_prediction_are_bypassed_although_their_numbers_are_those_of_the_first_layers(
     untied: Path, one_process: Ranks
 ) -> None:
-    (seen,) = one_process.run(tap_beside_a_prediction_head, untied)
+    (seen,) = one_process.run(hook_beside_a_prediction_head, untied)
     assert seen["numbers"] == [1]
-    assert seen["taps"] == [(0, 1), (1, 2), (2, 3), (3, 4)]
-    assert seen["hooks"] == [None]
+    assert seen["hooks"] == [(0, 1), (1, 2), (2, 3), (3, 4)]
+    assert seen["replays"] == [None]
     assert seen["observed"] == [False]
 
 

@@ -7,10 +7,9 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -22,7 +21,12 @@ from moerl.errors import CheckpointError
 
 LENGTHS = (9, 14)
 NAMES = [f"1-rl-{step:06d}" for step in range(4)]
-DiskUsage = namedtuple("DiskUsage", "total used free")
+
+
+class DiskUsage(NamedTuple):
+    total: int
+    used: int
+    free: int
 
 
 def step(trainer: Any, seed: int) -> None:
@@ -219,7 +223,6 @@ def test_an_error_of_training_is_not_hidden_by_one_of_saving(untied: Path, tmp_p
 
 ON_A_SMALL_DISK = """
 import shutil, sys
-from collections import namedtuple
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 import tiny_moe

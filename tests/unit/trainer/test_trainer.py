@@ -11,8 +11,8 @@ import tiny_moe
 import torch
 from ranks import Ranks
 
-from moerl.buffer.packing import PackOptions, pack_text
-from moerl.buffer.rows import Padding
+from moerl.batching.packing import PackOptions, pack_text
+from moerl.batching.rows import Padding
 from moerl.contract.batch import Microbatch, TextSample, TrainSample
 from moerl.errors import CheckpointError
 

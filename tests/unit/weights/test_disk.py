@@ -17,7 +17,7 @@ from moerl.weights.disk import HASHES, INDEX, DiskSink, read_version, version_na
 from moerl.weights.plan import Bucket, Entry
 
 
-def bucket_of(tensors: dict[str, Tensor], *, root: int = 0) -> WeightBucket:
+def bucket_of(tensors: dict[str, Tensor], *, sender: int = 0) -> WeightBucket:
     """A bucket that holds these; float32 first."""
     entries, offset = [], 0
     for name, tensor in tensors.items():
@@ -25,7 +25,7 @@ def bucket_of(tensors: dict[str, Tensor], *, root: int = 0) -> WeightBucket:
         entries.append(Entry(name, tuple(tensor.shape), element, offset, tensor.nbytes))
         offset += tensor.nbytes
     flat = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors.values()])
-    return WeightBucket(Bucket(0, root, 0, "dense", tuple(entries), ()), flat, torch.bfloat16)
+    return WeightBucket(Bucket(0, sender, 0, "dense", tuple(entries), ()), flat, torch.bfloat16)
 
 
 FIRST = {"bias": torch.randn(3), "a": torch.randn(3, 5).bfloat16()}
@@ -33,7 +33,7 @@ SECOND = {"b": torch.randn(7).bfloat16()}
 
 
 def write(folder: Path, version: int = 4) -> Path:
-    sink = DiskSink(folder, rank=0, roots=(0,))
+    sink = DiskSink(folder, rank=0, senders=(0,))
     sink.begin_update(version)
     sink.receive(bucket_of(FIRST))
     sink.receive(bucket_of(SECOND))
@@ -90,7 +90,7 @@ def test_a_renamed_version_is_refused(tmp_path: Path):
 
 
 def test_an_update_that_was_never_ended_leaves_no_version(tmp_path: Path):
-    sink = DiskSink(tmp_path, rank=0, roots=(0,))
+    sink = DiskSink(tmp_path, rank=0, senders=(0,))
     sink.begin_update(4)
     sink.receive(bucket_of(SECOND))
     assert versions(tmp_path) == []
@@ -105,10 +105,10 @@ def test_an_update_that_was_never_ended_leaves_no_version(tmp_path: Path):
     ]
 
 
-def test_roots_write_side_by_side_and_the_first_makes_the_version(tmp_path: Path):
-    sinks = [DiskSink(tmp_path, rank=rank, roots=(0, 2)) for rank in (0, 2)]
-    # Left by an update of other roots that never ended.
-    stray = DiskSink(tmp_path, rank=5, roots=(5,))
+def test_senders_write_side_by_side_and_the_first_makes_the_version(tmp_path: Path):
+    sinks = [DiskSink(tmp_path, rank=rank, senders=(0, 2)) for rank in (0, 2)]
+    # Left by an update of other senders that never ended.
+    stray = DiskSink(tmp_path, rank=5, senders=(5,))
     stray.begin_update(1)
     stray.receive(bucket_of(FIRST))
     for sink, tensors in zip(sinks, (FIRST, SECOND), strict=True):
@@ -121,8 +121,8 @@ def test_roots_write_side_by_side_and_the_first_makes_the_version(tmp_path: Path
     assert not list((tmp_path / version_name(1)).glob("*r005*"))
 
 
-def test_one_tensor_from_two_roots_is_refused(tmp_path: Path):
-    sinks = [DiskSink(tmp_path, rank=rank, roots=(0, 2)) for rank in (0, 2)]
+def test_one_tensor_from_two_senders_is_refused(tmp_path: Path):
+    sinks = [DiskSink(tmp_path, rank=rank, senders=(0, 2)) for rank in (0, 2)]
     for sink in sinks:
         sink.begin_update(1)
         sink.receive(bucket_of(SECOND))
@@ -136,7 +136,7 @@ def test_the_newest_two_versions_stay_and_one_can_be_written_again(tmp_path: Pat
     for version in (1, 2, 3):
         write(tmp_path, version)
     assert versions(tmp_path) == [2, 3]
-    sink = DiskSink(tmp_path, rank=0, roots=(0,))
+    sink = DiskSink(tmp_path, rank=0, senders=(0,))
     sink.begin_update(3)
     sink.receive(bucket_of(FIRST))
     sink.end_update()
@@ -170,7 +170,7 @@ def test_a_list_of_hashes_that_is_none_is_refused(content: str, tmp_path: Path):
 
 
 def test_only_gathered_buckets_are_written(tmp_path: Path):
-    sink = DiskSink(tmp_path, rank=0, roots=(0,))
+    sink = DiskSink(tmp_path, rank=0, senders=(0,))
     sink.begin_update(0)
     with pytest.raises(WeightSyncError, match="gathered bucket"):
         sink.receive(SECOND.items())

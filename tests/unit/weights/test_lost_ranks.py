@@ -25,9 +25,9 @@ from torch import Tensor
 from moerl.contract.parallel import ParallelDims
 from moerl.errors import WeightSyncError
 from moerl.models.description import ModelDescription, describe
-from moerl.weights.gather import RootGather
+from moerl.weights.gather import SenderGather
 from moerl.weights.manifest import model_manifest
-from moerl.weights.plan import PlanOptions, SyncPlan, choose_roots, make_plan
+from moerl.weights.plan import PlanOptions, SyncPlan, choose_senders, make_plan
 
 STEP_SECONDS = 2.0
 
@@ -38,9 +38,9 @@ def tiny_sizes() -> ModelDescription:
     return describe(FAMILIES["qwen3_moe"].config(num_hidden_layers=2).to_dict(), "tiny")
 
 
-def make(dims: ParallelDims, gather: Any = "root", roots: int = 1) -> SyncPlan:
+def make(dims: ParallelDims, gather: Any = "sender", senders: int = 1) -> SyncPlan:
     return make_plan(
-        model_manifest(tiny_sizes(), dims), PlanOptions(choose_roots(dims, roots), 4, 1 << 13, gather=gather)
+        model_manifest(tiny_sizes(), dims), PlanOptions(choose_senders(dims, senders), 4, 1 << 13, gather=gather)
     )
 
 
@@ -99,10 +99,10 @@ class FaultyRanks:
                 process.join()
 
 
-FATAL = {"root": 3, "allgather": 20}
+FATAL = {"sender": 3, "allgather": 20}
 """The transfer or bucket in which it happens: the first buckets are dense, and every rank holds them."""
 LOST = 1
-"""The rank that dies or stops; in no layout here it is a root."""
+"""The rank that dies or stops; in no layout here it is a sender."""
 
 
 def faulty_rank(rank: int, folder: str, dims: ParallelDims, fault: str, gather: str, queue: Any) -> None:
@@ -114,7 +114,7 @@ def faulty_rank(rank: int, folder: str, dims: ParallelDims, fault: str, gather: 
     rendezvous = f"file://{folder}/rendezvous"
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=4, timeout=timedelta(minutes=10))
     plan = make(dims, gather)
-    kind: Any = RootGather if gather == "root" else AllGather
+    kind: Any = SenderGather if gather == "sender" else AllGather
 
     class Fails(kind):
         """Fault injection: this rank comes to its end while it sends."""
@@ -151,8 +151,8 @@ def faulty_rank(rank: int, folder: str, dims: ParallelDims, fault: str, gather: 
 @pytest.mark.parametrize(
     ("fault", "gather"),
     [
-        ("dies", "root"),
-        pytest.param("stops", "root", marks=pytest.mark.distributed),
+        ("dies", "sender"),
+        pytest.param("stops", "sender", marks=pytest.mark.distributed),
         pytest.param("dies", "allgather", marks=pytest.mark.distributed),
     ],
 )
@@ -162,7 +162,7 @@ def test_a_rank_lost_in_mid_gather_is_named_by_all_others_and_nothing_is_taken_i
     told = FaultyRanks(tmp_path, ParallelDims(expert=4, data=4), fault, gather).told()
     assert told.keys() == {0, 2, 3}
     for rank, (message, again, served) in told.items():
-        if gather == "root":
+        if gather == "sender":
             what = rf"bucket \d+ of rank 0 \(stage 0, expert, \d+ tensors\): rank 0 receives from rank {LOST}\b"
         else:
             what = rf"bucket \d+ of rank 0 .* all-gathers with ranks .* no word from ranks \[{LOST}\b"
@@ -234,7 +234,7 @@ def hang(layout: Any, at: str) -> list[Any]:
     ("at", "doing", "step"),
     [
         ("begin_update", r"begin_update\(1\)", "begin"),
-        ("bucket", r"bucket 0 of rank 0 \(stage 0, dense, \d+ tensors\)", r"bucket \d+ of roots"),
+        ("bucket", r"bucket 0 of rank 0 \(stage 0, dense, \d+ tensors\)", r"bucket \d+ of senders"),
         ("end_update", "end_update", "end"),
     ],
 )
@@ -289,7 +289,7 @@ def slow(layout: Any, seconds: float) -> int:
     rank, plan = layout.rank, make(ParallelDims(expert=2, data=2))
     shards = shards_of(plan, rank)
 
-    class SlowGather(RootGather):
+    class SlowGather(SenderGather):
         def gather(self, shards: Mapping[str, Tensor], take_slot: Any) -> Iterator[Any]:
             for number, bucket in enumerate(super().gather(shards, take_slot)):
                 time.sleep(0.5 * seconds if number < 4 and rank == 1 else 0.0)

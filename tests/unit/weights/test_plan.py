@@ -1,4 +1,4 @@
-"""Plans of weight updates: every byte once, buckets within their limits, roots evenly loaded; no process is started."""
+"""Plans of weight updates: every byte once, buckets within their limits, senders evenly loaded; nothing is started."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moerl.models.description import ModelDescription, describe
 from moerl.rollout.weight_staging import checkpoint_views
 from moerl.weights.estimate import sent_bytes
 from moerl.weights.manifest import model_manifest
-from moerl.weights.plan import PlanOptions, SyncPlan, choose_roots, make_plan
+from moerl.weights.plan import PlanOptions, SyncPlan, choose_senders, make_plan
 from moerl.weights.tensors import Split
 
 LAYOUTS = {
@@ -44,13 +44,13 @@ def plan_of(
     sizes: ModelDescription,
     dims: ParallelDims,
     *,
-    roots: int = 1,
+    senders: int = 1,
     bucket_bytes: int = 1 << 14,
     split_latents: bool = False,
     **options: Any,
 ) -> SyncPlan:
     manifest = model_manifest(sizes, dims, split_latents=split_latents)
-    return make_plan(manifest, PlanOptions(choose_roots(dims, roots), 2, bucket_bytes, **options))
+    return make_plan(manifest, PlanOptions(choose_senders(dims, senders), 2, bucket_bytes, **options))
 
 
 def entries(plan: SyncPlan) -> dict[str, tuple[int, ...]]:
@@ -86,7 +86,7 @@ def coverage(plan: SyncPlan) -> dict[str, np.ndarray]:
     for bucket in plan.buckets:
         names = {entry.name for entry in bucket.entries}
         for message in bucket.messages:
-            shapes = plan.shard_shapes(message.sender)
+            shapes = plan.shard_shapes(message.source)
             for piece in message.pieces:
                 assert piece.target in names
                 rows, columns = (*shapes[piece.source], 1)[:2]
@@ -121,22 +121,22 @@ def layouts(draw: st.DrawFn) -> tuple[ModelDescription, ParallelDims]:
     layout=layouts(),
     bucket_bytes=st.integers(1, 1 << 18),
     share=st.floats(0, 1),
-    gather=st.sampled_from(["root", "allgather"]),
+    gather=st.sampled_from(["sender", "allgather"]),
     split=st.booleans(),
 )
 def test_every_byte_of_every_tensor_is_sent_once_in_buckets_within_their_limit(
     layout: tuple[ModelDescription, ParallelDims], bucket_bytes: int, share: float, gather: Any, split: bool
 ):
     sizes, dims = layout
-    roots = 1 + round(share * (dims.world_size - 1))
-    plan = plan_of(sizes, dims, roots=roots, bucket_bytes=bucket_bytes, gather=gather, split_latents=split)
+    senders = 1 + round(share * (dims.world_size - 1))
+    plan = plan_of(sizes, dims, senders=senders, bucket_bytes=bucket_bytes, gather=gather, split_latents=split)
     names = [entry.name for bucket in plan.buckets for entry in bucket.entries]
     assert len(names) == len(set(names))
     for name, counts in coverage(plan).items():
         assert (counts == 1).all(), name
     for bucket in plan.buckets:
         check_bucket(plan, bucket)
-    check_roots(plan)
+    check_senders(plan)
 
 
 def check_bucket(plan: SyncPlan, bucket: Any) -> None:
@@ -156,7 +156,7 @@ def check_bucket(plan: SyncPlan, bucket: Any) -> None:
     stage = bucket.stage
     per_stage = plan.manifest.dims.ranks_per_stage
     for message in bucket.messages:
-        assert message.sender // per_stage == stage
+        assert message.source // per_stage == stage
         chunks = list(message.chunks(options.chunk_bytes))
         assert tuple(piece for chunk in chunks for piece in chunk) == message.pieces
         for chunk in chunks:
@@ -165,16 +165,16 @@ def check_bucket(plan: SyncPlan, bucket: Any) -> None:
     assert bucket.kind == ("expert" if ".mlp.experts." in bucket.entries[0].name else "dense")
 
 
-def check_roots(plan: SyncPlan) -> None:
-    """Parts of roots differ by a tensor of each kind at either end at most; buckets are counted without gaps."""
-    loads: Counter[int] = Counter(dict.fromkeys(plan.options.roots, 0))
+def check_senders(plan: SyncPlan) -> None:
+    """Parts of senders differ by a tensor of each kind at either end at most; buckets are counted without gaps."""
+    loads: Counter[int] = Counter(dict.fromkeys(plan.options.senders, 0))
     largest: dict[str, int] = defaultdict(int)
     numbers: dict[int, list[int]] = defaultdict(list)
     for bucket in plan.buckets:
-        loads[bucket.root] += bucket.num_bytes
-        numbers[bucket.root].append(bucket.number)
+        loads[bucket.sender] += bucket.num_bytes
+        numbers[bucket.sender].append(bucket.number)
         largest[bucket.kind] = max(largest[bucket.kind], *(entry.num_bytes for entry in bucket.entries))
-    assert loads.keys() == set(plan.options.roots)
+    assert loads.keys() == set(plan.options.senders)
     assert max(loads.values()) - min(loads.values()) <= 2 * sum(largest.values())
     assert all(found == list(range(len(found))) for found in numbers.values())
 
@@ -183,15 +183,15 @@ def check_roots(plan: SyncPlan) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_root_receives_nothing_that_it_holds(layout: str):
+def test_a_sender_receives_nothing_that_it_holds(layout: str):
     plan = plan_of(sizes_of("deepseek_v3"), LAYOUTS[layout], split_latents=True)
     held = plan.shard_shapes(0)
     for bucket in plan.buckets:
         for message in bucket.messages:
-            if message.sender == bucket.root:
+            if message.source == bucket.sender:
                 continue
             for piece in message.pieces:
-                # Held by the root, too, is only another shard of the same tensor.
+                # Held by the sender, too, is only another shard of the same tensor.
                 if piece.source in held:
                     published = next(each for each in plan.manifest.tensors if each.tensor.name == piece.source)
                     assert published.tensor.split is not Split.WHOLE
@@ -217,24 +217,24 @@ def test_replicas_share_the_sending():
         (ParallelDims(pipeline=2, expert=2, data=4), 8, (0, 1, 2, 3, 4, 5, 6, 7)),
     ],
 )
-def test_roots_stand_in_different_stages_first_and_then_with_different_experts(
+def test_senders_stand_in_different_stages_first_and_then_with_different_experts(
     dims: ParallelDims, count: int, expected: tuple[int, ...]
 ):
-    assert choose_roots(dims, count) == expected
+    assert choose_senders(dims, count) == expected
 
 
 @pytest.mark.parametrize("count", [0, 3])
-def test_there_are_no_more_roots_than_ranks(count: int):
-    with pytest.raises(ConfigError, match=r"weights\.roots"):
-        choose_roots(ParallelDims(tensor=2), count)
+def test_there_are_no_more_senders_than_ranks(count: int):
+    with pytest.raises(ConfigError, match=r"weights\.senders"):
+        choose_senders(ParallelDims(tensor=2), count)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 20))
-def test_any_number_of_roots_is_that_many_ranks_in_order(pipeline: int, tensor: int, count: int):
+def test_any_number_of_senders_is_that_many_ranks_in_order(pipeline: int, tensor: int, count: int):
     dims = ParallelDims(pipeline=pipeline, tensor=tensor)
     assume(count <= dims.world_size)
-    roots = choose_roots(dims, count)
-    assert len(set(roots)) == count
-    assert list(roots) == sorted(roots)
-    assert roots[-1] < dims.world_size
+    senders = choose_senders(dims, count)
+    assert len(set(senders)) == count
+    assert list(senders) == sorted(senders)
+    assert senders[-1] < dims.world_size

@@ -23,7 +23,7 @@ from moerl.models.description import ModelDescription, describe
 from moerl.rollout.weight_difference import weight_difference
 from moerl.telemetry.metrics import check_metrics
 from moerl.weights.manifest import model_manifest
-from moerl.weights.plan import PlanOptions, SyncPlan, choose_roots, make_plan
+from moerl.weights.plan import PlanOptions, SyncPlan, choose_senders, make_plan
 
 
 def tiny_sizes(**changes: Any) -> ModelDescription:
@@ -32,8 +32,8 @@ def tiny_sizes(**changes: Any) -> ModelDescription:
     return describe(FAMILIES["deepseek_v3"].config(num_hidden_layers=2, **changes).to_dict(), "tiny")
 
 
-def tiny_plan(dims: ParallelDims, *, roots: int = 1, bucket_bytes: int = 1 << 14) -> SyncPlan:
-    return make_plan(model_manifest(tiny_sizes(), dims), PlanOptions(choose_roots(dims, roots), 4, bucket_bytes))
+def tiny_plan(dims: ParallelDims, *, senders: int = 1, bucket_bytes: int = 1 << 14) -> SyncPlan:
+    return make_plan(model_manifest(tiny_sizes(), dims), PlanOptions(choose_senders(dims, senders), 4, bucket_bytes))
 
 
 def random_shards(plan: SyncPlan, rank: int, seed: int = 0) -> dict[str, Tensor]:
@@ -103,12 +103,12 @@ def test_a_sink_is_begun_gets_every_bucket_and_is_ended(run_alone: Callable[[Any
 
 def overlap(plan: SyncPlan, shards: dict[str, Tensor]) -> tuple[list[int], list[int]]:
     """How many buckets were gathered when the sink began to take one, and the memory of the slots it saw."""
-    from moerl.weights.gather import RootGather
+    from moerl.weights.gather import SenderGather
 
     asked: list[int] = []
     both = threading.Event()
 
-    class Counting(RootGather):
+    class Counting(SenderGather):
         def gather(self, shards: Mapping[str, Tensor], take_slot: Any) -> Iterator[Any]:
             def take(num_bytes: int) -> Tensor:
                 slot = take_slot(num_bytes)
@@ -226,8 +226,8 @@ def without_sink(plan: SyncPlan, shards: dict[str, Tensor]) -> str:
     return str(error.value)
 
 
-def test_a_root_needs_a_sink(run_alone: Callable[[Any], Any]):
-    assert "a root without one" in run_alone(without_sink)
+def test_a_sender_needs_a_sink(run_alone: Callable[[Any], Any]):
+    assert "a sender without one" in run_alone(without_sink)
 
 
 # --- several processes -----------------------------------------------------------------------------------------------
@@ -264,7 +264,7 @@ def test_a_sink_that_refuses_is_known_on_every_rank_and_nobody_waits(two_process
     main, other = two_processes.run(failing)
     expected = (
         ("begin", "failed in begin_update; seen: OSError: no room"),
-        (r"bucket \d+ of roots", "failed in bucket [1-9].* of rank 0 .*; seen: WeightSyncError: refused"),
+        (r"bucket \d+ of senders", "failed in bucket [1-9].* of rank 0 .*; seen: WeightSyncError: refused"),
         ("end", "failed in end_update; seen: WeightSyncError: not whole"),
     )
     for ours, theirs, (step, text) in zip(main, other, expected, strict=True):

@@ -10,7 +10,7 @@ from factories import same_trajectory
 from memory import traced
 from sglang_fake import SPEC, compact, compact_fields
 
-from moerl.contract.planes import pack_kept_ids
+from moerl.contract.array_codec import pack_kept_ids
 from moerl.contract.ports import RolloutRequest
 from moerl.contract.reasons import Reason
 from moerl.contract.trajectory import FinishReason, Lineage, SamplingParams, Trajectory

@@ -10,7 +10,7 @@ import pytest
 from memory import traced
 from sglang_fake import compact
 
-from moerl.contract.planes import pack_kept_ids
+from moerl.contract.array_codec import pack_kept_ids
 from moerl.contract.ports import RolloutRequest
 from moerl.contract.trajectory import MAX_KEPT_IDS, Lineage, ModelSpec, SamplingParams
 from moerl.errors import ContractError

@@ -1,4 +1,4 @@
-"""Sums over the whole vocabulary in slabs of columns, from hidden states and head.
+"""Sums over the full vocabulary in slabs of columns, from hidden states and head.
 
 Runs in trainer processes. The forward pass keeps running maxima and sums per row; the backward pass computes each slab
 of logits again. Slabs are the outer loop, so each row of the head's gradient is summed over all rows in float32 and
@@ -20,8 +20,8 @@ from moerl.kernels.vocab_parallel import VocabShard
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class WholeRows:
-    """Rows scored over the whole vocabulary: rows_R int64 [R], distinct; temperatures_R [R]; target_ids_R int64 [R],
+class FullRows:
+    """Rows scored over the full vocabulary: rows_R int64 [R], distinct; temperatures_R [R]; target_ids_R int64 [R],
     global ids."""
 
     rows_R: Tensor
@@ -100,15 +100,15 @@ class RunningSums:
         self.sum_R, self.weighted_R, self.max_R = self.sum_R * delta_R.exp(), self.weighted_R * delta_R.exp(), max_R
 
 
-def whole_scores(inputs: HeadInputs, whole: WholeRows) -> tuple[Tensor, Tensor, Tensor]:
+def full_row_scores(inputs: HeadInputs, full_rows: FullRows) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probs of the targets [R], entropies [R], and `log sum exp` [R] for the backward pass.
 
     With `x = logits / temperature`: `x_a - logsumexp(x)` and `logsumexp(x) - E[x]`. No gradient is recorded.
     """
-    slabs = Slabs.of(inputs, whole.rows_R, whole.temperatures_R)
+    slabs = Slabs.of(inputs, full_rows.rows_R, full_rows.temperatures_R)
     sums = RunningSums.empty(slabs, centred=True)
-    target_R = slabs.temperatures_R1.new_zeros(len(whole))
-    columns_R, own_R = inputs.shard.local(whole.target_ids_R)
+    target_R = slabs.temperatures_R1.new_zeros(len(full_rows))
+    columns_R, own_R = inputs.shard.local(full_rows.target_ids_R)
     for span in slabs.spans():
         x_RC = slabs.logits(span)
         here_R = own_R & (columns_R >= span.start) & (columns_R < span.stop)
@@ -121,20 +121,20 @@ def whole_scores(inputs: HeadInputs, whole: WholeRows) -> tuple[Tensor, Tensor, 
     return target_R - sums.max_R - log_R, log_R - sums.weighted_R / sums.sum_R, sums.max_R + log_R
 
 
-def add_whole_gradients(
+def add_full_gradients(
     inputs: HeadInputs,
-    whole: WholeRows,
+    full_rows: FullRows,
     saved_grad_2R: tuple[Tensor, Tensor],
     grad_TH: Tensor | None,
     grad_VpH: Tensor | None,
 ) -> None:
-    """Adds the gradient of the log-probs of `whole_scores` to `grad_TH` ([T, H], dtype of scores) and `grad_VpH`.
+    """Adds the gradient of the log-probs of `full_row_scores` to `grad_TH` ([T, H], dtype of scores) and `grad_VpH`.
 
     saved_grad_2R: the `log sum exp` of the forward pass, and the gradient of the log-probs.
     """
     log_sum_R, grad_R = saved_grad_2R
-    slabs = Slabs.of(inputs, whole.rows_R, whole.temperatures_R)
-    columns_R, own_R = inputs.shard.local(whole.target_ids_R)
+    slabs = Slabs.of(inputs, full_rows.rows_R, full_rows.temperatures_R)
+    columns_R, own_R = inputs.shard.local(full_rows.target_ids_R)
     scale_R1 = grad_R[:, None] / slabs.temperatures_R1
 
     def gradient_of_logits(span: slice) -> Tensor:
@@ -144,7 +144,7 @@ def add_whole_gradients(
         local_R1 = (columns_R - span.start).clamp(0, x_RC.shape[1] - 1)[:, None]
         return x_RC.scatter_add_(1, local_R1, here_R[:, None].to(x_RC.dtype)).mul_(scale_R1)
 
-    add_slab_gradients(slabs, gradient_of_logits, whole.rows_R, grad_TH, grad_VpH)
+    add_slab_gradients(slabs, gradient_of_logits, full_rows.rows_R, grad_TH, grad_VpH)
 
 
 def add_slab_gradients(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from factories import hf_config
 
-from moerl.buffer.cost import SequenceCost, sequence_flops
+from moerl.batching.cost import SequenceCost, sequence_flops
 from moerl.models.description import describe
 
 SIZES = describe(

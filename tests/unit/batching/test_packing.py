@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packing_samples import sample, text
 
-from moerl.buffer.cost import SequenceCost
-from moerl.buffer.packing import (
+from moerl.batching.cost import SequenceCost
+from moerl.batching.packing import (
     PackOptions,
     pack_for_ranks,
     pack_text,
@@ -23,7 +23,7 @@ from moerl.buffer.packing import (
     pack_trajectories,
     packing_metrics,
 )
-from moerl.buffer.rows import Padding
+from moerl.batching.rows import Padding
 from moerl.contract.batch import Microbatch, TrainSample
 from moerl.contract.parallel import ParallelDims
 from moerl.contract.routing import rollout_key, routing_checksums

@@ -1,12 +1,12 @@
-"""Weight updates of two servers from one root and from two, with links of a fixed speed.
+"""Weight updates of two servers from one sender and from two, with links of a fixed speed.
 
-    one root     sends every byte twice over its own link
-    two roots    send a half each, at once
+    one sender     sends every byte twice over its own link
+    two senders    send a half each, at once
 
 Four expert-parallel ranks meet over gloo. A server is a process of its own behind sockets: it takes one bucket at a
-time, whoever it comes from, at the speed of its link, as SGLang does; a root sends one bucket at a time at that of its
-own. Speeds are kept by waiting, so that two cores carry four links.
-Run: python bench/weight_roots.py [--json FILE]
+time, whoever it comes from, at the speed of its link, as SGLang does; a sender sends one bucket at a time at that
+of its own. Speeds are kept by waiting, so that two cores carry four links.
+Run: python bench/weight_senders.py [--json FILE]
 """
 
 # pyright: reportAttributeAccessIssue=false
@@ -30,10 +30,10 @@ from weight_sync import CPU, MANY_SMALL, MIB, RANKS, STEP_SECONDS, random_shards
 
 from moerl.contract.parallel import ParallelDims
 from moerl.weights.bucket import WeightBucket
-from moerl.weights.gather import RootGather
+from moerl.weights.gather import SenderGather
 from moerl.weights.manifest import model_manifest
 from moerl.weights.peers import Peers
-from moerl.weights.plan import PlanOptions, choose_roots, make_plan
+from moerl.weights.plan import PlanOptions, choose_senders, make_plan
 from moerl.weights.publish import Publisher
 
 SERVERS = 2
@@ -43,7 +43,7 @@ BYTES_PER_SECOND = 128 * MIB
 
 
 def server(listener: socket.socket) -> None:
-    """Takes messages (length, bytes) from any number of roots until the process is ended."""
+    """Takes messages (length, bytes) from any number of senders until the process is ended."""
     takes_one = threading.Lock()
     while True:
         link, _ = listener.accept()
@@ -61,7 +61,7 @@ def take(link: socket.socket, takes_one: threading.Lock) -> None:
 
 
 class ServersSink:
-    """A `WeightSink` in front of all servers. num_bytes: sent over this root's link."""
+    """A `WeightSink` in front of all servers. num_bytes: sent over this sender's link."""
 
     def __init__(self, addresses: list[tuple[str, int]]) -> None:
         self._links = [socket.create_connection(address) for address in addresses]
@@ -96,24 +96,24 @@ class ServersSink:
 
 
 def measure(layout: Any, addresses: list[tuple[str, int]]) -> dict[int, tuple[list[float], int]]:
-    """Seconds of every repeat and bytes over this rank's link, by the number of roots."""
+    """Seconds of every repeat and bytes over this rank's link, by the number of senders."""
     dims = ParallelDims(expert=RANKS, data=RANKS)
     ways: dict[int, tuple[Publisher, ServersSink | None]] = {}
     shards = {}
-    for roots in (1, 2):
-        plan = make_plan(model_manifest(MANY_SMALL, dims), PlanOptions(choose_roots(dims, roots), 2, BUCKET_BYTES))
+    for senders in (1, 2):
+        plan = make_plan(model_manifest(MANY_SMALL, dims), PlanOptions(choose_senders(dims, senders), 2, BUCKET_BYTES))
         shards = random_shards(plan, layout.rank)
-        sink = ServersSink(addresses) if layout.rank in plan.options.roots else None
+        sink = ServersSink(addresses) if layout.rank in plan.options.senders else None
         peers = Peers(layout.rank, CPU, STEP_SECONDS)
-        ways[roots] = Publisher(plan, RootGather(plan, peers), peers, sink), sink
-    seconds: dict[int, list[float]] = {roots: [] for roots in ways}
+        ways[senders] = Publisher(plan, SenderGather(plan, peers), peers, sink), sink
+    seconds: dict[int, list[float]] = {senders: [] for senders in ways}
     for repeat in range(REPEATS + 1):
-        for roots, (publisher, _) in ways.items():
+        for senders, (publisher, _) in ways.items():
             took = timed_together(lambda publisher=publisher: publisher.publish(shards, 0) and None)
             if repeat:
-                seconds[roots].append(took)
+                seconds[senders].append(took)
     dist.barrier()
-    found = {roots: (seconds[roots], 0 if sink is None else sink.num_bytes) for roots, (_, sink) in ways.items()}
+    found = {senders: (seconds[senders], 0 if sink is None else sink.num_bytes) for senders, (_, sink) in ways.items()}
     for _, sink in ways.values():
         if sink is not None:
             sink.close()
@@ -132,14 +132,14 @@ def main() -> list[Result]:
         process.terminate()
     results = [command_line()]
     median = {}
-    for roots, name in ((1, "one root"), (2, "two roots")):
-        seconds = ranks[0][roots][0]
-        median[roots] = statistics.median(seconds)
-        results.append(Result(name, median[roots], unit="s", spread=max(seconds) - min(seconds)))
-        most = max(rank[roots][1] for rank in ranks)
-        results.append(Result(f"{name}: bytes over the busiest root's link", most / MIB, unit="MiB"))
+    for senders, name in ((1, "one sender"), (2, "two senders")):
+        seconds = ranks[0][senders][0]
+        median[senders] = statistics.median(seconds)
+        results.append(Result(name, median[senders], unit="s", spread=max(seconds) - min(seconds)))
+        most = max(rank[senders][1] for rank in ranks)
+        results.append(Result(f"{name}: bytes over the busiest sender's link", most / MIB, unit="MiB"))
     times = median[1] / median[2]
-    results.append(Result("one root / two roots", times, ">= 1.7", times >= 1.7, "times"))
+    results.append(Result("one sender / two senders", times, ">= 1.7", times >= 1.7, "times"))
     return results
 
 

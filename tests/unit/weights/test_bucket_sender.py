@@ -1,4 +1,4 @@
-"""A root's thread towards its sink."""
+"""A sender's thread towards its sink."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from waiting import eventually
 
 from moerl.weights.bucket import WeightBucket
-from moerl.weights.handover import Handover, SinkThread
+from moerl.weights.bucket_sender import BucketSender, SinkThread
 from moerl.weights.plan import Bucket, Entry
 
 
@@ -43,12 +43,12 @@ def bucket(number: int) -> WeightBucket:
 
 def test_buckets_that_wait_behind_one_in_the_sink_are_left_out_of_an_abandoned_update():
     sink = SlowSink()
-    handover = Handover(sink, SinkThread("sink", 20.0), torch.device("cpu"), 8, verify=False)
-    assert handover.begin(0) is None
-    handover.send(bucket(0))
-    handover.send(bucket(1))
+    bucket_sender = BucketSender(sink, SinkThread("sink", 20.0), torch.device("cpu"), 8, verify=False)
+    assert bucket_sender.begin(0) is None
+    bucket_sender.send(bucket(0))
+    bucket_sender.send(bucket(1))
     eventually(lambda: "bucket" in sink.calls)
-    handover.abandon()
+    bucket_sender.abandon()
     sink.go_on.set()
     eventually(lambda: sink.calls[-1] == "abandon")
     assert sink.calls == ["begin", "bucket", "abandon"]

@@ -9,13 +9,13 @@ import pytest
 from factories import GREEDY, SPEC, make_trajectory
 from packing_samples import sample, text
 
-from moerl.buffer.packing import (
+from moerl.batching.packing import (
     PackOptions,
     pack_for_ranks,
     pack_text,
     pack_trajectories,
 )
-from moerl.buffer.rows import Padding
+from moerl.batching.rows import Padding
 from moerl.contract.batch import TextSample, TrainSample
 from moerl.contract.reasons import Reason
 from moerl.errors import ConfigError, ContractError, ReplayError

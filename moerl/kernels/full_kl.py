@@ -1,9 +1,11 @@
-"""Exact KL over the whole vocabulary between two models, from their hidden states and heads.
+"""Exact KL over the full vocabulary between two models, from their hidden states and heads.
 
-Runs in trainer processes. Slabs of columns as in `moerl.kernels.whole`. Shape legend: `moerl/kernels/__init__.py`.
+Runs in trainer processes. Slabs of columns as in `moerl.kernels.full`. Shape legend: `moerl/kernels/__init__.py`.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,14 +13,14 @@ from torch import Tensor
 from moerl.contract.reasons import Reason
 from moerl.errors import ContractError
 from moerl.kernels.checks import check_rows, check_temperatures
+from moerl.kernels.full import RunningSums, Slabs, add_slab_gradients
 from moerl.kernels.head import HeadInputs
-from moerl.kernels.whole import RunningSums, Slabs, add_slab_gradients
 
 
-def kl_whole(
+def kl_full(
     inputs: HeadInputs, reference: HeadInputs, temperatures_T: Tensor, select_T: Tensor | None = None
 ) -> Tensor:
-    """Exact KL(p||q) over the whole vocabulary, nats.
+    """Exact KL(p||q) over the full vocabulary, nats.
 
     `p = softmax(logits / temperature)` of `inputs`, `q` the same of `reference`; of one vocabulary, not necessarily
     of one width.
@@ -63,7 +65,7 @@ def kl_whole(
 class _WholeKL(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx,
+        ctx: Any,
         hidden_TH: Tensor,
         weight_VpH: Tensor,
         inputs: HeadInputs,
@@ -92,7 +94,7 @@ class _WholeKL(torch.autograd.Function):
         return mean_gap_R - log_z_gap_R
 
     @staticmethod
-    def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden_TH, weight_VpH, reference_TH, reference_VpH, rows_R, temperatures_R, log_sum_R, mean_gap_R = (
             ctx.saved_tensors
         )

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moerl.buffer.balance import Division
+from moerl.batching.balance import Division
 
 Pack = list[int]
 """Indices of the sequences that share a microbatch, ascending."""
@@ -30,7 +30,7 @@ def plan_packs(
     2. That many packs are filled evenly in rows and cost (`fit`). Where this leaves a sequence over, which takes packs
        that are full to the brim, the best-fit packs stand, and ranks may get empty ones.
     3. Packs go to ranks in groups of similar cost (`deal`).
-    4. Sequences are exchanged between the dearest rank and the cheap ones while that helps (`moerl.buffer.balance`).
+    4. Sequences are exchanged between the dearest rank and the cheap ones while that helps (`moerl.batching.balance`).
 
     Args:
         sizes: rows of each sequence, padding included. costs: of each sequence.

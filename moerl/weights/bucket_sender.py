@@ -1,4 +1,4 @@
-"""A root's side towards its sink: one thread that calls it, two slots, and an end to every call. Runs in roots.
+"""A sender's side towards its sink: one thread that calls it, two slots, and an end to every call. Runs in senders.
 
 A call that does not come back within a step's time is given up, not ended: nobody can end it. Its thread is a daemon,
 so that the process can still end, and the next update begins with it once it is back.
@@ -76,8 +76,8 @@ class SinkThread:
             call.done.set()
 
 
-class Handover:
-    """One update from a root to its sink.
+class BucketSender:
+    """One update from a sender to its sink.
 
     slot_bytes: of the largest bucket. Slots that grew would leave what they were behind in the allocator.
     """

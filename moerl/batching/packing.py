@@ -12,9 +12,9 @@ from typing import Literal
 
 import numpy as np
 
-from moerl.buffer.cost import SequenceCost
-from moerl.buffer.partition import Pack, plan_packs
-from moerl.buffer.rows import Padding, build_microbatch, text_rows, trajectory_rows
+from moerl.batching.cost import SequenceCost
+from moerl.batching.partition import Pack, plan_packs
+from moerl.batching.rows import Padding, build_microbatch, text_rows, trajectory_rows
 from moerl.contract.batch import Microbatch, TextSample, TrainSample
 from moerl.contract.reasons import Reason
 from moerl.contract.routing import rollout_key
@@ -63,7 +63,7 @@ def pack_for_ranks(
     """One list of microbatches per data-parallel rank, all of the same length; together they hold every sample once.
 
     Expert-parallel ranks meet in every forward pass, so all must run equally many, as few as the options allow, of
-    nearly equal cost (`moerl.buffer.partition.plan_packs`); a rank without enough sequences gets microbatches of pad
+    nearly equal cost (`moerl.batching.partition.plan_packs`); a rank without enough sequences gets microbatches of pad
     rows alone.
 
     Args:

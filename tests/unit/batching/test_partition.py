@@ -8,8 +8,8 @@ from factories import QWEN3_30B
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moerl.buffer.cost import SequenceCost, sequence_flops
-from moerl.buffer.partition import Pack, best_fit_decreasing, deal, fit, plan_packs
+from moerl.batching.cost import SequenceCost, sequence_flops
+from moerl.batching.partition import Pack, best_fit_decreasing, deal, fit, plan_packs
 from moerl.models.description import describe
 
 SIZES = st.lists(st.integers(1, 40), max_size=40)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moerl.buffer.order import batch_indices, epoch_permutation
+from moerl.batching.order import batch_indices, epoch_permutation
 from moerl.errors import ConfigError
 
 
