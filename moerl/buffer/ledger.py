@@ -1,0 +1,121 @@
+"""Where every rollout that was asked for ended: trained, filtered, quarantined, or still pending.
+
+A rollout contributes to at most one step. The ledger is committed with the weights, so what a checkpoint says was
+trained is in its weights, and nothing else is. Pure; runs in the controller.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from moerl.errors import MoerlError
+
+
+class Ledger:
+    """Counts rollouts by their end, and knows every group that has ended.
+
+    Attributes:
+        issued: rollouts asked for so far. trained: of these, in a step.
+        filtered, quarantined: by reason.
+    """
+
+    def __init__(self) -> None:
+        self.issued = 0
+        self.trained = 0
+        self.filtered: Counter[str] = Counter()
+        self.quarantined: Counter[str] = Counter()
+        self._pending: dict[int, int] = {}
+        # Groups below the frontier have all ended or are pending; above it nothing was issued.
+        self._frontier = 0
+
+    @property
+    def pending(self) -> int:
+        """Rollouts that are sampled, wait, or are in the batch of the step under way."""
+        return sum(self._pending.values())
+
+    def pending_of(self, number: int) -> int:
+        """Rollouts of a group that have not ended."""
+        return self._pending.get(number, 0)
+
+    def issue(self, number: int, count: int) -> None:
+        """A group of `count` rollouts was asked for.
+
+        Raises:
+            MoerlError: it was before.
+        """
+        if number != self._frontier:
+            raise MoerlError(f"ledger: group {number} was issued", seen=self._frontier, expected="the next number")
+        self._frontier += 1
+        self.issued += count
+        self._pending[number] = count
+
+    def quarantine(self, number: int, reason: str) -> None:
+        """One rollout of a group was refused."""
+        self._take(number, 1)
+        self.quarantined[reason] += 1
+
+    def filter(self, number: int, reason: str) -> None:
+        """What is left of a group is not trained on."""
+        self.filtered[reason] += self._take(number, self.pending_of(number))
+
+    def train(self, number: int, count: int) -> None:
+        """A group was in a step with `count` rollouts, all that are left of it.
+
+        Raises:
+            MoerlError: the group has ended before, or has another number of rollouts left.
+        """
+        if count != self.pending_of(number):
+            raise MoerlError(
+                f"ledger: group {number} is trained with other rollouts than it has left",
+                seen=count,
+                expected=f"{self.pending_of(number)}, not one of which was trained before",
+            )
+        self.trained += self._take(number, count)
+
+    def _take(self, number: int, count: int) -> int:
+        left = self.pending_of(number) - count
+        if number not in self._pending or left < 0:
+            raise MoerlError(f"ledger: group {number} has ended", seen=count, expected="a rollout that is pending")
+        self._pending[number] = left
+        if not left:
+            del self._pending[number]
+        return count
+
+    def check(self) -> None:
+        """Raises `MoerlError` where rollouts are lost or counted twice."""
+        ended = self.trained + self.filtered.total() + self.quarantined.total()
+        if self.issued != ended + self.pending:
+            raise MoerlError(
+                "ledger: the sums are not right",
+                seen=f"{ended} ended and {self.pending} pending",
+                expected=f"{self.issued} issued",
+                remedy="this is an error of moerl; the checkpoints before this one are not affected",
+            )
+
+    def snapshot(self) -> dict[str, Any]:
+        """What a checkpoint keeps; plain JSON."""
+        return {
+            "issued": self.issued,
+            "trained": self.trained,
+            "filtered": dict(self.filtered),
+            "quarantined": dict(self.quarantined),
+            "pending": [[number, count] for number, count in self._pending.items()],
+            "frontier": self._frontier,
+        }
+
+    @classmethod
+    def restored(cls, snapshot: Mapping[str, Any]) -> Ledger:
+        """The ledger of a checkpoint.
+
+        Raises:
+            MoerlError: its sums are not right.
+        """
+        ledger = cls()
+        ledger.issued, ledger.trained = snapshot["issued"], snapshot["trained"]
+        ledger.filtered, ledger.quarantined = Counter(snapshot["filtered"]), Counter(snapshot["quarantined"])
+        ledger._pending = dict(snapshot["pending"])
+        ledger._frontier = snapshot["frontier"]
+        ledger.check()
+        return ledger

@@ -1,0 +1,213 @@
+"""Slots and window: which groups are sampled, which are trained next, and how old they can be by then.
+
+A group is the responses to one prompt; groups are numbered as they are dispatched. P groups make a step, S is the
+staleness asked for, W the window:
+
+    slots      (S + 1) P; a group takes one when it is dispatched and gives it back when engines hold the weights that
+               its training produced, or at once where it is filtered
+    window     the W groups from the oldest one on that is not in a batch yet; finished groups of the window are taken,
+               the oldest first, others wait
+    bound      no token of a batch is older than S + ceil((W - 1) / P) versions
+
+Why: a group that is dispatched as the n-th of those that are trained finds at most (S + 1) P - 1 others in slots, so
+engines hold version ceil((n + 1) / P) - S - 1 at least. At most n + W - 1 groups are taken before it, so it is trained
+by version floor((n + W - 1) / P) at most. The difference is largest where n + 1 is a multiple of P. The window is the
+one of MiniMax-M2 (arXiv 2605.26494, section 6.2.4) and torchtitan. Nothing is dropped for its age.
+
+Pure: no clock, no thread, no I/O. Runs in the controller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from moerl.errors import ConfigError, MoerlError
+
+
+@dataclass(frozen=True, slots=True)
+class QueueLimits:
+    """Groups a step, staleness in versions, and window in groups.
+
+    Raises:
+        ConfigError: No batch could ever be full, or a window without the staleness that it needs.
+    """
+
+    groups_per_step: int
+    max_staleness: int = 0
+    window: int = 1
+
+    def __post_init__(self) -> None:
+        if self.groups_per_step < 1 or self.max_staleness < 0 or self.window < 1:
+            raise ConfigError(
+                "buffer: no batch would ever be full",
+                seen=f"{self.groups_per_step} groups a step, max_staleness {self.max_staleness}, window {self.window}",
+                expected="at least 1 group a step, a staleness of at least 0 and a window of at least 1",
+            )
+        if self.window > 1 and not self.max_staleness:
+            raise ConfigError(
+                "buffer.window: nothing can pass a slow group where every step waits for all of its own",
+                seen=f"window {self.window}, max_staleness 0",
+                expected="a window of 1 without staleness",
+                remedy="set buffer.window=1, or buffer.max_staleness to 1 or more",
+            )
+
+    @property
+    def slots(self) -> int:
+        """Groups that are sampled, wait or are trained at a time."""
+        return (self.max_staleness + 1) * self.groups_per_step
+
+    @property
+    def max_age(self) -> int:
+        """Versions between the oldest token of a batch and the version that is trained, at most."""
+        return self.max_staleness - (1 - self.window) // self.groups_per_step
+
+
+class GroupState(StrEnum):
+    """running: sampled or to be sampled. finished: waits for its batch. taken: in a batch, its slot not given back.
+    released: trained, kept for the window alone."""
+
+    RUNNING = "running"
+    FINISHED = "finished"
+    TAKEN = "taken"
+    RELEASED = "released"
+
+
+class GroupQueue:
+    """Hands out the numbers of groups, slot by slot, and the batches.
+
+    Args:
+        limits: as the run's configuration has them.
+
+    Attributes:
+        next_number: of the group that is dispatched next; every smaller number was dispatched.
+    """
+
+    def __init__(self, limits: QueueLimits) -> None:
+        self.limits = limits
+        self.next_number = 0
+        # In the order of dispatch, from the head of the window on; without those that were filtered.
+        self._states: dict[int, GroupState] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Groups that may be dispatched now."""
+        return self.limits.slots - sum(state != GroupState.RELEASED for state in self._states.values())
+
+    def count(self, state: GroupState) -> int:
+        return sum(each == state for each in self._states.values())
+
+    def numbers(self, *states: GroupState) -> list[int]:
+        """Groups in these states, in the order of dispatch."""
+        return [number for number, state in self._states.items() if state in states]
+
+    def dispatch(self) -> int:
+        """Takes a slot; the number of the group that is to be sampled.
+
+        Raises:
+            MoerlError: no slot is free.
+        """
+        if self.num_free < 1:
+            raise MoerlError("buffer: no slot is free", seen=self.limits.slots, expected="num_free of at least 1")
+        number = self.next_number
+        self.next_number += 1
+        self._states[number] = GroupState.RUNNING
+        return number
+
+    def finish(self, number: int) -> None:
+        """The group has all its responses and rewards."""
+        self._move(number, GroupState.RUNNING, GroupState.FINISHED)
+
+    def filter(self, number: int) -> None:
+        """The group is not trained: it gives its slot back, and the window closes up."""
+        self._require(number, GroupState.RUNNING, GroupState.FINISHED)
+        del self._states[number]
+
+    def take(self) -> list[int]:
+        """The groups of the next batch, the oldest first; empty while fewer than P can be taken."""
+        order, taken = list(self._states), list[int]()
+        head = 0
+        while len(taken) < self.limits.groups_per_step:
+            while head < len(order) and (order[head] in taken or self._is_taken(order[head])):
+                head += 1
+            window = order[head : head + self.limits.window]
+            ready = (n for n in window if self._states[n] == GroupState.FINISHED and n not in taken)
+            number = next(ready, None)
+            if number is None:
+                return []
+            taken.append(number)
+        for number in taken:
+            self._states[number] = GroupState.TAKEN
+        return taken
+
+    def release(self) -> None:
+        """Engines hold the weights that the training of all taken groups produced."""
+        for number, state in self._states.items():
+            if state == GroupState.TAKEN:
+                self._states[number] = GroupState.RELEASED
+        # What lies before the head counts in no window any more.
+        for number in list(self._states):
+            if self._states[number] != GroupState.RELEASED:
+                break
+            del self._states[number]
+
+    def _is_taken(self, number: int) -> bool:
+        return self._states[number] in (GroupState.TAKEN, GroupState.RELEASED)
+
+    def _move(self, number: int, before: GroupState, after: GroupState) -> None:
+        self._require(number, before)
+        self._states[number] = after
+
+    def _require(self, number: int, *states: GroupState) -> None:
+        if self._states.get(number) not in states:
+            raise MoerlError(
+                f"buffer: group {number}",
+                seen=self._states.get(number, "not in the queue"),
+                expected=" or ".join(states),
+            )
+
+    # --- checkpoints -------------------------------------------------------------------------------------------------
+
+    def snapshot(self) -> dict[str, Any]:
+        """What a checkpoint keeps between two steps; plain JSON."""
+        return {
+            "next_number": self.next_number,
+            "open": self.numbers(GroupState.RUNNING, GroupState.FINISHED),
+            "released": self.numbers(GroupState.RELEASED),
+        }
+
+    @classmethod
+    def restored(cls, limits: QueueLimits, snapshot: Mapping[str, Any]) -> GroupQueue:
+        """The queue of a checkpoint. Groups that were not trained are to be sampled again, under their numbers."""
+        queue = cls(limits)
+        queue.next_number = snapshot["next_number"]
+        states = dict.fromkeys(snapshot["open"], GroupState.RUNNING) | dict.fromkeys(
+            snapshot["released"], GroupState.RELEASED
+        )
+        queue._states = {number: states[number] for number in sorted(states)}
+        return queue
+
+
+def age(trained_version: int, sampled_versions: Sequence[int]) -> int:
+    """Versions between the oldest token and the version that is trained on it."""
+    return trained_version - min(sampled_versions)
+
+
+def check_ages(ages: Iterable[int], limits: QueueLimits) -> int:
+    """The largest age of a batch.
+
+    Raises:
+        MoerlError: it is above the bound.
+    """
+    oldest = max(ages, default=0)
+    if oldest > limits.max_age:
+        raise MoerlError(
+            "a batch holds a token that is older than the settings allow",
+            seen=f"{oldest} versions",
+            expected=f"at most {limits.max_age}: max_staleness + ceil((window - 1) / prompts_per_step)",
+            remedy="this is an error of moerl or of an engine that answers with weights it should no longer hold; the"
+            " weights are those of the last step, so resume the run",
+        )
+    return oldest

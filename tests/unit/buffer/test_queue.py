@@ -1,0 +1,174 @@
+"""Slots and window: the age of what is trained has a bound, which is reached and never passed; nothing is dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moerl.buffer.queue import GroupQueue, GroupState, QueueLimits, age, check_ages
+from moerl.errors import ConfigError, MoerlError
+
+limits_drawn = st.builds(
+    lambda per_step, staleness, window: QueueLimits(per_step, staleness, window if staleness else 1),
+    st.integers(1, 5),
+    st.integers(0, 3),
+    st.integers(1, 20),
+)
+
+
+class Simulation:
+    """Engines and a trainer around a queue: a group's tokens are sampled from the version at its dispatch on."""
+
+    def __init__(self, limits: QueueLimits) -> None:
+        self.queue, self.version = GroupQueue(limits), 0
+        self.versions: dict[int, int] = {}
+        self.trained: list[int] = []
+        self.filtered: set[int] = set()
+        self.ages: list[int] = []
+
+    def dispatch(self) -> None:
+        while self.queue.num_free:
+            self.versions[self.queue.dispatch()] = self.version
+
+    def train(self, meanwhile: Callable[[], None] = lambda: None) -> bool:
+        """One step where a batch is full; `meanwhile` happens before engines hold its weights."""
+        batch = self.queue.take()
+        if not batch:
+            return False
+        self.ages += [age(self.version, [self.versions[number]]) for number in batch]
+        self.trained += batch
+        meanwhile()
+        self.version += 1
+        self.queue.release()
+        return True
+
+
+@given(limits_drawn, st.data())
+def test_no_order_of_arrival_makes_a_group_older_than_the_bound_and_every_group_is_trained_or_filtered_once(
+    limits: QueueLimits, data: st.DataObject
+) -> None:
+    simulation = Simulation(limits)
+    queue = simulation.queue
+
+    def something_happens() -> None:
+        simulation.dispatch()
+        running = queue.numbers(GroupState.RUNNING)
+        for number in data.draw(st.lists(st.sampled_from(running), unique=True) if running else st.just([])):
+            if data.draw(st.integers(0, 4)) == 0:
+                queue.filter(number)
+                simulation.filtered.add(number)
+            else:
+                queue.finish(number)
+
+    for _ in range(data.draw(st.integers(1, 25))):
+        something_happens()
+        simulation.train(something_happens)
+        if data.draw(st.integers(0, 9)) == 0:
+            # A crash between two steps: what was not trained is sampled again, by the weights of then.
+            simulation.queue = queue = GroupQueue.restored(limits, queue.snapshot())
+            simulation.versions |= dict.fromkeys(queue.numbers(GroupState.RUNNING), simulation.version)
+    # Everything arrives in the end.
+    while queue.numbers(GroupState.RUNNING):
+        for number in queue.numbers(GroupState.RUNNING):
+            queue.finish(number)
+    while simulation.train():
+        pass
+    check_ages(simulation.ages, limits)
+    left = set(queue.numbers(GroupState.FINISHED))
+    assert sorted([*simulation.trained, *simulation.filtered, *left]) == list(range(queue.next_number))
+    assert len(left) < limits.groups_per_step
+
+
+@given(limits_drawn)
+def test_the_bound_is_reached_where_the_last_group_of_a_step_is_the_slowest(limits: QueueLimits) -> None:
+    simulation = Simulation(limits)
+    queue = simulation.queue
+    # Late enough that all slots are in turn, and the last group of a step by its number.
+    slow = 4 * limits.slots * limits.groups_per_step - 1
+    while True:
+        simulation.dispatch()
+        for number in queue.numbers(GroupState.RUNNING):
+            if number != slow:
+                queue.finish(number)
+        if not simulation.train():
+            queue.finish(slow)
+            simulation.train()
+            break
+    assert slow in simulation.trained
+    assert max(simulation.ages) == limits.max_age
+
+
+@pytest.mark.parametrize(
+    ("per_step", "staleness", "window", "bound"),
+    [(4, 0, 1, 0), (4, 1, 1, 1), (4, 1, 2, 2), (4, 1, 5, 2), (4, 1, 6, 3), (1, 2, 3, 4), (8, 3, 32, 7)],
+)
+def test_the_bound_is_the_published_formula(per_step: int, staleness: int, window: int, bound: int) -> None:
+    assert QueueLimits(per_step, staleness, window).max_age == bound
+
+
+@pytest.mark.parametrize(("per_step", "staleness", "window"), [(0, 0, 1), (4, -1, 1), (4, 0, 0), (4, 0, 2)])
+def test_limits_that_admit_no_batch_are_refused(per_step: int, staleness: int, window: int) -> None:
+    with pytest.raises(ConfigError, match="buffer"):
+        QueueLimits(per_step, staleness, window)
+
+
+def test_without_staleness_every_step_waits_for_its_own_groups() -> None:
+    queue = GroupQueue(QueueLimits(3))
+    first = [queue.dispatch() for _ in range(3)]
+    assert (first, queue.num_free) == ([0, 1, 2], 0)
+    for number in (2, 0):
+        queue.finish(number)
+    assert queue.take() == []
+    queue.finish(1)
+    assert queue.take() == [0, 1, 2]
+    assert queue.num_free == 0
+    queue.release()
+    assert queue.num_free == 3
+
+
+def test_a_filtered_group_gives_its_slot_back_at_once_and_the_next_one_takes_its_place() -> None:
+    queue = GroupQueue(QueueLimits(2))
+    for _ in range(2):
+        queue.dispatch()
+    queue.filter(0)
+    assert queue.num_free == 1
+    assert queue.dispatch() == 2
+    queue.finish(2)
+    queue.finish(1)
+    assert queue.take() == [1, 2]
+
+
+def test_a_window_lets_finished_groups_pass_a_slow_one_but_no_further() -> None:
+    queue = GroupQueue(QueueLimits(1, max_staleness=3, window=2))
+    for _ in range(4):
+        queue.dispatch()
+    for number in (1, 2, 3):
+        queue.finish(number)
+    assert queue.take() == [1]
+    queue.release()
+    assert queue.take() == []
+    queue.finish(0)
+    assert [queue.take(), queue.take(), queue.take()] == [[0], [2], [3]]
+
+
+def test_no_slot_no_group_and_nothing_ends_twice() -> None:
+    queue = GroupQueue(QueueLimits(1))
+    queue.dispatch()
+    with pytest.raises(MoerlError, match="no slot is free"):
+        queue.dispatch()
+    queue.finish(0)
+    with pytest.raises(MoerlError, match="group 0; seen: finished; expected: running"):
+        queue.finish(0)
+    queue.filter(0)
+    with pytest.raises(MoerlError, match="group 0; seen: not in the queue"):
+        queue.filter(0)
+
+
+def test_a_batch_that_is_too_old_ends_the_run() -> None:
+    limits = QueueLimits(2, max_staleness=1)
+    assert check_ages([0, 1], limits) == 1
+    with pytest.raises(MoerlError, match="seen: 2 versions; expected: at most 1"):
+        check_ages([0, 2], limits)
