@@ -1,4 +1,4 @@
-"""The command line: ``moerl train | sft | rollout | eval | plan ... | export | verify | sglang ... | serve``.
+"""The command line: ``moerl train | sft | rollout | eval | plan ... | status | export | verify | sglang ... | serve``.
 
 Reads and checks the configuration and hands over to `moerl.orchestration.commands`, in the same process. That import
 comes last, so that help and configuration errors need no torch.
@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from moerl.config.command_texts import COMMANDS, EXPORT, VERIFY, Command
+from moerl.config.command_texts import COMMANDS, EXPORT, STATUS, VERIFY, Command
 from moerl.config.stop_signals import STOPPED, stop_signals
 from moerl.errors import CheckpointError, ConfigError, MoerlError
 from moerl.launch.arguments import Parser, bandwidth, gib_size, nats
@@ -76,10 +76,9 @@ def _dispatch(arguments: list[str]) -> int:
     if arguments[0] == "--version":
         print(f"moerl {importlib.metadata.version('moerl')}")
         return 0
-    if arguments[0] == "export":
-        return _export(arguments[1:])
-    if arguments[0] == "verify":
-        return _verify(arguments[1:])
+    on_directories = {"export": _export, "verify": _verify, "status": _status}
+    if arguments[0] in on_directories:
+        return on_directories[arguments[0]](arguments[1:])
     family = arguments[0] if arguments[0] in FAMILIES else ""
     if family and (len(arguments) == 1 or arguments[1] in ("-h", "--help")):
         print(family_overview(family))
@@ -89,7 +88,7 @@ def _dispatch(arguments: list[str]) -> int:
     if command in SGLANG:
         return _sglang(command, rest)
     if command not in COMMANDS:
-        known = [*COMMANDS, "export", "verify", *SGLANG]
+        known = [*COMMANDS, *on_directories, *SGLANG]
         raise ConfigError(
             "command line: unknown command",
             seen=command,
@@ -236,6 +235,21 @@ def _export(arguments: list[str]) -> int:
     from moerl.orchestration.export import run_export
 
     return run_export(run_dir, options.step, output)
+
+
+def _status(arguments: list[str]) -> int:
+    parser = Parser(prog="moerl status", add_help=False)
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    parser.add_argument("--traceback", action="store_true", help="show where an error was raised")
+    parser.add_argument("-h", "--help", action="store_true", help="show this text")
+    if {"-h", "--help"} & set(arguments):
+        print(_short_help("moerl status RUN_DIR", STATUS, parser))
+        return 0
+    run_dir = parser.parse_args(arguments).run_dir.resolve()
+    from moerl.launch.status import run_status
+    from moerl.trainer.checkpoint import checkpoint_names
+
+    return run_status(run_dir, checkpoint_names)
 
 
 def _verify(arguments: list[str]) -> int:

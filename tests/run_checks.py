@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from moerl_runs import rows, summary
 
+from moerl.buffer.ledger import LEDGER_FILE
+
 
 def assert_the_same(run: Path, undisturbed: Path) -> None:
     places, expected_places = ([(row["stage"], row["step"]) for row in rows(folder)] for folder in (run, undisturbed))
@@ -18,6 +20,7 @@ def assert_the_same(run: Path, undisturbed: Path) -> None:
         weights, expected_weights = (folder / model / "model.safetensors" for folder in (run, undisturbed))
         assert weights.read_bytes() == expected_weights.read_bytes(), model
     assert summary(run) == summary(undisturbed)
+    assert (run / LEDGER_FILE).read_bytes() == (undisturbed / LEDGER_FILE).read_bytes()
 
 
 def processes_of(run: Path) -> list[int]:

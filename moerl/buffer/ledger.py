@@ -12,23 +12,29 @@ from typing import Any
 
 from moerl.errors import MoerlError
 
+LEDGER_FILE = "ledger.json"
+"""In a run directory: the ledger after the latest step, for who watches the run. Checkpoints hold their own."""
+
 
 class Ledger:
-    """Counts rollouts by their end, and knows every group that has ended.
+    """Counts rollouts by their end, and knows every group that has not ended.
+
+    Args:
+        first: number of the first group that it counts.
 
     Attributes:
         issued: rollouts asked for so far. trained: of these, in a step.
         filtered, quarantined: by reason.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, first: int = 0) -> None:
         self.issued = 0
         self.trained = 0
         self.filtered: Counter[str] = Counter()
         self.quarantined: Counter[str] = Counter()
         self._pending: dict[int, int] = {}
-        # Groups below the frontier have all ended or are pending; above it nothing was issued.
-        self._frontier = 0
+        # Groups below the frontier have ended or are pending; from it on nothing was issued.
+        self._frontier = first
 
     @property
     def pending(self) -> int:

@@ -80,14 +80,15 @@ class GroupQueue:
 
     Args:
         limits: as the run's configuration has them.
+        first: number of the first group.
 
     Attributes:
         next_number: of the group that is dispatched next; every smaller number was dispatched.
     """
 
-    def __init__(self, limits: QueueLimits) -> None:
+    def __init__(self, limits: QueueLimits, first: int = 0) -> None:
         self.limits = limits
-        self.next_number = 0
+        self.next_number = first
         # In the order of dispatch, from the head of the window on; without those that were filtered.
         self._states: dict[int, GroupState] = {}
 

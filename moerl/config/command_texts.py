@@ -124,6 +124,13 @@ COMMANDS = {
     ),
 }
 
+STATUS = Command(
+    "show where a run is and what became of every rollout that it asked for",
+    "Reads the run directory alone, while the run goes on or after it ended: whether a process holds it, checkpoints,\n"
+    "steps, and the ledger of rollouts by their end: trained, filtered, quarantined, pending.",
+    (("moerl status runs/wide", "of a run in this directory"),),
+)
+
 EXPORT = Command(
     "write the weights of a run's checkpoint as a Hugging Face directory",
     "Reads one checkpoint of a run in one process, whatever layout wrote it, and writes config, tokenizer and\n"

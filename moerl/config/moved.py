@@ -29,6 +29,7 @@ ADDED: dict[str, Any] = {
     "trainer.command_seconds": 3600.0,
     "weights.interrupt": "retract",
     "task.reward_workers": 1,
+    "rl.filters": [],
 }
 """Keys that runs of before do not have, with the values by which they behave as they did."""
 

@@ -150,6 +150,10 @@ class RLConfig(Section):
     group_size: Annotated[int, Field(ge=2)] = Field(description="Responses sampled per prompt.")
     minibatches: Count = Field(description="Optimizer steps per batch.")
     moe_aux_loss_coef: NonNegative = Field(description="Weight of the load-balancing loss.")
+    filters: list[Literal["equal_rewards", "truncated"]] = Field(
+        description="Groups that are not trained on but replaced: those whose rewards are all equal; those of which no"
+        " response came to its end."
+    )
 
 
 class SamplingConfig(Section):

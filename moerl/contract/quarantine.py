@@ -49,6 +49,7 @@ class Quarantine:
 
     Attributes:
         first_refusal: Why the first record since the last `expect` was refused; empty where none was.
+        reasons: Of every rollout refused since then, why, by rollout id.
     """
 
     def __init__(self, folder: Path, max_rate: float, min_records: int = 32, *, spec: ModelSpec | None = None) -> None:
@@ -61,6 +62,7 @@ class Quarantine:
         self.counts: Counter[str] = Counter()
         self.num_admitted = 0
         self.first_refusal = ""
+        self.reasons: dict[str, str] = {}
         self._expected: set[str] = set()
         self._admitted: set[str] = set()
 
@@ -80,7 +82,7 @@ class Quarantine:
     def expect(self, rollout_ids: Iterable[str]) -> None:
         """Announces rollouts that were requested; an answer to anything else is refused."""
         self._expected.update(rollout_ids)
-        self.first_refusal = ""
+        self.first_refusal, self.reasons = "", {}
 
     def admit(self, record: RolloutRecord, *, trainer_version: int) -> Trajectory | None:
         """The record as a checked trajectory, or None where it was refused and written to the folder.
@@ -208,6 +210,7 @@ class Quarantine:
         content = to_plain(record.values)
         facts["incomplete"] = content.incomplete
         self._keep(error, facts, "record.msgpack", msgspec.msgpack.encode(content.value))
+        self.reasons[str(record.rollout_id)] = str(error.reason)
 
     def _keep(self, error: ContractError, facts: dict[str, Any], name: str, content: bytes) -> None:
         """Writes a refused record, then counts it."""

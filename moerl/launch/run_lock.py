@@ -47,6 +47,18 @@ def run_lock(run_dir: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
+def holder(run_dir: Path) -> str:
+    """Which process and host hold the lock of a run directory; empty where nobody does."""
+    try:
+        with (run_dir / LOCK_FILE).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return ""
+    except BlockingIOError:
+        return _holder(run_dir)
+    return ""
+
+
 def _acquire(run_dir: Path) -> int:
     deadline = time.monotonic() + WAIT_SECONDS
     while True:

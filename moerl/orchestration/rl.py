@@ -13,15 +13,15 @@ from dataclasses import fields, replace
 
 import numpy as np
 
-from moerl.batching.order import batch_indices
 from moerl.batching.packing import PackOptions
 from moerl.contract.batch import TrainSample
 from moerl.contract.ports import PolicyEngine, WorkedTask
 from moerl.orchestration import step_metrics
 from moerl.orchestration.batches import Minibatch, pack_minibatch
 from moerl.orchestration.evaluation import Evaluation, evaluate
+from moerl.orchestration.groups import GroupSource
 from moerl.orchestration.replay_report import explained
-from moerl.orchestration.rollouts import Collector, in_request_order, sampling_params, with_advantages
+from moerl.orchestration.rollouts import Collector, with_advantages
 from moerl.orchestration.run import Run
 from moerl.telemetry.metrics import table_metrics
 
@@ -45,11 +45,13 @@ class RLStage:
         self.algorithm = run.config.algorithm
         self.algorithm.load()
         self._num_published = 0
+        self.groups = GroupSource(run.config, collector, run.train_prompts(), STAGE)
 
     def train(self) -> None:
         """Runs the stage from its start or its last checkpoint."""
         run, steps = self.run, self.config.rl.steps
         first_step = run.restore(STAGE)
+        self.groups.restore(run.state.groups, first_step)
         self._publish(first_step)
         self._evaluate_cold_start(first_step)
         if run.state.evaluation_due:
@@ -61,6 +63,8 @@ class RLStage:
             minibatches = self._rollouts(step)
             metrics = self._train_on(minibatches, step)
             metrics |= self._publish(step + 1)
+            self.groups.release()
+            run.keep_groups(step + 1, self.groups.snapshot())
             run.log(STAGE, step + 1, metrics, round(sum(minibatch.num_tokens for minibatch in minibatches)))
             self._evaluate(step + 1)
             run.checkpoint_if_due(STAGE, step + 1, steps)
@@ -75,8 +79,10 @@ class RLStage:
         """
         run, config = self.run, self.config
         with run.span("rollout"):
+            before = self.groups.snapshot()
             samples = run.unless_stopped(lambda: self._sample(step))
             if samples is None:
+                self.groups.restore(before, step)
                 run.stop_if_told(STAGE, step)
             minibatches = [
                 pack_minibatch(part, self.trainer.coordinates, self.packing, config.keep_routing.uncaptured)
@@ -86,18 +92,7 @@ class RLStage:
         return minibatches
 
     def _sample(self, step: int) -> list[TrainSample]:
-        config, collector = self.config, self.collector
-        prompts = self.run.train_prompts()
-        chosen = [prompts[i] for i in batch_indices(len(prompts), config.rl.prompts_per_step, step, config.seed)]
-        requests = collector.requests(
-            chosen,
-            run=f"{STAGE}-{step:06d}",
-            count=config.rl.group_size,
-            sampling=sampling_params(config.rollout, config.seed),
-            prefixes={},
-        )
-        finished = collector.collect(chosen, requests, f"step {step + 1}", trainer_version=step, prefixes={})
-        trajectories = in_request_order(finished, requests)
+        collector, trajectories = self.collector, self.groups.batch(step)
         if self.run.is_dump_due(step + 1):
             texts = [collector.response(t) for t in trajectories]
             self.run.dump(step + 1, trajectories, texts, [collector.prompt(t) for t in trajectories])
@@ -119,7 +114,11 @@ class RLStage:
         samples = [sample for minibatch in minibatches for sample in minibatch.samples]
         metrics |= step_metrics.rollout_metrics([sample.trajectory for sample in samples])
         metrics |= step_metrics.mean_of([minibatch.metrics for minibatch in minibatches])
-        metrics |= {"weights/version": float(step + 1), "quarantine/count": float(self.run.quarantine.num_refused)}
+        metrics |= {
+            "weights/version": float(step + 1),
+            "quarantine/count": float(self.run.quarantine.num_refused),
+            "groups/filtered": float(self.groups.ledger.filtered.total()),
+        }
         return metrics | table_metrics(table)
 
     def _update(self, minibatches: Sequence[Minibatch], step: int) -> dict[str, float]:

@@ -92,6 +92,7 @@ class Collector:
         *,
         trainer_version: int,
         prefixes: Mapping[str, str],
+        may_be_empty: bool = False,
     ) -> list[Trajectory]:
         """Admitted trajectories with their rewards, in the order in which they finished.
 
@@ -100,6 +101,7 @@ class Collector:
 
         Args:
             purpose: what the responses are for, as errors call it.
+            may_be_empty: go on also where all were refused.
 
         Raises:
             MoerlError: not one was admitted, or too many were refused.
@@ -115,7 +117,7 @@ class Collector:
                 self.watch(len(admitted) + quarantine.num_refused - before, len(requests), num_tokens)
         refused = quarantine.num_refused - before
         cause = f"; the first: {quarantine.first_refusal}" if refused else ""
-        if not admitted:
+        if not admitted and not may_be_empty:
             raise MoerlError(
                 f"{purpose}: no response was admitted",
                 seen=f"{refused} of {len(requests)} refused{cause}",

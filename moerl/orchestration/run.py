@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from moerl.buffer.ledger import LEDGER_FILE
 from moerl.config.load import CONFIG_FILE, load_resolved
 from moerl.config.schema import RunConfig
 from moerl.config.stop_signals import StopRequest
 from moerl.contract.batch import TrainSample
 from moerl.contract.disk import write_parquet
-from moerl.contract.files import writing
+from moerl.contract.files import atomic_file, writing
 from moerl.contract.ports import Prompt, Task
 from moerl.contract.quarantine import Quarantine
 from moerl.contract.trainer import Trainer, UpdateReport
@@ -278,6 +281,13 @@ class Run:
         self.state.evaluations |= {name: asdict(evaluation) for name, evaluation in evaluations.items()}
         self.reporter.evaluated(step, evaluations, self.stopwatch.lap())
         self._last_step = time.monotonic()
+
+    def keep_groups(self, step: int, groups: dict[str, Any]) -> None:
+        """Keeps the state of queue and ledger for the next checkpoint, and where `moerl status` reads it."""
+        self.state.groups = groups
+        path = self.config.run_dir / LEDGER_FILE
+        with writing(path), atomic_file(path) as file:
+            file.write_text(json.dumps({"step": step, "steps": self.config.rl.steps, **groups["ledger"]}) + "\n")
 
     def is_dump_due(self, step: int) -> bool:
         every = self.config.dump.rollouts_every

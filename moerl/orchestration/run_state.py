@@ -19,6 +19,7 @@ class RunState:
     quarantine: records refused by reason code, and `admitted`. peak_rss_bytes: largest of earlier processes.
     mismatch_first, mismatch: the first and the latest mismatch table.
     evaluation_due: the run was stopped before the evaluation of this step was done.
+    groups: `moerl.orchestration.groups.GroupSource.snapshot`; empty before the first step.
     """
 
     tokens_trained: int = 0
@@ -29,6 +30,7 @@ class RunState:
     mismatch_first: dict[str, dict[str, float]] = field(default_factory=dict)
     mismatch: dict[str, dict[str, float]] = field(default_factory=dict)
     evaluation_due: bool = False
+    groups: dict[str, Any] = field(default_factory=dict)
 
 
 def find_state_problem(stored: dict[str, Any]) -> str | None:

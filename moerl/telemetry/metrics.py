@@ -138,6 +138,7 @@ _ALL = (
     Metric("sft/loss", "nat", "mean negative log-likelihood of demonstration tokens"),
     Metric("tokens/trained", "token", "tokens trained on since the run began"),
     Metric("quarantine/count", "trajectory", "trajectories in quarantine since the run began"),
+    Metric("groups/filtered", "trajectory", "trajectories of groups that `rl.filters` replaced, since the run began"),
     Metric("weights/version", "version", "policy version that the engine holds after the step"),
     Metric("weights/bytes", "byte", "size of the weights that all ranks together sent to the engine"),
     Metric("weights/received_bytes", "byte", "what rank 0 received from other ranks, to send it to the engine"),

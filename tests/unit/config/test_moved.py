@@ -55,11 +55,12 @@ def test_a_recipe_with_keys_of_before_is_refused_with_the_new_name(tmp_path: Pat
 def test_a_run_directory_of_before_is_read_with_the_new_names(tmp_path: Path) -> None:
     config = load_config(["recipe=tiny", "rl.minibatches=2", "algorithm.kl_coef=0.5"], command="train")
     before = as_before(yaml.safe_load(dump_config(config)))
-    assert {"algorithm", "kl"} <= set(before)
-    assert "rl" not in before
     for path in ADDED:
         section, name = path.split(".")
         before[section].pop(name, None)
+    before = {name: value for name, value in before.items() if value != {}}
+    assert {"algorithm", "kl"} <= set(before)
+    assert "rl" not in before
     (tmp_path / CONFIG_FILE).write_text(yaml.safe_dump(before))
     assert load_resolved(tmp_path / CONFIG_FILE) == config
     resumed = load_config([f"resume={tmp_path}", "rl.steps=9"], command="train")
