@@ -13,7 +13,7 @@ from typing import Any
 
 from moerl.config.interfaces import LOOPBACK
 from moerl.contract.parallel import ParallelDims
-from moerl.ranks.parent import new_rendezvous
+from moerl.processes.parent import new_rendezvous
 
 ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": LOOPBACK,

@@ -20,6 +20,8 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from moerl.contract.ports import PolicyEngine, RolloutRequest
 from moerl.contract.trajectory import Lineage, ModelSpec, Trajectory
 from moerl.models.spec import moe_layer_indices, spec_from_hf_config
+from moerl.rollout.beside.engine import BesideEngine
+from moerl.rollout.beside.messages import Start
 from moerl.rollout.embedded import EmbeddedEngine
 from moerl.rollout.fleet.backend import ModelFacts
 
@@ -88,6 +90,13 @@ def _embedded(subject: Subject, request: pytest.FixtureRequest, max_running: int
     return EmbeddedEngine(model, subject.spec, engine_id="embedded-0", max_running=max_running, policy_version=0)
 
 
+def _beside(subject: Subject, request: pytest.FixtureRequest, max_running: int) -> Engine:
+    folder = request.getfixturevalue("tmp_path")
+    subject.model(0).save_pretrained(folder / "model")
+    start = Start(str(folder / "model"), "float32", subject.spec, max_running, num_threads=1, version=0)
+    return BesideEngine(start, folder / "engine.log")
+
+
 def _sglang(subject: Subject, request: pytest.FixtureRequest, max_running: int) -> Engine:
     tensors = {name: tensor for name, tensor in checkpoint(subject.model(0)) if name not in TIED}
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -100,7 +109,11 @@ def _sglang(subject: Subject, request: pytest.FixtureRequest, max_running: int) 
     return engine
 
 
-ENGINES = {"embedded": Subject(_embedded, (1,)), "sglang": Subject(_sglang, ())}
+ENGINES = {
+    "embedded": Subject(_embedded, (1,)),
+    "beside": Subject(_beside, (1,)),
+    "sglang": Subject(_sglang, ()),
+}
 
 
 def make_requests(count: int, max_new_tokens: int = 12, stop_ids: tuple[int, ...] = (3,)) -> list[RolloutRequest]:

@@ -233,6 +233,8 @@ def _wait(child: int, timeout_seconds: float) -> int | None:
 def _run(call: dict[str, Any]) -> int:
     parent = os.getppid()
     _die_with(parent)
+    # Tests that were started in the background ignore it, and so would the run.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     output = os.open(call["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -256,7 +258,7 @@ def _run(call: dict[str, Any]) -> int:
 
 
 def _die_with(parent: int) -> None:
-    from moerl.ranks.parent import die_with
+    from moerl.processes.parent import die_with
 
     die_with(parent)
 

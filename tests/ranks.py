@@ -152,7 +152,7 @@ def _import_and_fork(connection: socket.socket, parent: int) -> None:
     while len(path) < length:
         path += connection.recv(length - len(path))
     sys.path[:] = pickle.loads(path)  # noqa: S301 - of the tests
-    from moerl.ranks.parent import die_with
+    from moerl.processes.parent import die_with
 
     die_with(parent)
     import torch

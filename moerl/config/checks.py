@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 
+from moerl.buffer.queue import QueueLimits
 from moerl.config.architecture import describe_architecture
 from moerl.config.layouts import Load, layout_problems, propose
 from moerl.config.memory import total_parameters
-from moerl.config.schema import RunConfig
+from moerl.config.schema import EmbeddedRolloutConfig, RunConfig
 from moerl.contract.trajectory import MAX_KEPT_IDS
 from moerl.errors import ConfigError
 from moerl.models.description import ModelDescription, read_model
@@ -31,6 +32,7 @@ def check_run(config: RunConfig) -> None:
         _check_layout(config, None)
     else:
         _check_sizes(config, describe_architecture(config.model.architecture))
+    _check_buffer(config)
     _check_weights(config)
     config.task.check(sft_steps=config.sft.steps)
 
@@ -199,6 +201,18 @@ def _check_lengths(config: RunConfig) -> None:
             seen=config.trainer.microbatch_tokens,
             expected=f"> rollout.max_new_tokens = {longest}",
             remedy="raise trainer.microbatch_tokens or lower rollout.max_new_tokens",
+        )
+
+
+def _check_buffer(config: RunConfig) -> None:
+    QueueLimits(config.rl.prompts_per_step, config.buffer.max_staleness, config.buffer.window)
+    rollout = config.rollout
+    if config.buffer.max_staleness and isinstance(rollout, EmbeddedRolloutConfig) and rollout.placement == "inside":
+        raise ConfigError(
+            "buffer.max_staleness: the engine and the trainer take turns in one process, nothing runs ahead",
+            seen=f"max_staleness {config.buffer.max_staleness}, rollout.placement inside",
+            expected="an engine of its own process",
+            remedy="set rollout.placement=beside or rollout=sglang, or buffer.max_staleness=0",
         )
 
 

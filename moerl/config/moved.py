@@ -30,8 +30,14 @@ ADDED: dict[str, Any] = {
     "weights.interrupt": "retract",
     "task.reward_workers": 1,
     "rl.filters": [],
+    "rollout.placement": "inside",
+    "buffer.max_staleness": 0,
+    "buffer.window": 1,
 }
 """Keys that runs of before do not have, with the values by which they behave as they did."""
+_NEW_SECTIONS = ("buffer",)
+_ONLY_WHERE = {"task": ("name", "jsonl"), "rollout": ("engine", "embedded")}
+"""By section, which value of which key its added keys are for."""
 
 
 def moved_key(path: str) -> ConfigError | None:
@@ -62,10 +68,12 @@ def as_of_today(stored: Mapping[str, Any]) -> dict[str, Any]:
         section = values.get(section_name)
         if isinstance(section, dict) and section.get(name) in names:
             section[name] = names[section[name]]
+    for section_name in _NEW_SECTIONS:
+        values.setdefault(section_name, {})
     for path, value in ADDED.items():
         section_name, name = path.split(".")
         section = values.get(section_name)
-        # Of all tasks the one with rows in a file has a reward function of its own.
-        if isinstance(section, dict) and (section_name != "task" or section.get("name") == "jsonl"):
+        key, wanted = _ONLY_WHERE.get(section_name, ("", None))
+        if isinstance(section, dict) and section.get(key) == wanted:
             section.setdefault(name, value)
     return values

@@ -156,6 +156,18 @@ class RLConfig(Section):
     )
 
 
+class BufferConfig(Section):
+    """What waits between sampling and training."""
+
+    max_staleness: CountOrZero = Field(
+        description="Versions that sampling may run ahead of training; 0 = each step waits for its own responses."
+    )
+    window: Count = Field(
+        description="Groups, from the oldest on, of which finished ones are trained first; 1 = strictly in order. No"
+        " token is older than max_staleness + ceil((window - 1) / prompts_per_step) versions."
+    )
+
+
 class SamplingConfig(Section):
     """How responses are sampled, on every engine."""
 
@@ -171,9 +183,13 @@ class SamplingConfig(Section):
 
 
 class EmbeddedRolloutConfig(SamplingConfig):
-    """The engine inside the trainer process."""
+    """An engine on transformers, in the controller's process or beside it."""
 
     engine: Literal["embedded"] = Field(description="Engine that samples.")
+    placement: Literal["inside", "beside"] = Field(
+        description="inside = in the controller's process, in turns with it; beside = in a process of its own, which"
+        " samples while the trainer works."
+    )
 
     @property
     def num_servers(self) -> int:
@@ -362,6 +378,7 @@ class RunConfig(Section):
     rl: RLConfig = Field(description="The loop of the reinforcement learning.")
     optimizer: OptimizerConfig = Field(description="Optimizer of the reinforcement learning.")
     algorithm: AlgorithmConfig = Field(description="The algorithm.")
+    buffer: BufferConfig = Field(description="What waits between sampling and training.")
     rollout: RolloutConfig = Field(description="Sampling.")
     keep_routing: KeepRoutingConfig = Field(description="Keep Routing.")
     keep_sampling_mask: KeepSamplingMaskConfig = Field(description="Keep Sampling Mask.")

@@ -38,6 +38,14 @@ _REQUIRED = tuple(
 _IDENTITY = ("rollout_id", "engine_id", "policy_version", "trainer_version")
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a record was refused: the reason code, and a text with the field and what was seen."""
+
+    reason: str
+    text: str
+
+
 class Quarantine:
     """Admits records as trajectories or keeps them aside with the reason.
 
@@ -49,7 +57,7 @@ class Quarantine:
 
     Attributes:
         first_refusal: Why the first record since the last `expect` was refused; empty where none was.
-        reasons: Of every rollout refused since then, why, by rollout id.
+        refusals: Why a rollout was refused, the last time where it was so more than once; until it is forgotten.
     """
 
     def __init__(self, folder: Path, max_rate: float, min_records: int = 32, *, spec: ModelSpec | None = None) -> None:
@@ -62,7 +70,7 @@ class Quarantine:
         self.counts: Counter[str] = Counter()
         self.num_admitted = 0
         self.first_refusal = ""
-        self.reasons: dict[str, str] = {}
+        self.refusals: dict[str, Refusal] = {}
         self._expected: set[str] = set()
         self._admitted: set[str] = set()
 
@@ -82,7 +90,7 @@ class Quarantine:
     def expect(self, rollout_ids: Iterable[str]) -> None:
         """Announces rollouts that were requested; an answer to anything else is refused."""
         self._expected.update(rollout_ids)
-        self.first_refusal, self.reasons = "", {}
+        self.first_refusal = ""
 
     def admit(self, record: RolloutRecord, *, trainer_version: int) -> Trajectory | None:
         """The record as a checked trajectory, or None where it was refused and written to the folder.
@@ -131,6 +139,8 @@ class Quarantine:
         ids = set(rollout_ids)
         self._expected -= ids
         self._admitted -= ids
+        for name in ids:
+            self.refusals.pop(name, None)
 
     def counters(self) -> dict[str, int]:
         """What a checkpoint keeps: refused records by reason code, and `admitted`."""
@@ -210,7 +220,9 @@ class Quarantine:
         content = to_plain(record.values)
         facts["incomplete"] = content.incomplete
         self._keep(error, facts, "record.msgpack", msgspec.msgpack.encode(content.value))
-        self.reasons[str(record.rollout_id)] = str(error.reason)
+        self.refusals[str(record.rollout_id)] = Refusal(
+            str(error.reason), f"{error.reason} in {error.field}, {error.seen}"
+        )
 
     def _keep(self, error: ContractError, facts: dict[str, Any], name: str, content: bytes) -> None:
         """Writes a refused record, then counts it."""

@@ -23,6 +23,8 @@ from moerl.contract.ports import PolicyEngine
 from moerl.errors import EngineError
 from moerl.models.description import ModelDescription
 from moerl.orchestration.models import make_engine
+from moerl.rollout.beside.engine import BesideEngine
+from moerl.rollout.beside.messages import Start
 from moerl.rollout.fleet.backend import ModelFacts, ServerLauncher
 from moerl.rollout.fleet.engine import FleetEngine
 from moerl.rollout.fleet.options import EngineOptions, Interrupt
@@ -53,6 +55,9 @@ def open_engine(config: RunConfig, model: ModelDescription, version: int, say: C
     rollout = config.rollout
     assert model.folder is not None
     check_weights(model.folder)
+    if isinstance(rollout, EmbeddedRolloutConfig) and rollout.placement == "beside":
+        start = Start(str(model.folder), rollout.dtype, model.spec, rollout.max_running, config.num_threads, version)
+        return BesideEngine(start, config.run_dir / "logs" / "engine.log")
     if isinstance(rollout, EmbeddedRolloutConfig):
         return make_engine(model, dtype=rollout.dtype, max_running=rollout.max_running, version=version)
     options = EngineOptions(

@@ -1,11 +1,14 @@
 """Batches of groups: prompts are dispatched slot by slot, their responses collected, filtered, and handed out in order.
 
-Every rollout that is asked for is in the ledger until it is trained, filtered or refused. Runs in the controller.
+Every rollout that is asked for is in the ledger until it is trained, filtered or refused. Without staleness a step asks
+for its groups and waits for them; with it they are collected by threads beside the training. Runs in the controller.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from typing import Any
 
 from moerl.batching.order import batch_indices
@@ -15,7 +18,7 @@ from moerl.config.schema import RunConfig
 from moerl.contract.ports import Prompt, RolloutRequest
 from moerl.contract.trajectory import FinishReason, Trajectory
 from moerl.errors import MoerlError
-from moerl.orchestration.rollouts import Collector, in_request_order, sampling_params
+from moerl.orchestration.rollouts import Collector, Outcome, in_request_order, sampling_params
 
 MAX_BATCHES = 10
 """Batches' worth of groups that are asked for at most to fill one batch with groups that are not filtered."""
@@ -27,80 +30,167 @@ class GroupSource:
     Args:
         prompts: of the training split; the order in which they are taken follows from the seed alone.
         stage: first part of every rollout id.
+
+    Attributes:
+        version: of the weights that are trained next; the loop sets it before engines get to see them.
+        metrics: of the latest batch.
     """
 
     def __init__(self, config: RunConfig, collector: Collector, prompts: Sequence[Prompt], stage: str) -> None:
         self._config, self._collector, self._prompts, self._stage = config, collector, prompts, stage
-        self._limits = QueueLimits(config.rl.prompts_per_step)
-        self._queue, self.ledger = GroupQueue(self._limits), Ledger()
+        self.limits = QueueLimits(config.rl.prompts_per_step, config.buffer.max_staleness, config.buffer.window)
+        self.version, self.metrics = 0, dict[str, float]()
+        self._queue, self.ledger = GroupQueue(self.limits), Ledger()
         self._finished: dict[int, list[Trajectory]] = {}
         self._batch: dict[int, int] = {}
+        # Held while any of the above is read or changed: with staleness, threads collect.
+        self._state = threading.Condition()
+        self._error: BaseException | None = None
+        self._is_closed = False
+        self._again: list[int] = []
 
-    def batch(self, version: int) -> list[Trajectory]:
-        """The trajectories of the next step, group by group in the order of dispatch.
+    @property
+    def overlaps(self) -> bool:
+        """Whether groups are sampled while others are trained."""
+        return self.limits.max_staleness > 0
 
-        Args:
-            version: that is trained next.
+    def batch(self) -> list[Trajectory]:
+        """The trajectories of the next step, group by group in the order of dispatch; waits for them.
 
         Raises:
-            MoerlError: Too many groups were filtered, or a token is older than the limits allow.
+            MoerlError: Too many groups were filtered or all were refused, or a token is older than the limits allow.
         """
         first = self._queue.next_number
-        while not (numbers := self._queue.take()):
-            self._check_filtered(self._queue.next_number - first)
-            self._fill(version)
-        groups = {number: self._finished.pop(number) for number in numbers}
-        self._batch = {number: len(group) for number, group in groups.items()}
+        with self._state:
+            while not (numbers := self._queue.take()):
+                self._check_filtered(self._queue.next_number - first)
+                self._ask_for_more()
+                if self.overlaps and self._error is None:
+                    self._state.wait()
+                if self._error is not None:
+                    raise self._error
+            groups = {number: self._finished.pop(number) for number in numbers}
+            self._batch = {number: len(group) for number, group in groups.items()}
         trajectories = [trajectory for group in groups.values() for trajectory in group]
-        check_ages((age(version, t.policy_versions[t.sampled].tolist()) for t in trajectories), self._limits)
+        ages = [age(self.version, t.policy_versions[t.sampled].tolist()) for t in trajectories]
+        self.metrics = {
+            "staleness/age_max": float(check_ages(ages, self.limits)),
+            "staleness/age_mean": sum(ages) / len(ages),
+            "groups/waiting": float(self._queue.count(GroupState.FINISHED)),
+            "groups/filtered": float(self.ledger.filtered.total()),
+        }
         return trajectories
 
     def release(self) -> None:
-        """The batch was trained, and engines hold the weights that came of it."""
-        for number, count in self._batch.items():
-            self.ledger.train(number, count)
-        self._batch = {}
-        self._queue.release()
-        self.ledger.check()
+        """The batch was trained, and engines hold the weights that came of it: its slots take the next groups."""
+        with self._state:
+            for number, count in self._batch.items():
+                self.ledger.train(number, count)
+            self._batch = {}
+            self._queue.release()
+            self.ledger.check()
+            if self.overlaps:
+                self._ask_for_more()
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Around the steps: what is collected at their end is given up."""
+        try:
+            yield
+        finally:
+            with self._state:
+                self._is_closed = True
 
     # --- asking ------------------------------------------------------------------------------------------------------
 
-    def _fill(self, version: int) -> None:
+    def _ask_for_more(self) -> None:
         """Asks for what was asked for before a resume, and for as many new groups as there are free slots."""
-        numbers = self._queue.numbers(GroupState.RUNNING)
-        while self._queue.num_free:
+        numbers, self._again = self._again, list[int]()
+        while self._queue.num_free > 0 and self._num_open < self._num_left:
             number = self._queue.dispatch()
             self.ledger.issue(number, self._config.rl.group_size)
             numbers.append(number)
+        if not numbers:
+            return
+        if self.overlaps:
+            name = f"groups-{numbers[0]}"
+            threading.Thread(target=self._collect_beside, args=(numbers,), name=name, daemon=True).start()
+        else:
+            self._collect(numbers)
+
+    @property
+    def _num_open(self) -> int:
+        return self._queue.count(GroupState.RUNNING) + self._queue.count(GroupState.FINISHED)
+
+    @property
+    def _num_left(self) -> int:
+        """Groups that the run will still train."""
+        return (self._config.rl.steps - self.version) * self.limits.groups_per_step
+
+    def _collect_beside(self, numbers: Sequence[int]) -> None:
+        try:
+            self._collect(numbers)
+        except BaseException as error:  # noqa: BLE001 - the thread boundary: the loop raises it
+            with self._state:
+                if not self._is_closed:
+                    self._error = self._error or error
+                self._state.notify_all()
+
+    def _collect(self, numbers: Sequence[int]) -> None:
+        """Collects groups, each of which can be trained as soon as all of its rollouts are there."""
+        collector, version = self._collector, self.version
         requests = {number: self._requests(number) for number in numbers}
+        number_of = {r.lineage.rollout_id: number for number, group in requests.items() for r in group}
+        found: dict[int, list[Outcome]] = {number: [] for number in numbers}
+        num_tokens, num_refused, first = 0, 0, ""
         prompts = [self._prompt(number) for number in numbers]
         asked = [request for group in requests.values() for request in group]
-        found = self._collector.collect(
-            prompts,
-            asked,
-            f"step {version + 1}",
-            trainer_version=version,
-            prefixes={},
-            may_be_empty=len(numbers) < self._limits.groups_per_step,
-        )
-        answered = {trajectory.lineage.rollout_id: trajectory for trajectory in found}
-        for number, group in requests.items():
-            self._take(number, group, answered)
+        self._watch(0, len(asked), 0)
+        with closing(collector.outcomes(prompts, asked, lambda: self.version, {})) as outcomes:
+            for outcome in outcomes:
+                if self._is_closed:
+                    return
+                if outcome.trajectory is not None:
+                    num_tokens += outcome.trajectory.num_sampled
+                elif outcome.refusal is not None:
+                    num_refused, first = num_refused + 1, first or outcome.refusal.text
+                number = number_of.pop(outcome.rollout_id, None)
+                if number is None:
+                    continue
+                found[number].append(outcome)
+                self._watch(len(asked) - len(number_of), len(asked), num_tokens)
+                if len(found[number]) == len(requests[number]):
+                    self._take(number, requests.pop(number), found.pop(number))
+        for number in list(requests):
+            # An engine that leaves out a rollout does not get to make the group smaller unseen.
+            self._take(number, requests.pop(number), found.pop(number))
+        # A few groups that replace others may all be refused; a whole batch may not.
+        at_most = len(asked) if len(numbers) >= self.limits.groups_per_step else len(asked) + 1
+        collector.tell_refused(f"step {version + 1}", num_refused, at_most, first)
 
-    def _take(self, number: int, requests: Sequence[RolloutRequest], answered: Mapping[str, Trajectory]) -> None:
-        ids = [request.lineage.rollout_id for request in requests]
-        group = in_request_order([answered[name] for name in ids if name in answered], requests)
-        for name in ids:
-            if name not in answered:
-                self.ledger.quarantine(number, self._collector.quarantine.reasons.get(name, "no_answer"))
-        reason = "no_response" if not group else self._filtered_for(group)
-        if reason:
-            self._queue.filter(number)
-            if group:
-                self.ledger.filter(number, reason)
-            return
-        self._finished[number] = group
-        self._queue.finish(number)
+    def _watch(self, done: int, total: int, tokens: int) -> None:
+        if not self.overlaps:
+            self._collector.watch(done, total, tokens)
+
+    def _take(self, number: int, requests: Sequence[RolloutRequest], outcomes: Sequence[Outcome]) -> None:
+        """A group whose rollouts have all come: it waits for its batch, or is filtered."""
+        answered = {outcome.rollout_id: outcome for outcome in outcomes}
+        group = in_request_order([o.trajectory for o in outcomes if o.trajectory is not None], requests)
+        reason = self._filtered_for(group) if group else ""
+        with self._state:
+            for request in requests:
+                outcome = answered.get(request.lineage.rollout_id)
+                if outcome is None or outcome.trajectory is None:
+                    refusal = None if outcome is None else outcome.refusal
+                    self.ledger.quarantine(number, refusal.reason if refusal is not None else "no_answer")
+            if group and not reason:
+                self._finished[number] = group
+                self._queue.finish(number)
+            else:
+                self._queue.filter(number)
+                if reason:
+                    self.ledger.filter(number, reason)
+            self._state.notify_all()
 
     def _filtered_for(self, group: Sequence[Trajectory]) -> str:
         """The first of `rl.filters` that keeps a group out; empty where none does."""
@@ -122,7 +212,7 @@ class GroupSource:
         return self._prompts[chosen[place]]
 
     def _check_filtered(self, num_groups: int) -> None:
-        allowed = MAX_BATCHES * self._limits.groups_per_step
+        allowed = MAX_BATCHES * self.limits.groups_per_step
         if num_groups > allowed:
             filtered, refused = dict(self.ledger.filtered), dict(self.ledger.quarantined)
             raise MoerlError(
@@ -137,17 +227,19 @@ class GroupSource:
 
     def snapshot(self) -> dict[str, Any]:
         """What a checkpoint keeps between two steps; plain JSON."""
-        return {"queue": self._queue.snapshot(), "ledger": self.ledger.snapshot()}
+        with self._state:
+            return {"queue": self._queue.snapshot(), "ledger": self.ledger.snapshot()}
 
     def restore(self, snapshot: Mapping[str, Any], step: int) -> None:
         """Takes over the state of a checkpoint after `step` steps; of one without any, counts from there."""
         if snapshot:
-            self._queue = GroupQueue.restored(self._limits, snapshot["queue"])
+            self._queue = GroupQueue.restored(self.limits, snapshot["queue"])
             self.ledger = Ledger.restored(snapshot["ledger"])
         else:
             number = step * self._config.rl.prompts_per_step
-            self._queue, self.ledger = GroupQueue(self._limits, number), Ledger(number)
-        self._finished, self._batch = {}, {}
+            self._queue, self.ledger = GroupQueue(self.limits, number), Ledger(number)
+        self._finished, self._batch, self.version = {}, {}, step
+        self._again = self._queue.numbers(GroupState.RUNNING)
 
 
 FILTERS: Mapping[str, Callable[[Sequence[Trajectory]], bool]] = {

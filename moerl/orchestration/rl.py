@@ -58,16 +58,25 @@ class RLStage:
             run.state.evaluation_due = False
             self._evaluate(first_step)
         run.stop_if_told(STAGE, first_step)
+        limits = self.groups.limits
+        if self.groups.overlaps:
+            run.reporter.say(
+                f"groups are sampled beside the training, {limits.slots} at a time in a window of {limits.window}: no"
+                f" token that is trained is older than {limits.max_age} versions"
+            )
         run.reporter.begin_stage(STAGE, done=first_step, total=steps)
-        for step in range(first_step, steps):
-            minibatches = self._rollouts(step)
-            metrics = self._train_on(minibatches, step)
-            metrics |= self._publish(step + 1)
-            self.groups.release()
-            run.keep_groups(step + 1, self.groups.snapshot())
-            run.log(STAGE, step + 1, metrics, round(sum(minibatch.num_tokens for minibatch in minibatches)))
-            self._evaluate(step + 1)
-            run.checkpoint_if_due(STAGE, step + 1, steps)
+        with self.groups.open():
+            for step in range(first_step, steps):
+                minibatches = self._rollouts(step)
+                metrics = self._train_on(minibatches, step)
+                # Engines hold them in a moment, and what they sample must not look like the future.
+                self.groups.version = step + 1
+                metrics |= self._publish(step + 1)
+                self.groups.release()
+                run.keep_groups(step + 1, self.groups.snapshot())
+                run.log(STAGE, step + 1, metrics, round(sum(minibatch.num_tokens for minibatch in minibatches)))
+                self._evaluate(step + 1)
+                run.checkpoint_if_due(STAGE, step + 1, steps)
 
     # --- rollouts ----------------------------------------------------------------------------------------------------
 
@@ -82,7 +91,10 @@ class RLStage:
             before = self.groups.snapshot()
             samples = run.unless_stopped(lambda: self._sample(step))
             if samples is None:
-                self.groups.restore(before, step)
+                if self.groups.overlaps:
+                    run.keep_groups(step, self.groups.snapshot())
+                else:
+                    self.groups.restore(before, step)
                 run.stop_if_told(STAGE, step)
             minibatches = [
                 pack_minibatch(part, self.trainer.coordinates, self.packing, config.keep_routing.uncaptured)
@@ -92,7 +104,7 @@ class RLStage:
         return minibatches
 
     def _sample(self, step: int) -> list[TrainSample]:
-        collector, trajectories = self.collector, self.groups.batch(step)
+        collector, trajectories = self.collector, self.groups.batch()
         if self.run.is_dump_due(step + 1):
             texts = [collector.response(t) for t in trajectories]
             self.run.dump(step + 1, trajectories, texts, [collector.prompt(t) for t in trajectories])
@@ -117,7 +129,7 @@ class RLStage:
         metrics |= {
             "weights/version": float(step + 1),
             "quarantine/count": float(self.run.quarantine.num_refused),
-            "groups/filtered": float(self.groups.ledger.filtered.total()),
+            **self.groups.metrics,
         }
         return metrics | table_metrics(table)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from moerl.config.schema import RolloutConfig
 from moerl.contract.batch import TrainSample
 from moerl.contract.layers import LayerSelection
 from moerl.contract.ports import Prompt, RolloutEngine, RolloutRecord, RolloutRequest, Task
-from moerl.contract.quarantine import Quarantine
+from moerl.contract.quarantine import Quarantine, Refusal
 from moerl.contract.reasons import Reason
 from moerl.contract.routing import rollout_key
 from moerl.contract.trajectory import FinishReason, Lineage, SamplingParams, Trajectory
@@ -35,6 +35,15 @@ class _Pending:
     record: RolloutRecord
     trajectory: Trajectory
     rewards: Future[dict[str, float]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outcome:
+    """What became of a rollout: a trajectory with its rewards, or why it is in quarantine."""
+
+    rollout_id: str
+    trajectory: Trajectory | None = None
+    refusal: Refusal | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,94 +101,114 @@ class Collector:
         *,
         trainer_version: int,
         prefixes: Mapping[str, str],
-        may_be_empty: bool = False,
     ) -> list[Trajectory]:
         """Admitted trajectories with their rewards, in the order in which they finished.
 
-        Sampling waits for no reward: each is asked for when its answer comes, and taken in that order once it is done.
-        Answers that break the contract, and those whose reward fails, go to quarantine, and the first cause is told.
-
         Args:
             purpose: what the responses are for, as errors call it.
-            may_be_empty: go on also where all were refused.
 
         Raises:
             MoerlError: not one was admitted, or too many were refused.
         """
-        quarantine, before = self.quarantine, self.quarantine.num_refused
         admitted: list[Trajectory] = []
-        num_tokens = 0
+        num_refused, num_tokens, first = 0, 0, ""
         self.watch(0, len(requests), 0)
-        with closing(self._rewarded(prompts, requests, trainer_version, prefixes)) as trajectories:
-            for trajectory in trajectories:
-                admitted.append(trajectory)
-                num_tokens += trajectory.num_sampled
-                self.watch(len(admitted) + quarantine.num_refused - before, len(requests), num_tokens)
-        refused = quarantine.num_refused - before
-        cause = f"; the first: {quarantine.first_refusal}" if refused else ""
-        if not admitted and not may_be_empty:
-            raise MoerlError(
-                f"{purpose}: no response was admitted",
-                seen=f"{refused} of {len(requests)} refused{cause}",
-                expected="at least one",
-                remedy=f"correct the cause; what was refused is in {quarantine.folder}",
-            )
-        if refused:
-            self.say(f"{purpose}: {refused} of {len(requests)} responses refused{cause}; kept in {quarantine.folder}")
+        with closing(self.outcomes(prompts, requests, lambda: trainer_version, prefixes)) as outcomes:
+            for outcome in outcomes:
+                if outcome.trajectory is not None:
+                    admitted.append(outcome.trajectory)
+                    num_tokens += outcome.trajectory.num_sampled
+                elif outcome.refusal is not None:
+                    num_refused, first = num_refused + 1, first or outcome.refusal.text
+                self.watch(len(admitted) + num_refused, len(requests), num_tokens)
+        self.tell_refused(purpose, num_refused, len(requests), first)
         return admitted
 
-    def _rewarded(
+    def tell_refused(self, purpose: str, num_refused: int, num_asked: int, first: str) -> None:
+        """Says how many of the responses were refused, and the first cause.
+
+        Raises:
+            MoerlError: all of them were.
+        """
+        cause, folder = f"; the first: {first}", self.quarantine.folder
+        if num_refused >= num_asked:
+            raise MoerlError(
+                f"{purpose}: no response was admitted",
+                seen=f"{num_refused} of {num_asked} refused{cause}",
+                expected="at least one",
+                remedy=f"correct the cause; what was refused is in {folder}",
+            )
+        if num_refused:
+            self.say(f"{purpose}: {num_refused} of {num_asked} responses refused{cause}; kept in {folder}")
+
+    def outcomes(
         self,
         prompts: Sequence[Prompt],
         requests: Sequence[RolloutRequest],
-        trainer_version: int,
+        version: Callable[[], int],
         prefixes: Mapping[str, str],
-    ) -> Generator[Trajectory]:
-        """Trajectories in the order in which they finished. Rewards that nobody will take are cancelled."""
+    ) -> Generator[Outcome]:
+        """What became of each request, in the order in which they finished.
+
+        Sampling waits for no reward: each is asked for when its answer comes, and taken in that order once it is done.
+        Answers that break the contract, and those whose reward fails, go to quarantine. Rewards that nobody will take
+        are cancelled. Calls may overlap.
+
+        Args:
+            version: the trainer's, when an answer comes.
+
+        Raises:
+            MoerlError: too many were refused.
+        """
         by_id = {prompt.prompt_id: prompt for prompt in prompts}
+        ids = [request.lineage.rollout_id for request in requests]
         pending: deque[_Pending] = deque()
+        self.quarantine.expect(ids)
         try:
-            for record, trajectory in self._admitted(requests, trainer_version):
+            for answer in self.engine.generate(requests):
+                checked = self._checked(answer, version())
+                if isinstance(checked, Outcome):
+                    yield checked
+                    continue
+                record, trajectory = checked
                 prompt = by_id[trajectory.lineage.prompt_id]
                 response = prefixes.get(prompt.prompt_id, "") + self.response(trajectory)
                 rewards = self.task.reward(prompt, response, trajectory.finish_reason)
                 pending.append(_Pending(record, trajectory, rewards))
                 while pending and pending[0].rewards.done():
-                    yield from self._with_rewards(pending.popleft(), trainer_version)
+                    yield self._rewarded(pending.popleft(), version())
             while pending:
-                yield from self._with_rewards(pending.popleft(), trainer_version)
+                yield self._rewarded(pending.popleft(), version())
         finally:
             for each in pending:
                 each.rewards.cancel()
+        self.quarantine.forget(ids)
 
-    def _with_rewards(self, pending: _Pending, trainer_version: int) -> Iterator[Trajectory]:
-        """Waits for the rewards; yields nothing where they failed and the record went to quarantine."""
+    def _checked(self, answer: RolloutRecord, version: int) -> Outcome | tuple[RolloutRecord, Trajectory]:
+        """An answer as the contract has it: the record and its trajectory, or why it was refused."""
+        try:
+            if answer.refusal is not None:
+                raise answer.refusal
+            record = self.layers.of(answer)
+        except ContractError as error:
+            self.quarantine.refuse(answer, error, trainer_version=version)
+            return Outcome(answer.rollout_id, refusal=self.quarantine.refusals[answer.rollout_id])
+        trajectory = self.quarantine.admit(record, trainer_version=version)
+        if trajectory is None:
+            return Outcome(record.rollout_id, refusal=self.quarantine.refusals[record.rollout_id])
+        return record, trajectory
+
+    def _rewarded(self, pending: _Pending, version: int) -> Outcome:
+        """Waits for the rewards."""
+        name = pending.record.rollout_id
         try:
             rewards = pending.rewards.result()
         except RewardError as error:
             why = ": ".join(filter(None, (error.what, error.seen)))
             failed = ContractError(Reason.REWARD_FAILED, field="rewards", seen=why, expected="finite rewards")
-            self.quarantine.withdraw(pending.record, failed, trainer_version=trainer_version)
-        else:
-            yield pending.trajectory.with_rewards(rewards)
-
-    def _admitted(
-        self, requests: Sequence[RolloutRequest], trainer_version: int
-    ) -> Iterator[tuple[RolloutRecord, Trajectory]]:
-        """What the engine samples, as it was answered and as it was checked."""
-        self.quarantine.expect(request.lineage.rollout_id for request in requests)
-        for answer in self.engine.generate(requests):
-            try:
-                if answer.refusal is not None:
-                    raise answer.refusal
-                record = self.layers.of(answer)
-            except ContractError as error:
-                self.quarantine.refuse(answer, error, trainer_version=trainer_version)
-                continue
-            trajectory = self.quarantine.admit(record, trainer_version=trainer_version)
-            if trajectory is not None:
-                yield record, trajectory
-        self.quarantine.forget(request.lineage.rollout_id for request in requests)
+            self.quarantine.withdraw(pending.record, failed, trainer_version=version)
+            return Outcome(name, refusal=self.quarantine.refusals[name])
+        return Outcome(name, pending.trajectory.with_rewards(rewards))
 
     def prompt(self, trajectory: Trajectory) -> str:
         """The text of the tokens before the first sampled one, as the model saw it."""

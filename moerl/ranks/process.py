@@ -15,8 +15,8 @@ import warnings
 from moerl.contract.commands import AnyCommand, Close, Failure, Reply, Start, decode_command, encode
 from moerl.errors import MoerlError
 from moerl.printable import printable
-from moerl.ranks.channel import receive, send
-from moerl.ranks.parent import die_with
+from moerl.processes.channel import receive, send
+from moerl.processes.parent import die_with
 
 CONTROLLER = "MOERL_CONTROLLER_PID"
 

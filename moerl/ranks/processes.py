@@ -23,9 +23,9 @@ from moerl.config.schema import RunConfig
 from moerl.contract.commands import AnyCommand, Close, Reply, Start, decode_reply, encode
 from moerl.contract.ports import PolicyEngine
 from moerl.errors import MoerlError, TrainerError, UnprovedError
-from moerl.ranks.channel import Inbox, Outbox
+from moerl.processes.channel import Inbox, Outbox
+from moerl.processes.parent import new_rendezvous
 from moerl.ranks.links import Links
-from moerl.ranks.parent import new_rendezvous
 from moerl.ranks.process import CONTROLLER
 
 # -P: a torch.py or json.py in the user's directory is not what we import.

@@ -50,9 +50,13 @@ _EXPERTS = "grouped_mm"
 slower on a CPU."""
 
 
+Take = Callable[[bool], Sequence[RolloutRequest] | None]
+"""Asked before each step, and told whether there is nothing to do: requests that came meanwhile; None for no more."""
+
+
 @dataclass(slots=True)
 class _Run:
-    """State of one `generate` call."""
+    """State of one `generate` call, or of a stream of requests."""
 
     waiting: deque[RolloutRequest]
     table: SlotTable
@@ -61,9 +65,24 @@ class _Run:
     params: RowParams | None = None
     aborted_ids: set[str] = field(default_factory=set)
 
+    def admit(self, requests: Sequence[RolloutRequest]) -> None:
+        """Lets them wait for slots, which get room for them."""
+        if not requests:
+            return
+        if not self.waiting:
+            self.asked_at = time.perf_counter()
+        self.waiting.extend(requests)
+        max_tokens = max(map(_num_tokens, requests))
+        self.table.reserve(max_tokens)
+        self.cache.max_tokens = max(self.cache.max_tokens, max_tokens)
+
     @property
     def unfinished_ids(self) -> list[str]:
         return [request.lineage.rollout_id for request in (*self.table.requests, *self.waiting)]
+
+
+def _num_tokens(request: RolloutRequest) -> int:
+    return len(request.prompt_ids) + request.max_new_tokens
 
 
 class EmbeddedEngine:
@@ -138,6 +157,24 @@ class EmbeddedEngine:
         check_requests(requests, self._spec, int(self._model.config.max_position_embeddings))
         return self._generate(deque(requests))
 
+    def stream(self, take: Take) -> Iterator[list[RolloutRecord]]:
+        """As `generate`, of requests that come while others are sampled; yields what each step finished.
+
+        Args:
+            take: where requests come from, checked (`moerl.rollout.requests`). Where it is told that there is nothing
+                to do, it may wait. Weights may be updated and rollouts aborted in it.
+        """
+        run = self._open_run(deque(), num_slots=self._max_running)
+        try:
+            while (requests := take(not run.waiting and not run.table.num_running)) is not None:
+                run.admit(requests)
+                if run.waiting or run.table.num_running:
+                    with self._lock:
+                        records = self._step(run)
+                    yield records
+        finally:
+            self._close_run(run)
+
     def abort(self, rollout_ids: Collection[str] | None = None) -> None:
         """Finishes the named rollouts of the current `generate` call (all when None) before the next step.
 
@@ -200,7 +237,7 @@ class EmbeddedEngine:
         return self._staging
 
     def _generate(self, waiting: deque[RolloutRequest]) -> Iterator[RolloutRecord]:
-        run = self._open_run(waiting)
+        run = self._open_run(waiting, num_slots=min(self._max_running, len(waiting)))
         try:
             while run.waiting or run.table.num_running:
                 with self._lock:
@@ -209,13 +246,15 @@ class EmbeddedEngine:
                 if self._between_steps is not None:
                     self._between_steps()
         finally:
-            with self._lock:
-                self.unfinished += run.unfinished_ids
-                self._run = None
+            self._close_run(run)
 
-    def _open_run(self, waiting: deque[RolloutRequest]) -> _Run:
-        num_slots = min(self._max_running, len(waiting))
-        max_tokens = max((len(r.prompt_ids) + r.max_new_tokens for r in waiting), default=0)
+    def _close_run(self, run: _Run) -> None:
+        with self._lock:
+            self.unfinished += run.unfinished_ids
+            self._run = None
+
+    def _open_run(self, waiting: deque[RolloutRequest], *, num_slots: int) -> _Run:
+        max_tokens = max(map(_num_tokens, waiting), default=0)
         run = _Run(
             waiting=waiting,
             table=SlotTable(self._spec, num_slots, max_tokens),

@@ -24,6 +24,13 @@ _POOL_SLACK = 1 << 20
 """Kept ids of finished rows that may stay in the pool before it is cleaned."""
 
 
+_PER_TOKEN = (
+    *("token_ids", "_rollout_logprobs", "_kept_logmass", "_policy_versions", "_truncated"),
+    *("_kept_starts", "_kept_sizes", "_expert_ids"),
+)
+"""Attributes of a table that hold something for every token of every slot."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """What one forward pass sampled for m rows; the arrays of `moerl.rollout.sampler.SamplerOutput`, on the host."""
@@ -68,6 +75,17 @@ class SlotTable:
         self._max_lengths = np.zeros(num_slots, np.int64)
         self._seeds = np.zeros(num_slots, np.uint64)
         self._stop_ids = np.full((num_slots, 1), -1, np.int64)
+
+    def reserve(self, max_tokens: int) -> None:
+        """Gives every slot room for so many tokens; what is there stays."""
+        missing = max_tokens - self.token_ids.shape[1]
+        if missing <= 0:
+            return
+        for name in _PER_TOKEN:
+            array = getattr(self, name)
+            wider = np.empty((array.shape[0], max_tokens, *array.shape[2:]), array.dtype)
+            wider[:, : array.shape[1]] = array
+            setattr(self, name, wider)
 
     @property
     def num_running(self) -> int:
@@ -182,7 +200,8 @@ class SlotTable:
         sources = num_left + np.flatnonzero(~done[num_left:])
         used = int(self.lengths[:n].max(initial=0))
         self._num_dead_ids += int(self._kept_sizes[:n, :used][self._is_sampled(n, used) & done[:, None]].sum())
-        for array in self._per_token_arrays():
+        for name in _PER_TOKEN:
+            array = getattr(self, name)
             array[targets, :used] = array[sources, :used]
         for array in (self.lengths, self._max_lengths, self._seeds, self._stop_ids):
             array[targets] = array[sources]
@@ -191,18 +210,6 @@ class SlotTable:
         del self._occupants[num_left:]
         self._clean_pool()
         return sources, targets
-
-    def _per_token_arrays(self) -> tuple[NDArray[Any], ...]:
-        return (
-            self.token_ids,
-            self._rollout_logprobs,
-            self._kept_logmass,
-            self._policy_versions,
-            self._truncated,
-            self._kept_starts,
-            self._kept_sizes,
-            self._expert_ids,
-        )
 
     def _write_stop_ids(self, slot: int, stop_ids: tuple[int, ...]) -> None:
         missing = len(stop_ids) - self._stop_ids.shape[1]

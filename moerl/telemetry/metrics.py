@@ -139,6 +139,16 @@ _ALL = (
     Metric("tokens/trained", "token", "tokens trained on since the run began"),
     Metric("quarantine/count", "trajectory", "trajectories in quarantine since the run began"),
     Metric("groups/filtered", "trajectory", "trajectories of groups that `rl.filters` replaced, since the run began"),
+    Metric("groups/waiting", "group", "finished groups left in the queue when a batch was taken", deterministic=False),
+    Metric(
+        "staleness/age_max",
+        "version",
+        "versions between the oldest token and the trained weights, largest",
+        deterministic=False,
+    ),
+    Metric(
+        "staleness/age_mean", "version", "the same, mean over trajectories of their oldest token", deterministic=False
+    ),
     Metric("weights/version", "version", "policy version that the engine holds after the step"),
     Metric("weights/bytes", "byte", "size of the weights that all ranks together sent to the engine"),
     Metric("weights/received_bytes", "byte", "what rank 0 received from other ranks, to send it to the engine"),

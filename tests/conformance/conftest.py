@@ -27,7 +27,13 @@ def _one_thread(one_thread: None) -> None:
     """Of every test in this folder."""
 
 
-@pytest.fixture(params=["embedded", pytest.param("sglang", marks=pytest.mark.sglang)])
+@pytest.fixture(
+    params=[
+        "embedded",
+        pytest.param("beside", marks=pytest.mark.slow),
+        pytest.param("sglang", marks=pytest.mark.sglang),
+    ]
+)
 def subject(request: pytest.FixtureRequest) -> Subject:
     return ENGINES[request.param]
 

@@ -33,7 +33,13 @@ def work_among_strange_modules(folder: Path, sums: Sums) -> None:
         (folder / f"{name}.py").write_text(f"raise ImportError('{name} of the current directory')")
 
 
-@pytest.mark.parametrize("fault", DEATHS.values(), ids=DEATHS)
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(fault, id=when, marks=() if when == "while weights are gathered" else pytest.mark.slow)
+        for when, fault in DEATHS.items()
+    ],
+)
 def test_a_rank_that_dies_is_named_the_other_is_stopped_and_the_run_goes_on(
     fault: str, sums: Sums, undisturbed: DoneRun, tmp_path: Path
 ) -> None:

@@ -60,8 +60,7 @@ class FleetEngine:
             EngineError: there is none, or one is not what is needed; the message names it.
         """
         self._model, self._options = model, options
-        self._call: Call | None = None
-        self._work: Future[None] | None = None
+        self._calls: dict[int, tuple[Call, Future[None]]] = {}
         self._stalled_at = 0.0
         self._will_check = self._awaits_check = False
         self.unfinished: list[str] = []
@@ -102,11 +101,12 @@ class FleetEngine:
         return EngineInfo(self._options.engine_id, self._model.spec, version, ReportedLayers.MOE, layers)
 
     def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[RolloutRecord]:
-        """Yields one record per request, in the order in which they finish.
+        """Yields one record per request, in the order in which they finish. Calls may overlap, from any threads; one
+        begins to ask when its first record is asked for.
 
         Raises:
             EngineError: at once, where a request is refused or no weights were sent yet; at a later record, where a
-                server refused one, all servers were given up, or another `generate` is not finished.
+                server refused one, or all servers were given up.
         """
         if self._requests.version < 0:
             raise EngineError(
@@ -120,7 +120,7 @@ class FleetEngine:
         return self._generate(Call({request.lineage.rollout_id: Rollout(request) for request in requests}))
 
     def abort(self, rollout_ids: Collection[str] | None = None) -> None:
-        """Finishes the named rollouts of the current `generate` call (all when None).
+        """Finishes the named rollouts of all `generate` calls (all when None).
 
         Those with a token yield what they have, with reason `abort`; the others are listed in `unfinished`. From any
         thread; without a call it does nothing.
@@ -128,8 +128,7 @@ class FleetEngine:
         Raises:
             EngineError: a server could not be told.
         """
-        call = self._call
-        if call is not None:
+        for call, _ in list(self._calls.values()):
             self._wait(self._requests.abort(call, rollout_ids))
 
     def begin_update(self, version: int) -> None:
@@ -216,8 +215,8 @@ class FleetEngine:
         """Gives up what is under way and leaves the servers; those that launchers have started are stopped."""
         if not self._thread.is_alive():
             return
-        if self._work is not None:
-            self._work.cancel()
+        for _, work in list(self._calls.values()):
+            work.cancel()
         self._wait(self._updates.close())
         self._wait(self._fleet.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -229,15 +228,9 @@ class FleetEngine:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def _generate(self, call: Call) -> Iterator[RolloutRecord]:
-        if self._call is not None:
-            raise EngineError(
-                f"engine {self._options.engine_id!r}: already generating",
-                expected="one generate call at a time",
-                remedy="exhaust or close the first iterator",
-            )
-        self._call = call
         left = dict.fromkeys(call.rollouts)
-        self._work = work = asyncio.run_coroutine_threadsafe(self._requests.serve(call), self._loop)
+        work = asyncio.run_coroutine_threadsafe(self._requests.serve(call), self._loop)
+        self._calls[id(call)] = call, work
         work.add_done_callback(lambda done: call.outcomes.put(None))
         try:
             while (record := call.outcomes.get()) is not None:
@@ -251,7 +244,7 @@ class FleetEngine:
         finally:
             work.cancel()
             self.unfinished = list(left)
-            self._call = None
+            del self._calls[id(call)]
 
     # --- weights -----------------------------------------------------------------------------------------------------
 
@@ -295,7 +288,7 @@ class FleetEngine:
         self._stalled_at = time.perf_counter()
 
     async def _quieten(self) -> None:
-        rollouts = [] if self._call is None else list(self._call.rollouts.values())
+        rollouts = [rollout for call, _ in list(self._calls.values()) for rollout in call.rollouts.values()]
         self.costs.interrupted += sum(rollout.replica is not None for rollout in rollouts)
         if self._options.interrupt is Interrupt.DRAIN:
             await self._fleet.require_idle()

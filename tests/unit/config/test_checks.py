@@ -198,3 +198,11 @@ def test_several_senders_need_servers_or_a_disk_and_as_many_ranks():
     assert found == "weights.senders: more than there are trainer ranks"
     config = load_config(["weights.senders=2", "weights.transport=disk", "parallel.expert=2"], command="train")
     assert config.weights.senders == 2
+
+
+def test_sampling_ahead_needs_an_engine_beside_the_trainer_and_a_window_needs_sampling_ahead() -> None:
+    assert error("buffer.max_staleness=1").startswith("buffer.max_staleness: the engine and the trainer take turns")
+    assert error("buffer.window=2").startswith("buffer.window: nothing can pass a slow group")
+    for engine in ("rollout.placement=beside", "rollout=sglang"):
+        config = load_config(["buffer.max_staleness=1", "buffer.window=5", engine], command="train")
+        assert (config.buffer.max_staleness, config.buffer.window) == (1, 5)

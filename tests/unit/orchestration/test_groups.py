@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import threading
+import time
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,11 @@ from factories import make_trajectory
 
 from moerl.config.load import load_config
 from moerl.contract import Prompt, RolloutRequest, Trajectory
+from moerl.contract.quarantine import Refusal
 from moerl.contract.trajectory import FinishReason, Lineage, SamplingParams
 from moerl.errors import MoerlError
 from moerl.orchestration.groups import MAX_BATCHES, GroupSource
+from moerl.orchestration.rollouts import Outcome
 
 PROMPTS = [Prompt(f"p{i}", f"{i}+1=") for i in range(12)]
 Answer = Callable[[str, int], Trajectory | None]
@@ -33,12 +36,15 @@ def answer(rollout_id: str, version: int, *, reward: float | None = None, **chan
 
 
 class FakeCollector:
-    """Answers at once, in another order than asked for. asked: rollout ids of every call."""
+    """Answers at once, in an order of its own. asked: rollout ids of every call. refused: by call."""
 
     def __init__(self, answers: Answer) -> None:
         self._answers = answers
-        self.quarantine = SimpleNamespace(reasons={})
         self.asked: list[list[str]] = []
+        self.told: list[tuple[int, int]] = []
+
+    def watch(self, done: int, total: int, tokens: int) -> None:
+        assert 0 <= done <= total
 
     def requests(self, prompts: Sequence[Prompt], *, run: str, count: int, **_: Any) -> list[RolloutRequest]:
         return [
@@ -47,24 +53,36 @@ class FakeCollector:
             for i in range(count)
         ]
 
-    def collect(
-        self, prompts: Sequence[Prompt], requests: Sequence[RolloutRequest], purpose: str, **options: Any
-    ) -> list[Trajectory]:
+    def outcomes(
+        self, prompts: Sequence[Prompt], requests: Sequence[RolloutRequest], version: Callable[[], int], _: object
+    ) -> Generator[Outcome]:
         ids = [request.lineage.rollout_id for request in requests]
         self.asked.append(ids)
-        found = {name: self._answers(name, options["trainer_version"]) for name in reversed(ids)}
-        self.quarantine.reasons = {name: "routing_rows" for name, each in found.items() if each is None}
-        return [each for each in found.values() if each is not None]
+        for name in sorted(ids):
+            found = self._answers(name, version())
+            yield Outcome(name, found, None if found is not None else Refusal("routing_rows", "routing_rows in x, 7"))
+
+    def tell_refused(self, purpose: str, num_refused: int, num_asked: int, first: str) -> None:
+        assert bool(first) == bool(num_refused)
+        self.told.append((num_refused, num_asked))
 
 
 SAMPLING = SamplingParams()
 
 
 def source(answers: Answer, *overrides: str) -> tuple[GroupSource, FakeCollector]:
-    sizes = ("recipe=tiny", "rl.prompts_per_step=3", "rl.group_size=4")
+    sizes = ("recipe=tiny", "rl.steps=8", "rl.prompts_per_step=3", "rl.group_size=4")
     config = load_config([*sizes, *overrides], command="train")
     collector: Any = FakeCollector(answers)
-    return GroupSource(config, collector, PROMPTS, "rl"), collector
+    groups = GroupSource(config, collector, PROMPTS, "rl")
+    groups.restore({}, 0)
+    return groups, collector
+
+
+def trained(groups: GroupSource) -> None:
+    """A step, after which engines hold its weights."""
+    groups.version += 1
+    groups.release()
 
 
 def group_ids(trajectories: Sequence[Trajectory]) -> list[str]:
@@ -74,10 +92,10 @@ def group_ids(trajectories: Sequence[Trajectory]) -> list[str]:
 def test_every_step_trains_its_own_groups_in_the_order_of_requests() -> None:
     groups, collector = source(answer)
     for step in range(3):
-        batch = groups.batch(step)
+        batch = groups.batch()
         assert [t.lineage.rollout_id for t in batch] == collector.asked[-1]
         assert all(name.startswith(f"rl-{step:06d}/") for name in group_ids(batch))
-        groups.release()
+        trained(groups)
     assert (groups.ledger.issued, groups.ledger.trained, groups.ledger.pending) == (36, 36, 0)
 
 
@@ -90,11 +108,11 @@ def test_a_filtered_group_is_replaced_by_the_next_prompt_within_the_step() -> No
         return answer(rollout_id, version, reward=1.0 if group == first[0] else None)
 
     groups, collector = source(equal_for_the_first, "rl.filters=[equal_rewards]")
-    batch = groups.batch(0)
+    batch = groups.batch()
     assert len(group_ids(batch)) == 3
     assert first[0] not in group_ids(batch)
     assert [len(asked) for asked in collector.asked] == [12, 4]
-    groups.release()
+    trained(groups)
     assert dict(groups.ledger.filtered) == {"equal_rewards": 4}
     assert (groups.ledger.issued, groups.ledger.trained, groups.ledger.pending) == (16, 12, 0)
 
@@ -105,9 +123,9 @@ def test_a_group_of_responses_that_were_all_cut_off_is_filtered_where_asked_for(
         return answer(rollout_id, version, finish_reason=reason)
 
     groups, _ = source(cut_off_in_the_first_step, "rl.filters=[truncated]")
-    assert all(name.startswith("rl-000001/") for name in group_ids(groups.batch(0)))
+    assert all(name.startswith("rl-000001/") for name in group_ids(groups.batch()))
     groups, _ = source(cut_off_in_the_first_step)
-    assert all(name.startswith("rl-000000/") for name in group_ids(groups.batch(0)))
+    assert all(name.startswith("rl-000000/") for name in group_ids(groups.batch()))
 
 
 def test_refused_rollouts_are_counted_by_reason_and_a_group_of_them_is_replaced() -> None:
@@ -119,10 +137,10 @@ def test_refused_rollouts_are_counted_by_reason_and_a_group_of_them_is_replaced(
         return None if group == refused[0] or (number == "2" and version == 1) else answer(rollout_id, version)
 
     groups, _ = source(refuse_the_first_group_and_one_more)
-    assert len(groups.batch(0)) == 12
-    groups.release()
-    assert len(groups.batch(1)) == 9
-    groups.release()
+    assert len(groups.batch()) == 12
+    trained(groups)
+    assert len(groups.batch()) == 9
+    trained(groups)
     assert dict(groups.ledger.quarantined) == {"routing_rows": 7}
     assert groups.ledger.issued == groups.ledger.trained + 7
 
@@ -130,7 +148,7 @@ def test_refused_rollouts_are_counted_by_reason_and_a_group_of_them_is_replaced(
 def test_a_batch_that_never_fills_up_ends_the_run() -> None:
     groups, _ = source(lambda name, version: answer(name, version, reward=0.0), "rl.filters=[equal_rewards]")
     with pytest.raises(MoerlError, match=r"rl.filters: the batch of a step does not fill up"):
-        groups.batch(0)
+        groups.batch()
     assert groups.ledger.filtered.total() == groups.ledger.issued <= (MAX_BATCHES + 1) * 12
 
 
@@ -143,10 +161,10 @@ def test_a_token_of_an_older_version_than_the_limits_allow_ends_the_run() -> Non
         return replace(made, policy_versions=versions)
 
     groups, _ = source(one_old_token)
-    groups.batch(0)
-    groups.release()
+    groups.batch()
+    trained(groups)
     with pytest.raises(MoerlError, match="older than the settings allow; seen: 1 versions; expected: at most 0"):
-        groups.batch(1)
+        groups.batch()
 
 
 def test_a_resumed_run_goes_on_with_the_next_prompts_and_the_same_sums() -> None:
@@ -156,22 +174,106 @@ def test_a_resumed_run_goes_on_with_the_next_prompts_and_the_same_sums() -> None
 
     whole, _ = source(undisturbed, "rl.filters=[equal_rewards]")
     expected, snapshots = [], []
-    for step in range(4):
-        expected.append(group_ids(whole.batch(step)))
-        whole.release()
+    for _ in range(4):
+        expected.append(group_ids(whole.batch()))
+        trained(whole)
         snapshots.append(json.loads(json.dumps(whole.snapshot())))
     for done in range(1, 4):
         resumed, _ = source(undisturbed, "rl.filters=[equal_rewards]")
         resumed.restore(snapshots[done - 1], done)
         for step in range(done, 4):
-            assert group_ids(resumed.batch(step)) == expected[step]
-            resumed.release()
+            assert group_ids(resumed.batch()) == expected[step]
+            trained(resumed)
         assert resumed.snapshot() == whole.snapshot()
 
 
 def test_a_checkpoint_without_a_ledger_goes_on_with_the_prompts_of_its_step() -> None:
     groups, _ = source(answer)
     groups.restore({}, 2)
-    assert all(name.startswith("rl-000002/") for name in group_ids(groups.batch(2)))
-    groups.release()
+    assert all(name.startswith("rl-000002/") for name in group_ids(groups.batch()))
+    trained(groups)
     assert (groups.ledger.issued, groups.ledger.trained) == (12, 12)
+
+
+# --- beside the training ---------------------------------------------------------------------------------------------
+
+BESIDE = ("rollout.placement=beside", "buffer.max_staleness=1")
+
+
+class Gate:
+    """Rollouts of a step are answered once the gate is open for it."""
+
+    def __init__(self) -> None:
+        self._open: set[str] = set()
+        self._changed = threading.Condition()
+
+    def __call__(self, rollout_id: str, version: int) -> Trajectory:
+        with self._changed:
+            self._changed.wait_for(lambda: any(rollout_id.startswith(each) for each in self._open))
+        return answer(rollout_id, version)
+
+    def open(self, prefix: str) -> None:
+        with self._changed:
+            self._open.add(prefix)
+            self._changed.notify_all()
+
+
+def test_the_next_groups_are_sampled_while_a_batch_is_trained() -> None:
+    gate = Gate()
+    groups, collector = source(gate, *BESIDE)
+    gate.open("rl-000000/")
+    first = groups.batch()
+    assert len(first) == 12
+    # Two steps' worth was asked for at once, and nothing more before engines hold the weights of this one.
+    assert [len(asked) for asked in collector.asked] == [24]
+    gate.open("rl-000001/")
+    trained(groups)
+    assert groups.ledger.issued == 36
+    second = groups.batch()
+    assert all(name.startswith("rl-000001/") for name in group_ids(second))
+    gate.open("")
+
+
+def test_the_bound_holds_and_every_rollout_is_trained_once_whatever_the_order() -> None:
+    def slow_for_some(rollout_id: str, version: int) -> Trajectory:
+        time.sleep(0.001 * (hash(rollout_id) % 5))
+        return answer(rollout_id, version, reward=1.0 if "/p3/" in rollout_id else None)
+
+    groups, _ = source(slow_for_some, *BESIDE, "buffer.window=4", "rl.filters=[equal_rewards]")
+    seen: list[str] = []
+    with groups.open():
+        for _ in range(8):
+            batch = groups.batch()
+            assert groups.metrics["staleness/age_max"] <= groups.limits.max_age == 2
+            seen += [t.lineage.rollout_id for t in batch]
+            trained(groups)
+    assert len(seen) == len(set(seen)) == groups.ledger.trained == 8 * 12
+    assert groups.ledger.pending == 0
+    assert groups.ledger.issued == 8 * 12 + groups.ledger.filtered["equal_rewards"]
+
+
+def test_an_error_beside_the_training_ends_the_run() -> None:
+    def broken(rollout_id: str, version: int) -> Trajectory:
+        raise MoerlError("the engine is gone")
+
+    groups, _ = source(broken, *BESIDE)
+    with pytest.raises(MoerlError, match="the engine is gone"):
+        groups.batch()
+
+
+def test_what_was_sampled_at_a_checkpoint_is_asked_for_again_under_the_same_ids() -> None:
+    gate = Gate()
+    groups, collector = source(gate, *BESIDE)
+    gate.open("rl-000000/")
+    groups.batch()
+    trained(groups)
+    snapshot = json.loads(json.dumps(groups.snapshot()))
+    assert [count for _, count in snapshot["ledger"]["pending"]] == [4] * 6
+    resumed, again = source(answer, *BESIDE)
+    resumed.restore(snapshot, 1)
+    batch = resumed.batch()
+    asked = [name for call in again.asked for name in call]
+    assert [t.lineage.rollout_id for t in batch] == asked[:12]
+    assert sorted(asked) == sorted(name for call in collector.asked for name in call if "rl-000000/" not in name)
+    assert resumed.ledger.issued == groups.ledger.issued
+    gate.open("")

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from moerl.contract.commands import Close, Failure, Reply, decode_command, encode
 from moerl.errors import CheckpointError, UnprovedError
-from moerl.ranks.channel import receive, send
-from moerl.ranks.parent import die_with
+from moerl.processes.channel import receive, send
+from moerl.processes.parent import die_with
 from moerl.ranks.process import CONTROLLER
 
 

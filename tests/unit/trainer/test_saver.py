@@ -223,6 +223,7 @@ def test_an_error_of_training_is_not_hidden_by_one_of_saving(untied: Path, tmp_p
 
 ON_A_SMALL_DISK = """
 import shutil, sys
+from collections import namedtuple
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 import tiny_moe

@@ -1,4 +1,5 @@
-"""Messages between the controller and a rank over a stream socket: two lengths, a message, and a frame or nothing.
+"""Messages between the controller and its child processes over stream sockets: two lengths, a message, and a
+frame or nothing.
 
 The controller serves many ranks at once and never blocks: `Outbox` and `Inbox`. A rank waits: `send` and `receive`.
 """
@@ -65,9 +66,11 @@ class Inbox:
         return messages
 
 
-def send(connection: socket.socket, message: bytes) -> None:
+def send(connection: socket.socket, message: bytes, frame: bytes = b"") -> None:
     """Sends one message; returns when the system has taken it."""
-    connection.sendall(_LENGTHS.pack(len(message), 0) + message)
+    connection.sendall(_LENGTHS.pack(len(message), len(frame)) + message)
+    if frame:
+        connection.sendall(frame)
 
 
 def receive(connection: socket.socket) -> tuple[bytes, bytes]:

@@ -1,0 +1,1 @@
+"""The embedded engine in a process of its own: it samples while the trainer works."""

@@ -1,0 +1,259 @@
+"""The controller's side of an embedded engine in a process of its own.
+
+Calls to `generate` may overlap, from any threads; each has its own records. Weights go through shared memory and are
+swapped in between two decoding steps, while sampling goes on: every token keeps the version that sampled it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from moerl.contract.ports import EngineInfo, InterruptCosts, ReportedLayers, RolloutRecord, RolloutRequest
+from moerl.contract.wire import decode_records
+from moerl.errors import EngineError, WeightSyncError
+from moerl.processes.channel import receive, send
+from moerl.rollout.beside.messages import (
+    Abort,
+    Answer,
+    Close,
+    Generate,
+    Records,
+    Start,
+    Update,
+    decode_for_controller,
+    encode,
+)
+from moerl.rollout.beside.process import CONTROLLER, ENGINE_ID
+from moerl.rollout.beside.shared import SharedMemory
+from moerl.rollout.requests import check_requests
+
+# -P: a torch.py or json.py in the user's directory is not what we import.
+PROGRAM = (sys.executable, "-P", "-m", "moerl.rollout.beside.process")
+_CLOSING_SECONDS = 10.0
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """One `generate` that is not finished; `frames` ends with None where the engine is gone."""
+
+    left: set[str]
+    frames: queue.SimpleQueue[tuple[bytes, list[str]] | None] = field(default_factory=queue.SimpleQueue)
+
+
+class BesideEngine:
+    """A `PolicyEngine` whose model is in a child process, which dies with this one.
+
+    Args:
+        start: what the process loads.
+        log: where its output goes.
+
+    Attributes:
+        unfinished: rollout ids of the latest `generate` call to end that yielded no record.
+        costs: of weight updates, summed up.
+
+    Raises:
+        EngineError: the model cannot be loaded, or the process ended.
+    """
+
+    def __init__(self, start: Start, log: Path) -> None:
+        self._spec, self._version, self._log = start.spec, start.version, log
+        self.unfinished: list[str] = []
+        self.costs = InterruptCosts()
+        self._memory = SharedMemory()
+        self._calls: dict[int, _Call] = {}
+        self._num_calls = 0
+        self._answers: queue.SimpleQueue[Answer | None] = queue.SimpleQueue()
+        # Of what goes out; and of an update, whose calls may come from any thread.
+        self._sending, self._updating = threading.Lock(), threading.Lock()
+        self._end = ""
+        self._socket, theirs = socket.socketpair()
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with theirs, log.open("ab") as output:
+            self._process = subprocess.Popen(
+                [*PROGRAM, str(theirs.fileno()), str(self._memory.descriptor)],
+                env=os.environ | {CONTROLLER: str(os.getpid())},
+                pass_fds=(theirs.fileno(), self._memory.descriptor),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                # Ctrl-C and the signals of schedulers are the controller's.
+                start_new_session=True,
+            )
+        self._reader = threading.Thread(target=self._read, name="engine-records", daemon=True)
+        self._reader.start()
+        try:
+            told = self._ask(start, EngineError)
+        except BaseException:  # an interrupt, too, leaves no process behind
+            self.close()
+            raise
+        self._layer_numbers, self._max_positions = tuple(told.layer_numbers), told.max_positions
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def handshake(self) -> EngineInfo:
+        return EngineInfo(ENGINE_ID, self._spec, self._version, ReportedLayers.MOE, self._layer_numbers)
+
+    # --- sampling ----------------------------------------------------------------------------------------------------
+
+    def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[RolloutRecord]:
+        """Yields one record per request, in the order in which they finish. Sampling starts at once.
+
+        Raises:
+            EngineError: at once, where a request is refused, no weights were sent yet or the process is gone; at a
+                later record, where the process ends.
+        """
+        if self._version < 0:
+            raise EngineError(
+                "the engine beside the trainer: no weights that were verified",
+                seen=f"policy version {self._version}",
+                expected="at least 0",
+                remedy="send a whole weight update",
+            )
+        check_requests(requests, self._spec, self._max_positions)
+        call = _Call({request.lineage.rollout_id for request in requests})
+        with self._sending:
+            number, self._num_calls = self._num_calls, self._num_calls + 1
+            self._calls[number] = call
+        self._send(Generate(number, list(requests)))
+        return self._records(number, call)
+
+    def _records(self, number: int, call: _Call) -> Iterator[RolloutRecord]:
+        unfinished: list[str] = []
+        try:
+            while call.left:
+                found = call.frames.get()
+                if found is None:
+                    raise self._gone()
+                frame, without = found
+                call.left -= set(without)
+                unfinished += without
+                for record in decode_records(frame, spec=self._spec) if frame else ():
+                    call.left.discard(record.rollout_id)
+                    yield record
+        finally:
+            if call.left and not self._end:
+                self._send(Abort(sorted(call.left)))
+            self.unfinished = [*unfinished, *call.left]
+            self._calls.pop(number, None)
+
+    def abort(self, rollout_ids: Collection[str] | None = None) -> None:
+        """Finishes the named rollouts (all when None); those without a token yield no record."""
+        names = rollout_ids
+        if names is None:
+            names = [name for call in list(self._calls.values()) for name in call.left]
+        if names:
+            self._send(Abort(sorted(names)))
+
+    def close(self) -> None:
+        """Ends the process. Calls that wait for records raise `EngineError`."""
+        if self._process.returncode is None:
+            with contextlib.suppress(EngineError):
+                self._send(Close())
+            try:
+                self._process.wait(_CLOSING_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+            self._reader.join()
+            self._socket.close()
+            self._memory.close()
+            if self._log.exists() and self._log.stat().st_size == 0:
+                self._log.unlink()
+
+    # --- weights -----------------------------------------------------------------------------------------------------
+
+    def begin_update(self, version: int) -> None:
+        self._update(Update("begin", version=version))
+        self._staged = version
+
+    def receive(self, tensors: Iterable[tuple[str, Any]]) -> None:
+        with self._updating:
+            places = self._memory.put(tensors)
+            self._ask(Update("receive", num_bytes=self._memory.num_bytes, places=places), WeightSyncError)
+
+    def end_update(self) -> None:
+        told = self._update(Update("end"))
+        self._version = self._staged
+        self.costs.interrupted, self.costs.stalled_seconds = told.interrupted, told.stalled_seconds
+
+    def abandon_update(self) -> None:
+        if not self._end:
+            self._update(Update("abandon"))
+
+    def held_dtypes(self) -> Mapping[str, str]:
+        return self._update(Update("held_dtypes")).dtypes
+
+    def verify(self, sent: Mapping[str, int]) -> None:
+        """As `CheckedSink.verify`; new requests are refused after weights that differ."""
+        try:
+            self._update(Update("verify", checksums=dict(sent)))
+        except WeightSyncError:
+            self._version = -1
+            raise
+
+    def _update(self, update: Update) -> Answer:
+        with self._updating:
+            return self._ask(update, WeightSyncError)
+
+    # --- the process -------------------------------------------------------------------------------------------------
+
+    def _ask(self, message: Start | Update, kind: type[EngineError | WeightSyncError]) -> Answer:
+        self._send(message)
+        answer = self._answers.get()
+        if answer is None:
+            raise self._gone()
+        if answer.problem:
+            raise (WeightSyncError if answer.is_sync else kind)(answer.problem)
+        return answer
+
+    def _send(self, message: Start | Generate | Abort | Update | Close) -> None:
+        try:
+            with self._sending:
+                send(self._socket, encode(message))
+        except OSError as error:
+            raise self._gone() from error
+
+    def _read(self) -> None:
+        """What the process says, until it ends."""
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                message, frame = receive(self._socket)
+                match decode_for_controller(message):
+                    case Answer() as answer:
+                        self._answers.put(answer)
+                    case Records(number, without):
+                        call = self._calls.get(number)
+                        if call is not None:
+                            call.frames.put((frame, without))
+        self._end = "its process ended"
+        self._answers.put(None)
+        for call in list(self._calls.values()):
+            call.frames.put(None)
+
+    def _gone(self) -> EngineError:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_CLOSING_SECONDS)
+        code = self._process.returncode
+        how = "it closed its connection" if code is None else f"it ended with status {code}"
+        if code is not None and code < 0:
+            how = f"killed by {signal.Signals(-code).name}"
+        wrote = self._log.exists() and self._log.stat().st_size > 0
+        return EngineError(
+            "the engine beside the trainer is gone",
+            seen=f"process {self._process.pid}: {how}; " + (f"its output is in {self._log}" if wrote else "no output"),
+            expected="an engine that samples until the run ends",
+            remedy="resume the run from its last checkpoint",
+        )

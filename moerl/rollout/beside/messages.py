@@ -1,0 +1,105 @@
+"""What the controller and the engine's process say to each other. MessagePack, no pickle; tensors lie in shared memory.
+
+    controller -> engine    Start once; then Generate, Abort, Update, Close
+    engine -> controller    Answer to Start and to every Update; Records while it samples, in a frame of trajectories
+
+Torch-free.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from moerl.contract.ports import RolloutRequest
+from moerl.contract.trajectory import ModelSpec
+
+
+class _Message(msgspec.Struct, forbid_unknown_fields=True, tag_field="kind"):
+    pass
+
+
+class Start(_Message, tag="start"):
+    """folder: the model's. version: of its weights, -1 where the engine waits for a first update."""
+
+    folder: str
+    dtype: str
+    spec: ModelSpec
+    max_running: int
+    num_threads: int
+    version: int
+
+
+class Generate(_Message, tag="generate"):
+    """Requests of one call, to be sampled behind those that are there."""
+
+    call: int
+    requests: list[RolloutRequest]
+
+
+class Abort(_Message, tag="abort"):
+    """Finishes these rollouts with what they have."""
+
+    rollout_ids: list[str]
+
+
+class Place(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """Where a tensor lies in the shared memory; offset: in bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+class Update(_Message, tag="update"):
+    """One call of a `CheckedSink`. num_bytes: of the shared memory, which may have grown."""
+
+    do: Literal["begin", "receive", "end", "abandon", "held_dtypes", "verify"]
+    version: int = -1
+    num_bytes: int = 0
+    places: list[Place] = []
+    checksums: dict[str, int] = {}
+
+
+class Close(_Message, tag="close"):
+    """The engine ends."""
+
+
+class Answer(_Message, tag="answer"):
+    """problem: what was raised, empty where nothing was; is_sync: whether it is a `WeightSyncError`.
+
+    layer_numbers, max_positions: of the model, in the answer to `Start`. costs: as `InterruptCosts`.
+    """
+
+    problem: str = ""
+    is_sync: bool = False
+    dtypes: dict[str, str] = {}
+    layer_numbers: list[int] = []
+    max_positions: int = 0
+    interrupted: int = 0
+    stalled_seconds: float = 0.0
+
+
+class Records(_Message, tag="records"):
+    """Rollouts of a call that finished in one step, in the frame; without: aborted ones that never got a token."""
+
+    call: int
+    without: list[str] = []
+
+
+ToEngine = Start | Generate | Abort | Update | Close
+ToController = Answer | Records
+
+encode = msgspec.msgpack.Encoder().encode
+_for_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+_for_controller: msgspec.msgpack.Decoder[ToController] = msgspec.msgpack.Decoder(ToController)
+
+
+def decode_for_engine(data: bytes) -> ToEngine:
+    return _for_engine.decode(data)
+
+
+def decode_for_controller(data: bytes) -> ToController:
+    return _for_controller.decode(data)

@@ -1,0 +1,63 @@
+"""Memory that the controller and the engine's process share, for weights on their way. Linux; any process."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from moerl.rollout.beside.messages import Place
+
+_ALIGNMENT = 64
+
+
+class SharedMemory:
+    """An anonymous file of the kernel, seen by every process that has its descriptor; gone with the last of them.
+
+    Args:
+        descriptor: of one that another process made; None for a new one.
+    """
+
+    def __init__(self, descriptor: int | None = None) -> None:
+        self.descriptor = os.memfd_create("moerl-weights") if descriptor is None else descriptor
+        self.num_bytes = 0
+        self._bytes: Tensor | None = None
+
+    def put(self, tensors: Iterable[tuple[str, Tensor]]) -> list[Place]:
+        """Copies tensors in, from the start of the memory; it grows as needed."""
+        held = [(name, tensor.detach()) for name, tensor in tensors]
+        places, end = list[Place](), 0
+        for name, tensor in held:
+            offset = -(-end // _ALIGNMENT) * _ALIGNMENT
+            places.append(Place(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), offset))
+            end = offset + tensor.numel() * tensor.element_size()
+        if end > self.num_bytes:
+            os.ftruncate(self.descriptor, end)
+            self.map(end)
+        for place, (_, tensor) in zip(places, held, strict=True):
+            self.view(place).copy_(tensor)
+        return places
+
+    def map(self, num_bytes: int) -> None:
+        """Sees so many bytes from now on."""
+        if num_bytes > self.num_bytes:
+            # The mapping lives as long as a tensor that shows a part of it.
+            self._bytes = torch.frombuffer(mmap.mmap(self.descriptor, num_bytes), dtype=torch.uint8)
+            self.num_bytes = num_bytes
+
+    def view(self, place: Place) -> Tensor:
+        """The tensor at a place; it is written over by the next `put`."""
+        dtype = getattr(torch, place.dtype)
+        num_bytes = dtype.itemsize * int(torch.Size(place.shape).numel())
+        assert self._bytes is not None or not num_bytes
+        if self._bytes is None or not num_bytes:
+            return torch.empty(place.shape, dtype=dtype)
+        return self._bytes[place.offset : place.offset + num_bytes].view(dtype).view(place.shape)
+
+    def close(self) -> None:
+        """Gives the memory up in this process."""
+        self._bytes = None
+        os.close(self.descriptor)

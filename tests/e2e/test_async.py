@@ -1,0 +1,84 @@
+"""Sampling beside the training: bounded, accounted for, stopped, killed and resumed."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from moerl_runs import Fault, Finished, Runs, rows
+
+from moerl.buffer.ledger import LEDGER_FILE, Ledger
+from moerl.contract.disk import read_parquet
+
+STEPS, PER_STEP = 5, 16
+BESIDE = ("recipe=tiny", "rollout.placement=beside", "buffer.max_staleness=1", f"rl.steps={STEPS}")
+STEP = "moerl.orchestration.rl:RLStage._update"
+
+
+def at(name: str, call: int, **arguments: object) -> Fault:
+    return name, {"place": STEP, "call": call, **arguments}
+
+
+def orphans() -> list[Path]:
+    """Engine processes whose parent is gone."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            is_engine = b"moerl.rollout.beside.process" in (entry / "cmdline").read_bytes()
+            parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if is_engine and parent == "1":
+            found.append(entry)
+    return found
+
+
+def assert_whole(run: Path, finished: Finished) -> None:
+    """Every rollout is trained once, none is older than the bound, and the steps are all there."""
+    assert finished.status == 0, finished.output
+    ledger = Ledger.restored(json.loads((run / LEDGER_FILE).read_text()))
+    assert (ledger.issued, ledger.trained, ledger.pending) == (STEPS * PER_STEP, STEPS * PER_STEP, 0)
+    steps = [row for row in rows(run) if row["stage"] == "rl"]
+    assert [row["step"] for row in steps] == list(range(1, STEPS + 1))
+    trained: list[str] = []
+    for step in range(1, STEPS + 1):
+        for trajectory in read_parquet(run / "rollouts" / f"step-{step:06d}.parquet"):
+            trained.append(trajectory.lineage.rollout_id)
+            versions = trajectory.policy_versions[trajectory.sampled]
+            assert (np.diff(versions) >= 0).all()
+            assert step - 2 <= versions[0] <= versions[-1] <= step - 1
+    assert len(trained) == len(set(trained)) == STEPS * PER_STEP
+    assert not orphans()
+
+
+@pytest.mark.parametrize(
+    ("fault", "status"),
+    [(at("kill", 3), -signal.SIGKILL), (at("tell", 2, signal_name="SIGTERM"), 75)],
+    ids=["killed", "told to stop"],
+)
+def test_a_run_that_samples_ahead_is_resumed_without_losing_or_repeating_a_rollout(
+    fault: Fault, status: int, forked: Runs, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    stopped = forked.run("train", *BESIDE, f"run_dir='{run}'", fault=fault)
+    assert stopped.status == status, stopped.output
+    assert "no token that is trained is older than 1 versions" in stopped.output
+    assert not orphans()
+    told = forked.run("status", str(run))
+    assert told.status == 0
+    assert "stopped; go on with" in told.output
+    assert_whole(run, forked.run("train", f"resume={run}"))
+
+
+@pytest.mark.slow
+def test_two_ranks_train_what_an_engine_beside_them_samples_ahead(forked: Runs, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    sizes = ("parallel.expert=2", "rl.minibatches=2", "buffer.window=3")
+    finished = forked.run("train", *BESIDE, *sizes, f"run_dir='{run}'")
+    assert finished.status == 0, finished.output
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert max(row["staleness/age_max"] for row in lines if row["stage"] == "rl") <= 2
+    assert not orphans()
