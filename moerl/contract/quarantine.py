@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -47,7 +48,7 @@ class Refusal:
 
 
 class Quarantine:
-    """Admits records as trajectories or keeps them aside with the reason.
+    """Admits records as trajectories or keeps them aside with the reason. Any thread.
 
     Args:
         folder: Where refused records go; made when the first is written.
@@ -71,6 +72,7 @@ class Quarantine:
         self.num_admitted = 0
         self.first_refusal = ""
         self.refusals: dict[str, Refusal] = {}
+        self._lock = threading.RLock()
         self._expected: set[str] = set()
         self._admitted: set[str] = set()
 
@@ -89,8 +91,9 @@ class Quarantine:
 
     def expect(self, rollout_ids: Iterable[str]) -> None:
         """Announces rollouts that were requested; an answer to anything else is refused."""
-        self._expected.update(rollout_ids)
-        self.first_refusal = ""
+        with self._lock:
+            self._expected.update(rollout_ids)
+            self.first_refusal = ""
 
     def admit(self, record: RolloutRecord, *, trainer_version: int) -> Trajectory | None:
         """The record as a checked trajectory, or None where it was refused and written to the folder.
@@ -100,9 +103,10 @@ class Quarantine:
         Raises:
             ContractError: `quarantine_rate_exceeded`; the record is on disk by then.
         """
-        trajectory = self._admit_or_keep(record, trainer_version)
-        self._judge_rate()
-        return trajectory
+        with self._lock:
+            trajectory = self._admit_or_keep(record, trainer_version)
+            self._judge_rate()
+            return trajectory
 
     def _admit_or_keep(self, record: RolloutRecord, trainer_version: int) -> Trajectory | None:
         try:
@@ -120,10 +124,11 @@ class Quarantine:
         Raises:
             ContractError: `quarantine_rate_exceeded`; the record is on disk by then.
         """
-        self._admitted.discard(record.rollout_id)
-        self.num_admitted -= 1
-        self._keep_record(record, error, trainer_version)
-        self._judge_rate()
+        with self._lock:
+            self._admitted.discard(record.rollout_id)
+            self.num_admitted -= 1
+            self._keep_record(record, error, trainer_version)
+            self._judge_rate()
 
     def refuse(self, record: RolloutRecord, error: ContractError, *, trainer_version: int) -> None:
         """Keeps aside a record that whoever collects it found wrong before it could be admitted.
@@ -131,20 +136,28 @@ class Quarantine:
         Raises:
             ContractError: `quarantine_rate_exceeded`; the record is on disk by then.
         """
-        self._keep_record(record, error, trainer_version)
-        self._judge_rate()
+        with self._lock:
+            self._keep_record(record, error, trainer_version)
+            self._judge_rate()
 
     def forget(self, rollout_ids: Iterable[str]) -> None:
         """Drops ids whose answers have all been dealt with; a later answer to one of them counts as unrequested."""
-        ids = set(rollout_ids)
-        self._expected -= ids
-        self._admitted -= ids
-        for name in ids:
-            self.refusals.pop(name, None)
+        with self._lock:
+            ids = set(rollout_ids)
+            self._expected -= ids
+            self._admitted -= ids
+            for name in ids:
+                self.refusals.pop(name, None)
 
     def counters(self) -> dict[str, int]:
         """What a checkpoint keeps: refused records by reason code, and `admitted`."""
         return {**self.counts, "admitted": self.num_admitted}
+
+    def count_again(self, num_admitted: int, reasons: Iterable[str]) -> None:
+        """Counts records that an earlier process of the run dealt with after its last checkpoint."""
+        with self._lock:
+            self.num_admitted += num_admitted
+            self.counts.update(reasons)
 
     def restore(self, counters: Mapping[str, int]) -> None:
         """Takes over what `counters` returned in an earlier process of the run."""

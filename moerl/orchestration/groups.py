@@ -12,6 +12,7 @@ from contextlib import closing, contextmanager
 from typing import Any
 
 from moerl.batching.order import batch_indices
+from moerl.buffer.journal import FinishedGroup, Journal
 from moerl.buffer.ledger import Ledger
 from moerl.buffer.queue import GroupQueue, GroupState, QueueLimits, age, check_ages
 from moerl.config.schema import RunConfig
@@ -30,14 +31,18 @@ class GroupSource:
     Args:
         prompts: of the training split; the order in which they are taken follows from the seed alone.
         stage: first part of every rollout id.
+        journal: where finished groups are kept until a checkpoint holds what became of them.
 
     Attributes:
         version: of the weights that are trained next; the loop sets it before engines get to see them.
         metrics: of the latest batch.
     """
 
-    def __init__(self, config: RunConfig, collector: Collector, prompts: Sequence[Prompt], stage: str) -> None:
+    def __init__(
+        self, config: RunConfig, collector: Collector, prompts: Sequence[Prompt], stage: str, journal: Journal
+    ) -> None:
         self._config, self._collector, self._prompts, self._stage = config, collector, prompts, stage
+        self._journal = journal
         self.limits = QueueLimits(config.rl.prompts_per_step, config.buffer.max_staleness, config.buffer.window)
         self.version, self.metrics = 0, dict[str, float]()
         self._queue, self.ledger = GroupQueue(self.limits), Ledger()
@@ -48,6 +53,8 @@ class GroupSource:
         self._error: BaseException | None = None
         self._is_closed = False
         self._again: list[int] = []
+        self._recovered: dict[int, FinishedGroup] = {}
+        self._committed: Mapping[str, Any] | None = None
 
     @property
     def overlaps(self) -> bool:
@@ -100,16 +107,23 @@ class GroupSource:
         finally:
             with self._state:
                 self._is_closed = True
+                self._journal.close()
 
     # --- asking ------------------------------------------------------------------------------------------------------
 
     def _ask_for_more(self) -> None:
-        """Asks for what was asked for before a resume, and for as many new groups as there are free slots."""
+        """Asks for what was asked for before a resume, and for as many new groups as there are free slots. What the
+        journal has of them is taken from there."""
         numbers, self._again = self._again, list[int]()
         while self._queue.num_free > 0 and self._num_open < self._num_left:
             number = self._queue.dispatch()
             self.ledger.issue(number, self._config.rl.group_size)
             numbers.append(number)
+        for number in [number for number in numbers if number in self._recovered]:
+            group = self._recovered.pop(number)
+            self._collector.quarantine.count_again(len(group.trajectories), group.refused.values())
+            self._finish(group)
+            numbers.remove(number)
         if not numbers:
             return
         if self.overlaps:
@@ -173,24 +187,31 @@ class GroupSource:
             self._collector.watch(done, total, tokens)
 
     def _take(self, number: int, requests: Sequence[RolloutRequest], outcomes: Sequence[Outcome]) -> None:
-        """A group whose rollouts have all come: it waits for its batch, or is filtered."""
-        answered = {outcome.rollout_id: outcome for outcome in outcomes}
-        group = in_request_order([o.trajectory for o in outcomes if o.trajectory is not None], requests)
-        reason = self._filtered_for(group) if group else ""
+        """A group whose rollouts have all come."""
+        trajectories = in_request_order([o.trajectory for o in outcomes if o.trajectory is not None], requests)
+        refused = dict.fromkeys((r.lineage.rollout_id for r in requests), "no_answer")
+        refused |= {o.rollout_id: o.refusal.reason for o in outcomes if o.refusal is not None}
+        for trajectory in trajectories:
+            del refused[trajectory.lineage.rollout_id]
+        group = FinishedGroup(number, trajectories, refused)
         with self._state:
-            for request in requests:
-                outcome = answered.get(request.lineage.rollout_id)
-                if outcome is None or outcome.trajectory is None:
-                    refusal = None if outcome is None else outcome.refusal
-                    self.ledger.quarantine(number, refusal.reason if refusal is not None else "no_answer")
-            if group and not reason:
-                self._finished[number] = group
-                self._queue.finish(number)
-            else:
-                self._queue.filter(number)
-                if reason:
-                    self.ledger.filter(number, reason)
-            self._state.notify_all()
+            if not self._is_closed:
+                self._journal.append(group)
+                self._finish(group)
+
+    def _finish(self, group: FinishedGroup) -> None:
+        """The group waits for its batch, or is filtered."""
+        number, reason = group.number, self._filtered_for(group.trajectories) if group.trajectories else ""
+        for why in group.refused.values():
+            self.ledger.quarantine(number, why)
+        if group.trajectories and not reason:
+            self._finished[number] = list(group.trajectories)
+            self._queue.finish(number)
+        else:
+            self._queue.filter(number)
+            if reason:
+                self.ledger.filter(number, reason)
+        self._state.notify_all()
 
     def _filtered_for(self, group: Sequence[Trajectory]) -> str:
         """The first of `rl.filters` that keeps a group out; empty where none does."""
@@ -230,6 +251,18 @@ class GroupSource:
         with self._state:
             return {"queue": self._queue.snapshot(), "ledger": self.ledger.snapshot()}
 
+    def committed(self, step: int, snapshot: Mapping[str, Any]) -> None:
+        """A checkpoint of this step was begun, with this snapshot: the one before is on disk."""
+        with self._state:
+            if self._committed is not None:
+                self._journal.forget(self._committed["queue"]["open"], self._committed["queue"]["next_number"])
+            self._committed = snapshot
+            self._journal.begin(step)
+
+    def finished(self) -> None:
+        """The last checkpoint is on disk: nothing will be asked for again."""
+        self._journal.clear()
+
     def restore(self, snapshot: Mapping[str, Any], step: int) -> None:
         """Takes over the state of a checkpoint after `step` steps; of one without any, counts from there."""
         if snapshot:
@@ -240,6 +273,22 @@ class GroupSource:
             self._queue, self.ledger = GroupQueue(self.limits, number), Ledger(number)
         self._finished, self._batch, self.version = {}, {}, step
         self._again = self._queue.numbers(GroupState.RUNNING)
+
+    def recover(self) -> None:
+        """After `restore`: takes the journal's groups, where the weights that sampled them belong to this checkpoint;
+        later weights are gone with the steps that were lost."""
+        step = self.version
+        if not step:
+            # What sampled them was not in a checkpoint.
+            self._journal.clear()
+        found = self._journal.read()
+        wanted = {n: group for n, group in found.items() if n in self._again or n >= self._queue.next_number}
+        self._recovered = {n: group for n, group in wanted.items() if group.newest_version <= step}
+        if wanted:
+            num_lost = len(wanted) - len(self._recovered)
+            lost = f"; {num_lost} were sampled by weights of lost steps, and are sampled again" if num_lost else ""
+            self._collector.say(f"finished groups that are taken from the journal: {len(self._recovered)}{lost}")
+        self._journal.begin(step)
 
 
 FILTERS: Mapping[str, Callable[[Sequence[Trajectory]], bool]] = {

@@ -14,6 +14,7 @@ from dataclasses import fields, replace
 import numpy as np
 
 from moerl.batching.packing import PackOptions
+from moerl.buffer.journal import Journal
 from moerl.contract.batch import TrainSample
 from moerl.contract.ports import PolicyEngine, WorkedTask
 from moerl.orchestration import step_metrics
@@ -45,13 +46,16 @@ class RLStage:
         self.algorithm = run.config.algorithm
         self.algorithm.load()
         self._num_published = 0
-        self.groups = GroupSource(run.config, collector, run.train_prompts(), STAGE)
+        self.groups = GroupSource(
+            run.config, collector, run.train_prompts(), STAGE, Journal(run.config.run_dir / "journal", run.model.spec)
+        )
 
     def train(self) -> None:
         """Runs the stage from its start or its last checkpoint."""
         run, steps = self.run, self.config.rl.steps
         first_step = run.restore(STAGE)
         self.groups.restore(run.state.groups, first_step)
+        self.groups.recover()
         self._publish(first_step)
         self._evaluate_cold_start(first_step)
         if run.state.evaluation_due:
@@ -76,7 +80,10 @@ class RLStage:
                 run.keep_groups(step + 1, self.groups.snapshot())
                 run.log(STAGE, step + 1, metrics, round(sum(minibatch.num_tokens for minibatch in minibatches)))
                 self._evaluate(step + 1)
-                run.checkpoint_if_due(STAGE, step + 1, steps)
+                if run.checkpoint_if_due(STAGE, step + 1, steps):
+                    self.groups.committed(step + 1, run.state.groups)
+        run.trainer.poll_save(wait=True)
+        self.groups.finished()
 
     # --- rollouts ----------------------------------------------------------------------------------------------------
 

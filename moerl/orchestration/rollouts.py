@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -64,6 +65,8 @@ class Collector:
     ends: tuple[int, ...]
     say: Callable[[str], None]
     watch: Callable[[int, int, int], None] = _unwatched
+    # Tokenizers may be borrowed by one thread at a time.
+    _decoding: threading.Lock = field(default_factory=threading.Lock)
 
     def requests(
         self, prompts: Sequence[Prompt], *, run: str, count: int, sampling: SamplingParams, prefixes: Mapping[str, str]
@@ -78,7 +81,8 @@ class Collector:
         requests = []
         for prompt in prompts:
             text = prompt.text + prefixes.get(prompt.prompt_id, "")
-            prompt_ids = tuple(encode_checked(self.tokenizer, text))
+            with self._decoding:
+                prompt_ids = tuple(encode_checked(self.tokenizer, text))
             for number in range(count):
                 rollout_id = f"{run}/{prompt.prompt_id}/{number}"
                 seed = rollout_key(f"{sampling.seed}/{rollout_id}") >> 1
@@ -213,14 +217,18 @@ class Collector:
     def prompt(self, trajectory: Trajectory) -> str:
         """The text of the tokens before the first sampled one, as the model saw it."""
         ids = trajectory.token_ids[: int(trajectory.sampled.argmax())].tolist()
-        return str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+        return self._decode(ids)
 
     def response(self, trajectory: Trajectory) -> str:
         """The sampled text, without the token that ended it."""
         ids = trajectory.token_ids[trajectory.sampled].tolist()
         if ids and ids[-1] in self.ends:
             ids.pop()
-        return str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+        return self._decode(ids)
+
+    def _decode(self, ids: list[int]) -> str:
+        with self._decoding:
+            return str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
 
 def sampling_params(config: RolloutConfig, seed: int) -> SamplingParams:

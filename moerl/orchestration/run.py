@@ -162,8 +162,11 @@ class Run:
         self.trainer.restore(path)
         return step
 
-    def checkpoint_if_due(self, stage: str, step: int, last: int) -> None:
+    def checkpoint_if_due(self, stage: str, step: int, last: int) -> bool:
         """Checks on the checkpoint in flight, begins one where it is due, and ends the run where it was told to stop.
+
+        Returns:
+            Whether one was begun.
 
         Raises:
             CheckpointError: one could not be written; the run stops rather than go on unsaved.
@@ -171,9 +174,11 @@ class Run:
         """
         self.trainer.poll_save()
         every = self.config.checkpoint.every
-        if step == last or (every and step % every == 0):
+        is_due = step == last or bool(every and step % every == 0)
+        if is_due:
             self.checkpoint(stage, step)
         self.stop_if_told(stage, step)
+        return is_due
 
     def checkpoint(self, stage: str, step: int) -> None:
         """Begins a checkpoint: trainer state and run state as they are now."""

@@ -70,7 +70,10 @@ def test_a_run_that_samples_ahead_is_resumed_without_losing_or_repeating_a_rollo
     told = forked.run("status", str(run))
     assert told.status == 0
     assert "stopped; go on with" in told.output
-    assert_whole(run, forked.run("train", f"resume={run}"))
+    resumed = forked.run("train", f"resume={run}")
+    assert "finished groups that are taken from the journal: " in resumed.output
+    assert_whole(run, resumed)
+    assert not list((run / "journal").iterdir())
 
 
 @pytest.mark.slow

@@ -7,15 +7,17 @@ import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from factories import make_trajectory
+from factories import SPEC, make_trajectory
 
+from moerl.buffer.journal import Journal
 from moerl.config.load import load_config
 from moerl.contract import Prompt, RolloutRequest, Trajectory
-from moerl.contract.quarantine import Refusal
+from moerl.contract.quarantine import Quarantine, Refusal
 from moerl.contract.trajectory import FinishReason, Lineage, SamplingParams
 from moerl.errors import MoerlError
 from moerl.orchestration.groups import MAX_BATCHES, GroupSource
@@ -43,6 +45,10 @@ class FakeCollector:
         self.asked: list[list[str]] = []
         self.told: list[tuple[int, int]] = []
 
+        self.said: list[str] = []
+        self.say = self.said.append
+        self.quarantine = Quarantine(FOLDERS[-1] / "quarantine", max_rate=1.0)
+
     def watch(self, done: int, total: int, tokens: int) -> None:
         assert 0 <= done <= total
 
@@ -68,13 +74,20 @@ class FakeCollector:
 
 
 SAMPLING = SamplingParams()
+FOLDERS: list[Path] = []
+"""Of the test that runs."""
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path) -> None:
+    FOLDERS[:] = [tmp_path]
 
 
 def source(answers: Answer, *overrides: str) -> tuple[GroupSource, FakeCollector]:
     sizes = ("recipe=tiny", "rl.steps=8", "rl.prompts_per_step=3", "rl.group_size=4")
     config = load_config([*sizes, *overrides], command="train")
     collector: Any = FakeCollector(answers)
-    groups = GroupSource(config, collector, PROMPTS, "rl")
+    groups = GroupSource(config, collector, PROMPTS, "rl", Journal(FOLDERS[-1] / "journal", SPEC))
     groups.restore({}, 0)
     return groups, collector
 
@@ -193,6 +206,47 @@ def test_a_checkpoint_without_a_ledger_goes_on_with_the_prompts_of_its_step() ->
     assert all(name.startswith("rl-000002/") for name in group_ids(groups.batch()))
     trained(groups)
     assert (groups.ledger.issued, groups.ledger.trained) == (12, 12)
+
+
+def test_groups_that_were_finished_before_a_crash_are_not_sampled_again() -> None:
+    def one_refused(rollout_id: str, version: int) -> Trajectory | None:
+        return None if rollout_id.endswith("/1") else answer(rollout_id, version)
+
+    groups, _ = source(one_refused)
+    for step in (1, 2):
+        groups.batch()
+        trained(groups)
+        groups.committed(step, groups.snapshot())
+    snapshot = json.loads(json.dumps(groups.snapshot()))
+    lost = [t.lineage.rollout_id for t in groups.batch()]
+    trained(groups)
+    groups.batch()
+    # Killed here: steps 3 and 4 are lost, but what the weights after step 2 have sampled is not.
+    resumed, collector = source(one_refused)
+    resumed.restore(snapshot, 2)
+    resumed.recover()
+    assert collector.said == [
+        "finished groups that are taken from the journal: 3; 3 were sampled by weights of lost steps, and are sampled"
+        " again"
+    ]
+    assert [t.lineage.rollout_id for t in resumed.batch()] == lost
+    assert collector.asked == []
+    assert collector.quarantine.counters() == {"admitted": 9, "routing_rows": 3}
+    trained(resumed)
+    assert dict(resumed.ledger.quarantined) == {"routing_rows": 9}
+    resumed.batch()
+    assert len(collector.asked) == 1
+
+
+def test_a_journal_holds_no_more_than_two_checkpoints_may_ask_for() -> None:
+    groups, _ = source(answer)
+    for step in range(1, 7):
+        groups.batch()
+        trained(groups)
+        groups.committed(step, groups.snapshot())
+        assert len(list((FOLDERS[-1] / "journal").iterdir())) <= 2
+    groups.finished()
+    assert list((FOLDERS[-1] / "journal").iterdir()) == []
 
 
 # --- beside the training ---------------------------------------------------------------------------------------------
