@@ -14,6 +14,7 @@ from typing import Any
 from moerl.batching.order import batch_indices
 from moerl.buffer.journal import FinishedGroup, Journal
 from moerl.buffer.ledger import Ledger
+from moerl.buffer.lengths import Lengths
 from moerl.buffer.queue import GroupQueue, GroupState, QueueLimits, age, check_ages
 from moerl.config.schema import RunConfig
 from moerl.contract.ports import Prompt, RolloutRequest
@@ -54,6 +55,7 @@ class GroupSource:
         self._is_closed = False
         self._again: list[int] = []
         self._recovered: dict[int, FinishedGroup] = {}
+        self._lengths, self._has_warned = Lengths(), False
         self._committed: Mapping[str, Any] | None = None
 
     @property
@@ -80,7 +82,9 @@ class GroupSource:
             self._batch = {number: len(group) for number, group in groups.items()}
         trajectories = [trajectory for group in groups.values() for trajectory in group]
         ages = [age(self.version, t.policy_versions[t.sampled].tolist()) for t in trajectories]
+        self._compare_lengths(trajectories)
         self.metrics = {
+            **self._lengths.metrics(),
             "staleness/age_max": float(check_ages(ages, self.limits)),
             "staleness/age_mean": sum(ages) / len(ages),
             "groups/waiting": float(self._queue.count(GroupState.FINISHED)),
@@ -108,6 +112,15 @@ class GroupSource:
             with self._state:
                 self._is_closed = True
                 self._journal.close()
+
+    def _compare_lengths(self, trajectories: Sequence[Trajectory]) -> None:
+        self._lengths.train(trajectory.num_sampled for trajectory in trajectories)
+        if self._lengths.is_far and not self._has_warned:
+            self._has_warned = True
+            self._collector.say(
+                "WARNING: responses that are trained differ in length from those that were sampled (lengths/distance"
+                f" {self._lengths.distance:.2f}): what rl.filters and quarantine leave out biases the policy"
+            )
 
     # --- asking ------------------------------------------------------------------------------------------------------
 
@@ -201,6 +214,7 @@ class GroupSource:
 
     def _finish(self, group: FinishedGroup) -> None:
         """The group waits for its batch, or is filtered."""
+        self._lengths.offer(trajectory.num_sampled for trajectory in group.trajectories)
         number, reason = group.number, self._filtered_for(group.trajectories) if group.trajectories else ""
         for why in group.refused.values():
             self.ledger.quarantine(number, why)

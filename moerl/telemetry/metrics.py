@@ -139,6 +139,9 @@ _ALL = (
     Metric("tokens/trained", "token", "tokens trained on since the run began"),
     Metric("quarantine/count", "trajectory", "trajectories in quarantine since the run began"),
     Metric("groups/filtered", "trajectory", "trajectories of groups that `rl.filters` replaced, since the run began"),
+    Metric("lengths/offered_mean", "token", "mean length of the latest 4096 responses that were sampled", False),
+    Metric("lengths/trained_mean", "token", "mean length of the latest 4096 responses that were trained", False),
+    Metric("lengths/distance", "1", "largest difference of their distribution functions (Kolmogorov-Smirnov)", False),
     Metric("groups/waiting", "group", "finished groups left in the queue when a batch was taken", deterministic=False),
     Metric(
         "staleness/age_max",

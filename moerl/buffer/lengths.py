@@ -1,0 +1,58 @@
+"""Lengths of responses that were sampled against lengths of those that were trained.
+
+Whatever leaves responses out (filters, quarantine) may prefer short ones or long ones, and the policy learns it. Pure;
+runs in the controller.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+import numpy as np
+
+WINDOW = 4096
+"""Latest responses of each kind that are compared."""
+MIN_RESPONSES = 256
+"""Fewer say nothing: by chance alone two samples of this size differ by 0.12 once in twenty times."""
+FAR = 0.15
+"""A distance to warn of."""
+
+
+class Lengths:
+    """The latest lengths, in tokens, of responses offered to training and of those that were trained."""
+
+    def __init__(self) -> None:
+        self._offered: deque[int] = deque(maxlen=WINDOW)
+        self._trained: deque[int] = deque(maxlen=WINDOW)
+
+    def offer(self, lengths: Iterable[int]) -> None:
+        """Of sampled responses, whatever becomes of them."""
+        self._offered.extend(lengths)
+
+    def train(self, lengths: Iterable[int]) -> None:
+        """Of responses in a batch."""
+        self._trained.extend(lengths)
+
+    @property
+    def distance(self) -> float:
+        """Largest difference of the two distribution functions (Kolmogorov-Smirnov), 0 to 1; 0 before there is data."""
+        if not self._offered or not self._trained:
+            return 0.0
+        offered, trained = (np.sort(np.fromiter(each, np.int64)) for each in (self._offered, self._trained))
+        at = np.union1d(offered, trained)
+        shares = (np.searchsorted(each, at, side="right") / len(each) for each in (offered, trained))
+        return float(np.abs(np.subtract(*shares)).max())
+
+    @property
+    def is_far(self) -> bool:
+        """Whether the distance is worth a warning."""
+        return min(len(self._offered), len(self._trained)) >= MIN_RESPONSES and self.distance > FAR
+
+    def metrics(self) -> dict[str, float]:
+        """For a run's log, by the names of docs/metrics.md; after the first batch."""
+        return {
+            "lengths/offered_mean": float(np.mean(self._offered)),
+            "lengths/trained_mean": float(np.mean(self._trained)),
+            "lengths/distance": self.distance,
+        }
