@@ -95,13 +95,9 @@ class RLStage:
         """
         run, config = self.run, self.config
         with run.span("rollout"):
-            before = self.groups.snapshot()
             samples = run.unless_stopped(lambda: self._sample(step))
             if samples is None:
-                if self.groups.overlaps:
-                    run.keep_groups(step, self.groups.snapshot())
-                else:
-                    self.groups.restore(before, step)
+                # Left off anywhere: the state after the step before is the one that holds.
                 run.stop_if_told(STAGE, step)
             minibatches = [
                 pack_minibatch(part, self.trainer.coordinates, self.packing, config.keep_routing.uncaptured)
