@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -151,7 +152,8 @@ def test_a_request_aborted_before_its_first_token_yields_nothing(fake: FakeServe
     engine = connect()
 
     def abort(body: dict[str, Any]) -> Answer:
-        engine._call.rollouts[body["rid"].partition("-")[2]].is_aborted = True
+        ((call, _),) = engine._calls.values()
+        call.rollouts[body["rid"].partition("-")[2]].is_aborted = True
         return cut_short(body)
 
     fake.answer = abort
@@ -192,13 +194,16 @@ def test_an_abort_names_the_running_request_and_skips_the_waiting_ones(fake: Fak
     assert sorted(engine.unfinished) == ["r4", "r5"]
 
 
-def test_a_second_generate_waits_for_no_one(fake: FakeServer, connect):
+def test_calls_overlap_and_each_has_its_own_records(fake: FakeServer, connect):
     engine = connect()
-    iterator = engine.generate(requests(3))
-    next(iterator)
-    with pytest.raises(EngineError, match="already generating"):
-        next(engine.generate(requests(1)))
-    assert len(list(iterator)) == 2
+    first, second = (
+        requests(3),
+        [replace(r, lineage=replace(r.lineage, rollout_id=f"s{i}")) for i, r in enumerate(requests(2))],
+    )
+    iterator = engine.generate(first)
+    found = {next(iterator).rollout_id}
+    assert {record.rollout_id for record in engine.generate(second)} == {"s0", "s1"}
+    assert found | {record.rollout_id for record in iterator} == {"r0", "r1", "r2"}
 
 
 def test_requests_beyond_the_server_are_refused_at_once(fake: FakeServer, connect):
