@@ -58,7 +58,6 @@ class Quarantine:
 
     Attributes:
         first_refusal: Why the first record since the last `expect` was refused; empty where none was.
-        refusals: Why a rollout was refused, the last time where it was so more than once; until it is forgotten.
     """
 
     def __init__(self, folder: Path, max_rate: float, min_records: int = 32, *, spec: ModelSpec | None = None) -> None:
@@ -71,7 +70,7 @@ class Quarantine:
         self.counts: Counter[str] = Counter()
         self.num_admitted = 0
         self.first_refusal = ""
-        self.refusals: dict[str, Refusal] = {}
+        self._refusals: dict[str, Refusal] = {}
         self._lock = threading.RLock()
         self._expected: set[str] = set()
         self._admitted: set[str] = set()
@@ -147,7 +146,13 @@ class Quarantine:
             self._expected -= ids
             self._admitted -= ids
             for name in ids:
-                self.refusals.pop(name, None)
+                self._refusals.pop(name, None)
+
+    def refusal_of(self, rollout_id: object) -> Refusal:
+        """Why a rollout was refused, the last time where it was so more than once; known until it is forgotten."""
+        with self._lock:
+            found = self._refusals.get(rollout_id) if type(rollout_id) is str else None
+        return found or Refusal(str(Reason.WRONG_TYPE), "a record whose rollout id is no text")
 
     def counters(self) -> dict[str, int]:
         """What a checkpoint keeps: refused records by reason code, and `admitted`."""
@@ -233,9 +238,10 @@ class Quarantine:
         content = to_plain(record.values)
         facts["incomplete"] = content.incomplete
         self._keep(error, facts, "record.msgpack", msgspec.msgpack.encode(content.value))
-        self.refusals[str(record.rollout_id)] = Refusal(
-            str(error.reason), f"{error.reason} in {error.field}, {error.seen}"
-        )
+        # An id may be anything, also what takes for ever to write out.
+        if type(record.rollout_id) is str:
+            text = f"{error.reason} in {error.field}, {error.seen}"
+            self._refusals[record.rollout_id] = Refusal(str(error.reason), text)
 
     def _keep(self, error: ContractError, facts: dict[str, Any], name: str, content: bytes) -> None:
         """Writes a refused record, then counts it."""

@@ -196,23 +196,26 @@ class Collector:
             record = self.layers.of(answer)
         except ContractError as error:
             self.quarantine.refuse(answer, error, trainer_version=version)
-            return Outcome(answer.rollout_id, refusal=self.quarantine.refusals[answer.rollout_id])
+            return self._refused(answer)
         trajectory = self.quarantine.admit(record, trainer_version=version)
         if trajectory is None:
-            return Outcome(record.rollout_id, refusal=self.quarantine.refusals[record.rollout_id])
+            return self._refused(record)
         return record, trajectory
+
+    def _refused(self, record: RolloutRecord) -> Outcome:
+        name: object = record.rollout_id
+        return Outcome(name if type(name) is str else "", refusal=self.quarantine.refusal_of(name))
 
     def _rewarded(self, pending: _Pending, version: int) -> Outcome:
         """Waits for the rewards."""
-        name = pending.record.rollout_id
         try:
             rewards = pending.rewards.result()
         except RewardError as error:
             why = ": ".join(filter(None, (error.what, error.seen)))
             failed = ContractError(Reason.REWARD_FAILED, field="rewards", seen=why, expected="finite rewards")
             self.quarantine.withdraw(pending.record, failed, trainer_version=version)
-            return Outcome(name, refusal=self.quarantine.refusals[name])
-        return Outcome(name, pending.trajectory.with_rewards(rewards))
+            return self._refused(pending.record)
+        return Outcome(pending.record.rollout_id, pending.trajectory.with_rewards(rewards))
 
     def prompt(self, trajectory: Trajectory) -> str:
         """The text of the tokens before the first sampled one, as the model saw it."""
