@@ -73,7 +73,8 @@ class GroupSource:
         with self._state:
             while not (numbers := self._queue.take()):
                 self._check_filtered(self._queue.next_number - first)
-                self._ask_for_more()
+                if self._ask_for_more():
+                    continue
                 if self.overlaps and self._error is None:
                     self._state.wait()
                 if self._error is not None:
@@ -124,26 +125,30 @@ class GroupSource:
 
     # --- asking ------------------------------------------------------------------------------------------------------
 
-    def _ask_for_more(self) -> None:
+    def _ask_for_more(self) -> bool:
         """Asks for what was asked for before a resume, and for as many new groups as there are free slots. What the
-        journal has of them is taken from there."""
+        journal has of them is taken from there.
+
+        Returns:
+            Whether some were there at once.
+        """
         numbers, self._again = self._again, list[int]()
         while self._queue.num_free > 0 and self._num_open < self._num_left:
             number = self._queue.dispatch()
             self.ledger.issue(number, self._config.rl.group_size)
             numbers.append(number)
-        for number in [number for number in numbers if number in self._recovered]:
+        there = [number for number in numbers if number in self._recovered]
+        for number in there:
             group = self._recovered.pop(number)
             self._collector.quarantine.count_again(len(group.trajectories), group.refused.values())
             self._finish(group)
             numbers.remove(number)
-        if not numbers:
-            return
-        if self.overlaps:
+        if numbers and self.overlaps:
             name = f"groups-{numbers[0]}"
             threading.Thread(target=self._collect_beside, args=(numbers,), name=name, daemon=True).start()
-        else:
+        elif numbers:
             self._collect(numbers)
+        return bool(there)
 
     @property
     def _num_open(self) -> int:

@@ -238,6 +238,21 @@ def test_groups_that_were_finished_before_a_crash_are_not_sampled_again() -> Non
     assert len(collector.asked) == 1
 
 
+def test_a_batch_that_is_all_in_the_journal_is_there_at_once_also_beside_the_training() -> None:
+    groups, _ = source(answer, *BESIDE)
+    groups.batch()
+    trained(groups)
+    snapshot = groups.snapshot()
+    while len(Journal(FOLDERS[-1] / "journal", SPEC).read()) < 9:
+        time.sleep(0.01)
+    resumed, collector = source(answer, *BESIDE)
+    resumed.restore(snapshot, 1)
+    resumed.recover()
+    assert collector.said == ["finished groups that are taken from the journal: 6"]
+    assert all(name.startswith("rl-000001/") for name in group_ids(resumed.batch()))
+    assert collector.asked == []
+
+
 def test_a_journal_holds_no_more_than_two_checkpoints_may_ask_for() -> None:
     groups, _ = source(answer)
     for step in range(1, 7):
