@@ -15,7 +15,7 @@ from waiting import eventually
 
 STEP_OF_THE_COLD_START = "moerl.orchestration.sft:_step"
 UPDATE = "moerl.trainer.optimizer:Optimizer.update"
-SAMPLE, EVALUATE = "moerl.orchestration.rl:in_request_order", "moerl.orchestration.rl:evaluate"
+SAMPLE, EVALUATE = "moerl.orchestration.rl:with_advantages", "moerl.orchestration.rl:evaluate"
 
 
 def tell(name: str, place: str, call: int = 1, *, after: bool = False) -> Fault:
