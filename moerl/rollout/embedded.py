@@ -184,7 +184,9 @@ class EmbeddedEngine:
         with self._lock:
             if self._run is None:
                 return
-            self._run.aborted_ids |= set(self._run.unfinished_ids if rollout_ids is None else rollout_ids)
+            unfinished = set(self._run.unfinished_ids)
+            # A name that is not there now may come later, and is not meant then.
+            self._run.aborted_ids |= unfinished if rollout_ids is None else unfinished & set(rollout_ids)
 
     def close(self) -> None:
         """Takes the hooks off the model."""

@@ -95,6 +95,9 @@ class _Served:
                     found += requests
                 case Abort(rollout_ids):
                     self._engine.abort(rollout_ids)
+                    aborted = [r.lineage.rollout_id for r in found if r.lineage.rollout_id in rollout_ids]
+                    found = [r for r in found if r.lineage.rollout_id not in aborted]
+                    self._tell_of_unfinished(aborted)
                 case Update() as update:
                     send(self._connection, encode(self._update(update)))
                 case Close():
@@ -135,7 +138,10 @@ class _Served:
         for call, trajectories in by_call.items():
             send(self._connection, encode(Records(call)), encode_trajectories(trajectories))
         left, self._engine.unfinished = self._engine.unfinished, []
-        for name in left:
+        self._tell_of_unfinished(left)
+
+    def _tell_of_unfinished(self, rollout_ids: Sequence[str]) -> None:
+        for name in rollout_ids:
             send(self._connection, encode(Records(self._call_of.pop(name), without=[name])))
 
 

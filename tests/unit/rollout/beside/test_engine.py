@@ -135,6 +135,18 @@ def test_a_call_that_is_given_up_stops_sampling(engine: BesideEngine) -> None:
     assert len(collect(engine, make_requests(4))) == 4
 
 
+def test_an_abort_hits_what_was_asked_for_before_it_and_nothing_later(engine: BesideEngine) -> None:
+    requests = long_requests(24, "aborted")
+    names = [request.lineage.rollout_id for request in requests]
+    engine.abort(names)
+    records = engine.generate(requests)
+    engine.abort(names)
+    found = {record.rollout_id for record in records}
+    assert sorted((*found, *engine.unfinished)) == sorted(names)
+    assert engine.unfinished
+    assert len(list(engine.generate(requests))) == len(requests)
+
+
 def test_a_process_that_is_killed_is_one_error_that_names_it(tmp_path: Path) -> None:
     engine = open_engine(tmp_path)
     records = engine.generate(long_requests(4))
