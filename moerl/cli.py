@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from moerl.config.command_texts import COMMANDS, EXPORT, STATUS, VERIFY, Command
-from moerl.config.stop_signals import STOPPED, stop_signals
+from moerl.config.stop_signals import STOPPED, GraceOverError, stop_signals
 from moerl.errors import CheckpointError, ConfigError, MoerlError
 from moerl.launch.arguments import Parser, bandwidth, gib_size, nats
 from moerl.launch.launchers import refuse_other_launchers
@@ -33,13 +33,15 @@ if TYPE_CHECKING:
 
 PLAN_MEMORY, PLAN_WEIGHTS = "plan memory", "plan weights"
 PLANS = (PLAN_MEMORY, PLAN_WEIGHTS)
+_INTERRUPTED = 130
+"""Exit status after Ctrl-C, as shells have it."""
 TOLERANCE_NATS = 1e-4
 """Several times what float32 rounding leaves between implementations, far below what a wrong expert or id costs."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit status: 0, 1 (a run failed), 2 (wrong command line or configuration) or
-    75 (a run was told to stop, and can go on)."""
+    """Runs one command; returns the exit status: 0, 1 (a run failed), 2 (wrong command line or configuration), 75 (a
+    run was told to stop, and can go on) or 130 (the same by Ctrl-C, or interrupted)."""
     sys.excepthook = _print_traceback
     threading.excepthook = lambda end: _print_traceback(end.exc_type, end.exc_value, end.exc_traceback)
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -56,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141
     except KeyboardInterrupt as error:
         _print_error("interrupted", error)
-        return 130
+        return _INTERRUPTED
 
 
 def _print_error(text: str, error: BaseException) -> None:
@@ -143,13 +145,15 @@ def _look_at_task(config: RunConfig, command: str) -> None:
 
 def _run_controller(command: str, config: RunConfig, resume: bool, lock: int) -> int:
     try:
-        status = _hand_over(command, config, resume, lock)
+        status, is_interrupt = _hand_over(command, config, resume, lock)
     except BaseException as error:  # whatever ended the run
         if not isinstance(error, ConfigError | CheckpointError) and _can_go_on(config):
             error.add_note(_how_to_go_on(command, config))
         raise
     if status == STOPPED:
         print(_how_to_go_on(command, config), file=sys.stderr)
+        # What a person ended is not to be requeued.
+        return _INTERRUPTED if is_interrupt else STOPPED
     return status
 
 
@@ -197,17 +201,21 @@ def _how_to_go_on(command: str, config: RunConfig) -> str:
     return f"go on from the last checkpoint: {line}" if _can_go_on(config) else f"go on, nothing was saved yet: {line}"
 
 
-def _hand_over(command: str, config: RunConfig, resume: bool, lock: int) -> int:
+def _hand_over(command: str, config: RunConfig, resume: bool, lock: int) -> tuple[int, bool]:
+    """Exit status of the command, and whether it was Ctrl-C that it was told to stop by."""
     if command in ("rollout", "eval"):
         from moerl.orchestration import commands
 
-        return commands.run_rollout(config) if command == "rollout" else commands.run_eval(config)
-    with stop_signals() as stop:
+        return (commands.run_rollout(config) if command == "rollout" else commands.run_eval(config)), False
+    with stop_signals(config.checkpoint.grace_seconds) as stop:
         from moerl.orchestration import commands
 
-        if command == "train":
-            return commands.run_train(config, resume=resume, stop=stop, lock=lock)
-        return commands.run_sft(config, resume=resume, stop=stop, lock=lock)
+        run = commands.run_train if command == "train" else commands.run_sft
+        try:
+            status = run(config, resume=resume, stop=stop, lock=lock)
+        except GraceOverError:
+            status = STOPPED
+        return status, stop.signal == "SIGINT"
 
 
 def _sglang(command: str, rest: list[str]) -> int:

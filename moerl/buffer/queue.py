@@ -14,6 +14,9 @@ engines hold version ceil((n + 1) / P) - S - 1 at least. At most n + W - 1 group
 by version floor((n + W - 1) / P) at most. The difference is largest where n + 1 is a multiple of P. The window is the
 one of MiniMax-M2 (arXiv 2605.26494, section 6.2.4) and torchtitan. Nothing is dropped for its age.
 
+Where too old groups are dropped instead, there is no window: whatever is finished is taken, the oldest first, and the
+bound is S.
+
 Pure: no clock, no thread, no I/O. Runs in the controller.
 """
 
@@ -29,15 +32,16 @@ from moerl.errors import ConfigError, MoerlError
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
-    """Groups a step, staleness in versions, and window in groups.
+    """Groups a step, staleness in versions, window in groups, and whether groups that are too old are dropped.
 
     Raises:
-        ConfigError: No batch could ever be full, or a window without the staleness that it needs.
+        ConfigError: No batch could ever be full, a window or dropping without the staleness that it needs, or both.
     """
 
     groups_per_step: int
     max_staleness: int = 0
     window: int = 1
+    drops: bool = False
 
     def __post_init__(self) -> None:
         if self.groups_per_step < 1 or self.max_staleness < 0 or self.window < 1:
@@ -53,6 +57,13 @@ class QueueLimits:
                 expected="a window of 1 without staleness",
                 remedy="set buffer.window=1, or buffer.max_staleness to 1 or more",
             )
+        if self.drops and (self.window > 1 or not self.max_staleness):
+            raise ConfigError(
+                "buffer.when_stale=drop: groups are trained as they finish, and none is older than max_staleness",
+                seen=f"window {self.window}, max_staleness {self.max_staleness}",
+                expected="a window of 1, and a staleness of at least 1",
+                remedy="set buffer.window=1 and buffer.max_staleness to 1 or more, or buffer.when_stale=wait",
+            )
 
     @property
     def slots(self) -> int:
@@ -63,6 +74,11 @@ class QueueLimits:
     def max_age(self) -> int:
         """Versions between the oldest token of a batch and the version that is trained, at most."""
         return self.max_staleness - (1 - self.window) // self.groups_per_step
+
+    @property
+    def formula(self) -> str:
+        """What `max_age` is, as messages say it."""
+        return "max_staleness" if self.drops else "max_staleness + ceil((window - 1) / prompts_per_step)"
 
 
 class GroupState(StrEnum):
@@ -133,7 +149,7 @@ class GroupQueue:
         while len(taken) < self.limits.groups_per_step:
             while head < len(order) and (order[head] in taken or self._is_taken(order[head])):
                 head += 1
-            window = order[head : head + self.limits.window]
+            window = order[head:] if self.limits.drops else order[head : head + self.limits.window]
             ready = (n for n in window if self._states[n] == GroupState.FINISHED and n not in taken)
             number = next(ready, None)
             if number is None:
@@ -150,9 +166,10 @@ class GroupQueue:
                 self._states[number] = GroupState.RELEASED
         # What lies before the head counts in no window any more.
         for number in list(self._states):
-            if self._states[number] != GroupState.RELEASED:
+            if self._states[number] == GroupState.RELEASED:
+                del self._states[number]
+            elif not self.limits.drops:
                 break
-            del self._states[number]
 
     def _is_taken(self, number: int) -> bool:
         return self._states[number] in (GroupState.TAKEN, GroupState.RELEASED)
@@ -207,7 +224,7 @@ def check_ages(ages: Iterable[int], limits: QueueLimits) -> int:
         raise MoerlError(
             "a batch holds a token that is older than the settings allow",
             seen=f"{oldest} versions",
-            expected=f"at most {limits.max_age}: max_staleness + ceil((window - 1) / prompts_per_step)",
+            expected=f"at most {limits.max_age}: {limits.formula}",
             remedy="this is an error of moerl or of an engine that answers with weights it should no longer hold; the"
             " weights are those of the last step, so resume the run",
         )

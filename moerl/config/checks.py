@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 
-from moerl.buffer.queue import QueueLimits
 from moerl.config.architecture import describe_architecture
 from moerl.config.layouts import Load, layout_problems, propose
 from moerl.config.memory import total_parameters
@@ -205,7 +204,7 @@ def _check_lengths(config: RunConfig) -> None:
 
 
 def _check_buffer(config: RunConfig) -> None:
-    QueueLimits(config.rl.prompts_per_step, config.buffer.max_staleness, config.buffer.window)
+    config.buffer.limits(config.rl.prompts_per_step)
     rollout = config.rollout
     if config.buffer.max_staleness and isinstance(rollout, EmbeddedRolloutConfig) and rollout.placement == "inside":
         raise ConfigError(

@@ -33,6 +33,8 @@ ADDED: dict[str, Any] = {
     "rollout.placement": "inside",
     "buffer.max_staleness": 0,
     "buffer.window": 1,
+    "buffer.when_stale": "wait",
+    "checkpoint.grace_seconds": None,
 }
 """Keys that runs of before do not have, with the values by which they behave as they did."""
 _NEW_SECTIONS = ("buffer",)

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from moerl.algorithms.registry import AlgorithmConfig
+from moerl.buffer.queue import QueueLimits
 from moerl.contract.parallel import ParallelDims, smallest_data
 from moerl.contract.trajectory import MAX_KEPT_IDS
 from moerl.sections import (
@@ -166,6 +167,15 @@ class BufferConfig(Section):
         description="Groups, from the oldest on, of which finished ones are trained first; 1 = strictly in order. No"
         " token is older than max_staleness + ceil((window - 1) / prompts_per_step) versions."
     )
+    when_stale: Literal["wait", "drop"] = Field(
+        description="wait = finished groups wait for slow ones as far as the window says, and none is dropped for its"
+        " age; drop = groups are trained as they finish, and those older than max_staleness by then are dropped, which"
+        " favours short responses."
+    )
+
+    def limits(self, groups_per_step: int) -> QueueLimits:
+        """Slots and window for steps of so many groups. Raises `ConfigError` where no batch could be full."""
+        return QueueLimits(groups_per_step, self.max_staleness, self.window, self.when_stale == "drop")
 
 
 class SamplingConfig(Section):
@@ -344,6 +354,10 @@ class CheckpointConfig(Section):
 
     every: CountOrZero = Field(description="Steps between checkpoints; 0 = at the end of a stage only.")
     keep: Annotated[int, Field(ge=2)] = Field(description="Newest checkpoints to keep; 2 at least.")
+    grace_seconds: Positive | None = Field(
+        description="Longest time between a signal to stop and the end of the run; a step that takes longer is given"
+        " up, and done again when the run goes on. null = until it has ended and its checkpoint is written."
+    )
 
 
 class MismatchConfig(Section):

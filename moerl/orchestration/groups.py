@@ -12,10 +12,11 @@ from contextlib import closing, contextmanager
 from typing import Any
 
 from moerl.batching.order import batch_indices
+from moerl.buffer.flow import Flow, age_metrics
 from moerl.buffer.journal import FinishedGroup, Journal
 from moerl.buffer.ledger import Ledger
 from moerl.buffer.lengths import Lengths
-from moerl.buffer.queue import GroupQueue, GroupState, QueueLimits, age, check_ages
+from moerl.buffer.queue import GroupQueue, GroupState, age, check_ages
 from moerl.config.schema import RunConfig
 from moerl.contract.ports import Prompt, RolloutRequest
 from moerl.contract.trajectory import FinishReason, Trajectory
@@ -44,7 +45,7 @@ class GroupSource:
     ) -> None:
         self._config, self._collector, self._prompts, self._stage = config, collector, prompts, stage
         self._journal = journal
-        self.limits = QueueLimits(config.rl.prompts_per_step, config.buffer.max_staleness, config.buffer.window)
+        self.limits = config.buffer.limits(config.rl.prompts_per_step)
         self.version, self.metrics = 0, dict[str, float]()
         self._queue, self.ledger = GroupQueue(self.limits), Ledger()
         self._finished: dict[int, list[Trajectory]] = {}
@@ -55,7 +56,7 @@ class GroupSource:
         self._is_closed = False
         self._again: list[int] = []
         self._recovered: dict[int, FinishedGroup] = {}
-        self._lengths, self._has_warned = Lengths(), False
+        self._lengths, self._has_warned, self._flow = Lengths(), False, Flow()
         self._committed: Mapping[str, Any] | None = None
 
     @property
@@ -71,7 +72,7 @@ class GroupSource:
         """
         first = self._queue.next_number
         with self._state:
-            while not (numbers := self._queue.take()):
+            while not (numbers := self._take_batch()):
                 self._check_filtered(self._queue.next_number - first)
                 if self._ask_for_more():
                     continue
@@ -82,16 +83,25 @@ class GroupSource:
             groups = {number: self._finished.pop(number) for number in numbers}
             self._batch = {number: len(group) for number, group in groups.items()}
         trajectories = [trajectory for group in groups.values() for trajectory in group]
-        ages = [age(self.version, t.policy_versions[t.sampled].tolist()) for t in trajectories]
+        versions = [_versions(t) for t in trajectories]
+        check_ages((age(self.version, each) for each in versions), self.limits)
         self._compare_lengths(trajectories)
         self.metrics = {
             **self._lengths.metrics(),
-            "staleness/age_max": float(check_ages(ages, self.limits)),
-            "staleness/age_mean": sum(ages) / len(ages),
+            **age_metrics(self.version, versions, histogram=self.overlaps),
+            **self._flow.lap(),
             "groups/waiting": float(self._queue.count(GroupState.FINISHED)),
             "groups/filtered": float(self.ledger.filtered.total()),
         }
         return trajectories
+
+    def _take_batch(self) -> list[int]:
+        """The next batch's groups, empty while there is none; drops those that are too old by now, where asked to."""
+        if self.limits.drops:
+            for number in self._queue.numbers(GroupState.FINISHED):
+                if max(age(self.version, _versions(t)) for t in self._finished[number]) > self.limits.max_age:
+                    self._leave_out(number, "stale", self._finished.pop(number))
+        return self._queue.take()
 
     def release(self) -> None:
         """The batch was trained, and engines hold the weights that came of it: its slots take the next groups."""
@@ -137,6 +147,7 @@ class GroupSource:
             number = self._queue.dispatch()
             self.ledger.issue(number, self._config.rl.group_size)
             numbers.append(number)
+        self._flow.sampling(self._queue.count(GroupState.RUNNING))
         there = [number for number in numbers if number in self._recovered]
         for number in there:
             group = self._recovered.pop(number)
@@ -227,10 +238,16 @@ class GroupSource:
             self._finished[number] = list(group.trajectories)
             self._queue.finish(number)
         else:
-            self._queue.filter(number)
-            if reason:
-                self.ledger.filter(number, reason)
+            self._leave_out(number, reason, group.trajectories)
+        self._flow.sampling(self._queue.count(GroupState.RUNNING))
         self._state.notify_all()
+
+    def _leave_out(self, number: int, reason: str, trajectories: Sequence[Trajectory]) -> None:
+        """A group gives its slot back untrained; without a reason none of its rollouts is left."""
+        self._queue.filter(number)
+        if reason:
+            self.ledger.filter(number, reason)
+        self._flow.leave_out(sum(trajectory.num_sampled for trajectory in trajectories))
 
     def _filtered_for(self, group: Sequence[Trajectory]) -> str:
         """The first of `rl.filters` that keeps a group out; empty where none does."""
@@ -308,6 +325,10 @@ class GroupSource:
             lost = f"; {num_lost} were sampled by weights of lost steps, and are sampled again" if num_lost else ""
             self._collector.say(f"finished groups that are taken from the journal: {len(self._recovered)}{lost}")
         self._journal.begin(step)
+
+
+def _versions(trajectory: Trajectory) -> list[int]:
+    return trajectory.policy_versions[trajectory.sampled].tolist()
 
 
 FILTERS: Mapping[str, Callable[[Sequence[Trajectory]], bool]] = {

@@ -64,9 +64,10 @@ class RLStage:
         run.stop_if_told(STAGE, first_step)
         limits = self.groups.limits
         if self.groups.overlaps:
+            window = ", and dropped where they get too old" if limits.drops else f" in a window of {limits.window}"
             run.reporter.say(
-                f"groups are sampled beside the training, {limits.slots} at a time in a window of {limits.window}: no"
-                f" token that is trained is older than {limits.max_age} versions"
+                f"groups are sampled beside the training, {limits.slots} at a time{window}: no"
+                f" token that is trained is older than {limits.max_age} versions ({limits.formula})"
             )
         run.reporter.begin_stage(STAGE, done=first_step, total=steps)
         with self.groups.open():

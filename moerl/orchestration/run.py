@@ -244,7 +244,11 @@ class Run:
         now = time.monotonic()
         seconds = now - self._last_step
         self._last_step = now
-        metrics = metrics | self.stopwatch.lap()
+        spans = self.stopwatch.lap()
+        for name, stage_seconds in (("rollouts", "seconds/rollout"), ("weights", "seconds/weights")):
+            if stage_seconds in spans:
+                spans[f"waiting/trainer_for_{name}"] = spans[stage_seconds] / seconds
+        metrics = metrics | spans
         metrics |= {
             "seconds/step": seconds,
             "tokens/trained": float(self.state.tokens_trained),

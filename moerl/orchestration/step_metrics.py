@@ -98,7 +98,17 @@ def policy_metrics(table: RowTable) -> dict[str, float]:
         "policy/ratio_p01": quantiles["mismatch_ratio_p01"],
         "policy/ratio_p50": quantiles["mismatch_ratio_p50"],
         "policy/ratio_p99": quantiles["mismatch_ratio_p99"],
+        "policy/effective_sample_share": _effective_sample_share(table),
     }
+
+
+def _effective_sample_share(table: RowTable) -> float:
+    """Kish's effective sample size over the number of tokens: (sum w)^2 / (n sum w^2), w = trainer / rollout
+    probability. 1 where all ratios are equal."""
+    logs = table.trainer.astype(np.float64) - table.rollout
+    # The scale of the ratios cancels; without the largest one no exponential overflows.
+    ratios = np.exp(logs - logs.max())
+    return float(ratios.sum() ** 2 / (len(ratios) * (ratios**2).sum()))
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:

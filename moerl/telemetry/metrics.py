@@ -33,6 +33,16 @@ SPANS = {
 }
 """Parts of a run whose seconds are reported, by name."""
 
+AGES = {
+    "age_0": (0, 0),
+    "age_1": (1, 1),
+    "age_2": (2, 2),
+    "age_3": (3, 3),
+    "age_4_to_7": (4, 7),
+    "age_8_up": (8, math.inf),
+}
+"""Places of the histogram of ages: the versions from and to, by name."""
+
 
 @dataclass(frozen=True, slots=True)
 class Metric:
@@ -84,6 +94,12 @@ _ALL = (
     Metric("policy/ratio_p01", "1", "1st percentile of trainer probability / rollout probability"),
     Metric("policy/ratio_p50", "1", "median of trainer probability / rollout probability"),
     Metric("policy/ratio_p99", "1", "99th percentile of trainer probability / rollout probability"),
+    Metric(
+        "policy/effective_sample_share",
+        "1",
+        "effective sample size over the number of tokens, (sum w)^2 / (n sum w^2), w = trainer probability / rollout"
+        " probability",
+    ),
     Metric("policy/clip_fraction", "1", "share of tokens whose ratio was clipped"),
     *(Metric(f"mismatch/{name}", unit, f"{meaning}; as the step trains") for name, unit, meaning in _MISMATCH),
     *(
@@ -152,6 +168,21 @@ _ALL = (
     Metric(
         "staleness/age_mean", "version", "the same, mean over trajectories of their oldest token", deterministic=False
     ),
+    Metric("staleness/versions_max", "version", "versions that sampled one trajectory, largest", False),
+    Metric("staleness/versions_mean", "version", "the same, mean over trajectories", False),
+    *(
+        Metric(f"staleness/{name}", "1", "share of trajectories whose oldest token has this age, in versions", False)
+        for name in AGES
+    ),
+    Metric("tokens/left_out", "token", "sampled since the batch before in groups that are not trained", False),
+    Metric(
+        "waiting/engine_for_slots",
+        "1",
+        "share of the time since the batch before in which no group was sampled",
+        deterministic=False,
+    ),
+    Metric("waiting/trainer_for_rollouts", "1", "`seconds/rollout` over `seconds/step`", deterministic=False),
+    Metric("waiting/trainer_for_weights", "1", "`seconds/weights` over `seconds/step`", deterministic=False),
     Metric("weights/version", "version", "policy version that the engine holds after the step"),
     Metric("weights/bytes", "byte", "size of the weights that all ranks together sent to the engine"),
     Metric("weights/received_bytes", "byte", "what rank 0 received from other ranks, to send it to the engine"),

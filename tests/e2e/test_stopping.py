@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from moerl_runs import ENVIRONMENT, DoneRun, Fault, Runs, Sums, rows
 from run_checks import assert_close, assert_the_same, processes_of
 from waiting import eventually
@@ -142,10 +141,33 @@ def test_two_ranks_agree_on_where_they_stop_and_nobody_else_gets_the_run_directo
     assert_close(run, undisturbed.folder)
 
 
-@pytest.mark.parametrize("call", [1, 2])
-def test_ctrl_c_stops_at_once(call: int, forked: Runs, tmp_path: Path) -> None:
+def test_a_step_that_outlasts_the_grace_time_is_given_up(forked: Runs, tiny: DoneRun, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    fault = tell("SIGINT", "moerl.orchestration.rl:RLStage._sample", call)
-    stopped = forked.run("train", "recipe=tiny", f"run_dir='{run}'", fault=fault)
+    # Four updates are of the cold start.
+    never_ends = ("both", {"first": ("hang", {"place": UPDATE, "call": 6}), "second": tell("SIGTERM", UPDATE, 6)})
+    arguments = ["train", "recipe=tiny", f"run_dir='{run}'", "checkpoint.every=1", "checkpoint.grace_seconds=0.5"]
+    stopped = forked.run(*arguments, fault=never_ends)
+    assert stopped.status == 75, stopped.output
+    assert "SIGTERM: stopping at the next safe point, within 0.5 s;" in stopped.output
+    assert "the grace time is over: stopping at once" in stopped.output
+    assert stopped.output.endswith(f"go on from the last checkpoint: moerl train resume={run}\n")
+    assert processes_of(run) == []
+    finished = forked.run("train", f"resume={run}")
+    assert finished.status == 0, finished.output
+    assert "rl: going on from step 1" in finished.output
+    assert rows(run) == rows(tiny.folder)
+
+
+def test_ctrl_c_stops_at_a_safe_point_and_a_second_one_at_once(forked: Runs, tiny: DoneRun, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    first = tell("SIGINT", UPDATE, 6)
+    stopped = forked.run("train", "recipe=tiny", f"run_dir='{run}'", fault=first)
     assert stopped.status == 130, stopped.output
-    assert [row["step"] for row in rows(run) if row["stage"] == "rl"] == list(range(1, call))
+    assert "stopped after step 2 of stage rl" in stopped.output
+    assert stopped.output.endswith(f"go on from the last checkpoint: moerl train resume={run}\n")
+    twice = ("both", {"first": tell("SIGINT", UPDATE), "second": tell("SIGINT", UPDATE)})
+    at_once = forked.run("train", f"resume={run}", fault=twice)
+    assert at_once.status == 130, at_once.output
+    assert "interrupted" in at_once.output
+    assert "stopped after" not in at_once.output
+    assert [row["step"] for row in rows(run) if row["stage"] == "rl"] == [1, 2]

@@ -11,11 +11,14 @@ from hypothesis import strategies as st
 from moerl.buffer.queue import GroupQueue, GroupState, QueueLimits, age, check_ages
 from moerl.errors import ConfigError, MoerlError
 
-limits_drawn = st.builds(
+waiting_limits = st.builds(
     lambda per_step, staleness, window: QueueLimits(per_step, staleness, window if staleness else 1),
     st.integers(1, 5),
     st.integers(0, 3),
     st.integers(1, 20),
+)
+dropping_limits = st.builds(
+    lambda per_step, staleness: QueueLimits(per_step, staleness, drops=True), st.integers(1, 5), st.integers(1, 3)
 )
 
 
@@ -35,6 +38,11 @@ class Simulation:
 
     def train(self, meanwhile: Callable[[], None] = lambda: None) -> bool:
         """One step where a batch is full; `meanwhile` happens before engines hold its weights."""
+        if self.queue.limits.drops:
+            for number in self.queue.numbers(GroupState.FINISHED):
+                if self.version - self.versions[number] > self.queue.limits.max_age:
+                    self.queue.filter(number)
+                    self.filtered.add(number)
         batch = self.queue.take()
         if not batch:
             return False
@@ -46,7 +54,7 @@ class Simulation:
         return True
 
 
-@given(limits_drawn, st.data())
+@given(waiting_limits | dropping_limits, st.data())
 def test_no_order_of_arrival_makes_a_group_older_than_the_bound_and_every_group_is_trained_or_filtered_once(
     limits: QueueLimits, data: st.DataObject
 ) -> None:
@@ -82,7 +90,7 @@ def test_no_order_of_arrival_makes_a_group_older_than_the_bound_and_every_group_
     assert len(left) < limits.groups_per_step
 
 
-@given(limits_drawn)
+@given(waiting_limits)
 def test_the_bound_is_reached_where_the_last_group_of_a_step_is_the_slowest(limits: QueueLimits) -> None:
     simulation = Simulation(limits)
     queue = simulation.queue
@@ -152,6 +160,23 @@ def test_a_window_lets_finished_groups_pass_a_slow_one_but_no_further() -> None:
     assert queue.take() == []
     queue.finish(0)
     assert [queue.take(), queue.take(), queue.take()] == [[0], [2], [3]]
+
+
+def test_where_too_old_groups_are_dropped_a_slow_group_holds_up_no_other() -> None:
+    queue = GroupQueue(QueueLimits(1, max_staleness=2, drops=True))
+    queue.dispatch()
+    for number in range(1, 20):
+        assert queue.dispatch() == number
+        queue.finish(number)
+        assert queue.take() == [number]
+        queue.release()
+    assert (queue.num_free, queue.snapshot()) == (2, {"next_number": 20, "open": [0], "released": []})
+
+
+@pytest.mark.parametrize(("staleness", "window"), [(0, 1), (1, 2)])
+def test_dropping_without_staleness_or_with_a_window_is_refused(staleness: int, window: int) -> None:
+    with pytest.raises(ConfigError, match=r"buffer.when_stale=drop: groups are trained as they finish"):
+        QueueLimits(4, staleness, window, drops=True)
 
 
 def test_no_slot_no_group_and_nothing_ends_twice() -> None:

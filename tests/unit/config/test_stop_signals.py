@@ -22,10 +22,18 @@ def stop() -> Iterator[StopRequest]:
 def test_the_first_signal_is_remembered_and_said(
     number: signal.Signals, stop: StopRequest, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    for each in (number, *SIGNALS):
+    for each in (number, *(each for each in SIGNALS if each is not signal.SIGINT)):
         os.kill(os.getpid(), each)
     assert stop.signal == number.name
-    assert capfd.readouterr().err == f"{number.name}: stopping at the next safe point; Ctrl-C stops at once\n"
+    again = " again" if number is signal.SIGINT else ""
+    assert capfd.readouterr().err == f"{number.name}: stopping at the next safe point; Ctrl-C{again} stops at once\n"
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_ctrl_c_after_a_signal_stops_at_once(number: signal.Signals, stop: StopRequest) -> None:
+    os.kill(os.getpid(), number)
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_work_that_may_be_left_off_ends_at_once(stop: StopRequest) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from factories import SPEC, make_trajectory
+from waiting import eventually
 
 from moerl.buffer.journal import Journal
 from moerl.config.load import load_config
@@ -346,3 +347,36 @@ def test_what_was_sampled_at_a_checkpoint_is_asked_for_again_under_the_same_ids(
     assert sorted(asked) == sorted(name for call in collector.asked for name in call if "rl-000000/" not in name)
     assert resumed.ledger.issued == groups.ledger.issued
     gate.open("")
+
+
+def test_groups_that_are_too_old_are_dropped_where_asked_for_and_others_do_not_wait_for_them() -> None:
+    gate = Gate()
+    sizes = ("rl.prompts_per_step=1", "buffer.when_stale=drop")
+    groups, _ = source(gate, *BESIDE, *sizes)
+    for step in (0, 2, 3, 4):
+        gate.open(f"rl-00000{step}/")
+    with groups.open():
+        seen = []
+        for _ in range(2):
+            seen += group_ids(groups.batch())
+            trained(groups)
+        # Sampled by version 0, it comes when version 2 is trained.
+        gate.open("rl-000001/")
+        eventually(lambda: len(Journal(FOLDERS[-1] / "journal", SPEC).read()) == 4)
+        left_out = 0.0
+        for _ in range(2):
+            seen += group_ids(groups.batch())
+            left_out += groups.metrics["tokens/left_out"]
+            trained(groups)
+    assert [name.partition("/")[0] for name in seen] == [f"rl-00000{step}" for step in (0, 2, 3, 4)]
+    assert dict(groups.ledger.filtered) == {"stale": 4}
+    assert left_out == 4 * answer("rl-000000/p0/0", 0).num_sampled
+
+
+def test_how_long_the_engine_had_nothing_to_do_is_told() -> None:
+    groups, _ = source(answer)
+    groups.batch()
+    time.sleep(0.2)
+    trained(groups)
+    groups.batch()
+    assert 0.5 < groups.metrics["waiting/engine_for_slots"] <= 1.0
