@@ -46,44 +46,46 @@ class Measured:
     json_decode: Timing
 
 
-def sample_routing(rng: np.random.Generator, skew: float) -> np.ndarray:
+def sample_routing(rng: np.random.Generator, skew: float, num_rows: int) -> np.ndarray:
     """uint8 [S-1, L, K]: Gumbel top-K, with log-popularity of standard deviation `skew` drawn per layer."""
-    expert_ids = np.empty((NUM_TOKENS - 1, SPEC.num_moe_layers, SPEC.experts_per_token), np.uint8)
+    expert_ids = np.empty((num_rows, SPEC.num_moe_layers, SPEC.experts_per_token), np.uint8)
     for layer in range(SPEC.num_moe_layers):
         popularity = rng.normal(0.0, skew, SPEC.num_experts).astype(np.float32)
-        noise = rng.random((NUM_TOKENS - 1, SPEC.num_experts), dtype=np.float32)
+        noise = rng.random((num_rows, SPEC.num_experts), dtype=np.float32)
         keys = -np.log(-np.log(np.maximum(noise, 1e-9))) + popularity
         expert_ids[:, layer] = np.argpartition(-keys, SPEC.experts_per_token, axis=1)[:, : SPEC.experts_per_token]
     return expert_ids
 
 
-def sample_trajectory(rng: np.random.Generator, skew: float) -> Trajectory:
-    sampled = np.arange(NUM_TOKENS) >= NUM_PROMPT
-    ranks = (rng.pareto(0.6, NUM_TOKENS) * 60).astype(np.int64)
+def sample_trajectory(
+    rng: np.random.Generator, skew: float, num_tokens: int = NUM_TOKENS, num_prompt: int = NUM_PROMPT
+) -> Trajectory:
+    sampled = np.arange(num_tokens) >= num_prompt
+    ranks = (rng.pareto(0.6, num_tokens) * 60).astype(np.int64)
     token_ids = np.minimum(ranks, SPEC.vocab_size - 1).astype(np.int32)
-    sizes = np.where(sampled, np.clip(rng.lognormal(1.2, 1.4, NUM_TOKENS), 1, 512), 0).astype(np.int64)
+    sizes = np.where(sampled, np.clip(rng.lognormal(1.2, 1.4, num_tokens), 1, 512), 0).astype(np.int64)
     rows = []
     for t in np.flatnonzero(sampled):
         others = (rng.pareto(0.6, sizes[t] - 1) * 60).astype(np.int64)
         rows.append(np.union1d(np.minimum(others, SPEC.vocab_size - 1), token_ids[t]).astype(np.int32))
-    lengths = np.zeros(NUM_TOKENS, np.int64)
+    lengths = np.zeros(num_tokens, np.int64)
     lengths[sampled] = [len(row) for row in rows]
-    logprobs = np.where(lengths > 1, -rng.exponential(0.5, NUM_TOKENS), 0.0)
-    logmass = np.where(sampled, -rng.exponential(0.05, NUM_TOKENS), 0.0)
+    logprobs = np.where(lengths > 1, -rng.exponential(0.5, num_tokens), 0.0)
+    logmass = np.where(sampled, -rng.exponential(0.05, num_tokens), 0.0)
     return Trajectory(
         spec=SPEC,
         lineage=Lineage("rollout", "prompt", "group"),
         turns=(
-            Turn(0, NUM_PROMPT, TurnKind.PROMPT),
-            Turn(NUM_PROMPT, NUM_TOKENS, TurnKind.SAMPLED, SamplingParams(top_p=0.95, top_k=512)),
+            Turn(0, num_prompt, TurnKind.PROMPT),
+            Turn(num_prompt, num_tokens, TurnKind.SAMPLED, SamplingParams(top_p=0.95, top_k=512)),
         ),
         token_ids=token_ids,
         sampled=sampled,
         rollout_logprobs=logprobs.astype(np.float32),
         kept_logmass=logmass.astype(np.float32),
         policy_versions=np.where(sampled, 3, -1).astype(np.int32),
-        expert_ids=sample_routing(rng, skew),
-        routed=np.ones(NUM_TOKENS - 1, np.bool_),
+        expert_ids=sample_routing(rng, skew, num_tokens - 1),
+        routed=np.ones(num_tokens - 1, np.bool_),
         kept=KeptSets(np.concatenate(([0], np.cumsum(lengths))), np.concatenate(rows)),
         truncated=sampled,
         finish_reason=FinishReason.STOP,
