@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from moerl.config.command_texts import COMMANDS, EXPORT, STATUS, VERIFY, Command
 from moerl.config.stop_signals import STOPPED, GraceOverError, stop_signals
 from moerl.errors import CheckpointError, ConfigError, MoerlError
-from moerl.launch.arguments import Parser, bandwidth, gib_size, nats
+from moerl.launch.arguments import Parser, bandwidth, gib_size, nats, positive
 from moerl.launch.launchers import refuse_other_launchers
 from moerl.launch.overview import FAMILIES, SGLANG, family_overview, members, overview, which_command
 from moerl.launch.run_lock import run_lock
@@ -31,8 +31,8 @@ from moerl.printable import printable
 if TYPE_CHECKING:
     from moerl.config.schema import RunConfig
 
-PLAN_MEMORY, PLAN_WEIGHTS = "plan memory", "plan weights"
-PLANS = (PLAN_MEMORY, PLAN_WEIGHTS)
+PLAN_MEMORY, PLAN_WEIGHTS, PLAN_RUN = "plan memory", "plan weights", "plan run"
+PLANS = (PLAN_MEMORY, PLAN_WEIGHTS, PLAN_RUN)
 _INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
 TOLERANCE_NATS = 1e-4
@@ -168,10 +168,17 @@ def _plan(command: str, options: argparse.Namespace) -> int:
     if options.show_config:
         _show_config(config, options)
         return 0
+    if command == PLAN_MEMORY:
+        return plan_memory(config, gpu_memory_gib=options.gpu_memory_gib)
+    bandwidths = Bandwidths(options.gather_gb_per_second * GB, options.engine_gb_per_second * GB)
     if command == PLAN_WEIGHTS:
-        gather, engine = options.gather_gb_per_second * GB, options.engine_gb_per_second * GB
-        return plan_weights(config, Bandwidths(gather, engine))
-    return plan_memory(config, gpu_memory_gib=options.gpu_memory_gib)
+        return plan_weights(config, bandwidths)
+    from moerl.launch.calibration import Device
+    from moerl.launch.plan_run import Workload, plan_run
+
+    device = Device(options.tflops, options.memory_gb_per_second, options.mfu)
+    workload = Workload(options.mean_tokens, round(options.prompt_tokens))
+    return plan_run(config, run_dir=options.calibrate, device=device, workload=workload, bandwidths=bandwidths)
 
 
 def _show_config(config: RunConfig, options: argparse.Namespace) -> None:
@@ -288,7 +295,7 @@ def _parser(command: str) -> argparse.ArgumentParser:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     parser.add_argument("--config-dir", type=Path, metavar="DIR", help="directory with config groups of your own")
     parser.add_argument("--show-config", action="store_true", help="print the resolved configuration and stop")
-    if command == PLAN_WEIGHTS:
+    if command in (PLAN_WEIGHTS, PLAN_RUN):
         for link, text in (
             ("gather", "of a sender's link to other trainer ranks"),
             ("engine", "of its link to engines"),
@@ -296,6 +303,8 @@ def _parser(command: str) -> argparse.ArgumentParser:
             parser.add_argument(
                 f"--{link}-gb-per-second", type=bandwidth, default=50.0, metavar="GB", help=f"{text}, 50 if not said"
             )
+    if command == PLAN_RUN:
+        _add_run_arguments(parser)
     if command == PLAN_MEMORY:
         parser.add_argument(
             "--gpu-memory-gib", type=gib_size, default=80.0, metavar="GIB", help="memory of one device, 80 if not said"
@@ -304,6 +313,22 @@ def _parser(command: str) -> argparse.ArgumentParser:
     parser.add_argument("-h", "--help", action="store_true", help="show this text")
     parser.add_argument("--all", action="store_true", help="with --help: list every key")
     return parser
+
+
+def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--calibrate", type=Path, metavar="RUN_DIR", help="take costs and lengths from this synchronous run"
+    )
+    for name, value, unit, text in (
+        ("tflops", 989.0, "N", "of a device, dense, in the precision of the weights"),
+        ("mfu", 0.3, "SHARE", "share of them that training reaches"),
+        ("memory-gb-per-second", 3350.0, "GB", "of a device's memory"),
+        ("mean-tokens", 4096.0, "N", "mean length of a response"),
+        ("prompt-tokens", 512.0, "N", "length of a prompt"),
+    ):
+        parser.add_argument(
+            f"--{name}", type=positive, default=value, metavar=unit, help=f"{text}, {value:g} if not said"
+        )
 
 
 def _export_parser() -> argparse.ArgumentParser:

@@ -11,7 +11,8 @@ import os
 from moerl.config.architecture import describe_architecture
 from moerl.config.layouts import Load, layout_problems, propose
 from moerl.config.memory import total_parameters
-from moerl.config.schema import EmbeddedRolloutConfig, RunConfig
+from moerl.config.rollouts import EmbeddedRolloutConfig
+from moerl.config.schema import RunConfig
 from moerl.contract.trajectory import MAX_KEPT_IDS
 from moerl.errors import ConfigError
 from moerl.models.description import ModelDescription, read_model

@@ -122,6 +122,23 @@ COMMANDS = {
         ),
         keys=("model.path", "model.dtype", "parallel", "weights", "rollout.servers", "rollout.server"),
     ),
+    "plan run": Command(
+        "predict step time, idle shares and ages with more or less staleness",
+        "Simulates engines and trainer around the real queue, with costs worked out from devices or fitted to a run,\n"
+        "and prints a row for each setting of buffer. Starts nothing, needs no GPU.",
+        (
+            (
+                "moerl plan run recipe=pretrained model.path=DIR parallel.expert=8 rollout=sglang rollout.servers=8"
+                " rollout.tensor=1 --mean-tokens 4000",
+                "eight devices train, eight sample",
+            ),
+            ("moerl plan run recipe=laptop --calibrate RUN_DIR", "as fast as a synchronous run was"),
+        ),
+        keys=(
+            *("model.path", "parallel", "buffer", "rl.prompts_per_step", "rl.group_size", "rollout.max_running"),
+            *("rollout.servers", "rollout.tensor", "rollout.max_new_tokens", "weights"),
+        ),
+    ),
 }
 
 STATUS = Command(

@@ -12,8 +12,8 @@ from pydantic import BeforeValidator, Field
 
 from moerl.algorithms.registry import AlgorithmConfig
 from moerl.buffer.queue import QueueLimits
+from moerl.config.rollouts import RolloutConfig
 from moerl.contract.parallel import ParallelDims, smallest_data
-from moerl.contract.trajectory import MAX_KEPT_IDS
 from moerl.sections import (
     Count,
     CountOrZero,
@@ -176,95 +176,6 @@ class BufferConfig(Section):
     def limits(self, groups_per_step: int) -> QueueLimits:
         """Slots and window for steps of so many groups. Raises `ConfigError` where no batch could be full."""
         return QueueLimits(groups_per_step, self.max_staleness, self.window, self.when_stale == "drop")
-
-
-class SamplingConfig(Section):
-    """How responses are sampled, on every engine."""
-
-    dtype: FloatName = Field(description="Precision of the engine.")
-    max_running: Count = Field(description="Responses sampled side by side.")
-    max_new_tokens: Count = Field(description="Longest response in tokens.")
-    temperature: NonNegative = Field(description="Sampling temperature; training needs more than 0.")
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = Field(description="Nucleus probability mass; 1 = no cut.")
-    top_k: Annotated[int, Field(ge=1, le=MAX_KEPT_IDS)] | None = Field(
-        description=f"Largest kept set; null = {MAX_KEPT_IDS} where top_p or min_p cut, else everything."
-    )
-    min_p: Decay = Field(description="Least probability of a kept token, as a share of the most likely token's.")
-
-
-class EmbeddedRolloutConfig(SamplingConfig):
-    """An engine on transformers, in the controller's process or beside it."""
-
-    engine: Literal["embedded"] = Field(description="Engine that samples.")
-    placement: Literal["inside", "beside"] = Field(
-        description="inside = in the controller's process, in turns with it; beside = in a process of its own, which"
-        " samples while the trainer works."
-    )
-
-    @property
-    def num_servers(self) -> int:
-        return 0
-
-
-class _ServedRolloutConfig(SamplingConfig):
-    """What holds for every SGLang server."""
-
-    start_seconds: Positive = Field(description="Longest time until a server is ready.")
-    response_seconds: Positive = Field(description="Longest time from asking for a response to having it.")
-    probe_seconds: Positive = Field(
-        description="A server that has requests and is silent for this long must sample one token within the same time;"
-        " after four failed probes it is replaced."
-    )
-
-
-class SGLangRolloutConfig(_ServedRolloutConfig):
-    """SGLang servers that the run starts, watches and stops."""
-
-    engine: Literal["sglang"] = Field(description="Engine that samples.")
-    servers: Ranks = Field(description="Servers side by side; each has GPUs (on CPU: cores) of its own.")
-    environment: FilePath = Field(
-        description="Server's environment, made by `moerl sglang install`; decides the device."
-    )
-    tensor: Ranks = Field(description="Tensor-parallel ranks of a server.")
-    max_pool_tokens: Count | None = Field(
-        description="Tokens in a server's key-value pool; null = as memory allows, 65536 on CPU."
-    )
-
-    @property
-    def num_servers(self) -> int:
-        return self.servers
-
-    @property
-    def keeps_weight_copy(self) -> bool:
-        """A server that the run starts again needs the weights while the trainer is at work."""
-        return True
-
-
-def _as_list(value: object) -> object:
-    return value if isinstance(value, list) else [value]
-
-
-class ServerRolloutConfig(_ServedRolloutConfig):
-    """Servers that `moerl serve` runs."""
-
-    engine: Literal["sglang_server"] = Field(description="Engine that samples.")
-    server: Annotated[list[FilePath], BeforeValidator(_as_list), Field(min_length=1)] = Field(
-        description="Their server.json files (address and keys): one, or [A,B,...]."
-    )
-
-    @property
-    def num_servers(self) -> int:
-        return len(self.server)
-
-    @property
-    def keeps_weight_copy(self) -> bool:
-        """Without the only server there is nothing to go on with."""
-        return self.num_servers > 1
-
-
-RolloutConfig = Annotated[
-    EmbeddedRolloutConfig | SGLangRolloutConfig | ServerRolloutConfig, Field(discriminator="engine")
-]
 
 
 class KeepRoutingConfig(Section):

@@ -33,14 +33,19 @@ def nats(text: str) -> float:
     return value
 
 
-def gib_size(text: str) -> float:
-    """A size in GiB; argparse names this function where the text is none."""
+def positive(text: str) -> float:
+    """A number above 0; argparse names this function where the text is none."""
     value = float(text)
     if not 0.0 < value < math.inf:
         raise ValueError(text)
     return value
 
 
+def gib_size(text: str) -> float:
+    """A size in GiB; argparse names this function where the text is none."""
+    return positive(text)
+
+
 def bandwidth(text: str) -> float:
     """GB per second; argparse names this function where the text is none."""
-    return gib_size(text)
+    return positive(text)

@@ -12,7 +12,8 @@ from rich.table import Table
 
 from moerl.config.checks import describe_model
 from moerl.config.layouts import as_overrides
-from moerl.config.schema import EmbeddedRolloutConfig, RunConfig
+from moerl.config.rollouts import EmbeddedRolloutConfig
+from moerl.config.schema import RunConfig
 from moerl.rollout.sglang.invitation import PIECE_BYTES
 from moerl.weights.estimate import Bandwidths, SenderLoad, Servers, sender_loads, sent_bytes
 from moerl.weights.manifest import model_manifest
@@ -58,6 +59,15 @@ def plan_weights(config: RunConfig, bandwidths: Bandwidths) -> int:
     console.print(f"extra memory of a sender: at most {memory / GB:.2f} GB (two buckets)")
     console.print(_host_copy(config, loads))
     return 0
+
+
+def update_seconds(config: RunConfig, bandwidths: Bandwidths) -> float:
+    """How long a weight update takes, by the same plan."""
+    plan = make_plan(model_manifest(describe_model(config), config.parallel.dims), PlanOptions.of(config))
+    num_servers = _num_servers(config)
+    loads = sender_loads(plan, bandwidths, Servers(max(1, num_servers), PIECE_BYTES))
+    taking = sum(load.num_bytes for load in loads) / bandwidths.engine if num_servers else 0.0
+    return max(taking, *(load.seconds for load in loads))
 
 
 def _num_servers(config: RunConfig) -> int:

@@ -8,7 +8,7 @@ from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 from moerl.config.interfaces import interface_variables, own_address
-from moerl.config.schema import RolloutConfig, ServerRolloutConfig, SGLangRolloutConfig
+from moerl.config.rollouts import RolloutConfig, ServerRolloutConfig, SGLangRolloutConfig
 from moerl.errors import EngineError
 from moerl.rollout.fleet.endpoint import Endpoint, read_endpoint
 from moerl.rollout.sglang.install import device_of, site_packages

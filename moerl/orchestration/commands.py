@@ -30,7 +30,7 @@ from moerl.orchestration.engines import open_engine
 from moerl.orchestration.evaluation import Evaluation, evaluate
 from moerl.orchestration.history import take_changes
 from moerl.orchestration.models import build_model, read_tokenizer
-from moerl.orchestration.reporting import METRICS_FILE, Reporter, make_reporter
+from moerl.orchestration.reporting import Reporter, make_reporter
 from moerl.orchestration.rl import RLStage
 from moerl.orchestration.rollouts import Collector, in_request_order, sampling_params
 from moerl.orchestration.run import Run, RunStoppedError
@@ -38,6 +38,7 @@ from moerl.orchestration.task_texts import check_prompts
 from moerl.orchestration.tokenizer import make_tokenizer
 from moerl.ranks.libraries import quiet_libraries
 from moerl.ranks.placement import open_trainer
+from moerl.telemetry.sinks import METRICS_FILE
 
 
 def run_train(config: RunConfig, *, resume: bool, stop: StopRequest, lock: int | None = None) -> int:

@@ -12,13 +12,8 @@ from torch import Tensor
 
 from moerl.config.model_files import stored_tensors
 from moerl.config.model_tensors import check_weights
-from moerl.config.schema import (
-    EmbeddedRolloutConfig,
-    RolloutConfig,
-    RunConfig,
-    ServerRolloutConfig,
-    SGLangRolloutConfig,
-)
+from moerl.config.rollouts import EmbeddedRolloutConfig, RolloutConfig, ServerRolloutConfig, SGLangRolloutConfig
+from moerl.config.schema import RunConfig
 from moerl.contract.ports import PolicyEngine
 from moerl.errors import EngineError
 from moerl.models.description import ModelDescription

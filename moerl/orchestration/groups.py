@@ -58,6 +58,7 @@ class GroupSource:
         self._recovered: dict[int, FinishedGroup] = {}
         self._lengths, self._has_warned, self._flow = Lengths(), False, Flow()
         self._committed: Mapping[str, Any] | None = None
+        self._saved_version = 0
 
     @property
     def overlaps(self) -> bool:
@@ -225,7 +226,10 @@ class GroupSource:
         group = FinishedGroup(number, trajectories, refused)
         with self._state:
             if not self._is_closed:
-                self._journal.append(group)
+                # Without staleness a batch is trained before the next checkpoint, and only what the weights of the last
+                # one have sampled can be taken from the journal.
+                if self.overlaps or group.newest_version <= self._saved_version:
+                    self._journal.append(group)
                 self._finish(group)
 
     def _finish(self, group: FinishedGroup) -> None:
@@ -292,7 +296,7 @@ class GroupSource:
         with self._state:
             if self._committed is not None:
                 self._journal.forget(self._committed["queue"]["open"], self._committed["queue"]["next_number"])
-            self._committed = snapshot
+            self._committed, self._saved_version = snapshot, step
             self._journal.begin(step)
 
     def finished(self) -> None:
@@ -307,7 +311,7 @@ class GroupSource:
         else:
             number = step * self._config.rl.prompts_per_step
             self._queue, self.ledger = GroupQueue(self.limits, number), Ledger(number)
-        self._finished, self._batch, self.version = {}, {}, step
+        self._finished, self._batch, self.version, self._saved_version = {}, {}, step, step
         self._again = self._queue.numbers(GroupState.RUNNING)
 
     def recover(self) -> None:

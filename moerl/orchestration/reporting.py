@@ -18,9 +18,8 @@ from moerl.errors import MoerlError
 from moerl.orchestration.evaluation import Evaluation
 from moerl.telemetry.metrics import check_layer_metrics, check_metrics, named_reward_metric
 from moerl.telemetry.progress import make_progress
-from moerl.telemetry.sinks import JsonlSink, MetricSink, TensorBoardSink
+from moerl.telemetry.sinks import METRICS_FILE, JsonlSink, MetricSink, TensorBoardSink
 
-METRICS_FILE = "metrics.jsonl"
 LAYERS_FILE = "layers.jsonl"
 
 

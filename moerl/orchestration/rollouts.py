@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from moerl.algorithms.policy import Algorithm, RewardedBatch
-from moerl.config.schema import RolloutConfig
+from moerl.config.rollouts import RolloutConfig
 from moerl.contract.batch import TrainSample
 from moerl.contract.layers import LayerSelection
 from moerl.contract.ports import Prompt, RolloutEngine, RolloutRecord, RolloutRequest, Task

@@ -27,10 +27,10 @@ from moerl.diagnostics.summary import RunSummary
 from moerl.errors import CheckpointError, MoerlError
 from moerl.models.description import ModelDescription
 from moerl.orchestration.evaluation import Evaluation
-from moerl.orchestration.reporting import METRICS_FILE, Reporter
+from moerl.orchestration.reporting import Reporter
 from moerl.orchestration.run_state import STAGE_ORDER, RunState, find_state_problem
 from moerl.telemetry.progress import PARTS
-from moerl.telemetry.sinks import read_rows
+from moerl.telemetry.sinks import METRICS_FILE, read_rows
 from moerl.telemetry.spans import Stopwatch, peak_rss_bytes
 from moerl.trainer.checkpoint import CHECKPOINTS, CheckpointName, CheckpointStore
 

@@ -118,6 +118,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     metrics = {
         **_reward_metrics(trajectories),
         "response/length_mean": float(lengths.mean()),
+        "response/length_max": float(lengths.max()),
         "response/truncated": float(np.mean([t.finish_reason is FinishReason.LENGTH for t in trajectories])),
     }
     if len(sizes):

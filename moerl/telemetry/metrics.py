@@ -84,6 +84,7 @@ _ALL = (
     Metric("reward/std", "reward", "standard deviation of the rewards of the batch's responses"),
     Metric("accuracy/mean", "1", "share of right answers: sampled in rl, greedy on dev problems in evaluation"),
     Metric("response/length_mean", "token", "mean length of a response"),
+    Metric("response/length_max", "token", "length of the longest response"),
     Metric("response/truncated", "1", "share of responses cut off at their longest length"),
     Metric("groups/zero_variance", "group", "groups whose rewards are all equal: they teach nothing"),
     Metric("groups/zero_variance_share", "1", "the same, over all groups of the batch"),

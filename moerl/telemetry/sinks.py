@@ -20,6 +20,9 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from moerl.telemetry.metrics import STAGES, check_metrics
 
+METRICS_FILE = "metrics.jsonl"
+"""In a run directory."""
+
 
 class MetricSink(Protocol):
     """Takes rows of metrics."""

@@ -22,7 +22,7 @@ from moerl.errors import EngineError, MoerlError
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = ["train", "sft", "rollout", "eval"]
-ALL_COMMANDS = [*COMMANDS, "plan memory", "plan weights"]
+ALL_COMMANDS = [*COMMANDS, "plan memory", "plan weights", "plan run"]
 
 
 @pytest.fixture
@@ -96,6 +96,7 @@ def test_all_keys_are_in_the_help_of_train_and_on_demand_in_that_of_others(
         ("rollout", ["rl.group_size=", "rollout.top_p=", "seed="], ["optimizer.", "sft.", "algorithm."]),
         ("sft", ["sft.optimizer.lr=", "checkpoint.every=", "resume=RUN_DIR"], ["algorithm.", "rl.", "weights."]),
         ("plan memory", ["trainer.recompute=", "parallel.expert="], ["optimizer.", "task.", "evaluation."]),
+        ("plan run", ["buffer.max_staleness=", "rollout.max_running="], ["optimizer.", "task.", "sft."]),
         ("plan weights", ["weights.senders=", "rollout.servers="], ["optimizer.", "task.", "sft."]),
     ],
 )
@@ -114,7 +115,7 @@ def test_the_help_of_a_command_lists_the_keys_that_matter_for_it(
 
 @pytest.mark.parametrize(
     ("family", "members"),
-    [("plan", ["plan memory", "plan weights"]), ("sglang", ["sglang install", "sglang check"])],
+    [("plan", ["plan memory", "plan weights", "plan run"]), ("sglang", ["sglang install", "sglang check"])],
 )
 def test_a_family_of_commands_lists_its_members(family: str, members: list[str], capsys: pytest.CaptureFixture[str]):
     for words, status in (([family], 2), ([family, "--help"], 0), ([family, "-h"], 0)):

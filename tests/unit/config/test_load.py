@@ -17,11 +17,8 @@ from moerl.config.load import (
     refuse_taken_run_dir,
     split_resume,
 )
-from moerl.config.schema import (
-    ArchitectureConfig,
-    SamplingConfig,
-    SGLangRolloutConfig,
-)
+from moerl.config.rollouts import SamplingConfig, SGLangRolloutConfig
+from moerl.config.schema import ArchitectureConfig
 from moerl.errors import ConfigError
 from moerl.tasks.chain_sum import ChainSumTaskConfig
 from moerl.tasks.jsonl import JsonlTaskConfig

@@ -13,7 +13,7 @@ from sglang_fake import FakeServer
 
 from moerl.config.interfaces import LOOPBACK
 from moerl.config.load import load_config
-from moerl.config.schema import RolloutConfig
+from moerl.config.rollouts import RolloutConfig
 from moerl.errors import EngineError
 from moerl.launch.servers import prepare_for_servers
 from moerl.rollout.fleet.endpoint import Endpoint, write_endpoint

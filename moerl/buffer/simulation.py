@@ -1,0 +1,269 @@
+"""How long a step takes, and how old its tokens are: a simulation of engines and a trainer around the real queue.
+
+Time runs from event to event: a response ends, a batch is trained, engines hold new weights. Slots, window and batches
+are those of `GroupQueue`, so what the simulation says of ages and of dropped groups is what a run would do with these
+lengths and times. An engine decodes one token of each of its n responses in ``decode_step + n decode_row`` seconds; it
+stands still while it prefills prompts and while it takes new weights. Pure; any process.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from moerl.buffer.queue import GroupQueue, GroupState, QueueLimits
+
+
+@dataclass(frozen=True, slots=True)
+class StepCosts:
+    """Seconds of the parts of a step.
+
+    decode_step: of one token for all responses of an engine. decode_row: the same, more for each response.
+    prefill_row: of a prompt. train_step, train_token: of training, whatever the batch is, and more per trained token.
+    publish: from the end of training until engines hold the weights. stall: that an engine stands still for them.
+    """
+
+    decode_step: float
+    decode_row: float
+    prefill_row: float
+    train_step: float
+    train_token: float
+    publish: float
+    stall: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """engines: side by side. max_running: responses that an engine decodes together."""
+
+    engines: int
+    max_running: int
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """What a run would do, without its first quarter.
+
+    step_seconds: mean. tokens_per_second: trained. trainer_waits: share of time without a batch. engines_wait: share of
+    time without a response, mean over engines. age_max, age_mean: of trained groups by their oldest token, in versions.
+    left_out: share of sampled tokens whose group was dropped.
+    """
+
+    step_seconds: float
+    tokens_per_second: float
+    trainer_waits: float
+    engines_wait: float
+    age_max: int
+    age_mean: float
+    left_out: float
+
+
+@dataclass(slots=True)
+class _Response:
+    group: int
+    num_tokens: int
+
+
+@dataclass(slots=True)
+class _Group:
+    """version: the oldest that sampled one of its tokens; -1 before there is one."""
+
+    num_tokens: int
+    num_left: int
+    version: int = -1
+
+
+@dataclass(slots=True)
+class _Engine:
+    """tokens: that each response has got since time began, had it been there. stamp: of its latest plan."""
+
+    costs: StepCosts
+    max_running: int
+    tokens: float = 0.0
+    running: list[tuple[float, int, _Response]] = field(default_factory=list[tuple[float, int, _Response]])
+    waiting: deque[_Response] = field(default_factory=deque[_Response])
+    now: float = 0.0
+    ready_at: float = 0.0
+    idle_seconds: float = 0.0
+    stamp: int = 0
+
+    @property
+    def load(self) -> int:
+        return len(self.running) + len(self.waiting)
+
+    @property
+    def token_seconds(self) -> float:
+        return self.costs.decode_step + len(self.running) * self.costs.decode_row
+
+    def advance(self, now: float) -> None:
+        """Decodes, or waits, until `now`."""
+        if not self.running:
+            self.idle_seconds += now - self.now
+        else:
+            self.tokens += max(0.0, now - max(self.now, self.ready_at)) / self.token_seconds
+        self.now = now
+
+    def admit(self, order: itertools.count[int]) -> list[_Response]:
+        """Waiting responses get places; those that did."""
+        admitted: list[_Response] = []
+        while self.waiting and len(self.running) < self.max_running:
+            response = self.waiting.popleft()
+            heapq.heappush(self.running, (self.tokens + response.num_tokens, next(order), response))
+            admitted.append(response)
+        self.stand_still(self.costs.prefill_row * len(admitted))
+        return admitted
+
+    def stand_still(self, seconds: float) -> None:
+        self.ready_at = max(self.ready_at, self.now) + seconds
+
+    @property
+    def next_end(self) -> float:
+        """When its next response ends, if nothing happens before."""
+        return max(self.now, self.ready_at) + max(0.0, self.running[0][0] - self.tokens) * self.token_seconds
+
+
+class _Simulation:
+    def __init__(
+        self, limits: QueueLimits, fleet: Fleet, costs: StepCosts, group_size: int, length: Callable[[], int]
+    ) -> None:
+        self.limits, self.costs, self.group_size, self.length = limits, costs, group_size, length
+        self.queue, self.groups = GroupQueue(limits), dict[int, _Group]()
+        self.engines = [_Engine(costs, fleet.max_running) for _ in range(fleet.engines)]
+        self.order = itertools.count()
+        # Time, order, engine and the stamp of its plan; -1 for the trainer.
+        self.events: list[tuple[float, int, int, int]] = []
+        self.version, self.now, self.waiting_since = 0, 0.0, 0.0
+        self.ages: list[tuple[int, int]] = []
+        self.step_ends: list[float] = []
+        self.waited: list[float] = []
+        self.trained: list[int] = []
+        self.sampled = self.left_out = 0
+        self.is_training = False
+
+    def run(self, num_steps: int) -> None:
+        self._dispatch()
+        while len(self.step_ends) < num_steps:
+            self.now, _, engine, stamp = heapq.heappop(self.events)
+            if engine < 0:
+                self._end_step()
+            elif stamp == self.engines[engine].stamp:
+                self._end_responses(engine)
+            if not self.is_training:
+                self._train()
+
+    def _dispatch(self) -> None:
+        touched: set[int] = set()
+        while self.queue.num_free > 0:
+            number, lengths = self.queue.dispatch(), [max(1, self.length()) for _ in range(self.group_size)]
+            self.groups[number] = _Group(sum(lengths), self.group_size)
+            for num_tokens in lengths:
+                index = min(range(len(self.engines)), key=lambda i: self.engines[i].load)
+                self.engines[index].waiting.append(_Response(number, num_tokens))
+                touched.add(index)
+        for index in sorted(touched):
+            self._plan(index)
+
+    def _plan(self, index: int) -> None:
+        """An engine admits what waits, and says when its next response ends."""
+        engine = self.engines[index]
+        engine.advance(self.now)
+        for response in engine.admit(self.order):
+            group = self.groups[response.group]
+            # Versions only grow: the first token of a group is its oldest.
+            group.version = self.version if group.version < 0 else group.version
+        engine.stamp += 1
+        if engine.running:
+            heapq.heappush(self.events, (engine.next_end, next(self.order), index, engine.stamp))
+
+    def _end_responses(self, index: int) -> None:
+        engine = self.engines[index]
+        engine.advance(self.now)
+        _, _, response = heapq.heappop(engine.running)
+        group = self.groups[response.group]
+        group.num_left -= 1
+        self.sampled += response.num_tokens
+        if not group.num_left:
+            self.queue.finish(response.group)
+        self._plan(index)
+
+    def _train(self) -> None:
+        if self.limits.drops:
+            for number in self.queue.numbers(GroupState.FINISHED):
+                if self.version - self.groups[number].version > self.limits.max_age:
+                    self.queue.filter(number)
+                    self.left_out += self.groups.pop(number).num_tokens
+            self._dispatch()
+        numbers = self.queue.take()
+        if not numbers:
+            return
+        self.is_training = True
+        self.waited.append(self.now - self.waiting_since)
+        groups = [self.groups.pop(number) for number in numbers]
+        num_tokens = sum(group.num_tokens for group in groups)
+        self.ages += [(len(self.step_ends), self.version - group.version) for group in groups]
+        self.trained.append(num_tokens)
+        ends = self.now + self.costs.train_step + self.costs.train_token * num_tokens + self.costs.publish
+        heapq.heappush(self.events, (ends, next(self.order), -1, 0))
+
+    def _end_step(self) -> None:
+        self.is_training, self.waiting_since = False, self.now
+        self.version += 1
+        self.step_ends.append(self.now)
+        self.queue.release()
+        for index, engine in enumerate(self.engines):
+            engine.advance(self.now)
+            if engine.running:
+                engine.stand_still(self.costs.stall)
+                self._plan(index)
+        self._dispatch()
+
+
+def simulate(
+    limits: QueueLimits,
+    fleet: Fleet,
+    costs: StepCosts,
+    *,
+    group_size: int,
+    length: Callable[[], int],
+    num_steps: int = 40,
+) -> Simulated:
+    """Runs `num_steps` steps.
+
+    Args:
+        group_size: responses to a prompt.
+        length: draws the length of a response, in sampled tokens.
+        num_steps: at least 8.
+    """
+    simulation = _Simulation(limits, fleet, costs, group_size, length)
+    simulation.run(num_steps)
+    first = num_steps // 4
+    began = simulation.step_ends[first - 1]
+    seconds = simulation.now - began
+    ages = [age for step, age in simulation.ages if step >= first]
+    idle = sum(engine.idle_seconds for engine in simulation.engines) / len(simulation.engines)
+    return Simulated(
+        step_seconds=seconds / (num_steps - first),
+        tokens_per_second=sum(simulation.trained[first:num_steps]) / seconds,
+        trainer_waits=sum(simulation.waited[first:num_steps]) / seconds,
+        engines_wait=idle / simulation.now,
+        age_max=max(ages),
+        age_mean=sum(ages) / len(ages),
+        left_out=simulation.left_out / max(1, simulation.sampled),
+    )
+
+
+def drawn_from(lengths: Sequence[int], seed: int) -> Callable[[], int]:
+    """Draws from measured lengths, each equally likely."""
+    generator, values = random.Random(seed), list(lengths)
+    return lambda: generator.choice(values)
+
+
+def long_tailed(mean: float, longest: int, seed: int) -> Callable[[], int]:
+    """Draws log-normal lengths of about this mean, cut off at `longest`; their logarithms have a deviation of 1."""
+    generator = random.Random(seed)
+    return lambda: min(longest, max(1, round(generator.lognormvariate(math.log(mean) - 0.5, 1.0))))

@@ -1,0 +1,167 @@
+"""What the parts of a step cost: fitted to the metrics of a run, or worked out from devices. Torch-free."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moerl.batching.cost import sequence_flops
+from moerl.buffer.simulation import Fleet, StepCosts
+from moerl.config.checks import describe_model
+from moerl.config.load import CONFIG_FILE, load_resolved
+from moerl.config.memory import total_parameters
+from moerl.config.rollouts import EmbeddedRolloutConfig
+from moerl.config.schema import RunConfig
+from moerl.contract.disk import read_parquet
+from moerl.errors import ConfigError
+from moerl.telemetry.sinks import METRICS_FILE, read_rows
+
+MIN_STEPS = 12
+"""Fewer steps do not tell three costs apart."""
+
+PREFILL_EFFICIENCY = 0.5
+DECODE_EFFICIENCY = 0.6
+"""Share of a device's peak that prefill reaches in operations, and decoding in memory bandwidth."""
+
+
+_READ = (
+    *("response/length_mean", "response/length_max", "weights/stalled_seconds"),
+    *("seconds/step", "seconds/rollout", "seconds/weights"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """costs: of the run. lengths: of its responses, from its dumps. step_seconds: that a step took, mean."""
+
+    costs: StepCosts
+    lengths: list[int]
+    step_seconds: float
+    num_steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """tflops: dense, in the precision of the weights. memory_gb_per_second: of its own memory. mfu: share of `tflops`
+    that training reaches."""
+
+    tflops: float
+    memory_gb_per_second: float
+    mfu: float
+
+
+def calibrate(run_dir: Path) -> Calibration:
+    """Costs of a synchronous run whose responses were all sampled side by side.
+
+    The time of sampling is fitted by ``decode_step * longest + decode_row * tokens + rest`` over steps, the time of
+    training by ``train_token * tokens + rest``, both without negative costs.
+
+    Raises:
+        ConfigError: it is no run, was not synchronous, sampled in turns, or is too short.
+    """
+    config = _stored(run_dir)
+    rows = [row for row in read_rows(run_dir / METRICS_FILE) if row["stage"] == "rl"][1:]
+    dumps = sorted((run_dir / "rollouts").glob("step-*.parquet"))
+    if len(rows) < MIN_STEPS or not dumps:
+        raise _unfit(
+            run_dir, f"{len(rows) + 1} steps, {len(dumps)} dumps", f"at least {MIN_STEPS + 1} steps and a dump"
+        )
+    missing = [name for name in _READ if any(name not in row for row in rows)]
+    if missing:
+        raise _unfit(run_dir, f"steps without {', '.join(missing)}", "metrics as this version writes them")
+    lengths = [trajectory.num_sampled for dump in dumps for trajectory in read_parquet(dump)]
+    responses = config.rl.prompts_per_step * config.rl.group_size
+    tokens_N = _column(rows, "response/length_mean") * responses
+    longest_N, ones_N = _column(rows, "response/length_max"), np.ones(len(rows))
+    decode = _fit(_column(rows, "seconds/rollout"), longest_N, tokens_N, ones_N)
+    rest_N = _column(rows, "seconds/step") - _column(rows, "seconds/rollout") - _column(rows, "seconds/weights")
+    train = _fit(rest_N, tokens_N, ones_N)
+    costs = StepCosts(
+        decode_step=decode[0],
+        decode_row=decode[1],
+        prefill_row=decode[2] / responses,
+        train_step=train[1],
+        train_token=train[0],
+        publish=statistics.mean(_column(rows, "seconds/weights")),
+        stall=statistics.mean(_column(rows, "weights/stalled_seconds")),
+    )
+    return Calibration(costs, lengths, statistics.mean(_column(rows, "seconds/step")), len(rows))
+
+
+def fleet_of(config: RunConfig) -> Fleet:
+    """The engines of a run."""
+    return Fleet(max(1, config.rollout.num_servers), config.rollout.max_running)
+
+
+def estimate(
+    config: RunConfig, device: Device, publish_seconds: float, *, mean_tokens: float, prompt_tokens: int
+) -> StepCosts:
+    """Costs on devices of one kind, for trainer and engines alike.
+
+    Training: 3 forward passes' operations (a fourth where log-probs are scored before the update). Decoding: an engine
+    reads all weights for every token, and the keys and values of each response. Weights and caches have two bytes a
+    number.
+    """
+    model, trainer_devices = describe_model(config), config.parallel.world_size
+    engine_devices = getattr(config.rollout, "tensor", 1)
+    cost, mean_rows = sequence_flops(model), prompt_tokens + mean_tokens
+    passes = 4 if config.rl.minibatches > 1 or config.keep_routing.mode == "trainer" else 3
+    operations = device.tflops * 1e12
+    memory = device.memory_gb_per_second * 1e9 * DECODE_EFFICIENCY * engine_devices
+    cache_row = 4 * model.num_layers * model.num_key_value_heads * model.head_dim * (prompt_tokens + mean_tokens / 2)
+    return StepCosts(
+        decode_step=2 * total_parameters(model) / memory,
+        decode_row=cache_row / memory + cost.linear / (operations * PREFILL_EFFICIENCY * engine_devices),
+        prefill_row=cost(prompt_tokens) / (operations * PREFILL_EFFICIENCY * engine_devices),
+        train_step=0.0,
+        train_token=passes * cost(round(mean_rows)) / mean_tokens / (operations * device.mfu * trainer_devices),
+        publish=publish_seconds,
+    )
+
+
+def _stored(run_dir: Path) -> RunConfig:
+    if not (run_dir / CONFIG_FILE).is_file() or not (run_dir / METRICS_FILE).is_file():
+        raise _unfit(run_dir, f"no {CONFIG_FILE} or no {METRICS_FILE}", "the directory of a run")
+    config = load_resolved(run_dir / CONFIG_FILE)
+    at_once = fleet_of(config).engines * config.rollout.max_running
+    if config.buffer.max_staleness:
+        raise _unfit(run_dir, f"buffer.max_staleness {config.buffer.max_staleness}", "0: parts that do not overlap")
+    if config.rl.prompts_per_step * config.rl.group_size > at_once:
+        raise _unfit(run_dir, f"rollout.max_running {config.rollout.max_running}", "room for all responses of a step")
+    if isinstance(config.rollout, EmbeddedRolloutConfig) and config.rollout.placement == "beside":
+        raise _unfit(run_dir, "rollout.placement beside", "inside: what one core does alone")
+    return config
+
+
+def _unfit(run_dir: Path, seen: str, expected: str) -> ConfigError:
+    return ConfigError(
+        f"plan run: cannot be calibrated with {run_dir}",
+        seen=seen,
+        expected=expected,
+        remedy="give another run, or leave out --calibrate",
+    )
+
+
+def _column(rows: Sequence[Mapping[str, Any]], name: str) -> NDArray[np.float64]:
+    return np.array([row[name] for row in rows], np.float64)
+
+
+def _fit(values_N: NDArray[np.float64], *columns: NDArray[np.float64]) -> list[float]:
+    """Least squares without negative coefficients; few columns, so every choice of those above zero is tried."""
+    best, found = np.inf, np.zeros(len(columns))
+    for count in range(1, len(columns) + 1):
+        for chosen in itertools.combinations(range(len(columns)), count):
+            matrix = np.stack([columns[i] for i in chosen], axis=1)
+            own = np.linalg.lstsq(matrix, values_N, rcond=None)[0]
+            error = float(((matrix @ own - values_N) ** 2).sum())
+            if (own >= 0).all() and error < best:
+                best, found = error, np.zeros(len(columns))
+                found[list(chosen)] = own
+    return found.tolist()

@@ -1,0 +1,128 @@
+"""``moerl plan run``: step time, idle shares and ages with more or less staleness, before a machine is asked for.
+
+Simulated around the queue of a run (`moerl.buffer.simulation`), with costs from `moerl.launch.calibration`. Torch-free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from moerl.buffer.queue import QueueLimits
+from moerl.buffer.simulation import Simulated, StepCosts, drawn_from, long_tailed, simulate
+from moerl.config.layouts import as_overrides
+from moerl.config.schema import RunConfig
+from moerl.launch.calibration import Calibration, Device, calibrate, estimate, fleet_of
+from moerl.launch.plan_weights import update_seconds
+from moerl.weights.estimate import Bandwidths
+
+STALENESS = (0, 1, 2, 4, 8)
+_LEGEND = (
+    "S, W: buffer.max_staleness and buffer.window, or when_stale=drop. gain: tokens a second over those without"
+    " staleness. trainer, engines: share of time that they wait. age: largest and mean, in versions. lost: share of"
+    " sampled tokens that are dropped"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """mean_tokens: of a response; lengths are log-normal (sigma 1), cut off at `rollout.max_new_tokens`.
+    prompt_tokens: of a prompt."""
+
+    mean_tokens: float
+    prompt_tokens: int
+
+
+def plan_run(
+    config: RunConfig, *, run_dir: Path | None, device: Device, workload: Workload, bandwidths: Bandwidths
+) -> int:
+    """Prints the plan; exit status 0.
+
+    Args:
+        run_dir: a run whose costs and lengths are taken; without one they are worked out from `device` and `workload`.
+
+    Raises:
+        ConfigError: `run_dir` cannot be used.
+    """
+    console = Console(soft_wrap=True, highlight=False)
+    calibration = None if run_dir is None else calibrate(run_dir)
+    if calibration is None:
+        publish = update_seconds(config, bandwidths)
+        costs = estimate(
+            config, device, publish, mean_tokens=workload.mean_tokens, prompt_tokens=workload.prompt_tokens
+        )
+        console.print(_assumptions(config, device, workload))
+    else:
+        costs = calibration.costs
+        console.print(
+            f"costs of {calibration.num_steps} steps of {run_dir}: {calibration.step_seconds:.2f} s a step as measured,"
+            f" lengths of {len(calibration.lengths)} responses in its dumps"
+        )
+    console.print(_parts(costs))
+    console.print(_table(config, costs, lambda: _lengths(config, calibration, workload)))
+    return 0
+
+
+def predict(config: RunConfig, limits: QueueLimits, costs: StepCosts, length: Callable[[], int]) -> Simulated:
+    """What a run of this configuration would do with these slots, costs and lengths."""
+    return simulate(limits, fleet_of(config), costs, group_size=config.rl.group_size, length=length)
+
+
+def _lengths(config: RunConfig, calibration: Calibration | None, workload: Workload) -> Callable[[], int]:
+    """Draws the same lengths whenever it is asked for."""
+    if calibration is not None:
+        return drawn_from(calibration.lengths, config.seed)
+    return long_tailed(workload.mean_tokens, config.rollout.max_new_tokens, config.seed)
+
+
+def _assumptions(config: RunConfig, device: Device, workload: Workload) -> str:
+    fleet = fleet_of(config)
+    return (
+        f"{config.parallel.world_size} devices train ({as_overrides(config.parallel.dims)}), {fleet.engines} engines of"
+        f" {getattr(config.rollout, 'tensor', 1)} sample {fleet.max_running} responses each; a device has"
+        f" {device.tflops:g} TFLOP/s, {device.mfu:.0%} of which training reaches, and {device.memory_gb_per_second:g}"
+        f" GB/s\nprompts of {workload.prompt_tokens} tokens, responses of {workload.mean_tokens:g} on average,"
+        f" log-normal, at most {config.rollout.max_new_tokens}"
+    )
+
+
+def _parts(costs: StepCosts) -> str:
+    return (
+        f"one token: {1e3 * costs.decode_step:.3g} ms and {1e3 * costs.decode_row:.3g} ms per response; a prompt:"
+        f" {1e3 * costs.prefill_row:.3g} ms; training: {costs.train_step:.3g} s and {1e3 * costs.train_token:.3g} ms"
+        f" per token; weights: {costs.publish:.3g} s"
+    )
+
+
+def _table(config: RunConfig, costs: StepCosts, lengths: Callable[[], Callable[[], int]]) -> Table:
+    """One row for each setting, that of the configuration marked; the same lengths in all."""
+    own, per_step = config.buffer.limits(config.rl.prompts_per_step), config.rl.prompts_per_step
+    settings = [QueueLimits(per_step, staleness) for staleness in STALENESS]
+    settings += [QueueLimits(per_step, staleness, 2 * per_step) for staleness in STALENESS if staleness]
+    settings += [QueueLimits(per_step, staleness, drops=True) for staleness in STALENESS if staleness]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=_LEGEND, caption_justify="left")
+    for heading in ("S", "W", "step s", "token/s", "gain", "trainer", "engines", "age", "mean", "lost"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    base = 0.0
+    for limits in dict.fromkeys([*settings, own]):
+        found = predict(config, limits, costs, lengths())
+        base = base or found.tokens_per_second
+        table.add_row(
+            str(limits.max_staleness),
+            "drop" if limits.drops else str(limits.window),
+            f"{found.step_seconds:.2f}",
+            f"{found.tokens_per_second:.4g}",
+            f"{found.tokens_per_second / base:.2f}",
+            f"{found.trainer_waits:.0%}",
+            f"{found.engines_wait:.0%}",
+            str(found.age_max),
+            f"{found.age_mean:.2f}",
+            f"{found.left_out:.1%}",
+            style="bold" if limits == own else "",
+        )
+    return table

@@ -1,0 +1,93 @@
+"""The simulation of a run: its times are those of arithmetic where that is easy, its ages those of the queue."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moerl.buffer.queue import QueueLimits
+from moerl.buffer.simulation import Fleet, StepCosts, drawn_from, long_tailed, simulate
+
+COSTS = StepCosts(decode_step=1.0, decode_row=0.0, prefill_row=0.0, train_step=30.0, train_token=0.0, publish=2.0)
+
+
+def always(*lengths: int) -> Callable[[], int]:
+    endless = itertools.cycle(lengths)
+    return lambda: next(endless)
+
+
+def test_without_staleness_a_step_is_the_sum_of_its_parts() -> None:
+    found = simulate(QueueLimits(4), Fleet(1, 8), COSTS, group_size=2, length=always(10, 20), num_steps=8)
+    assert found.step_seconds == pytest.approx(20 + 30 + 2)
+    assert found.trainer_waits == pytest.approx(20 / 52)
+    assert found.engines_wait == pytest.approx(32 / 52)
+    assert (found.age_max, found.age_mean, found.left_out) == (0, 0.0, 0.0)
+    assert found.tokens_per_second == pytest.approx(4 * 30 / 52)
+
+
+def test_what_a_response_adds_to_a_token_and_a_prompt_to_a_step_is_counted() -> None:
+    costs = StepCosts(1.0, 0.5, 3.0, 1.0, 0.25, 0.0)
+    found = simulate(QueueLimits(2), Fleet(1, 4), costs, group_size=2, length=always(10), num_steps=8)
+    # Four responses: 12 s of prompts, 10 tokens at 3 s, 40 trained tokens.
+    assert found.step_seconds == pytest.approx(4 * 3 + 10 * (1 + 4 * 0.5) + 1 + 40 * 0.25)
+    # Two at a time: each turn has 6 s of prompts and 10 tokens at 2 s.
+    in_turns = simulate(QueueLimits(2), Fleet(1, 2), costs, group_size=2, length=always(10), num_steps=8)
+    assert in_turns.step_seconds == pytest.approx(2 * (2 * 3 + 10 * 2) + 1 + 10)
+
+
+def test_with_staleness_a_step_takes_as_long_as_the_slower_side() -> None:
+    def step_seconds(tokens: int) -> float:
+        limits = QueueLimits(4, max_staleness=1)
+        return simulate(limits, Fleet(1, 16), COSTS, group_size=2, length=always(tokens), num_steps=8).step_seconds
+
+    assert step_seconds(20) == pytest.approx(32)
+    # Two steps' worth is sampled at once, 100 s for both.
+    assert step_seconds(100) == pytest.approx(66, rel=0.01)
+
+
+def test_a_slow_response_holds_up_less_with_a_window_and_nothing_where_the_old_are_dropped() -> None:
+    def run(limits: QueueLimits) -> tuple[float, float]:
+        found = simulate(limits, Fleet(1, 64), COSTS, group_size=1, length=always(*[20] * 37, 150), num_steps=120)
+        assert found.age_max <= limits.max_age
+        return found.step_seconds, found.left_out
+
+    strict, nothing = run(QueueLimits(4, 2))
+    windowed, still_nothing = run(QueueLimits(4, 2, window=8))
+    dropping, some = run(QueueLimits(4, 2, drops=True))
+    assert nothing == still_nothing == 0.0 < some
+    assert strict > windowed > dropping
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.integers(1, 9),
+    st.booleans(),
+    st.integers(1, 3),
+    st.integers(1, 6),
+    st.lists(st.integers(1, 200), min_size=1, max_size=8),
+)
+def test_no_simulated_age_is_above_the_bound_and_no_time_is_lost(
+    per_step: int, staleness: int, window: int, drops: bool, engines: int, running: int, lengths: Sequence[int]
+) -> None:
+    limits = QueueLimits(per_step, staleness, 1 if drops else window, drops)
+    found = simulate(
+        limits, Fleet(engines, running), COSTS, group_size=2, length=drawn_from(lengths, seed=1), num_steps=12
+    )
+    assert found.age_max <= limits.max_age
+    assert found.step_seconds >= 32 - 1e-9
+    assert found.trainer_waits == pytest.approx(1 - 32 / found.step_seconds, abs=0.05)
+    assert drops or found.left_out == 0.0
+
+
+def test_drawn_lengths_have_the_mean_that_is_asked_for_and_a_longest() -> None:
+    draw = long_tailed(1000.0, 100_000, seed=1)
+    drawn = [draw() for _ in range(20_000)]
+    assert sum(drawn) / len(drawn) == pytest.approx(1000, rel=0.05)
+    short = long_tailed(1000.0, 1500, seed=1)
+    assert max(short() for _ in range(1000)) == 1500
