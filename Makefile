@@ -6,7 +6,7 @@ BIN := .venv/bin
 # Test processes: as many as cores, each with one thread; tests that share an expensive set-up stay together.
 JOBS ?= auto
 
-.PHONY: setup lock sglang demo demo-sglang lint test test-slow test-distributed test-sglang bench bench-sglang clean
+.PHONY: setup lock sglang demo demo-sglang lint test test-slow test-distributed test-sglang test-chaos bench bench-sglang clean
 
 setup: .venv/.ready
 
@@ -46,6 +46,10 @@ test-distributed: setup
 # whole runs and of servers that die or hang, which take minutes of real time, of `make test-slow`.
 test-sglang: setup sglang
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "sglang and not slow" tests
+
+# A hundred kills, stops and full disks in a quarter of an hour, at random moments of runs that are resumed until they end.
+test-chaos: setup sglang
+	OMP_NUM_THREADS=1 $(BIN)/python tests/chaos_campaign.py --disturbances 100 --minutes 15
 
 # The environment of SGLang servers on CPU, beside our own; one of another version of the patches is renewed.
 sglang: setup

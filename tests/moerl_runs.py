@@ -81,6 +81,11 @@ class Runs:
             raise TimeoutError(f"moerl {' '.join(arguments)} ran for {timeout_seconds} s:\n{output[-4000:]}")
         return Finished(status, output)
 
+    @property
+    def pid(self) -> int:
+        """Of the process that forks; 0 before the first run."""
+        return self._process.pid if self._process is not None else 0
+
     def close(self) -> None:
         if self._process is not None:
             self._process.kill()

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 import sglang_live
 from listening import listening, open_to_others
@@ -101,6 +102,33 @@ def test_the_trainer_agrees_with_the_server_in_every_step(served: Finished):
         assert metrics["mismatch/logprob_abs_max"] <= 1e-5
         assert metrics["mismatch/tokens_with_different_experts"] == 0
         assert metrics["quarantine/count"] == 0
+
+
+@pytest.mark.parametrize("interrupt", ["retract", "abort_resume", "drain"])
+def test_rollouts_that_are_carried_over_updates_keep_what_each_version_gave_them(
+    interrupt: str, environment: Path, tmp_path: Path
+):
+    run = train(
+        tmp_path / "run",
+        *("rollout=sglang", f"rollout.environment={environment}", f"weights.interrupt={interrupt}"),
+        *("buffer.max_staleness=1", "rollout.max_new_tokens=96", "optimizer.lr=1e-3", "trainer.microbatch_tokens=2048"),
+        "checkpoint.keep=9",
+    )
+    rollouts = [each for step in range(1, STEPS + 1) for each in run.rollouts(step).values()]
+    versions = {each.lineage.rollout_id: each.policy_versions[each.sampled] for each in rollouts}
+    assert len(versions) == len(rollouts) == STEPS * 16
+    assert all((np.diff(each) >= 0).all() for each in versions.values())
+    mixed = sum(each[0] != each[-1] for each in versions.values())
+    assert mixed == 0 if interrupt == "drain" else mixed > 0
+    assert all(metrics["staleness/age_max"] <= 1 for metrics in run.steps)
+    assert all(metrics["quarantine/count"] == 0 for metrics in run.steps)
+    # Those of one version alone are what its weights give, whatever was updated around them.
+    latest = max(int(each[0]) for each in versions.values() if each[0] == each[-1])
+    assert latest > 0
+    exported, moerl = tmp_path / "version", [sys.executable, "-m", "moerl"]
+    subprocess.run([*moerl, "export", str(run.folder), "--step", str(latest), "--output", str(exported)], check=True)
+    judged = [*moerl, "verify", str(run.folder / "rollouts"), "--model", str(exported), "--version", str(latest)]
+    subprocess.run([*judged, "--tolerance", "1e-4"], check=True)
 
 
 def test_an_evaluation_on_a_server_of_other_weights_is_one_of_the_model_it_names(

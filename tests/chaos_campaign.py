@@ -1,0 +1,339 @@
+"""Kills, stops and starves runs at random moments, resumes them, and looks at what came of it.
+
+    python tests/chaos_campaign.py --disturbances 100 --minutes 15 [--seed N] [--only VARIANT] [--json FILE]
+
+Each run has a known end. Its processes (controller, ranks, engine, servers, reward workers) get SIGKILL, SIGTERM, or
+SIGSTOP for some seconds, or find the disk full, at moments drawn from the seed, which is printed; a run that ended is
+resumed until it is done. Then every rollout has ended once, nothing was trained twice, groups that were finished are
+trained as they were, nothing is left running, and where the order is fixed the model is that of an undisturbed run.
+Exit status 1 where one of these does not hold. How far a run is at a given moment depends on the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from moerl_runs import Finished, Runs, Sums, rows
+from waiting import eventually, is_alive
+
+from moerl.buffer.journal import Journal
+from moerl.buffer.ledger import LEDGER_FILE, Ledger
+from moerl.contract.disk import read_parquet
+from moerl.contract.trajectory import ModelSpec
+from moerl.models.description import read_model
+from moerl.trainer.checkpoint import CHECKPOINTS, CheckpointStore
+
+STEPS, PER_STEP, MAX_LIVES = 8, 16, 40
+STOP_SECONDS, END_SECONDS = 2.0, 30.0
+ROLES = {
+    "rank": b"moerl.ranks.process",
+    "engine": b"moerl.rollout.beside.process",
+    "reward worker": b"rewards/worker.py",
+    "server": b"sglang::scheduler",
+}
+"""By role, what is on the command line of its processes; whatever started all of them is the controller."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """overrides: of the run. roles: of processes to disturb. is_ordered: its model does not depend on when things
+    happen. bound: of ages. start_seconds: before which nothing is disturbed."""
+
+    name: str
+    overrides: tuple[str, ...]
+    roles: tuple[str, ...]
+    is_ordered: bool
+    bound: int = 0
+    start_seconds: float = 0.5
+
+
+VARIANTS = (
+    Variant("one process", (), ("controller",), True),
+    Variant(
+        "two ranks",
+        ("parallel.expert=2", "trainer.command_seconds=60"),
+        ("controller", "rank"),
+        True,
+        start_seconds=5.0,
+    ),
+    Variant(
+        "engine beside",
+        ("rollout.placement=beside", "buffer.max_staleness=1", "buffer.window=5"),
+        ("controller", "engine", "reward worker"),
+        False,
+        bound=2,
+        start_seconds=4.0,
+    ),
+    Variant(
+        "servers",
+        ("rollout=sglang", "rollout.servers=2", "buffer.max_staleness=1"),
+        ("controller", "server"),
+        False,
+        bound=1,
+        start_seconds=25.0,
+    ),
+)
+
+
+@dataclass
+class Tally:
+    """What was done to the runs of a variant, and what did not hold of them."""
+
+    variant: str
+    runs: int = 0
+    lives: int = 0
+    disturbances: Counter[str] = field(default_factory=Counter[str])
+    recovered: int = 0
+    broken: list[str] = field(default_factory=list)
+
+
+class Life:
+    """A run from its start or resume to its end, in a thread; its processes are known by the one that forks."""
+
+    def __init__(self, runs: Runs, arguments: Sequence[str], sums: Sums) -> None:
+        self.finished: Finished | None = None
+        self.seen: dict[int, str] = {}
+        self._thread = threading.Thread(target=self._live, args=(runs, arguments, sums), daemon=True)
+        self._runs = runs
+        self._thread.start()
+
+    def _live(self, runs: Runs, arguments: Sequence[str], sums: Sums) -> None:
+        self.finished = runs.run(*arguments, path=[sums.folder], timeout_seconds=300.0)
+
+    @property
+    def is_over(self) -> bool:
+        return not self._thread.is_alive()
+
+    def wait(self, seconds: float) -> None:
+        """Until the end, or so long; notes processes meanwhile."""
+        deadline = time.monotonic() + seconds
+        while not self.is_over and time.monotonic() < deadline:
+            self.look()
+            time.sleep(0.05)
+
+    def look(self) -> dict[str, list[int]]:
+        """Living processes by role."""
+        found: dict[str, list[int]] = {}
+        for number, pid in enumerate(descendants(self._runs.pid)):
+            role = "controller" if number == 0 else role_of(pid)
+            if role:
+                found.setdefault(role, []).append(pid)
+                self.seen[pid] = role
+        return found
+
+
+def descendants(pid: int) -> Iterator[int]:
+    """Processes that a process has started, and theirs."""
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except (FileNotFoundError, ProcessLookupError):
+        return
+    for child in map(int, children):
+        yield child
+        yield from descendants(child)
+
+
+def role_of(pid: int) -> str:
+    try:
+        line = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    return next((role for role, mark in ROLES.items() if mark in line), "")
+
+
+def disturb(rng: random.Random, life: Life, variant: Variant) -> str:
+    """One disturbance; what it was, empty where the run had ended."""
+    alive = life.look()
+    role = rng.choice(variant.roles)
+    kinds = ["KILL"] * 5 + ["STOP"] * 2 + (["TERM", "TERM", "disk full"] if role == "controller" else [])
+    kind, pids = rng.choice(kinds), alive.get(role, [])
+    if not pids:
+        return ""
+    pid = rng.choice(pids)
+    try:
+        if kind == "disk full":
+            # Whatever it writes from now on is refused, as on a full disk.
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        else:
+            os.kill(pid, getattr(signal, f"SIG{kind}"))
+        if kind == "STOP":
+            life.wait(STOP_SECONDS)
+            os.kill(pid, signal.SIGCONT)
+    except ProcessLookupError:
+        return ""
+    return f"{kind} {role}"
+
+
+def run_once(runs: Runs, sums: Sums, variant: Variant, folder: Path, rng: random.Random, tally: Tally) -> Path:
+    """A run through all its lives; what is wrong with it goes into the tally."""
+    run = folder / f"run-{tally.runs}"
+    arguments = [*sums.train(run), *variant.overrides, f"rl.steps={STEPS}", "dump.rollouts_every=1"]
+    promised: dict[str, bytes] = {}
+    tally.runs += 1
+    for _ in range(MAX_LIVES):
+        tally.lives += 1
+        life, done = Life(runs, arguments, sums), ""
+        life.wait(variant.start_seconds + rng.uniform(0.0, 5.0))
+        while not life.is_over:
+            done = disturb(rng, life, variant)
+            if done:
+                tally.disturbances[done] += 1
+            life.wait(rng.uniform(0.2, 4.0))
+        assert life.finished is not None, "the run neither went on nor ended"
+        left = [f"{role} {pid}" for pid, role in life.seen.items() if not gone(pid)]
+        tally.broken += [f"{run}: {each} outlived the run after {done}" for each in left]
+        if life.finished.status == 0:
+            tally.broken += [f"{run}: {each}" for each in problems_of(run, variant, promised)]
+            return run
+        if (run / "config.yaml").exists():
+            arguments = ["train", f"resume={run}"]
+        elif run.exists():
+            # It died before there was anything to go on with.
+            shutil.rmtree(run)
+        promised |= journalled(run)
+        tally.recovered = max(tally.recovered, len(promised))
+    tally.broken.append(f"{run}: not done after {MAX_LIVES} lives")
+    return run
+
+
+def gone(pid: int) -> bool:
+    try:
+        eventually(lambda: not is_alive(pid), END_SECONDS)
+    except AssertionError:
+        return False
+    return True
+
+
+def journalled(run: Path) -> dict[str, bytes]:
+    """Rollouts that the next life has to take from the journal: id, and the tokens that it has to train on."""
+    spec = spec_of(run)
+    if spec is None or not (run / "journal").is_dir():
+        return {}
+    found = CheckpointStore(run / CHECKPOINTS, 2).latest()
+    if found is None or found.state["stage"] != "rl" or not int(found.state["step"]):
+        return {}
+    step, queue = int(found.state["step"]), found.state["run"]["groups"]["queue"]
+    return {
+        trajectory.lineage.rollout_id: trajectory.token_ids.tobytes()
+        for number, group in Journal(run / "journal", spec).read().items()
+        if (number in queue["open"] or number >= queue["next_number"]) and group.newest_version <= step
+        for trajectory in group.trajectories
+    }
+
+
+def spec_of(run: Path) -> ModelSpec | None:
+    folder = run / "cold_start"
+    if not (folder / "tokenizer.json").exists():
+        return None
+    from transformers import AutoTokenizer
+
+    return read_model(folder).with_vocabulary(len(AutoTokenizer.from_pretrained(folder))).spec
+
+
+def problems_of(run: Path, variant: Variant, promised: dict[str, bytes]) -> list[str]:
+    """What does not hold of a run that is done."""
+    problems: list[str] = []
+    ledger = Ledger.restored(json.loads((run / LEDGER_FILE).read_text()))
+    ended = ledger.trained + ledger.filtered.total() + ledger.quarantined.total()
+    if ledger.pending or ledger.issued != ended:
+        problems.append(f"the ledger has {ledger.issued} issued, {ended} ended, {ledger.pending} pending")
+    steps = [row["step"] for row in rows(run) if row["stage"] == "rl"]
+    if steps != list(range(1, STEPS + 1)):
+        problems.append(f"steps {steps}")
+    trained: dict[str, bytes] = {}
+    for step in range(1, STEPS + 1):
+        for trajectory in read_parquet(run / "rollouts" / f"step-{step:06d}.parquet"):
+            name = trajectory.lineage.rollout_id
+            if name in trained:
+                problems.append(f"{name} was trained twice")
+            trained[name] = trajectory.token_ids.tobytes()
+            age = step - 1 - int(trajectory.policy_versions[trajectory.sampled].min())
+            if not 0 <= age <= variant.bound:
+                problems.append(f"{name} has age {age}")
+    if len(trained) != ledger.trained:
+        problems.append(f"{len(trained)} rollouts in the dumps, {ledger.trained} trained")
+    lost = [name for name, tokens in promised.items() if trained.get(name) != tokens]
+    if lost:
+        problems.append(f"finished before a crash, and not trained as they were: {lost[:4]} of {len(lost)}")
+    return problems
+
+
+def campaign(variant: Variant, arguments: argparse.Namespace, deadline: float, share: int) -> Tally:
+    """Runs of one variant until there were `share` disturbances or the time is over."""
+    tally = Tally(variant.name)
+    rng = random.Random(f"{arguments.seed}/{variant.name}")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        runs, sums = Runs(folder), Sums.write(folder)
+        try:
+            undisturbed = b""
+            if variant.is_ordered:
+                whole = [*sums.train(folder / "whole"), *variant.overrides, f"rl.steps={STEPS}"]
+                finished = runs.run(*whole, "dump.rollouts_every=1", path=[sums.folder])
+                assert finished.status == 0, finished.output
+                undisturbed = model_of(folder / "whole")
+            while tally.disturbances.total() < share and time.monotonic() < deadline and not tally.broken:
+                run = run_once(runs, sums, variant, folder, rng, tally)
+                if variant.is_ordered and not tally.broken and model_of(run) != undisturbed:
+                    tally.broken.append(f"{run}: another model than that of the undisturbed run")
+        finally:
+            runs.close()
+    return tally
+
+
+def model_of(run: Path) -> bytes:
+    return (run / "final_model" / "model.safetensors").read_bytes()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--disturbances", type=int, default=100)
+    parser.add_argument("--minutes", type=float, default=15.0)
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
+    parser.add_argument("--only", choices=[variant.name for variant in VARIANTS])
+    parser.add_argument("--json", type=Path, help="write the tallies here")
+    arguments = parser.parse_args()
+    print(f"seed {arguments.seed}", flush=True)
+    chosen = [each for each in VARIANTS if arguments.only in (None, each.name)]
+    began, share = time.monotonic(), -(-arguments.disturbances // len(chosen))
+    deadline = began + 60 * arguments.minutes
+
+    def one(variant: Variant) -> Tally:
+        tally = campaign(variant, arguments, deadline, share)
+        print(text_of(tally), flush=True)
+        return tally
+
+    # They wait most of the time, so all of them at once.
+    with ThreadPoolExecutor(len(chosen)) as pool:
+        tallies = list(pool.map(one, chosen))
+    total = sum(tally.disturbances.total() for tally in tallies)
+    print(f"{total} disturbances in {(time.monotonic() - began) / 60:.1f} minutes")
+    if arguments.json:
+        facts = {"command": " ".join(["python", *sys.argv]), "seed": arguments.seed, "disturbances": total}
+        arguments.json.write_text(json.dumps({**facts, "variants": [asdict(t) for t in tallies]}, indent=2) + "\n")
+    return 1 if any(tally.broken for tally in tallies) else 0
+
+
+def text_of(tally: Tally) -> str:
+    what = ", ".join(f"{kind} {count}" for kind, count in sorted(tally.disturbances.items()))
+    lines = [f"{tally.variant}: {tally.runs} runs, {tally.lives} lives, disturbed by {what or 'nothing'}"]
+    return "\n".join([*lines, *(f"  BROKEN {each}" for each in tally.broken)])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
