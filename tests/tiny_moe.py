@@ -37,7 +37,9 @@ OPTIMIZER = OptimizerConfig(
 )
 
 
-def write_model(path: Path, *, tied: bool, seed: int, moe_intermediate_size: int = 48) -> Path:
+def write_model(
+    path: Path, *, tied: bool, seed: int, moe_intermediate_size: int = 48, max_positions: int = 256
+) -> Path:
     """Saves a model of `SPEC` with random weights, norms included, in Hugging Face format."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -53,7 +55,7 @@ def write_model(path: Path, *, tied: bool, seed: int, moe_intermediate_size: int
         num_experts=SPEC.num_experts,
         num_experts_per_tok=SPEC.experts_per_token,
         norm_topk_prob=True,
-        max_position_embeddings=256,
+        max_position_embeddings=max_positions,
         initializer_range=0.1,
         tie_word_embeddings=tied,
     )
