@@ -6,6 +6,8 @@ Runs in the controller.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -44,6 +46,7 @@ def batch_indices(num_items: int, batch_size: int, step: int, seed: int) -> list
     return epoch_permutation(num_items, epoch, seed)[first : first + batch_size].tolist()
 
 
+@lru_cache(maxsize=4)
 def epoch_permutation(num_items: int, epoch: int, seed: int) -> NDArray[np.int64]:
     """The order of one epoch: int64 [num_items].
 
@@ -52,7 +55,10 @@ def epoch_permutation(num_items: int, epoch: int, seed: int) -> NDArray[np.int64
     """
     salt = _hash(_hash(np.array([seed], np.uint64)) + np.uint64(epoch))
     keys = mix(salt + np.arange(num_items, dtype=np.uint64) * np.uint64(POSITION_PRIME))
-    return np.argsort(keys, kind="stable")
+    order = np.argsort(keys, kind="stable")
+    # One array for all who ask.
+    order.flags.writeable = False
+    return order
 
 
 def _hash(values: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -157,12 +157,17 @@ class _Simulation:
                 self._train()
 
     def _dispatch(self) -> None:
+        if self.queue.num_free <= 0:
+            return
         touched: set[int] = set()
+        loads = [(engine.load, index) for index, engine in enumerate(self.engines)]
+        heapq.heapify(loads)
         while self.queue.num_free > 0:
             number, lengths = self.queue.dispatch(), [max(1, self.length()) for _ in range(self.group_size)]
             self.groups[number] = _Group(sum(lengths), self.group_size)
             for num_tokens in lengths:
-                index = min(range(len(self.engines)), key=lambda i: self.engines[i].load)
+                load, index = loads[0]
+                heapq.heapreplace(loads, (load + 1, index))
                 self.engines[index].waiting.append(_Response(number, num_tokens))
                 touched.add(index)
         for index in sorted(touched):

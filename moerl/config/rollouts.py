@@ -13,7 +13,7 @@ from moerl.sections import Count, Decay, FilePath, FloatName, NonNegative, Posit
 class SamplingConfig(Section):
     """How responses are sampled, on every engine."""
 
-    dtype: FloatName = Field(description="Precision of the engine.")
+    dtype: FloatName = Field(description="Precision of the engine; on a CPU 16 bits are rounded to, not computed in.")
     max_running: Count = Field(description="Responses sampled side by side.")
     max_new_tokens: Count = Field(description="Longest response in tokens.")
     temperature: NonNegative = Field(description="Sampling temperature; training needs more than 0.")

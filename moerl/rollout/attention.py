@@ -54,6 +54,11 @@ def grouped_query_attention(
     if num_queries == 1:
         # The query heads of a group become the queries of one head: the mask is the same for all of them.
         grouped = query_NHQD.reshape(num_rows, key_NGTD.shape[1], -1, head_size)
+        if query_NHQD.device.type == "cpu":
+            # One query a row is too little for the blocks of the fused kernel.
+            scores = torch.matmul(grouped * (head_size**-0.5 if scaling is None else scaling), key_NGTD.transpose(2, 3))
+            weights = scores.masked_fill_(~attention_mask, -torch.inf).softmax(-1)
+            return torch.matmul(weights, value_NGTD).reshape(num_rows, 1, num_heads, value_size), None
         out = scaled_dot_product_attention(grouped, key_NGTD, value_NGTD, attn_mask=attention_mask, scale=scaling)
         return out.reshape(num_rows, 1, num_heads, value_size), None
     out = scaled_dot_product_attention(

@@ -31,14 +31,16 @@ class SlotCache(Cache):
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
         self._first_slot = 0
+        self._which_m = torch.zeros(0, dtype=torch.int64)
         self._positions_N: Tensor | None = None
         self._rows_N: Tensor | None = None
         self._read_tokens = 0
 
-    def begin_prefill(self, first_slot: int, num_tokens: int) -> None:
-        """The next pass writes prompts of (padded) length num_tokens into the slots from first_slot on."""
+    def begin_prefill(self, first_slot: int, num_tokens: int, which_m: Tensor) -> None:
+        """The next pass writes prompts of (padded) length num_tokens: slot first_slot + m gets row which_m[m] (int64)
+        of the pass."""
         self._grow(num_tokens)
-        self._first_slot = first_slot
+        self._first_slot, self._which_m = first_slot, which_m
         self._positions_N = None
 
     def begin_decode(self, positions_N: Tensor, read_tokens: int) -> None:
@@ -66,9 +68,9 @@ class SlotCache(Cache):
             self._values.append(self._new_like(value_states))
         keys, values = self._keys[layer_idx], self._values[layer_idx]
         if self._positions_N is None:
-            rows = slice(self._first_slot, self._first_slot + key_states.shape[0])
-            keys[rows, :, : key_states.shape[2]] = key_states
-            values[rows, :, : value_states.shape[2]] = value_states
+            rows = slice(self._first_slot, self._first_slot + len(self._which_m))
+            keys[rows, :, : key_states.shape[2]] = key_states.index_select(0, self._which_m)
+            values[rows, :, : value_states.shape[2]] = value_states.index_select(0, self._which_m)
             return key_states, value_states
         keys[self._rows_N, :, self._positions_N] = key_states[:, :, 0]
         values[self._rows_N, :, self._positions_N] = value_states[:, :, 0]

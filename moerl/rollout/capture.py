@@ -48,6 +48,15 @@ def experts_by_layer(model: PreTrainedModel) -> dict[int, Any]:
     }
 
 
+def routers(model: PreTrainedModel) -> list[nn.Module]:
+    """The modules that choose experts, in the order of the layers; none where the family is unknown."""
+    family = family_of_model(model)
+    if family is None:
+        return []
+    wanted = experts_class(family)
+    return [m.gate for m in cast(Any, model.modules()) if isinstance(getattr(m, "experts", None), wanted)]
+
+
 class RoutingCapture:
     """Hooks on the experts of one model, in the order of its MoE layers (dense layers have none).
 

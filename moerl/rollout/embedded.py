@@ -32,23 +32,20 @@ from moerl.errors import EngineError, WeightSyncError
 from moerl.kernels.checksum import checksums
 from moerl.rollout.attention import ATTENTION, decode_mask, prefill_mask
 from moerl.rollout.cache import SlotCache
-from moerl.rollout.capture import RoutingCapture
-from moerl.rollout.requests import check_requests
+from moerl.rollout.capture import RoutingCapture, routers
+from moerl.rollout.experts import experts_function
+from moerl.rollout.requests import check_requests, distinct_prompts
+from moerl.rollout.rounding import emulate, emulated_dtype
 from moerl.rollout.sampler import RowParams, sample, seeded_uniforms
 from moerl.rollout.slots import SlotTable, StepResult
 from moerl.rollout.weight_difference import weight_difference
-from moerl.rollout.weight_staging import WeightStaging, held_views
+from moerl.rollout.weight_staging import WeightStaging, held_dtypes, held_tensors
 
 _MAX_PREFILL_TOKENS = 16384
 """Padded prompt tokens of one prefill; bounds its memory. A longer prompt is prefilled alone."""
 
 _ADMIT_SHARE = 8
 """Waiting prompts enter once 1/8 of the slots are free: a prefill per finished row would cost a pass each."""
-
-_EXPERTS = "grouped_mm"
-"""The experts function: exact, and within 10% of the fastest at every batch size; `batched_mm` is 15-50 times
-slower on a CPU."""
-
 
 Take = Callable[[bool], Sequence[RolloutRequest] | None]
 """Asked before each step, and told whether there is nothing to do: requests that came meanwhile; None for no more."""
@@ -104,7 +101,8 @@ class EmbeddedEngine:
         policy_version: int = -1,
         between_steps: Callable[[], None] | None = None,
     ) -> None:
-        """Takes the model over: eval mode, this engine's attention and experts functions, hooks on its routers.
+        """Takes the model over: eval mode, this engine's attention and experts functions, hooks on its routers; on a
+        CPU 16-bit precision is emulated (`moerl.rollout.rounding`).
 
         Args:
             spec: what the model must be; `vocab_size` may be smaller than the padded embedding.
@@ -121,7 +119,9 @@ class EmbeddedEngine:
         self._model = model.eval()
         self._head = cast(nn.Module, model.get_output_embeddings())
         self._model.set_attn_implementation(ATTENTION)
-        self._model.set_experts_implementation(_EXPERTS)
+        self._dtypes, dtype = held_dtypes(model), emulated_dtype(model)
+        self._stop_rounding = None if dtype is None else emulate(model, dtype, routers(model))
+        self._model.set_experts_implementation(experts_function(model, dtype))
         self._spec = spec
         self._engine_id = engine_id
         self._max_running = max_running
@@ -191,10 +191,12 @@ class EmbeddedEngine:
     def close(self) -> None:
         """Takes the hooks off the model."""
         self._capture.close()
+        if self._stop_rounding is not None:
+            self._stop_rounding()
 
     def begin_update(self, version: int) -> None:
         """Starts a weight update; one that was never ended is forgotten."""
-        self._staging = WeightStaging(self._model, version)
+        self._staging = WeightStaging(self._model, version, self._dtypes)
 
     def abandon_update(self) -> None:
         self._staging = None
@@ -219,7 +221,8 @@ class EmbeddedEngine:
             self.costs.stalled_seconds += time.perf_counter() - start
 
     def held_dtypes(self) -> Mapping[str, str]:
-        return {name: str(view.dtype).removeprefix("torch.") for name, view in held_views(self._model)}
+        held = held_tensors(self._model, self._dtypes)
+        return {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in held}
 
     def verify(self, sent: Mapping[str, int]) -> None:
         """Refuses `generate` from now on where what is held differs; what is being generated goes on.
@@ -228,7 +231,7 @@ class EmbeddedEngine:
             WeightSyncError: it differs.
         """
         with self._lock:
-            error = weight_difference(self._engine_id, sent, checksums(held_views(self._model)))
+            error = weight_difference(self._engine_id, sent, checksums(held_tensors(self._model, self._dtypes)))
         if error is not None:
             self._policy_version, self._distrusted = -1, str(error)
             raise error
@@ -309,23 +312,23 @@ class EmbeddedEngine:
         return count
 
     def _prefill(self, run: _Run, count: int) -> None:
-        """Runs `count` waiting prompts, padded on the right, and samples their first tokens."""
+        """Runs `count` waiting prompts, padded on the right and each once, and samples their first tokens."""
         rows = run.table.admit([run.waiting.popleft() for _ in range(count)], run.asked_at)
         run.params = None
         lengths_m = run.table.lengths[rows]
-        longest = int(lengths_m.max())
+        longest, device = int(lengths_m.max()), self._model.device
         prompts_mP = run.table.token_ids[rows, :longest].astype(np.int64)
         prompts_mP[np.arange(longest) >= lengths_m[:, None]] = 0
-        positions_P = torch.arange(longest, device=self._model.device)
-        run.cache.begin_prefill(rows.start, longest)
-        hidden = self._forward(
-            run, prompts_mP, positions_P.expand(count, -1), prefill_mask(longest, self._model.device)
-        )
-        experts = self._take_routing(count * longest).reshape(count, longest, *self._routing_shape)
-        run.table.write_prompt_routing(rows, experts)
-        last = torch.from_numpy(lengths_m - 1).to(hidden.device)
-        params = RowParams.of([request.sampling for request in run.table.requests[rows]], hidden.device)
-        self._sample(run, rows, hidden[torch.arange(count, device=hidden.device), last], params)
+        first_u, which_m = distinct_prompts(prompts_mP, lengths_m)
+        positions_P = torch.arange(longest, device=device)
+        run.cache.begin_prefill(rows.start, longest, torch.from_numpy(which_m).to(device))
+        positions_uP, mask = positions_P.expand(len(first_u), -1), prefill_mask(longest, device)
+        hidden = self._forward(run, prompts_mP[first_u], positions_uP, mask)
+        experts = self._take_routing(len(first_u) * longest).reshape(len(first_u), longest, *self._routing_shape)
+        run.table.write_prompt_routing(rows, experts[which_m])
+        last = torch.from_numpy(lengths_m - 1).to(device)
+        params = RowParams.of([request.sampling for request in run.table.requests[rows]], device)
+        self._sample(run, rows, hidden[torch.from_numpy(which_m).to(device), last], params)
 
     def _decode(self, run: _Run) -> None:
         """Feeds the newest token of every running row and samples the next one."""

@@ -1,4 +1,4 @@
-"""What the embedded engine refuses to sample, checked before anything runs.
+"""What the embedded engine refuses to sample, checked before anything runs, and which of it is alike.
 
 Runs inside the embedded rollout engine. Torch-free.
 """
@@ -7,6 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from moerl.contract.ports import RolloutRequest
 from moerl.contract.trajectory import MAX_KEPT_IDS, ModelSpec, SamplingParams
@@ -72,3 +76,19 @@ def _check_sampling(rollout_id: str, sampling: SamplingParams) -> None:
 
 def _refusal(rollout_id: str, field: str, seen: object, expected: object) -> EngineError:
     return EngineError(f"request {rollout_id!r}: {field}", seen=seen, expected=expected, remedy="correct the request")
+
+
+def distinct_prompts(
+    prompts_mP: NDArray[np.int64], lengths_m: NDArray[Any]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The prompts that differ, and which of them each row is.
+
+    Args:
+        prompts_mP: int64, padded with whatever on the right. lengths_m: int, tokens of each.
+
+    Returns:
+        The row of the first of each, int64 [u], and for every row its number among those, int64 [m].
+    """
+    padded = np.concatenate([lengths_m[:, None], prompts_mP], axis=1)
+    _, first_u, which_m = np.unique(padded, axis=0, return_index=True, return_inverse=True)
+    return first_u, which_m

@@ -2,12 +2,12 @@
 
 Runs inside the embedded rollout engine. Checkpoints hold one tensor per expert and projection
 (`...mlp.experts.3.gate_proj.weight`); transformers 5 modules hold them fused (`...mlp.experts.gate_up_proj`
-[E, 2F, H] with gate rows first, `...mlp.experts.down_proj` [E, H, F]). Tensors are cast to the model's dtype.
+[E, 2F, H] with gate rows first, `...mlp.experts.down_proj` [E, H, F]). Tensors are cast to the dtype of the engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -33,12 +33,21 @@ def checkpoint_views(name: str, tensor: Tensor) -> dict[str, Tensor]:
     return {name: tensor}
 
 
-def held_views(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor that a model has, once, by the names that a checkpoint has for it."""
+def held_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
+    """The dtype of each tensor of a model, by the model's own names."""
+    return {name: tensor.dtype for name, tensor in model.state_dict().items()}
+
+
+def held_tensors(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor that a model has, once, by the names that a checkpoint has for it.
+
+    Args:
+        dtypes: what they are yielded in, by the model's own names. Their numbers are of that type already.
+    """
     tied = _tied_names(model)
     for name, tensor in model.state_dict().items():
         if name not in tied:
-            yield from checkpoint_views(name, tensor).items()
+            yield from checkpoint_views(name, tensor.to(dtypes[name])).items()
 
 
 class WeightStaging:
@@ -46,9 +55,10 @@ class WeightStaging:
 
     model: whose tensors are wanted; it is not touched before `commit`.
     version: the policy version of the new weights, >= 0.
+    dtypes: what tensors are rounded to, by the model's own names; the model may compute in a wider type.
     """
 
-    def __init__(self, model: nn.Module, version: int) -> None:
+    def __init__(self, model: nn.Module, version: int, dtypes: Mapping[str, torch.dtype]) -> None:
         if version < 0:
             raise WeightSyncError(
                 "weight update: policy version",
@@ -59,7 +69,7 @@ class WeightStaging:
         self.version = version
         self._tied = _tied_names(model)
         self._live = {n: t for n, t in model.state_dict().items() if n not in self._tied}
-        self._staged = {name: torch.empty_like(tensor) for name, tensor in self._live.items()}
+        self._staged = {name: torch.empty_like(t, dtype=dtypes[name]) for name, t in self._live.items()}
         self._places: dict[str, Tensor] = {}
         for name, tensor in self._staged.items():
             self._places |= checkpoint_views(name, tensor)

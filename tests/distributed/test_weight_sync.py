@@ -128,7 +128,7 @@ def train_and_sync(
 
     from moerl.contract.shares import cut_share
     from moerl.rollout.embedded import EmbeddedEngine
-    from moerl.rollout.weight_staging import held_views
+    from moerl.rollout.weight_staging import held_tensors
     from moerl.trainer.losses import TextLoss
     from moerl.trainer.model import ModelOptions
     from moerl.trainer.trainer import MegatronTrainer
@@ -146,7 +146,7 @@ def train_and_sync(
         weight_sync.publish(trainer, plan, engine, version)
         expected = {name: tensor.clone() for name, tensor in trainer.export()}
         if engine is not None:
-            held = dict(held_views(engine._model))
+            held = dict(held_tensors(engine._model, engine._dtypes))
             cast = {name: tensor.to(held[name].dtype) for name, tensor in expected.items() if name in held}
             problems += [f"version {version}: {problem}" for problem in differences(held, cast, whole=True)]
             same = [name for name, tensor in expected.items() if name in before and torch.equal(tensor, before[name])]

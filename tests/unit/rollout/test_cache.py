@@ -12,7 +12,7 @@ def _states(num_rows: int, num_tokens: int, fill: float) -> torch.Tensor:
 
 def _prefilled(num_slots: int = 4) -> SlotCache:
     cache = SlotCache(num_slots, max_tokens=200)
-    cache.begin_prefill(0, 5)
+    cache.begin_prefill(0, 5, torch.arange(3))
     for layer in range(2):
         prompts = torch.arange(3.0).reshape(3, 1, 1, 1) + 10 * layer + _states(3, 5, 1.0)
         cache.update(prompts, -prompts, layer)
@@ -22,13 +22,25 @@ def _prefilled(num_slots: int = 4) -> SlotCache:
 def test_a_prompt_attends_to_itself_and_is_stored():
     cache = _prefilled()
     states = _states(1, 5, 7.0)
-    cache.begin_prefill(3, 5)
+    cache.begin_prefill(3, 5, torch.arange(1))
     keys, _ = cache.update(states, states, 0)
     assert torch.equal(keys, states)
     cache.begin_decode(torch.tensor([5, 5, 5, 5]), 6)
     keys, values = cache.update(_states(4, 1, 9.0), _states(4, 1, -9.0), 0)
     assert keys[:, 0, 0, 0].tolist() == [1.0, 2.0, 3.0, 7.0]
     assert values[:, 0, 0, 0].tolist() == [-1.0, -2.0, -3.0, 7.0]
+
+
+def test_prompts_that_are_alike_are_computed_once_and_stored_for_each_of_them():
+    cache = SlotCache(4, max_tokens=200)
+    cache.begin_prefill(1, 5, torch.tensor([1, 0, 1]))
+    prompts = torch.cat([_states(1, 5, 1.0), _states(1, 5, 2.0)])
+    keys, _ = cache.update(prompts, -prompts, 0)
+    assert len(keys) == 2
+    cache.begin_decode(torch.tensor([5, 5, 5, 5]), 6)
+    keys, values = cache.update(_states(4, 1, 9.0), _states(4, 1, -9.0), 0)
+    assert keys[:, 0, 4, 0].tolist() == [0.0, 2.0, 1.0, 2.0]
+    assert values[:, 0, 4, 0].tolist() == [0.0, -2.0, -1.0, -2.0]
 
 
 def test_each_row_writes_at_its_own_position():

@@ -213,18 +213,40 @@ def test_a_prefill_is_bounded_but_a_long_prompt_still_runs(make_model, monkeypat
     assert max(widths) <= 7
 
 
+def test_a_prompt_that_several_ask_for_is_computed_once(make_model):
+    model = make_model()
+    alone = _requests(3)
+    group = [
+        RolloutRequest(Lineage(f"{i}", "p", "g"), r.prompt_ids, SamplingParams(top_k=9, seed=i), 10)
+        for i, r in enumerate((alone[0], alone[1], alone[0], alone[1], alone[0]))
+    ]
+    engine = _engine(model, max_running=5)
+    rows: list[int] = []
+    engine._model.base_model.register_forward_pre_hook(
+        lambda module, inputs, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
+    together = {r.rollout_id: r.values for r in engine.generate(group)}
+    assert rows[0] == 2
+    for request in group:
+        (record,) = _engine(model).generate([request])
+        values = together[request.lineage.rollout_id]
+        assert values["token_ids"].tolist() == record.values["token_ids"].tolist()
+        assert values["expert_ids"].tolist() == record.values["expert_ids"].tolist()
+
+
 def test_a_bf16_model_samples_valid_trajectories(make_model):
     engine = _engine(make_model(dtype=torch.bfloat16), max_running=3)
     for record in engine.generate(_requests(7)):
         assert Trajectory(**record.values).num_sampled == 10
 
 
-def test_a_closed_engine_leaves_no_hooks_behind(make_model):
-    model = make_model()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_closed_engine_leaves_no_hooks_behind(make_model, dtype: torch.dtype):
+    model = make_model(dtype=dtype)
     engine = EmbeddedEngine(model, spec_from_hf_config(model.config.to_dict()), engine_id="e", max_running=1)
     assert any(module._forward_pre_hooks for module in model.modules())
     engine.close()
-    assert not any(module._forward_pre_hooks for module in model.modules())
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
 
 
 def test_an_engine_needs_at_least_one_slot(make_model):

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from moerl.errors import WeightSyncError
-from moerl.rollout.weight_staging import WeightStaging
+from moerl.rollout.weight_staging import WeightStaging, held_dtypes
 
 
 def _checkpoint(model, folder: Path) -> dict[str, torch.Tensor]:
@@ -29,7 +29,7 @@ def _same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bo
 def test_a_saved_checkpoint_arrives_bit_for_bit(make_model, tmp_path: Path, tied: bool, dtype: torch.dtype):
     source = make_model(seed=1, dtype=dtype, tie_word_embeddings=tied)
     target = make_model(seed=2, dtype=dtype, tie_word_embeddings=tied)
-    staging = WeightStaging(target, version=4)
+    staging = WeightStaging(target, 4, held_dtypes(target))
     checkpoint = _checkpoint(source, tmp_path)
     assert "model.layers.0.mlp.experts.3.gate_proj.weight" in checkpoint
     assert ("lm_head.weight" in checkpoint) != tied
@@ -43,14 +43,14 @@ def test_a_saved_checkpoint_arrives_bit_for_bit(make_model, tmp_path: Path, tied
 def test_nothing_changes_before_the_commit(make_model, tmp_path: Path):
     target = make_model(seed=2)
     before = _state(target)
-    staging = WeightStaging(target, version=0)
+    staging = WeightStaging(target, 0, held_dtypes(target))
     staging.receive(_checkpoint(make_model(seed=1), tmp_path).items())
     assert _same(_state(target), before)
 
 
 def test_tensors_are_cast_to_the_dtype_of_the_model(make_model, tmp_path: Path):
     source, target = make_model(seed=1), make_model(seed=2, dtype=torch.bfloat16)
-    staging = WeightStaging(target, version=0)
+    staging = WeightStaging(target, 0, held_dtypes(target))
     staging.receive(_checkpoint(source, tmp_path).items())
     staging.commit()
     assert _same(_state(target), _state(source.bfloat16()))
@@ -70,7 +70,7 @@ def test_a_set_that_is_not_whole_is_refused_and_the_old_weights_stay(make_model,
         items = [(key, tensor.T if key == name else tensor) for key, tensor in items]
     else:
         items.append((name, checkpoint[name]))
-    staging = WeightStaging(target, version=9)
+    staging = WeightStaging(target, 9, held_dtypes(target))
     staging.receive(items)
     with pytest.raises(WeightSyncError, match=f"version 9.*{name}"):
         staging.commit()
@@ -81,12 +81,12 @@ def test_a_tied_head_may_come_along_but_must_agree(make_model, tmp_path: Path):
     source, target = (make_model(seed=seed, tie_word_embeddings=True) for seed in (1, 2))
     checkpoint = _checkpoint(source, tmp_path)
     head = checkpoint["model.embed_tokens.weight"].clone()
-    staging = WeightStaging(target, version=0)
+    staging = WeightStaging(target, 0, held_dtypes(target))
     staging.receive([("lm_head.weight", head), *checkpoint.items()])
     staging.commit()
     assert _same(_state(target), _state(source))
     before = _state(target)
-    staging = WeightStaging(target, version=1)
+    staging = WeightStaging(target, 1, held_dtypes(target))
     staging.receive([*checkpoint.items(), ("lm_head.weight", head + 1)])
     with pytest.raises(WeightSyncError, match=r"lm_head\.weight differs"):
         staging.commit()
@@ -95,4 +95,4 @@ def test_a_tied_head_may_come_along_but_must_agree(make_model, tmp_path: Path):
 
 def test_a_negative_version_is_refused(make_model):
     with pytest.raises(WeightSyncError, match="policy version"):
-        WeightStaging(make_model(), version=-1)
+        WeightStaging(make_model(), -1, {})

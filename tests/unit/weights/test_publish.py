@@ -379,7 +379,7 @@ def test_an_engine_of_other_shapes_takes_nothing_and_names_them(untied: Path, on
 
 def sync_twice(layout: Any, path: Path) -> list[bool]:
     """Two updates in a row with the same weights, and a third one with others."""
-    from moerl.rollout.weight_staging import held_views
+    from moerl.rollout.weight_staging import held_tensors
 
     trainer = tiny_moe.build(layout, path, optimizer=None)
     engine = engine_of(path)
@@ -389,7 +389,7 @@ def sync_twice(layout: Any, path: Path) -> list[bool]:
         shards = {name: tensor * factor for name, tensor in trainer.shards().items()}
         reports.append(publisher.publish(shards, version))
         assert engine.handshake().policy_version == version
-        held.append({name: tensor.clone() for name, tensor in held_views(engine._model)})
+        held.append({name: tensor.clone() for name, tensor in held_tensors(engine._model, engine._dtypes)})
     assert len({(report.num_tensors, report.num_bytes, report.received_bytes) for report in reports}) == 1
     same = [all(torch.equal(a[name], b[name]) for name in a) for a, b in ((held[0], held[1]), (held[1], held[2]))]
     doubled = all(torch.equal(2 * held[1][name], held[2][name]) for name in held[1])
