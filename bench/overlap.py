@@ -95,7 +95,7 @@ def main() -> None:
         ("beside: measured / simulator's optimum", optimum, f">= {OPTIMUM:g}", lambda v: v >= OPTIMUM),
     ):
         value = statistics.median(values)
-        results.append(Result(label, value, goal, holds(value), spread=max(values) - min(values)))
+        results.append(Result(label, value, goal, bool(holds(value)), spread=max(values) - min(values)))
     report(results, arguments.json)
 
 
