@@ -107,11 +107,13 @@ class GroupQueue:
         self.next_number = first
         # In the order of dispatch, from the head of the window on; without those that were filtered.
         self._states: dict[int, GroupState] = {}
+        # Slots that are taken: all of them but those of released groups.
+        self._num_held = 0
 
     @property
     def num_free(self) -> int:
         """Groups that may be dispatched now."""
-        return self.limits.slots - sum(state != GroupState.RELEASED for state in self._states.values())
+        return self.limits.slots - self._num_held
 
     def count(self, state: GroupState) -> int:
         return sum(each == state for each in self._states.values())
@@ -131,6 +133,7 @@ class GroupQueue:
         number = self.next_number
         self.next_number += 1
         self._states[number] = GroupState.RUNNING
+        self._num_held += 1
         return number
 
     def finish(self, number: int) -> None:
@@ -141,20 +144,21 @@ class GroupQueue:
         """The group is not trained: it gives its slot back, and the window closes up."""
         self._require(number, GroupState.RUNNING, GroupState.FINISHED)
         del self._states[number]
+        self._num_held -= 1
 
     def take(self) -> list[int]:
         """The groups of the next batch, the oldest first; empty while fewer than P can be taken."""
-        order, taken = list(self._states), list[int]()
-        head = 0
-        while len(taken) < self.limits.groups_per_step:
-            while head < len(order) and (order[head] in taken or self._is_taken(order[head])):
-                head += 1
-            window = order[head:] if self.limits.drops else order[head : head + self.limits.window]
-            ready = (n for n in window if self._states[n] == GroupState.FINISHED and n not in taken)
-            number = next(ready, None)
-            if number is None:
-                return []
-            taken.append(number)
+        taken, window_ends = list[int](), len(self._states)
+        for place, (number, state) in enumerate(self._states.items()):
+            if place >= window_ends or len(taken) == self.limits.groups_per_step:
+                break
+            if state == GroupState.FINISHED:
+                taken.append(number)
+            elif state == GroupState.RUNNING and not self.limits.drops:
+                # All before it are trained or in this batch: the window begins with the first that is not.
+                window_ends = min(window_ends, place + self.limits.window)
+        if len(taken) < self.limits.groups_per_step:
+            return []
         for number in taken:
             self._states[number] = GroupState.TAKEN
         return taken
@@ -164,15 +168,13 @@ class GroupQueue:
         for number, state in self._states.items():
             if state == GroupState.TAKEN:
                 self._states[number] = GroupState.RELEASED
+                self._num_held -= 1
         # What lies before the head counts in no window any more.
         for number in list(self._states):
             if self._states[number] == GroupState.RELEASED:
                 del self._states[number]
             elif not self.limits.drops:
                 break
-
-    def _is_taken(self, number: int) -> bool:
-        return self._states[number] in (GroupState.TAKEN, GroupState.RELEASED)
 
     def _move(self, number: int, before: GroupState, after: GroupState) -> None:
         self._require(number, before)
@@ -205,6 +207,7 @@ class GroupQueue:
             snapshot["released"], GroupState.RELEASED
         )
         queue._states = {number: states[number] for number in sorted(states)}
+        queue._num_held = len(snapshot["open"])
         return queue
 
 

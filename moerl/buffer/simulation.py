@@ -151,9 +151,8 @@ class _Simulation:
             self.now, _, engine, stamp = heapq.heappop(self.events)
             if engine < 0:
                 self._end_step()
-            elif stamp == self.engines[engine].stamp:
-                self._end_responses(engine)
-            if not self.is_training:
+                self._train()
+            elif stamp == self.engines[engine].stamp and self._end_response(engine) and not self.is_training:
                 self._train()
 
     def _dispatch(self) -> None:
@@ -185,7 +184,8 @@ class _Simulation:
         if engine.running:
             heapq.heappush(self.events, (engine.next_end, next(self.order), index, engine.stamp))
 
-    def _end_responses(self, index: int) -> None:
+    def _end_response(self, index: int) -> bool:
+        """Whether it was the last of its group."""
         engine = self.engines[index]
         engine.advance(self.now)
         _, _, response = heapq.heappop(engine.running)
@@ -195,6 +195,7 @@ class _Simulation:
         if not group.num_left:
             self.queue.finish(response.group)
         self._plan(index)
+        return not group.num_left
 
     def _train(self) -> None:
         if self.limits.drops:
@@ -235,7 +236,7 @@ def simulate(
     *,
     group_size: int,
     length: Callable[[], int],
-    num_steps: int = 40,
+    num_steps: int = 32,
 ) -> Simulated:
     """Runs `num_steps` steps.
 

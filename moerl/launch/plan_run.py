@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rich import box
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 from moerl.buffer.queue import QueueLimits
@@ -64,7 +65,7 @@ def plan_run(
             f" lengths of {len(calibration.lengths)} responses in its dumps"
         )
     console.print(_parts(costs))
-    console.print(_table(config, costs, lambda: _lengths(config, calibration, workload)))
+    console.print(_table(config, costs, lambda: _lengths(config, calibration, workload), console))
     return 0
 
 
@@ -99,7 +100,7 @@ def _parts(costs: StepCosts) -> str:
     )
 
 
-def _table(config: RunConfig, costs: StepCosts, lengths: Callable[[], Callable[[], int]]) -> Table:
+def _table(config: RunConfig, costs: StepCosts, lengths: Callable[[], Callable[[], int]], console: Console) -> Table:
     """One row for each setting, that of the configuration marked; the same lengths in all."""
     own, per_step = config.buffer.limits(config.rl.prompts_per_step), config.rl.prompts_per_step
     settings = [QueueLimits(per_step, staleness) for staleness in STALENESS]
@@ -109,7 +110,8 @@ def _table(config: RunConfig, costs: StepCosts, lengths: Callable[[], Callable[[
     for heading in ("S", "W", "step s", "token/s", "gain", "trainer", "engines", "age", "mean", "lost"):
         table.add_column(heading, justify="right", no_wrap=True)
     base = 0.0
-    for limits in dict.fromkeys([*settings, own]):
+    rows = list(dict.fromkeys([*settings, own]))
+    for limits in track(rows, "simulating", console=console, transient=True, disable=not console.is_terminal):
         found = predict(config, limits, costs, lengths())
         base = base or found.tokens_per_second
         table.add_row(

@@ -1,0 +1,145 @@
+"""What `moerl plan run` prints, and the runs that it can be calibrated with."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from factories import QWEN3_30B, make_trajectory, write_hf_config
+
+from moerl.buffer.queue import QueueLimits
+from moerl.buffer.simulation import drawn_from
+from moerl.config.load import dump_config, load_plan
+from moerl.contract.disk import write_parquet
+from moerl.errors import ConfigError
+from moerl.launch.calibration import Device, calibrate, estimate
+from moerl.launch.plan_run import Workload, plan_run, predict
+from moerl.weights.estimate import Bandwidths
+
+H100 = Device(989, 3350, 0.3)
+LENGTHS = (4, 9, 30)
+RESPONSES = 24 * 8
+
+
+def make_run(folder: Path, *overrides: str, steps: int = 20, **changed: Any) -> Path:
+    """A run directory whose steps took 10 ms for a token, 1 ms for each of its rows, 2 ms for a prompt; 0.5 s and 0.1
+    ms for a token of training; 0.05 s for weights."""
+    folder.mkdir()
+    config = load_plan(["recipe=laptop", f"run_dir={folder}", *overrides])
+    (folder / "config.yaml").write_text(dump_config(config))
+    rng, rows = np.random.default_rng(0), list[dict[str, Any]]()
+    for step in range(steps):
+        mean, longest = float(rng.uniform(10, 20)), float(rng.integers(30, 72))
+        tokens = mean * RESPONSES
+        rollout = 0.010 * longest + 0.001 * tokens + 0.002 * RESPONSES
+        row = {
+            "stage": "rl",
+            "step": step + 1,
+            "response/length_mean": mean,
+            "response/length_max": longest,
+            "weights/stalled_seconds": 0.0,
+            "seconds/rollout": rollout,
+            "seconds/weights": 0.05,
+            "seconds/step": rollout + 0.5 + 0.0001 * tokens + 0.05,
+        }
+        rows.append({name: value for name, value in (row | changed).items() if value is not None})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "rollouts").mkdir()
+    trajectories = [make_trajectory(rng, num_sampled=n, rollout_id=f"r{n}") for n in LENGTHS]
+    write_parquet(folder / "rollouts" / "step-000010.parquet", trajectories)
+    return folder
+
+
+def test_the_costs_of_a_run_are_found_again(tmp_path: Path) -> None:
+    found = calibrate(make_run(tmp_path / "run"))
+    assert sorted(found.lengths) == list(LENGTHS)
+    assert found.num_steps == 19
+    costs = found.costs
+    assert (costs.decode_step, costs.decode_row) == pytest.approx((0.010, 0.001))
+    assert costs.prefill_row == pytest.approx(0.002)
+    assert (costs.train_step, costs.train_token) == pytest.approx((0.5, 0.0001))
+    assert (costs.publish, costs.stall) == pytest.approx((0.05, 0.0))
+
+
+def test_a_calibrated_prediction_is_the_step_that_was_measured(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    found, config = calibrate(folder), load_plan(["recipe=laptop", f"run_dir={tmp_path / 'new'}"])
+    # The dump stands for the run where its lengths are those of the run.
+    lengths = [10, 12, 15, 18, 20, 15, 50]
+    predicted = predict(config, QueueLimits(24), found.costs, drawn_from(lengths, 1))
+    mean = sum(lengths) / len(lengths)
+    wanted = 0.010 * 50 + RESPONSES * (0.001 * mean + 0.002) + 0.5 + 0.0001 * mean * RESPONSES + 0.05
+    assert predicted.step_seconds == pytest.approx(wanted, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "options", "seen"),
+    [
+        (["buffer.max_staleness=1", "rollout.placement=beside"], {}, "buffer.max_staleness 1"),
+        (["rollout.placement=beside"], {}, "rollout.placement beside"),
+        (["rollout.max_running=64"], {}, "rollout.max_running 64"),
+        ([], {"steps": 12}, "12 steps, 1 dumps"),
+        ([], {"response/length_max": None}, "steps without response/length_max"),
+    ],
+)
+def test_a_run_that_cannot_tell_costs_apart_is_refused(
+    overrides: list[str], options: dict[str, Any], seen: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(seen)):
+        calibrate(make_run(tmp_path / "run", *overrides, **options))
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no config\.yaml"):
+        calibrate(tmp_path)
+
+
+def test_operations_and_bytes_of_a_model_become_seconds(tmp_path: Path) -> None:
+    write_hf_config(tmp_path, **QWEN3_30B)
+    keys = ["recipe=pretrained", f"model.path='{tmp_path}'", "rollout=sglang", "rollout.tensor=2", "parallel.expert=8"]
+    config = load_plan(keys)
+    costs = estimate(config, H100, 1.0, mean_tokens=4096, prompt_tokens=512)
+    # 61 GB of weights through two memories of 3.35 TB/s at 60%.
+    assert costs.decode_step == pytest.approx(61.1e9 / (2 * 3350e9 * 0.6), rel=0.01)
+    # 3 x 2 x 3.0 billion active parameters a token, attention on top, on 8 devices at 30% of 989 TFLOP/s.
+    dense = 3 * 2 * 3.0e9 * (4608 / 4096) / (8 * 0.3 * 989e12)
+    assert dense < costs.train_token < 1.5 * dense
+    twice = estimate(config, replace(H100, tflops=2 * 989), 1.0, mean_tokens=4096, prompt_tokens=512)
+    assert twice.train_token == pytest.approx(costs.train_token / 2)
+    assert costs.publish == 1.0
+
+
+def test_the_table_has_a_row_for_each_setting_and_says_what_it_assumes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_hf_config(tmp_path, **QWEN3_30B)
+    keys = ["recipe=pretrained", f"model.path='{tmp_path}'", "rollout=sglang", "parallel.expert=8", "rl.group_size=8"]
+    config = load_plan([*keys, "rl.prompts_per_step=8", "buffer.max_staleness=1"])
+    workload, bandwidths = Workload(512, 128), Bandwidths(50e9, 50e9)
+    assert plan_run(config, run_dir=None, device=H100, workload=workload, bandwidths=bandwidths) == 0
+    text = capsys.readouterr().out
+    assert "8 devices train (parallel.expert=8 parallel.data=8), 1 engines of 1 sample" in text
+    assert "responses of 512 on average, log-normal" in text
+    rows = [line.split() for line in text.splitlines() if re.match(r" *\d+ +(\d+|drop) ", line)]
+    assert [(row[0], row[1]) for row in rows[:6]] == [
+        *(("0", "1"), ("1", "1"), ("2", "1"), ("4", "1"), ("8", "1")),
+        ("1", "16"),
+    ]
+    assert len(rows) == 13
+    assert rows[0][4] == "1.00"
+    assert all(int(row[7]) <= int(row[0]) for row in rows if row[1] in ("1", "drop"))
+
+
+def test_a_calibrated_table_names_its_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_run(tmp_path / "run")
+    config = load_plan(["recipe=laptop", f"run_dir={tmp_path / 'new'}"])
+    plan_run(config, run_dir=folder, device=H100, workload=Workload(1, 1), bandwidths=Bandwidths(1e9, 1e9))
+    text = capsys.readouterr().out
+    assert f"costs of 19 steps of {folder}" in text
+    assert "lengths of 3 responses" in text
+    assert "one token: 10 ms and 1 ms per response; a prompt: 2 ms; training: 0.5 s and 0.1 ms per token" in text
