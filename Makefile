@@ -6,7 +6,7 @@ BIN := .venv/bin
 # Test processes: as many as cores, each with one thread; tests that share an expensive set-up stay together.
 JOBS ?= auto
 
-.PHONY: setup lock sglang demo demo-sglang lint test test-slow test-distributed test-sglang test-chaos bench bench-sglang clean
+.PHONY: setup lock sglang demo demo-sglang lint test test-slow test-distributed test-sglang test-chaos bench bench-sglang golden clean
 
 setup: .venv/.ready
 
@@ -54,6 +54,10 @@ test-chaos: setup sglang
 # The environment of SGLang servers on CPU, beside our own; one of another version of the patches is renewed.
 sglang: setup
 	$(BIN)/moerl sglang install --device cpu
+
+# What other implementations compute (tests/golden), made again and compared; each package in a folder of its own.
+golden: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m scripts.golden
 
 bench: setup
 	for file in $$(ls bench/[a-z]*.py | grep -v -e _gpu -e rollout_wire); do $(BIN)/python $$file || exit 1; done

@@ -18,10 +18,10 @@ from _samples import Sizes
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moerl.algorithms.grpo import GRPO
 from moerl.batching.cost import sequence_flops
 from moerl.batching.packing import PackOptions, pack_for_ranks
 from moerl.batching.rows import Padding, build_microbatch, trajectory_rows
+from moerl.config.load import load_config
 from moerl.config.schema import OptimizerConfig
 from moerl.contract.batch import BatchTotals, Microbatch, TrainSample
 from moerl.contract.parallel import RankCoordinates
@@ -45,15 +45,7 @@ OPTIMIZER = OptimizerConfig(
 )
 
 
-_GRPO = GRPO(
-    name="grpo",
-    clip_low=0.2,
-    clip_high=0.28,
-    normalize_std=True,
-    importance_cap=2.0,
-    kl_coef=0.0,
-    kl_support="kept",
-)
+_GRPO = load_config(["recipe=laptop"], command="train").algorithm
 
 
 def make_trainer(layout: RankCoordinates, model: Path, sizes: Sizes, dtype: str = "float32") -> MegatronTrainer:

@@ -1,9 +1,11 @@
 """Samples trained per second with the engine beside the trainer, against taking turns; and what `moerl plan run` says.
 
-`python bench/overlap.py MODEL [--rounds N] [--steps N] [--json FILE]`, with the directory of the model that every run
-begins with, for example the `cold_start` of a laptop run. On a machine with two idle cores: runs of `recipe=laptop`,
-synchronous and with `rollout.placement=beside buffer.max_staleness=1`, in turns. The planner is calibrated with each
-synchronous run; its prediction for the other is the optimum: a trainer and an engine that do not slow each other down.
+`python bench/overlap.py MODEL [--engine sglang] [--rounds N] [--steps N] [--json FILE]`, with the directory of the
+model that every run begins with, for example the `cold_start` of a laptop run. On a machine with two idle cores: runs
+of `recipe=laptop`, synchronous and with `rollout.placement=beside buffer.max_staleness=1`, in turns; or, with `--engine
+sglang`, of `rollout=sglang` without staleness and with `buffer.max_staleness=1`, where updates interrupt what is being
+sampled. The planner is calibrated with each synchronous run; its prediction for the other is the optimum: a trainer and
+an engine that do not slow each other down.
 """
 
 from __future__ import annotations
@@ -27,7 +29,10 @@ from moerl.telemetry.sinks import METRICS_FILE, read_rows
 
 WARM_UP, SAMPLES = 3, 24 * 8
 FASTER, OPTIMUM, WITHIN = 1.5, 0.9, 0.15
-VARIANTS = {"in turns": [], "beside": ["rollout.placement=beside", "buffer.max_staleness=1"]}
+ENGINES = {
+    "embedded": {"in turns": [], "beside": ["rollout.placement=beside", "buffer.max_staleness=1"]},
+    "sglang": {"in turns": ["rollout=sglang"], "beside": ["rollout=sglang", "buffer.max_staleness=1"]},
+}
 QUIET = ["evaluation.every=0", "evaluation.heldout_problems=1", "evaluation.dev_problems=1", "checkpoint.every=0"]
 
 
@@ -64,16 +69,18 @@ def predicted(folder: Path, staleness: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
+    parser.add_argument("--engine", choices=ENGINES, default="embedded")
     parser.add_argument("--rounds", type=int, default=3, metavar="N")
-    parser.add_argument("--steps", type=int, default=24, metavar="N")
+    parser.add_argument("--steps", type=int, default=24, metavar="N", help="of a run; the planner needs 13 (24)")
     parser.add_argument("--json", type=Path, default=None, metavar="FILE")
     arguments = parser.parse_args()
     began, model = command_line(), arguments.model.resolve()
     ratios, own, optimum = list[float](), list[float](), list[float]()
-    taken: dict[str, list[Measured]] = {name: [] for name in VARIANTS}
+    variants = ENGINES[arguments.engine]
+    taken: dict[str, list[Measured]] = {name: [] for name in variants}
     with tempfile.TemporaryDirectory() as temporary:
         for number in range(arguments.rounds):
-            for name, extra in VARIANTS.items():
+            for name, extra in variants.items():
                 folder = Path(temporary) / f"{name.replace(' ', '-')}-{number}"
                 taken[name].append(run(model, folder, arguments.steps, extra))
                 print(f"round {number + 1} of {arguments.rounds}: {name}: {taken[name][-1].samples:.1f} samples/s")

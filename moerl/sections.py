@@ -34,6 +34,7 @@ Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Part = Annotated[float, Field(gt=0.0, lt=1.0)]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 FloatName = Literal["float32", "bfloat16"]
+SamplerFloatName = Literal["float32", "bfloat16", "float8"]
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
 """``package.module:function``."""
 

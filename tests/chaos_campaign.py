@@ -22,13 +22,16 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from moerl_runs import Finished, Runs, Sums, rows
+from sglang_live import ENVIRONMENT
 from waiting import eventually, is_alive
 
 from moerl.buffer.journal import Journal
@@ -39,6 +42,7 @@ from moerl.models.description import read_model
 from moerl.trainer.checkpoint import CHECKPOINTS, CheckpointStore
 
 STEPS, PER_STEP, MAX_LIVES = 8, 16, 40
+RUN_SECONDS = 900.0
 STOP_SECONDS, END_SECONDS = 2.0, 30.0
 ROLES = {
     "rank": b"moerl.ranks.process",
@@ -52,14 +56,13 @@ ROLES = {
 @dataclass(frozen=True)
 class Variant:
     """overrides: of the run. roles: of processes to disturb. is_ordered: its model does not depend on when things
-    happen. bound: of ages. start_seconds: before which nothing is disturbed."""
+    happen. bound: of ages."""
 
     name: str
     overrides: tuple[str, ...]
     roles: tuple[str, ...]
     is_ordered: bool
     bound: int = 0
-    start_seconds: float = 0.5
 
 
 VARIANTS = (
@@ -69,7 +72,6 @@ VARIANTS = (
         ("parallel.expert=2", "trainer.command_seconds=60"),
         ("controller", "rank"),
         True,
-        start_seconds=5.0,
     ),
     Variant(
         "engine beside",
@@ -77,15 +79,13 @@ VARIANTS = (
         ("controller", "engine", "reward worker"),
         False,
         bound=2,
-        start_seconds=4.0,
     ),
     Variant(
         "servers",
-        ("rollout=sglang", "rollout.servers=2", "buffer.max_staleness=1"),
+        ("rollout=sglang", "rollout.servers=2", f"rollout.environment={ENVIRONMENT}", "buffer.max_staleness=1"),
         ("controller", "server"),
         False,
         bound=1,
-        start_seconds=25.0,
     ),
 )
 
@@ -113,7 +113,7 @@ class Life:
         self._thread.start()
 
     def _live(self, runs: Runs, arguments: Sequence[str], sums: Sums) -> None:
-        self.finished = runs.run(*arguments, path=[sums.folder], timeout_seconds=300.0)
+        self.finished = runs.run(*arguments, path=[sums.folder], timeout_seconds=RUN_SECONDS)
 
     @property
     def is_over(self) -> bool:
@@ -179,21 +179,34 @@ def disturb(rng: random.Random, life: Life, variant: Variant) -> str:
     return f"{kind} {role}"
 
 
-def run_once(runs: Runs, sums: Sums, variant: Variant, folder: Path, rng: random.Random, tally: Tally) -> Path:
-    """A run through all its lives; what is wrong with it goes into the tally."""
-    run = folder / f"run-{tally.runs}"
-    arguments = [*sums.train(run), *variant.overrides, f"rl.steps={STEPS}", "dump.rollouts_every=1"]
+def run_once(
+    runs: Runs,
+    arguments: Sequence[str],
+    variant: Variant,
+    rng: random.Random,
+    tally: Tally,
+    *,
+    sums: Sums,
+    whole: float,
+) -> Path:
+    """A run through all its lives; what is wrong with it goes into the tally.
+
+    Args:
+        arguments: of the run. whole: seconds of an undisturbed one. Between two disturbances lies up to so much, so
+            that runs get on, however fast the machine is.
+    """
+    run = Path(arguments[-1].partition("=")[2].strip("'"))
     promised: dict[str, bytes] = {}
     tally.runs += 1
     for _ in range(MAX_LIVES):
         tally.lives += 1
         life, done = Life(runs, arguments, sums), ""
-        life.wait(variant.start_seconds + rng.uniform(0.0, 5.0))
+        life.wait(rng.uniform(0.0, whole))
         while not life.is_over:
             done = disturb(rng, life, variant)
             if done:
                 tally.disturbances[done] += 1
-            life.wait(rng.uniform(0.2, 4.0))
+            life.wait(rng.uniform(0.0, whole / 2))
         assert life.finished is not None, "the run neither went on nor ended"
         left = [f"{role} {pid}" for pid, role in life.seen.items() if not gone(pid)]
         tally.broken += [f"{run}: {each} outlived the run after {done}" for each in left]
@@ -280,15 +293,17 @@ def campaign(variant: Variant, arguments: argparse.Namespace, deadline: float, s
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         runs, sums = Runs(folder), Sums.write(folder)
+        runs.start()
         try:
-            undisturbed = b""
-            if variant.is_ordered:
-                whole = [*sums.train(folder / "whole"), *variant.overrides, f"rl.steps={STEPS}"]
-                finished = runs.run(*whole, "dump.rollouts_every=1", path=[sums.folder])
-                assert finished.status == 0, finished.output
-                undisturbed = model_of(folder / "whole")
+            began = time.monotonic()
+            finished = runs.run(
+                *arguments_of(folder / "whole", sums, variant), path=[sums.folder], timeout_seconds=RUN_SECONDS
+            )
+            assert finished.status == 0, finished.output
+            whole, undisturbed = time.monotonic() - began, model_of(folder / "whole")
             while tally.disturbances.total() < share and time.monotonic() < deadline and not tally.broken:
-                run = run_once(runs, sums, variant, folder, rng, tally)
+                chosen = arguments_of(folder / f"run-{tally.runs}", sums, variant)
+                run = run_once(runs, chosen, variant, rng, tally, sums=sums, whole=whole)
                 if variant.is_ordered and not tally.broken and model_of(run) != undisturbed:
                     tally.broken.append(f"{run}: another model than that of the undisturbed run")
         finally:
@@ -296,8 +311,18 @@ def campaign(variant: Variant, arguments: argparse.Namespace, deadline: float, s
     return tally
 
 
+def arguments_of(run: Path, sums: Sums, variant: Variant) -> list[str]:
+    """`moerl train` of a variant; the run directory comes last."""
+    *first, directory = sums.train(run)
+    return [*first, *variant.overrides, f"rl.steps={STEPS}", "dump.rollouts_every=1", directory]
+
+
 def model_of(run: Path) -> bytes:
     return (run / "final_model" / "model.safetensors").read_bytes()
+
+
+def facts_of(tally: Tally) -> dict[str, Any]:
+    return {each.name: getattr(tally, each.name) for each in fields(tally)} | {"disturbances": dict(tally.disturbances)}
 
 
 def main() -> int:
@@ -314,7 +339,12 @@ def main() -> int:
     deadline = began + 60 * arguments.minutes
 
     def one(variant: Variant) -> Tally:
-        tally = campaign(variant, arguments, deadline, share)
+        try:
+            tally = campaign(variant, arguments, deadline, share)
+        except Exception:
+            # Said now, and not when the last variant is done.
+            print(f"{variant.name}: the campaign itself failed\n{traceback.format_exc()}", flush=True)
+            raise
         print(text_of(tally), flush=True)
         return tally
 
@@ -324,8 +354,13 @@ def main() -> int:
     total = sum(tally.disturbances.total() for tally in tallies)
     print(f"{total} disturbances in {(time.monotonic() - began) / 60:.1f} minutes")
     if arguments.json:
-        facts = {"command": " ".join(["python", *sys.argv]), "seed": arguments.seed, "disturbances": total}
-        arguments.json.write_text(json.dumps({**facts, "variants": [asdict(t) for t in tallies]}, indent=2) + "\n")
+        facts: dict[str, Any] = {
+            "command": " ".join(["python", *sys.argv]),
+            "seed": arguments.seed,
+            "disturbances": total,
+        }
+        facts["variants"] = [facts_of(tally) for tally in tallies]
+        arguments.json.write_text(json.dumps(facts, indent=2) + "\n")
     return 1 if any(tally.broken for tally in tallies) else 0
 
 

@@ -211,8 +211,13 @@ def crafted_document(rng: Rng, document: bytes, message: Any, rest: bytes) -> tu
 def batches(_: Path) -> Attack:
     """Frames of microbatches: damaged ones, and sealed ones with a changed document."""
     trainable = [t for t in sample_trajectories() if t.turns[-1].sampling != GREEDY]
+    trainable += [
+        replace(t, lineage=replace(t.lineage, rollout_id=f"twin of {t.lineage.rollout_id}")) for t in trainable
+    ]
     samples = [TrainSample(t, t.sampled.astype(np.float32)) for t in trainable]
-    packed = pack_trajectories(samples, PackOptions(40), replay=True, uncaptured="live")
+    options = PackOptions(40, share_prompts=True)
+    packed = pack_trajectories(samples, options, replay=True, uncaptured="live")
+    assert any(batch.prefix_of is not None for batch in packed)
     frame = encode_batches(packed, {"tokens": 3.0})
     document, rest = split_document(frame, FrameKind.BATCHES)
     message = msgspec.msgpack.decode(document)

@@ -61,7 +61,7 @@ class Runs:
     ) -> Finished:
         """`moerl *arguments` in a fork. path: folders put in front of the import path. cwd: a folder of all runs."""
         if self._connection is None:
-            self._start()
+            self.start()
         assert self._connection is not None
         self._connection.send(
             {
@@ -91,7 +91,8 @@ class Runs:
             self._process.kill()
             self._process.wait()
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Starts it; it ends with the thread that does this."""
         ours, theirs = Pipe()
         self._process = subprocess.Popen(
             # The thread that Arrow's allocator starts for itself survives a fork; Python warns of any thread.

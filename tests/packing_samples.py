@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,3 +20,15 @@ def sample(num_tokens: int = 8, rollout_id: str = "rollout-0", **changes: Any) -
 def text(num_tokens: int) -> TextSample:
     loss_mask = np.arange(num_tokens) >= max(1, num_tokens // 2)
     return TextSample(np.arange(10, 10 + num_tokens, dtype=np.int32), loss_mask)
+
+
+def with_prompt_of(first: TrainSample, other: TrainSample) -> TrainSample:
+    """`other` with the prompt of `first`, tokens and routing: as if both were sampled of one prompt computed once."""
+    num_prompt = int(first.trajectory.sampled.argmax())
+    assert int(other.trajectory.sampled.argmax()) == num_prompt, "prompts of one length"
+    arrays = {"token_ids": num_prompt, "expert_ids": num_prompt - 1, "routed": num_prompt - 1}
+    changes = {
+        name: np.concatenate([getattr(first.trajectory, name)[:end], getattr(other.trajectory, name)[end:]])
+        for name, end in arrays.items()
+    }
+    return replace(other, trajectory=replace(other.trajectory, **changes))

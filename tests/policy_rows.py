@@ -8,19 +8,34 @@ from typing import Any
 
 import torch
 import yaml
+from pydantic import TypeAdapter
 from torch import Tensor
 
-from moerl.algorithms.grpo import GRPO
-from moerl.algorithms.policy import PolicyLoss, PolicyRows
+from moerl.algorithms.group_policy import GroupPolicy
+from moerl.algorithms.policy import PolicyLoss, PolicyRows, SampledTokens
+from moerl.algorithms.registry import AlgorithmConfig
 from moerl.algorithms.sequences import Sequences
 from moerl.contract.batch import BatchTotals
 
-GRPO_VALUES = Path(__file__).parents[1] / "configs" / "algorithm" / "grpo.yaml"
+FOLDER = Path(__file__).parents[1] / "configs" / "algorithm"
+PRESETS = sorted(file.stem for file in FOLDER.glob("*.yaml") if file.stem != "custom")
+LONGEST = 12
+"""Tokens of the longest response, in presets that ask for it."""
 
 
-def grpo(**changes: Any) -> GRPO:
+def preset(name: str, **changes: Any) -> GroupPolicy:
+    """An algorithm with the values of its file, and these changes."""
+    text = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8").replace("${rollout.max_new_tokens}", str(LONGEST))
+    values = yaml.safe_load(text.replace("overlong_buffer: 16", "overlong_buffer: 4"))
+    algorithm = TypeAdapter(AlgorithmConfig).validate_python(values | changes)
+    algorithm.check(group_size=8, minibatches=4)
+    assert isinstance(algorithm, GroupPolicy)
+    return algorithm
+
+
+def grpo(**changes: Any) -> GroupPolicy:
     """GRPO with the values that it has when nothing else is said, and these changes."""
-    return GRPO.model_validate(yaml.safe_load(GRPO_VALUES.read_text(encoding="utf-8")) | changes)
+    return preset("grpo", **changes)
 
 
 def policy_rows(trainer_T: Tensor, *, lengths: Sequence[int] | None = None, **given: Tensor) -> PolicyRows:
@@ -28,23 +43,37 @@ def policy_rows(trainer_T: Tensor, *, lengths: Sequence[int] | None = None, **gi
 
     Args:
         lengths: rows of each sequence; one sequence where not given.
-        given: proximal_T, rollout_T, advantages_T, mask_T, entropy_T, kl_T.
+        given: proximal_T, rollout_T, advantages_T, mask_T, entropy_T, kl_T, draws_T.
     """
     zeros_T = torch.zeros_like(trainer_T.detach())
     mask_T = given.get("mask_T", torch.ones(len(trainer_T), dtype=torch.bool))
     num_rows_N = torch.tensor([len(trainer_T)] if lengths is None else list(lengths))
-    sequences = Sequences(num_rows_N)
+    sequences, rollout_T = Sequences(num_rows_N), given.get("rollout_T", zeros_T)
+    tokens = SampledTokens(given.get("advantages_T", zeros_T)[mask_T].detach(), rollout_T[mask_T].detach())
+    even_T = torch.rand(len(mask_T), generator=torch.Generator().manual_seed(len(mask_T)))
     return PolicyRows(
         trainer_logprobs_T=trainer_T,
         proximal_logprobs_T=given.get("proximal_T", zeros_T),
-        rollout_logprobs_T=given.get("rollout_T", zeros_T),
+        rollout_logprobs_T=rollout_T,
         advantages_T=given.get("advantages_T", zeros_T),
         loss_mask_T=mask_T,
         entropy_T=given.get("entropy_T", zeros_T),
         sequences=sequences,
-        totals=BatchTotals(float(mask_T.sum()), float(len(sequences.row_ids()[mask_T].unique()))),
+        totals=BatchTotals(
+            float(mask_T.sum()), float(len(sequences.row_ids()[mask_T].unique())), facts_of_presets(tokens)
+        ),
+        draws_T=given.get("draws_T", even_T),
         kl_T=given.get("kl_T"),
     )
+
+
+def facts_of_presets(tokens: SampledTokens, **changes: Any) -> dict[str, float]:
+    """What every preset that wants to know something of the batch says of these tokens."""
+    return {
+        key: value
+        for name in ("clip_cov", "kl_cov")
+        for key, value in preset(name, **changes).batch_facts(tokens).items()
+    }
 
 
 class SequenceObjective:

@@ -69,19 +69,23 @@ def write_model(
     return path
 
 
-def make_samples(seed: int, lengths: Sequence[int], *, uncaptured: float = 0.0) -> list[TrainSample]:
+def make_samples(
+    seed: int, lengths: Sequence[int], *, uncaptured: float = 0.0, num_prompt: int | None = None
+) -> list[TrainSample]:
     """Trajectories of these lengths with random routes and kept sets; every third one was drawn from everything.
 
-    uncaptured: share of the routing rows that were not captured.
+    uncaptured: share of the routing rows that were not captured. num_prompt: tokens of each prompt, a third where not
+    given.
     """
     rng = np.random.default_rng(seed)
     samples = []
     for i, length in enumerate(lengths):
+        num_given = num_prompt or length // 3
         trajectory = make_trajectory(
             rng,
             SPEC,
-            num_prompt=length // 3,
-            num_sampled=length - length // 3,
+            num_prompt=num_given,
+            num_sampled=length - num_given,
             sampling=FULL if i % 3 == 2 else NUCLEUS,
             rollout_id=f"rollout-{seed}-{i}",
             unrouted=np.flatnonzero(rng.random(length - 1) < uncaptured) if uncaptured else (),
@@ -196,12 +200,18 @@ def build(
 
 
 def shares(
-    trainer: Any, samples: Sequence[TrainSample], *, token_budget: int = 64, uncaptured: Uncaptured = "reject"
+    trainer: Any,
+    samples: Sequence[TrainSample],
+    *,
+    token_budget: int = 64,
+    uncaptured: Uncaptured = "reject",
+    share_prompts: bool = False,
 ) -> tuple[list[Microbatch], float]:
     """This rank's shares of `samples` packed for the trainer's layout, and the trained tokens of all ranks."""
     layout = trainer.layout
     padding = Padding.of(layout.dims)
-    options = PackOptions(token_budget, padding, count_multiple=layout.dims.microbatch_multiple)
+    multiple = layout.dims.microbatch_multiple
+    options = PackOptions(token_budget, padding, count_multiple=multiple, share_prompts=share_prompts)
     ranks = pack_for_ranks(samples, layout.dims.data, options, replay=True, uncaptured=uncaptured)
     denominator = num_trained([batch for batches in ranks for batch in batches])
     return [cut_share(batch, trainer.layout) for batch in ranks[layout.data_rank]], denominator
@@ -260,7 +270,7 @@ def policy_loss(trainer: Any, batches: Sequence[Microbatch], denominator: float,
 
     from moerl.trainer.losses import PolicyGradientLoss, Scorer
 
-    scorer = Scorer(batches, keep_mask=options.pop("keep_mask", True))
+    scorer = Scorer(batches, options.pop("keep_mask", True), reference=options.pop("reference", None))
     totals = options.pop("totals", BatchTotals(denominator, float("nan")))
     return PolicyGradientLoss(scorer, options.pop("algorithm", grpo()), totals, trainer.layout, **options)
 

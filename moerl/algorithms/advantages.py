@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import math
+from typing import Literal
+
 import torch
 from torch import Tensor
 
 from moerl.errors import RewardError
 
+Baseline = Literal["mean", "leave_one_out", "none"]
 
-def group_advantages(rewards_B: Tensor, group_index_B: Tensor, *, normalize_std: bool, eps: float = 1e-6) -> Tensor:
+
+def group_advantages(
+    rewards_B: Tensor,
+    group_index_B: Tensor,
+    *,
+    normalize_std: bool,
+    eps: float = 1e-6,
+    baseline: Baseline = "mean",
+    episode_index_B: Tensor | None = None,
+) -> Tensor:
     """Reward of each rollout relative to the other rollouts of the same prompt.
 
     `A_i = r_i - mean(r)` over the group, divided by `std(r) + eps` with `normalize_std` (GRPO: Shao et al.
@@ -16,10 +29,15 @@ def group_advantages(rewards_B: Tensor, group_index_B: Tensor, *, normalize_std:
     prompts by how seldom their rewards differ. `std` is the sample deviation (n - 1). A group whose rewards
     are all equal, so also a group of one, gets exactly 0.
 
+    Other baselines: leave_one_out, the mean of the other episodes (RLOO: Ahmadian et al. 2024, arXiv:2402.14740); none,
+    the reward itself.
+
     Args:
         rewards_B: finite, any float dtype. group_index_B: int64; equal values form a group.
         normalize_std: divide by the group's deviation.
         eps: added to the deviation.
+        episode_index_B: int64; equal values form an episode, which lies in one group and counts once in it, with the
+            mean of its rewards. Every rollout is an episode where not given.
 
     Returns:
         float32 [B], computed in float64.
@@ -29,21 +47,93 @@ def group_advantages(rewards_B: Tensor, group_index_B: Tensor, *, normalize_std:
     """
     _check(rewards_B, group_index_B)
     rewards = rewards_B.double()
-    _, group_B = group_index_B.unique(return_inverse=True)
-    num_groups = int(group_B.max()) + 1 if len(group_B) else 0
-    zeros_G = rewards.new_zeros(num_groups)
-    count_G = zeros_G.index_add(0, group_B, torch.ones_like(rewards))
-    mean_G = zeros_G.index_add(0, group_B, rewards) / count_G
+    group_B = group_index_B.unique(return_inverse=True)[1]
+    zeros_G = rewards.new_zeros(int(group_B.max()) + 1 if len(group_B) else 0)
+    share_B, of_episode_B = torch.ones_like(rewards), rewards
+    if episode_index_B is not None:
+        episode_B = episode_index_B.unique(return_inverse=True)[1]
+        share_B = 1.0 / episode_B.bincount().double()[episode_B]
+        of_episode_B = torch.zeros_like(rewards).index_add(0, episode_B, share_B * rewards)[episode_B]
+    count_G = zeros_G.index_add(0, group_B, share_B)
+    mean_G = zeros_G.index_add(0, group_B, share_B * rewards) / count_G
     centered_B = rewards - mean_G[group_B]
     # Rounding of the mean would leave 1e-17 where all rewards are equal, which `std` then blows up.
     highest_G = zeros_G.scatter_reduce(0, group_B, rewards, "amax", include_self=False)
     lowest_G = zeros_G.scatter_reduce(0, group_B, rewards, "amin", include_self=False)
-    centered_B = torch.where((highest_G == lowest_G)[group_B], 0.0, centered_B)
+    from_mean_B = centered_B = torch.where((highest_G == lowest_G)[group_B], 0.0, centered_B)
+    if baseline == "leave_one_out":
+        # The mean of the others is as far from the mean of all as this, on the other side.
+        centered_B = centered_B + ((of_episode_B - mean_G[group_B]) / (count_G - 1).clamp(min=1)[group_B]).where(
+            (highest_G != lowest_G)[group_B], 0.0
+        )
+    elif baseline == "none":
+        centered_B = rewards
     if normalize_std:
-        square_sum_G = zeros_G.index_add(0, group_B, centered_B.square())
+        square_sum_G = zeros_G.index_add(0, group_B, share_B * from_mean_B.square())
         std_G = (square_sum_G / (count_G - 1).clamp(min=1)).sqrt()
         centered_B = centered_B / (std_G + eps)[group_B]
     return centered_B.float()
+
+
+def pass_at_k_advantages(rewards_B: Tensor, group_index_B: Tensor, k: int) -> Tensor:
+    """What each rollout adds to the best of k: the mean of `max(r_i, max(S)) - max(S)` over all sets S of k - 1 others
+    of its group. float32 [B], computed in float64.
+
+    The mean over rollouts of k times these, with the gradients of their log-probs, is an unbiased gradient of E[max of
+    k rewards], with binary rewards pass@k, with a leave-one-out baseline (PKPO: Walder and Karkhanis 2025,
+    arXiv:2505.15201). Never negative. Where k is the size of the group, the best rollout gets its lead over the second,
+    and the others 0.
+
+    Args:
+        rewards_B: finite, any float dtype. group_index_B: int64; equal values form a group.
+        k: at least 2. A group that is smaller, because rollouts were refused, counts by the best of as many as it has;
+            a rollout without others gets 0.
+
+    Raises:
+        RewardError: shapes differ, or a reward is not finite.
+    """
+    _check(rewards_B, group_index_B)
+    out_B = torch.zeros(len(rewards_B), dtype=torch.float64)
+    for group in group_index_B.unique().tolist():
+        at_n = torch.nonzero(group_index_B == group)[:, 0]
+        size = len(at_n)
+        chosen = min(k, size)
+        if chosen < 2:
+            continue
+        rewards_n, order_n = rewards_B[at_n].double().sort()
+        values = rewards_n.tolist()
+        # In ascending order; of the sets S, those whose largest member stands at j < i are C(j, k - 2).
+        sets = math.comb(size - 1, chosen - 1)
+        gains = [sum((values[i] - values[j]) * math.comb(j, chosen - 2) for j in range(i)) / sets for i in range(size)]
+        out_B[at_n[order_n]] = torch.tensor(gains, dtype=torch.float64)
+    return out_B.float()
+
+
+def whitened(advantages_B: Tensor, num_tokens_B: Tensor, *, eps: float = 1e-8) -> Tensor:
+    """`(A - mean(A)) / (std(A) + eps)` over all sampled tokens of the batch: float32 [B], computed in float64.
+
+    Each rollout counts with its tokens. `std` is that of the population. REINFORCE++ (Hu et al. 2025,
+    arXiv:2501.03262). Equal advantages give exactly 0.
+
+    Args:
+        advantages_B: float. num_tokens_B: int64, sampled tokens of each rollout.
+    """
+    values_B, tokens_B = advantages_B.double(), num_tokens_B.double()
+    if not len(values_B) or bool(values_B.amax() == values_B.amin()):
+        return torch.zeros_like(advantages_B, dtype=torch.float32)
+    mean = (values_B * tokens_B).sum() / tokens_B.sum()
+    std = ((values_B - mean).square() * tokens_B).sum().div(tokens_B.sum()).sqrt()
+    return ((values_B - mean) / (std + eps)).float()
+
+
+def less_when_overlong(rewards_B: Tensor, num_tokens_B: Tensor, limit: int, buffer: int, factor: float) -> Tensor:
+    """`r - factor clip((tokens - (limit - buffer)) / buffer, 0, inf)`: float [B].
+
+    DAPO's soft overlong punishment (Yu et al. 2025, arXiv:2503.14476): nothing up to `limit - buffer` sampled tokens,
+    `factor` at `limit`.
+    """
+    exceeded_B = (num_tokens_B - (limit - buffer)).clamp(min=0).to(rewards_B.dtype)
+    return rewards_B - factor * exceeded_B / buffer
 
 
 def _check(rewards_B: Tensor, group_index_B: Tensor) -> None:

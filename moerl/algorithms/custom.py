@@ -37,7 +37,11 @@ class Custom(AlgorithmSection):
     def reference_kl(self) -> Literal["kept", "full"] | None:
         return self.kl_support
 
-    def check_files(self) -> None:
+    def describe(self) -> str:
+        given = "advantages of GRPO" if self.advantages is None else f"advantages of {self.advantages}"
+        return f"loss of {self.loss}, {given}"
+
+    def check(self, *, group_size: int, minibatches: int) -> None:
         check_function("algorithm.loss", self.loss)
         if self.advantages is not None:
             check_function("algorithm.advantages", self.advantages)
@@ -51,7 +55,10 @@ class Custom(AlgorithmSection):
         from moerl.algorithms import toolbox
 
         if self.advantages is None:
-            return toolbox.group_advantages(batch.rewards_B, batch.group_index_B, normalize_std=True)
+            episodes_B = batch.episode_index_B
+            return toolbox.group_advantages(
+                batch.rewards_B, batch.group_index_B, normalize_std=True, episode_index_B=episodes_B
+            )
         advantages_B = load_function("algorithm.advantages", self.advantages)(batch, **self.advantages_options)
         expected = f"a float tensor of {len(batch.rewards_B)} finite numbers, one per rollout"
         is_tensor = isinstance(advantages_B, toolbox.Tensor) and advantages_B.is_floating_point()

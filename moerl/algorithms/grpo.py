@@ -1,4 +1,4 @@
-"""GRPO with decoupled clipping, truncated importance sampling and an exact KL penalty."""
+"""Group-relative policy optimisation: PPO's clipped surrogate on advantages within groups."""
 
 from __future__ import annotations
 
@@ -6,53 +6,32 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from moerl.algorithms.section import AlgorithmSection
-from moerl.sections import NonNegative, Positive
+from moerl.algorithms.group_policy import GroupPolicy
+from moerl.sections import Positive
 
 if TYPE_CHECKING:
-    from moerl.algorithms.toolbox import PolicyLoss, PolicyRows, RewardedBatch, Tensor
+    from moerl.algorithms.toolbox import PolicyRows, Tensor, TokenLosses
 
 
-class GRPO(AlgorithmSection):
-    """Group-relative policy optimisation (Shao et al. 2024, arXiv:2402.03300).
+class GRPO(GroupPolicy):
+    """Shao et al. 2024, arXiv:2402.03300. Per token, `-w min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)`.
 
-    Per token, `-w min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) + kl_coef KL`, averaged over all trained tokens of
-    the batch. Asymmetric bounds: DAPO (arXiv:2503.14476). Without `normalize_std`: Dr. GRPO (arXiv:2503.20783).
+    Asymmetric bounds: DAPO (arXiv:2503.14476). With `dual_clip` a token with A < 0 adds at most `-dual_clip A` (Ye et
+    al. 2020, arXiv:1912.09729). Without `normalize_std`: Dr. GRPO (arXiv:2503.20783).
     """
 
     name: Literal["grpo"] = Field(description="Algorithm.")
     clip_low: Annotated[float, Field(gt=0.0, le=1.0)] = Field(description="Ratios below 1 - clip_low are clipped.")
     clip_high: Positive = Field(description="Ratios above 1 + clip_high are clipped.")
-    normalize_std: bool = Field(description="Divide advantages by the standard deviation of their group.")
-    importance_cap: Annotated[float, Field(ge=1.0)] = Field(
-        description="Cap of the truncated importance weight between sampler and trainer, at least 1."
-    )
-    kl_coef: NonNegative = Field(
-        description="Weight of the exact KL to the starting model in the loss; 0 = no reference model."
-    )
-    kl_support: Literal["kept", "full"] = Field(
-        description="Ids that the KL sums over: kept = each token's kept set, both models renormalised inside it (the"
-        " full vocabulary if nothing was cut); full = always the full vocabulary."
+    dual_clip: Annotated[float, Field(gt=1.0)] | None = Field(
+        description="Ratio at which tokens with a negative advantage stop, above 1; null = they do not."
     )
 
-    @property
-    def reference_kl(self) -> Literal["kept", "full"] | None:
-        return self.kl_support if self.kl_coef > 0.0 else None
-
-    def compute_advantages(self, batch: RewardedBatch) -> Tensor:
-        from moerl.algorithms.toolbox import group_advantages
-
-        return group_advantages(batch.rewards_B, batch.group_index_B, normalize_std=self.normalize_std)
-
-    def compute_loss(self, rows: PolicyRows) -> PolicyLoss:
+    def token_losses(self, rows: PolicyRows, weights_T: Tensor) -> TokenLosses:
         from moerl.algorithms import toolbox
 
-        weights_T = toolbox.truncated_importance_weights(
-            rows.proximal_logprobs_T, rows.rollout_logprobs_T, self.importance_cap
-        )
-        clipped = toolbox.clipped_policy_loss(rows, weights_T, self.clip_low, self.clip_high)
-        losses_T = clipped.loss_T
-        if self.kl_coef > 0.0:
-            losses_T = toolbox.kl_penalty(losses_T, rows, self.kl_coef)
-        loss = toolbox.token_mean(losses_T, rows.loss_mask_T, rows.totals.num_tokens)
-        return toolbox.PolicyLoss(loss, losses_T, clipped.clipped_T)
+        return toolbox.clipped_policy_loss(rows, weights_T, self.clip_low, self.clip_high, self.dual_clip)
+
+    def objective(self) -> str:
+        dual = "" if self.dual_clip is None else f", at most -{self.dual_clip:g} A where A < 0"
+        return f"-w min(r A, clip(r, {1 - self.clip_low:g}, {1 + self.clip_high:g}) A){dual}"

@@ -29,9 +29,11 @@ class PolicyRows:
         own on the first update of a batch). No gradient.
     rollout_logprobs_T: float32; as the engine reported them. No gradient.
     advantages_T: float32. loss_mask_T: bool; True on tokens to train on.
-    entropy_T: float32; of the distribution that `trainer_logprobs_T` are of. No gradient.
+    entropy_T: float32; of the distribution that `trainer_logprobs_T` are of, with gradient.
     kl_T: float32; exact KL to the reference per token, with gradient. None unless `PolicyObjective.reference_kl`.
-    sequences: which rows belong together. totals: of the whole batch; what a denominator is made of.
+    sequences: which rows belong together. totals: of the whole batch; what a denominator is made of, and what the
+        algorithm said of it (`Algorithm.batch_facts`).
+    draws_T: float32; evenly drawn from [0, 1) for each token of each rollout, the same in every layout.
     """
 
     trainer_logprobs_T: Tensor
@@ -42,6 +44,7 @@ class PolicyRows:
     entropy_T: Tensor
     sequences: Sequences
     totals: BatchTotals
+    draws_T: Tensor
     kl_T: Tensor | None = None
 
     def sequence_sum(self, values_T: Tensor) -> Tensor:
@@ -62,13 +65,15 @@ class PolicyLoss:
 
     loss: scalar, differentiable; this rank's part of the loss of the batch. Parts are added over microbatches, context-
         and data-parallel ranks, so a mean divides by numbers of the whole batch: `token_mean` and `PolicyRows.totals`.
-    losses_T: float32; loss of each token before any denominator. clipped_T: bool; where the gradient was cut. Both are
-        for reports; None where there is no such thing.
+    losses_T: float32; loss of each token before any denominator. clipped_T: bool; where the gradient was cut. All are
+        for reports; None where there is no such thing. weights_T: float32, the correction of each token, 0 where it is
+        left out; None where there is none.
     """
 
     loss: Tensor
     losses_T: Tensor | None = None
     clipped_T: Tensor | None = None
+    weights_T: Tensor | None = None
 
 
 class PolicyObjective(Protocol):
@@ -85,22 +90,44 @@ class PolicyObjective(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class SampledTokens:
+    """The trained tokens of what one optimizer step works on, N of them: both float32 [N], in no particular order."""
+
+    advantages_N: Tensor
+    rollout_logprobs_N: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class RewardedBatch:
     """What advantages are made from; one entry per rollout.
 
-    rewards_B: float32. group_index_B: int64; rollouts of one prompt have the same. num_tokens_B: int64; sampled tokens.
-    truncated_B: bool; True where the response was cut off at its longest length.
+    rewards_B: float32. group_index_B: int64; rollouts of one prompt have the same. episode_index_B: int64; rollouts
+    that are parts of one episode have the same. num_tokens_B: int64; sampled tokens. truncated_B: bool; True where the
+    response was cut off at its longest length.
+    kl_B: float32, exact KL to the reference of the weights that the batch met, summed over the tokens of each rollout;
+    None unless `Algorithm.kl_in_reward`.
     """
 
     rewards_B: Tensor
     group_index_B: Tensor
+    episode_index_B: Tensor
     num_tokens_B: Tensor
     truncated_B: Tensor
+    kl_B: Tensor | None = None
 
 
 class Algorithm(PolicyObjective, Protocol):
     """Turns rewards into advantages, and log-probs into a loss."""
 
+    @property
+    def kl_in_reward(self) -> bool:
+        """Whether advantages are computed from `RewardedBatch.kl_B`."""
+        ...
+
     def compute_advantages(self, batch: RewardedBatch) -> Tensor:
         """float32 [B]: one advantage per rollout, of all its sampled tokens."""
+        ...
+
+    def batch_facts(self, tokens: SampledTokens) -> dict[str, float]:
+        """Finite numbers by name about all tokens of an optimizer step, which `compute_loss` gets in `totals.facts`."""
         ...

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from torch import Tensor
 
+from moerl.algorithms.policy import PolicyRows
 from moerl.contract.reasons import Reason
 from moerl.errors import ContractError
 
@@ -33,3 +36,25 @@ def token_mean(loss_T: Tensor, loss_mask_T: Tensor, denominator: float) -> Tenso
             remedy="skip a batch that has nothing to train on before the forward pass",
         )
     return loss_T.masked_fill(~loss_mask_T, 0.0).sum() / denominator
+
+
+def reduced(
+    loss_T: Tensor, rows: PolicyRows, how: Literal["token_mean", "sequence_mean", "constant"], length: int | None
+) -> Tensor:
+    """This rank's part of the loss of the batch; parts are added over microbatches and ranks.
+
+    token_mean: `sum of loss / trained tokens`, as above. sequence_mean: the mean over responses of the mean over their
+    tokens (GRPO as first published, GSPO). constant: `sum of loss / (responses x length)`, so that a token weighs the
+    same in every response and every batch (Dr. GRPO, arXiv:2503.20783). Tokens and responses are those of the whole
+    batch.
+
+    Raises:
+        ContractError: nothing is trained.
+    """
+    match how:
+        case "token_mean":
+            return token_mean(loss_T, rows.loss_mask_T, rows.totals.num_tokens)
+        case "sequence_mean":
+            return token_mean(loss_T / rows.sequence_lengths(), rows.loss_mask_T, rows.totals.num_sequences)
+        case "constant":
+            return token_mean(loss_T, rows.loss_mask_T, rows.totals.num_sequences * (length or 0))

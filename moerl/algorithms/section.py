@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from moerl.sections import Section
 
 if TYPE_CHECKING:
-    from moerl.algorithms.toolbox import PolicyLoss, PolicyRows, RewardedBatch, Tensor
+    from moerl.algorithms.toolbox import PolicyLoss, PolicyRows, RewardedBatch, SampledTokens, Tensor
 
 
 class AlgorithmSection(Section):
@@ -25,8 +25,26 @@ class AlgorithmSection(Section):
         """Ids that the KL to the reference sums over; None where no reference model is needed."""
         return None
 
-    def check_files(self) -> None:
-        """Checks what the keys name, as far as that needs no torch. Raises `ConfigError`."""
+    @property
+    def kl_in_reward(self) -> bool:
+        """Whether `compute_advantages` needs `RewardedBatch.kl_B`, which costs a pass over the batch beforehand."""
+        return False
+
+    @property
+    def interpolates_proximal(self) -> bool:
+        """Whether the log-probs that the batch met are interpolated after its first update, not computed before it."""
+        return False
+
+    def describe(self) -> str:
+        """What is computed, with the numbers in force; printed as a run starts."""
+        return str(self.name)
+
+    def check(self, *, group_size: int, minibatches: int) -> None:
+        """Checks the keys together, with those of the loop, and what they name, as far as that needs no torch.
+
+        Raises:
+            ConfigError: they do not go together.
+        """
 
     def load(self) -> None:
         """Imports what the keys name, so that errors come before a model is built. Raises `ConfigError`."""
@@ -34,6 +52,10 @@ class AlgorithmSection(Section):
     @abstractmethod
     def compute_advantages(self, batch: RewardedBatch) -> Tensor:
         """float32 [B]: one advantage per rollout, of all its sampled tokens."""
+
+    def batch_facts(self, tokens: SampledTokens) -> dict[str, float]:
+        """Finite numbers by name about all tokens of an optimizer step, which `compute_loss` gets in `totals.facts`."""
+        return {}
 
     @abstractmethod
     def compute_loss(self, rows: PolicyRows) -> PolicyLoss:

@@ -6,29 +6,57 @@ user's own imports it as usual: ``from moerl.algorithms.toolbox import PolicyLos
 
 from torch import Tensor
 
-from moerl.algorithms.advantages import group_advantages
-from moerl.algorithms.importance import truncated_importance_weights
+from moerl.algorithms.advantages import group_advantages, less_when_overlong, pass_at_k_advantages, whitened
+from moerl.algorithms.covariance import covariances, mean_facts, row_covariances
+from moerl.algorithms.importance import (
+    Bounds,
+    importance_weights,
+    on_policy_enough,
+    within_band,
+)
 from moerl.algorithms.kl import k3_estimate, kl_penalty
-from moerl.algorithms.losses import TokenLosses, clipped_policy_loss
-from moerl.algorithms.policy import Algorithm, PolicyLoss, PolicyObjective, PolicyRows, RewardedBatch
+from moerl.algorithms.losses import (
+    TokenLosses,
+    binary_divergence,
+    clipped_policy_loss,
+    clipped_surrogate,
+    gated_policy_loss,
+    log_ratio,
+)
+from moerl.algorithms.policy import Algorithm, PolicyLoss, PolicyObjective, PolicyRows, RewardedBatch, SampledTokens
 from moerl.algorithms.ratios import bounded
-from moerl.algorithms.reduction import token_mean
+from moerl.algorithms.reduction import reduced, token_mean
 from moerl.contract.batch import BatchTotals
 
 __all__ = [
     "Algorithm",
     "BatchTotals",
+    "Bounds",
     "PolicyLoss",
     "PolicyObjective",
     "PolicyRows",
     "RewardedBatch",
+    "SampledTokens",
     "Tensor",
     "TokenLosses",
+    "binary_divergence",
     "bounded",
     "clipped_policy_loss",
+    "clipped_surrogate",
+    "covariances",
+    "gated_policy_loss",
     "group_advantages",
+    "importance_weights",
     "k3_estimate",
     "kl_penalty",
+    "less_when_overlong",
+    "log_ratio",
+    "mean_facts",
+    "on_policy_enough",
+    "pass_at_k_advantages",
+    "reduced",
+    "row_covariances",
     "token_mean",
-    "truncated_importance_weights",
+    "whitened",
+    "within_band",
 ]

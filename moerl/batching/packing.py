@@ -14,15 +14,20 @@ import numpy as np
 
 from moerl.batching.cost import SequenceCost
 from moerl.batching.partition import Pack, plan_packs
-from moerl.batching.rows import Padding, build_microbatch, text_rows, trajectory_rows
+from moerl.batching.prefixes import Family, alone, find_families
+from moerl.batching.rows import Padding, Rows, build_microbatch, text_rows, trajectory_rows
 from moerl.contract.batch import Microbatch, TextSample, TrainSample
 from moerl.contract.reasons import Reason
 from moerl.contract.routing import rollout_key
+from moerl.contract.shares import prefix_lengths
 from moerl.contract.trajectory import ModelSpec
 from moerl.errors import ConfigError, ContractError
 
 Uncaptured = Literal["reject", "live"]
 """What happens to rows without captured routing: the batch is refused, or the trainer's own router decides there."""
+
+_PARTS_OF_A_RANK = 8
+"""Where several ranks have to be balanced, samples that share rows are no more than such a part of a rank's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +36,15 @@ class PackOptions:
 
     token_budget: most rows of a microbatch, padding included; a longer sample has a microbatch of its own.
     padding: what the layout needs. count_multiple: ranks get a multiple of this many microbatches, as an interleaved
-    pipeline schedule needs. cost: what ranks are balanced by; rows alone where not given.
+    pipeline schedule needs. cost: what ranks are balanced by; rows alone where not given. share_prompts: rows that
+    several samples begin with are packed once.
     """
 
     token_budget: int
     padding: Padding = field(default_factory=Padding)
     count_multiple: int = 1
     cost: SequenceCost = field(default_factory=SequenceCost)
+    share_prompts: bool = False
 
 
 def pack_trajectories(
@@ -78,11 +85,17 @@ def pack_for_ranks(
     """
     spec = _common_spec(samples)
     _refuse_repeated_rollouts(samples)
-    plan = _plan([len(sample.trajectory) - 1 for sample in samples], num_ranks, options)
+    families = _families(samples, num_ranks, options)
+    sizes = [family.size(samples, options.padding) for family in families]
+    costs = [family.cost(samples, options.padding, options.cost) for family in families]
+    plan = _plan(sizes, costs, num_ranks, options)
 
     def build(pack: Pack) -> Microbatch:
-        rows = [trajectory_rows(samples[i], i, replay=replay, uncaptured=uncaptured) for i in pack]
-        return build_microbatch(rows, options.padding, spec if replay else None)
+        sequences: list[Rows] = []
+        for family in (families[i] for i in pack):
+            rows = [trajectory_rows(samples[i], i, replay=replay, uncaptured=uncaptured) for i in family.members]
+            sequences += family.sequences(rows, len(sequences))
+        return build_microbatch(sequences, options.padding, spec if replay else None)
 
     return [[build(pack) for pack in packs] for packs in plan]
 
@@ -94,7 +107,8 @@ def pack_text_for_ranks(samples: Sequence[TextSample], num_ranks: int, options: 
         ContractError: A sequence is too short, or its loss mask does not fit.
         ConfigError: the budget does not hold one padded row.
     """
-    plan = _plan([len(sample.token_ids) - 1 for sample in samples], num_ranks, options)
+    sizes = [options.padding.padded(len(sample.token_ids) - 1) for sample in samples]
+    plan = _plan(sizes, [options.cost(size) for size in sizes], num_ranks, options)
     return [
         [build_microbatch([text_rows(samples[i], i) for i in pack], options.padding, None) for pack in packs]
         for packs in plan
@@ -120,16 +134,38 @@ def packing_metrics(ranks: Sequence[Sequence[Microbatch]], options: PackOptions)
         "packing/cost_max_over_mean": float(costs_RM.sum(1).max() / mean),
         "packing/lockstep_over_mean": float(costs_RM.max(0).sum() / mean),
         "packing/microbatches": float(costs_RM.shape[1]),
+        "packing/shared_rows": sum(_num_shared(batch) for batch in batches) / max(num_real, 1),
     }
 
 
 def _batch_cost(batch: Microbatch, cost: SequenceCost) -> float:
-    lengths, is_sample = np.diff(batch.cu_seqlens), batch.sample_index[batch.cu_seqlens[:-1]] >= 0
-    return sum(cost(int(length)) for length in lengths[is_sample])
+    is_sample = batch.sample_index[batch.cu_seqlens[:-1]] >= 0
+    lengths, before = np.diff(batch.cu_seqlens)[is_sample], prefix_lengths(batch.cu_seqlens, batch.prefix_of)[is_sample]
+    return sum(cost(first + rows) - cost(first) for first, rows in zip(before.tolist(), lengths.tolist(), strict=True))
 
 
-def _plan(num_rows: Sequence[int], num_ranks: int, options: PackOptions) -> list[list[Pack]]:
-    """Packs per rank, equally many on each; an empty pack stands for a microbatch of pad rows."""
+def _num_shared(batch: Microbatch) -> int:
+    """Rows that are not packed because those of another sample stand for them."""
+    before = prefix_lengths(batch.cu_seqlens, batch.prefix_of)
+    used = np.zeros(0, np.int32) if batch.prefix_of is None else np.unique(batch.prefix_of[batch.prefix_of >= 0])
+    return int(before.sum() - np.diff(batch.cu_seqlens)[used].sum())
+
+
+def _families(samples: Sequence[TrainSample], num_ranks: int, options: PackOptions) -> list[Family]:
+    """Samples that go into one microbatch together: small enough for it, and for ranks to be balanced with them."""
+    if not options.share_prompts:
+        return alone(samples)
+    num_rows = sum(len(sample.trajectory) - 1 for sample in samples)
+    even = num_rows // (_PARTS_OF_A_RANK * num_ranks) if num_ranks > 1 else num_rows
+    return find_families(samples, options.padding, min(options.token_budget, even))
+
+
+def _plan(sizes: Sequence[int], costs: Sequence[float], num_ranks: int, options: PackOptions) -> list[list[Pack]]:
+    """Packs per rank, equally many on each; an empty pack stands for a microbatch of pad rows.
+
+    Args:
+        sizes: rows of what is packed, with their padding. costs: of the same.
+    """
     padding, budget = options.padding, options.token_budget
     if padding.unit > budget:
         raise ConfigError(
@@ -138,8 +174,6 @@ def _plan(num_rows: Sequence[int], num_ranks: int, options: PackOptions) -> list
             expected=f"at least {padding.unit}",
             remedy="raise trainer.microbatch_tokens",
         )
-    sizes = [padding.padded(rows) for rows in num_rows]
-    costs = [options.cost(size) for size in sizes]
     return plan_packs(sizes, costs, num_ranks, budget - budget % padding.unit, count_multiple=options.count_multiple)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -51,30 +51,59 @@ class Padding:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """One sequence of T input rows. Fields as in `Microbatch`, over this sequence alone; `key` is its
-    salt."""
+    """One sequence of T input rows. Fields as in `Microbatch`, over this sequence alone.
+
+    key: its salt. first: position of its first row. prefix: index of the sequence that comes before it, or -1.
+    """
 
     input_ids: NDArray[np.integer]
     target_ids: NDArray[np.integer]
     loss_mask: NDArray[np.bool_]
     advantages: NDArray[np.float32]
     rollout_logprobs: NDArray[np.float32]
-    kept_logmass: NDArray[np.float32]
+    versions: NDArray[np.integer]
     temperatures: NDArray[np.float32]
     kept: KeptSets
     truncated: NDArray[np.bool_]
     sample_index: int
     routed: NDArray[np.bool_]
     expert_ids: NDArray[np.uint8] | NDArray[np.uint16] | None = None
-    checksums: NDArray[np.uint64] | None = None
     key: int = 0
+    first: int = 0
+    prefix: int = -1
 
     def __len__(self) -> int:
         return len(self.input_ids)
 
+    def until(self, stop: int, key: int) -> Rows:
+        """The rows before `stop`, as a sequence of their own under the salt `key`."""
+        return replace(self._part(slice(0, stop)), key=key)
+
+    def after(self, start: int, prefix: int) -> Rows:
+        """The rows from `start` on, which go on from the sequence `prefix`."""
+        return replace(self._part(slice(start, len(self))), first=start, prefix=prefix)
+
+    def _part(self, rows: slice) -> Rows:
+        parts = {name: getattr(self, name)[rows] for name in _PER_ROW}
+        experts = None if self.expert_ids is None else self.expert_ids[rows]
+        return replace(self, **parts, kept=slice_kept_sets(self.kept, rows.start, rows.stop), expert_ids=experts)
+
+
+_PER_ROW = (
+    "input_ids",
+    "target_ids",
+    "loss_mask",
+    "advantages",
+    "rollout_logprobs",
+    "versions",
+    "temperatures",
+    "truncated",
+    "routed",
+)
+
 
 def trajectory_rows(sample: TrainSample, sample_index: int, *, replay: bool, uncaptured: str = "reject") -> Rows:
-    """The S - 1 rows of a trajectory, with its routing and their checksums where `replay`.
+    """The S - 1 rows of a trajectory, with its routing where `replay`.
 
     uncaptured: what happens to rows without captured routing, as in `pack_for_ranks`.
     """
@@ -82,22 +111,20 @@ def trajectory_rows(sample: TrainSample, sample_index: int, *, replay: bool, unc
     _check_trainable(sample)
     if replay and uncaptured == "reject":
         _check_routed(trajectory)
-    key = rollout_key(trajectory.lineage.rollout_id)
     return Rows(
         input_ids=trajectory.token_ids[:-1],
         target_ids=trajectory.token_ids[1:],
         loss_mask=trajectory.sampled[1:],
         advantages=sample.advantages[1:],
         rollout_logprobs=trajectory.rollout_logprobs[1:],
-        kept_logmass=trajectory.kept_logmass[1:],
+        versions=trajectory.policy_versions[1:],
         temperatures=trajectory.temperatures[1:],
         kept=slice_kept_sets(trajectory.kept, 1, len(trajectory)),
         truncated=trajectory.truncated[1:],
         sample_index=sample_index,
         routed=trajectory.routed,
         expert_ids=trajectory.expert_ids if replay else None,
-        checksums=routing_checksums(key, trajectory.expert_ids, trajectory.routed) if replay else None,
-        key=key,
+        key=rollout_key(trajectory.lineage.rollout_id),
     )
 
 
@@ -141,10 +168,12 @@ def build_microbatch(sequences: Sequence[Rows], padding: Padding, spec: ModelSpe
     Args:
         spec: the model whose routing is attached to every sequence; None where none is.
     """
-    lengths, key_of = [padding.padded(len(rows)) for rows in sequences], [rows.key for rows in sequences]
+    lengths = [padding.padded(len(rows)) for rows in sequences]
+    origins = [(rows.key, rows.first, rows.prefix) for rows in sequences]
     num_last = -sum(lengths) % padding.unit if sequences else padding.unit
     if num_last:
-        lengths, key_of = [*lengths, num_last], [*key_of, 0]
+        lengths, origins = [*lengths, num_last], [*origins, (0, 0, -1)]
+    key_of, first_of, prefix_of = zip(*origins, strict=True)
     cu_seqlens = np.concatenate([[0], np.cumsum(lengths)])
     fill = _Filler(sequences, cu_seqlens)
     sample_index = np.full(fill.num_rows, -1, np.int32)
@@ -154,13 +183,13 @@ def build_microbatch(sequences: Sequence[Rows], padding: Padding, spec: ModelSpe
     return Microbatch(
         input_ids=fill("input_ids", np.int64, 0),
         target_ids=fill("target_ids", np.int64, 0),
-        position_ids=np.arange(fill.num_rows) - np.repeat(cu_seqlens[:-1], lengths),
+        position_ids=np.arange(fill.num_rows) - np.repeat(cu_seqlens[:-1] - first_of, lengths),
         cu_seqlens=cu_seqlens.astype(np.int32),
         loss_mask=fill("loss_mask", np.bool_, False),
         is_pad=is_pad,
         advantages=fill("advantages", np.float32, 0),
         rollout_logprobs=fill("rollout_logprobs", np.float32, 0),
-        kept_logmass=fill("kept_logmass", np.float32, 0),
+        versions=fill("versions", np.int64, -1),
         temperatures=fill("temperatures", np.float32, 1),
         kept=fill.kept_sets(),
         truncated=fill("truncated", np.bool_, False),
@@ -169,6 +198,7 @@ def build_microbatch(sequences: Sequence[Rows], padding: Padding, spec: ModelSpe
         expert_ids=None if spec is None else fill.expert_ids(is_pad, spec),
         routing_checksums=None if spec is None else _summed_checksums(sequences, spec),
         rollout_keys=np.array(key_of, np.uint64),
+        prefix_of=np.array(prefix_of, np.int32) if max(prefix_of) >= 0 else None,
     )
 
 
@@ -221,7 +251,7 @@ def _plain_rows(
         loss_mask=loss_mask,
         advantages=zeros,
         rollout_logprobs=zeros,
-        kept_logmass=zeros,
+        versions=np.full(num_rows, -1),
         temperatures=np.ones(num_rows, np.float32),
         kept=KeptSets.empty(num_rows),
         truncated=np.zeros(num_rows, np.bool_),
@@ -272,6 +302,6 @@ def _check_routed(trajectory: Trajectory) -> None:
 def _summed_checksums(sequences: Sequence[Rows], spec: ModelSpec) -> NDArray[np.uint64]:
     total = np.zeros(spec.num_moe_layers, np.uint64)
     for rows in sequences:
-        assert rows.checksums is not None, "routing is attached to all sequences or to none"
-        total += rows.checksums
+        assert rows.expert_ids is not None, "routing is attached to all sequences or to none"
+        total += routing_checksums(rows.key, rows.expert_ids, rows.routed, first=rows.first)
     return total

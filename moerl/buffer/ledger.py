@@ -62,6 +62,11 @@ class Ledger:
         self._take(number, 1)
         self.quarantined[reason] += 1
 
+    def leave_out(self, number: int, count: int, reason: str) -> None:
+        """Some rollouts of a group are not trained on."""
+        if count:
+            self.filtered[reason] += self._take(number, count)
+
     def filter(self, number: int, reason: str) -> None:
         """What is left of a group is not trained on."""
         self.filtered[reason] += self._take(number, self.pending_of(number))

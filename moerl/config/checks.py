@@ -13,6 +13,7 @@ from moerl.config.layouts import Load, layout_problems, propose
 from moerl.config.memory import total_parameters
 from moerl.config.rollouts import EmbeddedRolloutConfig
 from moerl.config.schema import RunConfig
+from moerl.config.trackers import check_trackers
 from moerl.contract.trajectory import MAX_KEPT_IDS
 from moerl.errors import ConfigError
 from moerl.models.description import ModelDescription, read_model
@@ -33,7 +34,9 @@ def check_run(config: RunConfig) -> None:
     else:
         _check_sizes(config, describe_architecture(config.model.architecture))
     _check_buffer(config)
+    _check_precision(config)
     _check_weights(config)
+    _check_metrics(config)
     config.task.check(sft_steps=config.sft.steps)
 
 
@@ -56,11 +59,12 @@ def check_command(config: RunConfig, command: str) -> None:
         )
     if command in ("rollout", "eval"):
         _check_reader(config, command)
+    check_trackers(config.metrics.sinks)
     check_model_fits(config)
     _check_room_to_build(config)
     config.task.check_files()
     if command == "train":
-        config.algorithm.check_files()
+        config.algorithm.check(group_size=config.rl.trained_size, minibatches=config.rl.minibatches)
 
 
 def check_model_fits(config: RunConfig) -> None:
@@ -173,7 +177,7 @@ def layout_load(config: RunConfig) -> Load:
     rl, sft = config.rl, config.sft
     steps = []
     if config.command != "sft":
-        steps.append(rl.prompts_per_step * rl.group_size // rl.minibatches)
+        steps.append(rl.prompts_per_step * rl.trained_size // rl.minibatches)
     if sft.steps > 0:
         steps.append(sft.batch_size)
     return Load(config.trainer.microbatch_tokens, min(steps, default=sft.batch_size))
@@ -216,6 +220,16 @@ def _check_buffer(config: RunConfig) -> None:
         )
 
 
+def _check_precision(config: RunConfig) -> None:
+    if config.rollout.dtype == "float8" and config.rollout.engine != "embedded":
+        raise ConfigError(
+            "rollout.dtype: 8 bits are emulated in the embedded engine on a CPU alone",
+            seen=f"dtype float8, engine {config.rollout.engine}",
+            expected="float32 or bfloat16",
+            remedy="set rollout.dtype=bfloat16, or rollout=embedded",
+        )
+
+
 def _check_weights(config: RunConfig) -> None:
     senders, ranks = config.weights.senders, config.parallel.world_size
     if senders > ranks:
@@ -234,6 +248,24 @@ def _check_weights(config: RunConfig) -> None:
         )
 
 
+def _check_metrics(config: RunConfig) -> None:
+    sinks = config.metrics.sinks
+    if "jsonl" not in sinks:
+        raise ConfigError(
+            "metrics.sinks: jsonl is missing, which a run that goes on and its reports read",
+            seen=f"[{','.join(sinks)}]",
+            expected="jsonl, and others as you like",
+            remedy=f"set metrics.sinks=[{','.join(['jsonl', *sinks])}]",
+        )
+    if len(set(sinks)) < len(sinks):
+        raise ConfigError(
+            "metrics.sinks: one comes twice",
+            seen=f"[{','.join(sinks)}]",
+            expected="each once",
+            remedy=f"set metrics.sinks=[{','.join(dict.fromkeys(sinks))}]",
+        )
+
+
 def _check_stages(config: RunConfig) -> None:
     rl = config.rl
     if config.keep_routing.reference == "trainer" and config.keep_routing.mode != "trainer":
@@ -242,6 +274,20 @@ def _check_stages(config: RunConfig) -> None:
             seen=f"reference = trainer, mode = {config.keep_routing.mode}",
             expected="keep_routing.mode = trainer",
             remedy="set keep_routing.mode=trainer, or keep_routing.reference=rollout",
+        )
+    if config.algorithm.interpolates_proximal and config.keep_routing.mode == "trainer":
+        raise ConfigError(
+            "algorithm.proximal: the pass that records the trainer's routing computes the proximal log-probs anyway",
+            seen="proximal = interpolated, keep_routing.mode = trainer",
+            expected="proximal = pass",
+            remedy="set algorithm.proximal=pass, or keep_routing.mode=rollout",
+        )
+    if rl.keep is not None and rl.keep >= rl.group_size:
+        raise ConfigError(
+            "rl.keep: not fewer than are sampled",
+            seen=f"keep = {rl.keep}, group_size = {rl.group_size}",
+            expected=f"< {rl.group_size}",
+            remedy="raise rl.group_size, usually to twice rl.keep, or set rl.keep=null",
         )
     if rl.prompts_per_step % rl.minibatches:
         raise ConfigError(

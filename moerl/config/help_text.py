@@ -24,7 +24,7 @@ RESUME_TEXT = (
 
 
 def groups_text(config_dir: Path | None = None, keys: Sequence[str] = ()) -> str:
-    """Config groups with their options, the default one marked, and what each option is.
+    """Config groups with their options, the default one first and marked, and what each option is.
 
     Args:
         keys: keys and sections whose groups are listed, and the recipes, in a line each; empty lists every group.
@@ -33,10 +33,12 @@ def groups_text(config_dir: Path | None = None, keys: Sequence[str] = ()) -> str
     defaults = _default_options()
     wanted = {"recipe", *(key.partition(".")[0] for key in keys)}
     for group, options in config_groups(config_dir).items():
-        marked = {option: option + " (default)" * (defaults.get(group) == option) for option in options}
+        default = defaults.get(group)
+        first = [*(option for option in options if option == default), *(each for each in options if each != default)]
+        marked = {option: option + " (default)" * (option == default) for option in first}
         if keys and group in wanted:
             lines.append(f"    {group}={' | '.join(marked.values())}")
-        for option in () if keys else options:
+        for option in () if keys else first:
             lines += _entry(f"{group}={marked[option]}", _first_comment(group, option, config_dir))
     lines.append("  --config-dir DIR adds options of your own: DIR/recipe/mine.yaml becomes recipe=mine")
     return "\n".join(lines)

@@ -27,18 +27,40 @@ RENAMED = {"weights.gather": {"root": "sender"}}
 
 ADDED: dict[str, Any] = {
     "trainer.command_seconds": 3600.0,
+    "trainer.share_prompts": False,
+    "algorithm.dual_clip": None,
+    "algorithm.overlong_buffer": None,
+    "algorithm.overlong_limit": None,
+    "algorithm.overlong_factor": 1.0,
+    "algorithm.baseline": "mean",
+    "algorithm.whiten": False,
+    "algorithm.importance": "token",
+    "algorithm.importance_floor": 0.0,
+    "algorithm.importance_outside": "clip",
+    "algorithm.sequence_band": None,
+    "algorithm.opsm_delta": None,
+    "algorithm.reduction": "token_mean",
+    "algorithm.reduction_length": None,
+    "algorithm.pass_k": None,
+    "algorithm.proximal": "pass",
+    "algorithm.entropy_coef": 0.0,
+    "algorithm.kl_in": "loss",
     "weights.interrupt": "retract",
     "task.reward_workers": 1,
     "rl.filters": [],
+    "rl.keep": None,
+    "rl.keep_by": "shortest",
     "rollout.placement": "inside",
     "buffer.max_staleness": 0,
     "buffer.window": 1,
     "buffer.when_stale": "wait",
     "checkpoint.grace_seconds": None,
+    "metrics.sinks": ["jsonl", "tensorboard"],
+    "metrics.project": "moerl",
 }
 """Keys that runs of before do not have, with the values by which they behave as they did."""
-_NEW_SECTIONS = ("buffer",)
-_ONLY_WHERE = {"task": ("name", "jsonl"), "rollout": ("engine", "embedded")}
+_NEW_SECTIONS = ("buffer", "metrics")
+_ONLY_WHERE = {"task": ("name", "jsonl"), "rollout": ("engine", "embedded"), "algorithm": ("name", "grpo")}
 """By section, which value of which key its added keys are for."""
 
 

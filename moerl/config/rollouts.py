@@ -7,13 +7,15 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from moerl.contract.trajectory import MAX_KEPT_IDS
-from moerl.sections import Count, Decay, FilePath, FloatName, NonNegative, Positive, Ranks, Section
+from moerl.sections import Count, Decay, FilePath, NonNegative, Positive, Ranks, SamplerFloatName, Section
 
 
 class SamplingConfig(Section):
     """How responses are sampled, on every engine."""
 
-    dtype: FloatName = Field(description="Precision of the engine; on a CPU 16 bits are rounded to, not computed in.")
+    dtype: SamplerFloatName = Field(
+        description="Precision; on a CPU rounded to. float8: embedded engine alone, emulated."
+    )
     max_running: Count = Field(description="Responses sampled side by side.")
     max_new_tokens: Count = Field(description="Longest response in tokens.")
     temperature: NonNegative = Field(description="Sampling temperature; training needs more than 0.")

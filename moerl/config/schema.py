@@ -106,6 +106,10 @@ class TrainerConfig(Section):
     """How a training step is cut up."""
 
     microbatch_tokens: Count = Field(description="Most tokens packed into one forward pass.")
+    share_prompts: bool = Field(
+        description="The prompt of a group is computed once, and its responses go on from it, where tokens and recorded"
+        " experts are the same. On CPUs only. The load-balancing loss counts such a prompt once."
+    )
     recompute: Literal["none", "selective", "full"] = Field(
         description="Activations computed again in the backward pass to save memory."
     )
@@ -149,12 +153,25 @@ class RLConfig(Section):
     steps: Count = Field(description="Batches of rollouts to train on.")
     prompts_per_step: Count = Field(description="Prompts in a batch.")
     group_size: Annotated[int, Field(ge=2)] = Field(description="Responses sampled per prompt.")
+    keep: Annotated[int, Field(ge=2)] | None = Field(
+        description="Responses of a group that are trained, of group_size that are sampled: of those that failed evenly"
+        " many at random, of those that succeeded the best by keep_by (GRPO-RoC); null = all."
+    )
+    keep_by: Annotated[str, Field(min_length=1)] = Field(
+        description="What is best among responses that succeeded: the fewest tokens (shortest), or the highest"
+        " reward of this name."
+    )
     minibatches: Count = Field(description="Optimizer steps per batch.")
     moe_aux_loss_coef: NonNegative = Field(description="Weight of the load-balancing loss.")
     filters: list[Literal["equal_rewards", "truncated"]] = Field(
         description="Groups that are not trained on but replaced: those whose rewards are all equal; those of which no"
         " response came to its end."
     )
+
+    @property
+    def trained_size(self) -> int:
+        """Responses of a group that are trained, where none is refused."""
+        return min(self.keep or self.group_size, self.group_size)
 
 
 class BufferConfig(Section):
@@ -283,6 +300,19 @@ class DumpConfig(Section):
     rollouts_every: CountOrZero = Field(description="Steps between Parquet dumps of the rollouts; 0 = never.")
 
 
+class MetricsConfig(Section):
+    """Where metrics go."""
+
+    sinks: list[Literal["jsonl", "tensorboard", "wandb", "mlflow", "trackio"]] = Field(
+        description="Files and trackers that get every row: jsonl (always) and tensorboard in the run directory; wandb,"
+        " mlflow and trackio, each an extra to install, which stay in the run directory too unless the tracker's own"
+        " settings (WANDB_MODE, MLFLOW_TRACKING_URI, TRACKIO_SPACE_ID) say otherwise."
+    )
+    project: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_\-]{0,63}$")] = Field(
+        description="Project of the run in trackers."
+    )
+
+
 class QuarantineConfig(Section):
     """Trajectories that break the data contract."""
 
@@ -315,3 +345,4 @@ class RunConfig(Section):
     mismatch: MismatchConfig = Field(description="Mismatch tables.")
     dump: DumpConfig = Field(description="Rollout dumps.")
     quarantine: QuarantineConfig = Field(description="Quarantine.")
+    metrics: MetricsConfig = Field(description="Where metrics go.")

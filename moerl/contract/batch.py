@@ -7,7 +7,7 @@ token that follows it (labels are shifted here, before any slicing). Torch-free.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -43,8 +43,8 @@ class Microbatch:
     input_ids, target_ids, position_ids: int64 [T]. cu_seqlens: int32 [N + 1], pad sequence included.
     loss_mask: bool [T]; True where the target was sampled (or is to be learned).
     is_pad: bool [T].
-    advantages, rollout_logprobs, kept_logmass, temperatures: float32 [T] (zeros, zeros, zeros, ones without
-        trajectories).
+    advantages, rollout_logprobs, temperatures: float32 [T] (zeros, zeros, ones without trajectories).
+    versions: int64 [T]; weight version that sampled the target, -1 where it was not sampled.
     kept: CSR over T rows; truncated: bool [T], True where the target was drawn from a listed kept set.
     expert_ids: uint8/uint16 [T, L, K] or None (no replay); pad rows hold distinct, spread ids.
     routed: bool [T]; False where the row's routing was not captured and the trainer's own router decides.
@@ -52,6 +52,8 @@ class Microbatch:
     routing_checksums: uint64 [L] or None; the salted checksum per MoE layer over captured rows, computed from the
         trajectories before packing (`moerl.contract.routing`).
     rollout_keys: uint64 [N]; salt of each sequence, 0 for the pad sequence.
+    prefix_of: int32 [N], for each sequence the earlier one whose rows come before its own, or -1; None where no rows
+        are shared. A prefix has none itself, and positions go on from it.
     """
 
     input_ids: NDArray[np.int64]
@@ -62,7 +64,7 @@ class Microbatch:
     is_pad: NDArray[np.bool_]
     advantages: NDArray[np.float32]
     rollout_logprobs: NDArray[np.float32]
-    kept_logmass: NDArray[np.float32]
+    versions: NDArray[np.int64]
     temperatures: NDArray[np.float32]
     kept: KeptSets
     truncated: NDArray[np.bool_]
@@ -71,6 +73,7 @@ class Microbatch:
     expert_ids: NDArray[np.uint8] | NDArray[np.uint16] | None = None
     routing_checksums: NDArray[np.uint64] | None = None
     rollout_keys: NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))
+    prefix_of: NDArray[np.int32] | None = None
 
     @property
     def num_rows(self) -> int:
@@ -87,11 +90,13 @@ class Microbatch:
 class BatchTotals:
     """What a batch of one optimizer step holds, over all microbatches and ranks.
 
-    num_tokens: trained tokens. num_sequences: sequences with at least one of them.
+    num_tokens: trained tokens. num_sequences: sequences with at least one of them. facts: what else the algorithm wants
+    to know of the whole batch, finite numbers by name.
     """
 
     num_tokens: float
     num_sequences: float
+    facts: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @classmethod
     def of(cls, batches: Iterable[Microbatch]) -> BatchTotals:
@@ -101,3 +106,13 @@ class BatchTotals:
             num_tokens += int(batch.loss_mask.sum())
             num_sequences += len(np.unique(batch.sample_index[batch.loss_mask]))
         return cls(float(num_tokens), float(num_sequences))
+
+    def numbers(self) -> dict[str, float]:
+        """All of it, by name."""
+        return {**self.facts, "num_tokens": self.num_tokens, "num_sequences": self.num_sequences}
+
+    @classmethod
+    def read(cls, numbers: Mapping[str, float]) -> BatchTotals:
+        """From `numbers`."""
+        facts = dict(numbers)
+        return cls(facts.pop("num_tokens"), facts.pop("num_sequences"), facts)

@@ -35,13 +35,13 @@ from moerl.contract.batch import Microbatch
 from moerl.contract.frame import DEFAULT_LIMITS, FrameKind, WireLimits, pack_frame, unpack_frame
 from moerl.contract.parallel import RankCoordinates
 from moerl.contract.reasons import Reason
-from moerl.contract.shares import cut_share, own_routing_bytes, routing_bytes
+from moerl.contract.shares import cut_share, own_routing_bytes, prefix_lengths, routing_bytes
 from moerl.contract.trajectory import KeptSets, ModelSpec
 from moerl.contract.wire import WireStruct, open_sealed
 from moerl.errors import ContractError
 
-_INT_ROWS = ("input_ids", "target_ids", "position_ids")
-_FLOAT_ROWS = ("advantages", "rollout_logprobs", "kept_logmass", "temperatures")
+_INT_ROWS = ("input_ids", "target_ids", "position_ids", "versions")
+_FLOAT_ROWS = ("advantages", "rollout_logprobs", "temperatures")
 _FLAG_ROWS = ("loss_mask", "is_pad", "truncated", "routed")
 
 
@@ -57,7 +57,8 @@ class BatchMessage(WireStruct):
     """Mirrors `Microbatch`; arrays are raw little-endian bytes.
 
     ints: int32 [t] by name. floats: float32 [t] by name. flags: bits [t] by name. sample_index int32 [t]. kept_sizes
-    uint16 [t]. kept_ids: byte planes of differences. cu_seqlens int32 [N + 1]; rollout_keys uint64 [N].
+    uint16 [t]. kept_ids: byte planes of differences. cu_seqlens int32 [N + 1]; rollout_keys uint64 [N]; prefix_of
+    int32 [N] or None.
     """
 
     num_rows: int
@@ -69,6 +70,7 @@ class BatchMessage(WireStruct):
     kept_ids: memoryview
     cu_seqlens: memoryview
     rollout_keys: memoryview
+    prefix_of: memoryview | None
     routing: RoutingMessage | None
 
 
@@ -166,6 +168,7 @@ def _message(batch: Microbatch) -> BatchMessage:
         kept_ids=pack_kept_ids(batch.kept.offsets, batch.kept.ids),
         cu_seqlens=array_bytes(batch.cu_seqlens),
         rollout_keys=array_bytes(batch.rollout_keys),
+        prefix_of=None if batch.prefix_of is None else array_bytes(batch.prefix_of),
         routing=routing,
     )
 
@@ -197,6 +200,7 @@ def _batch(message: BatchMessage, expert_bytes: memoryview, spec: ModelSpec) -> 
     offsets = np.zeros(num_rows + 1, np.int64)
     np.cumsum(read_array(message.kept_sizes, np.uint16, num_rows, "kept_sizes"), out=offsets[1:])
     num_sequences = len(message.rollout_keys) // 8
+    prefixes = message.prefix_of
     batch = Microbatch(
         **ints,
         **{name: read_array(data, np.float32, num_rows, name) for name, data in message.floats.items()},
@@ -205,6 +209,7 @@ def _batch(message: BatchMessage, expert_bytes: memoryview, spec: ModelSpec) -> 
         kept=KeptSets(offsets, read_kept_ids(message.kept_ids, offsets)),
         sample_index=read_array(message.sample_index, np.int32, num_rows, "sample_index"),
         rollout_keys=read_array(message.rollout_keys, np.uint64, num_sequences, "rollout_keys"),
+        prefix_of=None if prefixes is None else read_array(prefixes, np.int32, num_sequences, "prefix_of"),
         **_routing(message.routing, expert_bytes, spec),
     )
     _check_rows(batch, spec)
@@ -252,9 +257,19 @@ def _check_sequences(batch: Microbatch) -> None:
     total = batch.num_rows_of_all
     fits = total > 0 and total % batch.num_rows == 0
     _demand(fits, Reason.OFFSETS_END_WRONG, "cu_seqlens", total, f"a multiple of {batch.num_rows} rows")
-    longest = int(np.diff(cu_seqlens).max())
+    if batch.prefix_of is not None:
+        _check_prefixes(batch.prefix_of)
+    longest = int((np.diff(cu_seqlens) + prefix_lengths(cu_seqlens, batch.prefix_of)).max())
     inside = batch.position_ids.min() >= 0 and batch.position_ids.max() < longest
     _demand(inside, Reason.VALUE_OUT_OF_RANGE, "position_ids", batch.position_ids.max(), f"in [0, {longest})")
+
+
+def _check_prefixes(prefix_of: NDArray[np.int32]) -> None:
+    """A prefix comes before those that share it, and has none itself."""
+    earlier = bool(((prefix_of >= -1) & (prefix_of < np.arange(len(prefix_of)))).all())
+    _demand(earlier, Reason.VALUE_OUT_OF_RANGE, "prefix_of", prefix_of.tolist(), "-1 or an earlier sequence")
+    plain = bool((prefix_of[prefix_of[prefix_of >= 0]] < 0).all())
+    _demand(plain, Reason.VALUE_OUT_OF_RANGE, "prefix_of", prefix_of.tolist(), "prefixes without a prefix")
 
 
 def _demand(holds: object, reason: Reason, field: str, seen: object, expected: object) -> None:

@@ -37,6 +37,29 @@ class Start(Command):
     rendezvous: str
 
 
+class Array(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """A numpy array, little-endian."""
+
+    dtype: Dtype
+    shape: tuple[int, ...]
+    data: bytes
+
+    @classmethod
+    def of(cls, array: NDArray[Any]) -> Self:
+        dtype: Any = array.dtype.name
+        if dtype not in ("float32", "float64", "int64"):
+            raise TypeError(f"an array of {dtype}")
+        return cls(dtype, array.shape, np.ascontiguousarray(array, array.dtype.newbyteorder("<")).tobytes())
+
+    def array(self) -> NDArray[Any]:
+        dtype = np.dtype(self.dtype)
+        if min(self.shape, default=0) < 0 or math.prod(self.shape) * dtype.itemsize != len(self.data):
+            raise TrainerError(
+                "a worker's reply: an array", seen=f"{len(self.data)} bytes", expected=f"{self.dtype} {self.shape}"
+            )
+        return np.frombuffer(self.data, dtype.newbyteorder("<")).astype(dtype).reshape(self.shape)
+
+
 class Build(Command):
     """links: how senders reach the engine, `moerl.ranks.weights.EngineLinks` as JSON; empty in the engine's process,
     and where there is no engine."""
@@ -66,8 +89,11 @@ class Prepare(Command):
 
 
 class Step(Command):
+    """advantages: float32, one per sample of the minibatch, in place of those in its frame."""
+
     minibatch: int
     prove: bool
+    advantages: Array | None = None
 
 
 class Trace(Command):
@@ -126,29 +152,6 @@ AnyCommand = (
     | Rewrite
     | Close
 )
-
-
-class Array(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """A numpy array, little-endian."""
-
-    dtype: Dtype
-    shape: tuple[int, ...]
-    data: bytes
-
-    @classmethod
-    def of(cls, array: NDArray[Any]) -> Self:
-        dtype: Any = array.dtype.name
-        if dtype not in ("float32", "float64", "int64"):
-            raise TypeError(f"an array of {dtype}")
-        return cls(dtype, array.shape, np.ascontiguousarray(array, array.dtype.newbyteorder("<")).tobytes())
-
-    def array(self) -> NDArray[Any]:
-        dtype = np.dtype(self.dtype)
-        if min(self.shape, default=0) < 0 or math.prod(self.shape) * dtype.itemsize != len(self.data):
-            raise TrainerError(
-                "a worker's reply: an array", seen=f"{len(self.data)} bytes", expected=f"{self.dtype} {self.shape}"
-            )
-        return np.frombuffer(self.data, dtype.newbyteorder("<")).astype(dtype).reshape(self.shape)
 
 
 class Report(msgspec.Struct, forbid_unknown_fields=True, frozen=True):

@@ -36,27 +36,38 @@ def rollout_key(rollout_id: str) -> int:
     return int.from_bytes(hashlib.blake2b(rollout_id.encode(), digest_size=8).digest(), "little")
 
 
+def shared_key(key: int) -> int:
+    """64-bit salt of the rows that others share with the rollout of salt `key`: they are a sequence of their own."""
+    return int(mix(np.array([key], np.uint64))[0])
+
+
 def routing_checksums(
-    key: int, expert_ids: NDArray[np.uint8] | NDArray[np.uint16], routed: NDArray[np.bool_] | None = None
+    key: int,
+    expert_ids: NDArray[np.uint8] | NDArray[np.uint16],
+    routed: NDArray[np.bool_] | None = None,
+    *,
+    first: int = 0,
 ) -> NDArray[np.uint64]:
-    """Checksum per MoE layer of one trajectory.
+    """Checksum per MoE layer of one trajectory, or of a part of its rows.
 
     Args:
         key: `rollout_key` of the trajectory.
-        expert_ids: [S-1, L, K], row t at token position t.
-        routed: bool [S-1]; rows that count. None counts all.
+        expert_ids: [rows, L, K], row t at token position `first` + t.
+        routed: bool [rows]; rows that count. None counts all.
 
     Returns:
         uint64 [L].
     """
-    rows = row_checksums(key, expert_ids)
+    rows = row_checksums(key, expert_ids, first=first)
     return (rows if routed is None else rows[routed]).sum(axis=0, dtype=np.uint64)
 
 
-def row_checksums(key: int, expert_ids: NDArray[np.uint8] | NDArray[np.uint16]) -> NDArray[np.uint64]:
-    """uint64 [S-1, L]: the share of every row in `routing_checksums`, of one trajectory."""
+def row_checksums(
+    key: int, expert_ids: NDArray[np.uint8] | NDArray[np.uint16], *, first: int = 0
+) -> NDArray[np.uint64]:
+    """uint64 [rows, L]: the share of every row in `routing_checksums`, of one trajectory."""
     num_rows, num_layers, _ = expert_ids.shape
-    positions = np.arange(num_rows, dtype=np.uint64)
+    positions = np.arange(first, first + num_rows, dtype=np.uint64)
     rows = mix(np.uint64(key) + positions * np.uint64(POSITION_PRIME))
     layers = np.arange(num_layers, dtype=np.uint64) * np.uint64(LAYER_PRIME)
     slots = (layers[None, :, None] + expert_ids.astype(np.uint64) + np.uint64(1)) * np.uint64(EXPERT_PRIME)

@@ -47,11 +47,17 @@ def context_rows(cu_seqlens: NDArray[np.integer], size: int, rank: int) -> NDArr
     return np.arange(int(counts.sum()), dtype=np.int64) + np.repeat(firsts - before, counts)
 
 
+def prefix_lengths(cu_seqlens: NDArray[np.integer], prefix_of: NDArray[np.integer] | None) -> NDArray[np.int64]:
+    """int64 [N]: rows that come before the own ones of each sequence, in the sequence that is its prefix."""
+    lengths = np.diff(cu_seqlens).astype(np.int64)
+    return np.zeros_like(lengths) if prefix_of is None else np.where(prefix_of < 0, 0, lengths[prefix_of])
+
+
 def cut_share(batch: Microbatch, layout: RankCoordinates) -> Microbatch:
     """The share that one rank has of a whole microbatch; `batch` itself where that is all of it.
 
-    `cu_seqlens` and `rollout_keys` stay those of the whole microbatch. Ranks that do not score get neither kept sets
-    nor what the loss alone needs.
+    `cu_seqlens`, `rollout_keys` and `prefix_of` stay those of the whole microbatch. Ranks that do not score get neither
+    kept sets nor what the loss alone needs.
     """
     dims = layout.dims
     if dims.context == dims.tensor == 1 and layout.moe_layers is None and layout.is_last_stage:
@@ -72,7 +78,7 @@ def cut_share(batch: Microbatch, layout: RankCoordinates) -> Microbatch:
         sample_index=batch.sample_index[rows],
         advantages=batch.advantages[rows],
         rollout_logprobs=batch.rollout_logprobs[rows],
-        kept_logmass=batch.kept_logmass[rows],
+        versions=batch.versions[rows],
         temperatures=batch.temperatures[rows],
         truncated=batch.truncated[rows],
         expert_ids=None if batch.expert_ids is None else batch.expert_ids[routing_rows][:, layers],
@@ -89,7 +95,7 @@ def _without_scoring(share: Microbatch) -> Microbatch:
         share,
         advantages=zeros_t,
         rollout_logprobs=zeros_t,
-        kept_logmass=zeros_t,
+        versions=np.full(share.num_rows, -1),
         temperatures=np.ones(share.num_rows, np.float32),
         truncated=np.zeros(share.num_rows, np.bool_),
     )

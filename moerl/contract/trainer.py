@@ -17,8 +17,8 @@ from moerl.contract.parallel import RankCoordinates
 from moerl.contract.ports import PolicyEngine
 from moerl.contract.trajectory import ModelSpec
 
-ROW_COLUMNS = ("trainer", "rollout", "full", "entropy", "clipped", "layers_differing")
-"""Columns of `PassReport.rows_RC`."""
+ROW_COLUMNS = ("trainer", "rollout", "full", "entropy", "clipped", "layers_differing", "weight", "kl", "sample")
+"""Columns of `PassReport.rows_RC`. sample: index in the minibatch, exact up to 2^24."""
 
 WORDS = ("key", "position", "layer", "checksum", "rank", "routed")
 """Columns of a table of traced rows, int64: rollout key, token position, MoE layer, checksum of the row there, rank it
@@ -116,13 +116,15 @@ class Trainer(Protocol):
         """A forward-only pass. full: score over the full vocabulary, too."""
         ...
 
-    def prepare(self, minibatch: int, *, prove: bool) -> None:
-        """Before the updates of a batch: keeps its log-probs as the proximal ones, or records the trainer's own
-        routing where that is what is kept."""
+    def prepare(self, minibatch: int, *, prove: bool) -> PassReport:
+        """Before the updates of a batch: keeps its log-probs as the proximal ones, records the trainer's own routing
+        where that is what is kept, and computes the KL to the reference where rewards need it."""
         ...
 
-    def step(self, minibatch: int, *, prove: bool) -> PassReport:
+    def step(self, minibatch: int, *, prove: bool, advantages: NDArray[np.float32] | None = None) -> PassReport:
         """Forward, backward, proof, update.
+
+        advantages: float32 [B], of each sample of the minibatch, in place of those that came with it.
 
         Raises:
             UnprovedError: routing was not enforced as recorded on some rank. No update was applied.

@@ -121,28 +121,42 @@ def full_row_scores(inputs: HeadInputs, full_rows: FullRows) -> tuple[Tensor, Te
     return target_R - sums.max_R - log_R, log_R - sums.weighted_R / sums.sum_R, sums.max_R + log_R
 
 
-def add_full_gradients(
-    inputs: HeadInputs,
-    full_rows: FullRows,
-    saved_grad_2R: tuple[Tensor, Tensor],
-    grad_TH: Tensor | None,
-    grad_VpH: Tensor | None,
-) -> None:
-    """Adds the gradient of the log-probs of `full_row_scores` to `grad_TH` ([T, H], dtype of scores) and `grad_VpH`.
+@dataclass(frozen=True, slots=True, eq=False)
+class FullGradients:
+    """What the backward pass of `full_row_scores` needs: `log sum exp` and entropies of the forward pass, and the
+    gradients of log-probs and entropies, None where there is none; all [R]."""
 
-    saved_grad_2R: the `log sum exp` of the forward pass, and the gradient of the log-probs.
+    log_sum_R: Tensor
+    entropy_R: Tensor
+    of_logprobs_R: Tensor | None
+    of_entropy_R: Tensor | None
+
+
+def add_full_gradients(
+    inputs: HeadInputs, full_rows: FullRows, grads: FullGradients, grad_TH: Tensor | None, grad_VpH: Tensor | None
+) -> None:
+    """Adds the gradient of log-probs and entropies to `grad_TH` ([T, H], dtype of scores) and `grad_VpH`.
+
+    With p the softmax of x: `onehot - p` of a log-prob, `-p (log p + entropy)` of an entropy.
     """
-    log_sum_R, grad_R = saved_grad_2R
     slabs = Slabs.of(inputs, full_rows.rows_R, full_rows.temperatures_R)
     columns_R, own_R = inputs.shard.local(full_rows.target_ids_R)
-    scale_R1 = grad_R[:, None] / slabs.temperatures_R1
+
+    nothing_R = torch.zeros_like(grads.log_sum_R)
+    scale_R1 = (nothing_R if grads.of_logprobs_R is None else grads.of_logprobs_R)[:, None] / slabs.temperatures_R1
 
     def gradient_of_logits(span: slice) -> Tensor:
-        x_RC = slabs.logits(span).sub_(log_sum_R[:, None]).exp_().neg_()
+        x_RC = slabs.logits(span).sub_(grads.log_sum_R[:, None])
+        of_entropy_RC = None
+        if grads.of_entropy_R is not None:
+            of_entropy_RC = x_RC.exp().mul_(x_RC + grads.entropy_R[:, None])
+            of_entropy_RC.mul_(grads.of_entropy_R[:, None] / slabs.temperatures_R1)
+        x_RC = x_RC.exp_().neg_()
         here_R = own_R & (columns_R >= span.start) & (columns_R < span.stop)
         # Added before any rounding: in bfloat16 the difference `1 - p` of a likely target would be lost.
         local_R1 = (columns_R - span.start).clamp(0, x_RC.shape[1] - 1)[:, None]
-        return x_RC.scatter_add_(1, local_R1, here_R[:, None].to(x_RC.dtype)).mul_(scale_R1)
+        x_RC.scatter_add_(1, local_R1, here_R[:, None].to(x_RC.dtype)).mul_(scale_R1)
+        return x_RC if of_entropy_RC is None else x_RC.sub_(of_entropy_RC)
 
     add_slab_gradients(slabs, gradient_of_logits, full_rows.rows_R, grad_TH, grad_VpH)
 

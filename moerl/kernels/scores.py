@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moerl.kernels.checks import check_listed, check_rows, check_targets, check_temperatures
-from moerl.kernels.full import FullRows, add_full_gradients, full_row_scores
+from moerl.kernels.full import FullGradients, FullRows, add_full_gradients, full_row_scores
 from moerl.kernels.head import HeadInputs
 from moerl.kernels.kept import KeptRows, segment_log_softmax, segment_sum
 from moerl.kernels.pairs import Pairs, add_pair_gradients, pair_logits, plan_pairs
@@ -26,7 +26,7 @@ from moerl.kernels.vocab_parallel import VocabShard
 class FullScores:
     """Scores over the full vocabulary, nats, float32 (float64 for float64 inputs); 0 on rows not scored so.
 
-    logprobs_T: [T], differentiable; log-prob of the target. entropy_T: [T], without gradient.
+    logprobs_T, entropy_T: [T], differentiable; log-prob of the target, and the entropy of its distribution.
     """
 
     logprobs_T: Tensor
@@ -39,7 +39,7 @@ class KeptScores:
 
     0 on rows not selected.
 
-    logprobs_T: [T], differentiable; log-prob of the target. entropy_T: [T], without gradient.
+    logprobs_T, entropy_T: [T], differentiable; log-prob of the target, and the entropy of its distribution.
     kept_logprobs_N: [N], differentiable; log-prob of every listed id within its set (for `kl_kept`).
     full: the same rows' scores over the full vocabulary, where those were asked for.
     """
@@ -94,8 +94,7 @@ def score_kept(
     z, full_logprobs_R, full_entropy_R = _score(inputs, pairs, full_rows)
     logprobs = segment_log_softmax(z / temperatures_T[rows].to(z.dtype), rows, kept.num_rows)
     full = _spread(inputs, full_rows, full_logprobs_R, full_entropy_R)
-    with torch.no_grad():
-        entropy_T = -segment_sum(logprobs.exp() * logprobs, rows, kept.num_rows)
+    entropy_T = -segment_sum(logprobs.exp() * logprobs, rows, kept.num_rows)
     listed_T = segment_sum(logprobs.masked_fill(~is_target, 0), rows, kept.num_rows)
     if entries is not None:
         logprobs = logprobs.new_zeros(len(kept.rows)).index_copy(0, entries, logprobs)
@@ -169,24 +168,24 @@ class _Score(torch.autograd.Function):
         inputs = HeadInputs(hidden_TH, weight_VpH, plan.shard)
         z_N = plan.shard.sum_(pair_logits(inputs, plan.pairs))
         logprobs_R, entropy_R, log_sum_R = full_row_scores(inputs, plan.full_rows)
-        ctx.save_for_backward(hidden_TH, weight_VpH, log_sum_R)
+        ctx.save_for_backward(hidden_TH, weight_VpH, log_sum_R, entropy_R)
         ctx.plan = plan
-        ctx.mark_non_differentiable(entropy_R)
         ctx.set_materialize_grads(False)
         return z_N, logprobs_R, entropy_R
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None]:
-        hidden_TH, weight_VpH, log_sum_R = ctx.saved_tensors
+        hidden_TH, weight_VpH, log_sum_R, entropy_R = ctx.saved_tensors
         plan: _Plan = ctx.plan
         inputs = HeadInputs(hidden_TH, weight_VpH, plan.shard)
         grad_TH = torch.zeros_like(hidden_TH, dtype=inputs.dtype) if ctx.needs_input_grad[0] else None
         grad_VpH = None
         if ctx.needs_input_grad[1]:
             grad_VpH = torch.zeros_like(weight_VpH, memory_format=torch.contiguous_format)
-        grad_N, grad_R, _ = grads
+        grad_N, grad_R, grad_entropy_R = grads
         if grad_N is not None:
             add_pair_gradients(inputs, plan.pairs, grad_N, grad_TH, grad_VpH)
-        if grad_R is not None:
-            add_full_gradients(inputs, plan.full_rows, (log_sum_R, grad_R), grad_TH, grad_VpH)
+        if grad_R is not None or grad_entropy_R is not None:
+            full = FullGradients(log_sum_R, entropy_R, grad_R, grad_entropy_R)
+            add_full_gradients(inputs, plan.full_rows, full, grad_TH, grad_VpH)
         return (None if grad_TH is None else grad_TH.to(hidden_TH.dtype)), grad_VpH, None

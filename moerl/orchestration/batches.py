@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
+from types import MappingProxyType
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from moerl.algorithms.policy import SampledTokens
 from moerl.batching.cost import sequence_flops
 from moerl.batching.packing import PackOptions, Uncaptured, pack_for_ranks, pack_text_for_ranks, packing_metrics
 from moerl.batching.rows import Padding
@@ -42,22 +48,40 @@ def pack_options(config: RunConfig, model: ModelDescription) -> PackOptions:
         Padding.of(dims),
         cost=sequence_flops(model),
         count_multiple=dims.microbatch_multiple,
+        share_prompts=config.trainer.share_prompts,
     )
 
 
 def pack_minibatch(
-    samples: Sequence[TrainSample], ranks: Sequence[RankCoordinates], options: PackOptions, uncaptured: Uncaptured
+    samples: Sequence[TrainSample],
+    ranks: Sequence[RankCoordinates],
+    options: PackOptions,
+    uncaptured: Uncaptured,
+    facts: Mapping[str, float] = MappingProxyType({}),
 ) -> Minibatch:
     """A minibatch of trajectories, packed and cut for every rank.
 
     Args:
         ranks: where each rank stands, in rank order.
         uncaptured: what happens to rows without captured routing, `keep_routing.uncaptured`.
+        facts: of the algorithm about the minibatch (`Algorithm.batch_facts`).
     """
     packed = pack_for_ranks(samples, ranks[0].dims.data, options, replay=True, uncaptured=uncaptured)
-    totals = BatchTotals.of(chain.from_iterable(packed))
-    frames, metrics = share_frames(packed, ranks, asdict(totals))
+    totals = replace(BatchTotals.of(chain.from_iterable(packed)), facts=facts)
+    frames, metrics = share_frames(packed, ranks, totals.numbers())
     return Minibatch(frames, totals, metrics | packing_metrics(packed, options), samples)
+
+
+def sampled_tokens(samples: Sequence[TrainSample]) -> SampledTokens:
+    """What an algorithm's facts are made from."""
+
+    def of_all(arrays: Iterable[NDArray[np.float32]]) -> torch.Tensor:
+        chosen = zip(arrays, samples, strict=True)
+        return torch.from_numpy(np.concatenate([each[sample.trajectory.sampled] for each, sample in chosen]))
+
+    return SampledTokens(
+        of_all(sample.advantages for sample in samples), of_all(s.trajectory.rollout_logprobs for s in samples)
+    )
 
 
 def pack_text_minibatch(
@@ -66,5 +90,5 @@ def pack_text_minibatch(
     """The same of supervised sequences."""
     packed = pack_text_for_ranks(samples, ranks[0].dims.data, options)
     totals = BatchTotals.of(chain.from_iterable(packed))
-    frames, _ = share_frames(packed, ranks, asdict(totals))
+    frames, _ = share_frames(packed, ranks, totals.numbers())
     return Minibatch(frames, totals, packing_metrics(packed, options))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from moerl.batching.order import batch_indices
@@ -22,9 +23,22 @@ from moerl.contract.ports import Prompt, RolloutRequest
 from moerl.contract.trajectory import FinishReason, Trajectory
 from moerl.errors import MoerlError
 from moerl.orchestration.rollouts import Collector, Outcome, in_request_order, sampling_params
+from moerl.orchestration.selection import select
+
+NOT_KEPT = "not_kept"
+"""Why rollouts are filtered that `rl.keep` leaves out of a group."""
 
 MAX_BATCHES = 10
 """Batches' worth of groups that are asked for at most to fill one batch with groups that are not filtered."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Waiting:
+    """A finished group and the trajectories of it that are trained. What it leaves behind is in the ledger once it is
+    trained: until then a checkpoint has all of it asked for again."""
+
+    group: FinishedGroup
+    kept: list[Trajectory]
 
 
 class GroupSource:
@@ -48,8 +62,8 @@ class GroupSource:
         self.limits = config.buffer.limits(config.rl.prompts_per_step)
         self.version, self.metrics = 0, dict[str, float]()
         self._queue, self.ledger = GroupQueue(self.limits), Ledger()
-        self._finished: dict[int, list[Trajectory]] = {}
-        self._batch: dict[int, int] = {}
+        self._finished: dict[int, _Waiting] = {}
+        self._batch: dict[int, _Waiting] = {}
         # Held while any of the above is read or changed: with staleness, threads collect.
         self._state = threading.Condition()
         self._error: BaseException | None = None
@@ -81,9 +95,8 @@ class GroupSource:
                     self._state.wait()
                 if self._error is not None:
                     raise self._error
-            groups = {number: self._finished.pop(number) for number in numbers}
-            self._batch = {number: len(group) for number, group in groups.items()}
-        trajectories = [trajectory for group in groups.values() for trajectory in group]
+            self._batch = {number: self._finished.pop(number) for number in numbers}
+        trajectories = [trajectory for waiting in self._batch.values() for trajectory in waiting.kept]
         versions = [_versions(t) for t in trajectories]
         check_ages((age(self.version, each) for each in versions), self.limits)
         self._compare_lengths(trajectories)
@@ -100,15 +113,17 @@ class GroupSource:
         """The next batch's groups, empty while there is none; drops those that are too old by now, where asked to."""
         if self.limits.drops:
             for number in self._queue.numbers(GroupState.FINISHED):
-                if max(age(self.version, _versions(t)) for t in self._finished[number]) > self.limits.max_age:
-                    self._leave_out(number, "stale", self._finished.pop(number))
+                if max(age(self.version, _versions(t)) for t in self._finished[number].kept) > self.limits.max_age:
+                    self._leave_out(self._finished.pop(number).group, "stale")
         return self._queue.take()
 
     def release(self) -> None:
         """The batch was trained, and engines hold the weights that came of it: its slots take the next groups."""
         with self._state:
-            for number, count in self._batch.items():
-                self.ledger.train(number, count)
+            for number, waiting in self._batch.items():
+                self._count_refused(waiting.group)
+                self.ledger.leave_out(number, len(waiting.group.trajectories) - len(waiting.kept), NOT_KEPT)
+                self.ledger.train(number, len(waiting.kept))
             self._batch = {}
             self._queue.release()
             self.ledger.check()
@@ -131,7 +146,7 @@ class GroupSource:
             self._has_warned = True
             self._collector.say(
                 "WARNING: responses that are trained differ in length from those that were sampled (lengths/distance"
-                f" {self._lengths.distance:.2f}): what rl.filters and quarantine leave out biases the policy"
+                f" {self._lengths.distance:.2f}): what rl.filters, rl.keep and quarantine leave out biases the policy"
             )
 
     # --- asking ------------------------------------------------------------------------------------------------------
@@ -235,23 +250,34 @@ class GroupSource:
     def _finish(self, group: FinishedGroup) -> None:
         """The group waits for its batch, or is filtered."""
         self._lengths.offer(trajectory.num_sampled for trajectory in group.trajectories)
-        number, reason = group.number, self._filtered_for(group.trajectories) if group.trajectories else ""
-        for why in group.refused.values():
-            self.ledger.quarantine(number, why)
+        reason = self._filtered_for(group.trajectories) if group.trajectories else ""
         if group.trajectories and not reason:
-            self._finished[number] = list(group.trajectories)
-            self._queue.finish(number)
+            self._finished[group.number] = _Waiting(group, self._kept(group))
+            self._queue.finish(group.number)
         else:
-            self._leave_out(number, reason, group.trajectories)
+            self._leave_out(group, reason)
         self._flow.sampling(self._queue.count(GroupState.RUNNING))
         self._state.notify_all()
 
-    def _leave_out(self, number: int, reason: str, trajectories: Sequence[Trajectory]) -> None:
+    def _kept(self, group: FinishedGroup) -> list[Trajectory]:
+        loop = self._config.rl
+        if loop.keep is None:
+            return list(group.trajectories)
+        kept = select(group.trajectories, loop.keep, loop.keep_by, (self._config.seed, group.number))
+        self._flow.leave_out(sum(t.num_sampled for t in group.trajectories) - sum(t.num_sampled for t in kept))
+        return kept
+
+    def _leave_out(self, group: FinishedGroup, reason: str) -> None:
         """A group gives its slot back untrained; without a reason none of its rollouts is left."""
-        self._queue.filter(number)
+        self._queue.filter(group.number)
+        self._count_refused(group)
         if reason:
-            self.ledger.filter(number, reason)
-        self._flow.leave_out(sum(trajectory.num_sampled for trajectory in trajectories))
+            self.ledger.filter(group.number, reason)
+        self._flow.leave_out(sum(trajectory.num_sampled for trajectory in group.trajectories))
+
+    def _count_refused(self, group: FinishedGroup) -> None:
+        for why in group.refused.values():
+            self.ledger.quarantine(group.number, why)
 
     def _filtered_for(self, group: Sequence[Trajectory]) -> str:
         """The first of `rl.filters` that keeps a group out; empty where none does."""

@@ -18,9 +18,8 @@ from moerl.config.schema import ArchitectureConfig
 from moerl.errors import ConfigError
 from moerl.models.description import ModelDescription
 from moerl.rollout.embedded import EmbeddedEngine
-from moerl.rollout.loading import load_model
+from moerl.rollout.loading import load_sampler
 from moerl.trainer.hf_directory import begin_directory, publish_directory
-from moerl.trainer.model import DTYPES
 
 VOCAB_MULTIPLE = 8
 """The embedding is padded to a multiple of this, so that tensor parallelism can split it."""
@@ -63,5 +62,5 @@ def make_engine(model: ModelDescription, *, dtype: str, max_running: int, versio
         version: policy version of the weights in its folder; -1 where the engine must wait for a first update.
     """
     assert model.folder is not None
-    loaded = load_model(model.folder, dtype=DTYPES[dtype])
+    loaded = load_sampler(model.folder, dtype)
     return EmbeddedEngine(loaded, model.spec, engine_id="embedded-0", max_running=max_running, policy_version=version)

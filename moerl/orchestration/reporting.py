@@ -1,4 +1,4 @@
-"""What a run tells people: progress, `metrics.jsonl`, TensorBoard, plots, `summary.json`, the closing lines.
+"""What a run tells people: progress, `metrics.jsonl`, TensorBoard, trackers, plots, `summary.json`, the closing lines.
 
 Runs in the controller.
 """
@@ -16,9 +16,11 @@ from moerl.diagnostics.plots import draw_curves
 from moerl.diagnostics.summary import RunSummary, closing_lines, write_summary
 from moerl.errors import MoerlError
 from moerl.orchestration.evaluation import Evaluation
+from moerl.orchestration.trackers import Trackers, start_trackers
 from moerl.telemetry.metrics import check_layer_metrics, check_metrics, named_reward_metric
 from moerl.telemetry.progress import make_progress
-from moerl.telemetry.sinks import METRICS_FILE, JsonlSink, MetricSink, TensorBoardSink
+from moerl.telemetry.sinks import METRICS_FILE, JsonlSink, MetricSink, TensorBoardSink, read_rows
+from moerl.telemetry.trackers.sink import TrackerSink
 
 LAYERS_FILE = "layers.jsonl"
 
@@ -79,26 +81,42 @@ EVALUATIONS = {
 
 
 class RunReporter:
-    """Reports to the terminal and to the run directory."""
+    """Reports to the terminal, to the run directory and to trackers.
 
-    def __init__(self, run_dir: Path, title: str) -> None:
+    Args:
+        tensorboard: whether the run directory gets events for TensorBoard.
+        trackers: started, not opened.
+    """
+
+    def __init__(
+        self, run_dir: Path, title: str, *, tensorboard: bool = True, trackers: Sequence[TrackerSink] = ()
+    ) -> None:
         self._run_dir, self._title = run_dir, title
         self._progress = make_progress()
         self._rows = _open_rows(run_dir / METRICS_FILE, check_metrics)
         self._layers = _open_rows(run_dir / LAYERS_FILE, check_layer_metrics)
-        self._metric_sinks: tuple[MetricSink, ...] = (self._rows, TensorBoardSink(run_dir / "tensorboard"))
+        self._metric_sinks: tuple[MetricSink, ...] = (self._rows,)
+        if tensorboard:
+            self._metric_sinks += (TensorBoardSink(run_dir / "tensorboard"),)
         self._sinks: tuple[MetricSink, ...] = (*self._metric_sinks, self._layers)
+        self._trackers = Trackers(trackers, self.say)
 
     def __enter__(self) -> RunReporter:
         self._progress.__enter__()
+        try:
+            self._open_trackers()
+        except BaseException as error:
+            self._progress.__exit__(type(error), error, None)
+            raise
         for name, sink in ((METRICS_FILE, self._rows), (LAYERS_FILE, self._layers)):
             if sink.torn_bytes:
                 self.say(f"note: {name} ended with {sink.torn_bytes} bytes of an unfinished row; dropped")
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._progress.__exit__(*exc)
         _, error, _ = exc
+        self._trackers.close(error)
+        self._progress.__exit__(*exc)
         try:
             with self._writing():
                 for sink in self._sinks:
@@ -108,6 +126,12 @@ class RunReporter:
                 raise
             if str(unwritten) != str(error):
                 error.add_note(f"and {unwritten}")
+
+    def _open_trackers(self) -> None:
+        if self._trackers.names:
+            self.say(f"starting trackers: {', '.join(self._trackers.names)}")
+            self.begin_part("start of the trackers")
+            self._trackers.open()
 
     def _writing(self) -> AbstractContextManager[None]:
         return writing(self._run_dir / METRICS_FILE)
@@ -119,11 +143,14 @@ class RunReporter:
         with self._writing():
             for sink in self._sinks:
                 sink.truncate_after(stage, step, evaluated=evaluated)
+        path = self._run_dir / METRICS_FILE
+        self._trackers.rewind(stage, step, read_rows(path) if path.exists() else (), evaluated=evaluated)
 
     def sync(self) -> None:
         with self._writing():
             for sink in self._sinks:
                 sink.sync()
+        self._trackers.sync()
 
     def begin_stage(self, stage: str, *, done: int, total: int) -> None:
         self._progress.begin_stage(stage, done=done, total=total)
@@ -168,11 +195,14 @@ class RunReporter:
             self.say(line)
         if plots:
             self.say(f"curves: {plots[0]}")
+        for failure in self._trackers.failures:
+            self.say(f"note: {failure}")
 
     def _write(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
         with self._writing():
             for sink in self._metric_sinks:
                 sink.write(stage, step, metrics)
+        self._trackers.write(stage, step, metrics)
 
 
 def _open_rows(path: Path, check: Callable[[Mapping[str, Any]], None]) -> JsonlSink:
@@ -190,4 +220,9 @@ def _open_rows(path: Path, check: Callable[[Mapping[str, Any]], None]) -> JsonlS
 
 def make_reporter(config: RunConfig) -> Reporter:
     """The reporter of a run."""
-    return RunReporter(config.run_dir, f"{config.recipe}, seed {config.seed}")
+    return RunReporter(
+        config.run_dir,
+        f"{config.recipe}, seed {config.seed}",
+        tensorboard="tensorboard" in config.metrics.sinks,
+        trackers=start_trackers(config),
+    )

@@ -12,17 +12,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 
+from moerl.algorithms.policy import Algorithm
 from moerl.batching.packing import PackOptions
 from moerl.buffer.journal import Journal
 from moerl.contract.batch import TrainSample
 from moerl.contract.ports import PolicyEngine, WorkedTask
+from moerl.contract.trainer import PassReport
 from moerl.orchestration import step_metrics
-from moerl.orchestration.batches import Minibatch, pack_minibatch
+from moerl.orchestration.batches import Minibatch, pack_minibatch, sampled_tokens
 from moerl.orchestration.evaluation import Evaluation, evaluate
 from moerl.orchestration.groups import GroupSource
 from moerl.orchestration.replay_report import explained
-from moerl.orchestration.rollouts import Collector, with_advantages
+from moerl.orchestration.rollouts import Collector, rewarded, with_advantages
 from moerl.orchestration.run import Run
 from moerl.telemetry.metrics import table_metrics
 
@@ -62,6 +66,7 @@ class RLStage:
             run.state.evaluation_due = False
             self._evaluate(first_step)
         run.stop_if_told(STAGE, first_step)
+        run.reporter.say(f"algorithm: {self.algorithm.describe()}")
         limits = self.groups.limits
         if self.groups.overlaps:
             window = ", and dropped where they get too old" if limits.drops else f" in a window of {limits.window}"
@@ -100,9 +105,16 @@ class RLStage:
             if samples is None:
                 # Left off anywhere: the state after the step before is the one that holds.
                 run.stop_if_told(STAGE, step)
+            parts = _split_groups(samples or (), config.rl.minibatches)
             minibatches = [
-                pack_minibatch(part, self.trainer.coordinates, self.packing, config.keep_routing.uncaptured)
-                for part in _split_groups(samples or (), config.rl.minibatches)
+                pack_minibatch(
+                    part,
+                    self.trainer.coordinates,
+                    self.packing,
+                    config.keep_routing.uncaptured,
+                    self.algorithm.batch_facts(sampled_tokens(part)),
+                )
+                for part in parts
             ]
             self.trainer.load([minibatch.frames for minibatch in minibatches])
         return minibatches
@@ -142,14 +154,19 @@ class RLStage:
         keep = self.config.keep_routing
         first = step * self.config.rl.minibatches + 1
         proved = [is_proved(keep.verify, first + number) for number in range(len(minibatches))]
-        if keep.mode == "trainer" or len(minibatches) > 1:
+        algorithm, prepared = self.algorithm, list[PassReport]()
+        several = len(minibatches) > 1 and not algorithm.interpolates_proximal
+        if keep.mode == "trainer" or several or algorithm.kl_in_reward:
             for number, minibatch in enumerate(minibatches):
                 with explained(self.trainer, minibatch.samples):
-                    self.trainer.prepare(number, prove=proved[number])
+                    prepared.append(self.trainer.prepare(number, prove=proved[number]))
+        # Of the groups of all minibatches together, whose rewards the KL is taken from.
+        advantages = penalised_advantages(minibatches, prepared, algorithm) if algorithm.kl_in_reward else None
         totals = step_metrics.StepTotals(self.run.model.spec)
         for number, minibatch in enumerate(minibatches):
             with explained(self.trainer, minibatch.samples):
-                report = self.trainer.step(number, prove=proved[number])
+                of_rollouts = None if advantages is None else advantages[number]
+                report = self.trainer.step(number, prove=proved[number], advantages=of_rollouts)
             assert report.update is not None
             self.run.check_update(report.update, f"{STAGE}-{step + 1:06d}-{number}", minibatch.samples)
             totals.add(report)
@@ -240,6 +257,23 @@ class RLStage:
         self.run.state.evaluation_due = evaluations is None
         if evaluations is not None:
             self.run.record_evaluations(step, evaluations)
+
+
+def penalised_advantages(
+    minibatches: Sequence[Minibatch], prepared: Sequence[PassReport], algorithm: Algorithm
+) -> list[NDArray[np.float32]]:
+    """Advantages from rewards less the KL to the reference, per minibatch float32 [B].
+
+    prepared: of each minibatch, with the KL of every trained token.
+    """
+    kl = []
+    for minibatch, report in zip(minibatches, prepared, strict=True):
+        table = step_metrics.RowTable.of(report.rows_RC)
+        kl.append(np.bincount(table.sample.astype(np.int64), table.kl.astype(np.float64), len(minibatch.samples)))
+    trajectories = [sample.trajectory for minibatch in minibatches for sample in minibatch.samples]
+    batch = replace(rewarded(trajectories), kl_B=torch.from_numpy(np.concatenate(kl)).float())
+    advantages_B = algorithm.compute_advantages(batch).numpy()
+    return np.split(advantages_B, np.cumsum([len(minibatch.samples) for minibatch in minibatches])[:-1])
 
 
 def is_proved(verify: str | int, update: int) -> bool:

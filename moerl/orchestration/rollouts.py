@@ -248,16 +248,30 @@ def in_request_order(trajectories: Sequence[Trajectory], requests: Sequence[Roll
     return sorted(trajectories, key=lambda trajectory: order[trajectory.lineage.rollout_id])
 
 
-def with_advantages(trajectories: Sequence[Trajectory], algorithm: Algorithm) -> list[TrainSample]:
-    """Advantages of each trajectory within its group, on its sampled tokens."""
-    groups = {group: i for i, group in enumerate(dict.fromkeys(t.lineage.group_id for t in trajectories))}
-    batch = RewardedBatch(
+def rewarded(trajectories: Sequence[Trajectory]) -> RewardedBatch:
+    """What advantages of these trajectories are made from. One without an episode is an episode of its own."""
+
+    def numbered(names: list[str]) -> torch.Tensor:
+        number = {name: i for i, name in enumerate(dict.fromkeys(names))}
+        return torch.tensor([number[name] for name in names])
+
+    lineages = [trajectory.lineage for trajectory in trajectories]
+    return RewardedBatch(
         rewards_B=torch.tensor([t.rewards["reward"] for t in trajectories], dtype=torch.float32),
-        group_index_B=torch.tensor([groups[t.lineage.group_id] for t in trajectories]),
+        group_index_B=numbered([each.group_id for each in lineages]),
+        episode_index_B=numbered([f"{each.group_id}\0{each.episode_id or each.rollout_id}" for each in lineages]),
         num_tokens_B=torch.tensor([t.num_sampled for t in trajectories]),
         truncated_B=torch.tensor([t.finish_reason is FinishReason.LENGTH for t in trajectories]),
     )
-    advantages_B = algorithm.compute_advantages(batch).tolist()
+
+
+def with_advantages(trajectories: Sequence[Trajectory], algorithm: Algorithm) -> list[TrainSample]:
+    """Advantages of each trajectory within its group, on its sampled tokens; zeros where a KL is yet to be taken from
+    the rewards."""
+    if algorithm.kl_in_reward:
+        advantages_B = [0.0] * len(trajectories)
+    else:
+        advantages_B = algorithm.compute_advantages(rewarded(trajectories)).tolist()
     return [
         TrainSample(trajectory, np.where(trajectory.sampled, np.float32(advantage), np.float32(0.0)))
         for trajectory, advantage in zip(trajectories, advantages_B, strict=True)

@@ -28,6 +28,7 @@ class RowTable:
 
     trainer, rollout: log-probs under the support the token was drawn from. full: the trainer's over the whole
     vocabulary (zeros where not asked for). layers_differing: MoE layers whose natural choice was not the recorded one.
+    weight: correction, 1 where there is none. kl: to the reference, zeros without one. sample: index in the minibatch.
     """
 
     trainer: NDArray[np.float32]
@@ -36,6 +37,9 @@ class RowTable:
     entropy: NDArray[np.float32]
     clipped: NDArray[np.float32]
     layers_differing: NDArray[np.float32]
+    weight: NDArray[np.float32]
+    kl: NDArray[np.float32]
+    sample: NDArray[np.float32]
 
     @classmethod
     def of(cls, rows_RC: NDArray[np.float32]) -> RowTable:
@@ -95,6 +99,9 @@ def policy_metrics(table: RowTable) -> dict[str, float]:
     return {
         "policy/entropy": float(table.entropy.mean()),
         "policy/clip_fraction": float(table.clipped.mean()),
+        "policy/weight_mean": float(table.weight.mean()),
+        "policy/dropped_fraction": float((table.weight == 0.0).mean()),
+        "policy/kl_reference": float(table.kl.mean()),
         "policy/ratio_p01": quantiles["mismatch_ratio_p01"],
         "policy/ratio_p50": quantiles["mismatch_ratio_p50"],
         "policy/ratio_p99": quantiles["mismatch_ratio_p99"],

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moerl.contract.commands import (
     AnyCommand,
+    Array,
     Build,
     Export,
     Load,
@@ -85,11 +87,11 @@ class TrainerGroup:
     def score(self, minibatch: int, *, enforce: bool, prove: bool, full: bool = False) -> PassReport:
         return self._report(Score(minibatch, enforce, prove, full))
 
-    def prepare(self, minibatch: int, *, prove: bool) -> None:
-        self._ranks.ask(Prepare(minibatch, prove))
+    def prepare(self, minibatch: int, *, prove: bool) -> PassReport:
+        return self._report(Prepare(minibatch, prove))
 
-    def step(self, minibatch: int, *, prove: bool) -> PassReport:
-        return self._report(Step(minibatch, prove))
+    def step(self, minibatch: int, *, prove: bool, advantages: NDArray[np.float32] | None = None) -> PassReport:
+        return self._report(Step(minibatch, prove, None if advantages is None else Array.of(advantages)))
 
     def trace(self, microbatch: int) -> Traced:
         tables = [[table.array() for table in reply.tables] for reply in self._ranks.ask(Trace(microbatch))]

@@ -13,9 +13,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from moerl.algorithms.agreement import STATISTICS
 from moerl.config.schema import RunConfig
@@ -44,13 +42,14 @@ from moerl.contract.commands import (
 from moerl.contract.frame import WireLimits
 from moerl.contract.parallel import RankCoordinates
 from moerl.contract.ports import CheckedSink
-from moerl.contract.trainer import ROW_COLUMNS, PassReport, Stage
+from moerl.contract.trainer import PassReport, Stage
 from moerl.errors import UnprovedError
 from moerl.models.description import read_model
+from moerl.ranks.tables import as_words, local_rows, with_advantages, with_clipping
 from moerl.ranks.weights import EngineLinks, WeightSync
 from moerl.trainer.checkpoint import CHECKPOINTS, CheckpointStore
 from moerl.trainer.hf_directory import write_model
-from moerl.trainer.losses import PolicyGradientLoss, Reference, Scorer, TextLoss
+from moerl.trainer.losses import Drift, PolicyGradientLoss, Reference, Scorer, TextLoss
 from moerl.trainer.model import ModelOptions, PolicyModel
 from moerl.trainer.replay_rows import TracedRows
 from moerl.trainer.saver import Saver
@@ -105,6 +104,7 @@ class Worker:
         self._reference: MegatronTrainer | None = None
         self._weights: WeightSync | None = None
         self._minibatches: list[_Minibatch] = []
+        self._version = 0
         self._unproved: _Unproved | None = None
 
     def run(self, command: AnyCommand, frame: bytes = b"", engine: CheckedSink | None = None) -> Reply:
@@ -126,13 +126,14 @@ class Worker:
             case Score():
                 return Reply(report=Report.of(self._score(command)))
             case Prepare():
-                self._prepare(command)
+                return Reply(report=Report.of(self._prepare(command)))
             case Step():
                 return Reply(report=Report.of(self._step(command)))
             case Trace():
                 return Reply(tables=tuple(Array.of(table) for table in self._trace(command)))
             case Publish():
                 assert self._weights is not None
+                self._version = command.version
                 return Reply(metrics=self._weights.publish(command.version, verify=command.verify))
             case Save():
                 self._store.disregard(command.corrupt)
@@ -218,7 +219,7 @@ class Worker:
 
     def _load(self, number: int, frame: bytes) -> None:
         batches, facts = decode_batches(frame, spec=self._trained.spec, limits=_SHARES)
-        self._minibatches[number:] = [_Minibatch(batches, batches, BatchTotals(**facts))]
+        self._minibatches[number:] = [_Minibatch(batches, batches, BatchTotals.read(facts))]
 
     def _score(self, command: Score) -> PassReport:
         batches = self._minibatches[command.minibatch].given
@@ -227,18 +228,23 @@ class Worker:
             scores = self._trained.score(batches, scorer, enforce=command.enforce, prove=command.prove)
         return self._report(batches, scores)
 
-    def _prepare(self, command: Prepare) -> None:
-        minibatch, mode = self._minibatches[command.minibatch], self._config.keep_routing.mode
-        batches = minibatch.given
-        with self._proving(self._trained, batches):
-            if mode == "trainer":
+    def _prepare(self, command: Prepare) -> PassReport:
+        minibatch, config = self._minibatches[command.minibatch], self._config
+        batches, mode = minibatch.given, config.keep_routing.mode
+        if mode == "trainer":
+            with self._proving(self._trained, batches):
                 report, recorded = self._trained.score_and_record(batches, self._scorer(batches))
-                minibatch.batches, minibatch.traces = recorded.batches, recorded.traces
-                minibatch.recorded, minibatch.proximal = report, report.rows
-            else:
-                minibatch.proximal = self._trained.score(
-                    batches, self._scorer(batches), enforce=mode != "off", prove=command.prove
-                )
+            minibatch.batches, minibatch.traces = recorded.batches, recorded.traces
+            minibatch.recorded, minibatch.proximal = report, report.rows
+            if not config.algorithm.kl_in_reward:
+                return self._report(batches, report.rows)
+            batches = minibatch.batches
+        scorer = self._scorer(batches)
+        if config.algorithm.kl_in_reward:
+            scorer = replace(scorer, reference=self._referred(minibatch, prove=command.prove))
+        with self._proving(self._trained, batches, minibatch.traces):
+            minibatch.proximal = self._trained.score(batches, scorer, enforce=mode != "off", prove=command.prove)
+        return self._report(batches, minibatch.proximal)
 
     def _step(self, command: Step) -> PassReport:
         minibatch, enforce = self._minibatches[command.minibatch], self._config.keep_routing.mode != "off"
@@ -247,32 +253,43 @@ class Worker:
             text = TextLoss(batches, self._trained.model.vocab_size, minibatch.totals.num_tokens)
             report = self._trained.step(batches, text, enforce=False)
             return self._report(batches, report.rows, report)
-        loss = self._loss(minibatch, prove=command.prove)
+        if command.advantages is not None:
+            advantages_B = command.advantages.array()
+            batches = minibatch.batches = [with_advantages(batch, advantages_B) for batch in batches]
+        loss = self._loss(minibatch, command)
         with self._proving(self._trained, batches, minibatch.traces):
             report = self._trained.step(batches, loss, enforce=enforce, prove=command.prove)
-        rows = report.rows if not minibatch.proximal else _with_clipping(minibatch.proximal, report.rows)
+        rows = report.rows if not minibatch.proximal else with_clipping(minibatch.proximal, report.rows)
         if minibatch.recorded is not None:
             own = minibatch.recorded
             report = replace(report, agreement_LS=own.agreement_LS, live_rows_L=own.live_rows_L)
         return self._report(batches, rows, report)
 
-    def _loss(self, minibatch: _Minibatch, *, prove: bool) -> PolicyGradientLoss:
-        reference = None
-        if self._reference is not None:
-            mode = self._config.keep_routing.reference_mode
-            own = mode == "trainer"
-            batches, traces = (minibatch.batches, minibatch.traces) if own else (minibatch.given, ())
-            with self._proving(self._reference, batches, traces):
-                hidden = self._reference.last_hidden(batches, enforce=mode != "off", prove=prove)
-            reference = Reference(self._reference, hidden)
+    def _loss(self, minibatch: _Minibatch, command: Step) -> PolicyGradientLoss:
+        algorithm, scorer, drift = self._config.algorithm, self._scorer(minibatch.batches), None
+        if self._reference is not None and not algorithm.kl_in_reward:
+            scorer = replace(scorer, reference=self._referred(minibatch, prove=command.prove))
+        if algorithm.interpolates_proximal and command.minibatch > 0:
+            drift = Drift(self._version, self._config.rl.minibatches, command.minibatch)
         return PolicyGradientLoss(
-            self._scorer(minibatch.batches),
-            self._config.algorithm,
+            scorer,
+            algorithm,
             minibatch.totals,
             self._layout,
             proximal_logprobs=[rows.logprobs_T for rows in minibatch.proximal] if minibatch.proximal else None,
-            reference=reference,
+            drift=drift,
         )
+
+    def _referred(self, minibatch: _Minibatch, *, prove: bool) -> Reference:
+        """The reference's pass over a minibatch."""
+        support, mode = self._config.algorithm.reference_kl, self._config.keep_routing.reference_mode
+        assert self._reference is not None
+        assert support is not None
+        own = mode == "trainer"
+        batches, traces = (minibatch.batches, minibatch.traces) if own else (minibatch.given, ())
+        with self._proving(self._reference, batches, traces):
+            hidden = self._reference.last_hidden(batches, enforce=mode != "off", prove=prove)
+        return Reference(self._reference, hidden, support)
 
     def _scorer(self, batches: Sequence[Microbatch], *, with_full: bool = False) -> Scorer:
         keep_mask = self._config.keep_sampling_mask.enabled or with_full
@@ -318,54 +335,3 @@ class Worker:
         tables = [failed.model.trace(failed.batches, number)]
         tables += [failed.traces[number]] if failed.traces else []
         return [as_words(table, self._layout.rank) for table in tables]
-
-
-def local_rows(
-    layout: RankCoordinates, batches: Sequence[Microbatch], scores: Sequence[RowScores]
-) -> NDArray[np.float32]:
-    """This rank's rows of the table, float32 [R, C], columns `ROW_COLUMNS`: over all ranks, every trained token once.
-
-    Tensor-parallel ranks hold the same rows; the first of them speaks for all.
-    """
-    if not layout.is_last_stage or layout.tensor_rank > 0:
-        return np.zeros((0, len(ROW_COLUMNS)), np.float32)
-    parts = []
-    for batch, score in zip(batches, scores, strict=True):
-        zeros_T = torch.zeros(batch.num_rows)
-
-        def column(tensor: Tensor | None, otherwise: Tensor = zeros_T) -> NDArray[np.float32]:
-            return (otherwise if tensor is None else tensor).float().numpy()
-
-        columns_CT = np.stack(
-            [
-                column(score.logprobs_T),
-                batch.rollout_logprobs,
-                column(score.full_logprobs_T),
-                column(score.entropy_T),
-                column(score.clipped_T),
-                column(score.layers_differing_T),
-            ]
-        )
-        parts.append(columns_CT[:, batch.loss_mask].T)
-    return np.concatenate(parts).astype(np.float32)
-
-
-def _with_clipping(before: Sequence[RowScores], after: Sequence[RowScores]) -> list[RowScores]:
-    """Scores from before the first update (same weights as the engine), with the clipping that happened since."""
-    return [replace(b, clipped_T=a.clipped_T) for b, a in zip(before, after, strict=True)]
-
-
-def as_words(rows: TracedRows, rank: int) -> NDArray[np.int64]:
-    """int64 [r * l, 6]: a table of `moerl.contract.trainer.WORDS`."""
-    num_rows, num_layers = rows.checksums_rl.shape
-    return np.stack(
-        [
-            np.repeat(rows.keys.view(np.int64), num_layers),
-            np.repeat(rows.positions, num_layers),
-            np.tile(rows.moe_layers, num_rows),
-            rows.checksums_rl.view(np.int64).reshape(-1),
-            np.full(num_rows * num_layers, rank),
-            np.repeat(rows.routed_r.astype(np.int64), num_layers),
-        ],
-        axis=1,
-    )

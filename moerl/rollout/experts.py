@@ -15,7 +15,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from moerl.errors import EngineError
 from moerl.rollout.capture import experts_by_layer
+from moerl.rollout.eight_bits import eight_bit_weight, has_eight_bit_products, to_eight_bits
 from moerl.rollout.rounding import rounded
 
 _STOCK = "grouped_mm"
@@ -26,13 +28,20 @@ _NAME = "moerl_sorted"
 
 
 def sorted_experts(
-    module: Any, hidden_RH: Tensor, ids_RK: Tensor, weights_RK: Tensor, *, dtype: torch.dtype | None = None
+    module: Any,
+    hidden_RH: Tensor,
+    ids_RK: Tensor,
+    weights_RK: Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    eight_bits: bool = False,
 ) -> Tensor:
     """sum over k of weights[r, k] * down(act(gate(h)) * up(h)) of expert ids[r, k], the interface of transformers.
 
     Args:
         module: holds `gate_up_proj` [E, 2F, H] and `down_proj` [E, H, F].
         dtype: what activations are rounded to; None where they are left as they are.
+        eight_bits: operands of products are rounded to 8 bits (`moerl.rollout.eight_bits`).
 
     Returns:
         [R, H].
@@ -42,21 +51,37 @@ def sorted_experts(
     order = flat.argsort()
     ends_E = torch.bincount(flat, minlength=module.num_experts).cumsum(0, dtype=torch.int32)
     rows = hidden_RH.index_select(0, order // num_chosen)
-    gate_up = torch.nn.functional.grouped_mm(rows, module.gate_up_proj.transpose(1, 2), offs=ends_E)
+    gate_up = _product(rows, module.gate_up_proj, ends_E, eight_bits)
     gated = rounded(module._apply_gate(gate_up), dtype)
-    out = torch.nn.functional.grouped_mm(gated, module.down_proj.transpose(1, 2), offs=ends_E)
+    out = _product(gated, module.down_proj, ends_E, eight_bits)
     in_order = out.index_select(0, order.argsort()).view(num_rows, num_chosen, -1)
     weighted = in_order * rounded(weights_RK, dtype)[:, :, None]
     return rounded(weighted.sum(1).to(hidden_RH.dtype), dtype)
 
 
+def _product(rows: Tensor, weight_EOI: Tensor, ends_E: Tensor, eight_bits: bool) -> Tensor:
+    if eight_bits:
+        rows, weight_EOI = to_eight_bits(rows), eight_bit_weight(weight_EOI)
+    return torch.nn.functional.grouped_mm(rows, weight_EOI.transpose(1, 2), offs=ends_E)
+
+
 def experts_function(model: PreTrainedModel, dtype: torch.dtype | None) -> str:
-    """The name of the function that is best for the experts of a model, rounding activations to `dtype`."""
+    """The name of the function that is best for the experts of a model, rounding activations to `dtype`.
+
+    Raises:
+        EngineError: the model's products are of 8 bits, and these experts have no such function.
+    """
     shape: Any = next(iter(experts_by_layer(model).values()))
     is_plain = shape.has_gate and shape.is_concatenated and not shape.has_bias and not shape.is_transposed
+    eight_bits = has_eight_bit_products(model)
     if not is_plain or model.device.type != "cpu":
+        if eight_bits:
+            raise EngineError(
+                "embedded engine: no 8-bit experts", seen=type(model).__name__, remedy="set rollout.dtype=bfloat16"
+            )
         return _STOCK
     name = _NAME if dtype is None else f"{_NAME}_{str(dtype).removeprefix('torch.')}"
+    name += "_float8" if eight_bits else ""
     if name not in ALL_EXPERTS_FUNCTIONS:
-        ALL_EXPERTS_FUNCTIONS.register(name, partial(sorted_experts, dtype=dtype))
+        ALL_EXPERTS_FUNCTIONS.register(name, partial(sorted_experts, dtype=dtype, eight_bits=eight_bits))
     return name

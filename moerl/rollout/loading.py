@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from moerl.errors import EngineError
+from moerl.rollout.eight_bits import FLOAT8, round_operands
 
 
 def load_model(folder: Path, *, dtype: torch.dtype, **settings: Any) -> Any:
@@ -30,4 +31,13 @@ def load_model(folder: Path, *, dtype: torch.dtype, **settings: Any) -> Any:
             expected="a tensor of the right shape for every parameter",
             remedy="use a whole checkpoint of the model that its config.json describes",
         )
+    return model
+
+
+def load_sampler(folder: Path, dtype: str) -> Any:
+    """The model of the embedded engine in the precision of `rollout.dtype`; 8 bits are rounded to as it computes."""
+    if dtype != FLOAT8:
+        return load_model(folder, dtype=getattr(torch, dtype))
+    model = load_model(folder, dtype=torch.bfloat16)
+    round_operands(model)
     return model

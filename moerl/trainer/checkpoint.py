@@ -149,7 +149,10 @@ class CheckpointStore:
 
     def last_written(self) -> str | None:
         """The name of the newest checkpoint that was ever written, whether it is still there or not."""
-        return self._last_written.read_text().strip() if self._last_written.is_file() else None
+        if not self._last_written.is_file():
+            return None
+        # Whatever stands there, the run had a checkpoint: bytes that are no text must not hide that.
+        return self._last_written.read_bytes().decode(errors="backslashreplace").strip()
 
     def abandon(self, name: str) -> None:
         """Removes what was written of a checkpoint that will not be committed."""

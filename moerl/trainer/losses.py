@@ -20,6 +20,7 @@ from moerl.algorithms.reduction import token_mean
 from moerl.algorithms.sequences import Sequences
 from moerl.contract.batch import BatchTotals, Microbatch
 from moerl.contract.parallel import RankCoordinates
+from moerl.contract.routing import POSITION_PRIME, mix
 from moerl.contract.trajectory import KeptSets
 from moerl.kernels.full_kl import kl_full
 from moerl.kernels.head import Head, HeadInputs
@@ -54,10 +55,19 @@ class TextLoss:
         losses_T = -scores.logprobs_T
         rows = RowScores(
             logprobs_T=scores.logprobs_T.detach().cpu(),
-            entropy_T=scores.entropy_T.cpu(),
+            entropy_T=scores.entropy_T.detach().cpu(),
             losses_T=losses_T.detach().cpu(),
         )
         return token_mean(losses_T, mask_T, self.denominator), rows
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """A frozen model of the same layout. hidden: its `last_hidden` for the microbatches of the loss."""
+
+    model: MegatronTrainer
+    hidden: Sequence[Tensor]
+    support: KLSupport
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +76,13 @@ class Scorer:
 
     keep_mask: score inside the recorded kept sets; False scores over the full vocabulary (the biased ablation).
     with_full: also score over the full vocabulary, for mismatch tables.
+    reference: of the KL that is wanted; None where none is.
     """
 
     batches: Sequence[Microbatch]
     keep_mask: bool
     with_full: bool = False
+    reference: Reference | None = None
 
     def kept(self, microbatch: int, device: torch.device) -> KeptRows:
         batch = self.batches[microbatch]
@@ -90,23 +102,56 @@ class Scorer:
             full_T=mask_T if self.with_full else None,
         )
 
+    def kl(self, inputs: HeadInputs, kept: KeptRows, scores: KeptScores, microbatch: int) -> Tensor | None:
+        """Exact KL to the reference over the support of each token, [T]; None without a reference."""
+        if self.reference is None:
+            return None
+        batch = self.batches[microbatch]
+        mask_T = _tensor(batch.loss_mask, inputs.hidden_TH)
+        temperatures_T = _tensor(batch.temperatures, inputs.hidden_TH)
+        with torch.no_grad():
+            theirs = self.reference.model.head.enter(self.reference.hidden[microbatch])
+        if self.reference.support == "full":
+            return kl_full(inputs, theirs, temperatures_T, mask_T)
+        with torch.no_grad():
+            targets_T = _tensor(batch.target_ids, inputs.hidden_TH)
+            listed = score_kept(theirs, targets_T, kept, temperatures_T, select_T=mask_T & kept.truncated)
+        on_kept_T = kl_kept(scores.kept_logprobs_N, listed.kept_logprobs_N, kept)
+        return on_kept_T + kl_full(inputs, theirs, temperatures_T, mask_T & ~kept.truncated)
+
     def __call__(self, hidden_tH: Tensor, head: Head, microbatch: int) -> tuple[Tensor, RowScores]:
-        inputs = head.enter(hidden_tH)
-        scores = self.score(inputs, self.kept(microbatch, hidden_tH.device), microbatch)
+        inputs, kept = head.enter(hidden_tH), self.kept(microbatch, hidden_tH.device)
+        scores = self.score(inputs, kept, microbatch)
+        kl_T = self.kl(inputs, kept, scores, microbatch)
         rows = RowScores(
             logprobs_T=scores.logprobs_T.detach().cpu(),
-            entropy_T=scores.entropy_T.cpu(),
+            entropy_T=scores.entropy_T.detach().cpu(),
             full_logprobs_T=None if scores.full is None else scores.full.logprobs_T.detach().cpu(),
+            kl_T=None if kl_T is None else kl_T.detach().cpu(),
         )
         return scores.logprobs_T.sum(), rows
 
 
 @dataclass(frozen=True, slots=True)
-class Reference:
-    """A frozen model of the same layout. hidden: its `last_hidden` for the microbatches of the loss."""
+class Drift:
+    """How far the weights have moved since tokens were sampled, in updates.
 
-    model: MegatronTrainer
-    hidden: Sequence[Tensor]
+    version: that the batch met. updates_per_version: of a batch. since: updates on this batch so far.
+    """
+
+    version: int
+    updates_per_version: int
+    since: int
+
+    def proximal(self, trainer_T: Tensor, rollout_T: Tensor, versions_T: Tensor) -> Tensor:
+        """`rollout + a (trainer - rollout)`, [T], with a = u / (u + since), u the updates between a token's version and
+        the batch; where a token met its own version, the sampler's log-prob.
+
+        The log-probs of the weights that the batch met, as if they had moved evenly (AReaL's loglinear).
+        """
+        before_T = (self.version - versions_T) * self.updates_per_version
+        share_T = (before_T / (before_T + self.since)).to(trainer_T.dtype)
+        return rollout_T + share_T * (trainer_T - rollout_T)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +162,7 @@ class PolicyGradientLoss:
         place.
     proximal_logprobs: per microbatch float32 [T], the trainer's log-probs before the first update on this batch;
         None where this update is the first one (they are then the current log-probs, without gradient).
-    reference: gives the exact KL that the objective asks for; None where it asks for none.
+    drift: from which they are interpolated instead.
     """
 
     scorer: Scorer
@@ -125,55 +170,49 @@ class PolicyGradientLoss:
     totals: BatchTotals
     layout: RankCoordinates
     proximal_logprobs: Sequence[Tensor] | None = None
-    reference: Reference | None = None
+    drift: Drift | None = None
 
     def __call__(self, hidden_tH: Tensor, head: Head, microbatch: int) -> tuple[Tensor, RowScores]:
         batch = self.scorer.batches[microbatch]
         inputs, kept = head.enter(hidden_tH), self.scorer.kept(microbatch, hidden_tH.device)
         scores = self.scorer.score(inputs, kept, microbatch)
-        if self.proximal_logprobs is None:
-            proximal_T = scores.logprobs_T.detach()
-        else:
+        rollout_T = _tensor(batch.rollout_logprobs, hidden_tH)
+        proximal_T = scores.logprobs_T.detach()
+        if self.proximal_logprobs is not None:
             proximal_T = self.proximal_logprobs[microbatch].to(hidden_tH.device)
-        kl_support = self.objective.reference_kl
-        kl_T = None if kl_support is None else self._kl(kl_support, inputs, kept, scores, microbatch)
+        elif self.drift is not None:
+            proximal_T = self.drift.proximal(proximal_T, rollout_T, _tensor(batch.versions, hidden_tH))
+        sequences = sequences_of(batch, self.layout, hidden_tH.device)
         rows = PolicyRows(
             trainer_logprobs_T=scores.logprobs_T,
             proximal_logprobs_T=proximal_T,
-            rollout_logprobs_T=_tensor(batch.rollout_logprobs, hidden_tH),
+            rollout_logprobs_T=rollout_T,
             advantages_T=_tensor(batch.advantages, hidden_tH),
             loss_mask_T=_tensor(batch.loss_mask, hidden_tH),
             entropy_T=scores.entropy_T,
-            sequences=sequences_of(batch, self.layout, hidden_tH.device),
+            sequences=sequences,
             totals=self.totals,
-            kl_T=kl_T,
+            draws_T=_tensor(draws(batch, self.layout), hidden_tH),
+            kl_T=self.scorer.kl(inputs, kept, scores, microbatch),
         )
         policy = self.objective.compute_loss(rows)
         scored = RowScores(
             logprobs_T=scores.logprobs_T.detach().cpu(),
-            entropy_T=scores.entropy_T.cpu(),
+            entropy_T=scores.entropy_T.detach().cpu(),
             clipped_T=None if policy.clipped_T is None else policy.clipped_T.cpu(),
             losses_T=None if policy.losses_T is None else policy.losses_T.detach().cpu(),
+            weights_T=None if policy.weights_T is None else policy.weights_T.detach().cpu(),
+            kl_T=None if rows.kl_T is None else rows.kl_T.detach().cpu(),
         )
         return policy.loss, scored
 
-    def _kl(
-        self, support: KLSupport, inputs: HeadInputs, kept: KeptRows, scores: KeptScores, microbatch: int
-    ) -> Tensor:
-        """Exact KL to the reference over the support of each token, [T]."""
-        assert self.reference is not None, "the objective asks for a KL, and there is no reference model"
-        batch = self.scorer.batches[microbatch]
-        mask_T = _tensor(batch.loss_mask, inputs.hidden_TH)
-        temperatures_T = _tensor(batch.temperatures, inputs.hidden_TH)
-        with torch.no_grad():
-            theirs = self.reference.model.head.enter(self.reference.hidden[microbatch])
-        if support == "full":
-            return kl_full(inputs, theirs, temperatures_T, mask_T)
-        with torch.no_grad():
-            targets_T = _tensor(batch.target_ids, inputs.hidden_TH)
-            listed = score_kept(theirs, targets_T, kept, temperatures_T, select_T=mask_T & kept.truncated)
-        on_kept_T = kl_kept(scores.kept_logprobs_N, listed.kept_logprobs_N, kept)
-        return on_kept_T + kl_full(inputs, theirs, temperatures_T, mask_T & ~kept.truncated)
+
+def draws(batch: Microbatch, layout: RankCoordinates) -> np.ndarray:
+    """float32 [T], evenly from [0, 1): of each row's rollout and position alone."""
+    num_rows_N = np.diff(batch.cu_seqlens) // layout.dims.context
+    positions_T = (batch.position_ids + 1).astype(np.uint64)
+    words_T = mix(np.repeat(batch.rollout_keys, num_rows_N) + positions_T * np.uint64(POSITION_PRIME))
+    return (words_T >> np.uint64(40)).astype(np.float32) / np.float32(2**24)
 
 
 def sequences_of(batch: Microbatch, layout: RankCoordinates, device: torch.device) -> Sequences:

@@ -10,15 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from moerl.contract.batch import Microbatch
 from moerl.contract.parallel import ParallelDims, RankCoordinates, stage_layers
+from moerl.contract.shares import prefix_lengths
 from moerl.errors import ConfigError, WeightSyncError
 from moerl.models.description import ModelDescription
 from moerl.models.trainable import refuse_untrainable
-from moerl.trainer import balance, platform, tensors
+from moerl.trainer import attention, balance, platform, tensors
 from moerl.trainer.bridge import import_bridge, quiet
 from moerl.trainer.provider import provider_settings
 
@@ -145,7 +147,8 @@ class PolicyModel:
 
         to = platform.device()
         cu_seqlens = torch.from_numpy(batch.cu_seqlens.copy()).to(to)
-        longest = int((batch.cu_seqlens[1:] - batch.cu_seqlens[:-1]).max())
+        longest = int((np.diff(batch.cu_seqlens) + prefix_lengths(batch.cu_seqlens, batch.prefix_of)).max())
+        self._describe(cu_seqlens, batch)
         return module(
             input_ids=torch.from_numpy(batch.input_ids.copy()).to(to)[None],
             position_ids=torch.from_numpy(batch.position_ids.copy()).to(to)[None],
@@ -161,6 +164,20 @@ class PolicyModel:
             # Megatron's wrapper for bfloat16 would widen what the last chunk returns.
             **({"fp32_output": False} if self.config.bf16 else {}),
         )
+
+    def _describe(self, cu_seqlens: Tensor, batch: Microbatch) -> None:
+        """Tells the attention of a CPU what the sequences are; that of Transformer Engine knows no shared rows."""
+        if cu_seqlens.is_cuda:
+            if batch.prefix_of is not None:
+                raise ConfigError(
+                    "prompts cannot be shared on a GPU",
+                    seen="trainer.share_prompts=true",
+                    expected="false, where Transformer Engine computes attention",
+                    remedy="set trainer.share_prompts=false",
+                )
+            return
+        dims = self.layout.dims
+        attention.describe(cu_seqlens, batch.prefix_of, size=dims.context, rank=self.layout.context_rank)
 
     def head_weight(self) -> Tensor:
         """This rank's rows of the language-model head, [V / tensor, H]; on the last pipeline stage."""

@@ -6,7 +6,8 @@ nothing. Without one, five things have to give way (megatron-core 0.19.2):
 1. `torch.cuda` functions that Megatron calls unconditionally (current device, streams, RNG state);
 2. modules that hold a literal ``device="cuda"``;
 3. optimizers that compare ``tensor.type()`` with ``"torch.cuda.FloatTensor"``;
-4. the local layer spec's norm (refuses sequence parallelism) and core attention (refuses packed sequences);
+4. the local layer spec's norm (refuses sequence parallelism) and core attention (refuses packed sequences, see
+   `moerl.trainer.attention`);
 5. collectives of uneven slices, which gloo does not have (`moerl.trainer.uneven`).
 
 Goes when Megatron-Core takes its device from the accelerator API throughout.
@@ -19,15 +20,13 @@ import functools
 import importlib
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from moerl.contract.shares import context_rows
 from moerl.trainer import uneven
+from moerl.trainer.attention import PackedAttention, replace_packed_rope
 
 CPU = torch.device("cpu")
 
@@ -44,7 +43,7 @@ def prepare() -> None:
     _replace_rng_state()
     _replace_cuda_literals()
     _replace_type_comparisons()
-    _replace_packed_rope()
+    replace_packed_rope()
     uneven.replace_collectives()
     prepare.done = True  # type: ignore[attr-defined]
 
@@ -224,7 +223,7 @@ def _replace_type_comparisons() -> None:
     optimizer.clip_grad_by_total_norm_fp32 = clip.clip_grad_by_total_norm_fp32
 
 
-# --- 4: local layer spec, packed attention, packed RoPE --------------------------------------------------------------
+# --- 4: local layer spec ---------------------------------------------------------------------------------------------
 
 
 class LocalNorm:
@@ -236,110 +235,6 @@ class LocalNorm:
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         return norm
-
-
-@dataclass(frozen=True, slots=True)
-class _LengthGroup:
-    """Packed sequences of similar length, as one padded batch.
-
-    packed_rows: int64 [m], rows of the packed tensor. slots: int64 [m], the same tokens' rows in the padded batch
-    [num_sequences * longest]. Every row and every slot occurs once, so scattering is exact and deterministic.
-    """
-
-    packed_rows: Tensor
-    slots: Tensor
-    num_sequences: int
-    longest: int
-
-    def pad(self, packed: Tensor) -> Tensor:
-        """[T, H, D] -> [num_sequences, H, longest, D], zeros in the padding."""
-        padded = packed.new_zeros(self.num_sequences * self.longest, *packed.shape[1:])
-        padded = padded.index_copy(0, self.slots, packed.index_select(0, self.packed_rows))
-        return padded.view(self.num_sequences, self.longest, *packed.shape[1:]).transpose(1, 2)
-
-    def unpad(self, padded: Tensor) -> Tensor:
-        """[num_sequences, H, longest, D] -> [m, H, D], in the order of `packed_rows`."""
-        return padded.transpose(1, 2).flatten(0, 1).index_select(0, self.slots)
-
-    @classmethod
-    def of(cls, cu_seqlens: Tensor, members: Tensor) -> _LengthGroup:
-        """The group of the sequences `members` (int64 indices) among those packed as `cu_seqlens`."""
-        starts, lengths = cu_seqlens[:-1].long()[members], torch.diff(cu_seqlens.long())[members]
-        columns = torch.arange(int(lengths.max()))
-        valid = columns[None, :] < lengths[:, None]
-        packed_rows = (starts[:, None] + columns[None, :])[valid]
-        return cls(packed_rows, valid.flatten().nonzero()[:, 0], len(members), len(columns))
-
-
-def _similar_lengths(cu_seqlens: Tensor) -> list[Tensor]:
-    """Indices of packed sequences of similar length: up to the same power of two, so that padding at most doubles the
-    work."""
-    lengths = torch.diff(cu_seqlens.long())
-    buckets = torch.ceil(torch.log2(lengths.clamp(min=1).double())).long()
-    return [((buckets == bucket) & (lengths > 0)).nonzero()[:, 0] for bucket in buckets[lengths > 0].unique().tolist()]
-
-
-class PackedAttention(nn.Module):
-    """Causal core attention on scaled_dot_product_attention, for packed (THD) input, with grouped-query attention.
-
-    Megatron's own local core attention rejects packed sequences. Sequences are padded in groups of similar length:
-    a trailing padding column is never seen by a causal query of its own sequence. Under context parallelism every
-    rank gathers all keys and values, and attends with the queries of its own zig-zag rows.
-    """
-
-    def __init__(
-        self, config: Any, *args: Any, softmax_scale: float | None = None, pg_collection: Any = None, **kwargs: Any
-    ) -> None:
-        super().__init__()
-        self.softmax_scale = softmax_scale
-        self.context_group = pg_collection.cp
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """query [t, H, D], key and value [t, Hkv, D] -> [t, H * D]; t rows of this rank."""
-        cu_seqlens = kwargs["packed_seq_params"].cu_seqlens_q
-        size = self.context_group.size()
-        if size > 1:
-            key, value = (_gather_context(each, cu_seqlens, self.context_group) for each in (key, value))
-        out_tHD = torch.zeros_like(query)
-        for members in _similar_lengths(cu_seqlens):
-            keys = _LengthGroup.of(cu_seqlens, members)
-            queries = keys if size == 1 else _LengthGroup.of(cu_seqlens // size, members)
-            padded = nn.functional.scaled_dot_product_attention(
-                queries.pad(query),
-                keys.pad(key),
-                keys.pad(value),
-                attn_mask=None if size == 1 else self._mask(queries, keys, cu_seqlens),
-                is_causal=size == 1,
-                scale=self.softmax_scale,
-                enable_gqa=query.shape[1] != key.shape[1],
-            )
-            out_tHD = out_tHD.index_copy(0, queries.packed_rows, queries.unpad(padded))
-        return out_tHD.flatten(1)
-
-    def _mask(self, queries: _LengthGroup, keys: _LengthGroup, cu_seqlens: Tensor) -> Tensor:
-        """bool [num_sequences, 1, longest query, longest key]: True where a query sees a key."""
-        positions_t = _local_positions(cu_seqlens, self.context_group)
-        padded = positions_t.new_zeros(queries.num_sequences * queries.longest)
-        padded = padded.index_copy(0, queries.slots, positions_t[queries.packed_rows])
-        columns = torch.arange(keys.longest)
-        return columns <= padded.view(queries.num_sequences, 1, queries.longest, 1)
-
-
-def _gather_context(local: Tensor, cu_seqlens: Tensor, group: Any) -> Tensor:
-    """[t, ...] of every context-parallel rank -> [T, ...] in the order of the sequences; differentiable."""
-    from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
-
-    gathered = gather_from_sequence_parallel_region(local.contiguous(), group=group)
-    bounds, size = cu_seqlens.numpy(), group.size()
-    order = torch.from_numpy(np.concatenate([context_rows(bounds, size, rank) for rank in range(size)]))
-    return gathered.index_select(0, torch.argsort(order))
-
-
-def _local_positions(cu_seqlens: Tensor, group: Any) -> Tensor:
-    """int64 [t]: positions within their sequence of the rows of this context-parallel rank."""
-    lengths = torch.diff(cu_seqlens.long())
-    positions = torch.arange(int(cu_seqlens[-1])) - torch.repeat_interleave(cu_seqlens[:-1].long(), lengths)
-    return positions[torch.from_numpy(context_rows(cu_seqlens.numpy(), group.size(), group.rank()))]
 
 
 def local_layer_spec(config: Any, vp_stage: int | None = None) -> Any:
@@ -363,20 +258,3 @@ def local_layer_spec(config: Any, vp_stage: int | None = None) -> Any:
         attention.core_attention = PackedAttention
     spec.layer_norm = LocalNorm
     return spec
-
-
-def _replace_packed_rope() -> None:
-    """Applies RoPE to all packed sequences in one call: the unfused original loops over sequences in Python."""
-    rope: Any = importlib.import_module("megatron.core.models.common.embeddings.rope_utils")
-    original = rope._apply_rotary_pos_emb_thd
-
-    def apply(t: Tensor, cu_seqlens: Tensor, freqs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        cp_group = kwargs.get("cp_group")
-        packed_freqs = freqs.size(0) == int(cu_seqlens[-1]) and len(cu_seqlens) > 2
-        if args or packed_freqs or cp_group is None:
-            return original(t, cu_seqlens, freqs, *args, **kwargs)
-        positions = _local_positions(cu_seqlens, cp_group)
-        options = {k: v for k, v in kwargs.items() if k not in ("cp_group", "multi_latent_attention")}
-        return rope._apply_rotary_pos_emb_bshd(t.unsqueeze(1), freqs[positions], **options).squeeze(1)
-
-    rope._apply_rotary_pos_emb_thd = apply

@@ -36,7 +36,7 @@ class RowScores:
 
     logprobs_T: float32, nats; the trainer's log-prob of each target under the distribution it was drawn from.
     entropy_T: float32, nats. clipped_T: bool or None. full_logprobs_T: float32 over the full vocabulary, or None.
-    losses_T: float32 or None.
+    losses_T, weights_T, kl_T: float32 or None; loss, correction and KL to the reference of each token.
     layers_differing_T: int32; MoE layers whose natural choice differs from the recorded one (0 without routing).
     """
 
@@ -45,6 +45,8 @@ class RowScores:
     clipped_T: Tensor | None = None
     full_logprobs_T: Tensor | None = None
     losses_T: Tensor | None = None
+    weights_T: Tensor | None = None
+    kl_T: Tensor | None = None
     layers_differing_T: Tensor | None = None
 
 

@@ -68,6 +68,28 @@ def test_log_probs_from_before_the_first_update_stay_the_proximal_ones(
     assert steps[0].clipped == 0 < steps[3].clipped
 
 
+def update_with_interpolation(layout: Any, path: Path, case: Case) -> list[dict[str, Any]]:
+    """Two minibatches, of which the second is scored by weights that have been updated on the first."""
+    from moerl.trainer.losses import Drift
+
+    trainer = matrix.build(layout, path, case)
+    drifts = [None, Drift(version=9, updates_per_version=2, since=1)]
+    seeds = zip((131, 132), drifts, strict=True)
+    return [matrix.step(trainer, matrix.make_samples(seed), drift=drift) for seed, drift in seeds]
+
+
+@cases(Case(2, CP), Case(4, TP | PP, recompute="full"))
+def test_proximal_log_probs_are_interpolated_by_version_as_in_one_process(
+    case: Case, untied: Path, one_process: Ranks, processes: Any
+) -> None:
+    expected = one_process.run(update_with_interpolation, untied, Case(1))
+    found = processes(case.processes).run(update_with_interpolation, untied, case, **case.sizes)
+    scale = [matrix.mean_advantage(matrix.make_samples(seed)) for seed in (131, 132)]
+    steps = compare(found, expected, scale)
+    # Without interpolation the ratios of the second would all be 1, as those of the first are.
+    assert steps[0].clipped == 0 < steps[1].clipped
+
+
 # --- KL to a reference -----------------------------------------------------------------------------------------------
 
 
@@ -84,7 +106,7 @@ def step_with_reference(layout: Any, path: Path, reference_path: Path, case: Cas
         batches, _ = tiny_moe.shares(trainer, samples, uncaptured="live")
         options = {
             "algorithm": grpo(kl_coef=0.3),
-            "reference": Reference(reference, reference.last_hidden(batches, enforce=True)),
+            "reference": Reference(reference, reference.last_hidden(batches, enforce=True), "kept"),
         }
         steps.append(matrix.step(trainer, samples, **options))
     return steps

@@ -192,7 +192,7 @@ def leave_a_row_to_the_router(batch: Microbatch) -> Microbatch:
 
 
 def explain(layout: Any, path: Path, tamper: Callable[[Microbatch], Microbatch], *, own: bool) -> dict[str, Any]:
-    from moerl.ranks.worker import as_words
+    from moerl.ranks.tables import as_words
     from moerl.trainer.losses import Scorer
 
     trainer = tiny_moe.build(layout, path)

@@ -84,7 +84,7 @@ def expected_values(
     kl = (p.exp() * (p - q).masked_fill(~keep, 0.0)).sum(-1)
     out = {
         "kept": p.gather(1, targets)[:, 0],
-        "kept_entropy": -(p.exp() * p.masked_fill(~keep, 0.0)).sum(-1).detach(),
+        "kept_entropy": -(p.exp() * p.masked_fill(~keep, 0.0)).sum(-1),
         "full": full.gather(1, targets)[:, 0],
         "sampled_full": full.gather(1, targets)[:, 0] * (torch.arange(ROWS) % 3 == 0),
         "kl_kept": kl * truncated,

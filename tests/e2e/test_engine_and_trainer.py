@@ -40,7 +40,8 @@ def score_rollouts(layout: Any, path: Path, temperature: float, top_p: float) ->
     """Per sampled token: log-probs of the engine and of the trainer with and without masks and recorded routes."""
     from moerl.trainer.losses import Scorer
 
-    batches = tiny_moe.pack(sample(path, temperature=temperature, top_p=top_p))[0]
+    samples = sample(path, temperature=temperature, top_p=top_p)
+    batches = tiny_moe.pack(samples)[0]
     trainer = tiny_moe.build(layout, path)
 
     def rows(field: str, *, keep_mask: bool, enforce: bool) -> np.ndarray:
@@ -50,7 +51,13 @@ def score_rollouts(layout: Any, path: Path, temperature: float, top_p: float) ->
 
     return {
         "engine": np.concatenate([batch.rollout_logprobs[batch.loss_mask] for batch in batches]),
-        "kept_logmass": np.concatenate([batch.kept_logmass[batch.loss_mask] for batch in batches]),
+        "kept_logmass": np.concatenate(
+            [
+                samples[batch.sample_index[row]].trajectory.kept_logmass[batch.position_ids[row] + 1, None]
+                for batch in batches
+                for row in np.flatnonzero(batch.loss_mask)
+            ]
+        ),
         "kept": rows("logprobs_T", keep_mask=True, enforce=True),
         "natural": rows("logprobs_T", keep_mask=True, enforce=False),
         "full": rows("logprobs_T", keep_mask=False, enforce=True),

@@ -141,6 +141,32 @@ def test_minibatches_and_a_kl_change_the_updates(
     assert both[1]["policy/entropy"] != pytest.approx(plain[1]["policy/entropy"], abs=1e-5)
 
 
+def test_a_kl_in_the_reward_is_that_of_the_weights_which_the_batch_met(
+    train: Callable[..., Steps], tiny: DoneRun
+) -> None:
+    steps = train("algorithm.kl_coef=3.0", "algorithm.kl_in=reward", "optimizer.lr=1e-3", "rl.minibatches=2")
+    # The first batch meets the reference itself.
+    assert steps[0]["policy/kl_reference"] == pytest.approx(0.0, abs=1e-6)
+    assert all(row["policy/kl_reference"] > 1e-4 for row in steps[1:])
+    assert steps[0]["reward/mean"] == steps_of(tiny.folder)[0]["reward/mean"]
+    assert all(row["mismatch/logprob_abs_max"] < 1e-5 for row in steps)
+
+
+def test_selected_responses_an_entropy_bonus_and_interpolated_log_probs_go_together(
+    train: Callable[..., Steps], tmp_path: Path
+) -> None:
+    options = ("algorithm=dppo", "algorithm.entropy_coef=0.01", "algorithm.proximal=interpolated", "rl.minibatches=2")
+    steps = train(*options, "rl.group_size=6", "rl.keep=4", "optimizer.lr=1e-3")
+    ledger = json.loads((tmp_path / "run" / "ledger.json").read_text())
+    assert ledger["filtered"]["not_kept"] == ledger["issued"] / 3
+    assert ledger["trained"] == 2 * ledger["issued"] / 3
+    for row in steps:
+        assert row["policy/kl_reference"] == 0.0
+        assert row["policy/weight_mean"] > 0.5
+        # Of half of the batch, the rows are those of weights that have been updated once since they were sampled.
+        assert row["mismatch/logprob_abs_max"] > 1e-5
+
+
 def test_a_run_without_a_cold_start_begins_with_reinforcement_learning(
     train: Callable[..., Steps], tmp_path: Path
 ) -> None:

@@ -31,7 +31,10 @@ def set_up(checkout: Path, *arguments: str, path: str = "") -> subprocess.Comple
     environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")}
     environment["PATH"] = f"{path}:{environment['PATH']}" if path else environment["PATH"]
     command = ["make", "setup", f"PYTHON={getattr(sys, '_base_executable', sys.executable)}", *arguments]
-    return subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
+    # Installers write beside the set-up's own clock, also into the middle of a character.
+    return subprocess.run(
+        command, cwd=checkout, env=environment, capture_output=True, text=True, encoding="utf-8", errors="replace"
+    )
 
 
 def uv_folder(tmp_path: Path) -> str:

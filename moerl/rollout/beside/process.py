@@ -37,7 +37,7 @@ from moerl.rollout.beside.messages import (
 )
 from moerl.rollout.beside.shared import SharedMemory
 from moerl.rollout.embedded import EmbeddedEngine
-from moerl.rollout.loading import load_model
+from moerl.rollout.loading import load_sampler
 
 CONTROLLER = "MOERL_CONTROLLER_PID"
 ENGINE_ID = "embedded-0"
@@ -70,7 +70,7 @@ class _Served:
 
     def __init__(self, connection: socket.socket, memory: SharedMemory, start: Start) -> None:
         torch.set_num_threads(start.num_threads)
-        model = load_model(Path(start.folder), dtype=getattr(torch, start.dtype))
+        model = load_sampler(Path(start.folder), start.dtype)
         self._connection, self._memory = connection, memory
         self._engine = EmbeddedEngine(
             model, start.spec, engine_id=ENGINE_ID, max_running=start.max_running, policy_version=start.version

@@ -22,6 +22,7 @@ OPTIONS = {"clip_low": 0.2, "clip_high": 0.28, "importance_cap": 2.0, "kl_coef":
 BATCH = RewardedBatch(
     rewards_B=torch.tensor([1.0, 0.0, 0.25, 1.0, 0.5, 1.0, 1.0]),
     group_index_B=torch.tensor([0, 0, 0, 1, 1, 2, 2]),
+    episode_index_B=torch.arange(7),
     num_tokens_B=torch.tensor([3, 4, 5, 6, 7, 8, 9]),
     truncated_B=torch.zeros(7, dtype=torch.bool),
 )
@@ -110,7 +111,7 @@ def test_names_that_are_no_functions_and_keys_of_another_algorithm_are_refused()
     for override, message in (
         ("loss=own", "algorithm.loss: not the name of a function"),
         ("clip_low=0.1", "algorithm.clip_low: not a key of algorithm custom; expected: algorithm=grpo"),
-        ("name=ppo", "algorithm.name: unknown algorithm; seen: ppo; expected: 'grpo', 'custom'"),
+        ("name=ppo", "algorithm.name: unknown algorithm; seen: ppo; expected: 'grpo', 'gspo',"),
     ):
         with pytest.raises(ConfigError) as caught:
             load_config(
@@ -147,7 +148,7 @@ def test_what_are_no_advantages_is_refused(body: str, own: Path) -> None:
 def test_a_file_in_the_current_directory_does_not_take_the_place_of_a_library(own: Path) -> None:
     (own / "fractions.py").write_text("def gcd(rows): ...")
     with pytest.raises(ConfigError, match="defines no gcd"):
-        custom(loss="fractions:gcd").check_files()
+        custom(loss="fractions:gcd").check(group_size=4, minibatches=1)
 
 
 def test_settings_of_algorithms_are_read_without_torch() -> None:

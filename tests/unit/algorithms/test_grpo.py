@@ -77,6 +77,7 @@ def rewarded() -> RewardedBatch:
     return RewardedBatch(
         rewards_B=torch.tensor(REWARDS),
         group_index_B=torch.tensor(GROUPS),
+        episode_index_B=torch.arange(len(LENGTHS)),
         num_tokens_B=torch.tensor(LENGTHS),
         truncated_B=torch.zeros(len(LENGTHS), dtype=torch.bool),
     )

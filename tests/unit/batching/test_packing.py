@@ -75,7 +75,7 @@ def check_row(batch: Microbatch, row: int, sample: TrainSample) -> None:
     assert batch.loss_mask[row] == trajectory.sampled[t + 1]
     assert batch.advantages[row] == sample.advantages[t + 1]
     assert batch.rollout_logprobs[row] == trajectory.rollout_logprobs[t + 1]
-    assert batch.kept_logmass[row] == trajectory.kept_logmass[t + 1]
+    assert batch.versions[row] == trajectory.policy_versions[t + 1]
     assert batch.truncated[row] == trajectory.truncated[t + 1]
     assert batch.temperatures[row] == trajectory.temperatures[t + 1]
     kept = batch.kept.ids[batch.kept.offsets[row] : batch.kept.offsets[row + 1]]
@@ -125,9 +125,9 @@ def test_a_microbatch_is_laid_out_as_its_contract_says(samples: list[TrainSample
 
 
 def assert_dtypes(batch: Microbatch) -> None:
-    for name in ("input_ids", "target_ids", "position_ids"):
+    for name in ("input_ids", "target_ids", "position_ids", "versions"):
         assert getattr(batch, name).dtype == np.int64
-    for name in ("advantages", "rollout_logprobs", "kept_logmass", "temperatures"):
+    for name in ("advantages", "rollout_logprobs", "temperatures"):
         assert getattr(batch, name).dtype == np.float32
     for name in ("loss_mask", "is_pad", "truncated"):
         assert getattr(batch, name).dtype == np.bool_
@@ -170,7 +170,7 @@ def assert_pads_are_empty(batch: Microbatch) -> None:
     assert not batch.loss_mask[pad].any()
     assert not batch.truncated[pad].any()
     assert not batch.kept.sizes[pad].any()
-    for name in ("input_ids", "target_ids", "advantages", "rollout_logprobs", "kept_logmass"):
+    for name in ("input_ids", "target_ids", "advantages", "rollout_logprobs"):
         assert not getattr(batch, name)[pad].any()
     assert (batch.temperatures[pad] == 1.0).all()
     assert batch.routed[pad].all()
@@ -327,6 +327,7 @@ def test_packing_is_measured_in_fill_and_balance():
         "packing/cost_max_over_mean": 72 / 46,
         "packing/lockstep_over_mean": 72 / 46,
         "packing/microbatches": 1.0,
+        "packing/shared_rows": 0.0,
     }
     assert packing_metrics(pack_text_for_ranks([], 2, options), options) == {}
     padded = pack_text_for_ranks([text(8)], 1, PackOptions(16, Padding(total=8)))

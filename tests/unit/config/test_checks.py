@@ -57,6 +57,7 @@ def error(*overrides: str, command: str = "train") -> str:
         (["task.min_digits=2"], "task.min_digits: above task.max_digits"),
         (["task.max_terms=8"], "task.worked_probability: a number of terms has no probability"),
         (["rollout.temperature=0"], "rollout.temperature: greedy samples cannot be trained on"),
+        (["rollout=sglang", "rollout.dtype=float8"], "rollout.dtype: 8 bits are emulated in the embedded engine"),
     ],
 )
 def test_an_impossible_combination_is_refused(overrides: list[str], part: str):

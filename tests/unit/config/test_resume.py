@@ -38,6 +38,7 @@ def error(run_dir: Path, *overrides: str, command: str = "train") -> str:
         "dump.rollouts_every=0",
         "mismatch.every=0",
         "quarantine.max_rate=0.5",
+        "metrics.project=other",
         "rollout.max_new_tokens=20",
         "rollout.max_running=2",
         "trainer.max_skipped_updates=5",

@@ -32,7 +32,7 @@ PER_ROW = (
     "sample_index",
     "advantages",
     "rollout_logprobs",
-    "kept_logmass",
+    "versions",
     "temperatures",
     "truncated",
 )
@@ -116,6 +116,7 @@ def test_the_shares_of_all_ranks_are_the_whole_batch(seed: int, lengths: list[in
         assert share.num_rows == len(mine)
         assert share.num_rows_of_all == batch.num_rows
         assert np.array_equal(share.rollout_keys, batch.rollout_keys)
+        assert share.prefix_of is batch.prefix_of
     assert np.array_equal(routing, batch.expert_ids)
 
 
@@ -181,5 +182,5 @@ def test_kept_sets_are_taken_row_by_row(rows: list[list[int]], data: st.DataObje
 
 
 def test_every_field_is_either_per_row_or_known_to_this_test():
-    special = {"cu_seqlens", "rollout_keys", "kept", "expert_ids", "routing_checksums"}
+    special = {"cu_seqlens", "rollout_keys", "prefix_of", "kept", "expert_ids", "routing_checksums"}
     assert {field.name for field in fields(Microbatch)} == special | set(PER_ROW)

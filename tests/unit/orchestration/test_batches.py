@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import tiny_moe
+from policy_rows import preset
 
 from moerl.batching.packing import PackOptions
-from moerl.contract.batch import Microbatch
+from moerl.contract.batch import BatchTotals, Microbatch
 from moerl.contract.batch_wire import decode_batches, encode_batches
 from moerl.contract.parallel import ParallelDims
 from moerl.errors import ContractError
-from moerl.orchestration.batches import pack_minibatch
+from moerl.orchestration.batches import pack_minibatch, sampled_tokens
 
 RANKS = ParallelDims(data=2).ranks()
 
@@ -40,3 +42,15 @@ def test_a_share_with_an_expert_that_does_not_exist_is_refused_by_its_rank() -> 
         ContractError, match=r"expert_id_out_of_range in field 'expert_ids'; seen: 200; expected: in \[0, 8\)"
     ):
         received(encode_batches([replace(batches[0], expert_ids=expert_ids)], facts))
+
+
+def test_what_an_algorithm_says_of_all_tokens_reaches_every_rank() -> None:
+    samples = tiny_moe.make_samples(3, (8, 9, 10))
+    said = preset("kl_cov").batch_facts(sampled_tokens(samples))
+    minibatch = pack_minibatch(samples, RANKS, PackOptions(32), "reject", said)
+    told = [BatchTotals.read(received(frame)[1]) for frame in minibatch.frames]
+    assert told == [minibatch.totals] * 2
+    assert told[0].facts == said
+    trained = [batch for frame in minibatch.frames for batch in received(frame)[0]]
+    mean = np.concatenate([batch.rollout_logprobs[batch.loss_mask] for batch in trained]).mean()
+    assert told[0].facts["cov_mean_logprob"] == pytest.approx(float(mean), rel=1e-6)

@@ -3,104 +3,24 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
-from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
-from factories import SPEC, make_trajectory
-from waiting import eventually
+from factories import SPEC
+from group_sources import BESIDE, FOLDERS, answer, group_ids, source, trained
 
 from moerl.buffer.journal import Journal
-from moerl.config.load import load_config
-from moerl.contract import Prompt, RolloutRequest, Trajectory
-from moerl.contract.quarantine import Quarantine, Refusal
-from moerl.contract.trajectory import FinishReason, Lineage, SamplingParams
+from moerl.contract import Trajectory
+from moerl.contract.trajectory import FinishReason
 from moerl.errors import MoerlError
-from moerl.orchestration.groups import MAX_BATCHES, GroupSource
-from moerl.orchestration.rollouts import Outcome
-
-PROMPTS = [Prompt(f"p{i}", f"{i}+1=") for i in range(12)]
-Answer = Callable[[str, int], Trajectory | None]
-"""What becomes of a rollout, by its id and the version: None where it is refused."""
-
-
-def answer(rollout_id: str, version: int, *, reward: float | None = None, **changes: Any) -> Trajectory:
-    group, _, number = rollout_id.rpartition("/")
-    prompt = group.rpartition("/")[2]
-    made = make_trajectory(np.random.default_rng(0))
-    changes.setdefault("policy_versions", np.where(made.sampled, np.int32(version), np.int32(-1)))
-    rewards = {"reward": float(number) if reward is None else reward, "accuracy": 0.0}
-    return replace(made, lineage=Lineage(rollout_id, prompt, group), rewards=rewards, **changes)
-
-
-class FakeCollector:
-    """Answers at once, in an order of its own. asked: rollout ids of every call. refused: by call."""
-
-    def __init__(self, answers: Answer) -> None:
-        self._answers = answers
-        self.asked: list[list[str]] = []
-        self.told: list[tuple[int, int]] = []
-
-        self.said: list[str] = []
-        self.say = self.said.append
-        self.quarantine = Quarantine(FOLDERS[-1] / "quarantine", max_rate=1.0)
-
-    def watch(self, done: int, total: int, tokens: int) -> None:
-        assert 0 <= done <= total
-
-    def requests(self, prompts: Sequence[Prompt], *, run: str, count: int, **_: Any) -> list[RolloutRequest]:
-        return [
-            RolloutRequest(Lineage(f"{run}/{p.prompt_id}/{i}", p.prompt_id, f"{run}/{p.prompt_id}"), (1,), SAMPLING, 4)
-            for p in prompts
-            for i in range(count)
-        ]
-
-    def outcomes(
-        self, prompts: Sequence[Prompt], requests: Sequence[RolloutRequest], version: Callable[[], int], _: object
-    ) -> Generator[Outcome]:
-        ids = [request.lineage.rollout_id for request in requests]
-        self.asked.append(ids)
-        for name in sorted(ids):
-            found = self._answers(name, version())
-            yield Outcome(name, found, None if found is not None else Refusal("routing_rows", "routing_rows in x, 7"))
-
-    def tell_refused(self, purpose: str, num_refused: int, num_asked: int, first: str) -> None:
-        assert bool(first) == bool(num_refused)
-        self.told.append((num_refused, num_asked))
-
-
-SAMPLING = SamplingParams()
-FOLDERS: list[Path] = []
-"""Of the test that runs."""
+from moerl.orchestration.groups import MAX_BATCHES
 
 
 @pytest.fixture(autouse=True)
 def _folder(tmp_path: Path) -> None:
     FOLDERS[:] = [tmp_path]
-
-
-def source(answers: Answer, *overrides: str) -> tuple[GroupSource, FakeCollector]:
-    sizes = ("recipe=tiny", "rl.steps=8", "rl.prompts_per_step=3", "rl.group_size=4")
-    config = load_config([*sizes, *overrides], command="train")
-    collector: Any = FakeCollector(answers)
-    groups = GroupSource(config, collector, PROMPTS, "rl", Journal(FOLDERS[-1] / "journal", SPEC))
-    groups.restore({}, 0)
-    return groups, collector
-
-
-def trained(groups: GroupSource) -> None:
-    """A step, after which engines hold its weights."""
-    groups.version += 1
-    groups.release()
-
-
-def group_ids(trajectories: Sequence[Trajectory]) -> list[str]:
-    return list(dict.fromkeys(t.lineage.group_id for t in trajectories))
 
 
 def test_every_step_trains_its_own_groups_in_the_order_of_requests() -> None:
@@ -270,118 +190,16 @@ def test_a_journal_holds_no_more_than_two_checkpoints_may_ask_for() -> None:
     assert list((FOLDERS[-1] / "journal").iterdir()) == []
 
 
-# --- beside the training ---------------------------------------------------------------------------------------------
-
-BESIDE = ("rollout.placement=beside", "buffer.max_staleness=1")
-
-
-class Gate:
-    """Rollouts of a step are answered once the gate is open for it."""
-
-    def __init__(self) -> None:
-        self._open: set[str] = set()
-        self._changed = threading.Condition()
-
-    def __call__(self, rollout_id: str, version: int) -> Trajectory:
-        with self._changed:
-            self._changed.wait_for(lambda: any(rollout_id.startswith(each) for each in self._open))
-        return answer(rollout_id, version)
-
-    def open(self, prefix: str) -> None:
-        with self._changed:
-            self._open.add(prefix)
-            self._changed.notify_all()
-
-
-def test_the_next_groups_are_sampled_while_a_batch_is_trained() -> None:
-    gate = Gate()
-    groups, collector = source(gate, *BESIDE)
-    gate.open("rl-000000/")
-    first = groups.batch()
-    assert len(first) == 12
-    # Two steps' worth was asked for at once, and nothing more before engines hold the weights of this one.
-    assert [len(asked) for asked in collector.asked] == [24]
-    gate.open("rl-000001/")
-    trained(groups)
-    assert groups.ledger.issued == 36
-    second = groups.batch()
-    assert all(name.startswith("rl-000001/") for name in group_ids(second))
-    gate.open("")
-
-
-def test_the_bound_holds_and_every_rollout_is_trained_once_whatever_the_order() -> None:
-    def slow_for_some(rollout_id: str, version: int) -> Trajectory:
-        time.sleep(0.001 * (hash(rollout_id) % 5))
-        return answer(rollout_id, version, reward=1.0 if "/p3/" in rollout_id else None)
-
-    groups, _ = source(slow_for_some, *BESIDE, "buffer.window=4", "rl.filters=[equal_rewards]")
-    seen: list[str] = []
-    with groups.open():
-        for _ in range(8):
-            batch = groups.batch()
-            assert groups.metrics["staleness/age_max"] <= groups.limits.max_age == 2
-            seen += [t.lineage.rollout_id for t in batch]
-            trained(groups)
-    assert len(seen) == len(set(seen)) == groups.ledger.trained == 8 * 12
-    assert groups.ledger.pending == 0
-    assert groups.ledger.issued == 8 * 12 + groups.ledger.filtered["equal_rewards"]
-
-
-def test_an_error_beside_the_training_ends_the_run() -> None:
-    def broken(rollout_id: str, version: int) -> Trajectory:
-        raise MoerlError("the engine is gone")
-
-    groups, _ = source(broken, *BESIDE)
-    with pytest.raises(MoerlError, match="the engine is gone"):
-        groups.batch()
-
-
-def test_what_was_sampled_at_a_checkpoint_is_asked_for_again_under_the_same_ids() -> None:
-    gate = Gate()
-    groups, collector = source(gate, *BESIDE)
-    gate.open("rl-000000/")
-    groups.batch()
-    trained(groups)
-    snapshot = json.loads(json.dumps(groups.snapshot()))
-    assert [count for _, count in snapshot["ledger"]["pending"]] == [4] * 6
-    resumed, again = source(answer, *BESIDE)
-    resumed.restore(snapshot, 1)
-    batch = resumed.batch()
-    asked = [name for call in again.asked for name in call]
-    assert [t.lineage.rollout_id for t in batch] == asked[:12]
-    assert sorted(asked) == sorted(name for call in collector.asked for name in call if "rl-000000/" not in name)
-    assert resumed.ledger.issued == groups.ledger.issued
-    gate.open("")
-
-
-def test_groups_that_are_too_old_are_dropped_where_asked_for_and_others_do_not_wait_for_them() -> None:
-    gate = Gate()
-    sizes = ("rl.prompts_per_step=1", "buffer.when_stale=drop")
-    groups, _ = source(gate, *BESIDE, *sizes)
-    for step in (0, 2, 3, 4):
-        gate.open(f"rl-00000{step}/")
-    with groups.open():
-        seen = []
-        for _ in range(2):
-            seen += group_ids(groups.batch())
-            trained(groups)
-        # Sampled by version 0, it comes when version 2 is trained.
-        gate.open("rl-000001/")
-        eventually(lambda: len(Journal(FOLDERS[-1] / "journal", SPEC).read()) == 4)
-        left_out = 0.0
-        for _ in range(2):
-            seen += group_ids(groups.batch())
-            left_out += groups.metrics["tokens/left_out"]
-            trained(groups)
-    assert [name.partition("/")[0] for name in seen] == [f"rl-00000{step}" for step in (0, 2, 3, 4)]
-    assert dict(groups.ledger.filtered) == {"stale": 4}
-    assert left_out == 4 * answer("rl-000000/p0/0", 0).num_sampled
-
-
-def test_how_long_the_engine_had_nothing_to_do_is_told() -> None:
-    groups, _ = source(answer)
-    groups.batch()
-    time.sleep(0.2)
-    trained(groups)
-    groups.batch()
-    assert 0.5 < groups.metrics["waiting/engine_for_slots"] <= 1.0
+def test_of_a_group_that_is_larger_than_asked_for_some_are_trained_and_ages_are_theirs() -> None:
+    # Rewards are 0 to 3: of the two that succeed and the two that fail one each is kept.
+    groups, _ = source(answer, "rl.keep=2")
+    for _ in range(2):
+        batch = groups.batch()
+        assert len(batch) == 6
+        by_group = [[t.rewards["reward"] for t in batch if t.lineage.group_id == name] for name in group_ids(batch)]
+        assert all(low < 1.5 < high for low, high in by_group)
+        assert groups.metrics["staleness/age_max"] == max(
+            groups.version - int(t.policy_versions[t.sampled].min()) for t in batch
+        )
+        trained(groups)
+    assert (groups.ledger.issued, groups.ledger.trained, dict(groups.ledger.filtered)) == (24, 12, {"not_kept": 12})

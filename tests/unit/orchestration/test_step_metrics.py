@@ -25,15 +25,14 @@ from moerl.orchestration.step_metrics import (
     rollout_metrics,
     update_metrics,
 )
-from moerl.ranks.worker import local_rows
+from moerl.ranks.tables import local_rows
 from moerl.telemetry.metrics import check_metrics
 from moerl.trainer.trainer import RowScores
 
 
 def table(**columns: list[float]) -> RowTable:
     size = len(next(iter(columns.values())))
-    names = ("trainer", "rollout", "full", "entropy", "clipped", "layers_differing")
-    return RowTable(**{name: np.array(columns.get(name, [0.0] * size), np.float32) for name in names})
+    return RowTable(**{name: np.array(columns.get(name, [0.0] * size), np.float32) for name in ROW_COLUMNS})
 
 
 def test_the_mismatch_is_that_of_the_trainer_against_the_rollout() -> None:

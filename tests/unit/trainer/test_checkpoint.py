@@ -43,6 +43,11 @@ def test_the_newest_checkpoint_comes_back_with_its_state_and_files(tmp_path: Pat
     assert (latest.path / "sub" / "weights").read_bytes() == b"weights" * 10
 
 
+def test_a_damaged_note_of_the_last_checkpoint_still_says_that_there_was_one(tmp_path: Path) -> None:
+    (tmp_path / "last_checkpoint.txt").write_bytes(b"rl-\xff")
+    assert CheckpointStore(tmp_path / "checkpoints", keep=2).last_written() == "rl-\\xff"
+
+
 def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     for step in (1, 2, 3, 4):

@@ -121,7 +121,7 @@ def take_policy_step(
         tiny_moe.num_trained(batches),
         algorithm=grpo(kl_coef=KL_COEF, kl_support=support),
         proximal_logprobs=proximal,
-        reference=Reference(reference, reference.last_hidden(batches, enforce=reference_enforce)),
+        reference=Reference(reference, reference.last_hidden(batches, enforce=reference_enforce), support),
     )
     report = trainer.step(batches, loss, enforce=True)
     return {
@@ -263,3 +263,15 @@ def test_the_supervised_loss_and_its_gradient_equal_transformers(untied: Path, o
     (total / count).backward()
     assert loss == pytest.approx(total.item() / count, abs=1e-5)
     assert_same_gradients(gradients, judge.gradients())
+
+
+def test_proximal_log_probs_are_interpolated_by_the_updates_since_a_token_was_sampled() -> None:
+    from moerl.trainer.losses import Drift
+
+    trainer_T, rollout_T = torch.tensor([-1.0, -1.0, -1.0, -1.0]), torch.tensor([-2.0, -2.0, -2.0, -2.0])
+    # Sampled by the version that the batch met, one and three versions earlier; the last is of a prompt.
+    found_T = Drift(version=5, updates_per_version=4, since=2).proximal(
+        trainer_T, rollout_T, torch.tensor([5, 4, 2, -1])
+    )
+    expected = [-2.0, -2.0 + 4 / 6, -2.0 + 12 / 14, -2.0 + 24 / 26]
+    assert found_T.tolist() == pytest.approx(expected)

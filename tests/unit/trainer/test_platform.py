@@ -7,6 +7,7 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from ranks import Ranks
@@ -19,23 +20,27 @@ def cu_seqlens_of(lengths: tuple[int, ...]) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).int()
 
 
-def attend(layout: Any, num_kv_heads: int) -> tuple[float, float]:
+def attend(layout: Any, num_kv_heads: int, prefix_of: tuple[int, ...] | None) -> tuple[float, float]:
     """Largest difference, in values and in gradients, between packed attention and a masked softmax per sequence."""
-    from moerl.trainer import groups
-    from moerl.trainer.platform import PackedAttention
+    from moerl.trainer import attention, groups
 
     generator = torch.Generator().manual_seed(0)
     total = sum(LENGTHS)
     query = torch.randn(total, 4, 16, generator=generator, requires_grad=True)
     key, value = (torch.randn(total, num_kv_heads, 16, generator=generator, requires_grad=True) for _ in range(2))
     packed = SimpleNamespace(cu_seqlens_q=cu_seqlens_of(LENGTHS))
+    prefixes = None if prefix_of is None else np.array(prefix_of, np.int32)
+    attention.describe(packed.cu_seqlens_q, prefixes, size=1, rank=0)
     groups = SimpleNamespace(cp=groups.context_group())
-    ours = PackedAttention(None, softmax_scale=0.3, pg_collection=groups)(query, key, value, packed_seq_params=packed)
-    parts = []
-    for q, k, v in zip(*(tensor.split(LENGTHS) for tensor in (query, key, value)), strict=True):
+    core = attention.PackedAttention(None, softmax_scale=0.3, pg_collection=groups)
+    ours = core(query, key, value, packed_seq_params=packed)
+    parts, sequences = [], [tensor.split(LENGTHS) for tensor in (query, key, value)]
+    for prefix, q, k, v in zip(prefix_of or [-1] * len(LENGTHS), *sequences, strict=True):
+        if prefix >= 0:
+            k, v = (torch.cat([each[prefix], own]) for each, own in zip(sequences[1:], (k, v), strict=True))
         k, v = (tensor.repeat_interleave(4 // num_kv_heads, dim=1) for tensor in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k).mul(0.3)
-        future = torch.ones(len(q), len(q), dtype=torch.bool).triu(1)
+        future = torch.ones(len(q), len(k), dtype=torch.bool).triu(1 + len(k) - len(q))
         parts.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(future, -torch.inf).softmax(-1), v).flatten(1))
     expected = torch.cat(parts)
     weights = torch.randn(expected.shape, generator=generator)
@@ -45,33 +50,46 @@ def attend(layout: Any, num_kv_heads: int) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
-def test_packed_attention_equals_attention_per_sequence(num_kv_heads: int, one_process: Ranks) -> None:
-    ((values, gradients),) = one_process.run(attend, num_kv_heads)
+@pytest.mark.parametrize("prefix_of", [None, (-1, -1, 1, 1, -1, 1, 4)])
+def test_packed_attention_equals_attention_per_sequence(
+    prefix_of: tuple[int, ...] | None, num_kv_heads: int, one_process: Ranks
+) -> None:
+    ((values, gradients),) = one_process.run(attend, num_kv_heads, prefix_of)
     assert values < 1e-5
     assert gradients < 1e-5
 
 
-def rotate(layout: Any) -> bool:
-    """True where the replaced RoPE gives what an untouched copy of Megatron's module gives, bit for bit."""
+def rotate(layout: Any) -> list[bool]:
+    """Whether the replaced RoPE gives what an untouched copy of Megatron's module gives, bit for bit: of sequences
+    alone, and of one that goes on from the first."""
     from megatron.core import parallel_state as mpu
     from megatron.core.models.common.embeddings import rope_utils
+
+    from moerl.trainer import attention
 
     spec = importlib.util.spec_from_file_location("untouched_rope_utils", rope_utils.__file__)
     assert spec is not None
     assert spec.loader is not None
     untouched = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(untouched)
-    assert rope_utils._apply_rotary_pos_emb_thd.__module__ == "moerl.trainer.platform"
+    assert rope_utils._apply_rotary_pos_emb_thd.__module__ == "moerl.trainer.attention"
     t = torch.randn(sum(LENGTHS), 4, 16, generator=torch.Generator().manual_seed(1))
     freqs = torch.outer(torch.arange(80.0), torch.arange(1, 9).float().reciprocal()).repeat(1, 2)[:, None, None, :]
     options = {"rotary_interleaved": False, "cp_group": mpu.get_context_parallel_group()}
-    arguments = (t, cu_seqlens_of(LENGTHS), freqs)
-    ours, theirs = (module._apply_rotary_pos_emb_thd(*arguments, **options) for module in (rope_utils, untouched))
-    return torch.equal(ours, theirs) and not torch.equal(ours, t)
+    together, alone, whole = cu_seqlens_of(LENGTHS), cu_seqlens_of(LENGTHS), cu_seqlens_of((sum(LENGTHS[:2]),))
+    attention.describe(together, None, size=1, rank=0)
+    ours = rope_utils._apply_rotary_pos_emb_thd(t, together, freqs, **options)
+    equal = torch.equal(ours, untouched._apply_rotary_pos_emb_thd(t, alone, freqs, **options))
+    first, second = LENGTHS[:2]
+    shared = cu_seqlens_of((first, second))
+    attention.describe(shared, np.array([-1, 0], np.int32), size=1, rank=0)
+    goes_on = rope_utils._apply_rotary_pos_emb_thd(t[: first + second], shared, freqs, **options)
+    as_one = untouched._apply_rotary_pos_emb_thd(t[: first + second], whole, freqs, **options)
+    return [equal and not torch.equal(ours, t), torch.equal(goes_on, as_one)]
 
 
 def test_packed_rope_equals_megatrons_loop(one_process: Ranks) -> None:
-    assert one_process.run(rotate) == [True]
+    assert one_process.run(rotate) == [[True, True]]
 
 
 def import_the_bridge(layout: Any) -> dict[str, Any]:

@@ -1,0 +1,107 @@
+"""Rows that several samples begin with: the prompt of a group is packed and computed once, its responses go on from it.
+
+A sample of S tokens whose first sampled one is token p has p - 1 rows that predict nothing that was sampled; row p - 1,
+the last of the prompt, predicts the first sampled token and stays with its response. Samples share rows only where
+tokens and recorded experts are the same, id by id, so each row is enforced and proved as if it were packed for every
+sample. Gradients are the same sums; the load-balancing loss counts a shared row once. Pure numpy; any process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from moerl.batching.cost import SequenceCost
+from moerl.batching.rows import Padding, Rows
+from moerl.contract.batch import TrainSample
+from moerl.contract.routing import shared_key
+from moerl.contract.trajectory import Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Samples that are packed together. members: their indices, ascending. num_shared: rows that all begin with; 0 for
+    a sample alone."""
+
+    members: tuple[int, ...]
+    num_shared: int = 0
+
+    def size(self, samples: Sequence[TrainSample], padding: Padding) -> int:
+        """Rows with their padding."""
+        return self.num_shared + sum(padding.padded(_rows(samples[i]) - self.num_shared) for i in self.members)
+
+    def cost(self, samples: Sequence[TrainSample], padding: Padding, cost: SequenceCost) -> float:
+        """The shared rows once, and of each sample what its others add."""
+        shared = cost(self.num_shared)
+        return shared + sum(cost(padding.padded(_rows(samples[i]))) - shared for i in self.members)
+
+    def sequences(self, rows: Sequence[Rows], before: int) -> list[Rows]:
+        """The sequences that are packed for it.
+
+        Args:
+            rows: all rows of each member. before: sequences that stand before these in the microbatch.
+        """
+        if not self.num_shared:
+            return list(rows)
+        first = rows[0]
+        return [
+            first.until(self.num_shared, shared_key(first.key)),
+            *(each.after(self.num_shared, before) for each in rows),
+        ]
+
+
+def alone(samples: Sequence[TrainSample]) -> list[Family]:
+    """Every sample with all of its rows."""
+    return [Family((index,)) for index in range(len(samples))]
+
+
+def find_families(samples: Sequence[TrainSample], padding: Padding, most_rows: int) -> list[Family]:
+    """Samples that begin with the same rows, in families of at most `most_rows` rows where they can be divided.
+
+    Shared rows are a multiple of `padding.sequence`, so that no padding comes between a prompt and its responses.
+    """
+    found: dict[tuple[int, bytes], list[list[int]]] = {}
+    for index, sample in enumerate(samples):
+        trajectory = sample.trajectory
+        num_shared = _num_shared(trajectory, padding)
+        candidates = found.setdefault((num_shared, trajectory.token_ids[:num_shared].tobytes()), [])
+        for members in candidates:
+            if num_shared and _same_routing(samples[members[0]].trajectory, trajectory, num_shared):
+                members.append(index)
+                break
+        else:
+            candidates.append([index])
+    families = []
+    for (num_shared, _), candidates in found.items():
+        for members in candidates:
+            families += _divided(members, num_shared, [_rows(samples[i]) for i in members], most_rows)
+    return sorted(families, key=lambda family: family.members)
+
+
+def _divided(members: Sequence[int], num_shared: int, rows: Sequence[int], most_rows: int) -> list[Family]:
+    parts: list[list[int]] = []
+    size = most_rows
+    for index, num_rows in zip(members, rows, strict=True):
+        own = num_rows - num_shared
+        if size + own > most_rows:
+            parts.append([])
+            size = num_shared
+        parts[-1].append(index)
+        size += own
+    return [Family(tuple(part), num_shared if len(part) > 1 else 0) for part in parts]
+
+
+def _num_shared(trajectory: Trajectory, padding: Padding) -> int:
+    rows = int(trajectory.sampled.argmax()) - 1
+    return max(rows - rows % padding.sequence, 0)
+
+
+def _same_routing(first: Trajectory, other: Trajectory, num_rows: int) -> bool:
+    same = np.array_equal(first.routed[:num_rows], other.routed[:num_rows])
+    return same and np.array_equal(first.expert_ids[:num_rows], other.expert_ids[:num_rows])
+
+
+def _rows(sample: TrainSample) -> int:
+    return len(sample.trajectory) - 1

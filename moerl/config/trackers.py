@@ -1,0 +1,64 @@
+"""What the trackers of `metrics.sinks` need: their libraries, and the environment of their processes. Torch-free.
+
+Whether a tracker sends anything is its library's own setting. Where the user has made none, it stays on this machine:
+what it stores lies in the run directory, and it asks nobody anything.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from moerl.errors import ConfigError
+
+LIBRARIES = {
+    "wandb": ("wandb",),
+    "mlflow": ("mlflow", "sqlalchemy", "alembic"),
+    "trackio": ("trackio",),
+}
+"""By tracker, the packages that it imports."""
+
+
+def _is_installed(package: str) -> bool:
+    """True for a package that can be imported; a folder of its name in the current directory is none."""
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None
+
+
+def check_trackers(sinks: Sequence[str], is_installed: Callable[[str], bool] = _is_installed) -> None:
+    """Raises `ConfigError` where the library of a tracker is not installed; imports none."""
+    for name in sinks:
+        missing = [package for package in LIBRARIES.get(name, ()) if not is_installed(package)]
+        if missing:
+            raise ConfigError(
+                f"metrics.sinks: {name} is not installed",
+                seen=f"no package {', '.join(missing)}",
+                expected="what it needs in the environment of moerl",
+                remedy=f'pip install "moerl[{name}]", or leave {name} out of metrics.sinks',
+            )
+
+
+def tracker_environment(name: str, folder: Path, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The environment of a tracker's process: the user's, and offline where that says nothing.
+
+    Args:
+        folder: of the tracker in the run directory.
+    """
+    return {**_quiet(name, folder, environment), **environment, "OMP_NUM_THREADS": "1"}
+
+
+def _quiet(name: str, folder: Path, environment: Mapping[str, str]) -> dict[str, str]:
+    """The settings that the user may have made otherwise."""
+    match name:
+        case "wandb":
+            offline = environment.get("WANDB_MODE", "offline") != "online"
+            own = {"WANDB_MODE": "offline", "WANDB_DIR": str(folder.parent), "WANDB_CACHE_DIR": str(folder / "cache")}
+            return own | ({"WANDB_ERROR_REPORTING": "false"} if offline else {})
+        case "mlflow":
+            uri = f"sqlite:///{folder / 'mlflow.db'}"
+            return {"MLFLOW_TRACKING_URI": uri, "MLFLOW_DISABLE_TELEMETRY": "true"}
+        case _:
+            is_remote = {"TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"} & environment.keys()
+            return {"TRACKIO_DIR": str(folder)} | ({} if is_remote else {"HF_HUB_OFFLINE": "1"})

@@ -1,0 +1,57 @@
+"""Which responses of a group are trained, where more are sampled than that. Pure; runs in the controller."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from moerl.contract.trajectory import Trajectory
+from moerl.errors import RewardError
+
+SHORTEST = "shortest"
+"""Value of `rl.keep_by`: the best responses are those with the fewest tokens."""
+
+
+def select(group: Sequence[Trajectory], keep: int, keep_by: str, seed: Sequence[int]) -> list[Trajectory]:
+    """`keep` responses of a group, in their order; all where there are no more.
+
+    Failures stay as varied as they are, successes are chosen (resample on correct, GRPO-RoC: rStar2-Agent, Shang et al.
+    2025, arXiv:2508.20722). A response has succeeded where its reward is above the middle between the lowest and the
+    highest of the group. Both kinds keep their share of the group, rounded, and at least one response: failures drawn
+    evenly, of successes those with the highest reward `keep_by`, or the fewest sampled tokens. Published with a draw
+    among successes too, weighted by their quality.
+
+    Args:
+        seed: of the draw; the same draw for the same group, whenever it is made.
+
+    Raises:
+        RewardError: a response has no reward of this name.
+    """
+    if len(group) <= keep:
+        return list(group)
+    rewards = np.array([trajectory.rewards["reward"] for trajectory in group])
+    order = np.random.default_rng(seed).permutation(len(group))
+    succeeded = rewards > (rewards.min() + rewards.max()) / 2
+    num_successes = int(succeeded.sum())
+    share = int(np.floor(keep * num_successes / len(group) + 0.5))
+    num_kept = min(max(share, 1), keep - 1) if num_successes else 0
+    # Among equals the drawn order decides.
+    best = sorted(order[succeeded[order]].tolist(), key=lambda i: _rank(group[i], keep_by))
+    chosen = {*best[:num_kept], *order[~succeeded[order]].tolist()[: keep - num_kept]}
+    chosen.update(best[num_kept : num_kept + keep - len(chosen)])
+    return [trajectory for i, trajectory in enumerate(group) if i in chosen]
+
+
+def _rank(trajectory: Trajectory, keep_by: str) -> float:
+    """The lower, the better."""
+    if keep_by == SHORTEST:
+        return float(trajectory.num_sampled)
+    if keep_by not in trajectory.rewards:
+        raise RewardError(
+            "rl.keep_by: no such reward",
+            seen=keep_by,
+            expected=f"{SHORTEST}, {', '.join(trajectory.rewards)}",
+            remedy="name one that the task gives",
+        )
+    return -trajectory.rewards[keep_by]

@@ -1,0 +1,134 @@
+"""The trackers of a run: opened before any model is loaded, told every row, left out once they fail. Controller."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from moerl.config.schema import RunConfig
+from moerl.config.trackers import tracker_environment
+from moerl.contract.files import writing
+from moerl.errors import ConfigError
+from moerl.telemetry.trackers.sink import CLOSE_SECONDS, TRACKERS, TrackerError, TrackerSink
+from moerl.telemetry.trackers.tracker import Opening
+
+_HURRIED_SECONDS = 5.0
+_SECRET = re.compile(r"(api|admin|access|private)_?key|secret|password|credential|(auth|access|api|hf)_?token", re.I)
+
+
+class Trackers:
+    """Tells every tracker of a run.
+
+    One that cannot be started ends the run, before it costs anything. One that fails later is said once and left out
+    from then on: a training of days must not end for a picture of it, and `metrics.jsonl` has every row.
+
+    Args:
+        sinks: started, not opened.
+        say: where a failure goes.
+
+    Attributes:
+        failures: what was said of each tracker that is left out.
+    """
+
+    def __init__(self, sinks: Iterable[TrackerSink], say: Callable[[str], None]) -> None:
+        self._sinks, self._say = list(sinks), say
+        self.failures: list[str] = []
+        self._latest = ""
+
+    @property
+    def names(self) -> list[str]:
+        """Those that are not left out."""
+        return [sink.name for sink in self._sinks]
+
+    def open(self) -> None:
+        """Waits until all take rows. Raises `ConfigError` where one does not; none is left running then."""
+        try:
+            for sink in self._sinks:
+                self._open(sink)
+        except BaseException:  # an interrupt, too, leaves no process behind
+            for sink in self._sinks:
+                sink.end()
+            raise
+
+    def write(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
+        self._each(lambda sink: sink.write(stage, step, metrics))
+        self._latest = f"step {step} of {stage}"
+
+    def rewind(self, stage: str, step: int, rows: Iterable[Mapping[str, Any]], *, evaluated: bool) -> None:
+        """The run goes on after `step` of `stage`; a tracker that is new to it gets its `rows` so far."""
+        kept = list(rows)
+
+        def tell(sink: TrackerSink) -> None:
+            if not sink.is_new:
+                sink.truncate_after(stage, step, evaluated=evaluated)
+                return
+            for row in kept:
+                metrics = {name: value for name, value in row.items() if name not in ("stage", "step")}
+                sink.write(row["stage"], row["step"], metrics)
+
+        self._each(tell)
+
+    def sync(self) -> None:
+        self._each(lambda sink: sink.sync())
+
+    def close(self, error: object) -> None:
+        """Ends their runs; error: that the run ends by, None without one. Whoever interrupts it waits no longer."""
+        is_hurried = error is not None and not isinstance(error, Exception)
+        seconds = _HURRIED_SECONDS if is_hurried else CLOSE_SECONDS
+        self._each(lambda sink: sink.close(failed=error is not None, seconds=seconds))
+        self._sinks = []
+
+    def _open(self, sink: TrackerSink) -> None:
+        try:
+            with writing(sink.log):
+                sink.open()
+        except TrackerError as error:
+            raise ConfigError(
+                f"metrics.sinks: {sink.name} cannot be started",
+                seen=str(error),
+                expected="a tracker that takes rows",
+                remedy=f"read {sink.log} and correct the settings of {sink.name}, or leave it out of metrics.sinks",
+            ) from error
+
+    def _each(self, tell: Callable[[TrackerSink], None]) -> None:
+        for sink in list(self._sinks):
+            try:
+                tell(sink)
+            except TrackerError as error:
+                self._leave_out(sink, error)
+
+    def _leave_out(self, sink: TrackerSink, error: TrackerError) -> None:
+        self._sinks.remove(sink)
+        sink.end()
+        after = f" after {self._latest}" if self._latest else ""
+        text = (
+            f"{sink.name} failed{after}: {error}; it gets no more rows and may lack the latest, metrics.jsonl has all;"
+            f" log: {sink.log}"
+        )
+        self.failures.append(text)
+        self._say(f"WARNING: {text}")
+
+
+def start_trackers(config: RunConfig) -> list[TrackerSink]:
+    """Starts the process of every tracker in `metrics.sinks`, and waits for none."""
+    opening = Opening(config.metrics.project, config.run_dir.name, without_secrets(config.model_dump(mode="json")))
+    started: list[TrackerSink] = []
+    for name in TRACKERS:
+        if name in config.metrics.sinks:
+            folder = config.run_dir / name
+            with writing(folder):
+                started.append(TrackerSink(name, folder, opening, tracker_environment(name, folder)))
+    return started
+
+
+def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration for others to read: the values of keys that are called like a secret are left out."""
+    return {
+        name: without_secrets(value)
+        if isinstance(value, Mapping)
+        else "(left out)"
+        if _SECRET.search(name) and value is not None
+        else value
+        for name, value in config.items()
+    }

@@ -1,0 +1,163 @@
+"""A tracker as a sink of metrics: starts its process and hands rows to it. Torch-free; runs in the controller."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from moerl.processes.channel import receive, send
+from moerl.telemetry.metrics import check_metrics
+from moerl.telemetry.trackers.process import CONTROLLER
+from moerl.telemetry.trackers.tracker import Opening
+
+TRACKERS = ("wandb", "mlflow", "trackio")
+RESUMED = "resumed"
+"""A metric of 1 at the step that a run went on from: rows of later steps that come twice were made twice."""
+RUN_ID_FILE = "run_id"
+START_SECONDS, ANSWER_SECONDS, CLOSE_SECONDS, END_SECONDS = 300.0, 60.0, 120.0, 2.0
+"""How long a tracker may take for its start, for the rows so far, and for its end, before it counts as failed; and
+after which its process is killed."""
+
+
+class TrackerError(Exception):
+    """A tracker failed, ended or is silent; it takes no more rows."""
+
+
+class TrackerSink:
+    """Hands rows to a tracker in a process of its own.
+
+    Every method raises `TrackerError` where the tracker has failed; a row that fails is an error of a later call.
+
+    Args:
+        name: one of `TRACKERS`.
+        folder: of the tracker in the run directory: its log, the id of its run, and what it keeps there itself.
+        opening: without an id; a run that goes on is found by the one in `folder`.
+        environment: variables of the process.
+        answer_seconds: how long the tracker may take to store the rows so far.
+
+    Attributes:
+        is_new: the tracker begins a run, so that it has no rows of this one.
+        log: the output of its process.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        opening: Opening,
+        environment: Mapping[str, str],
+        answer_seconds: float = ANSWER_SECONDS,
+    ) -> None:
+        self.name, self.log = name, folder / "process.log"
+        self._answer_seconds = answer_seconds
+        self._id_file = folder / RUN_ID_FILE
+        self.is_new = not self._id_file.exists()
+        if not self.is_new:
+            opening = replace(opening, run_id=self._id_file.read_text(encoding="utf-8").strip())
+        folder.mkdir(parents=True, exist_ok=True)
+        self._socket, theirs = socket.socketpair()
+        with theirs, self.log.open("ab") as output:
+            self._process = subprocess.Popen(
+                # -P: a module of the current directory does not take the place of a library.
+                [sys.executable, "-P", "-m", "moerl.telemetry.trackers.process", name, str(theirs.fileno())],
+                env={**environment, CONTROLLER: str(os.getpid())},
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                # Ctrl-C and the signals of schedulers are the controller's.
+                start_new_session=True,
+            )
+        self._opening: Opening | None = opening
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def open(self) -> None:
+        """Returns when the tracker takes rows; the id of its run is stored by then."""
+        assert self._opening is not None
+        answer = self._ask({"do": "open", "opening": asdict(self._opening)}, START_SECONDS)
+        self._opening = None
+        partial = self._id_file.with_suffix(".partial")
+        partial.write_text(answer["run_id"] + "\n", encoding="utf-8")
+        partial.replace(self._id_file)
+
+    def write(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
+        check_metrics(metrics)
+        self._write(stage, step, metrics)
+
+    def sync(self) -> None:
+        self._ask({"do": "flush"}, self._answer_seconds)
+
+    def truncate_after(self, stage: str, step: int, *, evaluated: bool = True) -> None:
+        """Marks where the run goes on: no tracker drops single rows, so what is done again is there twice."""
+        self._write(stage, step, {RESUMED: 1.0})
+
+    def close(self, *, failed: bool = False, seconds: float = CLOSE_SECONDS) -> None:
+        """Ends the tracker's run and its process, within `seconds`; failed: the run ends by an error."""
+        try:
+            if self._opening is None:
+                self._ask({"do": "close", "failed": failed}, seconds)
+        finally:
+            self.end()
+
+    def end(self) -> None:
+        """Ends the process as it is."""
+        self._socket.close()
+        if self._opening is not None:
+            self._process.kill()
+        try:
+            self._process.wait(timeout=END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _write(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
+        if select.select([self._socket], [], [], 0.0)[0]:  # nothing is due: an error, or the end of the process
+            self._receive()
+        self._send({"do": "write", "stage": stage, "step": step, "metrics": dict(metrics)}, self._answer_seconds)
+
+    def _ask(self, message: dict[str, Any], seconds: float) -> dict[str, Any]:
+        began = time.monotonic()
+        self._send(message, seconds)
+        self._socket.settimeout(max(0.1, seconds - (time.monotonic() - began)))
+        return self._receive()
+
+    def _send(self, message: dict[str, Any], seconds: float) -> None:
+        self._socket.settimeout(seconds)
+        try:
+            send(self._socket, json.dumps(message).encode())
+        except TimeoutError as error:
+            raise self._silent() from error
+        except OSError as error:
+            # What it said before it ended tells more.
+            self._socket.settimeout(1.0)
+            self._receive()
+            raise self._gone() from error
+
+    def _receive(self) -> dict[str, Any]:
+        try:
+            answer = json.loads(receive(self._socket)[0])
+        except TimeoutError as error:
+            raise self._silent() from error
+        except (EOFError, OSError, ValueError) as error:
+            raise self._gone() from error
+        if "error" in answer:
+            raise TrackerError(answer["error"])
+        return answer
+
+    def _silent(self) -> TrackerError:
+        return TrackerError(f"no answer within {self._socket.gettimeout() or 0.0:.3g} s")
+
+    def _gone(self) -> TrackerError:
+        return TrackerError("its process has ended")

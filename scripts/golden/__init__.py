@@ -1,0 +1,1 @@
+"""Golden vectors; see `__main__.py`."""

@@ -1,0 +1,114 @@
+"""Sources of groups with an engine that answers as a test says, for tests of what becomes of its answers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from factories import SPEC, make_trajectory
+
+from moerl.buffer.journal import Journal
+from moerl.config.load import load_config
+from moerl.contract import Prompt, RolloutRequest, Trajectory
+from moerl.contract.quarantine import Quarantine, Refusal
+from moerl.contract.trajectory import Lineage, SamplingParams
+from moerl.orchestration.groups import GroupSource
+from moerl.orchestration.rollouts import Outcome
+
+PROMPTS = [Prompt(f"p{i}", f"{i}+1=") for i in range(12)]
+Answer = Callable[[str, int], Trajectory | None]
+"""What becomes of a rollout, by its id and the version: None where it is refused."""
+
+
+def answer(rollout_id: str, version: int, *, reward: float | None = None, **changes: Any) -> Trajectory:
+    group, _, number = rollout_id.rpartition("/")
+    prompt = group.rpartition("/")[2]
+    made = make_trajectory(np.random.default_rng(0))
+    changes.setdefault("policy_versions", np.where(made.sampled, np.int32(version), np.int32(-1)))
+    rewards = {"reward": float(number) if reward is None else reward, "accuracy": 0.0}
+    return replace(made, lineage=Lineage(rollout_id, prompt, group), rewards=rewards, **changes)
+
+
+class FakeCollector:
+    """Answers at once, in an order of its own. asked: rollout ids of every call. refused: by call."""
+
+    def __init__(self, answers: Answer) -> None:
+        self._answers = answers
+        self.asked: list[list[str]] = []
+        self.told: list[tuple[int, int]] = []
+
+        self.said: list[str] = []
+        self.say = self.said.append
+        self.quarantine = Quarantine(FOLDERS[-1] / "quarantine", max_rate=1.0)
+
+    def watch(self, done: int, total: int, tokens: int) -> None:
+        assert 0 <= done <= total
+
+    def requests(self, prompts: Sequence[Prompt], *, run: str, count: int, **_: Any) -> list[RolloutRequest]:
+        return [
+            RolloutRequest(Lineage(f"{run}/{p.prompt_id}/{i}", p.prompt_id, f"{run}/{p.prompt_id}"), (1,), SAMPLING, 4)
+            for p in prompts
+            for i in range(count)
+        ]
+
+    def outcomes(
+        self, prompts: Sequence[Prompt], requests: Sequence[RolloutRequest], version: Callable[[], int], _: object
+    ) -> Generator[Outcome]:
+        ids = [request.lineage.rollout_id for request in requests]
+        self.asked.append(ids)
+        for name in sorted(ids):
+            found = self._answers(name, version())
+            yield Outcome(name, found, None if found is not None else Refusal("routing_rows", "routing_rows in x, 7"))
+
+    def tell_refused(self, purpose: str, num_refused: int, num_asked: int, first: str) -> None:
+        assert bool(first) == bool(num_refused)
+        self.told.append((num_refused, num_asked))
+
+
+SAMPLING = SamplingParams()
+FOLDERS: list[Path] = []
+"""Of the test that runs."""
+
+
+def source(answers: Answer, *overrides: str) -> tuple[GroupSource, FakeCollector]:
+    sizes = ("recipe=tiny", "rl.steps=8", "rl.prompts_per_step=3", "rl.group_size=4")
+    config = load_config([*sizes, *overrides], command="train")
+    collector: Any = FakeCollector(answers)
+    groups = GroupSource(config, collector, PROMPTS, "rl", Journal(FOLDERS[-1] / "journal", SPEC))
+    groups.restore({}, 0)
+    return groups, collector
+
+
+def trained(groups: GroupSource) -> None:
+    """A step, after which engines hold its weights."""
+    groups.version += 1
+    groups.release()
+
+
+def group_ids(trajectories: Sequence[Trajectory]) -> list[str]:
+    return list(dict.fromkeys(t.lineage.group_id for t in trajectories))
+
+
+BESIDE = ("rollout.placement=beside", "buffer.max_staleness=1")
+
+
+class Gate:
+    """Rollouts of a step are answered once the gate is open for it."""
+
+    def __init__(self) -> None:
+        self._open: set[str] = set()
+        self._changed = threading.Condition()
+
+    def __call__(self, rollout_id: str, version: int) -> Trajectory:
+        with self._changed:
+            self._changed.wait_for(lambda: any(rollout_id.startswith(each) for each in self._open))
+        return answer(rollout_id, version)
+
+    def open(self, prefix: str) -> None:
+        with self._changed:
+            self._open.add(prefix)
+            self._changed.notify_all()

@@ -1,0 +1,190 @@
+"""Shared prompts: packed once, and every sample still finds each of its rows, in their order, exactly once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from factories import FULL, NUCLEUS, SPEC, make_trajectory
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from packing_samples import with_prompt_of
+
+from moerl.batching.cost import SequenceCost
+from moerl.batching.packing import PackOptions, pack_for_ranks, packing_metrics
+from moerl.batching.prefixes import find_families
+from moerl.batching.rows import Padding
+from moerl.contract.batch import Microbatch, TrainSample
+from moerl.contract.batch_wire import decode_batches, encode_batches
+from moerl.contract.reasons import Reason
+from moerl.contract.routing import rollout_key, routing_checksums, shared_key
+from moerl.contract.shares import prefix_lengths
+from moerl.errors import ContractError
+
+
+def make_group(rng: np.random.Generator, name: str, num_prompt: int, lengths: list[int]) -> list[TrainSample]:
+    """Samples of one prompt, which was computed once."""
+    group = []
+    for index, num_sampled in enumerate(lengths):
+        trajectory = make_trajectory(
+            rng,
+            num_prompt=num_prompt,
+            num_sampled=num_sampled,
+            sampling=FULL if index % 2 else NUCLEUS,
+            rollout_id=f"{name}-{index}",
+        )
+        advantages = rng.normal(size=len(trajectory)).astype(np.float32) * trajectory.sampled
+        sample = TrainSample(trajectory, advantages.astype(np.float32))
+        group.append(with_prompt_of(group[0], sample) if group else sample)
+    return group
+
+
+@st.composite
+def groups(draw: st.DrawFn) -> list[TrainSample]:
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    shapes = draw(
+        st.lists(st.tuples(st.integers(1, 9), st.lists(st.integers(1, 8), min_size=1, max_size=5)), min_size=1)
+    )
+    return [each for i, (prompt, lengths) in enumerate(shapes[:4]) for each in make_group(rng, str(i), prompt, lengths)]
+
+
+def rows_of(batch: Microbatch, sequence: int) -> list[int]:
+    """Rows of a packed sequence, those of its prefix first: the slow and obvious reference."""
+    start, end = batch.cu_seqlens[sequence : sequence + 2].tolist()
+    prefix = -1 if batch.prefix_of is None else int(batch.prefix_of[sequence])
+    return ([] if prefix < 0 else rows_of(batch, prefix)) + list(range(start, end))
+
+
+def prefixes_in(batch: Microbatch) -> set[int]:
+    return set() if batch.prefix_of is None else set(batch.prefix_of[batch.prefix_of >= 0].tolist())
+
+
+@settings(max_examples=80, deadline=None)
+@given(groups(), st.integers(24, 80), st.sampled_from([(1, 1), (1, 4), (4, 4)]), st.integers(1, 3))
+def test_every_sample_finds_each_of_its_rows_in_order(
+    samples: list[TrainSample], budget: int, padding: tuple[int, int], num_ranks: int
+) -> None:
+    options = PackOptions(budget, Padding(*padding), share_prompts=True)
+    seen: list[int] = []
+    for batch in (batch for rank in pack_for_ranks(samples, num_ranks, options, replay=True) for batch in rank):
+        for sequence in set(range(len(batch.cu_seqlens) - 1)) - prefixes_in(batch):
+            rows = [row for row in rows_of(batch, sequence) if not batch.is_pad[row]]
+            if not rows:
+                continue
+            index = int(batch.sample_index[rows[-1]])
+            trajectory = samples[index].trajectory
+            assert batch.input_ids[rows].tolist() == trajectory.token_ids[:-1].tolist()
+            assert batch.position_ids[rows].tolist() == list(range(len(trajectory) - 1))
+            assert batch.loss_mask[rows].tolist() == trajectory.sampled[1:].tolist()
+            assert batch.advantages[rows].tolist() == samples[index].advantages[1:].tolist()
+            assert batch.expert_ids is not None
+            assert np.array_equal(batch.expert_ids[rows], trajectory.expert_ids)
+            trained = [row for row in rows if batch.loss_mask[row]]
+            assert set(batch.sample_index[trained].tolist()) == {index}
+            seen.append(index)
+    assert sorted(seen) == list(range(len(samples)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(groups(), st.sampled_from([1, 4]))
+def test_checksums_prove_the_shared_rows_once_and_all_others_under_their_own_rollout(
+    samples: list[TrainSample], sequence: int
+) -> None:
+    options = PackOptions(60, Padding(sequence, 4), share_prompts=True)
+    (batches,) = pack_for_ranks(samples, 1, options, replay=True)
+    for batch in batches:
+        total = np.zeros(SPEC.num_moe_layers, np.uint64)
+        for sequence_at, before in enumerate(prefix_lengths(batch.cu_seqlens, batch.prefix_of).tolist()):
+            start, end = batch.cu_seqlens[sequence_at : sequence_at + 2].tolist()
+            rows = np.flatnonzero(~batch.is_pad[start:end]) + start
+            if not len(rows):
+                continue
+            key = rollout_key(samples[int(batch.sample_index[start])].trajectory.lineage.rollout_id)
+            key = shared_key(key) if sequence_at in prefixes_in(batch) else key
+            assert batch.rollout_keys[sequence_at] == key
+            assert batch.expert_ids is not None
+            total += routing_checksums(key, batch.expert_ids[rows], first=before)
+        assert batch.routing_checksums is not None
+        assert batch.routing_checksums.tolist() == total.tolist()
+        assert len(np.unique(batch.rollout_keys)) == len(batch.rollout_keys)
+
+
+def changed(sample: TrainSample, **arrays: Any) -> TrainSample:
+    return replace(sample, trajectory=replace(sample.trajectory, **arrays))
+
+
+def test_a_sample_that_was_routed_otherwise_shares_nothing() -> None:
+    group = make_group(np.random.default_rng(0), "a", 6, [3, 3, 3])
+    experts = group[1].trajectory.expert_ids.copy()
+    experts[2, 1] = np.roll(experts[2, 1], 1)
+    group[1] = changed(group[1], expert_ids=experts)
+    assert [family.members for family in find_families(group, Padding(), 100)] == [(0, 2), (1,)]
+
+
+def test_a_sample_of_another_prompt_of_the_same_length_shares_nothing() -> None:
+    group = make_group(np.random.default_rng(0), "a", 6, [3, 3, 3])
+    tokens = group[2].trajectory.token_ids.copy()
+    tokens[0] = (tokens[0] + 1) % SPEC.vocab_size
+    group[2] = changed(group[2], token_ids=tokens)
+    families = find_families(group, Padding(), 100)
+    assert [(family.members, family.num_shared) for family in families] == [((0, 1), 5), ((2,), 0)]
+
+
+def test_the_last_token_of_the_prompt_stays_with_each_response() -> None:
+    """Its row predicts the first sampled token, another one in each response."""
+    group = make_group(np.random.default_rng(0), "a", 6, [3, 4])
+    ((batch,),) = pack_for_ranks(group, 1, PackOptions(64, share_prompts=True), replay=True)
+    assert batch.prefix_of is not None
+    assert batch.prefix_of.tolist() == [-1, 0, 0]
+    assert np.diff(batch.cu_seqlens).tolist() == [5, 3, 4]
+    assert not batch.loss_mask[:5].any()
+    assert batch.loss_mask[5:].all()
+
+
+@pytest.mark.parametrize(("num_prompt", "shared"), [(1, 0), (2, 0), (5, 4), (8, 4), (9, 8)])
+def test_no_padding_comes_between_a_prompt_and_its_responses(num_prompt: int, shared: int) -> None:
+    group = make_group(np.random.default_rng(0), "a", num_prompt, [3, 3])
+    families = find_families(group, Padding(sequence=4), 100)
+    assert {family.num_shared for family in families} == {shared}
+
+
+def test_groups_are_divided_where_a_microbatch_or_an_even_share_is_smaller() -> None:
+    group = make_group(np.random.default_rng(0), "a", 11, [9] * 6)
+    assert [f.members for f in find_families(group, Padding(), 40)] == [(0, 1, 2), (3, 4, 5)]
+    assert [f.members for f in find_families(group, Padding(), 20)] == [(0,), (1,), (2,), (3,), (4,), (5,)]
+    many = [each for i in range(32) for each in make_group(np.random.default_rng(i), str(i), 11, [9] * 8)]
+    options = PackOptions(1000, share_prompts=True)
+    ranks = pack_for_ranks(many, 4, options, replay=False)
+    metrics = packing_metrics(ranks, options)
+    assert metrics["packing/cost_max_over_mean"] < 1.05
+    assert metrics["packing/shared_rows"] > 0.5
+
+
+def test_costs_of_what_is_shared_count_once() -> None:
+    group = make_group(np.random.default_rng(0), "a", 11, [9, 5])
+    (family,) = find_families(group, Padding(), 100)
+    cost = SequenceCost(linear=2.0, quadratic=1.0)
+    assert family.size(group, Padding()) == 10 + 9 + 5
+    assert family.cost(group, Padding(), cost) == cost(19) + cost(15) - cost(10)
+
+
+def make_shared() -> Microbatch:
+    group = make_group(np.random.default_rng(0), "a", 6, [3, 4])
+    ((batch,),) = pack_for_ranks(group, 1, PackOptions(64, share_prompts=True), replay=True)
+    return batch
+
+
+def test_a_frame_brings_prefixes_to_the_ranks() -> None:
+    ((batch,), _) = decode_batches(encode_batches([make_shared()], {}), spec=SPEC)
+    assert batch.prefix_of is not None
+    assert batch.prefix_of.tolist() == [-1, 0, 0]
+
+
+@pytest.mark.parametrize("prefix_of", [[-1, 1, 0], [-1, 0, 1], [-1, 2, 0], [-2, 0, 0], [-1, 0, 7]])
+def test_prefixes_that_come_later_or_have_one_themselves_are_refused(prefix_of: list[int]) -> None:
+    frame = encode_batches([replace(make_shared(), prefix_of=np.array(prefix_of, np.int32))], {})
+    with pytest.raises(ContractError) as caught:
+        decode_batches(frame, spec=SPEC)
+    assert (caught.value.reason, caught.value.field) == (Reason.VALUE_OUT_OF_RANGE, "prefix_of")

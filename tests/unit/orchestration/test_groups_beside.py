@@ -1,0 +1,138 @@
+"""Groups that are sampled while others are trained: bounds, drops, and what a resumed run makes of them."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+from factories import SPEC
+from group_sources import BESIDE, FOLDERS, Gate, answer, group_ids, source, trained
+from waiting import eventually
+
+from moerl.buffer.journal import Journal
+from moerl.contract import Trajectory
+from moerl.errors import MoerlError
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path) -> None:
+    FOLDERS[:] = [tmp_path]
+
+
+def test_the_next_groups_are_sampled_while_a_batch_is_trained() -> None:
+    gate = Gate()
+    groups, collector = source(gate, *BESIDE)
+    gate.open("rl-000000/")
+    first = groups.batch()
+    assert len(first) == 12
+    # Two steps' worth was asked for at once, and nothing more before engines hold the weights of this one.
+    assert [len(asked) for asked in collector.asked] == [24]
+    gate.open("rl-000001/")
+    trained(groups)
+    assert groups.ledger.issued == 36
+    second = groups.batch()
+    assert all(name.startswith("rl-000001/") for name in group_ids(second))
+    gate.open("")
+
+
+def test_the_bound_holds_and_every_rollout_is_trained_once_whatever_the_order() -> None:
+    def slow_for_some(rollout_id: str, version: int) -> Trajectory:
+        time.sleep(0.001 * (hash(rollout_id) % 5))
+        return answer(rollout_id, version, reward=1.0 if "/p3/" in rollout_id else None)
+
+    groups, _ = source(slow_for_some, *BESIDE, "buffer.window=4", "rl.filters=[equal_rewards]")
+    seen: list[str] = []
+    with groups.open():
+        for _ in range(8):
+            batch = groups.batch()
+            assert groups.metrics["staleness/age_max"] <= groups.limits.max_age == 2
+            seen += [t.lineage.rollout_id for t in batch]
+            trained(groups)
+    assert len(seen) == len(set(seen)) == groups.ledger.trained == 8 * 12
+    assert groups.ledger.pending == 0
+    assert groups.ledger.issued == 8 * 12 + groups.ledger.filtered["equal_rewards"]
+
+
+def test_an_error_beside_the_training_ends_the_run() -> None:
+    def broken(rollout_id: str, version: int) -> Trajectory:
+        raise MoerlError("the engine is gone")
+
+    groups, _ = source(broken, *BESIDE)
+    with pytest.raises(MoerlError, match="the engine is gone"):
+        groups.batch()
+
+
+def test_what_was_sampled_at_a_checkpoint_is_asked_for_again_under_the_same_ids() -> None:
+    gate = Gate()
+    groups, collector = source(gate, *BESIDE)
+    gate.open("rl-000000/")
+    groups.batch()
+    trained(groups)
+    snapshot = json.loads(json.dumps(groups.snapshot()))
+    assert [count for _, count in snapshot["ledger"]["pending"]] == [4] * 6
+    resumed, again = source(answer, *BESIDE)
+    resumed.restore(snapshot, 1)
+    batch = resumed.batch()
+    asked = [name for call in again.asked for name in call]
+    assert [t.lineage.rollout_id for t in batch] == asked[:12]
+    assert sorted(asked) == sorted(name for call in collector.asked for name in call if "rl-000000/" not in name)
+    assert resumed.ledger.issued == groups.ledger.issued
+    gate.open("")
+
+
+def test_a_resumed_run_counts_what_a_waiting_group_had_refused_once() -> None:
+    def one_refused(rollout_id: str, version: int) -> Trajectory | None:
+        return None if rollout_id.endswith("/1") else answer(rollout_id, version)
+
+    groups, _ = source(one_refused, *BESIDE, "rl.keep=2")
+    groups.batch()
+    trained(groups)
+    eventually(lambda: len(Journal(FOLDERS[-1] / "journal", SPEC).read()) >= 9)
+    snapshot = json.loads(json.dumps(groups.snapshot()))
+    assert [count for _, count in snapshot["ledger"]["pending"]] == [4] * 6
+    resumed, _ = source(one_refused, *BESIDE, "rl.keep=2")
+    resumed.restore(snapshot, 1)
+    resumed.recover()
+    assert len(resumed.batch()) == 6
+    trained(resumed)
+    ledger = resumed.ledger
+    assert (ledger.trained, dict(ledger.quarantined), dict(ledger.filtered)) == (
+        12,
+        {"routing_rows": 6},
+        {"not_kept": 6},
+    )
+
+
+def test_groups_that_are_too_old_are_dropped_where_asked_for_and_others_do_not_wait_for_them() -> None:
+    gate = Gate()
+    sizes = ("rl.prompts_per_step=1", "buffer.when_stale=drop")
+    groups, _ = source(gate, *BESIDE, *sizes)
+    for step in (0, 2, 3, 4):
+        gate.open(f"rl-00000{step}/")
+    with groups.open():
+        seen = []
+        for _ in range(2):
+            seen += group_ids(groups.batch())
+            trained(groups)
+        # Sampled by version 0, it comes when version 2 is trained.
+        gate.open("rl-000001/")
+        eventually(lambda: len(Journal(FOLDERS[-1] / "journal", SPEC).read()) == 4)
+        left_out = 0.0
+        for _ in range(2):
+            seen += group_ids(groups.batch())
+            left_out += groups.metrics["tokens/left_out"]
+            trained(groups)
+    assert [name.partition("/")[0] for name in seen] == [f"rl-00000{step}" for step in (0, 2, 3, 4)]
+    assert dict(groups.ledger.filtered) == {"stale": 4}
+    assert left_out == 4 * answer("rl-000000/p0/0", 0).num_sampled
+
+
+def test_how_long_the_engine_had_nothing_to_do_is_told() -> None:
+    groups, _ = source(answer)
+    groups.batch()
+    time.sleep(0.2)
+    trained(groups)
+    groups.batch()
+    assert 0.5 < groups.metrics["waiting/engine_for_slots"] <= 1.0
