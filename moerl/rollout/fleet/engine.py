@@ -60,7 +60,8 @@ class FleetEngine:
             EngineError: there is none, or one is not what is needed; the message names it.
         """
         self._model, self._options = model, options
-        self._calls: dict[int, tuple[Call, Future[None]]] = {}
+        self._calls: dict[int, Call] = {}
+        self._works: set[Future[None]] = set()
         self._stalled_at = 0.0
         self._will_check = self._awaits_check = False
         self.unfinished: list[str] = []
@@ -128,7 +129,7 @@ class FleetEngine:
         Raises:
             EngineError: a server could not be told.
         """
-        for call, _ in list(self._calls.values()):
+        for call in list(self._calls.values()):
             self._wait(self._requests.abort(call, rollout_ids))
 
     def begin_update(self, version: int) -> None:
@@ -215,7 +216,7 @@ class FleetEngine:
         """Gives up what is under way and leaves the servers; those that launchers have started are stopped."""
         if not self._thread.is_alive():
             return
-        for _, work in list(self._calls.values()):
+        for work in list(self._works):
             work.cancel()
         self._wait(self._updates.close())
         self._wait(self._fleet.close())
@@ -229,8 +230,9 @@ class FleetEngine:
 
     def _generate(self, call: Call) -> Iterator[RolloutRecord]:
         left = dict.fromkeys(call.rollouts)
+        self._calls[id(call)] = call  # before it asks for anything: an update must know whom to cut short
         work = asyncio.run_coroutine_threadsafe(self._requests.serve(call), self._loop)
-        self._calls[id(call)] = call, work
+        self._works.add(work)
         work.add_done_callback(lambda done: call.outcomes.put(None))
         try:
             while (record := call.outcomes.get()) is not None:
@@ -244,6 +246,7 @@ class FleetEngine:
         finally:
             work.cancel()
             self.unfinished = list(left)
+            self._works.discard(work)
             del self._calls[id(call)]
 
     # --- weights -----------------------------------------------------------------------------------------------------
@@ -288,7 +291,7 @@ class FleetEngine:
         self._stalled_at = time.perf_counter()
 
     async def _quieten(self) -> None:
-        rollouts = [rollout for call, _ in list(self._calls.values()) for rollout in call.rollouts.values()]
+        rollouts = [rollout for call in list(self._calls.values()) for rollout in call.rollouts.values()]
         self.costs.interrupted += sum(rollout.replica is not None for rollout in rollouts)
         if self._options.interrupt is Interrupt.DRAIN:
             await self._fleet.require_idle()

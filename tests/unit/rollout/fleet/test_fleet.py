@@ -149,7 +149,7 @@ def test_an_aborted_rollout_is_not_asked_of_the_next_server(servers, engine_on):
     engine = engine_on(FakeLauncher(*servers))
 
     def abort_and_die(attempt: Attempt) -> FakeReply:
-        for call, _ in engine._calls.values():
+        for call in engine._calls.values():
             call.rollouts["r0"].is_aborted = True
         servers[0].answers_probes = False
         return hang_up(attempt)

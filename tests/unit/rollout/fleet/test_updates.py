@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable
@@ -160,6 +161,31 @@ def test_abort_resume_cuts_responses_short_and_asks_for_the_rest_with_the_new_we
     assert [attempt.sampled_ids for attempt in servers[0].attempts] == [(), (1,)]
     assert versions(records) == [{3, 4}]
     assert (engine.costs.interrupted, engine.costs.recomputed_tokens) == (1, 4)
+
+
+def test_a_request_that_is_asked_before_its_call_returns_to_its_thread_is_cut_short_too(
+    servers, engine_on, monkeypatch: pytest.MonkeyPatch
+):
+    engine = engine_on(servers[0], version=-1, interrupt=Interrupt.ABORT_RESUME)
+    send(engine, 3)
+    start, go_on = asyncio.run_coroutine_threadsafe, threading.Event()
+
+    def start_and_fall_asleep(work: Any, loop: asyncio.AbstractEventLoop) -> Any:
+        started = start(work, loop)
+        if work.__name__ == "serve":
+            assert go_on.wait(60.0)
+        return started
+
+    monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", start_and_fall_asleep)
+    call, records, release = sampling(engine, servers[0], tokens_when_aborted=1)
+    update = threading.Thread(target=send, args=(engine, 4))
+    update.start()
+    eventually(lambda: len(servers[0].aborted) >= 1)
+    update.join(20.0)
+    go_on.set()
+    release.set()
+    call.join(20.0)
+    assert versions(records) == [{3, 4}]
 
 
 def test_retract_leaves_responses_to_the_server(servers, engine_on):

@@ -152,7 +152,7 @@ def test_a_request_aborted_before_its_first_token_yields_nothing(fake: FakeServe
     engine = connect()
 
     def abort(body: dict[str, Any]) -> Answer:
-        ((call, _),) = engine._calls.values()
+        (call,) = engine._calls.values()
         call.rollouts[body["rid"].partition("-")[2]].is_aborted = True
         return cut_short(body)
 
