@@ -1,0 +1,1 @@
+"""Rollout dumps of this and other systems, read into one form. Torch-free."""

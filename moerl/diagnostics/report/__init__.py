@@ -1,0 +1,1 @@
+"""The routing-mismatch report: its data, its page. Torch-free."""
