@@ -62,7 +62,10 @@ class EnforcedRouting:
         self._weights = WEIGHTS[family.router_weights]
         wanted = experts_class(family)
         blocks: list[Any] = [m for m in model.modules() if isinstance(getattr(m, "experts", None), wanted)]
+        self._biases = [getattr(block.gate, "e_score_correction_bias", None) for block in blocks]
+        self._ranks_by_sigmoid = family.router_weights == "sigmoid"
         self._logits: list[Tensor | None] = [None] * len(blocks)
+        self._margins: list[Tensor] = []
         for layer, block in enumerate(blocks):
             block.gate.register_forward_hook(partial(self._keep_logits, layer))
             block.experts.register_forward_pre_hook(partial(self._replace, layer))
@@ -78,6 +81,7 @@ class EnforcedRouting:
         """
         self._own.begin()
         self._used.begin()
+        self._margins.clear()
         self._ids_RLK, self._routed_R = ids_RLK, routed_R
 
     def end(self) -> Tensor:
@@ -99,6 +103,11 @@ class EnforcedRouting:
             )
         return own_RLK
 
+    def margins(self) -> Tensor:
+        """Of that pass: score of the last expert that the routers chose less that of the best one left out, in the
+        units in which the family ranks; float32 [R, L]."""
+        return torch.stack(self._margins, dim=1)
+
     def _keep_logits(self, layer: int, gate: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         self._logits[layer] = output[0] if isinstance(output, tuple) else output
 
@@ -112,7 +121,17 @@ class EnforcedRouting:
                 expected=f"{len(self._routed_R)} rows",
                 remedy="a fused path bypasses the router module; run the model eagerly",
             )
+        self._margins.append(self._margin(layer, logits_RE, own_RK))
         ids_RK = self._ids_RLK[:, layer]
         weights_RK = self._weights(logits_RE, ids_RK, self._config).to(own_weights_RK.dtype)
         routed_R1 = self._routed_R[:, None]
         return hidden, ids_RK.where(routed_R1, own_RK), weights_RK.where(routed_R1, own_weights_RK)
+
+    def _margin(self, layer: int, logits_RE: Tensor, own_RK: Tensor) -> Tensor:
+        ranked_RE = logits_RE.float().sigmoid() if self._ranks_by_sigmoid else logits_RE.float()
+        if (bias := self._biases[layer]) is not None:
+            ranked_RE = ranked_RE + bias.float()
+        chosen_RE = torch.zeros_like(ranked_RE, dtype=torch.bool).scatter_(1, own_RK, True)
+        if chosen_RE.all():
+            return torch.zeros(len(ranked_RE), device=ranked_RE.device)
+        return ranked_RE.gather(1, own_RK).amin(1) - ranked_RE.masked_fill(chosen_RE, -torch.inf).amax(1)

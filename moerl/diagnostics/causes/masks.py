@@ -1,0 +1,66 @@
+"""Kept sets of a dump: does each hold the token that was drawn from it? Needs no model. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from moerl.contract.fields import KeptSets
+from moerl.diagnostics.dumps.rollout import DumpedRollout
+
+SHIFTS = (0, -1, 1, -2, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Containment:
+    """num_listed: sampled tokens with a listed set. num_outside: of them, those that are not in theirs.
+
+    best_shift: token t is most often in the set of token t + best_shift; best_share: how often. unordered: sets that
+    are not strictly ascending.
+    """
+
+    num_listed: int
+    num_outside: int
+    best_shift: int
+    best_share: float
+    unordered: int
+
+
+def containment(rollouts: Sequence[DumpedRollout]) -> Containment:
+    """Over all rollouts with kept sets."""
+    inside, listed = dict.fromkeys(SHIFTS, 0), dict.fromkeys(SHIFTS, 0)
+    unordered = 0
+    for rollout in rollouts:
+        if rollout.kept is None:
+            continue
+        offsets, ids = rollout.kept.offsets, rollout.kept.ids
+        owner = np.repeat(np.arange(len(rollout)), np.diff(offsets))
+        same = owner[1:] == owner[:-1]
+        unordered += len(np.unique(owner[1:][same & (ids[1:] <= ids[:-1])]))
+        for shift in SHIFTS:
+            token_of = owner - shift
+            known = (token_of >= 0) & (token_of < len(rollout))
+            known[known] = rollout.sampled[token_of[known]]
+            listed[shift] += len(np.unique(token_of[known]))
+            hits = known.copy()
+            hits[known] = ids[known] == rollout.token_ids[token_of[known]]
+            inside[shift] += len(np.unique(token_of[hits]))
+    shares = {shift: inside[shift] / max(1, listed[shift]) for shift in SHIFTS}
+    best = max(SHIFTS, key=lambda shift: (shares[shift], -abs(shift)))
+    return Containment(listed[0], listed[0] - inside[0], best, shares[best], unordered)
+
+
+def shifted(rollout: DumpedRollout, shift: int) -> DumpedRollout:
+    """Token t gets the set of token t + shift; sets of tokens that were not sampled go."""
+    if rollout.kept is None:
+        return rollout
+    offsets, ids = rollout.kept.offsets, rollout.kept.ids
+    rows: list[np.ndarray] = []
+    for token in range(len(rollout)):
+        at = token + shift
+        has_set = rollout.sampled[token] and 0 <= at < len(rollout)
+        rows.append(ids[offsets[at] : offsets[at + 1]] if has_set else ids[:0])
+    moved = np.concatenate([[0], np.cumsum([len(row) for row in rows])]).astype(np.int64)
+    return replace(rollout, kept=KeptSets(moved, np.concatenate(rows)))

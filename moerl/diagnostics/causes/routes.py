@@ -1,0 +1,222 @@
+"""Recorded routes beside those that a model's own routers choose: are they of this row, this layer, these experts?
+
+A sound record agrees with the model's own choice but where rounding flips it. A record that is shifted, renumbered,
+dead or stale in a part agrees with it somewhere else, or nowhere. Torch-free. Shape legend: n = rows looked at,
+R = rows of a record, L = MoE layers, K = experts per token, E = experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moerl.diagnostics.dumps.rollout import DumpedRollout
+
+MAX_ROWS = 4000
+"""Rows that a search looks at."""
+ROW_SHIFTS = (0, -1, 1, -2, 2, -3, 3)
+LAYER_SHIFTS = (0, -1, 1, -2, 2)
+CLEAR = 0.1
+"""How much better another place must agree before the recorded one is doubted."""
+POOR = 0.6
+"""Mean agreement below which experts may have other numbers."""
+
+OwnIds = Mapping[str, NDArray[np.int16]]
+"""The model's own choice, [S - 1, L, K], by the name of the rollout."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the routes of row r and layer l stand in a record: at row r + row, counted from its start or, with
+    `from_end`, so that last rows meet; at layer l + layer."""
+
+    row: int = 0
+    layer: int = 0
+    from_end: bool = False
+
+
+def jaccard(recorded: NDArray[np.integer], own: NDArray[np.integer]) -> NDArray[np.float64]:
+    """Of two sets of K experts each, along the last axis; experts that are named twice count once."""
+    shared = (own[..., :, None] == recorded[..., None, :]).any(-1).sum(-1)
+    return shared / (2 * own.shape[-1] - shared)
+
+
+def placed(
+    ids_RLK: NDArray[np.int32], routed_R: NDArray[np.bool_], num_rows: int, num_layers: int, place: Place
+) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+    """int32 [num_rows, num_layers, K], -1 where the record has nothing there; bool [num_rows, num_layers]."""
+    first = place.row + (len(ids_RLK) - num_rows if place.from_end else 0)
+    rows, layers = np.arange(num_rows) + first, np.arange(num_layers) + place.layer
+    has_row = (rows >= 0) & (rows < len(ids_RLK))
+    has_row[has_row] = routed_R[rows[has_row]]
+    has_layer = (layers >= 0) & (layers < ids_RLK.shape[1])
+    ids = np.full((num_rows, num_layers, ids_RLK.shape[2]), -1, np.int32)
+    ids[np.ix_(has_row, has_layer)] = ids_RLK[np.ix_(rows[has_row], layers[has_layer])]
+    return ids, has_row[:, None] & has_layer[None, :]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Compared:
+    """Rows of several rollouts in one place. recorded, own: [n, L, K]. there_nL: bool, there is a record, and it names
+    distinct experts. rollout_n: number of the rollout."""
+
+    recorded: NDArray[np.int32]
+    own: NDArray[np.int16]
+    there_nL: NDArray[np.bool_]
+    rollout_n: NDArray[np.int64]
+
+    def agreement(self) -> NDArray[np.float64]:
+        """Jaccard; nan where there is no record."""
+        agreement = jaccard(self.recorded, self.own)
+        agreement[~self.there_nL] = np.nan
+        return agreement
+
+    def mean(self, layers: Sequence[int]) -> float:
+        """Over these layers; 0 where nothing is there."""
+        values = self.agreement()[:, list(layers)]
+        return 0.0 if np.isnan(values).all() else float(np.nanmean(values))
+
+
+def compare(rollouts: Sequence[DumpedRollout], own: OwnIds, place: Place, *, max_rows: int = MAX_ROWS) -> Compared:
+    """Rows of all rollouts with routes, evenly thinned to about `max_rows`."""
+    with_routes = [(i, rollout) for i, rollout in enumerate(rollouts) if rollout.expert_ids is not None]
+    total = sum(len(rollout) - 1 for _, rollout in with_routes)
+    stride = max(1, -(-total // max_rows))
+    recorded, chosen, there, number = [], [], [], []
+    for i, rollout in with_routes:
+        ids, has = route_table(rollout, own[rollout.name].shape, place)
+        recorded.append(ids[::stride])
+        chosen.append(own[rollout.name][::stride])
+        there.append(has[::stride])
+        number.append(np.full(len(recorded[-1]), i))
+    joined = [np.concatenate(parts) for parts in (recorded, chosen, there, number)]
+    return Compared(joined[0], joined[1], joined[2] & is_distinct(joined[0]), joined[3])
+
+
+def route_table(
+    rollout: DumpedRollout, shape: tuple[int, ...], place: Place
+) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+    """`placed` for a rollout whose model has this shape, [S - 1, L, K]; a record of another K is no record."""
+    assert rollout.expert_ids is not None
+    num_rows, num_layers, top_k = shape
+    if rollout.expert_ids.shape[2] != top_k:
+        return np.full(shape, -1, np.int32), np.zeros((num_rows, num_layers), bool)
+    routed = np.ones(len(rollout.expert_ids), bool) if rollout.routed is None else rollout.routed
+    return placed(rollout.expert_ids, routed, num_rows, num_layers, place)
+
+
+def is_distinct(ids: NDArray[np.int32]) -> NDArray[np.bool_]:
+    """bool [...]: the K experts of a row are distinct."""
+    ordered = np.sort(ids, axis=-1)
+    return (ordered[..., 1:] != ordered[..., :-1]).all(-1) & (ordered[..., 0] >= 0)
+
+
+def completed(ids: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Rows that name experts twice get the first other experts in their place, as padding in a trainer does."""
+    rows, whole = ids.reshape(-1, ids.shape[-1]).copy(), is_distinct(ids).reshape(-1)
+    for row in np.flatnonzero(~whole):
+        named = list(dict.fromkeys(expert for expert in rows[row].tolist() if expert >= 0))
+        others = [expert for expert in range(ids.shape[-1]) if expert not in named]
+        rows[row] = (named + others)[: ids.shape[-1]]
+    return rows.reshape(ids.shape)
+
+
+def constant_layers(compared: Compared) -> list[int]:
+    """Layers whose record says the same for (nearly) every row, while the model's own choice differs."""
+    found: list[int] = []
+    for layer in range(compared.recorded.shape[1]):
+        ids = np.sort(compared.recorded[:, layer], axis=-1)
+        own = np.sort(compared.own[:, layer], axis=-1)
+        has_record = (ids >= 0).any(-1)
+        if has_record.sum() < 8:
+            continue
+        if _share_of_commonest(ids[has_record]) > 0.98 and _share_of_commonest(own[has_record]) < 0.9:
+            found.append(layer)
+    return found
+
+
+def _share_of_commonest(rows: NDArray[np.integer]) -> float:
+    return float(np.unique(rows, axis=0, return_counts=True)[1].max() / len(rows))
+
+
+def candidate_places(rollouts: Sequence[DumpedRollout], num_layers: int) -> list[Place]:
+    """The recorded place first."""
+    records = [(rollout.expert_ids, len(rollout) - 1) for rollout in rollouts if rollout.expert_ids is not None]
+    surplus = {ids.shape[1] - num_layers for ids, _ in records}
+    layers = sorted({*LAYER_SHIFTS, *surplus, *(extra // 2 for extra in surplus)}, key=abs)
+    places = [Place(row, layer) for row in ROW_SHIFTS for layer in layers]
+    if any(len(ids) != rows for ids, rows in records):
+        places += [Place(row, layer, from_end=True) for row in (0, -1, 1) for layer in layers]
+    return places
+
+
+def best_place(rollouts: Sequence[DumpedRollout], own: OwnIds, layers: Sequence[int]) -> tuple[Place, float, float]:
+    """The place that agrees best over these layers, its agreement, and that of the recorded place.
+
+    The recorded place stays where no other is clearly better.
+    """
+    shape = next(iter(own.values())).shape
+    scores = {
+        place: compare(rollouts, own, place, max_rows=MAX_ROWS // 2).mean(layers)
+        for place in candidate_places(rollouts, shape[1])
+    }
+    best = max(scores, key=lambda place: scores[place])
+    recorded = scores[Place()]
+    if scores[best] < recorded + CLEAR:
+        best = Place()
+    return best, scores[best], recorded
+
+
+def renumbering(compared: Compared, layer: int, num_experts: int) -> NDArray[np.int32] | None:
+    """int32 [E], the expert of the model by recorded number, where that makes a record of a layer that agrees poorly
+    agree well; None where it does not.
+
+    The number that most often stands where a recorded one does, among those not taken by a surer pair.
+    """
+    there = compared.there_nL[:, layer]
+    recorded, own = compared.recorded[there, layer], compared.own[there, layer].astype(np.int64)
+    if len(recorded) < 32 or recorded.max(initial=0) >= num_experts:
+        return None
+    counts = np.zeros((num_experts, num_experts))
+    np.add.at(counts, (recorded[:, :, None], own[:, None, :]), 1.0)
+    strength = counts / np.sqrt(np.outer(counts.sum(1), counts.sum(0)) + 1e-9)
+    mapping = np.full(num_experts, -1, np.int32)
+    for flat in np.argsort(-strength, axis=None, kind="stable"):
+        one, other = divmod(int(flat), num_experts)
+        if mapping[one] < 0 and other not in mapping:
+            mapping[one] = other
+    before, after = jaccard(recorded, own).mean(), jaccard(mapping[recorded], own).mean()
+    return mapping if after > max(POOR, before + 2 * CLEAR) else None
+
+
+def apply_routes(
+    rollout: DumpedRollout,
+    own: OwnIds,
+    place: Place,
+    *,
+    mappings: Mapping[int, NDArray[np.int32]],
+    dead: Sequence[int],
+    own_rows: NDArray[np.bool_] | None = None,
+) -> DumpedRollout:
+    """The rollout with a record [S - 1, L, K] that can be enforced: moved, renumbered, and the model's own choice
+    wherever nothing sound is recorded.
+
+    dead: layers to leave to the model. own_rows: bool [S - 1], rows to leave to it.
+    """
+    if rollout.expert_ids is None or rollout.name not in own:
+        return rollout
+    chosen = own[rollout.name]
+    ids, there = route_table(rollout, chosen.shape, place)
+    for layer, mapping in mappings.items():
+        known = there[:, layer] & (ids[:, layer] < len(mapping)).all(-1)
+        ids[known, layer] = mapping[ids[known, layer]]
+    there &= is_distinct(ids)
+    there[:, list(dead)] = False
+    if own_rows is not None:
+        there[own_rows] = False
+    routed = there.any(1)
+    filled = np.where(there[..., None], ids, chosen.astype(np.int32))
+    return replace(rollout, expert_ids=filled, routed=routed)

@@ -1,0 +1,39 @@
+"""What each cause is called and what to do about it. Keys are stable: they stand in `report.json`. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class CauseText:
+    """label: short, for bars and tables. remedy: one sentence."""
+
+    label: str
+    remedy: str
+
+
+CAUSES = {
+    "routing": CauseText("own routing", "Keep the engine's routing in training (keep_routing.mode=rollout)."),
+    "masks": CauseText("sampling masks", "Score inside of the kept sets that the engine returns."),
+    "layer_shift": CauseText("routes of another layer", "Map routes by MoE layer number; dense layers have none."),
+    "row_shift": CauseText("routes of another row", "Row t belongs to token t as an input; the last token has none."),
+    "route_shape": CauseText("routes of another model", "Compare the number of experts per token on both sides."),
+    "blank_layer": CauseText("a layer without its routes", "Look at how the engine captures and merges that layer."),
+    "route_pads": CauseText("pads taken for routes", "Mark rows that were not captured; never fill them."),
+    "renumbered": CauseText("renumbered experts", "Record logical expert ids, before load balancing maps them."),
+    "stale_prefix": CauseText("stale prefix routes", "Flush the prefix cache at weight updates, or key it by version."),
+    "bad_engine": CauseText("one engine apart", "Take that engine out of rotation and resync its weights."),
+    "mask_shift": CauseText("kept sets of another token", "Set t is the one that token t was drawn from."),
+    "mask_misses": CauseText("tokens outside of their sets", "Take sets from the sampler's own final weights."),
+    "hidden_masks": CauseText("unlisted sampling masks", "Have the engine return its kept sets."),
+    "full_logprobs": CauseText("log-probs before the filter", "Return log-probs under the filtered distribution."),
+    "temperature": CauseText("another temperature", "Return log-probs after temperature, and say the one in force."),
+    "top_p": CauseText("another top-p", "Say the sampling parameters that are in force."),
+    "stale_weights": CauseText("weights of another version", "Check weights after each update (weights.verify)."),
+    "staleness": CauseText("staleness", "Lower buffer.max_staleness, or correct for it."),
+    "template": CauseText("other prompt tokens", "Send the engine token ids, rendered once, and train on the same."),
+    "weights": CauseText("other weights or arithmetic", "Compare checksums of the engine's weights."),
+    "precision": CauseText("rounding", "Nothing: this is what the arithmetic of this dtype makes."),
+    "unexplained": CauseText("unexplained", "Give checkpoints of other versions, or a dump with routes and kept sets."),
+}

@@ -1,0 +1,260 @@
+"""The report of a dump: from its diagnosis, or from the two policies that it brings by itself. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moerl.diagnostics.causes.diagnosis import Diagnosis
+from moerl.diagnostics.causes.gaps import Assumption, Bootstrap
+from moerl.diagnostics.dumps.rollout import DumpedRollout, Unusable
+from moerl.diagnostics.report.data import (
+    Decomposition,
+    Finding,
+    Interval,
+    Report,
+    Share,
+    Step,
+    Strip,
+    StripToken,
+    Unread,
+    Verdict,
+)
+from moerl.diagnostics.tallies import Tallies
+from moerl.telemetry.metrics import SCORERS
+
+FAR_LOG_RATIO = float(np.log(2.0))
+MAX_STRIP_TOKENS = 400
+
+
+@dataclass(frozen=True, slots=True)
+class DumpFacts:
+    """What is said of a dump beside its numbers.
+
+    name: of the dump. facts: for the page. notes: what its format leaves open. unusable: rows that were not used.
+    texts: by token id, what a token decodes to; classes: by token id. Both empty without a tokenizer.
+    """
+
+    name: str
+    facts: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...]
+    unusable: Unusable
+    texts: Sequence[str] = ()
+    classes: Sequence[str] = ()
+
+
+def mismatch_figures(d: NDArray[np.floating]) -> dict[str, float]:
+    """Metrics of a scorer, names as of `mismatch/<scorer>/...`: d = trainer log-prob less rollout log-prob, nats."""
+    d = d.astype(np.float64)
+    ratio = np.exp(np.clip(d, -20.0, 20.0))
+    return {
+        "logprob_abs_mean": float(np.abs(d).mean()),
+        "logprob_abs_max": float(np.abs(d).max()),
+        "k3": float((ratio - 1.0 - np.clip(d, -20.0, 20.0)).mean()),
+        "ratio_mean": float(ratio.mean()),
+        "share_outside_tenth": float(((ratio < 0.9) | (ratio > 1.1)).mean()),
+        "share_above_ln2": float((np.abs(d) > FAR_LOG_RATIO).mean()),
+    }
+
+
+def report_of_diagnosis(diagnosis: Diagnosis, facts: DumpFacts) -> Report:
+    """The report of a dump that a model has scored."""
+    gaps, final = diagnosis.gaps, diagnosis.final
+    neither = replace(final, routing="own", kept="full", factor=1.0, weights=None, repairs=())
+    d_N = gaps.differences(neither)
+    scored, rollouts = gaps.scores(final), gaps.repaired(final.repairs)
+    scorer = gaps.scorers[0]
+    newest = max((each.version for each in gaps.scorers if each.version is not None), default=-1)
+    tallies = Tallies(
+        scorer.num_moe_layers,
+        scorer.num_experts,
+        scorer.experts_per_token,
+        classes=facts.classes,
+        current_version=newest,
+    )
+    differing: list[NDArray[np.int64] | None] = []
+    for number, (rollout, score) in enumerate(zip(rollouts, scored, strict=True)):
+        part = slice(*d_N.starts[number : number + 2])
+        differing.append(tallies.add(rollout, score.own_ids, d_N.d_N[part], score.margins))
+    table = {
+        "neither": Assumption(),
+        "kept_sets": Assumption(kept="listed"),
+        "experts": replace(diagnosis.as_recorded, kept="full"),
+        "both": diagnosis.as_recorded,
+    }
+    if diagnosis.as_recorded.kept != "listed":
+        del table["kept_sets"]
+    if diagnosis.route_agreement is None:
+        table = {name: each for name, each in table.items() if name in ("neither", "kept_sets")}
+    figures = {name: mismatch_figures(gaps.differences(each).d_N) for name, each in table.items()}
+    if any(finding.level == "fault" for finding in diagnosis.findings):
+        figures["repaired"] = mismatch_figures(diagnosis.residual.d_N)
+    figures["floor"] = {"logprob_abs_mean": diagnosis.floor}
+    return Report(
+        title=f"Routing mismatch of {facts.name}",
+        subtitle=f"{len(rollouts)} rollouts, {len(d_N.d_N):,} sampled tokens, scored by {scorer.name}",
+        verdict=verdict(diagnosis.findings, diagnosis.decompositions, diagnosis.floor),
+        facts=facts.facts,
+        decompositions=diagnosis.decompositions,
+        findings=diagnosis.findings,
+        scorers=figures,
+        steps=_steps(rollouts, d_N.d_N, d_N.starts),
+        layers=tallies.layers(),
+        maps=tallies.maps(),
+        swaps=tallies.swaps(),
+        histograms=tallies.histograms(),
+        slices=tallies.slices(),
+        strips=_strips(rollouts, d_N.d_N, d_N.starts, differing, facts.texts),
+        unusable=_unread(facts.unusable),
+        notes=facts.notes,
+    )
+
+
+def verdict(findings: Sequence[Finding], decompositions: Sequence[Decomposition], floor: float) -> Verdict:
+    """Two sentences: what is wrong and how sure, what to change."""
+    faults = [finding for finding in findings if finding.level == "fault"]
+    gap = decompositions[0].total.value
+    if faults:
+        named = "; ".join(
+            f"{finding.title} ({finding.confidence}, {finding.share:.0%} of the gap as recorded)"
+            for finding in faults[:3]
+        )
+        more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
+        remedies = list(dict.fromkeys(finding.remedy for finding in faults[:3]))
+        return Verdict("fault", f"{named[0].upper()}{named[1:]}{more}.", " ".join(remedies))
+    shares = {share.cause: share.nats.value for share in decompositions[0].shares}
+    parts = [f"{shares[c] / gap:.0%} by {name}" for c, name in _KEPT if shares.get(c, 0.0) > 0.0 and gap > 0.0]
+    left = decompositions[-1].total.value
+    if not {"masks", "routing"} & shares.keys():
+        text = f"Engine and model are {gap:.1e} nats apart; the dump holds neither routes nor kept sets to explain it."
+        return Verdict("note", text, "Dump routes and kept sets: without them nothing can be told apart.")
+    text = (
+        f"Nothing is wrong with this record: with what it keeps enforced, engine and model are {left:.1e} nats apart,"
+        f" which is rounding ({floor:.1e})."
+    )
+    return Verdict("good", text, f"Keep enforcing it: without, the gap is {gap:.1e} nats, made {' and '.join(parts)}.")
+
+
+_KEPT = (("routing", "own routing"), ("masks", "sampling masks"))
+
+
+def report_of_policies(
+    rollouts: Sequence[DumpedRollout], tallies: Tallies, facts: DumpFacts, differing: Mapping[str, NDArray[np.int64]]
+) -> Report:
+    """The report of a dump that brings the trainer's log-probs, without a model.
+
+    Args:
+        rollouts: a sample, each with `trainer_logprobs`, for steps and strips. tallies: of the whole dump. differing:
+            per row the layers that differ, of those of the sample with both routes.
+    """
+    d = np.concatenate(tallies.d).astype(np.float64)
+    starts = np.cumsum([0, *map(len, tallies.d)])
+    total = Bootstrap.of(starts).mean(np.abs(d))
+    zero = Interval(0.0, 0.0, 0.0)
+    parts = (Share("unexplained", "not taken apart without a model", total),)
+    figures = mismatch_figures(d)
+    far = figures["share_above_ln2"]
+    text = (
+        f"Trainer and engine are {total.value:.1e} nats apart, and {far:.1%} of the tokens by more than a factor of 2."
+    )
+    advice = "Give the model with --model to learn the causes." if far > 0.0 or total.value > 1e-3 else "Nothing to do."
+    sampled_d = [sampled_gaps(rollout) for rollout in rollouts]
+    sample_starts = np.cumsum([0, *map(len, sampled_d)])
+    joined = np.concatenate(sampled_d)
+    return Report(
+        title=f"Routing mismatch of {facts.name}",
+        subtitle=f"{tallies.num_rollouts:,} rollouts, {len(d):,} sampled tokens, both policies as dumped",
+        verdict=Verdict("note" if far <= 0.1 else "fault", text, advice),
+        facts=facts.facts,
+        decompositions=(Decomposition("as dumped", total if total.value else zero, parts),),
+        scorers={_dumped_scorer(rollouts[0]): figures},
+        steps=_steps(rollouts, joined, sample_starts),
+        layers=tallies.layers(),
+        maps=tallies.maps(),
+        swaps=tallies.swaps(),
+        histograms=tallies.histograms(),
+        slices=tallies.slices(),
+        strips=_strips(rollouts, joined, sample_starts, [differing.get(r.name) for r in rollouts], facts.texts),
+        unusable=_unread(facts.unusable),
+        notes=facts.notes,
+    )
+
+
+def _dumped_scorer(rollout: DumpedRollout) -> str:
+    names = list(rollout.trainer_logprobs)
+    return next((name for name in ("trainer", *SCORERS) if name in names), names[0])
+
+
+def sampled_gaps(rollout: DumpedRollout) -> NDArray[np.float64]:
+    """d of the sampled tokens from the log-probs that the dump brings, float64 [T], nats."""
+    theirs = rollout.trainer_logprobs[_dumped_scorer(rollout)]
+    return (theirs.astype(np.float64) - rollout.rollout_logprobs)[rollout.sampled]
+
+
+def _steps(rollouts: Sequence[DumpedRollout], d_N: NDArray[np.float64], starts: NDArray[np.int64]) -> tuple[Step, ...]:
+    """One for each training step of the dump, where it says several."""
+    numbers = np.repeat([rollout.step for rollout in rollouts], np.diff(starts))
+    found = np.unique(numbers[numbers >= 0]).tolist()
+    if len(found) < 2:
+        return ()
+    return tuple(
+        Step(step, {f"mismatch/{name}": value for name, value in mismatch_figures(d_N[numbers == step]).items()})
+        for step in found
+    )
+
+
+def _strips(
+    rollouts: Sequence[DumpedRollout],
+    d_N: NDArray[np.float64],
+    starts: NDArray[np.int64],
+    differing: Sequence[NDArray[np.int64] | None],
+    texts: Sequence[str],
+) -> tuple[Strip, ...]:
+    """The rollout with the largest mean |d|, a typical one, and the one with the smallest."""
+    means = np.add.reduceat(np.abs(d_N), starts[:-1]) / np.diff(starts)
+    order = np.argsort(means)
+    chosen = {int(order[-1]): "largest gap", int(order[len(order) // 2]): "typical", int(order[0]): "smallest gap"}
+    return tuple(
+        _strip(rollouts[i], d_N[starts[i] : starts[i + 1]], differing[i], texts, why) for i, why in chosen.items()
+    )
+
+
+def _strip(
+    rollout: DumpedRollout,
+    d_T: NDArray[np.float64],
+    differing: NDArray[np.int64] | None,
+    texts: Sequence[str],
+    why: str,
+) -> Strip:
+    tokens: list[StripToken] = []
+    d = np.zeros(len(rollout))
+    d[rollout.sampled] = d_T
+    first = max(0, rollout.num_prompt - 32)
+    for t in range(first, min(len(rollout), first + MAX_STRIP_TOKENS)):
+        token = int(rollout.token_ids[t])
+        text = texts[token] if token < len(texts) else f"[{token}]"
+        layers = int(differing[t - 1]) if differing is not None and t and differing[t - 1] >= 0 else None
+        if not rollout.sampled[t]:
+            tokens.append(StripToken(text, False, layers=layers))
+            continue
+        version = int(rollout.policy_versions[t])
+        kept = None if rollout.kept is None else int(rollout.kept.offsets[t + 1] - rollout.kept.offsets[t])
+        tokens.append(
+            StripToken(
+                text,
+                True,
+                float(d[t]),
+                float(rollout.rollout_logprobs[t]),
+                layers,
+                kept,
+                version if version >= 0 else None,
+            )
+        )
+    return Strip(rollout.name, why, tuple(tokens))
+
+
+def _unread(unusable: Unusable) -> tuple[Unread, ...]:
+    return tuple(Unread(reason, count, unusable.examples[reason]) for reason, count in unusable.counts.most_common())

@@ -1,0 +1,115 @@
+"""Ways in which the tokens of a prompt may differ from those that the engine saw: candidates for `moerl diagnose`.
+
+A trainer that renders a chat by itself can lose or double the token at the beginning of a text, or the tokens that open
+the answer. Each candidate puts one of these right in a dump, so that the model can say whether it fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moerl.contract.fields import KeptSets
+from moerl.diagnostics.causes.gaps import Repair
+from moerl.diagnostics.dumps.rollout import DumpedRollout
+
+_FIELDS: dict[str, float] = {
+    "sampled": False,
+    "rollout_logprobs": 0.0,
+    "temperatures": 1.0,
+    "top_ps": 1.0,
+    "policy_versions": -1,
+    "turns": 0,
+}
+"""Arrays of one value a token, and what a token of a prompt has there."""
+
+
+def prompt_edits(tokenizer: Any) -> list[tuple[Repair, str]]:
+    """Repairs to try, each with what it says is wrong; none without a tokenizer."""
+    if tokenizer is None:
+        return []
+    edits: list[tuple[Repair, str]] = []
+    first = tokenizer.bos_token_id
+    if first is not None:
+        edits += [
+            (Repair("prompt: with BOS", partial(inserted, at=0, tokens=(first,))), "prompts lack the BOS token"),
+            (Repair("prompt: without BOS", partial(removed, at=0, tokens=(first,))), "prompts begin with BOS twice"),
+        ]
+    opening = _opening(tokenizer)
+    if opening:
+        shown = tokenizer.decode(opening)
+        edits += [
+            (
+                Repair("prompt: with opening", partial(inserted, at=-1, tokens=opening)),
+                f"prompts lack the opening of the answer, {shown!r}",
+            ),
+            (
+                Repair("prompt: without opening", partial(removed, at=-1, tokens=opening)),
+                f"prompts hold an opening of the answer that the engine did not see, {shown!r}",
+            ),
+        ]
+    return edits
+
+
+def _opening(tokenizer: Any) -> tuple[int, ...]:
+    """The tokens that `add_generation_prompt` adds; none without a chat template."""
+    if not getattr(tokenizer, "chat_template", None):
+        return ()
+    chat = [{"role": "user", "content": "a"}]
+    short, long = (
+        tokenizer.apply_chat_template(chat, add_generation_prompt=add, return_dict=False) for add in (False, True)
+    )
+    return tuple(long[len(short) :]) if long[: len(short)] == short else ()
+
+
+def inserted(rollout: DumpedRollout, *, at: int, tokens: Sequence[int]) -> DumpedRollout:
+    """With tokens at the start of the prompt (0) or at its end (-1); their rows have no routes."""
+    place, count = (rollout.num_prompt if at else 0), len(tokens)
+    changes: dict[str, Any] = {
+        name: np.insert(getattr(rollout, name), [place] * count, value) for name, value in _FIELDS.items()
+    }
+    changes["token_ids"] = np.insert(rollout.token_ids, [place] * count, np.array(tokens, np.int32))
+    if rollout.kept is not None:
+        sizes = np.insert(rollout.kept.sizes, [place] * count, 0)
+        changes["kept"] = KeptSets(np.concatenate([[0], np.cumsum(sizes)]), rollout.kept.ids)
+    if rollout.prefix_versions is not None:
+        changes["prefix_versions"] = np.insert(rollout.prefix_versions, [place] * count, -1)
+    expert_ids = rollout.expert_ids
+    if expert_ids is not None and len(expert_ids) == len(rollout) - 1:
+        routed = np.ones(len(expert_ids), bool) if rollout.routed is None else rollout.routed
+        changes["expert_ids"] = np.insert(expert_ids, [place] * count, -1, axis=0)
+        changes["routed"] = np.insert(routed, [place] * count, False)
+    return replace(rollout, **changes)
+
+
+def removed(rollout: DumpedRollout, *, at: int, tokens: Sequence[int]) -> DumpedRollout:
+    """Without these tokens at the start or the end of the prompt; as it is where it does not have them there."""
+    count = len(tokens)
+    start = rollout.num_prompt - count if at else 0
+    if start < 0 or rollout.num_prompt <= count or tuple(rollout.token_ids[start : start + count]) != tuple(tokens):
+        return rollout
+    gone = range(start, start + count)
+    changes: dict[str, Any] = {name: np.delete(getattr(rollout, name), gone) for name in (*_FIELDS, "token_ids")}
+    if rollout.kept is not None:
+        sizes = np.delete(rollout.kept.sizes, gone)
+        changes["kept"] = KeptSets(np.concatenate([[0], np.cumsum(sizes)]), rollout.kept.ids)
+    if rollout.prefix_versions is not None:
+        changes["prefix_versions"] = np.delete(rollout.prefix_versions, gone)
+    if rollout.expert_ids is not None and len(rollout.expert_ids) == len(rollout) - 1:
+        changes["expert_ids"] = np.delete(rollout.expert_ids, gone, axis=0)
+        changes["routed"] = None if rollout.routed is None else np.delete(rollout.routed, gone)
+    return replace(rollout, **changes)
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a Hugging Face directory; None where it has none."""
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
+        return None
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True)

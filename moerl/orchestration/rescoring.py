@@ -1,0 +1,189 @@
+"""Scores of dumped rollouts by transformers, for `moerl diagnose`.
+
+Runs in its process. Several rollouts are padded on the right to one pass, whose rows see nothing of one another;
+the recorded experts are enforced row by row. Shape legend: B = rollouts of a pass, W = its width, R = B x W input rows,
+N = sampled tokens of a pass, V = vocabulary, F = temperature factors, L, K as in the data contract.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moerl.diagnostics.dumps.rollout import DumpedRollout
+from moerl.diagnostics.scoring import Question, Scored
+from moerl.models.description import ModelDescription
+from moerl.rollout.enforce import EnforcedRouting
+from moerl.rollout.loading import load_model
+
+_PASS_ROWS = 4096
+"""Input rows of a pass, if no rollout alone has more."""
+_CHUNK_NUMBERS = 1 << 24
+"""Logits scored at a time."""
+
+
+class TransformersScorer:
+    """`moerl.diagnostics.scoring.Scorer` on a transformers model.
+
+    Args:
+        model: of a Hugging Face directory. dtype: of weights and arithmetic; log-probs are computed in float64 from its
+            logits. device: where it goes. name, version: as in `Scorer`.
+
+    Raises:
+        EngineError: the model's routers are unknown or do not match the spec.
+    """
+
+    offers_top_ps = True
+
+    def __init__(
+        self, model: ModelDescription, *, dtype: torch.dtype, device: torch.device, name: str, version: int | None
+    ) -> None:
+        assert model.folder is not None
+        loaded = load_model(model.folder, dtype=dtype, attn_implementation="sdpa")
+        loaded.set_experts_implementation("eager")
+        self._model, self._device = loaded.to(device).eval(), device
+        self._routing = EnforcedRouting(self._model, model.spec)
+        self.name, self.version, self._vocab_size = name, version, model.spec.vocab_size
+        self.num_moe_layers, self.num_experts = model.spec.num_moe_layers, model.spec.num_experts
+        self.experts_per_token = model.spec.experts_per_token
+
+    @torch.inference_mode()
+    def score(self, rollouts: Sequence[DumpedRollout], question: Question) -> list[Scored]:
+        """As `Scorer`.
+
+        Raises:
+            EngineError: a layer did not use the experts that it was told.
+        """
+        scored: dict[int, Scored] = {}
+        for indices in _passes(rollouts):
+            together = [rollouts[i] for i in indices]
+            scored |= zip(indices, self._pass(together, question), strict=True)
+        return [scored[i] for i in range(len(rollouts))]
+
+    def _pass(self, rollouts: Sequence[DumpedRollout], question: Question) -> Iterator[Scored]:
+        width = max(map(len, rollouts)) - 1
+        input_ids_BW = torch.zeros(len(rollouts), width, dtype=torch.int64)
+        ids_BWLK = torch.zeros(len(rollouts), width, self.num_moe_layers, self.experts_per_token, dtype=torch.int64)
+        ids_BWLK[:] = torch.arange(self.experts_per_token)
+        routed_BW = torch.zeros(len(rollouts), width, dtype=torch.bool)
+        for row, rollout in enumerate(rollouts):
+            count = len(rollout) - 1
+            input_ids_BW[row, :count] = torch.from_numpy(rollout.token_ids[:-1].astype(np.int64))
+            if rollout.expert_ids is not None:
+                ids_BWLK[row, :count] = torch.from_numpy(rollout.expert_ids.astype(np.int64))
+                routed_BW[row, :count] = (
+                    torch.ones(count, dtype=torch.bool)
+                    if rollout.routed is None
+                    else torch.from_numpy(rollout.routed.copy())
+                )
+        self._routing.begin(ids_BWLK.flatten(0, 1).to(self._device), routed_BW.flatten().to(self._device))
+        hidden_BWH = self._model.base_model(input_ids=input_ids_BW.to(self._device), use_cache=False).last_hidden_state
+        own_BWLK = self._routing.end().to(torch.int16).cpu().unflatten(0, input_ids_BW.shape).numpy()
+        margins_BWL = self._routing.margins().cpu().unflatten(0, input_ids_BW.shape).numpy()
+        for row, rollout in enumerate(rollouts):
+            count = len(rollout) - 1
+            yield self._scored(
+                rollout, hidden_BWH[row, :count], question, own_BWLK[row, :count], margins_BWL[row, :count]
+            )
+
+    def _scored(
+        self,
+        rollout: DumpedRollout,
+        hidden_SH: Tensor,
+        question: Question,
+        own_ids: NDArray[np.int16],
+        margins: NDArray[np.float32],
+    ) -> Scored:
+        tokens = np.flatnonzero(rollout.sampled)
+        rows = max(1, _CHUNK_NUMBERS // (self._vocab_size * len(question.factors)))
+        parts: list[_Chunk] = []
+        for start in range(0, len(tokens), rows):
+            chosen = tokens[start : start + rows]
+            logits_NV = self._model.get_output_embeddings()(hidden_SH[torch.from_numpy(chosen - 1).to(self._device)])
+            parts.append(_score_chunk(logits_NV[:, : self._vocab_size], rollout, chosen, question))
+        joined = (np.concatenate([getattr(part, name) for part in parts]) for name in _Chunk.__slots__)
+        return Scored(*joined, own_ids=own_ids.copy(), margins=margins.copy())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Chunk:
+    """The first five fields of `Scored`, of some of the tokens."""
+
+    kept_NF: NDArray[np.float64]
+    full_NF: NDArray[np.float64]
+    rebuilt_NP: NDArray[np.float64]
+    mass_N: NDArray[np.float64]
+    least_N: NDArray[np.float64]
+
+
+def _score_chunk(logits_NV: Tensor, rollout: DumpedRollout, tokens: NDArray[np.int64], question: Question) -> _Chunk:
+    """tokens: int64 [N], sampled; row n of the logits precedes `tokens[n]`."""
+    device = logits_NV.device
+    said_N = torch.from_numpy(rollout.temperatures[tokens].astype(np.float64)).to(device)
+    said_N = said_N.masked_fill(said_N <= 0, 1e-4)  # greedy: as good as certain
+    targets_N1 = torch.from_numpy(rollout.token_ids[tokens].astype(np.int64)).to(device)[:, None]
+    listed_NV = _listed(rollout, tokens, logits_NV)
+    # A token outside of its own set has no log-prob in it; neither has one without a set.
+    in_set_N1 = listed_NV.gather(1, targets_N1)
+    allowed_NV = listed_NV | ~in_set_N1
+    raw_NV = logits_NV.double()
+    kept, full = list[Tensor](), list[Tensor]()
+    first_NV = torch.zeros(())
+    for number, factor in enumerate(question.factors):
+        logprobs_NV = (raw_NV / (said_N * factor)[:, None]).log_softmax(-1)
+        own_N = logprobs_NV.gather(1, targets_N1)[:, 0]
+        full.append(own_N)
+        kept.append(own_N - logprobs_NV.masked_fill(~allowed_NV, -torch.inf).logsumexp(-1))
+        if number == 0:
+            first_NV = logprobs_NV
+    mass_N = first_NV.exp().mul(allowed_NV).sum(-1).clamp(max=1.0)
+    least_N = first_NV.exp().masked_fill(~listed_NV, torch.inf).amin(-1)
+    least_N = least_N.masked_fill(~in_set_N1[:, 0], 0.0)
+    rebuilt = [_nucleus(first_NV, targets_N1, top_p) for top_p in question.top_ps]
+    count = len(tokens)
+    return _Chunk(
+        torch.stack(kept, 1).cpu().numpy(),
+        torch.stack(full, 1).cpu().numpy(),
+        torch.stack(rebuilt, 1).cpu().numpy() if rebuilt else np.zeros((count, 0)),
+        mass_N.cpu().numpy(),
+        least_N.cpu().numpy(),
+    )
+
+
+def _listed(rollout: DumpedRollout, tokens: NDArray[np.int64], logits_NV: Tensor) -> Tensor:
+    """bool [N, V]: in the listed kept set of the token; ids outside of the vocabulary are nowhere."""
+    listed_NV = torch.zeros(logits_NV.shape, dtype=torch.bool, device=logits_NV.device)
+    if rollout.kept is None:
+        return listed_NV
+    sizes_N = rollout.kept.sizes[tokens]
+    ids = np.concatenate([rollout.kept.ids[rollout.kept.offsets[t] : rollout.kept.offsets[t + 1]] for t in tokens])
+    rows = np.repeat(np.arange(len(tokens)), sizes_N)
+    known = (ids >= 0) & (ids < logits_NV.shape[1])
+    listed_NV[torch.from_numpy(rows[known]), torch.from_numpy(ids[known].astype(np.int64))] = True
+    return listed_NV
+
+
+def _nucleus(logprobs_NV: Tensor, targets_N1: Tensor, top_p: float) -> Tensor:
+    """float64 [N]: log-prob of the token inside of the most likely tokens up to its own, or those that hold `top_p`."""
+    sorted_NV, order_NV = logprobs_NV.sort(-1, descending=True)
+    mass_NV = sorted_NV.exp().cumsum(-1)
+    place_N1 = (order_NV == targets_N1).to(torch.int64).argmax(-1, keepdim=True)
+    last_N1 = (mass_NV < top_p).sum(-1, keepdim=True).clamp(max=mass_NV.shape[1] - 1).maximum(place_N1)
+    return (logprobs_NV.gather(1, targets_N1) - mass_NV.gather(1, last_N1).log())[:, 0]
+
+
+def _passes(rollouts: Sequence[DumpedRollout]) -> Iterator[list[int]]:
+    """Indices that go through the model together: of about the same length, at most `_PASS_ROWS` rows with pads."""
+    together: list[int] = []
+    for index in sorted(range(len(rollouts)), key=lambda i: len(rollouts[i])):
+        if together and (len(together) + 1) * (len(rollouts[index]) - 1) > _PASS_ROWS:
+            yield together
+            together = []
+        together.append(index)
+    if together:
+        yield together

@@ -1,0 +1,198 @@
+"""Faults planted in dumps of a real engine are named with what they cost; sound dumps accuse nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+import torch
+from planted_faults import (
+    FAULTS,
+    first_token_again,
+    layer_late,
+    lost_first_token,
+    one_engine_from,
+    one_layer_constant,
+    row_late,
+    sample,
+    scorer,
+    stale_prefix,
+    write_moe,
+    wrong_temperature,
+)
+
+from moerl.contract.trajectory import SamplingParams
+from moerl.diagnostics.causes.diagnosis import Diagnosis, diagnose
+from moerl.diagnostics.causes.gaps import Repair
+from moerl.diagnostics.dumps.rollout import DumpedRollout
+from moerl.diagnostics.scoring import Question
+from moerl.orchestration.rescoring import TransformersScorer
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+MISSING_BOS = [(Repair("prompt: with BOS", first_token_again), "prompts lack the BOS token")]
+
+
+@dataclass(frozen=True)
+class Ground:
+    """A policy and an older one, scorers of both, and what the engine sampled from each."""
+
+    now: TransformersScorer
+    finer: TransformersScorer
+    old: TransformersScorer
+    clean: list[DumpedRollout]
+    of_old: list[DumpedRollout]
+
+    def diagnose(self, rollouts: Sequence[DumpedRollout], **options: object) -> Diagnosis:
+        return diagnose(rollouts, [self.now], self.finer, **options)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.fixture(scope="module")
+def ground(tmp_path_factory: pytest.TempPathFactory) -> Ground:
+    folder = tmp_path_factory.mktemp("models")
+    now, old = write_moe(folder / "now"), write_moe(folder / "old", seed=7, drift_from=0, drift=0.2)
+    return Ground(
+        scorer(now, version=3),
+        scorer(now, dtype=torch.float32),
+        scorer(old, version=2),
+        sample(now, num_groups=4),
+        sample(old, num_groups=4),
+    )
+
+
+def causes(diagnosis: Diagnosis) -> set[str]:
+    return {finding.cause for finding in diagnosis.findings if finding.level == "fault"}
+
+
+def assert_adds_up(diagnosis: Diagnosis) -> None:
+    for gap in diagnosis.decompositions:
+        assert sum(share.nats.value for share in gap.shares) == pytest.approx(gap.total.value, rel=1e-9, abs=1e-12)
+        for share in gap.shares:
+            assert share.nats.low <= share.nats.value <= share.nats.high
+
+
+def share_of(diagnosis: Diagnosis, cause: str) -> float:
+    recorded = diagnosis.decompositions[-1]
+    return next(share.nats.value for share in recorded.shares if share.cause == cause) / recorded.total.value
+
+
+def test_a_sound_dump_accuses_nothing_and_its_gap_is_masks_routing_and_rounding(ground: Ground):
+    found = ground.diagnose(ground.clean, edits=MISSING_BOS)
+    assert causes(found) == set()
+    assert_adds_up(found)
+    nothing, recorded = found.decompositions
+    shares = {share.cause: share.nats.value for share in nothing.shares}
+    assert shares["masks"] > 0.5 * nothing.total.value
+    assert shares["routing"] > 0.0
+    assert recorded.total.value < 3 * found.floor
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_named_alone_with_its_cost(ground: Ground, name: str):
+    plant, cause = FAULTS[name]
+    found = ground.diagnose(plant(ground.clean))
+    assert causes(found) == {cause}
+    assert_adds_up(found)
+    if cause != "top_p":  # a wrong word about the filter costs nothing where the sets themselves are right
+        assert share_of(found, cause) > 0.4
+    assert found.residual.mean < 3 * found.floor
+
+
+def test_prompts_without_their_first_token_are_named_where_the_candidate_is_tried(ground: Ground):
+    found = ground.diagnose([lost_first_token(rollout) for rollout in ground.clean], edits=MISSING_BOS)
+    assert causes(found) == {"template"}
+    assert share_of(found, "template") > 0.8
+    assert_adds_up(found)
+
+
+def test_routes_of_prompts_from_older_weights_are_called_a_stale_prefix(ground: Ground):
+    found = ground.diagnose(stale_prefix(ground.clean, ground.old))
+    assert causes(found) == {"stale_prefix"}
+    assert share_of(found, "stale_prefix") > 0.4
+
+
+def test_an_engine_with_other_weights_is_told_from_the_others(ground: Ground):
+    found = ground.diagnose(one_engine_from(ground.clean, ground.of_old))
+    assert causes(found) == {"bad_engine"}
+    assert [finding.title for finding in found.findings] == ["engine 'engine-1' does not sample as the others do"]
+    assert share_of(found, "bad_engine") > 0.5
+    assert_adds_up(found)
+
+
+def test_stale_weights_are_named_by_their_version_where_the_checkpoint_is_given(ground: Ground):
+    found = diagnose(ground.of_old, [ground.now, ground.old], ground.finer)
+    assert causes(found) == {"stale_weights"}
+    assert share_of(found, "stale_weights") > 0.8
+    assert causes(diagnose(ground.clean, [ground.now, ground.old], ground.finer)) == set()
+
+
+def test_other_weights_without_their_checkpoint_are_left_over_and_said(ground: Ground):
+    found = ground.diagnose(ground.of_old)
+    assert causes(found) == {"weights"}
+    assert share_of(found, "unexplained") > 0.8
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_small_dump_accuses_nothing(ground: Ground, size: int):
+    assert causes(ground.diagnose(ground.clean[:size])) == set()
+
+
+def test_a_dump_without_routes_or_kept_sets_is_scored_as_far_as_it_goes(ground: Ground):
+    bare = [replace(rollout, expert_ids=None, routed=None, kept=None) for rollout in ground.clean]
+    found = ground.diagnose(bare)
+    assert found.route_agreement is None
+    assert causes(found) == {"hidden_masks"}
+    assert_adds_up(found)
+
+
+def test_a_pass_of_several_rollouts_scores_each_as_if_alone(ground: Ground):
+    finer = ground.finer
+    together = finer.score(ground.clean[:6], Question((1.0, 0.7), (0.9,)))
+    for rollout, scored in zip(ground.clean[:6], together, strict=True):
+        (alone,) = finer.score([rollout], Question((1.0, 0.7), (0.9,)))
+        for name in ("kept_TF", "full_TF", "rebuilt_TP", "mass_T", "least_T", "margins"):
+            assert getattr(scored, name) == pytest.approx(getattr(alone, name), abs=2e-4)
+
+
+PAIRS = {
+    "layer late": layer_late,
+    "row late": row_late,
+    "layer constant": one_layer_constant,
+    "temperature": wrong_temperature,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("one", "other"), list(combinations(PAIRS, 2)))
+def test_two_faults_at_once_are_both_named(ground: Ground, one: str, other: str):
+    planted = [PAIRS[other](PAIRS[one](rollout)) for rollout in ground.clean]
+    found = ground.diagnose(planted)
+    assert causes(found) == {FAULTS[one][1], FAULTS[other][1]}
+    assert_adds_up(found)
+
+
+@pytest.mark.slow
+def test_two_faults_of_which_one_is_of_the_weights_are_both_named(ground: Ground):
+    planted = [layer_late(rollout) for rollout in ground.of_old]
+    assert causes(diagnose(planted, [ground.now, ground.old], ground.finer)) == {"layer_shift", "stale_weights"}
+    engine_and_temperature = [wrong_temperature(r) for r in one_engine_from(ground.clean, ground.of_old)]
+    assert causes(ground.diagnose(engine_and_temperature)) == {"bad_engine", "temperature"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_fifty_sound_dumps_of_as_many_models_and_samplings_accuse_nothing(tmp_path: Path):
+    samplings = (
+        SamplingParams(temperature=1.0),
+        SamplingParams(temperature=0.8, top_p=0.9),
+        SamplingParams(temperature=1.2, top_k=8),
+        SamplingParams(temperature=0.6, min_p=0.05),
+    )
+    for seed in range(50):
+        model = write_moe(tmp_path / str(seed), seed)
+        clean = sample(model, seed=seed, num_groups=3, sampling=samplings[seed % 4])
+        found = diagnose(clean, [scorer(model, version=3)], scorer(model, dtype=torch.float32), MISSING_BOS)
+        assert causes(found) == set(), f"seed {seed}: {[finding.title for finding in found.findings]}"
+        assert_adds_up(found)
