@@ -52,6 +52,8 @@ def columns_of(file: Path) -> list[str]:
 def rows(file: Path, names: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Rows with their place: lists as arrays, all else as Python values; columns that the file lacks are left out.
 
+    A single NaN is a null: pandas writes a missing number so.
+
     Raises:
         ConfigError: the file is damaged, or a row group is larger than is read.
     """
@@ -91,4 +93,5 @@ def _value(scalar: Any) -> Any:
     kind = scalar.type
     if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
         return scalar.values.to_numpy(zero_copy_only=False)
-    return scalar.as_py()
+    value = scalar.as_py()
+    return None if isinstance(value, float) and value != value else value

@@ -19,7 +19,7 @@ from moerl.diagnostics.dumps.build import Parts
 from moerl.diagnostics.dumps.jsonl import Row, rows
 from moerl.diagnostics.dumps.reading import Reading
 from moerl.diagnostics.dumps.rollout import DumpedRollout
-from moerl.diagnostics.dumps.values import MAX_IDS, RowError, floats, in_range, integer, ints, text
+from moerl.diagnostics.dumps.values import MAX_IDS, RowError, floats, in_range, integer, ints, shown, text
 from moerl.errors import ConfigError
 
 FORMAT = "SGLang answers"
@@ -47,9 +47,8 @@ def _parts(row: Row, where: str, reading: Reading) -> Parts:
         prompt = _pairs(meta.get("input_token_logprobs"), "input_ids", first_is_none=True)[0]
     prompt_ids = ints(prompt, "input ids").tolist()
     if type(meta.get("prompt_tokens")) is int and meta["prompt_tokens"] != len(prompt_ids):
-        raise RowError(
-            "input ids: not as many as the server counted", f"{len(prompt_ids)}, not {meta['prompt_tokens']}"
-        )
+        counted = meta["prompt_tokens"]
+        raise RowError("input ids: not as many as the server counted", f"{len(prompt_ids)}, not {shown(counted)}")
     kept, kept_logprobs = _kept(meta, output_ids)
     sampling = row.get("sampling_params")
     sampling = sampling if isinstance(sampling, dict) else {}

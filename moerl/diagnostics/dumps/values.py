@@ -127,10 +127,12 @@ def flat_routes(value: object, name: str, num_layers: int, experts_per_token: in
 
 
 def integer(value: object, name: str, *, least: int = 0) -> int:
-    """One integer in [least, 2^31). Raises `RowError`."""
+    """One integer in [least, 2^31); 3.0 is one: pandas writes it so beside a missing one. Raises `RowError`."""
     if isinstance(value, np.integer) or (
         isinstance(value, np.ndarray) and value.ndim == 0 and value.dtype.kind in "iu"
     ):
+        value = int(value)
+    if type(value) is float and value.is_integer():
         value = int(value)
     if type(value) is not int or not least <= value <= MAX_INT:
         raise RowError(f"{name}: not an integer in range", value)
