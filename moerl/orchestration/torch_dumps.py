@@ -87,7 +87,7 @@ def _reason(error: BaseException) -> str:
     """The line of torch's message that names what is wrong."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     named = [line for line in lines if "GLOBAL" in line or "Unsupported" in line]
-    return (named or lines or [type(error).__name__])[0][:300]
+    return (named or lines or [type(error).__name__])[0].partition(" Please use")[0][:300]
 
 
 def _arrays(loaded: Any) -> Any:

@@ -103,7 +103,9 @@ def _samples(payload: Mapping[str, Any], file: Path) -> Iterator[object]:
 
 
 def _by_sample(column: object, num_samples: int) -> bool:
-    return isinstance(column, list | tuple | np.ndarray) and np.ndim(column) != 0 and len(column) == num_samples
+    if isinstance(column, np.ndarray):
+        return column.shape[:1] == (num_samples,)
+    return isinstance(column, list | tuple) and len(column) == num_samples
 
 
 def _value(sample: Mapping[str, Any], name: str) -> Any:

@@ -138,7 +138,9 @@ def test_of_log_probs_of_whole_kept_sets_the_sampled_token_s_is_taken(tmp_path: 
 def test_input_ids_of_an_sglang_answer_may_come_from_its_log_probs(tmp_path: Path) -> None:
     answer = sglang_answer(make_dumped(np.random.default_rng(7)))
     ids = answer.pop("input_ids")
-    answer["meta_info"]["input_token_logprobs"] = [[None if t == 0 else -1.0, token, None] for t, token in enumerate(ids)]
+    answer["meta_info"]["input_token_logprobs"] = [
+        [None if t == 0 else -1.0, token, None] for t, token in enumerate(ids)
+    ]
     write_lines(tmp_path / "answers.jsonl", [answer])
     (found,) = open_dump(tmp_path / "answers.jsonl", experts_per_token=2).rollouts
     assert found.token_ids[:3].tolist() == ids

@@ -33,7 +33,9 @@ def dumped_rollouts(draw: st.DrawFn) -> list[DumpedRollout]:
     out = []
     for name in names:
         spans = draw(st.lists(st.integers(1, 6), min_size=2, max_size=5))
-        rollout = make_dumped(rng, name=name, spans=spans, layers=draw(st.integers(1, 3)), experts=draw(st.integers(1, 3)))
+        rollout = make_dumped(
+            rng, name=name, spans=spans, layers=draw(st.integers(1, 3)), experts=draw(st.integers(1, 3))
+        )
         num_tokens = len(rollout)
         changes: dict[str, Any] = {
             "expert_ids": None if (ids := rollout.expert_ids) is None else ids[: draw(st.integers(0, len(ids)))],
@@ -53,7 +55,7 @@ def dumped_rollouts(draw: st.DrawFn) -> list[DumpedRollout]:
     return out
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(rollouts=dumped_rollouts(), ending=st.sampled_from([".parquet", ".jsonl"]))
 def test_rollouts_are_read_as_they_were_written(rollouts: list[DumpedRollout], ending: str) -> None:
     with TemporaryDirectory() as folder:
