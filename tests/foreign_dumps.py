@@ -1,9 +1,8 @@
 """Dumps as other systems write them, from `DumpedRollout`s: ``from foreign_dumps import make_dumped, write_slime``.
 
-Laid out as their sources do it (August 2026): slime `slime/observability/*_data_utils.py`, miles
-`miles/ray/rollout/debug_data.py` and `miles/utils/train_dump_utils.py`, NeMo-RL `log_batched_dict_as_jsonl`, prime-rl
-`monitors/file.py` and `trainer/rl/token_export.py` with verifiers `v1/trace.py`, SGLang's /generate. None of their
-writers runs without its whole system. Dense layers have routes of zeros where a system reports all layers.
+Laid out as their sources do it (August 2026): slime's observability (rollout and train data), miles' debug data and train
+dumps, NeMo-RL's logger of batches, prime-rl's file monitor and token export with the traces of verifiers, SGLang's
+/generate. None of their writers runs without its whole system. Dense layers have routes of zeros where a system reports all layers.
 """
 
 from __future__ import annotations
@@ -327,7 +326,7 @@ def write_sglang(
 
 
 def write_verl_texts(path: Path, rollouts: Rollouts) -> None:
-    """`trainer.rollout_data_dir`: {step}.jsonl."""
+    """What verl writes with a rollout_data_dir: {step}.jsonl."""
     lines = [{"input": each.prompt, "output": each.response, "gts": "2", "score": 1.0, "step": 4} for each in rollouts]
     write_lines(path, lines)
 
@@ -359,7 +358,7 @@ def skyrl_batch(rollouts: Rollouts) -> dict[str, Any]:
 
 
 def write_skyrl(path: Path, rollouts: Rollouts) -> None:
-    """`trainer.dump_data_batch`: a pickle."""
+    """What SkyRL writes with dump_data_batch: a pickle."""
     path.write_bytes(pickle.dumps(skyrl_batch(rollouts)))
 
 

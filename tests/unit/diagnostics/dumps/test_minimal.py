@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import pickle
 import subprocess
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -144,6 +146,30 @@ def test_the_converter_writes_a_pickle_of_skyrl_into_the_minimal_schema(tmp_path
     unsaid = ("temperatures", "top_ps", "policy_versions", "kept", "group", "prompt", "response")
     for left, right in zip(found, rollouts, strict=True):
         same(left, right, but=unsaid)
+
+
+def test_the_converter_knows_the_padding_of_verl_on_both_sides(tmp_path: Path) -> None:
+    batch = {
+        "input_ids": [[0, 11, 12, 40, 41, 2], [11, 12, 13, 50, 2, 0]],
+        "attention_mask": [[0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0]],
+        "response_mask": [[1, 0, 1], [1, 1, 0]],
+        "rollout_log_probs": [[-1.0, 0.0, -3.0], [-4.0, -5.0, 0.0]],
+        "old_log_probs": [[-1.5, -9.0, -3.5], [-4.5, -5.5, 0.0]],
+    }
+    (tmp_path / "batch.pkl").write_bytes(pickle.dumps(SimpleNamespace(batch=batch)))
+    first, second = open_dump(convert(tmp_path, "batch.pkl")).rollouts
+    assert first.token_ids.tolist() == [11, 12, 40, 41, 2]
+    assert first.sampled.tolist() == [False, False, True, False, True]
+    assert first.rollout_logprobs.tolist() == [0, 0, -1, 0, -3]
+    assert second.token_ids.tolist() == [11, 12, 13, 50, 2]
+    assert second.trainer_logprobs["trainer"].tolist() == [0, 0, 0, -4.5, -5.5]
+
+
+def test_one_json_object_over_several_lines_is_a_dump_of_one_rollout(tmp_path: Path) -> None:
+    (tmp_path / "dump.json").write_text(json.dumps(LINE, indent=1))
+    dump = open_dump(tmp_path / "dump.json")
+    assert len(list(dump.rollouts)) == 1
+    assert not dump.unusable.counts
 
 
 def test_kept_sets_without_their_offsets_are_counted(tmp_path: Path) -> None:
