@@ -89,7 +89,7 @@ def select_layers(expert_ids: NDArray[np.int32], moe_layers: Sequence[int] | Non
 
     moe_layers: the model's, counted among all its layers; None where there is no model.
     """
-    if moe_layers is None or expert_ids.shape[1] == len(moe_layers) or expert_ids.shape[1] <= max(moe_layers):
+    if moe_layers is None or expert_ids.shape[1] <= max(moe_layers):
         return expert_ids
     return np.ascontiguousarray(expert_ids[:, list(moe_layers)])
 
