@@ -1,8 +1,9 @@
 """Dumps as other systems write them, from `DumpedRollout`s: ``from foreign_dumps import make_dumped, write_slime``.
 
-Laid out as their sources do it (August 2026): slime's observability (rollout and train data), miles' debug data and train
-dumps, NeMo-RL's logger of batches, prime-rl's file monitor and token export with the traces of verifiers, SGLang's
-/generate. None of their writers runs without its whole system. Dense layers have routes of zeros where a system reports all layers.
+Laid out as their sources do it (August 2026): slime's observability (rollout and train data), miles' debug data and
+train dumps, NeMo-RL's logger of batches, prime-rl's file monitor and token export with the traces of verifiers,
+SGLang's /generate. None of their writers runs without its whole system. Dense layers have routes of zeros where a
+system reports all layers.
 """
 
 from __future__ import annotations
