@@ -90,14 +90,14 @@ class Unusable:
 class Dump:
     """A dump that is being read.
 
-    format: its name. rollouts: read once, one after the other; unusable fills meanwhile. notes: what the format leaves
-    open, for people ("no routes in this format").
+    format: its name. rollouts: read once, one after the other; unusable and notes fill meanwhile. notes: what the
+    format leaves open, for people ("no routes in this format"), each once.
     """
 
     format: str
     rollouts: Iterator[DumpedRollout]
     unusable: Unusable
-    notes: tuple[str, ...] = ()
+    notes: list[str] = field(default_factory=list)
 
 
 def turns_of(sampled: NDArray[np.bool_]) -> NDArray[np.int16]:

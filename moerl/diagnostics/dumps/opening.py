@@ -1,0 +1,183 @@
+"""Opens a dump of any format that is known: told by content, not by the file's name. Torch-free; any process."""
+
+from __future__ import annotations
+
+import re
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from moerl.contract.dump_columns import VERSION_KEY
+from moerl.diagnostics.dumps import jsonl, minimal, nemo_rl, own, parquet, prime_rl, refused, sglang_raw, slime
+from moerl.diagnostics.dumps.reading import Reading
+from moerl.diagnostics.dumps.rollout import Dump, DumpedRollout, Unusable
+from moerl.errors import ConfigError
+
+_NUM_TRIED = 64
+"""Lines that are tried until one tells the format."""
+
+_ENDINGS = (".parquet", ".jsonl", ".json", ".pt", ".pkl")
+_FOLDERS = (".", "rollouts", "dashboard_columns")
+_TRACES = ("effective", "all")
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """Of one file. name: for people. read: its rollouts. notes: what every dump of the format leaves open."""
+
+    name: str
+    read: Callable[[Path, Reading], Iterator[DumpedRollout]]
+    notes: tuple[str, ...] = ()
+
+
+def open_dump(
+    path: Path,
+    *,
+    moe_layers: Sequence[int] | None = None,
+    experts_per_token: int | None = None,
+    load: slime.TorchFile | None = None,
+) -> Dump:
+    """The rollouts of a dump, which are read when they are asked for; unusable ones are counted.
+
+    Args:
+        path: a file, or a directory of them: a run directory, or one of files of one format.
+        moe_layers: which layers of the model are MoE layers, ascending; picks them where a dump has routes of all.
+        experts_per_token: for formats whose routes are flat.
+        load: reads what torch.save wrote; `moerl.orchestration.torch_dumps.open_any_dump` brings it.
+
+    Raises:
+        ConfigError: there is no dump, or it is of no known format, or refused. While it is read also where a later file
+            is damaged or of another format.
+        ContractError: while it is read, where a dump of moerl is not sound.
+    """
+    if moe_layers is not None and (not moe_layers or min(moe_layers) < 0):
+        raise ConfigError(
+            "moe_layers: not layers of a model", seen=list(moe_layers), expected="at least one index, none negative"
+        )
+    files = _files(path)
+    first = _format(files[0], load)
+    reading = Reading(moe_layers=moe_layers, experts_per_token=experts_per_token, notes=list(first.notes))
+    return Dump(first.name, _read(files, first, reading, load), reading.unusable, reading.notes)
+
+
+def _read(
+    files: Sequence[Path], first: Format | None, reading: Reading, load: slime.TorchFile | None
+) -> Iterator[DumpedRollout]:
+    """One file after the other; no more than one is held in memory."""
+    name = ""
+    for file in files:
+        found, first = first or _format(file, load), None
+        name = name or found.name
+        if found.name != name:
+            raise ConfigError(
+                f"DUMP: files of several formats in {file.parent}",
+                seen=f"{file.name}: {found.name}",
+                expected=f"{name}, as {files[0].name} is",
+                remedy="name one of the files, or move those of the other format",
+            )
+        yield from found.read(file, reading)
+
+
+def _files(path: Path) -> list[Path]:
+    """The file, or those of a directory, in the order of the numbers in their names."""
+    if path.is_file():
+        return [path]
+    for folder in _FOLDERS if path.is_dir() else ():
+        for ending in _ENDINGS:
+            if files := [file for file in (path / folder).glob(f"*{ending}") if file.is_file()]:
+                return sorted(files, key=_natural)
+    for subset in _TRACES if path.is_dir() else ():
+        # prime-rl: the sequences that were trained on are among all of them.
+        if files := [*path.glob(f"**/train/{subset}/traces.jsonl"), *path.glob(f"**/{subset}/traces.jsonl")]:
+            return sorted(set(files), key=_natural)
+    if path.is_dir() and (files := list(path.glob("**/step_*/rank_*.jsonl"))):
+        return sorted(files, key=_natural)
+    raise ConfigError(
+        "DUMP: no rollouts",
+        seen=path if path.exists() else f"{path}, which does not exist",
+        expected=f"a file of rollouts, or a directory with files that end with {', '.join(_ENDINGS)}",
+        remedy="see docs/dump_formats.md for the formats that are read",
+    )
+
+
+def _natural(file: Path) -> list[tuple[int, int, str]]:
+    """Sorts step_10 after step_9."""
+    parts = re.split(r"(\d+)", str(file))
+    return [(1, int(part), "") if part.isdecimal() and part.isascii() else (0, 0, part) for part in parts]
+
+
+def _format(file: Path, load: slime.TorchFile | None) -> Format:
+    with file.open("rb") as stream:
+        start = stream.read(4096)
+    if start.startswith(b"PAR1"):
+        return _parquet(file)
+    if start.startswith(b"PK\x03\x04"):
+        return _zip(file, load)
+    if start[:1] == b"\x80":
+        raise refused.pickled(file)
+    if start.lstrip()[:1] in (b"{", b"["):
+        return _json(file)
+    raise refused.unknown(file, f"a file that starts with {start[:16]!r}" if start else "an empty file")
+
+
+def _parquet(file: Path) -> Format:
+    if VERSION_KEY in parquet.footer_of(file).metadata:
+        return Format(own.FORMAT, own.read)
+    columns = parquet.columns_of(file)
+    if slime.COLUMNS_REQUIRED.issubset(columns):
+        return Format(slime.COLUMNS, slime.read_columns, slime.NOTES[slime.COLUMNS])
+    if minimal.REQUIRED.issubset(columns):
+        return Format(minimal.FORMAT, minimal.read)
+    raise refused.unknown(file, f"columns {', '.join(columns)}"[:300])
+
+
+def _zip(file: Path, load: slime.TorchFile | None) -> Format:
+    try:
+        with zipfile.ZipFile(file) as archive:
+            names = archive.namelist()
+    except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError) as error:
+        raise refused.unknown(file, f"a damaged zip file: {error}") from error
+    if not any(name.endswith("data.pkl") for name in names):
+        raise refused.unknown(file, f"a zip file of {', '.join(names[:5])}"[:300])
+    if load is None:
+        raise ConfigError(
+            f"DUMP: {file} needs torch to be read",
+            seen="a file of torch.save",
+            expected="a file that is read without",
+            remedy="open it with moerl.orchestration.torch_dumps.open_any_dump, as moerl diagnose does",
+        )
+    payload = load(file)
+    kind = slime.kind_of(payload, file)
+    return Format(kind, partial(slime.read, payload), slime.NOTES[kind])
+
+
+def _json(file: Path) -> Format:
+    unread = Unusable()
+    keys: list[str] = []
+    for tried, (_, row) in enumerate(jsonl.rows(file, unread)):
+        if found := _format_of_row(row, file):
+            return found
+        keys = keys or list(row)
+        if tried + unread.counts.total() >= _NUM_TRIED:
+            break
+    seen = f"JSON with the keys {', '.join(keys[:12])}"[:300] if keys else f"no JSON object: {unread.examples}"[:300]
+    raise refused.unknown(file, seen)
+
+
+def _format_of_row(row: jsonl.Row, file: Path) -> Format | None:
+    keys = row.keys()
+    if keys >= minimal.REQUIRED:
+        return Format(minimal.FORMAT, minimal.read)
+    if keys >= nemo_rl.REQUIRED:
+        return Format(nemo_rl.FORMAT, nemo_rl.read, nemo_rl.NOTES)
+    if keys >= prime_rl.EXPORT_REQUIRED:
+        return Format(prime_rl.EXPORT, prime_rl.read_exports, prime_rl.EXPORT_NOTES)
+    if "traces" in keys or "nodes" in keys:
+        return Format(prime_rl.TRACES, prime_rl.read_traces, prime_rl.TRACE_NOTES)
+    if "meta_info" in keys:
+        return Format(sglang_raw.FORMAT, sglang_raw.read, sglang_raw.NOTES)
+    if {"input", "output"} <= keys and keys & {"score", "gts", "step", "uid"}:
+        raise refused.texts_only(file)
+    return None

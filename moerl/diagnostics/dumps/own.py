@@ -1,0 +1,57 @@
+"""Our own Parquet dumps, read as strictly as for training. Any process."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+
+from moerl.contract.disk import read_parquet
+from moerl.contract.dump_columns import TEXTS
+from moerl.contract.trajectory import Trajectory
+from moerl.diagnostics.dumps.reading import Reading
+from moerl.diagnostics.dumps.rollout import DumpedRollout
+
+FORMAT = "moerl dump"
+
+
+def read(file: Path, reading: Reading) -> Iterator[DumpedRollout]:
+    """Raises `ContractError` where the file, or a trajectory of it, is not sound."""
+    trajectories = read_parquet(file)
+    with pq.ParquetFile(file) as parquet:
+        there = [name for name in TEXTS if name in parquet.schema_arrow.names]
+        texts = parquet.read(columns=there).to_pydict()
+    named = re.fullmatch(r"step-(\d{1,9})", file.stem)
+    step = int(named[1]) if named else -1
+    for index, trajectory in enumerate(trajectories):
+        prompt, response = (texts[name][index] if name in texts else "" for name in TEXTS)
+        yield reading.unique(_rollout(trajectory, step, prompt, response))
+
+
+def _rollout(trajectory: Trajectory, step: int, prompt: str, response: str) -> DumpedRollout:
+    top_ps, turns = np.ones(len(trajectory), np.float32), np.zeros(len(trajectory), np.int16)
+    for number, turn in enumerate(trajectory.turns):
+        turns[turn.start : turn.end] = number
+        if turn.sampling is not None:
+            top_ps[turn.start : turn.end] = turn.sampling.top_p
+    return DumpedRollout(
+        name=trajectory.lineage.rollout_id,
+        token_ids=trajectory.token_ids,
+        sampled=trajectory.sampled,
+        rollout_logprobs=trajectory.rollout_logprobs,
+        temperatures=trajectory.temperatures,
+        top_ps=top_ps,
+        policy_versions=trajectory.policy_versions,
+        turns=turns,
+        expert_ids=trajectory.expert_ids.astype(np.int32),
+        routed=trajectory.routed,
+        kept=trajectory.kept,
+        group=trajectory.lineage.group_id,
+        engine=trajectory.engine_id,
+        step=step,
+        prompt=prompt,
+        response=response,
+    )

@@ -1,0 +1,92 @@
+"""What the readers of all formats share: options, counts of unusable rows, notes, names and version numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from moerl.diagnostics.dumps.build import Parts, build
+from moerl.diagnostics.dumps.rollout import DumpedRollout, Unusable
+from moerl.diagnostics.dumps.values import MAX_INT, RowError, shown
+
+
+@dataclass(slots=True)
+class Reading:
+    """A dump that is being read.
+
+    moe_layers: the model's MoE layers among all its layers; None where there is no model.
+    experts_per_token: for routes that come flat; None where there is no model.
+    """
+
+    moe_layers: Sequence[int] | None = None
+    experts_per_token: int | None = None
+    unusable: Unusable = field(default_factory=Unusable)
+    notes: list[str] = field(default_factory=list)
+    versions: VersionNumbers = field(default_factory=lambda: VersionNumbers())
+    _seen: dict[str, int] = field(default_factory=dict)
+
+    def note(self, text: str) -> None:
+        """Says something once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def take(self, where: str, make: Callable[[], Parts]) -> Iterator[DumpedRollout]:
+        """The one rollout of a row, or none and a count of why.
+
+        Args:
+            where: the row, for people.
+            make: finds its parts; may raise `RowError`.
+        """
+        try:
+            rollout = build(make(), self.moe_layers)
+        except RowError as error:
+            self.unusable.add(error.reason, f"{where}: {error.seen}")
+        else:
+            yield self.unique(rollout)
+
+    def unique(self, rollout: DumpedRollout) -> DumpedRollout:
+        """The rollout, under a name that no other of the dump has."""
+        name = self._unique(rollout.name)
+        return rollout if name == rollout.name else replace(rollout, name=name)
+
+    def version_numbers(self, versions: Iterable[object]) -> list[int]:
+        """Numbers of version strings. Raises `RowError` for what is neither text nor integer."""
+        numbers = [self.versions.number(each) for each in versions]
+        if self.versions.names:
+            known = ", ".join(f"{number}: {shown(name)}" for name, number in list(self.versions.names.items())[:8])
+            self.notes[:] = [note for note in self.notes if not note.startswith(_NUMBERED)]
+            self.note(f"{_NUMBERED} in order of appearance ({known})")
+        return numbers
+
+    def _unique(self, name: str) -> str:
+        count = self._seen[name] = self._seen.get(name, 0) + 1
+        return name if count == 1 else self._unique(f"{name}#{count}")
+
+
+_NUMBERED = "policy versions are texts here and were numbered"
+
+
+@dataclass(slots=True)
+class VersionNumbers:
+    """Version strings as numbers: their own where the first is one, else in order of appearance.
+
+    names: numbers by text, where the first was not numeric.
+    """
+
+    names: dict[str, int] = field(default_factory=dict)
+    _numeric: bool | None = None
+
+    def number(self, version: object) -> int:
+        """-1 for a text among numbers, or None. Raises `RowError`."""
+        if version is None:
+            return -1
+        if type(version) is int:
+            version = str(version) if abs(version) <= MAX_INT else None
+        if not isinstance(version, str):
+            raise RowError("policy versions: one is not a text", version)
+        number = int(version) if version.isascii() and version.isdigit() and len(version) <= 10 else -1
+        if self._numeric is None:
+            self._numeric = 0 <= number <= MAX_INT
+        if self._numeric:
+            return number if number <= MAX_INT else -1
+        return self.names.setdefault(version, len(self.names))

@@ -1,0 +1,118 @@
+"""Dumps that torch.save wrote (slime, miles), and every other: the way in for commands that may load torch.
+
+Nothing is unpickled but what torch allows with `weights_only`, and numeric numpy arrays.
+"""
+
+from __future__ import annotations
+
+import pickle
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.serialization import safe_globals
+
+from moerl.diagnostics.dumps.opening import open_dump
+from moerl.diagnostics.dumps.refused import refused_globals, unknown
+from moerl.diagnostics.dumps.rollout import Dump
+from moerl.errors import ConfigError
+
+_NUMERIC = "?bhilBHILefd"
+"""Codes of the numpy types that are allowed. No texts, no objects."""
+
+_MAX_PICKLE_BYTES = 2 << 30
+"""Largest part of a file that torch reads value by value; tensors lie beside it."""
+
+
+def open_any_dump(path: Path, *, moe_layers: Sequence[int] | None = None, experts_per_token: int | None = None) -> Dump:
+    """As `moerl.diagnostics.dumps.opening.open_dump`, files of torch.save included."""
+    return open_dump(path, moe_layers=moe_layers, experts_per_token=experts_per_token, load=load_torch)
+
+
+def load_torch(file: Path) -> Any:
+    """What torch.save wrote, with tensors of samples as arrays.
+
+    Raises:
+        ConfigError: the file is damaged or compressed, or holds anything but data.
+    """
+    _check_parts(file)
+    try:
+        with safe_globals(_allowed()):
+            loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        raise refused_globals(file, _reason(error)) from error
+    except (
+        RuntimeError,
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        EOFError,
+        OverflowError,
+        MemoryError,
+    ) as error:
+        # What torch's unpickler raises on bytes that are no pickle depends on the bytes.
+        raise unknown(file, f"a damaged file of torch.save: {type(error).__name__}: {_reason(error)}") from error
+    return _arrays(loaded)
+
+
+def _allowed() -> list[Any]:
+    """What rebuilds numeric arrays and scalars of numpy, under its old name too."""
+    rebuild = (np._core.multiarray._reconstruct, np._core.multiarray.scalar)  # pyright: ignore
+    names = [(each, f"numpy.{core}.multiarray.{each.__name__}") for each in rebuild for core in ("core", "_core")]
+    return [*names, np.ndarray, np.dtype, *{type(np.dtype(code)) for code in _NUMERIC}]
+
+
+def _check_parts(file: Path) -> None:
+    """Refuses archives that are larger than they look."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            parts = archive.infolist()
+    except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError) as error:
+        raise unknown(file, f"a damaged zip file: {error}") from error
+    large = max((part.file_size for part in parts if part.filename.endswith(".pkl")), default=0)
+    if any(part.compress_type != zipfile.ZIP_STORED for part in parts) or large > _MAX_PICKLE_BYTES:
+        raise ConfigError(
+            f"DUMP: {file} is compressed, or too large",
+            seen=f"{large} bytes of values beside tensors",
+            expected=f"an archive as torch.save writes it, with at most {_MAX_PICKLE_BYTES} bytes of values",
+            remedy="dump fewer rollouts into a file",
+        )
+
+
+def _reason(error: BaseException) -> str:
+    """The line of torch's message that names what is wrong."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    named = [line for line in lines if "GLOBAL" in line or "Unsupported" in line]
+    return (named or lines or [type(error).__name__])[0].partition(" Please use")[0][:300]
+
+
+def _arrays(loaded: Any) -> Any:
+    """Tensors as arrays where samples have them: two dicts or lists deep, and no deeper."""
+    if not isinstance(loaded, dict):
+        return loaded
+    out = dict(loaded)
+    if isinstance(out.get("samples"), list):
+        out["samples"] = [_mapped(sample) for sample in out["samples"]]
+    if isinstance(out.get("rollout_data"), dict):
+        columns = out["rollout_data"]
+        out["rollout_data"] = {
+            name: [_array(each) for each in column] if isinstance(column, list | tuple) else _array(column)
+            for name, column in columns.items()
+        }
+    return out
+
+
+def _mapped(sample: Any) -> Any:
+    return {name: _array(value) for name, value in sample.items()} if isinstance(sample, dict) else sample
+
+
+def _array(value: Any) -> Any:
+    """A tensor as an array, bfloat16 as float32; all else as it is. A tensor that has no such form is left as it is."""
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.is_quantized or value.is_meta:
+        return value
+    wide = value.detach()
+    return (wide.float() if wide.is_floating_point() and wide.dtype != torch.float64 else wide).numpy()
