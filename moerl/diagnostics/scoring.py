@@ -1,6 +1,6 @@
 """Scores of dumped rollouts by a model: what a scorer is asked, and what it answers.
 
-Torch-free: scorers live where their models do (`moerl.orchestration.rescoring`, `moerl.orchestration.trainer_scorer`). Shape
+Torch-free: scorers live where their models do (`moerl.orchestration.rescoring`). Shape
 legend: T = sampled tokens of a rollout, F = temperature factors, P = values of top-p, S, L, K as in the data contract.
 """
 

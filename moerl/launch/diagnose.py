@@ -1,0 +1,77 @@
+"""The command line of `moerl diagnose`: what was named, checked before anything heavy is imported."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from moerl.errors import ConfigError
+from moerl.launch.arguments import Parser
+
+USAGE = "moerl diagnose DUMP [DUMP ...] [--model HF_DIR[@VERSION] ...] [--output FILE]"
+OUTPUT = Path("diagnosis.html")
+DEFAULT_ROLLOUTS = 256
+
+
+def diagnose_parser() -> Parser:
+    """The parser of the command."""
+    parser = Parser(prog="moerl diagnose", add_help=False)
+    parser.add_argument("dumps", type=Path, nargs="*", metavar="DUMP")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="HF_DIR[@VERSION]",
+        help="the policy as a Hugging Face directory, with its policy version; again for other versions, newest first",
+    )
+    parser.add_argument(
+        "--output", type=Path, default=OUTPUT, metavar="FILE", help=f"page to write, {OUTPUT} if not said"
+    )
+    parser.add_argument(
+        "--rollouts",
+        type=int,
+        default=DEFAULT_ROLLOUTS,
+        metavar="N",
+        help=f"most rollouts to score, spread over the dump, {DEFAULT_ROLLOUTS} if not said",
+    )
+    parser.add_argument("--dtype", metavar="NAME", help="of the arithmetic; that of the model's config if not said")
+    parser.add_argument("--traceback", action="store_true", help="show where an error was raised")
+    parser.add_argument("-h", "--help", action="store_true", help="show this text")
+    return parser
+
+
+def check_arguments(options: argparse.Namespace) -> None:
+    """Raises ConfigError where something is missing or is not there."""
+    if not options.dumps:
+        raise ConfigError(
+            "diagnose: no dump", seen="none", expected="at least one file or directory", remedy=f"usage: {USAGE}"
+        )
+    for dump in options.dumps:
+        if not dump.exists():
+            raise ConfigError("DUMP: not there", seen=dump, expected="a file or a directory", remedy="check the path")
+    if options.rollouts < 1:
+        raise ConfigError("--rollouts: too few", seen=options.rollouts, expected="at least 1")
+    if options.output.suffix != ".html":
+        raise ConfigError(
+            "--output: not the name of a page",
+            seen=options.output,
+            expected="a name that ends in .html",
+            remedy="add .html",
+        )
+
+
+def split_version(named: Path) -> tuple[Path, int | None]:
+    """The directory and the policy version of `HF_DIR[@VERSION]`; a directory whose name holds an @ is one.
+
+    Raises:
+        ConfigError: there is no such directory, or the version is no number.
+    """
+    folder, at, version = str(named).rpartition("@")
+    if named.is_dir() or not at:
+        return named, None
+    if not version.isdecimal():
+        raise ConfigError(
+            "--model: version", seen=version, expected="a policy version, a whole number", remedy="HF_DIR@12"
+        )
+    return Path(folder), int(version)

@@ -1,0 +1,283 @@
+"""`moerl diagnose`: dumps of any known system, scored again, and the causes of what differs, as a report.
+
+Runs in one process. The causes are searched in a sample of the rollouts, spread evenly over the dumps; without a model
+the whole dump is looked at, as far as it brings both policies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from moerl.config.model_tensors import check_weights
+from moerl.contract.files import atomic_file
+from moerl.diagnostics.causes.diagnosis import diagnose
+from moerl.diagnostics.dump_report import DumpFacts, report_of_diagnosis, report_of_policies, sampled_gaps
+from moerl.diagnostics.dumps.rollout import Dump, DumpedRollout, Unusable
+from moerl.diagnostics.report.data import Report, encode_report
+from moerl.diagnostics.report.page import write_page
+from moerl.diagnostics.scoring import Scorer
+from moerl.diagnostics.tallies import Tallies
+from moerl.errors import ConfigError
+from moerl.models.description import CONFIG_FILE, ModelDescription, read_model
+from moerl.orchestration.prompt_edits import load_tokenizer, prompt_edits
+from moerl.orchestration.rescoring import TransformersScorer
+from moerl.orchestration.torch_dumps import open_any_dump
+from moerl.printable import printable
+from moerl.ranks.libraries import quiet_libraries
+from moerl.telemetry.progress import make_progress
+from moerl.trainer import platform
+from moerl.trainer.model import DTYPES
+
+MAX_TOKENS = 40_000
+"""Of the sampled rollouts, prompts included."""
+_FINER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A Hugging Face directory, and the policy version that it holds, None where nobody said."""
+
+    folder: Path
+    version: int | None
+
+
+def run_diagnose(
+    dumps: Sequence[Path], checkpoints: Sequence[Checkpoint], *, output: Path, num_rollouts: int, dtype: str | None
+) -> int:
+    """Writes the report, `output` and `report.json` beside it, and prints the verdict.
+
+    Args:
+        dumps: files or directories. checkpoints: of the policy, newest first; none where the dumps bring both policies.
+        num_rollouts: most rollouts to score. dtype: of the scorer; None for that of the model's config.
+
+    Returns:
+        Exit code: 0, or 1 where a fault was found.
+
+    Raises:
+        ConfigError: there is no dump or no model, or nothing in the dumps can be used.
+        ContractError: a dump of ours is damaged. EngineError: the model cannot be scored with.
+    """
+    described = [_described(checkpoint) for checkpoint in checkpoints]
+    opened = [
+        open_any_dump(
+            path,
+            moe_layers=described[0].moe_layers if described else None,
+            experts_per_token=described[0].spec.experts_per_token if described else None,
+        )
+        for path in dumps
+    ]
+    if described:
+        report = _by_model(opened, dumps, checkpoints, described, num_rollouts, dtype)
+    else:
+        report = _by_policies(opened, dumps, num_rollouts)
+    write_page(report, output)
+    with atomic_file(output.with_suffix(".json")) as temporary:
+        temporary.write_bytes(encode_report(report))
+    _print(report, output)
+    return int(report.verdict.level == "fault")
+
+
+def _described(checkpoint: Checkpoint) -> ModelDescription:
+    if not (checkpoint.folder / CONFIG_FILE).is_file():
+        raise ConfigError(
+            "--model: no Hugging Face model", seen=checkpoint.folder, expected="a directory with a config.json"
+        )
+    check_weights(checkpoint.folder)
+    return read_model(checkpoint.folder)
+
+
+# --- with a model ----------------------------------------------------------------------------------------------------
+
+
+def _by_model(
+    dumps: Sequence[Dump],
+    paths: Sequence[Path],
+    checkpoints: Sequence[Checkpoint],
+    described: Sequence[ModelDescription],
+    num_rollouts: int,
+    dtype: str | None,
+) -> Report:
+    quiet_libraries()
+    model, unusable = described[0], Unusable()
+    positions = int(model.hf_config.get("max_position_embeddings") or 1 << 30)
+    fits = _fitting(_all(dumps), model.spec.vocab_size, positions, unusable)
+    sample, total = _spread(fits, num_rollouts)
+    _require_some(sample, dumps, unusable)
+    name = dtype or str(model.hf_config.get("dtype") or model.hf_config.get("torch_dtype") or "float32")
+    if name not in DTYPES:
+        raise ConfigError("--dtype: of the scorer", seen=name, expected=f"one of {', '.join(DTYPES)}")
+    tokenizer = load_tokenizer(checkpoints[0].folder)
+    progress = make_progress()
+    with progress:
+        progress.say(f"{len(sample)} of {total} rollouts, {sum(map(len, sample)):,} tokens, {name}")
+        scorers: list[Scorer] = [
+            _scorer(each, model_of, DTYPES[name]) for each, model_of in zip(checkpoints, described, strict=True)
+        ]
+        finer = _scorer(checkpoints[0], model, _FINER[DTYPES[name]])
+        found = diagnose(sample, scorers, finer, prompt_edits(tokenizer))
+    texts = _texts(tokenizer, model.spec.vocab_size)
+    facts = _facts(dumps, paths, unusable, len(sample), total)
+    said = [
+        f"{each.folder.name}" + ("" if each.version is None else f" (version {each.version})") for each in checkpoints
+    ]
+    facts = replace(
+        facts,
+        facts=(*facts.facts, ("model", ", ".join(said)), ("scored by", f"transformers, {name}, routing enforced")),
+        texts=texts,
+        classes=[
+            _class_of(text, special) for text, special in zip(texts, _special(tokenizer, len(texts)), strict=True)
+        ],
+    )
+    return report_of_diagnosis(found, facts)
+
+
+def _scorer(checkpoint: Checkpoint, model: ModelDescription, dtype: torch.dtype) -> TransformersScorer:
+    name = checkpoint.folder.name if checkpoint.version is None else f"version {checkpoint.version}"
+    return TransformersScorer(model, dtype=dtype, device=platform.device(), name=name, version=checkpoint.version)
+
+
+def _all(dumps: Sequence[Dump]) -> Iterator[DumpedRollout]:
+    """Rollouts of all dumps; names that several share are told apart."""
+    seen: dict[str, int] = {}
+    for dump in dumps:
+        for rollout in dump.rollouts:
+            count = seen[rollout.name] = seen.get(rollout.name, 0) + 1
+            yield rollout if count == 1 else replace(rollout, name=f"{rollout.name} ({count})")
+
+
+def _fitting(
+    rollouts: Iterator[DumpedRollout], vocab_size: int, positions: int, unusable: Unusable
+) -> Iterator[DumpedRollout]:
+    """Those that the model can take."""
+    for rollout in rollouts:
+        if len(rollout) - 1 > positions:
+            unusable.add("longer than the model's positions", f"{rollout.name}: {len(rollout)} tokens of {positions}")
+        elif int(rollout.token_ids.max()) >= vocab_size:
+            largest = int(rollout.token_ids.max())
+            unusable.add("tokens beyond the model's vocabulary", f"{rollout.name}: token {largest} of {vocab_size}")
+        else:
+            yield rollout
+
+
+def _spread(rollouts: Iterator[DumpedRollout], count: int) -> tuple[list[DumpedRollout], int]:
+    """At most `count` of them, and `MAX_TOKENS` tokens, each as likely as any other (reservoir sampling, one seed), in
+    their order; and how many there were."""
+    rng, kept, total = np.random.default_rng(0), list[tuple[int, DumpedRollout]](), 0
+    for total, rollout in enumerate(rollouts, 1):
+        if len(kept) < count:
+            kept.append((total, rollout))
+        elif (place := int(rng.integers(total))) < count:
+            kept[place] = total, rollout
+    order = rng.permutation(len(kept))
+    within = np.cumsum([len(kept[i][1]) for i in order]) <= MAX_TOKENS
+    within[:1] = True
+    chosen = sorted(kept[i][0] for i in order[within])
+    by_number = dict(kept)
+    return [by_number[number] for number in chosen], total
+
+
+def _require_some(sample: Sequence[DumpedRollout], dumps: Sequence[Dump], unusable: Unusable) -> None:
+    if sample:
+        return
+    reasons = [reason for each in (*(dump.unusable for dump in dumps), unusable) for reason in each.counts]
+    raise ConfigError(
+        "DUMP: no rollout that can be used",
+        seen="; ".join(reasons) or "an empty dump",
+        expected="at least one rollout with log-probs",
+        remedy="docs/dump_formats.md says what a dump must hold",
+    )
+
+
+# --- without one -----------------------------------------------------------------------------------------------------
+
+
+def _by_policies(dumps: Sequence[Dump], paths: Sequence[Path], num_rollouts: int) -> Report:
+    tallies: Tallies | None = None
+    unusable, sample, total = Unusable(), list[DumpedRollout](), 0
+    differing: dict[str, NDArray[np.int64]] = {}
+    for rollout in _all(dumps):
+        if not rollout.trainer_logprobs:
+            unusable.add("no log-probs of the trainer, and no model to score with", rollout.name)
+            continue
+        tallies = tallies or _tallies_for(rollout)
+        layers = tallies.add(rollout, rollout.trainer_expert_ids, sampled_gaps(rollout))
+        total += 1
+        if len(sample) < num_rollouts:
+            sample.append(rollout)
+            if layers is not None:
+                differing[rollout.name] = layers
+    if tallies is None:
+        raise ConfigError(
+            "--model: the dump has no log-probs of the trainer",
+            seen="; ".join(unusable.counts) or "no rollout that can be used",
+            expected="a model to score with",
+            remedy="name the Hugging Face directory of the policy with --model",
+        )
+    return report_of_policies(sample, tallies, _facts(dumps, paths, unusable, total, total), differing)
+
+
+def _tallies_for(rollout: DumpedRollout) -> Tallies:
+    """Experts are not counted anywhere in a dump: as many as the ids need, rounded up to what models have."""
+    if rollout.trainer_expert_ids is None or rollout.expert_ids is None:
+        return Tallies(0, 1, 1)
+    largest = max(int(rollout.trainer_expert_ids.max()), int(rollout.expert_ids.max()))
+    experts = max(64, 1 << int(largest).bit_length())
+    return Tallies(rollout.trainer_expert_ids.shape[1], experts, rollout.trainer_expert_ids.shape[2])
+
+
+# --- facts -----------------------------------------------------------------------------------------------------------
+
+
+def _facts(dumps: Sequence[Dump], paths: Sequence[Path], unusable: Unusable, used: int, total: int) -> DumpFacts:
+    for dump in dumps:
+        unusable.counts.update(dump.unusable.counts)
+        unusable.examples |= dump.unusable.examples
+    formats = ", ".join(dict.fromkeys(dump.format for dump in dumps))
+    names = ", ".join(printable(path.name) for path in paths)
+    rows = ("rollouts", f"{used:,} scored of {total:,} usable; {sum(unusable.counts.values()):,} unusable")
+    notes = tuple(dict.fromkeys(note for dump in dumps for note in dump.notes))
+    return DumpFacts(names, (("dump", names), ("format", formats), rows), notes, unusable)
+
+
+def _texts(tokenizer: Any, vocab_size: int) -> list[str]:
+    if tokenizer is None:
+        return []
+    return [tokenizer.decode([token]) for token in range(min(vocab_size, len(tokenizer)))]
+
+
+def _special(tokenizer: Any, count: int) -> list[bool]:
+    special = set() if tokenizer is None else set(tokenizer.all_special_ids)
+    return [token in special for token in range(count)]
+
+
+def _class_of(text: str, is_special: bool) -> str:
+    stripped = text.strip()
+    if is_special:
+        return "special"
+    if not stripped:
+        return "space"
+    if stripped.isdigit():
+        return "digits"
+    if stripped.isalpha():
+        return "letters"
+    return "punctuation" if not any(map(str.isalnum, stripped)) else "mixed"
+
+
+def _print(report: Report, output: Path) -> None:
+    print(report.verdict.text)
+    print(report.verdict.advice)
+    for decomposition in report.decompositions:
+        parts = ", ".join(
+            f"{share.label} {share.nats.value:.1e}" for share in decomposition.shares if abs(share.nats.value) > 0
+        )
+        print(f"gap {decomposition.name}: {decomposition.total.value:.1e} nats = {parts}")
+    if report.unusable:
+        print("unusable rows: " + "; ".join(f"{each.count} {each.reason}" for each in report.unusable))
+    print(f"report: {output}")

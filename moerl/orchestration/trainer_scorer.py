@@ -1,0 +1,175 @@
+"""Scores of dumped rollouts by the Megatron trainer itself, for `moerl diagnose --backend trainer`.
+
+One process, no optimizer. What the trainer is given are trajectories of the data contract, so every rollout is checked
+on its way; recorded routing is enforced, and proved, by the same hooks as in training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moerl.batching.packing import PackOptions, pack_trajectories
+from moerl.contract.batch import Microbatch, TrainSample
+from moerl.contract.fields import FinishReason, KeptSets, Lineage, ModelSpec, SamplingParams, Turn, TurnKind
+from moerl.contract.parallel import ParallelDims
+from moerl.contract.trajectory import Trajectory
+from moerl.diagnostics.dumps.rollout import DumpedRollout
+from moerl.diagnostics.scoring import Question, Scored
+from moerl.models.description import ModelDescription
+from moerl.trainer import groups
+from moerl.trainer.losses import Scorer
+from moerl.trainer.model import ModelOptions
+from moerl.trainer.trainer import MegatronTrainer, RowScores
+
+MICROBATCH_TOKENS = 8192
+_LISTED = SamplingParams(top_p=0.5)
+"""Of tokens with a listed kept set: the contract wants sampling that lists one; what it was has no say in scores."""
+
+
+class TrainerScorer:
+    """`moerl.diagnostics.scoring.Scorer` on the trainer. Close it: it holds the process groups.
+
+    Args:
+        dtype: of weights and arithmetic, as the trainer names it. name, version: as in `Scorer`.
+    """
+
+    offers_top_ps = False
+
+    def __init__(self, model: ModelDescription, *, dtype: str, name: str, version: int | None) -> None:
+        layout = groups.start(rank=0, world_size=1, rendezvous="", dims=ParallelDims(), seed=0)
+        self._trainer = MegatronTrainer(model, layout, ModelOptions(dtype=dtype), None)
+        self._spec: ModelSpec = model.spec
+        self.name, self.version = name, version
+        self.num_moe_layers, self.num_experts = model.spec.num_moe_layers, model.spec.num_experts
+        self.experts_per_token = model.spec.experts_per_token
+
+    def close(self) -> None:
+        """Gives the process groups back."""
+        groups.stop()
+
+    def score(self, rollouts: Sequence[DumpedRollout], question: Question) -> list[Scored]:
+        """As `Scorer`; margins are zeros, and `own_ids` those of a pass in which the routers are free.
+
+        Raises:
+            ContractError: a rollout breaks the data contract. ReplayError: routing was not enforced as it was told.
+        """
+        assert not question.top_ps
+        own = self._own_ids(rollouts)
+        kept, full = list[list[NDArray[np.float64]]](), list[list[NDArray[np.float64]]]()
+        for factor in question.factors:
+            kept_R, full_R = self._logprobs([self._trajectory(rollout, factor) for rollout in rollouts])
+            kept.append(kept_R)
+            full.append(full_R)
+        return [self._scored(index, kept, full, own[index]) for index in range(len(rollouts))]
+
+    def _scored(
+        self,
+        index: int,
+        kept: Sequence[Sequence[NDArray[np.float64]]],
+        full: Sequence[Sequence[NDArray[np.float64]]],
+        own_ids: NDArray[np.int16],
+    ) -> Scored:
+        kept_TF, full_TF = (np.stack([each[index] for each in scores], 1) for scores in (kept, full))
+        count = len(kept_TF)
+        mass_T = np.exp(np.minimum(0.0, full_TF[:, 0] - kept_TF[:, 0]))
+        margins = np.zeros(own_ids.shape[:2], np.float32)
+        return Scored(kept_TF, full_TF, np.zeros((count, 0)), mass_T, np.zeros(count), own_ids, margins)
+
+    def _pack(self, trajectories: Sequence[Trajectory]) -> list[Microbatch]:
+        samples = [TrainSample(t, np.zeros(len(t), np.float32)) for t in trajectories]
+        return pack_trajectories(samples, PackOptions(MICROBATCH_TOKENS), replay=True, uncaptured="live")
+
+    def _logprobs(
+        self, trajectories: Sequence[Trajectory]
+    ) -> tuple[list[NDArray[np.float64]], list[NDArray[np.float64]]]:
+        """Of the sampled tokens of each, inside of kept sets and over the vocabulary."""
+        batches = self._pack(trajectories)
+        enforce = any(trajectory.routed.any() for trajectory in trajectories)
+        rows = self._trainer.score(batches, Scorer(batches, keep_mask=True, with_full=True), enforce=enforce)
+        kept = [np.zeros(len(trajectory)) for trajectory in trajectories]
+        full = [np.zeros(len(trajectory)) for trajectory in trajectories]
+        for index, chosen, scores in _by_sample(batches, rows):
+            assert scores.full_logprobs_T is not None
+            kept[index][1:] = scores.logprobs_T.double().numpy()[chosen]
+            full[index][1:] = scores.full_logprobs_T.double().numpy()[chosen]
+        sampled = [trajectory.sampled for trajectory in trajectories]
+        return [k[s] for k, s in zip(kept, sampled, strict=True)], [f[s] for f, s in zip(full, sampled, strict=True)]
+
+    def _own_ids(self, rollouts: Sequence[DumpedRollout]) -> list[NDArray[np.int16]]:
+        free = [self._trajectory(replace(rollout, expert_ids=None, routed=None), 1.0) for rollout in rollouts]
+        batches = self._pack(free)
+        _, recorded = self._trainer.score_and_record(batches, Scorer(batches, keep_mask=True))
+        own = [np.zeros(trajectory.expert_ids.shape, np.int16) for trajectory in free]
+        for batch in recorded.batches:
+            assert batch.expert_ids is not None
+            for index in np.unique(batch.sample_index[~batch.is_pad]).tolist():
+                own[index][:] = batch.expert_ids[(batch.sample_index == index) & ~batch.is_pad]
+        return own
+
+    def _trajectory(self, rollout: DumpedRollout, factor: float) -> Trajectory:
+        """A trajectory that asks for the scores of this rollout; its own log-probs have no say in them."""
+        num_tokens, spec = len(rollout), self._spec
+        kept, listed = _held_sets(rollout)
+        shape = (num_tokens - 1, spec.num_moe_layers, spec.experts_per_token)
+        routed = np.zeros(num_tokens - 1, bool)
+        expert_ids = np.zeros(shape, spec.expert_dtype)
+        if rollout.expert_ids is not None:
+            routed = np.ones(num_tokens - 1, bool) if rollout.routed is None else rollout.routed.copy()
+            expert_ids = np.where(routed[:, None, None], rollout.expert_ids, 0).astype(spec.expert_dtype)
+        return Trajectory(
+            spec=spec,
+            lineage=Lineage(rollout.name, rollout.name, rollout.name),
+            turns=tuple(_turns(rollout, listed, factor)),
+            token_ids=rollout.token_ids.copy(),
+            sampled=rollout.sampled.copy(),
+            rollout_logprobs=np.minimum(rollout.rollout_logprobs, 0.0) * rollout.sampled,
+            kept_logmass=np.zeros(num_tokens, np.float32),
+            policy_versions=np.where(rollout.sampled, 0, -1).astype(np.int32),
+            expert_ids=expert_ids,
+            routed=routed,
+            kept=kept,
+            truncated=listed,
+            finish_reason=FinishReason.STOP,
+        )
+
+
+def _by_sample(
+    batches: Sequence[Microbatch], rows: Sequence[RowScores]
+) -> Iterator[tuple[int, NDArray[np.bool_], RowScores]]:
+    """Every sample with its rows in the microbatch that holds it."""
+    for batch, scores in zip(batches, rows, strict=True):
+        for index in np.unique(batch.sample_index[~batch.is_pad]).tolist():
+            yield index, (batch.sample_index == index) & ~batch.is_pad, scores
+
+
+def _held_sets(rollout: DumpedRollout) -> tuple[KeptSets, NDArray[np.bool_]]:
+    """The kept sets that hold their token, ascending and without repeats, and bool [S], where there are some."""
+    listed, rows = np.zeros(len(rollout), bool), [np.zeros(0, np.int32)] * len(rollout)
+    if rollout.kept is not None:
+        offsets = rollout.kept.offsets
+        for token in np.flatnonzero(rollout.sampled).tolist():
+            ids = np.unique(rollout.kept.ids[offsets[token] : offsets[token + 1]])
+            if rollout.token_ids[token] in ids:
+                listed[token], rows[token] = True, ids.astype(np.int32)
+    sizes = [len(row) for row in rows]
+    return KeptSets(np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64), np.concatenate(rows)), listed
+
+
+def _turns(rollout: DumpedRollout, listed: NDArray[np.bool_], factor: float) -> Iterator[Turn]:
+    """Spans of equal sampling."""
+    temperatures = rollout.temperatures
+    changes = (rollout.sampled[1:] != rollout.sampled[:-1]) | (listed[1:] != listed[:-1])
+    changes |= rollout.sampled[1:] & (temperatures[1:] != temperatures[:-1])
+    bounds = [0, *(np.flatnonzero(changes) + 1).tolist(), len(rollout)]
+    for start, end in pairwise(bounds):
+        if not rollout.sampled[start]:
+            yield Turn(start, end, TurnKind.PROMPT if start == 0 else TurnKind.OBSERVATION)
+            continue
+        plain = _LISTED if listed[start] else SamplingParams()
+        heat = max(float(temperatures[start]) * factor, 1e-4)
+        yield Turn(start, end, TurnKind.SAMPLED, replace(plain, temperature=heat))
