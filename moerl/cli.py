@@ -1,4 +1,4 @@
-"""The command line: ``moerl train | sft | rollout | eval | plan ... | status | report | export | verify | sglang ... | serve``.
+"""The command line, ``moerl COMMAND``: train, sft, rollout, eval, plan, status, report, export, verify, sglang, serve.
 
 Reads and checks the configuration and hands over to `moerl.orchestration.commands`, in the same process. That import
 comes last, so that help and configuration errors need no torch.

@@ -150,10 +150,10 @@ STATUS = Command(
 
 REPORT = Command(
     "write a page on how far sampler and trainer are apart, and why",
-    "Reads the metrics of a run directory, while the run goes on or after it ended, and writes one HTML file that needs\n"
-    "no network, and the same numbers as report.json: a verdict, the gap split into routing and sampling masks, what\n"
-    "was found, metrics over steps and layers. A run writes both itself when it ends. With --compare: one page of\n"
-    "several run directories or report.json files, side by side.",
+    "Reads the metrics of a run directory, while the run goes on or after it ended, and writes one HTML file that\n"
+    "needs no network, and the same numbers as report.json: a verdict, the gap split into routing and sampling masks,\n"
+    "what was found, metrics over steps and layers. A run writes both itself when it ends. With --compare: one page\n"
+    "of several run directories or report.json files, side by side.",
     (
         ("moerl report runs/wide", "writes runs/wide/report.html and report.json"),
         ("moerl report --compare runs/wide runs/narrow", "writes comparison.html in this directory"),

@@ -1,4 +1,4 @@
-"""`moerl report RUN_DIR` and `moerl report --compare A B`: pages on the mismatch of routing. Reads files alone; torch-free."""
+"""`moerl report RUN_DIR` and `moerl report --compare A B`: pages on routing mismatch. Reads files alone."""
 
 from __future__ import annotations
 

@@ -5,8 +5,9 @@ Colours are CSS variables of the page, so that one drawing is right on a light p
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,11 @@ COLORS = tuple(f"var(--c{number})" for number in range(8))
 HEAT = tuple(f"var(--h{number})" for number in range(7))
 HEAT_STEPS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
 """Shares at which the colour of a heat map changes; the same on every page, so that pages can be compared."""
-MAX_POINTS = 400
-"""Points of one curve."""
-MAX_COLUMNS = 96
-"""Columns of a heat map."""
+HEAT_BANDS = ("to 0.1%", "to 0.3%", "to 1%", "to 3%", "to 10%", "to 30%", "above 30%")
+MAX_POINTS, MAX_ALL_POINTS = 400, 60_000
+"""Points of one curve, and of all curves of a page."""
+MAX_COLUMNS, MAX_CELLS = 96, 24_000
+"""Columns of a heat map, and cells of all maps of a page."""
 
 CONFIG: dict[str, Any] = {
     "background": None,
@@ -48,7 +50,7 @@ CONFIG: dict[str, Any] = {
         "titleFontWeight": "normal",
         "labelLimit": 420,
         "symbolStrokeWidth": 2,
-        "columns": {"signal": "width < 560 ? 1 : 3"},
+        "columns": {"signal": "width < 560 ? 1 : width < 900 ? 2 : 4"},
     },
     "range": {"category": list(COLORS)},
 }
@@ -103,18 +105,24 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class LineStyle:
-    """How lines are drawn. y_title: with the unit. percent: values are shares."""
+    """How lines are drawn. y_title: with the unit. percent: values are shares. from_zero: the axis begins there, and is
+    never logarithmic."""
 
     x_title: str
     y_title: str
     percent: bool = False
+    from_zero: bool = False
     height: int = 300
-    domain: tuple[str, ...] = field(default=())
 
 
 def short(values: Sequence[float] | NDArray[np.float64]) -> list[float]:
     """Five significant digits, which no drawing can show."""
     return [float(f"{value:.5g}") for value in values]
+
+
+def band_of(share: float) -> str:
+    """The name of a share's colour in a heat map."""
+    return HEAT_BANDS[bisect.bisect_left(HEAT_STEPS, share)]
 
 
 def thinned(xs: Sequence[float], ys: Sequence[float], limit: int = MAX_POINTS) -> tuple[list[float], list[float]]:
@@ -130,26 +138,29 @@ def thinned(xs: Sequence[float], ys: Sequence[float], limit: int = MAX_POINTS) -
     return [xs[i] for i in kept], [ys[i] for i in kept]
 
 
-def lines(curves: Sequence[Curve], style: LineStyle) -> tuple[dict[str, Any], tuple[dict[str, Any], ...]]:
-    """The specification and the rows of curves over a number."""
+def lines(
+    curves: Sequence[Curve], style: LineStyle, limit: int = MAX_POINTS
+) -> tuple[dict[str, Any], tuple[dict[str, Any], ...]]:
+    """The specification and the rows of curves over a number, each of at most `limit` points."""
     values = [y for curve in curves for y in curve.ys]
-    is_log = not style.percent and min(values) > 0.0 and max(values) > 20.0 * min(values)
-    parts = [(curve.name, *thinned(curve.xs, curve.ys)) for curve in curves]
+    from_zero = style.percent or style.from_zero
+    is_log = not from_zero and min(values) > 0.0 and max(values) > 20.0 * min(values)
+    parts = [(curve.name, *thinned(curve.xs, curve.ys, limit)) for curve in curves]
     y_axis = (
         {"format": ".3~%"} if style.percent else {"format": ".1e"} if is_log or max(map(abs, values)) < 1e-3 else {}
     )
-    domain = [printable(name) for name in (style.domain or [curve.name for curve in curves])]
-    color = _color(domain) | (
-        {"legend": None} if len(domain) == 1 else {"legend": {"title": None, "symbolType": "stroke"}}
-    )
-    dash = {"field": "series", "type": "nominal", "legend": None, "scale": {"domain": domain, "range": _DASHES}}
+    domain = [printable(curve.name) for curve in curves]
+    # The same legend for both, or Vega-Lite complains that they conflict.
+    legend = {"legend": None if len(domain) == 1 else {"title": None, "symbolType": "stroke", "symbolSize": 260}}
+    dashes = [_DASHES[number % len(_DASHES)] for number in range(len(domain))]
+    dash = {"field": "series", "type": "nominal", "scale": {"domain": domain, "range": dashes}}
     encoding = {
         "x": {"field": "x", "type": "quantitative", "title": style.x_title, "axis": {"tickMinStep": 1, "grid": False}}
         | {"scale": {"zero": False, "nice": False}},
         "y": {"field": "y", "type": "quantitative", "title": style.y_title, "axis": y_axis}
-        | {"scale": {"type": "log"} if is_log else {"zero": style.percent}},
-        "color": color,
-        "strokeDash": dash,
+        | {"scale": {"type": "log"} if is_log else {"zero": from_zero}},
+        "color": _color(domain) | legend,
+        "strokeDash": dash | legend,
         "tooltip": [
             {"field": "x", "title": style.x_title},
             {"field": "y", "title": "value", "format": ".4~%" if style.percent else ".4~g"},
@@ -175,11 +186,11 @@ def _color(domain: Sequence[str]) -> dict[str, Any]:
     return {"field": "series", "type": "nominal", "scale": {"domain": [*domain], "range": colors}}
 
 
-def stacked(rows: Sequence[Mapping[str, Any]], domain: Sequence[str]) -> dict[str, Any]:
-    """Horizontal bars of parts; rows: bar, series, nats, order."""
+def stacked(num_bars: int, domain: Sequence[str]) -> dict[str, Any]:
+    """Horizontal bars of parts; rows: bar, series, nats, order. domain: the parts, in the order of their colours."""
     return {
         "width": "container",
-        "height": {"step": 46},
+        "height": 50 * num_bars,
         "mark": {"type": "bar", "height": 26, "stroke": "var(--page)", "strokeWidth": 1},
         "encoding": {
             "y": {"field": "bar", "type": "nominal", "title": None, "sort": None},
@@ -196,20 +207,19 @@ def stacked(rows: Sequence[Mapping[str, Any]], domain: Sequence[str]) -> dict[st
 
 
 def heat(num_layers: int, x_title: str) -> dict[str, Any]:
-    """Rectangles by layer and column; rows: layer, column, share."""
+    """Rectangles by layer and column; rows: layer, column, share, band (`band_of`)."""
     return {
         "width": "container",
-        "height": max(90, min(640, 20 * num_layers)),
+        "height": max(120, min(640, 26 * num_layers)),
         "mark": {"type": "rect"},
         "encoding": {
             "x": {"field": "column", "type": "ordinal", "title": x_title, "sort": None}
             | {"axis": {"labelOverlap": "greedy", "labelAngle": 0, "labelSeparation": 6}},
             "y": {"field": "layer", "type": "ordinal", "title": "MoE layer", "sort": None}
             | {"axis": {"labelOverlap": "parity"}},
-            "color": {"field": "share", "type": "quantitative"}
-            | {"title": "share of rows with other experts"}
-            | {"scale": {"type": "threshold", "domain": [*HEAT_STEPS], "range": [*HEAT]}}
-            | {"legend": {"format": ".1~%", "columns": {"signal": "width < 560 ? 3 : 7"}, "symbolType": "square"}},
+            "color": {"field": "band", "type": "ordinal", "title": "rows with other experts"}
+            | {"scale": {"domain": [*HEAT_BANDS], "range": [*HEAT]}}
+            | {"legend": {"symbolType": "square", "symbolSize": 180, "columns": {"signal": "width < 560 ? 2 : 7"}}},
             "tooltip": [
                 {"field": "layer", "title": "MoE layer"},
                 {"field": "column", "title": x_title},
@@ -220,30 +230,27 @@ def heat(num_layers: int, x_title: str) -> dict[str, Any]:
     }
 
 
-def ranges(x_title: str, *, series: Sequence[str], percent: bool = False) -> dict[str, Any]:
-    """Points with intervals by name; rows: name, series, value, low, high."""
-    form = ".3~%" if percent else ".3~g"
+def ranges(x_title: str, num_rows: int) -> dict[str, Any]:
+    """Points with intervals by name; rows: name, value, low, high."""
+    form = ".3~g"
     y = {"field": "name", "type": "nominal", "title": None, "sort": None}
-    color = _color([printable(each) for each in series])
-    color |= {"legend": None} if len(series) == 1 else {"legend": {"title": None}}
-    shape = {"field": "series", "type": "nominal", "legend": None, "scale": {"domain": [*series]}}
-    tooltip = [{"field": "name"}, {"field": "series"}]
+    tooltip: list[dict[str, str]] = [{"field": "name"}]
     tooltip += [{"field": key, "format": form} for key in ("value", "low", "high")]
     return {
         "width": "container",
-        "height": {"step": 22},
-        "encoding": {"y": y, "color": color, "tooltip": tooltip},
+        "height": 24 * num_rows + 16,
+        "encoding": {"y": y, "tooltip": tooltip},
         "layer": [
             {
-                "mark": {"type": "rule", "strokeWidth": 2},
+                "mark": {"type": "rule", "strokeWidth": 2, "color": COLORS[0]},
                 "encoding": {
                     "x": {"field": "low", "type": "quantitative", "title": x_title, "axis": {"format": form}},
                     "x2": {"field": "high"},
                 },
             },
             {
-                "mark": {"type": "point", "filled": True, "size": 70},
-                "encoding": {"x": {"field": "value", "type": "quantitative"}, "shape": shape},
+                "mark": {"type": "point", "filled": True, "size": 70, "opacity": 1, "color": COLORS[0]},
+                "encoding": {"x": {"field": "value", "type": "quantitative"}},
             },
         ],
     }

@@ -10,7 +10,7 @@ from moerl.diagnostics.report.data import Finding, Report, Verdict
 from moerl.diagnostics.report.figures import Named
 from moerl.diagnostics.report.page import write_html
 from moerl.diagnostics.report.sections import Section, figure
-from moerl.diagnostics.report.words import escaped, number, percent, table
+from moerl.diagnostics.report.words import brief, escaped, percent, table
 
 RATIO_NOTE, RATIO_FAULT, MIN_DIFFERENCE = 1.25, 2.0, 1e-3
 """Largest gap over smallest from which reports differ, and differ much, if they are so many nats apart."""
@@ -61,12 +61,12 @@ def verdict_of(reports: Sequence[Named]) -> Verdict:
     kinds = {found[0] for *_, found in gaps}
     of = f"mean |d| {kinds.pop()}" if len(kinds) == 1 else "mean |d|"
     if high - low < MIN_DIFFERENCE or high < RATIO_NOTE * low:
-        span = f"{number(low)} to {number(high)} nats"
+        span = f"{brief(low)} to {brief(high)} nats"
         return Verdict(
             "good", f"The reports agree: {of} is {span}.", "Nothing: the differences are too small to act on."
         )
     more = f"{high / low:.1f} times" if low > 0.0 else "larger than"
-    text = f"The gap of {worst[0]} is {more} that of {best[0]}: {of} is {number(high)} against {number(low)} nats"
+    text = f"The gap of {worst[0]} is {more} that of {best[0]}: {of} is {brief(high)} against {brief(low)} nats"
     part = _most_different(best[1], worst[1], worst[2][0])
     found = _only_there(best[1], worst[1])
     advice = f"{found.title}: {found.remedy}" if found else "Compare the facts below: one of them makes the difference."
@@ -109,7 +109,8 @@ def _facts(reports: Sequence[Named]) -> str:
 
 def _verdicts(reports: Sequence[Named]) -> Section:
     boxes = "".join(
-        f'<article class="card level-{report.verdict.level}"><p class="badge">{sections.LEVELS[report.verdict.level]}</p>'
+        f'<article class="card level-{report.verdict.level}">'
+        f'<p class="badge">{sections.LEVELS[report.verdict.level]}</p>'
         f"<h3>{escaped(name)}</h3><p>{escaped(report.verdict.text)}</p><p>{escaped(report.verdict.advice)}</p></article>"
         for name, report in reports
     )

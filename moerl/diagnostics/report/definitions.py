@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from moerl.telemetry.metrics import METRICS
 
 SYSTEMS = ("slime", "miles", "verl", "prime-rl", "NeMo-RL", "TRL")
-_R3 = "Ma et al. 2025, Stabilizing MoE reinforcement learning by aligning training and inference routers, arXiv:2510.11370"
+_R3 = "Stabilizing MoE reinforcement learning by aligning training and inference routers, 2025, arXiv:2510.11370"
 _D = "d = log p_trainer(token) - log p_rollout(token), in nats, over sampled tokens"
 
 
@@ -117,8 +117,8 @@ DEFINITIONS = (
     Definition(
         "Parts of the gap",
         "",
-        "routing = ((neither - experts) + (kept_sets - both)) / 2; masks = ((neither - kept_sets) + (experts - both)) / 2;"
-        " rest = both",
+        "routing = ((neither - experts) + (kept_sets - both)) / 2;"
+        " masks = ((neither - kept_sets) + (experts - both)) / 2; rest = both",
         "Shapley value of two guarantees: each is added first and last, and the mean is taken",
         meaning="mean |d| of four scorers, split among the guarantees; the parts add up to the gap with nothing kept",
     ),

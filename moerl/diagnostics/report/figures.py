@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from moerl.diagnostics.report.charts import (
+    MAX_ALL_POINTS,
+    MAX_CELLS,
     MAX_COLUMNS,
     MAX_POINTS,
     Chart,
@@ -15,6 +17,7 @@ from moerl.diagnostics.report.charts import (
     Column,
     Curve,
     LineStyle,
+    band_of,
     heat,
     lines,
     ranges,
@@ -23,7 +26,7 @@ from moerl.diagnostics.report.charts import (
 )
 from moerl.diagnostics.report.data import Histogram, LayerMap, Report, Slice
 from moerl.diagnostics.report.definitions import definition_of
-from moerl.diagnostics.report.words import number, percent
+from moerl.diagnostics.report.words import brief, percent
 from moerl.printable import printable
 from moerl.telemetry.metrics import METRICS, SCORERS
 
@@ -49,9 +52,9 @@ def decomposition(reports: Sequence[Named]) -> Chart | None:
         }
         for name, each in bars
     )
-    said = "; ".join(f"{_of(name, each.name)}: {number(each.total.value)} nats" for name, each in bars)
+    said = "; ".join(f"{_of(name, each.name)}: {brief(each.total.value)} nats" for name, each in bars)
     columns = (Column("bar", "gap", "text"), Column("series", "part", "text"), Column("nats", "nats"))
-    choice = Choice("parts", f"The gap and its parts. {said}.", stacked([], domain), blocks, columns)
+    choice = Choice("parts", f"The gap and its parts. {said}.", stacked(len(bars), domain), blocks, columns)
     return Chart("decomposition", (choice,))
 
 
@@ -62,6 +65,7 @@ def _of(name: str, what: str) -> str:
 def over_steps(reports: Sequence[Named]) -> Chart | None:
     """Every metric over steps; first those by scorer."""
     names = sorted({name for _, report in reports for step in report.steps for name in step.metrics})
+    limit = max(60, min(MAX_POINTS, MAX_ALL_POINTS // max(1, len(names) * len(reports))))
     choices: list[Choice] = []
     groups: list[str] = []
     for figure in _BY_SCORER:
@@ -71,11 +75,11 @@ def over_steps(reports: Sequence[Named]) -> Chart | None:
         curves = [
             c for name, report in reports for what, key in keys.items() if (c := _curve(report, key, _of(name, what)))
         ]
-        choices.append(_step_choice(f"{_title(f'mismatch/{figure}')}, by scorer", f"mismatch/{figure}", curves))
+        choices.append(_step_choice(f"{_title(f'mismatch/{figure}')}, by scorer", f"mismatch/{figure}", curves, limit))
         groups.append("by scorer")
     for metric in names:
         curves = [curve for name, report in reports if (curve := _curve(report, metric, name or metric))]
-        choices.append(_step_choice(metric, metric, curves))
+        choices.append(_step_choice(metric, metric, curves, limit))
         groups.append(metric.partition("/")[0])
     return Chart("steps", tuple(choices), "metric", tuple(groups)) if choices else None
 
@@ -90,38 +94,41 @@ def _title(metric: str) -> str:
     return known.title if known else metric
 
 
-def _step_choice(label: str, metric: str, curves: Sequence[Curve]) -> Choice:
+def _step_choice(label: str, metric: str, curves: Sequence[Curve], limit: int) -> Choice:
     known = METRICS.get(metric)
     unit = known.unit if known else ""
     title = label if unit in ("", "1") else f"{label}, {unit}"
-    spec, blocks = lines(curves, LineStyle("step", title))
-    said = "; ".join(
-        f"{curve.name} {number(curve.ys[0])} at step {curve.xs[0]:.0f}, {number(curve.ys[-1])} at step {curve.xs[-1]:.0f}"
-        for curve in curves
-    )
+    spec, blocks = lines(curves, LineStyle("step", title), limit)
+    said = "; ".join(f"{curve.name} {brief(curve.ys[0])} at first, {brief(curve.ys[-1])} at last" for curve in curves)
     many = max(len(curve.xs) for curve in curves)
     thin = (
-        f" {many:,} steps are drawn as {MAX_POINTS} points: the smallest and the largest of each stretch."
-        if many > MAX_POINTS
+        f" {many:,} steps are drawn as {limit} points: the smallest and the largest of each stretch."
+        if many > limit
         else ""
     )
     columns = (Column("series", "curve", "text"), Column("x", "step"), Column("y", "value"))
-    meaning = f" ({known.meaning})" if known else ""
+    meaning = f" ({known.meaning})" if known and label == metric else ""
     return Choice(label, f"{label}{meaning}: {said}.{thin}", spec, blocks, columns)
 
 
 def layer_maps(report: Report) -> Chart | None:
     """A heat map for each `LayerMap`, columns averaged where there are many."""
-    choices = [_map_choice(each) for each in report.maps if each.differing]
+    choices = [_map_choice(each, _columns(report)) for each in report.maps if each.differing]
     return Chart("maps", tuple(choices), "map") if choices else None
 
 
-def _joined(each: LayerMap) -> tuple[list[str], list[list[float | None]]]:
-    """Columns and their means where there are more than `MAX_COLUMNS`."""
-    if len(each.columns) <= MAX_COLUMNS:
+def _columns(report: Report) -> int:
+    """How many columns of each map are drawn."""
+    num_layers = sum(len(each.differing) for each in report.maps)
+    return max(12, min(MAX_COLUMNS, MAX_CELLS // max(1, num_layers)))
+
+
+def _joined(each: LayerMap, limit: int) -> tuple[list[str], list[list[float | None]]]:
+    """Columns and their means where there are more than `limit`."""
+    if len(each.columns) <= limit:
         return [*each.columns], [[*row] for row in each.differing]
     values = np.array(each.differing, np.float64)  # None becomes nan
-    parts = np.array_split(np.arange(len(each.columns)), MAX_COLUMNS)
+    parts = np.array_split(np.arange(len(each.columns)), limit)
     names = [f"{each.columns[part[0]]} to {each.columns[part[-1]]}" for part in parts]
     # Parts of two sizes at most, so sums and counts go in one pass.
     starts = [int(part[0]) for part in parts]
@@ -132,8 +139,8 @@ def _joined(each: LayerMap) -> tuple[list[str], list[list[float | None]]]:
     return names, means
 
 
-def _map_choice(each: LayerMap) -> Choice:
-    columns, differing = _joined(each)
+def _map_choice(each: LayerMap, limit: int) -> Choice:
+    columns, differing = _joined(each, limit)
     spec = heat(len(differing), printable(each.name))
     rows = [
         (layer, printable(column), value)
@@ -143,6 +150,7 @@ def _map_choice(each: LayerMap) -> Choice:
     ]
     blocks = tuple(
         {"layer": layer, "column": [c for _, c, _ in part], "share": short([v for _, _, v in part])}
+        | {"band": [band_of(v) for _, _, v in part]}
         for layer, part in ((key, [*group]) for key, group in itertools.groupby(rows, key=lambda row: row[0]))
     )
     largest = max(rows, key=lambda row: row[2], default=None)
@@ -162,13 +170,13 @@ def single_layers(report: Report) -> Chart | None:
     choices: list[Choice] = []
     groups: list[str] = []
     for each in report.maps:
-        columns, differing = _joined(each)
+        columns, differing = _joined(each, _columns(report))
         for layer, row in enumerate(differing):
             points = [(column, value) for column, value in zip(columns, row, strict=True) if value is not None]
             if not points:
                 continue
             shares = short([value for _, value in points])
-            spec = _bars_spec(each.name)
+            spec = _bars_spec(each.name, max(shares))
             blocks = ({"column": [printable(column) for column, _ in points], "share": shares},)
             mean = percent(sum(shares) / len(shares))
             caption = f"MoE layer {layer}, by {each.name}: mean {mean}, largest {percent(max(shares))} of rows differ."
@@ -178,7 +186,7 @@ def single_layers(report: Report) -> Chart | None:
     return Chart("layer", tuple(choices), "layer", tuple(groups)) if choices else None
 
 
-def _bars_spec(x_title: str) -> dict[str, object]:
+def _bars_spec(x_title: str, largest: float) -> dict[str, object]:
     return {
         "width": "container",
         "height": 160,
@@ -191,6 +199,7 @@ def _bars_spec(x_title: str) -> dict[str, object]:
                 "type": "quantitative",
                 "title": "rows with other experts",
                 "axis": {"format": ".3~%"},
+                "scale": {"domainMin": 0.0} | ({} if largest else {"domainMax": 0.01}),
             },
             "tooltip": [
                 {"field": "column", "title": printable(x_title)},
@@ -213,9 +222,8 @@ def margins(report: Report) -> Chart | None:
     ]
     if not curves:
         return None
-    spec, blocks = lines(curves, LineStyle("MoE layer", "score margin", height=240))
-    spec["encoding"]["y"]["scale"] = {"zero": True}
-    means = "; ".join(f"{curve.name} {number(sum(curve.ys) / len(curve.ys))}" for curve in curves)
+    spec, blocks = lines(curves, LineStyle("MoE layer", "score margin", from_zero=True, height=240))
+    means = "; ".join(f"{curve.name} {brief(sum(curve.ys) / len(curve.ys))}" for curve in curves)
     caption = f"Score of the last chosen expert less that of the next, mean over layers: {means}."
     head = (Column("series", "rows", "text"), Column("x", "MoE layer"), Column("y", "margin"))
     return Chart("margins", (Choice("margins", caption, spec, blocks, head),))
@@ -268,7 +276,7 @@ def slices(report: Report) -> Chart | None:
 
 
 def _slice_choice(by: str, parts: Sequence[Slice]) -> Choice:
-    spec = ranges("mean |d|, nats", series=["gap"])
+    spec = ranges("mean |d|, nats", len(parts))
     gaps = [part.gap for part in parts if part.gap is not None]
     blocks = (
         {
@@ -281,6 +289,6 @@ def _slice_choice(by: str, parts: Sequence[Slice]) -> Choice:
     )
     largest = max(parts, key=lambda part: part.gap.value if part.gap else 0.0)
     assert largest.gap is not None
-    caption = f"Mean |d| by {by}: largest {number(largest.gap.value)} nats, {largest.name}. Bars are 95% intervals."
+    caption = f"Mean |d| by {by}: largest {brief(largest.gap.value)} nats, {largest.name}. Bars are 95% intervals."
     head = (Column("name", by, "text"), Column("value", "mean |d|"), Column("low", "low"), Column("high", "high"))
     return Choice(by, caption, spec, blocks, head)

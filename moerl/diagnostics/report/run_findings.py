@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from moerl.diagnostics.report.data import Confidence, Decomposition, Evidence, Finding, Interval, Level, Verdict
-from moerl.diagnostics.report.words import number, percent
+from moerl.diagnostics.report.words import brief, number, percent
 
 Row = Mapping[str, float]
 
@@ -20,7 +20,7 @@ FAR_SHARE = 0.1
 PART_FAULT = 0.1
 """Share of the gap that a guarantee would remove, from which leaving it off is a fault."""
 RISE_NOTE, RISE_FAULT, MIN_RANK_CORRELATION, MIN_STEPS = 1.5, 2.0, 0.5, 10
-"""Gap of the last fifth of the steps over that of the first, with a rank correlation to the step, over so many steps."""
+"""Gap of the last fifth of the steps over that of the first; rank correlation of gap and step; steps needed."""
 RECENT = 5
 """Steps that "now" is the mean of."""
 
@@ -182,7 +182,7 @@ def remaining(seen: Seen) -> Finding | None:
         evidence.append(Evidence("with both guarantees, last table", f"{number(seen.part('unexplained'))} nats"))
     texts = (
         "Sampler and trainer are far apart as the run trains",
-        "Run `moerl verify` on a dump of rollouts: it says whether the engine or the trainer differs from transformers.",
+        "Run `moerl verify` on a dump of rollouts: it says whether the engine or the trainer differs.",
     )
     confidence: Confidence = "likely" if level == "fault" else "possible"
     found = _finding("gap", level, texts, evidence, nats=now, total=max(seen.total, now))
@@ -269,7 +269,7 @@ def findings_of(seen: Seen) -> tuple[Finding, ...]:
 
 def verdict_of(findings: Sequence[Finding], seen: Seen) -> Verdict:
     """The box on top, from findings in the order of `findings_of`."""
-    size = f"mean |d| is {number(seen.now)} nats as trained"
+    size = f"mean |d| is {brief(seen.now)} nats as trained"
     first = findings[0] if findings else None
     if first is not None and first.level == "fault":
         return Verdict("fault", f"{first.title}; {size} ({first.confidence}).", first.remedy)
@@ -277,6 +277,6 @@ def verdict_of(findings: Sequence[Finding], seen: Seen) -> Verdict:
         return Verdict("note", f"{first.title}; {size} ({first.confidence}).", first.remedy)
     proved = any(each.cause == "routing" for each in findings)
     replay = "; the recorded experts were proved before every update" if proved else ""
-    kept = f", instead of {number(seen.total)} with nothing kept" if seen.gap else ""
+    kept = f", instead of {brief(seen.total)} with nothing kept" if seen.gap else ""
     more = "" if seen.gap else " Set mismatch.every=1 to see what each guarantee is worth."
     return Verdict("good", f"Sampler and trainer agree: {size}{kept}{replay}.", f"Nothing.{more}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from moerl.diagnostics.report import figures
@@ -81,8 +81,8 @@ def gap(report: Report) -> Section | None:
         return None
     tables = decomposition_table([("", each) for each in report.decompositions])
     lead = (
-        "<p class=\"lead\">How far the trainer's log-prob of a sampled token is from the sampler's, d, and what makes the"
-        " difference. Parts add up to their gap; one below zero makes the others' gap smaller.</p>"
+        "<p class=\"lead\">How far the trainer's log-prob of a sampled token is from the sampler's (d), and what makes"
+        " it. Parts add up to their gap; one below zero makes the others' gap smaller.</p>"
     )
     return Section("gap", "The gap and its parts", lead + figure(chart) + tables, (chart,))
 
@@ -93,12 +93,14 @@ def decomposition_table(gaps: Sequence[tuple[str, Decomposition]]) -> str:
     rows: list[list[str]] = []
     for name, each in gaps:
         title = escaped(f"{name}: {each.name}" if name else each.name)
-        for share in each.shares:
+        for number_, share in enumerate(each.shares):
             color = COLORS[labels.index(share.label) % len(COLORS)]
             swatch = f'<span class="swatch" style="background:{color}"></span>'
             part = percent(share.nats.value / each.total.value) if each.total.value > 0.0 else "-"
-            rows.append([title, swatch + escaped(share.label), interval(share.nats), part])
-        rows.append([title, "<strong>all</strong>", f"<strong>{interval(each.total)}</strong>", "100%"])
+            rows.append(["" if number_ else title, swatch + escaped(share.label), interval(share.nats), part])
+        rows.append(
+            ["" if each.shares else title, "<strong>all</strong>", f"<strong>{interval(each.total)}</strong>", "100%"]
+        )
     note = "Nats, mean |d| over tokens; [95% interval] where rollouts could be drawn again."
     return table(("gap", "part", "nats", "share"), rows, note, texts=2)
 
@@ -121,7 +123,8 @@ def _card(finding: Finding) -> str:
         for each in finding.evidence
     )
     return (
-        f'<article class="card level-{finding.level}"><p class="badge">{LEVELS[finding.level]} · {escaped(finding.cause)}</p>'
+        f'<article class="card level-{finding.level}">'
+        f'<p class="badge">{LEVELS[finding.level]} · {escaped(finding.cause)}</p>'
         f'<h3>{escaped(finding.title)}</h3><p class="size quiet">{size}{SURE[finding.confidence]}</p>'
         f"<p>{escaped(finding.remedy)}</p>" + (f"<ul>{facts}</ul>" if facts else "") + "</article>"
     )
@@ -172,8 +175,8 @@ def layers(report: Report) -> Section | None:
     body = "".join(figure(chart) for chart in charts)
     if report.layers:
         rows = [
-            [str(each.layer), percent(each.differing), number(each.jaccard), *map(_or_dash, (each.margin_at_flips,))]
-            + [_or_dash(each.margin_elsewhere)]
+            [str(each.layer), percent(each.differing), number(each.jaccard)]
+            + [_or_dash(margin) for margin in (each.margin_at_flips, each.margin_elsewhere)]
             for each in report.layers
         ]
         head = ("MoE layer", "rows with other experts", "overlap (Jaccard)", "margin at flips", "margin elsewhere")
@@ -184,8 +187,8 @@ def layers(report: Report) -> Section | None:
     return Section("layers", "Layers", lead + body, tuple(charts))
 
 
-def _or_dash(value: float | None) -> str:
-    return "-" if value is None else number(value)
+def _or_dash(value: float | None, form: Callable[[float], str] = number) -> str:
+    return "-" if value is None else form(value)
 
 
 def margins(report: Report) -> Section | None:
@@ -222,8 +225,13 @@ def slices(report: Report) -> Section | None:
         return None
     chart = figures.slices(report)
     rows = [
-        [escaped(each.by), escaped(each.name), f"{each.num_tokens:,}", interval(each.gap) if each.gap else "-"]
-        + ["-" if each.differing is None else percent(each.differing)]
+        (
+            escaped(each.by),
+            escaped(each.name),
+            f"{each.num_tokens:,}",
+            interval(each.gap) if each.gap else "-",
+            _or_dash(each.differing, percent),
+        )
         for each in report.slices
     ]
     head = ("by", "slice", "tokens", "mean |d|, nats", "rows with other experts")
@@ -236,9 +244,9 @@ def unusable(report: Report) -> Section | None:
     if not report.unusable:
         return None
     rows = [
-        [escaped(each.reason), f"{each.count:,}", f"<code>{escaped(each.example)}</code>"] for each in report.unusable
+        [escaped(each.reason), f"<code>{escaped(each.example)}</code>", f"{each.count:,}"] for each in report.unusable
     ]
-    return Section("unusable", "Rows that could not be used", table(("reason", "count", "example"), rows))
+    return Section("unusable", "Unusable rows", table(("reason", "example", "rows"), rows, texts=2))
 
 
 def definitions() -> Section:

@@ -11,8 +11,8 @@ from moerl.diagnostics.report.words import escaped
 from moerl.printable import printable
 
 MAX_STRIPS = 24
-MAX_TOKENS = 3000
-"""Of one strip on the page."""
+MAX_TOKENS, MAX_ALL_TOKENS, MAX_CHARACTERS = 3000, 24_000, 120
+"""On the page: tokens of one strip and of all, characters of one token."""
 _LEGEND = (
     ("given", "given"),
     ("s0", "|d| below 0.001"),
@@ -28,18 +28,18 @@ def strip_section(strips: Sequence[Strip]) -> Section | None:
     """The view of one trajectory, chosen by hand; what it shows is in `strip_data`."""
     if not strips:
         return None
+    shown = _shown(strips)
     options = "".join(
         f'<option value="{number}">{escaped(f"{strip.why}: {strip.name}")}</option>'
-        for number, strip in enumerate(strips[:MAX_STRIPS])
+        for number, strip in enumerate(shown)
     )
     legend = "".join(f'<span class="token {kind}">{text}</span>' for kind, text in _LEGEND)
-    cut = [strip for strip in strips if len(strip.tokens) > MAX_TOKENS]
-    notes = (
-        [f"{len(strips) - MAX_STRIPS} more trajectories are in report.json alone."] if len(strips) > MAX_STRIPS else []
-    )
+    cut = [strip for strip in shown if len(strip.tokens) > MAX_TOKENS]
+    left = len(strips) - len(shown)
+    notes = [f"{left} more trajectories are in report.json alone."] if left else []
     notes += [f"{len(cut)} trajectories are cut after {MAX_TOKENS:,} tokens."] if cut else []
     body = (
-        '<p class="lead">Each token is coloured by |d|; a line below means that its row chose other experts in some layer.'
+        '<p class="lead">Each token is coloured by |d|; a line below it: other experts in some layer.'
         " Arrow keys move, up and down by ten, n and p to the next and the previous token above ln 2.</p>"
         '<div id="strip-view"><div class="choose"><label for="strip-choice">Trajectory</label>'
         f'<select id="strip-choice">{options}</select><span class="printed"></span></div>'
@@ -50,15 +50,27 @@ def strip_section(strips: Sequence[Strip]) -> Section | None:
     return Section("strip", "Token by token", body + "".join(f'<p class="quiet">{note}</p>' for note in notes))
 
 
+def _shown(strips: Sequence[Strip]) -> list[Strip]:
+    """The first strips, as many as the page has room for; one at least."""
+    shown: list[Strip] = []
+    room = MAX_ALL_TOKENS
+    for strip in strips[:MAX_STRIPS]:
+        room -= min(MAX_TOKENS, len(strip.tokens))
+        if shown and room < 0:
+            break
+        shown.append(strip)
+    return shown
+
+
 def strip_data(strips: Sequence[Strip]) -> list[dict[str, Any]]:
     """The tokens of the strips that are shown, as columns."""
-    return [_columns(strip) for strip in strips[:MAX_STRIPS]]
+    return [_columns(strip) for strip in _shown(strips)]
 
 
 def _columns(strip: Strip) -> dict[str, Any]:
     tokens = strip.tokens[:MAX_TOKENS]
     return {
-        "text": [printable(token.text) for token in tokens],
+        "text": [_cut(printable(token.text)) for token in tokens],
         "sampled": [int(token.sampled) for token in tokens],
         "d": [_short(token.d) for token in tokens],
         "logprob": [_short(token.logprob) for token in tokens],
@@ -66,6 +78,10 @@ def _columns(strip: Strip) -> dict[str, Any]:
         "kept": [token.kept for token in tokens],
         "version": [token.version for token in tokens],
     }
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]}…"
 
 
 def _short(value: float | None) -> float | None:

@@ -26,6 +26,14 @@ def number(value: float) -> str:
     return f"{float(digits):,.0f}" if "e" in digits else digits
 
 
+def brief(value: float) -> str:
+    """Two significant digits, for sentences: 0.012, 1.2e-07."""
+    if value and not 1e-4 <= abs(value) < 1e6:
+        return f"{value:.1e}"
+    digits = f"{value:.2g}"
+    return f"{float(digits):,.0f}" if "e" in digits else digits
+
+
 def percent(share: float) -> str:
     """A share as a percentage of three digits; ``<0.01%`` where it is smaller and not zero."""
     if share == 0.0:
@@ -57,7 +65,8 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "",
     ]
     caption = f"<caption>{caption}</caption>" if caption else ""
     return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="table"><table>{caption}<thead><tr>{top}</tr></thead>'
+        f'<div class="scroll" tabindex="0" role="region" aria-label="table"><table>{caption}'
+        f"<thead><tr>{top}</tr></thead>"
         f"<tbody>{''.join(lines)}</tbody></table></div>"
     )
 

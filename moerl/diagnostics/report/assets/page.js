@@ -123,12 +123,13 @@
     const box = section.querySelector(".tokens");
     const line = section.querySelector(".token-line");
     let strip, at;
+    let tokens = [];
 
     function move(to) {
-      const old = box.children[at];
+      const old = tokens[at];
       if (old) { old.tabIndex = -1; old.setAttribute("aria-selected", "false"); }
       at = Math.max(0, Math.min(strip.text.length - 1, to));
-      const token = box.children[at];
+      const token = tokens[at];
       token.tabIndex = 0;
       token.setAttribute("aria-selected", "true");
       line.textContent = details(strip, at);
@@ -147,13 +148,15 @@
       at = -1;
       const printed = section.querySelector(".printed");
       printed.textContent = select.options[select.selectedIndex].textContent;
-      box.replaceChildren(...strip.text.map((text, i) => {
+      tokens = strip.text.map((text, i) => {
         const kind = strip.d[i] === null ? "given" : `s${level(strip.d[i])}`;
-        const token = element("span", text.replace(/\n/g, "↵\n").replace(/\t/g, "⇥") || "∅", { className: `token ${kind}${strip.layers[i] ? " rerouted" : ""}`, tabIndex: -1 });
+        const token = element("span", text.replace(/\n/g, "↵").replace(/\t/g, "⇥") || "∅", { className: `token ${kind}${strip.layers[i] ? " rerouted" : ""}`, tabIndex: -1 });
         token.setAttribute("role", "option");
         token.setAttribute("aria-label", details(strip, i));
         return token;
-      }));
+      });
+      // A line break of the text stands behind its token.
+      box.replaceChildren(...tokens.flatMap((token, i) => (strip.text[i].includes("\n") ? [token, element("br")] : [token])));
       let worst = -1;
       strip.d.forEach((d, i) => { if (d !== null && (worst < 0 || Math.abs(d) > Math.abs(strip.d[worst]))) worst = i; });
       move(Math.max(0, worst));
@@ -170,7 +173,7 @@
       event.preventDefault();
       move(to).focus();
     });
-    const find = (event) => [...box.children].indexOf(event.target.closest(".token"));
+    const find = (event) => tokens.indexOf(event.target.closest(".token"));
     box.addEventListener("click", (event) => { const i = find(event); if (i >= 0) move(i).focus(); });
     select.addEventListener("change", show);
     show();
