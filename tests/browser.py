@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import fcntl
 import json
 import os
 import select
@@ -137,17 +138,13 @@ def chromium(profile: Path, options: Sequence[str] = ()) -> Iterator[Page]:
     flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
     flags += ["--disable-background-networking", "--disable-extensions", "--hide-scrollbars", *options]
     command = [path, *flags, f"--user-data-dir={profile}", "--remote-debugging-pipe", "about:blank"]
-    # The pipes have to be descriptors 3 and 4.
-    shell = ["sh", "-c", f'exec "$@" 3<&{to_read} 4>&{from_write}', "sh", *command]
-    process = subprocess.Popen(
-        shell,
-        pass_fds=(to_read, from_write),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    os.close(to_read)
-    os.close(from_write)
+    # Chromium takes its pipes as descriptors 3 and 4, which may be taken here. dash knows descriptors up to 9 alone.
+    theirs = [fcntl.fcntl(end, fcntl.F_DUPFD, 100) for end in (to_read, from_write)]
+    shell = ["bash", "-c", f'exec "$@" 3<&{theirs[0]} 4>&{theirs[1]}', "bash", *command]
+    quiet = subprocess.DEVNULL
+    process = subprocess.Popen(shell, pass_fds=theirs, stdout=quiet, stderr=quiet, start_new_session=True)
+    for end in (to_read, from_write, *theirs):
+        os.close(end)
     try:
         page = Page(to_write, from_read)
         yield page

@@ -13,8 +13,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moerl.printable import printable
-
 COLORS = tuple(f"var(--c{number})" for number in range(8))
 HEAT = tuple(f"var(--h{number})" for number in range(7))
 HEAT_STEPS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
@@ -149,7 +147,7 @@ def lines(
     y_axis = (
         {"format": ".3~%"} if style.percent else {"format": ".1e"} if is_log or max(map(abs, values)) < 1e-3 else {}
     )
-    domain = [printable(curve.name) for curve in curves]
+    domain = [curve.name for curve in curves]
     # The same legend for both, or Vega-Lite complains that they conflict.
     legend = {"legend": None if len(domain) == 1 else {"title": None, "symbolType": "stroke", "symbolSize": 260}}
     dashes = [_DASHES[number % len(_DASHES)] for number in range(len(domain))]
@@ -174,7 +172,7 @@ def lines(
         "mark": {"type": "line", "point": point},
         "encoding": encoding,
     }
-    blocks = tuple({"series": printable(name), "x": short(xs), "y": short(ys)} for name, xs, ys in parts)
+    blocks = tuple({"series": name, "x": short(xs), "y": short(ys)} for name, xs, ys in parts)
     return spec, blocks
 
 
@@ -195,7 +193,7 @@ def stacked(num_bars: int, domain: Sequence[str]) -> dict[str, Any]:
         "encoding": {
             "y": {"field": "bar", "type": "nominal", "title": None, "sort": None},
             "x": {"field": "nats", "type": "quantitative", "title": "mean |d|, nats", "stack": "zero"},
-            "color": _color([printable(each) for each in domain]) | {"legend": {"title": None, "symbolType": "square"}},
+            "color": _color(list(domain)) | {"legend": {"title": None, "symbolType": "square"}},
             "order": {"field": "order", "type": "quantitative"},
             "tooltip": [
                 {"field": "bar", "title": "gap"},
@@ -227,6 +225,29 @@ def heat(num_layers: int, x_title: str) -> dict[str, Any]:
             ],
         },
         "config": {"scale": {"bandPaddingInner": 0, "bandPaddingOuter": 0}},
+    }
+
+
+def grouped(x_title: str, domain: Sequence[str]) -> dict[str, Any]:
+    """Bars side by side in bins; rows: series, bin, count, share. domain: the series."""
+    legend = {"legend": None if len(domain) == 1 else {"title": None, "symbolType": "square"}}
+    return {
+        "width": "container",
+        "height": 240,
+        "mark": {"type": "bar"},
+        "encoding": {
+            "x": {"field": "bin", "type": "ordinal", "title": x_title, "sort": None}
+            | {"axis": {"labelAngle": 0, "labelOverlap": "greedy"}},
+            "xOffset": {"field": "series", "type": "nominal", "sort": [*domain]},
+            "y": {"field": "share", "type": "quantitative", "title": "share of rows", "axis": {"format": ".3~%"}},
+            "color": _color(domain) | legend,
+            "tooltip": [
+                {"field": "series"},
+                {"field": "bin", "title": x_title},
+                {"field": "count", "title": "rows", "format": ","},
+                {"field": "share", "format": ".3~%"},
+            ],
+        },
     }
 
 

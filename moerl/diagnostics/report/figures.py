@@ -18,6 +18,7 @@ from moerl.diagnostics.report.charts import (
     Curve,
     LineStyle,
     band_of,
+    grouped,
     heat,
     lines,
     ranges,
@@ -27,7 +28,6 @@ from moerl.diagnostics.report.charts import (
 from moerl.diagnostics.report.data import Histogram, LayerMap, Report, Slice
 from moerl.diagnostics.report.definitions import definition_of
 from moerl.diagnostics.report.words import brief, percent
-from moerl.printable import printable
 from moerl.telemetry.metrics import METRICS, SCORERS
 
 Named = tuple[str, Report]
@@ -45,8 +45,8 @@ def decomposition(reports: Sequence[Named]) -> Chart | None:
     domain = list(dict.fromkeys(share.label for _, each in bars for share in each.shares))
     blocks = tuple(
         {
-            "bar": printable(_of(name, each.name)),
-            "series": [printable(share.label) for share in each.shares],
+            "bar": _of(name, each.name),
+            "series": [share.label for share in each.shares],
             "nats": short([share.nats.value for share in each.shares]),
             "order": [domain.index(share.label) for share in each.shares],
         }
@@ -141,9 +141,9 @@ def _joined(each: LayerMap, limit: int) -> tuple[list[str], list[list[float | No
 
 def _map_choice(each: LayerMap, limit: int) -> Choice:
     columns, differing = _joined(each, limit)
-    spec = heat(len(differing), printable(each.name))
+    spec = heat(len(differing), each.name)
     rows = [
-        (layer, printable(column), value)
+        (layer, column, value)
         for layer, row in enumerate(differing)
         for column, value in zip(columns, row, strict=True)
         if value is not None
@@ -177,7 +177,7 @@ def single_layers(report: Report) -> Chart | None:
                 continue
             shares = short([value for _, value in points])
             spec = _bars_spec(each.name, max(shares))
-            blocks = ({"column": [printable(column) for column, _ in points], "share": shares},)
+            blocks = ({"column": [column for column, _ in points], "share": shares},)
             mean = percent(sum(shares) / len(shares))
             caption = f"MoE layer {layer}, by {each.name}: mean {mean}, largest {percent(max(shares))} of rows differ."
             head = (Column("column", each.name, "text"), Column("share", "differing", "percent"))
@@ -192,7 +192,7 @@ def _bars_spec(x_title: str, largest: float) -> dict[str, object]:
         "height": 160,
         "mark": {"type": "bar", "color": "var(--c0)"},
         "encoding": {
-            "x": {"field": "column", "type": "ordinal", "title": printable(x_title), "sort": None}
+            "x": {"field": "column", "type": "ordinal", "title": x_title, "sort": None}
             | {"axis": {"labelOverlap": "greedy", "labelAngle": 0, "labelSeparation": 6}},
             "y": {
                 "field": "share",
@@ -202,7 +202,7 @@ def _bars_spec(x_title: str, largest: float) -> dict[str, object]:
                 "scale": {"domainMin": 0.0} | ({} if largest else {"domainMax": 0.01}),
             },
             "tooltip": [
-                {"field": "column", "title": printable(x_title)},
+                {"field": "column", "title": x_title},
                 {"field": "share", "title": "differing", "format": ".4~%"},
             ],
         },
@@ -253,16 +253,17 @@ def histograms(report: Report) -> Chart | None:
 
 
 def _histogram_choice(each: Histogram) -> Choice:
-    curves = [
-        Curve(name, each.edges, [*(count / sum(counts) for count in counts), 0.0])
-        for name, counts in each.counts.items()
-        if sum(counts)
-    ]
-    spec, blocks = lines(curves, LineStyle(each.name, "share of rows", percent=True, height=240))
-    spec["mark"] = {"type": "line", "interpolate": "step-after"}
-    rows = ", ".join(f"{name}: {sum(counts):,} rows" for name, counts in each.counts.items())
-    head = (Column("series", "series", "text"), Column("x", "from"), Column("y", "share", "percent"))
-    return Choice(each.name, f"Histogram of {each.name}; {rows}.", spec, blocks, head)
+    bins = [f"{brief(low)} to {brief(high)}" for low, high in itertools.pairwise(each.edges)]
+    there = {name: counts for name, counts in each.counts.items() if sum(counts)}
+    blocks = tuple(
+        {"series": name, "bin": bins, "count": [*counts], "share": short([count / sum(counts) for count in counts])}
+        for name, counts in there.items()
+    )
+    rows = ", ".join(f"{name}: {sum(counts):,} rows" for name, counts in there.items())
+    head = (Column("series", "series", "text"), Column("bin", each.name, "text"), Column("count", "rows"))
+    head += (Column("share", "share", "percent"),)
+    caption = f"Histogram of {each.name}; {rows}."
+    return Choice(each.name, caption, grouped(each.name, [*there]), blocks, head)
 
 
 def slices(report: Report) -> Chart | None:
@@ -280,7 +281,7 @@ def _slice_choice(by: str, parts: Sequence[Slice]) -> Choice:
     gaps = [part.gap for part in parts if part.gap is not None]
     blocks = (
         {
-            "name": [printable(part.name) for part in parts],
+            "name": [part.name for part in parts],
             "series": "gap",
             "value": short([gap.value for gap in gaps]),
             "low": short([gap.low for gap in gaps]),

@@ -22,6 +22,7 @@ from moerl.diagnostics.report.data import Report, Strip, encode_report
 from moerl.diagnostics.report.sections import Section
 from moerl.diagnostics.report.strips import strip_data, strip_section
 from moerl.diagnostics.report.words import escaped
+from moerl.printable import printable
 
 PAGE_FILE, JSON_FILE = "report.html", "report.json"
 """In a run directory."""
@@ -70,11 +71,24 @@ def write_html(
 
 
 def inline_json(data: Any) -> str:
-    """JSON that is the same inside of a script element: no character that could end one, or that HTML treats."""
-    text = msgspec.json.encode(data).decode()
+    """JSON that is the same inside of a script element: no character that could end one, or that HTML treats. Control
+    characters in texts are shown as escapes."""
+    text = msgspec.json.encode(_shown(data)).decode()
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text
+
+
+def _shown(data: Any) -> Any:
+    """The data with every text printable."""
+    if isinstance(data, str):
+        return printable(data)
+    if isinstance(data, dict):
+        return {key: _shown(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        # Long lists hold numbers alone.
+        return [_shown(each) for each in data] if any(isinstance(each, str | dict | list) for each in data) else data
+    return data
 
 
 def _chart_data(chart: Chart) -> list[dict[str, Any]]:

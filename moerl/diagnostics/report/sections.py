@@ -12,7 +12,7 @@ from moerl.diagnostics.report.definitions import DEFINITIONS, definition_of
 from moerl.diagnostics.report.words import escaped, folded, interval, number, percent, table
 from moerl.telemetry.metrics import METRICS, SCORERS
 
-LEVELS = {"good": "✓ In order", "note": "i Note", "fault": "! Fault"}
+LEVELS = {"good": "✓ In order", "note": "● Note", "fault": "! Fault"}
 SURE = {"certain": "certain: measured", "likely": "likely", "possible": "possible"}
 MAX_SWAPS = 200
 """Rows of the table of swaps."""

@@ -8,7 +8,6 @@ from typing import Any
 from moerl.diagnostics.report.data import Strip
 from moerl.diagnostics.report.sections import Section
 from moerl.diagnostics.report.words import escaped
-from moerl.printable import printable
 
 MAX_STRIPS = 24
 MAX_TOKENS, MAX_ALL_TOKENS, MAX_CHARACTERS = 3000, 24_000, 120
@@ -70,7 +69,7 @@ def strip_data(strips: Sequence[Strip]) -> list[dict[str, Any]]:
 def _columns(strip: Strip) -> dict[str, Any]:
     tokens = strip.tokens[:MAX_TOKENS]
     return {
-        "text": [_cut(printable(token.text)) for token in tokens],
+        "text": [_cut(token.text) for token in tokens],
         "sampled": [int(token.sampled) for token in tokens],
         "d": [_short(token.d) for token in tokens],
         "logprob": [_short(token.logprob) for token in tokens],
