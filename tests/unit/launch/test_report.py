@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from moerl.launch.report import report_parser, run_report
 ROW = {"stage": "rl", "step": 1, "mismatch/logprob_abs_mean": 0.001, "replay/rows_verified": 8.0}
 
 
-def make_run(run_dir: Path, *rows: dict[str, object]) -> Path:
+def make_run(run_dir: Path, *rows: Mapping[str, object]) -> Path:
     run_dir.mkdir(parents=True)
     (run_dir / "config.yaml").write_text(
         "recipe: mine\nkeep_routing: {mode: off}\nkeep_sampling_mask: {enabled: true}\n"

@@ -80,7 +80,10 @@
     if (views.has(name)) views.get(name).finalize();
     try {
       const spec = { ...choice.spec, data: { values: records(choice.blocks) } };
-      const made = await vegaEmbed(plot, spec, {
+      // Vega names what it draws in by itself; the sentence is on the element around it.
+      const canvas = element("div", undefined, { ariaHidden: "true" });
+      plot.replaceChildren(canvas);
+      const made = await vegaEmbed(canvas, spec, {
         mode: "vega-lite", renderer: "svg", actions: false, ast: true, defaultStyle: false, config: data.config, loader: offline,
         tooltip: { disableDefaultStyle: true },
       });
