@@ -9,11 +9,13 @@ from moerl.diagnostics.report import figures, sections
 from moerl.diagnostics.report.data import Finding, Report, Verdict
 from moerl.diagnostics.report.figures import Named
 from moerl.diagnostics.report.page import write_html
+from moerl.diagnostics.report.run_findings import GAP_NOTE
 from moerl.diagnostics.report.sections import Section, figure
 from moerl.diagnostics.report.words import brief, escaped, percent, table
 
 RATIO_NOTE, RATIO_FAULT, MIN_DIFFERENCE = 1.25, 2.0, 1e-3
-"""Largest gap over smallest from which reports differ, and differ much, if they are so many nats apart."""
+"""Largest gap over smallest from which reports differ, if they are so many nats apart, and from which it is a fault, if
+the largest is worth a note by itself."""
 _PREFERRED = ("as trained", "as recorded", "as dumped", "nothing kept")
 
 
@@ -70,7 +72,7 @@ def verdict_of(reports: Sequence[Named]) -> Verdict:
     part = _most_different(best[1], worst[1], worst[2][0])
     found = _only_there(best[1], worst[1])
     advice = f"{found.title}: {found.remedy}" if found else "Compare the facts below: one of them makes the difference."
-    level = "fault" if high >= RATIO_FAULT * low else "note"
+    level = "fault" if high >= max(RATIO_FAULT * low, GAP_NOTE) else "note"
     return Verdict(level, f"{text}{part}.", advice)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from moerl.diagnostics.report.data import Decomposition, Layer, LayerMap, Report, Share, Step, Unread
-from moerl.diagnostics.report.run_findings import RunSettings, Seen, certain, findings_of, verdict_of
+from moerl.diagnostics.report.run_findings import RECENT, RunSettings, Seen, certain, findings_of, verdict_of
 from moerl.diagnostics.report.words import brief
 from moerl.telemetry.metrics import SCORERS
 
@@ -104,6 +104,8 @@ def _facts(rl: Sequence[Mapping[str, Any]], trained: Sequence[float]) -> list[tu
         facts.append(("Tokens trained", f"{last['tokens/trained']:,.0f}"))
     if trained:
         facts.append(("Gap as trained, first and last step", f"{brief(trained[0])} → {brief(trained[-1])} nats"))
+        recent = trained[-RECENT:]
+        facts.append((f"Gap as trained, mean of the last {len(recent)}", f"{brief(sum(recent) / len(recent))} nats"))
     tables = [row["step"] for row in rl if _has_table(row)]
     facts.append(("Mismatch tables", f"{len(tables):,}, the last at step {tables[-1]:,}" if tables else "none"))
     return facts

@@ -35,6 +35,10 @@ def test_a_gap_that_is_a_multiple_is_a_fault_and_its_part_is_named() -> None:
     assert verdict.advice.startswith("Routes are shifted by one row")
 
 
+def test_a_multiple_of_a_small_gap_is_a_note() -> None:
+    assert verdict_of([("one", report_with(0.0004)), ("other", report_with(0.0018))]).level == "note"
+
+
 def test_reports_that_agree_need_no_change() -> None:
     assert verdict_of([("one", report_with(0.02)), ("other", report_with(0.0205))]).level == "good"
     assert verdict_of([("one", report_with(1e-7)), ("other", report_with(9e-7))]).level == "good"
