@@ -17,7 +17,7 @@ TRAINED = "trained"
 """Scorer of a report: as the step trains."""
 LABELS = {"routing": "experts not kept", "masks": "sampling masks not kept", "unexplained": "the rest, with both kept"}
 _GAP = "logprob_abs_mean"
-_LEFT_OUT = ("seconds/", "memory/", "lengths/", "data/")
+_LEFT_OUT = ("seconds/", "memory/", "lengths/", "data/", "packing/", "weights/", "waiting/", "throughput/", "tokens/")
 """Metrics that say nothing about the mismatch."""
 
 
