@@ -19,7 +19,7 @@ Contains parts of D3, copyright (c) 2010-2026 Mike Bostock, ISC. Texts of the li
 
 
 def bundle() -> str:
-    """Vega, Vega-Lite and Vega-Embed as one script that defines `vega`, `vegaLite` and `vegaEmbed`.
+    """Vega, Vega-Lite and Vega-Embed as one script that defines them as globals.
 
     Raises:
         ValueError: it holds what would end the script element of a page.
