@@ -1,4 +1,4 @@
-"""The command line: ``moerl train | sft | rollout | eval | plan ... | status | export | verify | sglang ... | serve``.
+"""The command line, ``moerl COMMAND``: train, sft, rollout, eval, plan, status, report, export, verify, sglang, serve.
 
 Reads and checks the configuration and hands over to `moerl.orchestration.commands`, in the same process. That import
 comes last, so that help and configuration errors need no torch.
@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from moerl.config.command_texts import COMMANDS, EXPORT, STATUS, VERIFY, Command
+from moerl.config.command_texts import COMMANDS, EXPORT, REPORT, STATUS, VERIFY, Command
 from moerl.config.stop_signals import STOPPED, GraceOverError, stop_signals
 from moerl.errors import CheckpointError, ConfigError, MoerlError
 from moerl.launch.arguments import Parser, bandwidth, gib_size, nats, positive
@@ -78,7 +78,7 @@ def _dispatch(arguments: list[str]) -> int:
     if arguments[0] == "--version":
         print(f"moerl {importlib.metadata.version('moerl')}")
         return 0
-    on_directories = {"export": _export, "verify": _verify, "status": _status}
+    on_directories = {"export": _export, "verify": _verify, "status": _status, "report": _report}
     if arguments[0] in on_directories:
         return on_directories[arguments[0]](arguments[1:])
     family = arguments[0] if arguments[0] in FAMILIES else ""
@@ -265,6 +265,16 @@ def _status(arguments: list[str]) -> int:
     from moerl.trainer.checkpoint import checkpoint_names
 
     return run_status(run_dir, checkpoint_names)
+
+
+def _report(arguments: list[str]) -> int:
+    from moerl.launch.report import USAGE, report_parser, run_report
+
+    parser = report_parser()
+    if {"-h", "--help"} & set(arguments):
+        print(_short_help(USAGE, REPORT, parser))
+        return 0
+    return run_report(parser.parse_intermixed_args(arguments))
 
 
 def _verify(arguments: list[str]) -> int:

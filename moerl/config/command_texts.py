@@ -26,7 +26,7 @@ COMMANDS = {
         "post-train a model: cold start where the recipe has one, then reinforcement learning",
         "Builds or loads the model, runs the cold start, trains with reinforcement learning and evaluates on fresh\n"
         "problems. The run directory then holds the resolved config, metrics.jsonl, TensorBoard events, summary.json,\n"
-        "checkpoints, rollouts in Parquet and PNG curves.",
+        "checkpoints, rollouts in Parquet, PNG curves and report.html.",
         (
             ("moerl train recipe=laptop", "the demo, minutes on two cores"),
             ("moerl train recipe=laptop rl.group_size=16 run_dir=runs/wide", "change what you like"),
@@ -146,6 +146,18 @@ STATUS = Command(
     "Reads the run directory alone, while the run goes on or after it ended: whether a process holds it, checkpoints,\n"
     "steps, and the ledger of rollouts by their end: trained, filtered, quarantined, pending.",
     (("moerl status runs/wide", "of a run in this directory"),),
+)
+
+REPORT = Command(
+    "write a page on how far sampler and trainer are apart, and why",
+    "Reads the metrics of a run directory, while the run goes on or after it ended, and writes one HTML file that\n"
+    "needs no network, and the same numbers as report.json: a verdict, the gap split into routing and sampling masks,\n"
+    "what was found, metrics over steps and layers. A run writes both itself when it ends. With --compare: one page\n"
+    "of several run directories or report.json files, side by side.",
+    (
+        ("moerl report runs/wide", "writes runs/wide/report.html and report.json"),
+        ("moerl report --compare runs/wide runs/narrow", "writes comparison.html in this directory"),
+    ),
 )
 
 EXPORT = Command(

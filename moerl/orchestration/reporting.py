@@ -1,4 +1,5 @@
-"""What a run tells people: progress, `metrics.jsonl`, TensorBoard, trackers, plots, `summary.json`, the closing lines.
+"""What a run tells people: progress, `metrics.jsonl`, TensorBoard, trackers, plots, reports,
+`summary.json`, the closing lines.
 
 Runs in the controller.
 """
@@ -13,16 +14,16 @@ from typing import Any, Protocol
 from moerl.config.schema import RunConfig
 from moerl.contract.files import writing
 from moerl.diagnostics.plots import draw_curves
+from moerl.diagnostics.report.page import PAGE_FILE, write_report
+from moerl.diagnostics.report.read_run import report_of_directory
 from moerl.diagnostics.summary import RunSummary, closing_lines, write_summary
 from moerl.errors import MoerlError
 from moerl.orchestration.evaluation import Evaluation
 from moerl.orchestration.trackers import Trackers, start_trackers
 from moerl.telemetry.metrics import check_layer_metrics, check_metrics, named_reward_metric
 from moerl.telemetry.progress import make_progress
-from moerl.telemetry.sinks import METRICS_FILE, JsonlSink, MetricSink, TensorBoardSink, read_rows
+from moerl.telemetry.sinks import LAYERS_FILE, METRICS_FILE, JsonlSink, MetricSink, TensorBoardSink, read_rows
 from moerl.telemetry.trackers.sink import TrackerSink
-
-LAYERS_FILE = "layers.jsonl"
 
 
 class Reporter(Protocol):
@@ -67,7 +68,7 @@ class Reporter(Protocol):
         ...
 
     def finish(self, summary: RunSummary) -> None:
-        """Plots, summary and closing lines."""
+        """Plots, report, summary and closing lines."""
         ...
 
 
@@ -189,14 +190,32 @@ class RunReporter:
         self._progress.end()
         with writing(self._run_dir):
             plots = draw_curves(self._run_dir / METRICS_FILE, self._run_dir / "plots", self._title)
+        report = self._write_report()
+        with writing(self._run_dir):
             # Last: a run directory with a summary is one of a finished run.
             write_summary(summary, self._run_dir)
         for line in closing_lines(summary, self._run_dir):
             self.say(line)
         if plots:
             self.say(f"curves: {plots[0]}")
+        for line in report:
+            self.say(line)
         for failure in self._trackers.failures:
             self.say(f"note: {failure}")
+
+    def _write_report(self) -> list[str]:
+        """Writes the report on routing mismatch; returns what to say of it. What it lacks must not fail a run that is
+        done: it can be written again."""
+        path = self._run_dir / PAGE_FILE
+        try:
+            report = report_of_directory(self._run_dir)
+            if report is None:
+                return []
+            with writing(path):
+                write_report(report, path)
+        except MoerlError as error:
+            return [f"note: no report was written: {error}", f"write it later: moerl report {self._run_dir}"]
+        return [f"report: {path}", f"  {report.verdict.text}"]
 
     def _write(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
         with self._writing():

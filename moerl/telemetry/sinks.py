@@ -20,7 +20,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from moerl.telemetry.metrics import STAGES, check_metrics
 
-METRICS_FILE = "metrics.jsonl"
+METRICS_FILE, LAYERS_FILE = "metrics.jsonl", "layers.jsonl"
 """In a run directory."""
 
 

@@ -65,7 +65,7 @@ sys.exit(status)
 def test_the_overview_names_every_command(capsys: pytest.CaptureFixture[str]):
     assert cli.main(["--help"]) == 0
     text = capsys.readouterr().out
-    assert all(f"  {command}" in text for command in [*ALL_COMMANDS, "status", "export", "verify"])
+    assert all(f"  {command}" in text for command in [*ALL_COMMANDS, "status", "report", "export", "verify"])
     assert cli.main([]) == 2
 
 

@@ -40,7 +40,7 @@ class Decomposition:
     """A gap and its parts, which add up to it.
 
     name: "nothing kept" (own routing, full vocabulary), "as recorded" (routes and kept sets enforced as the dump has
-    them), or "as dumped" (the log-probs of the trainer that the dump brings).
+    them), "as dumped" (the log-probs of the trainer that the dump brings), or "as trained" (as a step of a run did).
     """
 
     name: str
@@ -186,8 +186,8 @@ class Unread:
 class Report:
     """Everything. title, subtitle: of the page. facts: name and value, in order (model, dump, tokens, scorer).
 
-    scorers: metrics by scorer (`moerl.telemetry.metrics.SCORERS`, "trainer", "floor"); names of metrics without their
-    prefix (`logprob_abs_mean`, `k3`, ...), for the run's last table or the whole dump.
+    scorers: metrics by scorer (`moerl.telemetry.metrics.SCORERS`, "trainer", "floor", "trained": as a step trained);
+    names of metrics without their prefix (`logprob_abs_mean`, `k3`, ...), for the run's last table or the whole dump.
     """
 
     title: str

@@ -1,0 +1,277 @@
+"""Charts of a report as Vega-Lite specifications: plain dictionaries, their rows in columns. Torch-free; any process.
+
+Colours are CSS variables of the page, so that one drawing is right on a light page, a dark one and paper.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+COLORS = tuple(f"var(--c{number})" for number in range(8))
+HEAT = tuple(f"var(--h{number})" for number in range(7))
+HEAT_STEPS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
+"""Shares at which the colour of a heat map changes; the same on every page, so that pages can be compared."""
+HEAT_BANDS = ("to 0.1%", "to 0.3%", "to 1%", "to 3%", "to 10%", "to 30%", "above 30%")
+MAX_POINTS, MAX_ALL_POINTS = 400, 60_000
+"""Points of one curve, and of all curves of a page."""
+MAX_COLUMNS, MAX_CELLS = 96, 24_000
+"""Columns of a heat map, and cells of all maps of a page."""
+
+CONFIG: dict[str, Any] = {
+    "background": None,
+    "aria": False,
+    "font": "system-ui, sans-serif",
+    "view": {"stroke": None},
+    "axis": {
+        "labelColor": "var(--quiet)",
+        "titleColor": "var(--quiet)",
+        "gridColor": "var(--grid)",
+        "domainColor": "var(--line)",
+        "tickColor": "var(--line)",
+        "labelFontSize": 12,
+        "titleFontSize": 12,
+        "titleFontWeight": "normal",
+        "labelLimit": 260,
+    },
+    "legend": {
+        "labelColor": "var(--ink)",
+        "titleColor": "var(--quiet)",
+        "orient": "top",
+        "labelFontSize": 12.5,
+        "titleFontSize": 12,
+        "titleFontWeight": "normal",
+        "labelLimit": 420,
+        "symbolStrokeWidth": 2,
+        "columns": {"signal": "width < 560 ? 1 : width < 900 ? 2 : 4"},
+    },
+    "range": {"category": list(COLORS)},
+}
+"""What all charts share."""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column of a chart's data table. key: of the rows. form: "number", "percent" or "text"."""
+
+    key: str
+    title: str
+    form: str = "number"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One drawing.
+
+    caption: what it shows, in a sentence that stands for the drawing. spec: without data.
+    blocks: rows, block by block: for each key a list of values, or one value that all rows of the block have.
+    """
+
+    label: str
+    caption: str
+    spec: dict[str, Any]
+    blocks: tuple[dict[str, Any], ...]
+    columns: tuple[Column, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """A figure of the page: one drawing of several, chosen by hand. ask: the name of what is chosen.
+
+    groups: heading of each choice in the list, or none.
+    """
+
+    name: str
+    choices: tuple[Choice, ...]
+    ask: str = ""
+    groups: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """One line: values at xs, both [n]."""
+
+    name: str
+    xs: Sequence[float]
+    ys: Sequence[float]
+
+
+@dataclass(frozen=True, slots=True)
+class LineStyle:
+    """How lines are drawn. y_title: with the unit. percent: values are shares. from_zero: the axis begins there, and is
+    never logarithmic."""
+
+    x_title: str
+    y_title: str
+    percent: bool = False
+    from_zero: bool = False
+    height: int = 300
+
+
+def short(values: Sequence[float] | NDArray[np.float64]) -> list[float]:
+    """Five significant digits, which no drawing can show."""
+    return [float(f"{value:.5g}") for value in values]
+
+
+def band_of(share: float) -> str:
+    """The name of a share's colour in a heat map."""
+    return HEAT_BANDS[bisect.bisect_left(HEAT_STEPS, share)]
+
+
+def thinned(xs: Sequence[float], ys: Sequence[float], limit: int = MAX_POINTS) -> tuple[list[float], list[float]]:
+    """At most `limit` points of a curve, its first and last and the smallest and largest of each stretch: no spike is
+    lost."""
+    if len(xs) <= limit:
+        return [*xs], [*ys]
+    values = np.asarray(ys, np.float64)
+    chosen = {0, len(values) - 1}
+    for part in np.array_split(np.arange(len(values)), (limit - 2) // 2):
+        chosen |= {int(part[values[part].argmin()]), int(part[values[part].argmax()])}
+    kept = sorted(chosen)
+    return [xs[i] for i in kept], [ys[i] for i in kept]
+
+
+def lines(
+    curves: Sequence[Curve], style: LineStyle, limit: int = MAX_POINTS
+) -> tuple[dict[str, Any], tuple[dict[str, Any], ...]]:
+    """The specification and the rows of curves over a number, each of at most `limit` points."""
+    values = [y for curve in curves for y in curve.ys]
+    from_zero = style.percent or style.from_zero
+    is_log = not from_zero and min(values) > 0.0 and max(values) > 20.0 * min(values)
+    parts = [(curve.name, *thinned(curve.xs, curve.ys, limit)) for curve in curves]
+    y_axis = (
+        {"format": ".3~%"} if style.percent else {"format": ".1e"} if is_log or max(map(abs, values)) < 1e-3 else {}
+    )
+    domain = [curve.name for curve in curves]
+    # The same legend for both, or Vega-Lite complains that they conflict.
+    legend = {"legend": None if len(domain) == 1 else {"title": None, "symbolType": "stroke", "symbolSize": 260}}
+    dashes = [_DASHES[number % len(_DASHES)] for number in range(len(domain))]
+    dash = {"field": "series", "type": "nominal", "scale": {"domain": domain, "range": dashes}}
+    encoding = {
+        "x": {"field": "x", "type": "quantitative", "title": style.x_title, "axis": {"tickMinStep": 1, "grid": False}}
+        | {"scale": {"zero": False, "nice": False}},
+        "y": {"field": "y", "type": "quantitative", "title": style.y_title, "axis": y_axis}
+        | {"scale": {"type": "log"} if is_log else {"zero": from_zero}},
+        "color": _color(domain) | legend,
+        "strokeDash": dash | legend,
+        "tooltip": [
+            {"field": "x", "title": style.x_title},
+            {"field": "y", "title": "value", "format": ".4~%" if style.percent else ".4~g"},
+            {"field": "series", "title": "curve"},
+        ],
+    }
+    point = {"size": 28, "filled": True} if max(len(xs) for _, xs, _ in parts) <= 60 else False
+    spec = {
+        "width": "container",
+        "height": style.height,
+        "mark": {"type": "line", "point": point},
+        "encoding": encoding,
+    }
+    blocks = tuple({"series": name, "x": short(xs), "y": short(ys)} for name, xs, ys in parts)
+    return spec, blocks
+
+
+_DASHES = [[1, 0], [6, 3], [2, 2], [9, 3, 2, 3], [1, 0], [6, 3], [2, 2], [9, 3, 2, 3]]
+
+
+def _color(domain: Sequence[str]) -> dict[str, Any]:
+    colors = [COLORS[number % len(COLORS)] for number in range(len(domain))]
+    return {"field": "series", "type": "nominal", "scale": {"domain": [*domain], "range": colors}}
+
+
+def stacked(num_bars: int, domain: Sequence[str]) -> dict[str, Any]:
+    """Horizontal bars of parts; rows: bar, series, nats, order. domain: the parts, in the order of their colours."""
+    return {
+        "width": "container",
+        "height": 50 * num_bars,
+        "mark": {"type": "bar", "height": 26, "stroke": "var(--page)", "strokeWidth": 1},
+        "encoding": {
+            "y": {"field": "bar", "type": "nominal", "title": None, "sort": None},
+            "x": {"field": "nats", "type": "quantitative", "title": "mean |d|, nats", "stack": "zero"},
+            "color": _color(list(domain)) | {"legend": {"title": None, "symbolType": "square"}},
+            "order": {"field": "order", "type": "quantitative"},
+            "tooltip": [
+                {"field": "bar", "title": "gap"},
+                {"field": "series", "title": "part"},
+                {"field": "nats", "title": "nats", "format": ".4~g"},
+            ],
+        },
+    }
+
+
+def heat(num_layers: int, x_title: str) -> dict[str, Any]:
+    """Rectangles by layer and column; rows: layer, column, share, band (`band_of`)."""
+    return {
+        "width": "container",
+        "height": max(120, min(640, 26 * num_layers)),
+        "mark": {"type": "rect"},
+        "encoding": {
+            "x": {"field": "column", "type": "ordinal", "title": x_title, "sort": None}
+            | {"axis": {"labelOverlap": "greedy", "labelAngle": 0, "labelSeparation": 6}},
+            "y": {"field": "layer", "type": "ordinal", "title": "MoE layer", "sort": None}
+            | {"axis": {"labelOverlap": "parity"}},
+            "color": {"field": "band", "type": "ordinal", "title": "rows with other experts"}
+            | {"scale": {"domain": [*HEAT_BANDS], "range": [*HEAT]}}
+            | {"legend": {"symbolType": "square", "symbolSize": 180, "columns": {"signal": "width < 560 ? 2 : 7"}}},
+            "tooltip": [
+                {"field": "layer", "title": "MoE layer"},
+                {"field": "column", "title": x_title},
+                {"field": "share", "title": "other experts", "format": ".4~%"},
+            ],
+        },
+        "config": {"scale": {"bandPaddingInner": 0, "bandPaddingOuter": 0}},
+    }
+
+
+def grouped(x_title: str, domain: Sequence[str]) -> dict[str, Any]:
+    """Bars side by side in bins; rows: series, bin, count, share. domain: the series."""
+    legend = {"legend": None if len(domain) == 1 else {"title": None, "symbolType": "square"}}
+    return {
+        "width": "container",
+        "height": 240,
+        "mark": {"type": "bar"},
+        "encoding": {
+            "x": {"field": "bin", "type": "ordinal", "title": x_title, "sort": None}
+            | {"axis": {"labelAngle": 0, "labelOverlap": "greedy"}},
+            "xOffset": {"field": "series", "type": "nominal", "sort": [*domain]},
+            "y": {"field": "share", "type": "quantitative", "title": "share of rows", "axis": {"format": ".3~%"}},
+            "color": _color(domain) | legend,
+            "tooltip": [
+                {"field": "series"},
+                {"field": "bin", "title": x_title},
+                {"field": "count", "title": "rows", "format": ","},
+                {"field": "share", "format": ".3~%"},
+            ],
+        },
+    }
+
+
+def ranges(x_title: str, num_rows: int) -> dict[str, Any]:
+    """Points with intervals by name; rows: name, value, low, high."""
+    form = ".3~g"
+    y = {"field": "name", "type": "nominal", "title": None, "sort": None}
+    tooltip: list[dict[str, str]] = [{"field": "name"}]
+    tooltip += [{"field": key, "format": form} for key in ("value", "low", "high")]
+    return {
+        "width": "container",
+        "height": 24 * num_rows + 16,
+        "encoding": {"y": y, "tooltip": tooltip},
+        "layer": [
+            {
+                "mark": {"type": "rule", "strokeWidth": 2, "color": COLORS[0]},
+                "encoding": {
+                    "x": {"field": "low", "type": "quantitative", "title": x_title, "axis": {"format": form}},
+                    "x2": {"field": "high"},
+                },
+            },
+            {
+                "mark": {"type": "point", "filled": True, "size": 70, "opacity": 1, "color": COLORS[0]},
+                "encoding": {"x": {"field": "value", "type": "quantitative"}},
+            },
+        ],
+    }

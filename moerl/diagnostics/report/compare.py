@@ -1,0 +1,157 @@
+"""Several reports on one page, side by side. Torch-free; any process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from moerl.diagnostics.report import figures, sections
+from moerl.diagnostics.report.data import Finding, Report, Verdict
+from moerl.diagnostics.report.figures import Named
+from moerl.diagnostics.report.page import write_html
+from moerl.diagnostics.report.run_findings import GAP_NOTE
+from moerl.diagnostics.report.sections import Section, figure
+from moerl.diagnostics.report.words import brief, escaped, percent, table
+
+RATIO_NOTE, RATIO_FAULT, MIN_DIFFERENCE = 1.25, 2.0, 1e-3
+"""Largest gap over smallest from which reports differ, if they are so many nats apart, and from which it is a fault, if
+the largest is worth a note by itself."""
+_PREFERRED = ("as trained", "as recorded", "as dumped", "nothing kept")
+
+
+def write_comparison(reports: Sequence[Named], path: Path) -> Verdict:
+    """Writes one page of two reports or more, whose names must differ; returns its verdict. OSError where it cannot."""
+    parts = (
+        _verdicts(reports),
+        _gaps(reports),
+        _scorers(reports),
+        _steps(reports),
+        _layers(reports),
+        sections.definitions(),
+    )
+    names = [name for name, _ in reports]
+    verdict = verdict_of(reports)
+    top = sections.verdict_box(verdict) + _facts(reports)
+    titles = (f"Routing mismatch: {', '.join(names[:-1])} and {names[-1]}", f"{len(names)} reports side by side")
+    write_html(path, titles, top, [part for part in parts if part])
+    return verdict
+
+
+def gap_of(report: Report) -> tuple[str, float] | None:
+    """The gap that reports are compared by: what it is, and mean |d| in nats."""
+    totals = {each.name: each.total.value for each in report.decompositions}
+    for name in _PREFERRED:
+        if name in totals:
+            return name, totals[name]
+    steps = [
+        step.metrics["mismatch/logprob_abs_mean"]
+        for step in report.steps
+        if "mismatch/logprob_abs_mean" in step.metrics
+    ]
+    return ("as trained", steps[-1]) if steps else None
+
+
+def verdict_of(reports: Sequence[Named]) -> Verdict:
+    """What differs, and the remedy of what the worst has and the best has not."""
+    gaps = [(name, report, found) for name, report in reports if (found := gap_of(report)) is not None]
+    if len(gaps) < 2:
+        return Verdict(
+            "note", "Fewer than two of the reports have a gap to compare.", "Compare runs with mismatch metrics."
+        )
+    best, worst = (pick(gaps, key=lambda each: each[2][1]) for pick in (min, max))
+    low, high = best[2][1], worst[2][1]
+    kinds = {found[0] for *_, found in gaps}
+    of = f"mean |d| {kinds.pop()}" if len(kinds) == 1 else "mean |d|"
+    if high - low < MIN_DIFFERENCE or high < RATIO_NOTE * low:
+        span = f"{brief(low)} to {brief(high)} nats"
+        return Verdict(
+            "good", f"The reports agree: {of} is {span}.", "Nothing: the differences are too small to act on."
+        )
+    more = f"{high / low:.1f} times" if low > 0.0 else "larger than"
+    text = f"The gap of {worst[0]} is {more} that of {best[0]}: {of} is {brief(high)} against {brief(low)} nats"
+    part = _most_different(best[1], worst[1], worst[2][0])
+    found = _only_there(best[1], worst[1])
+    advice = f"{found.title}: {found.remedy}" if found else "Compare the facts below: one of them makes the difference."
+    level = "fault" if high >= max(RATIO_FAULT * low, GAP_NOTE) else "note"
+    return Verdict(level, f"{text}{part}.", advice)
+
+
+def _most_different(best: Report, worst: Report, name: str) -> str:
+    """The part of the gap `name` that differs most between two reports, as a clause; empty where it has one part."""
+    parts: list[dict[str, float]] = []
+    for report in (best, worst):
+        shares = next((each.shares for each in report.decompositions if each.name == name), ())
+        parts.append({share.label: share.nats.value for share in shares})
+    labels = {*parts[0], *parts[1]}
+    if len(labels) < 2:
+        return ""
+    change = {label: parts[1].get(label, 0.0) - parts[0].get(label, 0.0) for label in sorted(labels)}
+    label = max(change, key=lambda each: change[each])
+    return f"; most of the difference is in {label}"
+
+
+def _only_there(best: Report, worst: Report) -> Finding | None:
+    """The heaviest finding of `worst` that is not in order there, and that `best` has not at this level."""
+    of_best = {(each.cause, each.level) for each in best.findings}
+    candidates = [each for each in worst.findings if each.level != "good" and (each.cause, each.level) not in of_best]
+    return max(candidates, key=lambda each: (each.level == "fault", each.nats.value), default=None)
+
+
+def _facts(reports: Sequence[Named]) -> str:
+    """Facts in a table; those that differ are marked."""
+    names = list(dict.fromkeys(key for _, report in reports for key, _ in report.facts))
+    rows: list[list[str]] = []
+    for key in names:
+        values = [dict(report.facts).get(key, "-") for _, report in reports]
+        cells = [f"<strong>{escaped(value)}</strong>" if len(set(values)) > 1 else escaped(value) for value in values]
+        rows.append([escaped(key), *cells])
+    head = ("fact", *(escaped(name) for name, _ in reports))
+    return table(head, rows, "What differs is bold.", texts=len(head)) if rows else ""
+
+
+def _verdicts(reports: Sequence[Named]) -> Section:
+    boxes = "".join(
+        f'<article class="card level-{report.verdict.level}">'
+        f'<p class="badge">{sections.LEVELS[report.verdict.level]}</p>'
+        f"<h3>{escaped(name)}</h3><p>{escaped(report.verdict.text)}</p><p>{escaped(report.verdict.advice)}</p></article>"
+        for name, report in reports
+    )
+    return Section("verdicts", "Verdict of each", f'<div class="cards">{boxes}</div>')
+
+
+def _gaps(reports: Sequence[Named]) -> Section | None:
+    chart = figures.decomposition(reports)
+    if chart is None:
+        return None
+    gaps = [(name, each) for name, report in reports for each in report.decompositions]
+    return Section("gap", "The gaps and their parts", figure(chart) + sections.decomposition_table(gaps), (chart,))
+
+
+def _scorers(reports: Sequence[Named]) -> Section | None:
+    scorers = list(dict.fromkeys(scorer for _, report in reports for scorer in report.scorers))
+    rows: list[list[str]] = []
+    for scorer in scorers:
+        of_each = [report.scorers.get(scorer, {}) for _, report in reports]
+        for key in dict.fromkeys(key for values in of_each for key in values):
+            cells = [sections.scorer_cell(values, key) for values in of_each]
+            rows.append([escaped(scorer), escaped(sections.figure_title(key)), *cells])
+    head = ("scorer", "figure", *(escaped(name) for name, _ in reports))
+    return Section("scorers", "Scorers", table(head, rows, texts=2)) if rows else None
+
+
+def _steps(reports: Sequence[Named]) -> Section | None:
+    chart = figures.over_steps(reports)
+    return chart and Section("steps", "Over steps", figure(chart), (chart,))
+
+
+def _layers(reports: Sequence[Named]) -> Section | None:
+    chart = figures.layers_side_by_side(reports)
+    if chart is None:
+        return None
+    layers = sorted({each.layer for _, report in reports for each in report.layers})
+    by_report = [{each.layer: percent(each.differing) for each in report.layers} for _, report in reports]
+    rows = [[str(layer), *(values.get(layer, "-") for values in by_report)] for layer in layers]
+    head = ("MoE layer", *(escaped(name) for name, _ in reports))
+    caption = "Rows with other experts."
+    body = figure(chart) + f"<details><summary>Table of all layers</summary>{table(head, rows, caption)}</details>"
+    return Section("layers", "Layers", body, (chart,))

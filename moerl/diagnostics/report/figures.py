@@ -1,0 +1,295 @@
+"""The charts of a report, or of several side by side, from its numbers. Torch-free; any process."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+
+from moerl.diagnostics.report.charts import (
+    MAX_ALL_POINTS,
+    MAX_CELLS,
+    MAX_COLUMNS,
+    MAX_POINTS,
+    Chart,
+    Choice,
+    Column,
+    Curve,
+    LineStyle,
+    band_of,
+    grouped,
+    heat,
+    lines,
+    ranges,
+    short,
+    stacked,
+)
+from moerl.diagnostics.report.data import Histogram, LayerMap, Report, Slice
+from moerl.diagnostics.report.definitions import definition_of
+from moerl.diagnostics.report.words import brief, percent
+from moerl.telemetry.metrics import METRICS, SCORERS
+
+Named = tuple[str, Report]
+"""A report and the name that its curves get; empty where it is alone."""
+
+_BY_SCORER = ("logprob_abs_mean", "k3", "share_above_ln2")
+_TRAINED = "as trained"
+
+
+def decomposition(reports: Sequence[Named]) -> Chart | None:
+    """Stacked bars, one for each gap of each report."""
+    bars = [(name, each) for name, report in reports for each in report.decompositions]
+    if not bars:
+        return None
+    domain = list(dict.fromkeys(share.label for _, each in bars for share in each.shares))
+    blocks = tuple(
+        {
+            "bar": _of(name, each.name),
+            "series": [share.label for share in each.shares],
+            "nats": short([share.nats.value for share in each.shares]),
+            "order": [domain.index(share.label) for share in each.shares],
+        }
+        for name, each in bars
+    )
+    said = "; ".join(f"{_of(name, each.name)}: {brief(each.total.value)} nats" for name, each in bars)
+    columns = (Column("bar", "gap", "text"), Column("series", "part", "text"), Column("nats", "nats"))
+    choice = Choice("parts", f"The gap and its parts. {said}.", stacked(len(bars), domain), blocks, columns)
+    return Chart("decomposition", (choice,))
+
+
+def _of(name: str, what: str) -> str:
+    return f"{name}: {what}" if name else what
+
+
+def over_steps(reports: Sequence[Named]) -> Chart | None:
+    """Every metric over steps; first those by scorer."""
+    names = sorted({name for _, report in reports for step in report.steps for name in step.metrics})
+    limit = max(60, min(MAX_POINTS, MAX_ALL_POINTS // max(1, len(names) * len(reports))))
+    choices: list[Choice] = []
+    groups: list[str] = []
+    for figure in _BY_SCORER:
+        keys = {_TRAINED: f"mismatch/{figure}"} | {how: f"mismatch/{key}/{figure}" for key, how in SCORERS.items()}
+        if not any(f"mismatch/{key}/{figure}" in names for key in SCORERS):
+            continue
+        curves = [
+            c for name, report in reports for what, key in keys.items() if (c := _curve(report, key, _of(name, what)))
+        ]
+        choices.append(_step_choice(f"{_title(f'mismatch/{figure}')}, by scorer", f"mismatch/{figure}", curves, limit))
+        groups.append("by scorer")
+    for metric in names:
+        curves = [curve for name, report in reports if (curve := _curve(report, metric, name or metric))]
+        choices.append(_step_choice(metric, metric, curves, limit))
+        groups.append(metric.partition("/")[0])
+    return Chart("steps", tuple(choices), "metric", tuple(groups)) if choices else None
+
+
+def _curve(report: Report, metric: str, name: str) -> Curve | None:
+    points = [(step.step, step.metrics[metric]) for step in report.steps if metric in step.metrics]
+    return Curve(name, [x for x, _ in points], [y for _, y in points]) if points else None
+
+
+def _title(metric: str) -> str:
+    known = definition_of(metric)
+    return known.title if known else metric
+
+
+def _step_choice(label: str, metric: str, curves: Sequence[Curve], limit: int) -> Choice:
+    known = METRICS.get(metric)
+    unit = known.unit if known else ""
+    title = label if unit in ("", "1") else f"{label}, {unit}"
+    spec, blocks = lines(curves, LineStyle("step", title), limit)
+    said = "; ".join(f"{curve.name} {brief(curve.ys[0])} at first, {brief(curve.ys[-1])} at last" for curve in curves)
+    many = max(len(curve.xs) for curve in curves)
+    thin = (
+        f" {many:,} steps are drawn as {limit} points: the smallest and the largest of each stretch."
+        if many > limit
+        else ""
+    )
+    columns = (Column("series", "curve", "text"), Column("x", "step"), Column("y", "value"))
+    meaning = f" ({known.meaning})" if known and label == metric else ""
+    return Choice(label, f"{label}{meaning}: {said}.{thin}", spec, blocks, columns)
+
+
+def layer_maps(report: Report) -> Chart | None:
+    """A heat map for each `LayerMap`, columns averaged where there are many."""
+    choices = [_map_choice(each, _columns(report)) for each in report.maps if each.differing]
+    return Chart("maps", tuple(choices), "map") if choices else None
+
+
+def _columns(report: Report) -> int:
+    """How many columns of each map are drawn."""
+    num_layers = sum(len(each.differing) for each in report.maps)
+    return max(12, min(MAX_COLUMNS, MAX_CELLS // max(1, num_layers)))
+
+
+def _joined(each: LayerMap, limit: int) -> tuple[list[str], list[list[float | None]]]:
+    """Columns and their means where there are more than `limit`."""
+    if len(each.columns) <= limit:
+        return [*each.columns], [[*row] for row in each.differing]
+    values = np.array(each.differing, np.float64)  # None becomes nan
+    parts = np.array_split(np.arange(len(each.columns)), limit)
+    names = [f"{each.columns[part[0]]} to {each.columns[part[-1]]}" for part in parts]
+    # Parts of two sizes at most, so sums and counts go in one pass.
+    starts = [int(part[0]) for part in parts]
+    there = np.isfinite(values)
+    sums = np.add.reduceat(np.where(there, values, 0.0), starts, axis=1)
+    counts = np.add.reduceat(there, starts, axis=1)
+    means = [[s / n if n else None for s, n in zip(*row, strict=True)] for row in zip(sums, counts, strict=True)]
+    return names, means
+
+
+def _map_choice(each: LayerMap, limit: int) -> Choice:
+    columns, differing = _joined(each, limit)
+    spec = heat(len(differing), each.name)
+    rows = [
+        (layer, column, value)
+        for layer, row in enumerate(differing)
+        for column, value in zip(columns, row, strict=True)
+        if value is not None
+    ]
+    blocks = tuple(
+        {"layer": layer, "column": [c for _, c, _ in part], "share": short([v for _, _, v in part])}
+        | {"band": [band_of(v) for _, _, v in part]}
+        for layer, part in ((key, [*group]) for key, group in itertools.groupby(rows, key=lambda row: row[0]))
+    )
+    largest = max(rows, key=lambda row: row[2], default=None)
+    said = f"largest {percent(largest[2])}, layer {largest[0]}, {each.name} {largest[1]}" if largest else "no rows"
+    joined = (
+        f" Columns are means of {len(each.columns):,} in {len(columns)} groups."
+        if len(columns) < len(each.columns)
+        else ""
+    )
+    caption = f"Share of rows whose experts differ, by MoE layer and {each.name}: {said}.{joined}"
+    head = (Column("layer", "MoE layer"), Column("column", each.name, "text"), Column("share", "differing", "percent"))
+    return Choice(f"by {each.name}", caption, spec, blocks, head)
+
+
+def single_layers(report: Report) -> Chart | None:
+    """One layer of one map as a curve."""
+    choices: list[Choice] = []
+    groups: list[str] = []
+    for each in report.maps:
+        columns, differing = _joined(each, _columns(report))
+        for layer, row in enumerate(differing):
+            points = [(column, value) for column, value in zip(columns, row, strict=True) if value is not None]
+            if not points:
+                continue
+            shares = short([value for _, value in points])
+            spec = _bars_spec(each.name, max(shares))
+            blocks = ({"column": [column for column, _ in points], "share": shares},)
+            mean = percent(sum(shares) / len(shares))
+            caption = f"MoE layer {layer}, by {each.name}: mean {mean}, largest {percent(max(shares))} of rows differ."
+            head = (Column("column", each.name, "text"), Column("share", "differing", "percent"))
+            choices.append(Choice(f"layer {layer}, by {each.name}", caption, spec, blocks, head))
+            groups.append(f"by {each.name}")
+    return Chart("layer", tuple(choices), "layer", tuple(groups)) if choices else None
+
+
+def _bars_spec(x_title: str, largest: float) -> dict[str, object]:
+    return {
+        "width": "container",
+        "height": 160,
+        "mark": {"type": "bar", "color": "var(--c0)"},
+        "encoding": {
+            "x": {"field": "column", "type": "ordinal", "title": x_title, "sort": None}
+            | {"axis": {"labelOverlap": "greedy", "labelAngle": 0, "labelSeparation": 6}},
+            "y": {
+                "field": "share",
+                "type": "quantitative",
+                "title": "rows with other experts",
+                "axis": {"format": ".3~%"},
+                "scale": {"domainMin": 0.0} | ({} if largest else {"domainMax": 0.01}),
+            },
+            "tooltip": [
+                {"field": "column", "title": x_title},
+                {"field": "share", "title": "differing", "format": ".4~%"},
+            ],
+        },
+    }
+
+
+def margins(report: Report) -> Chart | None:
+    """Score gap of the last chosen expert to the next, by layer, where the choice differs and where it does not."""
+    series = {
+        "where the choice differs": [(each.layer, each.margin_at_flips) for each in report.layers],
+        "where it is equal": [(each.layer, each.margin_elsewhere) for each in report.layers],
+    }
+    curves = [
+        Curve(name, [x for x, y in points if y is not None], [y for _, y in points if y is not None])
+        for name, points in series.items()
+        if any(y is not None for _, y in points)
+    ]
+    if not curves:
+        return None
+    spec, blocks = lines(curves, LineStyle("MoE layer", "score margin", from_zero=True, height=240))
+    means = "; ".join(f"{curve.name} {brief(sum(curve.ys) / len(curve.ys))}" for curve in curves)
+    caption = f"Score of the last chosen expert less that of the next, mean over layers: {means}."
+    head = (Column("series", "rows", "text"), Column("x", "MoE layer"), Column("y", "margin"))
+    return Chart("margins", (Choice("margins", caption, spec, blocks, head),))
+
+
+def layers_side_by_side(reports: Sequence[Named]) -> Chart | None:
+    """Share of differing rows by layer, a curve for each report."""
+    curves = [
+        Curve(name, [each.layer for each in report.layers], [each.differing for each in report.layers])
+        for name, report in reports
+        if report.layers
+    ]
+    if not curves:
+        return None
+    spec, blocks = lines(curves, LineStyle("MoE layer", "rows with other experts", percent=True, height=260))
+    said = "; ".join(f"{curve.name} {percent(float(np.mean(curve.ys)))}" for curve in curves)
+    head = (Column("series", "report", "text"), Column("x", "MoE layer"), Column("y", "differing", "percent"))
+    return Chart(
+        "layers", (Choice("layers", f"Rows with other experts, mean over layers: {said}.", spec, blocks, head),)
+    )
+
+
+def histograms(report: Report) -> Chart | None:
+    """One drawing for each histogram; heights are shares of the series' rows."""
+    choices = [_histogram_choice(each) for each in report.histograms if any(map(sum, each.counts.values()))]
+    return Chart("histograms", tuple(choices), "histogram") if choices else None
+
+
+def _histogram_choice(each: Histogram) -> Choice:
+    bins = [f"{brief(low)} to {brief(high)}" for low, high in itertools.pairwise(each.edges)]
+    there = {name: counts for name, counts in each.counts.items() if sum(counts)}
+    blocks = tuple(
+        {"series": name, "bin": bins, "count": [*counts], "share": short([count / sum(counts) for count in counts])}
+        for name, counts in there.items()
+    )
+    rows = ", ".join(f"{name}: {sum(counts):,} rows" for name, counts in there.items())
+    head = (Column("series", "series", "text"), Column("bin", each.name, "text"), Column("count", "rows"))
+    head += (Column("share", "share", "percent"),)
+    caption = f"Histogram of {each.name}; {rows}."
+    return Choice(each.name, caption, grouped(each.name, [*there]), blocks, head)
+
+
+def slices(report: Report) -> Chart | None:
+    """The gap of each kind of token with its interval, one drawing for each way to slice."""
+    ways: dict[str, list[Slice]] = {}
+    for each in report.slices:
+        if each.gap is not None:
+            ways.setdefault(each.by, []).append(each)
+    choices = [_slice_choice(by, parts) for by, parts in ways.items()]
+    return Chart("slices", tuple(choices), "slice by") if choices else None
+
+
+def _slice_choice(by: str, parts: Sequence[Slice]) -> Choice:
+    spec = ranges("mean |d|, nats", len(parts))
+    gaps = [part.gap for part in parts if part.gap is not None]
+    blocks = (
+        {
+            "name": [part.name for part in parts],
+            "series": "gap",
+            "value": short([gap.value for gap in gaps]),
+            "low": short([gap.low for gap in gaps]),
+            "high": short([gap.high for gap in gaps]),
+        },
+    )
+    largest = max(parts, key=lambda part: part.gap.value if part.gap else 0.0)
+    assert largest.gap is not None
+    caption = f"Mean |d| by {by}: largest {brief(largest.gap.value)} nats, {largest.name}. Bars are 95% intervals."
+    head = (Column("name", by, "text"), Column("value", "mean |d|"), Column("low", "low"), Column("high", "high"))
+    return Choice(by, caption, spec, blocks, head)

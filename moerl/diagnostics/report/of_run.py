@@ -1,0 +1,177 @@
+"""The report of a run from the rows of `metrics.jsonl` and `layers.jsonl`. Pure; torch-free; any process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from moerl.diagnostics.report.data import Decomposition, Layer, LayerMap, Report, Share, Step, Unread
+from moerl.diagnostics.report.run_findings import RECENT, RunSettings, Seen, certain, findings_of, verdict_of
+from moerl.diagnostics.report.words import brief
+from moerl.telemetry.metrics import SCORERS
+
+TRAINED = "trained"
+"""Scorer of a report: as the step trains."""
+LABELS = {"routing": "experts not kept", "masks": "sampling masks not kept", "unexplained": "the rest, with both kept"}
+_GAP = "logprob_abs_mean"
+_LEFT_OUT = ("seconds/", "memory/", "lengths/", "data/", "packing/", "weights/", "waiting/", "throughput/", "tokens/")
+"""Metrics that say nothing about the mismatch."""
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What a page says of a run besides its rows. facts: name and value, above those from the rows."""
+
+    title: str
+    subtitle: str
+    facts: tuple[tuple[str, str], ...] = ()
+    settings: RunSettings = field(default_factory=RunSettings)
+
+
+def report_of_run(
+    rows: Sequence[Mapping[str, Any]], layers: Sequence[Mapping[str, Any]], about: About
+) -> Report | None:
+    """The report; None where no step of reinforcement learning is done.
+
+    Args:
+        rows: of `metrics.jsonl`, in order. layers: of `layers.jsonl`.
+    """
+    rl = [row for row in rows if row["stage"] == "rl"]
+    if not rl:
+        return None
+    table = next((row for row in reversed(rl) if _has_table(row)), None)
+    gap = None if table is None else nothing_kept(table)
+    trained = [row[f"mismatch/{_GAP}"] for row in rl if f"mismatch/{_GAP}" in row]
+    seen = Seen(rl, about.settings, gap, trained)
+    findings = findings_of(seen)
+    quarantined = about.settings.quarantined
+    return Report(
+        title=about.title,
+        subtitle=about.subtitle,
+        verdict=verdict_of(findings, seen),
+        facts=(*about.facts, *_facts(rl, trained)),
+        decompositions=() if table is None or gap is None else (gap, *as_trained(table, about.settings)),
+        findings=findings,
+        scorers=_scorers(rl[-1] if table is None else table),
+        steps=tuple(_steps(rows)),
+        layers=_layers(layers),
+        maps=_maps(layers),
+        unusable=tuple(
+            Unread(reason, count, "see RUN_DIR/quarantine") for reason, count in sorted(quarantined.items())
+        ),
+        notes=_notes(table),
+    )
+
+
+def _has_table(row: Mapping[str, Any]) -> bool:
+    return all(f"mismatch/{scorer}/{_GAP}" in row for scorer in SCORERS)
+
+
+def _parts(row: Mapping[str, Any]) -> tuple[float, float, float]:
+    """Nats of routing, of masks, and of the rest: each guarantee is added first and last, and the mean is taken."""
+    neither, kept_sets, experts, both = (float(row[f"mismatch/{scorer}/{_GAP}"]) for scorer in SCORERS)
+    return ((neither - experts) + (kept_sets - both)) / 2, ((neither - kept_sets) + (experts - both)) / 2, both
+
+
+def nothing_kept(row: Mapping[str, Any]) -> Decomposition:
+    """The gap of a row with a mismatch table, own routing and full vocabulary."""
+    names = zip(LABELS.items(), _parts(row), strict=True)
+    shares = tuple(Share(cause, label, certain(nats)) for (cause, label), nats in names)
+    return Decomposition("nothing kept", certain(float(row[f"mismatch/neither/{_GAP}"])), shares)
+
+
+def as_trained(row: Mapping[str, Any], settings: RunSettings) -> tuple[Decomposition, ...]:
+    """The gap of the same row as it was trained: the parts of guarantees that were not kept, and the rest of it."""
+    total = row.get(f"mismatch/{_GAP}")
+    if total is None or settings.routing is None or settings.masks is None:
+        return ()
+    routing, masks, _ = _parts(row)
+    routing *= settings.routing != "rollout"
+    masks *= not settings.masks
+    nats = (routing, masks, total - routing - masks)
+    shares = zip(LABELS.items(), nats, strict=True)
+    parts = tuple(Share(cause, label, certain(part)) for (cause, label), part in shares if part != 0.0)
+    return (Decomposition("as trained", certain(float(total)), parts),)
+
+
+def _facts(rl: Sequence[Mapping[str, Any]], trained: Sequence[float]) -> list[tuple[str, str]]:
+    last = rl[-1]
+    facts = [("Steps", f"{len(rl):,}, the last is {last['step']:,}")]
+    if "tokens/trained" in last:
+        facts.append(("Tokens trained", f"{last['tokens/trained']:,.0f}"))
+    if trained:
+        facts.append(("Gap as trained, first and last step", f"{brief(trained[0])} → {brief(trained[-1])} nats"))
+        recent = trained[-RECENT:]
+        facts.append((f"Gap as trained, mean of the last {len(recent)}", f"{brief(sum(recent) / len(recent))} nats"))
+    tables = [row["step"] for row in rl if _has_table(row)]
+    facts.append(("Mismatch tables", f"{len(tables):,}, the last at step {tables[-1]:,}" if tables else "none"))
+    return facts
+
+
+def _scorers(row: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """Metrics by scorer, names without their prefix."""
+    found: dict[str, dict[str, float]] = {TRAINED: {}} | {scorer: {} for scorer in SCORERS}
+    for name, value in row.items():
+        first, *rest = name.split("/")
+        if first == "mismatch" and rest:
+            scorer = rest[0] if len(rest) == 2 else TRAINED
+            found[scorer][rest[-1]] = float(value)
+    return {scorer: values for scorer, values in found.items() if values}
+
+
+def _steps(rows: Sequence[Mapping[str, Any]]) -> list[Step]:
+    """Rows of reinforcement learning; numbers of evaluations join their step under names of their own."""
+    steps: dict[int, dict[str, float]] = {}
+    for row in rows:
+        if row["stage"] != "rl":
+            continue
+        values = {name: float(value) for name, value in row.items() if name not in ("stage", "step")}
+        steps[row["step"]] = {name: value for name, value in values.items() if not name.startswith(_LEFT_OUT)}
+    return [Step(step, metrics) for step, metrics in sorted(steps.items())]
+
+
+def _layers(layers: Sequence[Mapping[str, Any]]) -> tuple[Layer, ...]:
+    """Means over steps; margins at flips weigh each step by its flips."""
+    if not layers:
+        return ()
+    differing, jaccard, at_flips, elsewhere = (
+        np.array([row[name] for row in layers], np.float64)
+        for name in ("disagreement", "jaccard", "margin_at_flips", "margin_elsewhere")
+    )
+    flips = differing.sum(0)
+    weighted = (at_flips * differing).sum(0)
+    return tuple(
+        Layer(
+            layer,
+            float(differing[:, layer].mean()),
+            float(jaccard[:, layer].mean()),
+            float(weighted[layer] / flips[layer]) if flips[layer] else None,
+            float(elsewhere[:, layer].mean()),
+        )
+        for layer in range(differing.shape[1])
+    )
+
+
+def _maps(layers: Sequence[Mapping[str, Any]]) -> tuple[LayerMap, ...]:
+    if not layers:
+        return ()
+    columns = tuple(str(row["step"]) for row in layers)
+    by_layer = zip(*(row["disagreement"] for row in layers), strict=True)
+    return (LayerMap("step", columns, tuple(tuple(map(float, row)) for row in by_layer)),)
+
+
+def _notes(table: Mapping[str, Any] | None) -> tuple[str, ...]:
+    if table is None:
+        return (
+            "The run wrote no mismatch table (mismatch.every), so the gap cannot be split into routing and masks.",
+            "Made from metrics alone: routes of single tokens need the rollouts and a model.",
+        )
+    return (
+        f"Scorers and parts are those of step {table['step']}, the last with a mismatch table; they have no intervals,"
+        " because metrics are means.",
+        "The gap as trained is measured while updates go on, so with several minibatches it holds their drift.",
+        "Made from metrics alone: routes of single tokens need the rollouts and a model.",
+    )

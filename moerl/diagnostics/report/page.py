@@ -1,0 +1,153 @@
+"""A report as one HTML file that asks for nothing else: style, scripts, charts and numbers are inside. Torch-free.
+
+Nothing of the data can become markup or script: HTML is escaped, JSON is inlined without ``<``, and the page's policy
+runs the two scripts of the package alone, by their hashes, and loads nothing.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import importlib.resources
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from moerl.contract.files import atomic_file
+from moerl.diagnostics.report import sections
+from moerl.diagnostics.report.charts import CONFIG, Chart
+from moerl.diagnostics.report.data import Report, Strip, encode_report
+from moerl.diagnostics.report.sections import Section
+from moerl.diagnostics.report.strips import strip_data, strip_section
+from moerl.diagnostics.report.words import escaped
+from moerl.printable import printable
+
+PAGE_FILE, JSON_FILE = "report.html", "report.json"
+"""In a run directory."""
+MAX_PAGE_BYTES = 5_000_000
+
+
+def write_report(report: Report, page: Path) -> None:
+    """Writes the page, and `report.json` beside it under the page's name. OSError where it cannot."""
+    with atomic_file(page.with_suffix(".json")) as partial:
+        partial.write_bytes(encode_report(report))
+    write_page(report, page)
+
+
+def write_page(report: Report, path: Path) -> None:
+    """Writes the page of one report. OSError where it cannot."""
+    parts = (
+        sections.gap(report),
+        sections.findings(report),
+        sections.scorers(report),
+        sections.over_steps(report),
+        sections.layers(report),
+        sections.margins(report),
+        sections.swaps(report),
+        sections.slices(report),
+        strip_section(report.strips),
+        sections.unusable(report),
+        sections.notes(report),
+        sections.definitions(),
+    )
+    top = sections.verdict_box(report.verdict) + sections.facts_list(report.facts)
+    write_html(path, (report.title, report.subtitle), top, [part for part in parts if part], report.strips)
+
+
+def write_html(
+    path: Path, titles: tuple[str, str], top: str, parts: Sequence[Section], strips: Sequence[Strip] = ()
+) -> None:
+    """Writes a page.
+
+    Args:
+        titles: title and subtitle, text. top: HTML above the sections.
+    """
+    charts = {chart.name: _chart_data(chart) for part in parts for chart in part.charts}
+    data = {"config": CONFIG, "charts": charts, "strips": strip_data(strips)}
+    with atomic_file(path) as partial:
+        partial.write_text(_document(titles, top, parts, inline_json(data)), encoding="utf-8")
+
+
+def inline_json(data: Any) -> str:
+    """JSON that is the same inside of a script element: no character that could end one, or that HTML treats. Control
+    characters in texts are shown as escapes."""
+    text = msgspec.json.encode(_shown(data)).decode()
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+def _shown(data: Any) -> Any:
+    """The data with every text printable."""
+    if isinstance(data, str):
+        return printable(data)
+    if isinstance(data, dict):
+        return {key: _shown(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        # Long lists hold numbers alone.
+        return [_shown(each) for each in data] if any(isinstance(each, str | dict | list) for each in data) else data
+    return data
+
+
+def _chart_data(chart: Chart) -> list[dict[str, Any]]:
+    return [
+        {
+            "label": choice.label,
+            "caption": choice.caption,
+            "spec": choice.spec,
+            "blocks": choice.blocks,
+            "columns": [{"key": each.key, "title": each.title, "form": each.form} for each in choice.columns],
+        }
+        for choice in chart.choices
+    ]
+
+
+def _document(titles: tuple[str, str], top: str, parts: Sequence[Section], data: str) -> str:
+    style, vega, script = (_asset(name) for name in ("page.css", "vega.js", "page.js"))
+    title, subtitle = map(escaped, titles)
+    contents = "".join(f'<li><a href="#{part.name}">{part.title}</a></li>' for part in parts)
+    body = "".join(f'<section id="{part.name}"><h2>{part.title}</h2>{part.body}</section>' for part in parts)
+    policy = (
+        f"default-src 'none'; script-src {_hash(vega)} {_hash(script)}; style-src 'unsafe-inline'; img-src data:;"
+        " base-uri 'none'; form-action 'none'"
+    )
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="referrer" content="no-referrer">
+<title>{title}</title>
+<link rel="icon" href="data:,">
+<style>{style}</style>
+</head>
+<body>
+<a class="skip" href="#main">Skip to the report</a>
+<header class="top"><div><h1>{title}</h1><p class="subtitle">{subtitle}</p></div>
+<button id="theme" type="button" hidden>Theme: automatic</button></header>
+<nav aria-label="contents"><ul>{contents}</ul></nav>
+<main id="main">
+{top}
+<noscript><p>Charts and token strips need JavaScript; sentences and tables do not.</p></noscript>
+{body}
+</main>
+<footer>One file, made by moerl; it loads nothing from anywhere. Its numbers are in the JSON file beside it.</footer>
+<script id="report-data" type="application/json">{data}</script>
+<script>{vega}</script>
+<script>{script}</script>
+</body>
+</html>
+"""
+
+
+def _asset(name: str) -> str:
+    folder = importlib.resources.files("moerl.diagnostics.report") / "assets"
+    return folder.joinpath(name).read_text(encoding="utf-8")
+
+
+def _hash(script: str) -> str:
+    digest = hashlib.sha256(script.encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"

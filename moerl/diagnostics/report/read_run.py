@@ -1,0 +1,119 @@
+"""Reports of run directories, and those that are stored. Reads files alone; torch-free."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+
+from moerl.buffer.ledger import LEDGER_FILE
+from moerl.diagnostics.report.data import SCHEMA, Report, read_report
+from moerl.diagnostics.report.of_run import About, report_of_run
+from moerl.diagnostics.report.run_findings import RunSettings
+from moerl.errors import MoerlError
+from moerl.telemetry.sinks import LAYERS_FILE, METRICS_FILE, read_rows
+
+_CONFIG_FILE = "config.yaml"
+_KEYS = {
+    "Recipe": "recipe",
+    "Seed": "seed",
+    "Model": "model.path",
+    "Algorithm": "algorithm.name",
+    "Sampler": "rollout.engine",
+    "Sampler's precision": "rollout.dtype",
+    "Routing kept": "keep_routing.mode",
+    "Sampling masks kept": "keep_sampling_mask.enabled",
+    "Largest staleness": "buffer.max_staleness",
+}
+"""Facts of a page and the keys that they are read from; those without a value are left out."""
+
+
+def report_of_directory(run_dir: Path) -> Report | None:
+    """The report of a run; None where no step of reinforcement learning is done.
+
+    Raises:
+        MoerlError: its files cannot be read.
+    """
+    try:
+        rows = _rows(run_dir / METRICS_FILE)
+        layers = _rows(run_dir / LAYERS_FILE)
+        return report_of_run(rows, layers, _about(run_dir))
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
+        raise MoerlError(
+            f"report: the files of {run_dir} cannot be read",
+            seen=f"{type(error).__name__}: {error}",
+            expected="what a run wrote",
+            remedy="restore the file from a copy; reports need metrics.jsonl, and use layers.jsonl and config.yaml",
+        ) from error
+
+
+def stored_report(path: Path) -> Report:
+    """The report of a `report.json`.
+
+    Raises:
+        MoerlError: it is none, or one of another build.
+    """
+    try:
+        report = read_report(path)
+    except (OSError, msgspec.ValidationError, msgspec.DecodeError) as error:
+        raise MoerlError(
+            f"report: {path} cannot be read",
+            seen=f"{type(error).__name__}: {error}",
+            expected=f"a report.json ({SCHEMA})",
+            remedy="write it again: moerl report RUN_DIR",
+        ) from error
+    if report.schema != SCHEMA:
+        raise MoerlError(
+            f"report: {path} is of another build",
+            seen=report.schema,
+            expected=SCHEMA,
+            remedy="write it again: moerl report RUN_DIR",
+        )
+    return report
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    return read_rows(path) if path.exists() else []
+
+
+def _about(run_dir: Path) -> About:
+    config = _config(run_dir / _CONFIG_FILE)
+    found = ((name, _value(config, key)) for name, key in _KEYS.items())
+    facts = tuple((name, _said(value)) for name, value in found if value is not None)
+    masks, routing = _value(config, "keep_sampling_mask.enabled"), _value(config, "keep_routing.mode")
+    settings = RunSettings(
+        # YAML reads a bare off as False.
+        routing="off" if routing is False else routing,
+        masks=masks,
+        quarantined=_quarantined(run_dir / LEDGER_FILE),
+    )
+    return About(f"Routing mismatch of {run_dir.name}", str(run_dir), facts, settings)
+
+
+def _said(value: object) -> str:
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
+
+
+def _config(path: Path) -> Mapping[str, Any]:
+    if not path.exists():
+        return {}
+    loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return loaded if isinstance(loaded, dict) else {}
+
+
+def _value(config: Mapping[str, Any], key: str) -> Any:
+    """The value at a dotted path; None where there is none."""
+    value: Any = config
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
+
+
+def _quarantined(path: Path) -> dict[str, int]:
+    if not path.exists():
+        return {}
+    return {str(reason): int(count) for reason, count in json.loads(path.read_bytes())["quarantined"].items()}

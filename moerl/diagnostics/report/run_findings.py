@@ -1,0 +1,282 @@
+"""What the numbers of a run say about its mismatch: findings, and the verdict from them. Pure; torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from moerl.diagnostics.report.data import Confidence, Decomposition, Evidence, Finding, Interval, Level, Verdict
+from moerl.diagnostics.report.words import brief, number, percent
+
+Row = Mapping[str, float]
+
+GAP_NOTE, GAP_FAULT = 0.02, 0.1
+"""Mean |d| as trained, nats, from which it is noted, and from which it is a fault. A bfloat16 sampler and a float32
+trainer of the same routes are at 0.001 to 0.02."""
+FAR_SHARE = 0.1
+"""F(2): share of tokens more than a factor of two apart, from which it is a fault."""
+PART_FAULT = 0.1
+"""Share of the gap that a guarantee would remove, from which leaving it off is a fault."""
+RISE_NOTE, RISE_FAULT, MIN_RANK_CORRELATION, MIN_STEPS = 1.5, 2.0, 0.5, 10
+"""Gap of the last fifth of the steps over that of the first; rank correlation of gap and step; steps needed."""
+RECENT = 5
+"""Steps that "now" is the mean of."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunSettings:
+    """What a run was told; None where it is not known.
+
+    routing: `keep_routing.mode`. masks: `keep_sampling_mask.enabled`. quarantined: records by reason.
+    """
+
+    routing: str | None = None
+    masks: bool | None = None
+    quarantined: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What findings are made from. rows: of the stage rl, by step. gap: decomposition with nothing kept, if there is a
+    mismatch table; trained: mean |d| as trained by step, [steps]."""
+
+    rows: Sequence[Row]
+    settings: RunSettings
+    gap: Decomposition | None
+    trained: Sequence[float]
+
+    def values(self, metric: str) -> list[float]:
+        """Of all steps that have it."""
+        return [row[metric] for row in self.rows if metric in row]
+
+    def part(self, cause: str) -> float:
+        """Nats of a part of the gap with nothing kept; 0 without a table."""
+        shares = self.gap.shares if self.gap else ()
+        return next((share.nats.value for share in shares if share.cause == cause), 0.0)
+
+    @property
+    def total(self) -> float:
+        """The gap with nothing kept, or as trained where there is no table."""
+        return self.gap.total.value if self.gap else self.now
+
+    @property
+    def now(self) -> float:
+        """The gap as trained, mean of the latest steps."""
+        return float(np.mean(self.trained[-RECENT:])) if self.trained else 0.0
+
+
+def certain(value: float) -> Interval:
+    """A value without an interval."""
+    return Interval(value, value, value)
+
+
+def _finding(
+    cause: str,
+    level: Level,
+    texts: tuple[str, str],
+    evidence: Sequence[Evidence],
+    *,
+    nats: float = 0.0,
+    total: float = 0.0,
+) -> Finding:
+    title, remedy = texts
+    share = nats / total if total > 0.0 else 0.0
+    return Finding(cause, level, "certain", title, remedy, certain(nats), share, tuple(evidence))
+
+
+def routing(seen: Seen) -> Finding | None:
+    """Whether the recorded experts were enforced, and proved."""
+    verified, unproved = sum(seen.values("replay/rows_verified")), sum(seen.values("replay/updates_unproved"))
+    if not seen.values("replay/rows_verified"):
+        return None
+    mode = seen.settings.routing or ("rollout" if verified or unproved else "off")
+    part = seen.part("routing")
+    evidence = [Evidence("rows proved (times layers and phases)", f"{verified:,.0f}", "above 0")]
+    evidence += [Evidence("updates without a proof", f"{unproved:,.0f}", "0")]
+    if seen.gap:
+        seen_part = f"{number(part)} nats, {percent(max(0.0, part / seen.total)) if seen.total else '0%'}"
+        evidence.append(Evidence("what routing makes of the gap with nothing kept", seen_part))
+    evidence += _agreement(seen)
+    if mode == "rollout":
+        if unproved:
+            texts = ("Some updates were not proved to use the recorded experts", "Set keep_routing.verify=every.")
+            return _finding("routing", "note", texts, evidence)
+        texts = ("The recorded experts were enforced, and proved before every update", "Nothing to change here.")
+        return _finding("routing", "good", texts, evidence)
+    is_fault = seen.total > 0.0 and part / seen.total >= PART_FAULT and part >= GAP_NOTE / 10
+    what = "its own experts of the first pass" if mode == "trainer" else "experts of its own in each pass"
+    texts = (f"The trainer used {what}, not those of the sampler", "Set keep_routing.mode=rollout.")
+    return _finding("routing", "fault" if is_fault else "note", texts, evidence, nats=max(0.0, part), total=seen.total)
+
+
+def _agreement(seen: Seen) -> list[Evidence]:
+    tokens = seen.values("mismatch/tokens_with_different_experts")
+    return (
+        [Evidence("tokens whose experts the trainer would not have chosen, at last", percent(tokens[-1]))]
+        if tokens
+        else []
+    )
+
+
+def masks(seen: Seen) -> Finding | None:
+    """Whether tokens were scored inside of the sets that they were drawn from."""
+    sizes, part = seen.values("kept/size_mean"), seen.part("masks")
+    if not sizes:
+        return None
+    evidence = [Evidence("mean size of a kept set, at last", f"{number(sizes[-1])} ids")]
+    if seen.gap:
+        evidence.append(Evidence("what masks make of the gap with nothing kept", f"{number(part)} nats"))
+    if seen.settings.masks is not False:
+        texts = ("Tokens were scored inside of the sets that they were drawn from", "Nothing to change here.")
+        return _finding("masks", "good", texts, evidence)
+    is_fault = seen.total > 0.0 and part / seen.total >= PART_FAULT and part >= GAP_NOTE / 10
+    texts = (
+        "Tokens were drawn from kept sets, and scored over the full vocabulary",
+        "Set keep_sampling_mask.enabled=true, or sample without top-p, top-k and min-p.",
+    )
+    return _finding("masks", "fault" if is_fault else "note", texts, evidence, nats=max(0.0, part), total=seen.total)
+
+
+def coverage(seen: Seen) -> Finding | None:
+    """Rows that no engine reported experts of."""
+    live = seen.values("routing/live_rows")
+    if not sum(live):
+        return None
+    evidence = [
+        Evidence("rows without captured routing, times layers", f"{sum(live):,.0f}", "0"),
+        Evidence("steps with such rows", f"{sum(each > 0 for each in live):,} of {len(live):,}"),
+    ]
+    texts = (
+        "Some rows had no captured routing, and the trainer's router chose",
+        "Let the engine report experts of every row, or set keep_routing.mode=trainer, which covers all rows.",
+    )
+    return _finding("coverage", "note", texts, evidence)
+
+
+def far_tokens(seen: Seen) -> Finding | None:
+    """F(2) above a tenth."""
+    shares = seen.values("mismatch/share_above_ln2")
+    now = float(np.mean(shares[-RECENT:])) if shares else 0.0
+    if now <= FAR_SHARE:
+        return None
+    evidence = [
+        Evidence(f"F(2), mean of the last {len(shares[-RECENT:])} steps", percent(now), f"at most {percent(FAR_SHARE)}")
+    ]
+    texts = (
+        "More than a tenth of the tokens are apart by more than a factor of two",
+        "Run `moerl verify` on a dump of rollouts, and see which implementation differs.",
+    )
+    return _finding("far tokens", "fault", texts, evidence, nats=seen.now, total=seen.now)
+
+
+def remaining(seen: Seen) -> Finding | None:
+    """The gap that is there while the run trains."""
+    now = seen.now
+    if now < GAP_NOTE:
+        return None
+    level = "fault" if now >= GAP_FAULT else "note"
+    evidence = [Evidence("mean |d| as trained, latest steps", f"{number(now)} nats", f"below {GAP_NOTE} nats")]
+    if seen.gap:
+        evidence.append(Evidence("with both guarantees, last table", f"{number(seen.part('unexplained'))} nats"))
+    texts = (
+        "Sampler and trainer are far apart as the run trains",
+        "Run `moerl verify` on a dump of rollouts: it says whether the engine or the trainer differs.",
+    )
+    confidence: Confidence = "likely" if level == "fault" else "possible"
+    found = _finding("gap", level, texts, evidence, nats=now, total=max(seen.total, now))
+    return Finding(found.cause, level, confidence, found.title, found.remedy, found.nats, found.share, found.evidence)
+
+
+def rising(seen: Seen) -> Finding | None:
+    """The gap as trained grows with the steps."""
+    values = np.asarray(seen.trained, np.float64)
+    if len(values) < MIN_STEPS:
+        return None
+    fifth = max(2, len(values) // 5)
+    first, last = float(values[:fifth].mean()), float(values[-fifth:].mean())
+    ranks = np.argsort(np.argsort(values)).astype(np.float64)
+    correlation = float(np.corrcoef(ranks, np.arange(len(values)))[0, 1])
+    if first <= 0.0 or last < RISE_NOTE * first or correlation < MIN_RANK_CORRELATION or last < GAP_NOTE / 20:
+        return None
+    evidence = [
+        Evidence(f"mean |d|, first {fifth} steps and last {fifth}", f"{number(first)}, then {number(last)} nats"),
+        Evidence("rank correlation with the step", f"{correlation:.2f}", f"below {MIN_RANK_CORRELATION}"),
+        *_companions(seen),
+    ]
+    level: Level = "fault" if last >= RISE_FAULT * first and last >= GAP_NOTE else "note"
+    texts = (
+        f"The gap grows while the run trains, by a factor of {last / first:.1f}",
+        "See over steps which scorer grows with it: if `both` does, look at weights and precision, not at routing.",
+    )
+    found = _finding("drift", level, texts, evidence, nats=max(0.0, last - first), total=last)
+    return Finding(found.cause, level, "likely", found.title, found.remedy, found.nats, found.share, found.evidence)
+
+
+def _companions(seen: Seen) -> list[Evidence]:
+    """What else changed meanwhile."""
+    found: list[Evidence] = []
+    for metric in ("policy/entropy", "mismatch/tokens_with_different_experts", "mismatch/both/logprob_abs_mean"):
+        values = seen.values(metric)
+        if len(values) > 1:
+            found.append(Evidence(metric, f"{number(values[0])}, then {number(values[-1])}"))
+    return found
+
+
+def quarantine(seen: Seen) -> Finding | None:
+    """Records that broke the data contract."""
+    counts = seen.values("quarantine/count")
+    if not counts or not counts[-1]:
+        return None
+    evidence = [Evidence("trajectories in quarantine", f"{counts[-1]:,.0f}", "0")]
+    evidence += [Evidence(reason, f"{count:,}") for reason, count in sorted(seen.settings.quarantined.items())]
+    texts = (
+        "Some rollouts broke the data contract, and were not trained on",
+        "Read the reasons in RUN_DIR/quarantine.",
+    )
+    return _finding("quarantine", "note", texts, evidence)
+
+
+def age(seen: Seen) -> Finding | None:
+    """Tokens that older weights sampled."""
+    largest, mean = seen.values("staleness/age_max"), seen.values("staleness/age_mean")
+    if not largest or not max(largest):
+        return None
+    evidence = [Evidence("oldest token that was trained", f"{max(largest):.0f} versions")]
+    evidence += (
+        [Evidence("mean over trajectories, of all steps", f"{number(float(np.mean(mean)))} versions")] if mean else []
+    )
+    texts = (
+        "Some tokens were sampled by older weights than they were trained with",
+        "If the gap matters, lower buffer.max_staleness; ages are part of every gap as trained.",
+    )
+    return _finding("age", "note", texts, evidence)
+
+
+CHECKS: tuple[Callable[[Seen], Finding | None], ...] = (
+    *(routing, masks, far_tokens, rising, remaining),
+    *(coverage, quarantine, age),
+)
+
+
+def findings_of(seen: Seen) -> tuple[Finding, ...]:
+    """All that the numbers say, faults first."""
+    found = [finding for check in CHECKS if (finding := check(seen)) is not None]
+    order = ("fault", "note", "good")
+    return tuple(sorted(found, key=lambda each: (order.index(each.level), -each.nats.value)))
+
+
+def verdict_of(findings: Sequence[Finding], seen: Seen) -> Verdict:
+    """The box on top, from findings in the order of `findings_of`."""
+    size = f"mean |d| is {brief(seen.now)} nats as trained"
+    first = findings[0] if findings else None
+    if first is not None and first.level == "fault":
+        return Verdict("fault", f"{first.title}; {size} ({first.confidence}).", first.remedy)
+    if first is not None and first.level == "note":
+        return Verdict("note", f"{first.title}; {size} ({first.confidence}).", first.remedy)
+    proved = any(each.cause == "routing" for each in findings)
+    replay = "; the recorded experts were proved before every update" if proved else ""
+    kept = f", instead of {brief(seen.total)} with nothing kept" if seen.gap else ""
+    more = "" if seen.gap else " Set mismatch.every=1 to see what each guarantee is worth."
+    return Verdict("good", f"Sampler and trainer agree: {size}{kept}{replay}.", f"Nothing.{more}")

@@ -1,0 +1,271 @@
+"""The parts of a report's page as HTML, in their order; a part without data is None. Torch-free; any process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from moerl.diagnostics.report import figures
+from moerl.diagnostics.report.charts import COLORS, Chart
+from moerl.diagnostics.report.data import Decomposition, Finding, Report, Swap, Verdict
+from moerl.diagnostics.report.definitions import DEFINITIONS, definition_of
+from moerl.diagnostics.report.words import escaped, folded, interval, number, percent, table
+from moerl.telemetry.metrics import METRICS, SCORERS
+
+LEVELS = {"good": "✓ In order", "note": "● Note", "fault": "! Fault"}
+SURE = {"certain": "certain: measured", "likely": "likely", "possible": "possible"}
+MAX_SWAPS = 200
+"""Rows of the table of swaps."""
+_SHARES = ("share_outside_tenth", "share_above_ln2", "tokens_with_different_experts")
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """name: of the anchor. title: of the heading and in the list of contents; neither where it is empty."""
+
+    name: str
+    title: str
+    body: str
+    charts: tuple[Chart, ...] = ()
+
+
+def figure(chart: Chart) -> str:
+    """The place of a chart, with its choices, its sentence and its folded rows."""
+    name, first = chart.name, chart.choices[0]
+    choose = ""
+    if len(chart.choices) > 1:
+        choose = (
+            f'<div class="choose"><label for="{name}-choice">{chart.ask.capitalize()}</label>'
+            f'<select id="{name}-choice">{_options(chart)}</select>'
+            f'<span class="printed">{escaped(first.label)}</span></div>'
+        )
+    return (
+        f'<figure data-chart="{name}">{choose}<figcaption>{escaped(first.caption)}</figcaption>'
+        f'<div class="plot" role="img" aria-label="{escaped(first.caption)}"></div>'
+        + folded(
+            "Numbers of this chart", '<div class="scroll rows" tabindex="0" role="region" aria-label="numbers"></div>'
+        )
+        + "</figure>"
+    )
+
+
+def _options(chart: Chart) -> str:
+    groups = chart.groups or ("",) * len(chart.choices)
+    parts: list[str] = []
+    for number_, (group, choice) in enumerate(zip(groups, chart.choices, strict=True)):
+        if group and (number_ == 0 or group != groups[number_ - 1]):
+            parts.append(f'{"</optgroup>" if number_ else ""}<optgroup label="{escaped(group)}">')
+        parts.append(f'<option value="{number_}">{escaped(choice.label)}</option>')
+    return "".join(parts) + ("</optgroup>" if groups[0] else "")
+
+
+def verdict_box(verdict: Verdict) -> str:
+    """The box on top."""
+    return (
+        f'<section class="verdict level-{verdict.level}" aria-label="verdict">'
+        f'<p class="badge">{LEVELS[verdict.level]}</p><p class="text">{escaped(verdict.text)}</p>'
+        f'<p class="advice"><strong>What to change:</strong> {escaped(verdict.advice)}</p></section>'
+    )
+
+
+def facts_list(facts: Sequence[tuple[str, str]]) -> str:
+    """Names and values."""
+    pairs = "".join(f"<div><dt>{escaped(name)}</dt><dd>{escaped(value)}</dd></div>" for name, value in facts)
+    return f'<dl class="facts">{pairs}</dl>' if facts else ""
+
+
+def gap(report: Report) -> Section | None:
+    """The gap decomposed."""
+    chart = figures.decomposition([("", report)])
+    if chart is None:
+        return None
+    tables = decomposition_table([("", each) for each in report.decompositions])
+    lead = (
+        "<p class=\"lead\">How far the trainer's log-prob of a sampled token is from the sampler's (d), and what makes"
+        " it. Parts add up to their gap; one below zero makes the others' gap smaller.</p>"
+    )
+    return Section("gap", "The gap and its parts", lead + figure(chart) + tables, (chart,))
+
+
+def decomposition_table(gaps: Sequence[tuple[str, Decomposition]]) -> str:
+    """Parts with intervals and shares."""
+    labels = list(dict.fromkeys(share.label for _, each in gaps for share in each.shares))
+    rows: list[list[str]] = []
+    for name, each in gaps:
+        title = escaped(f"{name}: {each.name}" if name else each.name)
+        for number_, share in enumerate(each.shares):
+            color = COLORS[labels.index(share.label) % len(COLORS)]
+            swatch = f'<span class="swatch" style="background:{color}"></span>'
+            part = percent(share.nats.value / each.total.value) if each.total.value > 0.0 else "-"
+            rows.append(["" if number_ else title, swatch + escaped(share.label), interval(share.nats), part])
+        rows.append(
+            ["" if each.shares else title, "<strong>all</strong>", f"<strong>{interval(each.total)}</strong>", "100%"]
+        )
+    note = "Nats, mean |d| over tokens; [95% interval] where rollouts could be drawn again."
+    return table(("gap", "part", "nats", "share"), rows, note, texts=2)
+
+
+def findings(report: Report) -> Section | None:
+    """Cards, faults first."""
+    if not report.findings:
+        return None
+    order = {"fault": 0, "note": 1, "good": 2}
+    cards = "".join(_card(each) for each in sorted(report.findings, key=lambda each: order[each.level]))
+    return Section("findings", "Findings", f'<div class="cards">{cards}</div>')
+
+
+def _card(finding: Finding) -> str:
+    size = f"{interval(finding.nats)} nats, {percent(finding.share)} of the gap · " if finding.nats.value else ""
+    facts = "".join(
+        f"<li>{escaped(each.what)}: <strong>{escaped(each.seen)}</strong>"
+        + (f" (expected: {escaped(each.expected)})" if each.expected else "")
+        + "</li>"
+        for each in finding.evidence
+    )
+    return (
+        f'<article class="card level-{finding.level}">'
+        f'<p class="badge">{LEVELS[finding.level]} · {escaped(finding.cause)}</p>'
+        f'<h3>{escaped(finding.title)}</h3><p class="size quiet">{size}{SURE[finding.confidence]}</p>'
+        f"<p>{escaped(finding.remedy)}</p>" + (f"<ul>{facts}</ul>" if facts else "") + "</article>"
+    )
+
+
+def scorers(report: Report) -> Section | None:
+    """Figures by scorer."""
+    if not report.scorers:
+        return None
+    names = list(report.scorers)
+    figures_ = list(dict.fromkeys(name for values in report.scorers.values() for name in values))
+    head = [
+        "figure",
+        *(f"{escaped(name)}<br><span class='quiet'>{escaped(SCORERS.get(name, ''))}</span>" for name in names),
+    ]
+    rows = [
+        [escaped(figure_title(key)), *(scorer_cell(report.scorers[name], key) for name in names)] for key in figures_
+    ]
+    lead = (
+        '<p class="lead">The same tokens and weights, scored with more or less of the record enforced. The gap between'
+        " <em>neither</em> and <em>both</em> is what the two guarantees remove.</p>"
+    )
+    return Section("scorers", "Scorers", lead + table(head, rows))
+
+
+def figure_title(key: str) -> str:
+    """What a figure of a scorer is called, by its name without prefix."""
+    known = definition_of(f"mismatch/{key}")
+    return known.title if known else key
+
+
+def scorer_cell(values: Mapping[str, float], key: str) -> str:
+    """One figure of a scorer as text; empty where it has none."""
+    if key not in values:
+        return ""
+    return percent(values[key]) if key in _SHARES else number(values[key])
+
+
+def over_steps(report: Report) -> Section | None:
+    """Any metric over steps."""
+    chart = figures.over_steps([("", report)])
+    return chart and Section("steps", "Over steps", figure(chart), (chart,))
+
+
+def layers(report: Report) -> Section | None:
+    """Heat maps, and one layer by hand."""
+    charts = [chart for chart in (figures.layer_maps(report), figures.single_layers(report)) if chart]
+    body = "".join(figure(chart) for chart in charts)
+    if report.layers:
+        rows = [
+            [str(each.layer), percent(each.differing), number(each.jaccard)]
+            + [_or_dash(margin) for margin in (each.margin_at_flips, each.margin_elsewhere)]
+            for each in report.layers
+        ]
+        head = ("MoE layer", "rows with other experts", "overlap (Jaccard)", "margin at flips", "margin elsewhere")
+        body += folded("Table of all layers", table(head, rows))
+    if not body:
+        return None
+    lead = '<p class="lead">Where the trainer\'s own router would have chosen other experts than the record says.</p>'
+    return Section("layers", "Layers", lead + body, tuple(charts))
+
+
+def _or_dash(value: float | None, form: Callable[[float], str] = number) -> str:
+    return "-" if value is None else form(value)
+
+
+def margins(report: Report) -> Section | None:
+    """Score margins by layer, and histograms."""
+    charts = [chart for chart in (figures.margins(report), figures.histograms(report)) if chart]
+    lead = (
+        '<p class="lead">Flips at small margins are ties that rounding decides. Flips at margins as large as elsewhere'
+        " are a fault: other weights, other inputs or routes of other rows.</p>"
+    )
+    body = lead + "".join(figure(chart) for chart in charts)
+    return Section("margins", "Margins at flips", body, tuple(charts)) if charts else None
+
+
+def swaps(report: Report) -> Section | None:
+    """Which experts replace one another."""
+    if not report.swaps:
+        return None
+    shown = sorted(report.swaps, key=lambda each: each.count, reverse=True)[:MAX_SWAPS]
+    left = len(report.swaps) - len(shown)
+    note = f'<p class="quiet">{left:,} rarer swaps are in report.json alone.</p>' if left else ""
+    rows = [_swap_row(each) for each in shown]
+    head = ("MoE layer", "recorded expert", "own expert", "rows", "share of the layer's flips")
+    body = table(head, rows[:15]) + (folded(f"{len(rows) - 15} more", table(head, rows[15:])) if rows[15:] else "")
+    return Section("swaps", "Which experts swap", body + note)
+
+
+def _swap_row(swap: Swap) -> list[str]:
+    return [str(swap.layer), str(swap.recorded), str(swap.own), f"{swap.count:,}", percent(swap.share)]
+
+
+def slices(report: Report) -> Section | None:
+    """Tokens by kind."""
+    if not report.slices:
+        return None
+    chart = figures.slices(report)
+    rows = [
+        (
+            escaped(each.by),
+            escaped(each.name),
+            f"{each.num_tokens:,}",
+            interval(each.gap) if each.gap else "-",
+            _or_dash(each.differing, percent),
+        )
+        for each in report.slices
+    ]
+    head = ("by", "slice", "tokens", "mean |d|, nats", "rows with other experts")
+    body = (figure(chart) if chart else "") + folded("Table of all slices", table(head, rows, texts=2))
+    return Section("slices", "Slices", body, (chart,) if chart else ())
+
+
+def unusable(report: Report) -> Section | None:
+    """Rows left out, by reason."""
+    if not report.unusable:
+        return None
+    rows = [
+        [escaped(each.reason), f"<code>{escaped(each.example)}</code>", f"{each.count:,}"] for each in report.unusable
+    ]
+    return Section("unusable", "Unusable rows", table(("reason", "example", "rows"), rows, texts=2))
+
+
+def definitions() -> Section:
+    """Every figure: formula, source, and its names elsewhere."""
+    parts: list[str] = []
+    for each in DEFINITIONS:
+        unit = f" ({METRICS[each.metric].unit})" if each.metric else ""
+        pairs = [("meaning", escaped(each.says)), ("formula", f"<code>{escaped(each.formula)}</code>")]
+        pairs += [("in metrics.jsonl", f"<code>{escaped(each.metric)}</code>{escaped(unit)}")] if each.metric else []
+        pairs += [("source", escaped(each.source))] if each.source else []
+        named = [f"{escaped(system)}: <code>{escaped(name)}</code>" for system, name in each.elsewhere]
+        pairs += [("elsewhere", "<br>".join(named))] if named else []
+        inner = "".join(f"<dt>{name}</dt><dd>{text}</dd>" for name, text in pairs)
+        parts.append(folded(escaped(each.title), f"<dl>{inner}</dl>"))
+    return Section("definitions", "Definitions", f'<div class="definitions">{"".join(parts)}</div>')
+
+
+def notes(report: Report) -> Section | None:
+    """What limits the numbers."""
+    if not report.notes:
+        return None
+    return Section("notes", "Notes", "<ul>" + "".join(f"<li>{escaped(each)}</li>" for each in report.notes) + "</ul>")

@@ -1,0 +1,123 @@
+"""`moerl report RUN_DIR` and `moerl report --compare A B`: pages on routing mismatch. Reads files alone."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from pathlib import Path
+
+from moerl.config.load import CONFIG_FILE
+from moerl.contract.files import writing
+from moerl.diagnostics.report.compare import write_comparison
+from moerl.diagnostics.report.data import Report
+from moerl.diagnostics.report.page import JSON_FILE, PAGE_FILE, write_report
+from moerl.diagnostics.report.read_run import report_of_directory, stored_report
+from moerl.errors import ConfigError
+from moerl.launch.arguments import Parser
+from moerl.telemetry.sinks import METRICS_FILE
+
+USAGE = "moerl report RUN_DIR [--output FILE] | moerl report --compare A B [...] [--output FILE]"
+_COMPARISON_FILE = "comparison.html"
+
+
+def report_parser() -> Parser:
+    """The parser of the command."""
+    parser = Parser(prog="moerl report", add_help=False)
+    parser.add_argument("sources", type=Path, nargs="*", metavar="RUN_DIR")
+    parser.add_argument(
+        "--compare", action="store_true", help="one page of several run directories or report.json files, side by side"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help=f"page to write: RUN_DIR/{PAGE_FILE}, or {_COMPARISON_FILE}, if not said",
+    )
+    parser.add_argument("--traceback", action="store_true", help="show where an error was raised")
+    parser.add_argument("-h", "--help", action="store_true", help="show this text")
+    return parser
+
+
+def run_report(options: argparse.Namespace) -> int:
+    """Writes the page and prints its verdict and where it is.
+
+    Raises:
+        ConfigError: a source is missing, or is nothing to report on.
+        MoerlError: files cannot be read or written.
+    """
+    sources: list[Path] = options.sources
+    _check_count(len(sources), compare=options.compare)
+    reports = [_report(source) for source in sources]
+    if options.compare:
+        output = _checked(options.output or Path(_COMPARISON_FILE))
+        with writing(output):
+            verdict = write_comparison([*zip(_names(sources), reports, strict=True)], output)
+    else:
+        report, output = reports[0], _checked(options.output or _beside(sources[0]))
+        with writing(output):
+            write_report(report, output)
+        verdict = report.verdict
+    print(f"verdict        {verdict.text}\nwhat to change {verdict.advice}\nreport         {output}")
+    return 0
+
+
+def _check_count(count: int, *, compare: bool) -> None:
+    if compare and count < 2:
+        raise ConfigError(
+            "report: nothing to compare with",
+            seen=f"{count} of them",
+            expected="two or more run directories or report.json files",
+            remedy="moerl report --compare runs/one runs/other",
+        )
+    if not compare and count != 1:
+        raise ConfigError(
+            "report: which run?",
+            seen=f"{count} of them",
+            expected="one run directory, or --compare and several",
+            remedy="see `moerl report --help`",
+        )
+
+
+def _report(source: Path) -> Report:
+    if source.is_file():
+        return stored_report(source)
+    if not (source / METRICS_FILE).is_file():
+        has = f"{CONFIG_FILE}, but no {METRICS_FILE}" if (source / CONFIG_FILE).is_file() else f"no {METRICS_FILE}"
+        raise ConfigError(
+            "report: nothing to report on",
+            seen=f"{source}: {has}" if source.is_dir() else f"{source}, which is not there",
+            expected=f"a run directory with {METRICS_FILE}, or a {JSON_FILE}",
+            remedy="give the directory that the run printed when it started",
+        )
+    report = report_of_directory(source.resolve())
+    if report is None:
+        raise ConfigError(
+            "report: no step of reinforcement learning is done",
+            seen=source / METRICS_FILE,
+            expected="rows of the stage rl",
+            remedy=f"go on with the run: moerl train {shlex.quote(f'resume={source}')}",
+        )
+    return report
+
+
+def _beside(source: Path) -> Path:
+    return source.with_suffix(".html") if source.is_file() else source / PAGE_FILE
+
+
+def _checked(output: Path) -> Path:
+    if output.suffix != ".html":
+        raise ConfigError(
+            "--output: not the name of a page", seen=output, expected="a name that ends in .html", remedy="add .html"
+        )
+    return output.resolve()
+
+
+def _names(sources: list[Path]) -> list[str]:
+    """Short names that differ: the directory's, and where two are equal, more of the path."""
+    folders = [source.resolve().parent if source.is_file() else source.resolve() for source in sources]
+    files = [f"/{source.name}" if source.is_file() and source.name != JSON_FILE else "" for source in sources]
+    for depth in range(1, max(len(folder.parts) for folder in folders) + 1):
+        names = ["/".join(folder.parts[-depth:]) + file for folder, file in zip(folders, files, strict=True)]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{name} ({number})" for number, name in enumerate(map(str, sources), start=1)]

@@ -1,0 +1,176 @@
+"""The page in a real browser: all charts drawn, nothing asked for, no console message, usable by keyboard."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from browser import Page, chromium, find_chromium
+from report_samples import HOSTILE, full_report, long_report
+
+from moerl.diagnostics.report.compare import write_comparison
+from moerl.diagnostics.report.page import write_page
+
+pytestmark = [
+    pytest.mark.skipif(find_chromium() is None, reason="no Chromium on PATH (Debian: apt-get install chromium)"),
+    pytest.mark.xdist_group("chromium"),
+]
+CHARTS = ["decomposition", "steps", "maps", "layer", "margins", "histograms", "slices"]
+DRAWN = """[...document.querySelectorAll('figure[data-chart]')].filter(figure =>
+    figure.querySelectorAll('svg path, svg rect').length > 3).map(figure => figure.dataset.chart)"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("pages")
+    write_page(full_report(), made / "full.html")
+    write_page(full_report(" ".join(HOSTILE)), made / "hostile.html")
+    return made
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    with chromium(tmp_path_factory.mktemp("profile")) as page:
+        yield page
+
+
+@pytest.fixture
+def page(browser: Page) -> Page:
+    browser.log.clear()
+    browser.requests.clear()
+    browser.size(1200, 900)
+    browser.scheme("light")
+    return browser
+
+
+def is_clean(page: Page) -> bool:
+    return not page.log and not page.requests and not page.evaluate("document.documentElement.dataset.failed || ''")
+
+
+@pytest.mark.parametrize("name", ["full", "hostile"])
+def test_every_chart_is_drawn_without_a_request_or_a_message(page: Page, folder: Path, name: str) -> None:
+    page.open(folder / f"{name}.html")
+    assert page.evaluate(DRAWN) == CHARTS
+    assert is_clean(page), (page.log, page.requests)
+    assert page.evaluate("window.pwned === undefined")
+    assert page.evaluate("document.querySelectorAll('script').length") == 3
+
+
+def test_the_policy_stops_a_script_that_is_not_ours(page: Page, folder: Path) -> None:
+    page.open(folder / "full.html")
+    page.evaluate("""(() => { const script = document.createElement('script');
+        script.textContent = 'window.pwned = 1'; document.body.append(script); })()""")
+    assert page.evaluate("window.pwned === undefined")
+    assert any("Content Security Policy" in line for line in page.log)
+
+
+def test_a_metric_is_chosen_by_keyboard_and_its_table_follows(page: Page, folder: Path) -> None:
+    page.open(folder / "full.html")
+    page.evaluate("document.getElementById('steps-choice').focus()")
+    before = page.evaluate("document.querySelector('[data-chart=steps] .plot svg').outerHTML.length")
+    page.press("ArrowDown")
+    assert page.evaluate("document.getElementById('steps-choice').value") == "1"
+    caption = "document.querySelector('[data-chart=steps] figcaption').textContent"
+    assert page.evaluate(caption).startswith("mismatch/logprob_abs_mean (mean |d|")
+    assert page.evaluate(
+        "document.querySelector('[data-chart=steps] .plot').getAttribute('aria-label')"
+    ) == page.evaluate(caption)
+    wait = "new Promise(done => setTimeout(done, 300))"
+    page.evaluate(wait)
+    assert page.evaluate("document.querySelector('[data-chart=steps] .plot svg').outerHTML.length") != before
+    page.evaluate("document.querySelector('[data-chart=steps] summary').focus()")
+    page.press("Enter")
+    page.evaluate(wait)
+    rows = "[...document.querySelectorAll('[data-chart=steps] tbody tr')].map(row => row.lastChild.textContent)"
+    shown = page.evaluate(rows)
+    assert [float(text) for text in shown] == pytest.approx([0.01 + 0.001 * step for step in range(1, 31)])
+    assert is_clean(page), page.log
+
+
+def test_tokens_are_walked_with_the_arrow_keys(page: Page, folder: Path) -> None:
+    page.open(folder / "full.html")
+    at = "document.activeElement.getAttribute('aria-label')"
+    line = "document.querySelector('.token-line').textContent"
+    page.evaluate("document.querySelector('.token[tabindex=\"0\"]').focus()")
+    start = int(page.evaluate(at).split()[1])
+    page.press("ArrowRight", 2)
+    page.press("ArrowDown")
+    page.press("ArrowLeft")
+    assert int(page.evaluate(at).split()[1]) == start + 11
+    assert page.evaluate(line) == page.evaluate(at)
+    page.press("Home")
+    assert "token 1 of 60" in page.evaluate(line)
+    assert "given, not sampled" in page.evaluate(line)
+    page.press("n")
+    assert "d = 2.6244 nats" in page.evaluate(line) or "d = -" in page.evaluate(line)
+    assert page.evaluate("document.querySelectorAll('.token[tabindex=\"0\"]').length") == 1
+
+
+def test_every_control_is_reached_with_the_tab_key(page: Page, folder: Path) -> None:
+    page.open(folder / "full.html")
+    reached: set[str] = set()
+    for _ in range(120):
+        page.press("Tab")
+        reached.add(page.evaluate("document.activeElement.id || document.activeElement.tagName"))
+    selects = set(page.evaluate("[...document.querySelectorAll('select')].map(each => each.id)"))
+    assert selects | {"theme", "SUMMARY"} <= reached
+
+
+def test_the_theme_follows_the_system_until_it_is_chosen(page: Page, folder: Path) -> None:
+    page.open(folder / "full.html")
+    ground = "getComputedStyle(document.body).backgroundColor"
+    light, dark = "rgb(255, 255, 255)", "rgb(18, 23, 29)"
+    assert page.evaluate(ground) == light
+    page.scheme("dark")
+    assert page.evaluate(ground) == dark
+    page.evaluate("document.getElementById('theme').click()")
+    assert page.evaluate(ground) == light
+    page.evaluate("document.getElementById('theme').click()")
+    page.scheme("light")
+    assert page.evaluate(ground) == dark
+    fill = "getComputedStyle(document.querySelector('[data-chart=decomposition] .mark-rect path')).fill"
+    assert page.evaluate(fill) == "rgb(86, 180, 233)"
+
+
+@pytest.mark.parametrize("width", [360, 768])
+def test_a_narrow_window_scrolls_tables_and_not_the_page(page: Page, folder: Path, width: int) -> None:
+    page.size(width, 800)
+    page.open(folder / "hostile.html")
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_paper_is_white_with_charts_and_without_controls(page: Page, folder: Path, tmp_path: Path) -> None:
+    page.open(folder / "full.html")
+    page.scheme("dark")
+    page.call("Emulation.setEmulatedMedia", media="print")
+    try:
+        hidden = (
+            "[...document.querySelectorAll('nav, button, select')].every(each => each.getClientRects().length === 0)"
+        )
+        assert page.evaluate(hidden)
+        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+        assert page.evaluate(
+            "[...document.querySelectorAll('.plot svg')].every(each => each.getBoundingClientRect().height > 50)"
+        )
+        page.pdf(tmp_path / "page.pdf")
+    finally:
+        page.call("Emulation.setEmulatedMedia", media="")
+    pdf = (tmp_path / "page.pdf").read_bytes()
+    assert pdf.startswith(b"%PDF")
+    assert 3 <= pdf.count(b"/Type /Page\n") <= 14
+
+
+def test_a_comparison_is_drawn(page: Page, tmp_path: Path) -> None:
+    write_comparison([("one", full_report()), ("<other>", full_report("x"))], tmp_path / "comparison.html")
+    page.open(tmp_path / "comparison.html")
+    assert page.evaluate(DRAWN) == ["decomposition", "steps", "layers"]
+    assert is_clean(page), page.log
+
+
+@pytest.mark.slow
+def test_a_long_run_of_a_deep_model_is_drawn(page: Page, tmp_path: Path) -> None:
+    write_page(long_report(), tmp_path / "long.html")
+    page.open(tmp_path / "long.html")
+    assert page.evaluate(DRAWN) == ["decomposition", "steps", "maps", "layer", "margins"]
+    assert is_clean(page), page.log
