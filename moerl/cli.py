@@ -1,4 +1,5 @@
-"""The command line, ``moerl COMMAND``: train, sft, rollout, eval, plan, status, report, export, verify, sglang, serve.
+"""The command line, ``moerl COMMAND``: train, sft, rollout, eval, plan, status, report, diagnose, export,
+verify, sglang, serve.
 
 Reads and checks the configuration and hands over to `moerl.orchestration.commands`, in the same process. That import
 comes last, so that help and configuration errors need no torch.
@@ -19,10 +20,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from moerl.config.command_texts import COMMANDS, EXPORT, REPORT, STATUS, VERIFY, Command
+from moerl.config.command_texts import COMMANDS, DIAGNOSE, EXPORT, REPORT, STATUS, VERIFY, Command
 from moerl.config.stop_signals import STOPPED, GraceOverError, stop_signals
 from moerl.errors import CheckpointError, ConfigError, MoerlError
-from moerl.launch.arguments import Parser, bandwidth, gib_size, nats, positive
+from moerl.launch.arguments import Parser, bandwidth, export_parser, gib_size, positive, verify_parser
 from moerl.launch.launchers import refuse_other_launchers
 from moerl.launch.overview import FAMILIES, SGLANG, family_overview, members, overview, which_command
 from moerl.launch.run_lock import run_lock
@@ -35,8 +36,6 @@ PLAN_MEMORY, PLAN_WEIGHTS, PLAN_RUN = "plan memory", "plan weights", "plan run"
 PLANS = (PLAN_MEMORY, PLAN_WEIGHTS, PLAN_RUN)
 _INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
-TOLERANCE_NATS = 1e-4
-"""Several times what float32 rounding leaves between implementations, far below what a wrong expert or id costs."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -79,6 +78,7 @@ def _dispatch(arguments: list[str]) -> int:
         print(f"moerl {importlib.metadata.version('moerl')}")
         return 0
     on_directories = {"export": _export, "verify": _verify, "status": _status, "report": _report}
+    on_directories["diagnose"] = _diagnose
     if arguments[0] in on_directories:
         return on_directories[arguments[0]](arguments[1:])
     family = arguments[0] if arguments[0] in FAMILIES else ""
@@ -238,7 +238,7 @@ def _sglang(command: str, rest: list[str]) -> int:
 
 
 def _export(arguments: list[str]) -> int:
-    parser = _export_parser()
+    parser = export_parser()
     if {"-h", "--help"} & set(arguments):
         print(_short_help("moerl export RUN_DIR [--step N] --output DIR", EXPORT, parser))
         return 0
@@ -277,8 +277,22 @@ def _report(arguments: list[str]) -> int:
     return run_report(parser.parse_intermixed_args(arguments))
 
 
+def _diagnose(arguments: list[str]) -> int:
+    from moerl.launch.diagnose import USAGE, check_arguments, diagnose_parser
+
+    parser = diagnose_parser()
+    if {"-h", "--help"} & set(arguments):
+        print(_short_help(USAGE, DIAGNOSE, parser))
+        return 0
+    options = parser.parse_intermixed_args(arguments)
+    check_arguments(options)
+    from moerl.orchestration.diagnose import run_diagnose
+
+    return run_diagnose(options)
+
+
 def _verify(arguments: list[str]) -> int:
-    parser = _verify_parser()
+    parser = verify_parser()
     if {"-h", "--help"} & set(arguments):
         print(_short_help("moerl verify DUMP --model HF_DIR [--version N] [--tolerance NATS]", VERIFY, parser))
         return 0
@@ -339,35 +353,6 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             f"--{name}", type=positive, default=value, metavar=unit, help=f"{text}, {value:g} if not said"
         )
-
-
-def _export_parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="moerl export", add_help=False)
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
-    parser.add_argument("--step", type=int, metavar="N", help="of which step; the newest checkpoint by default")
-    parser.add_argument("--output", type=Path, metavar="DIR", required=True, help="directory to make")
-    parser.add_argument("--traceback", action="store_true", help="show where an error was raised")
-    parser.add_argument("-h", "--help", action="store_true", help="show this text")
-    return parser
-
-
-def _verify_parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="moerl verify", add_help=False)
-    parser.add_argument("dump", type=Path, metavar="DUMP")
-    parser.add_argument(
-        "--model", type=Path, metavar="HF_DIR", required=True, help="Hugging Face directory with the weights"
-    )
-    parser.add_argument("--version", type=int, metavar="N", help="policy version of these weights; leaves out others")
-    parser.add_argument(
-        "--tolerance",
-        type=nats,
-        default=TOLERANCE_NATS,
-        metavar="NATS",
-        help=f"largest difference of two log-probs of one token, {TOLERANCE_NATS:g} if not said",
-    )
-    parser.add_argument("--traceback", action="store_true", help="show where an error was raised")
-    parser.add_argument("-h", "--help", action="store_true", help="show this text")
-    return parser
 
 
 def _help(command: str, config_dir: Path | None, *, all_keys: bool) -> str:

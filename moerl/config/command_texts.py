@@ -160,6 +160,19 @@ REPORT = Command(
     ),
 )
 
+DIAGNOSE = Command(
+    "find out why a dump's log-probs are not the trainer's, whichever system wrote it",
+    "Reads rollout dumps of moerl, slime, miles, NeMo-RL, prime-rl or SGLang, or any other as docs/dump_formats.md\n"
+    "says, scores a sample of them with the model, and names the causes of the gap with what each makes of it: routes\n"
+    "of another row or layer, lost sampling masks, temperature, stale weights, prompt tokens, one engine apart.\n"
+    "Writes one HTML file that needs no network, and the same numbers as JSON. Exit code 1 where a fault was found.",
+    (
+        ("moerl diagnose runs/wide --model runs/wide/hf", "of a run's own dumps"),
+        ("moerl diagnose rollout_12.pt --model policy@12 --model policy_11@11", "a slime dump, two policy versions"),
+        ("moerl diagnose train_data_step3.jsonl", "NeMo-RL: both policies are in the dump, no model is needed"),
+    ),
+)
+
 EXPORT = Command(
     "write the weights of a run's checkpoint as a Hugging Face directory",
     "Reads one checkpoint of a run in one process, whatever layout wrote it, and writes config, tokenizer and\n"

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import argparse
 import math
+from pathlib import Path
 from typing import NoReturn
 
 from moerl.errors import ConfigError
+
+TOLERANCE_NATS = 1e-4
+"""Several times what float32 rounding leaves between implementations, far below what a wrong expert or id costs."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -49,3 +53,32 @@ def gib_size(text: str) -> float:
 def bandwidth(text: str) -> float:
     """GB per second; argparse names this function where the text is none."""
     return positive(text)
+
+
+def export_parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="moerl export", add_help=False)
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    parser.add_argument("--step", type=int, metavar="N", help="of which step; the newest checkpoint by default")
+    parser.add_argument("--output", type=Path, metavar="DIR", required=True, help="directory to make")
+    parser.add_argument("--traceback", action="store_true", help="show where an error was raised")
+    parser.add_argument("-h", "--help", action="store_true", help="show this text")
+    return parser
+
+
+def verify_parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="moerl verify", add_help=False)
+    parser.add_argument("dump", type=Path, metavar="DUMP")
+    parser.add_argument(
+        "--model", type=Path, metavar="HF_DIR", required=True, help="Hugging Face directory with the weights"
+    )
+    parser.add_argument("--version", type=int, metavar="N", help="policy version of these weights; leaves out others")
+    parser.add_argument(
+        "--tolerance",
+        type=nats,
+        default=TOLERANCE_NATS,
+        metavar="NATS",
+        help=f"largest difference of two log-probs of one token, {TOLERANCE_NATS:g} if not said",
+    )
+    parser.add_argument("--traceback", action="store_true", help="show where an error was raised")
+    parser.add_argument("-h", "--help", action="store_true", help="show this text")
+    return parser

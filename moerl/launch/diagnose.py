@@ -8,7 +8,7 @@ from pathlib import Path
 from moerl.errors import ConfigError
 from moerl.launch.arguments import Parser
 
-USAGE = "moerl diagnose DUMP [DUMP ...] [--model HF_DIR[@VERSION] ...] [--output FILE]"
+USAGE = "moerl diagnose DUMP [DUMP ...] [--model HF_DIR[@VERSION] ...] [--output FILE.html]"
 OUTPUT = Path("diagnosis.html")
 DEFAULT_ROLLOUTS = 256
 
@@ -35,6 +35,12 @@ def diagnose_parser() -> Parser:
         metavar="N",
         help=f"most rollouts to score, spread over the dump, {DEFAULT_ROLLOUTS} if not said",
     )
+    parser.add_argument(
+        "--backend",
+        choices=("hf", "trainer"),
+        default="hf",
+        help="score with transformers (hf, the default) or Megatron",
+    )
     parser.add_argument("--dtype", metavar="NAME", help="of the arithmetic; that of the model's config if not said")
     parser.add_argument("--traceback", action="store_true", help="show where an error was raised")
     parser.add_argument("-h", "--help", action="store_true", help="show this text")
@@ -50,6 +56,13 @@ def check_arguments(options: argparse.Namespace) -> None:
     for dump in options.dumps:
         if not dump.exists():
             raise ConfigError("DUMP: not there", seen=dump, expected="a file or a directory", remedy="check the path")
+    if options.backend == "trainer" and len(options.model) > 1:
+        raise ConfigError(
+            "--backend trainer: one model at a time",
+            seen=f"{len(options.model)} of --model",
+            expected="one",
+            remedy="compare versions with --backend hf",
+        )
     if options.rollouts < 1:
         raise ConfigError("--rollouts: too few", seen=options.rollouts, expected="at least 1")
     if options.output.suffix != ".html":
@@ -59,19 +72,3 @@ def check_arguments(options: argparse.Namespace) -> None:
             expected="a name that ends in .html",
             remedy="add .html",
         )
-
-
-def split_version(named: Path) -> tuple[Path, int | None]:
-    """The directory and the policy version of `HF_DIR[@VERSION]`; a directory whose name holds an @ is one.
-
-    Raises:
-        ConfigError: there is no such directory, or the version is no number.
-    """
-    folder, at, version = str(named).rpartition("@")
-    if named.is_dir() or not at:
-        return named, None
-    if not version.isdecimal():
-        raise ConfigError(
-            "--model: version", seen=version, expected="a policy version, a whole number", remedy="HF_DIR@12"
-        )
-    return Path(folder), int(version)

@@ -6,6 +6,8 @@ the whole dump is looked at, as far as it brings both policies.
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,12 +18,12 @@ import torch
 from numpy.typing import NDArray
 
 from moerl.config.model_tensors import check_weights
-from moerl.contract.files import atomic_file
+from moerl.contract.files import writing
 from moerl.diagnostics.causes.diagnosis import diagnose
 from moerl.diagnostics.dump_report import DumpFacts, report_of_diagnosis, report_of_policies, sampled_gaps
 from moerl.diagnostics.dumps.rollout import Dump, DumpedRollout, Unusable
-from moerl.diagnostics.report.data import Report, encode_report
-from moerl.diagnostics.report.page import write_page
+from moerl.diagnostics.report.data import Report
+from moerl.diagnostics.report.page import write_report
 from moerl.diagnostics.scoring import Scorer
 from moerl.diagnostics.tallies import Tallies
 from moerl.errors import ConfigError
@@ -29,14 +31,15 @@ from moerl.models.description import CONFIG_FILE, ModelDescription, read_model
 from moerl.orchestration.prompt_edits import load_tokenizer, prompt_edits
 from moerl.orchestration.rescoring import TransformersScorer
 from moerl.orchestration.torch_dumps import open_any_dump
+from moerl.orchestration.trainer_scorer import TrainerScorer
 from moerl.printable import printable
 from moerl.ranks.libraries import quiet_libraries
-from moerl.telemetry.progress import make_progress
 from moerl.trainer import platform
 from moerl.trainer.model import DTYPES
 
 MAX_TOKENS = 40_000
 """Of the sampled rollouts, prompts included."""
+_BACKENDS = {"hf": "transformers", "trainer": "the Megatron trainer"}
 _FINER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
 
 
@@ -48,22 +51,20 @@ class Checkpoint:
     version: int | None
 
 
-def run_diagnose(
-    dumps: Sequence[Path], checkpoints: Sequence[Checkpoint], *, output: Path, num_rollouts: int, dtype: str | None
-) -> int:
-    """Writes the report, `output` and `report.json` beside it, and prints the verdict.
+def run_diagnose(options: argparse.Namespace) -> int:
+    """Writes the report, `options.output` and its JSON beside it, and prints the verdict.
 
     Args:
-        dumps: files or directories. checkpoints: of the policy, newest first; none where the dumps bring both policies.
-        num_rollouts: most rollouts to score. dtype: of the scorer; None for that of the model's config.
+        options: of `moerl.launch.diagnose`, checked.
 
     Returns:
         Exit code: 0, or 1 where a fault was found.
 
     Raises:
         ConfigError: there is no dump or no model, or nothing in the dumps can be used.
-        ContractError: a dump of ours is damaged. EngineError: the model cannot be scored with.
+        ContractError: a dump of ours is damaged. EngineError, ReplayError: the model cannot be scored with.
     """
+    checkpoints = [Checkpoint(*split_version(named)) for named in options.model]
     described = [_described(checkpoint) for checkpoint in checkpoints]
     opened = [
         open_any_dump(
@@ -71,17 +72,33 @@ def run_diagnose(
             moe_layers=described[0].moe_layers if described else None,
             experts_per_token=described[0].spec.experts_per_token if described else None,
         )
-        for path in dumps
+        for path in options.dumps
     ]
     if described:
-        report = _by_model(opened, dumps, checkpoints, described, num_rollouts, dtype)
+        report = _by_model(opened, checkpoints, described, options)
     else:
-        report = _by_policies(opened, dumps, num_rollouts)
-    write_page(report, output)
-    with atomic_file(output.with_suffix(".json")) as temporary:
-        temporary.write_bytes(encode_report(report))
+        report = _by_policies(opened, options.dumps, options.rollouts)
+    output = options.output.resolve()
+    with writing(output):
+        write_report(report, output)
     _print(report, output)
     return int(report.verdict.level == "fault")
+
+
+def split_version(named: Path) -> tuple[Path, int | None]:
+    """The directory and the policy version of `HF_DIR[@VERSION]`; a directory whose name holds an @ is one.
+
+    Raises:
+        ConfigError: there is no such directory, or the version is no number.
+    """
+    folder, at, version = str(named).rpartition("@")
+    if named.is_dir() or not at:
+        return named, None
+    if not version.isdecimal():
+        raise ConfigError(
+            "--model: version", seen=version, expected="a policy version, a whole number", remedy="HF_DIR@12"
+        )
+    return Path(folder), int(version)
 
 
 def _described(checkpoint: Checkpoint) -> ModelDescription:
@@ -98,38 +115,31 @@ def _described(checkpoint: Checkpoint) -> ModelDescription:
 
 def _by_model(
     dumps: Sequence[Dump],
-    paths: Sequence[Path],
     checkpoints: Sequence[Checkpoint],
     described: Sequence[ModelDescription],
-    num_rollouts: int,
-    dtype: str | None,
+    options: argparse.Namespace,
 ) -> Report:
     quiet_libraries()
     model, unusable = described[0], Unusable()
     positions = int(model.hf_config.get("max_position_embeddings") or 1 << 30)
     fits = _fitting(_all(dumps), model.spec.vocab_size, positions, unusable)
-    sample, total = _spread(fits, num_rollouts)
+    sample, total = _spread(fits, options.rollouts)
     _require_some(sample, dumps, unusable)
-    name = dtype or str(model.hf_config.get("dtype") or model.hf_config.get("torch_dtype") or "float32")
+    name = options.dtype or str(model.hf_config.get("dtype") or model.hf_config.get("torch_dtype") or "float32")
     if name not in DTYPES:
         raise ConfigError("--dtype: of the scorer", seen=name, expected=f"one of {', '.join(DTYPES)}")
     tokenizer = load_tokenizer(checkpoints[0].folder)
-    progress = make_progress()
-    with progress:
-        progress.say(f"{len(sample)} of {total} rollouts, {sum(map(len, sample)):,} tokens, {name}")
-        scorers: list[Scorer] = [
-            _scorer(each, model_of, DTYPES[name]) for each, model_of in zip(checkpoints, described, strict=True)
-        ]
-        finer = _scorer(checkpoints[0], model, _FINER[DTYPES[name]])
+    print(f"{len(sample)} of {total} rollouts, {sum(map(len, sample)):,} tokens, {name}")
+    with _scorers(checkpoints, described, name, options.backend) as (scorers, finer):
         found = diagnose(sample, scorers, finer, prompt_edits(tokenizer))
     texts = _texts(tokenizer, model.spec.vocab_size)
-    facts = _facts(dumps, paths, unusable, len(sample), total)
+    facts = _facts(dumps, options.dumps, unusable, len(sample), total)
     said = [
         f"{each.folder.name}" + ("" if each.version is None else f" (version {each.version})") for each in checkpoints
     ]
     facts = replace(
         facts,
-        facts=(*facts.facts, ("model", ", ".join(said)), ("scored by", f"transformers, {name}, routing enforced")),
+        facts=(*facts.facts, ("model", ", ".join(said)), ("scored by", f"{_BACKENDS[options.backend]}, {name}")),
         texts=texts,
         classes=[
             _class_of(text, special) for text, special in zip(texts, _special(tokenizer, len(texts)), strict=True)
@@ -138,9 +148,31 @@ def _by_model(
     return report_of_diagnosis(found, facts)
 
 
-def _scorer(checkpoint: Checkpoint, model: ModelDescription, dtype: torch.dtype) -> TransformersScorer:
-    name = checkpoint.folder.name if checkpoint.version is None else f"version {checkpoint.version}"
-    return TransformersScorer(model, dtype=dtype, device=platform.device(), name=name, version=checkpoint.version)
+@contextlib.contextmanager
+def _scorers(
+    checkpoints: Sequence[Checkpoint], described: Sequence[ModelDescription], dtype: str, backend: str
+) -> Iterator[tuple[list[Scorer], Scorer]]:
+    """One for each checkpoint, and one of the first in a finer arithmetic."""
+    finer = _transformers(checkpoints[0], described[0], _FINER[DTYPES[dtype]])
+    if backend == "hf":
+        pairs = zip(checkpoints, described, strict=True)
+        yield [_transformers(each, model, DTYPES[dtype]) for each, model in pairs], finer
+        return
+    (checkpoint,) = checkpoints
+    trainer = TrainerScorer(described[0], dtype=dtype, name=_name(checkpoint), version=checkpoint.version)
+    try:
+        yield [trainer], finer
+    finally:
+        trainer.close()
+
+
+def _transformers(checkpoint: Checkpoint, model: ModelDescription, dtype: torch.dtype) -> TransformersScorer:
+    device = platform.device()
+    return TransformersScorer(model, dtype=dtype, device=device, name=_name(checkpoint), version=checkpoint.version)
+
+
+def _name(checkpoint: Checkpoint) -> str:
+    return checkpoint.folder.name if checkpoint.version is None else f"version {checkpoint.version}"
 
 
 def _all(dumps: Sequence[Dump]) -> Iterator[DumpedRollout]:
