@@ -64,16 +64,24 @@ class EngineSubject:
             raise CannotAskError("the engine's weights are not to be replaced")
         old = self._engine.handshake().policy_version
         try:
-            answers = self._collect(asks, lambda: self._update(weights, old + 1, renumbered=True))
+            answers = self._collect(asks, lambda: self.update(old + 1, renumbered=True))
         finally:
-            self._update(weights, old, renumbered=False)
+            self.update(old, renumbered=False)
         ordered = tuple(answers[number] for number in range(len(asks)))
         return AcrossUpdate(ordered, old, old + 1, weights.renumbered_LE)
 
     def close(self) -> None:
         self._engine.close()
 
-    def _update(self, weights: WeightSets, version: int, *, renumbered: bool) -> None:
+    def update(self, version: int, *, renumbered: bool) -> None:
+        """Sends one of the two sets of weights.
+
+        Raises:
+            CannotAskError: there is none.
+        """
+        weights = self._weights
+        if weights is None:
+            raise CannotAskError("the engine's weights are not to be replaced")
         self._engine.begin_update(version)
         self._engine.receive(weights.tensors(renumbered=renumbered))
         self._engine.end_update()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,10 +21,14 @@ class RenumberedWeights:
     """The weights of a model directory as they are, and with every expert moved on by one group.
 
     Routers that choose groups first choose the same ones: whole groups move. Without groups an expert is a group.
+
+    Args:
+        names: of the tensors that an engine holds; others of the directory are left out.
     """
 
-    def __init__(self, model: ModelDescription) -> None:
+    def __init__(self, model: ModelDescription, names: Collection[str]) -> None:
         assert model.folder is not None
+        self._names = names
         self._folder, self._num_experts = model.folder, model.num_experts
         groups = int(model.hf_config.get("n_group") or 1)
         self._shift = model.num_experts // groups if groups > 1 else 1
@@ -40,6 +44,8 @@ class RenumberedWeights:
         """Tensors by checkpoint name."""
         for file in sorted({tensor.file for tensor in stored_tensors(self._folder).values()}):
             for name, tensor in load_file(file).items():
+                if name not in self._names:
+                    continue
                 yield self._renumber(name, tensor) if renumbered else (name, tensor)
 
     def _renumber(self, name: str, tensor: Tensor) -> tuple[str, Tensor]:
