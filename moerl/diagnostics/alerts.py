@@ -77,7 +77,7 @@ def _coverage(rows: Sequence[Mapping[str, Any]]) -> Alert | None:
     return Alert(
         "coverage",
         f"step {rows[-1]['step']}: {values[-1]:,.0f} rows x layers without captured routing, {before:,.0f} before",
-        "the trainer's router chose there; ask the engine with `moerl conformance`, or set keep_routing.uncaptured=reject",
+        "the trainer's router chose there; ask the engine with `moerl conformance`",
     )
 
 
@@ -98,8 +98,8 @@ def _quarantine(rows: Sequence[Mapping[str, Any]]) -> Alert | None:
         return None
     return Alert(
         "quarantine",
-        f"step {rows[-1]['step']}: {values[-1] - first:,.0f} trajectories were quarantined within {WINDOW} steps, {values[-1]:,.0f}"
-        " in all",
+        f"step {rows[-1]['step']}: {values[-1] - first:,.0f} trajectories were quarantined within {WINDOW} steps,"
+        f" {values[-1]:,.0f} in all",
         "RUN_DIR/quarantine says of each which rule it breaks; `moerl conformance` asks the engine",
     )
 
@@ -114,8 +114,8 @@ def _gap(rows: Sequence[Mapping[str, Any]]) -> Alert | None:
         return None
     return Alert(
         "gap",
-        f"step {rows[-1]['step']}: the mismatch of sampler and trainer rose from {before:.1e} to {now:.1e} nats (medians"
-        f" of {WINDOW} steps)",
+        f"step {rows[-1]['step']}: the mismatch of sampler and trainer rose from {before:.1e} to {now:.1e} nats"
+        f" (medians of {WINDOW} steps)",
         "compare weight versions, staleness and the mismatch table; `moerl verify` replays dumped rollouts",
     )
 
@@ -126,7 +126,7 @@ def _far(rows: Sequence[Mapping[str, Any]]) -> Alert | None:
         return None
     return Alert(
         "far tokens",
-        f"step {rows[-1]['step']}: the two probabilities of {share:.0%} of the tokens differ by more than a factor of two",
+        f"step {rows[-1]['step']}: sampler and trainer are apart by more than a factor of two on {share:.0%} of tokens",
         "importance weights are noise there: keep routing and sampling masks, and lower the staleness",
     )
 

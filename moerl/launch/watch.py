@@ -37,8 +37,8 @@ _PACE_ROWS = 20
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What a run directory says. rows: of metrics.jsonl. ledger: None before the first step. steps: planned, 0 where not
-    known. state: running, finished or stopped, for people."""
+    """What a run directory says. rows: of metrics.jsonl. ledger: None before the first step. steps: planned, 0 where
+    not known. state: running, finished or stopped, for people."""
 
     rows: Sequence[Mapping[str, Any]]
     ledger: Ledger | None
@@ -174,7 +174,9 @@ def overview(snapshot: Snapshot) -> list[str]:
     lines, steps = [f"state     {snapshot.state}"], _rl(snapshot.rows)
     if not steps:
         stage = snapshot.rows[-1]["stage"] if snapshot.rows else ""
-        where = f"{STAGE_TITLES.get(stage, stage)}, step {snapshot.rows[-1]['step']}" if stage else "no step is done yet"
+        where = (
+            f"{STAGE_TITLES.get(stage, stage)}, step {snapshot.rows[-1]['step']}" if stage else "no step is done yet"
+        )
         return [*lines, f"step      {where}"]
     last = steps[-1]["step"]
     of = f" of {snapshot.steps}" if snapshot.steps else ""

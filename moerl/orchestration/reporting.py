@@ -102,7 +102,7 @@ class RunReporter:
         self._sinks: tuple[MetricSink, ...] = (*self._metric_sinks, self._layers)
         self._trackers = Trackers(trackers, self.say)
         # Of reinforcement learning, the newest: what alerts are found in.
-        self._recent: list[Mapping[str, Any]] = []
+        self._recent: Sequence[Mapping[str, Any]] = ()
         self._alerts = Announcer()
 
     def __enter__(self) -> RunReporter:

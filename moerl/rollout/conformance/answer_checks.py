@@ -39,9 +39,7 @@ def stop_ids_end(bench: Bench) -> str:
     """A token that an answer has anyway is made its stop id: it must end there, and keep the token."""
     asks = bench.mixed("stop", 6)
     whole = bench.fresh(asks, "stop-whole")
-    stopping = [
-        replace(ask, stop_ids=(int(answer.token_ids[4]),)) for ask, answer in zip(asks, whole, strict=True)
-    ]
+    stopping = [replace(ask, stop_ids=(int(answer.token_ids[4]),)) for ask, answer in zip(asks, whole, strict=True)]
     num_stopped = 0
     for ask, answer in _answered(bench, stopping):
         is_stop = [token in ask.stop_ids for token in answer.token_ids.tolist()]
@@ -55,7 +53,9 @@ def stop_ids_end(bench: Bench) -> str:
                 expected="the first stop id is the last token, and the reason is stop",
             )
     if not num_stopped:
-        raise FailedCheckError("stop ids", seen="none of them was sampled again", expected="that of the greedy request at least")
+        raise FailedCheckError(
+            "stop ids", seen="none of them was sampled again", expected="that of the greedy request at least"
+        )
     return f"{num_stopped} of {len(asks)} answers ended by a stop id"
 
 
@@ -267,4 +267,3 @@ def _demand_ids(what: str, ids: Any, limit: int) -> None:
 
 def _answered(bench: Bench, asks: list[Ask]) -> list[tuple[Ask, Answer]]:
     return list(zip(asks, bench.fresh(asks, "answers"), strict=True))
-

@@ -72,7 +72,7 @@ class UpstreamDialect:
 
     Args:
         num_layers: decoder layers, those with rows in `routed_experts`; dense layers are among them.
-        takes_seeds: with `--enable-deterministic-inference` alone; seeds with min-p end such a server, and are left out.
+        takes_seeds: with `--enable-deterministic-inference` alone; seeds with min-p end such a server: left out.
     """
 
     def __init__(self, spec: ModelSpec, num_layers: int, *, takes_seeds: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,11 +15,11 @@ from moerl.rollout.conformance.subject import AcrossUpdate, Answer, Ask, CannotA
 
 
 class WeightSets(Protocol):
-    """Two sets of weights that compute the same, with experts numbered otherwise. renumbered_LE: as in
-    `AcrossUpdate`."""
+    """Two sets of weights that compute the same, with experts numbered otherwise. renumbered: as
+    `renumbered_LE` of `AcrossUpdate`."""
 
     @property
-    def renumbered_LE(self) -> NDArray[np.int64]: ...
+    def renumbered(self) -> NDArray[np.int64]: ...
 
     def tensors(self, *, renumbered: bool) -> Iterable[tuple[str, Any]]:
         """By checkpoint name."""
@@ -68,7 +69,7 @@ class EngineSubject:
         finally:
             self.update(old, renumbered=False)
         ordered = tuple(answers[number] for number in range(len(asks)))
-        return AcrossUpdate(ordered, old, old + 1, weights.renumbered_LE)
+        return AcrossUpdate(ordered, old, old + 1, weights.renumbered)
 
     def close(self) -> None:
         self._engine.close()
@@ -106,13 +107,12 @@ def _request(ask: Ask, rollout_id: str) -> RolloutRequest:
 def _answer(ask: Ask, record: RolloutRecord) -> Answer:
     values, start = record.values, len(ask.prompt_ids)
     kept = values["kept"]
-    ends = kept.offsets[start:].tolist()
     return Answer(
         token_ids=values["token_ids"][start:],
         finish_reason=str(values["finish_reason"]),
         expert_ids=values["expert_ids"][ask.first_row :],
         logprobs=values["rollout_logprobs"][start:],
         kept_logmass=values["kept_logmass"][start:],
-        kept_sets=tuple(kept.ids[a:b] for a, b in zip(ends[:-1], ends[1:], strict=True)),
+        kept_sets=tuple(kept.ids[a:b] for a, b in pairwise(kept.offsets[start:].tolist())),
         versions=values["policy_versions"][start:],
     )

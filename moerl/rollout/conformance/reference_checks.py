@@ -42,6 +42,4 @@ def _judged(bench: Bench) -> list[tuple[Ask, Answer, Judged]]:
     answers = bench.fresh(asks, "reference")
     for answer in answers:
         rows_of(answer)
-    return [
-        (ask, answer, bench.judge.judge(ask, answer)) for ask, answer in zip(asks, answers, strict=True)
-    ]
+    return [(ask, answer, bench.judge.judge(ask, answer)) for ask, answer in zip(asks, answers, strict=True)]

@@ -1,4 +1,4 @@
-"""Checks that compare answers: batches, prefix caches, long prompts, retraction, aborts, resumed answers, turns, updates.
+"""Checks that compare answers: batches, prefix caches, long prompts, retraction, aborts, resuming, turns, updates.
 
 A row of routing depends on the tokens up to its own alone. So rows of equal beginnings are equal however they were
 computed; each check here is one way to get them. Each returns what it saw, or raises `FailedCheckError` or
@@ -93,9 +93,7 @@ def retractions_change_nothing(bench: Bench) -> str:
             f"the key-value pool holds {facts.pool_tokens} tokens, too many to fill; start a server with a smaller one"
             " (moerl serve --max-pool-tokens 2048)"
         )
-    asks = [
-        Ask(bench.prompt(f"pressure-{i}", 24), replace(GREEDY, seed=i), new_tokens) for i in range(count)
-    ]
+    asks = [Ask(bench.prompt(f"pressure-{i}", 24), replace(GREEDY, seed=i), new_tokens) for i in range(count)]
     answers = bench.fresh(asks, "pressure")
     retracted = [(ask, answer) for ask, answer in zip(asks, answers, strict=True) if answer.retractions]
     if not retracted:
@@ -147,22 +145,20 @@ def resumed_answers_go_on(bench: Bench) -> str:
 
 def turns_have_each_row_once(bench: Bench) -> str:
     """Three turns, with observations between them; each brings the rows that the turns before have not."""
-    tokens, parts, answer = bench.prompt("turns", 17), list[np.ndarray](), None
-    num_rows = 0
+    tokens, parts, num_rows = bench.prompt("turns", 17), list[np.ndarray](), 0
+    last, num_tokens = tokens, 0
     for turn in range(3):
         ask = Ask(tokens, GREEDY, 6, first_row=num_rows, cache_key=f"{bench.run_id}-turns")
         (answer,) = bench.subject.ask([ask])
         _demand_rows(f"turn {turn + 1}", ask, answer)
         parts.append(rows_of(answer))
         num_rows += len(parts[-1])
-        last = tokens
+        last, num_tokens = tokens, len(tokens) + len(answer.token_ids)
         tokens = (*tokens_of(ask, answer), *bench.prompt(f"observation-{turn}", 5))
-    assert answer is not None
     once = np.concatenate(parts)
     (whole,) = bench.fresh([Ask(last, GREEDY, 6)], "turns-whole")
-    expected = len(last) + len(answer.token_ids) - 1
-    if len(once) != expected:
-        raise FailedCheckError("rows of three turns", seen=len(once), expected=f"{expected}, one for every input")
+    if len(once) != num_tokens - 1:
+        raise FailedCheckError("rows of three turns", seen=len(once), expected=f"{num_tokens - 1}, one for every input")
     routes, count = RouteComparison(bench.tolerances.routes), min(len(last), len(once))
     routes.add("three turns", once[:count], rows_of(whole)[:count])
     return routes.finish()
@@ -177,6 +173,7 @@ def updates_keep_versions_and_routes(bench: Bench) -> str:
     across = bench.subject.across_update(bench.keyed(asks, "update"))
     routes, num_changed = RouteComparison(bench.tolerances.routes), 0
     layers = np.arange(bench.subject.facts.spec.num_moe_layers)
+    _demand_versions(across.answers[0], (across.old_version,))  # it had finished before the update began
     for ask, answer, expected in zip(asks, across.answers, calm, strict=True):
         what = "request under way in an update"
         _demand_aligned(what, ask, answer)
@@ -225,14 +222,14 @@ def _demand_aligned(what: str, ask: Ask, answer: Answer) -> None:
             )
 
 
-def _demand_versions(answer: Answer, known: tuple[int, int]) -> np.ndarray:
+def _demand_versions(answer: Answer, known: tuple[int, ...]) -> np.ndarray:
     if answer.versions is None:
         raise CannotAskError("the engine does not say which weights sampled a token")
     versions = np.asarray(answer.versions)
     if not np.isin(versions, known).all() or (np.diff(versions) < 0).any():
         raise FailedCheckError(
-            "weight versions of a request under way in an update",
+            "weight versions of a request",
             seen=versions.tolist(),
-            expected=f"{known[0]}, then {known[1]}",
+            expected=", then ".join(map(str, known)),
         )
     return versions

@@ -1,4 +1,4 @@
-"""SGLang servers under test: those with our patches, and others. Torch-free; runs in the process of `moerl conformance`.
+"""SGLang servers under test: those with our patches, and others. Torch-free; in the process of `moerl conformance`.
 
 A server is asked over HTTP only. One with our patches says in its handshake what it is; of others the caller says which
 model they serve.

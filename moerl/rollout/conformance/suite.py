@@ -79,9 +79,7 @@ CHECKS = (
     Check("kept-token", "Is the sampled token in its kept set?", answer_checks.kept_sets_hold_the_token),
     Check("kept-order", "Are kept ids in range and strictly ascending?", answer_checks.kept_sets_are_ordered),
     Check("kept-size", "Are kept sets no larger than top-k, greedy ones single?", answer_checks.kept_sets_are_bounded),
-    Check(
-        "logprobs", "Are log-probs at most 0, and 0 in a kept set of one?", answer_checks.logprobs_are_negative
-    ),
+    Check("logprobs", "Are log-probs at most 0, and 0 in a kept set of one?", answer_checks.logprobs_are_negative),
     Check("temperature", "Is temperature applied before the cut?", sampling_checks.temperature_is_honoured),
     Check("top-k", "Is top-k honoured, and renormalised?", sampling_checks.top_k_is_honoured),
     Check("top-p", "Is top-p honoured, and renormalised?", sampling_checks.top_p_is_honoured),

@@ -35,7 +35,7 @@ class RenumberedWeights:
         self._num_layers = len(model.moe_layers)
 
     @property
-    def renumbered_LE(self) -> NDArray[np.int64]:
+    def renumbered(self) -> NDArray[np.int64]:
         """int64 [L, E]: the new number of each expert."""
         numbers = (np.arange(self._num_experts) + self._shift) % self._num_experts
         return np.tile(numbers, (self._num_layers, 1))
