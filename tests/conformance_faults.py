@@ -20,7 +20,8 @@ def unchanged(ask: Ask) -> Ask:
 
 @dataclass
 class FaultInjection:
-    """damage: of each answer. change: of each request before the engine sees it. pool_tokens: what the engine claims."""
+    """damage: of each answer. change: of each request before the engine sees it. pool_tokens: that the engine
+    claims."""
 
     subject: Subject
     damage: Damage = lambda ask, answer: answer

@@ -65,7 +65,9 @@ sys.exit(status)
 def test_the_overview_names_every_command(capsys: pytest.CaptureFixture[str]):
     assert cli.main(["--help"]) == 0
     text = capsys.readouterr().out
-    assert all(f"  {command}" in text for command in [*ALL_COMMANDS, "status", "export", "verify"])
+    assert all(
+        f"  {command}" in text for command in [*ALL_COMMANDS, "status", "watch", "export", "verify", "conformance"]
+    )
     assert cli.main([]) == 2
 
 
@@ -350,6 +352,16 @@ def test_a_reader_that_goes_away_is_no_error():
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
     assert done.stderr == ""
     assert done.stdout.splitlines()[0].startswith("usage: moerl train")
+
+
+def test_watching_a_run_and_asking_a_server_need_no_torch(tmp_path: Path):
+    (tmp_path / "config.yaml").write_text("{}")
+    done = run_python(MAIN_WITHOUT_TORCH, "watch", str(tmp_path), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "no step is done yet" in done.stdout
+    done = run_python(MAIN_WITHOUT_TORCH, "conformance", "http://127.0.0.1:9", cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: SGLang /server_info: the connection failed")
 
 
 @pytest.mark.parametrize("command", ["sglang install", "sglang check", "serve"])

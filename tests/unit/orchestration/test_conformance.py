@@ -50,5 +50,5 @@ def test_a_reference_of_another_architecture_is_a_usage_error(
 
 
 def test_a_server_that_cannot_be_reached_is_named():
-    with pytest.raises(EngineError, match="127.0.0.1:9"):
+    with pytest.raises(EngineError, match=r"127\.0\.0\.1:9"):
         open_subject(Target(url="http://127.0.0.1:9"))

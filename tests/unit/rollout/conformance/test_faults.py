@@ -1,4 +1,4 @@
-"""Every fault of an engine is found by a check. That sound engines pass all of them: `tests/conformance/test_checks.py`."""
+"""Every fault of an engine is found by a check. Sound engines pass all of them: `tests/conformance/test_checks.py`."""
 
 from __future__ import annotations
 
@@ -57,6 +57,22 @@ def is_aborted(ask: Ask, answer: Answer) -> bool:
     return answer.finish_reason == "abort"
 
 
+def is_stopped(ask: Ask, answer: Answer) -> bool:
+    return answer.finish_reason == "stop"
+
+
+def is_long(ask: Ask, answer: Answer) -> bool:
+    return len(ask.prompt_ids) > 200
+
+
+def is_pressed(ask: Ask, answer: Answer) -> bool:
+    return "pressure" in ask.cache_key
+
+
+def goes_on(ask: Ask, answer: Answer) -> bool:
+    return ask.first_row > 0
+
+
 class _Stale:
     """Rows of a beginning that was asked for before, under the same key, are those of other weights."""
 
@@ -88,7 +104,11 @@ def _without_last_token(ask: Ask, answer: Answer) -> Answer:
     return replace(answer, token_ids=answer.token_ids[:-1])
 
 
-def _one_more_expert(ask: Ask, answer: Answer) -> Answer:
+def _all_new(ask: Ask, answer: Answer) -> Answer:
+    return replace(answer, versions=np.ones(len(answer.token_ids), np.int64))
+
+
+def _other_experts(ask: Ask, answer: Answer) -> Answer:
     return replace(answer, retractions=1, expert_ids=next_experts(E)(np.array(answer.expert_ids, np.int64)))
 
 
@@ -106,16 +126,13 @@ DAMAGES = {
     "a layer is zero": ("routing-experts", rows(zero_layer)),
     "experts are physical": ("routing-experts", rows(lambda r: r + E)),
     "a hit brings stale routes": ("prefix-cache", _Stale()),
-    "a later piece of a prompt is wrong": ("long-prompts", where(lambda ask, answer: len(ask.prompt_ids) > 200, rows(next_experts(E, 100, 101)))),
-    "a retraction overwrites routes": ("retraction", where(lambda ask, answer: "pressure" in ask.cache_key, _one_more_expert)),
+    "a later piece of a prompt is wrong": ("long-prompts", where(is_long, rows(next_experts(E, 100, 101)))),
+    "a retraction overwrites routes": ("retraction", where(is_pressed, _other_experts)),
     "an aborted answer lacks a row": ("abort", where(is_aborted, rows(lambda r: r[:-1]))),
     "an aborted answer has other rows": ("abort", where(is_aborted, rows(next_experts(E)))),
-    "rows behind a prefix are one late": ("resume", where(lambda ask, answer: ask.first_row > 0, rows(lambda r: np.roll(r, 1, 0)))),
-    "a later turn lacks a row": ("turns", where(lambda ask, answer: ask.first_row > 0, rows(lambda r: r[1:]))),
-    "no version is old": (
-        "weight-update",
-        where(lambda ask, answer: "update" in ask.cache_key, lambda ask, answer: replace(answer, versions=np.full_like(answer.versions, 1))),
-    ),
+    "rows behind a prefix are one late": ("resume", where(goes_on, rows(lambda r: np.roll(r, 1, 0)))),
+    "a later turn lacks a row": ("turns", where(goes_on, rows(lambda r: r[1:]))),
+    "no version is old": ("weight-update", _all_new),
     "the sampled token is not kept": ("kept-token", kept(lambda token, ids: ids[ids != token])),
     "a kept token is lost": ("top-k", kept(lambda token, ids: ids[ids != next(iter(set(ids.tolist()) - {token}), -1)])),
     "a lost kept token moves log-probs": (
@@ -133,7 +150,7 @@ DAMAGES = {
         lambda ask, answer: logprobs(lambda values, masses: values * ask.sampling.temperature)(ask, answer),
     ),
     "versions are not said": ("contract", lambda ask, answer: replace(answer, versions=None)),
-    "a stop id is swallowed": ("stop-ids", where(lambda ask, answer: answer.finish_reason == "stop", _without_last_token)),
+    "a stop id is swallowed": ("stop-ids", where(is_stopped, _without_last_token)),
     "an answer is short": ("answers", _without_last_token),
 }  # fmt: skip
 
