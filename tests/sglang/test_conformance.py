@@ -53,6 +53,7 @@ def test_fields_of_upstream_are_judged_as_they_are(server: SGLangServer, model_f
     found = {verdict.check: verdict.outcome for verdict in run_checks(Bench(upstream, "upstream", judge))}
     passed = {name for name, outcome in found.items() if outcome == Outcome.PASS}
     assert passed >= {"routing-rows", "routing-experts", "batch", "prefix-cache", "resume", "turns", "top-p", "abort"}
+    assert passed >= {"reference-routes", "reference-logprobs"}
     assert (found["kept-order"], found["contract"]) == (Outcome.FAIL, Outcome.FAIL)
 
 
