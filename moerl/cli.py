@@ -20,10 +20,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from moerl.config.command_texts import COMMANDS, DIAGNOSE, EXPORT, REPORT, STATUS, VERIFY, Command
+from moerl.config.command_texts import COMMANDS, DIAGNOSE, EXPORT, REPORT, STATUS, VERIFY
 from moerl.config.stop_signals import STOPPED, GraceOverError, stop_signals
 from moerl.errors import CheckpointError, ConfigError, MoerlError
 from moerl.launch.arguments import Parser, bandwidth, export_parser, gib_size, positive, verify_parser
+from moerl.launch.arguments import options_text as _options_text
+from moerl.launch.arguments import short_help as _short_help
 from moerl.launch.launchers import refuse_other_launchers
 from moerl.launch.overview import FAMILIES, SGLANG, family_overview, members, overview, which_command
 from moerl.launch.run_lock import run_lock
@@ -78,7 +80,7 @@ def _dispatch(arguments: list[str]) -> int:
         print(f"moerl {importlib.metadata.version('moerl')}")
         return 0
     on_directories = {"export": _export, "verify": _verify, "status": _status, "report": _report}
-    on_directories["diagnose"] = _diagnose
+    on_directories |= {"diagnose": _diagnose, "watch": _watch, "conformance": _conformance}
     if arguments[0] in on_directories:
         return on_directories[arguments[0]](arguments[1:])
     family = arguments[0] if arguments[0] in FAMILIES else ""
@@ -252,6 +254,24 @@ def _export(arguments: list[str]) -> int:
     return run_export(run_dir, options.step, output)
 
 
+def _conformance(arguments: list[str]) -> int:
+    from moerl.launch.conformance import read_options
+
+    options = read_options(arguments)
+    if options is None:
+        return 0
+    from moerl.orchestration.conformance import Target, run_conformance
+
+    target = Target(options.url, options.server_file, options.embedded, options.model, options.updates_weights)
+    return run_conformance(target, options.checks, prints_json=options.as_json)
+
+
+def _watch(arguments: list[str]) -> int:
+    from moerl.launch.watch import watch
+
+    return watch(arguments)
+
+
 def _status(arguments: list[str]) -> int:
     parser = Parser(prog="moerl status", add_help=False)
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
@@ -304,13 +324,6 @@ def _verify(arguments: list[str]) -> int:
     from moerl.orchestration.verify import run_verify
 
     return run_verify(dump, model, tolerance=options.tolerance, version=options.version)
-
-
-def _short_help(usage: str, command: Command, parser: argparse.ArgumentParser) -> str:
-    """The help of a command that reads no configuration."""
-    examples = "\n".join(f"  {line}\n      {purpose}" for line, purpose in command.examples)
-    about = f"{parser.prog}: {command.summary}.\n\n{command.text}"
-    return f"usage: {usage}\n\n{about}\n\nexamples:\n{examples}\n\noptions:\n{_options_text(parser)}"
 
 
 def _parser(command: str) -> argparse.ArgumentParser:
@@ -371,9 +384,3 @@ def _help(command: str, config_dir: Path | None, *, all_keys: bool) -> str:
         *([f"  `moerl {command} --help --all` lists every key."] if keys else []),
     ]
     return "\n\n".join(parts)
-
-
-def _options_text(parser: argparse.ArgumentParser) -> str:
-    actions = [action for action in parser._actions if action.option_strings]
-    heads = [", ".join(action.option_strings) + (f" {action.metavar}" if action.metavar else "") for action in actions]
-    return "\n".join(f"  {head:<22}{action.help}" for head, action in zip(heads, actions, strict=True))

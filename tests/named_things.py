@@ -14,7 +14,8 @@ from moerl.config.reference import config_keys, sections
 ROOT = Path(__file__).parents[1]
 CODE = re.compile(r"`+([^`\n]+)`+")
 SUFFIXES = {".py", ".md", ".yaml", ".sh", ".toml", ".json", ".patch", ".png"}
-COMMAND_NAMES = {*COMMANDS, *SGLANG, "status", "report", "export", "verify"}
+DIRECTORY_COMMANDS = ("status", "watch", "report", "diagnose", "export", "verify", "conformance")
+COMMAND_NAMES = {*COMMANDS, *SGLANG, *DIRECTORY_COMMANDS}
 FAMILIES = {"plan", "sglang"}
 
 

@@ -196,3 +196,28 @@ VERIFY = Command(
         ),
     ),
 )
+
+WATCH = Command(
+    "show how a run goes while it goes: rewards, mismatch, coverage, queue, alerts",
+    "Reads the run directory alone: the last steps, the mismatch as trained and as a table, rows without captured\n"
+    "routing, staleness, queue, rollouts by their end, throughput and time left, and what is alarming. Refreshes as\n"
+    "steps come; ends with the run, or by Ctrl-C. Lines instead of a display where there is no terminal.",
+    (
+        ("moerl watch runs/wide", "until the run ends"),
+        ("moerl watch runs/wide --once", "as it is now"),
+    ),
+)
+
+CONFORMANCE = Command(
+    "check any rollout engine against the data contract, and say what passes, what fails and why",
+    "Asks an engine for routes, kept sets, log-probs and seeds in the ways in which they go wrong: batches, prefix\n"
+    "caches, long prompts, retraction, aborts, resumed answers, turns. ENGINE is http://HOST:PORT of an SGLang\n"
+    "server, with our patches or without, the server.json of a `moerl serve`, or embedded:HF_DIR. The status is 1\n"
+    "where a check failed. Weights are replaced only with --update-weights, and put back.",
+    (
+        ("moerl conformance runs/serve/server.json", "a server of `moerl serve`"),
+        ("moerl conformance runs/serve/server.json --model HF_DIR", "against transformers, too"),
+        ("moerl conformance http://127.0.0.1:30000 --model HF_DIR", "a server that somebody else started"),
+        ("moerl conformance embedded:HF_DIR --json", "our embedded engine, for a script"),
+    ),
+)

@@ -1,4 +1,4 @@
-"""The command-line parser of all commands. Torch-free."""
+"""The command-line parser of all commands, and the help of those that read no configuration. Torch-free."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import NoReturn
 
+from moerl.config.command_texts import Command
 from moerl.errors import ConfigError
 
 TOLERANCE_NATS = 1e-4
@@ -82,3 +83,17 @@ def verify_parser() -> argparse.ArgumentParser:
     parser.add_argument("--traceback", action="store_true", help="show where an error was raised")
     parser.add_argument("-h", "--help", action="store_true", help="show this text")
     return parser
+
+
+def short_help(usage: str, command: Command, parser: argparse.ArgumentParser) -> str:
+    """The help of a command that reads no configuration."""
+    examples = "\n".join(f"  {line}\n      {purpose}" for line, purpose in command.examples)
+    about = f"{parser.prog}: {command.summary}.\n\n{command.text}"
+    return f"usage: {usage}\n\n{about}\n\nexamples:\n{examples}\n\noptions:\n{options_text(parser)}"
+
+
+def options_text(parser: argparse.ArgumentParser) -> str:
+    """A line for each option."""
+    actions = [action for action in parser._actions if action.option_strings]
+    heads = [", ".join(action.option_strings) + (f" {action.metavar}" if action.metavar else "") for action in actions]
+    return "\n".join(f"  {head:<22}{action.help}" for head, action in zip(heads, actions, strict=True))

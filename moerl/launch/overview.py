@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 
-from moerl.config.command_texts import COMMANDS, DIAGNOSE, EXPORT, REPORT, STATUS, VERIFY
+from moerl.config.command_texts import COMMANDS, CONFORMANCE, DIAGNOSE, EXPORT, REPORT, STATUS, VERIFY, WATCH
 
 FAMILIES = ("plan", "sglang")
 """First words of commands that have two."""
@@ -18,7 +18,15 @@ SGLANG = {
 
 def summaries() -> dict[str, str]:
     """What each command does, in a line."""
-    commands = COMMANDS | {"status": STATUS, "report": REPORT, "diagnose": DIAGNOSE, "export": EXPORT, "verify": VERIFY}
+    commands = COMMANDS | {
+        "status": STATUS,
+        "watch": WATCH,
+        "report": REPORT,
+        "diagnose": DIAGNOSE,
+        "export": EXPORT,
+        "verify": VERIFY,
+        "conformance": CONFORMANCE,
+    }
     return {name: command.summary for name, command in commands.items()} | SGLANG
 
 

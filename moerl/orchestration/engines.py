@@ -33,7 +33,8 @@ SERVER_FOLDER = "sglang"
 """In the run directory: a folder for each of the run's own servers, with its log and options."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_TIED = {"lm_head.weight": "model.embed_tokens.weight"}
+TIED = {"lm_head.weight": "model.embed_tokens.weight"}
+"""What is not in a checkpoint whose model ties its embeddings, and what it is a copy of."""
 
 
 def open_engine(config: RunConfig, model: ModelDescription, version: int, say: Callable[[str], None]) -> PolicyEngine:
@@ -65,7 +66,7 @@ def open_engine(config: RunConfig, model: ModelDescription, version: int, say: C
         update_seconds=config.weights.step_seconds / 2,
         bucket_bytes=config.weights.bucket_bytes,
         shapes=checkpoint_shapes(model.folder, model.hf_config),
-        tied=_TIED if model.tie_word_embeddings else {},
+        tied=TIED if model.tie_word_embeddings else {},
         say=say,
         interrupt=Interrupt(config.weights.interrupt),
         keeps_copy=rollout.keeps_weight_copy,

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from moerl.config.schema import RunConfig
 from moerl.contract.files import writing
+from moerl.diagnostics.alerts import HISTORY, Alert, Announcer, active_alerts
 from moerl.diagnostics.plots import draw_curves
 from moerl.diagnostics.report.page import PAGE_FILE, write_report
 from moerl.diagnostics.report.read_run import report_of_directory
@@ -101,6 +102,9 @@ class RunReporter:
             self._metric_sinks += (TensorBoardSink(run_dir / "tensorboard"),)
         self._sinks: tuple[MetricSink, ...] = (*self._metric_sinks, self._layers)
         self._trackers = Trackers(trackers, self.say)
+        # Of reinforcement learning, the newest: what alerts are found in.
+        self._recent: Sequence[Mapping[str, Any]] = ()
+        self._alerts = Announcer()
 
     def __enter__(self) -> RunReporter:
         self._progress.__enter__()
@@ -145,7 +149,11 @@ class RunReporter:
             for sink in self._sinks:
                 sink.truncate_after(stage, step, evaluated=evaluated)
         path = self._run_dir / METRICS_FILE
-        self._trackers.rewind(stage, step, read_rows(path) if path.exists() else (), evaluated=evaluated)
+        rows = read_rows(path) if path.exists() else []
+        self._trackers.rewind(stage, step, rows, evaluated=evaluated)
+        self._recent = [row for row in rows if row["stage"] == "rl"][-HISTORY:]
+        # What was alarming before was said by the process before.
+        self._alerts.new(active_alerts(self._recent))
 
     def sync(self) -> None:
         with self._writing():
@@ -163,8 +171,15 @@ class RunReporter:
         self._progress.within(done, total, tokens)
 
     def log(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
+        alarming: list[Alert] = []
+        if stage == "rl":
+            self._recent = [*self._recent, {"stage": stage, "step": step, **metrics}][-HISTORY:]
+            active = active_alerts(self._recent)
+            metrics, alarming = {**metrics, "alerts/active": float(len(active))}, self._alerts.new(active)
         self._write(stage, step, metrics)
         self._progress.update(step, metrics)
+        for alert in alarming:
+            self.say(f"ALERT: {alert}")
 
     def log_layers(self, step: int, metrics: Mapping[str, Sequence[float]]) -> None:
         with self._writing():

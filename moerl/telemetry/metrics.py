@@ -161,6 +161,7 @@ _ALL = (
     Metric("sft/loss", "nat", "mean negative log-likelihood of demonstration tokens"),
     Metric("tokens/trained", "token", "tokens trained on since the run began"),
     Metric("quarantine/count", "trajectory", "trajectories in quarantine since the run began"),
+    Metric("alerts/active", "alert", "alerts that are active at the step: coverage, quarantine, gap, far tokens"),
     Metric("groups/filtered", "trajectory", "trajectories of groups that `rl.filters` replaced, since the run began"),
     Metric("lengths/offered_mean", "token", "mean length of the latest 4096 responses that were sampled", False),
     Metric("lengths/trained_mean", "token", "mean length of the latest 4096 responses that were trained", False),

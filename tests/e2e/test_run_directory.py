@@ -38,6 +38,21 @@ def test_the_resolved_configuration_loads_as_it_was(tiny: DoneRun) -> None:
     assert load_resolved(tiny.folder / "config.yaml") == config
 
 
+def test_a_clean_run_is_not_alarming_and_can_be_watched(tiny: DoneRun, capsys: pytest.CaptureFixture[str]) -> None:
+    from moerl.cli import main
+    from moerl.diagnostics.alerts import active_alerts
+
+    rows = metric_rows(tiny, "rl")
+    assert [row["alerts/active"] for row in rows] == [0, 0, 0]
+    assert all(active_alerts(rows[:count]) == [] for count in range(4))
+    assert "ALERT" not in tiny.finished.output
+    assert main(["watch", str(tiny.folder)]) == 0
+    text = capsys.readouterr().out
+    assert "state     finished" in text
+    assert "step      3 of 3" in text
+    assert text.rstrip().endswith("no alerts")
+
+
 def test_every_step_has_its_row_with_every_metric_of_its_stage(tiny: DoneRun) -> None:
     sft, rl, evaluation = (metric_rows(tiny, stage) for stage in ("sft", "rl", "evaluation"))
     assert [row["step"] for row in sft] == [1, 2, 3, 4]

@@ -11,11 +11,13 @@ from pathlib import Path
 import families
 import pytest
 import sglang_live
+from sglang_installations import copy_of, take_patches_out
 
 from moerl.models.spec import moe_layer_indices
 from moerl.rollout.fleet.backend import ModelFacts
 from moerl.rollout.fleet.engine import FleetEngine
-from moerl.rollout.sglang.server import ServerOptions, SGLangServer
+from moerl.rollout.sglang import server as server_module
+from moerl.rollout.sglang.server import ServerOptions, SGLangServer, launch_options
 
 FAMILY = families.FAMILIES["qwen3_moe"]
 
@@ -72,3 +74,32 @@ def engine(server: SGLangServer, model: ModelFacts) -> Iterator[FleetEngine]:
     made = sglang_live.connect(server.endpoint, model=model)
     yield made
     made.close()
+
+
+@pytest.fixture(scope="session")
+def unpatched(environment: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The release as it was published."""
+    made = copy_of(environment, tmp_path_factory.mktemp("unpatched") / "env")
+    take_patches_out(made)
+    return made
+
+
+@pytest.fixture(scope="session")
+def unpatched_server(
+    unpatched: Path, model_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[SGLangServer]:
+    """Started by somebody who does not check it."""
+
+    def upstream_options(options: ServerOptions, port: int) -> dict[str, object]:
+        known = launch_options(options, port)
+        # Without the first patch a CPU server that captures routes does not start.
+        del known["enable-return-routed-experts"]
+        return known
+
+    options = ServerOptions(model_folder, unpatched, device="cpu", dtype="float32", max_pool_tokens=1024)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server_module, "verify_patches", lambda *arguments: None)
+        patch.setattr(server_module, "launch_options", upstream_options)
+        with sglang_live.running(options, tmp_path_factory.mktemp("unpatched-server")) as started:
+            patch.undo()
+            yield started

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import sglang_live
-from sglang_installations import copy_of, rename_release, take_patches_out
+from sglang_installations import copy_of, rename_release
 
 from moerl.cli import main
 from moerl.errors import EngineError
 from moerl.rollout.fleet.backend import ModelFacts
-from moerl.rollout.sglang import server as server_module
 from moerl.rollout.sglang.launchers import OwnServer
-from moerl.rollout.sglang.server import ServerOptions, SGLangServer, launch_options
+from moerl.rollout.sglang.server import ServerOptions, SGLangServer
 
 pytestmark = pytest.mark.sglang
 
@@ -23,39 +21,10 @@ OTHER_RELEASE = "0.5.23"
 
 
 @pytest.fixture(scope="module")
-def unpatched(environment: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The release as it was published."""
-    made = copy_of(environment, tmp_path_factory.mktemp("unpatched") / "env")
-    take_patches_out(made)
-    return made
-
-
-@pytest.fixture(scope="module")
 def other_release(environment: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = copy_of(environment, tmp_path_factory.mktemp("release") / "env")
     rename_release(made, OTHER_RELEASE)
     return made
-
-
-@pytest.fixture(scope="module")
-def unpatched_server(
-    unpatched: Path, model_folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[SGLangServer]:
-    """Started by somebody who does not check it."""
-
-    def upstream_options(options: ServerOptions, port: int) -> dict[str, object]:
-        known = launch_options(options, port)
-        # Without the first patch a CPU server that captures routes does not start.
-        del known["enable-return-routed-experts"]
-        return known
-
-    options = ServerOptions(model_folder, unpatched, device="cpu", dtype="float32", max_pool_tokens=1024)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(server_module, "verify_patches", lambda *arguments: None)
-        patch.setattr(server_module, "launch_options", upstream_options)
-        with sglang_live.running(options, tmp_path_factory.mktemp("unpatched-server")) as started:
-            patch.undo()
-            yield started
 
 
 def refusal_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:

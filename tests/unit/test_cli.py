@@ -13,12 +13,14 @@ from pathlib import Path
 import pytest
 import yaml
 from factories import write_hf_config, write_hf_model
+from named_things import DIRECTORY_COMMANDS
 
 from moerl import cli
 from moerl.config.auto_resume import resolve_auto
 from moerl.config.load import load_config, load_plan
 from moerl.config.schema import RunConfig
 from moerl.errors import EngineError, MoerlError
+from moerl.launch.arguments import TOLERANCE_NATS
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = ["train", "sft", "rollout", "eval"]
@@ -65,7 +67,7 @@ sys.exit(status)
 def test_the_overview_names_every_command(capsys: pytest.CaptureFixture[str]):
     assert cli.main(["--help"]) == 0
     text = capsys.readouterr().out
-    assert all(f"  {command}" in text for command in [*ALL_COMMANDS, "status", "report", "export", "verify"])
+    assert all(f"  {command}" in text for command in [*ALL_COMMANDS, *DIRECTORY_COMMANDS])
     assert cli.main([]) == 2
 
 
@@ -157,7 +159,7 @@ def test_the_help_of_verify_says_what_the_tolerance_means(capsys: pytest.Capture
     assert "largest difference of two log-probs of one token, 0.0001 if not said" in text
     for line, _ in cli.VERIFY.examples:
         options = cli._verify_parser().parse_args(line.removeprefix("moerl verify ").split())
-        assert options.tolerance == cli.TOLERANCE_NATS
+        assert options.tolerance == TOLERANCE_NATS
 
 
 def test_help_and_errors_need_no_torch(tmp_path: Path):
@@ -350,6 +352,16 @@ def test_a_reader_that_goes_away_is_no_error():
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
     assert done.stderr == ""
     assert done.stdout.splitlines()[0].startswith("usage: moerl train")
+
+
+def test_watching_a_run_and_asking_a_server_need_no_torch(tmp_path: Path):
+    (tmp_path / "config.yaml").write_text("{}")
+    done = run_python(MAIN_WITHOUT_TORCH, "watch", str(tmp_path), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "no step is done yet" in done.stdout
+    done = run_python(MAIN_WITHOUT_TORCH, "conformance", "http://127.0.0.1:9", cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: SGLang /server_info: the connection failed")
 
 
 @pytest.mark.parametrize("command", ["sglang install", "sglang check", "serve"])

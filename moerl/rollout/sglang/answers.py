@@ -120,10 +120,24 @@ def read_segment(
     Raises:
         ContractError: lengths disagree, or versions are not whole numbers that cover the sampled tokens.
     """
+    num_rows = len(request.prompt_ids) + num_before + num_sampled(answer) - 1 - first_row(request, num_before)
+    if answer.num_rows != num_rows:
+        raise ContractError(Reason.WRONG_SHAPE, field="expert_ids", seen=f"{answer.num_rows} rows", expected=num_rows)
+    return read_all_rows(request, answer, spans, spec)
+
+
+def read_all_rows(
+    request: RolloutRequest, answer: CompactAnswer, spans: Sequence[VersionSpan], spec: ModelSpec
+) -> Segment:
+    """An answer with at least one sampled token, with as many rows of routing as it has.
+
+    Raises:
+        ContractError: as `read_segment`, but for the number of rows.
+    """
     count = num_sampled(answer)
     rollout_T, logmass_T = _logprobs(request, answer, count)
     sizes_T, kept_ids = _kept_sets(request, answer, count)
-    num_rows = len(request.prompt_ids) + num_before + count - 1 - first_row(request, num_before)
+    shape = (answer.num_rows, spec.num_moe_layers, spec.experts_per_token)
     return Segment(
         read_array(answer.output_ids, np.int32, count, "output_ids"),
         rollout_T,
@@ -131,7 +145,7 @@ def read_segment(
         _versions(spans, count),
         sizes_T,
         kept_ids,
-        _expert_ids(answer, num_rows, spec),
+        read_expert_planes(answer.expert_ids, shape, spec.expert_dtype),
     )
 
 
@@ -187,13 +201,6 @@ def _kept_sets(
     offsets_T = np.zeros(count + 1, np.int64)
     np.cumsum(sizes_T, out=offsets_T[1:])
     return sizes_T, read_kept_ids(answer.kept_ids, offsets_T)
-
-
-def _expert_ids(answer: CompactAnswer, num_rows: int, spec: ModelSpec) -> NDArray[Any]:
-    if answer.num_rows != num_rows:
-        raise ContractError(Reason.WRONG_SHAPE, field="expert_ids", seen=f"{answer.num_rows} rows", expected=num_rows)
-    shape = (num_rows, spec.num_moe_layers, spec.experts_per_token)
-    return read_expert_planes(answer.expert_ids, shape, spec.expert_dtype)
 
 
 def _versions(spans: Sequence[VersionSpan], count: int) -> NDArray[np.int32]:

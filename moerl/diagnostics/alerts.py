@@ -1,0 +1,135 @@
+"""What in the rows of a run should make somebody look. Pure functions on rows of `metrics.jsonl`; torch-free.
+
+Runs in the controller, after each step, and in `moerl watch`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from moerl.telemetry.metrics import STAGES
+
+WINDOW = 5
+"""Rows on each side of a comparison."""
+
+HISTORY = 2 * WINDOW
+"""Rows that `active_alerts` looks at."""
+
+GAP_FACTOR = 2.0
+GAP_FLOOR = 2e-3
+"""Nats: a gap below it is arithmetic in 16 bits, whatever it was before."""
+
+FAR_SHARE = 0.1
+"""Of tokens whose two probabilities are apart by more than a factor of two, F(2)."""
+
+_RL = STAGES[1]
+_GAP, _FAR = "mismatch/logprob_abs_mean", "mismatch/share_above_ln2"
+_LIVE, _QUARANTINE = "routing/live_rows", "quarantine/count"
+
+
+@dataclass(frozen=True, slots=True)
+class Alert:
+    """kind: one of a kind is active at a time. text: what is wrong, with numbers. remedy: where to look."""
+
+    kind: str
+    text: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.text}; {self.remedy}"
+
+
+def active_alerts(rows: Sequence[Mapping[str, Any]]) -> list[Alert]:
+    """What is alarming at the last of these rows.
+
+    Args:
+        rows: of reinforcement learning or of all stages, in order; the last `HISTORY` of the former count.
+    """
+    recent = [row for row in rows if row["stage"] == _RL][-HISTORY:]
+    if not recent:
+        return []
+    found = (_coverage(recent), _quarantine(recent), _gap(recent), _far(recent))
+    return [alert for alert in found if alert is not None]
+
+
+class Announcer:
+    """Says each alert once until it has cleared."""
+
+    def __init__(self) -> None:
+        self._said: frozenset[str] = frozenset()
+
+    def new(self, active: Sequence[Alert]) -> list[Alert]:
+        """Those of the active ones that were not active the time before."""
+        fresh = [alert for alert in active if alert.kind not in self._said]
+        self._said = frozenset(alert.kind for alert in active)
+        return fresh
+
+
+def _coverage(rows: Sequence[Mapping[str, Any]]) -> Alert | None:
+    """Rows without captured routing: there are some now, and more than in the rows before."""
+    values = _values(rows, _LIVE)
+    if not values or values[-1] == 0.0 or _is_settled(values):
+        return None
+    before = median(values[:-1][-WINDOW:]) if len(values) > 1 else 0.0
+    return Alert(
+        "coverage",
+        f"step {rows[-1]['step']}: {values[-1]:,.0f} rows x layers without captured routing, {before:,.0f} before",
+        "the trainer's router chose there; ask the engine with `moerl conformance`",
+    )
+
+
+def _is_settled(values: Sequence[float]) -> bool:
+    """A share of rows that an engine never captures is no news: as many for a window, twice at most."""
+    before = values[:-1][-WINDOW:]
+    return len(before) == WINDOW and min(before) > 0.0 and max(values[-2:]) <= 2.0 * median(before)
+
+
+def _quarantine(rows: Sequence[Mapping[str, Any]]) -> Alert | None:
+    """Trajectories were refused within the window."""
+    values = _values(rows, _QUARANTINE)[-WINDOW - 1 :]
+    if not values:
+        return None
+    # A run begins with none.
+    first = 0.0 if rows[0]["step"] == 1 and len(rows) <= WINDOW else values[0]
+    if values[-1] <= first:
+        return None
+    return Alert(
+        "quarantine",
+        f"step {rows[-1]['step']}: {values[-1] - first:,.0f} trajectories were quarantined within {WINDOW} steps,"
+        f" {values[-1]:,.0f} in all",
+        "RUN_DIR/quarantine says of each which rule it breaks; `moerl conformance` asks the engine",
+    )
+
+
+def _gap(rows: Sequence[Mapping[str, Any]]) -> Alert | None:
+    """The mismatch as trained: the median of a window against that of the window before it."""
+    values = _values(rows, _GAP)[-HISTORY:]
+    if len(values) < HISTORY:
+        return None
+    before, now = median(values[:WINDOW]), median(values[WINDOW:])
+    if now < GAP_FLOOR or now < GAP_FACTOR * before:
+        return None
+    return Alert(
+        "gap",
+        f"step {rows[-1]['step']}: the mismatch of sampler and trainer rose from {before:.1e} to {now:.1e} nats"
+        f" (medians of {WINDOW} steps)",
+        "compare weight versions, staleness and the mismatch table; `moerl verify` replays dumped rollouts",
+    )
+
+
+def _far(rows: Sequence[Mapping[str, Any]]) -> Alert | None:
+    share = rows[-1].get(_FAR)
+    if share is None or share <= FAR_SHARE:
+        return None
+    return Alert(
+        "far tokens",
+        f"step {rows[-1]['step']}: sampler and trainer are apart by more than a factor of two on {share:.0%} of tokens",
+        "importance weights are noise there: keep routing and sampling masks, and lower the staleness",
+    )
+
+
+def _values(rows: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+    return [float(row[name]) for row in rows if name in row]

@@ -1,0 +1,99 @@
+"""The command line of `moerl conformance`. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from moerl.config.command_texts import CONFORMANCE
+from moerl.errors import ConfigError
+from moerl.launch.arguments import Parser, short_help
+from moerl.rollout.conformance.suite import CHECKS, Check
+
+EMBEDDED = "embedded:"
+
+
+@dataclass(frozen=True, slots=True)
+class ConformanceOptions:
+    """What is tested, and how.
+
+    url, server_file, embedded: one of them is set. model: reference, None without. checks: in order.
+    """
+
+    url: str
+    server_file: Path | None
+    embedded: Path | None
+    model: Path | None
+    checks: tuple[Check, ...]
+    updates_weights: bool
+    as_json: bool
+
+
+def parser() -> Parser:
+    """The parser of the command."""
+    made = Parser(prog="moerl conformance", add_help=False)
+    add = made.add_argument
+    add("engine", metavar="ENGINE")
+    add("--model", type=Path, metavar="HF_DIR", help="model that the engine serves: compare with transformers, too")
+    add("--check", action="append", metavar="NAME", help="only this check; may be given several times")
+    add("--update-weights", action="store_true", help="replace the engine's weights on the way, and put them back")
+    add("--json", action="store_true", help="print one JSON document")
+    add("--traceback", action="store_true", help="show where an error was raised")
+    add("-h", "--help", action="store_true", help="show this text")
+    return made
+
+
+def read_options(arguments: list[str]) -> ConformanceOptions | None:
+    """What the command line says; None where it asked for help, which is printed.
+
+    Raises:
+        ConfigError: it is wrong: no such engine, model or check.
+    """
+    if {"-h", "--help"} & set(arguments):
+        print(short_help("moerl conformance ENGINE [options]", CONFORMANCE, parser()))
+        return None
+    given = parser().parse_args(arguments)
+    engine = str(given.engine)
+    model = None if given.model is None else _model("--model", given.model)
+    embedded = _model("ENGINE", Path(engine.removeprefix(EMBEDDED))) if engine.startswith(EMBEDDED) else None
+    is_url = engine.startswith(("http://", "https://"))
+    file = None if is_url or embedded else Path(engine)
+    if file is not None and not file.is_file():
+        raise ConfigError(
+            "ENGINE: no engine",
+            seen=engine,
+            expected=f"http://HOST:PORT, the server.json of a `moerl serve`, or {EMBEDDED}HF_DIR",
+            remedy="see `moerl conformance --help`",
+        )
+    if given.update_weights and model is None and embedded is None:
+        raise ConfigError(
+            "--update-weights: which weights are put back",
+            seen="no --model",
+            expected="the model that the server serves",
+            remedy="give it with --model HF_DIR",
+        )
+    return ConformanceOptions(
+        engine.rstrip("/") if is_url else "",
+        file,
+        embedded,
+        model,
+        _checks(given.check),
+        given.update_weights,
+        given.json,
+    )
+
+
+def _model(option: str, folder: Path) -> Path:
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"{option}: not a Hugging Face model directory", seen=folder, expected="a directory with config.json"
+        )
+    return folder.resolve()
+
+
+def _checks(names: list[str] | None) -> tuple[Check, ...]:
+    known = {check.name: check for check in CHECKS}
+    for name in names or ():
+        if name not in known:
+            raise ConfigError("--check: unknown check", seen=name, expected=f"one of {', '.join(known)}")
+    return CHECKS if names is None else tuple(check for check in CHECKS if check.name in names)

@@ -1,0 +1,217 @@
+"""`moerl conformance`: the checks of the data contract, run against one engine. One process; torch where it is needed
+(the embedded engine, a reference, a weight update)."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moerl.config.model_tensors import check_weights
+from moerl.contract.trajectory import ModelSpec
+from moerl.errors import ConfigError
+from moerl.models.description import ModelDescription, read_model
+from moerl.rollout.conformance.bench import Bench
+from moerl.rollout.conformance.dialects import PatchedDialect, UpstreamDialect
+from moerl.rollout.conformance.report import as_json, conforms, counts, verdict_lines
+from moerl.rollout.conformance.servers import NO_KEY, ServerSays, ServerSubject, Update, look_at, spec_of_report
+from moerl.rollout.conformance.subject import AcrossUpdate, Ask, Judge, Subject, SubjectFacts
+from moerl.rollout.conformance.suite import CHECKS, Check, Verdict, run_checks
+from moerl.rollout.fleet.backend import ModelFacts
+from moerl.rollout.fleet.endpoint import Endpoint, read_endpoint
+from moerl.rollout.sglang.handshake import read_version
+
+if TYPE_CHECKING:
+    from moerl.rollout.fleet.engine import FleetEngine
+
+_ANSWER_SECONDS, _CALL_SECONDS = 600.0, 60.0
+_MAX_RUNNING = 64
+_BUCKET_BYTES = 1 << 28
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What is tested: one of `embedded` (a model directory), `server_file` and `url`. model: of the reference."""
+
+    url: str = ""
+    server_file: Path | None = None
+    embedded: Path | None = None
+    model: Path | None = None
+    updates_weights: bool = False
+
+
+def run_conformance(target: Target, checks: Sequence[Check] = CHECKS, *, prints_json: bool = False) -> int:
+    """Prints what passes, what fails and why.
+
+    Returns:
+        Exit code: 0, or 1 where a check failed.
+
+    Raises:
+        ConfigError: a model is not what it has to be. EngineError: the engine cannot be reached.
+    """
+    subject, judge = open_subject(target)
+    try:
+        bench = Bench(subject, secrets.token_hex(4), judge, target.updates_weights)
+        verdicts = _run(bench, checks, prints_json=prints_json)
+    finally:
+        subject.close()
+    return 0 if conforms(verdicts) else 1
+
+
+def _run(bench: Bench, checks: Sequence[Check], *, prints_json: bool) -> list[Verdict]:
+    name, verdicts = bench.subject.facts.name, list[Verdict]()
+    if not prints_json:
+        print(f"{name}\n")
+    for verdict in run_checks(bench, checks):
+        verdicts.append(verdict)
+        lines = [f"{verdict.check}: {verdict.outcome}"] if prints_json else verdict_lines(verdict)
+        print("\n".join(lines), file=sys.stderr if prints_json else sys.stdout, flush=True)
+    print(as_json(name, verdicts) if prints_json else f"\n{counts(verdicts)}")
+    return verdicts
+
+
+def open_subject(target: Target) -> tuple[Subject, Judge | None]:
+    """The engine, and the reference where a model is given.
+
+    Raises:
+        ConfigError, EngineError: as `run_conformance`.
+    """
+    if target.embedded is not None:
+        subject = _embedded(target.embedded, updates_weights=target.updates_weights)
+        return subject, _judge(target.model or target.embedded, subject.facts.spec)
+    subject = _server(target)
+    return subject, None if target.model is None else _judge(target.model, subject.facts.spec)
+
+
+def _embedded(folder: Path, *, updates_weights: bool) -> Subject:
+    from moerl.ranks.libraries import quiet_libraries
+    from moerl.rollout.conformance.embedded import embedded_subject
+    from moerl.rollout.conformance.weights import RenumberedWeights
+    from moerl.trainer.hf_directory import checkpoint_shapes
+
+    model = read_model(folder)
+    check_weights(folder)
+    quiet_libraries()
+    weights = RenumberedWeights(model, checkpoint_shapes(folder, model.hf_config)) if updates_weights else None
+    return embedded_subject(model, "float32", weights)
+
+
+def _judge(folder: Path, spec: ModelSpec) -> Judge:
+    """Raises ConfigError where the model is not the one under test."""
+    model = _described(folder, spec)
+    check_weights(folder)
+    from moerl.ranks.libraries import quiet_libraries
+    from moerl.rollout.conformance.reference import TransformersJudge
+
+    quiet_libraries()
+    return TransformersJudge(replace(model, spec=spec))
+
+
+def _described(folder: Path, spec: ModelSpec) -> ModelDescription:
+    model = read_model(folder)
+    seen, expected = (
+        {"MoE layers": each.num_moe_layers, "experts": each.num_experts, "experts per token": each.experts_per_token}
+        for each in (model.spec, spec)
+    )
+    if seen != expected:
+        raise ConfigError("--model: not the model of the engine", seen=seen, expected=expected)
+    return model
+
+
+# --- servers ---------------------------------------------------------------------------------------------------------
+
+
+def _server(target: Target) -> Subject:
+    if target.server_file is not None:
+        endpoint = read_endpoint(target.server_file)
+    else:
+        endpoint = Endpoint(target.url, NO_KEY, NO_KEY)
+    says = look_at(endpoint)
+    if says.report is None:
+        return _upstream(endpoint, says, target.model)
+    spec = spec_of_report(says.report, "conformance")
+    name = f"SGLang {says.release} with patches {says.report.fingerprint}, {endpoint.url}, {says.dtype}"
+    facts = SubjectFacts(name, spec, says.report.max_request_tokens, says.dtype, says.pool_tokens)
+    update = _update(endpoint, facts, says, target.model) if target.updates_weights and target.model else None
+    return ServerSubject(endpoint, facts, PatchedDialect(spec), seconds=_ANSWER_SECONDS, update=update)
+
+
+def _upstream(endpoint: Endpoint, says: ServerSays, folder: Path | None) -> Subject:
+    """Which model it serves must be known: such a server does not say how many layers and experts there are."""
+    served = folder or Path(says.model_path)
+    if not (served / "config.json").is_file():
+        raise ConfigError(
+            "--model: the server has not our patches, and so does not say what its model is",
+            seen=f"model {says.model_path!r}, which is not on this machine",
+            expected="its Hugging Face directory; config.json is enough with --check",
+            remedy="give --model HF_DIR",
+        )
+    model = read_model(served)
+    name = f"SGLang {says.release} without patches, {endpoint.url}, {says.dtype}"
+    longest = min(says.context_tokens or model.max_positions, model.max_positions) - 2
+    facts = SubjectFacts(name, model.spec, longest, says.dtype, says.pool_tokens)
+    dialect = UpstreamDialect(model.spec, model.num_layers, takes_seeds=says.takes_seeds)
+    return ServerSubject(endpoint, facts, dialect, seconds=_ANSWER_SECONDS, update=None)
+
+
+def _update(endpoint: Endpoint, facts: SubjectFacts, says: ServerSays, folder: Path) -> Update:
+    """Requests and updates of the trainer's own client, so that both know of one another."""
+
+    def across(asks: Sequence[Ask]) -> AcrossUpdate:
+        from moerl.rollout.conformance.engines import EngineSubject
+        from moerl.rollout.conformance.weights import RenumberedWeights
+        from moerl.trainer.hf_directory import checkpoint_shapes
+
+        model = replace(read_model(folder), spec=facts.spec)
+        shapes = checkpoint_shapes(folder, model.hf_config)
+        weights, engine = RenumberedWeights(model, shapes), _fleet(endpoint, model, says, shapes)
+        subject = EngineSubject(engine, facts, weights)
+        try:
+            # A label alone does not prove that the server holds the weights of this folder.
+            subject.update(read_version(says.policy_version), renumbered=False)
+            return subject.across_update(asks)
+        finally:
+            subject.close()
+
+    return across
+
+
+def _fleet(
+    endpoint: Endpoint, model: ModelDescription, says: ServerSays, shapes: Mapping[str, tuple[int, ...]]
+) -> FleetEngine:
+    from moerl.orchestration.engines import TIED
+    from moerl.rollout.fleet.options import EngineOptions
+    from moerl.rollout.sglang.backend import sglang_engine
+
+    assert says.report is not None
+    options = EngineOptions(
+        engine_id="conformance",
+        dtype=says.dtype,
+        max_running=_MAX_RUNNING,
+        response_seconds=_ANSWER_SECONDS,
+        probe_seconds=_CALL_SECONDS,
+        update_seconds=_ANSWER_SECONDS,
+        bucket_bytes=_BUCKET_BYTES,
+        shapes=shapes,
+        tied=TIED if model.tie_word_embeddings else {},
+        say=lambda text: print(text, file=sys.stderr),
+        keeps_copy=False,
+    )
+    facts = ModelFacts(model.spec, tuple(says.report.moe_layers))
+    return sglang_engine([_Running(endpoint)], facts, options, -1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """A launcher of a server that runs already."""
+
+    endpoint: Endpoint
+
+    def open(self) -> Endpoint:
+        return self.endpoint
+
+    def close(self) -> None:
+        """The server goes on."""

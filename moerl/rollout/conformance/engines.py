@@ -1,0 +1,118 @@
+"""Our own engines under test: any `RolloutEngine`. Torch-free; runs in the engine's process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moerl.contract.ports import RolloutEngine, RolloutRecord, RolloutRequest
+from moerl.contract.trajectory import Lineage
+from moerl.rollout.conformance.subject import AcrossUpdate, Answer, Ask, CannotAskError, SubjectFacts
+
+
+class WeightSets(Protocol):
+    """Two sets of weights that compute the same, with experts numbered otherwise. renumbered: as
+    `renumbered_LE` of `AcrossUpdate`."""
+
+    @property
+    def renumbered(self) -> NDArray[np.int64]: ...
+
+    def tensors(self, *, renumbered: bool) -> Iterable[tuple[str, Any]]:
+        """By checkpoint name."""
+        ...
+
+
+class Updated(RolloutEngine, Protocol):
+    """An engine whose weights can be replaced."""
+
+    def begin_update(self, version: int) -> None: ...
+
+    def receive(self, tensors: Iterable[tuple[str, Any]]) -> None: ...
+
+    def end_update(self) -> None: ...
+
+
+class EngineSubject:
+    """A `Subject` around an engine that implements our port.
+
+    The port has no requests that go on behind sampled tokens: they are put as prompts, and of their rows those before
+    `Ask.first_row` are left out.
+    """
+
+    def __init__(self, engine: Updated, facts: SubjectFacts, weights: WeightSets | None = None) -> None:
+        """weights: those that the engine holds, and others; None where they are not to be replaced."""
+        self._engine, self._facts, self._weights = engine, facts, weights
+
+    @property
+    def facts(self) -> SubjectFacts:
+        return self._facts
+
+    def ask(self, asks: Sequence[Ask]) -> list[Answer]:
+        answers = self._collect(asks, lambda: None)
+        return [answers[number] for number in range(len(asks))]
+
+    def abort_midway(self, asks: Sequence[Ask]) -> list[Answer | None]:
+        answers = self._collect(asks, self._engine.abort)
+        return [answers.get(number) for number in range(len(asks))]
+
+    def across_update(self, asks: Sequence[Ask]) -> AcrossUpdate:
+        weights = self._weights
+        if weights is None:
+            raise CannotAskError("the engine's weights are not to be replaced")
+        old = self._engine.handshake().policy_version
+        try:
+            answers = self._collect(asks, lambda: self.update(old + 1, renumbered=True))
+        finally:
+            self.update(old, renumbered=False)
+        ordered = tuple(answers[number] for number in range(len(asks)))
+        return AcrossUpdate(ordered, old, old + 1, weights.renumbered)
+
+    def close(self) -> None:
+        self._engine.close()
+
+    def update(self, version: int, *, renumbered: bool) -> None:
+        """Sends one of the two sets of weights.
+
+        Raises:
+            CannotAskError: there is none.
+        """
+        weights = self._weights
+        if weights is None:
+            raise CannotAskError("the engine's weights are not to be replaced")
+        self._engine.begin_update(version)
+        self._engine.receive(weights.tensors(renumbered=renumbered))
+        self._engine.end_update()
+
+    def _collect(self, asks: Sequence[Ask], after_first: Callable[[], None]) -> dict[int, Answer]:
+        answers: dict[int, Answer] = {}
+        requests = [_request(ask, str(number)) for number, ask in enumerate(asks)]
+        for record in self._engine.generate(requests):
+            if record.refusal is not None:
+                raise record.refusal
+            answers[int(record.rollout_id)] = _answer(asks[int(record.rollout_id)], record)
+            if len(answers) == 1:
+                after_first()
+        return answers
+
+
+def _request(ask: Ask, rollout_id: str) -> RolloutRequest:
+    lineage = Lineage(rollout_id, rollout_id, rollout_id)
+    return RolloutRequest(lineage, ask.prompt_ids, ask.sampling, ask.max_new_tokens, ask.stop_ids)
+
+
+def _answer(ask: Ask, record: RolloutRecord) -> Answer:
+    values, start = record.values, len(ask.prompt_ids)
+    kept = values["kept"]
+    return Answer(
+        token_ids=values["token_ids"][start:],
+        finish_reason=str(values["finish_reason"]),
+        expert_ids=values["expert_ids"][ask.first_row :],
+        logprobs=values["rollout_logprobs"][start:],
+        kept_logmass=values["kept_logmass"][start:],
+        kept_sets=tuple(kept.ids[a:b] for a, b in pairwise(kept.offsets[start:].tolist())),
+        versions=values["policy_versions"][start:],
+    )

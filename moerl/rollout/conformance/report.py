@@ -1,0 +1,47 @@
+"""What a person or a script reads of the checks. Torch-free; any process."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from moerl.printable import printable
+from moerl.rollout.conformance.suite import Outcome, Verdict
+
+SCHEMA = "moerl-conformance-1"
+
+_NAME, _OUTCOME = 20, 17
+"""Widths of columns."""
+
+
+def verdict_lines(verdict: Verdict) -> list[str]:
+    """A row of the table; what was asked, seen and expected below it where the check failed."""
+    lines = [f"{verdict.check:<{_NAME}}{verdict.outcome.upper():<{_OUTCOME}}{verdict.what}"]
+    if verdict.outcome == Outcome.FAIL:
+        below = {"asks": verdict.asks, "seen": verdict.seen, "expected": verdict.expected}
+        lines += [f"{'':<{_NAME}}{name + ':':<10}{text}" for name, text in below.items() if text]
+    return [printable(line) for line in lines]
+
+
+def counts(verdicts: Sequence[Verdict]) -> str:
+    """The last line."""
+    number = Counter(verdict.outcome for verdict in verdicts)
+    return ", ".join(f"{number[outcome]} {outcome}" for outcome in Outcome)
+
+
+def as_json(engine: str, verdicts: Sequence[Verdict]) -> str:
+    """One document: schema, engine, whether it conforms, and every verdict."""
+    document = {
+        "schema": SCHEMA,
+        "engine": engine,
+        "conforms": conforms(verdicts),
+        "checks": [asdict(verdict) for verdict in verdicts],
+    }
+    return json.dumps(document, indent=1)
+
+
+def conforms(verdicts: Sequence[Verdict]) -> bool:
+    """No check failed."""
+    return all(verdict.outcome != Outcome.FAIL for verdict in verdicts)
