@@ -20,7 +20,7 @@ from moerl.config.auto_resume import resolve_auto
 from moerl.config.load import load_config, load_plan
 from moerl.config.schema import RunConfig
 from moerl.errors import EngineError, MoerlError
-from moerl.launch.arguments import TOLERANCE_NATS
+from moerl.launch.arguments import TOLERANCE_NATS, verify_parser
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = ["train", "sft", "rollout", "eval"]
@@ -158,7 +158,7 @@ def test_the_help_of_verify_says_what_the_tolerance_means(capsys: pytest.Capture
     assert text.startswith("usage: moerl verify DUMP --model HF_DIR")
     assert "largest difference of two log-probs of one token, 0.0001 if not said" in text
     for line, _ in cli.VERIFY.examples:
-        options = cli._verify_parser().parse_args(line.removeprefix("moerl verify ").split())
+        options = verify_parser().parse_args(line.removeprefix("moerl verify ").split())
         assert options.tolerance == TOLERANCE_NATS
 
 

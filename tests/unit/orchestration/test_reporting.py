@@ -1,4 +1,4 @@
-"""Alerts in a run's console and rows, and the end of a run: its report is written, and one that cannot be is said, while the run stays a finished one."""
+"""Alerts of a run, and its end: the report is written, and one that cannot be is said, while the run is a finished one."""
 
 from __future__ import annotations
 
