@@ -131,7 +131,10 @@ def _by_model(
     tokenizer = load_tokenizer(checkpoints[0].folder)
     print(f"{len(sample)} of {total} rollouts, {sum(map(len, sample)):,} tokens, {name}")
     with _scorers(checkpoints, described, name, options.backend) as (scorers, finer):
-        found = diagnose(sample, scorers, finer, prompt_edits(tokenizer))
+        half = None
+        if DTYPES[name] is torch.float32:
+            half = _transformers(checkpoints[0], model, torch.bfloat16)
+        found = diagnose(sample, scorers, finer, prompt_edits(tokenizer), half=half)
     texts = _texts(tokenizer, model.spec.vocab_size)
     facts = _facts(dumps, options.dumps, unusable, len(sample), total)
     said = [

@@ -39,7 +39,7 @@ LEAST_FLOOR = 1e-6
 @dataclass(frozen=True, slots=True, eq=False)
 class Diagnosis:
     """What was found. gaps: with all scores. final: the assumption under which the least is left. as_recorded: the one
-    of the dump as it came. floor: nats. residual: d under `final`."""
+    of the dump as it came. floor: nats that rounding makes. residual: d under `final`."""
 
     gaps: Gaps
     final: Assumption
@@ -56,6 +56,8 @@ def diagnose(
     scorers: Sequence[Scorer],
     floor_scorer: Scorer,
     edits: Sequence[tuple[Repair, str]] = (),
+    *,
+    half: Scorer | None = None,
 ) -> Diagnosis:
     """Finds the causes of the gap of these rollouts.
 
@@ -63,10 +65,13 @@ def diagnose(
         rollouts: at least one, with distinct names. scorers: at least one; several for several policy versions.
         floor_scorer: the weights of the first scorer in a finer arithmetic.
         edits: repairs of the tokens of prompts to try, each with what it says is wrong.
+        half: these weights in 16 bits, where the scorers compute in more: an engine may well do so.
     """
     gaps = Gaps(rollouts, scorers)
     bootstrap = Bootstrap.of(gaps.starts)
-    floor = max(LEAST_FLOOR, measure_floor(rollouts[:FLOOR_ROLLOUTS], scorers[0], floor_scorer))
+    some = rollouts[:FLOOR_ROLLOUTS]
+    floor = max(LEAST_FLOOR, measure_floor(some, scorers[0], floor_scorer))
+    rounding = floor if half is None else max(floor, measure_floor(some, half, scorers[0]))
     search = Search(gaps, bootstrap, floor, edits)
     has_sets = any(rollout.kept is not None for rollout in rollouts)
     supports = "listed" if has_sets else "full"
@@ -78,15 +83,15 @@ def diagnose(
     now = enforced(changed(start, inputs), routes)
     values = [Fault(f.cause, f.title, f.evidence, f.change) for f in search.distributions(now)]
     final = changed(now, values)
-    accounts = Accounts(gaps, bootstrap, floor, supports, routes)
+    accounts = Accounts(gaps, bootstrap, rounding, supports, routes)
     residual = gaps.differences(final)
-    engines = engines_apart(rollouts, residual, floor)
+    engines = engines_apart(rollouts, residual, rounding)
     nothing = accounts.nothing_kept([*inputs, *values], masks, engines)
     recorded = accounts.as_recorded([*masks, *inputs, *route_faults, *values], engines)
     findings = _findings(_with_engines([*masks, *inputs, *route_faults, *values], engines), recorded)
-    findings += _top_p_finding(gaps, final) + _rest(recorded, residual, floor)
+    findings += _top_p_finding(gaps, final) + _rest(recorded, residual, floor, rounding)
     return Diagnosis(
-        gaps, final, accounts.raw(), floor, residual, (nothing, recorded), tuple(findings), routes.agreement
+        gaps, final, accounts.raw(), rounding, residual, (nothing, recorded), tuple(findings), routes.agreement
     )
 
 
@@ -191,13 +196,21 @@ def _top_p_finding(gaps: Gaps, final: Assumption) -> list[Finding]:
     return [Finding("top_p", "fault", "likely", title, CAUSES["top_p"].remedy, none, 0.0, evidence)]
 
 
-def _rest(recorded: Decomposition, residual: Differences, floor: float) -> list[Finding]:
-    """What no cause explains, where it is more than rounding."""
+def _rest(recorded: Decomposition, residual: Differences, floor: float, rounding: float) -> list[Finding]:
+    """What no cause explains, where it is more than rounding; and rounding to 16 bits, where the model has more."""
     left = next(share.nats for share in recorded.shares if share.cause == "unexplained")
-    if left.low <= ROUNDING * floor:
-        return []
+    if left.low <= ROUNDING * rounding:
+        if rounding <= floor or residual.mean <= ROUNDING * floor:
+            return []
+        seen = Evidence("mean |d| left", f"{residual.mean:.2e} nats", f"{rounding:.1e} (16 bits), {floor:.1e} (model)")
+        nats = next(share.nats for share in recorded.shares if share.cause == "precision")
+        part = _part(nats.value, recorded.total.value)
+        title = "the engine rounds to 16 bits, the model does not"
+        return [Finding("precision", "note", "likely", title, CAUSES["precision"].remedy, nats, part, (seen,))]
     evidence = (
-        Evidence("mean |d| with everything kept and repaired", f"{residual.mean:.2e} nats", f"{floor:.1e} (rounding)"),
+        Evidence(
+            "mean |d| with everything kept and repaired", f"{residual.mean:.2e} nats", f"{rounding:.1e} (rounding)"
+        ),
         Evidence("mean d", f"{residual.d_N.mean():+.2e} nats", "0"),
     )
     title = "the engine's weights or arithmetic are not the model's"

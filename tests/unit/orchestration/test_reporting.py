@@ -1,4 +1,4 @@
-"""Alerts of a run, and its end: the report is written, and one that cannot be is said, while the run is a finished one."""
+"""Alerts of a run, and its end: the report is written; one that cannot be is said, and the run is finished."""
 
 from __future__ import annotations
 
