@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from moerl.errors import ConfigError
-from moerl.launch.arguments import Parser
+from moerl.launch.arguments import Parser, positive
 
 USAGE = "moerl diagnose DUMP [DUMP ...] [--model HF_DIR[@VERSION] ...] [--output FILE.html]"
 OUTPUT = Path("diagnosis.html")
@@ -40,6 +40,9 @@ def diagnose_parser() -> Parser:
         choices=("hf", "trainer"),
         default="hf",
         help="score with transformers (hf, the default) or Megatron",
+    )
+    parser.add_argument(
+        "--temperature", type=positive, metavar="T", help="of sampling, for dumps that do not say it (1 is assumed)"
     )
     parser.add_argument("--dtype", metavar="NAME", help="of the arithmetic; that of the model's config if not said")
     parser.add_argument("--traceback", action="store_true", help="show where an error was raised")

@@ -124,6 +124,8 @@ def _by_model(
     positions = int(model.hf_config.get("max_position_embeddings") or 1 << 30)
     fits = _fitting(_all(dumps), model.spec.vocab_size, positions, unusable)
     sample, total = _spread(fits, options.rollouts)
+    if options.temperature is not None:
+        sample = [_drawn_at(options.temperature, rollout) for rollout in sample]
     _require_some(sample, dumps, unusable)
     name = options.dtype or str(model.hf_config.get("dtype") or model.hf_config.get("torch_dtype") or "float32")
     if name not in DTYPES:
@@ -176,6 +178,10 @@ def _transformers(checkpoint: Checkpoint, model: ModelDescription, dtype: torch.
 
 def _name(checkpoint: Checkpoint) -> str:
     return checkpoint.folder.name if checkpoint.version is None else f"version {checkpoint.version}"
+
+
+def _drawn_at(temperature: float, rollout: DumpedRollout) -> DumpedRollout:
+    return replace(rollout, temperatures=np.where(rollout.sampled, temperature, 1.0).astype(np.float32))
 
 
 def _all(dumps: Sequence[Dump]) -> Iterator[DumpedRollout]:

@@ -113,7 +113,7 @@ class Search:
             Evidence("mean |d| at the temperature said", f"{self.gaps.gap(now):.2e} nats"),
             Evidence("mean |d| at the one that fits", f"{self.gaps.gap(replace(now, factor=factor)):.2e} nats"),
         )
-        title = f"tokens were drawn at temperature {median * factor:.2f}, the dump says {median:g}"
+        title = f"tokens were drawn at temperature {median * factor:.2f}, and {median:g} is said or assumed"
         if abs(median * factor - 1.0) <= SAME_FACTOR:
             title = f"log-probs are those before the temperature of {median:g} was applied"
         yield ValueFault("temperature", title, evidence, lambda now: replace(now, factor=factor))

@@ -1,0 +1,151 @@
+"""`moerl diagnose` on files: formats, exit codes, what the page and the JSON say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from foreign_dumps import make_dumped, write_nemo_rl, write_slime
+from planted_faults import SAMPLING, layer_late, sample, scorer, write_moe
+
+from moerl import cli
+from moerl.diagnostics.dumps.minimal import write_minimal
+from moerl.diagnostics.dumps.rollout import DumpedRollout
+from moerl.diagnostics.report.data import Report, read_report
+from moerl.diagnostics.scoring import Question
+from moerl.models.description import read_model
+from moerl.orchestration.trainer_scorer import TrainerScorer
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_moe(tmp_path_factory.mktemp("model") / "policy")
+
+
+@pytest.fixture(scope="module")
+def clean(model: Path) -> list[DumpedRollout]:
+    return sample(model, num_groups=2)
+
+
+Run = Callable[..., tuple[int, Report]]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    def go(*arguments: object) -> tuple[int, Report]:
+        page = tmp_path / "page.html"
+        status = cli.main(["diagnose", *map(str, arguments), "--output", str(page)])
+        assert page.stat().st_size > 800_000
+        return status, read_report(page.with_suffix(".json"))
+
+    return go
+
+
+def _write_minimal(path: Path, rollouts: list[DumpedRollout]) -> None:
+    write_minimal(path.with_suffix(".jsonl"), rollouts)
+
+
+def _write_slime(path: Path, rollouts: list[DumpedRollout]) -> None:
+    write_slime(path, [replace(rollout, group=rollout.group.removeprefix("g")) for rollout in rollouts])
+
+
+@pytest.mark.parametrize("write", [_write_minimal, _write_slime])
+def test_a_sound_dump_of_any_format_is_in_order(tmp_path: Path, model: Path, clean, run: Run, write):
+    write(tmp_path / "dump.pt", clean)
+    (file,) = tmp_path.glob("dump.*")
+    status, report = run(file, "--model", model, "--temperature", SAMPLING.temperature)  # slime does not say it
+    assert (status, report.verdict.level) == (0, "good"), report.verdict.text
+    assert set(report.scorers) == {"neither", "kept_sets", "experts", "both", "floor"}
+    assert len(report.strips) == 3
+    assert {each.name for each in report.slices if each.by == "kind"} == {"prompt", "response"}
+
+
+def test_a_faulty_dump_ends_with_1_and_is_named_on_the_page_and_in_the_terminal(
+    tmp_path: Path, model: Path, clean, run: Run, capsys: pytest.CaptureFixture[str]
+):
+    write_minimal(tmp_path / "dump.parquet", map(layer_late, clean))
+    status, report = run(tmp_path / "dump.parquet", "--model", f"{model}@3")
+    assert status == 1
+    assert report.verdict.text.startswith("Routes are 1 layer too late (certain")
+    assert report.verdict.text in capsys.readouterr().out
+    assert report.verdict.text in (tmp_path / "page.html").read_text()
+
+
+def test_a_dump_with_both_policies_needs_no_model(tmp_path: Path, run: Run):
+    rng = np.random.default_rng(0)
+    rollouts = [make_dumped(rng, name=str(number)) for number in range(20)]
+    write_nemo_rl(tmp_path / "train_data_step4.jsonl", rollouts)
+    _, report = run(tmp_path / "train_data_step4.jsonl")
+    d = np.concatenate([(r.trainer_logprobs["trainer"] - r.rollout_logprobs)[r.sampled] for r in rollouts])
+    assert report.decompositions[0].total.value == pytest.approx(np.abs(d).mean(), rel=1e-5)
+
+
+def test_routes_of_both_policies_are_compared_without_a_model(tmp_path: Path, run: Run):
+    rng = np.random.default_rng(0)
+    rollouts = []
+    for number in range(6):
+        rollout = make_dumped(rng, name=str(number))
+        assert rollout.expert_ids is not None
+        theirs = rollout.expert_ids.copy()
+        theirs[:, 1] = (theirs[:, 1] + 1) % 8
+        rollouts.append(replace(rollout, trainer_expert_ids=theirs))
+    write_minimal(tmp_path / "dump.jsonl", rollouts)
+    _, report = run(tmp_path / "dump.jsonl")
+    assert report.layers[0].differing == 0.0
+    assert report.layers[1].differing > 0.5
+
+
+def test_rollouts_that_a_model_cannot_take_are_counted_by_reason(tmp_path: Path, model: Path, clean, run: Run):
+    foreign = replace(clean[0], name="foreign", token_ids=clean[0].token_ids + 1000)
+    write_minimal(tmp_path / "dump.jsonl", [*clean, foreign])
+    _, report = run(tmp_path / "dump.jsonl", "--model", model)
+    assert [(each.reason, each.count) for each in report.unusable] == [("tokens beyond the model's vocabulary", 1)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "diagnose: no dump"),
+        (["nothing.jsonl"], "DUMP: not there"),
+        (["{dump}"], "--model: the dump has no log-probs of the trainer"),
+        (["{dump}", "--model", "nowhere"], "--model: no Hugging Face model"),
+        (["{dump}", "--model", "{model}@new"], "--model: version"),
+        (["{dump}", "--model", "{model}", "--dtype", "int3"], "--dtype: of the scorer"),
+        (["{dump}", "--model", "{model}", "--output", "page.txt"], "--output: not the name of a page"),
+        (["{dump}", "--model", "{model}", "--rollouts", "0"], "--rollouts: too few"),
+        (["{dump}", "--model", "{model}", "--model", "{model}", "--backend", "trainer"], "one model at a time"),
+    ],
+)
+def test_what_cannot_be_diagnosed_is_said(
+    tmp_path: Path, model: Path, clean, arguments, said: str, capsys: pytest.CaptureFixture[str]
+):
+    write_minimal(tmp_path / "dump.jsonl", clean[:1])
+    given = [each.format(dump=tmp_path / "dump.jsonl", model=model) for each in arguments]
+    assert cli.main(["diagnose", *given]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_the_trainer_scores_as_transformers_does(model: Path, clean):
+    judge, question = scorer(model, dtype=torch.float32), Question((1.0, 0.7))
+    trainer = TrainerScorer(read_model(model), dtype="float32", name="policy", version=None)
+    try:
+        for rollouts in (clean, [replace(rollout, expert_ids=None, routed=None) for rollout in clean]):
+            for ours, theirs in zip(trainer.score(rollouts, question), judge.score(rollouts, question), strict=True):
+                assert ours.kept_TF == pytest.approx(theirs.kept_TF, abs=2e-5)
+                assert ours.full_TF == pytest.approx(theirs.full_TF, abs=2e-5)
+                assert ours.mass_T == pytest.approx(theirs.mass_T, abs=2e-5)
+    finally:
+        trainer.close()
+
+
+def test_the_trainer_finds_what_transformers_finds(tmp_path: Path, model: Path, clean, run: Run):
+    write_minimal(tmp_path / "dump.jsonl", map(layer_late, clean))
+    status, report = run(tmp_path / "dump.jsonl", "--model", model, "--backend", "trainer")
+    assert status == 1
+    assert {finding.cause for finding in report.findings} == {"layer_shift"}
