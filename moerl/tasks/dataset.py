@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
@@ -48,6 +49,14 @@ class DatasetTaskConfig(SetKeys, TaskSection):
     )
     rewards: dict[RewardName, Reward] = Field(description="Rewards by name; what is trained on is their weighted sum.")
     accuracy: str | None = Field(description="Name of the reward that is reported as accuracy; null = the first.")
+
+    @property
+    def template_options(self) -> Mapping[str, Any]:
+        return self.chat_options
+
+    @property
+    def longest_prompt(self) -> int | None:
+        return self.max_prompt_tokens
 
     def open(self) -> RowsTask:
         sets = data_sets(self, self.sets)

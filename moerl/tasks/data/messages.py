@@ -39,7 +39,9 @@ def read_chat(value: list[Any], tools: object, system: str | None) -> tuple[Chat
         answer = messages.pop()["content"]
     if not messages or messages[-1]["role"] not in _ASKS:
         raise MessagesError(
-            f"the last message before the answer is of the role {messages[-1]['role']!r}" if messages else "no messages",
+            f"the last message before the answer is of the role {messages[-1]['role']!r}"
+            if messages
+            else "no messages",
             f"one of the roles {' and '.join(_ASKS)}",
         )
     if system is not None and messages[0]["role"] not in ("system", "developer"):
@@ -60,7 +62,9 @@ def _message(number: int, value: object) -> dict[str, Any]:
     role = message.get("role")
     if role not in ROLES:
         hint = " (from and value instead of role and content)" if "from" in message else ""
-        raise MessagesError(f"message {number} has the role {excerpt(repr(role), 40)}{hint}", f"one of {', '.join(ROLES)}")
+        raise MessagesError(
+            f"message {number} has the role {excerpt(repr(role), 40)}{hint}", f"one of {', '.join(ROLES)}"
+        )
     content = message.setdefault("content", "")
     if not isinstance(content, str):
         raise MessagesError(

@@ -119,4 +119,3 @@ def bad_row(row: Row, seen: str, expected: str) -> ConfigError:
         expected=expected,
         remedy="correct or remove the line, or leave it out by a filter",
     )
-

@@ -56,7 +56,8 @@ class SetKeys(Section):
         description="Column of a demonstration; null = the last message where that is the assistant's, else none.",
     )
     tools: Column | None = Field(
-        default=None, description="Column of the tools of the first turn: JSON schemas, or a JSON text of a list of them."
+        default=None,
+        description="Column of the tools of the first turn: JSON schemas, or a JSON text of a list of them.",
     )
     system: str | None = Field(
         default=None, description="System message put before the messages of rows that have none of their own."
@@ -100,7 +101,7 @@ def data_sets(shared: SetKeys, entries: dict[str, SetEntry]) -> list[DataSet]:
     for name, entry in entries.items():
         own = {key: value for key, value in entry if value is not None}
         # A set that says where it is has no other place.
-        rest = {key: None for key in ("path", "hub")} if {"path", "hub"} & own.keys() else {}
+        rest = dict.fromkeys(("path", "hub")) if {"path", "hub"} & own.keys() else {}
         sets.append(DataSet(**{**common, **rest, **own, "name": name}))
     return sets
 
@@ -126,7 +127,7 @@ def check_set(data: DataSet) -> None:
             f"{data.of('wording')}: says not once where the prompt goes",
             seen=repr(data.wording),
             expected="a text with {prompt} in one place",
-            remedy="for example \"{prompt}\\n\\nPut the final answer into \\\\boxed{}.\"",
+            remedy='for example "{prompt}\\n\\nPut the final answer into \\\\boxed{}."',
         )
     if data.streaming and data.max_rows is None:
         raise ConfigError(

@@ -56,7 +56,7 @@ def read_set(data: DataSet, split: str, seed: int) -> Iterator[Row] | None:
 
 def _numbered(data: DataSet, split: str, *, is_named: bool, seed: int) -> Iterator[Row]:
     path = data.path
-    if path is not None and path.is_file():
+    if path is not None and not path.is_dir():
         if is_named:
             raise ConfigError(
                 f"{data.of('splits')}: a file has no splits",

@@ -152,7 +152,9 @@ def _repeated(problems: list[Problem], count: int) -> list[Problem]:
     return found
 
 
-def rewritten(problems: list[Problem], write: Callable[[Problem], Problem | None]) -> tuple[list[Problem], Counter[str]]:
+def rewritten(
+    problems: list[Problem], write: Callable[[Problem], Problem | None]
+) -> tuple[list[Problem], Counter[str]]:
     """Problems as `write` has them, and of each set how many it leaves out."""
     kept, left_out = list[Problem](), Counter[str]()
     for each in problems:

@@ -66,8 +66,7 @@ def read_tests(value: object, column: str) -> list[tuple[str, str] | str]:
         value = json.loads(value)
     if isinstance(value, Mapping) and {"inputs", "outputs"} <= value.keys():
         value = [
-            {"input": given, "output": wanted}
-            for given, wanted in zip(value["inputs"], value["outputs"], strict=True)
+            {"input": given, "output": wanted} for given, wanted in zip(value["inputs"], value["outputs"], strict=True)
         ]
     if isinstance(value, str) and value.strip():
         return [value]

@@ -7,7 +7,6 @@ import random
 import re
 import threading
 import time
-from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -172,7 +171,9 @@ def _content(answer: bytes) -> str:
     try:
         text = json.loads(answer)["choices"][0]["message"]["content"]
     except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise _FailedError(f"no choices[0].message.content in {excerpt(answer[:200].decode(errors='replace'), 200)}", again=True) from error
+        raise _FailedError(
+            f"no choices[0].message.content in {excerpt(answer[:200].decode(errors='replace'), 200)}", again=True
+        ) from error
     if not isinstance(text, str):
         raise _FailedError(f"a content that is no text: {excerpt(repr(text), 80)}", again=True)
     return text
@@ -189,5 +190,3 @@ def _read_key(config: JudgeReward, key: str) -> str:
             expected="a file that holds the key",
             remedy="check the path and its permissions",
         ) from error
-
-

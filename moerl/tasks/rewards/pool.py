@@ -37,12 +37,13 @@ class RewardPool:
 
     Args:
         processes: one for each worker, at least one; none is started yet.
+        batch_size: most responses that a process is handed at once. It gets those that wait, and waits for no more.
     """
 
-    def __init__(self, processes: Sequence[RewardProcess]) -> None:
-        self._processes = processes
+    def __init__(self, processes: Sequence[RewardProcess], batch_size: int = 1) -> None:
+        self._processes, self._batch_size = processes, batch_size
         self._threads: list[threading.Thread] = []
-        self._queue: deque[tuple[Future[Rewards], Call]] = deque()
+        self._queue: deque[_Call] = deque()
         self._num_idle = 0
         self._is_closed = False
         self._changed = threading.Condition()

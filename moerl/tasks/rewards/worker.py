@@ -116,7 +116,9 @@ def _kind(value: object) -> str:
     return "None (the function returned nothing)" if value is None else f"of type {type(value).__name__}"
 
 
-def score_all(function: Callable[..., Any], rows: list[Any], responses: list[str], *, many: bool) -> list[dict[str, Any]]:
+def score_all(
+    function: Callable[..., Any], rows: list[Any], responses: list[str], *, many: bool
+) -> list[dict[str, Any]]:
     """Calls the function for each row, or once for all of them; a result for each."""
     if many:
         return _score_many(function, rows, responses)
