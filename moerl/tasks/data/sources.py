@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from moerl.errors import ConfigError
 from moerl.tasks.data.jsonl_rows import MAX_LINE_BYTES, check_depth, read_rows
-from moerl.tasks.data.section import DataSet
+from moerl.tasks.data.section import DataSet, Split
 from moerl.telemetry.terminal import excerpt
 
 if TYPE_CHECKING:
@@ -31,14 +31,14 @@ JSON_LINES = (".jsonl", ".json", ".ndjson")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row of a set. place: where it is, for messages. label: unique in its set. values: plain JSON data, by column."""
+    """A row of a set. place: where it is, for messages. label: unique in its set. values: plain data, by column."""
 
     place: str
     label: str
     values: dict[str, Any]
 
 
-def read_set(data: DataSet, split: str, seed: int) -> Iterator[Row] | None:
+def read_set(data: DataSet, split: Split, seed: int) -> Iterator[Row] | None:
     """The rows that a set has for a split (train, dev or heldout); None where it has no such split of its own.
 
     Args:
@@ -88,7 +88,7 @@ def _shuffled(rows: Iterator[Row], seed: int) -> Iterator[Row]:
     yield from held
 
 
-def _directory(data: DataSet, path: Path, split: str, is_named: bool, seed: int) -> Iterable[dict[str, Any]]:
+def _directory(data: DataSet, path: Path, split: str, is_named: bool, seed: int) -> Iterable[Any]:
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
         return _saved(data, path, split, is_named)
     files = sorted(path.glob("*.parquet"))
@@ -105,7 +105,7 @@ def _directory(data: DataSet, path: Path, split: str, is_named: bool, seed: int)
     return _parquet(data, chosen, seed)
 
 
-def _parquet(data: DataSet, files: list[Path], seed: int) -> Iterable[dict[str, Any]]:
+def _parquet(data: DataSet, files: list[Path], seed: int) -> Iterable[Any]:
     with _reading(data, ", ".join(map(str, files))):
         import datasets
 
@@ -114,7 +114,7 @@ def _parquet(data: DataSet, files: list[Path], seed: int) -> Iterable[dict[str, 
     return _streamed(data, rows, seed)
 
 
-def _saved(data: DataSet, path: Path, split: str, is_named: bool) -> Iterable[dict[str, Any]]:
+def _saved(data: DataSet, path: Path, split: str, is_named: bool) -> Iterable[Any]:
     with _reading(data, str(path)):
         import datasets
 
@@ -127,11 +127,11 @@ def _saved(data: DataSet, path: Path, split: str, is_named: bool) -> Iterable[di
     if split not in saved and not is_named and len(saved) == 1:
         return next(iter(saved.values()))
     if split not in saved:
-        raise _no_split(data, split, ", ".join(saved))
+        raise _no_split(data, split, ", ".join(map(str, saved)))
     return saved[split]
 
 
-def _hub(data: DataSet, split: str, seed: int) -> Iterable[dict[str, Any]]:
+def _hub(data: DataSet, split: str, seed: int) -> Iterable[Any]:
     with _reading(data, f"{data.hub}, subset {data.subset}, split {split}"):
         import datasets
 
@@ -142,7 +142,7 @@ def _hub(data: DataSet, split: str, seed: int) -> Iterable[dict[str, Any]]:
     return _streamed(data, rows, seed)
 
 
-def _streamed(data: DataSet, rows: Dataset | IterableDataset, seed: int) -> Iterable[dict[str, Any]]:
+def _streamed(data: DataSet, rows: Dataset | IterableDataset, seed: int) -> Iterable[Any]:
     return rows.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER) if data.streaming else rows  # pyright: ignore
 
 
@@ -155,7 +155,7 @@ def _no_split(data: DataSet, split: str, seen: str) -> ConfigError:
     )
 
 
-def _rows(data: DataSet, name: str, rows: Iterable[dict[str, Any]]) -> Iterator[Row]:
+def _rows(data: DataSet, name: str, rows: Iterable[Any]) -> Iterator[Row]:
     """Rows with their numbers, from 0 as the library counts them."""
     iterator = iter(rows)
     for number in range(1 << 62):

@@ -1,7 +1,7 @@
 """Which problem is of which split, in which order, and how often. Pure but for the reading; runs in the controller.
 
-No prompt is in two splits: those that are cut out of one set are told apart by a hash of the prompt, and what a set's own
-held-out split shares with its training split is left out of the latter.
+No prompt is in two splits: those that are cut out of one set are told apart by a hash of the prompt, and what a set's
+own held-out split shares with its training split is left out of the latter.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from moerl.errors import ConfigError
 from moerl.tasks.data.rows import Problem, problem, stays
-from moerl.tasks.data.section import DataSet
+from moerl.tasks.data.section import DataSet, Split
 from moerl.tasks.data.sources import read_set
 
-SPLITS = ("train", "dev", "heldout")
-_READ_FIRST = ("heldout", "dev", "train")
+SPLITS: tuple[Split, ...] = ("train", "dev", "heldout")
+_READ_FIRST: tuple[Split, ...] = ("heldout", "dev", "train")
 """Where a prompt is in several splits of a set, it stays in the first of these."""
 
 MAX_EPOCH = 1 << 24
@@ -90,11 +90,11 @@ def _label(prompt_id: str, split: str) -> str:
     return prompt_id if f"/{split}:" in prompt_id else f"{split}-{prompt_id}"
 
 
-def _part(digest: bytes, cut: Cut, own: object) -> str:
+def _part(digest: bytes, cut: Cut, own: Collection[str]) -> str:
     """The split of a training row: a pure function of its prompt, and so the same whatever rows are added."""
     position = int.from_bytes(digest, "little") / 2**64
-    dev = 0.0 if "dev" in own else cut.dev  # type: ignore[operator]
-    heldout = 0.0 if "heldout" in own else cut.heldout  # type: ignore[operator]
+    dev = 0.0 if "dev" in own else cut.dev
+    heldout = 0.0 if "heldout" in own else cut.heldout
     if position < dev:
         return "dev"
     return "heldout" if position < dev + heldout else "train"

@@ -1,4 +1,4 @@
-"""Problems from rows, and their rewards: what `task=dataset` and `task=jsonl` have in common. Runs in the controller."""
+"""Problems from rows, and their rewards: what `task=dataset` and `task=jsonl` share. Runs in the controller."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class RowsTask(DemonstrationTask, ChatTask):
         self._scorer, self._response_keys = scorer, response_keys
         found = [split_set(data, cut) for data in sets]
         self._notes = [each.describe() for each in found]
-        self._splits = {split: join(found, split, cut.seed) for split in SPLITS}
+        self._splits: dict[str, list[Problem]] = {split: join(found, split, cut.seed) for split in SPLITS}
         self._index()
 
     def _index(self) -> None:

@@ -7,6 +7,7 @@ with rows and responses. Where a row has no usable answer the function raises: s
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -41,6 +42,10 @@ def math(*, column: str, answer_pattern: str | None) -> Score:
     # Seconds to import, and only in the process of such a reward.
     import math_verify
 
+    # It warns at every call that its time limit is off.
+    for name in ("math_verify.parser", "math_verify.grader", "math_verify.utils"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
     def score(row: Mapping[str, Any], response: str) -> float:
         answer = _answer(row, column, answer_pattern)
         # The time limit is that of the process, which says so: the library's own would make a wrong answer of it.
@@ -54,10 +59,10 @@ def math(*, column: str, answer_pattern: str | None) -> Score:
 
 def json_schema(*, schema: Mapping[str, Any] | None, column: str | None) -> Score:
     """1 where the response, or the last fenced block in it, meets the schema."""
-    import jsonschema
+    from jsonschema.validators import validator_for
 
     def validator(found: Any) -> Any:
-        kind = jsonschema.validators.validator_for(found)
+        kind = validator_for(found)
         kind.check_schema(found)
         return kind(found)
 

@@ -62,18 +62,18 @@ def read_tests(value: object, column: str) -> list[tuple[str, str] | str]:
     Raises:
         ValueError: It has none, or they have another form.
     """
-    if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
-        value = json.loads(value)
-    if isinstance(value, Mapping) and {"inputs", "outputs"} <= value.keys():
-        value = [
-            {"input": given, "output": wanted} for given, wanted in zip(value["inputs"], value["outputs"], strict=True)
-        ]
-    if isinstance(value, str) and value.strip():
-        return [value]
-    if isinstance(value, list) and value and all(isinstance(each, str) for each in value):
-        return ["\n".join(value)]
-    if isinstance(value, list) and value and all(isinstance(each, Mapping) for each in value):
-        return [(str(each["input"]), str(each["output"])) for each in value]
+    found: Any = value
+    if isinstance(found, str) and found.lstrip().startswith(("[", "{")):
+        found = json.loads(found)
+    if isinstance(found, Mapping) and {"inputs", "outputs"} <= found.keys():
+        pairs = zip(found["inputs"], found["outputs"], strict=True)
+        found = [{"input": given, "output": wanted} for given, wanted in pairs]
+    if isinstance(found, str) and found.strip():
+        return [found]
+    if isinstance(found, list) and found and all(isinstance(each, str) for each in found):
+        return ["\n".join(found)]
+    if isinstance(found, list) and found and all(isinstance(each, Mapping) for each in found):
+        return [(str(each["input"]), str(each["output"])) for each in found]
     raise ValueError(f"column {column!r} has no tests: {str(value)[:80]!r}")
 
 

@@ -156,7 +156,7 @@ class Judge:
                         raise _FailedError(f"no whole answer within {config.timeout_seconds:g} s", again=True)
         except (httpx.HTTPError, httpx.InvalidURL, RuntimeError) as error:
             raise _FailedError(f"{type(error).__name__}: {error}", again=True) from error
-        if answer.status_code != httpx.codes.OK:
+        if answer.status_code != 200:
             seen = f"status {answer.status_code}: {excerpt(content[:200].decode(errors='replace'), 200)}"
             pause = answer.headers.get("retry-after", "")
             raise _FailedError(

@@ -1,13 +1,13 @@
-"""Runs a program that nobody has looked at. Started by `moerl.tasks.rewards.code` as a script, so it imports the standard
-library alone.
+"""Runs a program that nobody has looked at. Started by `moerl.tasks.rewards.code` as a script, so it imports the
+standard library alone.
 
     sandbox.py PROGRAM FOLDER DONE SECONDS MEMORY
 
 PROGRAM is a file with Python, read before anything is forbidden. DONE is a descriptor: what can be read from it is
-written to standard error, behind `DONE_MARK`, once the program has come to its end by itself. The process restricts itself for good,
-and only then runs the program:
+written to standard error, behind `DONE_MARK`, once the program has come to its end by itself. The process restricts
+itself for good, and only then runs the program:
 
-- Landlock: it reads Python, its packages and system libraries, and writes below FOLDER; nothing else of the file system.
+- Landlock: it reads Python, its packages and system libraries, and writes below FOLDER; it opens no other file.
 - seccomp: no sockets, processes, programs, signals to others, tracing, shared memory, change of owners, modes or times,
   mounts, namespaces, io_uring, bpf, keys, clocks. Such a call fails with EPERM.
 - limits: address space, CPU time, size of a file, open files. No capabilities; no new privileges.

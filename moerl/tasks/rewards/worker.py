@@ -10,8 +10,8 @@ standard input, each as its length in `LENGTH_DIGITS` digits, then JSON; replies
     {"rows": [{...}, ...], "responses": ["...", ...]}            all others   {"results": [...]}
 
 The first may hold `settings`, with which the function is called to give the one that rewards, and `many`: that function
-takes lists of rows and responses. A result is {"rewards": {...}}, {"raised": ...} or {"returned": ...}, one for each row.
-An async function is awaited; those of the rows of a request run side by side.
+takes lists of rows and responses. A result is {"rewards": {...}}, {"raised": ...} or {"returned": ...}, one for each
+row. An async function is awaited; those of the rows of a request run side by side.
 
 A number of `CALL_BYTES` bytes follows each request and is sent back with the reply. It stays in the pipe until the
 function has returned: while the function runs, nothing in its process knows the number.
