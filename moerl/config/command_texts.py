@@ -80,8 +80,8 @@ COMMANDS = {
             ("moerl eval model=pretrained model.path=DIR evaluation.heldout_problems=500", "fewer problems"),
         ),
         keys=(
-            *("run_dir", "num_threads", "model.path", *_SAMPLING, "task"),
-            *("evaluation.heldout_problems", "quarantine.max_rate"),
+            *("run_dir", "num_threads", "model.path", *_SAMPLING, "task.name", "task.path", "task.hub", "task.splits"),
+            *("task.prompt", "task.chat_options", "task.rewards", "task.reward", "evaluation.heldout_problems"),
         ),
     ),
     "plan memory": Command(

@@ -5,7 +5,7 @@ Torch-free; any process.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -101,8 +101,9 @@ def data_sets(shared: SetKeys, entries: dict[str, SetEntry]) -> list[DataSet]:
     for name, entry in entries.items():
         own = {key: value for key, value in entry if value is not None}
         # A set that says where it is has no other place.
-        rest = dict.fromkeys(("path", "hub")) if {"path", "hub"} & own.keys() else {}
-        sets.append(DataSet(**{**common, **rest, **own, "name": name}))
+        elsewhere = ("path", "hub") if {"path", "hub"} & own.keys() else ()
+        values: dict[str, Any] = {**common, **dict.fromkeys(elsewhere), **own, "name": name}
+        sets.append(DataSet(**values))
     return sets
 
 

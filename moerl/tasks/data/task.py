@@ -121,7 +121,9 @@ class RowsTask(DemonstrationTask, ChatTask):
         for split in SPLITS:
             self._splits[split], left_out = rewritten(self._splits[split], written)
             for source, count in left_out.items():
-                self._notes.append(f"data {source}: {count} prompts of {split} left out (task.max_prompt_tokens)")
+                self._notes.append(
+                    f"{f'data {source}'.strip()}: {count} prompts of {split} left out (task.max_prompt_tokens)"
+                )
         self._index()
 
     def notes(self) -> list[str]:
