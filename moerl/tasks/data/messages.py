@@ -38,12 +38,8 @@ def read_chat(value: list[Any], tools: object, system: str | None) -> tuple[Chat
     if messages and messages[-1]["role"] == "assistant":
         answer = messages.pop()["content"]
     if not messages or messages[-1]["role"] not in _ASKS:
-        raise MessagesError(
-            f"the last message before the answer is of the role {messages[-1]['role']!r}"
-            if messages
-            else "no messages",
-            f"one of the roles {' and '.join(_ASKS)}",
-        )
+        seen = f"the last message before the answer is of the role {messages[-1]['role']!r}" if messages else "none"
+        raise MessagesError(seen, f"messages, the last of a role of {', '.join(_ASKS)}")
     if system is not None and messages[0]["role"] not in ("system", "developer"):
         messages.insert(0, {"role": "system", "content": system})
     return Chat(tuple(messages), _tools(tools)), answer

@@ -1,7 +1,7 @@
 """Rows of data sets, wherever they are: JSON lines, and what Hugging Face `datasets` reads. Runs in the controller.
 
 JSON lines are read by `moerl.tasks.data.jsonl_rows`: the library guesses types over many rows, and its errors name no
-line. Parquet is streamed, so that no second copy of it is made in a cache.
+line. Parquet is read by pyarrow: the library would make a second copy of it in a cache, or import torch to stream it.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pyarrow.parquet as pq
 
 from moerl.errors import ConfigError
 from moerl.tasks.data.jsonl_rows import MAX_LINE_BYTES, check_depth, read_rows
 from moerl.tasks.data.section import DataSet, Split
 from moerl.telemetry.terminal import excerpt
 
-if TYPE_CHECKING:
-    from datasets import Dataset, IterableDataset
-
 SHUFFLE_BUFFER = 10_000
 """Rows of a stream that are held to shuffle it."""
 
-JSON_LINES = (".jsonl", ".json", ".ndjson")
+READ_ROWS = 1000
+"""Rows of a Parquet file that are held."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,18 +66,14 @@ def _numbered(data: DataSet, split: str, *, is_named: bool, seed: int) -> Iterat
             )
         if path.suffix == ".parquet":
             return _rows(data, path.name, _parquet(data, [path], seed))
-        return _json_rows(data, path, seed)
+        rows = (Row(f"{path}:{n}", f"{path.name}:{n}", row) for n, row in read_rows(path, data.of("path")))
+        return _shuffled(rows, seed) if data.streaming else rows
     if path is not None:
         return _rows(data, f"{path.name}/{split}", _directory(data, path, split, is_named, seed))
     return _rows(data, f"{data.hub}/{split}", _hub(data, split, seed))
 
 
-def _json_rows(data: DataSet, path: Path, seed: int) -> Iterator[Row]:
-    rows = (Row(f"{path}:{n}", f"{path.name}:{n}", row) for n, row in read_rows(path, data.of("path")))
-    return _shuffled(rows, seed) if data.streaming else rows
-
-
-def _shuffled(rows: Iterator[Row], seed: int) -> Iterator[Row]:
+def _shuffled[T](rows: Iterator[T], seed: int) -> Iterator[T]:
     """Each row comes out of a buffer in place of a later one."""
     draws, held = random.Random(seed), list(islice(rows, SHUFFLE_BUFFER))
     for row in rows:
@@ -90,11 +86,12 @@ def _shuffled(rows: Iterator[Row], seed: int) -> Iterator[Row]:
 
 def _directory(data: DataSet, path: Path, split: str, is_named: bool, seed: int) -> Iterable[Any]:
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
-        return _saved(data, path, split, is_named)
+        return _saved(data, path, split, is_named, seed)
     files = sorted(path.glob("*.parquet"))
     chosen = [file for file in files if file.name.startswith(split)]
     if not chosen and not is_named:
-        chosen = files
+        others = tuple((data.splits or {}).values())
+        chosen = [file for file in files if not others or not file.name.startswith(others)]
     if not chosen:
         raise ConfigError(
             f"{data.of('path')}: a directory without rows" + (f" of the split {split}" if files else ""),
@@ -106,44 +103,57 @@ def _directory(data: DataSet, path: Path, split: str, is_named: bool, seed: int)
 
 
 def _parquet(data: DataSet, files: list[Path], seed: int) -> Iterable[Any]:
-    with _reading(data, ", ".join(map(str, files))):
-        import datasets
+    if data.streaming:
+        files = files.copy()
+        random.Random(seed).shuffle(files)
 
-        datasets.disable_progress_bars()
-        rows = datasets.load_dataset("parquet", data_files=[str(file) for file in files], split="train", streaming=True)
-    return _streamed(data, rows, seed)
+    def rows() -> Iterator[Any]:
+        for path in files:
+            with _reading(data, str(path)):
+                file = pq.ParquetFile(path)
+            batches = file.iter_batches(batch_size=READ_ROWS)
+            while True:
+                with _reading(data, str(path)):
+                    batch = next(batches, None)
+                if batch is None:
+                    break
+                yield from batch.to_pylist()
+
+    return _shuffled(rows(), seed) if data.streaming else rows()
 
 
-def _saved(data: DataSet, path: Path, split: str, is_named: bool) -> Iterable[Any]:
+def _saved(data: DataSet, path: Path, split: str, is_named: bool, seed: int) -> Iterable[Any]:
     with _reading(data, str(path)):
-        import datasets
-
-        datasets.disable_progress_bars()
-        saved = datasets.load_from_disk(str(path))
-    if isinstance(saved, datasets.Dataset):
+        library = _library()
+        saved = library.load_from_disk(str(path))
+    if isinstance(saved, library.Dataset):
         if is_named:
             raise _no_split(data, split, "one set without splits")
-        return saved
+        return _shuffled(iter(saved), seed) if data.streaming else saved
     if split not in saved and not is_named and len(saved) == 1:
-        return next(iter(saved.values()))
+        split = next(iter(saved))
     if split not in saved:
         raise _no_split(data, split, ", ".join(map(str, saved)))
-    return saved[split]
+    return _shuffled(iter(saved[split]), seed) if data.streaming else saved[split]
 
 
 def _hub(data: DataSet, split: str, seed: int) -> Iterable[Any]:
     with _reading(data, f"{data.hub}, subset {data.subset}, split {split}"):
-        import datasets
-
-        datasets.disable_progress_bars()
-        rows = datasets.load_dataset(
+        rows = _library().load_dataset(
             str(data.hub), data.subset, revision=data.revision, split=split, streaming=bool(data.streaming)
         )
-    return _streamed(data, rows, seed)
+        # Of a stream the order of its files is shuffled, too.
+        return rows.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER) if data.streaming else rows
 
 
-def _streamed(data: DataSet, rows: Dataset | IterableDataset, seed: int) -> Iterable[Any]:
-    return rows.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER) if data.streaming else rows  # pyright: ignore
+def _library() -> Any:
+    """Hugging Face `datasets`, in the processes that read a set. It is not to import torch, which login nodes lack, nor
+    to draw over the lines of the run."""
+    import datasets
+
+    datasets.config.TORCH_AVAILABLE = False
+    datasets.disable_progress_bars()
+    return datasets
 
 
 def _no_split(data: DataSet, split: str, seen: str) -> ConfigError:
