@@ -74,7 +74,8 @@ COMMANDS = {
     ),
     "eval": Command(
         "measure a saved model on held-out problems",
-        "Answers the held-out problems greedily and prints the accuracy; the run directory holds the numbers.",
+        "Answers the held-out problems greedily, and with evaluation.samples=N by N samples each, and prints accuracy,\n"
+        "pass@k and majority@k, by set. The run directory holds the numbers and a Parquet table of all responses.",
         (
             ("moerl eval model=pretrained model.path=DIR", "DIR: a model that a run saved"),
             ("moerl eval model=pretrained model.path=DIR evaluation.heldout_problems=500", "fewer problems"),
@@ -82,6 +83,7 @@ COMMANDS = {
         keys=(
             *("run_dir", "num_threads", "model.path", *_SAMPLING, "task.name", "task.path", "task.hub", "task.splits"),
             *("task.prompt", "task.chat_options", "task.rewards", "task.reward", "evaluation.heldout_problems"),
+            *("evaluation.samples", "evaluation.temperature", "evaluation.top_p"),
         ),
     ),
     "plan memory": Command(

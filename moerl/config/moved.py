@@ -57,6 +57,9 @@ ADDED: dict[str, Any] = {
     "checkpoint.grace_seconds": None,
     "metrics.sinks": ["jsonl", "tensorboard"],
     "metrics.project": "moerl",
+    "evaluation.samples": 0,
+    "evaluation.temperature": 1.0,
+    "evaluation.top_p": 1.0,
 }
 """Keys that runs of before do not have, with the values by which they behave as they did."""
 _NEW_SECTIONS = ("buffer", "metrics")

@@ -270,11 +270,16 @@ class SftConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """Greedy evaluation."""
+    """Evaluation: greedy, and of held-out problems several samples where asked for."""
 
     every: CountOrZero = Field(description="Steps between evaluations on dev problems; 0 = start and end only.")
     dev_problems: Count = Field(description="Problems looked at while training.")
     heldout_problems: Count = Field(description="Problems for the final numbers, looked at by nothing else.")
+    samples: CountOrZero = Field(
+        description="Responses sampled to each held-out problem besides the greedy one, for pass@k and majority@k."
+    )
+    temperature: Positive = Field(description="Temperature of these samples.")
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = Field(description="Nucleus of these samples.")
 
 
 class CheckpointConfig(Section):

@@ -19,7 +19,7 @@ from moerl.contract.layers import select_layers
 from moerl.contract.ports import RolloutEngine, Task
 from moerl.contract.quarantine import Quarantine
 from moerl.contract.sealed import find_damage
-from moerl.contract.trajectory import ModelSpec
+from moerl.contract.trajectory import ModelSpec, SamplingParams
 from moerl.diagnostics.summary import SUMMARY_FILE
 from moerl.errors import EngineError
 from moerl.models.description import ModelDescription, read_model
@@ -34,7 +34,7 @@ from moerl.orchestration.models import build_model, read_tokenizer
 from moerl.orchestration.preflight import check_problems
 from moerl.orchestration.reporting import Reporter, make_reporter
 from moerl.orchestration.rl import RLStage
-from moerl.orchestration.rollouts import Collector, in_request_order, sampling_params
+from moerl.orchestration.rollouts import Collector, EvaluationPlan, in_request_order, sampling_params
 from moerl.orchestration.run import Run, RunStoppedError
 from moerl.orchestration.task_texts import check_prompts
 from moerl.orchestration.tokenizer import make_tokenizer
@@ -220,7 +220,10 @@ def _collector(config: RunConfig, model_path: Path, engine: RolloutEngine, run: 
     ends = read_ends(model_path, run.tokenizer, handshake.spec.vocab_size)
     length, say = config.rollout.max_new_tokens, run.reporter.say
     watch = run.reporter.within
-    return Collector(engine, run.task, run.tokenizer, run.quarantine, length, layers, ends, say, watch)
+    asked = config.evaluation
+    sampling = SamplingParams(asked.temperature, asked.top_p, config.rollout.top_k, seed=config.seed)
+    plan = EvaluationPlan(config.run_dir / "evaluations", asked.samples, sampling)
+    return Collector(engine, run.task, run.tokenizer, run.quarantine, length, layers, ends, say, watch, plan)
 
 
 @contextmanager

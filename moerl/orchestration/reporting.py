@@ -182,7 +182,22 @@ class RunReporter:
                 f"step {step}: accuracy {evaluation.accuracy:.3f} (greedy, {evaluation.num_problems} {problems}), "
                 f"{evaluation.length_mean:.1f} tokens"
             )
+            metrics |= self._tell_scores(name, evaluation)
         self._write("evaluation", step, metrics)
+
+    def _tell_scores(self, name: str, evaluation: Evaluation) -> dict[str, float]:
+        """Says what there is beside the accuracy; of held-out samples the metrics of the largest k."""
+        told = {each: values for each, values in evaluation.scores.items() if each != "accuracy"}
+        if told:
+            texts = [f"{each} {value:.3f} [{low:.3f}, {high:.3f}]" for each, (value, low, high) in told.items()]
+            self.say("  " + ", ".join(texts))
+        if name == "dev":
+            return {}
+        found = {}
+        for kind, metric in (("pass@", "heldout/pass_at_k"), ("majority@", "heldout/majority_at_k")):
+            largest = [each for each in told if each.startswith(kind)][-1:]
+            found |= {metric: told[each][0] for each in largest}
+        return found
 
     def finish(self, summary: RunSummary) -> None:
         self.sync()

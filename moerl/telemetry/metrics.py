@@ -91,6 +91,8 @@ _ALL = (
     Metric("heldout/accuracy", "1", "share of right greedy answers on held-out problems"),
     Metric("heldout/accuracy_worked", "1", "the same, for the cold start with the first step of its working given"),
     Metric("heldout/length_mean", "token", "mean length of a greedy response to a held-out problem"),
+    Metric("heldout/pass_at_k", "1", "chance that one of evaluation.samples responses to a held-out problem is right"),
+    Metric("heldout/majority_at_k", "1", "chance that the answer most of these responses give is right"),
     Metric("policy/entropy", "nat", "mean entropy of the trainer's distribution that a sampled token is scored under"),
     Metric("policy/ratio_p01", "1", "1st percentile of trainer probability / rollout probability"),
     Metric("policy/ratio_p50", "1", "median of trainer probability / rollout probability"),

@@ -95,5 +95,5 @@ def _answer(row: Mapping[str, Any], column: str, pattern: str | None) -> str:
 
 
 def _last_group(pattern: str, text: str) -> str | None:
-    found = re.findall(pattern, text, re.DOTALL | re.MULTILINE)
+    found = re.findall(pattern, text, re.MULTILINE)
     return found[-1] if found else None

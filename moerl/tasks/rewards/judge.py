@@ -67,7 +67,7 @@ class Judge:
     def _score(self, prompt: Prompt, response: str) -> Rewards:
         config = self._config
         reply = self._ask(self._question(prompt, response))
-        found = re.findall(config.pattern, reply, re.DOTALL)
+        found = re.findall(config.pattern, reply)
         try:
             score = (float(found[-1]) - config.lowest) / (config.highest - config.lowest)
         except (IndexError, ValueError) as error:
