@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from moerl.config.command_texts import COMMANDS, EXPORT, STATUS, VERIFY, Command
+from moerl.config.command_texts import COMMANDS, EXPORT, SAMPLES, STATUS, VERIFY, Command
 from moerl.config.stop_signals import STOPPED, GraceOverError, stop_signals
 from moerl.errors import CheckpointError, ConfigError, MoerlError
 from moerl.launch.arguments import Parser, bandwidth, gib_size, nats, positive
@@ -78,7 +78,7 @@ def _dispatch(arguments: list[str]) -> int:
     if arguments[0] == "--version":
         print(f"moerl {importlib.metadata.version('moerl')}")
         return 0
-    on_directories = {"export": _export, "verify": _verify, "status": _status}
+    on_directories = {"export": _export, "verify": _verify, "status": _status, "samples": _samples}
     if arguments[0] in on_directories:
         return on_directories[arguments[0]](arguments[1:])
     family = arguments[0] if arguments[0] in FAMILIES else ""
@@ -265,6 +265,15 @@ def _status(arguments: list[str]) -> int:
     from moerl.trainer.checkpoint import checkpoint_names
 
     return run_status(run_dir, checkpoint_names)
+
+
+def _samples(arguments: list[str]) -> int:
+    from moerl.launch.samples import USAGE, parser, run_samples
+
+    if {"-h", "--help"} & set(arguments):
+        print(_short_help(USAGE, SAMPLES, parser()))
+        return 0
+    return run_samples(parser().parse_args(arguments))
 
 
 def _verify(arguments: list[str]) -> int:

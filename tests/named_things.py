@@ -14,7 +14,7 @@ from moerl.config.reference import config_keys, is_known, sections
 ROOT = Path(__file__).parents[1]
 CODE = re.compile(r"`+([^`\n]+)`+")
 SUFFIXES = {".py", ".md", ".yaml", ".sh", ".toml", ".json", ".patch", ".png"}
-COMMAND_NAMES = {*COMMANDS, *SGLANG, "status", "export", "verify"}
+COMMAND_NAMES = {*COMMANDS, *SGLANG, "status", "samples", "export", "verify"}
 FAMILIES = {"plan", "sglang"}
 
 

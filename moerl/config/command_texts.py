@@ -74,8 +74,8 @@ COMMANDS = {
     ),
     "eval": Command(
         "measure a saved model on held-out problems",
-        "Answers the held-out problems greedily, and with evaluation.samples=N by N samples each, and prints accuracy,\n"
-        "pass@k and majority@k, by set. The run directory holds the numbers and a Parquet table of all responses.",
+        "Answers the held-out problems greedily, and with evaluation.samples=N by N samples each, and prints\n"
+        "accuracy, pass@k and majority@k, by set. The run directory holds the numbers and a table of all responses.",
         (
             ("moerl eval model=pretrained model.path=DIR", "DIR: a model that a run saved"),
             ("moerl eval model=pretrained model.path=DIR evaluation.heldout_problems=500", "fewer problems"),
@@ -148,6 +148,17 @@ STATUS = Command(
     "Reads the run directory alone, while the run goes on or after it ended: whether a process holds it, checkpoints,\n"
     "steps, and the ledger of rollouts by their end: trained, filtered, quarantined, pending.",
     (("moerl status runs/wide", "of a run in this directory"),),
+)
+
+SAMPLES = Command(
+    "show responses of a run: the best and the worst, by set, by step",
+    "Reads the dumped rollouts and the tables of evaluations in a run directory, and prints responses with their\n"
+    "prompts and rewards, those with the highest and those with the lowest reward first.",
+    (
+        ("moerl samples runs/wide", "of the newest dump or evaluation"),
+        ("moerl samples runs/wide --of rollouts/step-000010.parquet --by reward_right --count 5", "of one file"),
+        ("moerl samples runs/wide --set gsm8k --worst", "of one of several sets, the worst alone"),
+    ),
 )
 
 EXPORT = Command(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 
-from moerl.config.command_texts import COMMANDS, EXPORT, STATUS, VERIFY
+from moerl.config.command_texts import COMMANDS, EXPORT, SAMPLES, STATUS, VERIFY
 
 FAMILIES = ("plan", "sglang")
 """First words of commands that have two."""
@@ -18,7 +18,7 @@ SGLANG = {
 
 def summaries() -> dict[str, str]:
     """What each command does, in a line."""
-    commands = COMMANDS | {"status": STATUS, "export": EXPORT, "verify": VERIFY}
+    commands = COMMANDS | {"status": STATUS, "samples": SAMPLES, "export": EXPORT, "verify": VERIFY}
     return {name: command.summary for name, command in commands.items()} | SGLANG
 
 

@@ -193,10 +193,11 @@ class RunReporter:
             self.say("  " + ", ".join(texts))
         if name == "dev":
             return {}
-        found = {}
+        found = dict[str, float]()
         for kind, metric in (("pass@", "heldout/pass_at_k"), ("majority@", "heldout/majority_at_k")):
-            largest = [each for each in told if each.startswith(kind)][-1:]
-            found |= {metric: told[each][0] for each in largest}
+            of_kind = [value for each, (value, _, _) in told.items() if each.startswith(kind)]
+            if of_kind:
+                found[metric] = of_kind[-1]
         return found
 
     def finish(self, summary: RunSummary) -> None:

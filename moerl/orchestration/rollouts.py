@@ -54,7 +54,7 @@ class EvaluationPlan:
 
     folder: Path | None = None
     samples: int = 0
-    sampling: SamplingParams = SamplingParams()
+    sampling: SamplingParams = field(default_factory=SamplingParams)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,8 @@ class Collector:
 
     layers: which columns of the engine's expert ids are the model's MoE layers, by its handshake.
     ends: ids that end a response (`moerl.orchestration.ends`). say: where refused answers are told of.
-    evaluations: how they are made and kept. watch: told after each admitted answer how many came, of how many, and the tokens sampled in them.
+    watch: told after each admitted answer how many came, of how many, and the tokens sampled in them.
+    evaluations: how they are made and kept.
     """
 
     engine: RolloutEngine
