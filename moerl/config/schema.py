@@ -168,6 +168,16 @@ class RLConfig(Section):
         " response came to its end."
     )
 
+    skip_above: Share | None = Field(
+        description="Prompts are passed over where more than this share of the responses of their latest group was"
+        " right; 4 epochs later they come again. null = none is."
+    )
+    skip_below: Share | None = Field(description="The same where less than this share was right; null = none is.")
+    weigh_prompts: Literal["even", "variance"] = Field(
+        description="variance = prompts come the less often, the further the share of right responses of their latest"
+        " group is from a half: with the chance 4 p (1 - p), 0.1 at least."
+    )
+
     @property
     def trained_size(self) -> int:
         """Responses of a group that are trained, where none is refused."""

@@ -164,6 +164,8 @@ _ALL = (
     Metric("tokens/trained", "token", "tokens trained on since the run began"),
     Metric("quarantine/count", "trajectory", "trajectories in quarantine since the run began"),
     Metric("groups/filtered", "trajectory", "trajectories of groups that `rl.filters` replaced, since the run began"),
+    Metric("curriculum/passed", "prompt", "prompts passed over by `rl.skip_above` and its like since the run began"),
+    Metric("curriculum/rate_mean", "1", "mean share of right responses in the latest group of each prompt seen so far"),
     Metric("lengths/offered_mean", "token", "mean length of the latest 4096 responses that were sampled", False),
     Metric("lengths/trained_mean", "token", "mean length of the latest 4096 responses that were trained", False),
     Metric("lengths/distance", "1", "largest difference of their distribution functions (Kolmogorov-Smirnov)", False),
