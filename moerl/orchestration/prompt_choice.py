@@ -56,4 +56,4 @@ class PromptChoice:
     def restore(self, snapshot: Mapping[str, Any]) -> None:
         """Takes over the state of a checkpoint."""
         self._curriculum.restore(snapshot)
-        self._chosen = {number: prompt for number, prompt in snapshot["chosen"]}
+        self._chosen = dict(snapshot["chosen"])

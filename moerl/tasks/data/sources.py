@@ -150,6 +150,7 @@ def _library() -> Any:
     """Hugging Face `datasets`, in the processes that read a set. It is not to import torch, which login nodes lack, nor
     to draw over the lines of the run."""
     import datasets
+    import datasets.config
 
     datasets.config.TORCH_AVAILABLE = False
     datasets.disable_progress_bars()

@@ -39,7 +39,7 @@ class Server:
                 self.end_headers()
                 self.wfile.write(content)
 
-            def log_message(self, *arguments: object) -> None: ...
+            def log_message(self, format: str, *args: object) -> None: ...
 
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         threading.Thread(target=self._http.serve_forever, daemon=True).start()
