@@ -15,7 +15,7 @@ from moerl.buffer.journal import Journal
 from moerl.contract import Trajectory
 from moerl.contract.trajectory import FinishReason
 from moerl.errors import MoerlError
-from moerl.orchestration.groups import MAX_BATCHES
+from moerl.orchestration.groups import MAX_BATCHES, GroupSource
 
 
 @pytest.fixture(autouse=True)
