@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from moerl.config.command_texts import COMMANDS, DIAGNOSE, EXPORT, REPORT, STATUS, VERIFY
+from moerl.config.command_texts import COMMANDS, DIAGNOSE, EXPORT, REPORT, SAMPLES, STATUS, VERIFY
 from moerl.config.stop_signals import STOPPED, GraceOverError, stop_signals
 from moerl.errors import CheckpointError, ConfigError, MoerlError
 from moerl.launch.arguments import Parser, bandwidth, export_parser, gib_size, positive, verify_parser
@@ -80,7 +80,7 @@ def _dispatch(arguments: list[str]) -> int:
         print(f"moerl {importlib.metadata.version('moerl')}")
         return 0
     on_directories = {"export": _export, "verify": _verify, "status": _status, "report": _report}
-    on_directories |= {"diagnose": _diagnose, "watch": _watch, "conformance": _conformance}
+    on_directories |= {"diagnose": _diagnose, "watch": _watch, "conformance": _conformance, "samples": _samples}
     if arguments[0] in on_directories:
         return on_directories[arguments[0]](arguments[1:])
     family = arguments[0] if arguments[0] in FAMILIES else ""
@@ -309,6 +309,15 @@ def _diagnose(arguments: list[str]) -> int:
     from moerl.orchestration.diagnose import run_diagnose
 
     return run_diagnose(options)
+
+
+def _samples(arguments: list[str]) -> int:
+    from moerl.launch.samples import USAGE, parser, run_samples
+
+    if {"-h", "--help"} & set(arguments):
+        print(_short_help(USAGE, SAMPLES, parser()))
+        return 0
+    return run_samples(parser().parse_args(arguments))
 
 
 def _verify(arguments: list[str]) -> int:

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from moerl.cli import SGLANG
 from moerl.config.command_texts import COMMANDS
-from moerl.config.reference import config_keys, sections
+from moerl.config.reference import config_keys, is_known, sections
 
 ROOT = Path(__file__).parents[1]
 CODE = re.compile(r"`+([^`\n]+)`+")
 SUFFIXES = {".py", ".md", ".yaml", ".sh", ".toml", ".json", ".patch", ".png"}
-DIRECTORY_COMMANDS = ("status", "watch", "report", "diagnose", "export", "verify", "conformance")
+DIRECTORY_COMMANDS = ("status", "watch", "report", "diagnose", "samples", "export", "verify", "conformance")
 COMMAND_NAMES = {*COMMANDS, *SGLANG, *DIRECTORY_COMMANDS}
 FAMILIES = {"plan", "sglang"}
 
@@ -80,7 +80,7 @@ def unknown_keys(codes: list[str]) -> list[str]:
     keys = {key.path for key in config_keys()}
     tops = {key.partition(".")[0] for key in keys if "." in key}
     named = {key for code in codes for key in re.findall(r"(?:^|(?<= ))([a-z_]+\.[a-z_.]+)(?==)", code)}
-    return sorted(key for key in named - keys if key.partition(".")[0] in tops)
+    return sorted(key for key in named - keys if key.partition(".")[0] in tops and not _is_inside_mapping(key))
 
 
 def unknown_names(codes: list[str]) -> list[str]:
@@ -112,8 +112,7 @@ _NOT_OURS = {"moerl.digest"}  # a key in the footer of a Parquet file
 
 
 def _is_inside_mapping(name: str) -> bool:
-    parent = name.rpartition(".")[0]
-    return any(key.path == parent and key.type_name.startswith("mapping") for key in config_keys())
+    return is_known(name) and any(name.startswith(f"{key.path}.") for key in config_keys())
 
 
 def leads_somewhere(name: str) -> bool:

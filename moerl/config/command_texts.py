@@ -74,14 +74,16 @@ COMMANDS = {
     ),
     "eval": Command(
         "measure a saved model on held-out problems",
-        "Answers the held-out problems greedily and prints the accuracy; the run directory holds the numbers.",
+        "Answers the held-out problems greedily, and with evaluation.samples=N by N samples each, and prints\n"
+        "accuracy, pass@k and majority@k, by set. The run directory holds the numbers and a table of all responses.",
         (
             ("moerl eval model=pretrained model.path=DIR", "DIR: a model that a run saved"),
             ("moerl eval model=pretrained model.path=DIR evaluation.heldout_problems=500", "fewer problems"),
         ),
         keys=(
-            *("run_dir", "num_threads", "model.path", *_SAMPLING, "task"),
-            *("evaluation.heldout_problems", "quarantine.max_rate"),
+            *("run_dir", "num_threads", "model.path", *_SAMPLING, "task.name", "task.path", "task.hub", "task.splits"),
+            *("task.prompt", "task.chat_options", "task.rewards", "task.reward", "evaluation.heldout_problems"),
+            *("evaluation.samples", "evaluation.temperature", "evaluation.top_p"),
         ),
     ),
     "plan memory": Command(
@@ -170,6 +172,17 @@ DIAGNOSE = Command(
         ("moerl diagnose runs/wide --model runs/wide/hf", "of a run's own dumps"),
         ("moerl diagnose rollout_12.pt --model policy@12 --model policy_11@11", "a slime dump, two policy versions"),
         ("moerl diagnose train_data_step3.jsonl", "NeMo-RL: both policies are in the dump, no model is needed"),
+    ),
+)
+
+SAMPLES = Command(
+    "show responses of a run: the best and the worst, by set, by step",
+    "Reads the dumped rollouts and the tables of evaluations in a run directory, and prints responses with their\n"
+    "prompts and rewards, those with the highest and those with the lowest reward first.",
+    (
+        ("moerl samples runs/wide", "of the newest dump or evaluation"),
+        ("moerl samples runs/wide --of rollouts/step-000010.parquet --by reward_right --count 5", "of one file"),
+        ("moerl samples runs/wide --set gsm8k --worst", "of one of several sets, the worst alone"),
     ),
 )
 

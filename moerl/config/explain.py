@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+import difflib
+from typing import Any, get_args
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from moerl.config.moved import moved_key
 from moerl.config.reference import CHOICES, children, config_keys, describe, meant_keys
 from moerl.errors import ConfigError
+from moerl.tasks.rewards.section import Reward
 
 
 def explain(error: ValidationError) -> ConfigError:
@@ -52,6 +54,8 @@ def dotted(location: tuple[int | str, ...]) -> str:
     parts = [str(part) for part in location]
     if parts and parts[0] in _TAGS and len(parts) > 1:
         del parts[1]
+    if parts[:2] == ["task", "rewards"] and len(parts) > 3:
+        del parts[3]
     names = [part for part in parts if part not in ("[key]", "constrained-int") and not part.startswith("literal[")]
     return ".".join(names) or "configuration"
 
@@ -68,14 +72,16 @@ def _explain_one(detail: ErrorDetails) -> ConfigError:
             remedy=f"add {path}=VALUE, or set it in the recipe",
         )
     if kind in ("union_tag_invalid", "union_tag_not_found"):
-        tag = _TAGS[path]
+        # Of the discriminator as pydantic quotes it.
+        tag = _TAGS.get(path) or str(context.get("discriminator", "'kind'")).strip("'")
+        choices = CHOICES.get(f"{path}.{tag}", _REWARDS)
         return ConfigError(
             f"{path}.{tag}: unknown {path if tag == 'name' else tag}",
             seen=context.get("tag"),
-            expected=context.get("expected_tags", ", ".join(CHOICES[f"{path}.{tag}"])),
-            remedy=f"choose one with {path}=NAME",
+            expected=context.get("expected_tags", ", ".join(choices)),
+            remedy=f"choose one with {path}{'' if path in _TAGS else f'.{tag}'}=NAME",
         )
-    if kind == "string_pattern_mismatch":
+    if kind == "string_pattern_mismatch" and path.rpartition(".")[2] in ("reward", "function", "loss", "advantages"):
         return ConfigError(
             f"{path}: not the name of a function",
             seen=repr(detail["input"]),
@@ -113,8 +119,19 @@ def _explain_extra(path: str, location: tuple[int | str, ...]) -> ConfigError:
             expected=f"{section}={choice}, which has it",
             remedy=f"add {section}={choice} or remove {path}",
         )
+    if [*location[2:3]] == ["rewards"] and location[4] in _REWARDS:
+        known = _REWARDS[str(location[4])].model_fields
+        near = difflib.get_close_matches(str(location[-1]), known, n=1)
+        return ConfigError(
+            f"{path}: unknown key of a reward of the kind {location[4]}",
+            expected=f"one of {', '.join(known)}",
+            remedy=f"did you mean {near[0]}?" if near else "remove it",
+        )
     return unknown_key(path)
 
 
+_REWARDS: dict[str, type[BaseModel]] = {
+    get_args(model.model_fields["kind"].annotation)[0]: model for model in get_args(get_args(Reward)[0])
+}
 _TAGS = dict(key.split(".") for key in CHOICES)
 """Of the sections that come in several kinds, the key that says which."""

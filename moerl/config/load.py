@@ -22,6 +22,7 @@ from moerl.config.reference import COMMAND_KEY, is_known
 from moerl.config.resume import check_may_change
 from moerl.config.schema import RunConfig
 from moerl.errors import ConfigError
+from moerl.sections import Section
 from moerl.tasks.registry import TASK_SECTIONS
 
 CONFIG_FILE = "config.yaml"
@@ -179,6 +180,10 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
 def _absolute(value: Any) -> Any:
     if isinstance(value, list):
         return [_absolute(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _absolute(item) for key, item in value.items()}
+    if isinstance(value, Section):
+        return value.model_copy(update={key: _absolute(item) for key, item in value})
     return value.resolve() if isinstance(value, Path) else value
 
 

@@ -48,6 +48,9 @@ ADDED: dict[str, Any] = {
     "weights.interrupt": "retract",
     "task.reward_workers": 1,
     "rl.filters": [],
+    "rl.skip_above": None,
+    "rl.skip_below": None,
+    "rl.weigh_prompts": "even",
     "rl.keep": None,
     "rl.keep_by": "shortest",
     "rollout.placement": "inside",
@@ -57,6 +60,9 @@ ADDED: dict[str, Any] = {
     "checkpoint.grace_seconds": None,
     "metrics.sinks": ["jsonl", "tensorboard"],
     "metrics.project": "moerl",
+    "evaluation.samples": 0,
+    "evaluation.temperature": 1.0,
+    "evaluation.top_p": 1.0,
 }
 """Keys that runs of before do not have, with the values by which they behave as they did."""
 _NEW_SECTIONS = ("buffer", "metrics")

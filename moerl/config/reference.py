@@ -61,8 +61,9 @@ def is_known(path: str) -> bool:
     known = {key.path: key.type_name for key in config_keys()}
     if path in known or path in sections():
         return True
-    parent = path.rpartition(".")[0]
-    return known.get(parent, "").startswith("mapping")
+    parts = path.split(".")
+    parents = [".".join(parts[:depth]) for depth in range(1, len(parts))]
+    return any(known.get(parent, "").startswith("mapping") for parent in parents)
 
 
 def children(section: str) -> list[str]:
@@ -140,6 +141,10 @@ def _models(annotation: Any) -> list[type[BaseModel]]:
 
 def _type_name(annotation: Any, metadata: list[Any]) -> str:
     origin, arguments = get_origin(annotation), get_args(annotation)
+    if _models(annotation):
+        return "settings"
+    if annotation is Any:
+        return "value"
     if origin is Annotated:
         return _type_name(arguments[0], [part for info in arguments[1:] for part in _constraints(info)])
     if origin is Literal:

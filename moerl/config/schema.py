@@ -168,6 +168,16 @@ class RLConfig(Section):
         " response came to its end."
     )
 
+    skip_above: Share | None = Field(
+        description="Prompts are passed over where more than this share of the responses of their latest group was"
+        " right; 4 epochs later they come again. null = none is."
+    )
+    skip_below: Share | None = Field(description="The same where less than this share was right; null = none is.")
+    weigh_prompts: Literal["even", "variance"] = Field(
+        description="variance = prompts come the less often, the further the share of right responses of their latest"
+        " group is from a half: with the chance 4 p (1 - p), 0.1 at least."
+    )
+
     @property
     def trained_size(self) -> int:
         """Responses of a group that are trained, where none is refused."""
@@ -270,11 +280,16 @@ class SftConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """Greedy evaluation."""
+    """Evaluation: greedy, and of held-out problems several samples where asked for."""
 
     every: CountOrZero = Field(description="Steps between evaluations on dev problems; 0 = start and end only.")
     dev_problems: Count = Field(description="Problems looked at while training.")
     heldout_problems: Count = Field(description="Problems for the final numbers, looked at by nothing else.")
+    samples: CountOrZero = Field(
+        description="Responses sampled to each held-out problem besides the greedy one, for pass@k and majority@k."
+    )
+    temperature: Positive = Field(description="Temperature of these samples.")
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = Field(description="Nucleus of these samples.")
 
 
 class CheckpointConfig(Section):

@@ -5,7 +5,7 @@ Engines, tasks and weight sinks implement these; `moerl/orchestration` wires the
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -153,12 +153,29 @@ class PolicyEngine(RolloutEngine, CheckedSink, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Chat:
+    """Messages that a model's own template turns into the text of a prompt; plain JSON data.
+
+    messages: each with `role` and `content`, and whatever else the template knows. tools: JSON schemas.
+    """
+
+    messages: tuple[Mapping[str, Any], ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Prompt:
-    """One problem of a task. `facts` is what its reward needs (the answer, metadata)."""
+    """One problem of a task.
+
+    text: what the model continues; empty where it is still to be written from `chat`.
+    facts: what its reward needs (the answer, metadata). source: the set that it is of, empty where there is one.
+    """
 
     prompt_id: str
     text: str
     facts: Mapping[str, Any] = field(default_factory=dict)
+    chat: Chat | None = None
+    source: str = ""
 
 
 class Task(Protocol):
@@ -206,6 +223,10 @@ class Task(Protocol):
         """
         return
 
+    def notes(self) -> list[str]:
+        """What a user should know of the data: sizes, what was left out. One line each."""
+        return []
+
     def close(self) -> None:
         """Ends what the task has started."""
         return
@@ -217,6 +238,24 @@ class DemonstrationTask(Task, Protocol):
 
     def demonstrations(self, prompts: Sequence[Prompt], seed: int) -> list[str]:
         """One response text per prompt (without the end-of-sequence token)."""
+        ...
+
+
+@runtime_checkable
+class ChatTask(Task, Protocol):
+    """A task that may have prompts of messages, which the model's tokenizer turns into text."""
+
+    @property
+    def has_chats(self) -> bool:
+        """Whether any prompt is made of messages."""
+        ...
+
+    def write_prompts(self, write: Callable[[Prompt], Prompt | None]) -> None:
+        """Has every prompt written by `write`, once; those of which it makes None are left out.
+
+        Raises:
+            ConfigError: as `write` does, with the place of the prompt.
+        """
         ...
 
 

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import difflib
 
-from moerl.config.command_texts import COMMANDS, CONFORMANCE, DIAGNOSE, EXPORT, REPORT, STATUS, VERIFY, WATCH
+from moerl.config.command_texts import (
+    COMMANDS,
+    CONFORMANCE,
+    DIAGNOSE,
+    EXPORT,
+    REPORT,
+    SAMPLES,
+    STATUS,
+    VERIFY,
+    WATCH,
+)
 
 FAMILIES = ("plan", "sglang")
 """First words of commands that have two."""
@@ -23,6 +33,7 @@ def summaries() -> dict[str, str]:
         "watch": WATCH,
         "report": REPORT,
         "diagnose": DIAGNOSE,
+        "samples": SAMPLES,
         "export": EXPORT,
         "verify": VERIFY,
         "conformance": CONFORMANCE,

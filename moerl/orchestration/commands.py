@@ -19,20 +19,22 @@ from moerl.contract.layers import select_layers
 from moerl.contract.ports import RolloutEngine, Task
 from moerl.contract.quarantine import Quarantine
 from moerl.contract.sealed import find_damage
-from moerl.contract.trajectory import ModelSpec
+from moerl.contract.trajectory import ModelSpec, SamplingParams
 from moerl.diagnostics.summary import SUMMARY_FILE
 from moerl.errors import EngineError
 from moerl.models.description import ModelDescription, read_model
 from moerl.orchestration.batches import pack_options
+from moerl.orchestration.chat import write_prompts
 from moerl.orchestration.cold_start import cold_start
 from moerl.orchestration.ends import describe_ends, read_ends
 from moerl.orchestration.engines import open_engine
 from moerl.orchestration.evaluation import Evaluation, evaluate
 from moerl.orchestration.history import take_changes
 from moerl.orchestration.models import build_model, read_tokenizer
+from moerl.orchestration.preflight import check_problems
 from moerl.orchestration.reporting import Reporter, make_reporter
 from moerl.orchestration.rl import RLStage
-from moerl.orchestration.rollouts import Collector, in_request_order, sampling_params
+from moerl.orchestration.rollouts import Collector, EvaluationPlan, in_request_order, sampling_params
 from moerl.orchestration.run import Run, RunStoppedError
 from moerl.orchestration.task_texts import check_prompts
 from moerl.orchestration.tokenizer import make_tokenizer
@@ -156,6 +158,9 @@ def _open_run(config: RunConfig, command: str, *, resume: bool, lock: int | None
         _write_config(config)
     with closing(config.task.open()) as task, make_reporter(config) as reporter:
         reporter.say(f"run directory: {config.run_dir}")
+        if config.model.path is not None:
+            # What is wrong with the texts is said before ranks start.
+            _check_texts(config, task, config.model.path, command, reporter)
         reporter.say("starting Megatron")
         reporter.begin_part("start of Megatron and the model")
         with open_trainer(config, reporter.within, lock) as trainer:
@@ -163,14 +168,24 @@ def _open_run(config: RunConfig, command: str, *, resume: bool, lock: int | None
             if config.model.architecture is not None and find_damage(model_path) is not None:
                 tokenizer = make_tokenizer(task, config.model.architecture.vocab_size)
                 build_model(config.model.architecture, tokenizer, config.seed, model_path)
+            if config.model.path is None:
+                _check_texts(config, task, model_path, command, reporter)
             tokenizer = read_tokenizer(model_path)
             model = read_model(model_path).with_vocabulary(len(tokenizer))
-            check_prompts(config, task, tokenizer, command, max_positions=model.max_positions)
             reporter.say(describe_ends(read_ends(model_path, tokenizer, model.spec.vocab_size), tokenizer))
             run = Run(config, trainer, task, tokenizer, model, reporter)
             if resume:
                 _load_latest(run)
             yield run, model_path
+
+
+def _check_texts(config: RunConfig, task: Task, model_path: Path, command: str, reporter: Reporter) -> None:
+    """Writes the prompts that are messages, and checks all texts against tokenizer and model. Raises `ConfigError`."""
+    tokenizer = read_tokenizer(model_path)
+    model = read_model(model_path).with_vocabulary(len(tokenizer))
+    write_prompts(task, tokenizer, config.task, reporter.say)
+    check_problems(config, task, command)
+    check_prompts(config, task, tokenizer, command, max_positions=model.max_positions)
 
 
 def _load_latest(run: Run) -> None:
@@ -205,7 +220,10 @@ def _collector(config: RunConfig, model_path: Path, engine: RolloutEngine, run: 
     ends = read_ends(model_path, run.tokenizer, handshake.spec.vocab_size)
     length, say = config.rollout.max_new_tokens, run.reporter.say
     watch = run.reporter.within
-    return Collector(engine, run.task, run.tokenizer, run.quarantine, length, layers, ends, say, watch)
+    asked = config.evaluation
+    sampling = SamplingParams(asked.temperature, asked.top_p, config.rollout.top_k, seed=config.seed)
+    plan = EvaluationPlan(config.run_dir / "evaluations", asked.samples, sampling)
+    return Collector(engine, run.task, run.tokenizer, run.quarantine, length, layers, ends, say, watch, plan)
 
 
 @contextmanager
@@ -221,8 +239,8 @@ def _open_reader(config: RunConfig, command: str) -> Iterator[tuple[Collector, R
     quarantine = Quarantine(config.run_dir / "quarantine", config.quarantine.max_rate, spec=model.spec)
     with ExitStack() as stack:
         task = stack.enter_context(closing(config.task.open()))
-        check_prompts(config, task, tokenizer, command, max_positions=model.max_positions)
         reporter = stack.enter_context(make_reporter(config))
+        _check_texts(config, task, config.model.path, command, reporter)
         reporter.begin_part("start of the engine")
         engine = stack.enter_context(closing(open_engine(config, model, 0, reporter.say)))
         reporter.say(ends)

@@ -1,13 +1,26 @@
-"""Greedy evaluation of the engine's current weights. Runs on the rank that hosts the embedded engine."""
+"""Evaluation of the engine's current weights: greedy, sampled, by set, kept as tables. Runs in the controller."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 
-from moerl.contract.ports import WorkedTask
+from moerl.contract.files import atomic_file, writing
+from moerl.contract.ports import Prompt, WorkedTask
+from moerl.contract.trajectory import SamplingParams, Trajectory
+from moerl.diagnostics.scores import final_answer, interval, majority_at_k, pass_at_k, powers_up_to
 from moerl.orchestration.rollouts import GREEDY, Collector
+
+GREEDY_SAMPLE = -1
+"""Number of a greedy response in a table; samples count from 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,30 +28,41 @@ class Evaluation:
     """num_problems: answers that were admitted. accuracy: share of them that solve their problem.
 
     length_mean: sampled tokens per response. rewards: means by name.
+    scores: by name (``accuracy``, ``pass@8``, ``majority@8``; of a set ``gsm8k accuracy``) value, and lower and upper
+        end of its interval of 95 %.
     """
 
     num_problems: int
     accuracy: float
     length_mean: float
     rewards: dict[str, float]
+    scores: dict[str, tuple[float, float, float]] = field(default_factory=dict)
 
 
 def evaluate(collector: Collector, split: str, count: int, *, version: int, worked: bool = False) -> Evaluation:
-    """Solves the first `count` problems of a split greedily.
+    """Solves the first `count` problems of a split greedily, and held-out ones by samples where the collector's plan
+    asks for them. The responses are kept as ``<split>-<version>.parquet``, the scores beside them as JSON.
 
     Args:
         version: policy version the engine holds.
         worked: make the model show its work, by starting each response with the task's `work_prefix`.
     """
+    plan = collector.evaluations
     prompts = collector.task.prompts(split, count)
     prefixes = {}
     if worked:
         assert isinstance(collector.task, WorkedTask)
         prefixes = {prompt.prompt_id: collector.task.work_prefix(prompt) for prompt in prompts}
-    run = f"evaluation-{split}-{version:06d}{'-worked' if worked else ''}"
-    requests = collector.requests(prompts, run=run, count=1, sampling=GREEDY, prefixes=prefixes)
-    purpose = f"evaluation on {split} problems"
-    trajectories = collector.collect(prompts, requests, purpose, trainer_version=version, prefixes=prefixes)
+    name = f"{split}-{version:06d}{'-worked' if worked else ''}"
+    asked = _Asked(collector, prompts, split, version, prefixes)
+    trajectories = asked.responses(f"evaluation-{name}", 1, GREEDY)
+    rows = _rows(collector, prompts, trajectories, prefixes, greedy=True)
+    if plan.samples and split == "heldout" and not worked:
+        sampled = asked.responses(f"evaluation-{name}-sampled", plan.samples, plan.sampling)
+        rows += _rows(collector, prompts, sampled, prefixes, greedy=False)
+    scores = score_rows(rows)
+    if plan.folder is not None:
+        _keep(plan.folder / name, rows, scores)
     names = sorted({name for trajectory in trajectories for name in trajectory.rewards})
     rewards = {name: float(np.mean([t.rewards[name] for t in trajectories if name in t.rewards])) for name in names}
     return Evaluation(
@@ -46,4 +70,88 @@ def evaluate(collector: Collector, split: str, count: int, *, version: int, work
         accuracy=rewards.get("accuracy", float("nan")),
         length_mean=float(np.mean([t.num_sampled for t in trajectories])),
         rewards=rewards,
+        scores=scores,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What is asked of the engine, but for how."""
+
+    collector: Collector
+    prompts: Sequence[Prompt]
+    split: str
+    version: int
+    prefixes: Mapping[str, str]
+
+    def responses(self, run: str, count: int, sampling: SamplingParams) -> list[Trajectory]:
+        collector, prefixes = self.collector, self.prefixes
+        requests = collector.requests(self.prompts, run=run, count=count, sampling=sampling, prefixes=prefixes)
+        purpose = f"evaluation on {self.split} problems"
+        return collector.collect(self.prompts, requests, purpose, trainer_version=self.version, prefixes=prefixes)
+
+
+def _rows(
+    collector: Collector,
+    prompts: Sequence[Prompt],
+    trajectories: Sequence[Trajectory],
+    prefixes: Mapping[str, str],
+    *,
+    greedy: bool,
+) -> list[dict[str, Any]]:
+    """A row of the table for each response, in the order of the problems."""
+    order = {prompt.prompt_id: number for number, prompt in enumerate(prompts)}
+    rows = []
+    for trajectory in trajectories:
+        prompt = prompts[order[trajectory.lineage.prompt_id]]
+        sample = GREEDY_SAMPLE if greedy else int(trajectory.lineage.rollout_id.rpartition("/")[2])
+        rows.append(
+            {
+                "set": prompt.source,
+                "prompt_id": prompt.prompt_id,
+                "place": collector.task.place(prompt),
+                "sample": sample,
+                "correct": trajectory.rewards.get("accuracy", 0.0) == 1.0,
+                "num_sampled": trajectory.num_sampled,
+                "finish_reason": str(trajectory.finish_reason),
+                "prompt": prompt.text,
+                "text": prefixes.get(prompt.prompt_id, "") + collector.response(trajectory),
+                **{f"reward_{name}": value for name, value in trajectory.rewards.items()},
+            }
+        )
+    return sorted(rows, key=lambda row: (order[row["prompt_id"]], row["sample"]))
+
+
+def score_rows(rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, float, float]]:
+    """Scores of a table of responses, of all problems and of each set where there are several."""
+    scores = _scores(rows, "")
+    sets = sorted({row["set"] for row in rows})
+    for name in sets if len(sets) > 1 else ():
+        scores |= _scores([row for row in rows if row["set"] == name], f"{name} ")
+    return scores
+
+
+def _scores(rows: Sequence[Mapping[str, Any]], prefix: str) -> dict[str, tuple[float, float, float]]:
+    greedy = [float(row["correct"]) for row in rows if row["sample"] == GREEDY_SAMPLE]
+    found = {"accuracy": greedy} if greedy else {}
+    sampled = [row for row in rows if row["sample"] != GREEDY_SAMPLE]
+    problems = [[*group] for _, group in groupby(sampled, lambda row: row["prompt_id"])]
+    # A response without a reward leaves its problem with fewer.
+    for k in powers_up_to(max(map(len, problems))) if problems else ():
+        enough = [problem for problem in problems if len(problem) >= k]
+        right = [[bool(row["correct"]) for row in problem] for problem in enough]
+        found[f"pass@{k}"] = [pass_at_k(len(each), sum(each), k) for each in right]
+        if k > 2:
+            answers = [[final_answer(row["text"]) for row in problem] for problem in enough]
+            found[f"majority@{k}"] = [majority_at_k(a, r, k) for a, r in zip(answers, right, strict=True)]
+    return {f"{prefix}{name}": (float(np.mean(values)), *interval(values)) for name, values in found.items()}
+
+
+def _keep(stem: Path, rows: Sequence[Mapping[str, Any]], scores: Mapping[str, Any]) -> None:
+    columns = dict.fromkeys(name for row in rows for name in row)
+    table = pa.table({name: [row.get(name) for row in rows] for name in columns})
+    table_path, scores_path = stem.with_name(f"{stem.name}.parquet"), stem.with_name(f"{stem.name}.json")
+    with writing(table_path), atomic_file(table_path) as path:
+        pq.write_table(table, path)
+    with writing(scores_path), atomic_file(scores_path) as path:
+        path.write_text(json.dumps({name: list(each) for name, each in scores.items()}, indent=1) + "\n")

@@ -22,6 +22,7 @@ from moerl.config.schema import RunConfig
 from moerl.contract.ports import Prompt, RolloutRequest
 from moerl.contract.trajectory import FinishReason, Trajectory
 from moerl.errors import MoerlError
+from moerl.orchestration.prompt_choice import PromptChoice
 from moerl.orchestration.rollouts import Collector, Outcome, in_request_order, sampling_params
 from moerl.orchestration.selection import select
 
@@ -73,6 +74,7 @@ class GroupSource:
         self._lengths, self._has_warned, self._flow = Lengths(), False, Flow()
         self._committed: Mapping[str, Any] | None = None
         self._saved_version = 0
+        self._curriculum = PromptChoice.of(config, prompts)
 
     @property
     def overlaps(self) -> bool:
@@ -106,6 +108,7 @@ class GroupSource:
             **self._flow.lap(),
             "groups/waiting": float(self._queue.count(GroupState.FINISHED)),
             "groups/filtered": float(self.ledger.filtered.total()),
+            **(self._curriculum.metrics() if self._curriculum else {}),
         }
         return trajectories
 
@@ -162,6 +165,9 @@ class GroupSource:
         while self._queue.num_free > 0 and self._num_open < self._num_left:
             number = self._queue.dispatch()
             self.ledger.issue(number, self._config.rl.group_size)
+            if self._curriculum:
+                # Here, in order and under the lock; threads that collect read it.
+                self._curriculum.prompt(number)
             numbers.append(number)
         self._flow.sampling(self._queue.count(GroupState.RUNNING))
         there = [number for number in numbers if number in self._recovered]
@@ -250,6 +256,8 @@ class GroupSource:
     def _finish(self, group: FinishedGroup) -> None:
         """The group waits for its batch, or is filtered."""
         self._lengths.offer(trajectory.num_sampled for trajectory in group.trajectories)
+        if self._curriculum:
+            self._curriculum.learn(group.trajectories)
         reason = self._filtered_for(group.trajectories) if group.trajectories else ""
         if group.trajectories and not reason:
             self._finished[group.number] = _Waiting(group, self._kept(group))
@@ -294,6 +302,8 @@ class GroupSource:
         )
 
     def _prompt(self, number: int) -> Prompt:
+        if self._curriculum:
+            return self._curriculum.prompt(number)
         step, place = divmod(number, self._config.rl.prompts_per_step)
         chosen = batch_indices(len(self._prompts), self._config.rl.prompts_per_step, step, self._config.seed)
         return self._prompts[chosen[place]]
@@ -315,7 +325,10 @@ class GroupSource:
     def snapshot(self) -> dict[str, Any]:
         """What a checkpoint keeps between two steps; plain JSON."""
         with self._state:
-            return {"queue": self._queue.snapshot(), "ledger": self.ledger.snapshot()}
+            kept = {"queue": self._queue.snapshot(), "ledger": self.ledger.snapshot()}
+            if self._curriculum:
+                kept["prompts"] = self._curriculum.snapshot(kept["queue"]["open"])
+            return kept
 
     def committed(self, step: int, snapshot: Mapping[str, Any]) -> None:
         """A checkpoint of this step was begun, with this snapshot: the one before is on disk."""
@@ -334,6 +347,8 @@ class GroupSource:
         if snapshot:
             self._queue = GroupQueue.restored(self.limits, snapshot["queue"])
             self.ledger = Ledger.restored(snapshot["ledger"])
+            if self._curriculum and "prompts" in snapshot:
+                self._curriculum.restore(snapshot["prompts"])
         else:
             number = step * self._config.rl.prompts_per_step
             self._queue, self.ledger = GroupQueue(self.limits, number), Ledger(number)

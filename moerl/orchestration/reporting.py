@@ -198,7 +198,23 @@ class RunReporter:
                 f"step {step}: accuracy {evaluation.accuracy:.3f} (greedy, {evaluation.num_problems} {problems}), "
                 f"{evaluation.length_mean:.1f} tokens"
             )
+            metrics |= self._tell_scores(name, evaluation)
         self._write("evaluation", step, metrics)
+
+    def _tell_scores(self, name: str, evaluation: Evaluation) -> dict[str, float]:
+        """Says what there is beside the accuracy; of held-out samples the metrics of the largest k."""
+        told = {each: values for each, values in evaluation.scores.items() if each != "accuracy"}
+        if told:
+            texts = [f"{each} {value:.3f} [{low:.3f}, {high:.3f}]" for each, (value, low, high) in told.items()]
+            self.say("  " + ", ".join(texts))
+        if name == "dev":
+            return {}
+        found = dict[str, float]()
+        for kind, metric in (("pass@", "heldout/pass_at_k"), ("majority@", "heldout/majority_at_k")):
+            of_kind = [value for each, (value, _, _) in told.items() if each.startswith(kind)]
+            if of_kind:
+                found[metric] = of_kind[-1]
+        return found
 
     def finish(self, summary: RunSummary) -> None:
         self.sync()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -48,12 +49,22 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
+class EvaluationPlan:
+    """folder: where tables of evaluations go; None = nowhere. samples: of each held-out problem. sampling: theirs."""
+
+    folder: Path | None = None
+    samples: int = 0
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+
+
+@dataclass(frozen=True, slots=True)
 class Collector:
     """Asks an engine for responses, passes every answer through the contract, and has it rewarded.
 
     layers: which columns of the engine's expert ids are the model's MoE layers, by its handshake.
     ends: ids that end a response (`moerl.orchestration.ends`). say: where refused answers are told of.
     watch: told after each admitted answer how many came, of how many, and the tokens sampled in them.
+    evaluations: how they are made and kept.
     """
 
     engine: RolloutEngine
@@ -65,6 +76,7 @@ class Collector:
     ends: tuple[int, ...]
     say: Callable[[str], None]
     watch: Callable[[int, int, int], None] = _unwatched
+    evaluations: EvaluationPlan = field(default_factory=EvaluationPlan)
     # Tokenizers may be borrowed by one thread at a time.
     _decoding: threading.Lock = field(default_factory=threading.Lock)
 

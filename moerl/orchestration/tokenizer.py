@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from moerl.contract.ports import Task
+from moerl.contract.ports import ChatTask, Task
 from moerl.errors import ConfigError
 
 TOKENIZER_PROMPTS = 2000
@@ -20,6 +20,14 @@ PAD_TOKEN = "<pad>"
 EOS_TOKEN = "<eos>"
 PAD_ID = 0
 EOS_ID = 1
+
+TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"
+CHAT_TEMPLATE = (
+    "{%- if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{%- for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""ChatML: the chat template of a tokenizer for a new model, where its task has messages."""
 
 
 def make_tokenizer(task: Task, vocab_size: int) -> PreTrainedTokenizerFast:
@@ -33,10 +41,13 @@ def make_tokenizer(task: Task, vocab_size: int) -> PreTrainedTokenizerFast:
         ConfigError: `vocab_size` does not hold the task's characters.
     """
     texts = task.tokenizer_texts(TOKENIZER_PROMPTS)
-    return build_tokenizer(texts, vocab_size, any_text=task.open_vocabulary)
+    chats = isinstance(task, ChatTask) and task.has_chats
+    return build_tokenizer(texts, vocab_size, any_text=task.open_vocabulary, chats=chats)
 
 
-def build_tokenizer(texts: Iterable[str], vocab_size: int, *, any_text: bool) -> PreTrainedTokenizerFast:
+def build_tokenizer(
+    texts: Iterable[str], vocab_size: int, *, any_text: bool, chats: bool = False
+) -> PreTrainedTokenizerFast:
     """Trains a tokenizer; the same texts give the same tokenizer.
 
     Args:
@@ -45,6 +56,7 @@ def build_tokenizer(texts: Iterable[str], vocab_size: int, *, any_text: bool) ->
         any_text: True adds all 256 bytes, so that every text can be encoded; False keeps to the characters
         of `texts`, and
             `encode_checked` refuses others.
+        chats: True gives it a chat template, and the end of a turn as its end (id 1).
 
     Raises:
         ConfigError: The characters alone need more entries than `vocab_size`.
@@ -55,9 +67,10 @@ def build_tokenizer(texts: Iterable[str], vocab_size: int, *, any_text: bool) ->
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    end = TURN_END if chats else EOS_TOKEN
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[PAD_TOKEN, EOS_TOKEN],
+        special_tokens=[PAD_TOKEN, end, *([TURN_START] if chats else [])],
         show_progress=False,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()) if any_text else [],
     )
@@ -69,12 +82,15 @@ def build_tokenizer(texts: Iterable[str], vocab_size: int, *, any_text: bool) ->
             expected=f"at most {vocab_size}",
             remedy=f"set model.architecture.vocab_size={tokenizer.get_vocab_size()} or more",
         )
-    return PreTrainedTokenizerFast(
+    made = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD_TOKEN,
-        eos_token=EOS_TOKEN,
+        eos_token=end,
         clean_up_tokenization_spaces=False,
     )
+    if chats:
+        made.chat_template = CHAT_TEMPLATE
+    return made
 
 
 def encode_checked(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

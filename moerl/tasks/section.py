@@ -21,6 +21,16 @@ class TaskSection(Section):
     may_change: ClassVar[Set[str]] = frozenset()
     plan_values: ClassVar[Mapping[str, str]] = {}
 
+    @property
+    def template_options(self) -> Mapping[str, Any]:
+        """Variables of the chat template that turns messages into prompts."""
+        return {}
+
+    @property
+    def longest_prompt(self) -> int | None:
+        """Tokens; longer prompts are left out. None = none is."""
+        return None
+
     @abstractmethod
     def open(self) -> Task:
         """The task; close it. Raises `ConfigError` where its data is unusable."""

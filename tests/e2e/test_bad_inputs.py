@@ -41,7 +41,7 @@ EARLY = {
     "train resume": "did you mean resume=VALUE?",
     "train --config-dir": "argument --config-dir: expected one argument",
     # Recipes and groups.
-    "train recipe=labtop": "recipe: no such option; seen: labtop; expected: one of keep_routing_study,",
+    "train recipe=labtop": "recipe: no such option; seen: labtop; expected: one of code, keep_routing_study,",
     "train recipe=laptop,tiny": "recipe: one run takes one value",
     "train recipe=": "recipe: empty value",
     "train recipe=laptop.yaml": "did you mean laptop?",
@@ -93,7 +93,7 @@ EARLY = {
     f"{TINY} evaluation.heldout_problems=1000000000": "evaluation.heldout_problems: the task has fewer problems",
     f"{TINY} task.max_terms=99999999999": "task.max_terms: wrong value",
     f"{TINY} task.max_digits=400": "task.max_digits: wrong value",
-    f"{TINY} task.path=sums.jsonl": "task.path: not a key of task chain_sum; expected: task=jsonl, which has it",
+    f"{TINY} task.path=sums.jsonl": "task.path: not a key of task chain_sum; expected: task=dataset, which has it",
     f"{TINY} rollout.servers=2": "rollout.servers: not a key of rollout embedded",
     "sft recipe=tiny sft.steps=0": "sft.steps: nothing to do",
     # Run directories.

@@ -171,6 +171,7 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "dense/config.json": '{"model_type": "llama", "vocab_size": 100}',
         "bad.jsonl": '{"prompt": "a"}\nnot json\n',
         "few.jsonl": '{"prompt": "a", "response": "b"}\n',
+        "roles.jsonl": '{"prompt": [{"from": "human", "role": "human", "value": "a"}]}\n',
         "ok.jsonl": "".join(json.dumps(row) + "\n" for row in rows),
         "some_model/config.json": "{}",
         "my_rewards.py": "def score(row, response):\n    return 1.0\n",

@@ -25,7 +25,7 @@ from moerl.tasks.rewards.worker import CALL_BYTES, LENGTH_DIGITS, OUT_OF_MEMORY
 from moerl.telemetry.terminal import ShownLines, excerpt
 
 MAX_REPLY_BYTES = 65_536
-"""Longest reply."""
+"""Longest reply for one response."""
 
 EXIT_SECONDS = 5.0
 """Time the guard is given to end everything."""
@@ -87,15 +87,17 @@ class RewardChild:
         self._heard = {self._replies, self._prints, self._faults}
         self._unsent, self._unread, self._said = b"", b"", b""
 
-    def ask(self, message: Mapping[str, Any], timeout_seconds: float) -> dict[str, Any]:
+    def ask(
+        self, message: Mapping[str, Any], timeout_seconds: float, *, max_reply_bytes: int = MAX_REPLY_BYTES
+    ) -> dict[str, Any]:
         """Sends a request and returns the reply. `ChildLostError` where none comes or something else does."""
         call = secrets.token_hex(CALL_BYTES // 2)
         content = json.dumps(message).encode()
         self._unsent = b"%0*d" % (LENGTH_DIGITS, len(content)) + content + call.encode()
         deadline = time.monotonic() + timeout_seconds
         while b"\n" not in self._unread:
-            if len(self._unread) > MAX_REPLY_BYTES:
-                raise self._lost(f"its reply was longer than {MAX_REPLY_BYTES:,} bytes")
+            if len(self._unread) > max_reply_bytes:
+                raise self._lost(f"its reply was longer than {max_reply_bytes:,} bytes")
             is_late = time.monotonic() > deadline
             self._exchange(deadline)
             # Output that does not end, unlike a reply that is there, does not put off the limit.

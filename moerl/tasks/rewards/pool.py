@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
 
 from moerl.tasks.rewards.child import EXIT_SECONDS
 from moerl.tasks.rewards.process import RewardProcess
 
 Rewards = dict[str, float]
-Call = Callable[[RewardProcess], Rewards]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Call:
+    """A response that waits for its rewards."""
+
+    future: Future[Rewards]
+    row: Mapping[str, Any]
+    response: str
+
 
 CLOSE_SECONDS = 4 * EXIT_SECONDS
 """Longest time that closing a pool waits for its processes to end."""
@@ -26,22 +37,24 @@ class RewardPool:
 
     Args:
         processes: one for each worker, at least one; none is started yet.
+        batch_size: most responses that a process is handed at once. It gets those that wait, and waits for no more.
     """
 
-    def __init__(self, processes: Sequence[RewardProcess]) -> None:
-        self._processes = processes
+    def __init__(self, processes: Sequence[RewardProcess], batch_size: int = 1) -> None:
+        self._processes, self._batch_size = processes, batch_size
         self._threads: list[threading.Thread] = []
-        self._queue: deque[tuple[Future[Rewards], Call]] = deque()
+        self._queue: deque[_Call] = deque()
         self._num_idle = 0
         self._is_closed = False
         self._changed = threading.Condition()
 
-    def submit(self, call: Call) -> Future[Rewards]:
-        """Has `call` called with one of the processes; returns at once. The future raises what `call` raises."""
+    def submit(self, row: Mapping[str, Any], response: str) -> Future[Rewards]:
+        """Has a response rewarded by one of the processes; returns at once. The future raises what
+        `RewardProcess.score` raises."""
         future: Future[Rewards] = Future()
         with self._changed:
             assert not self._is_closed, "a closed task rewards nothing"
-            self._queue.append((future, call))
+            self._queue.append(_Call(future, row, response))
             if len(self._queue) > self._num_idle and len(self._threads) < len(self._processes):
                 process = self._processes[len(self._threads)]
                 # A daemon: a function that hangs does not hold up the end of the run.
@@ -56,7 +69,7 @@ class RewardPool:
         cancelled."""
         with self._changed:
             self._is_closed = True
-            waiting = [future for future, _ in self._queue]
+            waiting = [call.future for call in self._queue]
             self._queue.clear()
             self._changed.notify_all()
         for future in waiting:
@@ -67,22 +80,25 @@ class RewardPool:
             thread.join(CLOSE_SECONDS)
 
     def _work(self, process: RewardProcess) -> None:
-        while (next_call := self._next_call()) is not None:
-            future, call = next_call
-            if not future.set_running_or_notify_cancel():
+        while calls := self._next_calls():
+            wanted = [call for call in calls if call.future.set_running_or_notify_cancel()]
+            if not wanted:
                 continue
             try:
-                rewards = call(process)
+                results = process.score_all([call.row for call in wanted], [call.response for call in wanted])
             except Exception as error:  # noqa: BLE001 - thread boundary: whoever asked for the reward gets it
-                future.set_exception(error)
-            else:
-                future.set_result(rewards)
+                results = [error] * len(wanted)
+            for call, result in zip(wanted, results, strict=True):
+                if isinstance(result, Exception):
+                    call.future.set_exception(result)
+                else:
+                    call.future.set_result(result)
         process.close()
 
-    def _next_call(self) -> tuple[Future[Rewards], Call] | None:
-        """Waits for a call; None where the pool is closed."""
+    def _next_calls(self) -> list[_Call]:
+        """Waits for a call, and takes more that wait already; none where the pool is closed."""
         with self._changed:
             self._num_idle += 1
             self._changed.wait_for(lambda: self._queue or self._is_closed)
             self._num_idle -= 1
-            return self._queue.popleft() if self._queue else None
+            return [self._queue.popleft() for _ in range(min(self._batch_size, len(self._queue)))]

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moerl.errors import ConfigError, RewardError
-from moerl.tasks.rewards.child import ChildLostError, RewardChild, where
+from moerl.tasks.rewards.child import MAX_REPLY_BYTES, ChildLostError, RewardChild, where
 from moerl.telemetry.metrics import is_reward_name
 from moerl.telemetry.terminal import ShownLines, excerpt
 
@@ -30,21 +30,35 @@ class RewardProcess:
             this process finds them, then in the current directory.
         timeout_seconds: Time one call may take.
         memory_bytes: Memory that the process, and each that the function starts, may take.
+        key: of the configuration, which names the function; errors name it and those beside it.
+        settings: what the function is called with once, to give the function that rewards; None = it is that itself.
+        many: True where it is called with ``(rows, response_texts)``.
 
     Raises:
         ConfigError: The name has another form.
     """
 
-    def __init__(self, function: str, timeout_seconds: float, memory_bytes: int) -> None:
+    def __init__(
+        self,
+        function: str,
+        timeout_seconds: float,
+        memory_bytes: int,
+        key: str = "task.reward",
+        settings: Mapping[str, Any] | None = None,
+        many: bool = False,
+    ) -> None:
         module, colon, attribute = function.partition(":")
         if not (module and colon and attribute.isidentifier()):
             raise ConfigError(
-                "task.reward does not name a function",
+                f"{key} does not name a function",
                 seen=repr(function),
                 expected="package.module:function",
                 remedy="write the module, a colon and the function",
             )
-        self._function = function
+        self._function, self._key = function, key
+        self._hello: dict[str, Any] = {"function": function, "many": many}
+        if settings is not None:
+            self._hello["settings"] = dict(settings)
         self._timeout_seconds = timeout_seconds
         self._memory_bytes = memory_bytes
         self._child: RewardChild | None = None
@@ -63,19 +77,40 @@ class RewardProcess:
                 has no reward; the next call works again.
             ConfigError: The function cannot be imported.
         """
+        [result] = self.score_all([row], [response])
+        if isinstance(result, RewardError):
+            raise result
+        return result
+
+    def score_all(
+        self, rows: Sequence[Mapping[str, Any]], responses: Sequence[str]
+    ) -> list[dict[str, float] | RewardError]:
+        """As `score`, for several responses in one call: for each its rewards, or why it has none.
+
+        Raises:
+            RewardError: The process hung or crashed, and none of them has a reward.
+            ConfigError: as `score`.
+        """
         child = self._running()
+        asked = {"rows": [dict(row) for row in rows], "responses": list(responses)}
         try:
-            reply = child.ask({"row": dict(row), "response": response}, self._timeout_seconds)
+            reply = child.ask(asked, self._timeout_seconds, max_reply_bytes=len(rows) * MAX_REPLY_BYTES)
         except ChildLostError as lost:
             self._child = None
             raise self._unanswered(lost) from lost
-        if "rewards" in reply:
-            return self._checked(reply["rewards"])
-        if reply.get("memory"):
-            raise self._out_of_memory(_told(reply))
-        raise RewardError(
-            f"reward function {self._function} " + ("raised" if "raised" in reply else "returned no reward"),
-            seen=_told(reply),
+        results = reply.get("results")
+        assert isinstance(results, list), "the worker answers with results"
+        return [self._read(result) for result in results]
+
+    def _read(self, result: Mapping[str, Any]) -> dict[str, float] | RewardError:
+        """The rewards of one response, or why it has none."""
+        if "rewards" in result:
+            return self._checked(result["rewards"])
+        if result.get("memory"):
+            return self._out_of_memory(_told(result))
+        return RewardError(
+            f"reward function {self._function} " + ("raised" if "raised" in result else "returned no reward"),
+            seen=_told(result),
             expected=_EXPECTED,
             remedy="make the function return a reward for this row and response",
         )
@@ -109,7 +144,7 @@ class RewardProcess:
         if self._is_stopped:
             raise self._not_imported("the task is closed")
         try:
-            reply = child.ask({"function": self._function, "sys_path": [*sys.path, os.getcwd()]}, IMPORT_SECONDS)
+            reply = child.ask({**self._hello, "sys_path": [*sys.path, os.getcwd()]}, IMPORT_SECONDS)
         except ChildLostError as lost:
             raise self._not_imported(str(lost)) from lost
         if "ready" not in reply:
@@ -117,7 +152,7 @@ class RewardProcess:
 
     def _not_imported(self, seen: str) -> ConfigError:
         return ConfigError(
-            f"task.reward: cannot import {self._function}",
+            f"{self._key}: cannot import {self._function}",
             seen=seen,
             expected="an importable module with a function of that name",
             remedy="check the name; the module must be in the current directory or in a folder on PYTHONPATH",
@@ -128,7 +163,7 @@ class RewardProcess:
             return self._out_of_memory(str(lost))
         if lost.late:
             expected = f"a reward within {self._timeout_seconds:g} s"
-            remedy = "make the function return in time, or raise task.reward_timeout_seconds"
+            remedy = f"make the function return in time, or raise {self._near('timeout_seconds')}"
         else:
             expected = "a function that returns, and leaves its process and its descriptors alone"
             remedy = "make the function return a reward for this row and response"
@@ -139,14 +174,19 @@ class RewardProcess:
         return RewardError(
             f"reward function {self._function} ran out of memory",
             seen=seen,
-            expected=f"at most {self._memory_bytes:,} bytes (task.reward_memory_bytes)",
-            remedy="make the function take less, or raise task.reward_memory_bytes",
+            expected=f"at most {self._memory_bytes:,} bytes ({self._near('memory_bytes')})",
+            remedy=f"make the function take less, or raise {self._near('memory_bytes')}",
         )
 
-    def _checked(self, rewards: dict[str, float]) -> dict[str, float]:
+    def _near(self, name: str) -> str:
+        """A key beside that of the function."""
+        section = self._key.removesuffix(".function")
+        return f"{self._key}_{name}" if section == self._key else f"{section}.{name}"
+
+    def _checked(self, rewards: dict[str, float]) -> dict[str, float] | RewardError:
         for name in rewards:
             if not is_reward_name(name):
-                raise RewardError(
+                return RewardError(
                     f"reward function {self._function} returned a name that no metric can have",
                     seen=excerpt(repr(name)),
                     expected="names of up to 64 letters, digits and the characters _ . -",

@@ -7,8 +7,11 @@ FAULTS is a descriptor to write to where the function is when the process crashe
 standard input, each as its length in `LENGTH_DIGITS` digits, then JSON; replies go to standard output, a line each:
 
     {"function": "package.module:function", "sys_path": [...]}   first one    {"ready": true} or {"raised": ...}
-    {"row": {...}, "response": "..."}                            all others   {"rewards": {...}}, {"raised": ...}
-                                                                              or {"returned": ...}
+    {"rows": [{...}, ...], "responses": ["...", ...]}            all others   {"results": [...]}
+
+The first may hold `settings`, with which the function is called to give the one that rewards, and `many`: that function
+takes lists of rows and responses. A result is {"rewards": {...}}, {"raised": ...} or {"returned": ...}, one for each
+row. An async function is awaited; those of the rows of a request run side by side.
 
 A number of `CALL_BYTES` bytes follows each request and is sent back with the reply. It stays in the pipe until the
 function has returned: while the function runs, nothing in its process knows the number.
@@ -26,7 +29,7 @@ import reprlib
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from numbers import Real
 from typing import Any
 
@@ -108,22 +111,73 @@ def _scalar(value: object) -> object:
 
 
 def _kind(value: object) -> str:
-    if inspect.iscoroutine(value):
-        value.close()
-        return "a coroutine (an async function is called, not awaited)"
     if inspect.isgenerator(value) or inspect.isasyncgen(value):
         return "a generator (the function says yield, not return)"
     return "None (the function returned nothing)" if value is None else f"of type {type(value).__name__}"
 
 
-def score(function: Callable[..., Any], row: dict[str, Any], response: str) -> dict[str, Any]:
-    """Calls the function; the reply to send."""
+def score_all(
+    function: Callable[..., Any], rows: list[Any], responses: list[str], *, many: bool
+) -> list[dict[str, Any]]:
+    """Calls the function for each row, or once for all of them; a result for each."""
+    if many:
+        return _score_many(function, rows, responses)
+    calls = [_score(function, row, response) for row, response in zip(rows, responses, strict=True)]
+    if not any(inspect.isawaitable(call) for call in calls):
+        return calls  # type: ignore[return-value]
+
+    import asyncio  # takes as long as the rest of a start, and few functions are async
+
+    async def together() -> list[dict[str, Any]]:
+        return await asyncio.gather(*(_reply_later(function, call) for call in calls))
+
+    return asyncio.run(together())
+
+
+def _score(function: Callable[..., Any], row: Any, response: str) -> dict[str, Any] | Awaitable[Any]:
+    """The result for one row, or what has to be awaited for it."""
     try:
-        return {"rewards": checked_rewards(function(row, response))}
-    except NotARewardError as error:
-        return {"returned": str(error)[:MAX_TEXT], "frames": _definition(function)}
+        value = function(row, response)
     except Exception as error:  # noqa: BLE001 - process boundary: a user's function can raise anything
         return _raised(error, _definition(function))
+    return value if inspect.isawaitable(value) else _reply(function, value)
+
+
+async def _reply_later(function: Callable[..., Any], call: dict[str, Any] | Awaitable[Any]) -> dict[str, Any]:
+    if isinstance(call, dict):
+        return call
+    try:
+        value = await call
+    except Exception as error:  # noqa: BLE001 - process boundary: a user's function can raise anything
+        return _raised(error, _definition(function))
+    return _reply(function, value)
+
+
+def _score_many(function: Callable[..., Any], rows: list[Any], responses: list[str]) -> list[dict[str, Any]]:
+    try:
+        values = function(rows, responses)
+        if inspect.isawaitable(values):
+            import asyncio
+
+            values = asyncio.run(_value_of(values))
+    except Exception as error:  # noqa: BLE001 - process boundary: a user's function can raise anything
+        return [_raised(error, _definition(function))] * len(rows)
+    if not isinstance(values, list | tuple) or len(values) != len(rows):
+        got = f"{len(values)} of them" if isinstance(values, list | tuple) else _kind(values)
+        wrong = {"returned": f"not a list of {len(rows)} rewards: {got}", "frames": _definition(function)}
+        return [wrong] * len(rows)
+    return [_reply(function, value) for value in values]
+
+
+async def _value_of(value: Awaitable[Any]) -> Any:
+    return await value
+
+
+def _reply(function: Callable[..., Any], value: object) -> dict[str, Any]:
+    try:
+        return {"rewards": checked_rewards(value)}
+    except NotARewardError as error:
+        return {"returned": str(error)[:MAX_TEXT], "frames": _definition(function)}
 
 
 def _raised(error: BaseException, otherwise: list[list[object]]) -> dict[str, Any]:
@@ -174,13 +228,15 @@ def _serve(requests: int, replies: int) -> None:
     sys.path[:] = hello["sys_path"]
     try:
         function = load_function(hello["function"])
+        if "settings" in hello:
+            function = function(**hello["settings"])
     except Exception as error:  # noqa: BLE001 - process boundary: a user's module can raise anything
         reply(_raised(error, []))
         return
     reply({"ready": True})
     while True:
         asked = request()
-        reply(score(function, asked["row"], asked["response"]))
+        reply({"results": score_all(function, asked["rows"], asked["responses"], many=bool(hello.get("many")))})
 
 
 def _be_spared() -> None:

@@ -21,15 +21,18 @@ def test_types_read_as_a_newcomer_would_write_them():
     assert types["keep_routing.mode"] == "off | rollout | trainer"
     assert types["keep_routing.reference"] == "off | rollout | trainer or null"
     assert types["keep_routing.verify"] == "every | off or int >= 1"
-    assert types["task.name"] == "chain_sum | jsonl"
+    assert types["task.name"] == "chain_sum | dataset | jsonl"
     assert types["task.worked_probability"] == "mapping of int to float >= 0, <= 1"
     assert types["model.path"] == "path or null"
+    assert types["task.rewards"] == "mapping of text to settings"
+    assert types["task.filters"] == "settings, or a list of them or null"
 
 
 def test_keys_sections_and_entries_of_mappings_are_known():
     assert is_known("sft.optimizer.lr")
     assert is_known("sft.optimizer")
     assert is_known("task.worked_probability.9")
+    assert is_known("task.rewards.right.kind")
     assert not is_known("rl.steps.x")
     assert not is_known("steps")
 

@@ -15,7 +15,7 @@ from moerl.buffer.journal import Journal
 from moerl.contract import Trajectory
 from moerl.contract.trajectory import FinishReason
 from moerl.errors import MoerlError
-from moerl.orchestration.groups import MAX_BATCHES
+from moerl.orchestration.groups import MAX_BATCHES, GroupSource
 
 
 @pytest.fixture(autouse=True)
@@ -203,3 +203,32 @@ def test_of_a_group_that_is_larger_than_asked_for_some_are_trained_and_ages_are_
         )
         trained(groups)
     assert (groups.ledger.issued, groups.ledger.trained, dict(groups.ledger.filtered)) == (24, 12, {"not_kept": 12})
+
+
+def solved(rollout_id: str, version: int) -> Trajectory:
+    """The first three prompts are always solved, the others half of the time."""
+    prompt, number = rollout_id.split("/")[-2:]
+    made = answer(rollout_id, version)
+    always = prompt in ("p0", "p1", "p2")
+    return made.with_rewards({"reward": float(number), "accuracy": float(always or int(number) % 2)})
+
+
+def test_solved_prompts_are_passed_over_and_a_run_that_goes_on_takes_the_same_ones():
+    def prompts(groups: GroupSource, steps: int) -> list[str]:
+        found = []
+        for _ in range(steps):
+            found += group_ids(groups.batch())
+            trained(groups)
+        return found
+
+    whole, _ = source(solved, "rl.skip_above=0.9")
+    wanted = prompts(whole, 8)
+    # The first epoch has all twelve; of the second, the solved ones are left out.
+    assert len({name.rpartition("/")[2] for name in wanted[:12]}) == 12
+    assert {name.rpartition("/")[2] for name in wanted[12:]}.isdisjoint({"p0", "p1", "p2"})
+    first, _ = source(solved, "rl.skip_above=0.9")
+    begun = prompts(first, 5)
+    assert first.metrics["curriculum/passed"] >= 0.0
+    second, _ = source(solved, "rl.skip_above=0.9")
+    second.restore(json.loads(json.dumps(first.snapshot())), 5)
+    assert begun + prompts(second, 3) == wanted

@@ -74,9 +74,6 @@ def segfault(row, response):
 def missing(row, response):
     return {"score": 1.0}
 
-async def later(row, response):
-    return 1.0
-
 def echo(row, response):
     raise RuntimeError(f"tried on {row['prompt']!r} and {response!r}")
 """
@@ -125,7 +122,6 @@ def refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, example: RunConfig)
         ("arity", "seen: TypeError: arity() takes 1 positional argument but 2 were given, in arity (my_rewards.py:17)"),
         ("segfault", "at my.jsonl:N; seen: its process ended by signal SIGSEGV, in segfault (my_rewards.py:22)"),
         ("missing", "seen: a mapping without 'reward': {'score': 1.0}, in missing (my_rewards.py:24)"),
-        ("later", "seen: the result is a coroutine (an async function is called, not awaited), not a number: <corou"),
     ],
 )
 def test_a_mistake_in_a_reward_function_is_named_with_its_line_and_row(

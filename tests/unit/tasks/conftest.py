@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from moerl.tasks.rewards.process import RewardProcess
 
 MODULE = """
-import os, subprocess, sys, time
+import asyncio, os, subprocess, sys, time
 
 state = {"calls": 0}
 
@@ -38,8 +39,22 @@ def behave(row, response):
         return os.getpid()
     return row["value"]
 
-async def later():
+def none():
     return 1.0
+
+async def later(row, response):
+    # Returns only once all calls of a batch are under way.
+    state["calls"] += 1
+    while state["calls"] < row["calls"]:
+        await asyncio.sleep(0.001)
+    if response == "raise":
+        raise KeyError("no such dish")
+    return float(response)
+
+def batch(rows, responses):
+    if responses[0] == "short":
+        return [1.0]
+    return [{"reward": float(row["value"]), "together": len(rows)} for row in rows]
 
 def returns(row, response):
     return eval(response)
@@ -59,9 +74,9 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     started: list[RewardProcess] = []
 
     def begin(
-        function: str = "odd_rewards:behave", timeout_seconds: float = 60.0, memory_bytes: int = 1 << 32
+        function: str = "odd_rewards:behave", timeout_seconds: float = 60.0, memory_bytes: int = 1 << 32, **more: Any
     ) -> RewardProcess:
-        started.append(RewardProcess(function, timeout_seconds, memory_bytes))
+        started.append(RewardProcess(function, timeout_seconds, memory_bytes, **more))
         return started[-1]
 
     yield begin

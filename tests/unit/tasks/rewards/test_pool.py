@@ -73,7 +73,7 @@ def pids(folder: Path, count: int) -> list[int]:
 def test_calls_run_side_by_side_and_each_future_has_its_own_rewards(open_pool: Open, folder: Path):
     pool = open_pool("meets:meet", 3)
     row = {"folder": str(folder), "calls": 3}
-    futures = [pool.submit(lambda process, i=i: process.score(row, str(i))) for i in range(7)]
+    futures = [pool.submit(row, str(i)) for i in range(7)]
     assert [future.result()["reward"] for future in futures] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
     assert {future.result()["process"] for future in futures} == {float(pid) for pid in pids(folder, 3)}
 
@@ -82,14 +82,14 @@ def test_one_call_after_another_needs_one_process(open_pool: Open, folder: Path)
     pool = open_pool("meets:meet", 3)
     row = {"folder": str(folder), "calls": 1}
     for _ in range(3):
-        pool.submit(lambda process: process.score(row, "0")).result()
+        pool.submit(row, "0").result()
         eventually(lambda: pool._num_idle == 1)
     assert len(pids(folder, 1)) == 1
 
 
 def test_a_call_does_not_wait_for_its_rewards(open_pool: Open, folder: Path):
     pool = open_pool("meets:meet", 1)
-    future = pool.submit(lambda process: process.score({"folder": str(folder), "calls": 2}, "0"))
+    future = pool.submit({"folder": str(folder), "calls": 2}, "0")
     pids(folder, 1)
     assert not future.done()
     (folder / "0").touch()
@@ -98,7 +98,7 @@ def test_a_call_does_not_wait_for_its_rewards(open_pool: Open, folder: Path):
 
 def test_a_call_that_fails_fails_alone(open_pool: Open):
     pool = open_pool("meets:fail", 2)
-    futures = [pool.submit(lambda process, i=i: process.score({}, "crash" if i == 1 else "")) for i in range(4)]
+    futures = [pool.submit({}, "crash" if i == 1 else "") for i in range(4)]
     with pytest.raises(RewardError, match="ended with code 7"):
         futures[1].result()
     assert [futures[i].result()["reward"] for i in (0, 2, 3)] == [1.0] * 3
@@ -106,7 +106,7 @@ def test_a_call_that_fails_fails_alone(open_pool: Open):
 
 def test_a_function_that_cannot_be_imported_is_named_by_every_call(open_pool: Open):
     pool = open_pool("no_such_module_here:f", 2)
-    for future in [pool.submit(lambda process: process.score({}, "")) for _ in range(3)]:
+    for future in [pool.submit({}, "") for _ in range(3)]:
         with pytest.raises(ConfigError, match="cannot import no_such_module_here:f"):
             future.result()
 
@@ -114,7 +114,7 @@ def test_a_function_that_cannot_be_imported_is_named_by_every_call(open_pool: Op
 def test_a_cancelled_call_is_left_out(open_pool: Open, folder: Path):
     pool = open_pool("meets:meet", 1)
     row = {"folder": str(folder), "calls": 2}
-    first, second, third = (pool.submit(lambda process, i=i: process.score(row, str(i))) for i in range(3))
+    first, second, third = (pool.submit(row, str(i)) for i in range(3))
     assert second.cancel()
     (folder / "0").touch()
     assert (first.result()["reward"], third.result()["reward"]) == (0.0, 2.0)
@@ -122,7 +122,7 @@ def test_a_cancelled_call_is_left_out(open_pool: Open, folder: Path):
 
 def test_closing_ends_calls_that_hang_and_those_that_wait(open_pool: Open, folder: Path):
     pool = open_pool("meets:hang", 2, 3600.0)
-    futures = [pool.submit(lambda process: process.score({"folder": str(folder)}, "")) for _ in range(4)]
+    futures = [pool.submit({"folder": str(folder)}, "") for _ in range(4)]
     running = pids(folder, 2)
     pool.close()
     assert not any(is_alive(pid) for pid in running)
@@ -138,7 +138,7 @@ def test_every_process_of_a_pool_ends_when_the_run_is_killed(folder: Path):
         "from moerl.tasks.rewards.pool import RewardPool\n"
         "from moerl.tasks.rewards.process import RewardProcess\n"
         "pool = RewardPool([RewardProcess('meets:hang', 600.0, 1 << 32) for _ in range(2)])\n"
-        f"calls = [pool.submit(lambda p: p.score({{'folder': {str(folder)!r}}}, '')) for _ in range(2)]\n"
+        f"calls = [pool.submit({{'folder': {str(folder)!r}}}, '') for _ in range(2)]\n"
         "calls[0].result()\n"
     )
     paths = {**os.environ, "PYTHONPATH": f"{folder.parent}:{ROOT}"}

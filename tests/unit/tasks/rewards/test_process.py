@@ -97,8 +97,6 @@ def test_the_process_ends_when_nobody_holds_its_pipe_any_more():
         ("'1.0'", "of type str, not a number: '1.0'"),
         ("None", "None .the function returned nothing."),
         ("[1.0]", "of type list"),
-        ("later()", "a coroutine"),
-        ("later().close", "of type builtin_function"),
         ("(each for each in [1.0])", "a generator"),
         ("__import__('numpy').ones(2)", "of type ndarray"),
         ("{'reward': '1'}", "'reward' is of type str"),
@@ -170,9 +168,9 @@ def test_a_name_of_another_form_is_refused(start: Start, function: str):
 
 def test_a_function_of_other_arguments_is_named_by_its_definition(start: Start):
     with pytest.raises(
-        RewardError, match=r"takes 0 positional arguments but 2 were given, in later \(.*odd_rewards\.py:\d+\)"
+        RewardError, match=r"takes 0 positional arguments but 2 were given, in none \(.*odd_rewards\.py:\d+\)"
     ):
-        start("odd_rewards:later").score({}, "x")
+        start("odd_rewards:none").score({}, "x")
 
 
 def test_an_error_from_a_library_names_the_users_own_line_too(start: Start):
@@ -185,3 +183,19 @@ def test_an_error_from_a_library_names_the_users_own_line_too(start: Start):
 def test_a_hang_says_where(start: Start):
     with pytest.raises(RewardError, match=r"time limit passed.*, in behave \(.*odd_rewards\.py:9\)"):
         start(timeout_seconds=1.0).score({}, "hang")
+
+
+def test_async_calls_of_a_request_run_side_by_side_and_fail_one_by_one(start: Start):
+    results = start("odd_rewards:later").score_all([{"calls": 3}] * 3, ["1", "raise", "0.5"])
+    assert [isinstance(result, RewardError) for result in results] == [False, True, False]
+    assert "KeyError: 'no such dish', in later (" in str(results[1])
+    assert results[2] == {"reward": 0.5, "accuracy": 0.0}
+
+
+def test_a_function_of_many_gets_all_rows_at_once(start: Start):
+    process = start("odd_rewards:batch", many=True)
+    results = process.score_all([{"value": 1}, {"value": 0}], ["a", "b"])
+    assert [each["reward"] for each in results if isinstance(each, dict)] == [1.0, 0.0]
+    assert [each["together"] for each in results if isinstance(each, dict)] == [2.0, 2.0]
+    short = process.score_all([{"value": 1}, {"value": 0}], ["short", "b"])
+    assert all("not a list of 2 rewards: 1 of them" in str(each) for each in short)

@@ -1,0 +1,126 @@
+"""`moerl samples`: responses of a run in the terminal. Reads files alone; torch-free."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from moerl.errors import ConfigError
+from moerl.launch.arguments import Parser
+from moerl.printable import printable
+from moerl.telemetry.terminal import excerpt
+
+USAGE = "moerl samples RUN_DIR [--of FILE] [--set NAME] [--by COLUMN] [--count N] [--best | --worst]"
+FOLDERS = ("rollouts", "evaluations")
+SHOWN_CHARACTERS = 2000
+"""Of a prompt, and of a response; of a longer one its start and its end."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of the command line."""
+    made = Parser(prog="moerl samples", add_help=False)
+    made.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    made.add_argument("--of", metavar="FILE", help="Parquet file in RUN_DIR; the newest by default")
+    made.add_argument("--set", metavar="NAME", help="of one of several sets alone")
+    made.add_argument("--by", default="reward_reward", metavar="COLUMN", help="sort by it; reward_reward by default")
+    made.add_argument("--count", type=int, default=2, metavar="N", help="how many of each end, 2 if not said")
+    made.add_argument("--best", action="store_true", help="those with the highest reward alone")
+    made.add_argument("--worst", action="store_true", help="those with the lowest reward alone")
+    made.add_argument("--traceback", action="store_true", help="show where an error was raised")
+    made.add_argument("-h", "--help", action="store_true", help="show this text")
+    return made
+
+
+def run_samples(options: argparse.Namespace) -> int:
+    """Prints them; status 0.
+
+    Raises:
+        ConfigError: There is no such file, set or column.
+    """
+    path = _file(options.run_dir, options.of)
+    rows = _rows(path, options.set, options.by)
+    if options.by not in rows[0]:
+        columns = ", ".join(name for name, value in rows[0].items() if isinstance(value, int | float))
+        raise ConfigError("--by: no such column", seen=options.by, expected=columns, remedy="name one of them")
+    ranked = sorted(rows, key=lambda row: -(row[options.by] if row[options.by] is not None else float("-inf")))
+    count = max(1, options.count)
+    worst = [] if options.best else ranked[max(0, len(ranked) - count) :]
+    best = [] if options.worst else ranked[:count]
+    print(f"{path}: {len(rows)} responses, by {options.by}")
+    for title, chosen in (("highest", best), ("lowest", [row for row in worst if row not in best])):
+        for row in chosen:
+            print(_text(title, row))
+    return 0
+
+
+def _file(run_dir: Path, name: str | None) -> Path:
+    found = sorted(
+        (path for folder in FOLDERS for path in (run_dir / folder).glob("*.parquet")),
+        key=lambda path: path.stat().st_mtime,
+    )
+    if name is not None:
+        found = [run_dir / name] if (run_dir / name).is_file() else []
+    if not found:
+        raise ConfigError(
+            f"{run_dir}: no responses",
+            seen=name or "no Parquet files in " + " and ".join(FOLDERS),
+            expected="dumped rollouts or tables of evaluations",
+            remedy="give the directory of a run, with --of a file in it; dump.rollouts_every=N dumps rollouts",
+        )
+    return found[-1]
+
+
+def _rows(path: Path, source: str | None, by: str) -> list[dict[str, Any]]:
+    """What people read of each response: texts and numbers, not the tensors."""
+    try:
+        names = pq.read_schema(path).names
+        wanted = [name for name in names if name in _SHOWN or name.startswith("reward_") or name == by]
+        rows: list[dict[str, Any]] = pq.read_table(path, columns=wanted).to_pylist()
+    except (OSError, pa.ArrowException) as error:
+        raise ConfigError(
+            f"{path}: cannot be read",
+            seen=excerpt(str(error), 200),
+            expected="a Parquet file of a run",
+            remedy="give another file with --of",
+        ) from error
+    sets = {_set_of(row) for row in rows}
+    chosen = [row for row in rows if source is None or _set_of(row) == source]
+    if not chosen:
+        raise ConfigError(
+            f"{path}: no responses" + (f" of the set {source}" if source else ""),
+            seen=", ".join(sorted(sets)) or "an empty table",
+            expected="one or more",
+            remedy="leave --set away, or name one of these",
+        )
+    return chosen
+
+
+_SHOWN = ("set", "prompt_id", "place", "sample", "finish_reason", "num_sampled", "prompt", "text")
+
+
+def _set_of(row: dict[str, Any]) -> str:
+    """Of a table its column, of a dump the start of the prompt's id."""
+    return str(row.get("set") or str(row.get("prompt_id", "")).partition(":")[0])
+
+
+def _text(title: str, row: dict[str, Any]) -> str:
+    rewards = {name.removeprefix("reward_"): value for name, value in row.items() if name.startswith("reward_")}
+    values = "  ".join(f"{name} {value:g}" for name, value in rewards.items() if value is not None)
+    head = (
+        f"--- {title}: {row.get('prompt_id')}  {values}  ({row.get('num_sampled')} tokens, {row.get('finish_reason')})"
+    )
+    return "\n".join(
+        ["", printable(head), _indented("prompt", row.get("prompt")), _indented("response", row.get("text"))]
+    )
+
+
+def _indented(title: str, text: object) -> str:
+    content = str(text or "")
+    if len(content) > SHOWN_CHARACTERS:
+        half = SHOWN_CHARACTERS // 2
+        content = f"{content[:half]}\n[... {len(content) - 2 * half} characters ...]\n{content[-half:]}"
+    return "\n".join([f"{title}:", *(f"  | {printable(line)}" for line in content.split("\n"))])

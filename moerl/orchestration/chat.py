@@ -1,0 +1,211 @@
+"""Messages to text by the tokenizer's own chat template, and what is wrong with a template. Runs in the controller.
+
+A template is code of a model directory. What it writes must depend on the messages alone, and lose nothing of them:
+prompts are written once, before anything is trained, and a run that goes on must find the same ones.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jinja2 import TemplateError, meta
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from transformers import PreTrainedTokenizerBase
+
+from moerl.contract.ports import Chat, ChatTask, Prompt, Task
+from moerl.errors import ConfigError
+from moerl.tasks.section import TaskSection
+from moerl.telemetry.terminal import excerpt
+
+SHOWN_CHARACTERS = 600
+"""Of the prompt that a run shows at its start."""
+
+_QUESTION, _ANSWER, _THOUGHT = "moerl-question", "moerl-answer", "moerl-thought"
+_THINKING = f"<think>\n{_THOUGHT}\n</think>\n\n{_ANSWER}"
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer, with options.
+
+    Raises:
+        ConfigError: The tokenizer has none, it does not know an option, it fails on a single question, or what it
+            writes depends on the date.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> None:
+        self._tokenizer, self._options = tokenizer, dict(options)
+        if not getattr(tokenizer, "chat_template", None):
+            raise ConfigError(
+                "the tokenizer has no chat template, and the task has messages",
+                seen="no chat_template in tokenizer_config.json, no chat_template.jinja",
+                expected="a template, as instruction-tuned models have",
+                remedy="take such a model, add chat_template.jinja to its directory, or have plain texts continued as"
+                " they are (task.text_as=raw)",
+            )
+        self._check_options()
+        self._check_date()
+
+    def render(self, chat: Chat) -> str:
+        """The text of a prompt: the messages, and the start of the answer.
+
+        Raises:
+            ConfigError: The template fails on them, or leaves out text of one.
+        """
+        text = self._write(chat.messages, chat.tools, ask=True)
+        for number, message in enumerate(chat.messages):
+            content = str(message["content"]).strip()
+            if message["role"] != "tool" and content not in text:
+                self._refuse_loss(number, message["role"], content, text)
+        for tool in chat.tools:
+            function = tool.get("function", tool)
+            name = function.get("name") if isinstance(function, Mapping) else None
+            if name is not None and str(name) not in text:
+                raise ConfigError(
+                    "the chat template leaves out the tools",
+                    seen=f"no {name!r} in what it writes",
+                    expected="all tools of the row",
+                    remedy="take a model whose template knows tools, or leave task.tools away",
+                )
+        return text
+
+    def notes(self) -> list[str]:
+        """What the template does to further turns, one line each; it does not touch a single question."""
+        found = []
+        first = [{"role": "user", "content": _QUESTION}]
+        more = [*first, {"role": "assistant", "content": _THINKING}, {"role": "user", "content": _QUESTION}]
+        try:
+            prompt = self._write(first, (), ask=True)
+            answered = self._write([*first, {"role": "assistant", "content": _ANSWER}], (), ask=False)
+            if not answered.startswith(prompt):
+                found.append(
+                    "note: the chat template is not a prefix of itself: with an answer behind it, a prompt is written"
+                    " differently; rows of several turns are other texts than what was sampled"
+                )
+            if _THOUGHT not in self._write(more, (), ask=True):
+                found.append("note: the chat template drops thinking: that of earlier answers is not in later prompts")
+        except ConfigError as error:
+            found.append(f"note: the chat template takes a single question alone: {error.seen}")
+        return found
+
+    def _write(self, messages: Any, tools: Any, *, ask: bool, **more: Any) -> str:
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    [dict(each) for each in messages],
+                    tools=[dict(each) for each in tools] or None,
+                    add_generation_prompt=ask,
+                    tokenize=False,
+                    **{**self._options, **more},
+                )
+            )
+        except (TemplateError, ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+            raise ConfigError(
+                "the chat template fails",
+                seen=excerpt(f"{type(error).__name__}: {error}", 300),
+                expected="messages that the model's template takes",
+                remedy="change the messages (roles, their order, a system message), or take another model",
+            ) from error
+
+    def _check_options(self) -> None:
+        known = _variables(str(self._tokenizer.get_chat_template()))
+        unknown = sorted(self._options.keys() - known)
+        if unknown:
+            raise ConfigError(
+                f"task.chat_options.{unknown[0]}: the chat template does not read it",
+                seen=unknown[0],
+                expected=f"one of {', '.join(sorted(known - _OURS)) or 'none: it has no options'}",
+                remedy="correct the name, or leave it away",
+            )
+
+    def _check_date(self) -> None:
+        """Templates learn the time from one function alone."""
+        messages = [{"role": "system", "content": _QUESTION}, {"role": "user", "content": _QUESTION}]
+        for asked in (messages, messages[1:]):
+            try:
+                texts = {self._write(asked, (), ask=True, strftime_now=_clock(day)) for day in ("1st", "2nd")}
+            except ConfigError:
+                if len(asked) == 1:
+                    raise
+                continue
+            if len(texts) > 1:
+                raise ConfigError(
+                    "the chat template is not stable: it writes the date of today",
+                    seen="two prompts of the same messages that differ from day to day",
+                    expected="the same prompt whenever the run goes on",
+                    remedy="give it a fixed date, where it takes one: task.chat_options.date_string='26 Jul 2024';"
+                    f" it reads {', '.join(sorted(_variables(str(self._tokenizer.get_chat_template())) - _OURS))}",
+                )
+
+    def _refuse_loss(self, number: int, role: str, content: str, text: str) -> None:
+        answer = content.rpartition("</think>")[2].strip()
+        drops_thinking = role == "assistant" and "</think>" in content and answer in text
+        raise ConfigError(
+            f"the chat template {'drops the thinking' if drops_thinking else 'leaves out text'} of message {number}"
+            f" ({role})",
+            seen=excerpt(content, 120),
+            expected="all of its text in the prompt",
+            remedy="remove the thinking of earlier turns from the row, or set the option of the template that keeps it"
+            if drops_thinking
+            else "change the message so that the template takes it, or take another model",
+        )
+
+
+_OURS = {"messages", "tools", "documents", "add_generation_prompt", "strftime_now", "raise_exception"} | {
+    f"{name}_token" for name in ("bos", "eos", "pad", "unk", "sep", "cls", "mask")
+}
+"""Variables that are no options."""
+
+
+def _clock(day: str) -> Callable[[str], str]:
+    return lambda _: day
+
+
+def _variables(template: str) -> set[str]:
+    """Names that a template reads from outside."""
+    environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
+    # A tag of transformers, for masks.
+    plain = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", template)
+    return meta.find_undeclared_variables(environment.parse(plain))
+
+
+def write_prompts(
+    task: Task, tokenizer: PreTrainedTokenizerBase, section: TaskSection, say: Callable[[str], None]
+) -> None:
+    """Writes the prompts of a task that are messages, leaves out those that are too long, and shows the first one.
+
+    Raises:
+        ConfigError: The template is not usable, or fails on a prompt; names its place.
+    """
+    if not isinstance(task, ChatTask):
+        return
+    limit, template = section.longest_prompt, None
+    if task.has_chats:
+        template = ChatTemplate(tokenizer, section.template_options)
+        for note in template.notes():
+            say(note)
+
+    def write(prompt: Prompt) -> Prompt | None:
+        text = prompt.text
+        if prompt.chat is not None and template is not None:
+            try:
+                text = template.render(prompt.chat)
+            except ConfigError as error:
+                raise ConfigError(
+                    f"{task.place(prompt)}: {error.what}",
+                    seen=error.seen,
+                    expected=error.expected,
+                    remedy=error.remedy,
+                ) from error
+        if limit is not None and len(tokenizer.encode(text, add_special_tokens=False)) > limit:
+            return None
+        return Prompt(prompt.prompt_id, text, prompt.facts, prompt.chat, prompt.source)
+
+    if template is not None or limit is not None:
+        task.write_prompts(write)
+    for note in task.notes():
+        say(note)
+    if template is not None and task.size("train"):
+        [first] = task.prompts("train", 1)
+        say(f"the prompt {first.prompt_id} as the model sees it: {excerpt(repr(first.text), SHOWN_CHARACTERS)}")

@@ -1,0 +1,59 @@
+"""The prompt of each group where a curriculum chooses: which one a number has stays so over a resume. Runs in the
+controller."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from moerl.batching.curriculum import Choice, Curriculum
+from moerl.config.schema import RunConfig
+from moerl.contract.ports import Prompt
+from moerl.contract.trajectory import Trajectory
+
+
+class PromptChoice:
+    """The prompts of groups by their numbers. Whoever shares it holds a lock."""
+
+    def __init__(self, curriculum: Curriculum, prompts: Sequence[Prompt]) -> None:
+        self._curriculum, self._prompts = curriculum, prompts
+        self._index = {prompt.prompt_id: number for number, prompt in enumerate(prompts)}
+        self._chosen: dict[int, int] = {}
+
+    @classmethod
+    def of(cls, config: RunConfig, prompts: Sequence[Prompt]) -> PromptChoice | None:
+        """That of a run; None where every prompt comes once in an epoch."""
+        loop = config.rl
+        choice = Choice(loop.skip_above, loop.skip_below, loop.weigh_prompts == "variance")
+        if choice.is_even:
+            return None
+        return cls(Curriculum(choice, len(prompts), loop.prompts_per_step, config.seed), prompts)
+
+    def prompt(self, number: int) -> Prompt:
+        """Of a group: chosen when first asked for."""
+        if number not in self._chosen:
+            self._chosen[number] = self._curriculum.next()
+        return self._prompts[self._chosen[number]]
+
+    def learn(self, trajectories: Sequence[Trajectory]) -> None:
+        """A group has come. One without any admitted response teaches nothing."""
+        if trajectories:
+            right = [trajectory.rewards["accuracy"] for trajectory in trajectories]
+            self._curriculum.learn(self._index[trajectories[0].lineage.prompt_id], sum(right) / len(right))
+
+    def metrics(self) -> dict[str, float]:
+        """Of the run so far."""
+        rates = [rate for rate, _ in self._curriculum.rates.values()]
+        mean = {"curriculum/rate_mean": sum(rates) / len(rates)} if rates else {}
+        return {"curriculum/passed": float(self._curriculum.num_passed), **mean}
+
+    def snapshot(self, open_numbers: Iterable[Any]) -> dict[str, Any]:
+        """Plain JSON: the state of the curriculum, and the prompts of groups that are still open."""
+        numbers = {int(number) for number in open_numbers}
+        self._chosen = {number: prompt for number, prompt in self._chosen.items() if number in numbers}
+        return {**self._curriculum.snapshot(), "chosen": sorted(self._chosen.items())}
+
+    def restore(self, snapshot: Mapping[str, Any]) -> None:
+        """Takes over the state of a checkpoint."""
+        self._curriculum.restore(snapshot)
+        self._chosen = dict(snapshot["chosen"])

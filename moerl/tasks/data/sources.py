@@ -1,0 +1,219 @@
+"""Rows of data sets, wherever they are: JSON lines, and what Hugging Face `datasets` reads. Runs in the controller.
+
+JSON lines are read by `moerl.tasks.data.jsonl_rows`: the library guesses types over many rows, and its errors name no
+line. Parquet is read by pyarrow: the library would make a second copy of it in a cache, or import torch to stream it.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from moerl.errors import ConfigError
+from moerl.tasks.data.jsonl_rows import MAX_LINE_BYTES, check_depth, read_rows
+from moerl.tasks.data.section import DataSet, Split
+from moerl.telemetry.terminal import excerpt
+
+SHUFFLE_BUFFER = 10_000
+"""Rows of a stream that are held to shuffle it."""
+
+READ_ROWS = 1000
+"""Rows of a Parquet file that are held."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row of a set. place: where it is, for messages. label: unique in its set. values: plain data, by column."""
+
+    place: str
+    label: str
+    values: dict[str, Any]
+
+
+def read_set(data: DataSet, split: Split, seed: int) -> Iterator[Row] | None:
+    """The rows that a set has for a split (train, dev or heldout); None where it has no such split of its own.
+
+    Args:
+        seed: of the shuffling of a stream.
+
+    Raises:
+        ConfigError: They cannot be read, or a row is not plain data. Also while rows are taken.
+    """
+    named = (data.splits or {}).get(split)
+    if named is None and split != "train":
+        return None
+    rows = _numbered(data, named or "train", is_named=named is not None, seed=seed)
+    return islice(rows, data.max_rows)
+
+
+def _numbered(data: DataSet, split: str, *, is_named: bool, seed: int) -> Iterator[Row]:
+    path = data.path
+    if path is not None and not path.is_dir():
+        if is_named:
+            raise ConfigError(
+                f"{data.of('splits')}: a file has no splits",
+                seen=f"{split} of {path}",
+                expected="a directory, or a data set of the hub",
+                remedy=f"leave {data.of('splits')} away, or give the directory",
+            )
+        if path.suffix == ".parquet":
+            return _rows(data, path.name, _parquet(data, [path], seed))
+        rows = (Row(f"{path}:{n}", f"{path.name}:{n}", row) for n, row in read_rows(path, data.of("path")))
+        return _shuffled(rows, seed) if data.streaming else rows
+    if path is not None:
+        return _rows(data, f"{path.name}/{split}", _directory(data, path, split, is_named, seed))
+    return _rows(data, f"{data.hub}/{split}", _hub(data, split, seed))
+
+
+def _shuffled[T](rows: Iterator[T], seed: int) -> Iterator[T]:
+    """Each row comes out of a buffer in place of a later one."""
+    draws, held = random.Random(seed), list(islice(rows, SHUFFLE_BUFFER))
+    for row in rows:
+        place = draws.randrange(len(held))
+        yield held[place]
+        held[place] = row
+    draws.shuffle(held)
+    yield from held
+
+
+def _directory(data: DataSet, path: Path, split: str, is_named: bool, seed: int) -> Iterable[Any]:
+    if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
+        return _saved(data, path, split, is_named, seed)
+    files = sorted(path.glob("*.parquet"))
+    chosen = [file for file in files if file.name.startswith(split)]
+    if not chosen and not is_named:
+        others = tuple((data.splits or {}).values())
+        chosen = [file for file in files if not others or not file.name.startswith(others)]
+    if not chosen:
+        raise ConfigError(
+            f"{data.of('path')}: a directory without rows" + (f" of the split {split}" if files else ""),
+            seen=excerpt(", ".join(sorted(each.name for each in path.iterdir())) or "nothing", 200),
+            expected="Parquet files, their names beginning with that of the split, or what save_to_disk wrote",
+            remedy="give the directory with the files, or one JSONL file",
+        )
+    return _parquet(data, chosen, seed)
+
+
+def _parquet(data: DataSet, files: list[Path], seed: int) -> Iterable[Any]:
+    if data.streaming:
+        files = files.copy()
+        random.Random(seed).shuffle(files)
+
+    def rows() -> Iterator[Any]:
+        for path in files:
+            with _reading(data, str(path)):
+                file = pq.ParquetFile(path)
+            batches = file.iter_batches(batch_size=READ_ROWS)
+            while True:
+                with _reading(data, str(path)):
+                    batch = next(batches, None)
+                if batch is None:
+                    break
+                yield from batch.to_pylist()
+
+    return _shuffled(rows(), seed) if data.streaming else rows()
+
+
+def _saved(data: DataSet, path: Path, split: str, is_named: bool, seed: int) -> Iterable[Any]:
+    with _reading(data, str(path)):
+        library = _library()
+        saved = library.load_from_disk(str(path))
+    if isinstance(saved, library.Dataset):
+        if is_named:
+            raise _no_split(data, split, "one set without splits")
+        return _shuffled(iter(saved), seed) if data.streaming else saved
+    if split not in saved and not is_named and len(saved) == 1:
+        split = next(iter(saved))
+    if split not in saved:
+        raise _no_split(data, split, ", ".join(map(str, saved)))
+    return _shuffled(iter(saved[split]), seed) if data.streaming else saved[split]
+
+
+def _hub(data: DataSet, split: str, seed: int) -> Iterable[Any]:
+    with _reading(data, f"{data.hub}, subset {data.subset}, split {split}"):
+        rows = _library().load_dataset(
+            str(data.hub), data.subset, revision=data.revision, split=split, streaming=bool(data.streaming)
+        )
+        # Of a stream the order of its files is shuffled, too.
+        return rows.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER) if data.streaming else rows
+
+
+def _library() -> Any:
+    """Hugging Face `datasets`, in the processes that read a set. It is not to import torch, which login nodes lack, nor
+    to draw over the lines of the run."""
+    import datasets
+    import datasets.config
+
+    datasets.config.TORCH_AVAILABLE = False
+    datasets.disable_progress_bars()
+    return datasets
+
+
+def _no_split(data: DataSet, split: str, seen: str) -> ConfigError:
+    return ConfigError(
+        f"{data.of('splits')}: the set has no split {split}",
+        seen=seen,
+        expected="a split of the set",
+        remedy=f"name those that it has, for example {data.of('splits')}.train=NAME",
+    )
+
+
+def _rows(data: DataSet, name: str, rows: Iterable[Any]) -> Iterator[Row]:
+    """Rows with their numbers, from 0 as the library counts them."""
+    iterator = iter(rows)
+    for number in range(1 << 62):
+        with _reading(data, f"{name}, row {number}"):
+            row = next(iterator, None)
+        if row is None:
+            return
+        place = f"{name}:{number}"
+        _check_plain(place, row)
+        yield Row(place, place, row)
+
+
+def _check_plain(place: str, row: dict[str, Any]) -> None:
+    """Rewards get rows as JSON in UTF-8, and a tokenizer takes no half of a surrogate pair."""
+    for column, value in row.items():
+        try:
+            check_depth(value)
+            size = len(json.dumps(value, ensure_ascii=False, allow_nan=False).encode())
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{place}: the column {column!r} is not plain data",
+                seen=excerpt(f"{type(value).__name__}: {error}", 200),
+                expected="text, numbers, booleans, null, and lists and mappings of them",
+                remedy="convert the column, or remove it from the set",
+            ) from error
+        if size > MAX_LINE_BYTES:
+            raise ConfigError(
+                f"{place}: the column {column!r} is too large",
+                seen=f"{size:,} bytes",
+                expected=f"at most {MAX_LINE_BYTES:,}",
+                remedy="shorten it, or remove the row",
+            )
+
+
+@contextmanager
+def _reading(data: DataSet, what: str) -> Iterator[None]:
+    """Errors of the library as `ConfigError`."""
+    key = data.of("path" if data.path is not None else "hub")
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, ConfigError):
+            raise
+        where = "the network and the name" if data.hub is not None else "that the files are whole"
+        raise ConfigError(
+            f"{key}: cannot read {what}",
+            seen=excerpt(" ".join(f"{type(error).__name__}: {error}".split()), 400),
+            expected="a data set that Hugging Face datasets reads",
+            remedy=f"check {where}",
+        ) from error

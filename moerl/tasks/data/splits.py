@@ -1,0 +1,166 @@
+"""Which problem is of which split, in which order, and how often. Pure but for the reading; runs in the controller.
+
+No prompt is in two splits: those that are cut out of one set are told apart by a hash of the prompt, and what a set's
+own held-out split shares with its training split is left out of the latter.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+
+from moerl.errors import ConfigError
+from moerl.tasks.data.rows import Problem, problem, stays
+from moerl.tasks.data.section import DataSet, Split
+from moerl.tasks.data.sources import read_set
+
+SPLITS: tuple[Split, ...] = ("train", "dev", "heldout")
+_READ_FIRST: tuple[Split, ...] = ("heldout", "dev", "train")
+"""Where a prompt is in several splits of a set, it stays in the first of these."""
+
+MAX_EPOCH = 1 << 24
+"""Prompts of one epoch, those that a weight repeats counted each time."""
+
+
+@dataclass(slots=True)
+class SplitSet:
+    """The problems of one set by split, and what was left out.
+
+    filtered: rows by a filter. repeated: rows whose prompt another split has.
+    """
+
+    data: DataSet
+    problems: dict[str, list[Problem]] = field(default_factory=lambda: {split: [] for split in SPLITS})
+    num_filtered: int = 0
+    num_repeated: int = 0
+
+    def describe(self) -> str:
+        """One line for the user."""
+        sizes = ", ".join(f"{split} {len(self.problems[split])}" for split in SPLITS)
+        left_out = [
+            f"{count} {what}"
+            for count, what in (
+                (self.num_filtered, "left out by filters"),
+                (self.num_repeated, "left out of one split because another has the same prompt"),
+            )
+            if count
+        ]
+        name = self.data.name or self.data.hub or (self.data.path.name if self.data.path else "")
+        return f"data {name}: {sizes}" + "".join(f"; rows {each}" for each in left_out)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How rows become splits. dev, heldout: shares that are cut out of a set's training rows where it has no split of
+    its own. seed: of the order of each split; None keeps that of the files. text_as: see `problem`."""
+
+    dev: float
+    heldout: float
+    seed: int | None
+    text_as: str
+
+
+def split_set(data: DataSet, cut: Cut) -> SplitSet:
+    """Reads a set. Raises `ConfigError` where it cannot be read, or a row is no problem; names the row."""
+    found, seen = SplitSet(data), dict[bytes, str]()
+    own = {split: rows for split in SPLITS if (rows := read_set(data, split, cut.seed or 0)) is not None}
+    for split in _READ_FIRST:
+        for row in own.get(split, ()):
+            if not stays(data, row):
+                found.num_filtered += 1
+                continue
+            each = problem(data, row, text_as=cut.text_as)
+            digest = hashlib.blake2b(each.key.encode(), digest_size=8).digest()
+            where = split if split != "train" else _part(digest, cut, own.keys())
+            if seen.setdefault(digest, where) != where:
+                found.num_repeated += 1
+                continue
+            if split != "train":
+                # Rows of another split may have the same numbers.
+                prompt = replace(each.prompt, prompt_id=_label(each.prompt.prompt_id, split))
+                each = replace(each, prompt=prompt)
+            found.problems[where].append(each)
+    return found
+
+
+def _label(prompt_id: str, split: str) -> str:
+    return prompt_id if f"/{split}:" in prompt_id else f"{split}-{prompt_id}"
+
+
+def _part(digest: bytes, cut: Cut, own: Collection[str]) -> str:
+    """The split of a training row: a pure function of its prompt, and so the same whatever rows are added."""
+    position = int.from_bytes(digest, "little") / 2**64
+    dev = 0.0 if "dev" in own else cut.dev
+    heldout = 0.0 if "heldout" in own else cut.heldout
+    if position < dev:
+        return "dev"
+    return "heldout" if position < dev + heldout else "train"
+
+
+def join(sets: Sequence[SplitSet], split: str, seed: int | None) -> list[Problem]:
+    """The problems of a split of all sets: shuffled by the seed, or in the order of the files.
+
+    Of the training split weights decide: an epoch has every prompt at least once, and repeats those of sets whose share
+    is larger than their size. A repeated one has a number behind its id.
+
+    Raises:
+        ConfigError: weights make an epoch that is too long.
+    """
+    lists = [each.problems[split] for each in sets]
+    weights = [each.data.weight for each in sets]
+    if split == "train" and any(weight is not None for weight in weights):
+        lists = _weighted(lists, weights)
+    joined = [each for problems in lists for each in problems]
+    if seed is not None:
+        # Of its own for each split, so that none follows from another.
+        random.Random(f"{seed}/{split}").shuffle(joined)
+    return joined
+
+
+def _weighted(lists: Sequence[list[Problem]], weights: Sequence[float | None]) -> list[list[Problem]]:
+    total = sum(map(len, lists))
+    given = sum(weight for weight in weights if weight is not None)
+    num_given = sum(len(each) for each, weight in zip(lists, weights, strict=True) if weight is not None)
+    # A set without a weight counts by its size, the others share what is theirs.
+    shares = [
+        len(each) / total if weight is None else weight / given * num_given / total
+        for each, weight in zip(lists, weights, strict=True)
+    ]
+    length = max((len(each) / share for each, share in zip(lists, shares, strict=True) if share), default=0)
+    if length > MAX_EPOCH:
+        raise ConfigError(
+            "task.sets: the weights make an epoch too long",
+            seen=f"{length:,.0f} prompts, so that every prompt comes once",
+            expected=f"at most {MAX_EPOCH:,}",
+            remedy="lower max_rows of the set whose share is small, or raise its weight",
+        )
+    return [_repeated(each, round(length * share)) for each, share in zip(lists, shares, strict=True)]
+
+
+def _repeated(problems: list[Problem], count: int) -> list[Problem]:
+    """So many problems: each as often as the others, but for one time."""
+    found = []
+    for i in range(count if problems else 0):
+        each, times = problems[i % len(problems)], i // len(problems)
+        if times:
+            prompt = replace(each.prompt, prompt_id=f"{each.prompt.prompt_id}~{times + 1}")
+            each = replace(each, prompt=prompt)
+        found.append(each)
+    return found
+
+
+def rewritten(
+    problems: list[Problem], write: Callable[[Problem], Problem | None]
+) -> tuple[list[Problem], Counter[str]]:
+    """Problems as `write` has them, and of each set how many it leaves out."""
+    kept, left_out = list[Problem](), Counter[str]()
+    for each in problems:
+        new = write(each)
+        if new is None:
+            left_out[each.prompt.source] += 1
+        else:
+            kept.append(new)
+    return kept, left_out

@@ -1,0 +1,146 @@
+"""Problems from rows, and their rewards: what `task=dataset` and `task=jsonl` share. Runs in the controller."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+
+from moerl.contract.ports import ChatTask, DemonstrationTask, Prompt
+from moerl.contract.trajectory import FinishReason
+from moerl.errors import ConfigError, RewardError
+from moerl.tasks.data.rows import Problem
+from moerl.tasks.data.section import DataSet
+from moerl.tasks.data.splits import SPLITS, Cut, join, rewritten, split_set
+from moerl.tasks.rewards.scorer import Scorer
+
+DUMMY_RESPONSE = "This text tries the reward function; no model wrote it."
+"""What rewards are tried on where no row has a demonstration."""
+
+
+class RowsTask(DemonstrationTask, ChatTask):
+    """Rows of one or several sets; those that have responses are demonstrations.
+
+    Args:
+        sets: read at once.
+        scorer: gives the rewards; closed with the task.
+        response_keys: what a user sets to name the column of demonstrations.
+    """
+
+    open_vocabulary = True
+    """The texts of this task may hold any character."""
+
+    def __init__(self, sets: Sequence[DataSet], cut: Cut, scorer: Scorer, *, response_keys: str) -> None:
+        self._scorer, self._response_keys = scorer, response_keys
+        found = [split_set(data, cut) for data in sets]
+        self._notes = [each.describe() for each in found]
+        self._splits: dict[str, list[Problem]] = {split: join(found, split, cut.seed) for split in SPLITS}
+        self._index()
+
+    def _index(self) -> None:
+        self._problems = {each.prompt.prompt_id: each for split in SPLITS for each in self._splits[split]}
+
+    def size(self, split: str) -> int:
+        """How many prompts a split has."""
+        return len(self._of(split))
+
+    def prompts(self, split: str, count: int) -> list[Prompt]:
+        """The first `count` prompts of a split. `ConfigError` where it has fewer."""
+        problems = self._of(split)
+        if not 0 <= count <= len(problems):
+            raise ConfigError(
+                f"the {split} split of the data does not have that many prompts",
+                seen=count,
+                expected=f"0 to {len(problems)}",
+                remedy="add rows, ask for fewer prompts, or change task.dev_fraction and task.heldout_fraction",
+            )
+        return [each.prompt for each in problems[:count]]
+
+    def reward(self, prompt: Prompt, response: str, finish_reason: FinishReason) -> Future[dict[str, float]]:
+        """What the rewards say of the text, whatever the finish reason. `RewardError` where one of them fails, with the
+        row: the sample has no reward, which is not a reward of 0. `ConfigError` where none can be given."""
+        return self._scorer.score(prompt, self.place(prompt), response)
+
+    def place(self, prompt: Prompt) -> str:
+        """The file and line, or the set and row, of a prompt."""
+        return self._problems[prompt.prompt_id].place
+
+    def check(self, *, num_demonstrations: int) -> None:
+        """Looks for the demonstrations, then asks for the rewards of one, or of a dummy where there is none."""
+        self.demonstrations(self.prompts("train", num_demonstrations), seed=0)
+        firsts = [each for split in SPLITS for each in self._of(split)[:1]]
+        if not firsts:
+            raise ConfigError(
+                "task: no row is left",
+                seen="; ".join(self._notes),
+                expected="problems to train on",
+                remedy="check the files and task.filters",
+            )
+        first = next((each for each in firsts if each.response is not None), firsts[0])
+        response = DUMMY_RESPONSE if first.response is None else first.response
+        try:
+            self.reward(first.prompt, response, FinishReason.STOP).result()
+        except RewardError as error:
+            raise ConfigError(
+                f"task.reward: tried before the run, {error.what}",
+                seen=error.seen,
+                expected=error.expected,
+                remedy=error.remedy,
+            ) from error
+
+    def demonstrations(self, prompts: Sequence[Prompt], seed: int) -> list[str]:
+        """The rows' responses; `seed` changes nothing, since a row has only one."""
+        responses = [self._problems[prompt.prompt_id].response for prompt in prompts]
+        missing = [p.prompt_id for p, text in zip(prompts, responses, strict=True) if text is None]
+        if missing:
+            raise ConfigError(
+                f"{len(missing)} of {len(prompts)} rows have no demonstration",
+                seen=f"nothing under {self._response_keys} in {', '.join(missing[:3])}",
+                expected="a response in every row used for supervised training",
+                remedy=f"add responses, set {self._response_keys.split('=')[0]}, or start from a trained model with"
+                " sft.steps=0",
+            )
+        return [text for text in responses if text is not None]
+
+    def tokenizer_texts(self, count: int) -> list[str]:
+        """Prompts, and responses where there are any, of the first `count` training rows: what a tokenizer
+        is trained on."""
+        problems = self._of("train")[:count]
+        prompts = [text for each in problems for text in _texts(each.prompt)]
+        return prompts + [each.response for each in problems if each.response is not None]
+
+    @property
+    def has_chats(self) -> bool:
+        return any(each.prompt.chat is not None for each in self._problems.values())
+
+    def write_prompts(self, write: Callable[[Prompt], Prompt | None]) -> None:
+        def written(each: Problem) -> Problem | None:
+            prompt = write(each.prompt)
+            return None if prompt is None else replace(each, prompt=prompt)
+
+        for split in SPLITS:
+            self._splits[split], left_out = rewritten(self._splits[split], written)
+            for source, count in left_out.items():
+                self._notes.append(
+                    f"{f'data {source}'.strip()}: {count} prompts of {split} left out (task.max_prompt_tokens)"
+                )
+        self._index()
+
+    def notes(self) -> list[str]:
+        return list(self._notes)
+
+    def close(self) -> None:
+        """Ends the processes of the rewards, and all that they have started."""
+        self._scorer.close()
+
+    def _of(self, split: str) -> list[Problem]:
+        if split not in self._splits:
+            raise ConfigError(
+                "unknown split", seen=split, expected=", ".join(SPLITS), remedy="name one of these splits"
+            )
+        return self._splits[split]
+
+
+def _texts(prompt: Prompt) -> list[str]:
+    """What a tokenizer will have to encode of a prompt."""
+    return [prompt.text] if prompt.chat is None else [str(each["content"]) for each in prompt.chat.messages]

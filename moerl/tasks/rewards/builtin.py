@@ -1,0 +1,99 @@
+"""Rewards that need nothing but the response and a column of its row. Run in the process of a reward.
+
+Each maker here takes the keys of its kind (`moerl.tasks.rewards.section`), once, and gives the function that is called
+with rows and responses. Where a row has no usable answer the function raises: such a response has no reward.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Score = Callable[[Mapping[str, Any], str], float]
+
+_FENCE = re.compile(r"^```[^\n`]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
+
+
+def exact(*, column: str, answer_pattern: str | None, pattern: str | None, ignore_case: bool) -> Score:
+    """1 where the response's answer is that of the row."""
+
+    def same(text: str) -> str:
+        return text.strip().casefold() if ignore_case else text.strip()
+
+    def score(row: Mapping[str, Any], response: str) -> float:
+        answer = _answer(row, column, answer_pattern)
+        given = response if pattern is None else _last_group(pattern, response)
+        return float(given is not None and same(given) == same(answer))
+
+    return score
+
+
+def regex(*, pattern: str) -> Score:
+    """1 where the pattern is found."""
+    compiled = re.compile(pattern, re.DOTALL)
+    return lambda _, response: float(compiled.search(response) is not None)
+
+
+def math(*, column: str, answer_pattern: str | None) -> Score:
+    """1 where math-verify finds the two answers equal. What it cannot read in a response is no right answer."""
+    # Seconds to import, and only in the process of such a reward.
+    import math_verify
+
+    # It warns at every call that its time limit is off.
+    for name in ("math_verify.parser", "math_verify.grader", "math_verify.utils"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+    def score(row: Mapping[str, Any], response: str) -> float:
+        answer = _answer(row, column, answer_pattern)
+        # The time limit is that of the process, which says so: the library's own would make a wrong answer of it.
+        gold = math_verify.parse(answer if "\\boxed" in answer else f"\\boxed{{{answer}}}", parsing_timeout=0)
+        if not gold:
+            raise ValueError(f"math-verify reads no answer in column {column!r}: {answer[:80]!r}")
+        return float(math_verify.verify(gold, math_verify.parse(response, parsing_timeout=0), timeout_seconds=None))
+
+    return score
+
+
+def json_schema(*, schema: Mapping[str, Any] | None, column: str | None) -> Score:
+    """1 where the response, or the last fenced block in it, meets the schema."""
+    from jsonschema.validators import validator_for
+
+    def validator(found: Any) -> Any:
+        kind = validator_for(found)
+        kind.check_schema(found)
+        return kind(found)
+
+    shared = None if schema is None else validator(schema)
+
+    def score(row: Mapping[str, Any], response: str) -> float:
+        checks = shared
+        if checks is None:
+            found = row[column or ""]
+            checks = validator(json.loads(found) if isinstance(found, str) else found)
+        blocks = _FENCE.findall(response)
+        try:
+            value = json.loads(blocks[-1] if blocks else response)
+        except ValueError:
+            return 0.0
+        return float(checks.is_valid(value))
+
+    return score
+
+
+def _answer(row: Mapping[str, Any], column: str, pattern: str | None) -> str:
+    if row.get(column) is None:
+        raise ValueError(f"no column {column!r} in the row, or nothing in it")
+    value = row[column]
+    text = value if isinstance(value, str) else json.dumps(value)
+    found = text if pattern is None else _last_group(pattern, text)
+    if found is None or not found.strip():
+        raise ValueError(f"no answer in column {column!r}: {text[:80]!r}")
+    return found.strip()
+
+
+def _last_group(pattern: str, text: str) -> str | None:
+    found = re.findall(pattern, text, re.MULTILINE)
+    return found[-1] if found else None

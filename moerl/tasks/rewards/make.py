@@ -1,0 +1,120 @@
+"""From what a configuration says of rewards to what gives them. Runs in the controller."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from concurrent.futures import Future
+from typing import Any
+
+from moerl.contract.ports import Prompt
+from moerl.errors import ConfigError
+from moerl.tasks.rewards import section
+from moerl.tasks.rewards.pool import RewardPool
+from moerl.tasks.rewards.process import RewardProcess
+from moerl.tasks.rewards.scorer import Part, RewardPart, Rewards, Scorer
+
+_MAKERS = {
+    "math": "moerl.tasks.rewards.builtin:math",
+    "exact": "moerl.tasks.rewards.builtin:exact",
+    "regex": "moerl.tasks.rewards.builtin:regex",
+    "json": "moerl.tasks.rewards.builtin:json_schema",
+    "code": "moerl.tasks.rewards.code:code",
+}
+"""By kind, what makes the function that is called in a process."""
+
+
+class ProcessReward:
+    """A function in processes of its own."""
+
+    def __init__(self, pool: RewardPool) -> None:
+        self._pool = pool
+
+    def submit(self, prompt: Prompt, response: str) -> Future[Rewards]:
+        return self._pool.submit(prompt.facts, response)
+
+    def close(self) -> None:
+        self._pool.close()
+
+
+def make_scorer(rewards: Mapping[str, section.Reward], accuracy: str | None) -> Scorer:
+    """All rewards of a configuration by name. accuracy: the one that is reported as it; None = the first.
+
+    Raises:
+        ConfigError: A file that one names cannot be read.
+    """
+    parts = [Part(name, reward.weight, _part(f"task.rewards.{name}", reward)) for name, reward in rewards.items()]
+    return Scorer(parts, accuracy or parts[0].name)
+
+
+def check_rewards(rewards: Mapping[str, section.Reward], accuracy: str | None) -> None:
+    """Checks the rules between the keys of rewards; reads no files. Raises `ConfigError`."""
+    if accuracy is not None and accuracy not in rewards:
+        raise ConfigError(
+            "task.accuracy: no such reward",
+            seen=accuracy,
+            expected=", ".join(rewards) or "a name of task.rewards",
+            remedy="name one of them, or null for the first",
+        )
+    if rewards and all(reward.weight == 0.0 for reward in rewards.values()):
+        raise ConfigError(
+            "task.rewards: nothing is trained on",
+            seen="weight 0 everywhere",
+            expected="a weight that is not 0",
+            remedy=f"set task.rewards.{next(iter(rewards))}.weight=1.0",
+        )
+    for name, reward in rewards.items():
+        if isinstance(reward, section.JsonReward) and (reward.file is None) == (reward.column is None):
+            raise ConfigError(
+                f"task.rewards.{name}: file and column: one of them must be given",
+                seen="neither" if reward.file is None else "both",
+                expected="where the JSON schema is",
+                remedy=f"set task.rewards.{name}.column, or file",
+            )
+        if isinstance(reward, section.JudgeReward) and reward.lowest >= reward.highest:
+            raise ConfigError(
+                f"task.rewards.{name}.lowest: not below highest",
+                seen=f"{reward.lowest:g}, {reward.highest:g}",
+                expected="lowest < highest",
+                remedy="swap them",
+            )
+
+
+def _part(key: str, reward: section.Reward) -> RewardPart:
+    if isinstance(reward, section.JudgeReward):
+        # Every command reads the settings of all tasks, and few have a judge.
+        from moerl.tasks.rewards.judge import Judge
+
+        return Judge(reward, key)
+    if isinstance(reward, section.FunctionReward):
+        many = reward.takes == "many"
+        processes = [
+            RewardProcess(reward.function, reward.timeout_seconds, reward.memory_bytes, f"{key}.function", None, many)
+            for _ in range(reward.workers)
+        ]
+        return ProcessReward(RewardPool(processes, reward.batch_size))
+    settings = _settings(key, reward)
+    processes = [
+        RewardProcess(_MAKERS[reward.kind], reward.timeout_seconds, reward.memory_bytes, f"{key}.function", settings)
+        for _ in range(reward.workers)
+    ]
+    return ProcessReward(RewardPool(processes))
+
+
+def _settings(key: str, reward: section.ProcessKeys) -> dict[str, Any]:
+    """What is particular to the kind, for its maker."""
+    settings = reward.model_dump(exclude={"kind", *section.ProcessKeys.model_fields})
+    if isinstance(reward, section.JsonReward):
+        del settings["file"]
+        settings["schema"] = None if reward.file is None else _schema(key, reward)
+    return settings
+
+
+def _schema(key: str, reward: section.JsonReward) -> Any:
+    assert reward.file is not None
+    try:
+        return json.loads(reward.file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{key}.file: cannot be read", seen=error, expected="a JSON schema", remedy="check the path and the file"
+        ) from error

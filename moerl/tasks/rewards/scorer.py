@@ -1,0 +1,138 @@
+"""The rewards of a response, from one or several parts: each under its name, and their weighted sum. Runs in the
+controller."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Protocol
+
+from moerl.contract.ports import Prompt
+from moerl.errors import RewardError
+from moerl.telemetry.terminal import excerpt
+
+Rewards = dict[str, float]
+
+
+class RewardPart(Protocol):
+    """Rewards responses beside the caller."""
+
+    def submit(self, prompt: Prompt, response: str) -> Future[Rewards]:
+        """Named rewards, `reward` and `accuracy` among them; returns at once. The future raises `RewardError` where
+        this response has none, `ConfigError` where none can have one."""
+        ...
+
+    def close(self) -> None:
+        """Ends what it has started. Calls under way fail, those that wait are cancelled."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One reward of several. name: empty where it is the only one, and its rewards are taken as they are."""
+
+    name: str
+    weight: float
+    source: RewardPart
+
+
+class Scorer:
+    """All rewards of a task.
+
+    Args:
+        parts: at least one.
+        accuracy: the part whose accuracy is reported.
+
+    Attributes:
+        failures: by the name of a part, responses that it had no reward for.
+    """
+
+    def __init__(self, parts: Sequence[Part], accuracy: str = "") -> None:
+        self._parts, self._accuracy = parts, accuracy
+        self.failures: Counter[str] = Counter()
+
+    def score(self, prompt: Prompt, place: str, response: str) -> Future[Rewards]:
+        """The rewards of a response: `reward`, the weighted sum, `accuracy`, and each part under its name. Returns at
+        once.
+
+        The future raises `RewardError` where a part fails, with its name and the row: a sum without it would be
+        another reward.
+
+        Args:
+            place: of the prompt, for messages.
+        """
+        return _Sum(self, prompt, place, response)
+
+    def submit(self, prompt: Prompt, response: str) -> list[Future[Rewards]]:
+        """What each part is asked, in their order."""
+        return [part.source.submit(prompt, response) for part in self._parts]
+
+    def total(self, parts: Sequence[Future[Rewards]], prompt: Prompt, place: str, response: str) -> Rewards:
+        """The rewards of a response whose parts are all there. Raises as `score`."""
+        found = dict[str, Rewards]()
+        for part, future in zip(self._parts, parts, strict=True):
+            try:
+                found[part.name] = future.result()
+            except RewardError as error:
+                self.failures[part.name] += 1
+                raise _with_place(error, part.name, prompt, place, response) from error
+        if "" in found:
+            return found[""]
+        rewards = {
+            "reward": sum(part.weight * found[part.name]["reward"] for part in self._parts),
+            "accuracy": found[self._accuracy]["accuracy"],
+        }
+        for name, values in found.items():
+            rewards[name] = values["reward"]
+            rewards |= {f"{name}.{key}": each for key, each in values.items() if key not in ("reward", "accuracy")}
+        return rewards
+
+    def close(self) -> None:
+        """Ends what the parts have started."""
+        for part in self._parts:
+            part.source.close()
+
+
+class _Sum(Future[Rewards]):
+    """Done once all parts are; to cancel it is to cancel them."""
+
+    def __init__(self, scorer: Scorer, prompt: Prompt, place: str, response: str) -> None:
+        super().__init__()
+        self._scorer, self._asked = scorer, (prompt, place, response)
+        self._lock = threading.Lock()
+        self._parts = scorer.submit(prompt, response)
+        self._num_left = len(self._parts)
+        for part in self._parts:
+            part.add_done_callback(self._count)
+
+    def cancel(self) -> bool:
+        for part in self._parts:
+            part.cancel()
+        return super().cancel()
+
+    def _count(self, _: Future[Rewards]) -> None:
+        with self._lock:
+            self._num_left -= 1
+            is_last = self._num_left == 0
+        if is_last and any(part.cancelled() for part in self._parts):
+            super().cancel()
+        if not is_last or self.cancelled() or not self.set_running_or_notify_cancel():
+            return
+        try:
+            self.set_result(self._scorer.total(self._parts, *self._asked))
+        except Exception as error:  # noqa: BLE001 - thread boundary: whoever asked for the reward gets it
+            self.set_exception(error)
+
+
+def _with_place(error: RewardError, name: str, prompt: Prompt, place: str, response: str) -> RewardError:
+    row = excerpt(json.dumps(prompt.facts, ensure_ascii=False), 200)
+    return RewardError(
+        (f"reward {name}: " if name else "") + f"{error.what} at {place}",
+        seen=f"{error.seen}; row: {row}; response: '{excerpt(response, 80)}'",
+        expected=error.expected,
+        remedy=error.remedy,
+    )

@@ -1,0 +1,144 @@
+"""Programs of a model: scored by tests, and stopped where they do what they must not."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from moerl.tasks.rewards.code import OUTCOMES, code, program_of, read_tests, run_program
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("program", "outcome", "said"),
+    [
+        ("import os\nos.fork()", "blocked", "Operation not permitted"),
+        ("import subprocess\nsubprocess.run(['true'])", "blocked", "Operation not permitted"),
+        ("import socket\nsocket.socket()", "blocked", "Operation not permitted"),
+        ("import os\nos.kill(os.getppid(), 9)", "blocked", "Operation not permitted"),
+        ("open('{outside}/new', 'w')", "blocked", "Permission denied"),
+        ("import os\nos.remove('{outside}/there')", "blocked", "Permission denied"),
+        ("import os\nos.rename('{outside}/there', 'here')", "blocked", "Permission denied"),
+        ("import os\nos.chmod('{outside}/there', 0o777)", "blocked", "Operation not permitted"),
+        ("open('{outside}/there')", "blocked", "Permission denied"),
+        ("open('/proc/1/environ')", "blocked", "Permission denied"),
+        ("bytearray(1 << 40)", "memory", "MemoryError"),
+        ("while True: pass", "timeout", ""),
+        ("import time\ntime.sleep(60)", "timeout", ""),
+        ("while True: print('x' * 4096)", "error", "File too large"),
+        ("open('big', 'wb').write(bytes(1 << 25))", "error", "File too large"),
+        ("import os\nos.abort()", "error", ""),
+        ("raise ValueError('no')", "error", "ValueError: no"),
+        ("def f(): f()\nf()", "error", "RecursionError"),
+        ("this is no Python", "error", "SyntaxError"),
+        ("import os\nos._exit(0)", "failed", ""),
+        ("import sys\nsys.exit(3)", "error", "code 3"),
+    ],
+)
+def test_a_program_that_does_what_it_must_not_is_stopped_and_named(
+    program: str, outcome: str, said: str, tmp_path: Path
+):
+    (tmp_path / "there").write_text("secret")
+    patient = outcome != "timeout"
+    run = run_program(program.replace("{outside}", str(tmp_path)), "", 30.0 if patient else 1.0, GIB)
+    assert (run.outcome, said in run.said) == (outcome, True), run
+    assert sorted(os.listdir(tmp_path)) == ["there"]
+    assert (tmp_path / "there").read_text() == "secret"
+
+
+def test_a_program_may_compute_start_threads_and_write_into_its_folder():
+    program = """
+import threading, json, re, asyncio, tempfile
+found = []
+thread = threading.Thread(target=lambda: found.append(int(input())))
+thread.start()
+thread.join()
+open("note.txt", "w").write(str(found[0] + 1))
+async def read(): return open("note.txt").read()
+print(asyncio.run(read()))
+"""
+    run = run_program(program, "41\n", 30.0, GIB)
+    assert (run.outcome, run.output) == ("passed", "42\n"), run
+
+
+def test_what_a_program_leaves_is_removed_and_it_sees_no_environment(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SECRET_KEY", "moerl")
+    program = "import os\nopen('left', 'w')\nprint(os.getcwd(), 'SECRET_KEY' in os.environ)"
+    folder, has_key = run_program(program, "", 30.0, GIB).output.split()
+    assert has_key == "False"
+    assert not Path(folder).exists()
+
+
+PAIRS = [{"input": "1 2", "output": "3\n"}, {"input": "2 5", "output": "7"}, {"input": "0 0", "output": "1"}]
+
+
+def score(response: str, tests: object, *, partial: bool = False) -> dict[str, float]:
+    function = code(column="tests", partial=partial, program_seconds=30.0, program_memory_bytes=GIB)
+    found = function({"tests": tests}, response)
+    assert sum(found[name] for name in OUTCOMES) == 1.0
+    return found
+
+
+def test_a_program_gets_the_share_of_its_tests_or_all_or_nothing():
+    response = "Read two numbers:\n```python\nprint(sum(map(int, input().split())))\n```\nThat is all."
+    assert score(response, PAIRS[:2])["reward"] == 1.0
+    found = score(response, PAIRS)
+    assert (found["reward"], found["accuracy"], found["failed"]) == (0.0, 0.0, 1.0)
+    assert score(response, json.dumps(PAIRS), partial=True)["reward"] == pytest.approx(2 / 3)
+
+
+def test_tests_in_python_follow_the_program():
+    response = "```python\ndef add(a, b):\n    return a + b\n```"
+    assert score(response, "assert add(1, 2) == 3")["passed"] == 1.0
+    assert score(response, ["assert add(1, 2) == 3", "assert add(1, 2) == 4"])["error"] == 1.0
+    assert score(response + "\n```python\nimport os; os._exit(0)\n```", "assert False")["passed"] == 0.0
+
+
+def test_the_last_block_is_the_program_and_without_one_the_response_is():
+    assert program_of("```\na\n```\ntext\n```py\nb\n```") == "b\n"
+    assert program_of("print(1)") == "print(1)"
+
+
+@pytest.mark.parametrize("value", [None, "", [], {}, [1], 3])
+def test_a_row_without_tests_fails_and_is_no_reward_of_zero(value: object):
+    with pytest.raises(ValueError, match="column 'tests' has no tests"):
+        read_tests(value, "tests")
+
+
+def test_inputs_and_outputs_in_two_lists_are_pairs():
+    assert read_tests({"inputs": ["1"], "outputs": ["2"]}, "tests") == [("1", "2")]
+
+
+def test_a_program_under_way_ends_with_its_reward(tmp_path: Path):
+    from moerl.errors import RewardError
+    from moerl.tasks.rewards.process import RewardProcess
+
+    settings = {"column": "tests", "partial": False, "program_seconds": 600.0, "program_memory_bytes": GIB}
+    process = RewardProcess("moerl.tasks.rewards.code:code", 4.0, 1 << 32, "task.rewards.code.function", settings)
+    try:
+        with pytest.raises(RewardError, match=r"raise task\.rewards\.code\.timeout_seconds"):
+            process.score({"tests": "assert True"}, "import time\ntime.sleep(500)")
+    finally:
+        process.close()
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and _sandboxes():
+        time.sleep(0.05)
+    assert not _sandboxes()
+
+
+def _sandboxes() -> list[str]:
+    """Sandboxes that sleep for 600 seconds, by their command lines."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if any(word.endswith(b"sandbox.py") for word in words) and b"600.0" in words:
+            found.append(str(path))
+    return found
