@@ -9,18 +9,14 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from moerl.diagnostics.causes.gaps import Assumption, Bootstrap, Differences, Gaps, Repair
+from moerl.diagnostics.causes.apart import Apart
+from moerl.diagnostics.causes.gaps import Assumption, Bootstrap, Gaps, Repair
 from moerl.diagnostics.causes.route_faults import RouteSearch
 from moerl.diagnostics.causes.routes import Place, apply_routes, completed
 from moerl.diagnostics.causes.texts import CAUSES
 from moerl.diagnostics.causes.values import Change
 from moerl.diagnostics.dumps.rollout import DumpedRollout
 from moerl.diagnostics.report.data import Decomposition, Evidence, Share
-
-APART = 3.0
-"""An engine's residual gap, over that of the others, that sets it apart."""
-ROUNDING = 5.0
-"""Times the floor, up to which what is left is called rounding."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,7 +59,7 @@ class Accounts:
             return Assumption(kept=kept)
         return self._fitted(Assumption("recorded", kept))
 
-    def as_recorded(self, faults: Sequence[Fault], engines: Sequence[EngineApart]) -> Decomposition:
+    def as_recorded(self, faults: Sequence[Fault], groups: Sequence[Apart]) -> Decomposition:
         """From the dump as it came to the last repair, one fault after the other, in the mean of both orders.
 
         Faults of prompt tokens come first in both, and those of routes one after the other: later repairs were made on
@@ -76,7 +72,7 @@ class Accounts:
         forth, last = self._chain([*inputs, *routes, *others], first)
         back, _ = self._chain([*inputs, *reversed(others), *routes], first)
         parts = {fault.cause: (forth[fault.cause] + back[fault.cause]) / 2 for fault in faults}
-        return self._closed("as recorded", first, last, parts, engines)
+        return self._closed("as recorded", first, last, parts, groups)
 
     def _chain(
         self, faults: Sequence[Fault], first: NDArray[np.float64]
@@ -104,7 +100,7 @@ class Accounts:
         self,
         values: Sequence[Fault],
         masks: Sequence[Fault],
-        engines: Sequence[EngineApart],
+        groups: Sequence[Apart],
     ) -> Decomposition:
         """From own routing over the vocabulary: faults of values first, then masks and routing, in the mean of both
         orders."""
@@ -125,7 +121,7 @@ class Accounts:
             parts["masks"] = ((n - k) + (e - b)) / 2
         if self.routes.repair is not None:
             parts["routing"] = ((n - e) + (k - b)) / 2
-        return self._closed("nothing kept", first, b, parts, engines)
+        return self._closed("nothing kept", first, b, parts, groups)
 
     def _enforce(self, assumption: Assumption) -> Assumption:
         return enforced(assumption, self.routes)
@@ -136,14 +132,14 @@ class Accounts:
         first: NDArray[np.float64],
         last: NDArray[np.float64],
         parts: dict[str, NDArray[np.float64]],
-        engines: Sequence[EngineApart],
+        groups: Sequence[Apart],
     ) -> Decomposition:
-        """Adds what is left: one engine apart, rounding up to the floor, and the rest."""
+        """Adds what is left: tokens that are apart, rounding up to the floor, and the rest."""
         rest = last.copy()
-        for engine in engines:
+        for group in groups:
             excess = np.zeros_like(rest)
-            excess[engine.tokens_N] = np.maximum(0.0, rest[engine.tokens_N].mean() - engine.others)
-            parts["bad_engine"] = parts.get("bad_engine", 0.0) + excess
+            excess[group.tokens_N] = np.maximum(0.0, rest[group.tokens_N].mean() - group.others)
+            parts[group.cause] = parts.get(group.cause, 0.0) + excess
             rest = rest - excess
         rounding = np.full_like(rest, min(float(rest.mean()), 2 * self.floor))
         parts |= {"precision": rounding, "unexplained": rest - rounding}
@@ -168,30 +164,3 @@ def _fitted(rollout: DumpedRollout, own: dict[str, NDArray[np.int16]]) -> Dumped
     if rollout.expert_ids is not None:
         rollout = replace(rollout, expert_ids=completed(rollout.expert_ids))
     return apply_routes(rollout, own, Place(), mappings={}, dead=())
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class EngineApart:
-    """An engine whose residual gap is apart. others: mean |d| of the other engines."""
-
-    name: str
-    tokens_N: NDArray[np.bool_]
-    mean: float
-    others: float
-
-
-def engines_apart(rollouts: Sequence[DumpedRollout], residual: Differences, floor: float) -> list[EngineApart]:
-    names = np.repeat([rollout.engine for rollout in rollouts], np.diff(residual.starts))
-    by_rollout = np.add.reduceat(residual.sizes, residual.starts[:-1]) / np.diff(residual.starts)
-    engine_R = np.array([rollout.engine for rollout in rollouts])
-    apart: list[EngineApart] = []
-    for name in sorted(set(engine_R.tolist())):
-        mine, others = by_rollout[engine_R == name], by_rollout[engine_R != name]
-        if len(mine) < 3 or len(others) < 3:
-            continue
-        error = np.sqrt(mine.var() / len(mine) + others.var() / len(others))
-        limit = max(APART * others.mean(), others.mean() + ROUNDING * floor)
-        if mine.mean() > limit and mine.mean() - others.mean() > 4 * error:
-            chosen = names == name
-            apart.append(EngineApart(name, chosen, float(mine.mean()), float(others.mean())))
-    return apart if len(apart) * 2 <= len(set(engine_R.tolist())) else []

@@ -13,14 +13,12 @@ from functools import partial
 import numpy as np
 
 from moerl.diagnostics.causes.accounts import (
-    ROUNDING,
     Accounts,
-    EngineApart,
     Fault,
     changed,
     enforced,
-    engines_apart,
 )
+from moerl.diagnostics.causes.apart import ROUNDING, Apart, tokens_apart
 from moerl.diagnostics.causes.gaps import Assumption, Bootstrap, Differences, Gaps, Repair
 from moerl.diagnostics.causes.masks import Containment, containment, shifted
 from moerl.diagnostics.causes.route_faults import RouteSearch, search_routes
@@ -85,10 +83,11 @@ def diagnose(
     final = changed(now, values)
     accounts = Accounts(gaps, bootstrap, rounding, supports, routes)
     residual = gaps.differences(final)
-    engines = engines_apart(rollouts, residual, rounding)
-    nothing = accounts.nothing_kept([*inputs, *values], masks, engines)
-    recorded = accounts.as_recorded([*masks, *inputs, *route_faults, *values], engines)
-    findings = _findings(_with_engines([*masks, *inputs, *route_faults, *values], engines), recorded)
+    version = scorers[0].version if len(scorers) == 1 else None
+    groups = tokens_apart(rollouts, residual, rounding, version)
+    nothing = accounts.nothing_kept([*inputs, *values], masks, groups)
+    recorded = accounts.as_recorded([*masks, *inputs, *route_faults, *values], groups)
+    findings = _findings(_with_groups([*masks, *inputs, *route_faults, *values], groups), recorded)
     findings += _top_p_finding(gaps, final) + _rest(recorded, residual, floor, rounding)
     return Diagnosis(
         gaps, final, accounts.raw(), rounding, residual, (nothing, recorded), tuple(findings), routes.agreement
@@ -153,7 +152,7 @@ def _findings(faults: Sequence[Fault], recorded: Decomposition) -> list[Finding]
         findings.append(
             Finding(
                 fault.cause,
-                "fault",
+                "note" if fault.cause == "staleness" else "fault",
                 confidence,
                 fault.title,
                 CAUSES[fault.cause].remedy,
@@ -169,20 +168,27 @@ def _part(nats: float, total: float) -> float:
     return min(1.0, max(0.0, nats / total))
 
 
-def _with_engines(faults: Sequence[Fault], engines: Sequence[EngineApart]) -> list[Fault]:
-    """Faults with the engines whose log-probs are apart; joined with one about their routes."""
-    routes = next((fault for fault in faults if fault.cause == "bad_engine"), None)
-    if not engines:
-        return list(faults)
-    evidence = tuple(
-        Evidence(f"mean |d| of engine {engine.name!r}", f"{engine.mean:.2e} nats", f"{engine.others:.2e} (others)")
-        for engine in engines
-    )
-    names = ", ".join(repr(engine.name) for engine in engines)
-    verb = "does" if len(engines) == 1 else "do"
-    title = f"engine {names} {verb} not sample as the others do"
-    joined = Fault("bad_engine", title, (*evidence, *(routes.evidence if routes else ())), lambda now: now)
-    return [*(fault for fault in faults if fault is not routes), joined]
+def _with_groups(faults: Sequence[Fault], groups: Sequence[Apart]) -> list[Fault]:
+    """Faults with the tokens that are apart; an engine's joined with one about its routes."""
+    joined = list(faults)
+    for cause in dict.fromkeys(group.cause for group in groups):
+        of_it = [group for group in groups if group.cause == cause]
+        names = ", ".join(repr(group.name) if cause == "bad_engine" else group.name for group in of_it)
+        what = f"engine {names}" if cause == "bad_engine" else f"tokens of age {names} (versions)"
+        evidence = tuple(
+            Evidence(f"mean |d| of {what}", f"{group.mean:.2e} nats", f"{group.others:.2e} (others)") for group in of_it
+        )
+        before = next((fault for fault in joined if fault.cause == cause), None)
+        if before is not None:
+            joined.remove(before)
+            evidence += before.evidence
+        title = f"{what} do not sample as the others do"
+        if cause == "bad_engine" and len(of_it) == 1:
+            title = f"{what} does not sample as the others do"
+        elif cause == "staleness":
+            title = f"{what}: their weights were others"
+        joined.append(Fault(cause, title, evidence, lambda now: now))
+    return joined
 
 
 def _top_p_finding(gaps: Gaps, final: Assumption) -> list[Finding]:

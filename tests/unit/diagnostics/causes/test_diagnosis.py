@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from planted_faults import (
@@ -126,6 +127,19 @@ def test_stale_weights_are_named_by_their_version_where_the_checkpoint_is_given(
     assert causes(found) == {"stale_weights"}
     assert share_of(found, "stale_weights") > 0.8
     assert causes(diagnose(ground.clean, [ground.now, ground.old], ground.finer)) == set()
+
+
+def test_tokens_of_older_weights_are_staleness_where_the_versions_are_known(ground: Ground):
+    aged = [replace(r, policy_versions=np.where(r.sampled, 2, -1).astype(np.int32)) for r in ground.of_old]
+    mixed = [old if i % 2 else now for i, (now, old) in enumerate(zip(ground.clean, aged, strict=True))]
+    mixed = [replace(rollout, engine="") for rollout in mixed]
+    found = ground.diagnose(mixed)
+    assert causes(found) == set()
+    (finding,) = found.findings
+    assert (finding.cause, finding.level) == ("staleness", "note")
+    assert finding.title == "tokens of age 1 (versions): their weights were others"
+    assert share_of(found, "staleness") > 0.8
+    assert_adds_up(found)
 
 
 def test_other_weights_without_their_checkpoint_are_left_over_and_said(ground: Ground):
