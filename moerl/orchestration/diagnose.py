@@ -251,7 +251,7 @@ def _by_policies(dumps: Sequence[Dump], paths: Sequence[Path], num_rollouts: int
         layers = tallies.add(rollout, rollout.trainer_expert_ids, sampled_gaps(rollout))
         total += 1
         if len(sample) < num_rollouts:
-            sample.append(rollout)
+            sample.append(replace(rollout, expert_ids=None, routed=None, trainer_expert_ids=None))
             if layers is not None:
                 differing[rollout.name] = layers
     if tallies is None:

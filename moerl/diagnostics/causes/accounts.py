@@ -141,7 +141,7 @@ class Accounts:
             excess[group.tokens_N] = np.maximum(0.0, rest[group.tokens_N].mean() - group.others)
             parts[group.cause] = parts.get(group.cause, 0.0) + excess
             rest = rest - excess
-        rounding = np.full_like(rest, min(float(rest.mean()), 2 * self.floor))
+        rounding = rest * min(1.0, 2 * self.floor / max(float(rest.mean()), 1e-12))
         parts |= {"precision": rounding, "unexplained": rest - rounding}
         shares = [Share(cause, CAUSES[cause].label, self.bootstrap.mean(part)) for cause, part in parts.items()]
         return Decomposition(name, self.bootstrap.mean(first), tuple(shares))
