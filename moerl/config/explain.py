@@ -113,11 +113,11 @@ def _explain_extra(path: str, location: tuple[int | str, ...]) -> ConfigError:
     section = location[0]
     if section in _TAGS and owners:
         names = CHOICES[f"{section}.{_TAGS[str(section)]}"]
-        choice = next(name for name, owner in names.items() if owner in owners)
+        choices = " or ".join(f"{section}={name}" for name, owner in names.items() if owner in owners)
         return ConfigError(
             f"{path}: not a key of {section} {location[1]}",
-            expected=f"{section}={choice}, which has it",
-            remedy=f"add {section}={choice} or remove {path}",
+            expected=f"{choices}, which has it",
+            remedy=f"add {choices}, or remove {path}",
         )
     if [*location[2:3]] == ["rewards"] and location[4] in _REWARDS:
         known = _REWARDS[str(location[4])].model_fields

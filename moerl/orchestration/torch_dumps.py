@@ -5,15 +5,16 @@ Nothing is unpickled but what torch allows with `weights_only`, and numeric nump
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch.serialization import safe_globals
+from torch.serialization import add_safe_globals, clear_safe_globals, get_safe_globals
 
 from moerl.diagnostics.dumps.opening import open_dump
 from moerl.diagnostics.dumps.refused import refused_globals, unknown
@@ -40,7 +41,7 @@ def load_torch(file: Path) -> Any:
     """
     _check_parts(file)
     try:
-        with safe_globals(_allowed()):
+        with _only(_allowed()):
             loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
         raise refused_globals(file, _reason(error)) from error
@@ -57,6 +58,19 @@ def load_torch(file: Path) -> Any:
         # What torch's unpickler raises on bytes that are no pickle depends on the bytes.
         raise unknown(file, f"a damaged file of torch.save: {type(error).__name__}: {_reason(error)}") from error
     return _arrays(loaded)
+
+
+@contextlib.contextmanager
+def _only(allowed: Sequence[Any]) -> Iterator[None]:
+    """Beside torch's own: other libraries of this process, Megatron among them, add classes to one list for all."""
+    before = get_safe_globals()
+    clear_safe_globals()
+    add_safe_globals(list(allowed))
+    try:
+        yield
+    finally:
+        clear_safe_globals()
+        add_safe_globals(before)
 
 
 def _allowed() -> list[Any]:

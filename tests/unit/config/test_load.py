@@ -154,26 +154,31 @@ def test_a_missing_value_is_named():
     assert "model.path: no value given" in error("model=pretrained")
 
 
+NEED_A_MODEL = {"pretrained", "pretrained_small", "math", "code"}
+NEED_ROWS = {"math", "code", "math_small"}
+
+
 @pytest.mark.parametrize("path", sorted((CONFIGS / "recipe").glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_recipe_composes_and_names_itself(path: Path, tmp_path: Path):
     write_hf_config(tmp_path, max_position_embeddings=40960)
-    model = [f"model.path='{tmp_path}'"] if path.stem.startswith("pretrained") else []
-    assert load_plan([f"recipe={path.stem}", *model]).recipe == path.stem
+    of_yours = [f"model.path='{tmp_path}'"] if path.stem in NEED_A_MODEL else []
+    of_yours += ["task.path=rows.jsonl"] if path.stem in NEED_ROWS else []
+    assert load_plan([f"recipe={path.stem}", *of_yours]).recipe == path.stem
 
 
 def test_an_unknown_option_of_a_group_lists_the_ones_there_are():
-    recipes = "keep_routing_study, laptop, mask_study, pretrained, pretrained_small, routing_study, tiny"
-    assert f"expected: one of {recipes};" in error("recipe=nope")
+    recipes = sorted(path.stem for path in (CONFIGS / "recipe").glob("*.yaml"))
+    assert f"expected: one of {', '.join(recipes)};" in error("recipe=nope")
     assert "expected: one of embedded, sglang, sglang_server;" in error("rollout=nope")
 
 
 def test_a_key_of_another_task_says_which_task_has_it():
-    assert "add task=jsonl or remove task.path" in error("task.path=/x")
+    assert "add task=dataset, or remove task.path" in error("task.path=/x")
 
 
 def test_a_key_of_another_engine_says_which_engine_has_it():
-    assert "add rollout=sglang_server or remove rollout.server" in error("rollout=sglang", "rollout.server=/x")
-    assert "add rollout=sglang or remove rollout.tensor" in error("rollout.tensor=2")
+    assert "add rollout=sglang_server, or remove rollout.server" in error("rollout=sglang", "rollout.server=/x")
+    assert "add rollout=sglang, or remove rollout.tensor" in error("rollout.tensor=2")
 
 
 def test_engines_share_how_responses_are_sampled_and_take_absolute_paths():

@@ -11,7 +11,7 @@ from moerl.diagnostics.report.data import SCHEMA, encode_report, read_report
 from moerl.diagnostics.report.read_run import stored_report
 from moerl.errors import MoerlError
 
-GOLDEN = Path(__file__).parents[3] / "golden" / "report.json"
+GOLDEN = Path(__file__).parent / "report.json"
 
 
 def test_a_stored_report_reads_as_the_report_that_was_written() -> None:
