@@ -52,7 +52,7 @@ def read_traces(file: Path, reading: Reading) -> Iterator[DumpedRollout]:
     step = int(folder[1]) if folder else -1
     for where, episode in rows(file, reading.unusable):
         traces = episode.get("traces", [episode] if "nodes" in episode else None)
-        if not isinstance(traces, list):
+        if not traces or not isinstance(traces, list):
             reading.unusable.add("traces: missing", where)
             continue
         for index, trace in enumerate(traces):
@@ -75,7 +75,7 @@ def read_traces(file: Path, reading: Reading) -> Iterator[DumpedRollout]:
 
 def _paths(nodes: object) -> Iterator[list[Row]]:
     """Messages from a root to each leaf, one path after the other."""
-    if not isinstance(nodes, list) or not all(isinstance(node, dict) for node in nodes):
+    if not nodes or not isinstance(nodes, list) or not all(isinstance(node, dict) for node in nodes):
         raise RowError("messages of a trace: missing", nodes)
     parents = [node.get("parent") for node in nodes]
     for index, parent in enumerate(parents):

@@ -139,13 +139,16 @@ def integer(value: object, name: str, *, least: int = 0) -> int:
     return value
 
 
+_LARGEST = float(np.finfo(np.float32).max)  # compares with integers of any size
+
+
 def number(value: object, name: str) -> float:
     """One finite number. Raises `RowError`."""
     if isinstance(value, np.number) or (
         isinstance(value, np.ndarray) and value.ndim == 0 and value.dtype.kind in "fiu"
     ):
         value = value.item()
-    if type(value) not in (int, float) or not abs(value) <= np.finfo(np.float32).max:  # pyright: ignore[reportArgumentType]
+    if type(value) not in (int, float) or not abs(value) <= _LARGEST:  # pyright: ignore[reportArgumentType]
         raise RowError(f"{name}: not a finite number", value)
     return float(value)  # pyright: ignore[reportArgumentType]
 
