@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from moerl.diagnostics.report.thinning import thinned_points
+
 COLORS = tuple(f"var(--c{number})" for number in range(8))
 HEAT = tuple(f"var(--h{number})" for number in range(7))
 HEAT_STEPS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
@@ -123,19 +125,6 @@ def band_of(share: float) -> str:
     return HEAT_BANDS[bisect.bisect_left(HEAT_STEPS, share)]
 
 
-def thinned(xs: Sequence[float], ys: Sequence[float], limit: int = MAX_POINTS) -> tuple[list[float], list[float]]:
-    """At most `limit` points of a curve, its first and last and the smallest and largest of each stretch: no spike is
-    lost."""
-    if len(xs) <= limit:
-        return [*xs], [*ys]
-    values = np.asarray(ys, np.float64)
-    chosen = {0, len(values) - 1}
-    for part in np.array_split(np.arange(len(values)), (limit - 2) // 2):
-        chosen |= {int(part[values[part].argmin()]), int(part[values[part].argmax()])}
-    kept = sorted(chosen)
-    return [xs[i] for i in kept], [ys[i] for i in kept]
-
-
 def lines(
     curves: Sequence[Curve], style: LineStyle, limit: int = MAX_POINTS
 ) -> tuple[dict[str, Any], tuple[dict[str, Any], ...]]:
@@ -143,7 +132,10 @@ def lines(
     values = [y for curve in curves for y in curve.ys]
     from_zero = style.percent or style.from_zero
     is_log = not from_zero and min(values) > 0.0 and max(values) > 20.0 * min(values)
-    parts = [(curve.name, *thinned(curve.xs, curve.ys, limit)) for curve in curves]
+    parts: list[tuple[str, list[float], list[float]]] = []
+    for curve in curves:
+        points = thinned_points(curve.ys, limit)
+        parts.append((curve.name, [curve.xs[at] for at in points], [curve.ys[at] for at in points]))
     y_axis = (
         {"format": ".3~%"} if style.percent else {"format": ".1e"} if is_log or max(map(abs, values)) < 1e-3 else {}
     )

@@ -27,6 +27,7 @@ from moerl.diagnostics.report.charts import (
 )
 from moerl.diagnostics.report.data import Histogram, LayerMap, Report, Slice
 from moerl.diagnostics.report.definitions import definition_of
+from moerl.diagnostics.report.thinning import joined_columns
 from moerl.diagnostics.report.words import brief, percent
 from moerl.telemetry.metrics import METRICS, SCORERS
 
@@ -123,24 +124,9 @@ def _columns(report: Report) -> int:
     return max(12, min(MAX_COLUMNS, MAX_CELLS // max(1, num_layers)))
 
 
-def _joined(each: LayerMap, limit: int) -> tuple[list[str], list[list[float | None]]]:
-    """Columns and their means where there are more than `limit`."""
-    if len(each.columns) <= limit:
-        return [*each.columns], [[*row] for row in each.differing]
-    values = np.array(each.differing, np.float64)  # None becomes nan
-    parts = np.array_split(np.arange(len(each.columns)), limit)
-    names = [f"{each.columns[part[0]]} to {each.columns[part[-1]]}" for part in parts]
-    # Parts of two sizes at most, so sums and counts go in one pass.
-    starts = [int(part[0]) for part in parts]
-    there = np.isfinite(values)
-    sums = np.add.reduceat(np.where(there, values, 0.0), starts, axis=1)
-    counts = np.add.reduceat(there, starts, axis=1)
-    means = [[s / n if n else None for s, n in zip(*row, strict=True)] for row in zip(sums, counts, strict=True)]
-    return names, means
-
-
 def _map_choice(each: LayerMap, limit: int) -> Choice:
-    columns, differing = _joined(each, limit)
+    drawn = joined_columns(each, limit)
+    columns, differing = drawn.columns, drawn.differing
     spec = heat(len(differing), each.name)
     rows = [
         (layer, column, value)
@@ -170,7 +156,8 @@ def single_layers(report: Report) -> Chart | None:
     choices: list[Choice] = []
     groups: list[str] = []
     for each in report.maps:
-        columns, differing = _joined(each, _columns(report))
+        drawn = joined_columns(each, _columns(report))
+        columns, differing = drawn.columns, drawn.differing
         for layer, row in enumerate(differing):
             points = [(column, value) for column, value in zip(columns, row, strict=True) if value is not None]
             if not points:

@@ -10,6 +10,7 @@ import numpy as np
 
 from moerl.diagnostics.report.data import Decomposition, Layer, LayerMap, Report, Share, Step, Unread
 from moerl.diagnostics.report.run_findings import RECENT, RunSettings, Seen, certain, findings_of, verdict_of
+from moerl.diagnostics.report.thinning import joined_columns, thinned_steps
 from moerl.diagnostics.report.words import brief
 from moerl.telemetry.metrics import SCORERS
 
@@ -17,6 +18,8 @@ TRAINED = "trained"
 """Scorer of a report: as the step trains."""
 LABELS = {"routing": "experts not kept", "masks": "sampling masks not kept", "unexplained": "the rest, with both kept"}
 _GAP = "logprob_abs_mean"
+MAX_STEPS = 400
+"""Values of each metric, and columns of the map over steps: what a page can show. The files of the run have all."""
 _LEFT_OUT = ("seconds/", "memory/", "lengths/", "data/", "packing/", "weights/", "waiting/", "throughput/", "tokens/")
 """Metrics that say nothing about the mismatch."""
 
@@ -56,13 +59,13 @@ def report_of_run(
         decompositions=() if table is None or gap is None else (gap, *as_trained(table, about.settings)),
         findings=findings,
         scorers=_scorers(rl[-1] if table is None else table),
-        steps=tuple(_steps(rows)),
+        steps=thinned_steps(_steps(rows), MAX_STEPS),
         layers=_layers(layers),
         maps=_maps(layers),
         unusable=tuple(
             Unread(reason, count, "see RUN_DIR/quarantine") for reason, count in sorted(quarantined.items())
         ),
-        notes=_notes(table),
+        notes=(*_notes(table), *_few(len(rl))),
     )
 
 
@@ -160,7 +163,17 @@ def _maps(layers: Sequence[Mapping[str, Any]]) -> tuple[LayerMap, ...]:
         return ()
     columns = tuple(str(row["step"]) for row in layers)
     by_layer = zip(*(row["disagreement"] for row in layers), strict=True)
-    return (LayerMap("step", columns, tuple(tuple(map(float, row)) for row in by_layer)),)
+    each = LayerMap("step", columns, tuple(tuple(map(float, row)) for row in by_layer))
+    return (joined_columns(each, MAX_STEPS),)
+
+
+def _few(num_steps: int) -> tuple[str, ...]:
+    if num_steps <= MAX_STEPS:
+        return ()
+    return (
+        f"Of {num_steps:,} steps each metric has at most {MAX_STEPS} here, the smallest and the largest of each"
+        " stretch; metrics.jsonl has all.",
+    )
 
 
 def _notes(table: Mapping[str, Any] | None) -> tuple[str, ...]:

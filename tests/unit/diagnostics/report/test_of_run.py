@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from moerl.diagnostics.report.data import Finding, Report
-from moerl.diagnostics.report.of_run import About, report_of_run
+from moerl.diagnostics.report.data import Finding, Report, encode_report
+from moerl.diagnostics.report.of_run import MAX_STEPS, About, report_of_run
 from moerl.diagnostics.report.run_findings import MIN_STEPS, RunSettings
 
 KEPT = RunSettings("rollout", True)
@@ -206,3 +206,19 @@ def test_times_and_memory_are_left_out_of_the_steps() -> None:
     (step,) = report_of([row(1, seconds__train=3.0, memory__peak_rss_bytes=1.0, reward__mean=0.5)]).steps
     assert "reward/mean" in step.metrics
     assert not [name for name in step.metrics if name.startswith(("seconds/", "memory/"))]
+
+
+def test_the_report_of_a_long_run_stays_small_and_loses_no_spike() -> None:
+    rows = [row(n, 0.9 if n == 1234 else 0.004) for n in range(1, 3001)]
+    layers = [
+        {"step": n} | {name: [0.1] * 24 for name in ("disagreement", "jaccard", "margin_at_flips", "margin_elsewhere")}
+        for n in range(1, 3001)
+    ]
+    report = report_of(rows, layers=layers)
+    by_step = {step.step: step.metrics.get("mismatch/logprob_abs_mean") for step in report.steps}
+    assert by_step[1234] == 0.9
+    assert {1, 3000} <= set(by_step)
+    assert len(report.maps[0].columns) == MAX_STEPS
+    assert report.maps[0].columns[0].startswith("1 to ")
+    assert any("Of 3,000 steps" in note for note in report.notes)
+    assert len(encode_report(report)) < 1_500_000

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from report_samples import HOSTILE, full_report, long_report
 
-from moerl.diagnostics.report.charts import HEAT_BANDS, HEAT_STEPS, MAX_POINTS, band_of, thinned
+from moerl.diagnostics.report.charts import HEAT_BANDS, HEAT_STEPS, band_of
 from moerl.diagnostics.report.data import Report, Verdict
 from moerl.diagnostics.report.definitions import DEFINITIONS, SYSTEMS
 from moerl.diagnostics.report.page import MAX_PAGE_BYTES, inline_json, write_page, write_report
@@ -183,16 +183,6 @@ def test_a_long_run_of_a_deep_model_fits_and_the_page_says_what_it_left_out(tmp_
     assert "more trajectories are in report.json alone." in shown
     assert "40 trajectories are cut" not in shown
     assert "4,800 rarer swaps are in report.json alone." in shown
-
-
-def test_thinning_keeps_both_ends_and_every_spike() -> None:
-    values = [1.0] * 10_000
-    values[4321], values[7654] = 50.0, -3.0
-    xs, ys = thinned(range(10_000), values)
-    assert len(xs) <= MAX_POINTS
-    assert (xs[0], xs[-1]) == (0, 9_999)
-    assert {(4321, 50.0), (7654, -3.0)} <= {*zip(xs, ys, strict=True)}
-    assert xs == sorted(xs)
 
 
 def test_bands_of_heat_maps_begin_where_their_names_say() -> None:
