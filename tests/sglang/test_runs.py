@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import sglang_live
 from listening import listening, open_to_others
+from report_pages import needs_chromium, report_of_page
 from transformers import AutoTokenizer
 
 from moerl.contract.disk import read_parquet
@@ -94,6 +95,16 @@ def test_a_server_and_the_embedded_engine_sample_the_same_rollouts(served: Finis
     assert ours.keys() == theirs.keys()
     for rollout_id, trajectory in ours.items():
         assert trajectory.token_ids.tolist() == theirs[rollout_id].token_ids.tolist()
+
+
+@needs_chromium
+def test_the_report_of_a_served_run_opens_in_order(served: Finished, tmp_path: Path):
+    report = report_of_page(served.folder / "report.html", tmp_path / "profile")
+    assert report.verdict.level == "good", report.verdict
+    assert ("Sampler", "sglang") in report.facts
+    assert [step.metrics["mismatch/logprob_abs_max"] for step in report.steps] == [
+        metrics["mismatch/logprob_abs_max"] for metrics in served.steps
+    ]
 
 
 def test_the_trainer_agrees_with_the_server_in_every_step(served: Finished):
