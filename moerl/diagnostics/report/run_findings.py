@@ -180,10 +180,14 @@ def remaining(seen: Seen) -> Finding | None:
     evidence = [Evidence("mean |d| as trained, latest steps", f"{number(now)} nats", f"below {GAP_NOTE} nats")]
     if seen.gap:
         evidence.append(Evidence("with both guarantees, last table", f"{number(seen.part('unexplained'))} nats"))
-    texts = (
-        "Sampler and trainer are far apart as the run trains",
-        "Run `moerl verify` on a dump of rollouts: it says whether the engine or the trainer differs.",
-    )
+    advice = "Run `moerl verify` on a dump of rollouts: it says whether the engine or the trainer differs."
+    oldest = max(seen.values("staleness/age_max"), default=0.0)
+    if oldest:
+        evidence.append(Evidence("oldest token that was trained", f"{oldest:.0f} versions", "0, for a gap without age"))
+        advice = (
+            "Run `moerl diagnose` on a dump of rollouts, with two versions of the model: it says what age makes of it."
+        )
+    texts = ("Sampler and trainer are far apart as the run trains", advice)
     confidence: Confidence = "likely" if level == "fault" else "possible"
     found = _finding("gap", level, texts, evidence, nats=now, total=max(seen.total, now))
     return Finding(found.cause, level, confidence, found.title, found.remedy, found.nats, found.share, found.evidence)

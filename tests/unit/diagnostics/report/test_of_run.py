@@ -222,3 +222,11 @@ def test_the_report_of_a_long_run_stays_small_and_loses_no_spike() -> None:
     assert report.maps[0].columns[0].startswith("1 to ")
     assert any("Of 3,000 steps" in note for note in report.notes)
     assert len(encode_report(report)) < 1_500_000
+
+
+def test_a_gap_of_old_samples_is_not_blamed_on_the_engine() -> None:
+    fresh = report_of([row(n, 0.07) for n in range(1, 4)])
+    old = report_of([row(n, 0.07, staleness__age_max=2.0) for n in range(1, 4)])
+    assert "moerl verify" in finding(fresh, "gap").remedy
+    assert "what age makes of it" in finding(old, "gap").remedy
+    assert any(each.seen == "2 versions" for each in finding(old, "gap").evidence)
