@@ -113,4 +113,14 @@ class CheckpointError(MoerlError):
 
 
 class RewardError(MoerlError):
-    """A reward function failed or returned something that is not a finite number."""
+    """A reward function failed or returned something that is not a finite number.
+
+    Args:
+        reward: Name of the reward; empty where a task has one without a name.
+    """
+
+    def __init__(
+        self, what: str, *, seen: object = None, expected: object = None, remedy: str = "", reward: str = ""
+    ) -> None:
+        super().__init__(what, seen=seen, expected=expected, remedy=remedy)
+        self.reward = reward

@@ -12,12 +12,12 @@ import pyarrow.parquet as pq
 from moerl.errors import ConfigError
 from moerl.launch.arguments import Parser
 from moerl.printable import printable
-from moerl.telemetry.terminal import excerpt
+from moerl.telemetry.terminal import excerpt, excerpt_lines
 
 USAGE = "moerl samples RUN_DIR [--of FILE] [--set NAME] [--by COLUMN] [--count N] [--best | --worst]"
 FOLDERS = ("rollouts", "evaluations")
 SHOWN_CHARACTERS = 2000
-"""Of a prompt, and of a response; of a longer one its start and its end."""
+"""Of a prompt, and of a response."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -119,8 +119,5 @@ def _text(title: str, row: dict[str, Any]) -> str:
 
 
 def _indented(title: str, text: object) -> str:
-    content = str(text or "")
-    if len(content) > SHOWN_CHARACTERS:
-        half = SHOWN_CHARACTERS // 2
-        content = f"{content[:half]}\n[... {len(content) - 2 * half} characters ...]\n{content[-half:]}"
-    return "\n".join([f"{title}:", *(f"  | {printable(line)}" for line in content.split("\n"))])
+    lines = excerpt_lines(str(text or ""), SHOWN_CHARACTERS)
+    return "\n".join([f"{title}:", *(f"  | {line}" for line in lines)])

@@ -18,9 +18,12 @@ from moerl.contract.ports import Prompt, WorkedTask
 from moerl.contract.trajectory import SamplingParams, Trajectory
 from moerl.diagnostics.scores import final_answer, interval, majority_at_k, pass_at_k, powers_up_to
 from moerl.orchestration.rollouts import GREEDY, Collector
+from moerl.telemetry.terminal import excerpt_lines
 
 GREEDY_SAMPLE = -1
 """Number of a greedy response in a table; samples count from 0."""
+SHOWN_CHARACTERS = 2000
+"""Of the prompt and of the response of a sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,8 @@ class Evaluation:
     length_mean: sampled tokens per response. rewards: means by name.
     scores: by name (``accuracy``, ``pass@8``, ``majority@8``; of a set ``gsm8k accuracy``) value, and lower and upper
         end of its interval of 95 %.
+    samples: by name of the set (``""`` where there is one), the greedy response with the highest and the one with the
+        lowest reward, with their prompts, as Markdown.
     """
 
     num_problems: int
@@ -37,6 +42,7 @@ class Evaluation:
     length_mean: float
     rewards: dict[str, float]
     scores: dict[str, tuple[float, float, float]] = field(default_factory=dict)
+    samples: dict[str, str] = field(default_factory=dict)
 
 
 def evaluate(collector: Collector, split: str, count: int, *, version: int, worked: bool = False) -> Evaluation:
@@ -56,10 +62,10 @@ def evaluate(collector: Collector, split: str, count: int, *, version: int, work
     name = f"{split}-{version:06d}{'-worked' if worked else ''}"
     asked = _Asked(collector, prompts, split, version, prefixes)
     trajectories = asked.responses(f"evaluation-{name}", 1, GREEDY)
-    rows = _rows(collector, prompts, trajectories, prefixes, greedy=True)
+    rows = greedy = _rows(collector, prompts, trajectories, prefixes, greedy=True)
     if plan.samples and split == "heldout" and not worked:
         sampled = asked.responses(f"evaluation-{name}-sampled", plan.samples, plan.sampling)
-        rows += _rows(collector, prompts, sampled, prefixes, greedy=False)
+        rows = [*greedy, *_rows(collector, prompts, sampled, prefixes, greedy=False)]
     scores = score_rows(rows)
     if plan.folder is not None:
         _keep(plan.folder / name, rows, scores)
@@ -71,6 +77,7 @@ def evaluate(collector: Collector, split: str, count: int, *, version: int, work
         length_mean=float(np.mean([t.num_sampled for t in trajectories])),
         rewards=rewards,
         scores=scores,
+        samples=sample_texts(greedy),
     )
 
 
@@ -145,6 +152,27 @@ def _scores(rows: Sequence[Mapping[str, Any]], prefix: str) -> dict[str, tuple[f
             answers = [[final_answer(row["text"]) for row in problem] for problem in enough]
             found[f"majority@{k}"] = [majority_at_k(a, r, k) for a, r in zip(answers, right, strict=True)]
     return {f"{prefix}{name}": (float(np.mean(values)), *interval(values)) for name, values in found.items()}
+
+
+def sample_texts(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """`Evaluation.samples` of a table of greedy responses."""
+    found = {}
+    sets = sorted({row["set"] for row in rows})
+    for name in sets:
+        ranked = sorted((row for row in rows if row["set"] == name), key=lambda row: -row.get("reward_reward", 0.0))
+        shown = [("highest", ranked[0])] + ([("lowest", ranked[-1])] if len(ranked) > 1 else [])
+        found[name if len(sets) > 1 else ""] = "\n\n".join(_sample_text(title, row) for title, row in shown)
+    return found
+
+
+def _sample_text(title: str, row: Mapping[str, Any]) -> str:
+    """Indented by four, so that nothing in a text is taken for Markdown."""
+    rewards = ", ".join(f"{name.removeprefix('reward_')} {row[name]:g}" for name in row if name.startswith("reward_"))
+    parts = [f"**{title}: {rewards}** ({row['num_sampled']} tokens, {row['finish_reason']})"]
+    for what in ("prompt", "text"):
+        lines = excerpt_lines(str(row[what]), SHOWN_CHARACTERS)
+        parts.append("\n".join(f"    {line}" for line in lines))
+    return "\n\n".join(parts)
 
 
 def _keep(stem: Path, rows: Sequence[Mapping[str, Any]], scores: Mapping[str, Any]) -> None:

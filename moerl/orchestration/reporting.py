@@ -97,9 +97,8 @@ class RunReporter:
         self._progress = make_progress()
         self._rows = _open_rows(run_dir / METRICS_FILE, check_metrics)
         self._layers = _open_rows(run_dir / LAYERS_FILE, check_layer_metrics)
-        self._metric_sinks: tuple[MetricSink, ...] = (self._rows,)
-        if tensorboard:
-            self._metric_sinks += (TensorBoardSink(run_dir / "tensorboard"),)
+        self._tensorboard = TensorBoardSink(run_dir / "tensorboard") if tensorboard else None
+        self._metric_sinks: tuple[MetricSink, ...] = (self._rows, *([self._tensorboard] if self._tensorboard else []))
         self._sinks: tuple[MetricSink, ...] = (*self._metric_sinks, self._layers)
         self._trackers = Trackers(trackers, self.say)
         # Of reinforcement learning, the newest: what alerts are found in.
@@ -199,7 +198,15 @@ class RunReporter:
                 f"{evaluation.length_mean:.1f} tokens"
             )
             metrics |= self._tell_scores(name, evaluation)
+            self._show_samples(step, name, evaluation)
         self._write("evaluation", step, metrics)
+
+    def _show_samples(self, step: int, name: str, evaluation: Evaluation) -> None:
+        if self._tensorboard is None:
+            return
+        with self._writing():
+            for each, text in evaluation.samples.items():
+                self._tensorboard.write_text("evaluation", step, "/".join(filter(None, ("samples", name, each))), text)
 
     def _tell_scores(self, name: str, evaluation: Evaluation) -> dict[str, float]:
         """Says what there is beside the accuracy; of held-out samples the metrics of the largest k."""

@@ -145,6 +145,7 @@ class RLStage:
         metrics |= {
             "weights/version": float(step + 1),
             "quarantine/count": float(self.run.quarantine.num_refused),
+            **step_metrics.failed_rewards(self.collector.take_failed_rewards()),
             **self.groups.metrics,
         }
         return metrics | table_metrics(table)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing
@@ -79,6 +79,8 @@ class Collector:
     evaluations: EvaluationPlan = field(default_factory=EvaluationPlan)
     # Tokenizers may be borrowed by one thread at a time.
     _decoding: threading.Lock = field(default_factory=threading.Lock)
+    _failed_rewards: Counter[str] = field(default_factory=Counter[str])
+    _counting: threading.Lock = field(default_factory=threading.Lock)
 
     def requests(
         self, prompts: Sequence[Prompt], *, run: str, count: int, sampling: SamplingParams, prefixes: Mapping[str, str]
@@ -223,11 +225,20 @@ class Collector:
         try:
             rewards = pending.rewards.result()
         except RewardError as error:
+            with self._counting:
+                self._failed_rewards[error.reward] += 1
             why = ": ".join(filter(None, (error.what, error.seen)))
             failed = ContractError(Reason.REWARD_FAILED, field="rewards", seen=why, expected="finite rewards")
             self.quarantine.withdraw(pending.record, failed, trainer_version=version)
             return self._refused(pending.record)
         return Outcome(pending.record.rollout_id, pending.trajectory.with_rewards(rewards))
+
+    def take_failed_rewards(self) -> dict[str, int]:
+        """By name of the reward, on how many responses it failed since this was asked before."""
+        with self._counting:
+            found = dict(self._failed_rewards)
+            self._failed_rewards.clear()
+        return found
 
     def prompt(self, trajectory: Trajectory) -> str:
         """The text of the tokens before the first sampled one, as the model saw it."""

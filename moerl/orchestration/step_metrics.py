@@ -17,7 +17,7 @@ from moerl.algorithms.agreement import STATISTICS, summarize
 from moerl.algorithms.mismatch import mismatch_sums, ratio_quantiles, ratio_sample
 from moerl.contract.trainer import PassReport, UpdateReport
 from moerl.contract.trajectory import FinishReason, ModelSpec, Trajectory
-from moerl.telemetry.metrics import named_reward_metric
+from moerl.telemetry.metrics import failed_reward_metric, named_reward_metric
 
 MAX_RATIO_SAMPLES = 1_000_000
 
@@ -194,3 +194,8 @@ def agreement_metrics(agreement_LS: Tensor, live_rows_L: Tensor) -> dict[str, fl
 def per_layer(agreement_LS: Tensor, live_rows_L: Tensor) -> dict[str, list[float]]:
     """The same per MoE layer."""
     return {**summarize(agreement_LS), "live_rows": live_rows_L.double().tolist()}
+
+
+def failed_rewards(counts: Mapping[str, int]) -> dict[str, float]:
+    """Metrics of named rewards that failed."""
+    return {failed_reward_metric(name): float(count) for name, count in counts.items()}

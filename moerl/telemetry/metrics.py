@@ -226,6 +226,10 @@ _NAMED_REWARD = Metric(
     "reward/<name>/mean", "reward", "mean of a named reward of the task's own, over the responses that have it"
 )
 
+_FAILED_REWARD = Metric(
+    "reward/<name>/failed", "1", "responses since the last step that a named reward failed on; none = it failed on none"
+)
+
 METRICS: dict[str, Metric] = {metric.name: metric for metric in _ALL}
 
 
@@ -254,10 +258,17 @@ def named_reward_metric(name: str) -> str:
     return {"reward": "reward/mean", "accuracy": "accuracy/mean"}.get(name, f"reward/{name}/mean")
 
 
+def failed_reward_metric(name: str) -> str:
+    """The metric of how often a named reward failed; `function` where a task has one without a name."""
+    return f"reward/{name or 'function'}/failed"
+
+
 def is_registered(name: str) -> bool:
-    """Whether a metric is registered, by its name or as the metric of a named reward."""
-    stem = name.removeprefix("reward/").removesuffix("/mean")
-    return name in METRICS or (name == named_reward_metric(stem) and is_reward_name(stem))
+    """Whether a metric is registered, by its name or as a metric of a named reward."""
+    if name in METRICS:
+        return True
+    stem = name.removeprefix("reward/").rpartition("/")[0]
+    return name in (named_reward_metric(stem), failed_reward_metric(stem)) and is_reward_name(stem)
 
 
 def check_metrics(metrics: Mapping[str, object]) -> None:
@@ -288,7 +299,7 @@ def reference_page() -> str:
     tables = [Metric(f"mismatch/<scorer>/{name}", unit, f"{meaning}; in a table") for name, unit, meaning in _MISMATCH]
     singles = [metric for metric in _ALL if metric.name.split("/")[1] not in SCORERS]
     rows = []
-    for metric in [*singles, _NAMED_REWARD, *tables]:
+    for metric in [*singles, _NAMED_REWARD, _FAILED_REWARD, *tables]:
         meaning = metric.meaning.replace("|", "\\|")
         rows.append(f"| `{metric.name}` | {metric.unit} | {meaning} | {'yes' if metric.deterministic else 'no'} |")
     return "\n".join([_HEAD, *rows, "", _TRACKERS])

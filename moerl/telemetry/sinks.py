@@ -15,7 +15,13 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
-from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboard.compat.proto.summary_pb2 import (
+    Summary,  # pyright: ignore[reportAttributeAccessIssue]
+    SummaryMetadata,  # pyright: ignore[reportAttributeAccessIssue]
+)
+from tensorboard.compat.proto.tensor_pb2 import TensorProto  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboard.compat.proto.types_pb2 import DT_STRING  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from moerl.telemetry.metrics import STAGES, check_metrics
@@ -149,6 +155,15 @@ class TensorBoardSink:
         check_metrics(metrics)
         values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
         self._add(stage, Event(step=step, summary=Summary(value=values)))
+
+    def write_text(self, stage: str, step: int, tag: str, text: str) -> None:
+        """Writes a text, which TensorBoard reads as Markdown."""
+        _check_stage(stage)
+        about = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
+        tensor = TensorProto(dtype=DT_STRING, string_val=[text.encode()], tensor_shape=TensorShapeProto())
+        self._add(
+            stage, Event(step=step, summary=Summary(value=[Summary.Value(tag=tag, metadata=about, tensor=tensor)]))
+        )
 
     def sync(self) -> None:
         for writer in self._writers.values():

@@ -19,6 +19,14 @@ def excerpt(text: str, limit: int = SHOWN_CHARACTERS) -> str:
     return shown + ("..." if len(text) > limit else "")
 
 
+def excerpt_lines(text: str, limit: int) -> list[str]:
+    """The lines of a text without what a terminal obeys; of more than `limit` characters the start and the end."""
+    if len(text) > limit:
+        half = limit // 2
+        text = f"{text[:half]}\n[... {len(text) - 2 * half} characters ...]\n{text[-half:]}"
+    return [printable(line) for line in text.split("\n")]
+
+
 class ShownLines:
     """Shows what a foreign process prints: so many lines, each so long, without control characters.
 

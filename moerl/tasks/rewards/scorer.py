@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import threading
-from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -46,14 +45,10 @@ class Scorer:
     Args:
         parts: at least one.
         accuracy: the part whose accuracy is reported.
-
-    Attributes:
-        failures: by the name of a part, responses that it had no reward for.
     """
 
     def __init__(self, parts: Sequence[Part], accuracy: str = "") -> None:
         self._parts, self._accuracy = parts, accuracy
-        self.failures: Counter[str] = Counter()
 
     def score(self, prompt: Prompt, place: str, response: str) -> Future[Rewards]:
         """The rewards of a response: `reward`, the weighted sum, `accuracy`, and each part under its name. Returns at
@@ -78,7 +73,6 @@ class Scorer:
             try:
                 found[part.name] = future.result()
             except RewardError as error:
-                self.failures[part.name] += 1
                 raise _with_place(error, part.name, prompt, place, response) from error
         if "" in found:
             return found[""]
@@ -135,4 +129,5 @@ def _with_place(error: RewardError, name: str, prompt: Prompt, place: str, respo
         seen=f"{error.seen}; row: {row}; response: '{excerpt(response, 80)}'",
         expected=error.expected,
         remedy=error.remedy,
+        reward=name,
     )

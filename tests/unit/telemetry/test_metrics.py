@@ -11,6 +11,7 @@ from moerl.telemetry.metrics import (
     SCORERS,
     check_metrics,
     deterministic_part,
+    failed_reward_metric,
     is_reward_name,
     named_reward_metric,
     reference_page,
@@ -60,6 +61,13 @@ def test_a_name_that_no_metric_can_have_is_refused(name: str):
 
 def test_named_rewards_are_on_the_reference_page():
     assert "`reward/<name>/mean`" in reference_page()
+    assert "`reward/<name>/failed`" in reference_page()
+
+
+def test_what_a_reward_failed_on_has_a_metric():
+    check_metrics({failed_reward_metric("math.v2"): 3.0, failed_reward_metric(""): 1.0})
+    with pytest.raises(ValueError, match="is not registered"):
+        check_metrics({"reward/a b/failed": 3.0})
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), True, "1", None])

@@ -166,3 +166,14 @@ def test_tensorboard_hides_what_came_after_the_step_gone_back_to(tmp_path: Path)
     assert scalars(tmp_path, "rl", "reward/mean")[-1][1] == 0.75
     assert [step for step, _ in scalars(tmp_path, "evaluation", "accuracy/mean")] == [0, 2]
     assert len(scalars(tmp_path, "sft", "sft/loss")) == 2
+
+
+def test_tensorboard_reads_texts(tmp_path: Path):
+    sink = TensorBoardSink(tmp_path)
+    sink.write_text("evaluation", 4, "samples/dev", "**highest**\n\n    2+2=4 ü")
+    sink.close()
+    events = EventAccumulator(str(tmp_path / "evaluation"))
+    events.Reload()
+    assert events.PluginTagToContent("text").keys() == {"samples/dev"}
+    [event] = events.Tensors("samples/dev")
+    assert (event.step, event.tensor_proto.string_val[0].decode()) == (4, "**highest**\n\n    2+2=4 ü")

@@ -79,7 +79,7 @@ def test_one_reward_that_fails_fails_the_sum_and_is_named_and_counted(make: Make
     assert "reward long: reward function dishes:length raised at set:7; seen: KeyError: 'no such dish'" in str(
         caught.value
     )
-    assert scorer.failures == {"long": 1}
+    assert caught.value.reward == "long"
     assert scorer.score(PROMPT, "set:7", "5").result()["right"] == 1.0
 
 
