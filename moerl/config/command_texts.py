@@ -210,6 +210,23 @@ VERIFY = Command(
     ),
 )
 
+DOCTOR = Command(
+    "look at an installation and a machine before a run, and say what to mend",
+    "Looks at packages, GPUs, servers, keys, sockets, ports, disk and, with keys of a run, at what that run needs.\n"
+    "Each look is green, yellow (a run works, and this is worth knowing) or red, with what was seen, what was\n"
+    "expected and a remedy. The status is 1 where one is red. Starts no run and leaves nothing behind, but with\n"
+    "--shared a small file for each node.",
+    (
+        ("moerl doctor", "of this installation and machine"),
+        ("moerl doctor recipe=laptop rollout=sglang parallel=tp2", "and whether this run would find what it needs"),
+        (
+            "srun -N 4 moerl doctor --shared /scratch/me --nodes 4",
+            "and whether four nodes see one folder, and agree on the time",
+        ),
+        ("moerl doctor --json --port 30000", "for a script, and whether a port is free"),
+    ),
+)
+
 WATCH = Command(
     "show how a run goes while it goes: rewards, mismatch, coverage, queue, alerts",
     "Reads the run directory alone: the last steps, the mismatch as trained and as a table, rows without captured\n"
