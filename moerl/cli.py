@@ -115,6 +115,10 @@ def _run(command: str, options: argparse.Namespace) -> int:
     from moerl.config.recipes import recipe_text
 
     refuse_other_launchers()
+    if command == "train" and options.multirun:
+        from moerl.launch.sweeps.command import sweep
+
+        return sweep(options.overrides, options.config_dir, only_show=options.show_config)
     resolved = resolve_auto(options.overrides, command=command, config_dir=options.config_dir)
     is_auto, options.overrides = resolved.overrides != options.overrides, resolved.overrides
     config = load_config(options.overrides, command=command, config_dir=options.config_dir)
@@ -348,6 +352,8 @@ def _parser(command: str) -> argparse.ArgumentParser:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     parser.add_argument("--config-dir", type=Path, metavar="DIR", help="directory with config groups of your own")
     parser.add_argument("--show-config", action="store_true", help="print the resolved configuration and stop")
+    if command == "train":
+        parser.add_argument("-m", "--multirun", action="store_true", help="a run for each value of keys with several")
     if command in (PLAN_WEIGHTS, PLAN_RUN):
         for link, text in (
             ("gather", "of a sender's link to other trainer ranks"),
