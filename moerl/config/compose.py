@@ -168,10 +168,11 @@ def expand_sweep(overrides: Sequence[str]) -> SweptOverrides:
 def _swept_values(text: str) -> tuple[str, tuple[str, ...] | None]:
     """The key of an override, and the texts of its values; None where it takes one."""
     try:
-        override = OverridesParser.create().parse_override(text)
+        override = OverridesParser.create().parse_override(text.lstrip("+"))
     except HydraException:
         return parse_override(text).key, None  # which says what is wrong
-    if not override.is_sweep_override():
+    is_plain = override.type is OverrideType.CHANGE and override.package is None
+    if not is_plain or not override.is_sweep_override():
         return parse_override(text).key, None
     if not override.is_discrete_sweep() or override.value_type is ValueType.GLOB_CHOICE_SWEEP:
         raise ConfigError(

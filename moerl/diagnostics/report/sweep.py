@@ -27,7 +27,15 @@ FINAL_SHARE = 0.1
 REWARD, ACCURACY = "reward/mean", "held-out accuracy"
 _REWARDS = (REWARD, "accuracy/mean", "response/length_mean")
 _MISMATCHES = ("mismatch/logprob_abs_mean", "mismatch/share_above_ln2", "mismatch/k3", "routing/disagreement")
-_FINALS = (REWARD, ACCURACY, "response/length_mean", "mismatch/logprob_abs_mean", "mismatch/share_above_ln2")
+_FINALS = {
+    REWARD: "reward",
+    ACCURACY: ACCURACY,
+    "response/length_mean": "response length, tokens",
+    "mismatch/logprob_abs_mean": "gap, mean |d|, nats",
+    "mismatch/share_above_ln2": "extreme tokens, F(2)",
+}
+"""Final numbers, and what a table calls them."""
+_LONG_LABEL = 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +116,9 @@ def write_sweep_report(report: SweepReport, runs: Sequence[SweptRun], page: Path
 
 
 def spread(runs: Sequence[SweptRun], metric: str) -> Spread | None:
-    """Mean and range of a final number over runs; None where no run has it."""
-    found = [value for run in runs if (value := run.final(metric)) is not None]
+    """Mean and range of a final number over finished runs; None where none has it."""
+    ends = [run.final(metric) for run in runs if run.state == "finished"]
+    found = [value for value in ends if value is not None]
     return Spread(fmean(found), min(found), max(found), len(found)) if found else None
 
 
@@ -140,7 +149,7 @@ def _label(values: Mapping[str, str]) -> str:
 
 def _leader(rewards: Sequence[tuple[str, Spread]]) -> str:
     if not rewards:
-        return "No run has a reward yet."
+        return "No run that is finished has a reward."
     (label, best), *others = rewards
     text = f"The highest final reward is {_said(best)}, of {label}"
     return f"{text}; the next is {_said(others[0][1])}, of {others[0][0]}." if others else f"{text}."
@@ -170,15 +179,20 @@ def _finals(report: SweepReport) -> Section | None:
     if not metrics:
         return None
     rows = [
-        [escaped(each.label), str(len(each.runs)), *(_cell(each.finals.get(metric)) for metric in metrics)]
+        [escaped(each.label), _count(each, report), *(_cell(each.finals.get(metric)) for metric in metrics)]
         for each in report.settings
     ]
     lead = (
-        f'<p class="lead">Mean of the last {FINAL_SHARE:.0%} of each run\'s steps, one at least; then mean over seeds,'
-        " and [smallest, largest].</p>"
+        f'<p class="lead">Mean of the last {FINAL_SHARE:.0%} of steps of each finished run, one at least; then mean'
+        " over seeds, and [smallest, largest].</p>"
     )
-    head = ("setting", "runs", *map(escaped, metrics))
+    head = ("setting", "runs", *(escaped(_FINALS[metric]) for metric in metrics))
     return Section("finals", "Final numbers", lead + table(head, rows))
+
+
+def _count(setting: Setting, report: SweepReport) -> str:
+    finished = sum(report.states[name] == "finished" for name in setting.runs)
+    return str(finished) if finished == len(setting.runs) else f"{finished} of {len(setting.runs)}"
 
 
 def _cell(value: Spread | None) -> str:
@@ -198,7 +212,7 @@ def _runs(keys: Sequence[str], runs: Sequence[SweptRun]) -> Section:
         ]
         for run in runs
     ]
-    head = ("run", *map(escaped, keys), "state", "steps", REWARD, ACCURACY)
+    head = ("run", *map(escaped, keys), "state", "steps", _FINALS[REWARD], ACCURACY)
     return Section("runs", "Runs", table(head, rows, texts=2 + len(keys)))
 
 
@@ -230,7 +244,8 @@ def _choice(metric: str, how: str, groups: Sequence[tuple[Mapping[str, str], Seq
     if not bands:
         return None
     unit = METRICS[metric].unit if metric in METRICS else ""
-    spec = _spec([each for each, _ in bands], metric if unit in ("", "1") else f"{metric}, {unit}", len(bands[0][1][0]))
+    y_title = metric if unit in ("", "1") else f"{metric}, {unit}"
+    spec = _spec([each for each, _ in bands], y_title, [band for _, band in bands])
     blocks = tuple(
         {"series": each, "x": short(xs), "y": short(means), "low": short(lows), "high": short(highs)}
         for each, (xs, means, lows, highs) in bands
@@ -260,15 +275,21 @@ def _band(runs: Sequence[SweptRun], metric: str) -> _Band | None:
     return [*map(float, steps)], [fmean(v) for v in at], [min(v) for v in at], [max(v) for v in at]
 
 
-def _spec(domain: Sequence[str], y_title: str, num_points: int) -> dict[str, Any]:
+def _spec(domain: Sequence[str], y_title: str, bands: Sequence[_Band]) -> dict[str, Any]:
     """Lines, and what lies between the smallest and the largest run; rows: series, x, y, low, high."""
     colors = [COLORS[place % len(COLORS)] for place in range(len(domain))]
-    legend = None if len(domain) == 1 else {"title": None, "symbolType": "stroke", "symbolSize": 260}
+    columns = 2 if max(map(len, domain)) > _LONG_LABEL else 4
+    legend = {"title": None, "symbolType": "stroke", "symbolSize": 260, "symbolOpacity": 1, "symbolStrokeWidth": 3}
+    legend |= {"columns": {"signal": f"width < 560 ? 1 : {columns}"}}
+    lowest, highest = min(min(band[2]) for band in bands), max(max(band[3]) for band in bands)
+    is_log = lowest > 0.0 and highest > 20.0 * lowest
     form = ".4~g"
     tooltip = [{"field": "series", "title": "runs"}, {"field": "x", "title": "step"}]
     tooltip += [{"field": key, "title": title, "format": form} for key, title in (("y", "mean"), ("low", "low"))]
     tooltip.append({"field": "high", "title": "high", "format": form})
-    y = {"type": "quantitative", "title": y_title, "scale": {"zero": False}, "axis": {"format": ".3~g"}}
+    y = {"type": "quantitative", "title": y_title}
+    y |= {"scale": {"type": "log"} if is_log else {"zero": False}, "axis": {"format": ".1e" if is_log else ".3~g"}}
+    point = {"size": 28, "filled": True} if max(len(band[0]) for band in bands) <= 60 else False
     return {
         "width": "container",
         "height": 300,
@@ -276,7 +297,7 @@ def _spec(domain: Sequence[str], y_title: str, num_points: int) -> dict[str, Any
             "x": {"field": "x", "type": "quantitative", "title": "step", "axis": {"tickMinStep": 1, "grid": False}}
             | {"scale": {"zero": False, "nice": False}},
             "color": {"field": "series", "type": "nominal", "scale": {"domain": [*domain], "range": colors}}
-            | {"legend": legend},
+            | {"legend": legend if len(domain) > 1 else None},
             "tooltip": tooltip,
         },
         "layer": [
@@ -285,7 +306,7 @@ def _spec(domain: Sequence[str], y_title: str, num_points: int) -> dict[str, Any
                 "encoding": {"y": y | {"field": "low"}, "y2": {"field": "high"}},
             },
             {
-                "mark": {"type": "line", "point": {"size": 28, "filled": True} if num_points <= 60 else False},
+                "mark": {"type": "line", "point": point},
                 "encoding": {"y": y | {"field": "y"}},
             },
         ],

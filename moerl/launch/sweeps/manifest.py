@@ -100,5 +100,5 @@ def _by_key(manifest: Manifest) -> dict[str, str]:
 def _name(number: int, values: dict[str, str]) -> str:
     """A file name that people can read, and that no other run of the sweep has."""
     parts = [f"{key.rpartition('.')[2]}-{value}" for key, value in values.items()]
-    text = "_".join(re.sub(r"[^A-Za-z0-9.+-]+", "-", part) for part in parts)
+    text = "_".join(re.sub(r"[^A-Za-z0-9.+]+", "-", part) for part in parts)
     return f"{number:03d}_{text}"[:_NAME_LENGTH].rstrip("-_.")
