@@ -43,6 +43,7 @@ COMMANDS = {
             ("moerl train recipe=laptop run_dir=runs/job resume=auto", "start, or go on: for a job that is requeued"),
             ("moerl train resume=runs/wide rl.steps=160", "make it longer, also when it has finished"),
             ("moerl train resume=runs/wide parallel.tensor=2", "go on in another parallel layout"),
+            ("moerl train -m recipe=laptop seed=1,2,3 sweep.dir=runs/seeds", "a run for each value; docs/sweeps.md"),
         ),
     ),
     "sft": Command(
@@ -155,10 +156,11 @@ REPORT = Command(
     "Reads the metrics of a run directory, while the run goes on or after it ended, and writes one HTML file that\n"
     "needs no network, and the same numbers as report.json: a verdict, the gap split into routing and sampling masks,\n"
     "what was found, metrics over steps and layers. A run writes both itself when it ends. With --compare: one page\n"
-    "of several run directories or report.json files, side by side.",
+    "of several run directories or report.json files, side by side. Of the directory of a sweep: its runs by key.",
     (
         ("moerl report runs/wide", "writes runs/wide/report.html and report.json"),
         ("moerl report --compare runs/wide runs/narrow", "writes comparison.html in this directory"),
+        ("moerl report runs/seeds", "of a sweep: curves and final numbers by key, over seeds"),
     ),
 )
 

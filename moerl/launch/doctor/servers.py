@@ -64,7 +64,7 @@ def check_server_files(files: Iterable[Path]) -> Check:
 
 def server_files(folder: Path) -> list[Path]:
     """Those of servers below a folder of runs, as `moerl serve` and runs with servers of their own write them."""
-    return sorted({*folder.glob(f"*/{ENDPOINT_FILE}"), *folder.glob(f"*/*/{ENDPOINT_FILE}")})
+    return sorted(path for depth in ("*", "*/*", "*/sglang/*") for path in folder.glob(f"{depth}/{ENDPOINT_FILE}"))
 
 
 def check_token_files(files: Sequence[Path]) -> Check:

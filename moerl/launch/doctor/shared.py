@@ -12,6 +12,7 @@ as in NTP (RFC 5905, section 8). With one direction alone it says by how much b 
 from __future__ import annotations
 
 import contextlib
+import errno
 import time
 import uuid
 from collections.abc import Callable
@@ -160,8 +161,10 @@ def _read_others(place: Path, own_time: float, done: Exchange, clock: Callable[[
     for path in sorted(place.glob("*.json")):
         try:
             probe, written = msgspec.json.decode(path.read_bytes(), type=Probe), path.stat().st_mtime
-        except FileNotFoundError:  # removed meanwhile
-            continue
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ESTALE):
+                raise
+            continue  # removed or replaced meanwhile; the latter as NFS says it
         except msgspec.MsgspecError:
             done.unreadable.add(path.name)
             continue

@@ -77,7 +77,7 @@ def test_a_broken_environment_that_the_run_does_not_need_is_a_note(environment: 
 
 def test_server_files_for_their_owner_alone_are_found(tmp_path: Path) -> None:
     write_endpoint(ENDPOINT, tmp_path / "serve" / "server.json")
-    write_endpoint(ENDPOINT, tmp_path / "run" / "servers" / "server.json")
+    write_endpoint(ENDPOINT, tmp_path / "run" / "sglang" / "0" / "server.json")
     files = server_files(tmp_path)
     assert len(files) == 2
     assert check_server_files(files).seen.startswith("2, each with both keys")
