@@ -35,6 +35,7 @@ class Sweep:
         self._manifest, self._folder, self._host, self._stop, self._say = manifest, folder, host, stop, say
         self._under_way: dict[str, SweepRun] = {}
         self._waiting: list[SweepRun] = []
+        self._log_starts: dict[str, int] = {}
         self._passed_on = False
 
     def run(self) -> None:
@@ -84,6 +85,7 @@ class Sweep:
 
     def _start(self, run: SweepRun) -> None:
         job = job_of(run, self._manifest, self._folder)
+        self._log_starts[run.name] = job.log.stat().st_size if job.log.exists() else 0
         try:
             self._host.start(job)
         except OSError as error:
@@ -99,7 +101,10 @@ class Sweep:
     def _note(self, ended: Ended) -> None:
         run = self._under_way.pop(ended.name)
         run.state, run.status = self._state_after(ended.status), ended.status
-        because = f" with status {ended.status}: {last_line(self._folder, run)}" if run.state == "failed" else ""
+        because = ""
+        if run.state == "failed":
+            said = last_words(job_of(run, self._manifest, self._folder).log, self._log_starts[run.name])
+            because = f" with status {ended.status}: {said}"
         self._say(f"{run.name}: {run.state}{because}")
         write_manifest(self._manifest, self._folder)
 
@@ -119,11 +124,12 @@ def job_of(run: SweepRun, manifest: Manifest, folder: Path) -> Job:
     return Job(run.name, ["train", *options, *overrides], folder / LOGS / f"{run.name}.log")
 
 
-def last_line(folder: Path, run: SweepRun) -> str:
-    """The end of what a run printed, with nothing that a terminal obeys; empty where it printed nothing."""
-    log = folder / LOGS / f"{run.name}.log"
-    lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
-    return excerpt(lines[-1]) if lines else ""
+def last_words(log: Path, start: int) -> str:
+    """The last error that a run printed from byte `start` of its log on, else its last line, with nothing that a
+    terminal obeys; empty where it printed nothing."""
+    text = log.read_bytes()[start:].decode(errors="replace") if log.exists() else ""
+    lines = text.strip().splitlines() or [""]
+    return excerpt(next((line for line in reversed(lines) if line.startswith("error: ")), lines[-1]))
 
 
 def exit_status(manifest: Manifest, *, is_interrupt: bool) -> int:

@@ -15,7 +15,7 @@ from moerl.config.stop_signals import STOPPED, StopRequest
 from moerl.diagnostics.summary import SUMMARY_FILE
 from moerl.launch.sweeps.hosts import LOCAL_PROGRAM, Job, LocalHost
 from moerl.launch.sweeps.manifest import Manifest, new_manifest, read_manifest
-from moerl.launch.sweeps.sweep import Sweep, exit_status, job_of, last_line
+from moerl.launch.sweeps.sweep import Sweep, exit_status, job_of, last_words
 
 CHILD = """
 import os, pathlib, signal, sys
@@ -168,9 +168,15 @@ def test_the_command_line_of_a_run_starts_it_or_goes_on_with_it(tmp_path: Path) 
     ]
 
 
-def test_a_run_that_printed_nothing_has_no_last_line(tmp_path: Path) -> None:
-    manifest = new_manifest(expand_sweep(["seed=1,2"]), None)
-    assert last_line(tmp_path, manifest.runs[0]) == ""
+def test_the_last_words_of_a_run_are_its_error(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert last_words(log, 0) == ""
+    log.write_text("error: of yesterday\n")
+    assert last_words(log, len("error: of yesterday\n")) == ""
+    log.write_text("step 1\nerror: of yesterday\nstep 2\nerror: disk full\ngo on: moerl train resume=x\n")
+    assert last_words(log, 0) == "error: disk full"
+    log.write_text("step 1\nKilled \x1b[2J\n")
+    assert last_words(log, 0) == "Killed \\x1b[2J"
 
 
 WAITING = LOCAL_PROGRAM[-1].replace(
