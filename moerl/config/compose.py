@@ -181,7 +181,15 @@ def _swept_values(text: str) -> tuple[str, tuple[str, ...] | None]:
             expected="key=1,2,3 or key=choice(a,b) or key=range(1,4)",
             remedy="write the values out",
         )
-    return override.key_or_group, tuple(override.sweep_string_iterator())
+    key = override.key_or_group
+    return key, tuple(_unescaped(key, value) for value in override.sweep_string_iterator())
+
+
+def _unescaped(key: str, value: str) -> str:
+    """The value without the escapes of colons, which Hydra writes and does not need outside of mappings."""
+    plain = value.replace("\\:", ":")
+    is_same = parse_override(f"{key}={plain}").value == parse_override(f"{key}={value}").value
+    return plain if is_same else value
 
 
 def config_groups(config_dir: Path | None = None) -> dict[str, list[str]]:

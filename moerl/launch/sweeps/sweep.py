@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -17,6 +18,8 @@ LOGS = "logs"
 POLL_SECONDS = 0.1
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
+_ERROR = re.compile(r"(?:\[rank\d+\]: )?(error: .*|[\w.]*(?:Error|Exception): .*)$")
+"""What moerl says of an error, and the last line of a traceback, as torch prints it where there are ranks."""
 _TOLD_TO_STOP = (STOPPED, INTERRUPTED)
 
 
@@ -129,7 +132,7 @@ def last_words(log: Path, start: int) -> str:
     terminal obeys; empty where it printed nothing."""
     text = log.read_bytes()[start:].decode(errors="replace") if log.exists() else ""
     lines = text.strip().splitlines() or [""]
-    return excerpt(next((line for line in reversed(lines) if line.startswith("error: ")), lines[-1]))
+    return excerpt(next((match[1] for line in reversed(lines) if (match := _ERROR.match(line))), lines[-1]))
 
 
 def exit_status(manifest: Manifest, *, is_interrupt: bool) -> int:

@@ -24,6 +24,7 @@ def test_every_value_comes_with_every_other() -> None:
         ("algorithm=grpo,gspo", ["grpo", "gspo"]),
         ("rl.filters=[truncated],[]", ["[truncated]", "[]"]),
         ("task.prompt='a, b','c'", ["'a, b'", "'c'"]),
+        ("algorithm.loss=my:one,my:other", ["my:one", "my:other"]),
         ("optimizer.lr=1e-5,3e-5", ["1e-05", "3e-05"]),
     ],
 )

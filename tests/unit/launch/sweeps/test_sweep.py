@@ -175,6 +175,8 @@ def test_the_last_words_of_a_run_are_its_error(tmp_path: Path) -> None:
     assert last_words(log, len("error: of yesterday\n")) == ""
     log.write_text("step 1\nerror: of yesterday\nstep 2\nerror: disk full\ngo on: moerl train resume=x\n")
     assert last_words(log, 0) == "error: disk full"
+    log.write_text("[rank0]:   raise\n[rank0]: ValueError: planted\n[rank0]: go on from the last checkpoint: moerl\n")
+    assert last_words(log, 0) == "ValueError: planted"
     log.write_text("step 1\nKilled \x1b[2J\n")
     assert last_words(log, 0) == "Killed \\x1b[2J"
 
