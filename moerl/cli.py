@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from moerl.config.command_texts import COMMANDS, DIAGNOSE, EXPORT, REPORT, SAMPLES, STATUS, VERIFY
 from moerl.config.stop_signals import STOPPED, GraceOverError, stop_signals
 from moerl.errors import CheckpointError, ConfigError, MoerlError
-from moerl.launch.arguments import Parser, bandwidth, export_parser, gib_size, positive, verify_parser
+from moerl.launch.arguments import Parser, add_plan_run_arguments, bandwidth, export_parser, gib_size, verify_parser
 from moerl.launch.arguments import options_text as _options_text
 from moerl.launch.arguments import short_help as _short_help
 from moerl.launch.launchers import refuse_other_launchers
@@ -81,6 +81,7 @@ def _dispatch(arguments: list[str]) -> int:
         return 0
     on_directories = {"export": _export, "verify": _verify, "status": _status, "report": _report}
     on_directories |= {"diagnose": _diagnose, "watch": _watch, "conformance": _conformance, "samples": _samples}
+    on_directories["doctor"] = _doctor
     if arguments[0] in on_directories:
         return on_directories[arguments[0]](arguments[1:])
     family = arguments[0] if arguments[0] in FAMILIES else ""
@@ -114,6 +115,10 @@ def _run(command: str, options: argparse.Namespace) -> int:
     from moerl.config.recipes import recipe_text
 
     refuse_other_launchers()
+    if command == "train" and options.multirun:
+        from moerl.launch.sweeps.command import sweep
+
+        return sweep(options.overrides, options.config_dir, only_show=options.show_config)
     resolved = resolve_auto(options.overrides, command=command, config_dir=options.config_dir)
     is_auto, options.overrides = resolved.overrides != options.overrides, resolved.overrides
     config = load_config(options.overrides, command=command, config_dir=options.config_dir)
@@ -266,6 +271,12 @@ def _conformance(arguments: list[str]) -> int:
     return run_conformance(target, options.checks, prints_json=options.as_json)
 
 
+def _doctor(arguments: list[str]) -> int:
+    from moerl.launch.doctor.command import doctor
+
+    return doctor(arguments)
+
+
 def _watch(arguments: list[str]) -> int:
     from moerl.launch.watch import watch
 
@@ -341,6 +352,8 @@ def _parser(command: str) -> argparse.ArgumentParser:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     parser.add_argument("--config-dir", type=Path, metavar="DIR", help="directory with config groups of your own")
     parser.add_argument("--show-config", action="store_true", help="print the resolved configuration and stop")
+    if command == "train":
+        parser.add_argument("-m", "--multirun", action="store_true", help="a run for each value of keys with several")
     if command in (PLAN_WEIGHTS, PLAN_RUN):
         for link, text in (
             ("gather", "of a sender's link to other trainer ranks"),
@@ -350,7 +363,7 @@ def _parser(command: str) -> argparse.ArgumentParser:
                 f"--{link}-gb-per-second", type=bandwidth, default=50.0, metavar="GB", help=f"{text}, 50 if not said"
             )
     if command == PLAN_RUN:
-        _add_run_arguments(parser)
+        add_plan_run_arguments(parser)
     if command == PLAN_MEMORY:
         parser.add_argument(
             "--gpu-memory-gib", type=gib_size, default=80.0, metavar="GIB", help="memory of one device, 80 if not said"
@@ -359,22 +372,6 @@ def _parser(command: str) -> argparse.ArgumentParser:
     parser.add_argument("-h", "--help", action="store_true", help="show this text")
     parser.add_argument("--all", action="store_true", help="with --help: list every key")
     return parser
-
-
-def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--calibrate", type=Path, metavar="RUN_DIR", help="take costs and lengths from this synchronous run"
-    )
-    for name, value, unit, text in (
-        ("tflops", 989.0, "N", "of a device, dense, in the precision of the weights"),
-        ("mfu", 0.3, "SHARE", "share of them that training reaches"),
-        ("memory-gb-per-second", 3350.0, "GB", "of a device's memory"),
-        ("mean-tokens", 4096.0, "N", "mean length of a response"),
-        ("prompt-tokens", 512.0, "N", "length of a prompt"),
-    ):
-        parser.add_argument(
-            f"--{name}", type=positive, default=value, metavar=unit, help=f"{text}, {value:g} if not said"
-        )
 
 
 def _help(command: str, config_dir: Path | None, *, all_keys: bool) -> str:

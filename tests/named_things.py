@@ -14,7 +14,7 @@ from moerl.config.reference import config_keys, is_known, sections
 ROOT = Path(__file__).parents[1]
 CODE = re.compile(r"`+([^`\n]+)`+")
 SUFFIXES = {".py", ".md", ".yaml", ".sh", ".toml", ".json", ".patch", ".png"}
-DIRECTORY_COMMANDS = ("status", "watch", "report", "diagnose", "samples", "export", "verify", "conformance")
+DIRECTORY_COMMANDS = ("status", "watch", "report", "diagnose", "samples", "export", "verify", "conformance", "doctor")
 COMMAND_NAMES = {*COMMANDS, *SGLANG, *DIRECTORY_COMMANDS}
 FAMILIES = {"plan", "sglang"}
 

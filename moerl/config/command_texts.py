@@ -43,6 +43,7 @@ COMMANDS = {
             ("moerl train recipe=laptop run_dir=runs/job resume=auto", "start, or go on: for a job that is requeued"),
             ("moerl train resume=runs/wide rl.steps=160", "make it longer, also when it has finished"),
             ("moerl train resume=runs/wide parallel.tensor=2", "go on in another parallel layout"),
+            ("moerl train -m recipe=laptop seed=1,2,3 sweep.dir=runs/seeds", "a run for each value; docs/sweeps.md"),
         ),
     ),
     "sft": Command(
@@ -155,10 +156,11 @@ REPORT = Command(
     "Reads the metrics of a run directory, while the run goes on or after it ended, and writes one HTML file that\n"
     "needs no network, and the same numbers as report.json: a verdict, the gap split into routing and sampling masks,\n"
     "what was found, metrics over steps and layers. A run writes both itself when it ends. With --compare: one page\n"
-    "of several run directories or report.json files, side by side.",
+    "of several run directories or report.json files, side by side. Of the directory of a sweep: its runs by key.",
     (
         ("moerl report runs/wide", "writes runs/wide/report.html and report.json"),
         ("moerl report --compare runs/wide runs/narrow", "writes comparison.html in this directory"),
+        ("moerl report runs/seeds", "of a sweep: curves and final numbers by key, over seeds"),
     ),
 )
 
@@ -207,6 +209,23 @@ VERIFY = Command(
             "moerl verify runs/wide/rollouts --model wide-40 --version 40",
             "wide-40: what `moerl export --step 40` wrote",
         ),
+    ),
+)
+
+DOCTOR = Command(
+    "look at an installation and a machine before a run, and say what to mend",
+    "Looks at packages, GPUs, servers, keys, sockets, ports, disk and, with keys of a run, at what that run needs.\n"
+    "Each look is green, yellow (a run works, and this is worth knowing) or red, with what was seen, what was\n"
+    "expected and a remedy. The status is 1 where one is red. Starts no run and leaves nothing behind, but with\n"
+    "--shared a small file for each node.",
+    (
+        ("moerl doctor", "of this installation and machine"),
+        ("moerl doctor recipe=laptop rollout=sglang parallel=tp2", "and whether this run would find what it needs"),
+        (
+            "srun -N 4 moerl doctor --shared /scratch/me --nodes 4",
+            "and whether four nodes see one folder, and agree on the time",
+        ),
+        ("moerl doctor --json --port 30000", "for a script, and whether a port is free"),
     ),
 )
 

@@ -6,6 +6,7 @@ The only module that knows Hydra and OmegaConf. Torch-free; runs in the command 
 from __future__ import annotations
 
 import difflib
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, OverrideType
+from hydra.core.override_parser.types import Override, OverrideType, ValueType
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
@@ -45,6 +46,16 @@ class Parsed:
     @property
     def value(self) -> Any:
         return self.override.value()
+
+
+@dataclass(frozen=True, slots=True)
+class SweptOverrides:
+    """Overrides of several runs. common: of all of them. keys: that differ, in the order given. points: of each run,
+    the text of its values, in the order of keys; the last key changes first."""
+
+    common: tuple[str, ...]
+    keys: tuple[str, ...]
+    points: tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +130,66 @@ def parse_override(text: str) -> Parsed:
         ) from error
     if override.is_sweep_override() or override.package is not None or override.type is not OverrideType.CHANGE:
         raise ConfigError(
-            f"{key}: one run takes one value", seen=text, expected="key=value", remedy="start one run per value"
+            f"{key}: one run takes one value",
+            seen=text,
+            expected="key=value",
+            remedy="moerl train -m starts one run per value",
         )
     return Parsed(plain, override)
+
+
+def expand_sweep(overrides: Sequence[str]) -> SweptOverrides:
+    """The runs of a sweep, in the syntax of Hydra's basic sweeper: ``key=1,2,3``, ``key=choice(a,b)``,
+    ``key=range(1,4)``; every value of a key with every one of the others.
+
+    Raises:
+        ConfigError: an override cannot be read, a key or one of its values comes twice, or values cannot be listed.
+    """
+    common, swept = list[str](), dict[str, tuple[str, ...]]()
+    seen = set[str]()
+    for text in overrides:
+        key, values = _swept_values(text)
+        if key in seen:
+            raise ConfigError(f"{key}: given twice", seen=text, expected="each key once", remedy="leave one away")
+        seen.add(key)
+        if values is None:
+            common.append(text)
+            continue
+        for value in values:
+            parse_override(f"{key}={value}")
+        if len(set(values)) < len(values):
+            raise ConfigError(
+                f"{key}: a value comes twice", seen=text, expected="values that differ", remedy="leave one away"
+            )
+        swept[key] = values
+    return SweptOverrides(tuple(common), tuple(swept), tuple(itertools.product(*swept.values())))
+
+
+def _swept_values(text: str) -> tuple[str, tuple[str, ...] | None]:
+    """The key of an override, and the texts of its values; None where it takes one."""
+    try:
+        override = OverridesParser.create().parse_override(text.lstrip("+"))
+    except HydraException:
+        return parse_override(text).key, None  # which says what is wrong
+    is_plain = override.type is OverrideType.CHANGE and override.package is None
+    if not is_plain or not override.is_sweep_override():
+        return parse_override(text).key, None
+    if not override.is_discrete_sweep() or override.value_type is ValueType.GLOB_CHOICE_SWEEP:
+        raise ConfigError(
+            f"{override.key_or_group}: values that cannot be listed",
+            seen=text,
+            expected="key=1,2,3 or key=choice(a,b) or key=range(1,4)",
+            remedy="write the values out",
+        )
+    key = override.key_or_group
+    return key, tuple(_unescaped(key, value) for value in override.sweep_string_iterator())
+
+
+def _unescaped(key: str, value: str) -> str:
+    """The value without the escapes of colons, which Hydra writes and does not need outside of mappings."""
+    plain = value.replace("\\:", ":")
+    is_same = parse_override(f"{key}={plain}").value == parse_override(f"{key}={value}").value
+    return plain if is_same else value
 
 
 def config_groups(config_dir: Path | None = None) -> dict[str, list[str]]:

@@ -85,6 +85,23 @@ def verify_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def add_plan_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `moerl plan run`."""
+    parser.add_argument(
+        "--calibrate", type=Path, metavar="RUN_DIR", help="take costs and lengths from this synchronous run"
+    )
+    for name, value, unit, text in (
+        ("tflops", 989.0, "N", "of a device, dense, in the precision of the weights"),
+        ("mfu", 0.3, "SHARE", "share of them that training reaches"),
+        ("memory-gb-per-second", 3350.0, "GB", "of a device's memory"),
+        ("mean-tokens", 4096.0, "N", "mean length of a response"),
+        ("prompt-tokens", 512.0, "N", "length of a prompt"),
+    ):
+        parser.add_argument(
+            f"--{name}", type=positive, default=value, metavar=unit, help=f"{text}, {value:g} if not said"
+        )
+
+
 def short_help(usage: str, command: Command, parser: argparse.ArgumentParser) -> str:
     """The help of a command that reads no configuration."""
     examples = "\n".join(f"  {line}\n      {purpose}" for line, purpose in command.examples)

@@ -8,6 +8,7 @@ from moerl.config.command_texts import (
     COMMANDS,
     CONFORMANCE,
     DIAGNOSE,
+    DOCTOR,
     EXPORT,
     REPORT,
     SAMPLES,
@@ -29,6 +30,7 @@ SGLANG = {
 def summaries() -> dict[str, str]:
     """What each command does, in a line."""
     commands = COMMANDS | {
+        "doctor": DOCTOR,
         "status": STATUS,
         "watch": WATCH,
         "report": REPORT,

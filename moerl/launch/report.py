@@ -1,4 +1,4 @@
-"""`moerl report RUN_DIR` and `moerl report --compare A B`: pages on routing mismatch. Reads files alone."""
+"""`moerl report` of a run, of several side by side (`--compare A B`), and of a sweep. Reads files alone."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from pathlib import Path
 from moerl.config.load import CONFIG_FILE
 from moerl.contract.files import writing
 from moerl.diagnostics.report.compare import write_comparison
-from moerl.diagnostics.report.data import Report
+from moerl.diagnostics.report.data import Report, Verdict
 from moerl.diagnostics.report.page import JSON_FILE, PAGE_FILE, write_report
-from moerl.diagnostics.report.read_run import report_of_directory, stored_report
+from moerl.diagnostics.report.read_run import numbers_of_directory, report_of_directory, stored_report
+from moerl.diagnostics.report.sweep import SweptRun, sweep_report, write_sweep_report
 from moerl.errors import ConfigError
 from moerl.launch.arguments import Parser
+from moerl.launch.sweeps.manifest import MANIFEST_FILE, SweepRun, read_manifest
 from moerl.telemetry.sinks import METRICS_FILE
 
-USAGE = "moerl report RUN_DIR [--output FILE] | moerl report --compare A B [...] [--output FILE]"
+USAGE = "moerl report RUN_DIR or SWEEP_DIR [--output FILE] | moerl report --compare A B [...] [--output FILE]"
 _COMPARISON_FILE = "comparison.html"
 
 
@@ -46,6 +48,8 @@ def run_report(options: argparse.Namespace) -> int:
         MoerlError: files cannot be read or written.
     """
     sources: list[Path] = options.sources
+    if len(sources) == 1 and not options.compare and (sources[0] / MANIFEST_FILE).is_file():
+        return _report_sweep(sources[0].resolve(), options.output)
     _check_count(len(sources), compare=options.compare)
     reports = [_report(source) for source in sources]
     if options.compare:
@@ -57,6 +61,29 @@ def run_report(options: argparse.Namespace) -> int:
         with writing(output):
             write_report(report, output)
         verdict = report.verdict
+    return _say(verdict, output)
+
+
+def _report_sweep(folder: Path, output: Path | None) -> int:
+    manifest = read_manifest(folder)
+    page = _checked(output or folder / PAGE_FILE)
+    runs = [_swept_run(folder, run, page) for run in manifest.runs]
+    report = sweep_report(f"Sweep of {folder.name}", manifest.keys, runs)
+    with writing(page):
+        write_sweep_report(report, runs, page)
+    return _say(report.verdict, page)
+
+
+def _swept_run(folder: Path, run: SweepRun, page: Path) -> SweptRun:
+    """What one run of a sweep wrote. Raises `MoerlError` where its files cannot be read."""
+    run_dir = folder / run.name
+    own_page = run_dir / PAGE_FILE
+    link = str(own_page.relative_to(page.parent)) if own_page.exists() and own_page.is_relative_to(page.parent) else ""
+    rows, accuracy = numbers_of_directory(run_dir)
+    return SweptRun(run.name, run.values, run.state, rows, accuracy, link)
+
+
+def _say(verdict: Verdict, output: Path) -> int:
     print(f"verdict        {verdict.text}\nwhat to change {verdict.advice}\nreport         {output}")
     return 0
 

@@ -17,10 +17,12 @@ from named_things import DIRECTORY_COMMANDS
 
 from moerl import cli
 from moerl.config.auto_resume import resolve_auto
+from moerl.config.compose import expand_sweep
 from moerl.config.load import load_config, load_plan
 from moerl.config.schema import RunConfig
 from moerl.errors import EngineError, MoerlError
 from moerl.launch.arguments import TOLERANCE_NATS, verify_parser
+from moerl.launch.sweeps.command import read_options
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = ["train", "sft", "rollout", "eval"]
@@ -147,6 +149,9 @@ def test_every_example_of_the_help_is_accepted(tmp_path: Path, monkeypatch: pyte
             assert program == "moerl"
             assert words.startswith(f"{name} ")
             overrides = words.removeprefix(f"{name} ").replace("DIR", ".").split(" --")[0].split()
+            if overrides[0] == "-m":
+                swept = expand_sweep(read_options(overrides[1:]).overrides)
+                overrides = [*swept.common, *map("=".join, zip(swept.keys, swept.points[0], strict=True))]
             overrides = resolve_auto(overrides, command=name).overrides
             if not overrides[0].startswith("resume="):
                 load_plan(overrides) if name in cli.PLANS else load_config(overrides, command=name)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from moerl.buffer.ledger import LEDGER_FILE
 from moerl.diagnostics.report.data import SCHEMA, Report, read_report
 from moerl.diagnostics.report.of_run import About, report_of_run
 from moerl.diagnostics.report.run_findings import RunSettings
+from moerl.diagnostics.summary import SUMMARY_FILE
 from moerl.errors import MoerlError
 from moerl.telemetry.sinks import LAYERS_FILE, METRICS_FILE, read_rows
 
@@ -38,10 +40,28 @@ def report_of_directory(run_dir: Path) -> Report | None:
     Raises:
         MoerlError: its files cannot be read.
     """
-    try:
+    with _reading(run_dir):
         rows = _rows(run_dir / METRICS_FILE)
         layers = _rows(run_dir / LAYERS_FILE)
         return report_of_run(rows, layers, _about(run_dir))
+
+
+def numbers_of_directory(run_dir: Path) -> tuple[list[dict[str, Any]], float | None]:
+    """Rows of reinforcement learning of a run, and its final accuracy on held-out problems, None before the end.
+
+    Raises:
+        MoerlError: its files cannot be read.
+    """
+    with _reading(run_dir):
+        summary = run_dir / SUMMARY_FILE
+        accuracy = json.loads(summary.read_bytes())["heldout_accuracy_final"] if summary.exists() else None
+        return [row for row in _rows(run_dir / METRICS_FILE) if row["stage"] == "rl"], accuracy
+
+
+@contextmanager
+def _reading(run_dir: Path) -> Iterator[None]:
+    try:
+        yield
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
         raise MoerlError(
             f"report: the files of {run_dir} cannot be read",

@@ -11,6 +11,7 @@ from report_samples import HOSTILE, full_report, long_report
 
 from moerl.diagnostics.report.compare import write_comparison
 from moerl.diagnostics.report.page import write_page
+from moerl.diagnostics.report.sweep import SweptRun, sweep_report, write_sweep_report
 
 pytestmark = [
     pytest.mark.skipif(find_chromium() is None, reason="no Chromium on PATH (Debian: apt-get install chromium)"),
@@ -55,6 +56,31 @@ def test_every_chart_is_drawn_without_a_request_or_a_message(page: Page, folder:
     assert is_clean(page), (page.log, page.requests)
     assert page.evaluate("window.pwned === undefined")
     assert page.evaluate("document.querySelectorAll('script').length") == 3
+
+
+def test_curves_of_a_sweep_are_drawn_with_a_legend_of_all_settings(page: Page, folder: Path) -> None:
+    runs = [
+        SweptRun(
+            f"{seed}-{mode}",
+            {"seed": str(seed), "keep_routing.mode": mode},
+            "finished",
+            [
+                {"stage": "rl", "step": step, "reward/mean": seed * step / 50, "mismatch/logprob_abs_mean": gap}
+                for step in range(1, 21)
+            ],
+        )
+        for seed in (1, 2)
+        for mode, gap in (("off", 4e-3), ("rollout", 2e-7))
+    ]
+    report = sweep_report("Sweep", ["seed", "keep_routing.mode"], runs)
+    write_sweep_report(report, runs, folder / "sweep.html")
+    page.open(folder / "sweep.html")
+    assert page.evaluate(DRAWN) == ["reward", "mismatch"]
+    legend = (
+        "[...document.querySelectorAll('[data-chart=reward] .role-legend-label text')].map(text => text.textContent)"
+    )
+    assert page.evaluate(legend) == ["keep_routing.mode=off", "keep_routing.mode=rollout"]
+    assert is_clean(page), (page.log, page.requests)
 
 
 def test_the_policy_stops_a_script_that_is_not_ours(page: Page, folder: Path) -> None:

@@ -1,0 +1,1 @@
+"""`moerl doctor`: looks at an installation and a machine before a run. Torch-free; the process that a user started."""

@@ -1,0 +1,154 @@
+"""GPUs, their driver, NCCL and Transformer Engine. Torch is asked in a child process and not loaded here."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from moerl.launch.doctor.check import Check, green
+
+AREA = "accelerators"
+SMI_SECONDS, TORCH_SECONDS = 30.0, 300.0
+BUSY_SHARE = 0.05
+"""Of a GPU's memory, in use by others before a run starts, from which it is worth a note."""
+_QUERY = ("nvidia-smi", "--query-gpu=name,driver_version,memory.total,memory.used", "--format=csv,noheader,nounits")
+_DEVICE = Path("/dev/nvidiactl")
+_PROBE = """
+import json, torch
+cuda, nccl = torch.cuda, None
+if torch.distributed.is_available() and torch.distributed.is_nccl_available():
+    nccl = ".".join(map(str, cuda.nccl.version()))
+count = cuda.device_count() if cuda.is_available() else 0
+print(json.dumps({"version": torch.__version__, "cuda": torch.version.cuda, "nccl": nccl, "gpus": count,
+                  "gloo": torch.distributed.is_available() and torch.distributed.is_gloo_available()}))
+"""
+_ENGINES = ("transformer-engine", "transformer-engine-torch")
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """As the driver's tool lists it. Memory in MiB."""
+
+    name: str
+    driver: str
+    total_mib: float
+    used_mib: float
+
+
+@dataclass(frozen=True, slots=True)
+class Torch:
+    """What torch says of itself. cuda, nccl: versions it was built with, None without. gpus: that it can use."""
+
+    version: str
+    cuda: str | None
+    nccl: str | None
+    gpus: int
+    gloo: bool
+
+
+def accelerator_checks(gpus: Sequence[Gpu] | str, torch: Torch | str, installed: Mapping[str, str]) -> list[Check]:
+    """All looks at GPUs and what drives them. gpus, torch: or why they could not be asked."""
+    if isinstance(torch, str):
+        remedy = f"run `{sys.executable} -c 'import torch'` and mend what it says; `make setup` installs it"
+        failed = Check(AREA, "torch", "red", torch, "a process that imports torch", remedy)
+        return [failed, check_gpus(gpus, None)]
+    return [
+        green(AREA, "torch", f"{torch.version}, built for {f'CUDA {torch.cuda}' if torch.cuda else 'CPUs'}"),
+        check_gpus(gpus, torch),
+        check_collectives(gpus, torch),
+        check_transformer_engine(gpus, installed),
+    ]
+
+
+def query_gpus(command: Sequence[str] = _QUERY) -> list[Gpu] | str:
+    """The GPUs that the driver's tool lists, none where there is no tool; a text where the tool fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=SMI_SECONDS)
+    except FileNotFoundError:
+        return f"{_DEVICE} is there, and no nvidia-smi" if _DEVICE.exists() else []
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"nvidia-smi: {error}"
+    if done.returncode != 0:
+        return f"nvidia-smi ended with {done.returncode}: {_last_line(done.stdout + done.stderr)}"
+    return read_gpus(done.stdout)
+
+
+def read_gpus(text: str) -> list[Gpu] | str:
+    """What `query_gpus` reads, from its output; a text where that cannot be read."""
+    try:
+        rows = [[cell.strip() for cell in row] for row in csv.reader(text.splitlines()) if row]
+        return [Gpu(name, driver, float(total), float(used)) for name, driver, total, used in rows]
+    except ValueError:
+        return f"nvidia-smi: {text[:200]!r}"
+
+
+def ask_torch(python: str = sys.executable) -> Torch | str:
+    """Torch as a process of `python` sees it; a text where it cannot be imported."""
+    try:
+        done = subprocess.run(
+            [python, "-W", "ignore", "-c", _PROBE], capture_output=True, text=True, timeout=TORCH_SECONDS, cwd="/"
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    try:
+        return Torch(**json.loads(done.stdout))
+    except (ValueError, TypeError):
+        return _last_line(done.stderr) or f"torch answered {done.stdout[:200]!r}"
+
+
+def check_gpus(gpus: Sequence[Gpu] | str, torch: Torch | None) -> Check:
+    """GPUs of the machine, and whether torch can use them."""
+    if isinstance(gpus, str):
+        remedy = "mend the NVIDIA driver, until `nvidia-smi` lists the GPUs"
+        return Check(AREA, "GPUs", "red", gpus, "GPUs that the driver lists", remedy)
+    if not gpus:
+        return green(AREA, "GPUs", f"none: a machine of {len(os.sched_getaffinity(0))} CPU cores")
+    each = f"{len(gpus)} x {gpus[0].name}, {gpus[0].total_mib / 1024:.0f} GiB, driver {gpus[0].driver}"
+    if torch is not None and torch.gpus == 0:
+        why = f"built for CUDA {torch.cuda}" if torch.cuda else "built for CPUs"
+        return Check(
+            AREA,
+            "GPUs",
+            "red",
+            f"{each}; torch {torch.version}, {why}, can use none",
+            "GPUs that torch can use",
+            "install a newer driver, or unset CUDA_VISIBLE_DEVICES" if torch.cuda else "install torch built for CUDA",
+        )
+    busy = [gpu.used_mib for gpu in gpus if gpu.used_mib > BUSY_SHARE * gpu.total_mib]
+    if busy:
+        seen = f"{each}; {len(busy)} of them hold up to {max(busy) / 1024:.1f} GiB of others"
+        return Check(AREA, "GPUs", "yellow", seen, "GPUs that nobody uses", "end what `nvidia-smi` lists, or wait")
+    hidden = "" if torch is None or torch.gpus == len(gpus) else f"; torch may use {torch.gpus} of them"
+    return green(AREA, "GPUs", each + hidden)
+
+
+def check_collectives(gpus: Sequence[Gpu] | str, torch: Torch) -> Check:
+    """NCCL between GPUs, gloo between CPUs."""
+    if gpus and torch.nccl is None:
+        return Check(AREA, "NCCL", "red", "torch was built without it", "NCCL", "install torch built for CUDA")
+    if not torch.gloo:
+        return Check(AREA, "gloo", "red", "torch was built without it", "gloo", "install torch of PyTorch's own index")
+    if not gpus:
+        return green(AREA, "NCCL", "not needed on CPUs, where gloo does its work")
+    return green(AREA, "NCCL", f"{torch.nccl}")
+
+
+def check_transformer_engine(gpus: Sequence[Gpu] | str, installed: Mapping[str, str]) -> Check:
+    """Megatron's layers are Transformer Engine's where there is CUDA."""
+    found = [f"{name} {installed[name]}" for name in _ENGINES if name in installed]
+    if found:
+        return green(AREA, "Transformer Engine", ", ".join(found))
+    if not gpus:
+        return green(AREA, "Transformer Engine", "absent; CPU machines need none")
+    remedy = "pip install --no-build-isolation 'transformer-engine[pytorch]'"
+    return Check(AREA, "Transformer Engine", "red", "absent", "installed, where there are GPUs", remedy)
+
+
+def _last_line(text: str) -> str:
+    return (text.strip().splitlines() or [""])[-1][:300]

@@ -1,0 +1,112 @@
+"""The command line of `moerl doctor`, and which looks it takes. Torch-free; the process that a user started."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+from rich.console import Console
+
+from moerl.config.command_texts import DOCTOR
+from moerl.config.load import load_plan
+from moerl.config.schema import RunConfig
+from moerl.errors import ConfigError
+from moerl.launch.arguments import Parser, positive, short_help
+from moerl.launch.doctor import accelerators, machine, needs, packages, servers, shared
+from moerl.launch.doctor.accelerators import Gpu
+from moerl.launch.doctor.check import Check, worst
+from moerl.launch.doctor.show import show
+from moerl.launch.sglang import ENVIRONMENT
+
+USAGE = "moerl doctor [options] [GROUP=OPTION ...] [KEY=VALUE ...]"
+_LARGEST_PORT = 65535
+
+
+def doctor(arguments: list[str]) -> int:
+    """The command. Exit status 1 where a look is red, else 0. Raises `ConfigError` where the command line is wrong."""
+    if {"-h", "--help"} & set(arguments):
+        print(short_help(USAGE, DOCTOR, parser()))
+        return 0
+    options = parser().parse_intermixed_args(arguments)
+    _check_options(options)
+    config = load_plan(options.overrides, config_dir=options.config_dir) if options.overrides else None
+    gpus = accelerators.query_gpus()
+    checks = [*_installation(options, config, gpus), *_machine(options, config, gpus)]
+    if options.shared is not None:
+        checks += _shared(options)
+    show(checks, Console(), as_json=options.json)
+    return 1 if worst(checks) == "red" else 0
+
+
+def parser() -> Parser:
+    """The parser of the command."""
+    made = Parser(prog="moerl doctor", add_help=False)
+    made.takes_keys = True
+    add = made.add_argument
+    add("overrides", nargs="*", metavar="KEY=VALUE")
+    add("--config-dir", type=Path, metavar="DIR", help="directory with config groups of your own")
+    add("--runs", type=Path, metavar="DIR", help="where runs are written; of the run's run_dir, or runs")
+    add("--env", type=Path, metavar="DIR", help=f"environment of SGLang servers; the run's, or {ENVIRONMENT}")
+    add("--port", type=int, action="append", default=[], metavar="N", help="look whether this port is free, too")
+    add("--shared", type=Path, metavar="DIR", help="folder that all nodes should see; run this on each of them")
+    add("--nodes", type=int, default=1, metavar="N", help="with --shared: wait until N nodes are seen")
+    add("--within", type=positive, default=60.0, metavar="S", help="with --shared: longest wait in seconds, 60")
+    add("--node", metavar="NAME", help="with --shared: name of this node, its host name by default")
+    add("--json", action="store_true", help="print one JSON document")
+    add("--traceback", action="store_true", help="show where an error was raised")
+    add("-h", "--help", action="store_true", help="show this text")
+    return made
+
+
+def _check_options(options: argparse.Namespace) -> None:
+    for port in options.port:
+        if not 0 < port <= _LARGEST_PORT:
+            raise ConfigError("--port: no port", seen=port, expected=f"1 to {_LARGEST_PORT}", remedy="give its number")
+    if options.nodes < 1:
+        raise ConfigError("--nodes: no number of nodes", seen=options.nodes, expected=">= 1", remedy="give N >= 1")
+    if options.shared is None and (options.nodes > 1 or options.node):
+        raise ConfigError("--nodes, --node: of which folder?", expected="--shared DIR", remedy="add --shared DIR")
+
+
+def _installation(options: argparse.Namespace, config: RunConfig | None, gpus: list[Gpu] | str) -> list[Check]:
+    """Packages, accelerators, servers and keys."""
+    of_run = None if config is None else needs.environment_of(config)
+    environment = (options.env or of_run or ENVIRONMENT).resolve()
+    home, hub = Path.home(), os.environ.get("HF_HOME")
+    files = servers.token_files(home, Path(hub) if hub else None)
+    return [
+        *packages.package_checks(),
+        *accelerators.accelerator_checks(gpus, accelerators.ask_torch(), packages.installed_versions()),
+        servers.check_environment(environment, is_needed=of_run is not None, has_gpus=bool(gpus)),
+        servers.check_server_files(servers.server_files(_runs(options, config))),
+        servers.check_token_files(files),
+        servers.check_binds(servers.own_listeners()),
+    ]
+
+
+def _machine(options: argparse.Namespace, config: RunConfig | None, gpus: list[Gpu] | str) -> list[Check]:
+    """Ports, disk, and what the run needs."""
+    needed = None if config is None else needs.checkpoint_bytes(config)
+    found = machine.machine_checks(_runs(options, config), options.port, needed)
+    if config is None:
+        return found
+    cores, memory = len(os.sched_getaffinity(0)), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return found + needs.run_checks(config, [] if isinstance(gpus, str) else gpus, cores, memory)
+
+
+def _shared(options: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> list[Check]:
+    host = socket.gethostname()
+    node = shared.node_name(host, options.node, environment.get("SLURM_PROCID"))
+    try:
+        done = shared.exchange(options.shared, node, host, nodes=options.nodes, seconds=options.within)
+    except OSError as error:
+        return [shared.unwritable(options.shared, error)]
+    return shared.shared_checks(done)
+
+
+def _runs(options: argparse.Namespace, config: RunConfig | None) -> Path:
+    """The folder of runs."""
+    return (options.runs or (Path("runs") if config is None else config.run_dir.parent)).resolve()

@@ -1,0 +1,102 @@
+"""What one run needs of the machine: GPUs or cores, memory, room, servers. Its keys are those of `moerl train`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from moerl.config.checks import check_command, describe_model
+from moerl.config.memory import FP32, MOMENTS, heaviest_rank, needs_of, total_parameters
+from moerl.config.model_tensors import check_model
+from moerl.config.rollouts import ServerRolloutConfig, SGLangRolloutConfig
+from moerl.config.schema import RunConfig
+from moerl.errors import MoerlError
+from moerl.launch.doctor.accelerators import Gpu
+from moerl.launch.doctor.check import Check, fault, green
+from moerl.launch.doctor.machine import GIB
+from moerl.launch.doctor.servers import check_server_files
+
+AREA = "run"
+
+
+def run_checks(config: RunConfig, gpus: Sequence[Gpu], cores: int, memory_bytes: int) -> list[Check]:
+    """All looks at what a run needs, but for the SGLang environment and room, which are looked at without a run, too.
+
+    Args:
+        gpus: of the machine; with none the run is on CPUs.
+        memory_bytes: of the machine.
+    """
+    servers = [check_server_files(config.rollout.server)] if isinstance(config.rollout, ServerRolloutConfig) else []
+    fits = check_gpu_memory(config, gpus) if gpus else check_memory(config, memory_bytes)
+    devices = check_gpu_count(config, len(gpus)) if gpus else check_cores(config, cores)
+    return [check_configuration(config), devices, fits, *servers]
+
+
+def check_configuration(config: RunConfig) -> Check:
+    """Whether `moerl train` takes it: files that it names, the model's tensors, libraries of trackers."""
+    try:
+        check_command(config, "train")
+        if config.model.path is not None:
+            check_model(config.model.path)
+    except MoerlError as error:
+        return fault("red", AREA, "configuration", error)
+    return green(AREA, "configuration", f"recipe {config.recipe}, as `moerl train` takes it")
+
+
+def check_gpu_count(config: RunConfig, gpus: int) -> Check:
+    """A GPU for each rank of the trainer, and for each of the servers; those of servers may be the same."""
+    trainer, servers = config.parallel.world_size, _server_ranks(config)
+    needed = max(trainer, servers)
+    text = f"{trainer} ranks of the trainer" + (f", {servers} of servers" if servers else "")
+    if gpus < needed:
+        remedy = "take smaller parallel sizes (`parallel.*`, rollout.servers, rollout.tensor) or a machine with more"
+        return Check(AREA, "GPUs of the run", "red", f"{gpus} GPUs for {text}", f"{needed} GPUs", remedy)
+    return green(AREA, "GPUs of the run", f"{gpus} GPUs for {text}")
+
+
+def check_cores(config: RunConfig, cores: int) -> Check:
+    """A core for each rank of the trainer and of the servers; with fewer a run works, and is slow."""
+    trainer, servers = config.parallel.world_size, _server_ranks(config)
+    needed, text = trainer + servers, f"{cores} cores for {trainer} ranks of the trainer and {servers} of servers"
+    if needed > cores:
+        return Check(AREA, "cores", "yellow", text, f"{needed} cores", "take fewer ranks, or a machine with more cores")
+    return green(AREA, "cores", text)
+
+
+def check_gpu_memory(config: RunConfig, gpus: Sequence[Gpu]) -> Check:
+    """The heaviest rank of the trainer against the smallest GPU, as `moerl plan memory` works it out."""
+    rank = heaviest_rank(describe_model(config), config.parallel.dims, needs_of(config))
+    smallest = min(gpu.total_mib for gpu in gpus) * 2**20
+    text = f"{rank.total_bytes / GIB:.1f} GiB of {smallest / GIB:.0f} GiB"
+    if not rank.fits(smallest):
+        remedy = "`moerl plan memory` with these keys shows the parts, and layouts that fit"
+        return Check(AREA, "memory of a rank", "red", text, "a rank that fits", remedy)
+    return green(AREA, "memory of a rank", text)
+
+
+def check_memory(config: RunConfig, memory_bytes: int) -> Check:
+    """All ranks of the trainer against the memory of the machine."""
+    rank = heaviest_rank(describe_model(config), config.parallel.dims, needs_of(config))
+    total = rank.total_bytes * config.parallel.world_size
+    text = f"{total / GIB:.1f} GiB for {config.parallel.world_size} ranks, of {memory_bytes / GIB:.1f} GiB"
+    if total > memory_bytes:
+        return Check(AREA, "memory", "red", text, "ranks that fit", "a smaller model, or a machine with more memory")
+    return green(AREA, "memory", text)
+
+
+def checkpoint_bytes(config: RunConfig) -> float:
+    """Room for the checkpoints that a run keeps, and one more that is being written: weights, Adam's moments, and
+    master weights where weights are not float32."""
+    element = needs_of(config).element_bytes
+    state = element + MOMENTS + (FP32 if element < FP32 else 0)
+    return float(total_parameters(describe_model(config))) * state * (config.checkpoint.keep + 1)
+
+
+def environment_of(config: RunConfig) -> Path | None:
+    """The environment of the servers that a run starts; None where it starts none."""
+    return config.rollout.environment if isinstance(config.rollout, SGLangRolloutConfig) else None
+
+
+def _server_ranks(config: RunConfig) -> int:
+    rollout = config.rollout
+    return rollout.servers * rollout.tensor if isinstance(rollout, SGLangRolloutConfig) else 0

@@ -1,0 +1,180 @@
+"""Installed packages against what moerl asks for and against the lock file. Reads metadata; imports no package."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from packaging.markers import UndefinedEnvironmentName
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import InvalidVersion, Version
+
+from moerl.config.shipped import shipped_folder
+from moerl.launch.doctor.check import Check, green
+
+AREA = "packages"
+LOCK = "run.lock"
+_ENTRY = re.compile(r"^(?P<name>[A-Za-z0-9._-]+)==(?P<version>[^ ;\\]+)(?: *; *(?P<marker>[^\\]+?))? *\\?$")
+_AGAIN = "install again: `make setup` in a checkout, or `pip install` of the same wheel in a fresh environment"
+_BESIDE = "megatron-bridge"
+"""Needed, and in no list of requirements of ours: it is installed without what it declares (requirements/bridge.in)."""
+
+
+def package_checks() -> list[Check]:
+    """All looks at the packages of this process's environment."""
+    installed, requirements = installed_versions(), own_requirements()
+    lock = shipped_folder("requirements") / LOCK
+    return [
+        check_python(sys.version_info[:2]),
+        check_pins(requirements, installed),
+        check_chain(requirements, installed),
+        check_lock(lock, installed, exact_names(requirements)),
+    ]
+
+
+def installed_versions() -> dict[str, str]:
+    """Version of every installed distribution, by normalised name; the one that an import finds first."""
+    found: dict[str, str] = {}
+    for distribution in importlib.metadata.distributions():
+        name = distribution.metadata["Name"]
+        if name:  # what a broken removal leaves has none
+            found.setdefault(canonicalize_name(name), distribution.version)
+    return found
+
+
+def own_requirements() -> list[str]:
+    """What moerl asks for: of pyproject.toml in a checkout, else as the wheel says."""
+    project = shipped_folder("pyproject.toml")
+    if project.is_file():
+        return read_pins(project)
+    return [text for text in importlib.metadata.requires("moerl") or [] if "extra ==" not in text]
+
+
+def read_pins(project: Path) -> list[str]:
+    """`project.dependencies` of a pyproject.toml."""
+    return [*tomllib.loads(project.read_text())["project"]["dependencies"]]
+
+
+def read_lock(lock: Path) -> dict[str, str]:
+    """Version by normalised name, of entries whose marker holds here."""
+    found: dict[str, str] = {}
+    for line in lock.read_text().splitlines():
+        entry = _ENTRY.match(line)
+        if entry is None:
+            continue
+        name, version, marker = entry.group("name", "version", "marker")
+        if marker is None or _applies(Requirement(f"{name} ; {marker}")):
+            found[canonicalize_name(name)] = version
+    return found
+
+
+def exact_names(requirements: Sequence[str]) -> set[str]:
+    """Packages of which exactly one version will do."""
+    pinned = {
+        canonicalize_name(each.name)
+        for each in map(Requirement, requirements)
+        if any(part.operator == "==" for part in each.specifier)
+    }
+    return pinned | {_BESIDE}
+
+
+def check_python(version: tuple[int, int]) -> Check:
+    """The interpreter: of the one version that Megatron-Bridge runs on."""
+    seen = ".".join(map(str, version))
+    if version == (3, 12):
+        return green(AREA, "Python", seen)
+    remedy = "make the environment with Python 3.12"
+    return Check(AREA, "Python", "red", seen, "3.12, the only one that megatron-bridge runs on", remedy)
+
+
+def check_pins(requirements: Sequence[str], installed: Mapping[str, str]) -> Check:
+    """Every package that moerl asks for is there, at a version that it takes."""
+    asked = map(Requirement, [*requirements, _BESIDE])
+    wrong = [each for each in asked if _applies(each) and not _is_met(each, installed)]
+    if not wrong:
+        torch, core = installed.get("torch", "-"), installed.get("megatron-core", "-")
+        seen = f"{len(requirements)} requirements met; torch {torch}, megatron-core {core}"
+        return green(AREA, "pins", seen)
+    return Check(AREA, "pins", "red", _seen(wrong, installed), ", ".join(map(_wanted, wrong)), _AGAIN)
+
+
+def check_chain(requirements: Sequence[str], installed: Mapping[str, str]) -> Check:
+    """The same for what these packages ask for in turn; Megatron-Bridge's list is left out, as CUDA-only packages are
+    in it."""
+    wrong: dict[str, Requirement] = {}
+    names = set[tuple[str, frozenset[str]]]()
+    ahead = [(canonicalize_name(each.name), frozenset(each.extras)) for each in map(Requirement, requirements)]
+    while ahead:
+        name, extras = ahead.pop()
+        if (name, extras) in names or name not in installed:
+            continue
+        names.add((name, extras))
+        for each in _requirements_of(name, extras):
+            if not _is_met(each, installed):
+                wrong.setdefault(f"{name} asks for {_wanted(each)}", each)
+            ahead.append((canonicalize_name(each.name), frozenset(each.extras)))
+    if not wrong:
+        return green(AREA, "what these need", f"{len({name for name, _ in names})} packages agree")
+    return Check(AREA, "what these need", "red", _seen([*wrong.values()], installed), "; ".join(sorted(wrong)), _AGAIN)
+
+
+def check_lock(lock: Path, installed: Mapping[str, str], exact: set[str]) -> Check:
+    """Installed versions against the lock file. exact: packages where another version is a fault, not a note."""
+    if not lock.is_file():
+        return green(AREA, "lock file", f"none at {lock}: a wheel carries none; compared with the wheel's pins alone")
+    locked = read_lock(lock)
+    other = [name for name, version in locked.items() if name in installed and not _same(installed[name], version)]
+    here = sum(name in installed for name in locked)
+    if not other:
+        return green(AREA, "lock file", f"{here} of its {len(locked)} packages are installed, all as {lock.name} says")
+    return Check(
+        AREA,
+        "lock file",
+        "red" if exact & set(other) else "yellow",
+        ", ".join(f"{name} {installed[name]}" for name in other),
+        ", ".join(f"{name} {locked[name]}" for name in other) + f", as {lock.name} says",
+        "`make setup`, which installs from the lock; or `make lock`, where other versions are meant",
+    )
+
+
+def _requirements_of(name: str, extras: frozenset[str]) -> Iterator[Requirement]:
+    if name == _BESIDE:
+        return
+    for text in importlib.metadata.requires(name) or []:
+        requirement = Requirement(text)
+        if any(_applies(requirement, extra) for extra in ("", *extras)):
+            yield requirement
+
+
+def _applies(requirement: Requirement, extra: str = "") -> bool:
+    try:
+        return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
+    except UndefinedEnvironmentName:
+        return False
+
+
+def _is_met(requirement: Requirement, installed: Mapping[str, str]) -> bool:
+    version = installed.get(canonicalize_name(requirement.name))
+    return version is not None and requirement.specifier.contains(version, prereleases=True)
+
+
+def _same(installed: str, locked: str) -> bool:
+    """Equal but for a local part (``2.13.0+cpu``), which says how a package was built."""
+    try:
+        return Version(installed).public == Version(locked).public
+    except InvalidVersion:
+        return installed == locked
+
+
+def _wanted(requirement: Requirement) -> str:
+    return f"{requirement.name}{requirement.specifier}"
+
+
+def _seen(requirements: Sequence[Requirement], installed: Mapping[str, str]) -> str:
+    names = dict.fromkeys(canonicalize_name(each.name) for each in requirements)
+    return ", ".join(f"{name} {installed.get(name, 'missing')}" for name in names)

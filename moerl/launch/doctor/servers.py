@@ -1,0 +1,156 @@
+"""The SGLang environment, and the files and sockets of servers: who can read keys, who can reach what listens."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import socket
+import stat
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from moerl.errors import EngineError
+from moerl.launch.doctor.check import Check, Level, fault, green
+from moerl.rollout.fleet.endpoint import read_endpoint
+from moerl.rollout.sglang.install import device_of, site_packages
+from moerl.rollout.sglang.patches import SGLANG_VERSION, read_patches, verify_patches
+from moerl.rollout.sglang.server import ENDPOINT_FILE
+
+AREA = "servers"
+_LISTENS = "0A"
+PROGRAMS = re.compile(r"(?:^|/)(moerl|sglang|raylet|gcs_server)(?:$|[.:])|^(ray)::|/site-packages/(ray)/")
+"""What a word of a command line has if the sockets of the process are looked at; the group is the program's name."""
+
+
+def check_environment(environment: Path, *, is_needed: bool, has_gpus: bool) -> Check:
+    """The environment of SGLang servers: there, finished, of our release, with our patches and nothing else changed.
+
+    Args:
+        is_needed: the run starts servers; otherwise one that is missing is no fault, and a broken one a note.
+    """
+    name = "SGLang environment"
+    if not environment.exists() and not is_needed:
+        return green(AREA, name, f"none at {environment}; rollout=sglang alone needs one")
+    level: Level = "red" if is_needed else "yellow"
+    try:
+        device = device_of(environment)
+        verify_patches(site_packages(environment), read_patches())
+    except EngineError as error:
+        return fault(level, AREA, name, error)
+    if device == "cuda" and not has_gpus:
+        remedy = (
+            "moerl sglang install --device cpu --env DIR, and rollout.environment=DIR; or run on a machine with GPUs"
+        )
+        return Check(AREA, name, level, f"{environment}: made for GPUs", "one for this machine, of CPUs", remedy)
+    patches = f"patches {read_patches().fingerprint}"
+    return green(AREA, name, f"sglang {SGLANG_VERSION} for {device}, {patches}, no other change")
+
+
+def check_server_files(files: Iterable[Path]) -> Check:
+    """Files with addresses and keys of servers: both keys set, readable by their owner alone."""
+    name, wrong, here = f"{ENDPOINT_FILE} files", list[EngineError](), [*files]
+    for file in here:
+        try:
+            read_endpoint(file)
+        except EngineError as error:
+            wrong.append(error)
+    if wrong:
+        return fault("red", AREA, name, wrong[0])
+    return green(AREA, name, f"{len(here)}, each with both keys and for its owner alone" if here else "none")
+
+
+def server_files(folder: Path) -> list[Path]:
+    """Those of servers below a folder of runs, as `moerl serve` and runs with servers of their own write them."""
+    return sorted(path for depth in ("*", "*/*", "*/sglang/*") for path in folder.glob(f"{depth}/{ENDPOINT_FILE}"))
+
+
+def check_token_files(files: Sequence[Path]) -> Check:
+    """Files with tokens of services: for their owner alone."""
+    there = [file for file in files if file.is_file()]
+    wide = [(file, mode) for file in there if (mode := stat.S_IMODE(file.stat().st_mode)) & 0o077]
+    if wide:
+        seen = ", ".join(f"{file} has mode {mode:04o}" for file, mode in wide)
+        remedy = f"chmod 600 {' '.join(str(file) for file, _ in wide)}; others may have read them: make new tokens"
+        return Check(AREA, "token files", "red", seen, "mode 0600", remedy)
+    return green(AREA, "token files", f"{len(there)}, each for its owner alone" if there else "none")
+
+
+def token_files(home: Path, hub: Path | None) -> list[Path]:
+    """Where the libraries of a run keep tokens. hub: the folder of the Hugging Face hub, where it is set."""
+    return [
+        (hub or home / ".cache" / "huggingface") / "token",
+        home / ".netrc",
+        home / ".config" / "wandb" / "settings",
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """A process that listens, and the address."""
+
+    pid: int
+    program: str
+    host: str
+    port: int
+
+
+def check_binds(listeners: Iterable[Listener]) -> Check:
+    """Whether processes of ours can be reached at all addresses of the machine."""
+    here = list(listeners)
+    wide = [each for each in here if ipaddress.ip_address(each.host).is_unspecified]
+    if wide:
+        seen = ", ".join(f"{each.program} (process {each.pid}) on {each.host}:{each.port}" for each in wide)
+        remedy = "end it, and start it on 127.0.0.1 or this machine's own address in the cluster's network (`--host`)"
+        return Check(AREA, "listening sockets", "red", seen, "loopback or a private address, never all", remedy)
+    return green(AREA, "listening sockets", f"{len(here)} of moerl, SGLang and Ray, none of them on all addresses")
+
+
+def own_listeners(programs: re.Pattern[str] = PROGRAMS) -> list[Listener]:
+    """Listening TCP sockets of this user's processes of these programs, in whichever network namespace; Linux."""
+    found: list[Listener] = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if folder.stat().st_uid != os.getuid() or int(folder.name) == os.getpid():
+                continue
+            words = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            match = next((match for word in words if (match := programs.search(word))), None)
+            if match is not None:
+                program = next(filter(None, match.groups()))
+                sockets = {inode: at for table in ("tcp", "tcp6") for inode, at in listening(_table(folder, table))}
+                found += [Listener(int(folder.name), program, *sockets[i]) for i in _inodes(folder) if i in sockets]
+        except OSError:  # it has ended, or is not ours to look at
+            continue
+    return sorted(set(found), key=lambda each: (each.port, each.pid))
+
+
+def listening(table: str) -> Iterator[tuple[str, tuple[str, int]]]:
+    """Inode, and address and port, of the listening sockets in the text of ``/proc/PID/net/tcp`` or ``tcp6``."""
+    for line in table.splitlines()[1:]:
+        fields = line.split()
+        if len(fields) > 9 and fields[3] == _LISTENS:
+            host, port = fields[1].split(":")
+            yield fields[9], (_address(host), int(port, 16))
+
+
+def _table(folder: Path, name: str) -> str:
+    path = folder / "net" / name
+    return path.read_text() if path.exists() else ""
+
+
+def _inodes(folder: Path) -> Iterator[str]:
+    for descriptor in (folder / "fd").iterdir():
+        try:
+            target = os.readlink(descriptor)
+        except OSError:  # closed meanwhile
+            continue
+        if target.startswith("socket:["):
+            yield target[len("socket:[") : -1]
+
+
+def _address(text: str) -> str:
+    """Words of four bytes, each in the machine's own byte order."""
+    packed = b"".join(struct.pack("=I", int(text[at : at + 8], 16)) for at in range(0, len(text), 8))
+    return socket.inet_ntop(socket.AF_INET if len(packed) == 4 else socket.AF_INET6, packed)

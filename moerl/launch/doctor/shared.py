@@ -1,0 +1,225 @@
+"""Whether several nodes see one folder, and how far their clocks are apart. Each node runs this; nobody leads.
+
+A node keeps one file in ``FOLDER/.moerl-doctor/``: its name, its clock as it wrote, and what it heard of the others.
+Hearing is: own clock, when a new file of another node was first seen, less the clock in it. That is the difference of
+the clocks and the time the file took. With both directions, a_hears_b = a - b + delay and b_hears_a = b - a + delay',
+
+    skew of b = b - a = (b_hears_a - a_hears_b) / 2,  uncertain by (b_hears_a + a_hears_b) / 2
+
+as in NTP (RFC 5905, section 8). With one direction alone it says by how much b is ahead at least.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from moerl.contract.files import atomic_file
+from moerl.launch.doctor.check import Check, Level, green
+
+AREA = "shared folder"
+FOLDER = ".moerl-doctor"
+POLL_SECONDS, WRITE_SECONDS = 0.1, 0.5
+NOTE_SECONDS, FAULT_SECONDS = 2.0, 60.0
+"""Skew of clocks from which it is worth a note (logs of nodes cannot be put in order), and from which it is a fault
+(certificates and tokens are refused)."""
+FORGOTTEN_SECONDS = 3600.0
+"""Age of a file of an earlier look after which it is removed; by the file system's own times."""
+
+
+class Probe(msgspec.Struct, forbid_unknown_fields=True):
+    """What a node keeps in the folder. clock: seconds since 1970, as it wrote. look: of this start of the command, as
+    no other has. waits: it goes on until it has seen others. heard: by the look of other nodes, the smallest difference
+    of clock that was seen."""
+
+    node: str
+    host: str
+    look: str
+    clock: float
+    waits: bool
+    heard: dict[str, float]
+
+
+@dataclass(slots=True)
+class Seen:
+    """Another node. hears: smallest (own clock - its clock as written). present: it runs beside this look."""
+
+    probe: Probe
+    age_seconds: float
+    hears: float
+    present: bool = False
+
+
+@dataclass(slots=True)
+class Exchange:
+    """What a look brought. nodes: expected, this one included. others: by name. unreadable: names of files."""
+
+    me: Probe
+    nodes: int
+    seconds: float
+    others: dict[str, Seen] = field(default_factory=dict[str, Seen])
+    unreadable: set[str] = field(default_factory=set[str])
+
+    @property
+    def present(self) -> list[Seen]:
+        """Nodes that take part."""
+        return [seen for seen in self.others.values() if seen.present]
+
+
+def exchange(
+    folder: Path, node: str, host: str, *, nodes: int, seconds: float, clock: Callable[[], float] = time.time
+) -> Exchange:
+    """Takes part in a look over a shared folder.
+
+    Ends when so many nodes are present and each has heard all others, or after `seconds`. With nodes=1 it writes, reads
+    what is there, and does not wait.
+
+    Args:
+        node: a name that no other node has.
+
+    Raises:
+        OSError: the folder cannot be written or read.
+    """
+    place = folder / FOLDER
+    place.mkdir(exist_ok=True)
+    done = Exchange(Probe(node, host, uuid.uuid4().hex, clock(), nodes > 1, {}), nodes, seconds)
+    file = place / f"{uuid.uuid5(uuid.NAMESPACE_DNS, node).hex}.json"
+    end, next_write, written = time.monotonic() + seconds, 0.0, 0.0
+    while True:
+        if time.monotonic() >= next_write:
+            written = _write(file, done.me, clock)
+            next_write = time.monotonic() + WRITE_SECONDS
+        _read_others(place, written, done, clock)
+        if _is_complete(done) or time.monotonic() >= end:
+            # The others need to know that they were heard.
+            _remove_forgotten(place, _write(file, done.me, clock))
+            return done
+        time.sleep(POLL_SECONDS)
+
+
+def shared_checks(done: Exchange) -> list[Check]:
+    """What a look says: who was seen, and the clocks."""
+    return [check_presence(done), check_clocks(done)]
+
+
+def check_presence(done: Exchange) -> Check:
+    """Whether all nodes that were expected see the folder."""
+    name = "nodes that see it"
+    names = sorted([done.me.node, *(seen.probe.node for seen in done.present)])
+    seen = f"{len(names)} of {max(done.nodes, len(names))}: {', '.join(names)}"
+    old = [each for each in done.others.values() if not each.present]
+    if old and len(names) < done.nodes:
+        seen += "; of earlier looks: " + ", ".join(f"{e.probe.node} ({e.age_seconds:.0f} s ago)" for e in old)
+    if done.unreadable:
+        seen += f"; cannot be read: {', '.join(sorted(done.unreadable))}"
+    if len(names) >= done.nodes:
+        return green(AREA, name, seen)
+    remedy = "look at the nodes that are not named: does the command run there, and is this the same file system?"
+    return Check(AREA, name, "red", seen, f"{done.nodes} nodes within {done.seconds:g} s", remedy)
+
+
+def check_clocks(done: Exchange) -> Check:
+    """Clocks of the other nodes against this one's."""
+    skews = {seen.probe.node: skew_of(done.me, seen) for seen in done.others.values()}
+    if not skews:
+        return green(AREA, "clocks", "no other node to compare with")
+    certain = {node: max(0.0, abs(skew) - uncertain) for node, (skew, uncertain) in skews.items()}
+    largest = max(certain.values())
+    texts = [
+        f"{node} {skew:+.1f} s" + (f" (within {uncertain:.1f})" if uncertain else " at least")
+        for node, (skew, uncertain) in sorted(skews.items())
+        if uncertain or skew > 0.0
+    ]
+    seen = ", ".join(texts) or "no other node is ahead; it takes --nodes on each to know who is behind"
+    level: Level = "red" if largest > FAULT_SECONDS else "yellow" if largest > NOTE_SECONDS else "green"
+    if level == "green":
+        return green(AREA, "clocks", seen)
+    remedy = "start the time service (chrony, systemd-timesyncd) on the nodes that are named"
+    return Check(AREA, "clocks", level, f"against {done.me.node}: {seen}", f"{NOTE_SECONDS:g} s apart at most", remedy)
+
+
+def skew_of(me: Probe, seen: Seen) -> tuple[float, float]:
+    """Its clock less ours, and by how much that is uncertain, both in seconds; uncertain by 0 where one direction alone
+    was heard, and the value is a lower bound, 0 at least."""
+    hears_me = seen.probe.heard.get(me.look)
+    if hears_me is None:
+        return max(0.0, -seen.hears), 0.0
+    # Delays are never negative; their sum may come out so by the grain of the clocks.
+    return (hears_me - seen.hears) / 2, max(1e-3, (hears_me + seen.hears) / 2)
+
+
+def _read_others(place: Path, own_time: float, done: Exchange, clock: Callable[[], float]) -> None:
+    """own_time: of our own file, by the file system."""
+    done.unreadable.clear()
+    for path in sorted(place.glob("*.json")):
+        try:
+            probe, written = msgspec.json.decode(path.read_bytes(), type=Probe), path.stat().st_mtime
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ESTALE):
+                raise
+            continue  # removed or replaced meanwhile; the latter as NFS says it
+        except msgspec.MsgspecError:
+            done.unreadable.add(path.name)
+            continue
+        if probe.node == done.me.node:
+            continue
+        _take_in(done, probe, clock() - probe.clock, own_time - written)
+
+
+def _take_in(done: Exchange, probe: Probe, hears: float, age: float) -> None:
+    before = done.others.get(probe.node)
+    if before is None or before.probe.look != probe.look:
+        # One that waits writes again and again. One that came and went counts, if it was within the time that we wait.
+        is_new = not probe.waits and abs(age) <= done.seconds
+        done.others[probe.node] = Seen(probe, age, hears, present=is_new)
+    elif before.probe.clock != probe.clock:
+        before.probe, before.hears, before.age_seconds = probe, min(before.hears, hears), age
+        before.present = True
+    seen = done.others[probe.node]
+    seen.present = seen.present or done.me.look in probe.heard
+    if seen.present:
+        done.me.heard[probe.look] = seen.hears
+
+
+def _is_complete(done: Exchange) -> bool:
+    """Enough nodes are present, and each that waits has heard as many, this one among them."""
+    if done.nodes == 1:
+        return True
+    waiting = [seen.probe.heard for seen in done.present if seen.probe.waits]
+    return len(done.present) + 1 >= done.nodes and all(
+        done.me.look in heard and len(heard) + 1 >= done.nodes for heard in waiting
+    )
+
+
+def _write(file: Path, probe: Probe, clock: Callable[[], float]) -> float:
+    """The time of the file, by the file system."""
+    probe.clock = clock()
+    with atomic_file(file) as temporary:
+        temporary.write_bytes(msgspec.json.encode(probe))
+        return temporary.stat().st_mtime
+
+
+def _remove_forgotten(place: Path, own_time: float) -> None:
+    for path in place.glob("*.json"):
+        with contextlib.suppress(FileNotFoundError):
+            if own_time - path.stat().st_mtime > FORGOTTEN_SECONDS:
+                path.unlink()
+
+
+def node_name(host: str, named: str | None, task: str | None) -> str:
+    """The name of this node: as given, else its host, and under a launcher with several tasks its number, too."""
+    return named or (f"{host}-{task}" if task else host)
+
+
+def unwritable(folder: Path, error: OSError) -> Check:
+    """The look could not be taken."""
+    remedy = "make the folder, mount it on this node, or give one that this user may write to"
+    seen = f"{folder}: {error.strerror or error}"
+    return Check(AREA, "nodes that see it", "red", seen, "a folder to write to", remedy)

@@ -1,0 +1,145 @@
+"""The command line of a sweep, ``moerl train -m ...``. Torch-free; the process that a user started."""
+
+from __future__ import annotations
+
+import datetime
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from moerl.config.compose import expand_sweep
+from moerl.config.load import load_config
+from moerl.config.stop_signals import stop_signals
+from moerl.errors import ConfigError
+from moerl.launch.run_lock import run_lock
+from moerl.launch.sweeps.hosts import LocalHost
+from moerl.launch.sweeps.manifest import (
+    MANIFEST_FILE,
+    Manifest,
+    new_manifest,
+    read_manifest,
+    refuse_changes,
+)
+from moerl.launch.sweeps.sweep import Sweep, exit_status, job_of
+from moerl.printable import printable
+
+_OF_SWEEPS = ("sweep.dir", "sweep.jobs")
+_SET_BY_SWEEPS = ("run_dir", "resume")
+
+
+@dataclass(frozen=True, slots=True)
+class SweepOptions:
+    """What a command line says of the sweep itself. folder: None where it is not said. overrides: of its runs."""
+
+    folder: Path | None
+    jobs: int
+    overrides: list[str]
+
+
+def sweep(overrides: Sequence[str], config_dir: Path | None, *, only_show: bool = False) -> int:
+    """Runs a sweep on this machine, or goes on with one.
+
+    Args:
+        only_show: print the command line of each run, and start none.
+
+    Returns:
+        0 where all runs are finished, 1 where one failed, 75 or 130 where it was told to stop.
+
+    Raises:
+        ConfigError: no run can be made of the command line, or the sweep in the directory is another one.
+    """
+    options = read_options(overrides)
+    manifest, folder = _plan(options, config_dir)
+    for run in manifest.runs:
+        _check(manifest, run.overrides)
+        if only_show:
+            print(shlex.join(["moerl", *job_of(run, manifest, folder).arguments]))
+    if only_show:
+        return 0
+    with run_lock(folder), stop_signals() as stop:
+        print(f"sweep of {len(manifest.runs)} runs over {', '.join(manifest.keys)}, {options.jobs} at a time: {folder}")
+        Sweep(manifest, folder, LocalHost(options.jobs), stop, _say).run()
+    show(manifest, folder)
+    status = exit_status(manifest, is_interrupt=stop.signal == "SIGINT")
+    if status:
+        print(f"go on: moerl train -m {shlex.quote(f'sweep.dir={folder}')}", file=sys.stderr)
+    return status
+
+
+def read_options(overrides: Sequence[str]) -> SweepOptions:
+    """Takes the keys of sweeps out of the overrides. Raises `ConfigError` where one is wrong."""
+    given, rest = dict[str, str](), list[str]()
+    for text in overrides:
+        key, _, value = text.partition("=")
+        if key in _SET_BY_SWEEPS:
+            remedy = "give sweep.dir=DIR: runs get directories in it" if key == "run_dir" else "give sweep.dir=DIR"
+            raise ConfigError(f"{key}: set by the sweep for each run", seen=text, expected="no such key", remedy=remedy)
+        if key.startswith("sweep."):
+            if key not in _OF_SWEEPS or key in given or not value:
+                raise ConfigError(
+                    f"{key}: no key of sweeps, given twice or empty", seen=text, expected="sweep.dir=DIR, sweep.jobs=N"
+                )
+            given[key] = value
+        else:
+            rest.append(text)
+    jobs = given.get("sweep.jobs", "1")
+    if not jobs.isdecimal() or int(jobs) < 1:
+        raise ConfigError("sweep.jobs: no number of runs", seen=jobs, expected=">= 1", remedy="set sweep.jobs=1")
+    return SweepOptions(Path(given["sweep.dir"]) if "sweep.dir" in given else None, int(jobs), rest)
+
+
+def _plan(options: SweepOptions, config_dir: Path | None) -> tuple[Manifest, Path]:
+    """The sweep of a command line, and its directory; that which is there already, where there is one."""
+    folder = (options.folder or _default_folder()).resolve()
+    if not options.overrides and options.folder is not None:
+        return read_manifest(folder), folder
+    swept = expand_sweep(options.overrides)
+    if not swept.keys:
+        raise ConfigError(
+            "-m: nothing is swept",
+            seen=" ".join(options.overrides),
+            expected="a key with several values, for example seed=1,2,3",
+            remedy="give one, or leave -m away",
+        )
+    manifest = new_manifest(swept, config_dir)
+    if (folder / MANIFEST_FILE).exists():
+        before = read_manifest(folder)
+        refuse_changes(before, manifest, folder)
+        return before, folder
+    return manifest, folder
+
+
+def _default_folder() -> Path:
+    now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
+    return Path(f"runs/sweep-{now}")
+
+
+def _check(manifest: Manifest, values: Sequence[str]) -> None:
+    """Raises `ConfigError` where `moerl train` would refuse a run, before any of them starts."""
+    folder = None if manifest.config_dir is None else Path(manifest.config_dir)
+    try:
+        load_config([*manifest.common, *values], command="train", config_dir=folder)
+    except ConfigError as error:
+        error.add_note(f"in the run with {' '.join(values)}; no run was started")
+        raise
+
+
+def show(manifest: Manifest, folder: Path) -> None:
+    """How each run ended, in a table."""
+    table = Table(title=f"sweep in {folder}", title_justify="left")
+    for title in (*manifest.keys, "state", "run"):
+        table.add_column(title, overflow="fold")
+    for run in manifest.runs:
+        state = run.state if run.status in (0, None) else f"{run.state} ({run.status})"
+        table.add_row(*map(printable, run.values.values()), state, run.name)
+    Console(highlight=False, markup=False).print(table)
+    print(f"compare them: moerl report {shlex.quote(str(folder))}")
+
+
+def _say(line: str) -> None:
+    print(printable(line), flush=True)

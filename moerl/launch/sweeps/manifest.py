@@ -1,0 +1,104 @@
+"""`sweep.json`: which runs a sweep consists of, where they are and how far. Reads and writes one file."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from moerl.config.compose import SweptOverrides
+from moerl.contract.files import atomic_file, writing
+from moerl.errors import ConfigError
+
+MANIFEST_FILE = "sweep.json"
+SCHEMA = "moerl-sweep-1"
+State = Literal["waiting", "running", "finished", "stopped", "failed"]
+_NAME_LENGTH = 80
+
+
+class SweepRun(msgspec.Struct, forbid_unknown_fields=True):
+    """One run. name: of its directory in that of the sweep. values: by swept key, as on a command line. status: exit
+    status of its process, None before it ended; negative: the signal that killed it."""
+
+    name: str
+    values: dict[str, str]
+    state: State = "waiting"
+    status: int | None = None
+
+    @property
+    def overrides(self) -> list[str]:
+        """Its values as on a command line."""
+        return [f"{key}={value}" for key, value in self.values.items()]
+
+
+class Manifest(msgspec.Struct, forbid_unknown_fields=True):
+    """A sweep. common: overrides that all runs have. config_dir: as `--config-dir`. keys: that are swept."""
+
+    common: list[str]
+    config_dir: str | None
+    keys: list[str]
+    runs: list[SweepRun]
+    schema: str = SCHEMA
+
+
+def new_manifest(swept: SweptOverrides, config_dir: Path | None) -> Manifest:
+    """Of a sweep that has not begun."""
+    values = [dict(zip(swept.keys, point, strict=True)) for point in swept.points]
+    runs = [SweepRun(_name(number, each), each) for number, each in enumerate(values)]
+    folder = None if config_dir is None else str(config_dir.resolve())
+    return Manifest(list(swept.common), folder, list(swept.keys), runs)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a sweep's directory. Raises `ConfigError` where there is none, or it is of another build."""
+    path = folder / MANIFEST_FILE
+    try:
+        manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError(
+            "sweep.dir: holds no sweep",
+            seen=f"{path}: {error}",
+            expected="what `moerl train -m` writes",
+            remedy="give the directory that the sweep printed when it started",
+        ) from error
+    if manifest.schema != SCHEMA:
+        raise ConfigError(
+            f"{path}: of another build", seen=manifest.schema, expected=SCHEMA, remedy="start a new sweep"
+        )
+    return manifest
+
+
+def write_manifest(manifest: Manifest, folder: Path) -> None:
+    """Writes it whole. Raises `MoerlError` where the file system refuses."""
+    path = folder / MANIFEST_FILE
+    with writing(path), atomic_file(path) as temporary:
+        temporary.write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
+
+
+def refuse_changes(before: Manifest, now: Manifest, folder: Path) -> None:
+    """Raises `ConfigError` naming the first key by which a command line is not that of the sweep in `folder`."""
+    old, new = _by_key(before), _by_key(now)
+    for key in [*old, *(key for key in new if key not in old)]:
+        if old.get(key) != new.get(key):
+            raise ConfigError(
+                f"{key}: not as in the sweep that is in {folder}",
+                seen=new.get(key, "nothing"),
+                expected=old.get(key, "nothing"),
+                remedy=f"go on with `moerl train -m sweep.dir={folder}`, or choose another sweep.dir",
+            )
+
+
+def _by_key(manifest: Manifest) -> dict[str, str]:
+    values = {key: text for text in manifest.common for key, _, text in [text.partition("=")]}
+    for key in manifest.keys:
+        values[key] = ",".join(dict.fromkeys(run.values[key] for run in manifest.runs))
+    return values | {"--config-dir": manifest.config_dir or "none"}
+
+
+def _name(number: int, values: dict[str, str]) -> str:
+    """A file name that people can read, and that no other run of the sweep has."""
+    parts = [f"{key.rpartition('.')[2]}-{value}" for key, value in values.items()]
+    text = "_".join(re.sub(r"[^A-Za-z0-9.+]+", "-", part) for part in parts)
+    return f"{number:03d}_{text}"[:_NAME_LENGTH].rstrip("-_.")

@@ -1,0 +1,143 @@
+"""The loop of a sweep: starts runs as slots are free, and notes how each ends. Knows no place where runs run."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from moerl.config.stop_signals import STOPPED, StopRequest
+from moerl.diagnostics.summary import SUMMARY_FILE
+from moerl.launch.sweeps.hosts import Ended, Job, RunHost
+from moerl.launch.sweeps.manifest import Manifest, State, SweepRun, write_manifest
+from moerl.telemetry.terminal import excerpt
+
+LOGS = "logs"
+POLL_SECONDS = 0.1
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as shells have it."""
+_ERROR = re.compile(r"(?:\[rank\d+\]: )?(error: .*|[\w.]*(?:Error|Exception): .*)$")
+"""What moerl says of an error, and the last line of a traceback, as torch prints it where there are ranks."""
+_TOLD_TO_STOP = (STOPPED, INTERRUPTED)
+
+
+class Sweep:
+    """Runs of a manifest, on a host.
+
+    Args:
+        folder: of the sweep; the manifest there is written whenever a run begins or ends.
+        stop: whether this process was told to stop.
+        say: shows a line.
+    """
+
+    def __init__(
+        self, manifest: Manifest, folder: Path, host: RunHost, stop: StopRequest, say: Callable[[str], None]
+    ) -> None:
+        self._manifest, self._folder, self._host, self._stop, self._say = manifest, folder, host, stop, say
+        self._under_way: dict[str, SweepRun] = {}
+        self._waiting: list[SweepRun] = []
+        self._log_starts: dict[str, int] = {}
+        self._passed_on = False
+
+    def run(self) -> None:
+        """Runs what is not finished, and returns when all have ended; the manifest says how.
+
+        The first stop signal is passed on to runs under way, which end at their next safe point, and no more are
+        started. Ctrl-C after it is passed on, too, and ends them at once; another one kills them.
+
+        Raises:
+            KeyboardInterrupt: runs were killed. MoerlError: the manifest cannot be written.
+        """
+        for run in self._manifest.runs:
+            if (self._folder / run.name / SUMMARY_FILE).exists():
+                run.state, run.status = "finished", 0
+                self._say(f"{run.name}: was finished before")
+            else:
+                run.state, run.status = "waiting", None
+                self._waiting.append(run)
+        write_manifest(self._manifest, self._folder)
+        num_interrupts = 0
+        try:
+            while self._under_way or (self._waiting and not self._stop.signal):
+                try:
+                    self._turn()
+                except KeyboardInterrupt:
+                    num_interrupts += 1
+                    if num_interrupts > 1:
+                        raise
+                    self._host.stop(signal.SIGINT)
+        finally:
+            self._host.close()
+            for run in self._under_way.values():
+                run.state = "stopped"
+            write_manifest(self._manifest, self._folder)
+
+    def _turn(self) -> None:
+        for ended in self._host.ended():
+            self._note(ended)
+        if self._stop.signal:
+            if not self._passed_on:
+                self._passed_on = True
+                self._host.stop(signal.Signals[self._stop.signal])
+        else:
+            while self._waiting and len(self._under_way) < self._host.slots:
+                self._start(self._waiting.pop(0))
+        time.sleep(POLL_SECONDS)
+
+    def _start(self, run: SweepRun) -> None:
+        job = job_of(run, self._manifest, self._folder)
+        self._log_starts[run.name] = job.log.stat().st_size if job.log.exists() else 0
+        try:
+            self._host.start(job)
+        except OSError as error:
+            run.state = "failed"
+            self._say(f"{run.name}: could not be started: {error}")
+        else:
+            run.state = "running"
+            self._under_way[run.name] = run
+            number = self._manifest.runs.index(run) + 1
+            self._say(f"{run.name}: started, {number} of {len(self._manifest.runs)}; log: {job.log}")
+        write_manifest(self._manifest, self._folder)
+
+    def _note(self, ended: Ended) -> None:
+        run = self._under_way.pop(ended.name)
+        run.state, run.status = self._state_after(ended.status), ended.status
+        because = ""
+        if run.state == "failed":
+            said = last_words(job_of(run, self._manifest, self._folder).log, self._log_starts[run.name])
+            because = f" with status {ended.status}: {said}"
+        self._say(f"{run.name}: {run.state}{because}")
+        write_manifest(self._manifest, self._folder)
+
+    def _state_after(self, status: int) -> State:
+        if status == 0:
+            return "finished"
+        # One that was only starting has no handler yet, and dies of the signal.
+        was_told = status in _TOLD_TO_STOP or (status < 0 and bool(self._stop.signal))
+        return "stopped" if was_told else "failed"
+
+
+def job_of(run: SweepRun, manifest: Manifest, folder: Path) -> Job:
+    """The command line of one run: it starts the run, or goes on with it."""
+    run_dir = str(folder / run.name).replace("'", "\\'")
+    options = [] if manifest.config_dir is None else ["--config-dir", manifest.config_dir]
+    overrides = [*manifest.common, *run.overrides, f"run_dir='{run_dir}'", "resume=auto"]
+    return Job(run.name, ["train", *options, *overrides], folder / LOGS / f"{run.name}.log")
+
+
+def last_words(log: Path, start: int) -> str:
+    """The last error that a run printed from byte `start` of its log on, else its last line, with nothing that a
+    terminal obeys; empty where it printed nothing."""
+    text = log.read_bytes()[start:].decode(errors="replace") if log.exists() else ""
+    lines = text.strip().splitlines() or [""]
+    return excerpt(next((match[1] for line in reversed(lines) if (match := _ERROR.match(line))), lines[-1]))
+
+
+def exit_status(manifest: Manifest, *, is_interrupt: bool) -> int:
+    """0 where all runs are finished, 1 where one failed, else that of a run that was told to stop."""
+    states = {run.state for run in manifest.runs}
+    if states == {"finished"}:
+        return 0
+    return 1 if "failed" in states else INTERRUPTED if is_interrupt else STOPPED

@@ -1,0 +1,72 @@
+"""What a run needs, against what is there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from moerl.config.load import load_plan
+from moerl.config.schema import RunConfig
+from moerl.launch.doctor.accelerators import Gpu
+from moerl.launch.doctor.check import Check
+from moerl.launch.doctor.needs import checkpoint_bytes, environment_of, run_checks
+
+GIB = 2**30
+
+
+def run(*overrides: str) -> RunConfig:
+    return load_plan([*overrides])
+
+
+def looks(config: RunConfig, gpus: int = 0, mib: float = 81_559.0, cores: int = 64) -> dict[str, Check]:
+    there = [Gpu("H100", "580", mib, 0.0)] * gpus
+    return {check.name: check for check in run_checks(config, there, cores, 64 * GIB)}
+
+
+def test_the_demo_needs_nothing_that_is_not_here() -> None:
+    assert {check.level for check in looks(run("recipe=laptop")).values()} == {"green"}
+
+
+def test_ranks_without_cores_are_a_note() -> None:
+    found = looks(run("recipe=tiny", "parallel.tensor=2"), cores=1)["cores"]
+    assert (found.level, found.expected) == ("yellow", "2 cores")
+
+
+def test_ranks_without_gpus_are_a_fault() -> None:
+    config = run("recipe=tiny", "parallel.tensor=2")
+    assert looks(config, gpus=1)["GPUs of the run"].level == "red"
+    assert looks(config, gpus=2)["GPUs of the run"].level == "green"
+
+
+def test_servers_without_gpus_are_a_fault() -> None:
+    config = run("recipe=tiny", "rollout=sglang", "rollout.servers=2", "rollout.tensor=2")
+    found = looks(config, gpus=3)["GPUs of the run"]
+    assert found.level == "red"
+    assert found.seen == "3 GPUs for 1 ranks of the trainer, 4 of servers"
+    assert environment_of(config) is not None
+    assert environment_of(run("recipe=tiny")) is None
+
+
+def test_a_rank_that_does_not_fit_is_a_fault() -> None:
+    config = run("recipe=laptop", "model.architecture.num_experts=512", "model.architecture.moe_intermediate_size=4096")
+    found = looks(config, gpus=1, mib=4096.0)["memory of a rank"]
+    assert (found.level, "moerl plan memory" in found.remedy) == ("red", True)
+    assert looks(config, gpus=1)["memory of a rank"].level == "green"
+
+
+def test_a_file_that_the_task_names_and_that_is_not_there_is_a_fault(tmp_path: Path) -> None:
+    missing = tmp_path / "no.jsonl"
+    found = looks(run("recipe=tiny", "task=jsonl", f"task.path='{missing}'", "task.reward=rewards:score"))
+    assert found["configuration"].level == "red"
+    assert str(missing) in found["configuration"].seen
+
+
+def test_a_server_file_that_is_not_there_is_a_fault(tmp_path: Path) -> None:
+    missing = tmp_path / "server.json"
+    found = looks(run("recipe=tiny", "rollout=sglang_server", f"rollout.server='{missing}'"))
+    assert found["server.json files"].level == "red"
+
+
+def test_room_grows_with_the_checkpoints_that_are_kept() -> None:
+    two, four = (checkpoint_bytes(run("recipe=laptop", f"checkpoint.keep={keep}")) for keep in (2, 4))
+    assert four / two == 5 / 3
+    assert two > 1e6

@@ -1,0 +1,113 @@
+"""Packages that are not what moerl asks for, or not what the lock file says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from moerl.launch.doctor.packages import (
+    check_chain,
+    check_lock,
+    check_pins,
+    check_python,
+    exact_names,
+    installed_versions,
+    own_requirements,
+    package_checks,
+    read_lock,
+    read_pins,
+)
+
+ROOT = Path(__file__).parents[4]
+LOCK = ROOT / "requirements" / "run.lock"
+
+
+@pytest.fixture
+def lock(tmp_path: Path) -> Path:
+    return Path(tmp_path / "run.lock")
+
+
+def changed_lock(lock: Path, package: str, version: str) -> Path:
+    """The lock file of this repository with another version of one package."""
+    text, count = re.subn(rf"(?m)^{package}==\S+", f"{package}=={version}", LOCK.read_text())
+    assert count == 1
+    lock.write_text(text)
+    return lock
+
+
+def test_this_environment_is_what_pyproject_and_the_lock_file_say() -> None:
+    found = package_checks()
+    assert [check.level for check in found if check.level == "red"] == []
+    assert {check.name for check in found} == {"Python", "pins", "what these need", "lock file"}
+
+
+def test_the_requirements_of_a_checkout_are_those_of_its_pyproject() -> None:
+    assert own_requirements() == read_pins(ROOT / "pyproject.toml")
+    assert "torch==2.13.0" in own_requirements()
+
+
+def test_another_torch_in_the_lock_file_is_named(lock: Path) -> None:
+    found = check_lock(changed_lock(lock, "torch", "2.12.1"), installed_versions(), exact_names(own_requirements()))
+    assert found.level == "red"
+    assert found.seen.startswith("torch 2.13.0")
+    assert found.expected == "torch 2.12.1, as run.lock says"
+    assert "make setup" in found.remedy
+
+
+def test_another_version_of_what_is_not_pinned_is_a_note(lock: Path) -> None:
+    found = check_lock(changed_lock(lock, "rich", "15.0.99"), installed_versions(), exact_names(own_requirements()))
+    assert found.level == "yellow"
+    assert found.expected == "rich 15.0.99, as run.lock says"
+
+
+def test_a_wheel_without_a_lock_file_says_so(tmp_path: Path) -> None:
+    found = check_lock(tmp_path / "requirements" / "run.lock", installed_versions(), set())
+    assert (found.level, "a wheel carries none" in found.seen) == ("green", True)
+
+
+def test_a_local_part_of_a_version_is_no_difference(lock: Path) -> None:
+    lock.write_text("torch==2.13.0 \\\n    --hash=sha256:00\n")
+    assert check_lock(lock, {"torch": "2.13.0+cpu"}, {"torch"}).level == "green"
+
+
+def test_entries_for_other_systems_are_left_out(lock: Path) -> None:
+    lock.write_text("colorama==0.4.6 ; sys_platform == 'win32' \\\n    --hash=sha256:00\nTor_ch==1.0 \\\n")
+    assert read_lock(lock) == {"tor-ch": "1.0"}
+
+
+def test_a_package_that_is_missing_or_too_old_is_named() -> None:
+    installed = installed_versions() | {"megatron-core": "0.16.1"}
+    del installed["pyarrow"]
+    found = check_pins(own_requirements(), installed)
+    assert found.level == "red"
+    assert found.seen == "megatron-core 0.16.1, pyarrow missing"
+    assert found.expected == "megatron-core==0.19.2, pyarrow>=26"
+
+
+def test_megatron_bridge_is_asked_for_though_no_list_names_it() -> None:
+    installed = installed_versions()
+    del installed["megatron-bridge"]
+    assert check_pins(own_requirements(), installed).seen == "megatron-bridge missing"
+
+
+def test_what_a_package_needs_in_turn_is_named() -> None:
+    installed = installed_versions()
+    del installed["sympy"]
+    found = check_chain(own_requirements(), installed)
+    assert found.level == "red"
+    assert "sympy missing" in found.seen
+    assert "torch asks for sympy" in found.expected
+
+
+def test_what_an_extra_needs_is_named() -> None:
+    installed = installed_versions() | {"antlr4-python3-runtime": "4.13.2"}
+    found = check_chain(["math-verify[antlr4_9_3]>=0.9,<1"], installed)
+    assert found.level == "red"
+    assert "antlr4-python3-runtime 4.13.2" in found.seen
+
+
+@pytest.mark.parametrize(("version", "level"), [((3, 12), "green"), ((3, 11), "red"), ((3, 13), "red")])
+def test_python_3_12_alone_will_do(version: tuple[int, int], level: str) -> None:
+    assert check_python(version).level == level
