@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 from moerl_runs import DoneRun, Finished, moerl
-
-sys.path.insert(0, str(Path(__file__).parent))  # tests import `cluster` by name
-from cluster import Cluster, missing_programs
-from jobs import TRAIN
+from slurm_cluster import Cluster, missing_programs
+from slurm_jobs import TRAIN
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -31,10 +29,14 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> DoneRun:
-    """The run of `jobs.TRAIN` without SLURM."""
+    """The run of `slurm_jobs.TRAIN` without SLURM."""
     run = tmp_path_factory.mktemp("undisturbed") / "run"
     finished: Finished = moerl(
-        "train", *TRAIN, f"run_dir='{run}'", command=(sys.executable, "-m", "moerl"), path=map(Path, sys.path)
+        "train",
+        *TRAIN,
+        f"run_dir='{run}'",
+        command=(sys.executable, "-m", "moerl"),
+        path=[Path(each) for each in sys.path],
     )
     assert finished.status == 0, finished.output
     return DoneRun(run, finished)

@@ -12,7 +12,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -128,24 +128,22 @@ class Cluster:
 
     def close(self) -> None:
         """Ends jobs and daemons."""
-        if "slurmctld" in self._daemons:
-            self.call("scancel", "--user", getpass.getuser(), check=False)
-            eventually(lambda: not self.call("squeue", "--noheader", check=False).strip(), 60.0)
-        for name in [*self.nodes, "slurmctld", "munged"]:
-            if name in self._daemons:
-                self._daemons[name].terminate()
-                try:
-                    self._daemons[name].wait(20)
-                except subprocess.TimeoutExpired:
-                    self._daemons[name].kill()
-                    self._daemons[name].wait()
-        self._ends.close()
+        try:
+            if "slurmctld" in self._daemons:
+                self.call("scancel", "--user", getpass.getuser(), check=False)
+                eventually(lambda: not self.call("squeue", "--noheader", check=False).strip(), 60.0)
+        finally:
+            for name in [*self.nodes, "slurmctld", "munged"]:
+                if name in self._daemons:
+                    _end(self._daemons[name])
+            self._ends.close()
 
-    def call(self, *command: str, check: bool = True, environment: Mapping[str, str] = {}) -> str:
+    def call(self, *command: str, check: bool = True, cwd: Path | None = None) -> str:
         """What a command printed."""
         done = subprocess.run(
             command,
-            env={**self.environment, **environment},
+            env=self.environment,
+            cwd=cwd,
             capture_output=True,
             text=True,
             timeout=COMMAND_SECONDS,
@@ -153,6 +151,10 @@ class Cluster:
         )
         assert done.returncode == 0 or not check, f"{' '.join(command)}: {done.stdout}{done.stderr}{self.logs()}"
         return done.stdout
+
+    def sbatch(self, *arguments: str, cwd: Path | None = None) -> str:
+        """The id of a job that this submits."""
+        return self.call("sbatch", "--parsable", *arguments, cwd=cwd).strip()
 
     def node_states(self) -> dict[str, str]:
         """By name; empty where the controller does not answer."""
@@ -262,3 +264,12 @@ def _family(root: int) -> list[int]:
 def _kill(pid: int) -> None:
     with suppress(ProcessLookupError):
         os.kill(pid, 9)
+
+
+def _end(daemon: subprocess.Popen[bytes]) -> None:
+    daemon.terminate()
+    try:
+        daemon.wait(20)
+    except subprocess.TimeoutExpired:
+        daemon.kill()
+        daemon.wait()

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster import Cluster
+from slurm_cluster import Cluster
 
+ROOT = Path(__file__).parents[1]
 TRAIN = ["recipe=tiny", "rl.steps=4"]
 SITE = "cpus_per_node: 1\n"
 
@@ -45,6 +46,10 @@ class Submitted:
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.told()}") from error
 
+    def wait_for_end(self, number: int) -> None:
+        """Until so many attempts have come to their end."""
+        self.slurm.wait_until(lambda: len(self.ends()) >= number, self.job_id)
+
     def wait_for_step(self, step: int) -> None:
         """Until the metrics of a step of reinforcement learning are there."""
         metrics = self.run_dir / "metrics.jsonl"
@@ -73,3 +78,15 @@ def submit(slurm: Cluster, run_dir: Path, *arguments: str, site: str = SITE) -> 
     assert done.returncode == 0, done.stdout + done.stderr
     [line] = [line for line in done.stdout.splitlines() if line.startswith("job ")]
     return Submitted(slurm, line.split()[1].rstrip(","), run_dir)
+
+
+def children(pid: int, word: str) -> list[int]:
+    """Children of a process with this on their command line."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    pids = [int(each) for task in tasks for each in task.read_text().split()]
+    return [each for each in pids if word in Path(f"/proc/{each}/cmdline").read_bytes().decode()]
+
+
+def controller(run_dir: Path) -> int:
+    """The process that holds the run directory."""
+    return int(json.loads((run_dir / "run.lock").read_text())["pid"])
