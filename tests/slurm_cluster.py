@@ -58,7 +58,7 @@ SlurmdTimeout=20
 KillWait=5
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-NodeName={nodes} NodeHostname={host} NodeAddr=127.0.0.1 Port={node_ports} CPUs=2 State=UNKNOWN
+NodeName={nodes} NodeHostname={host} NodeAddr=127.0.0.1 Port={node_ports} CPUs=2 RealMemory=4000 State=UNKNOWN
 PartitionName=low Nodes={nodes} Default=YES MaxTime=60 State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=120
 PartitionName=high Nodes={nodes} MaxTime=60 State=UP PriorityTier=10 PreemptMode=OFF
 """
@@ -120,10 +120,10 @@ class Cluster:
         self._start(node, "slurmd", "-D", "-N", node)
 
     def kill_node(self, node: str) -> None:
-        """Ends the daemon of a node and all that it runs at once, as a loss of power would."""
-        processes = _family(self._daemons[node].pid) + self._step_daemons(node)
-        for pid in processes:
-            _kill(pid)
+        """Kills the daemon of a node and all steps of this cluster, as a loss of power does. Only this node has jobs."""
+        for pid in [self._daemons[node].pid, *self._step_daemons()]:
+            for each in _family(pid):
+                _kill(each)
         self._daemons[node].wait()
 
     def close(self) -> None:
@@ -207,18 +207,16 @@ class Cluster:
             stderr=subprocess.STDOUT,
         )
 
-    def _step_daemons(self, node: str) -> list[int]:
-        """The daemons of steps are no children of the node's, and name their node in their command line or spool."""
+    def _step_daemons(self) -> list[int]:
+        """Daemons of steps, which are no children of their node's; known by the configuration that they inherited."""
         found: list[int] = []
         for folder in Path("/proc").glob("[0-9]*"):
             try:
-                command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                environment = (folder / "environ").read_bytes()
+                is_step = (folder / "cmdline").read_bytes().startswith(b"slurmstepd:")
+                if is_step and f"SLURM_CONF={self.state}/".encode() in (folder / "environ").read_bytes():
+                    found.append(int(folder.name))
             except OSError:  # ended meanwhile, or another user's
                 continue
-            ours = str(self.state / "slurm.conf").encode() in environment
-            if command.startswith("slurmstepd:") and ours:
-                found += _family(int(folder.name))
         return found
 
 

@@ -151,7 +151,8 @@ def _options(job: JobSettings, site: Site) -> list[str]:
         f"--output={job.output}",
         *(f"--{name}={value}" for name, value in asked.items() if value is not None),
         *(["--exclusive"] if site.cpus_per_node is None else []),
-        *site.sbatch,
+        # sbatch reads the words of these lines as a shell does.
+        *(re.sub(r"=(.*\s.*)$", r'="\1"', option) for option in site.sbatch),
     ]
 
 

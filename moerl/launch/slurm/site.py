@@ -53,6 +53,8 @@ def _option(line: str) -> str:
     name = re.fullmatch(r"--([a-z][a-z-]*)(=.*)?", _one_line(line))
     if name is None:
         raise ValueError("an option of sbatch, --NAME or --NAME=VALUE")
+    if re.search(r"[\"'\\#]", line):
+        raise ValueError("a value without quotes, backslashes and #")
     if name[1] in OURS:
         raise ValueError(f"an option that neither another key nor the job sets; --{name[1]} is set by one")
     return line

@@ -54,10 +54,18 @@ def test_what_a_site_asks_for_is_in_the_script(tmp_path: Path) -> None:
         memory="500G",
         modules=["cuda/13.0"],
         environment={"NAME": "it's; a value"},
-        sbatch=["--mail-type=END"],
+        sbatch=["--mail-type=END", "--comment=two words"],
     )
     lines = render(job(tmp_path), site, ["recipe=tiny"]).splitlines()
-    for option in ("partition=gpu", "account=lab", "gres=gpu:8", "cpus-per-task=64", "mem=500G", "mail-type=END"):
+    for option in (
+        "partition=gpu",
+        "account=lab",
+        "gres=gpu:8",
+        "cpus-per-task=64",
+        "mem=500G",
+        "mail-type=END",
+        'comment="two words"',
+    ):
         assert f"#SBATCH --{option}" in lines
     assert "#SBATCH --exclusive" not in lines
     assert "module load cuda/13.0" in lines
