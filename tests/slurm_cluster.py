@@ -69,7 +69,7 @@ class Cluster:
 
     Args:
         state: an empty folder; its path is short enough for a socket in it.
-        num_nodes: emulated nodes, ``n1``, ``n2``, ...
+        num_nodes: emulated nodes, called n1, n2 and so on
 
     Attributes:
         environment: what commands of SLURM need.
@@ -120,7 +120,7 @@ class Cluster:
         self._start(node, "slurmd", "-D", "-N", node)
 
     def kill_node(self, node: str) -> None:
-        """Kills the daemon of a node and all steps of this cluster, as a loss of power does. Only this node has jobs."""
+        """Kills the daemon of a node and all steps of this cluster, as a loss of power does; others have no jobs."""
         for pid in [self._daemons[node].pid, *self._step_daemons()]:
             for each in _family(pid):
                 _kill(each)
@@ -162,7 +162,7 @@ class Cluster:
         return dict(row.split() for row in rows if row)
 
     def job(self, job: str) -> dict[str, str]:
-        """What ``scontrol show job`` says; of arrays, the task ``ID_N``."""
+        """What ``scontrol show job`` says; of arrays, each task has an id of its own."""
         text = self.call("scontrol", "--oneliner", "show", "job", job)
         return dict(field.split("=", 1) for field in re.split(r"\s+(?=[A-Za-z:/]+=)", text.strip()) if "=" in field)
 
@@ -206,6 +206,10 @@ class Cluster:
             stdout=output,
             stderr=subprocess.STDOUT,
         )
+
+    def step_processes(self) -> list[int]:
+        """All that steps have started and that still runs."""
+        return [pid for daemon in self._step_daemons() for pid in _family(daemon)]
 
     def _step_daemons(self) -> list[int]:
         """Daemons of steps, which are no children of their node's; known by the configuration that they inherited."""

@@ -90,3 +90,11 @@ def children(pid: int, word: str) -> list[int]:
 def controller(run_dir: Path) -> int:
     """The process that holds the run directory."""
     return int(json.loads((run_dir / "run.lock").read_text())["pid"])
+
+
+def check(script: Path) -> None:
+    """shellcheck finds nothing; values in single quotes may hold a $ (SC2016)."""
+    done = subprocess.run(
+        ["shellcheck", "--severity=style", "--exclude=SC2016", script], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout

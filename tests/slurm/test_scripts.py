@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import pytest
 from slurm_cluster import Cluster
-from slurm_jobs import ROOT, launch
+from slurm_jobs import ROOT, check, launch
 
 from moerl.launch.slurm.script import JobSettings, render
 from moerl.launch.slurm.site import Container, Site
@@ -28,14 +27,6 @@ SITES = {
     "apptainer": Site(container=Container(runtime="apptainer", image="a b.sif", mounts=["/tmp"])),
     "enroot": Site(container=Container(runtime="enroot", image="a.sqsh", mounts=["/tmp:/tmp"])),
 }
-
-
-def check(script: Path) -> None:
-    """Values in single quotes may hold a $ (SC2016)."""
-    done = subprocess.run(
-        ["shellcheck", "--severity=style", "--exclude=SC2016", script], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout
 
 
 def render_to(folder: Path, site: Site) -> Path:
