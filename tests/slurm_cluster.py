@@ -207,10 +207,6 @@ class Cluster:
             stderr=subprocess.STDOUT,
         )
 
-    def step_processes(self) -> list[int]:
-        """All that steps have started and that still runs."""
-        return [pid for daemon in self._step_daemons() for pid in _family(daemon)]
-
     def _step_daemons(self) -> list[int]:
         """Daemons of steps, which are no children of their node's; known by the configuration that they inherited."""
         found: list[int] = []
