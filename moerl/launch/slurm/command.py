@@ -250,4 +250,4 @@ def _submit(job: JobSettings, script: str) -> None:
     print(f"run directory  {job.run_dir}")
     print(f"logs           {job.output.replace('%j', job_id)} and {job.folder}/attempt-NNN.log")
     print(f"watch it       moerl watch {job.run_dir}")
-    print(f"stop it        scancel --batch --signal=TERM {job_id} (commits, and is requeued), or scancel {job_id}")
+    print(f"end it         scancel {job_id}; to commit, and go on in the queue: scancel --batch --signal=USR1 {job_id}")
