@@ -40,7 +40,12 @@ def test_an_installed_wheel_finds_its_configs_and_reward_worker(tmp_path: Path) 
     # Configs, templates and the patches of SGLang stand beside the package in a checkout, and in it in a wheel.
     here = {
         path.relative_to(parent)
-        for parent, folder in ((ROOT / "moerl", ROOT / "moerl"), (ROOT, ROOT / "configs"), (ROOT, ROOT / "patches"), (ROOT, ROOT / "templates"))
+        for parent, folder in (
+            (ROOT / "moerl", ROOT / "moerl"),
+            (ROOT, ROOT / "configs"),
+            (ROOT, ROOT / "patches"),
+            (ROOT, ROOT / "templates"),
+        )
         for path in folder.rglob("*")
         if path.suffix in kinds
     }
