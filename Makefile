@@ -6,7 +6,7 @@ BIN := .venv/bin
 # Test processes: as many as cores, each with one thread; tests that share an expensive set-up stay together.
 JOBS ?= auto
 
-.PHONY: setup lock sglang demo demo-sglang lint test test-slow test-distributed test-sglang test-chaos bench bench-sglang golden clean
+.PHONY: setup lock sglang demo demo-sglang lint test test-slow test-distributed test-sglang test-slurm test-chaos bench bench-sglang golden clean
 
 setup: .venv/.ready
 
@@ -32,20 +32,27 @@ lint: setup
 	$(BIN)/pyright
 
 test: setup sglang
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "not slow and not distributed and not sglang" tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "not slow and not distributed and not sglang and not slurm" tests
 
 test-slow: setup sglang
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "slow and not sglang" tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "slow and not sglang and not slurm" tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow and sglang" tests
 
 # Every layout; up to eight processes in one test, so one test at a time.
 test-distributed: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m distributed tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "distributed and not slurm" tests
 
 # Live SGLang servers on CPU, in an environment of their own (2.2 GB). The test of parity is part of `make test`; those of
 # whole runs and of servers that die or hang, which take minutes of real time, of `make test-slow`.
 test-sglang: setup sglang
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "sglang and not slow" tests
+
+# Jobs of a SLURM that the tests start on loopback; where its packages are missing they are installed if we are root on
+# Debian or Ubuntu, and otherwise the tests are skipped with the reason. Minutes.
+test-slurm: setup
+	@command -v sbatch >/dev/null && command -v shellcheck >/dev/null || [ "$$(id -u)" != 0 ] || \
+	  apt-get install -y --no-install-recommends slurm-wlm munge shellcheck || true
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs -m slurm tests
 
 # A hundred kills, stops and full disks in a quarter of an hour, at random moments of runs that are resumed until they end.
 test-chaos: setup sglang

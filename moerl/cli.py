@@ -1,5 +1,5 @@
 """The command line, ``moerl COMMAND``: train, sft, rollout, eval, plan, status, report, diagnose, export,
-verify, sglang, serve.
+verify, sglang, serve, launch.
 
 Reads and checks the configuration and hands over to `moerl.orchestration.commands`, in the same process. That import
 comes last, so that help and configuration errors need no torch.
@@ -27,7 +27,7 @@ from moerl.launch.arguments import Parser, add_plan_run_arguments, bandwidth, ex
 from moerl.launch.arguments import options_text as _options_text
 from moerl.launch.arguments import short_help as _short_help
 from moerl.launch.launchers import refuse_other_launchers
-from moerl.launch.overview import FAMILIES, SGLANG, family_overview, members, overview, which_command
+from moerl.launch.overview import FAMILIES, LAUNCH, SGLANG, family_overview, members, overview, which_command
 from moerl.launch.run_lock import run_lock
 from moerl.printable import printable
 
@@ -92,8 +92,10 @@ def _dispatch(arguments: list[str]) -> int:
     command, rest = " ".join(arguments[:words]), arguments[words:]
     if command in SGLANG:
         return _sglang(command, rest)
+    if command in LAUNCH:
+        return _launch(rest)
     if command not in COMMANDS:
-        known = [*COMMANDS, *on_directories, *SGLANG]
+        known = [*COMMANDS, *on_directories, *SGLANG, *LAUNCH]
         raise ConfigError(
             "command line: unknown command",
             seen=command,
@@ -236,12 +238,13 @@ def _sglang(command: str, rest: list[str]) -> int:
     """`moerl sglang install`, `moerl sglang check` and `moerl serve`."""
     from moerl.launch import sglang
 
-    parser = sglang.parser(command)
-    if {"-h", "--help"} & set(rest):
-        usage = parser.format_usage().strip()
-        print(f"{usage}\n\nmoerl {command}: {SGLANG[command]}.\n\noptions:\n{_options_text(parser)}")
-        return 0
-    return sglang.COMMANDS[command](parser.parse_args(rest))
+    return sglang.run(command, rest)
+
+
+def _launch(rest: list[str]) -> int:
+    from moerl.launch.slurm.command import run
+
+    return run(rest)
 
 
 def _export(arguments: list[str]) -> int:

@@ -7,7 +7,7 @@ import re
 from functools import cache
 from pathlib import Path
 
-from moerl.cli import SGLANG
+from moerl.cli import LAUNCH, SGLANG
 from moerl.config.command_texts import COMMANDS
 from moerl.config.reference import config_keys, is_known, sections
 
@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[1]
 CODE = re.compile(r"`+([^`\n]+)`+")
 SUFFIXES = {".py", ".md", ".yaml", ".sh", ".toml", ".json", ".patch", ".png"}
 DIRECTORY_COMMANDS = ("status", "watch", "report", "diagnose", "samples", "export", "verify", "conformance", "doctor")
-COMMAND_NAMES = {*COMMANDS, *SGLANG, *DIRECTORY_COMMANDS}
-FAMILIES = {"plan", "sglang"}
+COMMAND_NAMES = {*COMMANDS, *SGLANG, *LAUNCH, *DIRECTORY_COMMANDS}
+FAMILIES = {"plan", "sglang", "launch"}
 
 
 @cache

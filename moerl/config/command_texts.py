@@ -253,3 +253,15 @@ CONFORMANCE = Command(
         ("moerl conformance embedded:HF_DIR --json", "our embedded engine, for a script"),
     ),
 )
+
+LAUNCH_SLURM = Command(
+    "submit a run as a job of SLURM that is requeued until the run is finished",
+    "Renders an sbatch script for `moerl train`, with what --site says of this cluster, and submits it; --dry-run\n"
+    "shows the script, the resolved configuration and the plans, and submits nothing. Before its time limit and\n"
+    "when it is preempted the run commits a checkpoint, and the job is requeued and goes on; a job that writes no new\n"
+    "checkpoint several times in a row ends as failed. Start it on a login node (docs/clusters.md).",
+    (
+        ("moerl launch slurm recipe=laptop --time 1:00:00 --dry-run", "what would be submitted"),
+        ("moerl launch slurm recipe=laptop run_dir=runs/job --time 1:00:00 --site site.yaml", "submit it"),
+    ),
+)

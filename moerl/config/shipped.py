@@ -1,4 +1,4 @@
-"""Folders of the repository that a wheel carries: configs and patches. Torch-free."""
+"""Folders of the repository that a wheel carries: configs, patches and templates. Torch-free."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from moerl.config.command_texts import (
     DIAGNOSE,
     DOCTOR,
     EXPORT,
+    LAUNCH_SLURM,
     REPORT,
     SAMPLES,
     STATUS,
@@ -17,7 +18,7 @@ from moerl.config.command_texts import (
     WATCH,
 )
 
-FAMILIES = ("plan", "sglang")
+FAMILIES = ("plan", "sglang", "launch")
 """First words of commands that have two."""
 
 SGLANG = {
@@ -25,6 +26,8 @@ SGLANG = {
     "sglang check": "prove an installation, or a running server, to be the release with our patches",
     "serve": "run an SGLang server for rollouts until it is told to stop",
 }
+
+LAUNCH = {"launch slurm": LAUNCH_SLURM.summary}
 
 
 def summaries() -> dict[str, str]:
@@ -40,7 +43,7 @@ def summaries() -> dict[str, str]:
         "verify": VERIFY,
         "conformance": CONFORMANCE,
     }
-    return {name: command.summary for name, command in commands.items()} | SGLANG
+    return {name: command.summary for name, command in commands.items()} | SGLANG | LAUNCH
 
 
 def which_command(command: str, known: list[str], family: str) -> str:

@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from moerl.config.model_tensors import check_weights
-from moerl.launch.arguments import Parser
+from moerl.launch.arguments import Parser, options_text
+from moerl.launch.overview import SGLANG
 from moerl.rollout.fleet.endpoint import read_endpoint, require_private
 from moerl.rollout.sglang.client import ServerClient
 from moerl.rollout.sglang.handshake import ServerFacts
@@ -20,6 +21,16 @@ from moerl.rollout.sglang.server import ENDPOINT_FILE, ServerOptions, SGLangServ
 
 ENVIRONMENT = Path(".venv-sglang")
 _PROBE_SECONDS = 30.0
+
+
+def run(command: str, arguments: list[str]) -> int:
+    """Exit status of one command, or of its help."""
+    made = parser(command)
+    if {"-h", "--help"} & set(arguments):
+        usage = made.format_usage().strip()
+        print(f"{usage}\n\nmoerl {command}: {SGLANG[command]}.\n\noptions:\n{options_text(made)}")
+        return 0
+    return COMMANDS[command](made.parse_args(arguments))
 
 
 def parser(command: str) -> Parser:

@@ -1,0 +1,183 @@
+"""Attempts of a SLURM job at one run: numbered logs, and whether the job is worth another attempt.
+
+Batch scripts call it before and after `moerl train`::
+
+    log=$(python -m moerl.launch.slurm.attempts begin RUN_DIR --max-requeues 3) || exit 1
+    moerl train ... >"$log" 2>&1
+    python -m moerl.launch.slurm.attempts end RUN_DIR --max-requeues 3 --status $?
+
+`begin` prints the log of the new attempt. `end` ends with status 0 (finished), 75 (requeue the job) or that
+which the job is to fail with. Attempts that never came to `end`, on a node that was lost, count as well. Torch-free.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from moerl.config.stop_signals import STOPPED
+from moerl.errors import MoerlError
+from moerl.trainer.checkpoint import CHECKPOINTS, checkpoint_names
+
+FOLDER = "slurm"
+"""In a run directory: the script, logs, and what is known of attempts."""
+ATTEMPTS_FILE = "attempts.jsonl"
+MAX_REQUEUES = 3
+_FINAL = (2, 130)
+"""A wrong command line or configuration, and Ctrl-C: another attempt would not help, or is not wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A job of SLURM and the run that it works on.
+
+    Args:
+        job_id: the same after a requeue.
+        max_requeues: how often in a row the job may start again without a new checkpoint.
+    """
+
+    run_dir: Path
+    job_id: str
+    max_requeues: int
+
+    @property
+    def folder(self) -> Path:
+        return self.run_dir / FOLDER
+
+    def log(self, attempt: int) -> Path:
+        return self.folder / f"attempt-{attempt:03d}.log"
+
+    def newest(self) -> str:
+        """Name of the newest checkpoint, empty before the first."""
+        return (checkpoint_names(self.run_dir / CHECKPOINTS) or [""])[-1]
+
+    def attempts(self) -> list[dict[str, Any]]:
+        """What was written when attempts began, of all jobs at this run.
+
+        Raises:
+            MoerlError: the file is damaged.
+        """
+        file = self.folder / ATTEMPTS_FILE
+        if not file.exists():
+            return []
+        try:
+            rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+            return [row for row in rows if row["event"] == "begin" and int(row["attempt"]) > 0]
+        except (ValueError, KeyError, TypeError) as error:
+            raise MoerlError(
+                f"{file} cannot be read",
+                seen=f"{type(error).__name__}: {error}",
+                expected="a JSON object a line",
+                remedy="move it away: attempts are then counted from 1 again",
+            ) from error
+
+    def without_progress(self) -> int:
+        """Attempts of this job in a row, up to the latest, since which no checkpoint was written."""
+        newest, count = self.newest(), 0
+        for row in reversed(self.attempts()):
+            if row["job"] != self.job_id or row["checkpoint"] != newest:
+                break
+            count += 1
+        return count
+
+
+def begin(job: Job, *, restarts: int) -> Path:
+    """Notes a new attempt; returns its log, which does not exist yet.
+
+    Args:
+        restarts: how often SLURM has started the job again.
+
+    Raises:
+        MoerlError: too many attempts before it made no progress.
+    """
+    _refuse_without_progress(job)
+    attempt = max((int(row["attempt"]) for row in job.attempts()), default=0) + 1
+    _note(job, attempt, "begin", {"restarts": restarts, "node": socket.gethostname(), "checkpoint": job.newest()})
+    return job.log(attempt)
+
+
+def end(job: Job, status: int) -> int:
+    """Notes how the latest attempt ended; returns what the batch script exits with, 75 to be requeued.
+
+    Args:
+        status: of `moerl train`, as the shell has it.
+
+    Raises:
+        MoerlError: the job made no progress too often to be requeued, or no attempt was begun.
+    """
+    attempts = job.attempts()
+    if not attempts:
+        raise MoerlError("no attempt was begun", seen=job.folder, expected="`begin` before `end`")
+    attempt = int(attempts[-1]["attempt"])
+    code = status if status == 0 or status in _FINAL else STOPPED
+    _note(job, attempt, "end", {"status": status, "code": code, "checkpoint": job.newest()})
+    if code == STOPPED:
+        _refuse_without_progress(job)
+    return code
+
+
+def _refuse_without_progress(job: Job) -> None:
+    count = job.without_progress()
+    if count <= job.max_requeues:
+        return
+    latest = int(job.attempts()[-1]["attempt"])
+    newest = job.newest()
+    raise MoerlError(
+        f"job {job.job_id} makes no progress and is not requeued",
+        seen=f"{count} attempts in a row without a new checkpoint, "
+        + (f"the newest is {newest}" if newest else "none was written yet"),
+        expected=f"at most {job.max_requeues} requeues without one",
+        remedy=f"read {job.log(latest)}, and {job.folder / ATTEMPTS_FILE} for how each attempt ended; mend the cause"
+        " and submit the job again",
+    )
+
+
+def _note(job: Job, attempt: int, event: str, facts: Mapping[str, object]) -> None:
+    job.folder.mkdir(parents=True, exist_ok=True)
+    at = datetime.now(UTC).isoformat(timespec="seconds")
+    row = {"attempt": attempt, "event": event, "job": job.job_id, "at": at, **facts}
+    with (job.folder / ATTEMPTS_FILE).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def main(argv: Sequence[str] | None = None, environment: Mapping[str, str] = os.environ) -> int:
+    """The command; returns its exit status, 1 where the job is to fail."""
+    parser = argparse.ArgumentParser(prog="python -m moerl.launch.slurm.attempts", allow_abbrev=False)
+    parser.add_argument("event", choices=("begin", "end"))
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--max-requeues", type=int, default=MAX_REQUEUES)
+    parser.add_argument("--status", type=int, help="of the attempt that ended")
+    options = parser.parse_args(argv)
+    if options.event == "end" and options.status is None:
+        parser.error("end needs --status")
+    job = Job(options.run_dir, environment.get("SLURM_JOB_ID", "none"), options.max_requeues)
+    try:
+        if options.event == "begin":
+            print(begin(job, restarts=int(environment.get("SLURM_RESTART_COUNT", "0"))))
+            return 0
+        code = end(job, options.status)
+    except MoerlError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(_outcome(job, options.status, code), file=sys.stderr)
+    return code
+
+
+def _outcome(job: Job, status: int, code: int) -> str:
+    attempt = int(job.attempts()[-1]["attempt"])
+    told = {0: "the run is finished", STOPPED: "requeue"}.get(code, "the job ends")
+    return f"attempt {attempt} ended with status {status}, newest checkpoint {job.newest() or 'none'}: {told}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""The sbatch script of a run, rendered from `templates/slurm/`. Pure but for reading the templates. Torch-free."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from moerl.config.shipped import shipped_folder
+from moerl.errors import ConfigError
+from moerl.launch.slurm.attempts import FOLDER
+from moerl.launch.slurm.site import Container, Site
+
+GRACE_SHARE = 0.8
+"""Of the seconds between the signal and the time limit: what the run gets to commit."""
+KILL_SHARE = 0.9
+"""After this share of them a run that has not ended is killed."""
+MIN_SIGNAL_SECONDS = 60
+_TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<parts>\d+(?::\d+){0,2})")
+
+
+@dataclass(frozen=True, slots=True)
+class JobSettings:
+    """What one job asks for.
+
+    Args:
+        time: limit, as SLURM writes it.
+        signal_seconds: before the limit, when the run is told to stop.
+        max_requeues: how often in a row the job is requeued without a new checkpoint.
+        working_dir: where it was submitted; relative paths start there.
+    """
+
+    name: str
+    nodes: int
+    time: str
+    signal_seconds: int
+    max_requeues: int
+    run_dir: Path
+    working_dir: Path
+
+    @property
+    def folder(self) -> Path:
+        return self.run_dir / FOLDER
+
+    @property
+    def script(self) -> Path:
+        return self.folder / "job.sbatch"
+
+    @property
+    def output(self) -> str:
+        """The batch shell's log; SLURM fills in the job's id."""
+        return f"{self.folder}/job-%j.log"
+
+    @property
+    def grace_seconds(self) -> int:
+        return int(GRACE_SHARE * self.signal_seconds)
+
+    def check(self) -> None:
+        """Raises `ConfigError` where these cannot be a job."""
+        if limit_seconds(self.time) < 2 * self.signal_seconds or self.signal_seconds < MIN_SIGNAL_SECONDS:
+            raise ConfigError(
+                "--signal-seconds: no time between start and signal, or between signal and limit",
+                seen=f"{self.signal_seconds} s before the end of {self.time}",
+                expected=f"at least {MIN_SIGNAL_SECONDS}, and at most half of the time",
+                remedy="ask for more --time or change --signal-seconds",
+            )
+        for what, path in (("run_dir", self.run_dir), ("the current directory", self.working_dir)):
+            if not re.fullmatch(r"[\w./+=@,:~-]+", str(path)):
+                raise ConfigError(
+                    f"{what}: a path that #SBATCH lines cannot hold",
+                    seen=path,
+                    expected="letters, digits and any of _ . / + = @ , : ~ -",
+                    remedy="choose another directory",
+                )
+
+
+def limit_seconds(text: str) -> int:
+    """Seconds of a time limit: MINUTES, M:S, H:M:S, D-H, D-H:M or D-H:M:S.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    match = _TIME.fullmatch(text)
+    if match is None:
+        raise ConfigError(
+            "--time: not a time limit", seen=text, expected="MINUTES, H:M:S or D-H:M:S", remedy="write 4:00:00"
+        )
+    parts = [int(part) for part in match["parts"].split(":")]
+    if match["days"]:
+        hours, minutes, seconds = [*parts, 0, 0][:3]
+    else:
+        hours, minutes, seconds = [[0, *parts, 0], [0, *parts], parts][len(parts) - 1]
+    return ((int(match["days"] or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+def render(job: JobSettings, site: Site, overrides: Sequence[str]) -> str:
+    """The script.
+
+    Args:
+        overrides: of `moerl train`, `run_dir` and the grace time included.
+    """
+    environment = Environment(
+        loader=FileSystemLoader(shipped_folder("templates") / "slurm"),
+        undefined=StrictUndefined,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+    environment.filters["quote"] = lambda value: shlex.quote(str(value))
+    return environment.get_template("train.sbatch.j2" if job.nodes == 1 else "train_ray.sbatch.j2").render(
+        options=_options(job, site),
+        modules=site.modules,
+        environment=site.environment,
+        run_dir=job.run_dir,
+        prefix="".join(f"{shlex.quote(word)} " for word in _prefix(site.container)),
+        python=site.python or ("python" if site.container else sys.executable),
+        max_requeues=job.max_requeues,
+        kill_seconds=int(KILL_SHARE * job.signal_seconds),
+        has_gpus=bool(site.gpus_per_node or site.gres),
+        gpus_per_node=site.gpus_per_node,
+        num_nodes=job.nodes,
+        overrides=[*overrides, "resume=auto"],
+    )
+
+
+def _options(job: JobSettings, site: Site) -> list[str]:
+    """Lines of #SBATCH, without it."""
+    gres = site.gres or (f"gpu:{site.gpus_per_node}" if site.gpus_per_node else None)
+    asked = {
+        "partition": site.partition,
+        "account": site.account,
+        "qos": site.qos,
+        "gres": gres,
+        "cpus-per-task": site.cpus_per_node,
+        "mem": site.memory,
+    }
+    return [
+        f"--job-name={job.name}",
+        f"--nodes={job.nodes}",
+        "--ntasks-per-node=1",
+        f"--time={job.time}",
+        # To this shell (B), not to steps.
+        f"--signal=B:USR1@{job.signal_seconds}",
+        "--requeue",
+        "--open-mode=append",
+        f"--chdir={job.working_dir}",
+        f"--output={job.output}",
+        *(f"--{name}={value}" for name, value in asked.items() if value is not None),
+        *(["--exclusive"] if site.cpus_per_node is None else []),
+        # sbatch reads the words of these lines as a shell does.
+        *(re.sub(r"=(.*\s.*)$", r'="\1"', option) for option in site.sbatch),
+    ]
+
+
+def _prefix(container: Container | None) -> list[str]:
+    """What stands before a command that runs in the container."""
+    if container is None:
+        return []
+    if container.runtime == "apptainer":
+        mounts = ["--bind", ",".join(container.mounts)] if container.mounts else []
+        return ["apptainer", "exec", "--nv", *mounts, *container.arguments, container.image]
+    mounts = [word for mount in container.mounts for word in ("--mount", mount)]
+    return ["enroot", "start", *mounts, *container.arguments, container.image]

@@ -1,0 +1,133 @@
+"""What a site's SLURM asks for: one YAML file (`--site`), validated before anything else. Torch-free."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Annotated, Literal
+
+import yaml
+from pydantic import AfterValidator, Field, ValidationError
+
+from moerl.errors import ConfigError
+from moerl.sections import Count, CountOrZero, Positive, Section
+
+OURS = (
+    *(
+        "job-name",
+        "nodes",
+        "ntasks-per-node",
+        "time",
+        "signal",
+        "requeue",
+        "no-requeue",
+        "open-mode",
+        "output",
+        "chdir",
+    ),
+    *("partition", "account", "qos", "gres", "cpus-per-task", "mem", "exclusive", "array", "wrap", "parsable"),
+)
+"""Options of sbatch that a script sets itself."""
+
+
+def _one_line(text: str) -> str:
+    if not text or not text.isprintable():
+        raise ValueError("one line of printable text")
+    return text
+
+
+def _word(text: str) -> str:
+    if not re.fullmatch(r"[\w.,:/+=@%^~-]+", text):
+        raise ValueError("a word of letters, digits and any of _ . , : / + = @ % ^ ~ -")
+    return text
+
+
+def _variable(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
+        raise ValueError("the name of an environment variable")
+    return name
+
+
+def _option(line: str) -> str:
+    name = re.fullmatch(r"--([a-z][a-z-]*)(=.*)?", _one_line(line))
+    if name is None:
+        raise ValueError("an option of sbatch, --NAME or --NAME=VALUE")
+    if re.search(r"[\"'\\#]", line):
+        raise ValueError("a value without quotes, backslashes and #")
+    if name[1] in OURS:
+        raise ValueError(f"an option that neither another key nor the job sets; --{name[1]} is set by one")
+    return line
+
+
+Line = Annotated[str, AfterValidator(_one_line)]
+Word = Annotated[str, AfterValidator(_word)]
+Variable = Annotated[str, AfterValidator(_variable)]
+Option = Annotated[str, AfterValidator(_option)]
+
+
+class Container(Section):
+    """The image that commands of moerl run in."""
+
+    runtime: Literal["enroot", "apptainer"] = Field(
+        description="enroot = `enroot start`; apptainer = `apptainer exec --nv`. Signals reach the run alone, which"
+        " steps of pyxis (srun --container-image) do not offer: start such an image with enroot."
+    )
+    image: Line = Field(description="Image file, or what else the runtime's command takes.")
+    mounts: list[Word] = Field(default=[], description="Folders that the container sees, each FROM:TO or PATH.")
+    arguments: list[Line] = Field(default=[], description="More options of the runtime's command.")
+
+
+class Site(Section):
+    """One site. Every key may be left out."""
+
+    partition: Word | None = Field(default=None, description="Partition; null = the site's default.")
+    account: Word | None = Field(default=None, description="Account that is charged; null = your default.")
+    qos: Word | None = Field(default=None, description="Quality of service; null = your default.")
+    gpus_per_node: CountOrZero = Field(default=0, description="GPUs asked for on each node; 0 = none.")
+    gres: Word | None = Field(
+        default=None, description="The same as this site names it (gpu:h100:8); null = gpu:GPUS_PER_NODE."
+    )
+    gpu_memory_gib: Positive = Field(default=80.0, description="Memory of one GPU, for the plan of --dry-run.")
+    cpus_per_node: Count | None = Field(default=None, description="CPU cores asked for on each node; null = exclusive.")
+    memory: Word | None = Field(default=None, description="Memory of each node (200G); null = the site's default.")
+    container: Container | None = Field(default=None, description="Where commands run; null = on the node itself.")
+    python: Line | None = Field(
+        default=None,
+        description="Interpreter of moerl on the nodes; null = the one that submits, `python` in a container.",
+    )
+    modules: list[Word] = Field(default=[], description="Loaded with `module load` before anything else.")
+    environment: dict[Variable, Line] = Field(default={}, description="Environment variables of the job.")
+    sbatch: list[Option] = Field(default=[], description="More options of sbatch, each --NAME or --NAME=VALUE.")
+
+
+def load_site(path: Path | None) -> Site:
+    """The site of a file; without one a node of the default partition, without GPUs.
+
+    Raises:
+        ConfigError: it cannot be read, or a key is unknown or wrong.
+    """
+    if path is None:
+        return Site()
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(
+            "--site: cannot be read", seen=f"{path}: {error}", expected="a YAML file", remedy="give another file"
+        ) from error
+    try:
+        return Site.model_validate_json(json.dumps({} if values is None else values, default=str))
+    except ValidationError as error:
+        raise _explain(path, error) from error
+
+
+def _explain(path: Path, error: ValidationError) -> ConfigError:
+    first = error.errors(include_url=False)[0]
+    key = ".".join(map(str, first["loc"])) or "the file"
+    if first["type"] == "extra_forbidden":
+        known = Container.model_fields if len(first["loc"]) > 1 else Site.model_fields
+        return ConfigError(
+            f"{path}: {key}: unknown key", expected=f"one of {', '.join(known)}", remedy="correct or remove it"
+        )
+    expected = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    return ConfigError(f"{path}: {key}: wrong value", seen=repr(first["input"]), expected=expected, remedy="correct it")

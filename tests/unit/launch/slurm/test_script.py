@@ -1,0 +1,142 @@
+"""What `moerl launch slurm` writes, shows and refuses; that SLURM takes it is seen in `tests/slurm/`."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from moerl.cli import main
+from moerl.errors import ConfigError
+from moerl.launch.slurm.script import JobSettings, limit_seconds, render
+from moerl.launch.slurm.site import Container, Site
+
+
+def job(tmp_path: Path, **changes: object) -> JobSettings:
+    values = {"name": "run", "nodes": 1, "time": "1:00:00", "signal_seconds": 300, "max_requeues": 3}
+    return JobSettings(**{**values, "run_dir": tmp_path / "run", "working_dir": tmp_path, **changes})  # type: ignore[arg-type]
+
+
+def launch(tmp_path: Path, *arguments: str) -> int:
+    return main(["launch", "slurm", "recipe=tiny", f"run_dir='{tmp_path / 'run'}'", "--time", "30", *arguments])
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("30", 1800), ("30:10", 1810), ("1:30:00", 5400), ("2-3", 183600), ("1-0:30", 88200), ("1-00:00:01", 86401)],
+)
+def test_time_limits_are_read_as_slurm_reads_them(text: str, seconds: int) -> None:
+    assert limit_seconds(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "1h", "1:2:3:4", "-1", "1-"])
+def test_what_is_no_time_limit_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="not a time limit"):
+        limit_seconds(text)
+
+
+@pytest.mark.parametrize("changes", [{"time": "9"}, {"signal_seconds": 10}, {"run_dir": Path("/a b")}])
+def test_a_job_that_could_not_stop_in_time_or_whose_paths_sbatch_cannot_hold_is_refused(
+    tmp_path: Path, changes: dict[str, object]
+) -> None:
+    job(tmp_path).check()
+    with pytest.raises(ConfigError):
+        job(tmp_path, **changes).check()
+
+
+def test_what_a_site_asks_for_is_in_the_script(tmp_path: Path) -> None:
+    site = Site(
+        partition="gpu",
+        account="lab",
+        gpus_per_node=8,
+        cpus_per_node=64,
+        memory="500G",
+        modules=["cuda/13.0"],
+        environment={"NAME": "it's; a value"},
+        sbatch=["--mail-type=END", "--comment=two words"],
+    )
+    lines = render(job(tmp_path), site, ["recipe=tiny"]).splitlines()
+    for option in (
+        "partition=gpu",
+        "account=lab",
+        "gres=gpu:8",
+        "cpus-per-task=64",
+        "mem=500G",
+        "mail-type=END",
+        'comment="two words"',
+    ):
+        assert f"#SBATCH --{option}" in lines
+    assert "#SBATCH --exclusive" not in lines
+    assert "module load cuda/13.0" in lines
+    [export] = [line for line in lines if line.startswith("export NAME=")]
+    assert shlex.split(export) == ["export", "NAME=it's; a value"]
+
+
+@pytest.mark.parametrize(
+    ("runtime", "start"),
+    [
+        ("apptainer", "apptainer exec --nv --bind /data,/home:/home --ipc moerl.sif python -m moerl train"),
+        ("enroot", "enroot start --mount /data --mount /home:/home --ipc moerl.sif python -m moerl train"),
+    ],
+)
+def test_commands_of_moerl_run_in_the_container_and_those_of_slurm_do_not(
+    tmp_path: Path, runtime: str, start: str
+) -> None:
+    container = Container(
+        runtime=runtime,  # type: ignore[arg-type]
+        image="moerl.sif",
+        mounts=["/data", "/home:/home"],
+        arguments=["--ipc"],
+    )
+    script = render(job(tmp_path), Site(container=container), ["recipe=tiny"])
+    assert f"train=({start}\n" in script
+    assert script.count(f"{runtime} ") == 2, "train and attempts"
+
+
+def test_a_dry_run_shows_script_configuration_nodes_and_plans_and_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch(tmp_path, "--dry-run") == 0
+    shown = capsys.readouterr().out
+    for part in (
+        *("#SBATCH --signal=B:USR1@300", "checkpoint.grace_seconds=240", "resume=auto", "prompts_per_step: 4"),
+        *("node 1: the controller, trainer rank 0, the embedded engine", "heaviest rank", "senders", "step s"),
+    ):
+        assert part in shown
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--nodes", "2"), "all its ranks and servers on one machine"),
+        (("--nodes", "0"), "a number is too small"),
+        (("resume=runs/a",), "resume: a job goes on by itself"),
+        (("checkpoint.grace_seconds=250",), "checkpoint.grace_seconds: the job would reach its time limit first"),
+        (("--name", "a b"), "--name: not a name of a job"),
+        (("rl.step=3",), "rl.step: unknown key"),
+    ],
+)
+def test_what_cannot_be_a_job_is_refused_before_anything_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+) -> None:
+    assert launch(tmp_path, *arguments) == 2
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_needs_more_gpus_than_the_site_has_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "site.yaml").write_text("gpus_per_node: 1\n")
+    assert launch(tmp_path, "--site", str(tmp_path / "site.yaml"), "parallel.expert=2", "--dry-run") == 2
+    assert "seen: 2 of the trainer and 0 of servers" in capsys.readouterr().err
+
+
+def test_without_slurm_on_the_machine_the_command_says_where_to_start_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert launch(tmp_path) == 2
+    assert "launch slurm: SLURM is not on this machine; seen: no sbatch" in capsys.readouterr().err
