@@ -15,14 +15,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
-import ray
-from ray._private.authentication.authentication_utils import is_token_auth_enabled
 
 from moerl.config.interfaces import interface_variables
 from moerl.contract.commands import decode_reply
 from moerl.processes.channel import receive, send
 from moerl.processes.parent import die_with
 from moerl.ranks.child import PROGRAM, Child
+from moerl.ranks.on_ray.library import ray, tokens
 from moerl.ranks.on_ray.messages import Facts, Place, Versions
 from moerl.ranks.replies import CLOSING_SECONDS, GRACE_SECONDS
 
@@ -40,7 +39,7 @@ class RankActor:
         context = ray.get_runtime_context()
         address = ray.util.get_node_ip_address()
         return msgspec.json.encode(
-            Facts(context.get_node_id(), address, socket.gethostname(), Versions.here(), is_token_auth_enabled())
+            Facts(context.get_node_id(), address, socket.gethostname(), Versions.here(), tokens.is_token_auth_enabled())
         )
 
     def listen(self) -> bytes:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import ray
 
 from moerl.config.schema import RunConfig
 from moerl.contract.commands import AnyCommand, Close, Reply, Start, decode_reply, encode
@@ -24,6 +23,7 @@ from moerl.ranks.child import describe_output, log_of, remove_empty, remove_empt
 from moerl.ranks.links import Links
 from moerl.ranks.on_ray.actor import RankActor
 from moerl.ranks.on_ray.cluster import Cluster
+from moerl.ranks.on_ray.library import GetTimeoutError, RayError, ray
 from moerl.ranks.on_ray.messages import Facts, Place, Versions
 from moerl.ranks.replies import CLOSING_SECONDS, GRACE_SECONDS, check_replies, lost, ranks_have_ended
 
@@ -63,7 +63,7 @@ class _Rank:
             reply = decode_reply(ray.get(next(self.stream)))
         except StopIteration:
             self.gone = "its process ended"
-        except ray.exceptions.RayError as error:
+        except RayError as error:
             self.gone = _first_line(error)
         else:
             if reply.progress is None:
@@ -79,7 +79,7 @@ class _Rank:
             return f"{node} has left the cluster"
         try:
             how = ray.get(self.actor.how_ended.remote(), timeout=2 * GRACE_SECONDS).decode()
-        except ray.exceptions.RayError as error:
+        except RayError as error:
             how = f"its actor ended: {_first_line(error)}"
         return f"{how}, on {node}"
 
@@ -175,9 +175,9 @@ class Actors:
         for rank, call in zip(asked, calls, strict=True):
             try:
                 answers.append(ray.get(call, timeout=max(0.0, until - time.monotonic())))
-            except ray.exceptions.GetTimeoutError as error:
+            except GetTimeoutError as error:
                 raise self._lost(rank, method, f"no answer within {seconds:g} s", "an answer") from error
-            except ray.exceptions.RayError as error:
+            except RayError as error:
                 raise self._lost(rank, method, _first_line(error), "an answer") from error
         return answers
 

@@ -15,12 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import ray
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
-
 from moerl.config.placement import forget_token
 from moerl.config.schema import RunConfig
 from moerl.errors import ConfigError, TrainerError
+from moerl.ranks.on_ray.library import AtBundle, RayError, placement, ray
 
 PLACE_SECONDS = 60.0
 """For all ranks to have a place on the nodes."""
@@ -37,7 +35,7 @@ class Cluster:
 
     def __init__(self, config: RunConfig) -> None:
         self._folder: str | None = None
-        self._groups: list[PlacementGroup] = []
+        self._groups: list[Any] = []
         launch, size = config.launch, config.parallel.world_size
         self._cpus = max(1, config.num_threads // size)
         options: dict[str, Any] = {"address": launch.address}
@@ -52,7 +50,7 @@ class Cluster:
         try:
             with _own_signals():
                 ray.init(log_to_driver=False, logging_level="ERROR", **options)
-        except (ConnectionError, RuntimeError, OSError, ValueError, ray.exceptions.RayError) as error:
+        except (ConnectionError, RuntimeError, OSError, ValueError, RayError) as error:
             self.close()
             raise _unreached(launch.address, error) from error
         except BaseException:  # an interrupt, too, leaves nothing running
@@ -72,7 +70,7 @@ class Cluster:
             need["GPU"] = 1.0
         total = ray.cluster_resources()
         short = [name for name, each in need.items() if total.get(name, 0.0) < each * ranks]
-        group = None if short else placement_group([need] * ranks, strategy="PACK")
+        group = None if short else placement.placement_group([need] * ranks, strategy="PACK")
         if group is not None:
             self._groups.append(group)
         if group is None or not group.wait(PLACE_SECONDS):
@@ -83,7 +81,7 @@ class Cluster:
                 expected=", ".join(f"{each * ranks:g} {name}" for name, each in need.items()),
                 remedy="add nodes, end what else runs there, or choose smaller parallel sizes or num_threads",
             )
-        nodes = placement_group_table(group)["bundles_to_node_id"]
+        nodes = placement.placement_group_table(group)["bundles_to_node_id"]
         own = ray.get_runtime_context().get_node_id()
         order = sorted(nodes, key=lambda bundle: (nodes[bundle] != own, nodes[bundle], bundle))
         return [_options(need, group, bundle) for bundle in order]
@@ -99,9 +97,9 @@ class Cluster:
     def close(self) -> None:
         """Leaves the cluster; stops it where it is this run's own. Once more is harmless."""
         # The cluster may be what was lost.
-        with contextlib.suppress(ray.exceptions.RayError, ConnectionError):
+        with contextlib.suppress(RayError, ConnectionError):
             for group in self._groups:
-                remove_placement_group(group)
+                placement.remove_placement_group(group)
         self._groups = []
         with _own_signals():
             ray.shutdown()
@@ -109,12 +107,11 @@ class Cluster:
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _options(need: dict[str, float], group: PlacementGroup, bundle: int) -> dict[str, Any]:
-    strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, bundle)
+def _options(need: dict[str, float], group: Any, bundle: int) -> dict[str, Any]:
     return {
         "num_cpus": need["CPU"],
         "num_gpus": need.get("GPU", 0.0),
-        "scheduling_strategy": strategy,
+        "scheduling_strategy": AtBundle(group, bundle),
         "max_restarts": 0,
         "max_task_retries": 0,
     }
