@@ -66,10 +66,12 @@ def check_ray(
 
 
 def set_ray_variables(launch: LaunchConfig, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Sets what Ray reads as it is imported. On this machine alone: its own token and the loopback address."""
+    """Sets what Ray reads as it is imported: on this machine alone the loopback address, and a token of its own."""
     environment.update(_QUIET)
     if launch.address is None:
         environment.update({**_LOOPBACK, TOKEN_MODE: "token", TOKEN: secrets.token_hex(32)})
+    elif launch.address.rpartition(":")[0] in ("localhost", LOOPBACK_ADDRESS):
+        environment.update(_LOOPBACK)
 
 
 def forget_token(launch: LaunchConfig, environment: MutableMapping[str, str] = os.environ) -> None:
