@@ -18,7 +18,7 @@ from typing import Any
 from moerl.config.placement import forget_token
 from moerl.config.schema import RunConfig
 from moerl.errors import ConfigError, TrainerError
-from moerl.ranks.on_ray.library import AtBundle, RayError, placement, ray
+from moerl.ranks.on_ray.library import AtBundle, RayError, ray, util
 
 PLACE_SECONDS = 60.0
 """For all ranks to have a place on the nodes."""
@@ -70,7 +70,7 @@ class Cluster:
             need["GPU"] = 1.0
         total = ray.cluster_resources()
         short = [name for name, each in need.items() if total.get(name, 0.0) < each * ranks]
-        group = None if short else placement.placement_group([need] * ranks, strategy="PACK")
+        group = None if short else util.placement_group([need] * ranks, strategy="PACK")
         if group is not None:
             self._groups.append(group)
         if group is None or not group.wait(PLACE_SECONDS):
@@ -81,7 +81,7 @@ class Cluster:
                 expected=", ".join(f"{each * ranks:g} {name}" for name, each in need.items()),
                 remedy="add nodes, end what else runs there, or choose smaller parallel sizes or num_threads",
             )
-        nodes = placement.placement_group_table(group)["bundles_to_node_id"]
+        nodes = util.placement_group_table(group)["bundles_to_node_id"]
         own = ray.get_runtime_context().get_node_id()
         order = sorted(nodes, key=lambda bundle: (nodes[bundle] != own, nodes[bundle], bundle))
         return [_options(need, group, bundle) for bundle in order]
@@ -99,7 +99,7 @@ class Cluster:
         # The cluster may be what was lost.
         with contextlib.suppress(RayError, ConnectionError):
             for group in self._groups:
-                placement.remove_placement_group(group)
+                util.remove_placement_group(group)
         self._groups = []
         with _own_signals():
             ray.shutdown()

@@ -6,12 +6,12 @@ from typing import Any
 
 import ray as _ray  # pyright: ignore[reportMissingImports]
 import ray.exceptions as _exceptions  # pyright: ignore[reportMissingImports]
-import ray.util.placement_group as _placement  # pyright: ignore[reportMissingImports]
+import ray.util as _util  # pyright: ignore[reportMissingImports]
 from ray._private.authentication import authentication_utils as _tokens  # pyright: ignore[reportMissingImports]
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # pyright: ignore[reportMissingImports]
 
 ray: Any = _ray
-placement: Any = _placement
+util: Any = _util
 tokens: Any = _tokens
 AtBundle: Any = PlacementGroupSchedulingStrategy
 RayError: type[Exception] = _exceptions.RayError
