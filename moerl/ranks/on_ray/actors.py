@@ -243,8 +243,8 @@ class Actors:
     def _end(self) -> None:
         """Kills what still runs, and clears up."""
         self._has_ended = True
-        for rank in self._ranks:
-            # Harmless for one that is gone.
+        # Not when all has been left before. For an actor that is gone it does nothing.
+        for rank in self._ranks if ray.is_initialized() else ():
             ray.kill(rank.actor)
         _wait_until_free([log for log in self._logs if log.exists()])
         self._links.close()
