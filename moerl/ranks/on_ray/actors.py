@@ -23,12 +23,14 @@ from moerl.ranks.child import describe_output, log_of, remove_empty, remove_empt
 from moerl.ranks.links import Links
 from moerl.ranks.on_ray.actor import RankActor
 from moerl.ranks.on_ray.cluster import Cluster
-from moerl.ranks.on_ray.library import GetTimeoutError, RayError, ray
+from moerl.ranks.on_ray.library import ActorUnavailableError, GetTimeoutError, RayError, ray
 from moerl.ranks.on_ray.messages import Facts, Place, Versions
 from moerl.ranks.replies import CLOSING_SECONDS, GRACE_SECONDS, check_replies, lost, ranks_have_ended
 
 START_SECONDS = 300.0
 """For all actors to start; the first imports come from a file system that others use, too."""
+NODE_SECONDS = 40.0
+"""For Ray to notice that a node is gone."""
 END_SECONDS = 15.0
 """For processes that were killed to be gone."""
 _POLL_SECONDS = 1.0
@@ -71,17 +73,21 @@ class _Rank:
             elif self.rank == 0:
                 watch(*reply.progress)
 
-    def describe_end(self, live_nodes: set[str]) -> str:
+    def describe_end(self, live_nodes: Callable[[], set[str]]) -> str:
         """How it ended, and on which node."""
         assert self.facts is not None
         node = self.facts.node
-        if self.facts.node_id not in live_nodes:
-            return f"{node} has left the cluster"
         try:
             how = ray.get(self.actor.how_ended.remote(), timeout=2 * GRACE_SECONDS).decode()
+        except ActorUnavailableError as error:
+            how = f"its actor ended: {_first_line(error)}"
+            # Ray does not know yet whether the node is gone.
+            until = time.monotonic() + NODE_SECONDS
+            while self.facts.node_id in live_nodes() and time.monotonic() < until:
+                time.sleep(_POLL_SECONDS)
         except RayError as error:
             how = f"its actor ended: {_first_line(error)}"
-        return f"{how}, on {node}"
+        return f"{how}, on {node}" if self.facts.node_id in live_nodes() else f"{node} has left the cluster"
 
 
 class Actors:
@@ -226,7 +232,10 @@ class Actors:
         names it, in this order."""
         for rank in self._ranks:
             if rank.gone:
-                seen = rank.describe_end(self._cluster.live_nodes())
+                for other in self._ranks:
+                    if other is not rank:
+                        ray.kill(other.actor)
+                seen = rank.describe_end(self._cluster.live_nodes)
                 return self._lost(rank, command, seen, "one reply from each rank")
             if rank.reply is not None and rank.reply.failure is not None:
                 error = rank.reply.failure.error(rank.rank, command)

@@ -14,6 +14,7 @@ ray: Any = _ray
 util: Any = _util
 tokens: Any = _tokens
 AtBundle: Any = PlacementGroupSchedulingStrategy
+ActorUnavailableError: type[Exception] = _exceptions.ActorUnavailableError
 RayError: type[Exception] = _exceptions.RayError
 GetTimeoutError: type[Exception] = _exceptions.GetTimeoutError
 """Is a `RayError`."""
