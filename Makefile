@@ -6,7 +6,7 @@ BIN := .venv/bin
 # Test processes: as many as cores, each with one thread; tests that share an expensive set-up stay together.
 JOBS ?= auto
 
-.PHONY: setup lock sglang demo demo-sglang lint test test-slow test-distributed test-sglang test-slurm test-chaos bench bench-sglang golden clean
+.PHONY: setup lock sglang demo demo-sglang lint test test-slow test-distributed test-sglang test-slurm test-ray test-chaos bench bench-sglang golden clean
 
 setup: .venv/.ready
 
@@ -32,15 +32,19 @@ lint: setup
 	$(BIN)/pyright
 
 test: setup sglang
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "not slow and not distributed and not sglang and not slurm" tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "not slow and not distributed and not sglang and not slurm and not ray" tests
 
 test-slow: setup sglang
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "slow and not sglang and not slurm" tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "slow and not sglang and not slurm and not ray" tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow and sglang" tests
 
 # Every layout; up to eight processes in one test, so one test at a time.
 test-distributed: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "distributed and not slurm" tests
+
+# Ray clusters on this machine; `pip install "moerl[ray]"` first.
+test-ray: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m ray tests
 
 # Live SGLang servers on CPU, in an environment of their own (2.2 GB). The test of parity is part of `make test`; those of
 # whole runs and of servers that die or hang, which take minutes of real time, of `make test-slow`.

@@ -128,11 +128,12 @@ def _run(command: str, options: argparse.Namespace) -> int:
     if options.show_config:
         _show_config(config, options)
         return 0
+    from moerl.config.placement import controller_address
     from moerl.launch.servers import prepare_for_servers
 
     if config.model.path is not None:
         check_model(config.model.path)
-    prepare_for_servers(config.rollout)
+    prepare_for_servers(config.rollout, host=controller_address(config.launch))
     with run_lock(config.run_dir) as lock:
         if not resume:
             refuse_taken_run_dir(config)

@@ -11,6 +11,7 @@ import os
 from moerl.config.architecture import describe_architecture
 from moerl.config.layouts import Load, layout_problems, propose
 from moerl.config.memory import total_parameters
+from moerl.config.placement import check_placement, check_ray
 from moerl.config.rollouts import EmbeddedRolloutConfig
 from moerl.config.schema import RunConfig
 from moerl.config.trackers import check_trackers
@@ -37,6 +38,7 @@ def check_run(config: RunConfig) -> None:
     _check_precision(config)
     _check_weights(config)
     _check_metrics(config)
+    check_placement(config.launch)
     config.task.check(sft_steps=config.sft.steps)
 
 
@@ -60,6 +62,7 @@ def check_command(config: RunConfig, command: str) -> None:
     if command in ("rollout", "eval"):
         _check_reader(config, command)
     check_trackers(config.metrics.sinks)
+    check_ray(config.launch)
     check_model_fits(config)
     _check_room_to_build(config)
     config.task.check_files()

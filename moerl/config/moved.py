@@ -58,6 +58,8 @@ ADDED: dict[str, Any] = {
     "buffer.window": 1,
     "buffer.when_stale": "wait",
     "checkpoint.grace_seconds": None,
+    "launch.on": "local",
+    "launch.address": None,
     "metrics.sinks": ["jsonl", "tensorboard"],
     "metrics.project": "moerl",
     "evaluation.samples": 0,
@@ -65,7 +67,7 @@ ADDED: dict[str, Any] = {
     "evaluation.top_p": 1.0,
 }
 """Keys that runs of before do not have, with the values by which they behave as they did."""
-_NEW_SECTIONS = ("buffer", "metrics")
+_NEW_SECTIONS = ("buffer", "launch", "metrics")
 _ONLY_WHERE = {"task": ("name", "jsonl"), "rollout": ("engine", "embedded"), "algorithm": ("name", "grpo")}
 """By section, which value of which key its added keys are for."""
 

@@ -67,6 +67,7 @@ _WHY_NOT: dict[str, str | None] = {
     "mismatch": None,
     "dump": None,
     "quarantine": None,
+    "launch": None,
     "metrics": None,
 }
 """By key or section, why it may not change; None where it may. A key goes before its section."""

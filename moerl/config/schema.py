@@ -30,6 +30,9 @@ from moerl.sections import (
 )
 from moerl.tasks.registry import TaskConfig
 
+ADDRESS = r"^(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9][A-Za-z0-9.\-]*):[0-9]{1,5}$"
+"""``HOST:PORT``."""
+
 
 def _bare_off(value: object) -> object:
     """YAML reads a bare ``off`` as false; where ``off`` is an option it means that."""
@@ -334,6 +337,19 @@ class QuarantineConfig(Section):
     max_rate: Share = Field(description="Share of quarantined trajectories above which the run stops.")
 
 
+class LaunchConfig(Section):
+    """Where the ranks of the trainer run."""
+
+    on: Literal["local", "ray"] = Field(
+        description="local = on this machine: one rank in the process of the run, several as its child processes; ray ="
+        " as actors of a Ray cluster, on any number of machines (an extra to install)."
+    )
+    address: Annotated[str, Field(pattern=ADDRESS)] | None = Field(
+        description="HOST:PORT of a Ray cluster that runs, with the run started on one of its nodes; null = one on this"
+        " machine, for the time of the run."
+    )
+
+
 class RunConfig(Section):
     """Everything that decides what a run does. Paths are absolute, so that a run goes on from any directory."""
 
@@ -360,4 +376,5 @@ class RunConfig(Section):
     mismatch: MismatchConfig = Field(description="Mismatch tables.")
     dump: DumpConfig = Field(description="Rollout dumps.")
     quarantine: QuarantineConfig = Field(description="Quarantine.")
+    launch: LaunchConfig = Field(description="Where ranks run.")
     metrics: MetricsConfig = Field(description="Where metrics go.")

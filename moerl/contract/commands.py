@@ -30,11 +30,13 @@ class Command(msgspec.Struct, tag=True, tag_field="do", forbid_unknown_fields=Tr
 
 
 class Start(Command):
-    """The first: joins the other ranks. config: the resolved configuration, JSON. rendezvous: of torch.distributed."""
+    """The first: joins the other ranks. config: the resolved configuration, JSON. rendezvous: where ranks meet,
+    ``file://`` or ``tcp://``. local_ranks: that see the same GPUs, this one included."""
 
     config: str
     rank: int
     rendezvous: str
+    local_ranks: int
 
 
 class Array(msgspec.Struct, forbid_unknown_fields=True, frozen=True):

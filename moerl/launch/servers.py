@@ -8,6 +8,7 @@ from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 from moerl.config.interfaces import interface_variables, own_address
+from moerl.config.placement import LOOPBACK_ADDRESS
 from moerl.config.rollouts import RolloutConfig, ServerRolloutConfig, SGLangRolloutConfig
 from moerl.errors import EngineError
 from moerl.rollout.fleet.endpoint import Endpoint, read_endpoint
@@ -15,20 +16,21 @@ from moerl.rollout.sglang.install import device_of, site_packages
 from moerl.rollout.sglang.patches import read_patches, verify_patches
 from moerl.rollout.sglang.server import answers_health
 
-_LOOPBACK = "127.0.0.1"
 
-
-def prepare_for_servers(rollout: RolloutConfig, environment: MutableMapping[str, str] = os.environ) -> None:
+def prepare_for_servers(
+    rollout: RolloutConfig, environment: MutableMapping[str, str] = os.environ, *, host: str = LOOPBACK_ADDRESS
+) -> None:
     """Checks what servers will need, and has process groups of this run listen where its servers are met.
 
     Args:
         environment: of this process; its ranks inherit it.
+        host: address of this machine for servers of our own.
 
     Raises:
         EngineError: the servers' environment is missing or not this version's; a server file is missing or unreadable,
             or of a server that has ended.
     """
-    address = _LOOPBACK
+    address = host
     if isinstance(rollout, SGLangRolloutConfig):
         device_of(rollout.environment)
         verify_patches(site_packages(rollout.environment), read_patches())
@@ -70,4 +72,4 @@ def _met_at(endpoints: list[Endpoint]) -> str:
         host = parts.hostname or ""
         if not ip_address(host).is_loopback:
             return own_address(host, parts.port or 80)
-    return _LOOPBACK
+    return LOOPBACK_ADDRESS

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from moerl.config.model_files import stored_tensors
 from moerl.config.model_tensors import check_weights
-from moerl.config.rollouts import EmbeddedRolloutConfig, RolloutConfig, ServerRolloutConfig, SGLangRolloutConfig
+from moerl.config.placement import controller_address
+from moerl.config.rollouts import EmbeddedRolloutConfig, ServerRolloutConfig, SGLangRolloutConfig
 from moerl.config.schema import RunConfig
 from moerl.contract.ports import PolicyEngine
 from moerl.errors import EngineError
@@ -71,7 +72,7 @@ def open_engine(config: RunConfig, model: ModelDescription, version: int, say: C
         interrupt=Interrupt(config.weights.interrupt),
         keeps_copy=rollout.keeps_weight_copy,
     )
-    launchers = _launchers(rollout, model, version, config.run_dir / SERVER_FOLDER)
+    launchers = _launchers(config, model, version)
     say("waiting for the SGLang server" + (f"s, {len(launchers)} of them" if len(launchers) > 1 else ""))
     facts, is_ours = ModelFacts(model.spec, model.moe_layers), isinstance(rollout, SGLangRolloutConfig)
     engine = sglang_engine(launchers, facts, options, version if is_ours else -1)
@@ -105,7 +106,8 @@ def _refuse_quantized(file: Path, tensors: Mapping[str, Tensor]) -> None:
         )
 
 
-def _launchers(rollout: RolloutConfig, model: ModelDescription, version: int, folder: Path) -> list[ServerLauncher]:
+def _launchers(config: RunConfig, model: ModelDescription, version: int) -> list[ServerLauncher]:
+    rollout, folder = config.rollout, config.run_dir / SERVER_FOLDER
     if isinstance(rollout, ServerRolloutConfig):
         return [NamedServer(file, rollout.start_seconds) for file in rollout.server]
     assert isinstance(rollout, SGLangRolloutConfig)
@@ -120,6 +122,8 @@ def _launchers(rollout: RolloutConfig, model: ModelDescription, version: int, fo
         max_pool_tokens=rollout.max_pool_tokens,
         vocab_size=model.spec.vocab_size,
         policy_version=version,
+        # Where senders are, too.
+        host=controller_address(config.launch),
     )
     return [
         OwnServer(replace(options, first_device=i * rollout.tensor), folder / str(i), rollout.start_seconds)

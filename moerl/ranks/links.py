@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from moerl.config.placement import controller_address
 from moerl.config.schema import RunConfig
 from moerl.contract.ports import PolicyEngine
 from moerl.ranks.weights import SENDER_SHARE, EngineLinks
@@ -20,7 +21,7 @@ class Links:
     """
 
     def __init__(self, config: RunConfig) -> None:
-        self._config = config
+        self._config, self._host = config, controller_address(config.launch)
         self._server: SinkServer | None = None
 
     def connect(self, engine: PolicyEngine | None) -> str:
@@ -29,10 +30,10 @@ class Links:
             return ""
         weights, senders = self._config.weights, PlanOptions.of(self._config).senders
         self.close()
-        self._server = SinkServer(engine)
+        self._server = SinkServer(engine, self._host)
         servers = None
         if isinstance(engine, FleetEngine) and weights.transport != "disk":
-            servers = engine.share(senders, SENDER_SHARE * weights.step_seconds)
+            servers = engine.share(senders, SENDER_SHARE * weights.step_seconds, self._host)
         return msgspec.json.encode(EngineLinks(self._server.address, servers)).decode()
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from moerl.config.placement import set_ray_variables
 from moerl.config.schema import RunConfig
 from moerl.errors import CheckpointError
 from moerl.ranks.group import Ranks, TrainerGroup
@@ -16,18 +17,17 @@ from moerl.ranks.processes import Processes
 def open_trainer(
     config: RunConfig, watch: Callable[[int, int], None], lock: int | None = None
 ) -> Iterator[TrainerGroup]:
-    """The trainer of a run: one rank in this process, several as processes of this machine. It ends with the context.
+    """The trainer of a run: one rank in this process, several as processes of this machine, or all as actors of a Ray
+    cluster. It ends with the context.
 
     Args:
         watch: told as a microbatch begins how many began before it, and of how many.
-        lock: descriptor of the lock of the run directory, for the ranks to hold, too.
+        lock: descriptor of the lock of the run directory, for ranks on this machine to hold, too.
 
     Raises:
         CheckpointError: the checkpoint in flight at the end could not be written.
     """
-    ranks: Ranks
-    ranks = InProcess(config, watch) if config.parallel.world_size == 1 else Processes(config, watch, lock)
-    trainer = TrainerGroup(ranks)
+    trainer = TrainerGroup(_place(config, watch, lock))
     try:
         yield trainer
     except BaseException as error:
@@ -37,3 +37,13 @@ def open_trainer(
             error.add_note(f"and {unwritten}")
         raise
     trainer.close()
+
+
+def _place(config: RunConfig, watch: Callable[[int, int], None], lock: int | None) -> Ranks:
+    if config.launch.on == "ray":
+        # An extra; and Ray reads its variables as it is imported.
+        set_ray_variables(config.launch)
+        from moerl.ranks.on_ray.actors import Actors
+
+        return Actors(config, watch)
+    return InProcess(config, watch) if config.parallel.world_size == 1 else Processes(config, watch, lock)

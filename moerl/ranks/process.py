@@ -1,5 +1,7 @@
-"""A rank in a process of its own: ``python -m moerl.ranks.process DESCRIPTOR``, started by `moerl.ranks.processes`.
+"""A rank in a process of its own: ``python -m moerl.ranks.process SOCKET [LISTENER]``, started as a `Child`.
 
+SOCKET and LISTENER are descriptors: of the connection to whoever started it, and, where ranks meet over the network, of
+the socket at which rank 0 listens for the others.
 Receives a command, runs it, replies with its report or its error; ends when told to, or with the controller.
 """
 
@@ -17,19 +19,18 @@ from moerl.errors import MoerlError
 from moerl.printable import printable
 from moerl.processes.channel import receive, send
 from moerl.processes.parent import die_with
-
-CONTROLLER = "MOERL_CONTROLLER_PID"
+from moerl.ranks.child import CONTROLLER
 
 
 def main() -> int:
     die_with(int(os.environ[CONTROLLER]))
     with socket.socket(fileno=int(sys.argv[1])) as connection, contextlib.suppress(EOFError, BrokenPipeError):
         # Without a controller there is nobody to tell.
-        _serve(connection)
+        _serve(connection, int(sys.argv[2]) if len(sys.argv) > 2 else None)
     return 0
 
 
-def _serve(connection: socket.socket) -> None:
+def _serve(connection: socket.socket, listener: int | None) -> None:
     """Runs commands until the last one, or one after which this rank cannot go on."""
     import msgspec
 
@@ -45,7 +46,7 @@ def _serve(connection: socket.socket) -> None:
         try:
             if isinstance(command, Start):
                 worker = start_worker(
-                    command, lambda done, total: send(connection, encode(Reply(progress=(done, total))))
+                    command, lambda done, total: send(connection, encode(Reply(progress=(done, total)))), listener
                 )
                 reply = Reply()
             else:

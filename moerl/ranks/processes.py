@@ -10,50 +10,28 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
-import signal
-import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from moerl.config.interfaces import interface_variables
 from moerl.config.schema import RunConfig
 from moerl.contract.commands import AnyCommand, Close, Reply, Start, decode_reply, encode
 from moerl.contract.ports import PolicyEngine
-from moerl.errors import MoerlError, TrainerError, UnprovedError
+from moerl.errors import MoerlError
 from moerl.processes.channel import Inbox, Outbox
 from moerl.processes.parent import new_rendezvous
+from moerl.ranks.child import PROGRAM, Child, describe_output, log_of, remove_empty_folders
 from moerl.ranks.links import Links
-from moerl.ranks.process import CONTROLLER
-
-# -P: a torch.py or json.py in the user's directory is not what we import.
-PROGRAM = (sys.executable, "-P", "-m", "moerl.ranks.process")
-GRACE_SECONDS = 10.0
-"""For the replies of the other ranks, once one has failed: most errors are raised by all of them."""
-CLOSING_SECONDS = 90.0
+from moerl.ranks.replies import CLOSING_SECONDS, GRACE_SECONDS, check_replies, lost, ranks_have_ended
 
 
 class _Rank:
-    """One child process and the controller's end of its socket."""
+    """One child process, what is to be said to it, and what it said."""
 
-    def __init__(self, rank: int, environment: dict[str, str], log: Path, inherited: Sequence[int]) -> None:
-        self.rank, self.log = rank, log
-        self.socket, theirs = socket.socketpair()
-        self.socket.setblocking(False)
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with theirs, log.open("ab") as output:
-            self.process = subprocess.Popen(
-                [*PROGRAM, str(theirs.fileno())],
-                env=environment,
-                pass_fds=(theirs.fileno(), *inherited),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                # Ctrl-C and the signals of schedulers are the controller's.
-                start_new_session=True,
-            )
+    def __init__(self, rank: int, child: Child) -> None:
+        self.rank, self.child = rank, child
+        child.socket.setblocking(False)
         self.inbox, self.outbox = Inbox(), Outbox()
         self.reply: Reply | None = None
         self.is_gone = False
@@ -62,24 +40,6 @@ class _Rank:
     @property
     def is_waited_for(self) -> bool:
         return self.reply is None and not self.is_gone
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        self.socket.close()
-        if self.log.exists() and self.log.stat().st_size == 0:
-            self.log.unlink()
-
-    def describe_end(self) -> str:
-        try:
-            code = self.process.wait(GRACE_SECONDS)
-        except subprocess.TimeoutExpired:
-            return "it closed its connection"
-        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"it ended with status {code}"
-
-    def describe_output(self) -> str:
-        wrote = self.log.exists() and self.log.stat().st_size > 0
-        return f"its output is in {self.log}" if wrote else "it wrote nothing"
 
 
 class Processes:
@@ -97,10 +57,10 @@ class Processes:
         self._ranks: list[_Rank] = []
         try:
             for rank in range(config.parallel.world_size):
-                log = config.run_dir / "logs" / f"rank-{rank}.log"
-                self._ranks.append(_Rank(rank, _environment(config, rank), log, () if lock is None else (lock,)))
+                log, held = log_of(config.run_dir, rank), () if lock is None else (lock,)
+                self._ranks.append(_Rank(rank, Child(PROGRAM, _environment(config, rank), log, inherited=held)))
             text, rendezvous = config.model_dump_json(), f"file://{self._meeting}"
-            self._ask([Start(text, rank.rank, rendezvous) for rank in self._ranks])
+            self._ask([Start(text, rank.rank, rendezvous, len(self._ranks)) for rank in self._ranks])
         except BaseException:  # an interrupt, too, leaves none behind
             self._end()
             raise
@@ -122,7 +82,7 @@ class Processes:
                 deadline = time.monotonic() + CLOSING_SECONDS
                 for rank in self._ranks:
                     with contextlib.suppress(subprocess.TimeoutExpired):  # it is killed below
-                        rank.process.wait(max(0.1, deadline - time.monotonic()))
+                        rank.child.process.wait(max(0.1, deadline - time.monotonic()))
         finally:
             self._end()
 
@@ -130,7 +90,7 @@ class Processes:
 
     def _ask(self, commands: Sequence[AnyCommand], frames: Sequence[bytes] = ()) -> list[Reply]:
         if self._has_ended:
-            raise TrainerError("the ranks of the trainer have ended", remedy="see the error before this one")
+            raise ranks_have_ended()
         for rank, command in zip(self._ranks, commands, strict=True):
             rank.reply = None
             rank.outbox.put(encode(command), frames[rank.rank] if frames else b"")
@@ -140,9 +100,7 @@ class Processes:
             self._end()
             raise
         replies = [rank.reply for rank in self._ranks if rank.reply is not None]
-        failures = [(i, reply.failure) for i, reply in enumerate(replies) if reply.failure is not None]
-        if failures:
-            raise first_error([failure.error(rank, commands[0].name) for rank, failure in failures])
+        check_replies(replies, commands[0].name)
         for rank, reply in zip(self._ranks, replies, strict=True):
             rank.peak_rss_bytes = reply.peak_rss_bytes
         return replies
@@ -157,7 +115,7 @@ class Processes:
         has_failed = False
         with selectors.DefaultSelector() as selector:
             for rank in self._ranks:
-                selector.register(rank.socket, selectors.EVENT_READ | selectors.EVENT_WRITE, rank)
+                selector.register(rank.child.socket, selectors.EVENT_READ | selectors.EVENT_WRITE, rank)
             while any(rank.is_waited_for for rank in self._ranks):
                 ready = selector.select(max(0.0, until - time.monotonic()))
                 if not ready:
@@ -172,16 +130,16 @@ class Processes:
     def _serve(self, rank: _Rank, events: int, selector: selectors.BaseSelector) -> None:
         try:
             if events & selectors.EVENT_WRITE:
-                rank.outbox.flush(rank.socket)
+                rank.outbox.flush(rank.child.socket)
                 if not rank.outbox:
-                    selector.modify(rank.socket, selectors.EVENT_READ, rank)
+                    selector.modify(rank.child.socket, selectors.EVENT_READ, rank)
             if events & selectors.EVENT_READ:
-                for message in rank.inbox.read(rank.socket):
+                for message in rank.inbox.read(rank.child.socket):
                     self._take(rank, decode_reply(message))
         except (EOFError, ConnectionError):
             # After the reply to the last command every rank leaves.
             rank.is_gone = rank.reply is None
-            selector.unregister(rank.socket)
+            selector.unregister(rank.child.socket)
 
     def _take(self, rank: _Rank, reply: Reply) -> None:
         if reply.progress is None:
@@ -194,47 +152,24 @@ class Processes:
         names it, in this order."""
         for rank in self._ranks:
             if rank.is_gone:
-                how = rank.describe_end()
-                return _lost(rank, command, f"{how}; {rank.describe_output()}", "one reply from each rank")
-        for rank in self._ranks:
+                how = rank.child.describe_end(GRACE_SECONDS)
+                return lost(rank.rank, command, f"{how}; {describe_output(rank.child.log)}", "one reply from each rank")
             if rank.reply is not None and rank.reply.failure is not None:
                 error = rank.reply.failure.error(rank.rank, command)
-                error.add_note(rank.describe_output())
+                error.add_note(describe_output(rank.child.log))
                 return error
         silent = next(rank for rank in self._ranks if rank.is_waited_for)
-        seen = f"no reply within {self._seconds:g} s; {silent.describe_output()}"
-        return _lost(silent, command, seen, "a reply within trainer.command_seconds")
+        seen = f"no reply within {self._seconds:g} s; {describe_output(silent.child.log)}"
+        return lost(silent.rank, command, seen, "a reply within trainer.command_seconds")
 
     def _end(self) -> None:
         """Kills what still runs, and clears up."""
         self._has_ended = True
         for rank in self._ranks:
-            rank.end()
+            rank.child.end()
         self._links.close()
         self._meeting.unlink(missing_ok=True)
-        for folder in {rank.log.parent for rank in self._ranks}:
-            if folder.exists() and not any(folder.iterdir()):
-                folder.rmdir()
-
-
-def _lost(rank: _Rank, command: str, seen: str, expected: str) -> TrainerError:
-    return TrainerError(
-        f"rank {rank.rank} of the trainer was lost in {command!r}",
-        seen=seen,
-        expected=expected,
-        remedy="correct the cause and go on from the last checkpoint; the other ranks were ended",
-    )
-
-
-def first_error(errors: Sequence[MoerlError]) -> MoerlError:
-    """The error to raise where several ranks have one: of proofs that failed, with the first microbatch of all."""
-    unproved = [error for error in errors if isinstance(error, UnprovedError)]
-    if len(unproved) < len(errors):
-        return next(error for error in errors if not isinstance(error, UnprovedError))
-    numbers = [error.microbatch for error in unproved if error.microbatch >= 0]
-    telling = next((error for error in unproved if error.seen), unproved[0])
-    telling.microbatch = min(numbers, default=-1)
-    return telling
+        remove_empty_folders([rank.child.log for rank in self._ranks])
 
 
 def _environment(config: RunConfig, rank: int) -> dict[str, str]:
@@ -245,7 +180,6 @@ def _environment(config: RunConfig, rank: int) -> dict[str, str]:
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(world_size),
-        CONTROLLER: str(os.getpid()),
         "OMP_NUM_THREADS": str(max(1, config.num_threads // world_size)),
         # Ranks that wait must not burn the cores that others compute on.
         "OMP_WAIT_POLICY": "PASSIVE",

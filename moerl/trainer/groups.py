@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 from typing import cast
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -18,17 +19,20 @@ from moerl.trainer import megatron_patches, platform
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
 
 
-def start(*, rank: int, world_size: int, rendezvous: str, dims: ParallelDims, seed: int) -> RankCoordinates:
+def start(
+    *, rank: int, world_size: int, rendezvous: str, dims: ParallelDims, seed: int, listener: int | None = None
+) -> RankCoordinates:
     """Joins the process group and builds Megatron's groups.
 
     Args:
-        rendezvous: a torch.distributed init method, for example ``file:///run/rendezvous``; not used by one process.
+        rendezvous: ``file://PATH`` or ``tcp://HOST:PORT``, where the ranks meet; not used by one process.
         world_size: processes that were started. dims: parallel sizes of as many.
         seed: seeds Megatron's RNG tracker.
+        listener: of rank 0 with ``tcp``: descriptor of a socket that listens there. It is this process's, from now on.
 
     Raises:
-        ConfigError: the sizes are not of `world_size` processes, there are more ranks than GPUs on a GPU machine, or
-            Megatron numbers ranks in another way than `moerl.contract.parallel`.
+        ConfigError: the sizes are not of `world_size` processes, or Megatron numbers ranks in another way than
+            `moerl.contract.parallel`.
     """
     _check_world(world_size, dims)
     platform.prepare()
@@ -38,11 +42,9 @@ def start(*, rank: int, world_size: int, rendezvous: str, dims: ParallelDims, se
 
     if torch.cuda.is_available():
         torch.cuda.set_device(rank % torch.cuda.device_count())
-    # One process needs nobody to meet, and so no file or port.
     dist.init_process_group(
         platform.collective_backend(),
-        init_method=rendezvous if world_size > 1 else None,
-        store=dist.HashStore() if world_size == 1 else None,
+        store=_store(rendezvous, rank, world_size, listener),
         rank=rank,
         world_size=world_size,
         timeout=COLLECTIVE_TIMEOUT,
@@ -60,6 +62,28 @@ def start(*, rank: int, world_size: int, rendezvous: str, dims: ParallelDims, se
     layout = RankCoordinates(dims, rank)
     _check_numbering(layout)
     return layout
+
+
+def _store(rendezvous: str, rank: int, world_size: int, listener: int | None) -> dist.Store:
+    """Where the ranks find one another."""
+    if world_size == 1:
+        return dist.HashStore()
+    url = urlsplit(rendezvous)
+    if url.scheme == "file":
+        store = dist.FileStore(url.path, world_size)
+        store.set_timeout(COLLECTIVE_TIMEOUT)
+        return store
+    assert url.hostname is not None
+    assert url.port is not None
+    # The socket of rank 0 is open before: no other process can take its port, and it is at one address, not at all.
+    return dist.TCPStore(
+        url.hostname,
+        url.port,
+        world_size,
+        is_master=rank == 0,
+        timeout=COLLECTIVE_TIMEOUT,
+        master_listen_fd=listener,
+    )
 
 
 def _check_numbering(layout: RankCoordinates) -> None:
@@ -100,13 +124,6 @@ def _check_world(world_size: int, dims: ParallelDims) -> None:
             seen=f"{world_size} processes",
             expected=f"{dims.world_size}: tensor x pipeline x context x data",
             remedy="start the run with `moerl train`, which starts the right number",
-        )
-    if torch.cuda.is_available() and world_size > torch.cuda.device_count():
-        raise ConfigError(
-            "parallel: more ranks than GPUs on this machine",
-            seen=f"{world_size} ranks",
-            expected=f"at most {torch.cuda.device_count()}",
-            remedy="choose smaller parallel sizes",
         )
 
 

@@ -1,0 +1,89 @@
+"""The actor of one rank: runs on the rank's node, starts the rank as a child process there, and hands on what is said.
+
+The child is the same program as a rank on one machine (`moerl.ranks.process`). A library that crashes or never returns
+takes the child with it, not the actor, which says how it ended; the child dies with the actor, and the actor with its
+node's Ray, however these end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from moerl.config.interfaces import interface_variables
+from moerl.contract.commands import decode_reply
+from moerl.processes.channel import receive, send
+from moerl.processes.parent import die_with
+from moerl.ranks.child import PROGRAM, Child
+from moerl.ranks.on_ray.library import ray, tokens
+from moerl.ranks.on_ray.messages import Facts, Place, Versions
+from moerl.ranks.replies import CLOSING_SECONDS, GRACE_SECONDS
+
+
+class RankActor:
+    """One rank. Its methods take and return byte strings; one runs at a time."""
+
+    def __init__(self) -> None:
+        die_with(os.getppid())
+        self._listener: socket.socket | None = None
+        self._child: Child | None = None
+
+    def facts(self) -> bytes:
+        """`Facts`, as JSON."""
+        context = ray.get_runtime_context()
+        address = ray.util.get_node_ip_address()
+        return msgspec.json.encode(
+            Facts(context.get_node_id(), address, socket.gethostname(), Versions.here(), tokens.is_token_auth_enabled())
+        )
+
+    def listen(self) -> bytes:
+        """Of rank 0: where the ranks meet, at a port that is free on its node."""
+        address = ray.util.get_node_ip_address()
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._listener = socket.create_server((address, 0), family=family, backlog=1024)
+        host = f"[{address}]" if ":" in address else address
+        return f"tcp://{host}:{self._listener.getsockname()[1]}".encode()
+
+    def start(self, place: bytes) -> bytes:
+        """Starts the rank's process; `place`: `Place`, as JSON. The log is locked as long as the process lives."""
+        told = msgspec.json.decode(place, type=Place)
+        log = Path(told.log)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        given = () if self._listener is None else (self._listener.fileno(),)
+        # What is Ray's own, its token first of all, is not the rank's.
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        environment |= interface_variables(ray.util.get_node_ip_address(), environment) | told.environment
+        with log.open("ab") as held:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._child = Child(PROGRAM, environment, log, given=given, inherited=(held.fileno(),))
+        if self._listener is not None:
+            self._listener.close()
+        return b""
+
+    def run(self, message: bytes, frame: bytes) -> Iterator[bytes]:
+        """The replies to a command; without a last one the process has ended."""
+        assert self._child is not None
+        # The process is gone; `how_ended` tells how.
+        with contextlib.suppress(EOFError, ConnectionError):
+            send(self._child.socket, message, frame)
+            while True:
+                reply, _ = receive(self._child.socket)
+                yield reply
+                if decode_reply(reply).progress is None:
+                    return
+
+    def how_ended(self) -> bytes:
+        """How the process ended."""
+        assert self._child is not None
+        return self._child.describe_end(GRACE_SECONDS).encode()
+
+    def finish(self) -> bytes:
+        """After the last command: returns when the process has ended, or should have."""
+        assert self._child is not None
+        return self._child.describe_end(CLOSING_SECONDS).encode()

@@ -1,0 +1,306 @@
+"""Ranks as actors of a Ray cluster: placed on its nodes, told what to do, watched, and ended. Runs in the controller.
+
+Commands and replies are the same byte strings as those of child processes. A frame goes into Ray's object store, and
+each rank's node fetches its own. A rank, an actor or a node that is lost, or a rank that is silent until the deadline
+of a command, is one error here that names it; the others are ended. Actors die with the controller, however it dies.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from moerl.config.schema import RunConfig
+from moerl.contract.commands import AnyCommand, Close, Reply, Start, decode_reply, encode
+from moerl.contract.ports import PolicyEngine
+from moerl.errors import ConfigError, MoerlError, TrainerError
+from moerl.ranks.child import describe_output, log_of, remove_empty, remove_empty_folders
+from moerl.ranks.links import Links
+from moerl.ranks.on_ray.actor import RankActor
+from moerl.ranks.on_ray.cluster import Cluster
+from moerl.ranks.on_ray.library import ActorUnavailableError, GetTimeoutError, RayError, ray
+from moerl.ranks.on_ray.messages import Facts, Place, Versions
+from moerl.ranks.replies import CLOSING_SECONDS, GRACE_SECONDS, check_replies, lost, ranks_have_ended
+
+START_SECONDS = 300.0
+"""For all actors to start; the first imports come from a file system that others use, too."""
+NODE_SECONDS = 40.0
+"""For Ray to notice that a node is gone."""
+END_SECONDS = 15.0
+"""For processes that were killed to be gone."""
+_POLL_SECONDS = 1.0
+"""Between looks at whether a signal or a deadline has come."""
+_POLL_END_SECONDS = 0.05
+
+
+class _Rank:
+    """The controller's side of one actor."""
+
+    def __init__(self, rank: int, log: Path, options: dict[str, Any]) -> None:
+        self.rank, self.log = rank, log
+        # One thing: Ray's decorators are untyped.
+        self.actor: Any = ray.remote(RankActor).options(**options).remote()
+        self.facts: Facts | None = None
+        self.reply: Reply | None = None
+        self.gone = ""
+        self.peak_rss_bytes = 0
+        self.stream: Any = None
+
+    @property
+    def is_waited_for(self) -> bool:
+        return self.reply is None and not self.gone
+
+    def begin(self, message: bytes, frame: object) -> None:
+        self.reply, self.gone = None, ""
+        self.stream = self.actor.run.options(num_returns="streaming").remote(message, frame)
+
+    def take(self, watch: Callable[[int, int], None]) -> None:
+        """The next reply, which has come, or why there is none."""
+        try:
+            reply = decode_reply(ray.get(next(self.stream)))
+        except StopIteration:
+            self.gone = "its process ended"
+        except RayError as error:
+            self.gone = _first_line(error)
+        else:
+            if reply.progress is None:
+                self.reply = reply
+            elif self.rank == 0:
+                watch(*reply.progress)
+
+    def describe_end(self, live_nodes: Callable[[], set[str]]) -> str:
+        """How it ended, and on which node."""
+        assert self.facts is not None
+        node = self.facts.node
+        try:
+            how = ray.get(self.actor.how_ended.remote(), timeout=2 * GRACE_SECONDS).decode()
+        except ActorUnavailableError as error:
+            how = f"its actor ended: {_first_line(error)}"
+            # Ray does not know yet whether the node is gone.
+            until = time.monotonic() + NODE_SECONDS
+            while self.facts.node_id in live_nodes() and time.monotonic() < until:
+                time.sleep(_POLL_SECONDS)
+        except RayError as error:
+            how = f"its actor ended: {_first_line(error)}"
+        return f"{how}, on {node}" if self.facts.node_id in live_nodes() else f"{node} has left the cluster"
+
+
+class Actors:
+    """`moerl.ranks.group.Ranks` as actors. Call from the main thread.
+
+    Args:
+        watch: told as a microbatch of rank 0 begins how many began before it, and of how many.
+    """
+
+    def __init__(self, config: RunConfig, watch: Callable[[int, int], None]) -> None:
+        self._watch, self._seconds = watch, config.trainer.command_seconds
+        size, self._has_ended = config.parallel.world_size, False
+        self._logs = [log_of(config.run_dir, rank) for rank in range(size)]
+        # Ranks of a run before, whose controller was killed, end within seconds.
+        held = _wait_until_free(sorted((config.run_dir / "logs").glob("rank-*.log")))
+        if held:
+            raise TrainerError(
+                "a rank of this run directory is still at work", seen=f"{held[0]} is locked", remedy="end it first"
+            )
+        self._links, self._ranks = Links(config), list[_Rank]()
+        self._cluster = Cluster(config)
+        try:
+            for rank, options in enumerate(self._cluster.reserve(size)):
+                self._ranks.append(_Rank(rank, self._logs[rank], options))
+            self._start(config)
+        except BaseException:  # an interrupt, too, leaves none behind
+            self._end()
+            raise
+
+    @property
+    def peak_rss_bytes(self) -> Sequence[int]:
+        return [rank.peak_rss_bytes for rank in self._ranks]
+
+    def connect(self, engine: PolicyEngine | None) -> str:
+        return self._links.connect(engine)
+
+    def ask(self, command: AnyCommand, frames: Sequence[bytes] = ()) -> list[Reply]:
+        return self._ask([command] * len(self._ranks), frames)
+
+    def close(self) -> None:
+        try:
+            if not self._has_ended:
+                self.ask(Close())
+                self._call("finish", CLOSING_SECONDS + GRACE_SECONDS)
+        finally:
+            self._end()
+
+    # --- the start ---------------------------------------------------------------------------------------------------
+
+    def _start(self, config: RunConfig) -> None:
+        for rank, answer in zip(self._ranks, self._call("facts", START_SECONDS), strict=True):
+            rank.facts = msgspec.json.decode(answer, type=Facts)
+            _check_node(rank.rank, rank.facts)
+        rendezvous = self._call("listen", START_SECONDS, only=1)[0].decode()
+        places = [msgspec.json.encode(self._place(rank, config)) for rank in self._ranks]
+        self._call("start", START_SECONDS, places)
+        text, has_gpus = config.model_dump_json(), self._cluster.has_gpus
+        # A rank with a GPU of its own sees no other.
+        sharing = [1 if has_gpus else len(self._beside(rank)) for rank in self._ranks]
+        self._ask([Start(text, rank.rank, rendezvous, count) for rank, count in zip(self._ranks, sharing, strict=True)])
+
+    def _beside(self, rank: _Rank) -> list[_Rank]:
+        """The ranks of a rank's node."""
+        assert rank.facts is not None
+        node_id = rank.facts.node_id
+        return [each for each in self._ranks if each.facts is not None and each.facts.node_id == node_id]
+
+    def _place(self, rank: _Rank, config: RunConfig) -> Place:
+        size = len(self._ranks)
+        local = 0 if self._cluster.has_gpus else self._beside(rank).index(rank)
+        environment = {
+            "RANK": str(rank.rank),
+            "LOCAL_RANK": str(local),
+            "WORLD_SIZE": str(size),
+            "OMP_NUM_THREADS": str(max(1, config.num_threads // size)),
+            # Ranks that wait must not burn the cores that others compute on.
+            "OMP_WAIT_POLICY": "PASSIVE",
+        }
+        return Place(str(rank.log.absolute()), environment)
+
+    def _call(
+        self, method: str, seconds: float, arguments: Sequence[bytes] = (), only: int | None = None
+    ) -> list[bytes]:
+        """The answers of the first `only` actors, or of all, to a method that is no command."""
+        asked = self._ranks[:only]
+        calls = [
+            getattr(rank.actor, method).remote(*arguments[rank.rank : rank.rank + 1 if arguments else 0])
+            for rank in asked
+        ]
+        until, answers = time.monotonic() + seconds, list[bytes]()
+        for rank, call in zip(asked, calls, strict=True):
+            try:
+                answers.append(ray.get(call, timeout=max(0.0, until - time.monotonic())))
+            except GetTimeoutError as error:
+                raise self._lost(rank, method, f"no answer within {seconds:g} s", "an answer") from error
+            except RayError as error:
+                raise self._lost(rank, method, _first_line(error), "an answer") from error
+        return answers
+
+    # --- one command -------------------------------------------------------------------------------------------------
+
+    def _ask(self, commands: Sequence[AnyCommand], frames: Sequence[bytes] = ()) -> list[Reply]:
+        if self._has_ended:
+            raise ranks_have_ended()
+        try:
+            for rank, command in zip(self._ranks, commands, strict=True):
+                # An argument by reference: the rank's node fetches it, and it is gone with the command.
+                rank.begin(encode(command), ray.put(frames[rank.rank]) if frames else b"")
+            self._exchange(commands[0].name)
+        except BaseException:  # an interrupt, too: ranks in the midst of a command hear no other
+            self._end()
+            raise
+        replies = [rank.reply for rank in self._ranks if rank.reply is not None]
+        check_replies(replies, commands[0].name)
+        for rank, reply in zip(self._ranks, replies, strict=True):
+            rank.peak_rss_bytes = reply.peak_rss_bytes
+        return replies
+
+    def _exchange(self, command: str) -> None:
+        """Receives until every rank has replied; what the replies say is for the caller.
+
+        Raises:
+            MoerlError: a rank is gone or silent, or failed while others wait for it.
+        """
+        until = time.monotonic() + self._seconds
+        has_failed = False
+        while waiting := [rank for rank in self._ranks if rank.is_waited_for]:
+            left = until - time.monotonic()
+            ready, _ = ray.wait([rank.stream for rank in waiting], timeout=max(0.0, min(left, _POLL_SECONDS)))
+            if not ready and left <= 0:
+                raise self._failure(command)
+            for rank in waiting:
+                if any(rank.stream is stream for stream in ready):
+                    rank.take(self._watch)
+            if not has_failed and any(rank.gone or (rank.reply and rank.reply.failure) for rank in self._ranks):
+                has_failed, until = True, min(until, time.monotonic() + GRACE_SECONDS)
+        if any(rank.gone for rank in self._ranks):
+            raise self._failure(command)
+
+    def _failure(self, command: str) -> MoerlError:
+        """The error of a command that not every rank has replied to: the first rank that is gone, failed or is silent
+        names it, in this order."""
+        for rank in self._ranks:
+            if rank.gone:
+                for other in self._ranks:
+                    if other is not rank:
+                        ray.kill(other.actor)
+                seen = rank.describe_end(self._cluster.live_nodes)
+                return self._lost(rank, command, seen, "one reply from each rank")
+            if rank.reply is not None and rank.reply.failure is not None:
+                error = rank.reply.failure.error(rank.rank, command)
+                error.add_note(describe_output(rank.log))
+                return error
+        silent = next(rank for rank in self._ranks if rank.is_waited_for)
+        assert silent.facts is not None
+        seen = f"no reply within {self._seconds:g} s, on {silent.facts.node}"
+        return self._lost(silent, command, seen, "a reply within trainer.command_seconds")
+
+    def _lost(self, rank: _Rank, command: str, seen: str, expected: str) -> TrainerError:
+        return lost(rank.rank, command, f"{seen}; {describe_output(rank.log)}", expected)
+
+    def _end(self) -> None:
+        """Kills what still runs, and clears up."""
+        self._has_ended = True
+        # Not when all has been left before. For an actor that is gone it does nothing.
+        for rank in self._ranks if ray.is_initialized() else ():
+            ray.kill(rank.actor)
+        _wait_until_free([log for log in self._logs if log.exists()])
+        self._links.close()
+        self._cluster.close()
+        for log in self._logs:
+            remove_empty(log)
+        remove_empty_folders(self._logs)
+
+
+def _check_node(rank: int, facts: Facts) -> None:
+    """Raises `ConfigError` where a node has other versions than this one, or lets in anybody."""
+    here = Versions.here()
+    if facts.versions != here:
+        raise ConfigError(
+            f"launch: rank {rank}: {facts.node} has other versions than the controller",
+            seen=facts.versions,
+            expected=here,
+            remedy="have all nodes use one environment",
+        )
+    if not facts.asks_token:
+        raise ConfigError(
+            f"launch: rank {rank}: the Ray of {facts.node} runs the code of anybody who reaches it",
+            seen="no token authentication",
+            expected="RAY_AUTH_MODE=token",
+            remedy="start all nodes as docs/ray.md says",
+        )
+
+
+def _wait_until_free(logs: Sequence[Path]) -> list[Path]:
+    """Waits until no process holds these logs; those that are still held after `END_SECONDS`."""
+    held, until = list(logs), time.monotonic() + END_SECONDS
+    while held and time.monotonic() < until:
+        held = [log for log in held if _is_held(log)]
+        if held:
+            time.sleep(_POLL_END_SECONDS)
+    return held
+
+
+def _is_held(log: Path) -> bool:
+    with log.open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

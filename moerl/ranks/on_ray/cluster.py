@@ -1,0 +1,155 @@
+"""The Ray cluster of a run: started on this machine and stopped with the run, or one that runs and stays. Controller.
+
+The cluster on this machine listens on the loopback address alone, lets in nobody without the token that was made for
+it, has no dashboard and reports to nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import signal
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from moerl.config.placement import forget_token
+from moerl.config.schema import RunConfig
+from moerl.errors import ConfigError, TrainerError
+from moerl.ranks.on_ray.library import AtBundle, RayError, ray, util
+
+PLACE_SECONDS = 60.0
+"""For all ranks to have a place on the nodes."""
+_LONGEST_FOLDER = 24
+"""Of the folder for temporary files: Ray adds 75 characters to it for its sockets, whose paths have at most 107."""
+
+
+class Cluster:
+    """This process as a driver of a cluster, until it is closed. Main thread.
+
+    Raises:
+        ConfigError: no cluster could be started or reached, or it is of another version.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self._folder: str | None = None
+        self._groups: list[Any] = []
+        launch, size = config.launch, config.parallel.world_size
+        self._cpus = max(1, config.num_threads // size)
+        options: dict[str, Any] = {"address": launch.address}
+        if launch.address is None:
+            self._folder = _short_folder()
+            options = {
+                "address": "local",
+                "num_cpus": self._cpus * size,
+                "include_dashboard": False,
+                "_temp_dir": self._folder,
+            }
+        try:
+            with _own_signals():
+                ray.init(log_to_driver=False, logging_level="ERROR", **options)
+        except (ConnectionError, RuntimeError, OSError, ValueError, RayError) as error:
+            self.close()
+            raise _unreached(launch.address, error) from error
+        except BaseException:  # an interrupt, too, leaves nothing running
+            self.close()
+            raise
+        forget_token(launch)
+
+    def reserve(self, ranks: int) -> list[dict[str, Any]]:
+        """Places for so many ranks, as options of their actors, with ranks of a node next to one another: a GPU for
+        each where the cluster has GPUs.
+
+        Raises:
+            TrainerError: the cluster has no room for them.
+        """
+        need = {"CPU": float(self._cpus)}
+        if self.has_gpus:
+            need["GPU"] = 1.0
+        total = ray.cluster_resources()
+        short = [name for name, each in need.items() if total.get(name, 0.0) < each * ranks]
+        group = None if short else util.placement_group([need] * ranks, strategy="PACK")
+        if group is not None:
+            self._groups.append(group)
+        if group is None or not group.wait(PLACE_SECONDS):
+            there = ray.available_resources()
+            raise TrainerError(
+                f"the Ray cluster has no room for {ranks} ranks",
+                seen=", ".join(f"{there.get(name, 0.0):g} of {total.get(name, 0.0):g} {name} free" for name in need),
+                expected=", ".join(f"{each * ranks:g} {name}" for name, each in need.items()),
+                remedy="add nodes, end what else runs there, or choose smaller parallel sizes or num_threads",
+            )
+        nodes = util.placement_group_table(group)["bundles_to_node_id"]
+        own = ray.get_runtime_context().get_node_id()
+        order = sorted(nodes, key=lambda bundle: (nodes[bundle] != own, nodes[bundle], bundle))
+        return [_options(need, group, bundle) for bundle in order]
+
+    @property
+    def has_gpus(self) -> bool:
+        return ray.cluster_resources().get("GPU", 0.0) >= 1.0
+
+    def live_nodes(self) -> set[str]:
+        """Ids of the nodes that are part of it now."""
+        return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+
+    def close(self) -> None:
+        """Leaves the cluster; stops it where it is this run's own. Once more is harmless."""
+        # The cluster may be what was lost.
+        with contextlib.suppress(RayError, ConnectionError):
+            for group in self._groups:
+                util.remove_placement_group(group)
+        self._groups = []
+        with _own_signals():
+            ray.shutdown()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _options(need: dict[str, float], group: Any, bundle: int) -> dict[str, Any]:
+    return {
+        "num_cpus": need["CPU"],
+        "num_gpus": need.get("GPU", 0.0),
+        "scheduling_strategy": AtBundle(group, bundle),
+        "max_restarts": 0,
+        "max_task_retries": 0,
+    }
+
+
+def _short_folder() -> str:
+    usual = tempfile.gettempdir()
+    folder = usual if len(usual) <= _LONGEST_FOLDER else "/tmp"
+    return str(Path(tempfile.mkdtemp(prefix="moerl-", dir=folder)))
+
+
+@contextlib.contextmanager
+def _own_signals() -> Iterator[None]:
+    """Ray takes SIGTERM for itself; it is the run's."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _unreached(address: str | None, error: Exception) -> ConfigError:
+    cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+    seen = f"{type(cause).__name__}: {cause}".strip().splitlines()[0]
+    if address is None:
+        return ConfigError(
+            "launch.on=ray: no Ray cluster could be started on this machine",
+            seen=seen,
+            expected="a cluster of one node",
+            remedy="see the cause; `launch.on=local` needs no Ray",
+        )
+    return ConfigError(
+        f"launch.address: no way into the Ray cluster at {address}",
+        seen=seen,
+        expected="a node of that cluster on this machine, of the same versions of Ray and Python, and its token in"
+        " RAY_AUTH_TOKEN or a file",
+        remedy="start the run on one of its nodes, with the variables that they were started with (docs/ray.md)",
+    )

@@ -1,0 +1,20 @@
+"""Ray, as far as a run uses it: untyped, whether or not it is installed where types are checked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray as _ray  # pyright: ignore[reportMissingImports]
+import ray.exceptions as _exceptions  # pyright: ignore[reportMissingImports]
+import ray.util as _util  # pyright: ignore[reportMissingImports]
+from ray._private.authentication import authentication_utils as _tokens  # pyright: ignore[reportMissingImports]
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # pyright: ignore[reportMissingImports]
+
+ray: Any = _ray
+util: Any = _util
+tokens: Any = _tokens
+AtBundle: Any = PlacementGroupSchedulingStrategy
+ActorUnavailableError: type[Exception] = _exceptions.ActorUnavailableError
+RayError: type[Exception] = _exceptions.RayError
+GetTimeoutError: type[Exception] = _exceptions.GetTimeoutError
+"""Is a `RayError`."""

@@ -1,0 +1,46 @@
+"""What the controller tells the actor of a rank besides commands, and what it learns of it: JSON, no pickle of ours."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import version
+from typing import Self
+
+import msgspec
+
+
+class Versions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """What all processes of a run must have in common."""
+
+    python: str
+    ray: str
+    moerl: str
+    torch: str
+
+    @classmethod
+    def here(cls) -> Self:
+        return cls(platform.python_version(), version("ray"), version("moerl"), version("torch"))
+
+    def __str__(self) -> str:
+        return f"Python {self.python}, Ray {self.ray}, moerl {self.moerl}, torch {self.torch}"
+
+
+class Facts(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """Of the node that an actor is on. asks_token: its Ray lets nobody in without one."""
+
+    node_id: str
+    address: str
+    host: str
+    versions: Versions
+    asks_token: bool
+
+    @property
+    def node(self) -> str:
+        return f"node {self.address} ({self.host})"
+
+
+class Place(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """Of a rank. log: file for its output. environment: variables of its process, besides those of the node."""
+
+    log: str
+    environment: dict[str, str]

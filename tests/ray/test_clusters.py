@@ -1,0 +1,142 @@
+"""Ranks as actors of a Ray cluster: the same digits, and what becomes of a run where a part of it is killed."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+from moerl_runs import ENVIRONMENT, rows, summary
+from ray_cluster import NodesOfRay
+from waiting import eventually, is_alive
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(1200)]
+pytest.importorskip("ray", reason="Ray is not installed: pip install moerl[ray]")
+
+LONG = 900.0
+KEYS = ("recipe=tiny", "parallel.data=2")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[NodesOfRay]:
+    with NodesOfRay(2) as started:
+        yield started
+
+
+def train(run_dir: Path, *keys: str, variables: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+    with (run_dir.parent / f"{run_dir.name}.out").open("w") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", "moerl", "train", *KEYS, f"run_dir='{run_dir}'", *keys],
+            env={**os.environ, **ENVIRONMENT, **(variables or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+
+def output_of(run_dir: Path) -> str:
+    return (run_dir.parent / f"{run_dir.name}.out").read_text()
+
+
+def on(cluster: NodesOfRay) -> list[str]:
+    return ["launch.on=ray", f"launch.address='{cluster.address}'"]
+
+
+def rank_processes(run_dir: Path) -> dict[int, int]:
+    """Process ids of the ranks of a run, by rank: those that hold their log."""
+    found: dict[int, int] = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            target, arguments = os.readlink(process / "fd" / "1"), (process / "cmdline").read_bytes()
+        except OSError:
+            continue
+        match = re.fullmatch(re.escape(str(run_dir / "logs")) + r"/rank-(\d+)\.log", target)
+        if match and b"moerl.ranks.process" in arguments:
+            found[int(match[1])] = int(process.name)
+    return found
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def until_it_learns(run: subprocess.Popen[str], run_dir: Path) -> dict[int, int]:
+    """The processes of the ranks once the second stage has begun."""
+    eventually(lambda: run.poll() is not None or "reinforcement learning:" in output_of(run_dir), seconds=LONG)
+    assert run.poll() is None, output_of(run_dir)
+    ranks = rank_processes(run_dir)
+    assert sorted(ranks) == [0, 1]
+    return ranks
+
+
+def check_ended(run: subprocess.Popen[str], ranks: Mapping[int, int]) -> None:
+    run.wait(LONG)
+    eventually(lambda: not any(is_alive(pid) for pid in ranks.values()), seconds=60.0)
+
+
+def test_actors_on_two_nodes_learn_the_digits_of_local_processes(cluster: NodesOfRay, tmp_path: Path):
+    local, remote = tmp_path / "local", tmp_path / "remote"
+    assert train(local).wait(LONG) == 0, output_of(local)
+    assert train(remote, *on(cluster), variables=cluster.variables).wait(LONG) == 0, output_of(remote)
+    assert rows(remote) == rows(local)
+    assert summary(remote) == summary(local)
+
+
+def test_an_actor_that_is_killed_is_named_and_the_other_is_ended(cluster: NodesOfRay, tmp_path: Path):
+    run = train(tmp_path / "run", *on(cluster), "rl.steps=200", variables=cluster.variables)
+    ranks = until_it_learns(run, tmp_path / "run")
+    os.kill(parent_of(ranks[1]), signal.SIGKILL)
+    check_ended(run, ranks)
+    said = output_of(tmp_path / "run")
+    assert "rank 1 of the trainer was lost" in said
+    assert "its actor ended" in said
+
+
+def test_a_rank_that_is_killed_is_named_with_signal_and_node(cluster: NodesOfRay, tmp_path: Path):
+    run = train(tmp_path / "run", *on(cluster), "rl.steps=200", variables=cluster.variables)
+    ranks = until_it_learns(run, tmp_path / "run")
+    os.kill(ranks[0], signal.SIGKILL)
+    check_ended(run, ranks)
+    assert re.search(
+        r"rank 0 of the trainer was lost in '\w+'; seen: killed by SIGKILL, on node", output_of(tmp_path / "run")
+    )
+
+
+def test_ranks_end_with_a_controller_that_is_killed(cluster: NodesOfRay, tmp_path: Path):
+    run = train(tmp_path / "run", *on(cluster), "rl.steps=200", variables=cluster.variables)
+    ranks = until_it_learns(run, tmp_path / "run")
+    run.kill()
+    check_ended(run, ranks)
+
+
+def test_a_cluster_of_the_run_ends_with_a_controller_that_is_killed(tmp_path: Path):
+    run = train(tmp_path / "run", "launch.on=ray", "rl.steps=200", variables={"TMPDIR": str(tmp_path)})
+    ranks = until_it_learns(run, tmp_path / "run")
+    nodes = {parent_of(parent_of(pid)) for pid in ranks.values()}
+    run.kill()
+    check_ended(run, dict(enumerate([*ranks.values(), *nodes])))
+
+
+def test_a_client_without_the_token_is_refused(cluster: NodesOfRay, tmp_path: Path):
+    wrong = {**cluster.variables, "RAY_AUTH_TOKEN": "0" * 64}
+    run = train(tmp_path / "run", *on(cluster), variables=wrong)
+    assert run.wait(LONG) != 0
+    assert "no way into the Ray cluster" in output_of(tmp_path / "run")
+    assert "token" in output_of(tmp_path / "run")
+
+
+def test_a_node_that_leaves_is_named(tmp_path: Path):
+    with NodesOfRay(2) as cluster:
+        run = train(tmp_path / "run", *on(cluster), "rl.steps=200", variables=cluster.variables)
+        ranks = until_it_learns(run, tmp_path / "run")
+        cluster.remove_node()
+        check_ended(run, ranks)
+    assert re.search(
+        r"rank [01] of the trainer was lost in '\w+'; seen: node .* has left the cluster", output_of(tmp_path / "run")
+    )

@@ -1,0 +1,86 @@
+"""A Ray cluster of several emulated nodes on this machine: each has a raylet of its own, all listen on loopback alone.
+
+Run as a process: it says where the cluster is, then does what each line that it reads asks for: ``remove`` a node that
+is not the first. It ends, and the cluster with it, when its input does.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+START_SECONDS = 240.0
+
+
+class NodesOfRay:
+    """A cluster with a token; `variables`: what a driver's environment needs besides."""
+
+    def __init__(self, nodes: int) -> None:
+        self.variables = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        self._nodes = nodes
+
+    def __enter__(self) -> Self:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, str(self._nodes)],
+            env={**os.environ, **self.variables, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.address = self._answer()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(60)
+        finally:
+            # Its raylets die with it.
+            self._process.kill()
+            self._process.wait()
+
+    def remove_node(self) -> None:
+        """Ends every process of the node that was added last."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("remove\n")
+        self._process.stdin.flush()
+        assert self._answer() == "removed"
+
+    def _answer(self) -> str:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("cluster: "):
+                return line.removeprefix("cluster: ").strip()
+        raise RuntimeError("the cluster did not start")
+
+
+def _serve(nodes: int) -> None:
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:
+        # Ray leaves the address of a cluster there, and reads the variable as it is imported.
+        os.environ["RAY_TMPDIR"] = folder
+        temporary = Path(folder) / "ray"
+        temporary.mkdir()
+        from ray.cluster_utils import Cluster  # pyright: ignore[reportMissingImports]
+
+        cluster = Cluster()
+        for _ in range(nodes):
+            cluster.add_node(num_cpus=1, include_dashboard=False, temp_dir=str(temporary))
+        print("cluster:", cluster.address, flush=True)
+        for line in sys.stdin:
+            if line.strip() == "remove":
+                cluster.remove_node(sorted(cluster.worker_nodes, key=id)[-1], allow_graceful=False)
+                print("cluster: removed", flush=True)
+        cluster.shutdown()
+
+
+if __name__ == "__main__":
+    _serve(int(sys.argv[1]))
