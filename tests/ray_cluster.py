@@ -15,6 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from moerl.processes.parent import die_with
+
 START_SECONDS = 240.0
 
 
@@ -27,7 +29,7 @@ class NodesOfRay:
 
     def __enter__(self) -> Self:
         self._process = subprocess.Popen(
-            [sys.executable, __file__, str(self._nodes)],
+            [sys.executable, __file__, str(self._nodes), str(os.getpid())],
             env={**os.environ, **self.variables, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -83,4 +85,6 @@ def _serve(nodes: int) -> None:
 
 
 if __name__ == "__main__":
+    # A test that is killed leaves no cluster: raylets die with this process.
+    die_with(int(sys.argv[2]))
     _serve(int(sys.argv[1]))

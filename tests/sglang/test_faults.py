@@ -21,11 +21,11 @@ from sglang_reference import Reference, make_requests
 
 from moerl.contract.ports import RolloutRecord
 from moerl.contract.trajectory import Trajectory
+from moerl.rollout.fleet import backoff
 from moerl.rollout.fleet.backend import ModelFacts
 from moerl.rollout.fleet.endpoint import Endpoint
 from moerl.rollout.fleet.engine import FleetEngine
 from moerl.rollout.fleet.replica import State
-from moerl.rollout.sglang import http
 from moerl.rollout.sglang.launchers import OwnServer
 from moerl.rollout.sglang.server import ServerOptions, SGLangServer
 
@@ -251,7 +251,7 @@ def unspoilt(server: SGLangServer, model: ModelFacts) -> dict[str, Trajectory]:
 def test_spoilt_answers_are_asked_for_again(
     kind: str, server: SGLangServer, unspoilt, model: ModelFacts, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(http, "_BACKOFF_SECONDS", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(backoff, "PAUSE_SECONDS", (0.0, 0.0, 0.0))
     with spoiling(server.endpoint, SPOILERS[kind]) as proxy:
         seen = _collect(proxy.endpoint, model)
     assert seen.keys() == unspoilt.keys()
