@@ -154,6 +154,7 @@ class Processes:
             if rank.is_gone:
                 how = rank.child.describe_end(GRACE_SECONDS)
                 return lost(rank.rank, command, f"{how}; {describe_output(rank.child.log)}", "one reply from each rank")
+        for rank in self._ranks:
             if rank.reply is not None and rank.reply.failure is not None:
                 error = rank.reply.failure.error(rank.rank, command)
                 error.add_note(describe_output(rank.child.log))

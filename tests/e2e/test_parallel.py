@@ -51,7 +51,7 @@ def test_a_rank_that_dies_is_named_the_other_is_stopped_and_the_run_goes_on(
     died = moerl(*sums.train(run), "parallel.expert=2", cwd=here, path=[faulty])
     assert died.status == 1, died.output
     log = run / "logs" / "rank-1.log"
-    assert "error: rank 1 of the trainer was lost in" in died.output
+    assert "error: rank 1 of the trainer was lost in" in died.output, died.output
     assert "seen: killed by SIGKILL; it wrote nothing" in died.output
     assert died.output.endswith(f"go on from the last checkpoint: moerl train resume={run}\n")
     assert not log.exists()

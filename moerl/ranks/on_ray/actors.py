@@ -237,6 +237,7 @@ class Actors:
                         ray.kill(other.actor)
                 seen = rank.describe_end(self._cluster.live_nodes)
                 return self._lost(rank, command, seen, "one reply from each rank")
+        for rank in self._ranks:
             if rank.reply is not None and rank.reply.failure is not None:
                 error = rank.reply.failure.error(rank.rank, command)
                 error.add_note(describe_output(rank.log))
