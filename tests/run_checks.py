@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,20 @@ def processes_of(run: Path) -> list[int]:
                 continue
             if str(run).encode() in arguments:
                 found.append(int(entry.name))
+    return found
+
+
+def rank_processes(run_dir: Path) -> dict[int, int]:
+    """Process ids of the ranks of a run, by rank: those that hold their log."""
+    found: dict[int, int] = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            target, arguments = os.readlink(process / "fd" / "1"), (process / "cmdline").read_bytes()
+        except OSError:
+            continue
+        match = re.fullmatch(re.escape(str(run_dir / "logs")) + r"/rank-(\d+)\.log", target)
+        if match and b"moerl.ranks.process" in arguments:
+            found[int(match[1])] = int(process.name)
     return found
 
 

@@ -58,7 +58,7 @@ SlurmdTimeout=20
 KillWait=5
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-NodeName={nodes} NodeHostname={host} NodeAddr=127.0.0.1 Port={node_ports} CPUs=2 RealMemory=4000 State=UNKNOWN
+NodeName={nodes} NodeHostname={host} NodeAddr={address} Port={node_ports} CPUs=2 RealMemory=4000 State=UNKNOWN
 PartitionName=low Nodes={nodes} Default=YES MaxTime=60 State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=120
 PartitionName=high Nodes={nodes} MaxTime=60 State=UP PriorityTier=10 PreemptMode=OFF
 """
@@ -70,16 +70,18 @@ class Cluster:
     Args:
         state: an empty folder; its path is short enough for a socket in it.
         num_nodes: emulated nodes, called n1, n2 and so on
+        address: of this machine, where nodes find each other
 
     Attributes:
         environment: what commands of SLURM need.
     """
 
-    def __init__(self, state: Path, num_nodes: int) -> None:
+    def __init__(self, state: Path, num_nodes: int, address: str = "127.0.0.1") -> None:
         self.state, self.nodes = state, [f"n{number}" for number in range(1, num_nodes + 1)]
         ours = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "SBATCH_"))}
         self.environment = {**ours, **ENVIRONMENT, "SLURM_CONF": str(state / "slurm.conf")}
         self.environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+        self._address = address
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
         self._ends = ExitStack()
 
@@ -105,6 +107,7 @@ class Cluster:
                 host=host,
                 user=getpass.getuser(),
                 state=self.state,
+                address=self._address,
                 controller_port=ports[0],
                 nodes=names,
                 node_ports=f"[{','.join(map(str, ports[1:]))}]",
@@ -174,8 +177,10 @@ class Cluster:
         return found
 
     def wait_until(self, condition: Callable[[], bool], job: str, seconds: float = JOB_SECONDS) -> None:
+        """Until the condition holds; fails at once where the job ended as failed."""
         try:
-            eventually(condition, seconds)
+            eventually(lambda: condition() or self.job(job)["JobState"] == "FAILED", seconds)
+            assert condition()
         except AssertionError as error:
             raise AssertionError(f"gave up: {self.job(job)}\n{self.logs()}") from error
 

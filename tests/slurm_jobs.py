@@ -57,7 +57,7 @@ class Submitted:
 
 
 def launch(slurm: Cluster, run_dir: Path, *arguments: str, site: str = SITE) -> subprocess.CompletedProcess[str]:
-    """`moerl launch slurm` with ten minutes of time."""
+    """`moerl launch slurm` with ten minutes of time, on one node unless `arguments` say more."""
     run_dir.parent.mkdir(parents=True, exist_ok=True)
     site_file = run_dir.parent / "site.yaml"
     site_file.write_text(site)

@@ -263,5 +263,7 @@ LAUNCH_SLURM = Command(
     (
         ("moerl launch slurm recipe=laptop --time 1:00:00 --dry-run", "what would be submitted"),
         ("moerl launch slurm recipe=laptop run_dir=runs/job --time 1:00:00 --site site.yaml", "submit it"),
+        ("moerl launch slurm parallel.data=2 launch.on=ray --nodes 2 --time 1:00:00", "ranks over two nodes, by Ray"),
+        ("moerl launch slurm -m seed=1,2,3 sweep.dir=runs/seeds --time 1:00:00", "a job for each run, then the report"),
     ),
 )

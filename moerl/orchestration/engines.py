@@ -125,7 +125,30 @@ def _launchers(config: RunConfig, model: ModelDescription, version: int) -> list
         # Where senders are, too.
         host=controller_address(config.launch),
     )
+    gpus = torch.cuda.device_count() if options.device == "cuda" else None
     return [
-        OwnServer(replace(options, first_device=i * rollout.tensor), folder / str(i), rollout.start_seconds)
-        for i in range(rollout.servers)
+        OwnServer(replace(options, first_device=first), folder / str(i), rollout.start_seconds)
+        for i, first in enumerate(first_devices(rollout.servers, rollout.tensor, gpus))
     ]
+
+
+def first_devices(servers: int, tensor: int, gpus: int | None) -> list[int]:
+    """The first device of each server of a run: the last GPUs of this machine, since ranks of the trainer take the
+    first ones.
+
+    Args:
+        tensor: devices of one server.
+        gpus: of this machine; None where servers run on CPU, where cores are counted from the last one.
+
+    Raises:
+        EngineError: there are not as many.
+    """
+    first = 0 if gpus is None else gpus - servers * tensor
+    if first < 0:
+        raise EngineError(
+            "rollout.servers: more devices than this machine has",
+            seen=f"{servers} servers with {tensor} GPUs each, {gpus} GPUs",
+            expected=f"at most {gpus} GPUs for servers",
+            remedy="choose smaller rollout.servers or rollout.tensor",
+        )
+    return [first + number * tensor for number in range(servers)]

@@ -6,11 +6,13 @@ from collections.abc import Callable
 
 import torch
 
+from moerl.config.rollouts import SGLangRolloutConfig
 from moerl.config.schema import RunConfig
 from moerl.contract.commands import Start
 from moerl.errors import ConfigError
 from moerl.ranks.libraries import quiet_libraries
 from moerl.ranks.worker import Worker
+from moerl.rollout.sglang.install import device_of
 from moerl.trainer import groups
 
 
@@ -21,13 +23,14 @@ def start_worker(start: Start, watch: Callable[[int, int], None], listener: int 
         listener: as in `groups.start`.
 
     Raises:
-        ConfigError: there are more ranks than GPUs on a GPU machine.
+        ConfigError: there are more ranks, and GPUs of the run's own servers, than GPUs on a GPU machine.
     """
     config = RunConfig.model_validate_json(start.config)
     quiet_libraries()
     world_size = config.parallel.world_size
     torch.set_num_threads(max(1, config.num_threads // world_size))
-    _check_gpus(start.local_ranks)
+    if torch.cuda.is_available():
+        check_gpus(start.local_ranks, _gpus_of_servers(config), torch.cuda.device_count())
     layout = groups.start(
         rank=start.rank,
         world_size=world_size,
@@ -39,11 +42,20 @@ def start_worker(start: Start, watch: Callable[[int, int], None], listener: int 
     return Worker(config, layout, watch)
 
 
-def _check_gpus(local_ranks: int) -> None:
-    if torch.cuda.is_available() and local_ranks > torch.cuda.device_count():
+def _gpus_of_servers(config: RunConfig) -> int:
+    """GPUs of this machine that servers of the run take, the last ones; 0 for a rank that sees its own GPU alone."""
+    rollout = config.rollout
+    if not isinstance(rollout, SGLangRolloutConfig) or config.launch.on == "ray":
+        return 0
+    return rollout.servers * rollout.tensor if device_of(rollout.environment) == "cuda" else 0
+
+
+def check_gpus(local_ranks: int, servers: int, gpus: int) -> None:
+    """Raises `ConfigError` where ranks, and GPUs of servers, are more than the GPUs of a machine."""
+    if local_ranks + servers > gpus:
         raise ConfigError(
-            "parallel: more ranks than GPUs on this machine",
-            seen=f"{local_ranks} ranks",
-            expected=f"at most {torch.cuda.device_count()}",
-            remedy="choose smaller parallel sizes",
+            "parallel, rollout.servers: more ranks and servers than GPUs on this machine",
+            seen=f"{local_ranks} ranks, {servers} GPUs of servers",
+            expected=f"at most {gpus} together",
+            remedy="choose smaller parallel sizes, rollout.servers or rollout.tensor, or take servers of `moerl serve`",
         )

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from moerl_runs import ENVIRONMENT, rows, summary
 from ray_cluster import NodesOfRay
+from run_checks import rank_processes
 from waiting import eventually, is_alive
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(1200)]
@@ -46,20 +47,6 @@ def output_of(run_dir: Path) -> str:
 
 def on(cluster: NodesOfRay) -> list[str]:
     return ["launch.on=ray", f"launch.address='{cluster.address}'"]
-
-
-def rank_processes(run_dir: Path) -> dict[int, int]:
-    """Process ids of the ranks of a run, by rank: those that hold their log."""
-    found: dict[int, int] = {}
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            target, arguments = os.readlink(process / "fd" / "1"), (process / "cmdline").read_bytes()
-        except OSError:
-            continue
-        match = re.fullmatch(re.escape(str(run_dir / "logs")) + r"/rank-(\d+)\.log", target)
-        if match and b"moerl.ranks.process" in arguments:
-            found[int(match[1])] = int(process.name)
-    return found
 
 
 def parent_of(pid: int) -> int:

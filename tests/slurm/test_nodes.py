@@ -1,25 +1,32 @@
-"""A node that is lost under a run."""
+"""Two nodes: a run over both by Ray, and a run whose node is lost."""
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from moerl_runs import DoneRun
-from run_checks import assert_the_same, processes_of
+from moerl_runs import DoneRun, moerl
+from run_checks import assert_the_same, processes_of, rank_processes
 from slurm_cluster import Cluster
 from slurm_jobs import TRAIN, check, submit
 
+from moerl.config.interfaces import own_address
 from moerl.launch.slurm.script import JobSettings, render
 from moerl.launch.slurm.site import Site
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
 
 
+ADDRESS = own_address("192.0.2.1", 9)
+"""Of this machine in its network: Ray has no cluster of several nodes on the loopback address."""
+
+
 @pytest.fixture
 def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with Cluster(tmp_path_factory.mktemp("nodes"), 2) as cluster:
+    with Cluster(tmp_path_factory.mktemp("nodes"), 2, ADDRESS) as cluster:
         yield cluster
 
 
@@ -38,10 +45,54 @@ def test_a_run_whose_node_is_lost_goes_on_on_another_one(
     assert_the_same(job.run_dir, undisturbed.folder)
 
 
+IMPORTS = [Path(each) for each in sys.path]
+OVER_BOTH = ("recipe=tiny", "rl.steps=4", "parallel.data=2", "launch.on=ray")
+
+
+def raylets() -> set[str]:
+    """Processes that are a node of Ray."""
+    found = set[str]()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if (process / "cmdline").read_bytes().split(b"\0")[0].endswith(b"/raylet"):
+                found.add(process.name)
+    return found
+
+
+def node_of(pid: int) -> str:
+    """The node of SLURM that a process belongs to, by its environment."""
+    variables = Path(f"/proc/{pid}/environ").read_text().split("\0")
+    return dict(each.partition("=")[::2] for each in variables)["SLURMD_NODENAME"]
+
+
+def test_a_run_over_two_nodes_is_stopped_requeued_and_ends_with_the_metrics_of_local_processes(
+    two_nodes: Cluster, tmp_path: Path
+) -> None:
+    pytest.importorskip("ray", reason="Ray is not installed: pip install moerl[ray]")
+    local, before = tmp_path / "local", raylets()
+    finished = moerl(
+        "train", *OVER_BOTH[:-1], f"run_dir='{local}'", command=(sys.executable, "-m", "moerl"), path=IMPORTS
+    )
+    assert finished.status == 0, finished.output
+    job = submit(two_nodes, tmp_path / "run", *OVER_BOTH, "--nodes", "2")
+    job.wait_for_step(1)
+    assert len(raylets() - before) == 2
+    assert job.job()["NumNodes"] == "2"
+    assert [node_of(pid) for _, pid in sorted(rank_processes(job.run_dir).items())] == ["n1", "n2"]
+    two_nodes.call("scancel", "--batch", "--signal=USR1", job.job_id)
+    job.wait_for_end(1)
+    job.wait_for("COMPLETED")
+    assert job.ends() == [(75, 75), (0, 0)]
+    assert raylets() <= before
+    assert_the_same(job.run_dir, local)
+    looks = sorted(job.run_dir.glob("slurm/*.doctor"))
+    assert len(looks) == 2
+    assert all("nodes that see it: 2 of 2" in look.read_text() for look in looks)
+
+
 def test_shellcheck_finds_nothing_in_a_script_for_two_nodes_and_slurm_takes_it(
     two_nodes: Cluster, tmp_path: Path
 ) -> None:
-    """Not run: no configuration of a run takes two nodes yet."""
     script = tmp_path / "job.sbatch"
     script.write_text(render(JobSettings("run", 2, "10", 60, 0, tmp_path / "run", tmp_path), Site(), ["recipe=tiny"]))
     assert "--head" in script.read_text()

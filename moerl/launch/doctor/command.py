@@ -83,7 +83,7 @@ def _installation(options: argparse.Namespace, config: RunConfig | None, gpus: l
         servers.check_environment(environment, is_needed=of_run is not None, has_gpus=bool(gpus)),
         servers.check_server_files(servers.server_files(_runs(options, config))),
         servers.check_token_files(files),
-        servers.check_binds(servers.own_listeners()),
+        servers.check_binds(servers.own_listeners(), others_are_used=config is None or needs.uses_others(config)),
     ]
 
 
@@ -94,7 +94,10 @@ def _machine(options: argparse.Namespace, config: RunConfig | None, gpus: list[G
     if config is None:
         return found
     cores, memory = len(os.sched_getaffinity(0)), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return found + needs.run_checks(config, [] if isinstance(gpus, str) else gpus, cores, memory)
+    # Other nodes of the look are taken to be like this one.
+    nodes = options.nodes if config.launch.on == "ray" else 1
+    of_all = [] if isinstance(gpus, str) else gpus * nodes
+    return found + needs.run_checks(config, of_all, cores * nodes, memory * nodes)
 
 
 def _shared(options: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> list[Check]:

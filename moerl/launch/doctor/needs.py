@@ -23,8 +23,9 @@ def run_checks(config: RunConfig, gpus: Sequence[Gpu], cores: int, memory_bytes:
     """All looks at what a run needs, but for the SGLang environment and room, which are looked at without a run, too.
 
     Args:
-        gpus: of the machine; with none the run is on CPUs.
-        memory_bytes: of the machine.
+        gpus: of all nodes that the run is on; with none it is on CPUs.
+        cores: of all of them.
+        memory_bytes: of all of them.
     """
     servers = [check_server_files(config.rollout.server)] if isinstance(config.rollout, ServerRolloutConfig) else []
     fits = check_gpu_memory(config, gpus) if gpus else check_memory(config, memory_bytes)
@@ -44,9 +45,9 @@ def check_configuration(config: RunConfig) -> Check:
 
 
 def check_gpu_count(config: RunConfig, gpus: int) -> Check:
-    """A GPU for each rank of the trainer, and for each of the servers; those of servers may be the same."""
+    """A GPU for each rank of the trainer, and for each of the servers."""
     trainer, servers = config.parallel.world_size, _server_ranks(config)
-    needed = max(trainer, servers)
+    needed = trainer + servers
     text = f"{trainer} ranks of the trainer" + (f", {servers} of servers" if servers else "")
     if gpus < needed:
         remedy = "take smaller parallel sizes (`parallel.*`, rollout.servers, rollout.tensor) or a machine with more"
@@ -95,6 +96,11 @@ def checkpoint_bytes(config: RunConfig) -> float:
 def environment_of(config: RunConfig) -> Path | None:
     """The environment of the servers that a run starts; None where it starts none."""
     return config.rollout.environment if isinstance(config.rollout, SGLangRolloutConfig) else None
+
+
+def uses_others(config: RunConfig) -> bool:
+    """Whether a run uses servers, or a cluster, that it does not start itself."""
+    return isinstance(config.rollout, ServerRolloutConfig) or config.launch.address is not None
 
 
 def _server_ranks(config: RunConfig) -> int:

@@ -24,6 +24,9 @@ _LISTENS = "0A"
 PROGRAMS = re.compile(r"(?:^|/)(moerl|sglang|raylet|gcs_server)(?:$|[.:])|^(ray)::|/site-packages/(ray)/")
 """What a word of a command line has if the sockets of the process are looked at; the group is the program's name."""
 
+LAUNCHERS = ("srun", "mpirun", "ssh")
+"""Listen themselves, for the processes that they start."""
+
 
 def check_environment(environment: Path, *, is_needed: bool, has_gpus: bool) -> Check:
     """The environment of SGLang servers: there, finished, of our release, with our patches and nothing else changed.
@@ -97,14 +100,19 @@ class Listener:
     port: int
 
 
-def check_binds(listeners: Iterable[Listener]) -> Check:
-    """Whether processes of ours can be reached at all addresses of the machine."""
+def check_binds(listeners: Iterable[Listener], *, others_are_used: bool = True) -> Check:
+    """Whether processes of ours can be reached at all addresses of the machine.
+
+    Args:
+        others_are_used: False for a run that starts what it needs: others are then worth knowing of, and no fault.
+    """
     here = list(listeners)
     wide = [each for each in here if ipaddress.ip_address(each.host).is_unspecified]
     if wide:
         seen = ", ".join(f"{each.program} (process {each.pid}) on {each.host}:{each.port}" for each in wide)
         remedy = "end it, and start it on 127.0.0.1 or this machine's own address in the cluster's network (`--host`)"
-        return Check(AREA, "listening sockets", "red", seen, "loopback or a private address, never all", remedy)
+        level: Level = "red" if others_are_used else "yellow"
+        return Check(AREA, "listening sockets", level, seen, "loopback or a private address, never all", remedy)
     return green(AREA, "listening sockets", f"{len(here)} of moerl, SGLang and Ray, none of them on all addresses")
 
 
@@ -116,14 +124,21 @@ def own_listeners(programs: re.Pattern[str] = PROGRAMS) -> list[Listener]:
             if folder.stat().st_uid != os.getuid() or int(folder.name) == os.getpid():
                 continue
             words = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
-            match = next((match for word in words if (match := programs.search(word))), None)
-            if match is not None:
-                program = next(filter(None, match.groups()))
+            program = program_of(words, programs)
+            if program is not None:
                 sockets = {inode: at for table in ("tcp", "tcp6") for inode, at in listening(_table(folder, table))}
                 found += [Listener(int(folder.name), program, *sockets[i]) for i in _inodes(folder) if i in sockets]
         except OSError:  # it has ended, or is not ours to look at
             continue
     return sorted(set(found), key=lambda each: (each.port, each.pid))
+
+
+def program_of(words: Sequence[str], programs: re.Pattern[str] = PROGRAMS) -> str | None:
+    """Which of the programs a command line is of; None if of none. A launcher's has that of another process in it."""
+    if Path(words[0]).name in LAUNCHERS:
+        return None
+    match = next((match for word in words if (match := programs.search(word))), None)
+    return None if match is None else next(filter(None, match.groups()))
 
 
 def listening(table: str) -> Iterator[tuple[str, tuple[str, int]]]:

@@ -65,19 +65,7 @@ class Job:
         Raises:
             MoerlError: the file is damaged.
         """
-        file = self.folder / ATTEMPTS_FILE
-        if not file.exists():
-            return []
-        try:
-            rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-            return [row for row in rows if row["event"] == "begin" and int(row["attempt"]) > 0]
-        except (ValueError, KeyError, TypeError) as error:
-            raise MoerlError(
-                f"{file} cannot be read",
-                seen=f"{type(error).__name__}: {error}",
-                expected="a JSON object a line",
-                remedy="move it away: attempts are then counted from 1 again",
-            ) from error
+        return [row for row in _rows(self.folder / ATTEMPTS_FILE) if row["event"] == "begin"]
 
     def without_progress(self) -> int:
         """Attempts of this job in a row, up to the latest, since which no checkpoint was written."""
@@ -87,6 +75,16 @@ class Job:
                 break
             count += 1
         return count
+
+
+def last_attempt(run_dir: Path) -> dict[str, Any] | None:
+    """What was written last of a run's attempts: that one began, or how it ended; None before the first.
+
+    Raises:
+        MoerlError: the file is damaged.
+    """
+    rows = _rows(run_dir / FOLDER / ATTEMPTS_FILE)
+    return rows[-1] if rows else None
 
 
 def begin(job: Job, *, restarts: int) -> Path:
@@ -122,6 +120,24 @@ def end(job: Job, status: int) -> int:
     if code == STOPPED:
         _refuse_without_progress(job)
     return code
+
+
+def _rows(file: Path) -> list[dict[str, Any]]:
+    if not file.exists():
+        return []
+    try:
+        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        for row in rows:
+            if row["event"] not in ("begin", "end") or int(row["attempt"]) < 1:
+                raise ValueError(f"event {row['event']!r}, attempt {row['attempt']!r}")
+    except (ValueError, KeyError, TypeError) as error:
+        raise MoerlError(
+            f"{file} cannot be read",
+            seen=f"{type(error).__name__}: {error}",
+            expected="a JSON object a line",
+            remedy="move it away: attempts are then counted from 1 again",
+        ) from error
+    return rows
 
 
 def _refuse_without_progress(job: Job) -> None:

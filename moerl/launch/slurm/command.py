@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import re
-import shutil
-import subprocess
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -17,19 +17,22 @@ from moerl.config.model_tensors import check_model
 from moerl.config.recipes import recipe_text
 from moerl.config.rollouts import EmbeddedRolloutConfig, SGLangRolloutConfig
 from moerl.config.schema import RunConfig
-from moerl.errors import ConfigError, MoerlError
+from moerl.errors import ConfigError
 from moerl.launch.arguments import Parser, short_help
 from moerl.launch.calibration import Device
 from moerl.launch.plan import plan_memory
 from moerl.launch.plan_run import Workload, plan_run
 from moerl.launch.plan_weights import GB, plan_weights
+from moerl.launch.run_lock import run_lock
 from moerl.launch.slurm.attempts import MAX_REQUEUES
-from moerl.launch.slurm.script import JobSettings, render
+from moerl.launch.slurm.script import JobSettings, render, render_report
 from moerl.launch.slurm.site import Site, load_site
+from moerl.launch.slurm.submit import latest_job, queued_jobs, refuse_queued, submit, submit_file
+from moerl.launch.slurm.sweeps import note_states
+from moerl.launch.sweeps.command import check_runs, plan_sweep, read_options
+from moerl.launch.sweeps.manifest import Manifest, write_manifest
+from moerl.launch.sweeps.sweep import overrides_of
 from moerl.weights.estimate import Bandwidths
-
-SUBMIT_SECONDS = 120.0
-
 
 USAGE = "moerl launch slurm --time LIMIT [options] [GROUP=OPTION ...] [KEY=VALUE ...]"
 
@@ -40,7 +43,8 @@ def run(arguments: list[str]) -> int:
     if {"-h", "--help"} & set(arguments):
         print(short_help(USAGE, LAUNCH_SLURM, made))
         return 0
-    return launch_slurm(made.parse_intermixed_args(arguments))
+    options = made.parse_intermixed_args(arguments)
+    return launch_sweep(options) if options.multirun else launch_slurm(options)
 
 
 def parser() -> Parser:
@@ -48,6 +52,7 @@ def parser() -> Parser:
     made.takes_keys = True
     add = made.add_argument
     add("overrides", nargs="*", metavar="KEY=VALUE")
+    add("-m", "--multirun", action="store_true", help="a sweep: a job for each value of key=a,b")
     add("--time", metavar="LIMIT", help="time limit of one attempt, as SLURM writes it: 4:00:00")
     add("--nodes", type=int, default=1, metavar="N", help="machines, 1")
     add("--site", type=Path, metavar="FILE", help="YAML file with what this site's SLURM asks for")
@@ -74,26 +79,86 @@ def launch_slurm(options: argparse.Namespace) -> int:
         ConfigError: configuration, site or job are wrong, or SLURM refuses the job.
         MoerlError: SLURM did not answer.
     """
-    site, overrides = load_site(options.site), list(options.overrides)
-    _refuse_resume(overrides)
-    config = load_config(overrides, command="train", config_dir=options.config_dir)
-    if config.model.path is not None:
-        check_model(config.model.path)
-    job = _job(options, config)
-    job.check()
-    _refuse_many_nodes(job)
-    _check_devices(config, site, job)
-    script = render(job, site, _overrides(options, config, job))
+    site = load_site(options.site)
+    _refuse_resume(options.overrides)
+    config, job, script = _prepare(options, site, options.overrides)
     for note in config_notes(config):
         print(f"note: {note}")
     if options.dry_run:
         _show(options, config, job, site, script)
         return 0
-    _submit(job, script)
+    refuse_queued(job.run_dir, queued_jobs())
+    _say(job, submit(job, script))
     return 0
 
 
-def _refuse_resume(overrides: list[str]) -> None:
+def launch_sweep(options: argparse.Namespace) -> int:
+    """Submits the runs of a sweep that are neither finished nor in the queue, and a job for the report after all of
+    them; exit status 0.
+
+    Raises:
+        ConfigError, MoerlError: as `launch_slurm`, of any run, before a job is submitted.
+    """
+    site, asked = load_site(options.site), read_options(options.overrides)
+    manifest, folder = plan_sweep(asked, options.config_dir)
+    options.config_dir = None if manifest.config_dir is None else Path(manifest.config_dir)
+    check_runs(manifest)
+    if options.name is not None:
+        raise ConfigError("--name: jobs of a sweep are named as its runs", seen=options.name, remedy="leave it away")
+    prepared: list[tuple[JobSettings, str]] = []
+    for run in manifest.runs:
+        _, job, script = _prepare(options, site, overrides_of(run, manifest, folder))
+        prepared.append((job, script))
+    if options.dry_run:
+        for job, script in prepared:
+            print(f"# {job.script}\n{script}")
+        return 0
+    with run_lock(folder):
+        _submit_sweep(manifest, folder, prepared, site, asked.jobs or len(manifest.runs))
+    return 0
+
+
+def _submit_sweep(
+    manifest: Manifest, folder: Path, prepared: Sequence[tuple[JobSettings, str]], site: Site, jobs: int
+) -> None:
+    queued = queued_jobs()
+    note_states(manifest, folder, queued)
+    numbers: list[str] = []
+    for run, (job, script) in zip(manifest.runs, prepared, strict=True):
+        before, number = latest_job(job.run_dir), None
+        if run.state == "finished":
+            print(f"{run.name}: was finished before")
+        elif before is not None and before in queued:
+            print(f"{run.name}: job {before} waits or runs")
+            number = before
+        else:
+            # So many at a time: each begins as the one before in its lane has ended.
+            number = submit(job, script, after=numbers[-jobs:][:1] if len(numbers) >= jobs else ())
+            run.state, run.status = "waiting", None
+            print(f"{run.name}: job {number}")
+        numbers += [] if number is None else [number]
+        write_manifest(manifest, folder)
+    script = folder / "report.sbatch"
+    script.write_text(render_report(folder, site), encoding="utf-8")
+    after = submit_file(script, after=numbers)
+    print(f"report: job {after}, after all others; {folder}/report.html and report-{after}.log")
+    print(f"again, for runs that did not finish: the same line, or sweep.dir={shlex.quote(str(folder))} alone")
+
+
+def _prepare(options: argparse.Namespace, site: Site, overrides: Sequence[str]) -> tuple[RunConfig, JobSettings, str]:
+    """Configuration, job and script of one run. Raises as `launch_slurm`."""
+    config = load_config(overrides, command="train", config_dir=options.config_dir)
+    if config.model.path is not None:
+        check_model(config.model.path)
+    job = _job(options, config)
+    job.check()
+    _check_nodes(job, config)
+    _check_devices(config, site, job)
+    _, servers = _devices(config)
+    return config, job, render(job, site, _overrides(options, overrides, config, job), server_gpus=servers)
+
+
+def _refuse_resume(overrides: Sequence[str]) -> None:
     given = [text for text in overrides if text.startswith("resume=")]
     if given:
         raise ConfigError(
@@ -128,14 +193,20 @@ def _job(options: argparse.Namespace, config: RunConfig) -> JobSettings:
     )
 
 
-def _refuse_many_nodes(job: JobSettings) -> None:
-    if job.nodes > 1:
+def _check_nodes(job: JobSettings, config: RunConfig) -> None:
+    if config.launch.address is not None:
         raise ConfigError(
-            "--nodes: a run of this version has all its ranks and servers on one machine",
-            seen=job.nodes,
-            expected="--nodes 1",
-            remedy="take --nodes 1; servers on other machines can be jobs of their own (scripts/slurm/servers.sbatch,"
-            " rollout=sglang_server)",
+            "launch.address: the job starts a Ray cluster of its own",
+            seen=config.launch.address,
+            expected="no address",
+            remedy="leave it away, or start `moerl train` on a node of that cluster",
+        )
+    if job.nodes > 1 and config.launch.on != "ray":
+        raise ConfigError(
+            "--nodes: without Ray all ranks and servers of a run are on one machine",
+            seen=f"{job.nodes} nodes, launch.on={config.launch.on}",
+            expected="launch.on=ray, or --nodes 1",
+            remedy="add launch.on=ray: the trainer's ranks are then spread over the nodes",
         )
 
 
@@ -158,9 +229,9 @@ def _check_devices(config: RunConfig, site: Site, job: JobSettings) -> None:
         )
 
 
-def _overrides(options: argparse.Namespace, config: RunConfig, job: JobSettings) -> list[str]:
+def _overrides(options: argparse.Namespace, overrides: Sequence[str], config: RunConfig, job: JobSettings) -> list[str]:
     """What `moerl train` is given: run directory and grace time are named, so that each attempt has the same."""
-    given = [text for text in options.overrides if not text.startswith("run_dir=")]
+    given = [text for text in overrides if not text.startswith("run_dir=")]
     if config.checkpoint.grace_seconds is None:
         given.append(f"checkpoint.grace_seconds={job.grace_seconds}")
     elif config.checkpoint.grace_seconds > job.grace_seconds:
@@ -186,7 +257,7 @@ def _show(options: argparse.Namespace, config: RunConfig, job: JobSettings, site
     print(recipe_text(options.overrides, options.config_dir))
     print(dump_config(config))
     head("nodes")
-    print(_roles(config))
+    print(_roles(config, job.nodes))
     head("memory")
     plan_memory(config, gpu_memory_gib=site.gpu_memory_gib)
     bandwidths = Bandwidths(50.0 * GB, 50.0 * GB)
@@ -198,7 +269,7 @@ def _show(options: argparse.Namespace, config: RunConfig, job: JobSettings, site
     )
 
 
-def _roles(config: RunConfig) -> str:
+def _roles(config: RunConfig, nodes: int) -> str:
     """What runs where."""
     trainer, _ = _devices(config)
     rollout = config.rollout
@@ -209,45 +280,15 @@ def _roles(config: RunConfig) -> str:
     else:
         engines = f"no engine: {rollout.num_servers} servers run elsewhere"
     ranks = "rank 0" if trainer == 1 else f"ranks 0 to {trainer - 1}"
-    return f"node 1: the controller, trainer {ranks}, {engines}"
+    if nodes == 1:
+        return f"node 1: the controller, trainer {ranks}, {engines}"
+    return f"node 1: the controller, {engines}\nnodes 1 to {nodes}, by Ray, the first one full first: trainer {ranks}"
 
 
-def _submit(job: JobSettings, script: str) -> None:
-    if shutil.which("sbatch") is None:
-        raise ConfigError(
-            "launch slurm: SLURM is not on this machine",
-            seen="no sbatch",
-            expected="a login node of the cluster",
-            remedy="run it there; --dry-run shows the script anywhere",
-        )
-    job.folder.mkdir(parents=True, exist_ok=True)
-    job.script.write_text(script, encoding="utf-8")
-    try:
-        done = subprocess.run(
-            ["sbatch", "--parsable", str(job.script)],
-            capture_output=True,
-            text=True,
-            timeout=SUBMIT_SECONDS,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise MoerlError(
-            "sbatch did not answer",
-            seen=f"nothing within {SUBMIT_SECONDS:g} s",
-            expected="the id of a job",
-            remedy="look with `squeue --me` whether it was submitted, before you try again",
-        ) from error
-    if done.returncode != 0:
-        raise ConfigError(
-            "SLURM refused the job",
-            seen=done.stderr.strip() or f"sbatch ended with status {done.returncode}",
-            expected="a job that this site takes",
-            remedy=f"correct --site, --time or --nodes; the script is {job.script}",
-        )
-    job_id = done.stdout.strip().partition(";")[0]
+def _say(job: JobSettings, number: str) -> None:
     goes_on = "goes on" if (job.run_dir / CONFIG_FILE).exists() else "starts"
-    print(f"job            {job_id}, which {goes_on} with `moerl train` on {job.nodes} node{'s' * (job.nodes > 1)}")
+    print(f"job            {number}, which {goes_on} with `moerl train` on {job.nodes} node{'s' * (job.nodes > 1)}")
     print(f"run directory  {job.run_dir}")
-    print(f"logs           {job.output.replace('%j', job_id)} and {job.folder}/attempt-NNN.log")
+    print(f"logs           {job.output.replace('%j', number)} and {job.folder}/attempt-NNN.log")
     print(f"watch it       moerl watch {job.run_dir}")
-    print(f"end it         scancel {job_id}; to commit, and go on in the queue: scancel --batch --signal=USR1 {job_id}")
+    print(f"end it         scancel {number}; to commit, and go on in the queue: scancel --batch --signal=USR1 {number}")

@@ -98,12 +98,44 @@ def limit_seconds(text: str) -> int:
     return ((int(match["days"] or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
-def render(job: JobSettings, site: Site, overrides: Sequence[str]) -> str:
+def render(job: JobSettings, site: Site, overrides: Sequence[str], *, server_gpus: int = 0) -> str:
     """The script.
 
     Args:
-        overrides: of `moerl train`, `run_dir` and the grace time included.
+        overrides: of `moerl train`, `run_dir` and the grace time included, `resume` left out.
+        server_gpus: of the first node, which servers of the run take.
     """
+    return _render(
+        "train.sbatch.j2" if job.nodes == 1 else "train_ray.sbatch.j2",
+        site,
+        options=_options(job, site),
+        run_dir=job.run_dir,
+        max_requeues=job.max_requeues,
+        kill_seconds=int(KILL_SHARE * job.signal_seconds),
+        has_gpus=bool(site.gpus_per_node or site.gres),
+        gpus_per_node=site.gpus_per_node,
+        head_gpus=site.gpus_per_node - server_gpus,
+        num_nodes=job.nodes,
+        overrides=overrides,
+    )
+
+
+def render_report(sweep_dir: Path, site: Site) -> str:
+    """The script of the job after those of a sweep: states of its runs, and its page."""
+    asked = {"partition": site.partition, "account": site.account, "qos": site.qos}
+    options = [
+        f"--job-name=report-{sweep_dir.name}",
+        "--nodes=1",
+        "--ntasks=1",
+        "--time=10",
+        f"--output={sweep_dir}/report-%j.log",
+        *(f"--{name}={value}" for name, value in asked.items() if value is not None),
+        *_more_options(site),
+    ]
+    return _render("sweep_report.sbatch.j2", site, options=options, sweep_dir=sweep_dir)
+
+
+def _render(template: str, site: Site, **values: object) -> str:
     environment = Environment(
         loader=FileSystemLoader(shipped_folder("templates") / "slurm"),
         undefined=StrictUndefined,
@@ -111,19 +143,12 @@ def render(job: JobSettings, site: Site, overrides: Sequence[str]) -> str:
         autoescape=False,
     )
     environment.filters["quote"] = lambda value: shlex.quote(str(value))
-    return environment.get_template("train.sbatch.j2" if job.nodes == 1 else "train_ray.sbatch.j2").render(
-        options=_options(job, site),
+    return environment.get_template(template).render(
         modules=site.modules,
         environment=site.environment,
-        run_dir=job.run_dir,
         prefix="".join(f"{shlex.quote(word)} " for word in _prefix(site.container)),
         python=site.python or ("python" if site.container else sys.executable),
-        max_requeues=job.max_requeues,
-        kill_seconds=int(KILL_SHARE * job.signal_seconds),
-        has_gpus=bool(site.gpus_per_node or site.gres),
-        gpus_per_node=site.gpus_per_node,
-        num_nodes=job.nodes,
-        overrides=[*overrides, "resume=auto"],
+        **values,
     )
 
 
@@ -151,9 +176,13 @@ def _options(job: JobSettings, site: Site) -> list[str]:
         f"--output={job.output}",
         *(f"--{name}={value}" for name, value in asked.items() if value is not None),
         *(["--exclusive"] if site.cpus_per_node is None else []),
-        # sbatch reads the words of these lines as a shell does.
-        *(re.sub(r"=(.*\s.*)$", r'="\1"', option) for option in site.sbatch),
+        *_more_options(site),
     ]
+
+
+def _more_options(site: Site) -> list[str]:
+    # sbatch reads the words of these lines as a shell does.
+    return [re.sub(r"=(.*\s.*)$", r'="\1"', option) for option in site.sbatch]
 
 
 def _prefix(container: Container | None) -> list[str]:

@@ -34,10 +34,11 @@ _SET_BY_SWEEPS = ("run_dir", "resume")
 
 @dataclass(frozen=True, slots=True)
 class SweepOptions:
-    """What a command line says of the sweep itself. folder: None where it is not said. overrides: of its runs."""
+    """What a command line says of the sweep itself. folder, jobs: None where they are not said. overrides: of its
+    runs."""
 
     folder: Path | None
-    jobs: int
+    jobs: int | None
     overrides: list[str]
 
 
@@ -54,16 +55,17 @@ def sweep(overrides: Sequence[str], config_dir: Path | None, *, only_show: bool 
         ConfigError: no run can be made of the command line, or the sweep in the directory is another one.
     """
     options = read_options(overrides)
-    manifest, folder = _plan(options, config_dir)
+    manifest, folder = plan_sweep(options, config_dir)
+    check_runs(manifest)
     for run in manifest.runs:
-        _check(manifest, run.overrides)
         if only_show:
             print(shlex.join(["moerl", *job_of(run, manifest, folder).arguments]))
     if only_show:
         return 0
+    jobs = options.jobs or 1
     with run_lock(folder), stop_signals() as stop:
-        print(f"sweep of {len(manifest.runs)} runs over {', '.join(manifest.keys)}, {options.jobs} at a time: {folder}")
-        Sweep(manifest, folder, LocalHost(options.jobs), stop, _say).run()
+        print(f"sweep of {len(manifest.runs)} runs over {', '.join(manifest.keys)}, {jobs} at a time: {folder}")
+        Sweep(manifest, folder, LocalHost(jobs), stop, _say).run()
     show(manifest, folder)
     status = exit_status(manifest, is_interrupt=stop.signal == "SIGINT")
     if status:
@@ -87,13 +89,15 @@ def read_options(overrides: Sequence[str]) -> SweepOptions:
             given[key] = value
         else:
             rest.append(text)
-    jobs = given.get("sweep.jobs", "1")
-    if not jobs.isdecimal() or int(jobs) < 1:
+    jobs = given.get("sweep.jobs")
+    if jobs is not None and (not jobs.isdecimal() or int(jobs) < 1):
         raise ConfigError("sweep.jobs: no number of runs", seen=jobs, expected=">= 1", remedy="set sweep.jobs=1")
-    return SweepOptions(Path(given["sweep.dir"]) if "sweep.dir" in given else None, int(jobs), rest)
+    return SweepOptions(
+        Path(given["sweep.dir"]) if "sweep.dir" in given else None, None if jobs is None else int(jobs), rest
+    )
 
 
-def _plan(options: SweepOptions, config_dir: Path | None) -> tuple[Manifest, Path]:
+def plan_sweep(options: SweepOptions, config_dir: Path | None) -> tuple[Manifest, Path]:
     """The sweep of a command line, and its directory; that which is there already, where there is one."""
     folder = (options.folder or _default_folder()).resolve()
     if not options.overrides and options.folder is not None:
@@ -119,14 +123,15 @@ def _default_folder() -> Path:
     return Path(f"runs/sweep-{now}")
 
 
-def _check(manifest: Manifest, values: Sequence[str]) -> None:
+def check_runs(manifest: Manifest) -> None:
     """Raises `ConfigError` where `moerl train` would refuse a run, before any of them starts."""
     folder = None if manifest.config_dir is None else Path(manifest.config_dir)
-    try:
-        load_config([*manifest.common, *values], command="train", config_dir=folder)
-    except ConfigError as error:
-        error.add_note(f"in the run with {' '.join(values)}; no run was started")
-        raise
+    for run in manifest.runs:
+        try:
+            load_config([*manifest.common, *run.overrides], command="train", config_dir=folder)
+        except ConfigError as error:
+            error.add_note(f"in the run with {' '.join(run.overrides)}; no run was started")
+            raise
 
 
 def show(manifest: Manifest, folder: Path) -> None:

@@ -103,7 +103,7 @@ class Sweep:
 
     def _note(self, ended: Ended) -> None:
         run = self._under_way.pop(ended.name)
-        run.state, run.status = self._state_after(ended.status), ended.status
+        run.state, run.status = state_after(ended.status, was_told=bool(self._stop.signal)), ended.status
         because = ""
         if run.state == "failed":
             said = last_words(job_of(run, self._manifest, self._folder).log, self._log_starts[run.name])
@@ -111,20 +111,26 @@ class Sweep:
         self._say(f"{run.name}: {run.state}{because}")
         write_manifest(self._manifest, self._folder)
 
-    def _state_after(self, status: int) -> State:
-        if status == 0:
-            return "finished"
-        # One that was only starting has no handler yet, and dies of the signal.
-        was_told = status in _TOLD_TO_STOP or (status < 0 and bool(self._stop.signal))
-        return "stopped" if was_told else "failed"
+
+def state_after(status: int, *, was_told: bool) -> State:
+    """The state of a run whose process has ended. was_told: to stop, by a signal."""
+    if status == 0:
+        return "finished"
+    # One that was only starting has no handler yet, and dies of the signal.
+    return "stopped" if status in _TOLD_TO_STOP or (status < 0 and was_told) else "failed"
 
 
 def job_of(run: SweepRun, manifest: Manifest, folder: Path) -> Job:
     """The command line of one run: it starts the run, or goes on with it."""
-    run_dir = str(folder / run.name).replace("'", "\\'")
     options = [] if manifest.config_dir is None else ["--config-dir", manifest.config_dir]
-    overrides = [*manifest.common, *run.overrides, f"run_dir='{run_dir}'", "resume=auto"]
+    overrides = [*overrides_of(run, manifest, folder), "resume=auto"]
     return Job(run.name, ["train", *options, *overrides], folder / LOGS / f"{run.name}.log")
+
+
+def overrides_of(run: SweepRun, manifest: Manifest, folder: Path) -> list[str]:
+    """Of one run, `resume` left out."""
+    run_dir = str(folder / run.name).replace("'", "\\'")
+    return [*manifest.common, *run.overrides, f"run_dir='{run_dir}'"]
 
 
 def last_words(log: Path, start: int) -> str:

@@ -39,9 +39,10 @@ def test_ranks_without_gpus_are_a_fault() -> None:
 
 def test_servers_without_gpus_are_a_fault() -> None:
     config = run("recipe=tiny", "rollout=sglang", "rollout.servers=2", "rollout.tensor=2")
-    found = looks(config, gpus=3)["GPUs of the run"]
-    assert found.level == "red"
-    assert found.seen == "3 GPUs for 1 ranks of the trainer, 4 of servers"
+    found = looks(config, gpus=4)["GPUs of the run"]
+    assert (found.level, found.expected) == ("red", "5 GPUs")
+    assert found.seen == "4 GPUs for 1 ranks of the trainer, 4 of servers"
+    assert looks(config, gpus=5)["GPUs of the run"].level == "green"
     assert environment_of(config) is not None
     assert environment_of(run("recipe=tiny")) is None
 

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from moerl.launch.doctor.servers import (
-    PROGRAMS,
     Listener,
     check_binds,
     check_environment,
@@ -21,6 +20,7 @@ from moerl.launch.doctor.servers import (
     check_token_files,
     listening,
     own_listeners,
+    program_of,
     server_files,
     token_files,
 )
@@ -162,8 +162,10 @@ def test_a_server_on_loopback_is_safe() -> None:
 def test_a_server_on_all_addresses_is_named(host: str) -> None:
     with listener(host, "alone") as (pid, port):
         found = check_binds(own_listeners(PLANTED))
+        of_a_run = check_binds(own_listeners(PLANTED), others_are_used=False)
     assert found.level == "red"
     assert found.seen == f"planted-server (process {pid}) on {host}:{port}"
+    assert (of_a_run.level, of_a_run.seen) == ("yellow", found.seen)
 
 
 def test_sockets_that_do_not_listen_are_left_out() -> None:
@@ -177,8 +179,10 @@ def test_sockets_that_do_not_listen_are_left_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "program"),
+    ("line", "program"),
     [
+        ("/usr/bin/python -m moerl train", "moerl"),
+        ("srun --overlap python -m moerl doctor", None),
         ("/opt/venv/bin/moerl", "moerl"),
         ("moerl.cli", "moerl"),
         ("sglang.launch_server", "sglang"),
@@ -190,6 +194,5 @@ def test_sockets_that_do_not_listen_are_left_out() -> None:
         ("library/array/x", None),
     ],
 )
-def test_programs_are_told_by_their_command_lines(word: str, program: str | None) -> None:
-    match = PROGRAMS.search(word)
-    assert (match and next(filter(None, match.groups()))) == program
+def test_programs_are_told_by_their_command_lines(line: str, program: str | None) -> None:
+    assert program_of(line.split()) == program

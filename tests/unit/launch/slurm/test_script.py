@@ -90,8 +90,13 @@ def test_commands_of_moerl_run_in_the_container_and_those_of_slurm_do_not(
         arguments=["--ipc"],
     )
     script = render(job(tmp_path), Site(container=container), ["recipe=tiny"])
-    assert f"train=({start}\n" in script
-    assert script.count(f"{runtime} ") == 2, "train and attempts"
+    assert f'train=({start} "${{keys[@]}}" resume=auto)\n' in script
+    assert script.count(f"{runtime} ") == 3, "doctor, train and attempts"
+
+
+def test_gpus_of_servers_are_kept_out_of_the_cluster_of_several_nodes(tmp_path: Path) -> None:
+    lines = render(job(tmp_path, nodes=2), Site(gpus_per_node=8), ["launch.on=ray"], server_gpus=2).splitlines()
+    assert [line.partition("--num-gpus=")[2][:1] for line in lines if "--num-gpus=" in line] == ["6", "8"]
 
 
 def test_a_dry_run_shows_script_configuration_nodes_and_plans_and_leaves_nothing(
@@ -110,7 +115,7 @@ def test_a_dry_run_shows_script_configuration_nodes_and_plans_and_leaves_nothing
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--nodes", "2"), "all its ranks and servers on one machine"),
+        (("--nodes", "2"), "--nodes: without Ray all ranks and servers of a run are on one machine"),
         (("--nodes", "0"), "a number is too small"),
         (("resume=runs/a",), "resume: a job goes on by itself"),
         (("checkpoint.grace_seconds=250",), "checkpoint.grace_seconds: the job would reach its time limit first"),
