@@ -163,8 +163,9 @@ def test_it_does_not_matter_where_in_the_chain_a_receiver_hangs(
 def test_two_receivers_that_hang_at_once_cost_one_group(
     sender: Sender, three: list[PlainReceiver], spoilt: Callable[[PlainReceiver], None]
 ):
+    # At a later point the second may wait for the first, and not hang itself.
     for receiver in three[:2]:
-        receiver.fail("piece", "SIGSTOP")
+        receiver.fail("begin", "SIGSTOP")
         spoilt(receiver)
     assert sender.send(bucket(1), three, 0).keys() == {three[0].key, three[1].key}
     assert three[2].loaded == [digest(1)]
