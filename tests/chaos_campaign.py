@@ -42,6 +42,8 @@ from moerl.models.description import read_model
 from moerl.trainer.checkpoint import CHECKPOINTS, CheckpointStore
 
 STEPS, PER_STEP, MAX_LIVES = 8, 16, 40
+LEAST = 8
+"""Disturbances of each variant; the others are of those whose runs come back sooner."""
 RUN_SECONDS = 900.0
 STOP_SECONDS, END_SECONDS = 2.0, 30.0
 ROLES = {
@@ -286,9 +288,15 @@ def problems_of(run: Path, variant: Variant, promised: dict[str, bytes]) -> list
     return problems
 
 
-def campaign(variant: Variant, arguments: argparse.Namespace, deadline: float, share: int) -> Tally:
-    """Runs of one variant until there were `share` disturbances or the time is over."""
+def campaign(variant: Variant, arguments: argparse.Namespace, deadline: float, tallies: list[Tally]) -> Tally:
+    """Runs of one variant until there were enough disturbances or the time is over; adds its tally to those of all."""
     tally = Tally(variant.name)
+    tallies.append(tally)
+
+    def is_enough() -> bool:
+        all_done = sum(each.disturbances.total() for each in tallies)
+        return tally.disturbances.total() >= LEAST and all_done >= arguments.disturbances
+
     rng = random.Random(f"{arguments.seed}/{variant.name}")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -301,7 +309,7 @@ def campaign(variant: Variant, arguments: argparse.Namespace, deadline: float, s
             )
             assert finished.status == 0, finished.output
             whole, undisturbed = time.monotonic() - began, model_of(folder / "whole")
-            while tally.disturbances.total() < share and time.monotonic() < deadline and not tally.broken:
+            while not is_enough() and time.monotonic() < deadline and not tally.broken:
                 chosen = arguments_of(folder / f"run-{tally.runs}", sums, variant)
                 run = run_once(runs, chosen, variant, rng, tally, sums=sums, whole=whole)
                 if variant.is_ordered and not tally.broken and model_of(run) != undisturbed:
@@ -335,12 +343,12 @@ def main() -> int:
     arguments = parser.parse_args()
     print(f"seed {arguments.seed}", flush=True)
     chosen = [each for each in VARIANTS if arguments.only in (None, each.name)]
-    began, share = time.monotonic(), -(-arguments.disturbances // len(chosen))
+    began, tallies = time.monotonic(), list[Tally]()
     deadline = began + 60 * arguments.minutes
 
     def one(variant: Variant) -> Tally:
         try:
-            tally = campaign(variant, arguments, deadline, share)
+            tally = campaign(variant, arguments, deadline, tallies)
         except Exception:
             # Said now, and not when the last variant is done.
             print(f"{variant.name}: the campaign itself failed\n{traceback.format_exc()}", flush=True)
@@ -350,7 +358,7 @@ def main() -> int:
 
     # They wait most of the time, so all of them at once.
     with ThreadPoolExecutor(len(chosen)) as pool:
-        tallies = list(pool.map(one, chosen))
+        list(pool.map(one, chosen))
     total = sum(tally.disturbances.total() for tally in tallies)
     print(f"{total} disturbances in {(time.monotonic() - began) / 60:.1f} minutes")
     if arguments.json:

@@ -21,15 +21,15 @@ START_SECONDS = 240.0
 
 
 class NodesOfRay:
-    """A cluster with a token; `variables`: what a driver's environment needs besides."""
+    """A cluster with a token. cpus: of each node. `variables`: what a driver's environment needs besides."""
 
-    def __init__(self, nodes: int) -> None:
+    def __init__(self, nodes: int, cpus: int = 1) -> None:
         self.variables = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-        self._nodes = nodes
+        self._nodes, self._cpus = nodes, cpus
 
     def __enter__(self) -> Self:
         self._process = subprocess.Popen(
-            [sys.executable, __file__, str(self._nodes), str(os.getpid())],
+            [sys.executable, __file__, str(self._nodes), str(self._cpus), str(os.getpid())],
             env={**os.environ, **self.variables, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -50,6 +50,11 @@ class NodesOfRay:
             self._process.kill()
             self._process.wait()
 
+    @property
+    def pid(self) -> int:
+        """Of the process that all nodes are children of."""
+        return self._process.pid
+
     def remove_node(self) -> None:
         """Ends every process of the node that was added last."""
         assert self._process.stdin is not None
@@ -65,7 +70,7 @@ class NodesOfRay:
         raise RuntimeError("the cluster did not start")
 
 
-def _serve(nodes: int) -> None:
+def _serve(nodes: int, cpus: int) -> None:
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:
         # Ray leaves the address of a cluster there, and reads the variable as it is imported.
         os.environ["RAY_TMPDIR"] = folder
@@ -75,7 +80,7 @@ def _serve(nodes: int) -> None:
 
         cluster = Cluster()
         for _ in range(nodes):
-            cluster.add_node(num_cpus=1, include_dashboard=False, temp_dir=str(temporary))
+            cluster.add_node(num_cpus=cpus, include_dashboard=False, temp_dir=str(temporary))
         print("cluster:", cluster.address, flush=True)
         for line in sys.stdin:
             if line.strip() == "remove":
@@ -86,5 +91,5 @@ def _serve(nodes: int) -> None:
 
 if __name__ == "__main__":
     # A test that is killed leaves no cluster: raylets die with this process.
-    die_with(int(sys.argv[2]))
-    _serve(int(sys.argv[1]))
+    die_with(int(sys.argv[3]))
+    _serve(int(sys.argv[1]), int(sys.argv[2]))

@@ -17,7 +17,7 @@ def server_environment(
     first_device: int = 0,
     host: str = "127.0.0.1",
 ) -> dict[str, str]:
-    """Ours, without what would leak into another Python environment, and with what a CPU server needs.
+    """Ours, without what would leak into another Python environment or is Ray's own, and with what a CPU server needs.
 
     Args:
         device: cuda or cpu.
@@ -26,7 +26,9 @@ def server_environment(
         first_device: GPUs or cores that other servers have.
         host: address of the server, where its process groups listen, too.
     """
-    kept = {name: value for name, value in environment.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
+    kept = {
+        name: value for name, value in environment.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV", "RAY_"))
+    }
     kept |= interface_variables(host, kept)
     # A torch.py or json.py in the current directory is not what a server, or what it starts, imports.
     kept["PYTHONSAFEPATH"] = "1"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ from moerl.config.stop_signals import STOPPED, StopRequest
 from moerl.contract.disk import write_parquet
 from moerl.contract.files import atomic_file, writing
 from moerl.contract.layers import select_layers
-from moerl.contract.ports import RolloutEngine, Task
+from moerl.contract.ports import PolicyEngine, RolloutEngine, Task
 from moerl.contract.quarantine import Quarantine
 from moerl.contract.sealed import find_damage
 from moerl.contract.trajectory import ModelSpec, SamplingParams
@@ -39,7 +40,7 @@ from moerl.orchestration.run import Run, RunStoppedError
 from moerl.orchestration.task_texts import check_prompts
 from moerl.orchestration.tokenizer import make_tokenizer
 from moerl.ranks.libraries import quiet_libraries
-from moerl.ranks.placement import open_trainer
+from moerl.ranks.placement import open_trainer, server_launcher
 from moerl.telemetry.sinks import METRICS_FILE
 
 
@@ -78,7 +79,7 @@ def _train(run: Run, model_path: Path) -> None:
     with ExitStack() as stack:
         engine = run.unless_stopped(
             # Closed at the end whatever comes right after it is open.
-            lambda: stack.enter_context(closing(open_engine(config, start, -1, run.reporter.say)))
+            lambda: stack.enter_context(closing(_open_engine(run, start, -1)))
         )
         run.leave_if_told()
         assert engine is not None
@@ -88,6 +89,12 @@ def _train(run: Run, model_path: Path) -> None:
         RLStage(run, collector, engine, pack_options(config, start)).train()
         run.trainer.export(config.run_dir / "final_model", model_path)
         run.reporter.finish(run.summary(steps=config.rl.steps))
+
+
+def _open_engine(run: Run, model: ModelDescription, version: int) -> PolicyEngine:
+    """As `open_engine`, with the run's own servers where its ranks are."""
+    launcher = partial(server_launcher, run.config)
+    return open_engine(run.config, model, version, run.reporter.say, launcher)
 
 
 def _check_handshake(engine: ModelSpec, trainer: ModelSpec) -> None:
@@ -104,7 +111,7 @@ def _train_supervised(run: Run, model_path: Path) -> None:
     config, output = run.config, cold_start(run, model_path)
 
     def measure() -> Evaluation:
-        with closing(open_engine(config, replace(run.model, folder=output), 0, run.reporter.say)) as engine:
+        with closing(_open_engine(run, replace(run.model, folder=output), 0)) as engine:
             collector = _collector(config, output, engine, run)
             return evaluate(collector, "heldout", config.evaluation.heldout_problems, version=0)
 

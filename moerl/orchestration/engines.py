@@ -38,12 +38,22 @@ TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 """What is not in a checkpoint whose model ties its embeddings, and what it is a copy of."""
 
 
-def open_engine(config: RunConfig, model: ModelDescription, version: int, say: Callable[[str], None]) -> PolicyEngine:
+OwnLauncher = Callable[[ServerOptions, Path, float], ServerLauncher]
+
+
+def open_engine(
+    config: RunConfig,
+    model: ModelDescription,
+    version: int,
+    say: Callable[[str], None],
+    launcher: OwnLauncher = OwnServer,
+) -> PolicyEngine:
     """The engine of `config.rollout` for the model of a directory; whoever opens it closes it.
 
     Args:
         version: policy version of its weights; -1 where the engine must wait for a first update.
         say: told what a user should know about a server.
+        launcher: of the run's own servers; on this machine if not said.
 
     Raises:
         EngineError: it cannot serve.
@@ -72,7 +82,7 @@ def open_engine(config: RunConfig, model: ModelDescription, version: int, say: C
         interrupt=Interrupt(config.weights.interrupt),
         keeps_copy=rollout.keeps_weight_copy,
     )
-    launchers = _launchers(config, model, version)
+    launchers = _launchers(config, model, version, launcher)
     say("waiting for the SGLang server" + (f"s, {len(launchers)} of them" if len(launchers) > 1 else ""))
     facts, is_ours = ModelFacts(model.spec, model.moe_layers), isinstance(rollout, SGLangRolloutConfig)
     engine = sglang_engine(launchers, facts, options, version if is_ours else -1)
@@ -106,7 +116,7 @@ def _refuse_quantized(file: Path, tensors: Mapping[str, Tensor]) -> None:
         )
 
 
-def _launchers(config: RunConfig, model: ModelDescription, version: int) -> list[ServerLauncher]:
+def _launchers(config: RunConfig, model: ModelDescription, version: int, launcher: OwnLauncher) -> list[ServerLauncher]:
     rollout, folder = config.rollout, config.run_dir / SERVER_FOLDER
     if isinstance(rollout, ServerRolloutConfig):
         return [NamedServer(file, rollout.start_seconds) for file in rollout.server]
@@ -125,9 +135,10 @@ def _launchers(config: RunConfig, model: ModelDescription, version: int) -> list
         # Where senders are, too.
         host=controller_address(config.launch),
     )
-    gpus = torch.cuda.device_count() if options.device == "cuda" else None
+    # On a cluster Ray gives each server its GPUs.
+    gpus = torch.cuda.device_count() if options.device == "cuda" and config.launch.on == "local" else None
     return [
-        OwnServer(replace(options, first_device=first), folder / str(i), rollout.start_seconds)
+        launcher(replace(options, first_device=first), folder / str(i), rollout.start_seconds)
         for i, first in enumerate(first_devices(rollout.servers, rollout.tensor, gpus))
     ]
 
@@ -138,7 +149,7 @@ def first_devices(servers: int, tensor: int, gpus: int | None) -> list[int]:
 
     Args:
         tensor: devices of one server.
-        gpus: of this machine; None where servers run on CPU, where cores are counted from the last one.
+        gpus: of this machine; None on CPUs, where cores are counted from the last one, and where Ray chooses.
 
     Raises:
         EngineError: there are not as many.

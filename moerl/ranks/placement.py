@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from moerl.config.placement import set_ray_variables
 from moerl.config.schema import RunConfig
@@ -11,6 +12,9 @@ from moerl.errors import CheckpointError
 from moerl.ranks.group import Ranks, TrainerGroup
 from moerl.ranks.in_process import InProcess
 from moerl.ranks.processes import Processes
+from moerl.rollout.fleet.backend import ServerLauncher
+from moerl.rollout.sglang.launchers import OwnServer
+from moerl.rollout.sglang.server import ServerOptions
 
 
 @contextmanager
@@ -37,6 +41,19 @@ def open_trainer(
             error.add_note(f"and {unwritten}")
         raise
     trainer.close()
+
+
+def server_launcher(config: RunConfig, options: ServerOptions, folder: Path, start_seconds: float) -> ServerLauncher:
+    """A server of a run whose trainer is open: on this machine, or on a node of its Ray cluster.
+
+    Args:
+        folder, start_seconds: as of `OwnServer`.
+    """
+    if config.launch.on == "ray":
+        from moerl.ranks.on_ray.servers import RemoteServer
+
+        return RemoteServer(options, folder, start_seconds)
+    return OwnServer(options, folder, start_seconds)
 
 
 def _place(config: RunConfig, watch: Callable[[int, int], None], lock: int | None) -> Ranks:

@@ -179,7 +179,7 @@ def test_a_run_ends_its_server_and_keeps_its_log(served: Finished):
 
 def test_a_run_whose_server_is_killed_trains_on_every_rollout_once(served: Finished, environment: Path, tmp_path: Path):
     killed = train(tmp_path / "killed", "rollout=sglang", f"rollout.environment={environment}", fault=kill)
-    assert "SGLang server 'sglang-0' is lost" in killed.output
+    assert "server 'sglang-0' is lost" in killed.output
     require_every_rollout_once(killed, served)
 
 
@@ -197,8 +197,8 @@ def test_a_run_with_two_senders_gives_a_server_that_took_the_place_of_a_killed_o
     server = ("rollout=sglang", f"rollout.environment={environment}")
     senders = ("parallel.pipeline=2", "weights.senders=2")
     killed = train(tmp_path / "killed", *server, *senders, fault=kill)
-    assert "SGLang server 'sglang-0' is lost" in killed.output
-    assert "SGLang server 'sglang-0': going on" in killed.output
+    assert "server 'sglang-0' is lost" in killed.output
+    assert "server 'sglang-0': going on" in killed.output
     assert killed.open_to_others == ()
     require_every_rollout_once(killed, served)
 

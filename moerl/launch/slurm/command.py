@@ -154,8 +154,7 @@ def _prepare(options: argparse.Namespace, site: Site, overrides: Sequence[str]) 
     job.check()
     _check_nodes(job, config)
     _check_devices(config, site, job)
-    _, servers = _devices(config)
-    return config, job, render(job, site, _overrides(options, overrides, config, job), server_gpus=servers)
+    return config, job, render(job, site, _overrides(options, overrides, config, job))
 
 
 def _refuse_resume(overrides: Sequence[str]) -> None:
@@ -282,7 +281,10 @@ def _roles(config: RunConfig, nodes: int) -> str:
     ranks = "rank 0" if trainer == 1 else f"ranks 0 to {trainer - 1}"
     if nodes == 1:
         return f"node 1: the controller, trainer {ranks}, {engines}"
-    return f"node 1: the controller, {engines}\nnodes 1 to {nodes}, by Ray, the first one full first: trainer {ranks}"
+    spread = f"nodes 1 to {nodes}, by Ray: trainer {ranks}, the first node full first"
+    if isinstance(rollout, SGLangRolloutConfig):
+        return f"node 1: the controller\n{spread}; {engines}"
+    return f"node 1: the controller, {engines}\n{spread}"
 
 
 def _say(job: JobSettings, number: str) -> None:

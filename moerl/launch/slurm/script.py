@@ -98,12 +98,11 @@ def limit_seconds(text: str) -> int:
     return ((int(match["days"] or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
-def render(job: JobSettings, site: Site, overrides: Sequence[str], *, server_gpus: int = 0) -> str:
+def render(job: JobSettings, site: Site, overrides: Sequence[str]) -> str:
     """The script.
 
     Args:
         overrides: of `moerl train`, `run_dir` and the grace time included, `resume` left out.
-        server_gpus: of the first node, which servers of the run take.
     """
     return _render(
         "train.sbatch.j2" if job.nodes == 1 else "train_ray.sbatch.j2",
@@ -114,7 +113,6 @@ def render(job: JobSettings, site: Site, overrides: Sequence[str], *, server_gpu
         kill_seconds=int(KILL_SHARE * job.signal_seconds),
         has_gpus=bool(site.gpus_per_node or site.gres),
         gpus_per_node=site.gpus_per_node,
-        head_gpus=site.gpus_per_node - server_gpus,
         num_nodes=job.nodes,
         overrides=overrides,
     )

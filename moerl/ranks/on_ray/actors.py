@@ -22,9 +22,10 @@ from moerl.errors import ConfigError, MoerlError, TrainerError
 from moerl.ranks.child import describe_output, log_of, remove_empty, remove_empty_folders
 from moerl.ranks.links import Links
 from moerl.ranks.on_ray.actor import RankActor
-from moerl.ranks.on_ray.cluster import Cluster
+from moerl.ranks.on_ray.cluster import Cluster, has_gpus
 from moerl.ranks.on_ray.library import ActorUnavailableError, GetTimeoutError, RayError, ray
 from moerl.ranks.on_ray.messages import Facts, Place, Versions
+from moerl.ranks.on_ray.servers import abandon_servers
 from moerl.ranks.replies import CLOSING_SECONDS, GRACE_SECONDS, check_replies, lost, ranks_have_ended
 
 START_SECONDS = 300.0
@@ -144,9 +145,9 @@ class Actors:
         rendezvous = self._call("listen", START_SECONDS, only=1)[0].decode()
         places = [msgspec.json.encode(self._place(rank, config)) for rank in self._ranks]
         self._call("start", START_SECONDS, places)
-        text, has_gpus = config.model_dump_json(), self._cluster.has_gpus
+        text, on_gpus = config.model_dump_json(), has_gpus()
         # A rank with a GPU of its own sees no other.
-        sharing = [1 if has_gpus else len(self._beside(rank)) for rank in self._ranks]
+        sharing = [1 if on_gpus else len(self._beside(rank)) for rank in self._ranks]
         self._ask([Start(text, rank.rank, rendezvous, count) for rank, count in zip(self._ranks, sharing, strict=True)])
 
     def _beside(self, rank: _Rank) -> list[_Rank]:
@@ -157,7 +158,7 @@ class Actors:
 
     def _place(self, rank: _Rank, config: RunConfig) -> Place:
         size = len(self._ranks)
-        local = 0 if self._cluster.has_gpus else self._beside(rank).index(rank)
+        local = 0 if has_gpus() else self._beside(rank).index(rank)
         environment = {
             "RANK": str(rank.rank),
             "LOCAL_RANK": str(local),
@@ -253,6 +254,7 @@ class Actors:
     def _end(self) -> None:
         """Kills what still runs, and clears up."""
         self._has_ended = True
+        abandon_servers()
         # Not when all has been left before. For an actor that is gone it does nothing.
         for rank in self._ranks if ray.is_initialized() else ():
             ray.kill(rank.actor)

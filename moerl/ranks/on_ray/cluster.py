@@ -66,7 +66,7 @@ class Cluster:
             TrainerError: the cluster has no room for them.
         """
         need = {"CPU": float(self._cpus)}
-        if self.has_gpus:
+        if has_gpus():
             need["GPU"] = 1.0
         total = ray.cluster_resources()
         short = [name for name, each in need.items() if total.get(name, 0.0) < each * ranks]
@@ -86,10 +86,6 @@ class Cluster:
         order = sorted(nodes, key=lambda bundle: (nodes[bundle] != own, nodes[bundle], bundle))
         return [_options(need, group, bundle) for bundle in order]
 
-    @property
-    def has_gpus(self) -> bool:
-        return ray.cluster_resources().get("GPU", 0.0) >= 1.0
-
     def live_nodes(self) -> set[str]:
         """Ids of the nodes that are part of it now."""
         return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
@@ -105,6 +101,11 @@ class Cluster:
             ray.shutdown()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def has_gpus() -> bool:
+    """Whether the cluster that this process is part of has a GPU."""
+    return ray.cluster_resources().get("GPU", 0.0) >= 1.0
 
 
 def _options(need: dict[str, float], group: Any, bundle: int) -> dict[str, Any]:

@@ -161,8 +161,9 @@ class FleetEngine:
 
     def abandon_update(self) -> None:
         """Instead of `end_update`: servers get back what they held before, and sampling goes on. After it, instead of
-        `verify`: sampling goes on."""
-        self._wait(self._abandon())
+        `verify`: sampling goes on. A closed engine has none open: senders may leave after it."""
+        if not self._loop.is_closed():
+            self._wait(self._abandon())
 
     def held_dtypes(self) -> Mapping[str, str]:
         """Names of dtypes by checkpoint name, as servers hold tensors. Waits for a server the first time."""

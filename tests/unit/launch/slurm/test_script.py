@@ -94,11 +94,6 @@ def test_commands_of_moerl_run_in_the_container_and_those_of_slurm_do_not(
     assert script.count(f"{runtime} ") == 3, "doctor, train and attempts"
 
 
-def test_gpus_of_servers_are_kept_out_of_the_cluster_of_several_nodes(tmp_path: Path) -> None:
-    lines = render(job(tmp_path, nodes=2), Site(gpus_per_node=8), ["launch.on=ray"], server_gpus=2).splitlines()
-    assert [line.partition("--num-gpus=")[2][:1] for line in lines if "--num-gpus=" in line] == ["6", "8"]
-
-
 def test_a_dry_run_shows_script_configuration_nodes_and_plans_and_leaves_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -118,6 +118,13 @@ def test_an_abandoned_update_is_undone_and_sampling_goes_on(interrupt: Interrupt
     assert answers(engine, 8) == {"e-0", "e-1"}
 
 
+def test_a_sender_may_leave_after_the_engine_was_closed(servers, engine_on):
+    engine = engine_on(servers[0], version=-1)
+    send(engine, 3)
+    engine.close()
+    engine.abandon_update()
+
+
 def test_a_call_waits_for_an_update_that_is_under_way(servers, engine_on):
     engine = engine_on(servers[0], version=-1)
     send(engine, 3)

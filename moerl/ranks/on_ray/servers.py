@@ -1,0 +1,145 @@
+"""SGLang servers of a run as actors: each on a node that has room for it, replaced on another one where that is lost.
+
+The actor is the parent of the server's process, which ends with it; the actor ends with the controller, or its node's
+Ray. Keys and address come to the controller in the server's file in the run directory, not through Ray.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from weakref import WeakSet
+
+import msgspec
+
+from moerl.errors import EngineError
+from moerl.processes.parent import die_with
+from moerl.ranks.on_ray.library import GetTimeoutError, RayError, ray
+from moerl.rollout.fleet.endpoint import Endpoint, read_endpoint
+from moerl.rollout.sglang.launchers import OwnServer
+from moerl.rollout.sglang.server import ENDPOINT_FILE, ServerOptions
+
+PLACE_SECONDS = 300.0
+"""For an actor to find a node and start; a node that was lost may come back."""
+STOP_SECONDS = 30.0
+_open_servers: WeakSet[RemoteServer] = WeakSet()
+"""Of this process, whose connection to Ray all of them share."""
+
+
+class ServerActor:
+    """One server. Its methods take and return byte strings."""
+
+    def __init__(self) -> None:
+        die_with(os.getppid())
+        self._server: OwnServer | None = None
+
+    def node(self) -> bytes:
+        """The address of the actor's node."""
+        return str(ray.util.get_node_ip_address()).encode()
+
+    def open(self, options: bytes, folder: bytes, start_seconds: float) -> bytes:
+        """Starts the server, and returns an empty answer when it is ready, else why it is not. `options`: JSON."""
+        told = msgspec.json.decode(options, type=ServerOptions, dec_hook=lambda kind, text: kind(text))
+        here = replace(told, host=ray.util.get_node_ip_address())
+        if told.device != "cpu":
+            # Ray shows this process its own GPUs alone.
+            here = replace(here, first_device=0)
+        self._server = OwnServer(here, Path(folder.decode()), start_seconds)
+        try:
+            self._server.open()
+        except EngineError as error:
+            return "\n".join([str(error), *getattr(error, "__notes__", ())]).encode()
+        return b""
+
+    def close(self) -> bytes:
+        """Stops the server."""
+        if self._server is not None:
+            self._server.close()
+        return b""
+
+
+def abandon_servers() -> None:
+    """Ends all servers of this process, whose connection to Ray is about to be given up: what waits for an answer by
+    then waits for ever."""
+    for server in list(_open_servers):
+        server.abandon()
+
+
+class RemoteServer:
+    """A `ServerLauncher`: a server on whatever node of the cluster has room.
+
+    Args:
+        options: as of `OwnServer`; the host is that of the node. folder: in a file system that all nodes see.
+        start_seconds: longest start-up.
+    """
+
+    def __init__(self, options: ServerOptions, folder: Path, start_seconds: float) -> None:
+        self._options, self._folder, self._start_seconds = options, folder.absolute(), start_seconds
+        self._lock, self._is_closed = threading.Lock(), False
+        self._opening = threading.Lock()
+        self._actor: Any = None
+        _open_servers.add(self)
+
+    def open(self) -> Endpoint:
+        with self._opening:
+            return self._open()
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            self._end(wait=True)
+
+    def abandon(self) -> None:
+        """As `close`, at once. Afterwards nothing here waits for Ray."""
+        with self._lock:
+            self._is_closed = True
+            self._end(wait=False)
+        # An `open` under way learns of it.
+        if self._opening.acquire(timeout=STOP_SECONDS):
+            self._opening.release()
+
+    def _open(self) -> Endpoint:
+        actor = self._new_actor()
+        try:
+            node = ray.get(actor.node.remote(), timeout=PLACE_SECONDS).decode()
+            options = msgspec.json.encode(self._options, enc_hook=str)
+            problem = ray.get(actor.open.remote(options, str(self._folder).encode(), self._start_seconds)).decode()
+        except GetTimeoutError as error:
+            seen = f"no node with room within {PLACE_SECONDS:g} s"
+            raise self._failure(seen, "add nodes, or take fewer servers") from error
+        except RayError as error:
+            raise self._failure(str(error).strip().splitlines()[0], "look at the node") from error
+        if problem:
+            raise self._failure(f"on node {node}: {problem}", f"read {self._folder}")
+        return read_endpoint(self._folder / ENDPOINT_FILE)
+
+    def _new_actor(self) -> Any:
+        with self._lock:
+            if self._is_closed:
+                raise EngineError("the launcher of SGLang servers is closed", remedy="make another one")
+            self._end(wait=True)
+            count = float(self._options.tensor)
+            need = {"num_gpus": 0.0, "num_cpus": count}
+            if self._options.device != "cpu":
+                need = {"num_gpus": count, "num_cpus": 0.0}
+            options = {**need, "scheduling_strategy": "SPREAD", "max_restarts": 0, "max_task_retries": 0}
+            self._actor = ray.remote(ServerActor).options(**options).remote()
+            return self._actor
+
+    def _end(self, *, wait: bool) -> None:
+        actor, self._actor = self._actor, None
+        if actor is None or not ray.is_initialized():
+            return
+        if wait:
+            # Where it is gone, or hangs in a start, its server goes with it.
+            with contextlib.suppress(RayError):
+                ray.get(actor.close.remote(), timeout=STOP_SECONDS)
+        ray.kill(actor)
+
+    def _failure(self, seen: str, remedy: str) -> EngineError:
+        what = "an SGLang server on the Ray cluster"
+        return EngineError(what, seen=seen, expected="a server that serves", remedy=remedy)
