@@ -21,15 +21,16 @@ START_SECONDS = 240.0
 
 
 class NodesOfRay:
-    """A cluster with a token. cpus: of each node. `variables`: what a driver's environment needs besides."""
+    """A cluster with a token. cpus: of each node; drivers are part of the first. `variables`: what a driver's
+    environment needs besides."""
 
-    def __init__(self, nodes: int, cpus: int = 1) -> None:
+    def __init__(self, *cpus: int) -> None:
         self.variables = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-        self._nodes, self._cpus = nodes, cpus
+        self._cpus = cpus
 
     def __enter__(self) -> Self:
         self._process = subprocess.Popen(
-            [sys.executable, __file__, str(self._nodes), str(self._cpus), str(os.getpid())],
+            [sys.executable, __file__, str(os.getpid()), *map(str, self._cpus)],
             env={**os.environ, **self.variables, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -70,7 +71,7 @@ class NodesOfRay:
         raise RuntimeError("the cluster did not start")
 
 
-def _serve(nodes: int, cpus: int) -> None:
+def _serve(first: int, *others: int) -> None:
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:
         # Ray leaves the address of a cluster there, and reads the variable as it is imported.
         os.environ["RAY_TMPDIR"] = folder
@@ -79,8 +80,10 @@ def _serve(nodes: int, cpus: int) -> None:
         from ray.cluster_utils import Cluster  # pyright: ignore[reportMissingImports]
 
         cluster = Cluster()
-        for _ in range(nodes):
-            cluster.add_node(num_cpus=cpus, include_dashboard=False, temp_dir=str(temporary))
+        cluster.add_node(num_cpus=first, include_dashboard=False, temp_dir=str(temporary))
+        for number, cpus in enumerate(others, 2):
+            # An address of its own, so that a driver, which is at the first one's, becomes part of the first node.
+            cluster.add_node(num_cpus=cpus, temp_dir=str(temporary), node_ip_address=f"127.0.0.{number}")
         print("cluster:", cluster.address, flush=True)
         for line in sys.stdin:
             if line.strip() == "remove":
@@ -91,5 +94,5 @@ def _serve(nodes: int, cpus: int) -> None:
 
 if __name__ == "__main__":
     # A test that is killed leaves no cluster: raylets die with this process.
-    die_with(int(sys.argv[3]))
-    _serve(int(sys.argv[1]), int(sys.argv[2]))
+    die_with(int(sys.argv[1]))
+    _serve(*map(int, sys.argv[2:]))

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
+from listening import listening, open_to_others
 from moerl_runs import ENVIRONMENT, rows, summary
 from ray_cluster import NodesOfRay
 from run_checks import rank_processes
@@ -25,7 +26,7 @@ KEYS = ("recipe=tiny", "parallel.data=2")
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[NodesOfRay]:
-    with NodesOfRay(2) as started:
+    with NodesOfRay(1, 1) as started:
         yield started
 
 
@@ -105,6 +106,8 @@ def test_ranks_end_with_a_controller_that_is_killed(cluster: NodesOfRay, tmp_pat
 def test_a_cluster_of_the_run_ends_with_a_controller_that_is_killed(tmp_path: Path):
     run = train(tmp_path / "run", "launch.on=ray", "rl.steps=200", variables={"TMPDIR": str(tmp_path)})
     ranks = until_it_learns(run, tmp_path / "run")
+    assert len(listening(run.pid)) > 4
+    assert open_to_others(run.pid) == []
     nodes = {parent_of(parent_of(pid)) for pid in ranks.values()}
     run.kill()
     check_ended(run, dict(enumerate([*ranks.values(), *nodes])))
@@ -119,7 +122,7 @@ def test_a_client_without_the_token_is_refused(cluster: NodesOfRay, tmp_path: Pa
 
 
 def test_a_node_that_leaves_is_named(tmp_path: Path):
-    with NodesOfRay(2) as cluster:
+    with NodesOfRay(1, 1) as cluster:
         run = train(tmp_path / "run", *on(cluster), "rl.steps=200", variables=cluster.variables)
         ranks = until_it_learns(run, tmp_path / "run")
         cluster.remove_node()

@@ -50,7 +50,7 @@ def training(run_dir: Path, cluster: NodesOfRay, *keys: str) -> Iterator[subproc
     """A run with two servers, once it has trained two steps."""
     output = run_dir.with_suffix(".out")
     words = (
-        *("recipe=tiny", "rollout=sglang", "rollout.servers=2", f"rollout.environment={ENVIRONMENT}"),
+        *("recipe=tiny", "num_threads=2", "rollout=sglang", "rollout.servers=2", f"rollout.environment={ENVIRONMENT}"),
         *("buffer.max_staleness=1", "rollout.probe_seconds=10", f"run_dir='{run_dir}'"),
         *("launch.on=ray", f"launch.address='{cluster.address}'", *keys),
     )
@@ -75,16 +75,23 @@ def training(run_dir: Path, cluster: NodesOfRay, *keys: str) -> Iterator[subproc
 def nodes_of(run_dir: Path) -> tuple[int, set[int]]:
     """The nodes of the rank, and of the servers."""
     [rank] = rank_processes(run_dir).values()
-    servers = (read_endpoint(run_dir / "sglang" / str(number) / ENDPOINT_FILE).pid for number in range(2))
-    return raylet_of(rank), {raylet_of(pid) for pid in servers if pid is not None}
+    return raylet_of(rank), {raylet_of(pid) for pid in servers_of(run_dir)}
+
+
+def servers_of(run_dir: Path) -> list[int]:
+    """The first process of each server."""
+    found = [read_endpoint(run_dir / "sglang" / str(number) / ENDPOINT_FILE).pid for number in range(2)]
+    return [pid for pid in found if pid is not None]
 
 
 def test_nobody_else_reaches_a_run_that_goes_on_where_a_node_with_a_server_is_lost(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    with NodesOfRay(2, cpus=3) as cluster, training(run_dir, cluster, f"rl.steps={STEPS}") as run:
-        assert len(listening(cluster.pid)) > 4
-        assert open_to_others(cluster.pid) + open_to_others(run.pid) == []
+    # The rank, of two CPUs, is on the first node; a server on each.
+    with NodesOfRay(4, 1) as cluster, training(run_dir, cluster, f"rl.steps={STEPS}") as run:
         of_rank, of_servers = nodes_of(run_dir)
+        ours = [run.pid, *rank_processes(run_dir).values(), *servers_of(run_dir)]
+        assert all(listening(pid) for pid in servers_of(run_dir))
+        assert [found for pid in ours for found in open_to_others(pid)] == []
         [lost, *_] = of_servers - {of_rank}
         os.kill(lost, signal.SIGKILL)
         said = tmp_path / "run.out"
@@ -99,7 +106,8 @@ def test_nobody_else_reaches_a_run_that_goes_on_where_a_node_with_a_server_is_lo
 
 def test_a_run_ends_at_once_where_the_node_of_its_rank_is_lost_and_its_servers_with_it(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    with NodesOfRay(2, cpus=3) as cluster, training(run_dir, cluster, "rl.steps=200") as run:
+    # The rank is on the second node: with the first, Ray would end the controller.
+    with NodesOfRay(1, 4) as cluster, training(run_dir, cluster, "rl.steps=200") as run:
         of_rank, _ = nodes_of(run_dir)
         os.kill(of_rank, signal.SIGKILL)
         assert run.wait(LONG) == 1
