@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -119,6 +120,16 @@ def test_a_client_without_the_token_is_refused(cluster: NodesOfRay, tmp_path: Pa
     assert run.wait(LONG) != 0
     assert "no way into the Ray cluster" in output_of(tmp_path / "run")
     assert "token" in output_of(tmp_path / "run")
+
+
+def test_an_address_where_nobody_listens_is_refused(tmp_path: Path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        keys = ("launch.on=ray", f"launch.address='{address}'")
+        variables = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}
+        assert train(tmp_path / "run", *keys, variables=variables).wait(LONG) == 2
+    assert f"launch.address: no way into the Ray cluster at {address}" in output_of(tmp_path / "run")
 
 
 def test_a_node_that_leaves_is_named(tmp_path: Path):

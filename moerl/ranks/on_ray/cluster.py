@@ -9,17 +9,21 @@ from __future__ import annotations
 import contextlib
 import shutil
 import signal
+import socket
 import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from moerl.config.placement import forget_token
 from moerl.config.schema import RunConfig
 from moerl.errors import ConfigError, TrainerError
 from moerl.ranks.on_ray.library import AtBundle, RayError, ray, util
 
+REACH_SECONDS = 10.0
+"""For the head of a cluster to accept a connection."""
 PLACE_SECONDS = 60.0
 """For all ranks to have a place on the nodes."""
 _LONGEST_FOLDER = 24
@@ -48,6 +52,8 @@ class Cluster:
                 "_temp_dir": self._folder,
             }
         try:
+            if launch.address is not None:
+                _knock(launch.address)
             with _own_signals():
                 ray.init(log_to_driver=False, logging_level="ERROR", **options)
         except (ConnectionError, RuntimeError, OSError, ValueError, RayError) as error:
@@ -101,6 +107,12 @@ class Cluster:
             ray.shutdown()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _knock(address: str) -> None:
+    """Raises OSError where nobody listens: Ray itself tries for many minutes."""
+    parts = urlsplit(f"//{address}")
+    socket.create_connection((parts.hostname or "", parts.port or 0), REACH_SECONDS).close()
 
 
 def has_gpus() -> bool:
