@@ -80,8 +80,7 @@ def nodes_of(run_dir: Path) -> tuple[int, set[int]]:
 
 def servers_of(run_dir: Path) -> list[int]:
     """The first process of each server."""
-    found = [read_endpoint(run_dir / "sglang" / str(number) / ENDPOINT_FILE).pid for number in range(2)]
-    return [pid for pid in found if pid is not None]
+    return [read_endpoint(run_dir / "sglang" / str(number) / ENDPOINT_FILE).pid for number in range(2)]
 
 
 def test_nobody_else_reaches_a_run_that_goes_on_where_a_node_with_a_server_is_lost(tmp_path: Path) -> None:

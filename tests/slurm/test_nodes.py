@@ -62,7 +62,8 @@ def raylets() -> set[str]:
 def node_of(pid: int) -> str:
     """The node of SLURM that a process belongs to, by its environment."""
     variables = Path(f"/proc/{pid}/environ").read_text().split("\0")
-    return dict(each.partition("=")[::2] for each in variables)["SLURMD_NODENAME"]
+    [name] = [each.removeprefix("SLURMD_NODENAME=") for each in variables if each.startswith("SLURMD_NODENAME=")]
+    return name
 
 
 def test_a_run_over_two_nodes_is_stopped_requeued_and_ends_with_the_metrics_of_local_processes(
