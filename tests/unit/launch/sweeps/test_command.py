@@ -15,7 +15,7 @@ from moerl.launch.sweeps.manifest import new_manifest, write_manifest
 def test_keys_of_the_sweep_are_taken_out() -> None:
     options = read_options(["recipe=tiny", "sweep.dir=a b", "seed=1,2", "sweep.jobs=3"])
     assert (options.folder, options.jobs, options.overrides) == (Path("a b"), 3, ["recipe=tiny", "seed=1,2"])
-    assert read_options(["seed=1,2"]).jobs == 1
+    assert read_options(["seed=1,2"]).jobs is None
 
 
 @pytest.mark.parametrize(
