@@ -56,19 +56,24 @@ class Submitted:
         self.slurm.wait_until(lambda: metrics.exists() and f'"rl", "step": {step}' in metrics.read_text(), self.job_id)
 
 
-def launch(slurm: Cluster, run_dir: Path, *arguments: str, site: str = SITE) -> subprocess.CompletedProcess[str]:
-    """`moerl launch slurm` with ten minutes of time, on one node unless `arguments` say more."""
+def launch(
+    slurm: Cluster, run_dir: Path, *arguments: str, site: str = SITE, place: str | None = None
+) -> subprocess.CompletedProcess[str]:
+    """`moerl launch slurm` with ten minutes of time, on one node unless `arguments` say more.
+
+    place: the word that names the directory; `run_dir=` if not said.
+    """
     run_dir.parent.mkdir(parents=True, exist_ok=True)
     site_file = run_dir.parent / "site.yaml"
     site_file.write_text(site)
     limits = ("--time", "10", "--signal-seconds", "60", "--site", str(site_file))
     return subprocess.run(
-        [sys.executable, "-m", "moerl", "launch", "slurm", f"run_dir='{run_dir}'", *limits, *arguments],
+        [sys.executable, "-m", "moerl", "launch", "slurm", place or f"run_dir='{run_dir}'", *limits, *arguments],
         env=slurm.environment,
         cwd=run_dir.parent,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
 

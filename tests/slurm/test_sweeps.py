@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from slurm_cluster import Cluster
-from slurm_jobs import SITE, check
+from slurm_jobs import check, launch
 
 from moerl.launch.sweeps.manifest import read_manifest
 
@@ -27,18 +26,7 @@ SWEPT = (
 
 def sweep(slurm: Cluster, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """`moerl launch slurm -m`."""
-    site = folder.parent / "site.yaml"
-    site.write_text(SITE)
-    limits = ("--time", "10", "--signal-seconds", "60", "--site", str(site), "--max-requeues", "0")
-    return subprocess.run(
-        [sys.executable, "-m", "moerl", "launch", "slurm", "-m", f"sweep.dir={folder}", *limits, *arguments],
-        env=slurm.environment,
-        cwd=folder.parent,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    return launch(slurm, folder, "-m", "--max-requeues", "0", *arguments, place=f"sweep.dir={folder}")
 
 
 def report_job(done: subprocess.CompletedProcess[str]) -> str:

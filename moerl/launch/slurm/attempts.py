@@ -128,7 +128,7 @@ def _rows(file: Path) -> list[dict[str, Any]]:
     try:
         rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
         for row in rows:
-            if row["event"] not in ("begin", "end") or int(row["attempt"]) < 1:
+            if row["event"] not in ("begin", "end") or int(row["attempt"]) < 1 or not isinstance(row["job"], str):
                 raise ValueError(f"event {row['event']!r}, attempt {row['attempt']!r}")
     except (ValueError, KeyError, TypeError) as error:
         raise MoerlError(

@@ -35,11 +35,12 @@ def note_states(manifest: Manifest, folder: Path, queued: set[str]) -> None:
 
 def _note_state(run: SweepRun, run_dir: Path, queued: set[str]) -> None:
     run.status = None
-    attempt = last_attempt(run_dir)
+    attempt, job = last_attempt(run_dir), latest_job(run_dir)
     if (run_dir / SUMMARY_FILE).exists():
         run.state, run.status = "finished", 0
-    elif latest_job(run_dir) in queued:
-        run.state = "waiting" if attempt is None else "running"
+    elif job in queued:
+        # An attempt of an earlier job says nothing of this one.
+        run.state = "running" if attempt is not None and attempt["job"] == job else "waiting"
     elif attempt is None:
         run.state = "waiting"
     elif attempt["event"] == "end":
