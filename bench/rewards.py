@@ -43,7 +43,13 @@ def _measure(workers: int) -> list[Result]:
     least = NUM_RESPONSES * SECONDS / workers
     return [
         Result(f"{workers} processes, first step over R s / W", first / least, unit="x"),
-        Result(f"{workers} processes, later step over R s / W", later / least, f"<= {MAX_OVER}", later <= MAX_OVER * least, "x"),
+        Result(
+            f"{workers} processes, later step over R s / W",
+            later / least,
+            f"<= {MAX_OVER}",
+            later <= MAX_OVER * least,
+            "x",
+        ),
         Result(f"{workers} processes, first step over a later one", first - later, unit="s"),
         Result(f"{workers} processes, CPU of the controller for a response", cpu / NUM_RESPONSES * 1e3, unit="ms"),
     ]

@@ -194,8 +194,8 @@ def run_once(
     """A run through all its lives; what is wrong with it goes into the tally.
 
     Args:
-        arguments: of the run. whole: seconds of an undisturbed one. Between two disturbances lies up to so much, so
-            that runs get on, however fast the machine is.
+        arguments: of the run. whole: seconds of an undisturbed one. Between two disturbances lies up to a quarter of
+            it: few lives come to their end undisturbed, and runs get on nevertheless, however fast the machine is.
     """
     run = Path(arguments[-1].partition("=")[2].strip("'"))
     promised: dict[str, bytes] = {}
@@ -203,12 +203,12 @@ def run_once(
     for _ in range(MAX_LIVES):
         tally.lives += 1
         life, done = Life(runs, arguments, sums), ""
-        life.wait(rng.uniform(0.0, whole))
+        life.wait(rng.uniform(0.0, whole / 4))
         while not life.is_over:
             done = disturb(rng, life, variant)
             if done:
                 tally.disturbances[done] += 1
-            life.wait(rng.uniform(0.0, whole / 2))
+            life.wait(rng.uniform(0.0, whole / 4))
         assert life.finished is not None, "the run neither went on nor ended"
         left = [f"{role} {pid}" for pid, role in life.seen.items() if not gone(pid)]
         tally.broken += [f"{run}: {each} outlived the run after {done}" for each in left]

@@ -2,7 +2,7 @@
 
 Laid out as their sources do it (August 2026): slime's observability (rollout and train data), miles' debug data and
 train dumps, NeMo-RL's logger of batches, prime-rl's file monitor and token export with the traces of verifiers,
-SGLang's /generate. None of their writers runs without its whole system. Dense layers have routes of zeros where a
+SGLang's /generate; `tests/golden/dumps` has some of their own making. Dense layers have routes of zeros where a
 system reports all layers.
 """
 

@@ -88,7 +88,7 @@ def differences(new: Any, old: Any, where: str = "") -> Iterator[str]:
 def _again(package: str, folder: Path, *, store: bool) -> int:
     script: Any = importlib.import_module(f"scripts.golden.{package}")
     packages = folder / package
-    if error := _install(script.REQUIRES, packages):
+    if error := install(script.REQUIRES, packages):
         print(f"{package}: {', '.join(script.REQUIRES)} could not be had: {error}", file=sys.stderr)
         return NOT_HAD
     file = STORED / f"{package}.json" if store else packages / "golden.json"
@@ -103,14 +103,19 @@ def _again(package: str, folder: Path, *, store: bool) -> int:
     return DIFFERS if found else 0
 
 
-def _install(requires: Sequence[str], folder: Path) -> str | None:
-    """Installs them if they are not there; the last line of what went wrong, None if nothing did."""
+def install(requires: Sequence[str], folder: Path, *, alone: bool = True) -> str | None:
+    """Installs them if they are not there; the last line of what went wrong, None if nothing did.
+
+    alone: without what they depend on.
+    """
+    if not requires:
+        return None
     mark = folder / "requires.txt"
     if mark.exists() and mark.read_text(encoding="utf-8") == "\n".join(requires):
         return None
     shutil.rmtree(folder, ignore_errors=True)
     installer = [sys.executable, "-m", "pip"] if importlib.util.find_spec("pip") else ["uv", "pip"]
-    command = [*installer, "install", "--quiet", "--no-deps", "--target", str(folder), *requires]
+    command = [*installer, "install", "--quiet", *(["--no-deps"] if alone else []), "--target", str(folder), *requires]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         return (done.stderr.strip().splitlines() or ["no message"])[-1]

@@ -26,6 +26,9 @@ EXPORT = "prime-rl token export"
 EXPORT_REQUIRED = frozenset({"token_ids", "loss_mask", "inference_logprobs", "trainer_logprobs"})
 EXPORT_NOTES = ("prime-rl writes no routes, kept sets, policy versions or sampling parameters into its token exports",)
 
+_DECIMALS = 4
+"""Of log-probs in a record of verifiers since 0.4."""
+
 _MAX_BRANCHES = 1024
 """Most sequences of a trace."""
 
@@ -115,6 +118,9 @@ def _branch(path: list[Row], name: str, episode: Row, step: int, reading: Readin
         logprobs += [next(values) if each else 0.0 for each in mask]
     if not token_ids:
         raise RowError("token ids: none in any message", f"{len(path)} messages")
+    written = [value for node in path for value in node.get("logprobs") or []]
+    if any(written) and all(round(value, _DECIMALS) == value for value in written):
+        reading.note("log-probs are rounded to four decimals, as verifiers writes traces: gaps below 5e-5 do not show")
     return Parts(
         name=name,
         token_ids=token_ids,
