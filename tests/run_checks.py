@@ -38,6 +38,18 @@ def processes_of(run: Path) -> list[int]:
     return found
 
 
+def processes_at(log: Path, program: bytes) -> list[int]:
+    """Process ids of those that write to a log and have this on their command line."""
+    found: list[int] = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.readlink(process / "fd" / "1") == str(log) and program in (process / "cmdline").read_bytes():
+                found.append(int(process.name))
+        except OSError:
+            continue
+    return found
+
+
 def rank_processes(run_dir: Path) -> dict[int, int]:
     """Process ids of the ranks of a run, by rank: those that hold their log."""
     found: dict[int, int] = {}

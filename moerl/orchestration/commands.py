@@ -40,7 +40,7 @@ from moerl.orchestration.run import Run, RunStoppedError
 from moerl.orchestration.task_texts import check_prompts
 from moerl.orchestration.tokenizer import make_tokenizer
 from moerl.ranks.libraries import quiet_libraries
-from moerl.ranks.placement import open_trainer, server_launcher
+from moerl.ranks.placement import engine_process, open_trainer, server_launcher
 from moerl.telemetry.sinks import METRICS_FILE
 
 
@@ -92,9 +92,9 @@ def _train(run: Run, model_path: Path) -> None:
 
 
 def _open_engine(run: Run, model: ModelDescription, version: int) -> PolicyEngine:
-    """As `open_engine`, with the run's own servers where its ranks are."""
-    launcher = partial(server_launcher, run.config)
-    return open_engine(run.config, model, version, run.reporter.say, launcher)
+    """As `open_engine`, with the run's own servers, or the engine's process, where its ranks are."""
+    launcher, process = partial(server_launcher, run.config), partial(engine_process, run.config)
+    return open_engine(run.config, model, version, run.reporter.say, launcher, process)
 
 
 def _check_handshake(engine: ModelSpec, trainer: ModelSpec) -> None:

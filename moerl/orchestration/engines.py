@@ -20,6 +20,7 @@ from moerl.errors import EngineError
 from moerl.models.description import ModelDescription
 from moerl.orchestration.models import make_engine
 from moerl.rollout.beside.engine import BesideEngine
+from moerl.rollout.beside.local import EngineProcess, LocalProcess
 from moerl.rollout.beside.messages import Start
 from moerl.rollout.fleet.backend import ModelFacts, ServerLauncher
 from moerl.rollout.fleet.engine import FleetEngine
@@ -47,13 +48,15 @@ def open_engine(
     version: int,
     say: Callable[[str], None],
     launcher: OwnLauncher = OwnServer,
+    process: Callable[[Path], EngineProcess] = LocalProcess,
 ) -> PolicyEngine:
     """The engine of `config.rollout` for the model of a directory; whoever opens it closes it.
 
     Args:
         version: policy version of its weights; -1 where the engine must wait for a first update.
         say: told what a user should know about a server.
-        launcher: of the run's own servers; on this machine if not said.
+        launcher: of the run's own servers; process: of an embedded engine beside the trainer, by its log. On this
+            machine if not said.
 
     Raises:
         EngineError: it cannot serve.
@@ -64,7 +67,7 @@ def open_engine(
     check_weights(model.folder)
     if isinstance(rollout, EmbeddedRolloutConfig) and rollout.placement == "beside":
         start = Start(str(model.folder), rollout.dtype, model.spec, rollout.max_running, config.num_threads, version)
-        return BesideEngine(start, config.run_dir / "logs" / "engine.log")
+        return BesideEngine(start, process(config.run_dir / "logs" / "engine.log"))
     if isinstance(rollout, EmbeddedRolloutConfig):
         return make_engine(model, dtype=rollout.dtype, max_running=rollout.max_running, version=version)
     options = EngineOptions(

@@ -12,6 +12,7 @@ from moerl.errors import CheckpointError
 from moerl.ranks.group import Ranks, TrainerGroup
 from moerl.ranks.in_process import InProcess
 from moerl.ranks.processes import Processes
+from moerl.rollout.beside.local import EngineProcess, LocalProcess
 from moerl.rollout.fleet.backend import ServerLauncher
 from moerl.rollout.sglang.launchers import OwnServer
 from moerl.rollout.sglang.server import ServerOptions
@@ -54,6 +55,20 @@ def server_launcher(config: RunConfig, options: ServerOptions, folder: Path, sta
 
         return RemoteServer(options, folder, start_seconds)
     return OwnServer(options, folder, start_seconds)
+
+
+def engine_process(config: RunConfig, log: Path) -> EngineProcess:
+    """The process of an embedded engine of a run whose trainer is open: on this machine, or on a node of its Ray
+    cluster. `log` is for its output.
+
+    Raises:
+        EngineError: no node of the cluster has room for it.
+    """
+    if config.launch.on == "ray":
+        from moerl.ranks.on_ray.engines import RemoteProcess
+
+        return RemoteProcess(log, config.num_threads)
+    return LocalProcess(log)
 
 
 def _place(config: RunConfig, watch: Callable[[int, int], None], lock: int | None) -> Ranks:

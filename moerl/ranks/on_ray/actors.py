@@ -23,9 +23,9 @@ from moerl.ranks.child import describe_output, log_of, remove_empty, remove_empt
 from moerl.ranks.links import Links
 from moerl.ranks.on_ray.actor import RankActor
 from moerl.ranks.on_ray.cluster import Cluster, has_gpus
+from moerl.ranks.on_ray.held import abandon_all
 from moerl.ranks.on_ray.library import ActorUnavailableError, GetTimeoutError, RayError, ray
 from moerl.ranks.on_ray.messages import Facts, Place, Versions
-from moerl.ranks.on_ray.servers import abandon_servers
 from moerl.ranks.replies import CLOSING_SECONDS, GRACE_SECONDS, check_replies, lost, ranks_have_ended
 
 START_SECONDS = 300.0
@@ -254,7 +254,7 @@ class Actors:
     def _end(self) -> None:
         """Kills what still runs, and clears up."""
         self._has_ended = True
-        abandon_servers()
+        abandon_all()
         # Not when all has been left before. For an actor that is gone it does nothing.
         for rank in self._ranks if ray.is_initialized() else ():
             ray.kill(rank.actor)

@@ -18,6 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from moerl.config.placement import forget_token
+from moerl.config.rollouts import EmbeddedRolloutConfig, SGLangRolloutConfig
 from moerl.config.schema import RunConfig
 from moerl.errors import ConfigError, TrainerError
 from moerl.ranks.on_ray.library import AtBundle, RayError, ray, util
@@ -47,7 +48,7 @@ class Cluster:
             self._folder = _short_folder()
             options = {
                 "address": "local",
-                "num_cpus": self._cpus * size,
+                "num_cpus": self._cpus * size + _cpus_of_engines(config),
                 "include_dashboard": False,
                 "_temp_dir": self._folder,
             }
@@ -107,6 +108,16 @@ class Cluster:
             ray.shutdown()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _cpus_of_engines(config: RunConfig) -> int:
+    """What the actors of the run's engines ask for, if they are on CPUs."""
+    rollout = config.rollout
+    if isinstance(rollout, SGLangRolloutConfig):
+        return rollout.servers * rollout.tensor
+    if isinstance(rollout, EmbeddedRolloutConfig) and rollout.placement == "beside":
+        return config.num_threads
+    return 0
 
 
 def _knock(address: str) -> None:

@@ -12,12 +12,12 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
 
 import msgspec
 
 from moerl.errors import EngineError
 from moerl.processes.parent import die_with
+from moerl.ranks.on_ray.held import hold
 from moerl.ranks.on_ray.library import GetTimeoutError, RayError, ray
 from moerl.rollout.fleet.endpoint import Endpoint, read_endpoint
 from moerl.rollout.sglang.launchers import OwnServer
@@ -26,8 +26,6 @@ from moerl.rollout.sglang.server import ENDPOINT_FILE, ServerOptions
 PLACE_SECONDS = 300.0
 """For an actor to find a node and start; a node that was lost may come back."""
 STOP_SECONDS = 30.0
-_open_servers: WeakSet[RemoteServer] = WeakSet()
-"""Of this process, whose connection to Ray all of them share."""
 
 
 class ServerActor:
@@ -62,13 +60,6 @@ class ServerActor:
         return b""
 
 
-def abandon_servers() -> None:
-    """Ends all servers of this process, whose connection to Ray is about to be given up: what waits for an answer by
-    then waits for ever."""
-    for server in list(_open_servers):
-        server.abandon()
-
-
 class RemoteServer:
     """A `ServerLauncher`: a server on whatever node of the cluster has room.
 
@@ -82,7 +73,7 @@ class RemoteServer:
         self._lock, self._is_closed = threading.Lock(), False
         self._opening = threading.Lock()
         self._actor: Any = None
-        _open_servers.add(self)
+        hold(self)
 
     def open(self) -> Endpoint:
         with self._opening:

@@ -1,28 +1,22 @@
 """The controller's side of an embedded engine in a process of its own.
 
-Calls to `generate` may overlap, from any threads; each has its own records. Weights go through shared memory and are
-swapped in between two decoding steps, while sampling goes on: every token keeps the version that sampled it.
+Calls to `generate` may overlap, from any threads; each has its own records. Weights are swapped in between two decoding
+steps, while sampling goes on: every token keeps the version that sampled it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
-import signal
-import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from moerl.contract.ports import EngineInfo, InterruptCosts, ReportedLayers, RolloutRecord, RolloutRequest
 from moerl.contract.wire import decode_records
 from moerl.errors import EngineError, WeightSyncError
-from moerl.processes.channel import receive, send
+from moerl.rollout.beside.local import EngineProcess
 from moerl.rollout.beside.messages import (
     Abort,
     Answer,
@@ -34,13 +28,8 @@ from moerl.rollout.beside.messages import (
     decode_for_controller,
     encode,
 )
-from moerl.rollout.beside.process import CONTROLLER, ENGINE_ID
-from moerl.rollout.beside.shared import SharedMemory
+from moerl.rollout.beside.process import ENGINE_ID
 from moerl.rollout.requests import check_requests
-
-# -P: a torch.py or json.py in the user's directory is not what we import.
-PROGRAM = (sys.executable, "-P", "-m", "moerl.rollout.beside.process")
-_CLOSING_SECONDS = 10.0
 
 
 @dataclass(slots=True, eq=False)
@@ -52,11 +41,11 @@ class _Call:
 
 
 class BesideEngine:
-    """A `PolicyEngine` whose model is in a child process, which dies with this one.
+    """A `PolicyEngine` whose model is in another process, which dies with this one.
 
     Args:
         start: what the process loads.
-        log: where its output goes.
+        process: has just begun; closed with the engine.
 
     Attributes:
         unfinished: rollout ids of the latest `generate` call to end that yielded no record.
@@ -66,30 +55,16 @@ class BesideEngine:
         EngineError: the model cannot be loaded, or the process ended.
     """
 
-    def __init__(self, start: Start, log: Path) -> None:
-        self._spec, self._version, self._log = start.spec, start.version, log
+    def __init__(self, start: Start, process: EngineProcess) -> None:
+        self._spec, self._version, self._process = start.spec, start.version, process
         self.unfinished: list[str] = []
         self.costs = InterruptCosts()
-        self._memory = SharedMemory()
         self._calls: dict[int, _Call] = {}
         self._num_calls = 0
         self._answers: queue.SimpleQueue[Answer | None] = queue.SimpleQueue()
         # Of what goes out; and of an update, whose calls may come from any thread.
         self._sending, self._updating = threading.Lock(), threading.Lock()
-        self._end = ""
-        self._socket, theirs = socket.socketpair()
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with theirs, log.open("ab") as output:
-            self._process = subprocess.Popen(
-                [*PROGRAM, str(theirs.fileno()), str(self._memory.descriptor)],
-                env=os.environ | {CONTROLLER: str(os.getpid())},
-                pass_fds=(theirs.fileno(), self._memory.descriptor),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                # Ctrl-C and the signals of schedulers are the controller's.
-                start_new_session=True,
-            )
+        self._has_ended = self._is_closed = False
         self._reader = threading.Thread(target=self._read, name="engine-records", daemon=True)
         self._reader.start()
         try:
@@ -98,10 +73,6 @@ class BesideEngine:
             self.close()
             raise
         self._layer_numbers, self._max_positions = tuple(told.layer_numbers), told.max_positions
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     def handshake(self) -> EngineInfo:
         return EngineInfo(ENGINE_ID, self._spec, self._version, ReportedLayers.MOE, self._layer_numbers)
@@ -144,7 +115,7 @@ class BesideEngine:
                     call.left.discard(record.rollout_id)
                     yield record
         finally:
-            if call.left and not self._end:
+            if call.left and not self._has_ended:
                 self._send(Abort(sorted(call.left)))
             self.unfinished = [*unfinished, *call.left]
             self._calls.pop(number, None)
@@ -159,19 +130,13 @@ class BesideEngine:
 
     def close(self) -> None:
         """Ends the process. Calls that wait for records raise `EngineError`."""
-        if self._process.returncode is None:
+        if not self._is_closed:
+            self._is_closed = True
             with contextlib.suppress(EngineError):
                 self._send(Close())
-            try:
-                self._process.wait(_CLOSING_SECONDS)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+            self._process.close()
             self._reader.join()
-            self._socket.close()
-            self._memory.close()
-            if self._log.exists() and self._log.stat().st_size == 0:
-                self._log.unlink()
+            self._process.release()
 
     # --- weights -----------------------------------------------------------------------------------------------------
 
@@ -181,8 +146,11 @@ class BesideEngine:
 
     def receive(self, tensors: Iterable[tuple[str, Any]]) -> None:
         with self._updating:
-            places = self._memory.put(tensors)
-            self._ask(Update("receive", num_bytes=self._memory.num_bytes, places=places), WeightSyncError)
+            try:
+                places, num_bytes = self._process.put(tensors)
+            except OSError as error:
+                raise self._gone() from error
+            self._ask(Update("receive", num_bytes=num_bytes, places=places), WeightSyncError)
 
     def end_update(self) -> None:
         told = self._update(Update("end"))
@@ -190,7 +158,7 @@ class BesideEngine:
         self.costs.interrupted, self.costs.stalled_seconds = told.interrupted, told.stalled_seconds
 
     def abandon_update(self) -> None:
-        if not self._end:
+        if not self._has_ended:
             self._update(Update("abandon"))
 
     def held_dtypes(self) -> Mapping[str, str]:
@@ -222,7 +190,7 @@ class BesideEngine:
     def _send(self, message: Start | Generate | Abort | Update | Close) -> None:
         try:
             with self._sending:
-                send(self._socket, encode(message))
+                self._process.send(encode(message))
         except OSError as error:
             raise self._gone() from error
 
@@ -230,7 +198,7 @@ class BesideEngine:
         """What the process says, until it ends."""
         with contextlib.suppress(EOFError, OSError):
             while True:
-                message, frame = receive(self._socket)
+                message, frame = self._process.receive()
                 match decode_for_controller(message):
                     case Answer() as answer:
                         self._answers.put(answer)
@@ -238,22 +206,15 @@ class BesideEngine:
                         call = self._calls.get(number)
                         if call is not None:
                             call.frames.put((frame, without))
-        self._end = "its process ended"
+        self._has_ended = True
         self._answers.put(None)
         for call in list(self._calls.values()):
             call.frames.put(None)
 
     def _gone(self) -> EngineError:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_CLOSING_SECONDS)
-        code = self._process.returncode
-        how = "it closed its connection" if code is None else f"it ended with status {code}"
-        if code is not None and code < 0:
-            how = f"killed by {signal.Signals(-code).name}"
-        wrote = self._log.exists() and self._log.stat().st_size > 0
         return EngineError(
             "the engine beside the trainer is gone",
-            seen=f"process {self._process.pid}: {how}; " + (f"its output is in {self._log}" if wrote else "no output"),
+            seen=self._process.describe_end(),
             expected="an engine that samples until the run ends",
             remedy="resume the run from its last checkpoint",
         )

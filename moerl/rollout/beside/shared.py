@@ -48,6 +48,19 @@ class SharedMemory:
             self._bytes = torch.frombuffer(mmap.mmap(self.descriptor, num_bytes), dtype=torch.uint8)
             self.num_bytes = num_bytes
 
+    def content(self) -> bytes:
+        """A copy of everything in it."""
+        return b"" if self._bytes is None else self._bytes.numpy().tobytes()
+
+    def fill(self, content: bytes) -> None:
+        """Makes the content that of another one; it grows as needed."""
+        if len(content) > self.num_bytes:
+            os.ftruncate(self.descriptor, len(content))
+            self.map(len(content))
+        if content:
+            assert self._bytes is not None
+            self._bytes.numpy()[: len(content)] = memoryview(content)
+
     def view(self, place: Place) -> Tensor:
         """The tensor at a place; it is written over by the next `put`."""
         dtype = getattr(torch, place.dtype)

@@ -20,6 +20,7 @@ from moerl.contract.trajectory import Trajectory
 from moerl.errors import EngineError, WeightSyncError
 from moerl.kernels.checksum import checksums
 from moerl.rollout.beside.engine import BesideEngine
+from moerl.rollout.beside.local import LocalProcess
 from moerl.rollout.beside.messages import Start
 from moerl.rollout.beside.shared import SharedMemory
 from moerl.rollout.embedded import EmbeddedEngine
@@ -27,10 +28,13 @@ from moerl.rollout.embedded import EmbeddedEngine
 SUBJECT = ENGINES["beside"]
 
 
+def start_of(folder: Path) -> Start:
+    return Start(str(folder), "float32", SUBJECT.spec, max_running=16, num_threads=1, version=0)
+
+
 def open_engine(place: Path, model: str = "model") -> BesideEngine:
     SUBJECT.model(0).save_pretrained(place / "model")
-    start = Start(str(place / model), "float32", SUBJECT.spec, max_running=16, num_threads=1, version=0)
-    return BesideEngine(start, place / "log")
+    return BesideEngine(start_of(place / model), LocalProcess(place / "log"))
 
 
 @pytest.fixture(scope="module")
@@ -148,10 +152,12 @@ def test_an_abort_hits_what_was_asked_for_before_it_and_nothing_later(engine: Be
 
 
 def test_a_process_that_is_killed_is_one_error_that_names_it(tmp_path: Path) -> None:
-    engine = open_engine(tmp_path)
+    SUBJECT.model(0).save_pretrained(tmp_path / "model")
+    process = LocalProcess(tmp_path / "log")
+    engine = BesideEngine(start_of(tmp_path / "model"), process)
     records = engine.generate(long_requests(4))
-    os.kill(engine.pid, signal.SIGKILL)
-    with pytest.raises(EngineError, match=rf"process {engine.pid}: killed by SIGKILL"):
+    os.kill(process.pid, signal.SIGKILL)
+    with pytest.raises(EngineError, match=rf"process {process.pid}: killed by SIGKILL"):
         list(records)
     with pytest.raises(EngineError, match="is gone"):
         engine.begin_update(1)

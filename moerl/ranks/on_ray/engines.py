@@ -1,0 +1,163 @@
+"""The process of an embedded engine as the child of an actor, on whatever node of the cluster has room for it.
+
+The actor hands messages on in both directions and lays weights into the memory that it shares with the process, which
+ends with it; the actor ends with the controller, or its node's Ray.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from moerl.errors import EngineError
+from moerl.processes.parent import die_with
+from moerl.ranks.on_ray.held import hold
+from moerl.ranks.on_ray.library import ActorUnavailableError, GetTimeoutError, RayError, ray
+from moerl.rollout.beside.local import CLOSING_SECONDS, LocalProcess
+from moerl.rollout.beside.messages import Place
+from moerl.rollout.beside.shared import SharedMemory
+
+PLACE_SECONDS = 300.0
+"""For an actor to find a node and start."""
+_MESSAGES = "messages"
+"""The concurrency group of what the process says; all else of the actor happens in the order in which it was asked."""
+
+
+class EngineActor:
+    """One engine's process. Its methods take and return byte strings."""
+
+    def __init__(self) -> None:
+        die_with(os.getppid())
+        self._process: LocalProcess | None = None
+
+    def start(self, log: bytes) -> bytes:
+        """Starts the process; returns the address of the node."""
+        # What is Ray's own, its token first of all, is not the engine's.
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        self._process = LocalProcess(Path(log.decode()), environment)
+        return str(ray.util.get_node_ip_address()).encode()
+
+    def send(self, message: bytes) -> bytes:
+        """Hands on a message; if the process is gone, that shows in `messages`."""
+        assert self._process is not None
+        with contextlib.suppress(OSError):
+            self._process.send(message)
+        return b""
+
+    def put(self, content: bytes) -> bytes:
+        """Lays this into the shared memory."""
+        assert self._process is not None
+        self._process.memory.fill(content)
+        return b""
+
+    def messages(self) -> Iterator[bytes]:
+        """What the process says, message and frame, until it ends."""
+        assert self._process is not None
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                yield msgspec.msgpack.encode(self._process.receive())
+
+    def describe_end(self) -> bytes:
+        """How the process ended."""
+        assert self._process is not None
+        return self._process.describe_end().encode()
+
+    def close(self) -> bytes:
+        """Waits for the process, which was told to close, and ends it."""
+        if self._process is not None:
+            self._process.close()
+            self._process.release()
+        return b""
+
+
+class RemoteProcess:
+    """An `EngineProcess` on a node of the cluster.
+
+    Args:
+        log: in a file system that all nodes see. num_threads: CPUs that the node must have free.
+
+    Raises:
+        EngineError: no node has.
+    """
+
+    def __init__(self, log: Path, num_threads: int) -> None:
+        self._memory, self._has_ended, self._is_closed = SharedMemory(), False, False
+        # A node other than the ranks', where there is one with room.
+        options = {"num_cpus": float(num_threads), "scheduling_strategy": "SPREAD", "max_restarts": 0}
+        made = ray.remote(concurrency_groups={_MESSAGES: 1})(EngineActor)
+        self._actor: Any = made.options(**options).remote()
+        hold(self)
+        try:
+            self._node = ray.get(self._actor.start.remote(str(log.absolute()).encode()), timeout=PLACE_SECONDS).decode()
+        except RayError as error:
+            self.abandon()
+            late = isinstance(error, GetTimeoutError)
+            raise EngineError(
+                "an embedded engine on the Ray cluster",
+                seen=f"no node with room within {PLACE_SECONDS:g} s" if late else _first_line(error),
+                expected=f"a node with {num_threads} free CPUs (num_threads)",
+                remedy="add nodes, end what else runs there, or choose a smaller num_threads"
+                if late
+                else "see the node",
+            ) from error
+        streaming = self._actor.messages.options(num_returns="streaming", concurrency_group=_MESSAGES)
+        self._stream: Any = streaming.remote()
+
+    def send(self, message: bytes) -> None:
+        if self._has_ended:
+            raise BrokenPipeError("the process has ended")
+        self._actor.send.remote(message)
+
+    def receive(self) -> tuple[bytes, bytes]:
+        try:
+            message, frame = msgspec.msgpack.decode(ray.get(next(self._stream)), type=tuple[bytes, bytes])
+        except StopIteration as error:
+            self._has_ended = True
+            raise EOFError from error
+        except RayError as error:
+            self._has_ended = True
+            raise ConnectionError(_first_line(error)) from error
+        return message, frame
+
+    def put(self, tensors: Iterable[tuple[str, Any]]) -> tuple[list[Place], int]:
+        places = self._memory.put(tensors)
+        try:
+            ray.get(self._actor.put.remote(ray.put(self._memory.content())))
+        except RayError as error:
+            raise ConnectionError(_first_line(error)) from error
+        return places, self._memory.num_bytes
+
+    def describe_end(self) -> str:
+        try:
+            how = ray.get(self._actor.describe_end.remote(), timeout=2 * CLOSING_SECONDS).decode()
+        except ActorUnavailableError:
+            how = "its actor cannot be reached any more"
+        except RayError as error:
+            how = f"its actor ended: {_first_line(error)}"
+        return f"{how}, on node {self._node}"
+
+    def close(self) -> None:
+        if not self._is_closed:
+            # Where it is gone, or hangs, the process goes with it.
+            with contextlib.suppress(RayError):
+                ray.get(self._actor.close.remote(), timeout=2 * CLOSING_SECONDS)
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Ends it at once. Afterwards nothing here waits for Ray."""
+        self._is_closed = self._has_ended = True
+        if ray.is_initialized():
+            ray.kill(self._actor)
+
+    def release(self) -> None:
+        self._memory.close()
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,123 @@
+"""An embedded engine as an actor of a Ray cluster: the same digits, and what becomes of a run that loses it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from moerl_runs import ENVIRONMENT, rows, summary
+from ray_cluster import NodesOfRay
+from run_checks import processes_at, rank_processes
+from waiting import eventually, is_alive
+
+from moerl.buffer.ledger import LEDGER_FILE, Ledger
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(1200)]
+pytest.importorskip("ray", reason="Ray is not installed: pip install moerl[ray]")
+
+LONG = 900.0
+# The ranks fill the first node; the engine, which asks for two CPUs, has the second one.
+KEYS = ("recipe=tiny", "num_threads=2", "parallel.data=2", "rollout.placement=beside")
+NODES = (2, 2)
+
+
+def on(cluster: NodesOfRay) -> list[str]:
+    return ["launch.on=ray", f"launch.address='{cluster.address}'"]
+
+
+def output_of(run_dir: Path) -> str:
+    return run_dir.with_suffix(".out").read_text()
+
+
+@contextmanager
+def training(
+    *arguments: str, run_dir: Path, variables: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[str]]:
+    with run_dir.with_suffix(".out").open("a") as output:
+        run = subprocess.Popen(
+            [sys.executable, "-m", "moerl", "train", *arguments],
+            env={**os.environ, **ENVIRONMENT, **(variables or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+    try:
+        yield run
+    finally:
+        run.kill()
+        run.wait()
+
+
+def trained(run_dir: Path, *keys: str, variables: Mapping[str, str] | None = None) -> None:
+    with training(*KEYS, f"run_dir='{run_dir}'", *keys, run_dir=run_dir, variables=variables) as run:
+        assert run.wait(LONG) == 0, output_of(run_dir)
+
+
+def engine_of(run_dir: Path) -> int:
+    [pid] = processes_at(run_dir / "logs" / "engine.log", b"moerl.rollout.beside.process")
+    return pid
+
+
+def raylet_of(pid: int) -> int:
+    """The node of Ray that a process descends from."""
+    while not Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].endswith(b"/raylet"):
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return pid
+
+
+def until_it_learns(run: subprocess.Popen[str], run_dir: Path) -> tuple[int, list[int]]:
+    """The engine's process and those of the ranks, once there was a step."""
+    metrics = run_dir / "metrics.jsonl"
+    eventually(lambda: run.poll() is not None or (metrics.exists() and '"rl", "step": 1' in metrics.read_text()), LONG)
+    assert run.poll() is None, output_of(run_dir)
+    return engine_of(run_dir), list(rank_processes(run_dir).values())
+
+
+def test_an_engine_on_another_node_than_the_ranks_samples_what_one_here_does(tmp_path: Path) -> None:
+    local, remote = tmp_path / "local", tmp_path / "remote"
+    trained(local)
+    with NodesOfRay(*NODES) as cluster:
+        words = [*KEYS, f"run_dir='{remote}'", *on(cluster)]
+        with training(*words, run_dir=remote, variables=cluster.variables) as run:
+            engine, ranks = until_it_learns(run, remote)
+            assert {raylet_of(rank) for rank in ranks}.isdisjoint({raylet_of(engine)})
+            assert run.wait(LONG) == 0, output_of(remote)
+        eventually(lambda: not is_alive(engine), seconds=60.0)
+    assert rows(remote) == rows(local)
+    assert summary(remote) == summary(local)
+
+
+def test_a_cluster_of_the_runs_own_has_room_for_its_engine(tmp_path: Path) -> None:
+    trained(tmp_path / "run", "launch.on=ray", "rl.steps=1")
+
+
+@pytest.mark.parametrize("loss", ["process", "node"])
+def test_a_run_that_loses_its_engine_says_so_and_goes_on_without_loss(tmp_path: Path, loss: str) -> None:
+    run_dir = tmp_path / "run"
+    with NodesOfRay(*NODES) as cluster:
+        words = [*KEYS, "rl.steps=12", "buffer.max_staleness=1", f"run_dir='{run_dir}'", *on(cluster)]
+        with training(*words, run_dir=run_dir, variables=cluster.variables) as run:
+            engine, ranks = until_it_learns(run, run_dir)
+            if loss == "process":
+                os.kill(engine, signal.SIGKILL)
+            else:
+                cluster.remove_node()
+            assert run.wait(LONG) not in (0, None)
+        eventually(lambda: not any(is_alive(pid) for pid in (engine, *ranks)), seconds=60.0)
+    how = rf"process {engine}: killed by SIGKILL" if loss == "process" else "its actor"
+    assert re.search(rf"the engine beside the trainer is gone; seen: {how}.*on node 127\.0\.0\.\d", output_of(run_dir))
+
+    with training(f"resume={run_dir}", "launch.on=local", "launch.address=null", run_dir=run_dir) as run:
+        assert run.wait(LONG) == 0, output_of(run_dir)
+    ledger = Ledger.restored(json.loads((run_dir / LEDGER_FILE).read_text()))
+    assert not ledger.pending
+    assert [row["step"] for row in rows(run_dir) if row["stage"] == "rl"] == list(range(1, 13))
