@@ -179,6 +179,8 @@ def test_paper_is_white_with_charts_and_without_controls(page: Page, folder: Pat
         assert page.evaluate(
             "[...document.querySelectorAll('.plot svg')].every(each => each.getBoundingClientRect().height > 50)"
         )
+        heights = "[...document.querySelectorAll('.definitions dd')].map(each => each.getBoundingClientRect().height)"
+        assert min(page.evaluate(heights)) > 0.0
         page.pdf(tmp_path / "page.pdf")
     finally:
         page.call("Emulation.setEmulatedMedia", media="")
