@@ -106,9 +106,14 @@ def launch_sweep(options: argparse.Namespace) -> int:
     if options.name is not None:
         raise ConfigError("--name: jobs of a sweep are named as its runs", seen=options.name, remedy="leave it away")
     prepared: list[tuple[JobSettings, str]] = []
+    notes: dict[str, list[str]] = {}
     for run in manifest.runs:
-        _, job, script = _prepare(options, site, overrides_of(run, manifest, folder))
+        config, job, script = _prepare(options, site, overrides_of(run, manifest, folder))
         prepared.append((job, script))
+        for note in config_notes(config):
+            notes.setdefault(note, []).append(run.name)
+    for note, names in notes.items():
+        print(f"note: {note}" + ("" if len(names) == len(manifest.runs) else f" ({', '.join(names)})"))
     if options.dry_run:
         for job, script in prepared:
             print(f"# {job.script}\n{script}")

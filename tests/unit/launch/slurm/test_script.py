@@ -107,6 +107,19 @@ def test_a_dry_run_shows_script_configuration_nodes_and_plans_and_leaves_nothing
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_is_to_be_known_of_the_runs_of_a_sweep_is_said_once_with_their_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("-m", "recipe=tiny", f"sweep.dir={tmp_path / 'sweep'}", "rollout.top_p=0.9", "rollout.top_k=null,20")
+    assert main(["launch", "slurm", *words, "keep_sampling_mask.enabled=false", "--time", "30", "--dry-run"]) == 0
+    of_all, of_one = (line for line in capsys.readouterr().out.splitlines() if line.startswith("note: "))
+    if "top_k" in of_all:
+        of_all, of_one = of_one, of_all
+    assert of_all.endswith("good for a comparison only")
+    assert of_one.startswith("note: rollout.top_k is null")
+    assert of_one.endswith("null)")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
