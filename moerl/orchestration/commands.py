@@ -40,7 +40,7 @@ from moerl.orchestration.run import Run, RunStoppedError
 from moerl.orchestration.task_texts import check_prompts
 from moerl.orchestration.tokenizer import make_tokenizer
 from moerl.ranks.libraries import quiet_libraries
-from moerl.ranks.placement import engine_process, open_trainer, server_launcher
+from moerl.ranks.placement import engine_process, open_trainer, place_rewards, server_launcher
 from moerl.telemetry.sinks import METRICS_FILE
 
 
@@ -171,6 +171,7 @@ def _open_run(config: RunConfig, command: str, *, resume: bool, lock: int | None
         reporter.say("starting Megatron")
         reporter.begin_part("start of Megatron and the model")
         with open_trainer(config, reporter.within, lock) as trainer:
+            place_rewards(config, task)
             model_path = config.model.path or config.run_dir / "initial_model"
             if config.model.architecture is not None and find_damage(model_path) is not None:
                 tokenizer = make_tokenizer(task, config.model.architecture.vocab_size)

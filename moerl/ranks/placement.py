@@ -8,6 +8,7 @@ from pathlib import Path
 
 from moerl.config.placement import set_ray_variables
 from moerl.config.schema import RunConfig
+from moerl.contract.ports import Task
 from moerl.errors import CheckpointError
 from moerl.ranks.group import Ranks, TrainerGroup
 from moerl.ranks.in_process import InProcess
@@ -16,6 +17,7 @@ from moerl.rollout.beside.local import EngineProcess, LocalProcess
 from moerl.rollout.fleet.backend import ServerLauncher
 from moerl.rollout.sglang.launchers import OwnServer
 from moerl.rollout.sglang.server import ServerOptions
+from moerl.tasks.data.task import RowsTask
 
 
 @contextmanager
@@ -69,6 +71,14 @@ def engine_process(config: RunConfig, log: Path) -> EngineProcess:
 
         return RemoteProcess(log, config.num_threads)
     return LocalProcess(log)
+
+
+def place_rewards(config: RunConfig, task: Task) -> None:
+    """Has the functions that a task rewards with on all nodes of the Ray cluster of a run whose trainer is open."""
+    if config.launch.on == "ray" and isinstance(task, RowsTask) and task.num_reward_processes:
+        from moerl.ranks.on_ray.rewards import RewardHosts
+
+        task.place_rewards(RewardHosts(task.num_reward_processes).child)
 
 
 def _place(config: RunConfig, watch: Callable[[int, int], None], lock: int | None) -> Ranks:

@@ -69,10 +69,22 @@ def check_ended(run: subprocess.Popen[str], ranks: Mapping[int, int]) -> None:
     eventually(lambda: not any(is_alive(pid) for pid in ranks.values()), seconds=60.0)
 
 
-def test_actors_on_two_nodes_learn_the_digits_of_local_processes(cluster: NodesOfRay, tmp_path: Path):
+SHORT = (
+    "sft.steps=30",
+    "rl.steps=3",
+    "evaluation.every=0",
+    "evaluation.dev_problems=8",
+    "evaluation.heldout_problems=8",
+)
+
+
+@pytest.mark.parametrize("keys", [(), ("recipe=laptop", *SHORT)], ids=["tiny", "laptop"])
+def test_actors_on_two_nodes_learn_the_digits_of_local_processes(
+    cluster: NodesOfRay, tmp_path: Path, keys: tuple[str, ...]
+):
     local, remote = tmp_path / "local", tmp_path / "remote"
-    assert train(local).wait(LONG) == 0, output_of(local)
-    assert train(remote, *on(cluster), variables=cluster.variables).wait(LONG) == 0, output_of(remote)
+    assert train(local, *keys).wait(LONG) == 0, output_of(local)
+    assert train(remote, *keys, *on(cluster), variables=cluster.variables).wait(LONG) == 0, output_of(remote)
     assert rows(remote) == rows(local)
     assert summary(remote) == summary(local)
 

@@ -8,12 +8,16 @@ import ray as _ray  # pyright: ignore[reportMissingImports]
 import ray.exceptions as _exceptions  # pyright: ignore[reportMissingImports]
 import ray.util as _util  # pyright: ignore[reportMissingImports]
 from ray._private.authentication import authentication_utils as _tokens  # pyright: ignore[reportMissingImports]
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # pyright: ignore[reportMissingImports]
+from ray.util.scheduling_strategies import (  # pyright: ignore[reportMissingImports]
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
 
 ray: Any = _ray
 util: Any = _util
 tokens: Any = _tokens
 AtBundle: Any = PlacementGroupSchedulingStrategy
+OnNode: Any = NodeAffinitySchedulingStrategy
 ActorUnavailableError: type[Exception] = _exceptions.ActorUnavailableError
 RayError: type[Exception] = _exceptions.RayError
 GetTimeoutError: type[Exception] = _exceptions.GetTimeoutError

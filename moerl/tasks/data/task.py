@@ -12,6 +12,7 @@ from moerl.errors import ConfigError, RewardError
 from moerl.tasks.data.rows import Problem
 from moerl.tasks.data.section import DataSet
 from moerl.tasks.data.splits import SPLITS, Cut, join, rewritten, split_set
+from moerl.tasks.rewards.process import MakeChild
 from moerl.tasks.rewards.scorer import Scorer
 
 DUMMY_RESPONSE = "This text tries the reward function; no model wrote it."
@@ -125,6 +126,15 @@ class RowsTask(DemonstrationTask, ChatTask):
                     f"{f'data {source}'.strip()}: {count} prompts of {split} left out (task.max_prompt_tokens)"
                 )
         self._index()
+
+    @property
+    def num_reward_processes(self) -> int:
+        """Most that functions of the rewards run in."""
+        return self._scorer.num_processes
+
+    def place_rewards(self, make_child: MakeChild) -> None:
+        """Has the functions of the rewards in processes that are started so. Nothing waits for rewards by then."""
+        self._scorer.place(make_child)
 
     def notes(self) -> list[str]:
         return list(self._notes)

@@ -19,7 +19,7 @@ import sysconfig
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 from moerl.tasks.rewards.worker import CALL_BYTES, LENGTH_DIGITS, OUT_OF_MEMORY
 from moerl.telemetry.terminal import ShownLines, excerpt
@@ -50,22 +50,44 @@ class ChildLostError(Exception):
         cause: Why.
         place: The line it was at; empty where that is not known.
         late: True where the time limit passed. out_of_memory: True where it said that this was the reason.
+        with_host: True where what it ran on was lost, and the process through no doing of its own.
     """
 
-    def __init__(self, cause: str, place: str = "", *, late: bool = False, out_of_memory: bool = False) -> None:
+    def __init__(
+        self, cause: str, place: str = "", *, late: bool = False, out_of_memory: bool = False, with_host: bool = False
+    ) -> None:
         super().__init__(cause + (f", in {place}" if place else ""))
-        self.late, self.out_of_memory = late, out_of_memory
+        self.late, self.out_of_memory, self.with_host = late, out_of_memory, with_host
+
+
+class Child(Protocol):
+    """One process, here or on another node. Belongs to one thread; any thread may `end` it."""
+
+    def ask(
+        self, message: Mapping[str, Any], timeout_seconds: float, *, max_reply_bytes: int = MAX_REPLY_BYTES
+    ) -> dict[str, Any]:
+        """Sends a request and returns the reply. `ChildLostError` where none comes or something else does."""
+        ...
+
+    def end(self) -> None:
+        """Has the process and all that it has started ended; does not wait. Its owner still kills it."""
+        ...
+
+    def kill(self) -> None:
+        """Ends the process and all that it has started, and waits for that. Nothing where it was killed before."""
+        ...
 
 
 class RewardChild:
-    """One process. Belongs to one thread; any thread may `end` it.
+    """A `Child` on this machine.
 
     Args:
         memory_bytes: that it, and each process it starts, may take.
         shown: where what it prints goes.
+        folder: it works in; None = ours.
     """
 
-    def __init__(self, memory_bytes: int, shown: ShownLines) -> None:
+    def __init__(self, memory_bytes: int, shown: ShownLines, folder: Path | None = None) -> None:
         faults, theirs = os.pipe()
         worker = [sys.executable, "-P", str(_WORKER), str(theirs)]
         # -P keeps the folder of this package off the child's import path.
@@ -75,6 +97,7 @@ class RewardChild:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             bufsize=0,
+            cwd=folder,
             start_new_session=True,
             pass_fds=[theirs],
         )
@@ -90,7 +113,6 @@ class RewardChild:
     def ask(
         self, message: Mapping[str, Any], timeout_seconds: float, *, max_reply_bytes: int = MAX_REPLY_BYTES
     ) -> dict[str, Any]:
-        """Sends a request and returns the reply. `ChildLostError` where none comes or something else does."""
         call = secrets.token_hex(CALL_BYTES // 2)
         content = json.dumps(message).encode()
         self._unsent = b"%0*d" % (LENGTH_DIGITS, len(content)) + content + call.encode()
@@ -113,11 +135,10 @@ class RewardChild:
         raise self._lost("something else than the reward process wrote to the pipe of the replies")
 
     def end(self) -> None:
-        """Tells the guard to end the process and all that it has started; does not wait. Its owner still kills it."""
+        # The guard ends it.
         self._process.send_signal(signal.SIGUSR2)
 
     def kill(self) -> None:
-        """Ends the process and all that it has started, and waits for that. Nothing where it was killed before."""
         if self._requests.closed:
             return
         self.end()

@@ -14,6 +14,7 @@ import httpx
 
 from moerl.contract.ports import Prompt
 from moerl.errors import ConfigError, RewardError
+from moerl.tasks.rewards.process import MakeChild
 from moerl.tasks.rewards.scorer import Rewards
 from moerl.tasks.rewards.section import JudgeReward
 from moerl.telemetry.terminal import excerpt
@@ -58,6 +59,13 @@ class Judge:
 
     def submit(self, prompt: Prompt, response: str) -> Future[Rewards]:
         return self._pool.submit(self._score, prompt, response)
+
+    @property
+    def num_processes(self) -> int:
+        return 0
+
+    def place(self, make_child: MakeChild) -> None:
+        """Requests are sent from here."""
 
     def close(self) -> None:
         self._is_closed.set()

@@ -11,7 +11,7 @@ from moerl.contract.ports import Prompt
 from moerl.errors import ConfigError
 from moerl.tasks.rewards import section
 from moerl.tasks.rewards.pool import RewardPool
-from moerl.tasks.rewards.process import RewardProcess
+from moerl.tasks.rewards.process import MakeChild, RewardProcess
 from moerl.tasks.rewards.scorer import Part, RewardPart, Rewards, Scorer
 
 _MAKERS = {
@@ -32,6 +32,13 @@ class ProcessReward:
 
     def submit(self, prompt: Prompt, response: str) -> Future[Rewards]:
         return self._pool.submit(prompt.facts, response)
+
+    @property
+    def num_processes(self) -> int:
+        return self._pool.num_processes
+
+    def place(self, make_child: MakeChild) -> None:
+        self._pool.place(make_child)
 
     def close(self) -> None:
         self._pool.close()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moerl.tasks.rewards.child import EXIT_SECONDS
-from moerl.tasks.rewards.process import RewardProcess
+from moerl.tasks.rewards.process import MakeChild, RewardProcess
 
 Rewards = dict[str, float]
 
@@ -63,6 +63,19 @@ class RewardPool:
                 thread.start()
             self._changed.notify()
         return future
+
+    @property
+    def num_processes(self) -> int:
+        """Most that there will be."""
+        return len(self._processes)
+
+    def place(self, make_child: MakeChild) -> None:
+        """Has the function in processes that are started so, from now on. Nothing waits for rewards by then."""
+        with self._changed:
+            assert not self._queue, "the pool is at work"
+            assert self._num_idle == len(self._threads), "the pool is at work"
+            for process in self._processes:
+                process.place(make_child)
 
     def close(self) -> None:
         """Ends the processes and all that the function has started. Calls under way fail, those that wait are

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from moerl.errors import ConfigError, RewardError
-from moerl.tasks.rewards.child import MAX_REPLY_BYTES, ChildLostError, RewardChild, where
+from moerl.tasks.rewards.child import MAX_REPLY_BYTES, Child, ChildLostError, RewardChild, where
 from moerl.telemetry.metrics import is_reward_name
 from moerl.telemetry.terminal import ShownLines, excerpt
 
 IMPORT_SECONDS = 120.0
 """Time a user's module may take to import."""
+
+MakeChild = Callable[[int, ShownLines], Child]
+"""Starts a process that may take so many bytes, and shows what it prints."""
 
 _EXPECTED = "a finite number, or a mapping of names to finite numbers that holds 'reward'"
 
@@ -61,9 +64,15 @@ class RewardProcess:
             self._hello["settings"] = dict(settings)
         self._timeout_seconds = timeout_seconds
         self._memory_bytes = memory_bytes
-        self._child: RewardChild | None = None
+        self._make_child: MakeChild = RewardChild
+        self._child: Child | None = None
         self._is_stopped = False
         self._shown = ShownLines("reward function: ")
+
+    def place(self, make_child: MakeChild) -> None:
+        """From the next call on, has the function in a process that is started so."""
+        self.close()
+        self._make_child = make_child
 
     def start(self) -> None:
         """Starts the process, unless it runs. `ConfigError` where the function cannot be imported."""
@@ -91,16 +100,26 @@ class RewardProcess:
             RewardError: The process hung or crashed, and none of them has a reward.
             ConfigError: as `score`.
         """
-        child = self._running()
         asked = {"rows": [dict(row) for row in rows], "responses": list(responses)}
         try:
-            reply = child.ask(asked, self._timeout_seconds, max_reply_bytes=len(rows) * MAX_REPLY_BYTES)
+            reply = self._ask(asked, len(rows) * MAX_REPLY_BYTES)
         except ChildLostError as lost:
-            self._child = None
             raise self._unanswered(lost) from lost
         results = reply.get("results")
         assert isinstance(results, list), "the worker answers with results"
         return [self._read(result) for result in results]
+
+    def _ask(self, asked: Mapping[str, Any], max_reply_bytes: int) -> dict[str, Any]:
+        """The reply of the process; of one on another node, where its node is lost."""
+        for is_last in (False, True):
+            try:
+                child = self._running()
+                return child.ask(asked, self._timeout_seconds, max_reply_bytes=max_reply_bytes)
+            except ChildLostError as lost:
+                self._child = None
+                if is_last or not lost.with_host:
+                    raise
+        raise AssertionError("the last try returns or raises")
 
     def _read(self, result: Mapping[str, Any]) -> dict[str, float] | RewardError:
         """The rewards of one response, or why it has none."""
@@ -128,10 +147,10 @@ class RewardProcess:
         if child is not None:
             child.end()
 
-    def _running(self) -> RewardChild:
+    def _running(self) -> Child:
         """The process; starts it where there is none."""
         if self._child is None:
-            self._child = RewardChild(self._memory_bytes, self._shown)
+            self._child = self._make_child(self._memory_bytes, self._shown)
             try:
                 self._import(self._child)
             except BaseException:  # whatever interrupts the waiting leaves nothing running
@@ -139,13 +158,15 @@ class RewardProcess:
                 raise
         return self._child
 
-    def _import(self, child: RewardChild) -> None:
+    def _import(self, child: Child) -> None:
         # Another thread that found no process yet to end has left a note.
         if self._is_stopped:
             raise self._not_imported("the task is closed")
         try:
             reply = child.ask({**self._hello, "sys_path": [*sys.path, os.getcwd()]}, IMPORT_SECONDS)
         except ChildLostError as lost:
+            if lost.with_host:
+                raise
             raise self._not_imported(str(lost)) from lost
         if "ready" not in reply:
             raise self._not_imported(_told(reply))

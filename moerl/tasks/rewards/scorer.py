@@ -12,6 +12,7 @@ from typing import Protocol
 
 from moerl.contract.ports import Prompt
 from moerl.errors import RewardError
+from moerl.tasks.rewards.process import MakeChild
 from moerl.telemetry.terminal import excerpt
 
 Rewards = dict[str, float]
@@ -23,6 +24,15 @@ class RewardPart(Protocol):
     def submit(self, prompt: Prompt, response: str) -> Future[Rewards]:
         """Named rewards, `reward` and `accuracy` among them; returns at once. The future raises `RewardError` where
         this response has none, `ConfigError` where none can have one."""
+        ...
+
+    @property
+    def num_processes(self) -> int:
+        """Most that its functions run in."""
+        ...
+
+    def place(self, make_child: MakeChild) -> None:
+        """Has its functions, if it has any, in processes that are started so. Nothing waits for rewards by then."""
         ...
 
     def close(self) -> None:
@@ -84,6 +94,16 @@ class Scorer:
             rewards[name] = values["reward"]
             rewards |= {f"{name}.{key}": each for key, each in values.items() if key not in ("reward", "accuracy")}
         return rewards
+
+    @property
+    def num_processes(self) -> int:
+        """Most that functions of all parts run in."""
+        return sum(part.source.num_processes for part in self._parts)
+
+    def place(self, make_child: MakeChild) -> None:
+        """As `RewardPart.place`, of all parts."""
+        for part in self._parts:
+            part.source.place(make_child)
 
     def close(self) -> None:
         """Ends what the parts have started."""

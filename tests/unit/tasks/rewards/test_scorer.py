@@ -14,7 +14,7 @@ from moerl.contract.ports import Prompt
 from moerl.errors import RewardError
 from moerl.tasks.rewards.make import ProcessReward, make_scorer
 from moerl.tasks.rewards.pool import RewardPool
-from moerl.tasks.rewards.process import RewardProcess
+from moerl.tasks.rewards.process import MakeChild, RewardProcess
 from moerl.tasks.rewards.scorer import Scorer
 from moerl.tasks.rewards.section import ExactReward, FunctionReward, RegexReward, Reward
 
@@ -102,6 +102,12 @@ class _Held:
     def submit(self, prompt: Prompt, response: str) -> Future[dict[str, float]]:
         self.futures.append(Future())
         return self.futures[-1]
+
+    @property
+    def num_processes(self) -> int:
+        return 0
+
+    def place(self, make_child: MakeChild) -> None: ...
 
     def close(self) -> None: ...
 
