@@ -5,8 +5,12 @@ INSTALLER ?=
 BIN := .venv/bin
 # Test processes: as many as cores, each with one thread; tests that share an expensive set-up stay together.
 JOBS ?= auto
+# What SGLang servers run on: cpu, or cuda where there are GPUs.
+SGLANG_DEVICE ?= cpu
+# Compilers side by side in `make gpu`; each takes a few GiB.
+MAX_JOBS ?= 4
 
-.PHONY: setup lock sglang demo demo-sglang lint test test-slow test-distributed test-sglang test-slurm test-ray test-chaos bench bench-sglang golden clean
+.PHONY: setup lock gpu sglang demo demo-sglang lint test test-slow test-distributed test-sglang test-slurm test-ray test-chaos bench bench-sglang golden clean
 
 setup: .venv/.ready
 
@@ -62,9 +66,15 @@ test-slurm: setup
 test-chaos: setup sglang
 	OMP_NUM_THREADS=1 $(BIN)/python tests/chaos_campaign.py --disturbances 100 --minutes 15
 
-# The environment of SGLang servers on CPU, beside our own; one of another version of the patches is renewed.
+# The environment of SGLang servers, beside our own; one of another device or version of the patches is renewed.
 sglang: setup
-	$(BIN)/moerl sglang install --device cpu
+	$(BIN)/moerl sglang install --device $(SGLANG_DEVICE)
+
+# The extra `gpu`: Transformer Engine and flash attention, which are built against the torch that is installed. Needs CUDA's
+# compiler and headers, and takes up to an hour where there is no built wheel (docs/gpus.md).
+gpu: setup
+	$(BIN)/python -m pip install ninja psutil
+	MAX_JOBS=$(MAX_JOBS) PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install --no-build-isolation --editable ".[gpu]"
 
 # What other implementations compute (tests/golden), made again and compared; each package in a folder of its own.
 golden: setup

@@ -112,8 +112,8 @@ def _dispatch(arguments: list[str]) -> int:
 def _run(command: str, options: argparse.Namespace) -> int:
     from moerl.config.auto_resume import resolve_auto
     from moerl.config.checks import config_notes
+    from moerl.config.hub import prepare_model
     from moerl.config.load import load_config, refuse_taken_run_dir, split_resume
-    from moerl.config.model_tensors import check_model
     from moerl.config.recipes import recipe_text
 
     refuse_other_launchers()
@@ -131,8 +131,7 @@ def _run(command: str, options: argparse.Namespace) -> int:
     from moerl.config.placement import controller_address
     from moerl.launch.servers import prepare_for_servers
 
-    if config.model.path is not None:
-        check_model(config.model.path)
+    prepare_model(config.model)
     prepare_for_servers(config.rollout, host=controller_address(config.launch))
     with run_lock(config.run_dir) as lock:
         if not resume:
@@ -169,6 +168,7 @@ def _run_controller(command: str, config: RunConfig, resume: bool, lock: int) ->
 
 def _plan(command: str, options: argparse.Namespace) -> int:
     """A plan is made for `moerl train`, and starts nothing."""
+    from moerl.config.hub import say_model
     from moerl.config.load import load_plan
     from moerl.launch.plan import plan_memory
     from moerl.launch.plan_weights import GB, plan_weights
@@ -178,6 +178,7 @@ def _plan(command: str, options: argparse.Namespace) -> int:
     if options.show_config:
         _show_config(config, options)
         return 0
+    say_model(config.model)
     if command == PLAN_MEMORY:
         return plan_memory(config, gpu_memory_gib=options.gpu_memory_gib)
     bandwidths = Bandwidths(options.gather_gb_per_second * GB, options.engine_gb_per_second * GB)
@@ -341,9 +342,12 @@ def _verify(arguments: list[str]) -> int:
         print(_short_help("moerl verify DUMP --model HF_DIR [--version N] [--tolerance NATS]", VERIFY, parser))
         return 0
     options = parser.parse_args(arguments)
-    from moerl.config.paths import check_verify
+    from moerl.config.hub import model_directory
+    from moerl.config.paths import check_verify, dump_files
 
-    dump, model = options.dump.resolve(), options.model.resolve()
+    dump = options.dump.resolve()
+    dump_files(dump)
+    model = model_directory(options.model, "--model")
     check_verify(dump, model)
     from moerl.orchestration.verify import run_verify
 

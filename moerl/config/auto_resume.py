@@ -15,6 +15,7 @@ from moerl.config.compose import parse_override
 from moerl.config.load import CONFIG_FILE, load_config, load_resolved, split_resume
 from moerl.config.reference import COMMAND_KEY
 from moerl.config.resume import changed_keys, check_may_change, reason_against
+from moerl.config.schema import RunConfig
 from moerl.errors import ConfigError
 
 AUTO = "resume=auto"
@@ -31,6 +32,14 @@ class Resolved:
     def goes_on_unchanged(self) -> bool:
         """True where a run goes on and no key is other than before."""
         return len(self.overrides) == 1 and self.overrides[0].startswith("resume=")
+
+
+def stored_run(overrides: Sequence[str]) -> RunConfig | None:
+    """The configuration of the run that is in ``run_dir=DIR`` already; None where there is none. Raises `ConfigError`
+    where it cannot be read."""
+    given = [parse_override(text) for text in overrides if text.startswith("run_dir=")]
+    stored = Path(str(given[0].value)) / CONFIG_FILE if given else None
+    return load_resolved(stored) if stored is not None and stored.exists() else None
 
 
 def resolve_auto(overrides: Sequence[str], *, command: str, config_dir: Path | None = None) -> Resolved:
@@ -54,13 +63,17 @@ def resolve_auto(overrides: Sequence[str], *, command: str, config_dir: Path | N
             remedy="add run_dir=DIR",
         )
     rest = [text for text in overrides if text != AUTO]
-    config = load_config(rest, command=command, config_dir=config_dir)
-    if not (config.run_dir / CONFIG_FILE).exists():
+    before = stored_run(rest)
+    known = None if before is None else before.model
+    config = load_config(rest, command=command, config_dir=config_dir, known_model=known)
+    if before is None:
         return Resolved(rest)
     found = Resolved([f"resume={config.run_dir}"])
-    for change in changed_keys(load_resolved(config.run_dir / CONFIG_FILE), config):
+    for change in changed_keys(before, config):
         if change.key in ("run_dir", COMMAND_KEY):
             continue
+        if change.key == "model.path" and config.model.hub is not None and config.model.commit == before.model.commit:
+            continue  # the same model of the hub, in another cache
         if change.key in given:
             found.overrides.append(given[change.key])
         elif reason_against(change.key, command) is None:

@@ -122,6 +122,13 @@ def _check_model(config: RunConfig) -> None:
             expected="one; the other null",
             remedy="use model=pretrained model.path=DIR to start from a directory, or model=laptop to build one",
         )
+    if (model.hub is None) != (model.commit is None) or (model.hub is not None and model.path is None):
+        raise ConfigError(
+            "model.hub and model.commit: set by a run, both together and with the directory",
+            seen=f"model.hub = {model.hub}, model.commit = {model.commit}, model.path = {model.path}",
+            expected="none of them, or all as a run stored them",
+            remedy="give a model of the hub as model.path=OWNER/NAME or model.path=OWNER/NAME@REVISION",
+        )
     architecture = model.architecture
     if architecture is None:
         return

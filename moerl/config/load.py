@@ -17,10 +17,11 @@ from pydantic import ValidationError
 from moerl.config.checks import COMMANDS, check_command, check_model_fits, check_run
 from moerl.config.compose import chosen_recipe, compose_values, parse_override, read_values, to_yaml
 from moerl.config.explain import explain, unknown_key
+from moerl.config.hub import with_hub_model
 from moerl.config.moved import as_of_today
 from moerl.config.reference import COMMAND_KEY, is_known
 from moerl.config.resume import check_may_change
-from moerl.config.schema import RunConfig
+from moerl.config.schema import ModelConfig, RunConfig
 from moerl.errors import ConfigError
 from moerl.sections import Section
 from moerl.tasks.registry import TASK_SECTIONS
@@ -28,13 +29,16 @@ from moerl.tasks.registry import TASK_SECTIONS
 CONFIG_FILE = "config.yaml"
 
 
-def load_config(overrides: Sequence[str], *, command: str, config_dir: Path | None = None) -> RunConfig:
-    """The validated configuration of a command.
+def load_config(
+    overrides: Sequence[str], *, command: str, config_dir: Path | None = None, known_model: ModelConfig | None = None
+) -> RunConfig:
+    """The validated configuration of a command. A model of the hub is a directory in it, with its small files.
 
     Args:
         overrides: ``group=option``, ``key=value`` and ``resume=RUN_DIR`` as on the command line.
         command: the command that will run (`moerl.config.checks.COMMANDS`).
         config_dir: a directory with groups of the user's own, for example ``recipe/mine.yaml``.
+        known_model: of the run that these overrides started; a model of the hub by the same name stays at its commit.
 
     Raises:
         ConfigError: Unknown key or option, wrong type, impossible combination, a file that is not there.
@@ -42,9 +46,11 @@ def load_config(overrides: Sequence[str], *, command: str, config_dir: Path | No
     resume, rest = split_resume(overrides)
     if resume is not None:
         return _load_resumed(resume, rest, command)
-    config = _validated(compose_values(rest, config_dir=config_dir), command)
+    values = compose_values(rest, config_dir=config_dir)
+    config = _validated(values, command)
     if command in ("train", "sft"):
         _check_recipe_is_chosen(config, rest)
+    config = _with_hub_model(config, values, known_model)
     check_command(config, command)
     return config
 
@@ -63,6 +69,7 @@ def load_plan(overrides: Sequence[str], *, config_dir: Path | None = None) -> Ru
     values = compose_values(overrides, config_dir=config_dir, stand_ins=unnamed)
     config = _validated(values, "train")
     _check_recipe_is_chosen(config, overrides)
+    config = _with_hub_model(config, values)
     check_model_fits(config)
     return config
 
@@ -119,9 +126,14 @@ def _load_resumed(run_dir: Path, overrides: list[str], command: str) -> RunConfi
         check_may_change(parsed.key, parsed.text, command, run_dir)
         _set_value(values, parsed.key, parsed.value)
     values["run_dir"] = str(run_dir)
-    config = _with_absolute_paths(_validate(values))
+    config = _with_hub_model(_with_absolute_paths(_validate(values)), values)
     check_command(config, command)
     return config
+
+
+def _with_hub_model(config: RunConfig, values: dict[str, Any], known: ModelConfig | None = None) -> RunConfig:
+    """After all other keys are checked: it may have to ask the hub."""
+    return config.model_copy(update={"model": with_hub_model(config.model, values["model"]["path"], known)})
 
 
 def _set_value(values: dict[str, Any], path: str, value: Any) -> None:

@@ -68,6 +68,16 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
+def weight_files(folder: Path) -> list[str]:
+    """Names of the files that the weights of a model directory are in, by its index; whether they are there or not.
+
+    Raises:
+        ConfigError: the index cannot be read.
+    """
+    index = folder / INDEX_FILE
+    return sorted(set(_read_index(index).values())) if index.is_file() else [SINGLE_FILE]
+
+
 def read_header(file: Path) -> dict[str, StoredTensor]:
     """The tensors of one safetensors file, which is as long as its header says.
 

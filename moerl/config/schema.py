@@ -59,7 +59,16 @@ class ArchitectureConfig(Section):
 class ModelConfig(Section):
     """Which model is trained: one of `path` and `architecture`."""
 
-    path: FilePath | None = Field(description="Hugging Face directory to start from; null builds `architecture`.")
+    path: FilePath | None = Field(
+        description="Hugging Face directory, or OWNER/NAME[@REVISION] of the hub, to start from; null builds"
+        " `architecture`."
+    )
+    hub: str | None = Field(
+        default=None, description="Name on the hub that `path` was given as; the run sets it, and stores its directory."
+    )
+    commit: Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")] | None = Field(
+        default=None, description="Commit that `hub` stood for as the run began; the run sets it, and keeps to it."
+    )
     dtype: FloatName = Field(description="Precision of the trainer.")
     architecture: ArchitectureConfig | None = Field(description="Model to build; null starts from `path`.")
 

@@ -70,7 +70,10 @@ def verify_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="moerl verify", add_help=False)
     parser.add_argument("dump", type=Path, metavar="DUMP")
     parser.add_argument(
-        "--model", type=Path, metavar="HF_DIR", required=True, help="Hugging Face directory with the weights"
+        "--model",
+        metavar="HF_DIR",
+        required=True,
+        help="the weights: a Hugging Face directory, or OWNER/NAME of the hub",
     )
     parser.add_argument("--version", type=int, metavar="N", help="policy version of these weights; leaves out others")
     parser.add_argument(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moerl.config.command_texts import CONFORMANCE
+from moerl.config.hub import model_directory
 from moerl.errors import ConfigError
 from moerl.launch.arguments import Parser, short_help
 from moerl.rollout.conformance.suite import CHECKS, Check
@@ -34,7 +35,11 @@ def parser() -> Parser:
     made = Parser(prog="moerl conformance", add_help=False)
     add = made.add_argument
     add("engine", metavar="ENGINE")
-    add("--model", type=Path, metavar="HF_DIR", help="model that the engine serves: compare with transformers, too")
+    add(
+        "--model",
+        metavar="HF_DIR",
+        help="model that the engine serves, a directory or OWNER/NAME of the hub: compare with transformers, too",
+    )
     add("--check", action="append", metavar="NAME", help="only this check; may be given several times")
     add("--update-weights", action="store_true", help="replace the engine's weights on the way, and put them back")
     add("--json", action="store_true", help="print one JSON document")
@@ -55,7 +60,7 @@ def read_options(arguments: list[str]) -> ConformanceOptions | None:
     given = parser().parse_args(arguments)
     engine = str(given.engine)
     model = None if given.model is None else _model("--model", given.model)
-    embedded = _model("ENGINE", Path(engine.removeprefix(EMBEDDED))) if engine.startswith(EMBEDDED) else None
+    embedded = _model("ENGINE", engine.removeprefix(EMBEDDED)) if engine.startswith(EMBEDDED) else None
     is_url = engine.startswith(("http://", "https://"))
     file = None if is_url or embedded else Path(engine)
     if file is not None and not file.is_file():
@@ -83,12 +88,13 @@ def read_options(arguments: list[str]) -> ConformanceOptions | None:
     )
 
 
-def _model(option: str, folder: Path) -> Path:
+def _model(option: str, given: str) -> Path:
+    folder = model_directory(given, option)
     if not (folder / "config.json").is_file():
         raise ConfigError(
-            f"{option}: not a Hugging Face model directory", seen=folder, expected="a directory with config.json"
+            f"{option}: not a Hugging Face model directory", seen=given, expected="a directory with config.json"
         )
-    return folder.resolve()
+    return folder
 
 
 def _checks(names: list[str] | None) -> tuple[Check, ...]:

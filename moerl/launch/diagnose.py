@@ -19,11 +19,11 @@ def diagnose_parser() -> Parser:
     parser.add_argument("dumps", type=Path, nargs="*", metavar="DUMP")
     parser.add_argument(
         "--model",
-        type=Path,
         action="append",
         default=[],
         metavar="HF_DIR[@VERSION]",
-        help="the policy as a Hugging Face directory, with its policy version; again for other versions, newest first",
+        help="the policy as a Hugging Face directory or OWNER/NAME of the hub, with its policy version; again for other"
+        " versions, newest first",
     )
     parser.add_argument(
         "--output", type=Path, default=OUTPUT, metavar="FILE", help=f"page to write, {OUTPUT} if not said"

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from moerl.config.hub import model_directory
 from moerl.config.model_tensors import check_weights
 from moerl.launch.arguments import Parser, options_text
 from moerl.launch.overview import SGLANG
@@ -52,7 +53,7 @@ def parser(command: str) -> Parser:
 
 
 def _add_server_options(add: Callable[..., argparse.Action]) -> None:
-    add("--model", type=Path, required=True, metavar="DIR", help="Hugging Face directory to serve")
+    add("--model", required=True, metavar="DIR", help="Hugging Face directory, or OWNER/NAME of the hub, to serve")
     add("--folder", type=Path, required=True, metavar="DIR", help=f"for {ENDPOINT_FILE} (address, keys) and the log")
     add("--host", default="127.0.0.1", metavar="IP", help="loopback or private address, 127.0.0.1")
     add("--port", type=int, default=0, metavar="N", help="a free one by default")
@@ -97,12 +98,13 @@ async def _shake_hands(server_file: Path) -> ServerFacts:
 
 def _serve(options: argparse.Namespace) -> int:
     require_private(options.host)
-    check_weights(options.model.resolve())
+    model = model_directory(options.model, "--model")
+    check_weights(model)
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     server_options = ServerOptions(
-        model=options.model.resolve(),
+        model=model,
         environment=options.env.resolve(),
         device=options.device,
         tensor=options.tensor,

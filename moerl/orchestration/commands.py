@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from moerl.config.hub import hub_model
 from moerl.config.load import CONFIG_FILE, dump_config
 from moerl.config.schema import RunConfig
 from moerl.config.stop_signals import STOPPED, StopRequest
@@ -165,6 +166,7 @@ def _open_run(config: RunConfig, command: str, *, resume: bool, lock: int | None
         _write_config(config)
     with closing(config.task.open()) as task, make_reporter(config) as reporter:
         reporter.say(f"run directory: {config.run_dir}")
+        _say_hub_model(config, reporter)
         if config.model.path is not None:
             # What is wrong with the texts is said before ranks start.
             _check_texts(config, task, config.model.path, command, reporter)
@@ -185,6 +187,12 @@ def _open_run(config: RunConfig, command: str, *, resume: bool, lock: int | None
             if resume:
                 _load_latest(run)
             yield run, model_path
+
+
+def _say_hub_model(config: RunConfig, reporter: Reporter) -> None:
+    of_hub = hub_model(config.model)
+    if of_hub is not None:
+        reporter.say(str(of_hub))
 
 
 def _check_texts(config: RunConfig, task: Task, model_path: Path, command: str, reporter: Reporter) -> None:
@@ -248,6 +256,7 @@ def _open_reader(config: RunConfig, command: str) -> Iterator[tuple[Collector, R
     with ExitStack() as stack:
         task = stack.enter_context(closing(config.task.open()))
         reporter = stack.enter_context(make_reporter(config))
+        _say_hub_model(config, reporter)
         _check_texts(config, task, config.model.path, command, reporter)
         reporter.begin_part("start of the engine")
         engine = stack.enter_context(closing(open_engine(config, model, 0, reporter.say)))

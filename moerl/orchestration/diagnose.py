@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from moerl.config.hub import hub_name, model_directory
 from moerl.config.model_tensors import check_weights
 from moerl.contract.files import writing
 from moerl.diagnostics.causes.diagnosis import diagnose
@@ -85,20 +86,23 @@ def run_diagnose(options: argparse.Namespace) -> int:
     return int(report.verdict.level == "fault")
 
 
-def split_version(named: Path) -> tuple[Path, int | None]:
-    """The directory and the policy version of `HF_DIR[@VERSION]`; a directory whose name holds an @ is one.
+def split_version(named: str) -> tuple[Path, int | None]:
+    """The directory and the policy version of `HF_DIR[@VERSION]`; a directory whose name holds an @ is one. A model of
+    the hub is fetched; behind its name, digits alone are a policy version, and anything else is a revision.
 
     Raises:
-        ConfigError: there is no such directory, or the version is no number.
+        ConfigError: there is no such model, or the version is no number.
     """
-    folder, at, version = str(named).rpartition("@")
-    if named.is_dir() or not at:
-        return named, None
-    if not version.isdecimal():
+    before, at, version = named.rpartition("@")
+    if Path(named).is_dir() or not at:
+        return model_directory(named, "--model"), None
+    if version.isdecimal():
+        return model_directory(before, "--model"), int(version)
+    if hub_name(named) is None or Path(before).is_dir():
         raise ConfigError(
             "--model: version", seen=version, expected="a policy version, a whole number", remedy="HF_DIR@12"
         )
-    return Path(folder), int(version)
+    return model_directory(named, "--model"), None
 
 
 def _described(checkpoint: Checkpoint) -> ModelDescription:

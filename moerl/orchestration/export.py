@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from moerl.config.hub import fetch_weights, hub_model, with_hub_model
 from moerl.config.paths import check_export
 from moerl.config.schema import ParallelConfig
 from moerl.contract.parallel import ParallelDims
@@ -35,11 +36,15 @@ def run_export(run_dir: Path, step: int | None, output: Path) -> int:
         CheckpointError: there is no such checkpoint, or it is corrupt.
     """
     config = check_export(run_dir, output)
+    source = with_hub_model(config.model, None)
+    of_hub = hub_model(source)
+    if of_hub is not None:
+        fetch_weights(of_hub)
     path = _newest(run_dir) if step is None else _of_step(run_dir, step)
     quiet_libraries()
     torch.set_num_threads(config.num_threads)
     layout = groups.start(rank=0, world_size=1, rendezvous="", dims=ParallelDims(), seed=config.seed)
-    model_path = config.model.path or run_dir / "initial_model"
+    model_path = source.path or run_dir / "initial_model"
     model = PolicyModel(read_model(model_path), ModelOptions(dtype=config.model.dtype), layout)
     load_weights(path, model.chunks)
     write_model(output, model_path, model.export())

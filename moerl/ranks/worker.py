@@ -6,6 +6,7 @@ the controller's choices. Runs in every trainer rank, in the controller's own pr
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -43,8 +44,8 @@ from moerl.contract.frame import WireLimits
 from moerl.contract.parallel import RankCoordinates
 from moerl.contract.ports import CheckedSink
 from moerl.contract.trainer import PassReport, Stage
-from moerl.errors import UnprovedError
-from moerl.models.description import read_model
+from moerl.errors import ConfigError, UnprovedError
+from moerl.models.description import CONFIG_FILE, read_model
 from moerl.ranks.tables import as_words, local_rows, with_advantages, with_clipping
 from moerl.ranks.weights import EngineLinks, WeightSync
 from moerl.trainer.checkpoint import CHECKPOINTS, CheckpointStore
@@ -165,7 +166,7 @@ class Worker:
 
     def _build(self, command: Build, engine: CheckedSink | None) -> None:
         config, self._stage = self._config, command.stage
-        model = replace(read_model(Path(command.model)), spec=command.spec)
+        model = replace(read_model(_on_this_node(command.model)), spec=command.spec)
         self._minibatches, self._reference, self._weights = [], None, None
         # The model before goes first: two of them need not fit.
         self._policy = None
@@ -210,7 +211,9 @@ class Worker:
 
     def _rewrite(self, command: Rewrite) -> None:
         model = PolicyModel(
-            read_model(Path(command.model)), self._model_options(self._config.sft.moe_aux_loss_coef), self._layout
+            read_model(_on_this_node(command.model)),
+            self._model_options(self._config.sft.moe_aux_loss_coef),
+            self._layout,
         )
         load_weights(Path(command.checkpoint), model.chunks)
         self._write_model(Path(command.folder), Path(command.model), model)
@@ -335,3 +338,16 @@ class Worker:
         tables = [failed.model.trace(failed.batches, number)]
         tables += [failed.traces[number]] if failed.traces else []
         return [as_words(table, self._layout.rank) for table in tables]
+
+
+def _on_this_node(model: str) -> Path:
+    """The model's directory. Raises `ConfigError` where the node of this rank does not have it."""
+    folder = Path(model)
+    if not (folder / CONFIG_FILE).is_file():
+        raise ConfigError(
+            "model.path: the node of this rank does not see the model's directory",
+            seen=f"no {folder / CONFIG_FILE} on {socket.gethostname()}",
+            expected="the directory as the controller sees it",
+            remedy="keep it on a file system that all nodes share, at one path; for a model of the hub, HF_HOME",
+        )
+    return folder

@@ -26,6 +26,8 @@ MODEL = "train recipe=laptop model=pretrained"
 EVAL = "eval model=pretrained"
 OWN = "train --config-dir own"
 
+NO_HUB = {"HF_HUB_OFFLINE": "1", "HF_HOME": "/nonexistent"}
+
 EARLY = {
     # The command line.
     "trian": "unknown command; seen: trian; expected: one of train, sft,",
@@ -124,7 +126,8 @@ EARLY = {
     "train recipe=pretrained": "model.path: no value given",
     "train model=pretrained model.path=model": "recipe: none was chosen for a model that exists",
     "train model.path=model": "model.path and model.architecture: one of them must be given; seen: both",
-    f"{MODEL} model.path=Qwen/Qwen3-30B-A3B": "model.path: not a Hugging Face model directory",
+    f"{MODEL} model.path=Qwen/Qwen3-30B-A3B": "is no directory here, nor is it whole in the cache of the hub",
+    f"{MODEL} model.path=./Qwen/Qwen3-30B-A3B": "model.path: not a Hugging Face model directory",
     f"{MODEL} model.path=file": "model.path: not a Hugging Face model directory",
     f"{MODEL} model.path=folder": "model.path: not a Hugging Face model directory",
     f"{MODEL} model.path=no_json": "no_json/config.json cannot be read",
@@ -288,7 +291,7 @@ def test_help_and_every_early_mistake_need_no_torch_and_each_mistake_is_named(fo
         [sys.executable, "-c", IN_ONE_PROCESS],
         input=json.dumps([*HELP, *EARLY]),
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", **NO_HUB},
         capture_output=True,
         text=True,
         timeout=600,

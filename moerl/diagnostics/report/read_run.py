@@ -24,6 +24,8 @@ _KEYS = {
     "Recipe": "recipe",
     "Seed": "seed",
     "Model": "model.path",
+    "Model on the hub": "model.hub",
+    "Its commit": "model.commit",
     "Algorithm": "algorithm.name",
     "Sampler": "rollout.engine",
     "Sampler's precision": "rollout.dtype",

@@ -146,7 +146,7 @@ def check_transformer_engine(gpus: Sequence[Gpu] | str, installed: Mapping[str, 
         return green(AREA, "Transformer Engine", ", ".join(found))
     if not gpus:
         return green(AREA, "Transformer Engine", "absent; CPU machines need none")
-    remedy = "pip install --no-build-isolation 'transformer-engine[pytorch]'"
+    remedy = "`make gpu` in a checkout, or pip install --no-build-isolation 'moerl[gpu]'"
     return Check(AREA, "Transformer Engine", "red", "absent", "installed, where there are GPUs", remedy)
 
 

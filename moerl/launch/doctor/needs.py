@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moerl.config.checks import check_command, describe_model
+from moerl.config.hub import hub_model, missing_weights, prepare_model
 from moerl.config.memory import FP32, MOMENTS, heaviest_rank, needs_of, total_parameters
-from moerl.config.model_tensors import check_model
 from moerl.config.rollouts import ServerRolloutConfig, SGLangRolloutConfig
 from moerl.config.schema import RunConfig
 from moerl.errors import MoerlError
@@ -34,11 +34,17 @@ def run_checks(config: RunConfig, gpus: Sequence[Gpu], cores: int, memory_bytes:
 
 
 def check_configuration(config: RunConfig) -> Check:
-    """Whether `moerl train` takes it: files that it names, the model's tensors, libraries of trackers."""
+    """Whether `moerl train` takes it: files that it names, the model's tensors, libraries of trackers. Weights of a
+    model of the hub are not fetched for it."""
     try:
         check_command(config, "train")
-        if config.model.path is not None:
-            check_model(config.model.path)
+        of_hub = hub_model(config.model)
+        missing = [] if of_hub is None else missing_weights(of_hub.folder)
+        if missing:
+            seen = f"{len(missing)} files of weights of {config.model.hub} are not in the cache of the hub"
+            expected, remedy = "weights that a run finds", "none is needed with a network: the run fetches them first"
+            return Check(AREA, "configuration", "yellow", seen, expected, remedy)
+        prepare_model(config.model)
     except MoerlError as error:
         return fault("red", AREA, "configuration", error)
     return green(AREA, "configuration", f"recipe {config.recipe}, as `moerl train` takes it")

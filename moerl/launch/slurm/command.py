@@ -10,10 +10,11 @@ from pathlib import Path
 
 from rich.console import Console
 
+from moerl.config.auto_resume import stored_run
 from moerl.config.checks import config_notes
 from moerl.config.command_texts import LAUNCH_SLURM
+from moerl.config.hub import prepare_model, say_model
 from moerl.config.load import CONFIG_FILE, dump_config, load_config
-from moerl.config.model_tensors import check_model
 from moerl.config.recipes import recipe_text
 from moerl.config.rollouts import EmbeddedRolloutConfig, SGLangRolloutConfig
 from moerl.config.schema import RunConfig
@@ -152,9 +153,12 @@ def _submit_sweep(
 
 def _prepare(options: argparse.Namespace, site: Site, overrides: Sequence[str]) -> tuple[RunConfig, JobSettings, str]:
     """Configuration, job and script of one run. Raises as `launch_slurm`."""
-    config = load_config(overrides, command="train", config_dir=options.config_dir)
-    if config.model.path is not None:
-        check_model(config.model.path)
+    before = stored_run(overrides)
+    known = None if before is None else before.model
+    config = load_config(overrides, command="train", config_dir=options.config_dir, known_model=known)
+    say_model(config.model)
+    if not (options.dry_run and config.model.hub):  # nothing large is fetched for a look
+        prepare_model(config.model)
     job = _job(options, config)
     job.check()
     _check_nodes(job, config)

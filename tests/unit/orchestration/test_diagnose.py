@@ -9,8 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from factories import write_hf_model
 from foreign_dumps import make_dumped, write_nemo_rl, write_slime
 from planted_faults import SAMPLING, layer_late, sample, scorer, write_moe
+from small_hub import Cache, commit_of, hub
 
 from moerl import cli
 from moerl.diagnostics.dumps.minimal import write_minimal
@@ -18,6 +20,7 @@ from moerl.diagnostics.dumps.rollout import DumpedRollout
 from moerl.diagnostics.report.data import Report, read_report
 from moerl.diagnostics.scoring import Question
 from moerl.models.description import read_model
+from moerl.orchestration.diagnose import split_version
 from moerl.orchestration.trainer_scorer import TrainerScorer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -149,3 +152,16 @@ def test_the_trainer_finds_what_transformers_finds(tmp_path: Path, model: Path, 
     status, report = run(tmp_path / "dump.jsonl", "--model", model, "--backend", "trainer")
     assert status == 1
     assert {finding.cause for finding in report.findings} == {"layer_shift"}
+
+
+def test_a_model_of_the_hub_has_a_revision_a_version_or_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = tmp_path / "whole"
+    folder.mkdir()
+    write_hf_model(folder)
+    files = {file.name: file.read_bytes() for file in folder.iterdir()}
+    with hub({"owner/moe": {"main": files, "v1": files}}, kind="models") as (address, _):
+        cache = Cache(monkeypatch)
+        cache.use(tmp_path / "home", address)
+        main, tagged = cache.snapshot(commit_of("main")), cache.snapshot(commit_of("v1"))
+        found = [split_version(f"owner/moe{end}") for end in ("", "@12", "@v1", "@v1@12")]
+    assert found == [(main, None), (main, 12), (tagged, None), (tagged, 12)]

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+from factories import write_hf_model
+from small_hub import Cache, hub
+
+from moerl.config.hub import prepare_model
 from moerl.config.load import load_plan
 from moerl.config.schema import RunConfig
 from moerl.launch.doctor.accelerators import Gpu
@@ -71,3 +76,24 @@ def test_room_grows_with_the_checkpoints_that_are_kept() -> None:
     two, four = (checkpoint_bytes(run("recipe=laptop", f"checkpoint.keep={keep}")) for keep in (2, 4))
     assert four / two == 5 / 3
     assert two > 1e6
+
+
+def test_weights_of_the_hub_that_are_not_fetched_yet_are_a_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    write_hf_model(folder, max_position_embeddings=512)
+    models = {"owner/moe": {"main": {file.name: file.read_bytes() for file in folder.iterdir()}}}
+    lengths = ["rollout.max_new_tokens=16", "trainer.microbatch_tokens=256"]
+    keys = ["recipe=pretrained_small", "task=chain_sum", *lengths, "model.path=owner/moe"]
+    with hub(models, kind="models") as (address, _):
+        Cache(monkeypatch).use(tmp_path / "home", address)
+        config = run(*keys)
+        found = looks(config)["configuration"]
+        assert (found.level, found.seen) == (
+            "yellow",
+            "1 files of weights of owner/moe are not in the cache of the hub",
+        )
+        prepare_model(config.model)
+    assert looks(config)["configuration"].level == "green"

@@ -6,6 +6,8 @@ import shlex
 from pathlib import Path
 
 import pytest
+from factories import write_hf_model
+from small_hub import Cache, hub
 
 from moerl.cli import main
 from moerl.errors import ConfigError
@@ -153,3 +155,22 @@ def test_without_slurm_on_the_machine_the_command_says_where_to_start_it(
     monkeypatch.setenv("PATH", str(tmp_path))
     assert launch(tmp_path) == 2
     assert "launch slurm: SLURM is not on this machine; seen: no sbatch" in capsys.readouterr().err
+
+
+def test_a_dry_run_fetches_no_weights_of_a_model_of_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    write_hf_model(folder, max_position_embeddings=512)
+    models = {"owner/moe": {"main": {file.name: file.read_bytes() for file in folder.iterdir()}}}
+    keys = ["model=pretrained", "model.path=owner/moe", "sft.steps=0"]
+    with hub(models, kind="models") as (address, _):
+        cache = Cache(monkeypatch)
+        cache.use(tmp_path / "home", address)
+        assert launch(tmp_path, *keys, "--dry-run") == 0
+        assert cache.files == {"config.json", "tokenizer.json"}
+        # Without it the weights come before the job is looked at.
+        assert launch(tmp_path, *keys, "--nodes", "0") == 2
+        assert cache.files == {"config.json", "tokenizer.json", "model.safetensors"}
+    assert "model owner/moe of the hub, commit " in capsys.readouterr().err

@@ -1,0 +1,291 @@
+"""Models by their names on the Hugging Face hub: the one place that turns a name into a directory. Torch-free.
+
+Runs in the command line, before anything else starts; ranks and servers get the directory. The files are those of
+`huggingface_hub`'s cache, which all programs of a user share: HF_HOME says where it is, HF_ENDPOINT which hub is asked,
+HF_HUB_OFFLINE=1 that none is. Nothing is fetched but safetensors files and the small files of `SMALL_FILES`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from moerl.config.hub_errors import HOW, hub_errors
+from moerl.config.model_files import INDEX_FILE, SINGLE_FILE, weight_files
+from moerl.config.model_tensors import check_model
+from moerl.config.schema import ModelConfig
+from moerl.errors import ConfigError
+from moerl.printable import printable
+from moerl.telemetry.progress import HEARTBEAT_SECONDS, duration_text
+
+SMALL_FILES = (
+    "config.json",
+    "generation_config.json",
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "vocab.txt"),
+    *("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja"),
+    INDEX_FILE,
+)
+"""All of a model but its weights."""
+
+ANSWER_SECONDS = 10.0
+"""For the hub to say which commit a name stands for."""
+
+_NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.\-]*/[A-Za-z0-9][\w.\-]*)(@(?P<revision>[A-Za-z0-9][\w.\-/]*))?", re.ASCII)
+_GB = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class HubModel:
+    """A model of the hub at one commit.
+
+    name: as it was given, OWNER/NAME or OWNER/NAME@REVISION. commit: 40 digits. folder: its snapshot in the cache.
+    """
+
+    name: str
+    commit: str
+    folder: Path
+
+    @property
+    def repo(self) -> str:
+        return self.name.partition("@")[0]
+
+    def __str__(self) -> str:
+        return f"model {self.name} of the hub, commit {self.commit}: {self.folder}"
+
+
+def hub_name(given: str) -> str | None:
+    """`given` where it is a name on the hub; None where it is a path: there is such a directory, or it has another
+    form than OWNER/NAME or OWNER/NAME@REVISION. ``./OWNER/NAME`` is always a path."""
+    match = _NAME.fullmatch(given)
+    if match is None or ".." in given or Path(given).is_dir():
+        return None
+    return given
+
+
+@cache
+def locate(name: str, commit: str | None = None, key: str = "model.path") -> HubModel:
+    """The model with its small files in the cache; its weights come with `fetch_weights`.
+
+    Where the hub does not answer, the commit that the cache has for the name is taken, and standard error says so.
+
+    Args:
+        name: for which `hub_name` is not None.
+        commit: to take whatever the name stands for by now; None for that of the name.
+        key: the key or option that it was given by, for messages.
+
+    Raises:
+        ConfigError: The hub has no such model, does not give it to this user, or cannot be asked and it is not in the
+            cache; or it has no safetensors files.
+    """
+    import huggingface_hub
+
+    repo, _, asked = name.partition("@")
+    revision = commit or asked or "main"
+    with hub_errors(key, name):
+        reached = _ask(repo, revision, key, name)
+        folder = Path(
+            huggingface_hub.snapshot_download(
+                repo,
+                revision=revision,
+                allow_patterns=list(SMALL_FILES),
+                local_files_only=not reached,
+                tqdm_class=_silent_bars(),
+            )
+        )
+    return HubModel(name, folder.name, folder)
+
+
+def _ask(repo: str, revision: str, key: str, name: str) -> bool:
+    """Whether the hub can be asked. Raises `ConfigError` where it has no safetensors files of the model."""
+    import huggingface_hub
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    try:
+        about = huggingface_hub.HfApi().model_info(repo, revision=revision, timeout=ANSWER_SECONDS)
+    except OfflineModeIsEnabled:
+        return False
+    except httpx.TransportError as error:
+        _say(f"note: the hub does not answer ({type(error).__name__}); {name} is looked for in the cache")
+        return False
+    files = [each.rfilename for each in about.siblings or []]
+    if not {SINGLE_FILE, INDEX_FILE} & set(files):
+        weights = [each for each in files if each.endswith((".bin", ".pt", ".pth", ".safetensors", ".gguf"))]
+        raise ConfigError(
+            f"{key}: {name} has no weights in the form of transformers and safetensors",
+            seen=", ".join(weights[:5]) or "no weights",
+            expected=f"{SINGLE_FILE}, or several files and {INDEX_FILE}",
+            remedy="convert it where its files are trusted, and give the directory",
+        )
+    return True
+
+
+def missing_weights(folder: Path) -> list[str]:
+    """Names of files of weights that a snapshot has not, by its index; none where it is whole."""
+    return [name for name in weight_files(folder) if not (folder / name).is_file()]
+
+
+def fetch_weights(model: HubModel, key: str = "model.path") -> None:
+    """Fetches the weights, unless the cache has all of them; then nothing is asked.
+
+    Raises:
+        ConfigError: as `locate`, or there is no room.
+    """
+    missing = missing_weights(model.folder)
+    if not missing:
+        return
+    import huggingface_hub
+
+    offline = huggingface_hub.constants.HF_HUB_OFFLINE
+    with hub_errors(key, model.name):
+        if not offline:
+            with _progress(model, missing):
+                bars = None if sys.stderr.isatty() else _silent_bars()
+                huggingface_hub.snapshot_download(
+                    model.repo, revision=model.commit, allow_patterns=missing, tqdm_class=bars
+                )
+    lost = missing_weights(model.folder)
+    if lost:
+        raise ConfigError(
+            f"{key}: the cache has not all weights of {model.name}" + (", and HF_HUB_OFFLINE is set" * offline),
+            seen=f"{len(lost)} files are missing, first {lost[0]}, in {model.folder}",
+            expected="all files of the model",
+            remedy=f"start once without HF_HUB_OFFLINE, with the same HF_HOME, {HOW}",
+        )
+
+
+def with_hub_model(model: ModelConfig, given: object, known: ModelConfig | None = None) -> ModelConfig:
+    """The section of a configuration with a directory as its path.
+
+    Args:
+        model: validated. given: its path as it was written. known: that of a run that goes on, which keeps its commit
+            where the name is the same, wherever that has moved.
+
+    Raises:
+        ConfigError: as `locate`.
+    """
+    if model.hub is not None and model.path is not None:  # stored by a run
+        if model.path.is_dir():
+            return model
+        found = locate(model.hub, model.commit)
+        _say(f"note: model.path: {model.path} is gone; {found}")
+        return model.model_copy(update={"path": found.folder})
+    name = hub_name(given) if isinstance(given, str) else None
+    if name is None:
+        return model
+    if known is not None and known.hub == name:
+        stored = {"path": known.path, "hub": known.hub, "commit": known.commit}
+        return with_hub_model(model.model_copy(update=stored), given)
+    found = locate(name)
+    return model.model_copy(update={"path": found.folder.resolve(), "hub": name, "commit": found.commit})
+
+
+def hub_model(model: ModelConfig) -> HubModel | None:
+    """The model of the hub that a configuration starts from; None where it is none."""
+    if model.hub is None or model.commit is None or model.path is None:
+        return None
+    return HubModel(model.hub, model.commit, model.path)
+
+
+def say_model(model: ModelConfig) -> None:
+    """Says on standard error which model of the hub a configuration starts from, where it is one."""
+    of_hub = hub_model(model)
+    if of_hub is not None:
+        _say(str(of_hub))
+
+
+def prepare_model(model: ModelConfig) -> None:
+    """Fetches what is still missing of a model of the hub, and checks the directory of any.
+
+    Raises:
+        ConfigError: as `fetch_weights` and `check_model`.
+    """
+    of_hub = hub_model(model)
+    if of_hub is not None:
+        fetch_weights(of_hub)
+    if model.path is not None:
+        check_model(model.path)
+
+
+def model_directory(given: str, key: str) -> Path:
+    """The absolute directory that an option names: a directory, or a model of the hub, which is fetched and said on
+    standard error.
+
+    Raises:
+        ConfigError: as `locate` and `fetch_weights`. Whether a directory is there is not looked at.
+    """
+    name = hub_name(given)
+    if name is None:
+        return Path(given).resolve()
+    model = locate(name, key=key)
+    _say(str(model))
+    fetch_weights(model, key)
+    return model.folder
+
+
+# --- progress --------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _progress(model: HubModel, files: Sequence[str]) -> Iterator[None]:
+    """Lines at the beginning and the end. Between them the library draws bars where standard error is a terminal, and
+    there are lines elsewhere."""
+    blobs, began, done = model.folder.parent.parent / "blobs", time.monotonic(), threading.Event()
+    before = _bytes_in(blobs)
+    _say(f"fetching {len(files)} files of weights of {model.name} into {blobs.parent}")
+
+    def tell() -> None:
+        while not done.wait(HEARTBEAT_SECONDS):
+            _say(f"fetching {model.name}: {(_bytes_in(blobs) - before) / _GB:.2f} GB, {_since(began)} so far")
+
+    teller = threading.Thread(target=tell, daemon=True)
+    if not sys.stderr.isatty():
+        teller.start()
+    try:
+        yield
+    finally:
+        done.set()
+        if teller.ident is not None:
+            teller.join()
+    _say(f"fetched {model.name}: {(_bytes_in(blobs) - before) / _GB:.2f} GB in {_since(began)}")
+
+
+def _silent_bars() -> type[Any]:
+    """Progress bars of the library that draw nothing: some of them draw also where there is no terminal."""
+    from huggingface_hub.utils import tqdm
+
+    class Silent(tqdm):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **{**options, "disable": True})
+
+    return Silent
+
+
+def _since(began: float) -> str:
+    return duration_text(time.monotonic() - began)
+
+
+def _bytes_in(folder: Path) -> int:
+    """Of the files of a folder; those that are renamed meanwhile count as nothing."""
+    total = 0
+    for name in os.listdir(folder) if folder.is_dir() else []:
+        try:
+            total += (folder / name).stat().st_size
+        except FileNotFoundError:
+            continue
+    return total
+
+
+def _say(text: str) -> None:
+    print(printable(text), file=sys.stderr, flush=True)
