@@ -18,7 +18,7 @@ REQUIRES = ("pybase64==1.4.3", "polars==1.35.2", "polars-runtime-32==1.35.2")
 
 
 def write(conversations: list[Conversation], folder: Path) -> None:
-    """`rollout_data/4.pt`, `dashboard_columns/rollout_4.parquet` and `train_data/4_0.pt`."""
+    """Writes the rollout dump, the columns and one rank's train dump."""
     stand_in_for("openai", "sglang", "sglang_router")
     types: Any = importlib.import_module("miles.utils.types")
     debug_data: Any = importlib.import_module("miles.ray.rollout.debug_data")

@@ -21,7 +21,7 @@ _OFF = dict.fromkeys(
 
 
 def write(conversations: list[Conversation], folder: Path) -> None:
-    """`train_data_step4.jsonl`."""
+    """Writes the train data of a step."""
     stand_in_for(*_TRACKERS)
     logger: Any = importlib.import_module("nemo_rl.utils.logger")
     messages: Any = importlib.import_module("nemo_rl.data.llm_message_utils")

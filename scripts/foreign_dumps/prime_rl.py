@@ -19,7 +19,7 @@ WITH_DEPENDENCIES = True
 
 
 def write(conversations: list[Conversation], folder: Path) -> None:
-    """`rollouts/step_4/train/effective/traces.jsonl` and `token_exports/step_4/rank_0.jsonl`."""
+    """Writes the traces of a step that were trained on, and the export of their tokens."""
     stand_in_for("wandb")
     importlib.import_module("prime_rl")
     without_code_of("prime_rl.monitors", "prime_rl.trainer", "prime_rl.trainer.rl")

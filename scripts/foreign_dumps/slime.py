@@ -17,7 +17,7 @@ REQUIRES = ("pybase64==1.4.3",)
 
 
 def write(conversations: list[Conversation], folder: Path) -> None:
-    """`rollout.pt` and `train.pt`."""
+    """Writes the rollout dump and the train dump."""
     types: Any = importlib.import_module("slime.utils.types")
     rollout_data: Any = importlib.import_module("slime.observability.rollout_data_utils")
     args = SimpleNamespace(num_layers=NUM_LAYERS, moe_router_topk=EXPERTS_PER_TOKEN)
