@@ -38,11 +38,11 @@ class KeptCase:
     target_ids_T: NDArray[np.int64]
 
     @classmethod
-    def draw(cls, sizes: str, num_rows: int, seed: int = 0) -> KeptCase:
+    def draw(cls, sizes: str, num_rows: int, seed: int = 0, num_vocab: int = NUM_VOCAB) -> KeptCase:
         """Ids are uniform over the vocabulary: the hardest case for reading few rows of the head."""
         rng = np.random.default_rng(seed)
-        sizes_T = SIZES[sizes](rng, num_rows)
-        drawn = [rng.choice(NUM_VOCAB, size, replace=False) for size in sizes_T]
+        sizes_T = np.minimum(SIZES[sizes](rng, num_rows), num_vocab)
+        drawn = [rng.choice(num_vocab, size, replace=False) for size in sizes_T]
         offsets = np.concatenate([[0], np.cumsum(sizes_T)]).astype(np.int64)
         ids = np.concatenate([np.sort(each) for each in drawn]).astype(np.int32)
         return cls(KeptSets(offsets, ids), np.array([each[0] for each in drawn], np.int64))

@@ -52,6 +52,20 @@ def on_ranks(dims: ParallelDims, function: Callable[..., Any], *args: Any) -> li
                 process.join()
 
 
+def as_only_rank(function: Callable[..., Any], *args: Any) -> Any:
+    """What ``function(layout, *args)`` returns in this process, which is the one rank meanwhile."""
+    import torch
+
+    from moerl.trainer import groups
+
+    os.environ.update(ENVIRONMENT)
+    torch.set_num_threads(1)
+    layout = groups.start(rank=0, world_size=1, rendezvous="", dims=ParallelDims(), seed=1)
+    answer = function(layout, *args)
+    groups.stop()
+    return answer
+
+
 def _answers(connections: list[Connection]) -> list[Any]:
     answers: dict[int, Any] = {}
     while len(answers) < len(connections):

@@ -79,4 +79,9 @@ def report(results: Sequence[Result], json_path: Path | None = None) -> None:
         table.add_row(result.name, f"{result.value:.4g}", f"{result.spread:.2g}", result.unit, result.goal, verdict)
     Console().print(table)
     if json_path is not None:
-        json_path.write_text(json.dumps([asdict(result) for result in results], indent=2) + "\n")
+        write_json(results, json_path)
+
+
+def write_json(results: Sequence[Result], path: Path) -> None:
+    """Writes a JSON list of results."""
+    path.write_text(json.dumps([asdict(result) for result in results], indent=2) + "\n")

@@ -72,8 +72,10 @@ def describe_qwen3_moe(**sizes: int) -> ModelDescription:
     return describe(config | sizes, "bench")
 
 
-def write_model(sizes: Sizes, folder: Path, *, dtype: torch.dtype, device: str) -> Path:
-    """Saves a model with random weights in Hugging Face format."""
+def write_model(
+    sizes: Sizes, folder: Path, *, dtype: torch.dtype, device: str, initializer_range: float = 0.02
+) -> Path:
+    """Saves a model with random weights in Hugging Face format. initializer_range: their standard deviation."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     config = Qwen3MoeConfig(
@@ -89,6 +91,7 @@ def write_model(sizes: Sizes, folder: Path, *, dtype: torch.dtype, device: str) 
         num_experts_per_tok=sizes.experts_per_token,
         norm_topk_prob=True,
         max_position_embeddings=32768,
+        initializer_range=initializer_range,
     )
     torch.manual_seed(1)
     with torch.device(device):

@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Runs everything that needs an NVIDIA device, within nine minutes, and writes bench/results/gpu-*.json (docs/gpu.md).
+# Takes the options of bench/gpu_check.py, which looks for the device; `--device cpu` needs none.
+# PYTHON=/path/to/python names an interpreter with the packages; otherwise that of .venv, which `make setup` makes.
+# Status: 0 nothing failed, 1 a check failed or none passed, 2 no device or no environment.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+python=${PYTHON:-.venv/bin/python}
+if ! command -v "$python" >/dev/null; then
+    echo "error: no Python at $python; run make setup, or name one: PYTHON=/path/to/python scripts/gpu_check.sh" >&2
+    exit 2
+fi
+# The checkout itself, wherever that interpreter has moerl from.
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+exec "$python" bench/gpu_check.py "$@"

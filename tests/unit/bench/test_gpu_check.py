@@ -1,0 +1,166 @@
+"""The checks of a device run on a CPU at tiny sizes, and one that fails, hangs or crashes is named."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+SCRIPT = ROOT / "scripts" / "gpu_check.sh"
+NAMES = ("kernels", "engine", "collectives", "parity", "scoring", "slice")
+LONG = 500.0
+"""Seconds: a loaded machine is no fault of a check."""
+PLANTED = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+from _gpu_checks import CannotRunError, Findings
+from _report import Result
+
+def passes(device):
+    return Findings([Result("a value", 1.0, "<= 2", True, "s")], ["a part: not installed"])
+
+def misses(device):
+    return Findings([Result("a value", 3.0, "<= 2", False, "s"), Result("another", 1.0, "<= 2", True)])
+
+def raises(device):
+    raise RuntimeError("no such kernel")
+
+def hangs(device):
+    # One that it started, and that would go on without it.
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    Path(os.environ["PLANTED_PID"]).write_text(str(other.pid))
+    time.sleep(600)
+
+def crashes(device):
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+def cannot(device):
+    raise CannotRunError("needs 75 GiB")
+"""
+
+
+@pytest.fixture
+def gpu_check(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    return importlib.import_module("gpu_check")
+
+
+@pytest.fixture
+def planted(gpu_check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`planted(name, seconds)`: a check that does as its name says."""
+    (tmp_path / "planted_checks.py").write_text(PLANTED)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PLANTED_PID", str(tmp_path / "pid"))
+
+    def make(name: str, seconds: float = LONG, **options: Any) -> Any:
+        return gpu_check.Check(name, f"planted_checks:{name}", seconds, **options)
+
+    return make
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_check_passes_on_a_cpu(name: str, gpu_check: Any) -> None:
+    (check,) = [each for each in gpu_check.CHECKS if each.name == name]
+    outcome = gpu_check.run_check(replace(check, limit_seconds=LONG), "cpu")
+    assert outcome.state == "passed", (outcome.reason, outcome.log)
+    assert any(result.goal for result in outcome.findings.results) or name == "slice"
+
+
+def test_all_checks_are_tried_on_a_cpu_and_fit_into_nine_minutes_together(gpu_check: Any) -> None:
+    assert sorted(check.name for check in gpu_check.CHECKS) == sorted(NAMES)
+    assert gpu_check.BUDGET_SECONDS == 540
+    assert sum(check.limit_seconds for check in gpu_check.CHECKS) <= gpu_check.BUDGET_SECONDS
+
+
+def test_checks_that_fail_hang_or_crash_are_named_and_the_others_run(
+    gpu_check: Any, planted: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_check, "_DEVICE", planted("passes"))
+    stale = tmp_path / "gpu-crashes.json"
+    stale.write_text("[]")
+    checks = [planted("misses"), planted("raises"), planted("hangs", 20.0), planted("crashes"), planted("passes")]
+    assert gpu_check.main(["--device", "cpu", "--results", str(tmp_path), "--seconds", "9999"], checks) == 1
+    said = capsys.readouterr().out
+    assert "misses       FAILED: a value: 3, not <= 2 (" in said
+    assert "raises       FAILED: ended with status 1: RuntimeError: no such kernel (" in said
+    assert "    | RuntimeError: no such kernel" in said
+    assert "hangs        FAILED: not done within its 20 s (" in said
+    assert "crashes      FAILED: ended by SIGSEGV (" in said
+    assert "passes       passed (" in said
+    assert "    not run: a part: not installed" in said
+    assert "\npassed: passes\nFAILED: misses, raises, hangs, crashes\nnot run: none\n" in said
+    assert not stale.exists()
+    assert is_gone(int((tmp_path / "pid").read_text()))
+
+
+def test_results_say_command_device_versions_and_what_was_left_out(
+    gpu_check: Any, planted: Any, tmp_path: Path
+) -> None:
+    assert (
+        gpu_check.main(["--device", "cpu", "--results", str(tmp_path), "--seconds", "9999"], [planted("passes")]) == 0
+    )
+    command, device, versions, value, part = json.loads((tmp_path / "gpu-passes.json").read_text())
+    assert command["name"].startswith("`python bench/")
+    assert device["name"].startswith("device: CPU")
+    assert "commit " in versions["name"]
+    assert "torch " in versions["name"]
+    assert value == {"name": "a value", "value": 1.0, "goal": "<= 2", "holds": True, "unit": "s", "spread": 0.0}
+    assert part["name"] == "not run: a part: not installed"
+    assert json.loads((tmp_path / "gpu-summary.json").read_text())[3]["name"] == "passes: passed"
+
+
+def test_what_cannot_run_is_said_and_is_no_success(
+    gpu_check: Any, planted: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_check, "_DEVICE", planted("passes"))
+    kept = tmp_path / "gpu-passes.json"
+    kept.write_text("[]")
+    checks = [planted("cannot"), planted("raises", needs=("torch", "no_such.package")), planted("passes", 99999.0)]
+    assert gpu_check.main(["--device", "cpu", "--results", str(tmp_path), "--seconds", "9999"], checks) == 1
+    said = capsys.readouterr().out
+    assert "cannot       not run: needs 75 GiB (" in said
+    assert "raises       not run: not installed: no_such.package (" in said
+    assert "passes       not run: no time left: may take 99999 s, and " in said
+    assert "\npassed: none\nFAILED: none\nnot run: cannot, raises, passes\n" in said
+    assert kept.read_text() == "[]"
+
+
+def test_without_a_device_the_script_ends_with_2_and_says_so(tmp_path: Path) -> None:
+    """Whatever this machine has, the process sees no GPU."""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHON": str(ROOT / ".venv" / "bin" / "python")}
+    command = [SCRIPT, "--results", str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: no NVIDIA device to check: torch ")
+    assert "run this where `nvidia-smi` lists one" in line
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_an_environment_the_script_says_how_to_make_one(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHON": str(tmp_path / "python")}
+    done = subprocess.run([SCRIPT], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "run make setup" in done.stderr
+
+
+def is_gone(pid: int) -> bool:
+    """Killed, if not reaped yet; the system may take a moment."""
+    for _ in range(600):
+        status = Path(f"/proc/{pid}/stat")
+        try:
+            if status.read_text().rpartition(")")[2].split()[0] in ("Z", "X"):
+                return True
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        time.sleep(0.05)
+    return False
