@@ -71,7 +71,7 @@ sglang: setup
 	$(BIN)/moerl sglang install --device $(SGLANG_DEVICE)
 
 # The extra `gpu`: Transformer Engine and flash attention, which are built against the torch that is installed. Needs CUDA's
-# compiler and headers, and takes up to an hour where there is no built wheel (docs/gpus.md).
+# compiler and headers, and takes up to an hour where there is no built wheel (docs/gpu_nodes.md).
 gpu: setup
 	$(BIN)/python -m pip install ninja psutil
 	MAX_JOBS=$(MAX_JOBS) PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install --no-build-isolation --editable ".[gpu]"

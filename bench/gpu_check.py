@@ -6,7 +6,7 @@ Each check runs in a process of its own, killed at the check's time limit, and s
 line says of each whether it passed, failed or was not run, and why. What was measured goes to ``gpu-NAME.json`` in
 `bench/results`, all outcomes to ``gpu-summary.json``. Status: 0 where something passed and nothing failed, 1 otherwise,
 2 without a device. `--device cpu` runs tiny versions of the same checks, which shows that the checks themselves work;
-nothing is written then without `--results`. What each check shows: `docs/gpu.md`.
+nothing is written then without `--results`. What each check shows: `docs/gpu_check.md`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs everything that needs an NVIDIA device, within nine minutes, and writes bench/results/gpu-*.json (docs/gpu.md).
+# Runs everything that needs an NVIDIA device, within nine minutes, and writes bench/results/gpu-*.json (docs/gpu_check.md).
 # Takes the options of bench/gpu_check.py, which looks for the device; `--device cpu` needs none.
 # PYTHON=/path/to/python names an interpreter with the packages; otherwise that of .venv, which `make setup` makes.
 # Status: 0 nothing failed, 1 a check failed or none passed, 2 no device or no environment.

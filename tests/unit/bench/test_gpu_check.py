@@ -15,7 +15,8 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "scripts" / "gpu_check.sh"
-NAMES = ("kernels", "engine", "collectives", "parity", "scoring", "slice")
+QUICK, LONGER = ("kernels", "engine", "collectives", "scoring"), ("parity", "slice")
+NAMES = (*QUICK, *LONGER)
 LONG = 500.0
 """Seconds: a loaded machine is no fault of a check."""
 PLANTED = """
@@ -66,7 +67,7 @@ def planted(gpu_check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     return make
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in LONGER)])
 def test_a_check_passes_on_a_cpu(name: str, gpu_check: Any) -> None:
     (check,) = [each for each in gpu_check.CHECKS if each.name == name]
     outcome = gpu_check.run_check(replace(check, limit_seconds=LONG), "cpu")
