@@ -1,11 +1,12 @@
 """A Ray cluster of several emulated nodes on this machine: each has a raylet of its own, all listen on loopback alone.
 
-Run as a process: it says where the cluster is, then does what each line that it reads asks for: ``remove`` a node that
-is not the first. It ends, and the cluster with it, when its input does.
+Run as a process: it says where the cluster is, then does what each line that it reads asks for: ``add`` a node with so
+many CPUs, or ``remove`` one that is not the first. It ends, and the cluster with it, when its input does.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import secrets
 import subprocess
@@ -56,12 +57,19 @@ class NodesOfRay:
         """Of the process that all nodes are children of."""
         return self._process.pid
 
+    def add_node(self, cpus: int) -> None:
+        """One more node."""
+        self._ask(f"add {cpus}", "added")
+
     def remove_node(self) -> None:
         """Ends every process of the node that was added last."""
+        self._ask("remove", "removed")
+
+    def _ask(self, command: str, answer: str) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.write("remove\n")
+        self._process.stdin.write(f"{command}\n")
         self._process.stdin.flush()
-        assert self._answer() == "removed"
+        assert self._answer() == answer
 
     def _answer(self) -> str:
         assert self._process.stdout is not None
@@ -81,11 +89,19 @@ def _serve(first: int, *others: int) -> None:
 
         cluster = Cluster()
         cluster.add_node(num_cpus=first, include_dashboard=False, temp_dir=str(temporary))
-        for number, cpus in enumerate(others, 2):
+        numbers = itertools.count(2)
+
+        def add(cpus: int) -> None:
             # An address of its own, so that a driver, which is at the first one's, becomes part of the first node.
-            cluster.add_node(num_cpus=cpus, temp_dir=str(temporary), node_ip_address=f"127.0.0.{number}")
+            cluster.add_node(num_cpus=cpus, temp_dir=str(temporary), node_ip_address=f"127.0.0.{next(numbers)}")
+
+        for cpus in others:
+            add(cpus)
         print("cluster:", cluster.address, flush=True)
         for line in sys.stdin:
+            if line.startswith("add "):
+                add(int(line.split()[1]))
+                print("cluster: added", flush=True)
             if line.strip() == "remove":
                 cluster.remove_node(sorted(cluster.worker_nodes, key=id)[-1], allow_graceful=False)
                 print("cluster: removed", flush=True)

@@ -24,9 +24,9 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(1200)]
 pytest.importorskip("ray", reason="Ray is not installed: pip install moerl[ray]")
 
 LONG = 900.0
-# The ranks fill the first node; the engine, which asks for two CPUs, has the second one.
+# The ranks fill the first node, and the engine waits for another one with two CPUs.
 KEYS = ("recipe=tiny", "num_threads=2", "parallel.data=2", "rollout.placement=beside")
-NODES = (2, 2)
+CPUS = 2
 
 
 def on(cluster: NodesOfRay) -> list[str]:
@@ -74,22 +74,25 @@ def raylet_of(pid: int) -> int:
     return pid
 
 
-def until_it_learns(run: subprocess.Popen[str], run_dir: Path) -> tuple[int, list[int]]:
-    """The engine's process and those of the ranks, once there was a step."""
+def until_it_learns(run: subprocess.Popen[str], run_dir: Path, cluster: NodesOfRay) -> tuple[int, list[int]]:
+    """The engine's process, which is on a second node, and those of the ranks, once there was a step."""
+    eventually(lambda: run.poll() is not None or "cold start:" in output_of(run_dir), LONG)
+    cluster.add_node(CPUS)
     metrics = run_dir / "metrics.jsonl"
     eventually(lambda: run.poll() is not None or (metrics.exists() and '"rl", "step": 1' in metrics.read_text()), LONG)
     assert run.poll() is None, output_of(run_dir)
-    return engine_of(run_dir), list(rank_processes(run_dir).values())
+    engine, ranks = engine_of(run_dir), list(rank_processes(run_dir).values())
+    assert {raylet_of(rank) for rank in ranks}.isdisjoint({raylet_of(engine)})
+    return engine, ranks
 
 
 def test_an_engine_on_another_node_than_the_ranks_samples_what_one_here_does(tmp_path: Path) -> None:
     local, remote = tmp_path / "local", tmp_path / "remote"
     trained(local)
-    with NodesOfRay(*NODES) as cluster:
+    with NodesOfRay(CPUS) as cluster:
         words = [*KEYS, f"run_dir='{remote}'", *on(cluster)]
         with training(*words, run_dir=remote, variables=cluster.variables) as run:
-            engine, ranks = until_it_learns(run, remote)
-            assert {raylet_of(rank) for rank in ranks}.isdisjoint({raylet_of(engine)})
+            engine, _ = until_it_learns(run, remote, cluster)
             assert run.wait(LONG) == 0, output_of(remote)
         eventually(lambda: not is_alive(engine), seconds=60.0)
     assert rows(remote) == rows(local)
@@ -100,21 +103,27 @@ def test_a_cluster_of_the_runs_own_has_room_for_its_engine(tmp_path: Path) -> No
     trained(tmp_path / "run", "launch.on=ray", "rl.steps=1")
 
 
-@pytest.mark.parametrize("loss", ["process", "node"])
-def test_a_run_that_loses_its_engine_says_so_and_goes_on_without_loss(tmp_path: Path, loss: str) -> None:
+LOSSES = {
+    "process": r"the engine beside the trainer is gone; seen: process \d+: killed by SIGKILL.*on node 127\.0\.0\.2",
+    "node": r"the engine beside the trainer is gone; seen: its actor.*on node 127\.0\.0\.2",
+    "rank": r"rank 0 of the trainer was lost in '\w+'; seen: killed by SIGKILL, on node",
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_run_that_loses_an_engine_elsewhere_or_its_ranks_says_so_and_goes_on(tmp_path: Path, loss: str) -> None:
     run_dir = tmp_path / "run"
-    with NodesOfRay(*NODES) as cluster:
+    with NodesOfRay(CPUS) as cluster:
         words = [*KEYS, "rl.steps=12", "buffer.max_staleness=1", f"run_dir='{run_dir}'", *on(cluster)]
         with training(*words, run_dir=run_dir, variables=cluster.variables) as run:
-            engine, ranks = until_it_learns(run, run_dir)
-            if loss == "process":
-                os.kill(engine, signal.SIGKILL)
-            else:
+            engine, ranks = until_it_learns(run, run_dir, cluster)
+            if loss == "node":
                 cluster.remove_node()
+            else:
+                os.kill(engine if loss == "process" else rank_processes(run_dir)[0], signal.SIGKILL)
             assert run.wait(LONG) not in (0, None)
         eventually(lambda: not any(is_alive(pid) for pid in (engine, *ranks)), seconds=60.0)
-    how = rf"process {engine}: killed by SIGKILL" if loss == "process" else "its actor"
-    assert re.search(rf"the engine beside the trainer is gone; seen: {how}.*on node 127\.0\.0\.\d", output_of(run_dir))
+    assert re.search(LOSSES[loss], output_of(run_dir))
 
     with training(f"resume={run_dir}", "launch.on=local", "launch.address=null", run_dir=run_dir) as run:
         assert run.wait(LONG) == 0, output_of(run_dir)

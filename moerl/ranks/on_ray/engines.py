@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,8 @@ class RemoteProcess:
     """
 
     def __init__(self, log: Path, num_threads: int) -> None:
-        self._memory, self._has_ended, self._is_closed = SharedMemory(), False, False
+        self._memory, self._is_abandoned = SharedMemory(), False
+        self._has_ended, self._end_was_seen = threading.Event(), threading.Event()
         # A node other than the ranks', where there is one with room.
         options = {"num_cpus": float(num_threads), "scheduling_strategy": "SPREAD", "max_restarts": 0}
         made = ray.remote(concurrency_groups={_MESSAGES: 1})(EngineActor)
@@ -95,6 +97,7 @@ class RemoteProcess:
         try:
             self._node = ray.get(self._actor.start.remote(str(log.absolute()).encode()), timeout=PLACE_SECONDS).decode()
         except RayError as error:
+            self._end_was_seen.set()
             self.abandon()
             late = isinstance(error, GetTimeoutError)
             raise EngineError(
@@ -109,22 +112,19 @@ class RemoteProcess:
         self._stream: Any = streaming.remote()
 
     def send(self, message: bytes) -> None:
-        if self._has_ended:
-            raise BrokenPipeError("the process has ended")
+        self._check()
         self._actor.send.remote(message)
 
     def receive(self) -> tuple[bytes, bytes]:
         try:
-            message, frame = msgspec.msgpack.decode(ray.get(next(self._stream)), type=tuple[bytes, bytes])
-        except StopIteration as error:
-            self._has_ended = True
+            return msgspec.msgpack.decode(ray.get(next(self._stream)), type=tuple[bytes, bytes])
+        except (StopIteration, RayError) as error:
+            self._has_ended.set()
+            self._end_was_seen.set()
             raise EOFError from error
-        except RayError as error:
-            self._has_ended = True
-            raise ConnectionError(_first_line(error)) from error
-        return message, frame
 
     def put(self, tensors: Iterable[tuple[str, Any]]) -> tuple[list[Place], int]:
+        self._check()
         places = self._memory.put(tensors)
         try:
             ray.get(self._actor.put.remote(ray.put(self._memory.content())))
@@ -133,6 +133,8 @@ class RemoteProcess:
         return places, self._memory.num_bytes
 
     def describe_end(self) -> str:
+        if self._is_abandoned:
+            return f"it was ended with the ranks, on node {self._node}"
         try:
             how = ray.get(self._actor.describe_end.remote(), timeout=2 * CLOSING_SECONDS).decode()
         except ActorUnavailableError:
@@ -142,17 +144,25 @@ class RemoteProcess:
         return f"{how}, on node {self._node}"
 
     def close(self) -> None:
-        if not self._is_closed:
+        if not self._is_abandoned:
             # Where it is gone, or hangs, the process goes with it.
             with contextlib.suppress(RayError):
                 ray.get(self._actor.close.remote(), timeout=2 * CLOSING_SECONDS)
             self.abandon()
 
     def abandon(self) -> None:
-        """Ends it at once. Afterwards nothing here waits for Ray."""
-        self._is_closed = self._has_ended = True
-        if ray.is_initialized():
-            ray.kill(self._actor)
+        """Ends it at once. Afterwards nothing here waits for Ray: Ray would make a new connection for it."""
+        if self._is_abandoned:
+            return
+        self._is_abandoned = True
+        self._has_ended.set()
+        ray.kill(self._actor)
+        # Whoever is in `receive` learns of it.
+        self._end_was_seen.wait(CLOSING_SECONDS)
+
+    def _check(self) -> None:
+        if self._has_ended.is_set():
+            raise BrokenPipeError("the process has ended")
 
     def release(self) -> None:
         self._memory.close()
