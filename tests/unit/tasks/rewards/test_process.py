@@ -10,6 +10,7 @@ import pytest
 from waiting import eventually, is_alive
 
 from moerl.errors import ConfigError, RewardError
+from moerl.tasks.rewards.child import RewardChild
 from moerl.tasks.rewards.process import RewardProcess
 
 Start = Callable[..., RewardProcess]
@@ -80,7 +81,7 @@ def test_the_process_ends_when_nobody_holds_its_pipe_any_more():
     process = RewardProcess("math:gcd", 60.0, 1 << 32)
     process.start()
     child = process._child
-    assert child is not None
+    assert isinstance(child, RewardChild)
     popen = child._process
     assert popen.stdin is not None
     popen.stdin.close()
