@@ -35,5 +35,6 @@ def test_raw_answers_with_routes_and_kept_sets_are_in_order(server: SGLangServer
     assert report.verdict.level == "good", report.verdict.text
     assert set(report.scorers) == {"neither", "kept_sets", "experts", "both", "floor"}
     assert not report.unusable
-    # Nothing but float32's rounding is left of the gap, and little of it would be without kept sets.
-    assert report.decompositions[0].total.value < 1e-4
+    gaps = {each.name: each.total.value for each in report.decompositions}
+    # Nothing but float32's rounding is left of what sampling masks make.
+    assert gaps["as recorded"] < 1e-5 < 0.1 < gaps["nothing kept"]
