@@ -24,7 +24,7 @@ from moerl.ranks.links import Links
 from moerl.ranks.on_ray.actor import RankActor
 from moerl.ranks.on_ray.cluster import Cluster, has_gpus
 from moerl.ranks.on_ray.held import abandon_all
-from moerl.ranks.on_ray.library import ActorUnavailableError, GetTimeoutError, RayError, ray
+from moerl.ranks.on_ray.library import ActorUnavailableError, GetTimeoutError, RayError, first_line, ray
 from moerl.ranks.on_ray.messages import Facts, Place, Versions
 from moerl.ranks.replies import CLOSING_SECONDS, GRACE_SECONDS, check_replies, lost, ranks_have_ended
 
@@ -67,7 +67,7 @@ class _Rank:
         except StopIteration:
             self.gone = "its process ended"
         except RayError as error:
-            self.gone = _first_line(error)
+            self.gone = first_line(error)
         else:
             if reply.progress is None:
                 self.reply = reply
@@ -81,13 +81,13 @@ class _Rank:
         try:
             how = ray.get(self.actor.how_ended.remote(), timeout=2 * GRACE_SECONDS).decode()
         except ActorUnavailableError as error:
-            how = f"its actor ended: {_first_line(error)}"
+            how = f"its actor ended: {first_line(error)}"
             # Ray does not know yet whether the node is gone.
             until = time.monotonic() + NODE_SECONDS
             while self.facts.node_id in live_nodes() and time.monotonic() < until:
                 time.sleep(_POLL_SECONDS)
         except RayError as error:
-            how = f"its actor ended: {_first_line(error)}"
+            how = f"its actor ended: {first_line(error)}"
         return f"{how}, on {node}" if self.facts.node_id in live_nodes() else f"{node} has left the cluster"
 
 
@@ -185,7 +185,7 @@ class Actors:
             except GetTimeoutError as error:
                 raise self._lost(rank, method, f"no answer within {seconds:g} s", "an answer") from error
             except RayError as error:
-                raise self._lost(rank, method, _first_line(error), "an answer") from error
+                raise self._lost(rank, method, first_line(error), "an answer") from error
         return answers
 
     # --- one command -------------------------------------------------------------------------------------------------
@@ -302,8 +302,3 @@ def _is_held(log: Path) -> bool:
         except BlockingIOError:
             return True
     return False
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__

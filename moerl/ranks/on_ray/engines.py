@@ -18,7 +18,7 @@ import msgspec
 from moerl.errors import EngineError
 from moerl.processes.parent import die_with
 from moerl.ranks.on_ray.held import hold
-from moerl.ranks.on_ray.library import ActorUnavailableError, GetTimeoutError, RayError, ray
+from moerl.ranks.on_ray.library import ActorUnavailableError, GetTimeoutError, RayError, first_line, ray
 from moerl.rollout.beside.local import CLOSING_SECONDS, LocalProcess
 from moerl.rollout.beside.messages import Place
 from moerl.rollout.beside.shared import SharedMemory
@@ -102,7 +102,7 @@ class RemoteProcess:
             late = isinstance(error, GetTimeoutError)
             raise EngineError(
                 "an embedded engine on the Ray cluster",
-                seen=f"no node with room within {PLACE_SECONDS:g} s" if late else _first_line(error),
+                seen=f"no node with room within {PLACE_SECONDS:g} s" if late else first_line(error),
                 expected=f"a node with {num_threads} free CPUs (num_threads)",
                 remedy="add nodes, end what else runs there, or choose a smaller num_threads"
                 if late
@@ -129,7 +129,7 @@ class RemoteProcess:
         try:
             ray.get(self._actor.put.remote(ray.put(self._memory.content())))
         except RayError as error:
-            raise ConnectionError(_first_line(error)) from error
+            raise ConnectionError(first_line(error)) from error
         return places, self._memory.num_bytes
 
     def describe_end(self) -> str:
@@ -140,7 +140,7 @@ class RemoteProcess:
         except ActorUnavailableError:
             how = "its actor cannot be reached any more"
         except RayError as error:
-            how = f"its actor ended: {_first_line(error)}"
+            how = f"its actor ended: {first_line(error)}"
         return f"{how}, on node {self._node}"
 
     def close(self) -> None:
@@ -166,8 +166,3 @@ class RemoteProcess:
 
     def release(self) -> None:
         self._memory.close()
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__

@@ -22,3 +22,9 @@ ActorUnavailableError: type[Exception] = _exceptions.ActorUnavailableError
 RayError: type[Exception] = _exceptions.RayError
 GetTimeoutError: type[Exception] = _exceptions.GetTimeoutError
 """Is a `RayError`."""
+
+
+def first_line(error: Exception) -> str:
+    """What an error of Ray says, without the pages that follow."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

@@ -20,7 +20,7 @@ import msgspec
 from moerl.errors import EngineError
 from moerl.processes.parent import die_with
 from moerl.ranks.on_ray.held import hold
-from moerl.ranks.on_ray.library import OnNode, RayError, ray
+from moerl.ranks.on_ray.library import OnNode, RayError, first_line, ray
 from moerl.tasks.rewards.child import MAX_REPLY_BYTES, ChildLostError, RewardChild
 from moerl.telemetry.terminal import ShownLines
 
@@ -160,6 +160,9 @@ class RemoteChild:
     def ask(
         self, message: Mapping[str, Any], timeout_seconds: float, *, max_reply_bytes: int = MAX_REPLY_BYTES
     ) -> dict[str, Any]:
+        if not ray.is_initialized():
+            # A call would make a new connection, and wait for ever.
+            raise ChildLostError(f"node {self._node}: the run has left its Ray cluster")
         content = json.dumps(message).encode()
         answer = self._call(self._host.ask.remote(self._number, content, timeout_seconds, max_reply_bytes))
         said = msgspec.msgpack.decode(answer, type=_Said)
@@ -190,8 +193,7 @@ class RemoteChild:
         except RayError as error:
             self._is_gone = True
             self._on_loss()
-            seen = str(error).strip().splitlines()[0]
-            raise ChildLostError(f"node {self._node} was lost: {seen}", with_host=True) from error
+            raise ChildLostError(f"node {self._node} was lost: {first_line(error)}", with_host=True) from error
 
     def _show(self, printed: bytes) -> None:
         self._shown.feed(printed, sys.stderr)
