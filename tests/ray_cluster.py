@@ -79,6 +79,13 @@ class NodesOfRay:
         raise RuntimeError("the cluster did not start")
 
 
+def raylet_of(pid: int) -> int:
+    """The node of Ray that a process descends from."""
+    while not Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].endswith(b"/raylet"):
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return pid
+
+
 def _serve(first: int, *others: int) -> None:
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:
         # Ray leaves the address of a cluster there, and reads the variable as it is imported.

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from moerl_runs import ENVIRONMENT, rows, summary
-from ray_cluster import NodesOfRay
+from ray_cluster import NodesOfRay, raylet_of
 from run_checks import processes_at, rank_processes
 from waiting import eventually, is_alive
 
@@ -64,13 +64,6 @@ def trained(run_dir: Path, *keys: str, variables: Mapping[str, str] | None = Non
 
 def engine_of(run_dir: Path) -> int:
     [pid] = processes_at(run_dir / "logs" / "engine.log", b"moerl.rollout.beside.process")
-    return pid
-
-
-def raylet_of(pid: int) -> int:
-    """The node of Ray that a process descends from."""
-    while not Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].endswith(b"/raylet"):
-        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     return pid
 
 

@@ -15,7 +15,7 @@ import pytest
 from listening import listening, open_to_others
 from moerl_runs import ENVIRONMENT as QUIET
 from moerl_runs import rows
-from ray_cluster import NodesOfRay
+from ray_cluster import NodesOfRay, raylet_of
 from run_checks import processes_of, rank_processes
 from sglang_live import ENVIRONMENT
 from waiting import eventually
@@ -36,13 +36,6 @@ LONG, STEPS = 1500.0, 16
 
 def text_of(file: Path) -> str:
     return file.read_text() if file.exists() else ""
-
-
-def raylet_of(pid: int) -> int:
-    """The node of Ray that a process descends from."""
-    while not Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].endswith(b"/raylet"):
-        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    return pid
 
 
 @contextmanager
