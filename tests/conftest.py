@@ -19,6 +19,10 @@ settings.load_profile("moerl")
 GROUPS = {
     "tests/e2e/test_parallel.py": "parallel",
     "tests/e2e/test_engine_and_trainer.py": "trainer",
+    "tests/e2e/test_extend.py": "interrupted runs",
+    "tests/e2e/test_faults.py": "interrupted runs",
+    "tests/e2e/test_resume.py": "interrupted runs",
+    "tests/e2e/test_stopping.py": "interrupted runs",
     "tests/e2e/": "e2e",
     "tests/unit/trainer/": "trainer",
     "tests/distributed/": "distributed",

@@ -56,8 +56,10 @@ def assert_whole(run: Path, finished: Finished) -> None:
 
 @pytest.mark.parametrize(
     ("fault", "status"),
-    [(at("kill", 3), -signal.SIGKILL), (at("tell", 2, signal_name="SIGTERM"), 75)],
-    ids=["killed", "told to stop"],
+    [
+        pytest.param(at("kill", 3), -signal.SIGKILL, id="killed"),
+        pytest.param(at("tell", 2, signal_name="SIGTERM"), 75, id="told to stop", marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_that_samples_ahead_is_resumed_without_losing_or_repeating_a_rollout(
     fault: Fault, status: int, forked: Runs, tmp_path: Path

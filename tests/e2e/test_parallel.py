@@ -33,13 +33,8 @@ def work_among_strange_modules(folder: Path, sums: Sums) -> None:
         (folder / f"{name}.py").write_text(f"raise ImportError('{name} of the current directory')")
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        pytest.param(fault, id=when, marks=() if when == "while weights are gathered" else pytest.mark.slow)
-        for when, fault in DEATHS.items()
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", DEATHS.values(), ids=DEATHS)
 def test_a_rank_that_dies_is_named_the_other_is_stopped_and_the_run_goes_on(
     fault: str, sums: Sums, undisturbed: DoneRun, tmp_path: Path
 ) -> None:
@@ -97,6 +92,7 @@ def test_a_run_in_any_layout_is_the_run_of_one_process(
     assert_close(run, undisturbed.folder)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_more_ranks(sums: Sums, undisturbed: DoneRun, tmp_path: Path, forked: Runs) -> None:
     run = tmp_path / "run"
     update = "moerl.trainer.optimizer:Optimizer.update"

@@ -108,6 +108,7 @@ def test_supervised_training_alone_stops_and_goes_on(forked: Runs, tiny: DoneRun
     ]
 
 
+@pytest.mark.slow
 def test_two_ranks_agree_on_where_they_stop_and_nobody_else_gets_the_run_directory_before(
     sums: Sums, undisturbed: DoneRun, tmp_path: Path, forked: Runs
 ) -> None:
