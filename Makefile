@@ -3,8 +3,9 @@ PYTHON ?=
 # uv or pip; empty: uv where it is there.
 INSTALLER ?=
 BIN := .venv/bin
-# Test processes: as many as cores, each with one thread; tests that share an expensive set-up stay together.
-JOBS ?= auto
+# Test processes, each with one thread: one more than cores, since tests of several processes wait for one another. Tests
+# that share an expensive set-up stay together.
+JOBS ?= $(shell expr $$(nproc) + 1)
 # What SGLang servers run on: cpu, or cuda where there are GPUs.
 SGLANG_DEVICE ?= cpu
 # Compilers side by side in `make gpu`; each takes a few GiB.
