@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from moerl_runs import ENVIRONMENT, DoneRun, Fault, Runs, Sums, rows
 from run_checks import assert_close, assert_the_same, processes_of
 from waiting import eventually
