@@ -151,6 +151,10 @@ class FakeBackend:
         self._require_key()
         return self._server.weight_version
 
+    async def sleep(self) -> None:
+        await self._server.step("sleep")
+        self._server.samples, self._server.weight_version, self._server.held = False, -1, {}
+
     async def begin_update(self) -> None:
         await self._server.step("begin")
         self._server.samples, self._server.weight_version, self._server.sent = False, -1, {}

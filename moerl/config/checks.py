@@ -12,7 +12,7 @@ from moerl.config.architecture import describe_architecture
 from moerl.config.layouts import Load, layout_problems, propose
 from moerl.config.memory import total_parameters
 from moerl.config.placement import check_placement, check_ray
-from moerl.config.rollouts import EmbeddedRolloutConfig
+from moerl.config.rollouts import EmbeddedRolloutConfig, SGLangRolloutConfig
 from moerl.config.schema import RunConfig
 from moerl.config.trackers import check_trackers
 from moerl.contract.trajectory import MAX_KEPT_IDS
@@ -35,6 +35,7 @@ def check_run(config: RunConfig) -> None:
     else:
         _check_sizes(config, describe_architecture(config.model.architecture))
     _check_buffer(config)
+    _check_colocated(config)
     _check_precision(config)
     _check_weights(config)
     _check_metrics(config)
@@ -227,6 +228,41 @@ def _check_buffer(config: RunConfig) -> None:
             seen=f"max_staleness {config.buffer.max_staleness}, rollout.placement inside",
             expected="an engine of its own process",
             remedy="set rollout.placement=beside or rollout=sglang, or buffer.max_staleness=0",
+        )
+
+
+def _check_colocated(config: RunConfig) -> None:
+    rollout = config.rollout
+    if not isinstance(rollout, SGLangRolloutConfig) or not rollout.is_colocated:
+        return
+    if config.buffer.max_staleness:
+        raise ConfigError(
+            "buffer.max_staleness: colocated servers sleep while the trainer works, nothing runs ahead",
+            seen=f"max_staleness {config.buffer.max_staleness}, rollout.placement colocated",
+            expected="0",
+            remedy="set buffer.max_staleness=0, or rollout.placement=apart",
+        )
+    if config.launch.on == "ray":
+        raise ConfigError(
+            "rollout.placement: Ray gives each rank and each server GPUs of its own",
+            seen="rollout.placement colocated, launch.on ray",
+            expected="one machine, launch.on=local",
+            remedy="set launch.on=local, or rollout.placement=apart",
+        )
+    if rollout.memory_share is None:
+        raise ConfigError(
+            "rollout.memory_share: what a colocated server may take, the trainer cannot have",
+            seen="null",
+            expected="the share of each GPU's memory that the trainer can do without, for example 0.4",
+            remedy="set rollout.memory_share; `moerl plan memory` says what the trainer needs",
+        )
+    devices, ranks = rollout.servers * rollout.tensor, config.parallel.world_size
+    if devices > ranks:
+        raise ConfigError(
+            "rollout.servers: more devices than the trainer has, whose devices they share",
+            seen=f"{rollout.servers} servers of {rollout.tensor}, {ranks} ranks of the trainer",
+            expected=f"at most {ranks} devices",
+            remedy="choose smaller rollout.servers or rollout.tensor, or rollout.placement=apart",
         )
 
 

@@ -55,7 +55,11 @@ class SGLangRolloutConfig(_ServedRolloutConfig):
     """SGLang servers that the run starts, watches and stops."""
 
     engine: Literal["sglang"] = Field(description="Engine that samples.")
-    servers: Ranks = Field(description="Servers side by side; each has GPUs (on CPU: cores) of its own.")
+    placement: Literal["apart", "colocated"] = Field(
+        description="apart = each server has GPUs (on CPU: cores) of its own, the last ones of the machine; colocated ="
+        " servers are on the trainer's GPUs, from the first one on, and give their memory back while it works."
+    )
+    servers: Ranks = Field(description="Servers side by side.")
     environment: FilePath = Field(
         description="Server's environment, made by `moerl sglang install`; decides the device."
     )
@@ -63,10 +67,23 @@ class SGLangRolloutConfig(_ServedRolloutConfig):
     max_pool_tokens: Count | None = Field(
         description="Tokens in a server's key-value pool; null = as memory allows, 65536 on CPU."
     )
+    memory_share: Annotated[float, Field(gt=0.0, lt=1.0)] | None = Field(
+        description="Share of a GPU's memory for a server's weights and key-value pool; null = SGLang's own choice,"
+        " which leaves little to a colocated trainer."
+    )
 
     @property
     def num_servers(self) -> int:
         return self.servers
+
+    @property
+    def is_colocated(self) -> bool:
+        return self.placement == "colocated"
+
+    @property
+    def own_devices(self) -> int:
+        """Devices (on CPU: cores) that the servers have for themselves."""
+        return 0 if self.is_colocated else self.servers * self.tensor
 
     @property
     def keeps_weight_copy(self) -> bool:

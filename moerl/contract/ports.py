@@ -145,6 +145,15 @@ class CheckedSink(WeightSink, Protocol):
         ...
 
 
+@runtime_checkable
+class Sleeper(Protocol):
+    """An engine on the trainer's devices."""
+
+    def sleep(self) -> None:
+        """Gives its memory to the trainer until the next update of all weights; nothing is sampled until then."""
+        ...
+
+
 class PolicyEngine(RolloutEngine, CheckedSink, Protocol):
     """An engine whose weights are replaced while it is in use, and which can say what it holds."""
 

@@ -84,6 +84,7 @@ def open_engine(
         say=say,
         interrupt=Interrupt(config.weights.interrupt),
         keeps_copy=rollout.keeps_weight_copy,
+        shares_devices=isinstance(rollout, SGLangRolloutConfig) and rollout.is_colocated,
     )
     launchers = _launchers(config, model, version, launcher)
     say("waiting for the SGLang server" + (f"s, {len(launchers)} of them" if len(launchers) > 1 else ""))
@@ -133,6 +134,8 @@ def _launchers(config: RunConfig, model: ModelDescription, version: int, launche
         dtype=rollout.dtype,
         max_running=rollout.max_running,
         max_pool_tokens=rollout.max_pool_tokens,
+        memory_share=rollout.memory_share,
+        sleeps=rollout.is_colocated,
         vocab_size=model.spec.vocab_size,
         policy_version=version,
         # Where senders are, too.
@@ -142,27 +145,29 @@ def _launchers(config: RunConfig, model: ModelDescription, version: int, launche
     gpus = torch.cuda.device_count() if options.device == "cuda" and config.launch.on == "local" else None
     return [
         launcher(replace(options, first_device=first), folder / str(i), rollout.start_seconds)
-        for i, first in enumerate(first_devices(rollout.servers, rollout.tensor, gpus))
+        for i, first in enumerate(first_devices(rollout.servers, rollout.tensor, gpus, shared=rollout.is_colocated))
     ]
 
 
-def first_devices(servers: int, tensor: int, gpus: int | None) -> list[int]:
+def first_devices(servers: int, tensor: int, gpus: int | None, *, shared: bool = False) -> list[int]:
     """The first device of each server of a run: the last GPUs of this machine, since ranks of the trainer take the
     first ones.
 
     Args:
         tensor: devices of one server.
+        shared: the GPUs of the ranks, instead.
         gpus: of this machine; None on CPUs, where cores are counted from the last one, and where Ray chooses.
 
     Raises:
         EngineError: there are not as many.
     """
-    first = 0 if gpus is None else gpus - servers * tensor
-    if first < 0:
+    free = 0 if gpus is None else gpus - servers * tensor
+    if free < 0:
         raise EngineError(
             "rollout.servers: more devices than this machine has",
             seen=f"{servers} servers with {tensor} GPUs each, {gpus} GPUs",
             expected=f"at most {gpus} GPUs for servers",
             remedy="choose smaller rollout.servers or rollout.tensor",
         )
+    first = 0 if shared else free
     return [first + number * tensor for number in range(servers)]

@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 from moerl.algorithms.policy import Algorithm
 from moerl.batching.packing import PackOptions
 from moerl.buffer.journal import Journal
+from moerl.config.rollouts import SGLangRolloutConfig
 from moerl.contract.batch import TrainSample
-from moerl.contract.ports import PolicyEngine, WorkedTask
+from moerl.contract.ports import PolicyEngine, Sleeper, WorkedTask
 from moerl.contract.trainer import PassReport
 from moerl.orchestration import step_metrics
 from moerl.orchestration.batches import Minibatch, pack_minibatch, sampled_tokens
@@ -78,6 +79,7 @@ class RLStage:
         with self.groups.open():
             for step in range(first_step, steps):
                 minibatches = self._rollouts(step)
+                self._make_room()
                 metrics = self._train_on(minibatches, step)
                 # Engines hold them in a moment, and what they sample must not look like the future.
                 self.groups.version = step + 1
@@ -203,6 +205,14 @@ class RLStage:
         return table
 
     # --- engine ------------------------------------------------------------------------------------------------------
+
+    def _make_room(self) -> None:
+        """Where the engine is on the trainer's devices."""
+        rollout = self.config.rollout
+        if isinstance(rollout, SGLangRolloutConfig) and rollout.is_colocated:
+            assert isinstance(self.engine, Sleeper)
+            with self.run.span("sleep"):
+                self.engine.sleep()
 
     def _publish(self, version: int) -> dict[str, float]:
         before = replace(self.engine.costs)

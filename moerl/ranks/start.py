@@ -47,7 +47,7 @@ def _gpus_of_servers(config: RunConfig) -> int:
     rollout = config.rollout
     if not isinstance(rollout, SGLangRolloutConfig) or config.launch.on == "ray":
         return 0
-    return rollout.servers * rollout.tensor if device_of(rollout.environment) == "cuda" else 0
+    return rollout.own_devices if device_of(rollout.environment) == "cuda" else 0
 
 
 def check_gpus(local_ranks: int, servers: int, gpus: int) -> None:

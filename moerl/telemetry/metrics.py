@@ -27,6 +27,7 @@ SPANS = {
     "mismatch": "time of scoring for a mismatch table",
     "train": "time of packing, forward, backward, proof and update",
     "weights": "time of sending weights to the engine",
+    "sleep": "time in which colocated servers give their memory to the trainer",
     "step": "time of the whole step; evaluations and checkpoints are not part of it",
     "evaluation": "time of an evaluation, in its own row",
     "checkpoint": "time to start the checkpoint before this step: copying, and waiting for an earlier one",

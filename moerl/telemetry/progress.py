@@ -22,6 +22,7 @@ PARTS = {
     "mismatch": "mismatch table, microbatches",
     "train": "training, microbatches",
     "weights": "weights to the engine",
+    "sleep": "memory of servers to the trainer",
     "evaluation": "evaluation, responses",
     "checkpoint": "checkpoint",
 }

@@ -97,6 +97,20 @@ def test_a_server_and_the_embedded_engine_sample_the_same_rollouts(served: Finis
         assert trajectory.token_ids.tolist() == theirs[rollout_id].token_ids.tolist()
 
 
+def test_servers_that_sleep_while_the_trainer_works_sample_the_same_rollouts(
+    served: Finished, environment: Path, tmp_path: Path
+):
+    colocated = ("rollout=sglang", "rollout.placement=colocated", "rollout.memory_share=0.4")
+    slept = train(tmp_path / "slept", *colocated, f"rollout.environment={environment}")
+    assert "lost" not in slept.output
+    for step in range(1, STEPS + 1):
+        theirs = served.rollouts(step)
+        for rollout_id, trajectory in slept.rollouts(step).items():
+            assert trajectory.token_ids.tolist() == theirs[rollout_id].token_ids.tolist()
+    assert all(step["seconds/sleep"] > 0.0 for step in slept.steps)
+    assert all("seconds/sleep" not in step for step in served.steps)
+
+
 @needs_chromium
 def test_the_report_of_a_served_run_opens_in_order(served: Finished, tmp_path: Path):
     report = report_of_page(served.folder / "report.html", tmp_path / "profile")

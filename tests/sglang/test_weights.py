@@ -22,7 +22,7 @@ from torch import Tensor
 
 from moerl.contract.ports import RolloutRecord, RolloutRequest
 from moerl.contract.trajectory import SamplingParams, Trajectory
-from moerl.errors import WeightSyncError
+from moerl.errors import EngineError, WeightSyncError
 from moerl.kernels.checksum import checksums
 from moerl.rollout.fleet.backend import ModelFacts
 from moerl.rollout.fleet.options import Interrupt
@@ -80,6 +80,21 @@ def test_new_weights_are_used_and_named_after_an_update(updated: Updated, model_
         assert set(before[rollout_id].policy_versions[before[rollout_id].sampled].tolist()) == {1}
         reference.compare(trajectory)
     reference.require_parity()
+
+
+def test_a_server_that_slept_has_the_weights_of_the_update_that_woke_it(updated: Updated, other_folder: Path):
+    before = collect(updated.engine, make_requests(4))
+    updated.engine.sleep()
+    with pytest.raises(EngineError, match="its servers sleep"):
+        list(updated.engine.generate(make_requests(1)))
+    updated.send(other_folder)
+    reference = Reference(other_folder)
+    for rollout_id, trajectory in collect(updated.engine, make_requests(4)).items():
+        assert set(trajectory.policy_versions[trajectory.sampled].tolist()) == {2}
+        assert trajectory.token_ids.tolist() != before[rollout_id].token_ids.tolist()
+        reference.compare(trajectory)
+    reference.require_parity()
+    assert updated.said == []
 
 
 def test_neither_server_nor_trainer_listens_where_others_could_reach_it(updated: Updated, pressed_server: SGLangServer):

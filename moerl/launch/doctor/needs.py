@@ -111,4 +111,4 @@ def uses_others(config: RunConfig) -> bool:
 
 def _server_ranks(config: RunConfig) -> int:
     rollout = config.rollout
-    return rollout.servers * rollout.tensor if isinstance(rollout, SGLangRolloutConfig) else 0
+    return rollout.own_devices if isinstance(rollout, SGLangRolloutConfig) else 0

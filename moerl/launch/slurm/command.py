@@ -221,7 +221,7 @@ def _check_nodes(job: JobSettings, config: RunConfig) -> None:
 def _devices(config: RunConfig) -> tuple[int, int]:
     """Devices of the trainer, and of servers that the run starts."""
     rollout = config.rollout
-    servers = rollout.servers * rollout.tensor if isinstance(rollout, SGLangRolloutConfig) else 0
+    servers = rollout.own_devices if isinstance(rollout, SGLangRolloutConfig) else 0
     return config.parallel.world_size, servers
 
 
@@ -284,7 +284,8 @@ def _roles(config: RunConfig, nodes: int) -> str:
     if isinstance(rollout, EmbeddedRolloutConfig):
         engines = f"the embedded engine, {rollout.placement}"
     elif isinstance(rollout, SGLangRolloutConfig):
-        engines = f"{rollout.servers} SGLang servers of {rollout.tensor} devices"
+        where = ", which the trainer has, too" if rollout.is_colocated else ""
+        engines = f"{rollout.servers} SGLang servers of {rollout.tensor} devices{where}"
     else:
         engines = f"no engine: {rollout.num_servers} servers run elsewhere"
     ranks = "rank 0" if trainer == 1 else f"ranks 0 to {trainer - 1}"

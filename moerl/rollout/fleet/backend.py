@@ -164,6 +164,11 @@ class ServerBackend(Protocol):
         """Of the weights that it holds now; -1 for nobody's. Raises EngineError where it does not say."""
         ...
 
+    async def sleep(self) -> None:
+        """Gives the memory of its weights and prefix cache back; it then holds nobody's weights. The next update of all
+        weights takes the memory again. Asked of a server that has no request."""
+        ...
+
     async def begin_update(self) -> None:
         """Stops sampling, flushes the prefix cache, labels the weights as nobody's and opens an update; one that was
         broken off is closed first. Responses under way are computed again with the new weights, and continued behind

@@ -30,8 +30,6 @@ from moerl.rollout.fleet.updates import Updates, require_server
 from moerl.rollout.fleet.weight_set import WeightSet
 from moerl.rollout.requests import check_requests
 
-_ABORT_AGAIN_SECONDS = 0.2
-
 
 class FleetEngine:
     """A `PolicyEngine` and `CheckedSink` on one or more servers.
@@ -63,7 +61,7 @@ class FleetEngine:
         self._calls: dict[int, Call] = {}
         self._works: set[Future[None]] = set()
         self._stalled_at = 0.0
-        self._will_check = self._awaits_check = False
+        self._will_check = self._awaits_check = self._sleeps = False
         self.unfinished: list[str] = []
         self.costs = InterruptCosts()
         self._loop = asyncio.new_event_loop()
@@ -109,11 +107,11 @@ class FleetEngine:
             EngineError: at once, where a request is refused or no weights were sent yet; at a later record, where a
                 server refused one, or all servers were given up.
         """
-        if self._requests.version < 0:
+        if self._sleeps or self._requests.version < 0:
             raise EngineError(
-                f"engine {self._options.engine_id!r}: no weights yet",
+                f"engine {self._options.engine_id!r}: " + ("its servers sleep" if self._sleeps else "no weights yet"),
                 seen="policy version -1",
-                expected="a weight update before the first request",
+                expected="a weight update before the next request",
                 remedy="publish weights first",
             )
         # A server needs room for one token more than the model does.
@@ -131,6 +129,22 @@ class FleetEngine:
         """
         for call in list(self._calls.values()):
             self._wait(self._requests.abort(call, rollout_ids))
+
+    def sleep(self) -> None:
+        """Has servers give the memory of weights and prefix caches to the trainer. The next update of all weights takes
+        it back; until then nothing is sampled. A server that fails is replaced, and the other one is awake.
+
+        Raises:
+            EngineError: rollouts are under way.
+        """
+        if self._calls:
+            raise EngineError(
+                f"engine {self._options.engine_id!r} cannot sleep",
+                seen=f"{len(self._calls)} calls under way",
+                expected="none",
+                remedy="take all records of a call, or close it",
+            )
+        self._wait(self._sleep())
 
     def begin_update(self, version: int) -> None:
         """Stops sampling as `EngineOptions.interrupt` says and starts an update; one that was never ended is forgotten.
@@ -270,6 +284,15 @@ class FleetEngine:
         if self._updates.held is None and expected not in (-1, seen):
             raise stale_server(replica, seen, expected)
 
+    async def _sleep(self) -> None:
+        async with self._turn:
+            self._sleeps = True
+            self._fleet.shut()
+            await self._fleet.require_idle()
+            self._fleet.pause()
+            with self._losing():
+                await self._updates.sleep(self._fleet.current)
+
     async def _begin(self, version: int) -> None:
         async with self._turn:
             if self._awaits_check:
@@ -297,20 +320,7 @@ class FleetEngine:
         if self._options.interrupt is Interrupt.DRAIN:
             await self._fleet.require_idle()
         elif self._options.interrupt is Interrupt.ABORT_RESUME:
-            await self._cut_short(rollouts)
-
-    async def _cut_short(self, rollouts: Sequence[Rollout]) -> None:
-        self._requests.epoch += 1
-        self._requests.is_cutting = True
-        idle = asyncio.ensure_future(self._fleet.require_idle())
-        try:
-            while not idle.done():
-                # Again and again: a request may have been on its way when the server was told.
-                await self._requests.cut_short(rollouts)
-                await asyncio.wait({idle}, timeout=_ABORT_AGAIN_SECONDS)
-        finally:
-            idle.cancel()
-            self._requests.is_cutting = False
+            await self._requests.cut_all_short(rollouts)
 
     async def _receive(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         async with self._turn:
@@ -374,6 +384,7 @@ class FleetEngine:
             self._reopen()
 
     def _reopen(self) -> None:
+        self._sleeps = False
         self.costs.stalled_seconds += time.perf_counter() - self._stalled_at
         self._fleet.reopen()
 

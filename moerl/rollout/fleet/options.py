@@ -27,6 +27,7 @@ class EngineOptions:
     shapes: of every tensor the served model has, by its name in the checkpoint. tied: tensors that are another one's
     and may come, too, by name. say: told when a server was lost. interrupt: see there. keeps_copy: senders keep the
     weights that servers should hold in host memory; without them a server that was lost cannot be replaced.
+    shares_devices: servers compute where senders do; NCCL takes a device once, so weights go through host memory.
     """
 
     engine_id: str
@@ -41,3 +42,4 @@ class EngineOptions:
     say: Callable[[str], None]
     interrupt: Interrupt = Interrupt.RETRACT
     keeps_copy: bool = True
+    shares_devices: bool = False

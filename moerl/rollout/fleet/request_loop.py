@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from moerl.rollout.fleet.fleet import MAX_LOSSES, Fleet, stale_server
 from moerl.rollout.fleet.replica import Replica
 from moerl.rollout.fleet.segments import Segment, trajectory_values
 
+_ABORT_AGAIN_SECONDS = 0.2
 MAX_FAILURES = NUM_ATTEMPTS * (MAX_LOSSES + 1)
 """Attempts at one rollout that bring no answer before the call ends: it may be the rollout that brings servers down."""
 
@@ -95,6 +96,20 @@ class RequestLoop:
         for rollout in rollouts:
             rollout.is_aborted = True
         await self.cut_short(rollouts)
+
+    async def cut_all_short(self, rollouts: Sequence[Rollout]) -> None:
+        """As `cut_short`, until no request is under way; what is cut short goes on once it is asked for again."""
+        self.epoch += 1
+        self.is_cutting = True
+        idle = asyncio.ensure_future(self._fleet.require_idle())
+        try:
+            while not idle.done():
+                # Again and again: a request may have been on its way when the server was told.
+                await self.cut_short(rollouts)
+                await asyncio.wait({idle}, timeout=_ABORT_AGAIN_SECONDS)
+        finally:
+            idle.cancel()
+            self.is_cutting = False
 
     async def cut_short(self, rollouts: Iterable[Rollout]) -> None:
         """Has servers answer with what they have; one that cannot be told is looked after."""

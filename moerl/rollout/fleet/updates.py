@@ -51,7 +51,8 @@ class LocalSender:
 class Updates:
     """The sets of weights of one engine.
 
-    Who calls `begin`, `receive`, `end`, `resume` or `give_up` asks for `failed` afterwards, also where they raised.
+    Who calls `begin`, `receive`, `end`, `resume`, `sleep` or `give_up` asks for `failed` afterwards, also where they
+    raised.
 
     Args:
         shapes: as in `EngineOptions`.
@@ -147,7 +148,15 @@ class Updates:
 
     async def resume(self, replicas: Sequence[Replica]) -> None:
         """Has servers sample again after `end`."""
-        errors = await asyncio.gather(*(attempt(_resume, replica.server) for replica in replicas))
+        await self._each(_resume, replicas)
+
+    async def sleep(self, replicas: Sequence[Replica]) -> None:
+        """Has servers give their memory back until the next update."""
+        await self._each(_sleep, replicas)
+
+    async def _each(self, step: Callable[[ServerBackend], Awaitable[None]], replicas: Sequence[Replica]) -> None:
+        """A step on servers that are in no update."""
+        errors = await asyncio.gather(*(attempt(step, replica.server) for replica in replicas))
         self._failed += [(r, error) for r, error in zip(replicas, errors, strict=True) if error is not None]
 
     async def give_up(self) -> None:
@@ -279,6 +288,10 @@ class Updates:
 
 async def _resume(server: ServerBackend) -> None:
     await server.resume()
+
+
+async def _sleep(server: ServerBackend) -> None:
+    await server.sleep()
 
 
 def require_server(replica: Replica) -> ServerBackend:

@@ -95,7 +95,7 @@ class SGLangBackend:
         self.first_version = facts.policy_version
         self._served = ServedModel(options.shapes, facts.num_ranks, options.tied)
         self._updates = UpdateCalls(name, client.http, options.update_seconds)
-        transfers = "gloo" if facts.device == "cpu" else "nccl"
+        transfers = "gloo" if facts.device == "cpu" or options.shares_devices else "nccl"
         self._channel_address = ChannelAddress(client.http.endpoint, facts.num_ranks, transfers, options.update_seconds)
         self._channels: list[SGLangChannel] = []
 
@@ -117,6 +117,9 @@ class SGLangBackend:
 
     async def policy_version(self) -> int:
         return await self._client.policy_version()
+
+    async def sleep(self) -> None:
+        await self._updates.sleep()
 
     async def begin_update(self) -> None:
         await self._updates.begin()

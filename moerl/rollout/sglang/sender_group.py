@@ -143,7 +143,8 @@ class SenderGroup:
     def _push_pieces(self, flat: Tensor) -> None:
         seconds, start = self._options.piece_seconds, time.monotonic()
         try:
-            for work in [self._group.send([piece], 1, 0) for piece in flat.split(PIECE_BYTES)]:
+            # gloo sends from host memory.
+            for work in [self._group.send([piece], 1, 0) for piece in flat.cpu().split(PIECE_BYTES)]:
                 start = time.monotonic()
                 work.wait(timedelta(seconds=seconds))
         except RuntimeError as error:

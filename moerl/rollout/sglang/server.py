@@ -65,6 +65,7 @@ class ServerOptions:
     tensor: tensor-parallel ranks, each on a GPU (or core) of its own, from the one with number `first_device` on.
     dtype: of weights and activations. max_running: requests side by side.
     max_pool_tokens: tokens in the key-value pool; None takes what memory allows on GPUs, `CPU_POOL_TOKENS` on CPU.
+    memory_share: of a GPU's memory, for weights and pool; None leaves it to SGLang. sleeps: it can give that back.
     chunked_prefill_tokens: longest piece of a prefill; None leaves it to SGLang.
     vocab_size: ids below it can be sampled; None for all that the model has an embedding for.
     policy_version: of the weights in `model`; -1 where the trainer sends its own before anything is sampled.
@@ -79,6 +80,8 @@ class ServerOptions:
     dtype: str = "bfloat16"
     max_running: int = 64
     max_pool_tokens: int | None = None
+    memory_share: float | None = None
+    sleeps: bool = False
     chunked_prefill_tokens: int | None = None
     vocab_size: int | None = None
     policy_version: int = 0
@@ -241,6 +244,10 @@ def launch_options(options: ServerOptions, port: int) -> dict[str, Any]:
         chosen["json-model-override-args"] = json.dumps({"sampled_vocab_size": options.vocab_size})
     if options.device != "cpu":
         chosen["base-gpu-id"] = options.first_device
+        if options.memory_share is not None:
+            chosen["mem-fraction-static"] = options.memory_share
+        if options.sleeps:
+            chosen["enable-memory-saver"] = True
     else:
         chosen.setdefault("max-total-tokens", CPU_POOL_TOKENS)
         chosen |= {

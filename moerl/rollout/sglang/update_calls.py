@@ -1,7 +1,7 @@
 """Calls of a weight update to one SGLang server: each succeeds in time, or its error names server, step and call.
 
-Of one update, in this order: pause, flush the prefix cache, label the weights as nobody's, begin; buckets (`channel`);
-end, label; continue.
+Of one update, in this order: pause, wake, flush the prefix cache, label the weights as nobody's, begin; buckets
+(`channel`); end, label; continue.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from moerl.rollout.sglang.handshake import UNSYNCED
 from moerl.rollout.sglang.http import SGLangHttp
 from moerl.rollout.sglang.reading import MAX_SAID_BYTES
 
+_WEIGHTS, _CACHE = "weights", "kv_cache"
+"""SGLang's names of what it can give back."""
 _OPEN_SESSION = "already open"
 """Part of what a server says to a second begin."""
 
@@ -24,6 +26,14 @@ class UpdateCalls:
 
     def __init__(self, name: str, http: SGLangHttp, seconds: float) -> None:
         self.name, self._http, self.seconds = name, http, seconds
+        self._sleeps = False
+
+    async def sleep(self) -> None:
+        """Gives the memory of weights and prefix cache back until the next update. Raises as `post`."""
+        await self.post("sleep", "/pause_generation", {"mode": "retract"})
+        await self._label("sleep", UNSYNCED)
+        self._sleeps = True
+        await self.post("sleep", "/release_memory_occupation", {"tags": [_WEIGHTS, _CACHE]})
 
     async def begin(self) -> None:
         """Stops sampling and opens an update; one that was broken off is closed first.
@@ -35,6 +45,10 @@ class UpdateCalls:
         """
         step = "begin"
         await self.post(step, "/pause_generation", {"mode": "retract"})
+        if self._sleeps:
+            # What is there again is not what was there; the update brings all of it.
+            await self.post(step, "/resume_memory_occupation", {"tags": [_WEIGHTS, _CACHE]})
+            self._sleeps = False
         await self.post(step, "/flush_cache", {})
         await self._label(step, UNSYNCED)
         try:

@@ -57,6 +57,19 @@ def error(*overrides: str, command: str = "train") -> str:
         (["task.min_digits=2"], "task.min_digits: above task.max_digits"),
         (["task.max_terms=8"], "task.worked_probability: a number of terms has no probability"),
         (["rollout.temperature=0"], "rollout.temperature: greedy samples cannot be trained on"),
+        (
+            ["rollout=sglang", "rollout.placement=colocated", "rollout.memory_share=0.4", "buffer.max_staleness=1"],
+            "buffer.max_staleness: colocated servers sleep",
+        ),
+        (["rollout=sglang", "rollout.placement=colocated"], "rollout.memory_share: what a colocated server may take"),
+        (
+            ["rollout=sglang", "rollout.placement=colocated", "rollout.memory_share=0.4", "launch.on=ray"],
+            "rollout.placement: Ray gives each rank",
+        ),
+        (
+            ["rollout=sglang", "rollout.placement=colocated", "rollout.memory_share=0.4", "rollout.servers=2"],
+            "rollout.servers: more devices than the trainer has",
+        ),
         (["rollout=sglang", "rollout.dtype=float8"], "rollout.dtype: 8 bits are emulated in the embedded engine"),
     ],
 )

@@ -24,5 +24,15 @@ def test_more_ranks_and_servers_than_gpus_are_refused() -> None:
         first_devices(3, 2, 4)
 
 
+@pytest.mark.parametrize("gpus", [8, None])
+def test_colocated_servers_take_the_gpus_of_the_ranks(gpus: int | None) -> None:
+    assert first_devices(2, 2, gpus, shared=True) == [0, 2]
+
+
+def test_more_gpus_of_colocated_servers_than_there_are_are_refused() -> None:
+    with pytest.raises(EngineError, match="3 servers with 2 GPUs each, 4 GPUs"):
+        first_devices(3, 2, 4, shared=True)
+
+
 def test_servers_on_cpu_count_cores_from_the_last_one() -> None:
     assert first_devices(2, 1, None) == [0, 1]

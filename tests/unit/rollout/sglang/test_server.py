@@ -42,6 +42,12 @@ def test_a_pool_on_cpu_is_bounded_and_one_on_gpus_takes_what_there_is():
     assert launch_options(options(device="cpu", max_pool_tokens=700), 99)["max-total-tokens"] == 700
 
 
+def test_a_server_on_the_trainers_gpus_takes_its_share_of_their_memory_and_can_give_it_back():
+    chosen = launch_options(options(device="cuda", memory_share=0.4, sleeps=True), 99)
+    assert (chosen["mem-fraction-static"], chosen["enable-memory-saver"]) == (0.4, True)
+    assert not {"mem-fraction-static", "enable-memory-saver"} & launch_options(options(device="cuda"), 99).keys()
+
+
 def test_weights_that_the_trainer_did_not_send_have_no_version():
     assert launch_options(options(policy_version=-1), 99)["weight-version"] == "none"
 
