@@ -11,7 +11,7 @@ SGLANG_DEVICE ?= cpu
 # Compilers side by side in `make gpu`; each takes a few GiB.
 MAX_JOBS ?= 4
 
-.PHONY: setup lock gpu sglang demo demo-sglang lint test test-slow test-distributed test-sglang test-slurm test-ray test-chaos bench bench-sglang golden clean
+.PHONY: setup lock gpu sglang demo demo-sglang lint test test-slow test-distributed test-sglang test-slurm test-ray test-chaos test-transformer-engine bench bench-sglang golden clean
 
 setup: .venv/.ready
 
@@ -66,6 +66,11 @@ test-slurm: setup
 # A hundred kills, stops and full disks in a quarter of an hour, at random moments of runs that are resumed until they end.
 test-chaos: setup sglang
 	OMP_NUM_THREADS=1 $(BIN)/python tests/chaos_campaign.py --disturbances 100 --minutes 15
+
+# The layers of a GPU, built on a CPU: installs the Python code of Transformer Engine (54 MB, without its kernels).
+test-transformer-engine: setup
+	@bash scripts/transformer_engine.sh
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs tests/distributed/test_transformer_engine.py
 
 # The environment of SGLang servers, beside our own; one of another device or version of the patches is renewed.
 sglang: setup

@@ -36,10 +36,13 @@ RANK_ENV = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS
 
 
 class Ranks:
-    """Processes are started by the first call, and anew by the call after a failure."""
+    """Processes are started by the first call, and anew by the call after a failure.
 
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
+    first: a module of `tests/` whose `load` they call before they import Megatron.
+    """
+
+    def __init__(self, world_size: int, first: str = "") -> None:
+        self.world_size, self.first = world_size, first
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         self._processes: list[int] = []
         self._connections: list[Connection] = []
@@ -83,7 +86,7 @@ class Ranks:
     def _start(self, rank: int) -> None:
         ours, theirs = Pipe()
         with (self._folder / f"output{rank}").open("wb") as output:
-            self._processes.append(_importer().fork(rank, self.world_size, theirs.fileno(), output.fileno()))
+            self._processes.append(_importer(self.first).fork(rank, self.world_size, theirs.fileno(), output.fileno()))
         theirs.close()
         self._connections.append(ours)
 
@@ -122,11 +125,11 @@ class Ranks:
 class _Importer:
     """A process that has imported everything, and forks ranks."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: str) -> None:
         self._socket, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno()), str(os.getpid())],
+                [sys.executable, __file__, str(theirs.fileno()), str(os.getpid()), first],
                 env={**os.environ, **RANK_ENV},
                 pass_fds=[theirs.fileno()],
                 stdout=subprocess.DEVNULL,
@@ -142,11 +145,11 @@ class _Importer:
 
 
 @functools.cache
-def _importer() -> _Importer:
-    return _Importer()
+def _importer(first: str) -> _Importer:
+    return _Importer(first)
 
 
-def _import_and_fork(connection: socket.socket, parent: int) -> None:
+def _import_and_fork(connection: socket.socket, parent: int, first: str) -> None:
     length = int.from_bytes(connection.recv(4))
     path = b""
     while len(path) < length:
@@ -155,6 +158,8 @@ def _import_and_fork(connection: socket.socket, parent: int) -> None:
     from moerl.processes.parent import die_with
 
     die_with(parent)
+    if first:
+        importlib.import_module(first).load()
     import torch
 
     from moerl.trainer.bridge import import_bridge
@@ -265,4 +270,4 @@ def _portable(error: BaseException) -> bytes:
 
 
 if __name__ == "__main__":
-    _import_and_fork(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))
+    _import_and_fork(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]), sys.argv[3])

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import importlib.util
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -58,11 +59,10 @@ def collective_backend() -> str:
 
 
 def model_overrides() -> dict[str, Any]:
-    """Provider settings for this machine: local modules and no CUDA-only fusion on a CPU, nothing on a GPU."""
+    """Provider settings for this machine: no fusion that needs CUDA on a CPU, and on a GPU those that are installed."""
     if torch.cuda.is_available():
-        return {}
+        return gpu_overrides()
     return {
-        "transformer_layer_spec": local_layer_spec,
         "use_cpu_initialization": True,
         "moe_grouped_gemm": False,
         "moe_permute_fusion": False,
@@ -78,6 +78,27 @@ def model_overrides() -> dict[str, Any]:
         "batch_p2p_comm": False,
         "deallocate_pipeline_outputs": False,
     }
+
+
+def gpu_overrides() -> dict[str, Any]:
+    """Provider settings for a GPU.
+
+    The bridge has gradients added up inside of matrix products wherever Transformer Engine is installed. Megatron's own
+    linear layers, of which the head is one, need a kernel of Apex for that, and are not built without it.
+    """
+    return {"gradient_accumulation_fusion": importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None}
+
+
+def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
+    """Megatron's decoder spec for this machine, each layer dense or MoE as the config says."""
+    return gpu_layer_spec(config, vp_stage) if torch.cuda.is_available() else local_layer_spec(config, vp_stage)
+
+
+def gpu_layer_spec(config: Any, vp_stage: int | None = None) -> Any:
+    """Transformer Engine's layers. The bridges of Qwen3-MoE and OLMoE would make every layer MoE."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
 
 
 # --- 1: torch.cuda ---------------------------------------------------------------------------------------------------

@@ -10,8 +10,6 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from moerl.errors import ConfigError
 from moerl.models.description import ModelDescription
 from moerl.models.family import Family
@@ -38,7 +36,7 @@ def provider_settings(model: ModelDescription, *, moe_aux_loss_coef: float, tens
             expected="1: Megatron-Bridge's layers of this family are wrong with more",
             remedy="use parallel.expert, parallel.pipeline or data parallelism",
         )
-    settings = {
+    return {
         **family.megatron_settings(model.hf_config),
         "moe_router_dtype": "fp32",
         "moe_router_fusion": False,
@@ -46,22 +44,20 @@ def provider_settings(model: ModelDescription, *, moe_aux_loss_coef: float, tens
         "moe_router_load_balancing_type": "aux_loss" if moe_aux_loss_coef > 0 else "none",
         "moe_router_bias_update_rate": 0.0,
         "moe_z_loss_coeff": None,
+        "transformer_layer_spec": _layer_spec(family),
     }
-    if not torch.cuda.is_available():
-        settings["transformer_layer_spec"] = _local_layer_spec(family)
-    return settings
 
 
-def _local_layer_spec(family: Family) -> Callable[..., Any]:
-    """The local layers of this platform with what the family has of its own."""
+def _layer_spec(family: Family) -> Callable[..., Any]:
+    """The layers of this platform with what the family has of its own."""
 
     def spec(config: Any, vp_stage: int | None = None) -> Any:
-        block = platform.local_layer_spec(config, vp_stage)
-        for layer in block.layer_specs:
-            attention = layer.submodules.self_attention
-            if family.megatron_attention:
-                module, name = family.megatron_attention.rsplit(".", 1)
-                attention.module = getattr(importlib.import_module(module), name)
+        block = platform.layer_spec(config, vp_stage)
+        if family.megatron_attention:
+            module, name = family.megatron_attention.rsplit(".", 1)
+            attention = getattr(importlib.import_module(module), name)
+            for layer in block.layer_specs:
+                layer.submodules.self_attention.module = attention
         return block
 
     return spec

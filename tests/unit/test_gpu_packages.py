@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -65,3 +66,11 @@ def test_the_extra_is_of_the_cuda_that_the_locked_torch_is_built_for() -> None:
     assert attention.name == "flash-attn"
     assert "transformer-engine" not in lock
     assert "flash-attn" not in lock
+
+
+def test_tests_on_cpus_load_the_transformer_engine_of_the_extra() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    engine = Requirement(project["optional-dependencies"]["gpu"][0])
+    lock = (ROOT / "requirements" / "transformer_engine.lock").read_text(encoding="utf-8")
+    [version] = re.findall(r"^transformer-engine==(\S+)", lock, re.MULTILINE)
+    assert engine.specifier.contains(version)

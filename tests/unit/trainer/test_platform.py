@@ -10,8 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from families import FAMILIES
 from ranks import Ranks
 from torch import Tensor
+
+from moerl.models.description import describe
 
 LENGTHS = (1, 7, 2, 33, 8, 64, 3)
 
@@ -111,3 +114,30 @@ def import_the_bridge(layout: Any) -> dict[str, Any]:
 def test_importing_the_bridge_leaves_no_stand_in_for_transformer_engine(one_process: Ranks) -> None:
     (result,) = one_process.run(import_the_bridge)
     assert result == {"same": True, "stubs": [], "believers": [], "cuda_types": "torch.FloatTensor"}
+
+
+# --- on a GPU --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("has_apex", [False, True])
+def test_on_a_gpu_gradients_are_added_up_in_products_only_where_apex_has_the_kernel(
+    has_apex: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from moerl.trainer import platform
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if has_apex else None)
+    assert platform.model_overrides() == {"gradient_accumulation_fusion": has_apex}
+
+
+@pytest.mark.parametrize("has_cuda", [False, True])
+def test_layers_are_made_by_this_projects_spec_on_every_device(has_cuda: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from moerl.trainer import platform
+    from moerl.trainer.provider import provider_settings
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
+    for name in ("local_layer_spec", "gpu_layer_spec"):
+        monkeypatch.setattr(platform, name, lambda config, vp_stage, name=name: (name, config, vp_stage))
+    model = describe(FAMILIES["qwen3_moe-dense"].config().to_dict(), "model")
+    spec = provider_settings(model, moe_aux_loss_coef=0.0, tensor=1)["transformer_layer_spec"]
+    assert spec("config", vp_stage=1) == ("gpu_layer_spec" if has_cuda else "local_layer_spec", "config", 1)
