@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from receivers import RELAY
 
 from moerl.errors import EngineError
 from moerl.rollout.sglang.patches import (
@@ -145,19 +146,12 @@ def test_equal_patches_of_two_releases_have_two_fingerprints(patches: PatchSet, 
     assert read_patches("0.5.23", tmp_path / "patches").fingerprint != patches.fingerprint
 
 
-def test_modules_that_we_add_are_the_same_in_every_release():
-    """Tests and benchmarks that run one of them without a server take it from any release."""
-    added = [
-        {
-            file.path: file.hunks[0].new
-            for patch in read_patches(release).patches
-            for file in patch.files
-            if file.creates
-        }
-        for release in releases()
-    ]
-    assert added[0]
-    assert all(each == added[0] for each in added)
+def test_the_relay_of_weights_is_the_same_in_every_release():
+    """Tests and benchmarks that run it without a server take it from one of them."""
+    patches = [patch for release in releases() for patch in read_patches(release).patches]
+    relays = [file.hunks for patch in patches for file in patch.files if file.path == RELAY]
+    assert len(relays) == len(releases())
+    assert all(relay == relays[0] for relay in relays)
 
 
 @pytest.mark.parametrize("release", releases())
