@@ -8,6 +8,10 @@ BIN := .venv/bin
 JOBS ?= $(shell expr $$(nproc) + 1)
 # What SGLang servers run on: cpu, or cuda where there are GPUs.
 SGLANG_DEVICE ?= cpu
+# Their release (empty: the default one), and the folder of their environment, which holds one release.
+SGLANG_VERSION ?=
+SGLANG_ENV ?= .venv-sglang
+export MOERL_SGLANG_ENV ?= $(abspath $(SGLANG_ENV))
 # Compilers side by side in `make gpu`; each takes a few GiB.
 MAX_JOBS ?= 4
 
@@ -27,7 +31,7 @@ demo: setup
 
 # The demo with rollouts from an SGLang server on CPU; fewer steps.
 demo-sglang: setup sglang
-	$(BIN)/moerl train recipe=laptop rollout=sglang rl.steps=24
+	$(BIN)/moerl train recipe=laptop rollout=sglang "rollout.environment='$(MOERL_SGLANG_ENV)'" rl.steps=24
 
 lint: setup
 	$(BIN)/ruff check .
@@ -74,7 +78,7 @@ test-transformer-engine: setup
 
 # The environment of SGLang servers, beside our own; one of another device or version of the patches is renewed.
 sglang: setup
-	$(BIN)/moerl sglang install --device $(SGLANG_DEVICE)
+	$(BIN)/moerl sglang install --device $(SGLANG_DEVICE) --env "$(MOERL_SGLANG_ENV)" $(SGLANG_VERSION:%=--version %)
 
 # The extra `gpu`: Transformer Engine and flash attention, which are built against the torch that is installed. Needs CUDA's
 # compiler and headers, and takes up to an hour where there is no built wheel (docs/gpu_nodes.md).
@@ -91,7 +95,7 @@ bench: setup
 
 # The one benchmark that needs a live server.
 bench-sglang: setup sglang
-	$(BIN)/python bench/rollout_wire.py
+	$(BIN)/python bench/rollout_wire.py --env "$(MOERL_SGLANG_ENV)"
 
 clean:
-	rm -rf .venv .venv-sglang dist build
+	rm -rf .venv .venv-sglang* dist build

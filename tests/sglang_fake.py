@@ -20,7 +20,7 @@ from moerl.rollout.fleet.endpoint import Endpoint
 from moerl.rollout.fleet.engine import FleetEngine
 from moerl.rollout.fleet.options import EngineOptions
 from moerl.rollout.sglang.backend import sglang_engine
-from moerl.rollout.sglang.patches import SGLANG_VERSION, read_patches
+from moerl.rollout.sglang.patches import DEFAULT_RELEASE, read_patches
 
 SPEC = ModelSpec(num_moe_layers=2, experts_per_token=2, num_experts=8, vocab_size=50, fingerprint="fake")
 MOE_LAYERS = (1, 3)
@@ -45,7 +45,7 @@ def contract_report(**changes: Any) -> dict[str, Any]:
 
 def server_info(**changes: Any) -> dict[str, Any]:
     info = {
-        "version": SGLANG_VERSION,
+        "version": DEFAULT_RELEASE,
         "internal_states": [{"contract": contract_report()}],
         "sampling_backend": "pytorch",
         "sampling_mask_max_tokens": MAX_KEPT_IDS,
@@ -56,6 +56,12 @@ def server_info(**changes: Any) -> dict[str, Any]:
         "dtype": "float32",
     }
     return info | changes
+
+
+def of_release(release: str) -> dict[str, Any]:
+    """What a server of a release says, with its patches."""
+    report = contract_report(fingerprint=read_patches(release).fingerprint)
+    return server_info(version=release, internal_states=[{"contract": report}])
 
 
 def compact(fields: Mapping[str, Any]) -> bytes:

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 from moerl.rollout.sglang.install import site_packages
-from moerl.rollout.sglang.patches import SGLANG_VERSION, STAMP, read_patches
+from moerl.rollout.sglang.patches import STAMP, verify_installation
 from moerl.rollout.sglang.unified_diff import revert_patch
 
 
@@ -15,7 +15,7 @@ def copy_of(environment: Path, folder: Path) -> Path:
     source = site_packages(environment)
     site = folder / source.relative_to(environment)
     site.mkdir(parents=True)
-    own = ("sglang", f"sglang-{SGLANG_VERSION}.dist-info")
+    own = ("sglang", _info(environment).name)
     for entry in source.iterdir():
         if entry.name in own:
             shutil.copytree(entry, site / entry.name)
@@ -30,7 +30,8 @@ def copy_of(environment: Path, folder: Path) -> Path:
 
 def take_patches_out(environment: Path) -> None:
     """The release as it was published."""
-    site, patches = site_packages(environment), read_patches()
+    site = site_packages(environment)
+    patches = verify_installation(site)
     contents: dict[str, str | None] = {path: (site / path).read_text() for path in patches.paths}
     for patch in reversed(patches.patches):
         for file in reversed(patch.files):
@@ -45,7 +46,14 @@ def take_patches_out(environment: Path) -> None:
 
 def rename_release(environment: Path, version: str) -> None:
     """The environment claims to hold another release."""
-    info = site_packages(environment) / f"sglang-{SGLANG_VERSION}.dist-info"
+    info = _info(environment)
     metadata = info / "METADATA"
-    metadata.write_text(metadata.read_text().replace(f"\nVersion: {SGLANG_VERSION}\n", f"\nVersion: {version}\n"))
+    held = info.name.removeprefix("sglang-").removesuffix(".dist-info")
+    metadata.write_text(metadata.read_text().replace(f"\nVersion: {held}\n", f"\nVersion: {version}\n"))
     info.rename(info.with_name(f"sglang-{version}.dist-info"))
+
+
+def _info(environment: Path) -> Path:
+    """What pip knows of the release in it."""
+    (info,) = site_packages(environment).glob("sglang-*.dist-info")
+    return info

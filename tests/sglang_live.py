@@ -30,8 +30,8 @@ from moerl.rollout.sglang.http import SGLangHttp
 from moerl.rollout.sglang.launchers import OwnServer
 from moerl.rollout.sglang.server import ServerOptions, SGLangServer
 
-ENVIRONMENT = Path(os.environ.get("MOERL_SGLANG_ENV", Path(__file__).parents[1] / ".venv-sglang"))
-"""Where `make sglang` makes the servers' environment."""
+ENVIRONMENT = Path(os.environ.get("MOERL_SGLANG_ENV", Path(__file__).parents[1] / ".venv-sglang")).absolute()
+"""Where `make sglang` makes the servers' environment, of whichever release."""
 
 START_SECONDS = 500.0
 """Far more than a server takes on a busy machine."""

@@ -43,4 +43,6 @@ def server_environment(
         "MKL_NUM_THREADS": "1",
         # Compiling the few functions that ask for it takes longer than they ever run here.
         "TORCH_COMPILE_DISABLE": "1",
+        # A file that is not there: ranks would open the NCCL that torch for CUDA brings, and end for want of a GPU.
+        "SGLANG_NCCL_SO_PATH": "no-nccl-on-cpu",
     }

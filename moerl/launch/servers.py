@@ -13,7 +13,7 @@ from moerl.config.rollouts import RolloutConfig, ServerRolloutConfig, SGLangRoll
 from moerl.errors import EngineError
 from moerl.rollout.fleet.endpoint import Endpoint, read_endpoint
 from moerl.rollout.sglang.install import device_of, site_packages
-from moerl.rollout.sglang.patches import read_patches, verify_patches
+from moerl.rollout.sglang.patches import verify_installation
 from moerl.rollout.sglang.server import answers_health
 
 
@@ -33,7 +33,7 @@ def prepare_for_servers(
     address = host
     if isinstance(rollout, SGLangRolloutConfig):
         device_of(rollout.environment)
-        verify_patches(site_packages(rollout.environment), read_patches())
+        verify_installation(site_packages(rollout.environment))
     elif isinstance(rollout, ServerRolloutConfig):
         endpoints = [read_endpoint(file) for file in rollout.server]
         for endpoint in endpoints:

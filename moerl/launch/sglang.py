@@ -17,7 +17,7 @@ from moerl.rollout.fleet.endpoint import read_endpoint, require_private
 from moerl.rollout.sglang.client import ServerClient
 from moerl.rollout.sglang.handshake import ServerFacts
 from moerl.rollout.sglang.install import DEVICES, install, site_packages
-from moerl.rollout.sglang.patches import SGLANG_VERSION, read_patches, verify_patches
+from moerl.rollout.sglang.patches import DEFAULT_RELEASE, PatchSet, read_patches, releases, verify_installation
 from moerl.rollout.sglang.server import ENDPOINT_FILE, ServerOptions, SGLangServer
 
 ENVIRONMENT = Path(".venv-sglang")
@@ -44,6 +44,7 @@ def parser(command: str) -> Parser:
     else:
         add("--device", choices=DEVICES, default="cuda", help="cuda, or cpu for tests and laptops")
     if command == "sglang install":
+        add("--version", choices=releases(), default=DEFAULT_RELEASE, help=f"release of SGLang, {DEFAULT_RELEASE}")
         add("--python", metavar="PATH", help="interpreter to make it with; the first that fits by default")
     if command == "serve":
         _add_server_options(add)
@@ -68,21 +69,23 @@ def _add_server_options(add: Callable[..., argparse.Action]) -> None:
 
 def _install(options: argparse.Namespace) -> int:
     environment = options.env.resolve()
-    changed = install(environment, options.device, options.python)
-    print(f"sglang {SGLANG_VERSION} in {environment}: " + ("installed and patched" if changed else "already installed"))
-    _list_patches()
+    changed = install(environment, options.device, options.python, options.version)
+    done = "installed and patched" if changed else "already installed"
+    print(f"sglang {options.version} in {environment}: {done}")
+    _list_patches(read_patches(options.version))
     return 0
 
 
 def _check(options: argparse.Namespace) -> int:
     environment = options.env.resolve()
-    verify_patches(site_packages(environment), read_patches())
-    print(f"sglang {SGLANG_VERSION} in {environment}: the release with these patches and no other change")
-    _list_patches()
+    patches = verify_installation(site_packages(environment))
+    print(f"sglang {patches.version} in {environment}: the release with these patches and no other change")
+    _list_patches(patches)
     if options.server is not None:
         facts = asyncio.run(_shake_hands(options.server))
         layers = facts.report.moe_layers
-        print(f"server: same fingerprint, policy version {facts.policy_version}, {len(layers)} MoE layers {layers}")
+        release = f"sglang {facts.version}, fingerprint {facts.report.fingerprint}"
+        print(f"server: {release}, policy version {facts.policy_version}, {len(layers)} MoE layers {layers}")
     return 0
 
 
@@ -126,8 +129,7 @@ def _serve(options: argparse.Namespace) -> int:
     return 0
 
 
-def _list_patches() -> None:
-    patches = read_patches()
+def _list_patches(patches: PatchSet) -> None:
     print(f"patches, fingerprint {patches.fingerprint}:")
     for patch in patches.patches:
         print(f"  {patch.name}")

@@ -98,7 +98,7 @@ def unpatched_server(
 
     options = ServerOptions(model_folder, unpatched, device="cpu", dtype="float32", max_pool_tokens=1024)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(server_module, "verify_patches", lambda *arguments: None)
+        patch.setattr(server_module, "verify_installation", lambda *arguments: None)
         patch.setattr(server_module, "launch_options", upstream_options)
         with sglang_live.running(options, tmp_path_factory.mktemp("unpatched-server")) as started:
             patch.undo()

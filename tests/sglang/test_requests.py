@@ -19,6 +19,8 @@ from moerl.rollout.embedded import EmbeddedEngine
 from moerl.rollout.fleet.backend import ModelFacts
 from moerl.rollout.fleet.engine import FleetEngine
 from moerl.rollout.sglang.answers import decode_compact
+from moerl.rollout.sglang.install import site_packages
+from moerl.rollout.sglang.patches import verify_installation
 from moerl.rollout.sglang.server import SGLangServer
 
 pytestmark = pytest.mark.sglang
@@ -122,6 +124,7 @@ def test_requests_without_a_seed_differ(server: SGLangServer):
 def test_moerl_sglang_check_proves_environment_and_server(server: SGLangServer, environment: Path, capsys):
     from moerl.cli import main
 
+    patches = verify_installation(site_packages(environment))
     file = server.folder / "server.json"
     assert main(["sglang", "check", "--env", str(environment), "--server", str(file)]) == 0
-    assert "same fingerprint" in capsys.readouterr().out
+    assert f"server: sglang {patches.version}, fingerprint {patches.fingerprint}" in capsys.readouterr().out

@@ -16,7 +16,7 @@ from moerl.errors import EngineError
 from moerl.launch.doctor.check import Check, Level, fault, green
 from moerl.rollout.fleet.endpoint import read_endpoint
 from moerl.rollout.sglang.install import device_of, site_packages
-from moerl.rollout.sglang.patches import SGLANG_VERSION, read_patches, verify_patches
+from moerl.rollout.sglang.patches import verify_installation
 from moerl.rollout.sglang.server import ENDPOINT_FILE
 
 AREA = "servers"
@@ -29,7 +29,7 @@ LAUNCHERS = ("srun", "mpirun", "ssh")
 
 
 def check_environment(environment: Path, *, is_needed: bool, has_gpus: bool) -> Check:
-    """The environment of SGLang servers: there, finished, of our release, with our patches and nothing else changed.
+    """The environment of SGLang servers: there, finished, a supported release with our patches and no other change.
 
     Args:
         is_needed: the run starts servers; otherwise one that is missing is no fault, and a broken one a note.
@@ -40,7 +40,7 @@ def check_environment(environment: Path, *, is_needed: bool, has_gpus: bool) -> 
     level: Level = "red" if is_needed else "yellow"
     try:
         device = device_of(environment)
-        verify_patches(site_packages(environment), read_patches())
+        patches = verify_installation(site_packages(environment))
     except EngineError as error:
         return fault(level, AREA, name, error)
     if device == "cuda" and not has_gpus:
@@ -48,8 +48,8 @@ def check_environment(environment: Path, *, is_needed: bool, has_gpus: bool) -> 
             "moerl sglang install --device cpu --env DIR, and rollout.environment=DIR; or run on a machine with GPUs"
         )
         return Check(AREA, name, level, f"{environment}: made for GPUs", "one for this machine, of CPUs", remedy)
-    patches = f"patches {read_patches().fingerprint}"
-    return green(AREA, name, f"sglang {SGLANG_VERSION} for {device}, {patches}, no other change")
+    said = f"sglang {patches.version} for {device}, patches {patches.fingerprint}, no other change"
+    return green(AREA, name, said)
 
 
 def check_server_files(files: Iterable[Path]) -> Check:

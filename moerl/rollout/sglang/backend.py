@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -37,6 +37,8 @@ class SGLangConnect:
 
     model: ModelFacts
     options: EngineOptions
+    releases: set[str] = field(default_factory=set[str])
+    """Of the servers so far: one, since a lost server's requests are repeated by another and give the same tokens."""
 
     async def __call__(self, name: str, endpoint: Endpoint) -> SGLangBackend:
         options = self.options
@@ -49,6 +51,7 @@ class SGLangConnect:
         try:
             facts = await client.facts(self.model)
             _check_precision(facts, options.dtype)
+            _check_release(facts, self.releases)
         except BaseException:  # cancelled, too
             await client.close()
             raise
@@ -145,6 +148,19 @@ class SGLangBackend:
         for channel in self._channels:
             await channel.abandon()
         await self._client.close()
+
+
+def _check_release(facts: ServerFacts, releases: set[str]) -> None:
+    """Remembers the release of the first server, and refuses servers of another one."""
+    if not releases:
+        releases.add(facts.version)
+    if facts.version not in releases:
+        raise EngineError(
+            "SGLang servers of different releases",
+            seen=facts.version,
+            expected=f"{', '.join(releases)}, as the first server",
+            remedy="start all servers from environments of one release",
+        )
 
 
 def _check_precision(facts: ServerFacts, dtype: str) -> None:

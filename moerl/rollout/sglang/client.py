@@ -53,7 +53,7 @@ class ServerClient:
         info = await self.http.get("/server_info")
         weights = await self.http.get("/model_info")
         facts = read_facts(info, str(weights.get("weight_version")))
-        check_patches(facts, read_patches().fingerprint)
+        check_patches(facts, read_patches(facts.version).fingerprint)
         check_options(facts)
         if model is not None:
             check_model(facts, model.spec, model.moe_layers)

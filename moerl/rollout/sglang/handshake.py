@@ -11,7 +11,7 @@ import msgspec
 from moerl.contract.trajectory import MAX_KEPT_IDS, ModelSpec
 from moerl.errors import EngineError
 from moerl.rollout.sglang.answers import SCHEMA
-from moerl.rollout.sglang.patches import SGLANG_VERSION
+from moerl.rollout.sglang.patches import releases
 
 UNSYNCED = "none"
 """Label of weights that the trainer did not send: tokens that they sampled can never be read as the policy's."""
@@ -42,8 +42,8 @@ class ContractReport(msgspec.Struct):
 class ServerFacts:
     """What the client keeps of a server.
 
-    policy_version: of the weights it holds, -1 where none were sent yet. num_ranks: of its tensor parallelism.
-    device: cuda or cpu. dtype: of its weights and activations.
+    version: release of SGLang. policy_version: of the weights it holds, -1 where none were sent yet.
+    num_ranks: of its tensor parallelism. device: cuda or cpu. dtype: of its weights and activations.
     """
 
     version: str
@@ -64,8 +64,9 @@ def read_facts(info: Mapping[str, Any], weight_version: str) -> ServerFacts:
     Raises:
         EngineError: the server is another release, lacks the patches, or labels its weights with no whole number.
     """
-    if info.get("version") != SGLANG_VERSION:
-        raise _refusal("release", info.get("version"), SGLANG_VERSION)
+    version = info.get("version")
+    if version not in releases():
+        raise _refusal("release", version, " or ".join(releases()))
     states = info.get("internal_states")
     contract = states[0].get("contract") if isinstance(states, list) and states else None
     if contract is None:
@@ -73,7 +74,7 @@ def read_facts(info: Mapping[str, Any], weight_version: str) -> ServerFacts:
     policy_version = read_version(weight_version)
     try:
         return ServerFacts(
-            version=SGLANG_VERSION,
+            version=str(version),
             policy_version=policy_version,
             report=msgspec.convert(contract, ContractReport),
             num_ranks=int(info["tp_size"]),

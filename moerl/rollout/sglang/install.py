@@ -16,7 +16,7 @@ from pathlib import Path
 
 from moerl.errors import EngineError
 from moerl.rollout.sglang.patches import (
-    SGLANG_VERSION,
+    DEFAULT_RELEASE,
     apply_patches,
     is_current,
     read_patches,
@@ -25,9 +25,6 @@ from moerl.rollout.sglang.patches import (
 )
 
 DEVICES = ("cuda", "cpu")
-PYTHONS = ("python3.12", "python3.11", "python3.10")
-"""Interpreters that the release runs on, the preferred one first."""
-
 _COMPILED = ("sglang", "torch", "transformers")
 """Packages of which servers import thousands of files."""
 
@@ -35,7 +32,7 @@ _PROBE = "import sys, json; print(json.dumps([*sys.version_info[:2]]))"
 _SITE = "import sysconfig; print(sysconfig.get_path('purelib'))"
 
 
-def install(environment: Path, device: str, python: str | None = None) -> bool:
+def install(environment: Path, device: str, python: str | None = None, version: str = DEFAULT_RELEASE) -> bool:
     """Makes the environment, or finishes one that was begun; patches SGLang and proves it.
 
     One with the patches of another version of moerl gets the release and the patches anew.
@@ -43,7 +40,8 @@ def install(environment: Path, device: str, python: str | None = None) -> bool:
     Args:
         environment: its folder.
         device: cuda or cpu.
-        python: interpreter to make it with; by default the first of `PYTHONS` that runs.
+        python: interpreter to make it with; by default the first of `pythons` that runs.
+        version: release of SGLang.
 
     Returns:
         False where everything was there already.
@@ -53,28 +51,29 @@ def install(environment: Path, device: str, python: str | None = None) -> bool:
     """
     if device not in DEVICES:
         raise EngineError("SGLang environment: device", seen=device, expected=f"one of {', '.join(DEVICES)}")
-    if _is_complete(environment, device):
-        if is_current(site_packages(environment), read_patches()):
-            verify_patches(site_packages(environment), read_patches())
+    patches = read_patches(version)
+    if _is_complete(environment, device, version):
+        if is_current(site_packages(environment), patches):
+            verify_patches(site_packages(environment), patches)
             return False
         _remove_release(environment)
-    interpreter = find_python(python)
+    interpreter = find_python(python, version)
     if not (environment / "bin" / "python").exists():
         _run([interpreter, "-m", "venv", "--without-pip", str(environment.absolute())], "make the environment")
-    for arguments in _packages(device):
+    for arguments in _packages(device, version):
         # Bytecode for what servers import alone, below.
         pip = [interpreter, "-m", "pip", "--python", str(python_of(environment)), "install", "--no-compile", "--quiet"]
         _run([*pip, *arguments], "install " + " ".join(arguments))
     site = site_packages(environment)
     if device == "cpu":
-        for folder in (release_folder() / "cpu" / "stand_ins").iterdir():
+        for folder in (release_folder(version) / "cpu" / "stand_ins").iterdir():
             shutil.copytree(folder, site / folder.name, dirs_exist_ok=True)
-    apply_patches(site, read_patches())
+    apply_patches(site, patches)
     # Else every process of every server compiles thousands of files, where the environment says to write no bytecode.
     compiled = [str(site / name) for name in _COMPILED if (site / name).is_dir()]
     compiling = ["-m", "compileall", "-q", "-j", "0", "-x", "/testing/", *compiled]
     _run([str(python_of(environment)), "-W", "ignore", *compiling], "compile " + ", ".join(_COMPILED))
-    _marker(environment).write_text(json.dumps({"sglang": SGLANG_VERSION, "device": device}) + "\n")
+    _marker(environment).write_text(json.dumps({"sglang": version, "device": device}) + "\n")
     return True
 
 
@@ -123,40 +122,46 @@ def site_packages(environment: Path) -> Path:
     return Path(_run([str(python), "-I", "-c", _SITE], "find its packages").strip())
 
 
-def find_python(named: str | None) -> str:
+def pythons(version: str) -> list[str]:
+    """Interpreters that a release runs on, the preferred one first."""
+    return (release_folder(version) / "pythons.txt").read_text().split()
+
+
+def find_python(named: str | None, version: str = DEFAULT_RELEASE) -> str:
     """An interpreter of a version that the release runs on, with pip.
 
     Raises:
         EngineError: there is none, or the named one is not.
     """
-    for candidate in [named] if named else _candidates():
+    suitable = pythons(version)
+    for candidate in [named] if named else _candidates(suitable):
         try:
             probe = [candidate, "-I", "-c", _PROBE]
-            version = json.loads(subprocess.run(probe, capture_output=True, check=True).stdout)
+            major, minor = json.loads(subprocess.run(probe, capture_output=True, check=True).stdout)
         except (OSError, subprocess.CalledProcessError, ValueError):
             continue
-        if f"python{version[0]}.{version[1]}" in PYTHONS:
+        if f"python{major}.{minor}" in suitable:
             return os.path.abspath(shutil.which(candidate) or candidate)
     raise EngineError(
         "SGLang environment: no Python that runs it",
-        seen=named or ", ".join(_candidates()),
-        expected=" or ".join(PYTHONS),
+        seen=named or ", ".join(_candidates(suitable)),
+        expected=" or ".join(suitable),
         remedy="name one: moerl sglang install --python PATH",
     )
 
 
-def _candidates() -> Iterator[str]:
-    yield from (name for name in PYTHONS if shutil.which(name))
+def _candidates(suitable: Sequence[str]) -> Iterator[str]:
+    yield from (name for name in suitable if shutil.which(name))
     yield sys.executable
-    for name in PYTHONS:
+    for name in suitable:
         yield from map(str, Path.home().glob(f".pyenv/versions/{name.removeprefix('python')}*/bin/python"))
 
 
-def _packages(device: str) -> list[list[str]]:
+def _packages(device: str, version: str) -> list[list[str]]:
     """Arguments of `pip install`, one call after the other."""
     if device == "cuda":
-        return [[f"sglang=={SGLANG_VERSION}"]]
-    folder = release_folder() / "cpu"
+        return [[f"sglang=={version}"]]
+    folder = release_folder(version) / "cpu"
     return [["-r", str(folder / "requirements.txt")], ["--no-deps", "-r", str(folder / "packages.txt")]]
 
 
@@ -185,17 +190,17 @@ def _read_marker(environment: Path) -> dict[str, str] | None:
         ) from error
 
 
-def _is_complete(environment: Path, device: str) -> bool:
+def _is_complete(environment: Path, device: str, version: str) -> bool:
     seen = _read_marker(environment)
     if seen is None:
         return False
-    expected = {"sglang": SGLANG_VERSION, "device": device}
+    expected = {"sglang": version, "device": device}
     if seen != expected:
         raise EngineError(
             f"SGLang environment {environment}: made for something else",
             seen=seen,
             expected=expected,
-            remedy="choose another folder with --env DIR",
+            remedy=f"choose another folder with --env DIR, or --version {seen['sglang']} --device {seen['device']}",
         )
     return True
 

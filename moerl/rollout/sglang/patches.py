@@ -1,4 +1,4 @@
-"""The patches of one SGLang release: read, applied to an installation, and proved.
+"""The patches of SGLang releases: read, applied to an installation, and proved.
 
 An installation is proved by undoing the patches in memory: what comes out must be, to the byte, what the package's own
 `RECORD` lists. Runs on the machine of the installation; needs neither torch nor SGLang.
@@ -10,17 +10,19 @@ import base64
 import csv
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from packaging.version import Version
 
 from moerl.config.shipped import shipped_folder
 from moerl.contract.files import atomic_file
 from moerl.errors import EngineError
 from moerl.rollout.sglang.unified_diff import FilePatch, apply_patch, parse_diff, revert_patch
 
-SGLANG_VERSION = "0.5.21"
-"""The release that the patches were made for; no other is accepted."""
+DEFAULT_RELEASE = "0.5.21"
+"""The release that is installed unless another is asked for."""
 
 STAMP = "sglang/patches.json"
 """In site-packages: what was applied. The server reports the fingerprint in it."""
@@ -51,27 +53,39 @@ class PatchSet:
         return sorted({file.path for patch in self.patches for file in patch.files})
 
 
-def release_folder() -> Path:
-    """The folder with patches, requirements and stand-ins."""
-    return shipped_folder("patches") / "sglang" / SGLANG_VERSION
+def releases() -> tuple[str, ...]:
+    """The releases that there are patches for, oldest first: the folders of `patches/sglang`. No other is accepted."""
+    folders = (shipped_folder("patches") / "sglang").iterdir()
+    return tuple(sorted((folder.name for folder in folders if folder.is_dir()), key=Version))
 
 
-def read_patches(folder: Path | None = None) -> PatchSet:
-    """The patches of `folder`, by default those that belong to this version of moerl.
+def release_folder(version: str) -> Path:
+    """The folder with patches, requirements and stand-ins of a release.
 
     Raises:
-        EngineError: a file is no unified diff, or there is none.
+        EngineError: there are no patches for it.
     """
-    folder = folder or release_folder()
+    if version not in releases():
+        raise EngineError("SGLang: release", seen=version, expected=" or ".join(releases()))
+    return shipped_folder("patches") / "sglang" / version
+
+
+def read_patches(version: str = DEFAULT_RELEASE, folder: Path | None = None) -> PatchSet:
+    """The patches of `folder`, by default those of the release that belong to this version of moerl.
+
+    Raises:
+        EngineError: no such release; a file is no unified diff, or there is none.
+    """
+    folder = folder or release_folder(version)
     patches = []
-    digest = hashlib.blake2b(SGLANG_VERSION.encode(), digest_size=8)
+    digest = hashlib.blake2b(version.encode(), digest_size=8)
     for path in sorted(folder.glob("[0-9]*.patch")):
         text = path.read_text()
         digest.update(f"\0{path.stem}\0{text}".encode())
         patches.append(Patch(path.stem, text, parse_diff(text, path.stem)))
     if not patches:
         raise EngineError("SGLang patches: none found", seen=folder, expected="numbered .patch files")
-    return PatchSet(SGLANG_VERSION, tuple(patches), digest.hexdigest())
+    return PatchSet(version, tuple(patches), digest.hexdigest())
 
 
 def apply_patches(site: Path, patches: PatchSet) -> bool:
@@ -88,7 +102,7 @@ def apply_patches(site: Path, patches: PatchSet) -> bool:
         verify_patches(site, patches)
         return False
     contents = {path: _read(site / path) for path in patches.paths}
-    _require_released(site, contents)
+    _require_released(site, patches.version, contents)
     for patch in patches.patches:
         for file in patch.files:
             contents[file.path] = apply_patch(contents[file.path], file, patch.name)
@@ -107,6 +121,24 @@ def apply_patches(site: Path, patches: PatchSet) -> bool:
         temporary.write_text(json.dumps(stamp, indent=2) + "\n")
         temporary.chmod(0o644)
     return True
+
+
+def verify_installation(site: Path) -> PatchSet:
+    """Proves that the package in `site` is a release that there are patches for, with exactly its patches.
+
+    Returns:
+        The patches, and with them the release.
+
+    Raises:
+        EngineError: another release, or none; otherwise as `verify_patches`.
+    """
+    found = _found(site)
+    if len(found) != 1 or found[0] not in releases():
+        expected = f"sglang {' or '.join(releases())}, which there are patches for"
+        raise _other_release(site, found, expected)
+    patches = read_patches(found[0])
+    verify_patches(site, patches)
+    return patches
 
 
 def verify_patches(site: Path, patches: PatchSet) -> None:
@@ -128,7 +160,7 @@ def verify_patches(site: Path, patches: PatchSet) -> None:
     for patch in reversed(patches.patches):
         for file in reversed(patch.files):
             contents[file.path] = revert_patch(contents[file.path], file, patch.name)
-    _require_released(site, contents)
+    _require_released(site, patches.version, contents)
 
 
 def is_current(site: Path, patches: PatchSet) -> bool:
@@ -147,19 +179,24 @@ def _stamped(site: Path) -> str | None:
 
 def require_release(site: Path, version: str) -> None:
     """Raises EngineError where `site` holds another release of SGLang, or none."""
-    found = sorted(path.name[len("sglang-") : -len(".dist-info")] for path in site.glob("sglang-*.dist-info"))
+    found = _found(site)
     if found != [version]:
-        raise EngineError(
-            f"SGLang in {site}",
-            seen=", ".join(found) or "not installed",
-            expected=f"sglang {version}, which the patches were made for",
-            remedy=_FRESH,
-        )
+        raise _other_release(site, found, f"sglang {version}, which the patches were made for")
 
 
-def _require_released(site: Path, contents: Mapping[str, str | None]) -> None:
+def _found(site: Path) -> list[str]:
+    """The releases of SGLang in `site`."""
+    return sorted(path.name[len("sglang-") : -len(".dist-info")] for path in site.glob("sglang-*.dist-info"))
+
+
+def _other_release(site: Path, found: Sequence[str], expected: str) -> EngineError:
+    seen = ", ".join(found) or "not installed"
+    return EngineError(f"SGLang in {site}", seen=seen, expected=expected, remedy=_FRESH)
+
+
+def _require_released(site: Path, version: str, contents: Mapping[str, str | None]) -> None:
     """Every file as the package's RECORD lists it; None for a file that the release has not."""
-    record = site / f"sglang-{SGLANG_VERSION}.dist-info" / "RECORD"
+    record = site / f"sglang-{version}.dist-info" / "RECORD"
     if not record.is_file():
         raise EngineError(f"SGLang in {site}: no list of its files", expected=record, remedy=_FRESH)
     released = {row[0]: row[1] for row in csv.reader(record.read_text().splitlines()) if len(row) > 1}

@@ -29,7 +29,7 @@ from moerl.errors import EngineError
 from moerl.rollout.fleet.endpoint import Endpoint, require_private, write_endpoint
 from moerl.rollout.sglang.handshake import UNSYNCED
 from moerl.rollout.sglang.install import python_of, site_packages
-from moerl.rollout.sglang.patches import read_patches, verify_patches
+from moerl.rollout.sglang.patches import verify_installation
 
 ENDPOINT_FILE = "server.json"
 OPTIONS_FILE = "options.yaml"
@@ -103,7 +103,7 @@ class SGLangServer:
                 folder.
         """
         require_private(options.host)
-        verify_patches(site_packages(options.environment), read_patches())
+        verify_installation(site_packages(options.environment))
         if not (options.model / "config.json").is_file():
             raise EngineError(
                 f"model to serve: {options.model}",

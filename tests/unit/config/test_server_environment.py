@@ -41,3 +41,8 @@ def test_nothing_of_the_current_directory_is_imported_by_a_server_or_what_it_sta
     environment = server_environment("cpu", 1)
     done = subprocess.run([sys.executable, *start], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert "current directory" not in done.stderr
+
+
+def test_a_server_on_cpu_opens_no_nccl():
+    assert not Path(server_environment("cpu", 2, {})["SGLANG_NCCL_SO_PATH"]).exists()
+    assert "SGLANG_NCCL_SO_PATH" not in server_environment("cuda", 2, {})

@@ -17,7 +17,7 @@ from moerl.config.rollouts import RolloutConfig
 from moerl.errors import EngineError
 from moerl.launch.servers import prepare_for_servers
 from moerl.rollout.fleet.endpoint import Endpoint, write_endpoint
-from moerl.rollout.sglang.patches import SGLANG_VERSION, STAMP, read_patches
+from moerl.rollout.sglang.patches import DEFAULT_RELEASE, STAMP, read_patches
 
 
 def own(environment: Path) -> RolloutConfig:
@@ -36,11 +36,11 @@ def environment(tmp_path: Path) -> Path:
     """One that was finished, as far as its marker, its release and its stamp say; nothing of SGLang is in it."""
     made = tmp_path / "env"
     site = made / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
-    for folder in (made / "bin", site / "sglang", site / f"sglang-{SGLANG_VERSION}.dist-info"):
+    for folder in (made / "bin", site / "sglang", site / f"sglang-{DEFAULT_RELEASE}.dist-info"):
         folder.mkdir(parents=True)
     (made / "bin" / "python").symlink_to(sys.executable)
     (made / "pyvenv.cfg").write_text(f"home = {Path(sys.executable).parent}\n")
-    (made / "moerl-sglang.json").write_text(json.dumps({"sglang": SGLANG_VERSION, "device": "cpu"}))
+    (made / "moerl-sglang.json").write_text(json.dumps({"sglang": DEFAULT_RELEASE, "device": "cpu"}))
     (site / STAMP).write_text(json.dumps({"fingerprint": read_patches().fingerprint}))
     return made
 
@@ -52,7 +52,7 @@ BROKEN = {
     "a marker that is no text": (lambda env: (env / "moerl-sglang.json").write_bytes(b"\xff\0"), "cannot be read"),
     "no interpreter": (lambda env: (env / "bin" / "python").unlink(), "not there"),
     "an interpreter that does not run": (lambda env: broken_interpreter(env), "find its packages"),
-    "another release": (lambda env: rename(env, "sglang-0.5.23.dist-info"), r"0\.5\.23"),
+    "another release": (lambda env: rename(env, "sglang-0.5.22.dist-info"), r"0\.5\.22"),
     "no release": (lambda env: rename(env, "away"), "not installed"),
     "no stamp": (lambda env: next(env.glob(f"lib/*/*/{STAMP}")).unlink(), "not patched"),
     "a stamp of something else": (lambda env: next(env.glob(f"lib/*/*/{STAMP}")).write_text("{"), "not patched"),

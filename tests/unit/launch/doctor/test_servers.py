@@ -25,7 +25,7 @@ from moerl.launch.doctor.servers import (
     token_files,
 )
 from moerl.rollout.fleet.endpoint import Endpoint, write_endpoint
-from moerl.rollout.sglang.patches import SGLANG_VERSION, STAMP, read_patches
+from moerl.rollout.sglang.patches import DEFAULT_RELEASE, STAMP, read_patches
 
 ENDPOINT = Endpoint("http://127.0.0.1:30000", "a" * 64, "b" * 64)
 
@@ -35,11 +35,11 @@ def environment(tmp_path: Path) -> Path:
     """One that is finished as far as its marker, its release and its stamp say; nothing of SGLang is in it."""
     made = tmp_path / "env"
     site = made / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
-    for folder in (made / "bin", site / "sglang", site / f"sglang-{SGLANG_VERSION}.dist-info"):
+    for folder in (made / "bin", site / "sglang", site / f"sglang-{DEFAULT_RELEASE}.dist-info"):
         folder.mkdir(parents=True)
     (made / "bin" / "python").symlink_to(sys.executable)
     (made / "pyvenv.cfg").write_text(f"home = {Path(sys.executable).parent}\n")
-    (made / "moerl-sglang.json").write_text(json.dumps({"sglang": SGLANG_VERSION, "device": "cpu"}))
+    (made / "moerl-sglang.json").write_text(json.dumps({"sglang": DEFAULT_RELEASE, "device": "cpu"}))
     (site / STAMP).write_text(json.dumps({"fingerprint": read_patches().fingerprint}))
     return made
 

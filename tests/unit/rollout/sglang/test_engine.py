@@ -10,13 +10,14 @@ from typing import Any
 
 import msgspec
 import pytest
-from sglang_fake import SPEC, Answer, FakeLauncher, FakeServer, contract_report, reply, server_info
+from sglang_fake import SPEC, Answer, FakeLauncher, FakeServer, contract_report, of_release, reply, server_info
 
 from moerl.contract.ports import RolloutEngine, RolloutRequest
 from moerl.contract.trajectory import MAX_KEPT_IDS, Lineage, SamplingParams, Trajectory
 from moerl.errors import EngineError
 from moerl.rollout.fleet.engine import FleetEngine
 from moerl.rollout.fleet.request_loop import MAX_FAILURES
+from moerl.rollout.sglang.patches import releases
 
 
 @pytest.fixture
@@ -236,6 +237,22 @@ def test_a_server_that_lacks_something_is_refused_by_name(report, message: str, 
         connect()
 
 
+@pytest.mark.parametrize("release", releases())
+def test_a_server_of_every_release_with_its_own_patches_is_taken(release: str, fake: FakeServer, connect):
+    fake.info = of_release(release)
+    assert len(list(connect().generate(requests(2)))) == 2
+
+
+def test_servers_of_two_releases_in_one_run_are_refused(fake: FakeServer, engine_on):
+    other = FakeServer()
+    other.info = of_release("0.5.23")
+    try:
+        with pytest.raises(EngineError, match="SGLang servers of different releases"):
+            engine_on(fake, other)
+    finally:
+        other.close()
+
+
 def test_a_server_of_another_precision_is_refused_and_left(fake: FakeServer, engine_on):
     launcher = FakeLauncher(fake)
     with pytest.raises(EngineError, match="precision"):
@@ -246,7 +263,8 @@ def test_a_server_of_another_precision_is_refused_and_left(fake: FakeServer, eng
 @pytest.mark.parametrize(
     ("info", "message"),
     [
-        ({"version": "0.5.23"}, r"release; seen: 0\.5\.23"),
+        ({"version": "0.5.22"}, r"release; seen: 0\.5\.22; expected: 0\.5\.21 or 0\.5\.23"),
+        ({"version": "0.5.23"}, "patches"),
         ({"internal_states": [{}]}, "no contract"),
         ({"internal_states": []}, "no contract"),
         ({"sampling_backend": "flashinfer"}, "--sampling-backend"),

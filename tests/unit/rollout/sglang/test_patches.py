@@ -6,9 +6,20 @@ import re
 from pathlib import Path
 
 import pytest
+from receivers import RELAY
 
 from moerl.errors import EngineError
-from moerl.rollout.sglang.patches import STAMP, PatchSet, apply_patches, read_patches, release_folder, verify_patches
+from moerl.rollout.sglang.patches import (
+    DEFAULT_RELEASE,
+    STAMP,
+    PatchSet,
+    apply_patches,
+    read_patches,
+    release_folder,
+    releases,
+    verify_installation,
+    verify_patches,
+)
 
 OLD = "".join(f"line {i}\n" for i in range(12))
 PATCH = """--- a/sglang/one.py
@@ -44,7 +55,7 @@ def site(tmp_path: Path) -> Path:
     site = tmp_path / "site"
     (site / "sglang").mkdir(parents=True)
     (site / "sglang" / "one.py").write_text(OLD)
-    info = site / "sglang-0.5.21.dist-info"
+    info = site / f"sglang-{DEFAULT_RELEASE}.dist-info"
     info.mkdir()
     (info / "RECORD").write_text(record("sglang/one.py", OLD))
     return site
@@ -56,7 +67,7 @@ def patches(tmp_path: Path) -> PatchSet:
     folder.mkdir()
     (folder / "0001-one.patch").write_text(PATCH)
     (folder / "0002-two.patch").write_text(SECOND)
-    return read_patches(folder)
+    return read_patches(folder=folder)
 
 
 def test_patches_are_applied_in_order_and_stamped(site: Path, patches: PatchSet):
@@ -104,21 +115,59 @@ def test_missing_patches_and_others_are_told_apart(site: Path, patches: PatchSet
     apply_patches(site, patches)
     (tmp_path / "patches" / "0002-two.patch").write_text(SECOND.replace("+new", "+newer"))
     with pytest.raises(EngineError, match="other patches"):
-        apply_patches(site, read_patches(tmp_path / "patches"))
+        apply_patches(site, read_patches(folder=tmp_path / "patches"))
 
 
-def test_our_own_patches_are_well_formed_and_each_has_a_line_in_the_readme():
-    patches = read_patches()
-    readme = (release_folder() / "README.md").read_text()
+def test_a_release_without_patches_is_refused_with_those_that_have_some(site: Path):
+    supported = " or ".join(releases())
+    with pytest.raises(EngineError, match=rf"seen: 0\.5\.22; expected: {supported}"):
+        read_patches("0.5.22")
+    (site / f"sglang-{DEFAULT_RELEASE}.dist-info").rename(site / "sglang-0.5.22.dist-info")
+    with pytest.raises(EngineError, match=rf"seen: 0\.5\.22; expected: sglang {supported}"):
+        verify_installation(site)
+
+
+def test_two_releases_in_one_folder_are_refused(site: Path):
+    (site / "sglang-0.5.23.dist-info").mkdir()
+    with pytest.raises(EngineError, match=r"seen: 0\.5\.21, 0\.5\.23"):
+        verify_installation(site)
+
+
+def test_releases_are_listed_with_the_oldest_first():
+    assert releases() == ("0.5.21", "0.5.23")
+    assert DEFAULT_RELEASE in releases()
+
+
+def test_every_release_has_a_fingerprint_of_its_own():
+    assert len({read_patches(release).fingerprint for release in releases()}) == len(releases())
+
+
+def test_equal_patches_of_two_releases_have_two_fingerprints(patches: PatchSet, tmp_path: Path):
+    assert read_patches("0.5.23", tmp_path / "patches").fingerprint != patches.fingerprint
+
+
+def test_the_relay_of_weights_is_the_same_in_every_release():
+    """Tests and benchmarks that run it without a server take it from one of them."""
+    patches = [patch for release in releases() for patch in read_patches(release).patches]
+    relays = [file.hunks for patch in patches for file in patch.files if file.path == RELAY]
+    assert len(relays) == len(releases())
+    assert all(relay == relays[0] for relay in relays)
+
+
+@pytest.mark.parametrize("release", releases())
+def test_our_own_patches_are_well_formed_and_each_has_a_line_in_the_readme(release: str):
+    patches = read_patches(release)
+    readme = (release_folder(release) / "README.md").read_text()
     assert [patch.name[:4] for patch in patches.patches] == [f"{i:04d}" for i in range(1, len(patches.patches) + 1)]
     for patch in patches.patches:
         assert f"`{patch.name}`" in readme
 
 
-def test_the_readme_names_a_test_for_every_patch_and_each_is_there():
+@pytest.mark.parametrize("release", releases())
+def test_the_readme_names_a_test_for_every_patch_and_each_is_there(release: str):
     tests = Path(__file__).parents[3]
-    rows = [line for line in (release_folder() / "README.md").read_text().splitlines() if line.startswith("| `")]
-    assert len(rows) == len(read_patches().patches)
+    rows = [line for line in (release_folder(release) / "README.md").read_text().splitlines() if line.startswith("| `")]
+    assert len(rows) == len(read_patches(release).patches)
     for row in rows:
         column = row.split(" | ")[-1]
         files = re.findall(r"`(\w+/test_\w+\.py)`", column)
