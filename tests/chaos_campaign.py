@@ -24,7 +24,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -190,12 +190,14 @@ def run_once(
     *,
     sums: Sums,
     whole: float,
+    is_enough: Callable[[], bool],
 ) -> Path:
     """A run through all its lives; what is wrong with it goes into the tally.
 
     Args:
         arguments: of the run. whole: seconds of an undisturbed one. Between two disturbances lies up to a quarter of
             it: few lives come to their end undisturbed, and runs get on nevertheless, however fast the machine is.
+        is_enough: from when on the run is left in peace, so that it comes to its end.
     """
     run = Path(arguments[-1].partition("=")[2].strip("'"))
     promised: dict[str, bytes] = {}
@@ -204,11 +206,12 @@ def run_once(
         tally.lives += 1
         life, done = Life(runs, arguments, sums), ""
         life.wait(rng.uniform(0.0, whole / 4))
-        while not life.is_over:
+        while not life.is_over and not is_enough():
             done = disturb(rng, life, variant)
             if done:
                 tally.disturbances[done] += 1
             life.wait(rng.uniform(0.0, whole / 4))
+        life.wait(RUN_SECONDS)
         assert life.finished is not None, "the run neither went on nor ended"
         left = [f"{role} {pid}" for pid, role in life.seen.items() if not gone(pid)]
         tally.broken += [f"{run}: {each} outlived the run after {done}" for each in left]
@@ -295,7 +298,9 @@ def campaign(variant: Variant, arguments: argparse.Namespace, deadline: float, t
 
     def is_enough() -> bool:
         all_done = sum(each.disturbances.total() for each in tallies)
-        return tally.disturbances.total() >= LEAST and all_done >= arguments.disturbances
+        return time.monotonic() > deadline or (
+            tally.disturbances.total() >= LEAST and all_done >= arguments.disturbances
+        )
 
     rng = random.Random(f"{arguments.seed}/{variant.name}")
     with tempfile.TemporaryDirectory() as name:
@@ -309,9 +314,9 @@ def campaign(variant: Variant, arguments: argparse.Namespace, deadline: float, t
             )
             assert finished.status == 0, finished.output
             whole, undisturbed = time.monotonic() - began, model_of(folder / "whole")
-            while not is_enough() and time.monotonic() < deadline and not tally.broken:
+            while not is_enough() and not tally.broken:
                 chosen = arguments_of(folder / f"run-{tally.runs}", sums, variant)
-                run = run_once(runs, chosen, variant, rng, tally, sums=sums, whole=whole)
+                run = run_once(runs, chosen, variant, rng, tally, sums=sums, whole=whole, is_enough=is_enough)
                 if variant.is_ordered and not tally.broken and model_of(run) != undisturbed:
                     tally.broken.append(f"{run}: another model than that of the undisturbed run")
         finally:
