@@ -140,14 +140,19 @@ class Life:
 
 
 def descendants(pid: int) -> Iterator[int]:
-    """Processes that a process has started, and theirs."""
+    """Processes that a process has started, by whichever of its threads, and theirs."""
     try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        children = [int(each) for file in threads_of(pid) for each in (file / "children").read_text().split()]
     except (FileNotFoundError, ProcessLookupError):
         return
-    for child in map(int, children):
+    for child in children:
         yield child
         yield from descendants(child)
+
+
+def threads_of(pid: int) -> list[Path]:
+    folder = Path(f"/proc/{pid}/task")
+    return [folder / thread for thread in os.listdir(folder)]
 
 
 def role_of(pid: int) -> str:
