@@ -93,7 +93,9 @@ def retractions_change_nothing(bench: Bench) -> str:
             f"the key-value pool holds {facts.pool_tokens} tokens, too many to fill; start a server with a smaller one"
             " (moerl serve --max-pool-tokens 2048)"
         )
-    asks = [Ask(bench.prompt(f"pressure-{i}", 24), replace(GREEDY, seed=i), new_tokens) for i in range(count)]
+    # Servers that keep room for all tokens of requests without stop ids retract none of these.
+    stop_ids = bench.prompt("pressure-stop", 1)
+    asks = [Ask(bench.prompt(f"pressure-{i}", 24), replace(GREEDY, seed=i), new_tokens, stop_ids) for i in range(count)]
     answers = bench.fresh(asks, "pressure")
     retracted = [(ask, answer) for ask, answer in zip(asks, answers, strict=True) if answer.retractions]
     if not retracted:
