@@ -6,7 +6,7 @@ A token counts once it is an input: a sample of S tokens has S - 1 rows. Every f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from moerl.batching.cost import SequenceCost
 from moerl.batching.partition import Pack, plan_packs
-from moerl.batching.prefixes import Family, alone, find_families
+from moerl.batching.prefixes import Family, alone, find_families, find_text_families
 from moerl.batching.rows import Padding, Rows, build_microbatch, text_rows, trajectory_rows
 from moerl.contract.batch import Microbatch, TextSample, TrainSample
 from moerl.contract.reasons import Reason
@@ -85,19 +85,15 @@ def pack_for_ranks(
     """
     spec = _common_spec(samples)
     _refuse_repeated_rollouts(samples)
-    families = _families(samples, num_ranks, options)
-    sizes = [family.size(samples, options.padding) for family in families]
-    costs = [family.cost(samples, options.padding, options.cost) for family in families]
-    plan = _plan(sizes, costs, num_ranks, options)
+    num_rows = [len(sample.trajectory) - 1 for sample in samples]
+    families = alone(len(samples))
+    if options.share_prompts:
+        families = find_families(samples, options.padding, _most_rows(num_rows, num_ranks, options))
 
-    def build(pack: Pack) -> Microbatch:
-        sequences: list[Rows] = []
-        for family in (families[i] for i in pack):
-            rows = [trajectory_rows(samples[i], i, replay=replay, uncaptured=uncaptured) for i in family.members]
-            sequences += family.sequences(rows, len(sequences))
-        return build_microbatch(sequences, options.padding, spec if replay else None)
+    def rows(index: int) -> Rows:
+        return trajectory_rows(samples[index], index, replay=replay, uncaptured=uncaptured)
 
-    return [[build(pack) for pack in packs] for packs in plan]
+    return _pack(families, num_rows, rows, num_ranks, options, spec if replay else None)
 
 
 def pack_text_for_ranks(samples: Sequence[TextSample], num_ranks: int, options: PackOptions) -> list[list[Microbatch]]:
@@ -107,12 +103,12 @@ def pack_text_for_ranks(samples: Sequence[TextSample], num_ranks: int, options: 
         ContractError: A sequence is too short, or its loss mask does not fit.
         ConfigError: the budget does not hold one padded row.
     """
-    sizes = [options.padding.padded(len(sample.token_ids) - 1) for sample in samples]
-    plan = _plan(sizes, [options.cost(size) for size in sizes], num_ranks, options)
-    return [
-        [build_microbatch([text_rows(samples[i], i) for i in pack], options.padding, None) for pack in packs]
-        for packs in plan
-    ]
+    texts = [text_rows(sample, index) for index, sample in enumerate(samples)]
+    num_rows = [len(text) for text in texts]
+    families = alone(len(texts))
+    if options.share_prompts:
+        families = find_text_families(texts, options.padding, _most_rows(num_rows, num_ranks, options))
+    return _pack(families, num_rows, texts.__getitem__, num_ranks, options, None)
 
 
 def packing_metrics(ranks: Sequence[Sequence[Microbatch]], options: PackOptions) -> dict[str, float]:
@@ -151,13 +147,31 @@ def _num_shared(batch: Microbatch) -> int:
     return int(before.sum() - np.diff(batch.cu_seqlens)[used].sum())
 
 
-def _families(samples: Sequence[TrainSample], num_ranks: int, options: PackOptions) -> list[Family]:
-    """Samples that go into one microbatch together: small enough for it, and for ranks to be balanced with them."""
-    if not options.share_prompts:
-        return alone(samples)
-    num_rows = sum(len(sample.trajectory) - 1 for sample in samples)
-    even = num_rows // (_PARTS_OF_A_RANK * num_ranks) if num_ranks > 1 else num_rows
-    return find_families(samples, options.padding, min(options.token_budget, even))
+def _most_rows(num_rows: Sequence[int], num_ranks: int, options: PackOptions) -> int:
+    """Of a family: it fits into a microbatch, and ranks can be balanced with it."""
+    total = sum(num_rows)
+    return min(options.token_budget, total // (_PARTS_OF_A_RANK * num_ranks) if num_ranks > 1 else total)
+
+
+def _pack(
+    families: Sequence[Family],
+    num_rows: Sequence[int],
+    rows_of: Callable[[int], Rows],
+    num_ranks: int,
+    options: PackOptions,
+    spec: ModelSpec | None,
+) -> list[list[Microbatch]]:
+    """Microbatches per rank. num_rows, rows_of: of every sample. spec: as in `build_microbatch`."""
+    sizes = [family.size(num_rows, options.padding) for family in families]
+    costs = [family.cost(num_rows, options.padding, options.cost) for family in families]
+
+    def build(pack: Pack) -> Microbatch:
+        sequences: list[Rows] = []
+        for family in (families[i] for i in pack):
+            sequences += family.sequences([rows_of(i) for i in family.members], len(sequences))
+        return build_microbatch(sequences, options.padding, spec)
+
+    return [[build(pack) for pack in packs] for packs in _plan(sizes, costs, num_ranks, options)]
 
 
 def _plan(sizes: Sequence[int], costs: Sequence[float], num_ranks: int, options: PackOptions) -> list[list[Pack]]:

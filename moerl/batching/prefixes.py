@@ -1,4 +1,5 @@
-"""Rows that several samples begin with: the prompt of a group is packed and computed once, its responses go on from it.
+"""Rows that several samples begin with: the prompt of a group is packed and computed once, its responses go on from it;
+and so do supervised texts from what all of them begin with.
 
 A sample of S tokens whose first sampled one is token p has p - 1 rows that predict nothing that was sampled; row p - 1,
 the last of the prompt, predicts the first sampled token and stays with its response. Samples share rows only where
@@ -28,14 +29,14 @@ class Family:
     members: tuple[int, ...]
     num_shared: int = 0
 
-    def size(self, samples: Sequence[TrainSample], padding: Padding) -> int:
-        """Rows with their padding."""
-        return self.num_shared + sum(padding.padded(_rows(samples[i]) - self.num_shared) for i in self.members)
+    def size(self, num_rows: Sequence[int], padding: Padding) -> int:
+        """Rows with their padding; `num_rows`: of every sample."""
+        return self.num_shared + sum(padding.padded(num_rows[i] - self.num_shared) for i in self.members)
 
-    def cost(self, samples: Sequence[TrainSample], padding: Padding, cost: SequenceCost) -> float:
+    def cost(self, num_rows: Sequence[int], padding: Padding, cost: SequenceCost) -> float:
         """The shared rows once, and of each sample what its others add."""
         shared = cost(self.num_shared)
-        return shared + sum(cost(padding.padded(_rows(samples[i]))) - shared for i in self.members)
+        return shared + sum(cost(padding.padded(num_rows[i])) - shared for i in self.members)
 
     def sequences(self, rows: Sequence[Rows], before: int) -> list[Rows]:
         """The sequences that are packed for it.
@@ -52,9 +53,9 @@ class Family:
         ]
 
 
-def alone(samples: Sequence[TrainSample]) -> list[Family]:
+def alone(num_samples: int) -> list[Family]:
     """Every sample with all of its rows."""
-    return [Family((index,)) for index in range(len(samples))]
+    return [Family((index,)) for index in range(num_samples)]
 
 
 def find_families(samples: Sequence[TrainSample], padding: Padding, most_rows: int) -> list[Family]:
@@ -76,8 +77,21 @@ def find_families(samples: Sequence[TrainSample], padding: Padding, most_rows: i
     families = []
     for (num_shared, _), candidates in found.items():
         for members in candidates:
-            families += _divided(members, num_shared, [_rows(samples[i]) for i in members], most_rows)
+            rows = [len(samples[i].trajectory) - 1 for i in members]
+            families += _divided(members, num_shared, rows, most_rows)
     return sorted(families, key=lambda family: family.members)
+
+
+def find_text_families(texts: Sequence[Rows], padding: Padding, most_rows: int) -> list[Family]:
+    """The same of supervised texts, which share what all of them begin with: an instruction, say. No routing is
+    recorded for them."""
+    unlearned = [int(text.loss_mask.argmax()) for text in texts]
+    begins = np.stack([text.input_ids[: min(unlearned)] for text in texts]) if texts else np.zeros((0, 0))
+    num_shared = int((begins == begins[:1]).all(0).cumprod().sum())
+    num_shared -= num_shared % padding.sequence
+    if not num_shared:
+        return alone(len(texts))
+    return _divided(range(len(texts)), num_shared, [len(text) for text in texts], most_rows)
 
 
 def _divided(members: Sequence[int], num_shared: int, rows: Sequence[int], most_rows: int) -> list[Family]:
@@ -101,7 +115,3 @@ def _num_shared(trajectory: Trajectory, padding: Padding) -> int:
 def _same_routing(first: Trajectory, other: Trajectory, num_rows: int) -> bool:
     same = np.array_equal(first.routed[:num_rows], other.routed[:num_rows])
     return same and np.array_equal(first.expert_ids[:num_rows], other.expert_ids[:num_rows])
-
-
-def _rows(sample: TrainSample) -> int:
-    return len(sample.trajectory) - 1

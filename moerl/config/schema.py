@@ -120,7 +120,8 @@ class TrainerConfig(Section):
     microbatch_tokens: Count = Field(description="Most tokens packed into one forward pass.")
     share_prompts: bool = Field(
         description="The prompt of a group is computed once, and its responses go on from it, where tokens and recorded"
-        " experts are the same. On CPUs only. The load-balancing loss counts such a prompt once."
+        " experts are the same; so is what all texts of a supervised batch begin with. On CPUs only. The load-balancing"
+        " loss counts such rows once."
     )
     recompute: Literal["none", "selective", "full"] = Field(
         description="Activations computed again in the backward pass to save memory."

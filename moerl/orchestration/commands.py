@@ -29,7 +29,7 @@ from moerl.orchestration.batches import pack_options
 from moerl.orchestration.chat import write_prompts
 from moerl.orchestration.cold_start import cold_start
 from moerl.orchestration.ends import describe_ends, read_ends
-from moerl.orchestration.engines import open_engine
+from moerl.orchestration.engines import MakeProcess, begun_early, open_engine
 from moerl.orchestration.evaluation import Evaluation, evaluate
 from moerl.orchestration.history import take_changes
 from moerl.orchestration.models import build_model, read_tokenizer
@@ -73,14 +73,16 @@ def _until_stopped(run: Run, stop: StopRequest, train: Callable[[], None]) -> in
 
 def _train(run: Run, model_path: Path) -> None:
     config = run.config
-    if config.sft.steps > 0:
-        model_path = cold_start(run, model_path)
-    run.reporter.begin_part("start of the engine")
-    start = replace(run.model, folder=model_path)
     with ExitStack() as stack:
+        process: MakeProcess = partial(engine_process, config)
+        if config.sft.steps > 0:
+            process = stack.enter_context(begun_early(config, process))
+            model_path = cold_start(run, model_path)
+        run.reporter.begin_part("start of the engine")
+        start = replace(run.model, folder=model_path)
         engine = run.unless_stopped(
             # Closed at the end whatever comes right after it is open.
-            lambda: stack.enter_context(closing(_open_engine(run, start, -1)))
+            lambda: stack.enter_context(closing(_open_engine(run, start, -1, process)))
         )
         run.leave_if_told()
         assert engine is not None
@@ -92,10 +94,9 @@ def _train(run: Run, model_path: Path) -> None:
         run.reporter.finish(run.summary(steps=config.rl.steps))
 
 
-def _open_engine(run: Run, model: ModelDescription, version: int) -> PolicyEngine:
-    """As `open_engine`, with the run's own servers, or the engine's process, where its ranks are."""
-    launcher, process = partial(server_launcher, run.config), partial(engine_process, run.config)
-    return open_engine(run.config, model, version, run.reporter.say, launcher, process)
+def _open_engine(run: Run, model: ModelDescription, version: int, process: MakeProcess) -> PolicyEngine:
+    """As `open_engine`, with the run's own servers where its ranks are."""
+    return open_engine(run.config, model, version, run.reporter.say, partial(server_launcher, run.config), process)
 
 
 def _check_handshake(engine: ModelSpec, trainer: ModelSpec) -> None:
@@ -112,7 +113,9 @@ def _train_supervised(run: Run, model_path: Path) -> None:
     config, output = run.config, cold_start(run, model_path)
 
     def measure() -> Evaluation:
-        with closing(_open_engine(run, replace(run.model, folder=output), 0)) as engine:
+        with closing(
+            _open_engine(run, replace(run.model, folder=output), 0, partial(engine_process, config))
+        ) as engine:
             collector = _collector(config, output, engine, run)
             return evaluate(collector, "heldout", config.evaluation.heldout_problems, version=0)
 

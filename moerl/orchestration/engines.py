@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,12 +16,13 @@ from moerl.config.model_tensors import check_weights
 from moerl.config.placement import controller_address
 from moerl.config.rollouts import EmbeddedRolloutConfig, ServerRolloutConfig, SGLangRolloutConfig
 from moerl.config.schema import RunConfig
+from moerl.config.threads import engine_threads
 from moerl.contract.ports import PolicyEngine
 from moerl.errors import EngineError
 from moerl.models.description import ModelDescription
 from moerl.orchestration.models import make_engine
 from moerl.rollout.beside.engine import BesideEngine
-from moerl.rollout.beside.local import EngineProcess, LocalProcess
+from moerl.rollout.beside.local import EngineProcess, LocalProcess, dismiss
 from moerl.rollout.beside.messages import Start
 from moerl.rollout.fleet.backend import ModelFacts, ServerLauncher
 from moerl.rollout.fleet.engine import FleetEngine
@@ -40,6 +42,28 @@ TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 
 
 OwnLauncher = Callable[[ServerOptions, Path, float], ServerLauncher]
+MakeProcess = Callable[[Path], EngineProcess]
+
+
+@contextmanager
+def begun_early(config: RunConfig, process: MakeProcess) -> Iterator[MakeProcess]:
+    """`process` for `open_engine`, where that of an embedded engine beside the trainer begins at once: it imports its
+    libraries while the caller does something else. It ends with the context if no engine took it."""
+    rollout = config.rollout
+    if not isinstance(rollout, EmbeddedRolloutConfig) or rollout.placement != "beside" or config.launch.on == "ray":
+        yield process
+        return
+    waiting = [process(_log(config))]
+    try:
+        yield lambda log: waiting.pop()
+    finally:
+        for each in waiting:
+            dismiss(each)
+
+
+def _log(config: RunConfig) -> Path:
+    """For the output of an engine's process."""
+    return config.run_dir / "logs" / "engine.log"
 
 
 def open_engine(
@@ -48,7 +72,7 @@ def open_engine(
     version: int,
     say: Callable[[str], None],
     launcher: OwnLauncher = OwnServer,
-    process: Callable[[Path], EngineProcess] = LocalProcess,
+    process: MakeProcess = LocalProcess,
 ) -> PolicyEngine:
     """The engine of `config.rollout` for the model of a directory; whoever opens it closes it.
 
@@ -66,8 +90,10 @@ def open_engine(
     assert model.folder is not None
     check_weights(model.folder)
     if isinstance(rollout, EmbeddedRolloutConfig) and rollout.placement == "beside":
-        start = Start(str(model.folder), rollout.dtype, model.spec, rollout.max_running, config.num_threads, version)
-        return BesideEngine(start, process(config.run_dir / "logs" / "engine.log"))
+        start = Start(
+            str(model.folder), rollout.dtype, model.spec, rollout.max_running, engine_threads(config), version
+        )
+        return BesideEngine(start, process(_log(config)))
     if isinstance(rollout, EmbeddedRolloutConfig):
         return make_engine(model, dtype=rollout.dtype, max_running=rollout.max_running, version=version)
     options = EngineOptions(

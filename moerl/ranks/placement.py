@@ -8,6 +8,7 @@ from pathlib import Path
 
 from moerl.config.placement import set_ray_variables
 from moerl.config.schema import RunConfig
+from moerl.config.threads import engine_threads
 from moerl.contract.ports import Task
 from moerl.errors import CheckpointError
 from moerl.ranks.group import Ranks, TrainerGroup
@@ -69,7 +70,7 @@ def engine_process(config: RunConfig, log: Path) -> EngineProcess:
     if config.launch.on == "ray":
         from moerl.ranks.on_ray.engines import RemoteProcess
 
-        return RemoteProcess(log, config.num_threads)
+        return RemoteProcess(log, engine_threads(config))
     return LocalProcess(log)
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 
 from moerl.config.interfaces import interface_variables
 from moerl.config.schema import RunConfig
+from moerl.config.threads import rank_threads
 from moerl.contract.commands import AnyCommand, Close, Reply, Start, decode_reply, encode
 from moerl.contract.ports import PolicyEngine
 from moerl.errors import MoerlError
@@ -174,14 +175,13 @@ class Processes:
 
 
 def _environment(config: RunConfig, rank: int) -> dict[str, str]:
-    world_size = config.parallel.world_size
     return {
         **os.environ,
         **interface_variables("127.0.0.1"),
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "OMP_NUM_THREADS": str(max(1, config.num_threads // world_size)),
+        "WORLD_SIZE": str(config.parallel.world_size),
+        "OMP_NUM_THREADS": str(rank_threads(config, "sft")),
         # Ranks that wait must not burn the cores that others compute on.
         "OMP_WAIT_POLICY": "PASSIVE",
     }

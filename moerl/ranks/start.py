@@ -8,6 +8,7 @@ import torch
 
 from moerl.config.rollouts import SGLangRolloutConfig
 from moerl.config.schema import RunConfig
+from moerl.config.threads import rank_threads
 from moerl.contract.commands import Start
 from moerl.errors import ConfigError
 from moerl.ranks.libraries import quiet_libraries
@@ -28,7 +29,7 @@ def start_worker(start: Start, watch: Callable[[int, int], None], listener: int 
     config = RunConfig.model_validate_json(start.config)
     quiet_libraries()
     world_size = config.parallel.world_size
-    torch.set_num_threads(max(1, config.num_threads // world_size))
+    torch.set_num_threads(rank_threads(config, "sft"))
     if torch.cuda.is_available():
         check_gpus(start.local_ranks, _gpus_of_servers(config), torch.cuda.device_count())
     layout = groups.start(

@@ -14,10 +14,12 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from moerl.algorithms.agreement import STATISTICS
 from moerl.config.schema import RunConfig
+from moerl.config.threads import rank_threads
 from moerl.contract.batch import BatchTotals, Microbatch
 from moerl.contract.batch_wire import decode_batches
 from moerl.contract.commands import (
@@ -166,6 +168,7 @@ class Worker:
 
     def _build(self, command: Build, engine: CheckedSink | None) -> None:
         config, self._stage = self._config, command.stage
+        torch.set_num_threads(rank_threads(config, command.stage))
         model = replace(read_model(_on_this_node(command.model)), spec=command.spec)
         self._minibatches, self._reference, self._weights = [], None, None
         # The model before goes first: two of them need not fit.

@@ -14,6 +14,10 @@ from matrix import Case
 from packing_samples import with_prompt_of
 from ranks import Ranks
 
+from moerl.batching.packing import PackOptions, pack_text_for_ranks
+from moerl.batching.rows import Padding
+from moerl.contract.batch import TextSample
+from moerl.contract.shares import cut_share
 from moerl.errors import ReplayError
 
 pytestmark = pytest.mark.timeout(900)
@@ -126,3 +130,54 @@ def refused(layout: Any, path: Path) -> str:
 def test_a_shared_row_with_the_experts_of_another_is_refused(untied: Path, one_process: Ranks) -> None:
     (message,) = one_process.run(refused, untied)
     assert "checksum" in message or "MoE layer" in message
+
+
+# --- what supervised texts begin with --------------------------------------------------------------------------------
+
+TEXT_CASES = [
+    pytest.param(Case(1), id="one process"),
+    pytest.param(Case(2, CP), id="CP2"),
+    pytest.param(Case(4, TP | PP | EP), id="TP2-PP2-EP2", marks=pytest.mark.distributed),
+]
+
+
+def make_texts(seed: int) -> list[TextSample]:
+    """24 texts that begin with the same 17 tokens, of which none is learned."""
+    rng = np.random.default_rng(seed)
+    common = rng.integers(0, tiny_moe.SPEC.vocab_size, 17)
+    texts = []
+    for length in rng.integers(5, 20, 24).tolist():
+        token_ids = np.concatenate([common, rng.integers(0, tiny_moe.SPEC.vocab_size, length)]).astype(np.int32)
+        texts.append(TextSample(token_ids, np.arange(len(token_ids)) >= 20))
+    return texts
+
+
+def learn(layout: Any, path: Path, case: Case, share_prompts: bool) -> dict[str, Any]:
+    """Log-probs of the rows that are learned, rows computed, the gradient's norm and the weights after a step."""
+    from moerl.trainer.losses import TextLoss
+
+    trainer = matrix.build(layout, path, case)
+    dims = layout.dims
+    options = PackOptions(256, Padding.of(dims), count_multiple=dims.microbatch_multiple, share_prompts=share_prompts)
+    ranks = pack_text_for_ranks(make_texts(5), dims.data, options)
+    num_learned = tiny_moe.num_trained([batch for rank in ranks for batch in rank])
+    batches = [cut_share(batch, layout) for batch in ranks[layout.data_rank]]
+    report = trainer.step(batches, TextLoss(batches, trainer.spec.vocab_size, num_learned), enforce=False)
+    return {
+        "loss": sum(float(row.losses_T.sum()) for row in report.rows) if tiny_moe.speaks(trainer) else 0.0,
+        "rows": sum(int((~batch.is_pad).sum()) for batch in batches) if tiny_moe.speaks(trainer) else 0,
+        "grad_norm": report.update.grad_norm,
+        "weights": tiny_moe.exported(trainer),
+    }
+
+
+@pytest.mark.parametrize("case", TEXT_CASES)
+def test_texts_are_learned_as_if_each_were_computed_from_its_first_token(
+    case: Case, untied: Path, processes: Any, one_process: Ranks
+) -> None:
+    (apart,) = one_process.run(learn, untied, Case(1), False)
+    ranks = processes(case.processes).run(learn, untied, case, True, **case.sizes)
+    assert sum(rank["rows"] for rank in ranks) < 0.8 * apart["rows"]
+    assert sum(rank["loss"] for rank in ranks) == pytest.approx(apart["loss"], rel=1e-5)
+    assert ranks[0]["grad_norm"] == pytest.approx(apart["grad_norm"], rel=1e-4)
+    assert tiny_moe.largest_difference(ranks[0]["weights"], apart["weights"]) < 1e-6

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from moerl.config.schema import RunConfig
+from moerl.config.threads import rank_threads
 from moerl.contract.commands import AnyCommand, Close, Reply, Start, decode_reply, encode
 from moerl.contract.ports import PolicyEngine
 from moerl.errors import ConfigError, MoerlError, TrainerError
@@ -163,7 +164,7 @@ class Actors:
             "RANK": str(rank.rank),
             "LOCAL_RANK": str(local),
             "WORLD_SIZE": str(size),
-            "OMP_NUM_THREADS": str(max(1, config.num_threads // size)),
+            "OMP_NUM_THREADS": str(rank_threads(config, "sft")),
             # Ranks that wait must not burn the cores that others compute on.
             "OMP_WAIT_POLICY": "PASSIVE",
         }

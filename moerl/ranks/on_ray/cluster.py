@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 from moerl.config.placement import forget_token
 from moerl.config.rollouts import EmbeddedRolloutConfig, SGLangRolloutConfig
 from moerl.config.schema import RunConfig
+from moerl.config.threads import engine_threads, rank_threads
 from moerl.errors import ConfigError, TrainerError
 from moerl.ranks.on_ray.library import AtBundle, RayError, ray, util
 
@@ -42,7 +43,7 @@ class Cluster:
         self._folder: str | None = None
         self._groups: list[Any] = []
         launch, size = config.launch, config.parallel.world_size
-        self._cpus = max(1, config.num_threads // size)
+        self._cpus = rank_threads(config, "sft")
         options: dict[str, Any] = {"address": launch.address}
         if launch.address is None:
             self._folder = _short_folder()
@@ -116,7 +117,7 @@ def _cpus_of_engines(config: RunConfig) -> int:
     if isinstance(rollout, SGLangRolloutConfig):
         return rollout.servers * rollout.tensor
     if isinstance(rollout, EmbeddedRolloutConfig) and rollout.placement == "beside":
-        return config.num_threads
+        return engine_threads(config)
     return 0
 
 

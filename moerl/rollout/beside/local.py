@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from moerl.processes.channel import receive, send
-from moerl.rollout.beside.messages import Place
+from moerl.rollout.beside.messages import Close, Place, encode
 from moerl.rollout.beside.process import CONTROLLER
 from moerl.rollout.beside.shared import SharedMemory
 
@@ -114,3 +114,11 @@ class LocalProcess:
         self.memory.close()
         if self._log.exists() and self._log.stat().st_size == 0:
             self._log.unlink()
+
+
+def dismiss(process: EngineProcess) -> None:
+    """Ends a process that no engine was made of."""
+    with contextlib.suppress(OSError):
+        process.send(encode(Close()))
+    process.close()
+    process.release()

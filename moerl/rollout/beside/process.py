@@ -50,6 +50,8 @@ def main() -> int:
     with socket.socket(fileno=int(sys.argv[1])) as connection, contextlib.suppress(EOFError, BrokenPipeError):
         # Without a controller there is nobody to tell.
         start = decode_for_engine(receive(connection)[0])
+        if isinstance(start, Close):
+            return 0
         assert isinstance(start, Start)
         try:
             served = _Served(connection, SharedMemory(int(sys.argv[2])), start)

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from packing_samples import with_prompt_of
 
 from moerl.batching.cost import SequenceCost
-from moerl.batching.packing import PackOptions, pack_for_ranks, packing_metrics
+from moerl.batching.packing import PackOptions, pack_for_ranks, pack_text_for_ranks, packing_metrics
 from moerl.batching.prefixes import find_families
 from moerl.batching.rows import Padding
-from moerl.contract.batch import Microbatch, TrainSample
+from moerl.contract.batch import Microbatch, TextSample, TrainSample
 from moerl.contract.batch_wire import decode_batches, encode_batches
 from moerl.contract.reasons import Reason
 from moerl.contract.routing import rollout_key, routing_checksums, shared_key
@@ -166,8 +166,63 @@ def test_costs_of_what_is_shared_count_once() -> None:
     group = make_group(np.random.default_rng(0), "a", 11, [9, 5])
     (family,) = find_families(group, Padding(), 100)
     cost = SequenceCost(linear=2.0, quadratic=1.0)
-    assert family.size(group, Padding()) == 10 + 9 + 5
-    assert family.cost(group, Padding(), cost) == cost(19) + cost(15) - cost(10)
+    num_rows = [len(sample.trajectory) - 1 for sample in group]
+    assert family.size(num_rows, Padding()) == 10 + 9 + 5
+    assert family.cost(num_rows, Padding(), cost) == cost(19) + cost(15) - cost(10)
+
+
+def make_texts(rng: np.random.Generator, num_common: int, shapes: list[tuple[int, int]]) -> list[TextSample]:
+    """Texts that begin with the same tokens, of which none is learned: `shapes` has how many more tokens each one's
+    prompt has, and how many its response."""
+    common = rng.integers(100, 200, num_common)
+    texts = []
+    for own, learned in shapes:
+        token_ids = np.concatenate([common, rng.integers(0, 100, own + learned)]).astype(np.int32)
+        texts.append(TextSample(token_ids, np.arange(len(token_ids)) >= num_common + own))
+    return texts
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(0, 2**32 - 1),
+    st.integers(0, 9),
+    st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6)), max_size=9),
+    st.integers(24, 80),
+    st.sampled_from([(1, 1), (1, 4), (4, 4)]),
+    st.integers(1, 3),
+)
+def test_every_text_finds_each_of_its_rows_in_order(
+    seed: int, common: int, shapes: list[tuple[int, int]], budget: int, padding: tuple[int, int], num_ranks: int
+) -> None:
+    texts = make_texts(np.random.default_rng(seed), common, [(own, learned + 1) for own, learned in shapes])
+    options = PackOptions(budget, Padding(*padding), share_prompts=True)
+    seen: list[int] = []
+    for batch in (batch for rank in pack_text_for_ranks(texts, num_ranks, options) for batch in rank):
+        for sequence in set(range(len(batch.cu_seqlens) - 1)) - prefixes_in(batch):
+            rows = [row for row in rows_of(batch, sequence) if not batch.is_pad[row]]
+            if rows:
+                index = int(batch.sample_index[rows[-1]])
+                assert batch.input_ids[rows].tolist() == texts[index].token_ids[:-1].tolist()
+                assert batch.position_ids[rows].tolist() == list(range(len(rows)))
+                assert batch.loss_mask[rows].tolist() == texts[index].loss_mask[1:].tolist()
+                own = [row for row in rows if batch.loss_mask[row]]
+                assert batch.target_ids[own].tolist() == texts[index].token_ids[texts[index].loss_mask].tolist()
+                seen.append(index)
+    assert sorted(seen) == list(range(len(texts)))
+
+
+def test_texts_share_what_all_of_them_begin_with_and_nothing_that_one_learns() -> None:
+    rng = np.random.default_rng(0)
+    options = PackOptions(64, share_prompts=True)
+    ((batch,),) = pack_text_for_ranks(make_texts(rng, 6, [(2, 3), (1, 4)]), 1, options)
+    assert np.diff(batch.cu_seqlens).tolist() == [6, 4, 4]
+    assert packing_metrics([[batch]], options)["packing/shared_rows"] == 6 / 14
+    # The row of a text's last unlearned token predicts a learned one, and stays with it.
+    ((batch,),) = pack_text_for_ranks(make_texts(rng, 6, [(0, 3), (0, 4)]), 1, options)
+    assert np.diff(batch.cu_seqlens).tolist() == [5, 3, 4]
+    for alone in ([*make_texts(rng, 6, [(2, 3)]), *make_texts(rng, 0, [(4, 3)])], make_texts(rng, 6, [(2, 3)])):
+        ((batch,),) = pack_text_for_ranks(alone, 1, options)
+        assert batch.prefix_of is None
 
 
 def make_shared() -> Microbatch:

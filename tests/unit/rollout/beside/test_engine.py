@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 import torch
 from conformance_cases import ENGINES, TIED, checkpoint, collect, make_requests
+from waiting import is_alive
 
 from moerl.contract.ports import RolloutRequest
 from moerl.contract.trajectory import Trajectory
 from moerl.errors import EngineError, WeightSyncError
 from moerl.kernels.checksum import checksums
 from moerl.rollout.beside.engine import BesideEngine
-from moerl.rollout.beside.local import LocalProcess
+from moerl.rollout.beside.local import LocalProcess, dismiss
 from moerl.rollout.beside.messages import Start
 from moerl.rollout.beside.shared import SharedMemory
 from moerl.rollout.embedded import EmbeddedEngine
@@ -167,6 +168,14 @@ def test_a_process_that_is_killed_is_one_error_that_names_it(tmp_path: Path) -> 
 def test_a_model_that_cannot_be_loaded_is_named_and_leaves_no_process(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="nowhere"):
         open_engine(tmp_path, "nowhere")
+
+
+def test_a_process_that_no_engine_was_made_of_ends_by_itself_and_leaves_nothing(tmp_path: Path) -> None:
+    process = LocalProcess(tmp_path / "log")
+    dismiss(process)
+    assert process.describe_end().endswith("ended with status 0; no output")
+    assert not is_alive(process.pid)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_shared_memory_holds_tensors_of_every_dtype_and_grows() -> None:

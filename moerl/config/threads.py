@@ -1,0 +1,30 @@
+"""Who gets how many of a run's CPU threads. Pure; any process.
+
+Processes of one machine that work at the same time share `num_threads`; those that take turns have all of them. The
+embedded engine beside the trainer works while the trainer does, but not before there is a cold start.
+"""
+
+from __future__ import annotations
+
+from moerl.config.rollouts import EmbeddedRolloutConfig
+from moerl.config.schema import RunConfig
+from moerl.contract.trainer import Stage
+
+
+def engine_threads(config: RunConfig) -> int:
+    """Of the embedded engine: half of them beside the trainer, at least 1; all on a Ray node of its own."""
+    return max(1, config.num_threads // 2) if _engine_is_beside(config) else config.num_threads
+
+
+def rank_threads(config: RunConfig, stage: Stage) -> int:
+    """Of each rank of the trainer in a stage, at least 1: an equal part of what the engine leaves."""
+    left = config.num_threads
+    if stage == "rl" and _engine_is_beside(config):
+        left -= engine_threads(config)
+    return max(1, left // config.parallel.world_size)
+
+
+def _engine_is_beside(config: RunConfig) -> bool:
+    rollout = config.rollout
+    is_beside = isinstance(rollout, EmbeddedRolloutConfig) and rollout.placement == "beside"
+    return is_beside and config.launch.on != "ray"

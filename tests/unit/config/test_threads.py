@@ -1,0 +1,39 @@
+"""Who gets how many of a run's CPU threads."""
+
+from __future__ import annotations
+
+import pytest
+
+from moerl.config.load import load_config
+from moerl.config.schema import RunConfig
+from moerl.config.threads import engine_threads, rank_threads
+
+BESIDE, TWO = "rollout.placement=beside", "parallel.expert=2"
+
+
+def config_of(*keys: str) -> RunConfig:
+    return load_config(["recipe=tiny", "run_dir=x", *keys], command="train")
+
+
+@pytest.mark.parametrize(
+    ("keys", "cold_start", "learning", "engine"),
+    [
+        pytest.param(["num_threads=1"], 1, 1, 1, id="one"),
+        pytest.param(["num_threads=8"], 8, 8, 8, id="in turns"),
+        pytest.param(["num_threads=8", TWO], 4, 4, 8, id="two ranks in turns with the engine"),
+        pytest.param(["num_threads=1", BESIDE], 1, 1, 1, id="one, and the engine beside"),
+        pytest.param(["num_threads=2", BESIDE], 2, 1, 1, id="two, and the engine beside"),
+        pytest.param(["num_threads=5", BESIDE], 5, 3, 2, id="five, and the engine beside"),
+        pytest.param(["num_threads=2", BESIDE, TWO], 1, 1, 1, id="more processes than threads"),
+        pytest.param(["num_threads=8", BESIDE, "launch.on=ray"], 8, 8, 8, id="the engine on another node"),
+    ],
+)
+def test_processes_that_work_at_the_same_time_share_the_threads(
+    keys: list[str], cold_start: int, learning: int, engine: int
+) -> None:
+    config = config_of(*keys)
+    assert (rank_threads(config, "sft"), rank_threads(config, "rl"), engine_threads(config)) == (
+        cold_start,
+        learning,
+        engine,
+    )
