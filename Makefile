@@ -27,7 +27,7 @@ lock:
 	@bash scripts/lock.sh
 
 demo: setup
-	$(BIN)/moerl train recipe=laptop
+	$(BIN)/moerl train recipe=demo
 
 # The demo with rollouts from an SGLang server on CPU; fewer steps.
 demo-sglang: setup sglang

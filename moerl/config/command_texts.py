@@ -28,7 +28,7 @@ COMMANDS = {
         "problems. The run directory then holds the resolved config, metrics.jsonl, TensorBoard events, summary.json,\n"
         "checkpoints, rollouts in Parquet, PNG curves and report.html.",
         (
-            ("moerl train recipe=laptop", "the demo, minutes on two cores"),
+            ("moerl train recipe=demo", "minutes on two cores"),
             ("moerl train recipe=laptop rl.group_size=16 run_dir=runs/wide", "change what you like"),
             (
                 "moerl train task=jsonl task.path=my.jsonl task.reward=my_rewards:score sft.steps=0"
@@ -51,7 +51,7 @@ COMMANDS = {
         "Builds or loads the model, trains it on demonstrations that the task writes (or your JSONL holds), and\n"
         "saves it as a Hugging Face directory in the run directory.",
         (
-            ("moerl sft recipe=laptop", "the demo's cold start"),
+            ("moerl sft recipe=laptop", "a cold start on its own"),
             ("moerl sft recipe=laptop sft.steps=800 run_dir=runs/longer", "a longer one"),
         ),
         keys=(

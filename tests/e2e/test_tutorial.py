@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 TUTORIAL = Path(__file__).parents[2] / "docs" / "tutorial.md"
-STAND_INS = {"make demo": "moerl train recipe=tiny run_dir=runs/laptop-stand-in"}
+STAND_INS = {"make demo": "moerl train recipe=tiny run_dir=runs/demo-stand-in"}
 """What runs in the place of commands that take minutes or need the checkout."""
 
 LIMIT_SECONDS = 1500

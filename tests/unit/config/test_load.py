@@ -48,6 +48,13 @@ def test_the_laptop_recipe_is_what_runs_when_nothing_is_said():
     assert config.task.worked_probability == {4: 0.1, 5: 0.2, 6: 0.55, 7: 0.7}
 
 
+def test_the_demo_is_the_laptop_recipe_shorter_and_sampled_ahead():
+    changes = ["num_threads=2", "rollout.placement=beside", "buffer.max_staleness=1", "optimizer.lr=1e-4"]
+    shorter = ["sft.steps=320", "sft.num_examples=20480", "rl.steps=40"]
+    same = load("recipe=laptop", "run_dir=x", *changes, *shorter).model_copy(update={"recipe": "demo"})
+    assert load("recipe=demo", "run_dir=x") == same
+
+
 @pytest.mark.parametrize("recipe", ["laptop", "tiny"])
 def test_every_recipe_has_at_least_four_moe_layers_and_eight_experts(recipe: str):
     architecture = load(f"recipe={recipe}").model.architecture
