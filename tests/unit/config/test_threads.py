@@ -25,7 +25,6 @@ def config_of(*keys: str) -> RunConfig:
         pytest.param(["num_threads=2", BESIDE], 2, 1, 1, id="two, and the engine beside"),
         pytest.param(["num_threads=5", BESIDE], 5, 3, 2, id="five, and the engine beside"),
         pytest.param(["num_threads=2", BESIDE, TWO], 1, 1, 1, id="more processes than threads"),
-        pytest.param(["num_threads=8", BESIDE, "launch.on=ray"], 8, 8, 8, id="the engine on another node"),
     ],
 )
 def test_processes_that_work_at_the_same_time_share_the_threads(
@@ -37,3 +36,9 @@ def test_processes_that_work_at_the_same_time_share_the_threads(
         learning,
         engine,
     )
+
+
+def test_an_engine_on_another_node_takes_no_threads_of_the_trainers():
+    config = config_of("num_threads=8", BESIDE)
+    config = config.model_copy(update={"launch": config.launch.model_copy(update={"on": "ray"})})
+    assert (rank_threads(config, "rl"), engine_threads(config)) == (8, 8)

@@ -50,9 +50,11 @@ def test_a_process_that_no_engine_took_is_ended_whatever_happened() -> None:
     assert processes.begun[0].done == ["send", "close", "release"]
 
 
-@pytest.mark.parametrize("keys", [["recipe=tiny"], [*BESIDE, "launch.on=ray"]])
-def test_no_other_engine_has_a_process_that_begins_early(keys: list[str]) -> None:
+@pytest.mark.parametrize(("keys", "on"), [(["recipe=tiny"], "local"), ([*BESIDE], "ray")])
+def test_no_other_engine_has_a_process_that_begins_early(keys: list[str], on: str) -> None:
     processes = FakeProcesses()
-    with begun_early(load_config([*keys, "run_dir=x"], command="train"), processes) as process:
+    config = load_config([*keys, "run_dir=x"], command="train")
+    config = config.model_copy(update={"launch": config.launch.model_copy(update={"on": on})})
+    with begun_early(config, processes) as process:
         assert processes.begun == []
         assert process is processes
