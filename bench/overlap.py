@@ -3,7 +3,7 @@
 `python bench/overlap.py MODEL [--engine sglang] [--rounds N] [--steps N] [--json FILE]`, with the directory of the
 model that every run begins with, for example the `cold_start` of a laptop run. On a machine with two idle cores: runs
 of `recipe=laptop`, synchronous and with `rollout.placement=beside buffer.max_staleness=1`, in turns; or, with `--engine
-sglang`, of `rollout=sglang` without staleness and with `buffer.max_staleness=1`, where updates interrupt what is being
+sglang`, of `rollout=sglang` without staleness and with `buffer.max_staleness=2`, where updates interrupt what is being
 sampled. The planner is calibrated with each synchronous run; its prediction for the other is the optimum: a trainer and
 an engine that do not slow each other down.
 """
@@ -29,9 +29,16 @@ from moerl.telemetry.sinks import METRICS_FILE, read_rows
 
 WARM_UP, SAMPLES = 3, 24 * 8
 FASTER, OPTIMUM, WITHIN = 1.5, 0.9, 0.15
+STALENESS = {"embedded": 1, "sglang": 2}
 ENGINES = {
-    "embedded": {"in turns": [], "beside": ["rollout.placement=beside", "buffer.max_staleness=1"]},
-    "sglang": {"in turns": ["rollout=sglang"], "beside": ["rollout=sglang", "buffer.max_staleness=1"]},
+    "embedded": {
+        "in turns": [],
+        "beside": ["rollout.placement=beside", f"buffer.max_staleness={STALENESS['embedded']}"],
+    },
+    "sglang": {
+        "in turns": ["rollout=sglang"],
+        "beside": ["rollout=sglang", f"buffer.max_staleness={STALENESS['sglang']}"],
+    },
 }
 QUIET = ["evaluation.every=0", "evaluation.heldout_problems=1", "evaluation.dev_problems=1", "checkpoint.every=0"]
 
@@ -88,7 +95,7 @@ def main() -> None:
             folder = Path(temporary) / f"in-turns-{number}"
             ratios.append(beside / turns)
             own.append(predicted(folder, 0) / turns)
-            optimum.append(beside / predicted(folder, 1))
+            optimum.append(beside / predicted(folder, STALENESS[arguments.engine]))
     results = [began]
     for name, values in taken.items():
         for what in ("samples", "engine_waits", "trainer_waits"):

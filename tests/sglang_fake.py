@@ -99,11 +99,16 @@ def reply(body: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
     return {"output_ids": [], "meta_info": meta | changes}
 
 
+class _ManyAtOnce(ThreadingHTTPServer):
+    request_queue_size = 256
+
+
 class FakeServer:
     """Listens on loopback; `answer` may be replaced by a test.
 
     bodies: of all `/generate` calls for rollouts, in order. probes: of those for a probe, which fail where
-    `answers_probes` is False. steps: paths of the calls of weight updates; `refuses` is one that fails.
+    `answers_probes` is False. steps: paths of the calls of weight updates; `refuses` is one that fails. frozen: how
+    often it was told that what it consists of is no garbage.
     encoding: the content encoding that answers claim to have. accepted: those that clients said to accept.
     """
 
@@ -112,6 +117,7 @@ class FakeServer:
         self.answers_probes = True
         self.steps: list[str] = []
         self.refuses = ""
+        self.frozen = 0
         self.info = server_info()
         self.encoding = ""
         self.accepted: set[str] = set()
@@ -119,7 +125,7 @@ class FakeServer:
         self.bodies: list[dict[str, Any]] = []
         self.admin_calls: list[tuple[str, dict[str, Any]]] = []
         self.answer: Callable[[dict[str, Any]], Answer] = lambda body: (200, msgspec.msgpack.encode(reply(body)))
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self._http = _ManyAtOnce(("127.0.0.1", 0), self._handler())
         self._http.daemon_threads = True
         # A client that gives up closes its connection; that is what tests ask for.
         self._http.handle_error = lambda request, client_address: None  # pyright: ignore[reportAttributeAccessIssue]
@@ -143,6 +149,9 @@ class FakeServer:
         if path == "/generate":
             self.bodies.append(body)
             return self.answer(body)
+        if path == "/freeze_gc":
+            self.frozen += 1
+            return 200, b""
         if is_admin:
             self.steps.append(path)
             if path == self.refuses:

@@ -57,11 +57,13 @@ def post(endpoint: Endpoint, path: str, body: Mapping[str, Any], *, key: str | N
     return httpx.post(f"{endpoint.url}{path}", json=dict(body), headers=headers, timeout=300.0, trust_env=False)
 
 
-def over_http[T](endpoint: Endpoint, ask: Callable[[SGLangHttp], Coroutine[Any, Any, T]]) -> T:
+def over_http[T](
+    endpoint: Endpoint, ask: Callable[[SGLangHttp], Coroutine[Any, Any, T]], *, max_connections: int = 1
+) -> T:
     """What the client of a server answers."""
 
     async def run() -> T:
-        http = SGLangHttp(endpoint, max_connections=1, timeout_seconds=60.0)
+        http = SGLangHttp(endpoint, max_connections=max_connections, timeout_seconds=60.0)
         try:
             return await ask(http)
         finally:

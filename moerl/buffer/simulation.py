@@ -104,8 +104,11 @@ class _Engine:
         """Decodes, or waits, until `now`."""
         if not self.running:
             self.idle_seconds += now - self.now
-        else:
+        elif self.token_seconds > 0:
             self.tokens += max(0.0, now - max(self.now, self.ready_at)) / self.token_seconds
+        elif now >= self.ready_at:
+            # Tokens that cost nothing are there at once: a fit may say so where prompts cost all.
+            self.tokens = max(self.tokens, self.running[0][0])
         self.now = now
 
     def admit(self, order: itertools.count[int]) -> list[_Response]:

@@ -52,6 +52,8 @@ class SGLangConnect:
             facts = await client.facts(self.model)
             _check_precision(facts, options.dtype)
             _check_release(facts, self.releases)
+            # What a server is made of is no garbage: it would look through all of it at every update.
+            await client.http.admin("/freeze_gc", {})
         except BaseException:  # cancelled, too
             await client.close()
             raise

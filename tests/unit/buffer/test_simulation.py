@@ -39,6 +39,15 @@ def test_what_a_response_adds_to_a_token_and_a_prompt_to_a_step_is_counted() -> 
     assert in_turns.step_seconds == pytest.approx(2 * (2 * 3 + 10 * 2) + 1 + 10)
 
 
+def test_tokens_may_cost_nothing() -> None:
+    """As a fit to few steps may say, which takes all of it for the prompts' cost."""
+    costs = StepCosts(0.0, 0.0, 3.0, 5.0, 0.0, 1.0)
+    found = simulate(QueueLimits(2), Fleet(1, 4), costs, group_size=2, length=always(10, 20), num_steps=8)
+    assert found.step_seconds == pytest.approx(4 * 3 + 5 + 1)
+    ahead = simulate(QueueLimits(2, max_staleness=1), Fleet(1, 4), costs, group_size=2, length=always(10), num_steps=8)
+    assert 12 <= ahead.step_seconds < found.step_seconds
+
+
 def test_with_staleness_a_step_takes_as_long_as_the_slower_side() -> None:
     def step_seconds(tokens: int) -> float:
         limits = QueueLimits(4, max_staleness=1)

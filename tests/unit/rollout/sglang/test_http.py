@@ -1,0 +1,63 @@
+"""Connections to one server: many requests at a time, and what they cost."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import httpcore
+import msgspec
+import pytest
+from sglang_fake import FakeServer, reply
+from sglang_live import over_http
+
+from moerl.rollout.fleet.engine import FleetEngine
+from moerl.rollout.sglang.http import SGLangHttp
+
+NUM = 96
+BODY = {
+    "rid": "r",
+    "input_ids": [1, 2],
+    "sampling_params": {"max_new_tokens": 1},
+    "return_sampling_mask": False,
+}
+
+
+async def ask_all(http: SGLangHttp) -> int:
+    """Answered requests of NUM that are under way together."""
+    answers = await asyncio.gather(*(http.post_once("/generate", BODY, 1 << 20) for _ in range(NUM)))
+    return len(answers)
+
+
+def test_as_many_requests_are_under_way_as_there_are_connections(fake: FakeServer):
+    together = threading.Barrier(NUM)
+
+    def answer(body: dict[str, Any]) -> tuple[int, bytes]:
+        together.wait(60.0)  # breaks, and the test with it, unless all of them come
+        return 200, msgspec.msgpack.encode(reply(body))
+
+    fake.answer = answer
+    assert over_http(fake.endpoint, ask_all, max_connections=NUM) == NUM
+
+
+def test_a_request_does_not_look_at_the_connections_of_all_others(fake: FakeServer, monkeypatch: pytest.MonkeyPatch):
+    looks = 0
+    is_idle = httpcore.AsyncHTTPConnection.is_idle
+
+    def counted(self: httpcore.AsyncHTTPConnection) -> bool:
+        nonlocal looks
+        looks += 1
+        return is_idle(self)
+
+    monkeypatch.setattr(httpcore.AsyncHTTPConnection, "is_idle", counted)
+    assert over_http(fake.endpoint, ask_all, max_connections=NUM) == NUM
+    assert 0 < looks < 100 * NUM
+
+
+def test_a_server_is_told_once_that_what_it_consists_of_is_no_garbage(
+    fake: FakeServer, engine_on: Callable[..., FleetEngine]
+):
+    engine_on(fake)
+    assert fake.frozen == 1
