@@ -101,6 +101,11 @@ def reply(body: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
 
 class _ManyAtOnce(ThreadingHTTPServer):
     request_queue_size = 256
+    num_connections = 0
+
+    def get_request(self) -> tuple[Any, Any]:
+        self.num_connections += 1
+        return super().get_request()
 
 
 class FakeServer:
@@ -132,6 +137,11 @@ class FakeServer:
         self.endpoint = Endpoint(f"http://127.0.0.1:{self._http.server_address[1]}", "key", "admin")
         self._thread = threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
         self._thread.start()
+
+    @property
+    def num_connections(self) -> int:
+        """That clients have opened."""
+        return self._http.num_connections
 
     def close(self) -> None:
         self._http.shutdown()

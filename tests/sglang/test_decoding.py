@@ -14,6 +14,8 @@ import sys
 import torch
 from sglang.srt.layers.attention import torch_native_backend as native
 
+torch.set_num_threads(1)
+
 def attend(num_seqs, groups, heads, size, value_size, longest, window, gathered):
     torch.manual_seed(num_seqs)
     places = num_seqs * longest + 1
@@ -57,6 +59,27 @@ for shape in ((7, 2, 2, 16, 16, 9), (5, 1, 4, 24, 16, 12), (6, 4, 1, 8, 8, 1), (
 # Pieces of what is gathered are bounded, however long a sequence is.
 assert attend(7, 2, 2, 16, 16, 9, None, 1) == 7
 assert 1 < attend(20, 2, 2, 16, 16, 30, None, 64) < 20
+
+# Whoever is beside it, however long that one is: bit for bit.
+torch.manual_seed(1)
+places, width = 1000, 200
+keys, values, query = torch.randn(places, 2, 16), torch.randn(places, 2, 16), torch.randn(9, 4, 16)
+lengths = torch.tensor([1, 5, 16, 17, 31, 32, 33, 60, 7])
+table = torch.stack([torch.randperm(places)[:width] for _ in range(9)])
+backend = native.TorchNativeAttnBackend.__new__(native.TorchNativeAttnBackend)
+native._GATHERED_TOKENS = 1 << 16
+
+def beside(longest):
+    output = torch.empty(9, 4, 16)
+    seqs = lengths.clone()
+    seqs[8] = longest
+    return backend._run_sdpa_forward_decode(
+        query, output, keys, values, table, torch.arange(9), seqs, scaling=0.3, enable_gqa=True
+    )[:8]
+
+alone = beside(7)
+for longest in (61, 64, 65, 81, 130, 167, 191, 200):
+    assert torch.equal(beside(longest), alone), longest
 print("alike")
 """
 

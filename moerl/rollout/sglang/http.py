@@ -7,8 +7,8 @@ repeated: it has no effect but its answer, and the engine gives every attempt an
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections.abc import Callable, Mapping
+import ssl
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 import httpx
@@ -22,30 +22,59 @@ from moerl.rollout.sglang.reading import AS_IT_IS, MAX_FACTS_BYTES, MAX_SAID_BYT
 
 _JSON_OBJECT = msgspec.json.Decoder(dict[str, Any])
 _POOL_SIZE = 8
-"""Connections that are kept by each pool."""
+"""Connections of each pool."""
 
 
-class _PoolsInTurn(httpx.AsyncBaseTransport):
-    """Small pools of connections that take requests in turn. A pool looks at each of its connections, a system call or
-    two, whenever a request begins or ends: with hundreds in one pool that takes longer than all else that a client
-    does."""
+class _Pool:
+    """Up to `_POOL_SIZE` connections. num_under_way: requests that have them, or wait for one."""
+
+    def __init__(self, context: ssl.SSLContext) -> None:
+        limits = httpx.Limits(max_connections=_POOL_SIZE, max_keepalive_connections=_POOL_SIZE)
+        self.transport = httpx.AsyncHTTPTransport(verify=context, trust_env=False, limits=limits)
+        self.num_under_way = 0
+
+
+class _Answer(httpx.AsyncByteStream):
+    """The body of an answer; its request is under way until it is closed."""
+
+    def __init__(self, body: httpx.AsyncByteStream, pool: _Pool) -> None:
+        self._body, self._pool = body, pool
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self._body.__aiter__()
+
+    async def aclose(self) -> None:
+        self._pool.num_under_way -= 1
+        await self._body.aclose()
+
+
+class _SmallPools(httpx.AsyncBaseTransport):
+    """Connections in pools of a few. A pool looks at each of its connections, a system call or two, whenever a request
+    begins or ends: with hundreds in one pool that takes longer than all else that a client does.
+
+    The first pool with room takes a request. Connections that are there already are in the first pools, so that
+    requests reach the server in their order.
+    """
 
     def __init__(self, num_connections: int) -> None:
-        """num_connections: as many are kept, however the requests under way are spread over the pools."""
         context = httpx.create_ssl_context(trust_env=False)
-        limits = httpx.Limits(max_connections=num_connections, max_keepalive_connections=_POOL_SIZE)
-        self._pools = [
-            httpx.AsyncHTTPTransport(verify=context, trust_env=False, limits=limits)
-            for _ in range(-(-num_connections // _POOL_SIZE))
-        ]
-        self._next = itertools.cycle(self._pools)
+        self._pools = [_Pool(context) for _ in range(-(-num_connections // _POOL_SIZE))]
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        return await next(self._next).handle_async_request(request)
+        pool = min(self._pools, key=lambda pool: max(0, pool.num_under_way + 1 - _POOL_SIZE))
+        pool.num_under_way += 1
+        try:
+            response = await pool.transport.handle_async_request(request)
+        except BaseException:  # cancelled, too
+            pool.num_under_way -= 1
+            raise
+        assert isinstance(response.stream, httpx.AsyncByteStream)
+        response.stream = _Answer(response.stream, pool)
+        return response
 
     async def aclose(self) -> None:
         for pool in self._pools:
-            await pool.aclose()
+            await pool.transport.aclose()
 
 
 class SGLangHttp:
@@ -62,7 +91,7 @@ class SGLangHttp:
         self._client = httpx.AsyncClient(
             base_url=endpoint.url,
             headers=AS_IT_IS,
-            transport=_PoolsInTurn(num_connections),
+            transport=_SmallPools(num_connections),
             timeout=httpx.Timeout(None, connect=10.0),
             trust_env=False,
         )

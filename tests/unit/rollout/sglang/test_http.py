@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -54,6 +55,38 @@ def test_a_request_does_not_look_at_the_connections_of_all_others(fake: FakeServ
     monkeypatch.setattr(httpcore.AsyncHTTPConnection, "is_idle", counted)
     assert over_http(fake.endpoint, ask_all, max_connections=NUM) == NUM
     assert 0 < looks < 100 * NUM
+
+
+def test_more_requests_than_connections_wait_for_one(fake: FakeServer):
+    under_way, most, lock = 0, 0, threading.Lock()
+
+    def answer(body: dict[str, Any]) -> tuple[int, bytes]:
+        nonlocal under_way, most
+        with lock:
+            under_way += 1
+            most = max(most, under_way)
+        time.sleep(0.01)
+        with lock:
+            under_way -= 1
+        return 200, msgspec.msgpack.encode(reply(body))
+
+    fake.answer = answer
+    assert over_http(fake.endpoint, ask_all, max_connections=4) == NUM
+    assert most == 8  # and the four beside requests
+
+
+def test_connections_that_are_there_are_taken_before_others_are_opened(fake: FakeServer):
+    """Else a later request, of a pool that has one, overtakes those that open theirs."""
+
+    async def ask_again(http: SGLangHttp) -> list[int]:
+        opened: list[int] = []
+        for _ in range(8):
+            await asyncio.gather(*(http.post_once("/generate", BODY, 1 << 20) for _ in range(3)))
+            opened.append(fake.num_connections)
+        return opened
+
+    opened = over_http(fake.endpoint, ask_again, max_connections=NUM)
+    assert opened == [3] * 8
 
 
 def test_a_server_is_told_once_that_what_it_consists_of_is_no_garbage(
