@@ -6,7 +6,8 @@ Each run has a known end. Its processes (controller, ranks, engine, servers, rew
 SIGSTOP for some seconds, or find the disk full, at moments drawn from the seed, which is printed; a run that ended is
 resumed until it is done. Then every rollout has ended once, nothing was trained twice, groups that were finished are
 trained as they were, nothing is left running, and where the order is fixed the model is that of an undisturbed run.
-Exit status 1 where one of these does not hold. How far a run is at a given moment depends on the machine.
+Exit status 1 where one of these does not hold; the runs of that variant are kept. How far a run is at a given moment
+depends on the machine.
 """
 
 from __future__ import annotations
@@ -308,24 +309,27 @@ def campaign(variant: Variant, arguments: argparse.Namespace, deadline: float, t
         )
 
     rng = random.Random(f"{arguments.seed}/{variant.name}")
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        runs, sums = Runs(folder), Sums.write(folder)
-        runs.start()
-        try:
-            began = time.monotonic()
-            finished = runs.run(
-                *arguments_of(folder / "whole", sums, variant), path=[sums.folder], timeout_seconds=RUN_SECONDS
-            )
-            assert finished.status == 0, finished.output
-            whole, undisturbed = time.monotonic() - began, model_of(folder / "whole")
-            while not is_enough() and not tally.broken:
-                chosen = arguments_of(folder / f"run-{tally.runs}", sums, variant)
-                run = run_once(runs, chosen, variant, rng, tally, sums=sums, whole=whole, is_enough=is_enough)
-                if variant.is_ordered and not tally.broken and model_of(run) != undisturbed:
-                    tally.broken.append(f"{run}: another model than that of the undisturbed run")
-        finally:
-            runs.close()
+    folder = Path(tempfile.mkdtemp(prefix="moerl-chaos-"))
+    runs, sums = Runs(folder), Sums.write(folder)
+    runs.start()
+    try:
+        began = time.monotonic()
+        finished = runs.run(
+            *arguments_of(folder / "whole", sums, variant), path=[sums.folder], timeout_seconds=RUN_SECONDS
+        )
+        assert finished.status == 0, finished.output
+        whole, undisturbed = time.monotonic() - began, model_of(folder / "whole")
+        while not is_enough() and not tally.broken:
+            chosen = arguments_of(folder / f"run-{tally.runs}", sums, variant)
+            run = run_once(runs, chosen, variant, rng, tally, sums=sums, whole=whole, is_enough=is_enough)
+            if variant.is_ordered and not tally.broken and model_of(run) != undisturbed:
+                tally.broken.append(f"{run}: another model than that of the undisturbed run")
+    finally:
+        runs.close()
+    if tally.broken:
+        tally.broken.append(f"all runs are kept in {folder}")
+    else:
+        shutil.rmtree(folder)
     return tally
 
 
