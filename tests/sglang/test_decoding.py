@@ -10,7 +10,6 @@ import pytest
 pytestmark = pytest.mark.sglang
 
 SCRIPT = """
-import sys
 import torch
 from sglang.srt.layers.attention import torch_native_backend as native
 
@@ -78,7 +77,7 @@ def beside(longest):
     )[:8]
 
 alone = beside(7)
-for longest in (61, 64, 65, 81, 130, 167, 191, 200):
+for longest in (61, 64, 65, 81, 130, 167, 191):
     assert torch.equal(beside(longest), alone), longest
 print("alike")
 """

@@ -44,8 +44,10 @@ class _Answer(httpx.AsyncByteStream):
         return self._body.__aiter__()
 
     async def aclose(self) -> None:
-        self._pool.num_under_way -= 1
-        await self._body.aclose()
+        try:
+            await self._body.aclose()
+        finally:
+            self._pool.num_under_way -= 1
 
 
 class _SmallPools(httpx.AsyncBaseTransport):
