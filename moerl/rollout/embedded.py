@@ -31,10 +31,11 @@ from moerl.contract.trajectory import FinishReason, ModelSpec
 from moerl.errors import EngineError, WeightSyncError
 from moerl.kernels.checksum import checksums
 from moerl.rollout.attention import ATTENTION, decode_mask, prefill_mask
+from moerl.rollout.blocks import LEAST_READ, ROWS, TOKENS, whole_blocks
 from moerl.rollout.cache import SlotCache
 from moerl.rollout.capture import RoutingCapture, routers
 from moerl.rollout.experts import experts_function
-from moerl.rollout.requests import check_requests, distinct_prompts
+from moerl.rollout.requests import check_requests, distinct_prompts, room_for
 from moerl.rollout.rounding import emulate, emulated_dtype
 from moerl.rollout.sampler import RowParams, sample, seeded_uniforms
 from moerl.rollout.slots import SlotTable, StepResult
@@ -69,17 +70,13 @@ class _Run:
         if not self.waiting:
             self.asked_at = time.perf_counter()
         self.waiting.extend(requests)
-        max_tokens = max(map(_num_tokens, requests))
+        max_tokens = room_for(requests)
         self.table.reserve(max_tokens)
         self.cache.max_tokens = max(self.cache.max_tokens, max_tokens)
 
     @property
     def unfinished_ids(self) -> list[str]:
         return [request.lineage.rollout_id for request in (*self.table.requests, *self.waiting)]
-
-
-def _num_tokens(request: RolloutRequest) -> int:
-    return len(request.prompt_ids) + request.max_new_tokens
 
 
 class EmbeddedEngine:
@@ -259,11 +256,11 @@ class EmbeddedEngine:
             self._run = None
 
     def _open_run(self, waiting: deque[RolloutRequest], *, num_slots: int) -> _Run:
-        max_tokens = max(map(_num_tokens, waiting), default=0)
+        max_tokens = room_for(waiting)
         run = _Run(
             waiting=waiting,
             table=SlotTable(self._spec, num_slots, max_tokens),
-            cache=SlotCache(num_slots, max_tokens),
+            cache=SlotCache(whole_blocks(num_slots, ROWS), max_tokens),
             asked_at=time.perf_counter(),
         )
         with self._lock:
@@ -316,7 +313,7 @@ class EmbeddedEngine:
         rows = run.table.admit([run.waiting.popleft() for _ in range(count)], run.asked_at)
         run.params = None
         lengths_m = run.table.lengths[rows]
-        longest, device = int(lengths_m.max()), self._model.device
+        longest, device = whole_blocks(int(lengths_m.max()), TOKENS), self._model.device
         prompts_mP = run.table.token_ids[rows, :longest].astype(np.int64)
         prompts_mP[np.arange(longest) >= lengths_m[:, None]] = 0
         first_u, which_m = distinct_prompts(prompts_mP, lengths_m)
@@ -333,13 +330,13 @@ class EmbeddedEngine:
     def _decode(self, run: _Run) -> None:
         """Feeds the newest token of every running row and samples the next one."""
         n = run.table.num_running
-        positions = run.table.lengths[:n] - 1
-        tokens_n1 = run.table.token_ids[np.arange(n), positions].astype(np.int64)[:, None]
+        num_rows = whole_blocks(n, ROWS)
+        tokens, positions = run.table.newest(num_rows)
         positions_n = torch.from_numpy(positions).to(self._model.device)
-        num_read = int(positions.max()) + 1
+        num_read = max(whole_blocks(int(positions.max()) + 1, TOKENS), LEAST_READ)
         run.cache.begin_decode(positions_n, num_read)
-        hidden = self._forward(run, tokens_n1, positions_n[:, None], decode_mask(positions_n, num_read))
-        run.table.write_decode_routing(self._take_routing(n))
+        hidden = self._forward(run, tokens[:, None], positions_n[:, None], decode_mask(positions_n, num_read))
+        run.table.write_decode_routing(self._take_routing(num_rows)[:n])
         if run.params is None:
             run.params = RowParams.of([request.sampling for request in run.table.requests], hidden.device)
         self._sample(run, slice(0, n), hidden[:, 0], run.params)
@@ -365,7 +362,10 @@ class EmbeddedEngine:
         return self._capture.take(num_rows).cpu().numpy().astype(self._spec.expert_dtype)
 
     def _sample(self, run: _Run, rows: slice, hidden: Tensor, params: RowParams) -> None:
-        logits = self._head(hidden)[:, : self._spec.vocab_size]
+        """hidden: of the rows, and of others that fill the last block up where there are any."""
+        missing = whole_blocks(len(hidden), ROWS) - len(hidden)
+        logits = self._head(nn.functional.pad(hidden, (0, 0, 0, missing)) if missing else hidden)
+        logits = logits[: rows.stop - rows.start, : self._spec.vocab_size]
         draws = sample(logits, params, seeded_uniforms(run.table.seeds(rows), run.table.lengths[rows]))
         step = StepResult(
             token_ids=draws.token_ids.cpu().numpy(),

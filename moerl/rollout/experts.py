@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from moerl.errors import EngineError
+from moerl.rollout.blocks import ROWS, whole_blocks
 from moerl.rollout.capture import experts_by_layer
 from moerl.rollout.eight_bits import eight_bit_weight, has_eight_bit_products, to_eight_bits
 from moerl.rollout.rounding import rounded
@@ -47,16 +48,29 @@ def sorted_experts(
         [R, H].
     """
     num_rows, num_chosen = ids_RK.shape
-    flat = ids_RK.flatten()
-    order = flat.argsort()
-    ends_E = torch.bincount(flat, minlength=module.num_experts).cumsum(0, dtype=torch.int32)
-    rows = hidden_RH.index_select(0, order // num_chosen)
+    places, ends_E = _places(ids_RK.flatten(), module.num_experts)
+    # What fills up the rows of an expert is anything finite.
+    sources = places.new_zeros(int(ends_E[-1]))
+    sources[places] = torch.arange(num_rows, device=places.device).repeat_interleave(num_chosen)
+    rows = hidden_RH.index_select(0, sources)
     gate_up = _product(rows, module.gate_up_proj, ends_E, eight_bits)
     gated = rounded(module._apply_gate(gate_up), dtype)
     out = _product(gated, module.down_proj, ends_E, eight_bits)
-    in_order = out.index_select(0, order.argsort()).view(num_rows, num_chosen, -1)
+    in_order = out.index_select(0, places).view(num_rows, num_chosen, -1)
     weighted = in_order * rounded(weights_RK, dtype)[:, :, None]
     return rounded(weighted.sum(1).to(hidden_RH.dtype), dtype)
+
+
+def _places(experts_C: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Where each of C choices goes when they are sorted by expert, int64 [C], and where the rows of each expert end,
+    int32 [num_experts]: each has whole blocks."""
+    order = experts_C.argsort()
+    counts_E = torch.bincount(experts_C, minlength=num_experts)
+    sizes_E = whole_blocks(counts_E, ROWS)
+    shifts_E = (sizes_E - counts_E).cumsum(0) - (sizes_E - counts_E)
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order), device=order.device) + shifts_E[experts_C[order]]
+    return places, sizes_E.cumsum(0, dtype=torch.int32)
 
 
 def _product(rows: Tensor, weight_EOI: Tensor, ends_E: Tensor, eight_bits: bool) -> Tensor:

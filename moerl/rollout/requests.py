@@ -1,4 +1,4 @@
-"""What the embedded engine refuses to sample, checked before anything runs, and which of it is alike.
+"""What the embedded engine refuses to sample, checked before anything runs, which of it is alike, and its room.
 
 Runs inside the embedded rollout engine. Torch-free.
 """
@@ -6,7 +6,7 @@ Runs inside the embedded rollout engine. Torch-free.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from moerl.contract.ports import RolloutRequest
 from moerl.contract.trajectory import MAX_KEPT_IDS, ModelSpec, SamplingParams
 from moerl.errors import EngineError
+from moerl.rollout.blocks import TOKENS, whole_blocks
 
 
 def check_requests(requests: Sequence[RolloutRequest], spec: ModelSpec, max_positions: int) -> None:
@@ -76,6 +77,12 @@ def _check_sampling(rollout_id: str, sampling: SamplingParams) -> None:
 
 def _refusal(rollout_id: str, field: str, seen: object, expected: object) -> EngineError:
     return EngineError(f"request {rollout_id!r}: {field}", seen=seen, expected=expected, remedy="correct the request")
+
+
+def room_for(requests: Iterable[RolloutRequest]) -> int:
+    """Tokens that a slot needs room for."""
+    longest = max((len(request.prompt_ids) + request.max_new_tokens for request in requests), default=0)
+    return whole_blocks(longest, TOKENS)
 
 
 def distinct_prompts(

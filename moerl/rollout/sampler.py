@@ -155,8 +155,7 @@ def sample(
 
 def _sample_open(z_NV: Tensor, log_z_N: Tensor, u_N: Tensor) -> SamplerOutput:
     """Rows with the full vocabulary: nothing is listed."""
-    weights_NV = torch.exp(z_NV - log_z_N[:, None])
-    token_ids = _draw(weights_NV, u_N)
+    token_ids = _draw(torch.exp(z_NV - log_z_N[:, None]).cumsum(-1, dtype=torch.float64), u_N)
     logprobs = z_NV.gather(1, token_ids[:, None])[:, 0] - log_z_N
     return SamplerOutput(
         token_ids=token_ids,
@@ -179,21 +178,24 @@ def _sample_cut(z_NV: Tensor, log_z_N: Tensor, params: RowParams, u_N: Tensor, c
     _break_ties(z_NV, values_NC, sizes_N, ids_NM)
     ids_NM = ids_NM.sort(dim=-1).values
     z_NM = z_NV.gather(1, ids_NM.clamp(max=num_vocab - 1))
-    z_NM = torch.where(kept_NM, z_NM, -torch.inf)
-    log_kept_N = torch.logsumexp(z_NM, dim=-1)
-    columns = _draw(torch.exp(z_NM - log_kept_N[:, None]), u_N)[:, None]
-    logprobs = z_NM.gather(1, columns)[:, 0] - log_kept_N
+    # Relative to the largest logit: no weight is above 1, and the largest kept one is.
+    relative_NM = torch.where(kept_NM, z_NM - values_NC[:, :1], -torch.inf).double()
+    # A running sum, whose last number does not depend on how wide the widest kept set of the step is.
+    cdf_NM = relative_NM.exp().cumsum(-1)
+    log_kept_N = cdf_NM[:, -1].log()
+    columns = _draw(cdf_NM, u_N)[:, None]
+    logprobs = (relative_NM.gather(1, columns)[:, 0] - log_kept_N).float()
     if capture:
         # Where everything was kept, both sums run over the same terms in another order: the mass is exactly one.
         nothing_lost = params.greedy | (sizes_N == num_vocab)
-        kept_logmass = (log_kept_N - log_z_N).masked_fill_(nothing_lost, 0.0)
+        kept_logmass = (values_NC[:, 0] + log_kept_N - log_z_N).float().masked_fill_(nothing_lost, 0.0)
         kept_ids = ids_NM[kept_NM].to(torch.int32)
     else:
         kept_logmass = torch.zeros_like(log_z_N)
         kept_ids = torch.zeros(0, dtype=torch.int32, device=z_NV.device)
     return SamplerOutput(
         token_ids=ids_NM.gather(1, columns)[:, 0],
-        rollout_logprobs=_clamp_rounding(logprobs, log_kept_N).masked_fill_(params.greedy, 0.0),
+        rollout_logprobs=logprobs.clamp_(max=0.0).masked_fill_(params.greedy, 0.0),
         kept_logmass=_clamp_rounding(kept_logmass, log_z_N),
         truncated=torch.full_like(params.greedy, capture),
         kept_ids=kept_ids,
@@ -251,9 +253,9 @@ def _break_ties(z_NV: Tensor, values_NC: Tensor, sizes_N: Tensor, ids_NM: Tensor
     ids_NM[tied[row_T], column_T] = id_T
 
 
-def _draw(weights_NM: Tensor, u_N: Tensor) -> Tensor:
-    """Column of the draw, int64 [N]: the first whose cumulated weight exceeds u * total; its weight is above 0."""
-    cdf_NM = weights_NM.cumsum(-1, dtype=torch.float64)
+def _draw(cdf_NM: Tensor, u_N: Tensor) -> Tensor:
+    """Column of the draw, int64 [N]: the first whose cumulated weight (float64) exceeds u * total; its own weight is
+    above 0."""
     # u is at most 1 - 2**-53, so in float64 u * total rounds to less than total: never past the last weight.
     target_N = u_N * cdf_NM[:, -1]
     return torch.searchsorted(cdf_NM, target_N[:, None], right=True)[:, 0]

@@ -132,6 +132,15 @@ class SlotTable:
         rows = np.arange(self.num_running)
         self._expert_ids[rows, self.lengths[: self.num_running] - 1] = expert_ids
 
+    def newest(self, num_rows: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The newest token of every running row and its position, int64 [num_rows] each; rows above the running ones
+        have token 0 at position 0, in slots that are free."""
+        n = self.num_running
+        tokens, positions = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64)
+        positions[:n] = self.lengths[:n] - 1
+        tokens[:n] = self.token_ids[np.arange(n), positions[:n]]
+        return tokens, positions
+
     def append(self, rows: slice, step: StepResult, policy_version: int) -> None:
         """Appends one sampled token to each of the rows."""
         at = (np.arange(rows.start, rows.stop), self.lengths[rows])
