@@ -15,6 +15,7 @@ STEP = "moerl.trainer.trainer:MegatronTrainer.step"
 UPDATE = "moerl.trainer.optimizer:Optimizer.update"
 WRITE = "moerl.trainer.sharded_state:write"
 COMMIT = "moerl.trainer.checkpoint:CheckpointStore.commit"
+APPEND = "moerl.buffer.journal:Journal.append"
 WRITE_MODEL = "moerl.trainer.hf_directory:save_torch_state_dict"
 
 
@@ -36,6 +37,12 @@ KILLS = {
         (kill(UPDATE, 2), "sft: going on from step 6"),
         (kill(COMMIT), "sft: going on from step 6"),
         (kill("moerl.orchestration.run:Run.log", 4, after=True), "rl: going on from step 2"),
+    ],
+    # Those that are missing are sampled without those that are in the journal.
+    "with part of the groups of a step in the journal": [
+        (kill(APPEND, 6, after=True), "rl: going on from step 2"),
+        (kill(APPEND, 1, after=True), "rl: going on from step 2"),
+        (kill(APPEND, 3, after=True), "rl: going on from step 4"),
     ],
     "while it writes what it leaves": [
         (kill(WRITE, 5, after=True), "rl: going on from step 2"),
