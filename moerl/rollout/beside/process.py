@@ -41,6 +41,9 @@ from moerl.rollout.loading import load_sampler
 
 CONTROLLER = "MOERL_CONTROLLER_PID"
 ENGINE_ID = "embedded-0"
+_PATIENCE_SECONDS = 0.005
+"""How long the next call of a weight update is waited for before sampling goes on: the trainer waits for the answer to
+each of them, and would wait for a decoding step every time."""
 
 
 def main() -> int:
@@ -90,7 +93,8 @@ class _Served:
     def _take(self, is_idle: bool) -> Sequence[RolloutRequest] | None:
         """Does what the controller has said meanwhile; where there is nothing to do, until there is."""
         found: list[RolloutRequest] = []
-        while (is_idle and not found) or select.select([self._connection], [], [], 0)[0]:
+        patience = 0.0
+        while (is_idle and not found) or select.select([self._connection], [], [], patience)[0]:
             match decode_for_engine(receive(self._connection)[0]):
                 case Generate(call, requests):
                     self._call_of.update((request.lineage.rollout_id, call) for request in requests)
@@ -102,6 +106,7 @@ class _Served:
                     self._tell_of_unfinished(aborted)
                 case Update() as update:
                     send(self._connection, encode(self._update(update)))
+                    patience = 0.0 if update.do in ("verify", "abandon") else _PATIENCE_SECONDS
                 case Close():
                     return None
                 case Start():
