@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from alike_products import require_alike_products
 from transformers import DynamicCache, Qwen3MoeForCausalLM
 
 from moerl.contract.ports import RolloutRequest
@@ -88,6 +89,7 @@ def _bits(engine: EmbeddedEngine, requests: list[RolloutRequest]) -> dict[str, l
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_what_a_request_samples_does_not_depend_on_its_batchmates_bit_for_bit(make_model, dtype, num_threads):
     torch.set_num_threads(num_threads)
+    require_alike_products()
     model, requests = make_model(dtype=dtype), _requests(40, max_new_tokens=30)
     # Kept sets of one token to thirty.
     sampling = [SamplingParams(top_p=0.05 + 0.02 * n, top_k=30, seed=n) for n in range(len(requests))]
