@@ -18,7 +18,6 @@ LEAST_READ = 64
 """Tokens that a decoding step reads at least: torch multiplies matrices of less than 400 products by itself."""
 
 
-def whole_blocks[Count](count: Count, block: int) -> Count:
-    """The least multiple of `block` that is not below `count`, an int or a tensor of them."""
-    whole: Count = -(-count // block) * block  # pyright: ignore
-    return whole
+def whole_blocks(count: int, block: int) -> int:
+    """The least multiple of `block` that is not below `count`."""
+    return -(-count // block) * block

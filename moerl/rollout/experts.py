@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from moerl.errors import EngineError
-from moerl.rollout.blocks import ROWS, whole_blocks
+from moerl.rollout.blocks import ROWS
 from moerl.rollout.capture import experts_by_layer
 from moerl.rollout.eight_bits import eight_bit_weight, has_eight_bit_products, to_eight_bits
 from moerl.rollout.rounding import rounded
@@ -63,10 +63,10 @@ def sorted_experts(
 
 def _places(experts_C: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """Where each of C choices goes when they are sorted by expert, int64 [C], and where the rows of each expert end,
-    int32 [num_experts]: each has whole blocks."""
+    int32 [num_experts]: each has whole blocks of rows (`moerl.rollout.blocks`)."""
     order = experts_C.argsort()
     counts_E = torch.bincount(experts_C, minlength=num_experts)
-    sizes_E = whole_blocks(counts_E, ROWS)
+    sizes_E = (counts_E + ROWS - 1) // ROWS * ROWS
     shifts_E = (sizes_E - counts_E).cumsum(0) - (sizes_E - counts_E)
     places = torch.empty_like(order)
     places[order] = torch.arange(len(order), device=order.device) + shifts_E[experts_C[order]]

@@ -1,4 +1,4 @@
-"""What the embedded engine refuses to sample, checked before anything runs, which of it is alike, and its room.
+"""What the embedded engine refuses to sample, checked before anything runs; which prompts are alike; their room.
 
 Runs inside the embedded rollout engine. Torch-free.
 """
