@@ -58,9 +58,12 @@ def read_flags(data: Buffer, count: int, field: str) -> NDArray[np.bool_]:
 
 def pack_runs(values: NDArray[np.int32]) -> tuple[memoryview, memoryview]:
     """Run-length code of a non-empty int32 [n]: values int32 [runs] and lengths uint32 [runs]."""
-    starts = np.flatnonzero(np.concatenate(([True], values[1:] != values[:-1])))
-    lengths = np.diff(starts, append=len(values)).astype(np.uint32)
-    return array_bytes(values[starts]), array_bytes(lengths)
+    changes = (values[1:] != values[:-1]).nonzero()[0]
+    ends = np.empty(len(changes) + 1, np.int64)
+    ends[:-1], ends[-1] = changes + 1, len(values)
+    lengths = ends.astype(np.uint32)
+    lengths[1:] -= lengths[:-1]
+    return array_bytes(values[ends - 1]), array_bytes(lengths)
 
 
 def read_runs(values: Buffer, lengths: Buffer, count: int, field: str) -> NDArray[np.int32]:
@@ -108,8 +111,9 @@ def _as_words(array_ABK: NDArray[Any]) -> NDArray[Any]:
 
 def pack_kept_ids(offsets: NDArray[np.int64], ids: NDArray[np.int32]) -> memoryview:
     """Byte planes [4, nnz] of the differences within each row (the first id of a row stands as it is)."""
-    deltas = np.diff(ids, prepend=np.int32(0))
-    row_starts = offsets[:-1][np.diff(offsets) > 0]
+    deltas = ids.copy()
+    deltas[1:] -= ids[:-1]
+    row_starts = offsets[:-1][offsets[1:] > offsets[:-1]]
     deltas[row_starts] = ids[row_starts]
     return memoryview(np.ascontiguousarray(_as_bytes(deltas).T).reshape(-1))
 
@@ -123,7 +127,7 @@ def read_kept_ids(data: Buffer, offsets: NDArray[np.int64]) -> NDArray[np.int32]
     running = np.zeros(count + 1, np.uint32)
     np.cumsum(deltas, dtype=np.uint32, out=running[1:])
     del deltas
-    running[1:] -= np.repeat(running[offsets[:-1]], np.diff(offsets))
+    running[1:] -= np.repeat(running[offsets[:-1]], offsets[1:] - offsets[:-1])
     return running[1:].view(np.int32)
 
 

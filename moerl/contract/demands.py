@@ -7,7 +7,10 @@ nothing here calls what a value itself defines, not even for a message. Any proc
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
+from functools import cache
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -63,10 +66,21 @@ def demand_type(value: object, kind: type, name: str) -> None:
     """Raises `wrong_type` for anything but a `kind` itself; a dataclass must have all its fields."""
     if type(value) is not kind:
         raise ContractError(Reason.WRONG_TYPE, field=name, seen=type(value).__name__, expected=kind.__name__)
-    if is_dataclass(kind) and not all(hasattr(value, field.name) for field in fields(kind)):
+    take_fields = _field_getter(kind)
+    if take_fields is None:
+        return
+    try:
+        take_fields(value)
+    except AttributeError as error:
         raise ContractError(
             Reason.WRONG_TYPE, field=name, seen=f"{kind.__name__} without some of its fields", expected=kind.__name__
-        )
+        ) from error
+
+
+@cache
+def _field_getter(kind: type) -> Callable[[Any], Any] | None:
+    """Takes all fields of an instance of a dataclass; None for other types."""
+    return attrgetter(*(field.name for field in fields(kind))) if is_dataclass(kind) else None
 
 
 def demand_range(value: Any, low: int, high: int, name: str, reason: Reason = Reason.VALUE_OUT_OF_RANGE) -> None:
@@ -92,7 +106,7 @@ def demand_text(value: object, name: str) -> None:
 
 def refuse_where(bad: NDArray[np.bool_], reason: Reason, *, field: str, values: NDArray[Any], expected: str) -> None:
     """Raises `ContractError` naming the first index at which `bad` is True, and how many there are."""
-    if not bad.any():
+    if not np.count_nonzero(bad):  # several times faster than any() where arrays are short
         return
     index = tuple(int(i) for i in np.unravel_index(int(bad.argmax()), bad.shape))
     where = index[0] if len(index) == 1 else index

@@ -7,8 +7,6 @@ of a map must stand once. Types, and which fields there are, are then for msgspe
 
 from __future__ import annotations
 
-from enum import IntEnum
-
 from moerl.contract.demands import MAX_TEXT_BYTES
 from moerl.contract.reasons import Reason
 from moerl.errors import ContractError
@@ -17,35 +15,30 @@ MAX_DEPTH = 8
 """Lists and maps inside one another. Ours need six."""
 
 
-class _Form(IntEnum):
-    FIXED = 0
-    BYTES = 1
-    TEXT = 2
-    LIST = 3
-    MAP = 4
-    NOT_OURS = 5
+# Forms of a value. Plain are numbers, booleans, nothing, and bytes: what they hold is not looked at.
+_PLAIN, _TEXT, _LIST, _MAP, _NOT_OURS = range(5)
 
 
-def _forms() -> tuple[tuple[_Form, int, int], ...]:
+def _heads() -> tuple[tuple[int, int, int], ...]:
     """For each first byte: the form of the value, the size it says itself, and in how many more bytes the size follows.
 
     Sizes are bytes behind the head, elements of a list, pairs of a map. Extensions and 0xc1 are not ours.
     """
-    table = dict.fromkeys(range(256), (_Form.NOT_OURS, 0, 0))
-    table |= dict.fromkeys((*range(128), 192, 194, 195, *range(224, 256)), (_Form.FIXED, 0, 0))
-    table |= {0x80 + size: (_Form.MAP, size, 0) for size in range(16)}
-    table |= {0x90 + size: (_Form.LIST, size, 0) for size in range(16)}
-    table |= {0xA0 + size: (_Form.TEXT, size, 0) for size in range(32)}
-    table |= {0xC4 + i: (_Form.BYTES, 0, 1 << i) for i in range(3)}
-    table |= {0xCA: (_Form.FIXED, 4, 0), 0xCB: (_Form.FIXED, 8, 0)}
-    table |= {head + i: (_Form.FIXED, 1 << i, 0) for head in (0xCC, 0xD0) for i in range(4)}
-    table |= {0xD9 + i: (_Form.TEXT, 0, 1 << i) for i in range(3)}
-    table |= {0xDC + i: (_Form.LIST, 0, 2 << i) for i in range(2)}
-    table |= {0xDE + i: (_Form.MAP, 0, 2 << i) for i in range(2)}
+    table = dict.fromkeys(range(256), (_NOT_OURS, 0, 0))
+    table |= dict.fromkeys((*range(128), 192, 194, 195, *range(224, 256)), (_PLAIN, 0, 0))
+    table |= {0x80 + size: (_MAP, size, 0) for size in range(16)}
+    table |= {0x90 + size: (_LIST, size, 0) for size in range(16)}
+    table |= {0xA0 + size: (_TEXT, size, 0) for size in range(32)}
+    table |= {0xC4 + i: (_PLAIN, 0, 1 << i) for i in range(3)}
+    table |= {0xCA: (_PLAIN, 4, 0), 0xCB: (_PLAIN, 8, 0)}
+    table |= {head + i: (_PLAIN, 1 << i, 0) for head in (0xCC, 0xD0) for i in range(4)}
+    table |= {0xD9 + i: (_TEXT, 0, 1 << i) for i in range(3)}
+    table |= {0xDC + i: (_LIST, 0, 2 << i) for i in range(2)}
+    table |= {0xDE + i: (_MAP, 0, 2 << i) for i in range(2)}
     return tuple(table[head] for head in range(256))
 
 
-_FORMS = _forms()
+_HEADS = _heads()
 
 
 def check_document(document: memoryview, max_values: int) -> None:
@@ -57,7 +50,10 @@ def check_document(document: memoryview, max_values: int) -> None:
     Raises:
         ContractError: `frame_too_large`, `text_too_long`, `duplicate_field` or `message_malformed`.
     """
-    end = _Look(document, max_values).at(0, 0)
+    try:
+        end = _Look(document, max_values).behind(0, 0)
+    except IndexError:  # a value that would begin behind the end
+        raise _malformed(f"{len(document)} bytes", "the whole document") from None
     if end != len(document):
         raise _malformed(f"{len(document)} bytes", f"one value of {end} bytes")
 
@@ -68,35 +64,33 @@ class _Look:
     def __init__(self, document: memoryview, max_values: int) -> None:
         self._document = document
         self._max_values = self._left = max_values
+        self._count(1)
 
-    def at(self, offset: int, depth: int) -> int:
-        """Looks at the value that begins at `offset`; the offset behind it."""
-        form, size, start = self._head(offset)
-        if form is _Form.FIXED or form is _Form.BYTES:
-            return start + size
-        if form is _Form.TEXT:
-            return self._behind_text(start, size)
-        if form is _Form.NOT_OURS:
-            raise _malformed(f"byte 0x{self._document[offset]:02x} at {offset}", "a value without extensions")
-        if depth == MAX_DEPTH:
-            raise _malformed("deeper nesting", f"at most {MAX_DEPTH} lists and maps inside one another")
-        if form is _Form.LIST:
-            for _ in range(size):
-                start = self.at(start, depth + 1)
-            return start
-        return self._behind_map(start, size, depth)
-
-    def _head(self, offset: int) -> tuple[_Form, int, int]:
-        """Form and size of a value, and where its content begins. Counts it."""
-        if offset >= len(self._document):
-            raise _malformed(f"{len(self._document)} bytes", "the whole document")
-        form, size, width = _FORMS[self._document[offset]]
+    def behind(self, offset: int, depth: int) -> int:
+        """Looks at the value that begins at `offset`; the offset behind it. `IndexError` where there is none."""
+        form, size, width = _HEADS[self._document[offset]]
         start = offset + 1 + width
         if width:
             size = int.from_bytes(self._document[offset + 1 : start], "big")
-        self._left -= 1
-        # What a list or map says of its size is compared before one element is looked at.
-        if self._left < (size if form is _Form.LIST else 2 * size if form is _Form.MAP else 0):
+        if form == _PLAIN:
+            return start + size
+        if form == _TEXT:
+            return self._behind_text(start, size)
+        if form == _NOT_OURS:
+            raise _malformed(f"byte 0x{self._document[offset]:02x} at {offset}", "a value without extensions")
+        if depth == MAX_DEPTH:
+            raise _malformed("deeper nesting", f"at most {MAX_DEPTH} lists and maps inside one another")
+        if form == _MAP:
+            return self._behind_map(start, size, depth + 1)
+        self._count(size)
+        for _ in range(size):
+            start = self.behind(start, depth + 1)
+        return start
+
+    def _count(self, num_values: int) -> None:
+        """Counts what a list or map says it holds, before one element is looked at."""
+        self._left -= num_values
+        if self._left < 0:
             raise ContractError(
                 Reason.FRAME_TOO_LARGE,
                 field="document",
@@ -104,7 +98,6 @@ class _Look:
                 expected=f"at most {self._max_values}",
                 remedy="send fewer trajectories in a frame",
             )
-        return form, size, start
 
     def _behind_text(self, start: int, size: int) -> int:
         if size > MAX_TEXT_BYTES:
@@ -114,13 +107,17 @@ class _Look:
         return start + size
 
     def _behind_map(self, offset: int, num_pairs: int, depth: int) -> int:
-        keys: set[bytes] = set()
+        self._count(2 * num_pairs)
+        document, keys = self._document, set[bytes]()
         for _ in range(num_pairs):
-            form, size, start = self._head(offset)
-            if form is not _Form.TEXT:
+            form, size, width = _HEADS[document[offset]]
+            if form != _TEXT:
                 raise _malformed(f"a key at {offset} that is no text", "text")
+            start = offset + 1 + width
+            if width:
+                size = int.from_bytes(document[offset + 1 : start], "big")
             end = self._behind_text(start, size)
-            key = bytes(self._document[start:end])
+            key = bytes(document[start:end])
             if key in keys:
                 raise ContractError(
                     Reason.DUPLICATE_FIELD,
@@ -129,7 +126,7 @@ class _Look:
                     expected="each key of a map once",
                 )
             keys.add(key)
-            offset = self.at(end, depth + 1)
+            offset = self.behind(end, depth)
         return offset
 
 

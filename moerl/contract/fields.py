@@ -123,7 +123,7 @@ class KeptSets:
     @property
     def sizes(self) -> NDArray[np.int64]:
         """int64 [S]: ids per row; 0 where nothing is listed."""
-        return np.diff(self.offsets)
+        return self.offsets[1:] - self.offsets[:-1]
 
     @classmethod
     def empty(cls, num_rows: int) -> KeptSets:

@@ -42,6 +42,30 @@ from moerl.contract.reasons import Reason
 from moerl.errors import ContractError
 
 
+_KINDS: tuple[tuple[str, type], ...] = (
+    ("spec", ModelSpec),
+    ("lineage", Lineage),
+    ("kept", KeptSets),
+    ("finish_reason", FinishReason),
+    ("turns", tuple),
+    ("rewards", dict),
+    ("scores", dict),
+    ("timings", dict),
+    ("engine_id", str),
+    ("attempt", int),
+)
+
+_BOOL, _INT32, _INT64, _FLOAT32 = (np.dtype(kind) for kind in (np.bool_, np.int32, np.int64, np.float32))
+
+_PER_TOKEN = (
+    ("sampled", _BOOL),
+    ("rollout_logprobs", _FLOAT32),
+    ("kept_logmass", _FLOAT32),
+    ("policy_versions", _INT32),
+    ("truncated", _BOOL),
+)
+
+
 def check_trajectory(trajectory: TrajectoryFields) -> None:
     """Refuses a trajectory that breaks any invariant which can be judged from the record alone.
 
@@ -88,19 +112,7 @@ def check_versions(trajectory: TrajectoryFields, trainer_version: int) -> None:
 
 
 def _check_types(trajectory: TrajectoryFields) -> None:
-    expected: dict[str, type] = {
-        "spec": ModelSpec,
-        "lineage": Lineage,
-        "kept": KeptSets,
-        "finish_reason": FinishReason,
-        "turns": tuple,
-        "rewards": dict,
-        "scores": dict,
-        "timings": dict,
-        "engine_id": str,
-        "attempt": int,
-    }
-    for name, kind in expected.items():
+    for name, kind in _KINDS:
         demand_type(getattr(trajectory, name), kind, name)
     for index, turn in enumerate(trajectory.turns):
         demand_type(turn, Turn, f"turns[{index}]")
@@ -173,33 +185,30 @@ def _demand_finite_numbers(values: dict[str, Any], group: str) -> None:
 def _check_layout(trajectory: TrajectoryFields) -> None:
     """Dtypes and shapes: every array is what the spec and the number of tokens say, before any content is read."""
     spec = trajectory.spec
-    _demand_array(trajectory.token_ids, np.dtype(np.int32), (None,), "token_ids")
+    _demand_array(trajectory.token_ids, _INT32, (None,), "token_ids")
     num_tokens = len(trajectory.token_ids)
     if num_tokens < 2:
         raise ContractError(
             Reason.TOO_SHORT, field="token_ids", seen=num_tokens, expected="a prompt token and a sampled token"
         )
-    per_token = {"sampled": np.bool_, "rollout_logprobs": np.float32, "kept_logmass": np.float32}
-    per_token |= {"policy_versions": np.int32, "truncated": np.bool_}
-    for name, dtype in per_token.items():
-        _demand_array(getattr(trajectory, name), np.dtype(dtype), (num_tokens,), name)
+    for name, dtype in _PER_TOKEN:
+        _demand_array(getattr(trajectory, name), dtype, (num_tokens,), name)
     rows = num_tokens - 1
     routing_shape = (rows, spec.num_moe_layers, spec.experts_per_token)
     _demand_array(trajectory.expert_ids, spec.expert_dtype, routing_shape, "expert_ids")
-    _demand_array(trajectory.routed, np.dtype(np.bool_), (rows,), "routed")
-    _demand_array(trajectory.kept.offsets, np.dtype(np.int64), (num_tokens + 1,), "kept.offsets")
-    _demand_array(trajectory.kept.ids, np.dtype(np.int32), (None,), "kept.ids")
+    _demand_array(trajectory.routed, _BOOL, (rows,), "routed")
+    _demand_array(trajectory.kept.offsets, _INT64, (num_tokens + 1,), "kept.offsets")
+    _demand_array(trajectory.kept.ids, _INT32, (None,), "kept.ids")
     for name, score in trajectory.scores.items():
-        _demand_array(score, np.dtype(np.float32), (num_tokens,), f"scores[{name!r}]")
+        _demand_array(score, _FLOAT32, (num_tokens,), f"scores[{name!r}]")
 
 
 def _demand_array(value: Any, dtype: np.dtype[Any], shape: tuple[int | None, ...], name: str) -> None:
+    """`shape` may be (None,): one axis of any length."""
     demand_type(value, np.ndarray, name)
     if value.dtype != dtype:
         raise ContractError(Reason.WRONG_DTYPE, field=name, seen=value.dtype, expected=dtype)
-    agrees = value.ndim == len(shape) and all(
-        want is None or have == want for have, want in zip(value.shape, shape, strict=True)
-    )
+    agrees = value.shape == shape or (shape == (None,) and value.ndim == 1)
     if not agrees:
         raise ContractError(Reason.WRONG_SHAPE, field=name, seen=value.shape, expected=shape)
 

@@ -125,7 +125,7 @@ def _check_kept_ids(trajectory: TrajectoryFields, sizes: NDArray[np.int64]) -> N
         expected="strictly ascending ids in a row",
     )
     # Ids of a row are distinct by now, so a row holds its token at most once: counting finds every miss.
-    drawn = np.repeat(trajectory.token_ids, sizes) == ids
+    drawn = trajectory.token_ids.repeat(sizes) == ids
     if int(np.count_nonzero(drawn)) != int(np.count_nonzero(trajectory.truncated)):
         holds_token = np.zeros(len(trajectory), np.bool_)
         holds_token[np.repeat(np.arange(len(trajectory)), sizes)[drawn]] = True

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, fields
+from operator import attrgetter
 
 import numpy as np
 
@@ -44,8 +45,8 @@ class Trajectory(TrajectoryFields):
 
     def __post_init__(self) -> None:
         check_trajectory(self)
-        for spec_field in fields(self):
-            _freeze(getattr(self, spec_field.name))
+        for value in _all_fields(self):
+            _freeze(value)
 
     def with_rewards(self, rewards: dict[str, float]) -> Trajectory:
         """The same trajectory with these rewards instead of its own. Only the rewards are checked: the rest was.
@@ -57,6 +58,9 @@ class Trajectory(TrajectoryFields):
         rewarded = copy.copy(self)  # runs no `__post_init__`; the arrays are shared, and read-only
         object.__setattr__(rewarded, "rewards", rewards)
         return rewarded
+
+
+_all_fields = attrgetter(*(each.name for each in fields(TrajectoryFields)))
 
 
 def _freeze(value: object) -> None:
