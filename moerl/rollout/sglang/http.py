@@ -7,11 +7,10 @@ repeated: it has no effect but its answer, and the engine gives every attempt an
 from __future__ import annotations
 
 import asyncio
-import ssl
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import httpx
+import aiohttp
 import msgspec
 
 from moerl.errors import ContractError, EngineError
@@ -21,63 +20,10 @@ from moerl.rollout.fleet.endpoint import Endpoint
 from moerl.rollout.sglang.reading import AS_IT_IS, MAX_FACTS_BYTES, MAX_SAID_BYTES, read
 
 _JSON_OBJECT = msgspec.json.Decoder(dict[str, Any])
-_POOL_SIZE = 8
-"""Connections of each pool."""
-
-
-class _Pool:
-    """Up to `_POOL_SIZE` connections. num_under_way: requests that have them, or wait for one."""
-
-    def __init__(self, context: ssl.SSLContext) -> None:
-        limits = httpx.Limits(max_connections=_POOL_SIZE, max_keepalive_connections=_POOL_SIZE)
-        self.transport = httpx.AsyncHTTPTransport(verify=context, trust_env=False, limits=limits)
-        self.num_under_way = 0
-
-
-class _Answer(httpx.AsyncByteStream):
-    """The body of an answer; its request is under way until it is closed."""
-
-    def __init__(self, body: httpx.AsyncByteStream, pool: _Pool) -> None:
-        self._body, self._pool = body, pool
-
-    def __aiter__(self) -> AsyncIterator[bytes]:
-        return self._body.__aiter__()
-
-    async def aclose(self) -> None:
-        try:
-            await self._body.aclose()
-        finally:
-            self._pool.num_under_way -= 1
-
-
-class _SmallPools(httpx.AsyncBaseTransport):
-    """Connections in pools of a few. A pool looks at each of its connections, a system call or two, whenever a request
-    begins or ends: with hundreds in one pool that takes longer than all else that a client does.
-
-    The first pool with room takes a request. Connections that are there already are in the first pools, so that
-    requests reach the server in their order.
-    """
-
-    def __init__(self, num_connections: int) -> None:
-        context = httpx.create_ssl_context(trust_env=False)
-        self._pools = [_Pool(context) for _ in range(-(-num_connections // _POOL_SIZE))]
-
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        pool = min(self._pools, key=lambda pool: max(0, pool.num_under_way + 1 - _POOL_SIZE))
-        pool.num_under_way += 1
-        try:
-            response = await pool.transport.handle_async_request(request)
-        except BaseException:  # cancelled, too
-            pool.num_under_way -= 1
-            raise
-        assert isinstance(response.stream, httpx.AsyncByteStream)
-        response.stream = _Answer(response.stream, pool)
-        return response
-
-    async def aclose(self) -> None:
-        for pool in self._pools:
-            await pool.transport.aclose()
-
+_CONNECT_SECONDS = 10.0
+_IDLE_SECONDS = 2.0
+"""How long a connection is kept that nobody uses: less than the 5 s after which servers close it, perhaps under a request
+that has just been sent."""
 
 class SGLangHttp:
     """Connections to one server, reused between calls."""
@@ -88,18 +34,28 @@ class SGLangHttp:
         self.endpoint = endpoint
         self._timeout_seconds = timeout_seconds
         # Beside requests: their aborts, a probe, a step of a weight update.
-        num_connections = max_connections + 4
-        # Server addresses are the caller's own: proxies of the environment have no business here.
-        self._client = httpx.AsyncClient(
-            base_url=endpoint.url,
-            headers=AS_IT_IS,
-            transport=_SmallPools(num_connections),
-            timeout=httpx.Timeout(None, connect=10.0),
-            trust_env=False,
-        )
+        self._num_connections = max_connections + 4
+        self._session: aiohttp.ClientSession | None = None
+        self._is_closed = False
 
     async def close(self) -> None:
-        await self._client.aclose()
+        self._is_closed = True
+        if self._session is not None:
+            await self._session.close()
+
+    def _connections(self) -> aiohttp.ClientSession:
+        # Made with the first call: a session belongs to the event loop that it is made in.
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=self._num_connections, keepalive_timeout=_IDLE_SECONDS),
+                headers=AS_IT_IS,
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
+                auto_decompress=False,
+                # Server addresses are the caller's own: proxies of the environment have no business here.
+                trust_env=False,
+                cookie_jar=aiohttp.DummyCookieJar(),
+            )
+        return self._session
 
     async def get(self, path: str) -> dict[str, Any]:
         """The JSON object behind `path`; repeated where it may help.
@@ -169,29 +125,35 @@ class SGLangHttp:
         admin: bool = False,
         timeout_seconds: float | None = None,
     ) -> bytes:
-        if self._client.is_closed:
+        if self._is_closed:
             raise TransportError(f"SGLang {path}: the server was given up", seen=self.endpoint.url)
         seconds = timeout_seconds or self._timeout_seconds
         key = self.endpoint.admin_key if admin else self.endpoint.api_key
         headers = {"Authorization": f"Bearer {key}"}
+        data = None
+        if body is not None:
+            data, headers["Content-Type"] = msgspec.json.encode(body), "application/json"
+        call = self._connections().request(
+            method, self.endpoint.url + path, data=data, headers=headers, allow_redirects=False
+        )
         try:
             async with asyncio.timeout(seconds):
-                async with self._client.stream(method, path, json=body, headers=headers) as response:
+                async with call as response:
                     content = await read(path, response, max_bytes)
-                    _check_status(path, response.status_code, content)
+                    _check_status(path, response.status, content)
                     return content
+        except aiohttp.ClientError as error:
+            raise TransportError(
+                f"SGLang {path}: the connection failed",
+                seen=f"{self.endpoint.url}: {type(error).__name__}: {error}",
+                remedy="look at the server's log; is it still running?",
+            ) from error
         except TimeoutError as error:
             raise TransportError(
                 f"SGLang {path}: no answer in time",
                 seen=self.endpoint.url,
                 expected=f"an answer within {seconds} s",
                 remedy="look at the server's log",
-            ) from error
-        except httpx.HTTPError as error:
-            raise TransportError(
-                f"SGLang {path}: the connection failed",
-                seen=f"{self.endpoint.url}: {type(error).__name__}: {error}",
-                remedy="look at the server's log; is it still running?",
             ) from error
 
 

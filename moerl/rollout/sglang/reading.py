@@ -6,7 +6,7 @@ byte is looked at. Any process that talks to a server.
 
 from __future__ import annotations
 
-import httpx
+import aiohttp
 
 from moerl.rollout.fleet.backend import TransportError
 
@@ -20,21 +20,21 @@ MAX_FACTS_BYTES = 1 << 22
 """Of an answer about the server itself; `/server_info` takes 36 KB, and 20 KB more for every data-parallel rank."""
 
 
-async def read(path: str, response: httpx.Response, max_bytes: int) -> bytes:
+async def read(path: str, response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
     """The body of a streamed response; the beginning of it where the status is another than 200.
 
     Raises:
         TransportError: it is compressed, or longer than `max_bytes`.
     """
     intake = _Intake(path, response, max_bytes)
-    async for piece in response.aiter_raw():
+    async for piece in response.content.iter_any():
         if intake.takes(piece):
             break
     return intake.content()
 
 
 class _Intake:
-    def __init__(self, path: str, response: httpx.Response, max_bytes: int) -> None:
+    def __init__(self, path: str, response: aiohttp.ClientResponse, max_bytes: int) -> None:
         encoding = response.headers.get("content-encoding", "identity")
         if encoding.lower() != "identity":
             raise TransportError(
@@ -43,7 +43,7 @@ class _Intake:
                 expected="the answer as it is",
                 remedy="reach the server directly, without a proxy that compresses",
             )
-        self._path, self._max_bytes, self._is_whole = path, max_bytes, response.status_code == 200
+        self._path, self._max_bytes, self._is_whole = path, max_bytes, response.status == 200
         # One buffer: of pieces of one byte each, a list would take forty times as much.
         self._content = bytearray()
 

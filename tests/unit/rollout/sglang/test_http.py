@@ -7,9 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import httpcore
 import msgspec
-import pytest
 from sglang_fake import FakeServer, reply
 from sglang_live import over_http
 
@@ -40,20 +38,6 @@ def test_as_many_requests_are_under_way_as_there_are_connections(fake: FakeServe
 
     fake.answer = answer
     assert over_http(fake.endpoint, ask_all, max_connections=NUM) == NUM
-
-
-def test_a_request_does_not_look_at_the_connections_of_all_others(fake: FakeServer, monkeypatch: pytest.MonkeyPatch):
-    looks = 0
-    is_idle = httpcore.AsyncHTTPConnection.is_idle
-
-    def counted(self: httpcore.AsyncHTTPConnection) -> bool:
-        nonlocal looks
-        looks += 1
-        return is_idle(self)
-
-    monkeypatch.setattr(httpcore.AsyncHTTPConnection, "is_idle", counted)
-    assert over_http(fake.endpoint, ask_all, max_connections=NUM) == NUM
-    assert 0 < looks < 100 * NUM
 
 
 def test_more_requests_than_connections_wait_for_one(fake: FakeServer):

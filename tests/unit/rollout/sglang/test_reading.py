@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
-import httpx
+import aiohttp
 import pytest
 import zstandard
 from memory import traced
@@ -62,20 +62,20 @@ def test_a_health_probe_reads_no_answer(fake: FakeServer):
     assert peak() < 8 << 20
 
 
-def response(status: int, pieces: int, **headers: str) -> httpx.Response:
-    return httpx.Response(status, headers=headers, stream=Pieces(pieces))
+class FakeResponse:
+    """Its body has so many pieces, of one byte each."""
 
+    def __init__(self, status: int, pieces: int) -> None:
+        self.status, self.headers, self.content = status, dict[str, str](), self
+        self._pieces = pieces
 
-class Pieces(httpx.AsyncByteStream):
-    """Endless but for a count; of one byte each."""
-
-    def __init__(self, count: int) -> None:
-        self.left = count
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        while self.left:
-            self.left -= 1
+    async def iter_any(self) -> AsyncIterator[bytes]:
+        for _ in range(self._pieces):
             yield b"x"
+
+
+def response(status: int, pieces: int) -> aiohttp.ClientResponse:
+    return cast(aiohttp.ClientResponse, FakeResponse(status, pieces))
 
 
 def test_an_answer_of_many_small_pieces_takes_no_more_than_its_bytes():
