@@ -41,7 +41,6 @@ from moerl.contract.kept_set_checks import check_kept_sets
 from moerl.contract.reasons import Reason
 from moerl.errors import ContractError
 
-
 _KINDS: tuple[tuple[str, type], ...] = (
     ("spec", ModelSpec),
     ("lineage", Lineage),

@@ -22,8 +22,9 @@ from moerl.rollout.sglang.reading import AS_IT_IS, MAX_FACTS_BYTES, MAX_SAID_BYT
 _JSON_OBJECT = msgspec.json.Decoder(dict[str, Any])
 _CONNECT_SECONDS = 10.0
 _IDLE_SECONDS = 2.0
-"""How long a connection is kept that nobody uses: less than the 5 s after which servers close it, perhaps under a request
-that has just been sent."""
+"""How long a connection that nobody uses is kept: less than the 5 s after which servers close it, perhaps under a
+request that has just been sent."""
+
 
 class SGLangHttp:
     """Connections to one server, reused between calls."""
