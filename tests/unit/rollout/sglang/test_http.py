@@ -8,10 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+import pytest
 from sglang_fake import FakeServer, reply
 from sglang_live import over_http
 
 from moerl.rollout.fleet.engine import FleetEngine
+from moerl.rollout.sglang import http
 from moerl.rollout.sglang.http import SGLangHttp
 
 NUM = 96
@@ -23,9 +25,9 @@ BODY = {
 }
 
 
-async def ask_all(http: SGLangHttp) -> int:
+async def ask_all(client: SGLangHttp) -> int:
     """Answered requests of NUM that are under way together."""
-    answers = await asyncio.gather(*(http.post_once("/generate", BODY, 1 << 20) for _ in range(NUM)))
+    answers = await asyncio.gather(*(client.post_once("/generate", BODY, 1 << 20) for _ in range(NUM)))
     return len(answers)
 
 
@@ -48,15 +50,29 @@ def test_more_requests_than_connections_wait_for_one(fake: FakeServer):
 def test_connections_that_are_there_are_taken_before_others_are_opened(fake: FakeServer):
     """Else a later request, of a pool that has one, overtakes those that open theirs."""
 
-    async def ask_again(http: SGLangHttp) -> list[int]:
+    async def ask_again(client: SGLangHttp) -> list[int]:
         opened: list[int] = []
         for _ in range(8):
-            await asyncio.gather(*(http.post_once("/generate", BODY, 1 << 20) for _ in range(3)))
+            await asyncio.gather(*(client.post_once("/generate", BODY, 1 << 20) for _ in range(3)))
             opened.append(fake.num_connections)
         return opened
 
     opened = over_http(fake.endpoint, ask_again, max_connections=NUM)
     assert opened == [3] * 8
+
+
+def test_a_connection_that_its_server_may_be_about_to_close_is_not_used(
+    fake: FakeServer, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(http, "_IDLE_SECONDS", 0.05)
+
+    async def ask_twice(client: SGLangHttp) -> int:
+        for pause in (0.0, 0.2):
+            await asyncio.sleep(pause)
+            await client.post_once("/generate", BODY, 1 << 20)
+        return fake.num_connections
+
+    assert over_http(fake.endpoint, ask_twice) == 2
 
 
 def test_a_server_is_told_once_that_what_it_consists_of_is_no_garbage(
