@@ -127,7 +127,7 @@ class SGLangHttp:
         timeout_seconds: float | None = None,
     ) -> bytes:
         if self._is_closed:
-            raise TransportError(f"SGLang {path}: the server was given up", seen=self.endpoint.url)
+            raise self._given_up(path)
         seconds = timeout_seconds or self._timeout_seconds
         key = self.endpoint.admin_key if admin else self.endpoint.api_key
         headers = {"Authorization": f"Bearer {key}"}
@@ -138,11 +138,16 @@ class SGLangHttp:
             method, self.endpoint.url + path, data=data, headers=headers, allow_redirects=False
         )
         try:
-            async with asyncio.timeout(seconds):
-                async with call as response:
-                    content = await read(path, response, max_bytes)
-                    _check_status(path, response.status, content)
-                    return content
+            async with asyncio.timeout(seconds), call as response:
+                content = await read(path, response, max_bytes)
+                _check_status(path, response.status, content)
+                return content
+        except asyncio.CancelledError as error:
+            # A session that is closed cancels calls that wait for a connection; their tasks were not cancelled.
+            task = asyncio.current_task()
+            if not self._is_closed or task is None or task.cancelling():
+                raise
+            raise self._given_up(path) from error
         except aiohttp.ClientError as error:
             raise TransportError(
                 f"SGLang {path}: the connection failed",
@@ -156,6 +161,9 @@ class SGLangHttp:
                 expected=f"an answer within {seconds} s",
                 remedy="look at the server's log",
             ) from error
+
+    def _given_up(self, path: str) -> TransportError:
+        return TransportError(f"SGLang {path}: the server was given up", seen=self.endpoint.url)
 
 
 def _check_status(path: str, status: int, content: bytes) -> None:

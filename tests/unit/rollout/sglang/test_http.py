@@ -12,6 +12,7 @@ import pytest
 from sglang_fake import FakeServer, reply
 from sglang_live import over_http
 
+from moerl.rollout.fleet.backend import TransportError
 from moerl.rollout.fleet.engine import FleetEngine
 from moerl.rollout.sglang import http
 from moerl.rollout.sglang.http import SGLangHttp
@@ -48,7 +49,7 @@ def test_more_requests_than_connections_wait_for_one(fake: FakeServer):
 
 
 def test_connections_that_are_there_are_taken_before_others_are_opened(fake: FakeServer):
-    """Else a later request, of a pool that has one, overtakes those that open theirs."""
+    """Else a later request, which has one, overtakes those that open theirs."""
 
     async def ask_again(client: SGLangHttp) -> list[int]:
         opened: list[int] = []
@@ -59,6 +60,30 @@ def test_connections_that_are_there_are_taken_before_others_are_opened(fake: Fak
 
     opened = over_http(fake.endpoint, ask_again, max_connections=NUM)
     assert opened == [3] * 8
+
+
+@pytest.mark.parametrize("max_connections", [4, NUM], ids=["some wait for a connection", "all have one"])
+def test_calls_under_way_when_their_server_is_given_up_fail_and_are_not_cancelled(
+    fake: FakeServer, max_connections: int
+):
+    is_over = threading.Event()
+
+    def answer(body: dict[str, Any]) -> tuple[int, bytes]:
+        is_over.wait(60.0)
+        return 200, msgspec.msgpack.encode(reply(body))
+
+    fake.answer = answer
+
+    async def give_up(client: SGLangHttp) -> list[object]:
+        calls = [asyncio.create_task(client.post_once("/generate", BODY, 1 << 20)) for _ in range(NUM)]
+        while fake.num_connections < min(NUM, max_connections + 4):
+            await asyncio.sleep(0.01)
+        await client.close()
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    found = over_http(fake.endpoint, give_up, max_connections=max_connections)
+    is_over.set()
+    assert {type(each) for each in found} == {TransportError}
 
 
 def test_a_connection_that_its_server_may_be_about_to_close_is_not_used(
