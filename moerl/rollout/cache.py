@@ -51,6 +51,10 @@ class SlotCache(Cache):
         self._rows_N = torch.arange(len(positions_N), device=positions_N.device)
         self._read_tokens = read_tokens
 
+    def of_layer(self, number: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of all slots, [num_slots, G, capacity, D], of a layer that a prefill has been through."""
+        return self._keys[number], self._values[number]
+
     def move(self, sources: Tensor, targets: Tensor, num_tokens: int) -> None:
         """Copies the first num_tokens tokens of the source slots to the target slots (int64, disjoint)."""
         for cached in (*self._keys, *self._values):

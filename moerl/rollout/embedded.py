@@ -34,6 +34,7 @@ from moerl.rollout.attention import ATTENTION, decode_mask, prefill_mask
 from moerl.rollout.blocks import LEAST_READ, ROWS, TOKENS, whole_blocks
 from moerl.rollout.cache import SlotCache
 from moerl.rollout.capture import RoutingCapture, routers
+from moerl.rollout.decode import DecodingStep, knows_steps_of
 from moerl.rollout.experts import experts_function
 from moerl.rollout.requests import check_requests, distinct_prompts, room_for
 from moerl.rollout.rounding import emulate, emulated_dtype
@@ -119,6 +120,7 @@ class EmbeddedEngine:
         self._dtypes, dtype = held_dtypes(model), emulated_dtype(model)
         self._stop_rounding = None if dtype is None else emulate(model, dtype, routers(model))
         self._model.set_experts_implementation(experts_function(model, dtype))
+        self._decoding_step = DecodingStep(model, dtype) if knows_steps_of(model, dtype) else None
         self._spec = spec
         self._engine_id = engine_id
         self._max_running = max_running
@@ -335,11 +337,16 @@ class EmbeddedEngine:
         positions_n = torch.from_numpy(positions).to(self._model.device)
         num_read = max(whole_blocks(int(positions.max()) + 1, TOKENS), LEAST_READ)
         run.cache.begin_decode(positions_n, num_read)
-        hidden = self._forward(run, tokens[:, None], positions_n[:, None], decode_mask(positions_n, num_read))
-        run.table.write_decode_routing(self._take_routing(num_rows)[:n])
+        if self._decoding_step is not None:
+            hidden, experts = self._decoding_step(tokens, positions, run.cache)
+        else:
+            mask = decode_mask(positions_n, num_read)
+            hidden = self._forward(run, tokens[:, None], positions_n[:, None], mask)[:, 0]
+            experts = self._take_routing(num_rows)
+        run.table.write_decode_routing(experts[:n])
         if run.params is None:
             run.params = RowParams.of([request.sampling for request in run.table.requests], hidden.device)
-        self._sample(run, slice(0, n), hidden[:, 0], run.params)
+        self._sample(run, slice(0, n), hidden, run.params)
 
     def _forward(self, run: _Run, tokens: NDArray[np.int64], positions: Tensor, mask: Tensor) -> Tensor:
         """Hidden states after the last norm, [rows, tokens, hidden]; the head is applied to sampled rows only."""
