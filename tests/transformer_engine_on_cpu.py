@@ -69,7 +69,7 @@ def _choose_layers_of_a_gpu() -> None:
 
     platform.prepare()
     platform.layer_spec = platform.gpu_layer_spec
-    platform.model_overrides = lambda: platform.gpu_overrides() | {"use_cpu_initialization": True}
+    platform.model_overrides = lambda dims: platform.gpu_overrides() | {"use_cpu_initialization": True}
     # Both ask for small tensors on a GPU in their constructors.
     for name in ("megatron.core.transformer.moe.token_dispatcher", "transformer_engine.pytorch.optimizers.fused_adam"):
         module: Any = importlib.import_module(name)

@@ -8,7 +8,7 @@ that this does not know. Shape legend: R = rows of a step, H = hidden size, D = 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM, Qwen3MoeSparseMoeBlock
 
 from moerl.rollout.cache import SlotCache
-from moerl.rollout.decode_kernels import BLOCK, last_norm, layer
+from moerl.rollout.decode_kernels import BLOCK, dense_layer, last_norm, layer
 from moerl.rollout.eight_bits import has_eight_bit_products
 
 
@@ -40,7 +40,6 @@ def knows_steps_of(model: PreTrainedModel, dtype: torch.dtype | None) -> bool:
         and config.hidden_act == "silu"
         and not config.attention_bias
         and all(each.self_attn.sliding_window is None for each in layers)
-        and all(isinstance(each.mlp, Qwen3MoeSparseMoeBlock) for each in layers)
     )
 
 
@@ -55,11 +54,11 @@ class DecodingStep:
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype | None) -> None:
         config, self._base = cast(Any, model.config), cast(Any, model.base_model)
-        self._halves = dtype is not None
-        self._num_chosen, self._normalized = config.num_experts_per_tok, bool(config.norm_topk_prob)
-        self._eps = np.float32(config.rms_norm_eps)
+        self._has_experts = [isinstance(each.mlp, Qwen3MoeSparseMoeBlock) for each in self._base.layers]
+        self._num_moe, self._num_chosen = sum(self._has_experts), config.num_experts_per_tok
         self._layers = [_weights(each) for each in self._base.layers]
-        self._scales = [np.float32(each.self_attn.scaling) for each in self._base.layers]
+        scale, eps = np.float32(self._base.layers[0].self_attn.scaling), np.float32(config.rms_norm_eps)
+        self._settings = scale, eps, bool(config.norm_topk_prob), dtype is not None
         self._last = _shared(self._base.norm.weight)
         self._threads = ThreadPoolExecutor(torch.get_num_threads()) if torch.get_num_threads() > 1 else None
 
@@ -72,30 +71,21 @@ class DecodingStep:
         Returns:
             Hidden states after the last norm, float32 [R, H]; expert ids, int64 [R, L, K].
         """
-        at = torch.from_numpy(positions)
+        at, (_, eps, _, halves) = torch.from_numpy(positions), self._settings
         stream = self._base.embed_tokens.weight[torch.from_numpy(tokens)].numpy()
         cos, sin = (each[0].numpy() for each in self._base.rotary_emb(self._base.norm.weight, at[None]))
-        ids = np.empty((len(self._layers), len(tokens), self._num_chosen), np.int64)
+        ids = np.empty((self._num_moe, len(tokens), self._num_chosen), np.int64)
         slots = np.arange(len(tokens))
-        held = [[each.numpy() for each in cache.of_layer(number)] for number in range(len(self._layers))]
+        held = [tuple(each.numpy() for each in cache.of_layer(number)) for number in range(len(self._layers))]
 
         def run(rows: slice) -> None:
-            for number, weights in enumerate(self._layers):
-                layer(
-                    stream[rows],
-                    slots[rows],
-                    positions[rows],
-                    *held[number],
-                    cos[rows],
-                    sin[rows],
-                    weights,
-                    self._scales[number],
-                    self._eps,
-                    self._normalized,
-                    self._halves,
-                    ids[number, rows],
-                )
-            last_norm(stream[rows], self._last, self._eps, self._halves)
+            places, moe = (slots[rows], positions[rows], cos[rows], sin[rows]), iter(ids)
+            for weights, keys_values, has_experts in zip(self._layers, held, self._has_experts, strict=True):
+                if has_experts:
+                    layer(stream[rows], places, keys_values, weights, self._settings, next(moe)[rows])
+                else:
+                    dense_layer(stream[rows], places, keys_values, weights, self._settings)
+            last_norm(stream[rows], self._last, eps, halves)
 
         self._each(run, len(tokens))
         return torch.from_numpy(stream), ids.transpose(1, 0, 2)
@@ -115,24 +105,14 @@ def _shared(parameter: Tensor) -> NDArray[np.float32]:
     return parameter.detach().numpy()
 
 
-def _weights(block: Any) -> Sequence[NDArray[np.float32]]:
-    """Of a decoder layer, in the order of `moerl.rollout.decode_kernels.layer`."""
-    attention, experts = block.self_attn, block.mlp.experts
-    return tuple(
-        map(
-            _shared,
-            (
-                block.input_layernorm.weight,
-                attention.q_proj.weight,
-                attention.k_proj.weight,
-                attention.v_proj.weight,
-                attention.q_norm.weight,
-                attention.k_norm.weight,
-                attention.o_proj.weight,
-                block.post_attention_layernorm.weight,
-                block.mlp.gate.weight,
-                experts.gate_up_proj,
-                experts.down_proj,
-            ),
-        )
-    )
+def _weights(block: Any) -> tuple[tuple[NDArray[np.float32], ...], tuple[NDArray[np.float32], ...]]:
+    """Of a decoder layer, as `moerl.rollout.decode_kernels.layer` takes them."""
+    attention, mlp = block.self_attn, block.mlp
+    projections = attention.q_proj, attention.k_proj, attention.v_proj, attention.q_norm, attention.k_norm
+    of_attention = (block.input_layernorm, *projections, attention.o_proj)
+    if isinstance(block.mlp, Qwen3MoeSparseMoeBlock):
+        of_mlp = mlp.gate.weight, mlp.experts.gate_up_proj, mlp.experts.down_proj
+    else:
+        of_mlp = mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight
+    of_second = block.post_attention_layernorm.weight, *of_mlp
+    return tuple(_shared(each.weight) for each in of_attention), tuple(map(_shared, of_second))

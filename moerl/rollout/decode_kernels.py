@@ -1,12 +1,12 @@
-"""One decoding step of a decoder layer with experts, compiled by Numba for the CPU it runs on.
+"""One decoding step of a decoder layer, compiled by Numba for the CPU it runs on.
 
-Runs inside the embedded rollout engine, on the host; numpy arrays of float32. Every sum runs in an order that depends on
-the model's sizes and on the length of its own row alone, so that rows are independent of one another, bit for bit: those
-of products over blocks of `BLOCK` rows, of which there are whole ones. Numbers that are not finite stay that: what is
-broken must reach the sampler, which refuses it.
+Runs inside the embedded rollout engine, on the host; numpy arrays of float32. Every sum runs in an order that depends
+on the model's sizes and on the length of its own row alone, so rows are independent of one another, bit for bit; those
+of products run over blocks of `BLOCK` rows, of which there are whole ones. Numbers that are not finite stay that: what
+is broken must reach the sampler, which refuses it.
 
-Shape legend: R = rows, whole blocks; H = hidden size, Q = query heads, G = key-value heads, D = head size, C = tokens
-that the cache has room for, E = experts, F = width of an expert, K = experts per token.
+Shape legend: R = rows, whole blocks; H = hidden size, Q = query heads, G = key-value heads, D = head size, T = tokens
+that a row sees, C = tokens that the cache has room for, E = experts, F = width of an expert, K = experts per token.
 """
 
 from __future__ import annotations
@@ -125,10 +125,9 @@ def rotate(x: Any, cos: Any, sin: Any, out: Any) -> None:
 
 
 @njit(fastmath=_SUMS, error_model="numpy", cache=True)
-def attend(query: Any, keys: Any, values: Any, num_seen: int, scale: Any, scores: Any, out: Any, halves: bool) -> None:
-    """softmax(q k^T * scale) v over the first `num_seen` keys, rounded; query and out [D], keys and values [C, D],
-    scores [C] for work."""
-    size = query.shape[0]
+def attend(query: Any, keys: Any, values: Any, scale: Any, scores: Any, out: Any) -> None:
+    """out = softmax(q k^T * scale) v; query and out [D], keys and values [T, D], scores [at least T] for work."""
+    num_seen, size = keys.shape
     largest = np.float32(-np.inf)
     for t in range(num_seen):
         score = np.float32(0.0)
@@ -148,7 +147,7 @@ def attend(query: Any, keys: Any, values: Any, num_seen: int, scale: Any, scores
         for d in range(size):
             out[d] += weight * values[t, d]
     for d in range(size):
-        out[d] = rounded(out[d] / total, halves)
+        out[d] /= total
 
 
 @njit(error_model="numpy", cache=True)
@@ -177,12 +176,13 @@ def choose(logits_RE: Any, ids_RK: Any, weights_RK: Any, normalized: bool, halve
 
 
 @njit(error_model="numpy", cache=True)
-def experts(x: Any, ids_RK: Any, weights_RK: Any, gate_up: Any, down: Any, out: Any, halves: bool) -> None:
+def experts(x: Any, ids_RK: Any, weights_RK: Any, matrices: Any, out: Any, halves: bool) -> None:
     """out[r] = sum over k of weights[r, k] * down(silu(gate(x)) * up(x)) of expert ids[r, k], rounded.
 
-    x, out [R, H]; gate_up [E, 2F, H], gates first; down [E, H, F]. Rows are sorted by expert, each of which gets whole
-    blocks; what fills the last one up is 0.
+    x, out [R, H]; matrices: gates, then up [E, 2F, H], and down [E, H, F]. Rows are sorted by expert, each of which
+    gets whole blocks; what fills the last one up is 0.
     """
+    gate_up, down = matrices
     num_rows, hidden = x.shape
     num_experts, width, num_chosen = down.shape[0], down.shape[2], ids_RK.shape[1]
     starts = np.zeros(num_experts + 1, np.int64)
@@ -220,35 +220,13 @@ def experts(x: Any, ids_RK: Any, weights_RK: Any, gate_up: Any, down: Any, out: 
             out[r, i] = rounded(out[r, i], halves)
 
 
-@njit(error_model="numpy", cache=True, nogil=True)
-def layer(
-    stream: Any,
-    slots: Any,
-    positions: Any,
-    keys: Any,
-    values: Any,
-    cos: Any,
-    sin: Any,
-    weights: Any,
-    scale: Any,
-    eps: Any,
-    normalized: bool,
-    halves: bool,
-    ids_RK: Any,
-) -> None:
-    """One layer of one token per row; adds to the residual stream, writes the cache and the ids of the experts.
-
-    Args:
-        stream: float32 [R, H].
-        slots, positions: int64 [R]; the row's slot in the cache, and the place of its token.
-        keys, values: float32 [slots, G, C, D].
-        cos, sin: float32 [R, D].
-        weights: of the norm before attention [H], queries [Q D, H], keys and values [G D, H], norms of queries and keys
-            [D], output [H, Q D], norm before the experts [H], router [E, H], `gate_up` [E, 2F, H] and `down` [E, H, F].
-        scale: of attention scores. eps: of the norms.
-        ids_RK: int64 [R, K], written.
-    """
-    before, of_queries, of_keys, of_values, query_norm, key_norm, output, after, router, gate_up, down = weights
+@njit(error_model="numpy", cache=True)
+def self_attention(stream: Any, places: Any, cache: Any, weights: Any, settings: Any) -> None:
+    """The first half of a layer; arguments as in `layer`, weights up to those of the output."""
+    slots, positions, cos, sin = places
+    keys, values = cache
+    before, of_queries, of_keys, of_values, query_norm, key_norm, output = weights
+    scale, eps, _, halves = settings
     num_rows, hidden = stream.shape
     num_groups, size = keys.shape[1], keys.shape[3]
     num_heads = of_queries.shape[0] // size
@@ -264,32 +242,98 @@ def layer(
     project(x, of_values, v, 0, num_rows, halves)
     scores, normed, turned = np.empty(keys.shape[2], np.float32), np.empty(size, np.float32), np.empty(size, np.float32)
     for r in range(num_rows):
+        newest = positions[r]
         for g in range(num_groups):
-            seen_keys, seen_values = keys[slots[r], g], values[slots[r], g]
-            at = g * size
-            norm(k[r, at : at + size], key_norm, eps, normed, halves)
-            rotate(normed, cos[r], sin[r], seen_keys[positions[r]])
+            seen_keys, seen_values = keys[slots[r], g, : newest + 1], values[slots[r], g, : newest + 1]
+            norm(k[r, g * size : (g + 1) * size], key_norm, eps, normed, halves)
+            rotate(normed, cos[r], sin[r], seen_keys[newest])
             for d in range(size):
-                seen_values[positions[r], d] = v[r, at + d]
+                seen_values[newest, d] = v[r, g * size + d]
             for head in range(g * (num_heads // num_groups), (g + 1) * (num_heads // num_groups)):
-                at = head * size
-                norm(q[r, at : at + size], query_norm, eps, normed, halves)
+                at = slice(head * size, (head + 1) * size)
+                norm(q[r, at], query_norm, eps, normed, halves)
                 rotate(normed, cos[r], sin[r], turned)
-                out = attended[r, at : at + size]
-                attend(turned, seen_keys, seen_values, positions[r] + 1, scale, scores, out, halves)
+                attend(turned, seen_keys, seen_values, scale, scores, attended[r, at])
+        for i in range(num_heads * size):
+            attended[r, i] = rounded(attended[r, i], halves)
     project(attended, output, x, 0, num_rows, halves)
-    y, logits = np.empty((num_rows, hidden), np.float32), np.empty((num_rows, router.shape[0]), np.float32)
-    for r in range(num_rows):
-        for i in range(hidden):
-            stream[r, i] = rounded(stream[r, i] + x[r, i], halves)
-        norm(stream[r], after, eps, y[r], halves)
-    project(y, router, logits, 0, num_rows, halves)
-    of_experts = np.empty(ids_RK.shape, np.float32)
-    choose(logits, ids_RK, of_experts, normalized, halves)
-    experts(y, ids_RK, of_experts, gate_up, down, x, halves)
     for r in range(num_rows):
         for i in range(hidden):
             stream[r, i] += x[r, i]
+
+
+@njit(error_model="numpy", cache=True)
+def mixture(stream: Any, weights: Any, settings: Any, ids_RK: Any) -> None:
+    """The second half of a layer; arguments as in `layer`, weights from the norm before the experts on."""
+    after, router, gate_up, down = weights
+    _, eps, normalized, halves = settings
+    num_rows, hidden = stream.shape
+    x, out = np.empty((num_rows, hidden), np.float32), np.empty((num_rows, hidden), np.float32)
+    for r in range(num_rows):
+        for i in range(hidden):
+            stream[r, i] = rounded(stream[r, i], halves)
+        norm(stream[r], after, eps, x[r], halves)
+    logits, of_experts = np.empty((num_rows, router.shape[0]), np.float32), np.empty(ids_RK.shape, np.float32)
+    project(x, router, logits, 0, num_rows, halves)
+    choose(logits, ids_RK, of_experts, normalized, halves)
+    experts(x, ids_RK, of_experts, (gate_up, down), out, halves)
+    for r in range(num_rows):
+        for i in range(hidden):
+            stream[r, i] += out[r, i]
+
+
+@njit(error_model="numpy", cache=True)
+def gated_mlp(stream: Any, weights: Any, settings: Any) -> None:
+    """The second half of a layer without experts; weights: norm [H], gate and up [I, H], down [H, I]."""
+    after, of_gates, of_ups, down = weights
+    _, eps, _, halves = settings
+    num_rows, hidden = stream.shape
+    width = down.shape[1]
+    x, out = np.empty((num_rows, hidden), np.float32), np.empty((num_rows, hidden), np.float32)
+    for r in range(num_rows):
+        for i in range(hidden):
+            stream[r, i] = rounded(stream[r, i], halves)
+        norm(stream[r], after, eps, x[r], halves)
+    gates, ups = np.empty((num_rows, width), np.float32), np.empty((num_rows, width), np.float32)
+    project(x, of_gates, gates, 0, num_rows, halves)
+    project(x, of_ups, ups, 0, num_rows, halves)
+    for r in range(num_rows):
+        for i in range(width):
+            gate = gates[r, i]
+            gates[r, i] = rounded(gate / (np.float32(1.0) + exponential(-gate)) * ups[r, i], halves)
+    project(gates, down, out, 0, num_rows, halves)
+    for r in range(num_rows):
+        for i in range(hidden):
+            stream[r, i] += out[r, i]
+
+
+@njit(error_model="numpy", cache=True, nogil=True)
+def dense_layer(stream: Any, places: Any, cache: Any, weights: Any, settings: Any) -> None:
+    """As `layer`, where there are no experts; weights: of attention as there, those of `gated_mlp`."""
+    of_attention, of_mlp = weights
+    self_attention(stream, places, cache, of_attention, settings)
+    gated_mlp(stream, of_mlp, settings)
+
+
+@njit(error_model="numpy", cache=True, nogil=True)
+def layer(stream: Any, places: Any, cache: Any, weights: Any, settings: Any, ids_RK: Any) -> None:
+    """One layer of one token per row; adds to the residual stream, and writes the cache and the ids of the experts.
+
+    Args:
+        stream: float32 [R, H].
+        places: of each row its slot in the cache and the position of its token, int64 [R]; their RoPE's cosines and
+            sines, float32 [R, D].
+        cache: keys and values, float32 [slots, G, C, D].
+        weights: of attention those of its norm [H], queries [Q D, H], keys and values [G D, H], norms of queries and
+            keys [D], output [H, Q D]; of the experts those of their norm [H], router [E, H], gates and up [E, 2F, H],
+            down [E, H, F].
+        settings: what attention scores are multiplied by, eps of the norms (float32 both); whether the weights of
+            chosen experts are divided by their sum; whether numbers are rounded to bfloat16.
+        ids_RK: int64 [R, K].
+    """
+    of_attention, of_experts = weights
+    self_attention(stream, places, cache, of_attention, settings)
+    mixture(stream, of_experts, settings, ids_RK)
 
 
 @njit(error_model="numpy", cache=True, nogil=True)

@@ -17,7 +17,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, cast
 
 import numpy as np
@@ -39,45 +38,13 @@ from moerl.rollout.experts import experts_function
 from moerl.rollout.requests import check_requests, distinct_prompts, room_for
 from moerl.rollout.rounding import emulate, emulated_dtype
 from moerl.rollout.sampler import RowParams, sample, seeded_uniforms
+from moerl.rollout.schedule import Schedule
 from moerl.rollout.slots import SlotTable, StepResult
 from moerl.rollout.weight_difference import weight_difference
 from moerl.rollout.weight_staging import WeightStaging, held_dtypes, held_tensors
 
-_MAX_PREFILL_TOKENS = 16384
-"""Padded prompt tokens of one prefill; bounds its memory. A longer prompt is prefilled alone."""
-
-_ADMIT_SHARE = 8
-"""Waiting prompts enter once 1/8 of the slots are free: a prefill per finished row would cost a pass each."""
-
 Take = Callable[[bool], Sequence[RolloutRequest] | None]
 """Asked before each step, and told whether there is nothing to do: requests that came meanwhile; None for no more."""
-
-
-@dataclass(slots=True)
-class _Run:
-    """State of one `generate` call, or of a stream of requests."""
-
-    waiting: deque[RolloutRequest]
-    table: SlotTable
-    cache: SlotCache
-    asked_at: float
-    params: RowParams | None = None
-    aborted_ids: set[str] = field(default_factory=set)
-
-    def admit(self, requests: Sequence[RolloutRequest]) -> None:
-        """Lets them wait for slots, which get room for them."""
-        if not requests:
-            return
-        if not self.waiting:
-            self.asked_at = time.perf_counter()
-        self.waiting.extend(requests)
-        max_tokens = room_for(requests)
-        self.table.reserve(max_tokens)
-        self.cache.max_tokens = max(self.cache.max_tokens, max_tokens)
-
-    @property
-    def unfinished_ids(self) -> list[str]:
-        return [request.lineage.rollout_id for request in (*self.table.requests, *self.waiting)]
 
 
 class EmbeddedEngine:
@@ -128,7 +95,7 @@ class EmbeddedEngine:
         self._between_steps = between_steps
         self._staging: WeightStaging | None = None
         self._distrusted = ""
-        self._run: _Run | None = None
+        self._run: Schedule | None = None
         # Held during a step and during a weight swap: other threads see the engine between steps only.
         self._lock = threading.Lock()
         self.unfinished: list[str] = []
@@ -252,14 +219,14 @@ class EmbeddedEngine:
         finally:
             self._close_run(run)
 
-    def _close_run(self, run: _Run) -> None:
+    def _close_run(self, run: Schedule) -> None:
         with self._lock:
             self.unfinished += run.unfinished_ids
             self._run = None
 
-    def _open_run(self, waiting: deque[RolloutRequest], *, num_slots: int) -> _Run:
+    def _open_run(self, waiting: deque[RolloutRequest], *, num_slots: int) -> Schedule:
         max_tokens = room_for(waiting)
-        run = _Run(
+        run = Schedule(
             waiting=waiting,
             table=SlotTable(self._spec, num_slots, max_tokens),
             cache=SlotCache(whole_blocks(num_slots, ROWS), max_tokens),
@@ -277,10 +244,10 @@ class EmbeddedEngine:
         return run
 
     @torch.inference_mode()
-    def _step(self, run: _Run) -> list[RolloutRecord]:
+    def _step(self, run: Schedule) -> list[RolloutRecord]:
         """Aborts, admits and prefills, decodes one token per running row; returns what finished."""
         records = self._apply_aborts(run)
-        num_admitted = self._num_to_admit(run)
+        num_admitted = run.num_to_admit()
         if num_admitted:
             self._prefill(run, num_admitted)
             records += self._finish(run)
@@ -289,7 +256,7 @@ class EmbeddedEngine:
             records += self._finish(run)
         return records
 
-    def _apply_aborts(self, run: _Run) -> list[RolloutRecord]:
+    def _apply_aborts(self, run: Schedule) -> list[RolloutRecord]:
         if not run.aborted_ids:
             return []
         aborted, run.aborted_ids = run.aborted_ids, set()
@@ -298,19 +265,7 @@ class EmbeddedEngine:
         done = np.array([r.lineage.rollout_id in aborted for r in run.table.requests], np.bool_)
         return self._leave(run, done, [FinishReason.ABORT] * int(done.sum()))
 
-    def _num_to_admit(self, run: _Run) -> int:
-        free, waiting = run.table.num_free, len(run.waiting)
-        if run.table.num_running and free < min(waiting, -(-run.table.num_slots // _ADMIT_SHARE)):
-            return 0
-        longest = count = 0
-        for request in list(run.waiting)[:free]:
-            longest = max(longest, len(request.prompt_ids))
-            if count and (count + 1) * longest > _MAX_PREFILL_TOKENS:
-                break
-            count += 1
-        return count
-
-    def _prefill(self, run: _Run, count: int) -> None:
+    def _prefill(self, run: Schedule, count: int) -> None:
         """Runs `count` waiting prompts, padded on the right and each once, and samples their first tokens."""
         rows = run.table.admit([run.waiting.popleft() for _ in range(count)], run.asked_at)
         run.params = None
@@ -329,7 +284,7 @@ class EmbeddedEngine:
         params = RowParams.of([request.sampling for request in run.table.requests[rows]], device)
         self._sample(run, rows, hidden[torch.from_numpy(which_m).to(device), last], params)
 
-    def _decode(self, run: _Run) -> None:
+    def _decode(self, run: Schedule) -> None:
         """Feeds the newest token of every running row and samples the next one."""
         n = run.table.num_running
         num_rows = whole_blocks(n, ROWS)
@@ -348,7 +303,7 @@ class EmbeddedEngine:
             run.params = RowParams.of([request.sampling for request in run.table.requests], hidden.device)
         self._sample(run, slice(0, n), hidden, run.params)
 
-    def _forward(self, run: _Run, tokens: NDArray[np.int64], positions: Tensor, mask: Tensor) -> Tensor:
+    def _forward(self, run: Schedule, tokens: NDArray[np.int64], positions: Tensor, mask: Tensor) -> Tensor:
         """Hidden states after the last norm, [rows, tokens, hidden]; the head is applied to sampled rows only."""
         self._capture.begin()
         output = self._model.base_model(
@@ -368,7 +323,7 @@ class EmbeddedEngine:
         """Expert ids of the latest pass, [rows, L, K], in the contract's dtype."""
         return self._capture.take(num_rows).cpu().numpy().astype(self._spec.expert_dtype)
 
-    def _sample(self, run: _Run, rows: slice, hidden: Tensor, params: RowParams) -> None:
+    def _sample(self, run: Schedule, rows: slice, hidden: Tensor, params: RowParams) -> None:
         """hidden: of the rows, and of others that fill the last block up where there are any."""
         missing = whole_blocks(len(hidden), ROWS) - len(hidden)
         logits = self._head(nn.functional.pad(hidden, (0, 0, 0, missing)) if missing else hidden)
@@ -384,14 +339,14 @@ class EmbeddedEngine:
         )
         run.table.append(rows, step, self._policy_version)
 
-    def _finish(self, run: _Run) -> list[RolloutRecord]:
+    def _finish(self, run: Schedule) -> list[RolloutRecord]:
         """Records of the rows whose newest token ended them; a stop token on the last place counts as a stop."""
         stopped = run.table.stopped()
         done = stopped | run.table.full()
         reasons = [FinishReason.STOP if stop else FinishReason.LENGTH for stop in stopped[done]]
         return self._leave(run, done, reasons)
 
-    def _leave(self, run: _Run, done: NDArray[np.bool_], reasons: list[FinishReason]) -> list[RolloutRecord]:
+    def _leave(self, run: Schedule, done: NDArray[np.bool_], reasons: list[FinishReason]) -> list[RolloutRecord]:
         if not done.any():
             return []
         records, requests = [], run.table.requests

@@ -9,7 +9,7 @@ positions go on from theirs (`moerl.batching.prefixes`). Which rows belong toget
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -63,12 +63,21 @@ class PackedRows:
     """What the rows of this context-parallel rank are in the packed sequences of a microbatch.
 
     positions: int64 [t], in their sequences. groups: all sequences. order: int64 [t], where each row's result is among
-    those of the groups.
+    those of the groups. turns: cosines and sines of RoPE at these positions, float32 [t, 1, D] each, by the angles that
+    Megatron hands down.
     """
 
     positions: Tensor
     groups: tuple[_Group, ...]
     order: Tensor
+    turns: Any = field(default_factory=WeakTensorKeyDictionary)
+
+    def turn(self, t: Tensor, angles: Tensor) -> Tensor:
+        """RoPE of [t, H, D] at the positions of the rows; angles: [longest, 1, 1, D]."""
+        if angles not in self.turns:
+            at = angles[self.positions].squeeze(1)
+            self.turns[angles] = at.cos(), at.sin()
+        return _Turned.apply(t, *self.turns[angles])
 
     @classmethod
     def of(
@@ -94,6 +103,9 @@ class PackedRows:
             rows.append(group.queries.rows[group.queries.real].numpy())
         return cls(torch.from_numpy(positions), tuple(groups), torch.from_numpy(np.argsort(np.concatenate(rows))))
 
+
+_INTERLEAVED = ("rotary_interleaved", "mla_rotary_interleaved")
+"""Options of Megatron's RoPE whose pairs are no halves."""
 
 _packed: Any = WeakTensorKeyDictionary()
 """`PackedRows` by the `cu_seqlens` that Megatron hands down, which is all that its rotary embedding gets to know."""
@@ -179,6 +191,29 @@ def _gather_context(local: Tensor, cu_seqlens: Tensor, group: Any) -> Tensor:
     return gathered.index_select(0, torch.argsort(order))
 
 
+class _Turned(torch.autograd.Function):
+    """RoPE of the two halves of each head, x cos + (-x2, x1) sin; backward turns back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turned(x, cos, sin, 1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turned(gradients[0], cos, sin, -1), None, None
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
+    half = x.shape[-1] // 2
+    out = x * cos
+    # The angles of both halves are the same.
+    out[..., :half].addcmul_(x[..., half:], sin[..., half:], value=-direction)
+    out[..., half:].addcmul_(x[..., :half], sin[..., :half], value=direction)
+    return out
+
+
 def replace_packed_rope() -> None:
     """Applies RoPE to all packed sequences in one call, at the positions of their rows."""
     rope: Any = importlib.import_module("megatron.core.models.common.embeddings.rope_utils")
@@ -187,8 +222,11 @@ def replace_packed_rope() -> None:
     def apply(t: Tensor, cu_seqlens: Tensor, freqs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if args or cu_seqlens not in _packed:
             return original(t, cu_seqlens, freqs, *args, **kwargs)
-        positions = _packed[cu_seqlens].positions
+        packed = _packed[cu_seqlens]
         options = {k: v for k, v in kwargs.items() if k not in ("cp_group", "multi_latent_attention")}
-        return rope._apply_rotary_pos_emb_bshd(t.unsqueeze(1), freqs[positions], **options).squeeze(1)
+        is_plain = options.get("mscale", 1.0) == 1.0 and not any(options.get(name) for name in _INTERLEAVED)
+        if is_plain and t.dtype == torch.float32 and freqs.shape[-1] == t.shape[-1]:
+            return packed.turn(t, freqs)
+        return rope._apply_rotary_pos_emb_bshd(t.unsqueeze(1), freqs[packed.positions], **options).squeeze(1)
 
     rope._apply_rotary_pos_emb_thd = apply

@@ -78,7 +78,7 @@ class PolicyModel:
         settings = {
             **_settings(options),
             **_parallel_settings(self.layout.dims, provider.num_layers),
-            **platform.model_overrides(),
+            **platform.model_overrides(self.layout.dims),
         }
         refuse_untrainable(self.description.hf_config)
         settings |= provider_settings(

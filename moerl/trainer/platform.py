@@ -26,8 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moerl.contract.parallel import ParallelDims
 from moerl.trainer import uneven
 from moerl.trainer.attention import PackedAttention, replace_packed_rope
+from moerl.trainer.norm import RMSNorm
 
 CPU = torch.device("cpu")
 
@@ -58,11 +60,13 @@ def collective_backend() -> str:
     return "nccl" if torch.cuda.is_available() else "gloo"
 
 
-def model_overrides() -> dict[str, Any]:
+def model_overrides(dims: ParallelDims) -> dict[str, Any]:
     """Provider settings for this machine: no fusion that needs CUDA on a CPU, and on a GPU those that are installed."""
     if torch.cuda.is_available():
         return gpu_overrides()
     return {
+        # Where a rank has all experts, the dispatcher of all-to-all sorts, and copies, what is sorted already.
+        "moe_token_dispatcher_type": "allgather" if dims.expert == dims.expert_tensor == 1 else "alltoall",
         "use_cpu_initialization": True,
         "moe_grouped_gemm": False,
         "moe_permute_fusion": False,
@@ -251,7 +255,7 @@ class LocalNorm:
     """RMSNorm or LayerNorm for the local spec, its weight marked for sequence parallelism."""
 
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> nn.Module:
-        norm_class = nn.RMSNorm if config.normalization == "RMSNorm" else nn.LayerNorm
+        norm_class = RMSNorm if config.normalization == "RMSNorm" else nn.LayerNorm
         norm = norm_class(hidden_size, eps=eps, dtype=config.params_dtype)
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]

@@ -16,9 +16,16 @@ from moerl.contract.ports import RolloutRequest
 from moerl.contract.trajectory import FinishReason, Lineage, SamplingParams, Trajectory
 from moerl.errors import EngineError, WeightSyncError
 from moerl.models.spec import spec_from_hf_config
-from moerl.rollout import embedded
+from moerl.rollout import embedded, schedule
 from moerl.rollout.embedded import EmbeddedEngine
 from moerl.rollout.weight_staging import checkpoint_views
+
+
+@pytest.fixture(autouse=True, params=["compiled steps", "steps through transformers"])
+def _steps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every test in this file, where the engine can do both."""
+    if request.param != "compiled steps":
+        monkeypatch.setattr(embedded, "knows_steps_of", lambda model, dtype: False)
 
 
 def _engine(model: Qwen3MoeForCausalLM, max_running: int = 4, **options: Any) -> EmbeddedEngine:
@@ -230,7 +237,7 @@ def test_a_prefill_is_bounded_but_a_long_prompt_still_runs(make_model, monkeypat
         record(self, run, count)
 
     monkeypatch.setattr(embedded.EmbeddedEngine, "_prefill", spy)
-    monkeypatch.setattr(embedded, "_MAX_PREFILL_TOKENS", 7)
+    monkeypatch.setattr(schedule, "_MAX_PREFILL_TOKENS", 7)
     assert _tokens(_engine(model, max_running=9), requests) == expected
     assert len(widths) > 2
     assert max(widths) <= 7

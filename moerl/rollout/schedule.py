@@ -1,0 +1,67 @@
+"""What of the embedded engine's requests is under way: those that wait, those that run, and who enters when.
+
+Runs inside the embedded rollout engine.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from moerl.contract.ports import RolloutRequest
+from moerl.rollout.cache import SlotCache
+from moerl.rollout.requests import room_for
+from moerl.rollout.sampler import RowParams
+from moerl.rollout.slots import SlotTable
+
+_MAX_PREFILL_TOKENS = 16384
+"""Padded prompt tokens of one prefill; bounds its memory. A longer prompt is prefilled alone."""
+
+_ADMIT_SHARE = 8
+"""Waiting prompts enter once 1/8 of the slots are free: a prefill per finished row would cost a pass each."""
+
+
+@dataclass(slots=True)
+class Schedule:
+    """State of one `generate` call, or of a stream of requests.
+
+    asked_at: when the oldest of those that wait were asked for; seconds, perf_counter. params: of the running rows,
+    None where they have changed. aborted_ids: to be finished before the next step.
+    """
+
+    waiting: deque[RolloutRequest]
+    table: SlotTable
+    cache: SlotCache
+    asked_at: float
+    params: RowParams | None = None
+    aborted_ids: set[str] = field(default_factory=set)
+
+    def admit(self, requests: Sequence[RolloutRequest]) -> None:
+        """Lets them wait for slots, which get room for them."""
+        if not requests:
+            return
+        if not self.waiting:
+            self.asked_at = time.perf_counter()
+        self.waiting.extend(requests)
+        max_tokens = room_for(requests)
+        self.table.reserve(max_tokens)
+        self.cache.max_tokens = max(self.cache.max_tokens, max_tokens)
+
+    @property
+    def unfinished_ids(self) -> list[str]:
+        return [request.lineage.rollout_id for request in (*self.table.requests, *self.waiting)]
+
+    def num_to_admit(self) -> int:
+        """How many of those that wait are prefilled together now."""
+        free, waiting = self.table.num_free, len(self.waiting)
+        if self.table.num_running and free < min(waiting, -(-self.table.num_slots // _ADMIT_SHARE)):
+            return 0
+        longest = count = 0
+        for request in list(self.waiting)[:free]:
+            longest = max(longest, len(request.prompt_ids))
+            if count and (count + 1) * longest > _MAX_PREFILL_TOKENS:
+                break
+            count += 1
+        return count
