@@ -1,19 +1,21 @@
 """The key-value cache of continuous batching: one slot per running sequence, each at its own length.
 
 Runs inside the embedded rollout engine. Running rows always fill slots 0..n-1, so that a step reads a view of the
-cache (no gather, no copy) and the tail of a batch costs what its few rows cost; `move` closes the gaps that
+cache (no gather, no copy) and the tail of a batch costs what its few rows cost; `copy` closes the gaps that
 finished rows leave. Shape legend: N = rows of a step, G = key-value heads, Q = new tokens, D = head size.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-_BLOCK = 64
+_BLOCK = 128
+"""Tokens that there is room for at first: growing copies all of it."""
 
 
 class SlotCache(Cache):
@@ -30,18 +32,15 @@ class SlotCache(Cache):
         self.capacity = 0
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
-        self._first_slot = 0
-        self._which_m = torch.zeros(0, dtype=torch.int64)
+        self._slots = torch.zeros(0, dtype=torch.int64)
         self._positions_N: Tensor | None = None
         self._rows_N: Tensor | None = None
         self._read_tokens = 0
 
-    def begin_prefill(self, first_slot: int, num_tokens: int, which_m: Tensor) -> None:
-        """The next pass writes prompts of (padded) length num_tokens: slot first_slot + m gets row which_m[m] (int64)
-        of the pass."""
+    def begin_prefill(self, slots: Tensor, num_tokens: int) -> None:
+        """The next pass writes prompts of (padded) length num_tokens, one per row, into slots (int64)."""
         self._grow(num_tokens)
-        self._first_slot, self._which_m = first_slot, which_m
-        self._positions_N = None
+        self._slots, self._positions_N = slots, None
 
     def begin_decode(self, positions_N: Tensor, read_tokens: int) -> None:
         """The next pass writes one token per row into slots 0..N-1, at positions_N (int64), and reads
@@ -51,11 +50,20 @@ class SlotCache(Cache):
         self._rows_N = torch.arange(len(positions_N), device=positions_N.device)
         self._read_tokens = read_tokens
 
-    def of_layer(self, number: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of all slots, [num_slots, G, capacity, D], of a layer that a prefill has been through."""
-        return self._keys[number], self._values[number]
+    def layers_of(self, shapes: Sequence[tuple[int, int]], num_tokens: int) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of every layer, float32 [num_slots, G, capacity, D] each, with room for num_tokens.
 
-    def move(self, sources: Tensor, targets: Tensor, num_tokens: int) -> None:
+        Args:
+            shapes: G and D of every layer.
+        """
+        self._grow(num_tokens)
+        for number in range(len(self._keys), len(shapes)):
+            num_heads, size = shapes[number]
+            for pool in (self._keys, self._values):
+                pool.append(torch.zeros(self.num_slots, num_heads, self.capacity, size))
+        return list(zip(self._keys, self._values, strict=True))
+
+    def copy(self, sources: Tensor, targets: Tensor, num_tokens: int) -> None:
         """Copies the first num_tokens tokens of the source slots to the target slots (int64, disjoint)."""
         for cached in (*self._keys, *self._values):
             cached[targets, :, :num_tokens] = cached[sources, :, :num_tokens]
@@ -72,9 +80,8 @@ class SlotCache(Cache):
             self._values.append(self._new_like(value_states))
         keys, values = self._keys[layer_idx], self._values[layer_idx]
         if self._positions_N is None:
-            rows = slice(self._first_slot, self._first_slot + len(self._which_m))
-            keys[rows, :, : key_states.shape[2]] = key_states.index_select(0, self._which_m)
-            values[rows, :, : value_states.shape[2]] = value_states.index_select(0, self._which_m)
+            keys[self._slots, :, : key_states.shape[2]] = key_states
+            values[self._slots, :, : value_states.shape[2]] = value_states
             return key_states, value_states
         keys[self._rows_N, :, self._positions_N] = key_states[:, :, 0]
         values[self._rows_N, :, self._positions_N] = value_states[:, :, 0]

@@ -29,17 +29,18 @@ from moerl.contract.ports import EngineInfo, InterruptCosts, ReportedLayers, Rol
 from moerl.contract.trajectory import FinishReason, ModelSpec
 from moerl.errors import EngineError, WeightSyncError
 from moerl.kernels.checksum import checksums
-from moerl.rollout.attention import ATTENTION, decode_mask, prefill_mask
-from moerl.rollout.blocks import LEAST_READ, ROWS, TOKENS, whole_blocks
+from moerl.rollout.attention import ATTENTION
+from moerl.rollout.blocks import ROWS, whole_blocks
 from moerl.rollout.cache import SlotCache
 from moerl.rollout.capture import RoutingCapture, routers
-from moerl.rollout.decode import DecodingStep, knows_steps_of
+from moerl.rollout.compiled_layers import CompiledLayers, knows_layers_of
 from moerl.rollout.experts import experts_function
 from moerl.rollout.requests import check_requests, distinct_prompts, room_for
 from moerl.rollout.rounding import emulate, emulated_dtype
 from moerl.rollout.sampler import RowParams, sample, seeded_uniforms
 from moerl.rollout.schedule import Schedule
 from moerl.rollout.slots import SlotTable, StepResult
+from moerl.rollout.transformers_layers import TransformersLayers
 from moerl.rollout.weight_difference import weight_difference
 from moerl.rollout.weight_staging import WeightStaging, held_dtypes, held_tensors
 
@@ -87,7 +88,8 @@ class EmbeddedEngine:
         self._dtypes, dtype = held_dtypes(model), emulated_dtype(model)
         self._stop_rounding = None if dtype is None else emulate(model, dtype, routers(model))
         self._model.set_experts_implementation(experts_function(model, dtype))
-        self._decoding_step = DecodingStep(model, dtype) if knows_steps_of(model, dtype) else None
+        is_known = knows_layers_of(model, dtype)
+        self._layers = CompiledLayers(model, dtype) if is_known else TransformersLayers(model, self._capture)
         self._spec = spec
         self._engine_id = engine_id
         self._max_running = max_running
@@ -266,62 +268,31 @@ class EmbeddedEngine:
         return self._leave(run, done, [FinishReason.ABORT] * int(done.sum()))
 
     def _prefill(self, run: Schedule, count: int) -> None:
-        """Runs `count` waiting prompts, padded on the right and each once, and samples their first tokens."""
+        """Runs `count` waiting prompts, each once, and samples their first tokens."""
         rows = run.table.admit([run.waiting.popleft() for _ in range(count)], run.asked_at)
         run.params = None
         lengths_m = run.table.lengths[rows]
-        longest, device = whole_blocks(int(lengths_m.max()), TOKENS), self._model.device
+        longest, device = int(lengths_m.max()), self._model.device
         prompts_mP = run.table.token_ids[rows, :longest].astype(np.int64)
         prompts_mP[np.arange(longest) >= lengths_m[:, None]] = 0
         first_u, which_m = distinct_prompts(prompts_mP, lengths_m)
-        positions_P = torch.arange(longest, device=device)
-        run.cache.begin_prefill(rows.start, longest, torch.from_numpy(which_m).to(device))
-        positions_uP, mask = positions_P.expand(len(first_u), -1), prefill_mask(longest, device)
-        hidden = self._forward(run, prompts_mP[first_u], positions_uP, mask)
-        experts = self._take_routing(len(first_u) * longest).reshape(len(first_u), longest, *self._routing_shape)
+        prompts = [prompts_mP[u, : lengths_m[u]] for u in first_u.tolist()]
+        hidden_uH, experts = self._layers.prefill(prompts, rows.start + first_u, run.cache)
         run.table.write_prompt_routing(rows, experts[which_m])
-        last = torch.from_numpy(lengths_m - 1).to(device)
+        others = np.setdiff1d(np.arange(count), first_u)
+        sources, targets = rows.start + first_u[which_m[others]], rows.start + others
+        run.cache.copy(torch.from_numpy(sources).to(device), torch.from_numpy(targets).to(device), longest)
         params = RowParams.of([request.sampling for request in run.table.requests[rows]], device)
-        self._sample(run, rows, hidden[torch.from_numpy(which_m).to(device), last], params)
+        self._sample(run, rows, hidden_uH[torch.from_numpy(which_m).to(device)], params)
 
     def _decode(self, run: Schedule) -> None:
         """Feeds the newest token of every running row and samples the next one."""
         n = run.table.num_running
-        num_rows = whole_blocks(n, ROWS)
-        tokens, positions = run.table.newest(num_rows)
-        positions_n = torch.from_numpy(positions).to(self._model.device)
-        num_read = max(whole_blocks(int(positions.max()) + 1, TOKENS), LEAST_READ)
-        run.cache.begin_decode(positions_n, num_read)
-        if self._decoding_step is not None:
-            hidden, experts = self._decoding_step(tokens, positions, run.cache)
-        else:
-            mask = decode_mask(positions_n, num_read)
-            hidden = self._forward(run, tokens[:, None], positions_n[:, None], mask)[:, 0]
-            experts = self._take_routing(num_rows)
+        hidden, experts = self._layers.decode(*run.table.newest(whole_blocks(n, ROWS)), run.cache)
         run.table.write_decode_routing(experts[:n])
         if run.params is None:
             run.params = RowParams.of([request.sampling for request in run.table.requests], hidden.device)
         self._sample(run, slice(0, n), hidden, run.params)
-
-    def _forward(self, run: Schedule, tokens: NDArray[np.int64], positions: Tensor, mask: Tensor) -> Tensor:
-        """Hidden states after the last norm, [rows, tokens, hidden]; the head is applied to sampled rows only."""
-        self._capture.begin()
-        output = self._model.base_model(
-            input_ids=torch.from_numpy(tokens).to(self._model.device),
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=run.cache,
-            use_cache=True,
-        )
-        return output.last_hidden_state
-
-    @property
-    def _routing_shape(self) -> tuple[int, int]:
-        return self._spec.num_moe_layers, self._spec.experts_per_token
-
-    def _take_routing(self, num_rows: int) -> NDArray[Any]:
-        """Expert ids of the latest pass, [rows, L, K], in the contract's dtype."""
-        return self._capture.take(num_rows).cpu().numpy().astype(self._spec.expert_dtype)
 
     def _sample(self, run: Schedule, rows: slice, hidden: Tensor, params: RowParams) -> None:
         """hidden: of the rows, and of others that fill the last block up where there are any."""
@@ -357,6 +328,6 @@ class EmbeddedEngine:
         sources, targets = run.table.release(done)
         device = self._model.device
         num_tokens = int(run.table.lengths[: run.table.num_running].max(initial=0))
-        run.cache.move(torch.from_numpy(sources).to(device), torch.from_numpy(targets).to(device), num_tokens)
+        run.cache.copy(torch.from_numpy(sources).to(device), torch.from_numpy(targets).to(device), num_tokens)
         run.params = None
         return records

@@ -12,7 +12,7 @@ def _states(num_rows: int, num_tokens: int, fill: float) -> torch.Tensor:
 
 def _prefilled(num_slots: int = 4) -> SlotCache:
     cache = SlotCache(num_slots, max_tokens=200)
-    cache.begin_prefill(0, 5, torch.arange(3))
+    cache.begin_prefill(torch.arange(3), 5)
     for layer in range(2):
         prompts = torch.arange(3.0).reshape(3, 1, 1, 1) + 10 * layer + _states(3, 5, 1.0)
         cache.update(prompts, -prompts, layer)
@@ -22,7 +22,7 @@ def _prefilled(num_slots: int = 4) -> SlotCache:
 def test_a_prompt_attends_to_itself_and_is_stored():
     cache = _prefilled()
     states = _states(1, 5, 7.0)
-    cache.begin_prefill(3, 5, torch.arange(1))
+    cache.begin_prefill(torch.tensor([3]), 5)
     keys, _ = cache.update(states, states, 0)
     assert torch.equal(keys, states)
     cache.begin_decode(torch.tensor([5, 5, 5, 5]), 6)
@@ -31,16 +31,29 @@ def test_a_prompt_attends_to_itself_and_is_stored():
     assert values[:, 0, 0, 0].tolist() == [-1.0, -2.0, -3.0, 7.0]
 
 
-def test_prompts_that_are_alike_are_computed_once_and_stored_for_each_of_them():
+def test_prompts_go_to_the_slots_that_were_named():
     cache = SlotCache(4, max_tokens=200)
-    cache.begin_prefill(1, 5, torch.tensor([1, 0, 1]))
+    cache.begin_prefill(torch.tensor([3, 1]), 5)
     prompts = torch.cat([_states(1, 5, 1.0), _states(1, 5, 2.0)])
-    keys, _ = cache.update(prompts, -prompts, 0)
-    assert len(keys) == 2
+    cache.update(prompts, -prompts, 0)
     cache.begin_decode(torch.tensor([5, 5, 5, 5]), 6)
     keys, values = cache.update(_states(4, 1, 9.0), _states(4, 1, -9.0), 0)
-    assert keys[:, 0, 4, 0].tolist() == [0.0, 2.0, 1.0, 2.0]
-    assert values[:, 0, 4, 0].tolist() == [0.0, -2.0, -1.0, -2.0]
+    assert keys[:, 0, 4, 0].tolist() == [0.0, 2.0, 0.0, 1.0]
+    assert values[:, 0, 4, 0].tolist() == [0.0, -2.0, 0.0, -1.0]
+
+
+def test_layers_are_there_before_a_pass_and_grow_with_it():
+    cache = SlotCache(4, max_tokens=200)
+    shapes = [(2, 4), (1, 6)]
+    for keys, values in cache.layers_of(shapes, 5):
+        keys[1, :, 4], values[1, :, 4] = 1.0, -1.0
+    small = cache.capacity
+    found = cache.layers_of(shapes, 150)
+    assert [tuple(keys.shape) for keys, _ in found] == [(4, 2, cache.capacity, 4), (4, 1, cache.capacity, 6)]
+    assert small < 150 <= cache.capacity
+    for keys, values in found:
+        assert (keys[1, :, 4].unique().item(), values[1, :, 4].unique().item()) == (1.0, -1.0)
+        assert keys.count_nonzero() == keys[1, :, 4].numel()
 
 
 def test_each_row_writes_at_its_own_position():
@@ -88,9 +101,9 @@ def test_places_nobody_wrote_hold_numbers():
     assert torch.isfinite(values).all()
 
 
-def test_moving_a_slot_moves_every_layer():
+def test_copying_a_slot_copies_every_layer():
     cache = _prefilled()
-    cache.move(torch.tensor([2]), torch.tensor([0]), 5)
+    cache.copy(torch.tensor([2]), torch.tensor([0]), 5)
     cache.begin_decode(torch.tensor([5, 5]), 6)
     for layer in range(2):
         keys, values = cache.update(_states(2, 1, 0.0), _states(2, 1, 0.0), layer)

@@ -21,11 +21,11 @@ from moerl.rollout.embedded import EmbeddedEngine
 from moerl.rollout.weight_staging import checkpoint_views
 
 
-@pytest.fixture(autouse=True, params=["compiled steps", "steps through transformers"])
-def _steps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, params=["compiled layers", "layers of transformers"])
+def _layers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of every test in this file, where the engine can do both."""
-    if request.param != "compiled steps":
-        monkeypatch.setattr(embedded, "knows_steps_of", lambda model, dtype: False)
+    if request.param != "compiled layers":
+        monkeypatch.setattr(embedded, "knows_layers_of", lambda model, dtype: False)
 
 
 def _engine(model: Qwen3MoeForCausalLM, max_running: int = 4, **options: Any) -> EmbeddedEngine:
@@ -243,7 +243,7 @@ def test_a_prefill_is_bounded_but_a_long_prompt_still_runs(make_model, monkeypat
     assert max(widths) <= 7
 
 
-def test_a_prompt_that_several_ask_for_is_computed_once(make_model):
+def test_a_prompt_that_several_ask_for_is_computed_once(make_model, monkeypatch: pytest.MonkeyPatch):
     model = make_model()
     alone = _requests(3)
     group = [
@@ -251,12 +251,16 @@ def test_a_prompt_that_several_ask_for_is_computed_once(make_model):
         for i, r in enumerate((alone[0], alone[1], alone[0], alone[1], alone[0]))
     ]
     engine = _engine(model, max_running=5)
-    rows: list[int] = []
-    engine._model.base_model.register_forward_pre_hook(
-        lambda module, inputs, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
-    )
+    computed: list[int] = []
+    prefill = engine._layers.prefill
+
+    def counted(prompts: Any, *arguments: Any) -> Any:
+        computed.append(len(prompts))
+        return prefill(prompts, *arguments)
+
+    monkeypatch.setattr(engine._layers, "prefill", counted)
     together = {r.rollout_id: r.values for r in engine.generate(group)}
-    assert rows[0] == 2
+    assert computed == [2]
     for request in group:
         (record,) = _engine(model).generate([request])
         values = together[request.lineage.rollout_id]

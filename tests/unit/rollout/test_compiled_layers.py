@@ -13,9 +13,9 @@ from moerl.contract.ports import RolloutRecord, RolloutRequest
 from moerl.contract.trajectory import Lineage, SamplingParams
 from moerl.errors import EngineError
 from moerl.models.spec import spec_from_hf_config
-from moerl.rollout import decode_kernels as kernels
 from moerl.rollout import embedded
-from moerl.rollout.decode import knows_steps_of
+from moerl.rollout import layer_kernels as kernels
+from moerl.rollout.compiled_layers import knows_layers_of
 from moerl.rollout.eight_bits import round_operands
 from moerl.rollout.embedded import EmbeddedEngine
 
@@ -35,7 +35,7 @@ def _records(model: Any, count: int = 6, new_tokens: int = 20) -> dict[str, Roll
 
 
 def _through_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embedded, "knows_steps_of", lambda model, dtype: False)
+    monkeypatch.setattr(embedded, "knows_layers_of", lambda model, dtype: False)
 
 
 SIZES: list[dict[str, Any]] = [
@@ -104,23 +104,23 @@ def test_weights_that_are_not_finite_are_seen(make_model, monkeypatch: pytest.Mo
 
 
 def test_steps_of_other_models_are_left_to_transformers(make_model):
-    assert knows_steps_of(make_model(), None)
-    assert knows_steps_of(make_model(), torch.bfloat16)
-    assert not knows_steps_of(make_model(), torch.float16)
-    assert not knows_steps_of(make_model(dtype=torch.float64), None)
-    assert not knows_steps_of(make_model(attention_bias=True), None)
-    assert not knows_steps_of(make_model(hidden_act="gelu"), None)
-    assert not knows_steps_of(make_model(use_sliding_window=True, sliding_window=8, max_window_layers=0), None)
+    assert knows_layers_of(make_model(), None)
+    assert knows_layers_of(make_model(), torch.bfloat16)
+    assert not knows_layers_of(make_model(), torch.float16)
+    assert not knows_layers_of(make_model(dtype=torch.float64), None)
+    assert not knows_layers_of(make_model(attention_bias=True), None)
+    assert not knows_layers_of(make_model(hidden_act="gelu"), None)
+    assert not knows_layers_of(make_model(use_sliding_window=True, sliding_window=8, max_window_layers=0), None)
 
     model = make_model()
     model.__class__ = type("Another", (Qwen3MoeForCausalLM,), {})
-    assert not knows_steps_of(model, None)
+    assert not knows_layers_of(model, None)
 
 
 def test_steps_of_eight_bit_products_are_left_to_transformers(make_model):
     model = make_model()
     round_operands(model)
-    assert not knows_steps_of(model, torch.bfloat16)
+    assert not knows_layers_of(model, torch.bfloat16)
 
 
 def test_the_exponential_is_right_to_two_units_in_the_last_place():

@@ -1,0 +1,148 @@
+"""The layers of a model on a CPU without transformers' modules: the same numbers but for the order of sums, at a third
+of the cost.
+
+Runs inside the embedded rollout engine. In a step of a few dozen rows modules, hooks and small operations were three
+quarters (docs/decisions/compiled-layers-on-a-cpu.md). Models that this does not know go through transformers. Shape
+legend: U = prompts, R = rows, whole blocks; H = hidden size, L, K as in the data contract.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM, Qwen3MoeSparseMoeBlock
+
+from moerl.rollout.blocks import whole_blocks
+from moerl.rollout.cache import SlotCache
+from moerl.rollout.eight_bits import has_eight_bit_products
+from moerl.rollout.layer_kernels import BLOCK, dense_layer, last_norm, layer
+
+
+def knows_layers_of(model: PreTrainedModel, dtype: torch.dtype | None) -> bool:
+    """Whether `CompiledLayers` compute what the model does.
+
+    Args:
+        dtype: what the model's numbers are rounded to (`moerl.rollout.rounding`), None where they are not.
+    """
+    # A class that goes on from this one may compute anything.
+    if type(model) is not Qwen3MoeForCausalLM or model.device.type != "cpu" or has_eight_bit_products(model):
+        return False
+    config, layers = cast(Any, model.config), cast(Any, model.base_model).layers
+    return (
+        model.dtype == torch.float32
+        and dtype in (None, torch.bfloat16)
+        and config.hidden_act == "silu"
+        and not config.attention_bias
+        and all(each.self_attn.sliding_window is None for each in layers)
+    )
+
+
+class CompiledLayers:
+    """Tokens through all layers of a model, whose weights these share: they need no word of an update.
+
+    Sequences are independent of one another, so threads share them, and numbers do not depend on how many there are.
+
+    Args:
+        model, dtype: that `knows_layers_of` knows.
+    """
+
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype | None) -> None:
+        config, self._base = cast(Any, model.config), cast(Any, model.base_model)
+        attention = self._base.layers[0].self_attn
+        self._shapes = [(config.num_key_value_heads, attention.head_dim)] * len(self._base.layers)
+        self._has_experts = [isinstance(each.mlp, Qwen3MoeSparseMoeBlock) for each in self._base.layers]
+        self._routing_shape = sum(self._has_experts), config.num_experts_per_tok
+        self._layers = [_weights(each) for each in self._base.layers]
+        scale, eps = np.float32(attention.scaling), np.float32(config.rms_norm_eps)
+        self._settings = scale, eps, bool(config.norm_topk_prob), dtype is not None
+        self._last = _shared(self._base.norm.weight)
+        self._threads = ThreadPoolExecutor(torch.get_num_threads()) if torch.get_num_threads() > 1 else None
+
+    def decode(
+        self, tokens: NDArray[np.int64], positions: NDArray[np.int64], cache: SlotCache
+    ) -> tuple[Tensor, NDArray[np.int64]]:
+        """Feeds one token each to the sequences in slots 0..R-1, at `positions` [R].
+
+        Returns:
+            Hidden states after the last norm, float32 [R, H]; expert ids, [R, L, K].
+        """
+        num_rows = len(tokens)
+        blocks = np.array_split(np.arange(num_rows // BLOCK), torch.get_num_threads())
+        parts = [slice(BLOCK * int(each[0]), BLOCK * (int(each[-1]) + 1)) for each in blocks if len(each)]
+        return self._run(tokens, np.arange(num_rows), positions, cache, parts)
+
+    def prefill(
+        self, prompts: Sequence[NDArray[np.int64]], slots: Sequence[int], cache: SlotCache
+    ) -> tuple[Tensor, NDArray[np.int64]]:
+        """Feeds prompts to empty slots.
+
+        Returns:
+            Hidden states of the last tokens after the last norm, float32 [U, H]; expert ids, [U, longest, L, K], 0 past
+            the end of a prompt.
+        """
+        lengths = np.array([len(prompt) for prompt in prompts])
+        # The last row of a prompt fills its last block up: it is computed, and written to its place, again.
+        sizes = [whole_blocks(length, BLOCK) for length in lengths]
+        positions = np.concatenate([np.minimum(np.arange(s), n - 1) for s, n in zip(sizes, lengths, strict=True)])
+        owners, ends = np.repeat(np.arange(len(prompts)), sizes), np.cumsum(sizes)
+        tokens = np.concatenate(prompts)[np.repeat(np.cumsum(lengths) - lengths, sizes) + positions]
+        groups = np.array_split(np.arange(len(prompts)), torch.get_num_threads())
+        parts = [slice(int(ends[each[0]] - sizes[each[0]]), int(ends[each[-1]])) for each in groups if len(each)]
+        hidden, ids = self._run(tokens, np.asarray(slots)[owners], positions, cache, parts)
+        experts = np.zeros((len(prompts), int(lengths.max()), *self._routing_shape), np.int64)
+        experts[owners, positions] = ids
+        return hidden[torch.from_numpy(ends - 1)], experts
+
+    def _run(
+        self,
+        tokens: NDArray[np.int64],
+        slots: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        cache: SlotCache,
+        parts: Sequence[slice],
+    ) -> tuple[Tensor, NDArray[np.int64]]:
+        """Rows through all layers. A row sees those before it in its slot: of the cache, and of its part."""
+        at, (_, eps, _, halves) = torch.from_numpy(positions), self._settings
+        stream = self._base.embed_tokens.weight[torch.from_numpy(tokens)].numpy()
+        cos, sin = (each[0].numpy() for each in self._base.rotary_emb(self._base.norm.weight, at[None]))
+        num_moe, num_chosen = self._routing_shape
+        ids = np.empty((num_moe, len(tokens), num_chosen), np.int64)
+        held = [(k.numpy(), v.numpy()) for k, v in cache.layers_of(self._shapes, int(positions.max()) + 1)]
+
+        def run(rows: slice) -> None:
+            places, moe = (slots[rows], positions[rows], cos[rows], sin[rows]), iter(ids)
+            for weights, keys_values, has_experts in zip(self._layers, held, self._has_experts, strict=True):
+                if has_experts:
+                    layer(stream[rows], places, keys_values, weights, self._settings, next(moe)[rows])
+                else:
+                    dense_layer(stream[rows], places, keys_values, weights, self._settings)
+            last_norm(stream[rows], self._last, eps, halves)
+
+        for _ in map(run, parts) if self._threads is None else self._threads.map(run, parts):
+            pass
+        return torch.from_numpy(stream), ids.transpose(1, 0, 2)
+
+
+def _shared(parameter: Tensor) -> NDArray[np.float32]:
+    """The memory of a parameter, which an update writes over."""
+    return parameter.detach().numpy()
+
+
+def _weights(block: Any) -> tuple[tuple[NDArray[np.float32], ...], tuple[NDArray[np.float32], ...]]:
+    """Of a decoder layer, as `moerl.rollout.layer_kernels.layer` takes them."""
+    attention, mlp = block.self_attn, block.mlp
+    projections = attention.q_proj, attention.k_proj, attention.v_proj, attention.q_norm, attention.k_norm
+    of_attention = (block.input_layernorm, *projections, attention.o_proj)
+    if isinstance(block.mlp, Qwen3MoeSparseMoeBlock):
+        of_mlp = mlp.gate.weight, mlp.experts.gate_up_proj, mlp.experts.down_proj
+    else:
+        of_mlp = mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight
+    of_second = block.post_attention_layernorm.weight, *of_mlp
+    return tuple(_shared(each.weight) for each in of_attention), tuple(map(_shared, of_second))
