@@ -1,7 +1,7 @@
 """Everything that lets Megatron-Core run without CUDA, in one place (the bridge: `moerl.trainer.bridge`).
 
 Runs in every trainer rank, before anything else of Megatron is imported. With a CUDA device `prepare` changes
-nothing. Without one, five things have to give way (megatron-core 0.19.2):
+nothing. Without one, malloc keeps what it is given back, and five things have to give way (megatron-core 0.19.2):
 
 1. `torch.cuda` functions that Megatron calls unconditionally (current device, streams, RNG state);
 2. modules that hold a literal ``device="cuda"``;
@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from moerl.contract.parallel import ParallelDims
+from moerl.processes.memory import keep_freed_memory
 from moerl.trainer import uneven
 from moerl.trainer.attention import PackedAttention, replace_packed_rope
 from moerl.trainer.norm import RMSNorm
@@ -38,6 +39,7 @@ def prepare() -> None:
     """Makes Megatron importable and runnable on this machine; idempotent, nothing to do where CUDA is present."""
     if torch.cuda.is_available() or getattr(prepare, "done", False):
         return
+    keep_freed_memory()
     # Looked for by torch's extension builder when Megatron is imported; on this machine its absence is no news.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     # Megatron's jit_fuser is torch.compile, which would call a C++ compiler at run time for very small kernels.

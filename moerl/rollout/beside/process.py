@@ -23,6 +23,7 @@ from moerl.contract.ports import RolloutRecord, RolloutRequest
 from moerl.contract.wire import encode_trajectories
 from moerl.errors import MoerlError, WeightSyncError
 from moerl.processes.channel import receive, send
+from moerl.processes.memory import keep_freed_memory
 from moerl.processes.parent import die_with
 from moerl.rollout.beside.messages import (
     Abort,
@@ -74,6 +75,7 @@ class _Served:
     """The engine, and who asked for which rollout."""
 
     def __init__(self, connection: socket.socket, memory: SharedMemory, start: Start) -> None:
+        keep_freed_memory()
         torch.set_num_threads(start.num_threads)
         model = load_sampler(Path(start.folder), start.dtype)
         self._connection, self._memory = connection, memory
