@@ -12,8 +12,11 @@ row or column add nothing. It is not meant to resist an adversary.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
+import numpy as np
 import torch
+from numba import njit
 from torch import Tensor
 
 _MIX = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -41,12 +44,30 @@ def _sum(tensor: Tensor) -> Tensor:
     """int64 scalar."""
     matrix_RC = tensor.detach().reshape(tensor.shape or (1,))[:, None].flatten(1)
     bits_RC = matrix_RC.view(_BITS[tensor.element_size()])
+    factors_C = torch.arange(bits_RC.shape[1], device=bits_RC.device).mul_(2).mul_(_MIX).add_(1)
+    if bits_RC.device.type == "cpu":
+        return torch.tensor(_sum_on_host(bits_RC.numpy(), factors_C.numpy()))
+    return _sum_on_device(bits_RC, factors_C)
+
+
+def _sum_on_device(bits_RC: Tensor, factors_C: Tensor) -> Tensor:
     num_rows, num_columns = bits_RC.shape
     factors_R = torch.arange(num_rows, device=bits_RC.device).mul_(2).add_(1)
-    factors_C = torch.arange(num_columns, device=bits_RC.device).mul_(2).mul_(_MIX).add_(1)
     total = torch.zeros((), dtype=torch.int64, device=bits_RC.device)
     step = max(1, _BLOCK // max(1, num_columns))
     for first in range(0, num_rows, step):
         sums_r = (bits_RC[first : first + step] * factors_C).sum(1)
         total += sums_r.mul_(factors_R[first : first + step]).sum()
+    return total
+
+
+@njit(cache=True, nogil=True)
+def _sum_on_host(bits_RC: Any, factors_C: Any) -> int:
+    """The same in one pass: a weight of a small model takes longer to be widened to 64 bits than to be summed."""
+    total = np.int64(0)
+    for r in range(bits_RC.shape[0]):
+        of_row = np.int64(0)
+        for c in range(bits_RC.shape[1]):
+            of_row += np.int64(bits_RC[r, c]) * factors_C[c]
+        total += of_row * np.int64(2 * r + 1)
     return total

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from torch import Tensor
 
 from moerl.kernels import checksum
@@ -35,10 +37,20 @@ def as_signed(total: int) -> int:
 
 @pytest.mark.parametrize("shape", [(1,), (5,), (3, 7), (2, 4)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_a_checksum_is_what_its_definition_says(shape: tuple[int, ...], dtype: torch.dtype, monkeypatch):
+@pytest.mark.parametrize("where", ["on the host", "on a device"])
+def test_a_checksum_is_what_its_definition_says(
+    shape: tuple[int, ...], dtype: torch.dtype, where: str, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(checksum, "_BLOCK", 3)
+    if where == "on a device":
+        # torch computes it there; the host has what torch and numpy share.
+        monkeypatch.setattr(checksum, "_sum_on_host", _as_on_a_device)
     tensor = torch.randn(shape).to(dtype)
     assert checksum_of(tensor) == by_definition(tensor)
+
+
+def _as_on_a_device(bits: NDArray[Any], factors: NDArray[Any]) -> int:
+    return int(checksum._sum_on_device(torch.from_numpy(bits), torch.from_numpy(factors)))
 
 
 @settings(max_examples=30, deadline=None)
