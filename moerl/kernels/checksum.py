@@ -62,7 +62,7 @@ def _sum_on_device(bits_RC: Tensor, factors_C: Tensor) -> Tensor:
 
 
 @njit(cache=True, nogil=True)
-def _sum_on_host(bits_RC: Any, factors_C: Any) -> int:
+def _sum_on_host(bits_RC: Any, factors_C: Any) -> Any:
     """The same in one pass: a weight of a small model takes longer to be widened to 64 bits than to be summed."""
     total = np.int64(0)
     for r in range(bits_RC.shape[0]):
