@@ -4,9 +4,9 @@
 example the `cold_start` of a laptop run. TRL is no dependency of moerl: install it beside (`pip install trl`) first.
 Both do GRPO on the laptop's recipe: its prompts, rewards, sampling and batches of 24 prompts x 8 responses, one CPU
 thread each. moerl samples with its own precision of the recipe, keeps routing and sampling masks, and proves the replay
-at every step; TRL trains and samples in float32, as it is shipped. What moerl measures now and then and TRL does not is
-left out: evaluation, and the mismatch with nothing kept. Steps alternate; nothing else should run beside. The CPU time is
-that of the process and of all that it started.
+at every step; TRL trains and samples in float32, as it is shipped. What moerl measures now and then and TRL does not
+is left out: evaluation, and the mismatch with nothing kept. Steps alternate; nothing else should run beside. The CPU time
+is that of the process and of all that it started.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def moerl_worker(model: str, folder: str) -> None:
 
     Run.log = gated  # type: ignore[method-assign]
     overrides = [f"model.path={model}", "model.architecture=null", "sft.steps=0", "rl.steps=10000"]
-    quiet = ["evaluation.every=0", "evaluation.heldout_problems=1", "evaluation.dev_problems=1", "checkpoint.every=0"]
-    quiet.append("mismatch.every=0")
+    quiet = ["evaluation.every=0", "evaluation.heldout_problems=1", "evaluation.dev_problems=1"]
+    quiet += ["checkpoint.every=0", "mismatch.every=0"]
     moerl(["train", "recipe=laptop", f"run_dir={folder}/run", *overrides, *quiet])
 
 
