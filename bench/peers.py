@@ -5,8 +5,8 @@ example the `cold_start` of a laptop run. TRL is no dependency of moerl: install
 Both do GRPO on the laptop's recipe: its prompts, rewards, sampling and batches of 24 prompts x 8 responses, one CPU
 thread each. moerl samples with its own precision of the recipe, keeps routing and sampling masks, and proves the replay
 at every step; TRL trains and samples in float32, as it is shipped. What moerl measures now and then and TRL does not
-is left out: evaluation, and the mismatch with nothing kept. Steps alternate; nothing else should run beside. The CPU time
-is that of the process and of all that it started.
+is left out: evaluation, and the mismatch with nothing kept. Steps alternate; nothing else should run beside. The CPU
+time is that of the process and of all that it started.
 """
 
 from __future__ import annotations
