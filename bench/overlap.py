@@ -1,11 +1,11 @@
 """Samples trained per second with the engine beside the trainer, against taking turns; and what `moerl plan run` says.
 
-`python bench/overlap.py MODEL [--engine sglang] [--rounds N] [--steps N] [--json FILE]`, with the directory of the
-model that every run begins with, for example the `cold_start` of a laptop run. On a machine with two idle cores: runs
-of `recipe=laptop`, synchronous and with `rollout.placement=beside buffer.max_staleness=1`, in turns; or, with `--engine
-sglang`, of `rollout=sglang` without staleness and with `buffer.max_staleness=2`, where updates interrupt what is being
-sampled. The planner is calibrated with each synchronous run; its prediction for the other is the optimum: a trainer and
-an engine that do not slow each other down.
+`python bench/overlap.py MODEL [--engine sglang] [--staleness N] [--rounds N] [--steps N] [--json FILE]`, with the
+directory of the model that every run begins with, for example the `cold_start` of a laptop run. On a machine with two
+idle cores: runs of `recipe=laptop`, synchronous and with `rollout.placement=beside buffer.max_staleness=1`, in turns;
+or, with `--engine sglang`, of `rollout=sglang` without staleness and with `buffer.max_staleness=2`, where updates
+interrupt what is being sampled. Evaluation and the mismatch with nothing kept are left out. The planner is calibrated with each
+synchronous run; its prediction for the other is the optimum: a trainer and an engine that do not slow each other down.
 """
 
 from __future__ import annotations
@@ -31,16 +31,13 @@ WARM_UP, SAMPLES = 3, 24 * 8
 FASTER, OPTIMUM, WITHIN = 1.5, 0.9, 0.15
 STALENESS = {"embedded": 1, "sglang": 2}
 ENGINES = {
-    "embedded": {
-        "in turns": [],
-        "beside": ["rollout.placement=beside", f"buffer.max_staleness={STALENESS['embedded']}"],
-    },
-    "sglang": {
-        "in turns": ["rollout=sglang"],
-        "beside": ["rollout=sglang", f"buffer.max_staleness={STALENESS['sglang']}"],
-    },
+    "embedded": {"in turns": [], "beside": ["rollout.placement=beside"]},
+    "sglang": {"in turns": ["rollout=sglang"], "beside": ["rollout=sglang"]},
 }
-QUIET = ["evaluation.every=0", "evaluation.heldout_problems=1", "evaluation.dev_problems=1", "checkpoint.every=0"]
+QUIET = [
+    *("evaluation.every=0", "evaluation.heldout_problems=1", "evaluation.dev_problems=1"),
+    *("checkpoint.every=0", "mismatch.every=0"),
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +74,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--engine", choices=ENGINES, default="embedded")
+    parser.add_argument("--staleness", type=int, metavar="N", help="beside the trainer (1; 2 with sglang)")
     parser.add_argument("--rounds", type=int, default=3, metavar="N")
     parser.add_argument("--steps", type=int, default=24, metavar="N", help="of a run; the planner needs 13 (24)")
     parser.add_argument("--json", type=Path, default=None, metavar="FILE")
     arguments = parser.parse_args()
     began, model = command_line(), arguments.model.resolve()
     ratios, own, optimum = list[float](), list[float](), list[float]()
-    variants = ENGINES[arguments.engine]
+    staleness = arguments.staleness or STALENESS[arguments.engine]
+    variants = {name: [*extra] for name, extra in ENGINES[arguments.engine].items()}
+    variants["beside"].append(f"buffer.max_staleness={staleness}")
     taken: dict[str, list[Measured]] = {name: [] for name in variants}
     with tempfile.TemporaryDirectory() as temporary:
         for number in range(arguments.rounds):
@@ -95,7 +95,7 @@ def main() -> None:
             folder = Path(temporary) / f"in-turns-{number}"
             ratios.append(beside / turns)
             own.append(predicted(folder, 0) / turns)
-            optimum.append(beside / predicted(folder, STALENESS[arguments.engine]))
+            optimum.append(beside / predicted(folder, staleness))
     results = [began]
     for name, values in taken.items():
         for what in ("samples", "engine_waits", "trainer_waits"):
