@@ -109,6 +109,7 @@ class CompiledLayers:
         parts: Sequence[slice],
     ) -> tuple[Tensor, NDArray[np.int64]]:
         """Rows through all layers. A row sees those before it in its slot: of the cache, and of its part."""
+        assert all(rows.start % BLOCK == rows.stop % BLOCK == 0 for rows in parts)
         at, (_, eps, _, halves) = torch.from_numpy(positions), self._settings
         stream = self._base.embed_tokens.weight[torch.from_numpy(tokens)].numpy()
         cos, sin = (each[0].numpy() for each in self._base.rotary_emb(self._base.norm.weight, at[None]))
