@@ -29,7 +29,7 @@ _CONTRACT = {"contract"}
 def exponential(x: Any) -> Any:
     """exp(x) to 2e-7 of itself, in operations that compilers turn into vectors; constant beyond -87 and 88.
 
-    x = n ln 2 + r with |r| <= ln 2 / 2; exp(r) by a polynomial of degree 7 (Cephes' `expf`), 2^n by its bits.
+    x = n ln 2 + r with |r| <= ln 2 / 2; exp(r) by a polynomial of degree 7 (Cephes' expf), 2^n by its bits.
     """
     x = np.float32(-87.0) if x < np.float32(-87.0) else x
     x = np.float32(88.0) if x > np.float32(88.0) else x

@@ -148,3 +148,18 @@ def test_layers_are_made_by_this_projects_spec_on_every_device(has_cuda: bool, m
     model = describe(FAMILIES["qwen3_moe-dense"].config().to_dict(), "model")
     spec = provider_settings(model, moe_aux_loss_coef=0.0, tensor=1)["transformer_layer_spec"]
     assert spec("config", vp_stage=1) == ("gpu_layer_spec" if has_cuda else "local_layer_spec", "config", 1)
+
+
+@pytest.mark.parametrize(
+    ("dims", "dispatcher"),
+    [
+        (ParallelDims(), "allgather"),
+        (ParallelDims(tensor=2, context=2), "allgather"),
+        (ParallelDims(expert=2), "alltoall"),
+        (ParallelDims(tensor=2, expert_tensor=2), "alltoall"),
+        (ParallelDims(pipeline=2), "alltoall"),
+    ],
+    ids=str,
+)
+def test_tokens_are_sorted_once_where_a_rank_has_all_experts(dims: ParallelDims, dispatcher: str) -> None:
+    assert platform.model_overrides(dims)["moe_token_dispatcher_type"] == dispatcher
