@@ -41,6 +41,8 @@ def knows_layers_of(model: PreTrainedModel, dtype: torch.dtype | None) -> bool:
         and config.hidden_act == "silu"
         and not config.attention_bias
         and all(each.self_attn.sliding_window is None for each in layers)
+        # The angles of others depend on how long the longest sequence of a step is.
+        and cast(Any, model.base_model).rotary_emb.rope_type in ("default", "linear", "yarn", "llama3")
     )
 
 
@@ -63,6 +65,7 @@ class CompiledLayers:
         scale, eps = np.float32(attention.scaling), np.float32(config.rms_norm_eps)
         self._settings = scale, eps, bool(config.norm_topk_prob), dtype is not None
         self._last = _shared(self._base.norm.weight)
+        self._angles: list[NDArray[np.float32]] = []
         self._threads = ThreadPoolExecutor(torch.get_num_threads()) if torch.get_num_threads() > 1 else None
 
     def decode(
@@ -110,12 +113,13 @@ class CompiledLayers:
     ) -> tuple[Tensor, NDArray[np.int64]]:
         """Rows through all layers. A row sees those before it in its slot: of the cache, and of its part."""
         assert all(rows.start % BLOCK == rows.stop % BLOCK == 0 for rows in parts)
-        at, (_, eps, _, halves) = torch.from_numpy(positions), self._settings
+        _, eps, _, halves = self._settings
         stream = self._base.embed_tokens.weight[torch.from_numpy(tokens)].numpy()
-        cos, sin = (each[0].numpy() for each in self._base.rotary_emb(self._base.norm.weight, at[None]))
+        num_tokens = int(positions.max()) + 1
+        cos, sin = (each[positions] for each in self._angles_of(num_tokens))
         num_moe, num_chosen = self._routing_shape
         ids = np.empty((num_moe, len(tokens), num_chosen), np.int64)
-        held = [(k.numpy(), v.numpy()) for k, v in cache.layers_of(self._shapes, int(positions.max()) + 1)]
+        held = [(k.numpy(), v.numpy()) for k, v in cache.layers_of(self._shapes, num_tokens)]
 
         def run(rows: slice) -> None:
             places, moe = (slots[rows], positions[rows], cos[rows], sin[rows]), iter(ids)
@@ -129,6 +133,14 @@ class CompiledLayers:
         for _ in map(run, parts) if self._threads is None else self._threads.map(run, parts):
             pass
         return torch.from_numpy(stream), ids.transpose(1, 0, 2)
+
+    def _angles_of(self, num_tokens: int) -> list[NDArray[np.float32]]:
+        """Cosines and sines of RoPE at so many positions or more, [at least num_tokens, D] each."""
+        if not self._angles or len(self._angles[0]) < num_tokens:
+            # Doubled, so that a growing sequence does not ask for all of them at every step.
+            positions = torch.arange(2 * num_tokens)[None]
+            self._angles = [each[0].numpy() for each in self._base.rotary_emb(self._base.norm.weight, positions)]
+        return self._angles
 
 
 def _shared(parameter: Tensor) -> NDArray[np.float32]:

@@ -68,8 +68,8 @@ def model_overrides(dims: ParallelDims) -> dict[str, Any]:
         return gpu_overrides()
     has_all_experts = dims.expert == dims.expert_tensor == 1
     return {
-        # Where a rank has all experts, the dispatcher of all-to-all sorts, and copies, what is sorted already; the other
-        # one takes no microbatches whose lengths stages tell one another.
+        # Where a rank has all experts, the dispatcher of all-to-all sorts, and copies, what is sorted already; the
+        # other one takes no microbatches whose lengths stages tell one another.
         "moe_token_dispatcher_type": "allgather" if has_all_experts and dims.pipeline == 1 else "alltoall",
         "use_cpu_initialization": True,
         "moe_grouped_gemm": False,

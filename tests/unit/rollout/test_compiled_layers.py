@@ -42,10 +42,11 @@ SIZES: list[dict[str, Any]] = [
     {},
     {"num_experts": 7, "moe_intermediate_size": 20, "hidden_size": 36, "head_dim": 6, "num_experts_per_tok": 3},
     {"num_key_value_heads": 1, "norm_topk_prob": False, "mlp_only_layers": []},
+    {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
 ]
 
 
-@pytest.mark.parametrize("changes", SIZES, ids=["a dense layer", "odd sizes", "one key-value head"])
+@pytest.mark.parametrize("changes", SIZES, ids=["a dense layer", "odd sizes", "one key-value head", "linear RoPE"])
 def test_in_float32_a_step_is_that_of_transformers(
     make_model, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
 ):
@@ -112,6 +113,8 @@ def test_steps_of_other_models_are_left_to_transformers(make_model):
     assert not knows_layers_of(make_model(hidden_act="gelu"), None)
     assert not knows_layers_of(make_model(use_sliding_window=True, sliding_window=8, max_window_layers=0), None)
 
+    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    assert not knows_layers_of(make_model(rope_parameters=dynamic), None)
     model = make_model()
     model.__class__ = type("Another", (Qwen3MoeForCausalLM,), {})
     assert not knows_layers_of(model, None)

@@ -162,4 +162,6 @@ def test_layers_are_made_by_this_projects_spec_on_every_device(has_cuda: bool, m
     ids=str,
 )
 def test_tokens_are_sorted_once_where_a_rank_has_all_experts(dims: ParallelDims, dispatcher: str) -> None:
+    from moerl.trainer import platform
+
     assert platform.model_overrides(dims)["moe_token_dispatcher_type"] == dispatcher
