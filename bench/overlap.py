@@ -82,7 +82,7 @@ def main() -> None:
     arguments = parser.parse_args()
     began, model = command_line(), arguments.model.resolve()
     ratios, own, optimum = list[float](), list[float](), list[float]()
-    staleness = arguments.staleness or STALENESS[arguments.engine]
+    staleness = STALENESS[arguments.engine] if arguments.staleness is None else arguments.staleness
     variants = {name: [*extra] for name, extra in ENGINES[arguments.engine].items()}
     variants["beside"].append(f"buffer.max_staleness={staleness}")
     taken: dict[str, list[Measured]] = {name: [] for name in variants}

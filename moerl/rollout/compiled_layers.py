@@ -82,9 +82,9 @@ class CompiledLayers:
         return self._run(tokens, np.arange(num_rows), positions, cache, parts)
 
     def prefill(
-        self, prompts: Sequence[NDArray[np.int64]], slots: Sequence[int], cache: SlotCache
+        self, prompts: Sequence[NDArray[np.int64]], slots: NDArray[np.int64], cache: SlotCache
     ) -> tuple[Tensor, NDArray[np.int64]]:
-        """Feeds prompts to empty slots.
+        """Feeds prompts to empty slots, int64 [U].
 
         Returns:
             Hidden states of the last tokens after the last norm, float32 [U, H]; expert ids, [U, longest, L, K], 0 past
@@ -98,7 +98,7 @@ class CompiledLayers:
         tokens = np.concatenate(prompts)[np.repeat(np.cumsum(lengths) - lengths, sizes) + positions]
         groups = np.array_split(np.arange(len(prompts)), torch.get_num_threads())
         parts = [slice(int(ends[each[0]] - sizes[each[0]]), int(ends[each[-1]])) for each in groups if len(each)]
-        hidden, ids = self._run(tokens, np.asarray(slots)[owners], positions, cache, parts)
+        hidden, ids = self._run(tokens, slots[owners], positions, cache, parts)
         experts = np.zeros((len(prompts), int(lengths.max()), *self._routing_shape), np.int64)
         experts[owners, positions] = ids
         return hidden[torch.from_numpy(ends - 1)], experts
