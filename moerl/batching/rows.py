@@ -18,7 +18,7 @@ from moerl.contract.batch import Microbatch, TextSample, TrainSample
 from moerl.contract.kept import slice_kept_sets
 from moerl.contract.parallel import ParallelDims
 from moerl.contract.reasons import Reason
-from moerl.contract.routing import rollout_key, routing_checksums
+from moerl.contract.routing import rollout_key, summed_checksums
 from moerl.contract.trajectory import KeptSets, ModelSpec, Trajectory
 from moerl.errors import ContractError, ReplayError
 
@@ -77,16 +77,17 @@ class Rows:
 
     def until(self, stop: int, key: int) -> Rows:
         """The rows before `stop`, as a sequence of their own under the salt `key`."""
-        return replace(self._part(slice(0, stop)), key=key)
+        return self._part(slice(0, stop), key=key)
 
     def after(self, start: int, prefix: int) -> Rows:
         """The rows from `start` on, which go on from the sequence `prefix`."""
-        return replace(self._part(slice(start, len(self))), first=start, prefix=prefix)
+        return self._part(slice(start, len(self)), first=start, prefix=prefix)
 
-    def _part(self, rows: slice) -> Rows:
+    def _part(self, rows: slice, **changes: int) -> Rows:
         parts = {name: getattr(self, name)[rows] for name in _PER_ROW}
         experts = None if self.expert_ids is None else self.expert_ids[rows]
-        return replace(self, **parts, kept=slice_kept_sets(self.kept, rows.start, rows.stop), expert_ids=experts)
+        kept = slice_kept_sets(self.kept, rows.start, rows.stop)
+        return replace(self, **parts, kept=kept, expert_ids=experts, **changes)
 
 
 _PER_ROW = (
@@ -175,15 +176,15 @@ def build_microbatch(sequences: Sequence[Rows], padding: Padding, spec: ModelSpe
         lengths, origins = [*lengths, num_last], [*origins, (0, 0, -1)]
     key_of, first_of, prefix_of = zip(*origins, strict=True)
     cu_seqlens = np.concatenate([[0], np.cumsum(lengths)])
-    fill = _Filler(sequences, cu_seqlens)
-    sample_index = np.full(fill.num_rows, -1, np.int32)
+    sample_index = np.full(int(cu_seqlens[-1]), -1, np.int32)
     for rows, start in zip(sequences, cu_seqlens, strict=False):
         sample_index[start : start + len(rows)] = rows.sample_index
     is_pad = sample_index < 0
+    fill = _Filler(sequences, ~is_pad)
     return Microbatch(
         input_ids=fill("input_ids", np.int64, 0),
         target_ids=fill("target_ids", np.int64, 0),
-        position_ids=np.arange(fill.num_rows) - np.repeat(cu_seqlens[:-1] - first_of, lengths),
+        position_ids=np.arange(len(is_pad)) - np.repeat(cu_seqlens[:-1] - first_of, lengths),
         cu_seqlens=cu_seqlens.astype(np.int32),
         loss_mask=fill("loss_mask", np.bool_, False),
         is_pad=is_pad,
@@ -195,8 +196,8 @@ def build_microbatch(sequences: Sequence[Rows], padding: Padding, spec: ModelSpe
         truncated=fill("truncated", np.bool_, False),
         sample_index=sample_index,
         routed=fill("routed", np.bool_, True),
-        expert_ids=None if spec is None else fill.expert_ids(is_pad, spec),
-        routing_checksums=None if spec is None else _summed_checksums(sequences, spec),
+        expert_ids=None if spec is None else fill.expert_ids(spec),
+        routing_checksums=None if spec is None else _checksums(sequences, spec),
         rollout_keys=np.array(key_of, np.uint64),
         prefix_of=np.array(prefix_of, np.int32) if max(prefix_of) >= 0 else None,
     )
@@ -204,35 +205,32 @@ def build_microbatch(sequences: Sequence[Rows], padding: Padding, spec: ModelSpe
 
 @dataclass(frozen=True, slots=True)
 class _Filler:
-    """Writes the rows of `sequences` to where `cu_seqlens` says they begin; pad rows keep a default."""
+    """Writes the rows of `sequences`, one behind the other, to where `is_real`, bool [T]; pad rows keep a default."""
 
     sequences: Sequence[Rows]
-    cu_seqlens: NDArray[np.int64]
-
-    @property
-    def num_rows(self) -> int:
-        return int(self.cu_seqlens[-1])
+    is_real: NDArray[np.bool_]
 
     def __call__(self, name: str, dtype: Any, default: float) -> NDArray[Any]:
-        return self._write(np.full(self.num_rows, default, dtype), name)
+        return self._write(np.full(len(self.is_real), default, dtype), name)
 
-    def expert_ids(self, is_pad: NDArray[np.bool_], spec: ModelSpec) -> NDArray[Any]:
-        top_k = spec.experts_per_token
-        out = np.empty((self.num_rows, spec.num_moe_layers, top_k), spec.expert_dtype)
+    def expert_ids(self, spec: ModelSpec) -> NDArray[Any]:
+        top_k, is_pad = spec.experts_per_token, ~self.is_real
+        out = np.empty((len(is_pad), spec.num_moe_layers, top_k), spec.expert_dtype)
         slots = np.arange(int(is_pad.sum()) * top_k) % spec.num_experts
         out[is_pad] = slots.reshape(-1, 1, top_k)
         return self._write(out, "expert_ids")
 
     def kept_sets(self) -> KeptSets:
-        sizes = np.zeros(self.num_rows, np.int64)
-        for rows, start in zip(self.sequences, self.cu_seqlens, strict=False):
-            sizes[start : start + len(rows)] = rows.kept.sizes
+        kept = [rows.kept for rows in self.sequences]
+        sizes = np.zeros(len(self.is_real), np.int64)
+        if kept:
+            sizes[self.is_real] = np.concatenate([each.sizes for each in kept])
         offsets = np.concatenate([[0], np.cumsum(sizes)])
-        return KeptSets(offsets, np.concatenate([np.zeros(0, np.int32), *(rows.kept.ids for rows in self.sequences)]))
+        return KeptSets(offsets, np.concatenate([np.zeros(0, np.int32), *(each.ids for each in kept)]))
 
     def _write(self, out: NDArray[Any], name: str) -> NDArray[Any]:
-        for rows, start in zip(self.sequences, self.cu_seqlens, strict=False):
-            out[start : start + len(rows)] = getattr(rows, name)
+        if self.sequences:
+            out[self.is_real] = np.concatenate([getattr(rows, name) for rows in self.sequences])
         return out
 
 
@@ -278,7 +276,7 @@ def _check_trainable(sample: TrainSample) -> None:
             expected="finite advantages",
             remedy="look at the rewards of its group",
         )
-    if (trajectory.temperatures <= 0).any():
+    if any(turn.sampling is not None and turn.sampling.is_greedy for turn in trajectory.turns):
         raise ContractError(
             Reason.SAMPLING_INVALID,
             field="turns",
@@ -299,9 +297,11 @@ def _check_routed(trajectory: Trajectory) -> None:
         )
 
 
-def _summed_checksums(sequences: Sequence[Rows], spec: ModelSpec) -> NDArray[np.uint64]:
-    total = np.zeros(spec.num_moe_layers, np.uint64)
-    for rows in sequences:
-        assert rows.expert_ids is not None, "routing is attached to all sequences or to none"
-        total += routing_checksums(rows.key, rows.expert_ids, rows.routed, first=rows.first)
-    return total
+def _checksums(sequences: Sequence[Rows], spec: ModelSpec) -> NDArray[np.uint64]:
+    """Of what was recorded, not of what was packed: they are to prove that."""
+    if not sequences:
+        return np.zeros(spec.num_moe_layers, np.uint64)
+    expert_ids = [rows.expert_ids for rows in sequences if rows.expert_ids is not None]
+    assert len(expert_ids) == len(sequences), "routing is attached to all sequences or to none"
+    keys, firsts = [rows.key for rows in sequences], [rows.first for rows in sequences]
+    return summed_checksums(keys, firsts, expert_ids, [rows.routed for rows in sequences])

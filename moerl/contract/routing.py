@@ -13,6 +13,8 @@ computes it from trajectories (numpy); the trainer computes it from the routing 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +24,9 @@ LAYER_PRIME = 0x000000000001000F
 EXPERT_PRIME = 0xC2B2AE3D27D4EB4F
 MIX_1 = 0xBF58476D1CE4E5B9
 MIX_2 = 0x94D049BB133111EB
+
+_CHUNK_VALUES = 1 << 15
+"""Expert ids that are mixed at a time; eight bytes each."""
 
 
 def mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -58,8 +63,30 @@ def routing_checksums(
     Returns:
         uint64 [L].
     """
-    rows = row_checksums(key, expert_ids, first=first)
-    return (rows if routed is None else rows[routed]).sum(axis=0, dtype=np.uint64)
+    everywhere = np.ones(len(expert_ids), np.bool_)
+    return summed_checksums([key], [first], [expert_ids], [everywhere if routed is None else routed])
+
+
+def summed_checksums(
+    keys: Sequence[int],
+    firsts: Sequence[int],
+    expert_ids: Sequence[NDArray[Any]],
+    routed: Sequence[NDArray[np.bool_]],
+) -> NDArray[np.uint64]:
+    """The sum of `routing_checksums(key, expert_ids, routed, first=first)` over sequences, at least one: uint64 [L]."""
+    lengths = [len(each) for each in expert_ids]
+    starts = np.cumsum([0, *lengths[:-1]])
+    counted = np.concatenate(routed).nonzero()[0]
+    positions = (np.arange(sum(lengths)) - np.repeat(starts - firsts, lengths))[counted]
+    salts = _salts(np.repeat(np.array(keys, np.uint64), lengths)[counted], positions)
+    # Of one sequence nothing is copied where every row counts.
+    experts = np.concatenate(expert_ids) if len(expert_ids) > 1 else expert_ids[0]
+    if len(counted) < len(experts):
+        experts = experts[counted]
+    total = np.zeros(experts.shape[1], np.uint64)
+    for _, rows in _row_sums(salts, experts):
+        total += rows.sum(axis=0, dtype=np.uint64)
+    return total
 
 
 def row_checksums(
@@ -67,8 +94,22 @@ def row_checksums(
 ) -> NDArray[np.uint64]:
     """uint64 [rows, L]: the share of every row in `routing_checksums`, of one trajectory."""
     num_rows, num_layers, _ = expert_ids.shape
-    positions = np.arange(first, first + num_rows, dtype=np.uint64)
-    rows = mix(np.uint64(key) + positions * np.uint64(POSITION_PRIME))
-    layers = np.arange(num_layers, dtype=np.uint64) * np.uint64(LAYER_PRIME)
-    slots = (layers[None, :, None] + expert_ids.astype(np.uint64) + np.uint64(1)) * np.uint64(EXPERT_PRIME)
-    return mix(rows[:, None, None] + slots).sum(axis=2, dtype=np.uint64)
+    out = np.empty((num_rows, num_layers), np.uint64)
+    for rows, sums in _row_sums(_salts(np.uint64(key), np.arange(first, first + num_rows)), expert_ids):
+        out[rows] = sums
+    return out
+
+
+def _salts(keys: NDArray[np.uint64] | np.uint64, positions: NDArray[np.integer]) -> NDArray[np.uint64]:
+    return mix(keys + positions.astype(np.uint64) * np.uint64(POSITION_PRIME))
+
+
+def _row_sums(salts: NDArray[np.uint64], expert_ids: NDArray[Any]) -> Iterator[tuple[slice, NDArray[np.uint64]]]:
+    """Checksums of rows and layers, uint64 [rows, L], a cache-full of rows at a time."""
+    _, num_layers, top_k = expert_ids.shape
+    layers = np.arange(num_layers, dtype=np.uint64) * np.uint64(LAYER_PRIME) + np.uint64(1)
+    step = max(1, _CHUNK_VALUES // (num_layers * top_k))
+    for start in range(0, len(salts), step):
+        rows = slice(start, start + step)
+        slots = (layers[None, :, None] + expert_ids[rows]) * np.uint64(EXPERT_PRIME)
+        yield rows, mix(salts[rows, None, None] + slots).sum(axis=2, dtype=np.uint64)

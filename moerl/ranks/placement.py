@@ -25,8 +25,8 @@ from moerl.tasks.data.task import RowsTask
 def open_trainer(
     config: RunConfig, watch: Callable[[int, int], None], lock: int | None = None
 ) -> Iterator[TrainerGroup]:
-    """The trainer of a run: one rank in this process, several as processes of this machine, or all as actors of a Ray
-    cluster. It ends with the context.
+    """The trainer of a run: one rank in this process; several, and one that trains while groups are sampled, as
+    processes of this machine; or all as actors of a Ray cluster. It ends with the context.
 
     Args:
         watch: told as a microbatch begins how many began before it, and of how many.
@@ -89,4 +89,7 @@ def _place(config: RunConfig, watch: Callable[[int, int], None], lock: int | Non
         from moerl.ranks.on_ray.actors import Actors
 
         return Actors(config, watch)
-    return InProcess(config, watch) if config.parallel.world_size == 1 else Processes(config, watch, lock)
+    # While the ranks train, the controller collects what is sampled: in one process either waits for the interpreter.
+    if config.parallel.world_size > 1 or config.buffer.max_staleness > 0:
+        return Processes(config, watch, lock)
+    return InProcess(config, watch)

@@ -9,15 +9,17 @@ For engines in the controller's own process. Messages are a JSON header and, wit
 from __future__ import annotations
 
 import contextlib
+import math
 import secrets
 import socket
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,6 +27,8 @@ from moerl.contract.ports import CheckedSink
 from moerl.errors import MoerlError, WeightSyncError
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_ALIGNMENT = 4
+"""Bytes; of the widest dtype."""
 
 
 class SinkAddress(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -42,7 +46,7 @@ class _Tensor(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Call(msgspec.Struct, forbid_unknown_fields=True):
-    """One call of a sink. tensors: whose bytes follow, one message each."""
+    """One call of a sink. tensors: whose bytes follow, one after the other in one message."""
 
     do: Literal["begin", "receive", "end", "abandon", "held_dtypes", "verify"]
     version: int = -1
@@ -88,7 +92,7 @@ class SinkServer:
     def _answer(self, connection: Connection) -> None:
         while True:
             call = msgspec.json.decode(connection.recv_bytes(), type=_Call)
-            tensors = [(each.name, _tensor(each, connection.recv_bytes())) for each in call.tensors]
+            tensors = _unpacked(call.tensors, connection.recv_bytes()) if call.tensors else []
             try:
                 answer = self._do(call, tensors)
             except Exception as error:  # noqa: BLE001 - process boundary: the sender raises it
@@ -127,9 +131,9 @@ class RemoteSink:
         self._call(_Call("begin", version=version))
 
     def receive(self, tensors: Iterable[tuple[str, Any]]) -> None:
-        held = [(name, tensor.detach().cpu().contiguous()) for name, tensor in tensors]
+        held = [(name, tensor.detach()) for name, tensor in tensors]
         told = [_Tensor(name, _dtype_name(tensor), tuple(tensor.shape)) for name, tensor in held]
-        self._call(_Call("receive", tensors=told), [_bytes(tensor) for _, tensor in held])
+        self._call(_Call("receive", tensors=told), _packed([tensor for _, tensor in held]) if held else None)
 
     def end_update(self) -> None:
         self._call(_Call("end"))
@@ -143,10 +147,10 @@ class RemoteSink:
     def verify(self, sent: Mapping[str, int]) -> None:
         self._call(_Call("verify", checksums=dict(sent)))
 
-    def _call(self, call: _Call, payloads: Iterable[memoryview] = ()) -> _Answer:
+    def _call(self, call: _Call, payload: memoryview | None = None) -> _Answer:
         try:
             self._connection.send_bytes(msgspec.json.encode(call))
-            for payload in payloads:
+            if payload is not None:
                 self._connection.send_bytes(payload)
             answer = msgspec.json.decode(self._connection.recv_bytes(), type=_Answer)
         except (OSError, EOFError) as error:
@@ -168,12 +172,22 @@ def _dtype_name(tensor: Tensor) -> Any:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _bytes(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.view(-1).view(torch.uint8).numpy())
+def _packed(tensors: Sequence[Tensor]) -> memoryview:
+    """Their bytes behind one another, each at a multiple of `_ALIGNMENT`."""
+    flat = []
+    for tensor in tensors:
+        data = tensor.contiguous().view(-1).view(torch.uint8)
+        flat += [data, data.new_zeros(-len(data) % _ALIGNMENT)]
+    return memoryview(torch.cat(flat).cpu().numpy())
 
 
-def _tensor(told: _Tensor, data: bytes) -> Tensor:
-    dtype = _DTYPES[told.dtype]
-    if not data:
-        return torch.zeros(told.shape, dtype=dtype)
-    return torch.frombuffer(bytearray(data), dtype=dtype).reshape(told.shape)
+def _unpacked(told: Sequence[_Tensor], data: bytes) -> list[tuple[str, Tensor]]:
+    """Tensors that lie in the bytes of a message, as `_packed` put them there."""
+    # torch wants memory that may be written to.
+    flat, start, tensors = torch.from_numpy(np.frombuffer(bytearray(data), np.uint8)), 0, list[tuple[str, Tensor]]()
+    for each in told:
+        dtype = _DTYPES[each.dtype]
+        num_bytes = math.prod(each.shape) * dtype.itemsize
+        tensors.append((each.name, flat[start : start + num_bytes].view(dtype).view(each.shape)))
+        start += num_bytes + -num_bytes % _ALIGNMENT
+    return tensors
