@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moerl.kernels.host import rms_norm, rms_norm_backward
+
 
 class RMSNorm(nn.RMSNorm):
     """`torch.nn.RMSNorm` over the last dimension; in float32 backward keeps the input and one number per row."""
@@ -23,22 +25,15 @@ class RMSNorm(nn.RMSNorm):
 
 
 class _Normed(torch.autograd.Function):
-    """With s = 1 / sqrt(mean(x^2) + eps) and z = x s: y = w z; dw = sum over rows of dy z, and
-    dx = s (dy w - z mean(dy w z))."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        width = x.shape[-1]
-        scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(width).add_(eps).rsqrt_()
-        ctx.save_for_backward(x, weight, scale)
-        return (x * scale).mul_(weight)
+        rows = x.reshape(-1, x.shape[-1])
+        y, scales = rms_norm(rows, weight, eps)
+        ctx.save_for_backward(rows, weight, scales)
+        return y.view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
-        (gradient,) = gradients
-        x, weight, scale = ctx.saved_tensors
-        normed = x * scale
-        product = (gradient * normed).reshape(-1, x.shape[-1])
-        mean = (product @ weight).div_(x.shape[-1]).view(scale.shape)
-        to_weight = product.new_ones(len(product)) @ product
-        return (gradient * weight).addcmul_(normed, mean, value=-1).mul_(scale), to_weight, None
+        (gradient,), (rows, weight, scales) = gradients, ctx.saved_tensors
+        to_rows, to_weight = rms_norm_backward(rows, weight, scales, gradient.reshape(rows.shape))
+        return to_rows.view(gradient.shape), to_weight, None

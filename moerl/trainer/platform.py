@@ -6,8 +6,8 @@ nothing. Without one, malloc keeps what it is given back, and five things have t
 1. `torch.cuda` functions that Megatron calls unconditionally (current device, streams, RNG state);
 2. modules that hold a literal ``device="cuda"``;
 3. optimizers that compare ``tensor.type()`` with ``"torch.cuda.FloatTensor"``;
-4. the local layer spec's norm (refuses sequence parallelism) and core attention (refuses packed sequences, see
-   `moerl.trainer.attention`);
+4. the local layer spec's norm (refuses sequence parallelism), core attention (refuses packed sequences, see
+   `moerl.trainer.attention`) and experts (slow, see `moerl.trainer.experts`);
 5. collectives of uneven slices, which gloo does not have (`moerl.trainer.uneven`).
 
 Goes when Megatron-Core takes its device from the accelerator API throughout.
@@ -267,9 +267,12 @@ class LocalNorm:
 
 
 def local_layer_spec(config: Any, vp_stage: int | None = None) -> Any:
-    """Megatron's local (no Transformer Engine) decoder spec with the norm and attention of this platform."""
+    """Megatron's local (no Transformer Engine) decoder spec with the norm, attention and experts of this platform."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    from moerl.trainer.experts import Experts
 
     spec: Any = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
@@ -285,5 +288,9 @@ def local_layer_spec(config: Any, vp_stage: int | None = None) -> Any:
         use_local_norm(layer.submodules, ("input_layernorm", "pre_mlp_layernorm"))
         use_local_norm(attention, ("q_layernorm", "k_layernorm", "kv_layernorm"))
         attention.core_attention = PackedAttention
+        mlp: Any = layer.submodules.mlp
+        if getattr(mlp, "func", None) is MoELayer:
+            submodules = mlp.keywords["submodules"]
+            submodules.experts = functools.partial(Experts, **submodules.experts.keywords)
     spec.layer_norm = LocalNorm
     return spec

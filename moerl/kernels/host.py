@@ -1,0 +1,169 @@
+"""Row-wise operations of a model on a CPU, forward and backward, each in one pass over its rows.
+
+torch puts them together from single operations, each of which reads and writes all rows. float32 tensors in memory of
+the host; rows are divided between torch's threads. Any process.
+
+Shape legend: R = rows, H = hidden size, F = width of a gated layer.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+from numba import njit
+from torch import Tensor
+
+_FEW_ROWS = 256
+"""Not worth another thread."""
+_SUMS = {"reassoc", "contract", "nsz"}
+
+
+@njit(fastmath={"contract"}, error_model="numpy", cache=True)
+def exponential(x: Any) -> Any:
+    """exp(x) to 2e-7 of itself, in operations that compilers turn into vectors; constant beyond -87 and 88.
+
+    x = n ln 2 + r with |r| <= ln 2 / 2; exp(r) by a polynomial of degree 7 (Cephes' expf), 2^n by its bits.
+    """
+    x = np.float32(-87.0) if x < np.float32(-87.0) else x
+    x = np.float32(88.0) if x > np.float32(88.0) else x
+    n = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
+    r = (x - n * np.float32(0.693359375)) + n * np.float32(2.12194440e-4)
+    p = np.float32(1.9875691500e-4)
+    p = p * r + np.float32(1.3981999507e-3)
+    p = p * r + np.float32(8.3334519073e-3)
+    p = p * r + np.float32(4.1665795894e-2)
+    p = p * r + np.float32(1.6666665459e-1)
+    p = p * r + np.float32(5.0000001201e-1)
+    p = p * r * r + r + np.float32(1.0)
+    return p * np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
+
+
+def gated(gates_ups: Tensor, weights: Tensor) -> Tensor:
+    """SwiGLU of rows, weighted: [R, F] = weights silu(gates) ups.
+
+    Args:
+        gates_ups: float32 [R, 2 F], gates before ups. weights: float32 [R].
+    """
+    out = gates_ups.new_empty(len(gates_ups), gates_ups.shape[1] // 2)
+    arrays = [each.detach().contiguous().numpy() for each in (gates_ups, weights)]
+    _by_rows(len(out), lambda start, stop: _gated(*arrays, out.numpy(), start, stop))
+    return out
+
+
+def gated_backward(gates_ups: Tensor, weights: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `gated` with respect to `gates_ups` and `weights`; and its result again, which was not kept.
+
+    With s = 1 / (1 + exp(-g)): d(gates) = w u s (1 + g (1 - s)) dy, d(ups) = w g s dy, d(weights) = sum(g s u dy).
+
+    Args:
+        gradient: float32 [R, F], of the result.
+    """
+    outs = torch.empty_like(gates_ups), torch.empty_like(weights), torch.empty_like(gradient)
+    arrays = [each.detach().contiguous().numpy() for each in (gates_ups, weights, gradient)]
+    arrays += [each.numpy() for each in outs]
+    _by_rows(len(gradient), lambda start, stop: _gated_backward(*arrays, start, stop))
+    return outs
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """RMSNorm of rows: y = weight x s with s = 1 / sqrt(mean(x^2) + eps). Returns y [R, H] and s [R].
+
+    Args:
+        x: float32 [R, H]. weight: float32 [H].
+    """
+    y, scales = torch.empty_like(x), x.new_empty(len(x))
+    arrays = [each.detach().contiguous().numpy() for each in (x, weight)]
+    _by_rows(len(x), lambda start, stop: _rms_norm(*arrays, np.float32(eps), y.numpy(), scales.numpy(), start, stop))
+    return y, scales
+
+
+def rms_norm_backward(x: Tensor, weight: Tensor, scales: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of `rms_norm` with respect to x [R, H] and weight [H].
+
+    With z = x s: d(weight) = sum over rows of dy z, and dx = s (dy w - z mean(dy w z)).
+
+    Args:
+        scales: as `rms_norm` returned them. gradient: float32 [R, H], of y.
+    """
+    to_x = torch.empty_like(x)
+    arrays = [each.detach().contiguous().numpy() for each in (x, weight, scales, gradient)]
+    parts = _by_rows(len(x), lambda start, stop: _rms_norm_backward(*arrays, to_x.numpy(), start, stop))
+    return to_x, torch.from_numpy(functools.reduce(np.add, parts)).float()
+
+
+def _by_rows[Part](num_rows: int, run: Callable[[int, int], Part]) -> list[Part]:
+    """Runs a kernel over rows [start, stop), which together are all."""
+    threads = min(torch.get_num_threads(), -(-num_rows // _FEW_ROWS))
+    if threads <= 1:
+        return [run(0, num_rows)]
+    starts = [num_rows * number // threads for number in range(threads + 1)]
+    return list(_pool(threads).map(run, starts[:-1], starts[1:]))
+
+
+@functools.cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, thread_name_prefix="rows")
+
+
+@njit(fastmath=_SUMS, error_model="numpy", nogil=True, cache=True)
+def _gated(gates_ups: Any, weights: Any, out: Any, start: int, stop: int) -> None:
+    width = out.shape[1]
+    for r in range(start, stop):
+        gates, ups, weight = gates_ups[r, :width], gates_ups[r, width:], weights[r]
+        for i in range(width):
+            out[r, i] = gates[i] / (np.float32(1.0) + exponential(-gates[i])) * ups[i] * weight
+
+
+@njit(fastmath=_SUMS, error_model="numpy", nogil=True, cache=True)
+def _gated_backward(
+    gates_ups: Any, weights: Any, gradient: Any, to_gates_ups: Any, to_weights: Any, out: Any, start: int, stop: int
+) -> None:
+    width = out.shape[1]
+    for r in range(start, stop):
+        gates, ups, weight = gates_ups[r, :width], gates_ups[r, width:], weights[r]
+        to_gates, to_ups = to_gates_ups[r, :width], to_gates_ups[r, width:]
+        total = np.float32(0.0)
+        for i in range(width):
+            share = np.float32(1.0) / (np.float32(1.0) + exponential(-gates[i]))
+            silu = gates[i] * share
+            unweighted = silu * ups[i]
+            total += unweighted * gradient[r, i]
+            out[r, i] = unweighted * weight
+            weighted = gradient[r, i] * weight
+            to_ups[i] = silu * weighted
+            to_gates[i] = ups[i] * (share + silu * (np.float32(1.0) - share)) * weighted
+        to_weights[r] = total
+
+
+@njit(fastmath=_SUMS, error_model="numpy", nogil=True, cache=True)
+def _rms_norm(x: Any, weight: Any, eps: Any, y: Any, scales: Any, start: int, stop: int) -> None:
+    width = x.shape[1]
+    for r in range(start, stop):
+        squares = np.float32(0.0)
+        for i in range(width):
+            squares += x[r, i] * x[r, i]
+        scale = np.float32(1.0) / np.sqrt(squares / np.float32(width) + eps)
+        scales[r] = scale
+        for i in range(width):
+            y[r, i] = weight[i] * (x[r, i] * scale)
+
+
+@njit(fastmath=_SUMS, error_model="numpy", nogil=True, cache=True)
+def _rms_norm_backward(x: Any, weight: Any, scales: Any, gradient: Any, to_x: Any, start: int, stop: int) -> Any:
+    width = x.shape[1]
+    to_weight = np.zeros(width, np.float64)
+    for r in range(start, stop):
+        scale, mean = scales[r], np.float32(0.0)
+        for i in range(width):
+            product = gradient[r, i] * (x[r, i] * scale)
+            to_weight[i] += product
+            mean += product * weight[i]
+        mean /= np.float32(width)
+        for i in range(width):
+            to_x[r, i] = scale * (gradient[r, i] * weight[i] - x[r, i] * scale * mean)
+    return to_weight
