@@ -64,9 +64,9 @@ def gated_backward(gates_ups: Tensor, weights: Tensor, gradient: Tensor) -> tupl
         gradient: float32 [R, F], of the result.
     """
     outs = torch.empty_like(gates_ups), torch.empty_like(weights), torch.empty_like(gradient)
-    arrays = [each.detach().contiguous().numpy() for each in (gates_ups, weights, gradient)]
-    arrays += [each.numpy() for each in outs]
-    _by_rows(len(gradient), lambda start, stop: _gated_backward(*arrays, start, stop))
+    given = tuple(each.detach().contiguous().numpy() for each in (gates_ups, weights, gradient))
+    made = tuple(each.numpy() for each in outs)
+    _by_rows(len(gradient), lambda start, stop: _gated_backward(given, made, start, stop))
     return outs
 
 
@@ -78,7 +78,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """
     y, scales = torch.empty_like(x), x.new_empty(len(x))
     arrays = [each.detach().contiguous().numpy() for each in (x, weight)]
-    _by_rows(len(x), lambda start, stop: _rms_norm(*arrays, np.float32(eps), y.numpy(), scales.numpy(), start, stop))
+    made = y.numpy(), scales.numpy()
+    _by_rows(len(x), lambda start, stop: _rms_norm(*arrays, np.float32(eps), made, start, stop))
     return y, scales
 
 
@@ -91,18 +92,26 @@ def rms_norm_backward(x: Tensor, weight: Tensor, scales: Tensor, gradient: Tenso
         scales: as `rms_norm` returned them. gradient: float32 [R, H], of y.
     """
     to_x = torch.empty_like(x)
-    arrays = [each.detach().contiguous().numpy() for each in (x, weight, scales, gradient)]
-    parts = _by_rows(len(x), lambda start, stop: _rms_norm_backward(*arrays, to_x.numpy(), start, stop))
+    given = tuple(each.detach().contiguous().numpy() for each in (x, weight, scales, gradient))
+    parts = _by_rows(len(x), lambda start, stop: _rms_norm_backward(given, to_x.numpy(), start, stop))
     return to_x, torch.from_numpy(functools.reduce(np.add, parts)).float()
 
 
-def _by_rows[Part](num_rows: int, run: Callable[[int, int], Part]) -> list[Part]:
-    """Runs a kernel over rows [start, stop), which together are all."""
-    threads = min(torch.get_num_threads(), -(-num_rows // _FEW_ROWS))
+def by_parts[Part](count: int, run: Callable[[int, int], Part], at_least: int = 1) -> list[Part]:
+    """Runs a kernel over parts [start, stop), which together are all of `count`, in torch's threads.
+
+    Args:
+        at_least: what is worth a thread.
+    """
+    threads = min(torch.get_num_threads(), -(-count // at_least))
     if threads <= 1:
-        return [run(0, num_rows)]
-    starts = [num_rows * number // threads for number in range(threads + 1)]
+        return [run(0, count)]
+    starts = [count * number // threads for number in range(threads + 1)]
     return list(_pool(threads).map(run, starts[:-1], starts[1:]))
+
+
+def _by_rows[Part](num_rows: int, run: Callable[[int, int], Part]) -> list[Part]:
+    return by_parts(num_rows, run, _FEW_ROWS)
 
 
 @functools.cache
@@ -120,9 +129,9 @@ def _gated(gates_ups: Any, weights: Any, out: Any, start: int, stop: int) -> Non
 
 
 @njit(fastmath=_SUMS, error_model="numpy", nogil=True, cache=True)
-def _gated_backward(
-    gates_ups: Any, weights: Any, gradient: Any, to_gates_ups: Any, to_weights: Any, out: Any, start: int, stop: int
-) -> None:
+def _gated_backward(given: Any, made: Any, start: int, stop: int) -> None:
+    gates_ups, weights, gradient = given
+    to_gates_ups, to_weights, out = made
     width = out.shape[1]
     for r in range(start, stop):
         gates, ups, weight = gates_ups[r, :width], gates_ups[r, width:], weights[r]
@@ -141,7 +150,8 @@ def _gated_backward(
 
 
 @njit(fastmath=_SUMS, error_model="numpy", nogil=True, cache=True)
-def _rms_norm(x: Any, weight: Any, eps: Any, y: Any, scales: Any, start: int, stop: int) -> None:
+def _rms_norm(x: Any, weight: Any, eps: Any, made: Any, start: int, stop: int) -> None:
+    y, scales = made
     width = x.shape[1]
     for r in range(start, stop):
         squares = np.float32(0.0)
@@ -154,7 +164,8 @@ def _rms_norm(x: Any, weight: Any, eps: Any, y: Any, scales: Any, start: int, st
 
 
 @njit(fastmath=_SUMS, error_model="numpy", nogil=True, cache=True)
-def _rms_norm_backward(x: Any, weight: Any, scales: Any, gradient: Any, to_x: Any, start: int, stop: int) -> Any:
+def _rms_norm_backward(given: Any, to_x: Any, start: int, stop: int) -> Any:
+    x, weight, scales, gradient = given
     width = x.shape[1]
     to_weight = np.zeros(width, np.float64)
     for r in range(start, stop):

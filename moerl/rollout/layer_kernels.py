@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from moerl.kernels.host import exponential
+
 BLOCK = 4
 """Rows that a product takes together."""
 
@@ -23,26 +25,6 @@ _SUMS = {"reassoc", "contract", "nsz"}
 """Terms may be added up in the order of the machine's vectors, which is the same for every row."""
 
 _CONTRACT = {"contract"}
-
-
-@njit(fastmath=_CONTRACT, error_model="numpy", cache=True)
-def exponential(x: Any) -> Any:
-    """exp(x) to 2e-7 of itself, in operations that compilers turn into vectors; constant beyond -87 and 88.
-
-    x = n ln 2 + r with |r| <= ln 2 / 2; exp(r) by a polynomial of degree 7 (Cephes' expf), 2^n by its bits.
-    """
-    x = np.float32(-87.0) if x < np.float32(-87.0) else x
-    x = np.float32(88.0) if x > np.float32(88.0) else x
-    n = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
-    r = (x - n * np.float32(0.693359375)) + n * np.float32(2.12194440e-4)
-    p = np.float32(1.9875691500e-4)
-    p = p * r + np.float32(1.3981999507e-3)
-    p = p * r + np.float32(8.3334519073e-3)
-    p = p * r + np.float32(4.1665795894e-2)
-    p = p * r + np.float32(1.6666665459e-1)
-    p = p * r + np.float32(5.0000001201e-1)
-    p = p * r * r + r + np.float32(1.0)
-    return p * np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
 
 
 @njit(error_model="numpy", cache=True)

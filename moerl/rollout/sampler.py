@@ -28,6 +28,7 @@ from torch import Tensor
 from moerl.contract.routing import mix
 from moerl.contract.trajectory import SamplingParams
 from moerl.errors import EngineError
+from moerl.rollout.sampler_kernel import Cuts, Draws, sample_rows
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _ROUNDING = 1e-6
@@ -131,30 +132,36 @@ def sample(
     Raises:
         EngineError: A row of logits has no finite normaliser (NaN or +inf, or nothing but -inf).
     """
-    z_NV = logits_NV.float() / params.temperature[:, None]
-    log_z_N = torch.logsumexp(z_NV, dim=-1)
-    _require_finite(log_z_N)
-    u_N = torch.from_numpy(uniforms_N).to(z_NV.device)
+    u_N = torch.from_numpy(uniforms_N).to(logits_NV.device)
     if not params.any_open:
-        return _sample_cut(z_NV, log_z_N, params, u_N, capture)
+        return _sample_cut(logits_NV, params, u_N, capture)
     if params.max_top_k == 0:
-        return _sample_open(z_NV, log_z_N, u_N)
+        return _sample_open(logits_NV, params, u_N)
     is_open = params.top_k == 0
     cut = (~is_open).nonzero()[:, 0]
     uncut = is_open.nonzero()[:, 0]
     if len(cut) == 0:
-        return _sample_open(z_NV, log_z_N, u_N)
+        return _sample_open(logits_NV, params, u_N)
     if len(uncut) == 0:
-        return _sample_cut(z_NV, log_z_N, params, u_N, capture)
+        return _sample_cut(logits_NV, params, u_N, capture)
     return _join(
-        _sample_cut(z_NV[cut], log_z_N[cut], params.rows(cut), u_N[cut], capture),
-        _sample_open(z_NV[uncut], log_z_N[uncut], u_N[uncut]),
+        _sample_cut(logits_NV[cut], params.rows(cut), u_N[cut], capture),
+        _sample_open(logits_NV[uncut], params.rows(uncut), u_N[uncut]),
         torch.argsort(torch.cat([cut, uncut])),
     )
 
 
-def _sample_open(z_NV: Tensor, log_z_N: Tensor, u_N: Tensor) -> SamplerOutput:
+def _tempered(logits_NV: Tensor, params: RowParams) -> tuple[Tensor, Tensor]:
+    """Logits float32 [N, V] over their temperature, and their normaliser, the log of the sum of their exponentials."""
+    z_NV = logits_NV.float() / params.temperature[:, None]
+    log_z_N = torch.logsumexp(z_NV, dim=-1)
+    _require_finite(log_z_N)
+    return z_NV, log_z_N
+
+
+def _sample_open(logits_NV: Tensor, params: RowParams, u_N: Tensor) -> SamplerOutput:
     """Rows with the full vocabulary: nothing is listed."""
+    z_NV, log_z_N = _tempered(logits_NV, params)
     token_ids = _draw(torch.exp(z_NV - log_z_N[:, None]).cumsum(-1, dtype=torch.float64), u_N)
     logprobs = z_NV.gather(1, token_ids[:, None])[:, 0] - log_z_N
     return SamplerOutput(
@@ -167,8 +174,37 @@ def _sample_open(z_NV: Tensor, log_z_N: Tensor, u_N: Tensor) -> SamplerOutput:
     )
 
 
-def _sample_cut(z_NV: Tensor, log_z_N: Tensor, params: RowParams, u_N: Tensor, capture: bool) -> SamplerOutput:
-    """Rows with a finite top-k: only the largest max_top_k logits (and one more, to see ties) are looked at."""
+def _sample_cut(logits_NV: Tensor, params: RowParams, u_N: Tensor, capture: bool) -> SamplerOutput:
+    """Rows with a finite top-k."""
+    on = _sample_cut_on_host if logits_NV.device.type == "cpu" else _sample_cut_on_device
+    return on(logits_NV, params, u_N, capture)
+
+
+def _sample_cut_on_host(logits_NV: Tensor, params: RowParams, u_N: Tensor, capture: bool) -> SamplerOutput:
+    num_rows, num_vocab = logits_NV.shape
+    token_ids, sizes_N = (torch.empty(num_rows, dtype=torch.int64) for _ in range(2))
+    logprobs, kept_logmass, log_z_N = (torch.empty(num_rows) for _ in range(3))
+    kept_ids = torch.empty(num_rows * min(params.max_top_k, num_vocab), dtype=torch.int32)
+    cuts = Cuts(*(each.numpy() for each in (params.temperature, params.top_p, params.min_p, params.top_k)))
+    made = (token_ids, logprobs, kept_logmass, log_z_N, sizes_N, kept_ids)
+    draws = Draws(*(each.numpy() for each in made))
+    num_kept = sample_rows(logits_NV.float().contiguous().numpy(), cuts, u_N.numpy(), draws)
+    _require_finite(log_z_N)
+    if not capture:
+        kept_logmass, sizes_N, num_kept = torch.zeros_like(kept_logmass), torch.zeros_like(sizes_N), 0
+    return SamplerOutput(
+        token_ids=token_ids,
+        rollout_logprobs=logprobs.clamp_(max=0.0).masked_fill_(params.greedy, 0.0),
+        kept_logmass=_clamp_rounding(kept_logmass.masked_fill_(params.greedy, 0.0), log_z_N),
+        truncated=torch.full_like(params.greedy, capture),
+        kept_ids=kept_ids[:num_kept],
+        kept_sizes=sizes_N,
+    )
+
+
+def _sample_cut_on_device(logits_NV: Tensor, params: RowParams, u_N: Tensor, capture: bool) -> SamplerOutput:
+    """Only the largest max_top_k logits (and one more, to see ties) are looked at."""
+    z_NV, log_z_N = _tempered(logits_NV, params)
     num_vocab = z_NV.shape[1]
     values_NC, ids_NC = z_NV.topk(min(params.max_top_k + 1, num_vocab), dim=-1)
     sizes_N = _kept_sizes(z_NV, values_NC, log_z_N, params)

@@ -1,5 +1,5 @@
-"""Experts of a rank in few passes: Megatron's go through eight modules and some twenty operations each, and copy all rows
-to split them and to join them again.
+"""Experts of a rank in few passes: Megatron's go through some twenty operations each, and copy all rows to split them
+and to join them again.
 
 Runs in every trainer rank without a GPU. Imports Megatron.
 """

@@ -6,7 +6,16 @@ import torch
 
 from moerl.contract.trajectory import SamplingParams
 from moerl.errors import EngineError
+from moerl.rollout import sampler
 from moerl.rollout.sampler import RowParams, SamplerOutput, sample, seeded_uniforms
+
+
+@pytest.fixture(autouse=True, params=["on the host", "as on a device"])
+def _both_implementations(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
+    """Tensors on the host are sampled by a kernel; what runs on a GPU runs here, too."""
+    if request.param == "as on a device":
+        monkeypatch.setattr(sampler, "_sample_cut_on_host", sampler._sample_cut_on_device)
+
 
 MIXED = [
     SamplingParams(seed=1),
