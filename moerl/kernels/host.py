@@ -50,8 +50,8 @@ def gated(gates_ups: Tensor, weights: Tensor) -> Tensor:
         gates_ups: float32 [R, 2 F], gates before ups. weights: float32 [R].
     """
     out = gates_ups.new_empty(len(gates_ups), gates_ups.shape[1] // 2)
-    arrays = [each.detach().contiguous().numpy() for each in (gates_ups, weights)]
-    _by_rows(len(out), lambda start, stop: _gated(*arrays, out.numpy(), start, stop))
+    gates_ups, weights = (each.detach().contiguous() for each in (gates_ups, weights))
+    _by_rows(len(out), lambda start, stop: _gated(gates_ups.numpy(), weights.numpy(), out.numpy(), start, stop))
     return out
 
 
@@ -77,9 +77,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         x: float32 [R, H]. weight: float32 [H].
     """
     y, scales = torch.empty_like(x), x.new_empty(len(x))
-    arrays = [each.detach().contiguous().numpy() for each in (x, weight)]
+    given = tuple(each.detach().contiguous().numpy() for each in (x, weight))
     made = y.numpy(), scales.numpy()
-    _by_rows(len(x), lambda start, stop: _rms_norm(*arrays, np.float32(eps), made, start, stop))
+    _by_rows(len(x), lambda start, stop: _rms_norm(given, np.float32(eps), made, start, stop))
     return y, scales
 
 
@@ -150,7 +150,8 @@ def _gated_backward(given: Any, made: Any, start: int, stop: int) -> None:
 
 
 @njit(fastmath=_SUMS, error_model="numpy", nogil=True, cache=True)
-def _rms_norm(x: Any, weight: Any, eps: Any, made: Any, start: int, stop: int) -> None:
+def _rms_norm(given: Any, eps: Any, made: Any, start: int, stop: int) -> None:
+    x, weight = given
     y, scales = made
     width = x.shape[1]
     for r in range(start, stop):

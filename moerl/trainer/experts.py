@@ -20,11 +20,15 @@ from moerl.kernels.host import gated, gated_backward
 class Experts(SequentialMLP):
     """Megatron's `SequentialMLP`, its parameters, checkpoints and results; SwiGLU in float32 is computed here."""
 
-    def forward(self, rows: Tensor, tokens_per_expert: Tensor, weights: Tensor) -> tuple[Tensor, Tensor | None]:
-        """As of `SequentialMLP`: rows [R, H] sorted by expert, tokens_per_expert [E], weights of the router [R]."""
+    def forward(
+        self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Rows [R, H] sorted by expert, how many of each [E], and the router's weights of them [R]."""
+        rows, weights = permuted_local_hidden_states, permuted_probs
         if not self._is_swiglu or {rows.dtype, weights.dtype} != {torch.float32}:
             return super().forward(rows, tokens_per_expert, weights)
-        parameters = [each.weight for expert in self.local_experts for each in (expert.linear_fc1, expert.linear_fc2)]
+        experts: Any = self.local_experts
+        parameters = [each.weight for expert in experts for each in (expert.linear_fc1, expert.linear_fc2)]
         return _SwiGLU.apply(rows, weights, tokens_per_expert.tolist(), *parameters), None
 
     @property
