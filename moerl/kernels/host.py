@@ -110,6 +110,18 @@ def by_parts[Part](count: int, run: Callable[[int, int], Part], at_least: int = 
     return list(_pool(threads).map(run, starts[:-1], starts[1:]))
 
 
+def turned(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
+    """RoPE of heads whose halves are turned together: (x1 cos - x2 sin, x2 cos + x1 sin).
+
+    Args:
+        x: float32 [R, heads, D]. cos, sin: float32 [R, 1, D], the same in both halves. direction: 1, or -1 to turn back.
+    """
+    given = tuple(each.detach().contiguous().numpy() for each in (x, cos[:, 0], sin[:, 0]))
+    out = x.new_empty(x.shape)
+    _by_rows(len(x), lambda start, stop: _turned(given, np.float32(direction), out.numpy(), start, stop))
+    return out
+
+
 def _by_rows[Part](num_rows: int, run: Callable[[int, int], Part]) -> list[Part]:
     return by_parts(num_rows, run, _FEW_ROWS)
 
@@ -179,3 +191,17 @@ def _rms_norm_backward(given: Any, to_x: Any, start: int, stop: int) -> Any:
         for i in range(width):
             to_x[r, i] = scale * (gradient[r, i] * weight[i] - x[r, i] * scale * mean)
     return to_weight
+
+
+@njit(fastmath=_SUMS, error_model="numpy", nogil=True, cache=True)
+def _turned(given: Any, direction: Any, out: Any, start: int, stop: int) -> None:
+    x, cos, sin = given
+    half = x.shape[2] // 2
+    for r in range(start, stop):
+        c, s = cos[r, :half], sin[r, :half]
+        for h in range(x.shape[1]):
+            low, high = x[r, h, :half], x[r, h, half:]
+            to_low, to_high = out[r, h, :half], out[r, h, half:]
+            for i in range(half):
+                to_low[i] = low[i] * c[i] - high[i] * s[i] * direction
+                to_high[i] = high[i] * c[i] + low[i] * s[i] * direction

@@ -28,14 +28,9 @@ from torch import Tensor
 from moerl.contract.routing import mix
 from moerl.contract.trajectory import SamplingParams
 from moerl.errors import EngineError
-from moerl.rollout.sampler_kernel import Cuts, Draws, sample_rows
+from moerl.rollout.sampler_kernel import RELATIVE_ROUNDING, ROUNDING, Cuts, Draws, sample_rows
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_ROUNDING = 1e-6
-"""Least amount by which a float32 logarithm may be too large."""
-
-_RELATIVE_ROUNDING = 4 * torch.finfo(torch.float32).eps
-"""The same, relative to the terms of the difference that it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,17 +180,19 @@ def _sample_cut_on_host(logits_NV: Tensor, params: RowParams, u_N: Tensor, captu
     token_ids, sizes_N = (torch.empty(num_rows, dtype=torch.int64) for _ in range(2))
     logprobs, kept_logmass, log_z_N = (torch.empty(num_rows) for _ in range(3))
     kept_ids = torch.empty(num_rows * min(params.max_top_k, num_vocab), dtype=torch.int32)
-    cuts = Cuts(*(each.numpy() for each in (params.temperature, params.top_p, params.min_p, params.top_k)))
+    asked = (params.temperature, params.top_p, params.min_p, params.top_k, params.greedy)
+    cuts = Cuts(*(each.numpy() for each in asked))
     made = (token_ids, logprobs, kept_logmass, log_z_N, sizes_N, kept_ids)
     draws = Draws(*(each.numpy() for each in made))
     num_kept = sample_rows(logits_NV.float().contiguous().numpy(), cuts, u_N.numpy(), draws)
-    _require_finite(log_z_N)
+    if not np.isfinite(draws.log_z).all():
+        _require_finite(log_z_N)
     if not capture:
         kept_logmass, sizes_N, num_kept = torch.zeros_like(kept_logmass), torch.zeros_like(sizes_N), 0
     return SamplerOutput(
         token_ids=token_ids,
-        rollout_logprobs=logprobs.clamp_(max=0.0).masked_fill_(params.greedy, 0.0),
-        kept_logmass=_clamp_rounding(kept_logmass.masked_fill_(params.greedy, 0.0), log_z_N),
+        rollout_logprobs=logprobs,
+        kept_logmass=kept_logmass,
         truncated=torch.full_like(params.greedy, capture),
         kept_ids=kept_ids[:num_kept],
         kept_sizes=sizes_N,
@@ -300,7 +297,7 @@ def _draw(cdf_NM: Tensor, u_N: Tensor) -> Tensor:
 def _clamp_rounding(logs: Tensor, terms: Tensor) -> Tensor:
     """Differences of float32 numbers of the size of `terms` that lie above 0 by no more than rounding become 0; larger
     ones are left for the contract to refuse."""
-    bounds = (_RELATIVE_ROUNDING * terms.abs()).clamp_(min=_ROUNDING)
+    bounds = (RELATIVE_ROUNDING * terms.abs()).clamp_(min=ROUNDING)
     return torch.where((logs > 0) & (logs <= bounds), torch.zeros_like(logs), logs)
 
 

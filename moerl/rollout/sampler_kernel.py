@@ -16,24 +16,31 @@ from moerl.kernels.host import exponential
 
 _FEW = 64
 """Candidates that are kept in order while a row is read; more are selected and then sorted."""
+ROUNDING = 1e-6
+"""Least amount by which a float32 logarithm may be too large."""
+RELATIVE_ROUNDING = 4 * float(np.finfo(np.float32).eps)
+"""The same, relative to the terms of the difference that it is."""
 _SUMS = {"reassoc", "contract", "nsz"}
 
 
 class Cuts(NamedTuple):
-    """What is asked of N rows. temperature: float32 [N]; top_p, min_p: float64 [N]; top_k: int64 [N], at least 1."""
+    """What is asked of N rows.
+
+    temperature: float32 [N]. top_p, min_p: float64 [N]. top_k: int64 [N], at least 1. greedy: bool [N].
+    """
 
     temperature: Any
     top_p: Any
     min_p: Any
     top_k: Any
+    greedy: Any
 
 
 class Draws(NamedTuple):
     """What is written.
 
-    token_ids: int64 [N]. logprobs, kept_mass: float32 [N], not yet clamped to 0; the mass is 0 where all of the
-    vocabulary was kept. log_z: float32 [N], not finite where the row is broken. kept_sizes: int64 [N]. kept_ids: int32,
-    room for all kept sets one after the other.
+    token_ids: int64 [N]. logprobs, kept_mass: float32 [N]. log_z: float32 [N], not finite where the row is broken.
+    kept_sizes: int64 [N]. kept_ids: int32, room for all kept sets one after the other.
     """
 
     token_ids: Any
@@ -72,9 +79,12 @@ def sample_rows(logits: Any, cuts: Any, uniforms: Any, draws: Any) -> int:
         end += size
         drawn = _drawn(weights, size, uniforms[r] * kept)
         draws.token_ids[r], draws.kept_sizes[r] = ids[drawn], size
-        draws.logprobs[r] = np.float32(np.log(weights[drawn]) - np.log(kept))
+        draws.logprobs[r] = min(np.float32(np.log(weights[drawn]) - np.log(kept)), np.float32(0.0))
         mass = np.float32(largest + np.log(kept) - draws.log_z[r])
-        draws.kept_mass[r] = mass if size < num_vocab else np.float32(0.0)
+        # All of the vocabulary is summed up in two orders; the mass is exactly one.
+        is_whole = size == num_vocab or cuts.greedy[r]
+        rounding = max(ROUNDING, RELATIVE_ROUNDING * abs(draws.log_z[r]))
+        draws.kept_mass[r] = np.float32(0.0) if is_whole or 0 < mass <= rounding else mass
     return end
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from moerl.contract.shares import context_rows, prefix_lengths
+from moerl.kernels.host import turned
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,21 +198,12 @@ class _Turned(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _turned(x, cos, sin, 1)
+        return turned(x, cos, sin, 1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return _turned(gradients[0], cos, sin, -1), None, None
-
-
-def _turned(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
-    half = x.shape[-1] // 2
-    out = x * cos
-    # The angles of both halves are the same.
-    out[..., :half].addcmul_(x[..., half:], sin[..., half:], value=-direction)
-    out[..., half:].addcmul_(x[..., :half], sin[..., :half], value=direction)
-    return out
+        return turned(gradients[0], cos, sin, -1), None, None
 
 
 def replace_packed_rope() -> None:

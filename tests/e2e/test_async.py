@@ -23,15 +23,15 @@ def at(name: str, call: int, **arguments: object) -> Fault:
 
 
 def orphans() -> list[Path]:
-    """Engine processes whose parent is gone."""
+    """Engines and ranks whose parent is gone."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
-            is_engine = b"moerl.rollout.beside.process" in (entry / "cmdline").read_bytes()
+            line = (entry / "cmdline").read_bytes()
             parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
         except (FileNotFoundError, ProcessLookupError):
             continue
-        if is_engine and parent == "1":
+        if parent == "1" and any(name in line for name in (b"moerl.rollout.beside.process", b"moerl.ranks.process")):
             found.append(entry)
     return found
 
