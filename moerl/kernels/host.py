@@ -114,7 +114,8 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
     """RoPE of heads whose halves are turned together: (x1 cos - x2 sin, x2 cos + x1 sin).
 
     Args:
-        x: float32 [R, heads, D]. cos, sin: float32 [R, 1, D], the same in both halves. direction: 1, or -1 to turn back.
+        x: float32 [R, heads, D]. cos, sin: float32 [R, 1, D], the same in both halves.
+        direction: 1, or -1 to turn back.
     """
     given = tuple(each.detach().contiguous().numpy() for each in (x, cos[:, 0], sin[:, 0]))
     out = x.new_empty(x.shape)

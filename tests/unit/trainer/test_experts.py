@@ -15,8 +15,9 @@ from ranks import Ranks
 def results(layout: Any, path: Path) -> dict[str, Any]:
     from megatron.core.transformer.moe.experts import SequentialMLP
 
-    from moerl.trainer import experts as ours
+    from moerl.trainer import experts as module
 
+    ours: Any = module
     trainer = tiny_moe.build(layout, path, optimizer=None)
     layers = [m for chunk in trainer.model.chunks for m in chunk.modules() if isinstance(m, SequentialMLP)]
     experts: Any = layers[0]
@@ -36,7 +37,7 @@ def results(layout: Any, path: Path) -> dict[str, Any]:
     found = {"ours": run(experts.forward), "Megatron's": run(super(ours.Experts, experts).forward)}
     calls: list[int] = []
     apply = ours._SwiGLU.apply
-    ours._SwiGLU.apply = lambda *arguments: calls.append(1) or apply(*arguments)  # type: ignore[method-assign]
+    ours._SwiGLU.apply = lambda *arguments: calls.append(1) or apply(*arguments)
     run(experts.forward)
     experts.config.activation_func_clamp_value = 0.01
     clamped = {"ours": run(experts.forward), "Megatron's": run(super(ours.Experts, experts).forward)}
