@@ -11,25 +11,28 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.moe.experts import SequentialMLP
-from torch import Tensor
+from torch import Tensor, nn
 
 from moerl.kernels.host import gated, gated_backward
 
 
 class Experts(SequentialMLP):
-    """Megatron's `SequentialMLP`, its parameters, checkpoints and results; SwiGLU in float32 is computed here."""
+    """Megatron's `SequentialMLP`, its parameters, checkpoints and results; SwiGLU in float32 is computed here, where
+    nobody listens to the linear layers or has put others in their place."""
 
     def forward(
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """Rows [R, H] sorted by expert, how many of each [E], and the router's weights of them [R]."""
         rows, weights = permuted_local_hidden_states, permuted_probs
-        if not self._is_swiglu or {rows.dtype, weights.dtype} != {torch.float32}:
-            return super().forward(rows, tokens_per_expert, weights)
         experts: Any = self.local_experts
-        parameters = [each.weight for expert in experts for each in (expert.linear_fc1, expert.linear_fc2)]
-        return _SwiGLU.apply(rows, weights, tokens_per_expert.tolist(), *parameters), None
+        layers = [each for expert in experts for each in (expert.linear_fc1, expert.linear_fc2)]
+        is_float32 = rows.dtype == weights.dtype == torch.float32
+        if not (is_float32 and self._is_swiglu and all(map(_is_plain, layers))):
+            return super().forward(rows, tokens_per_expert, weights)
+        return _SwiGLU.apply(rows, weights, tokens_per_expert.tolist(), *(layer.weight for layer in layers)), None
 
     @property
     def _is_swiglu(self) -> bool:
@@ -37,6 +40,12 @@ class Experts(SequentialMLP):
         is_plain = config.activation_func_clamp_value is None and not config.glu_linear_offset
         is_swiglu = config.gated_linear_unit and config.activation_func is F.silu and is_plain
         return is_swiglu and not config.add_bias_linear and not config.moe_apply_probs_on_input
+
+
+def _is_plain(layer: nn.Module) -> bool:
+    """Parameters that are gathered while others compute are waited for in a hook of their layer."""
+    is_heard = layer._forward_pre_hooks or layer._forward_hooks  # pyright: ignore[reportPrivateUsage]
+    return type(layer) in (ColumnParallelLinear, RowParallelLinear) and not is_heard
 
 
 class _SwiGLU(torch.autograd.Function):

@@ -42,10 +42,16 @@ def results(layout: Any, path: Path) -> dict[str, Any]:
     experts.config.activation_func_clamp_value = 0.01
     clamped = {"ours": run(experts.forward), "Megatron's": run(super(ours.Experts, experts).forward)}
     experts.config.activation_func_clamp_value = None
+    heard: list[int] = []
+    last = experts.local_experts[-1].linear_fc2
+    handle = last.register_forward_pre_hook(lambda *given: heard.append(1))
+    run(experts.forward)
+    handle.remove()
     return {
+        "heard": len(heard),
         "plain": found,
         "clamped": clamped,
-        "calls": len(calls),
+        "computed here": len(calls),
         "are_ours": all(type(layer) is ours.Experts for layer in layers),
     }
 
@@ -63,6 +69,11 @@ def test_results_and_all_gradients_are_those_of_megatron(seen: dict[str, Any]) -
 
 
 def test_other_activations_are_left_to_megatron(seen: dict[str, Any]) -> None:
-    assert seen["calls"] == 1
+    assert seen["computed here"] == 1
     for ours, theirs in zip(seen["clamped"]["ours"], seen["clamped"]["Megatron's"], strict=True):
         np.testing.assert_array_equal(ours, theirs)
+
+
+def test_a_hook_of_one_linear_layer_is_called(seen: dict[str, Any]) -> None:
+    """That of `trainer.distributed_optimizer=overlap` waits for the parameters of its layer."""
+    assert seen["heard"] == 1
