@@ -28,6 +28,9 @@ def exponential(x: Any) -> Any:
     """exp(x) to 2e-7 of itself, in operations that compilers turn into vectors; constant beyond -87 and 88.
 
     x = n ln 2 + r with |r| <= ln 2 / 2; exp(r) by a polynomial of degree 7 (Cephes' expf), 2^n by its bits.
+
+    Compiled code of other modules contains this function, and Numba looks for changes in their own files alone: after one
+    here, remove the `*.nbi` files beside the source.
     """
     x = np.float32(-87.0) if x < np.float32(-87.0) else x
     x = np.float32(88.0) if x > np.float32(88.0) else x
@@ -97,19 +100,6 @@ def rms_norm_backward(x: Tensor, weight: Tensor, scales: Tensor, gradient: Tenso
     return to_x, torch.from_numpy(functools.reduce(np.add, parts)).float()
 
 
-def by_parts[Part](count: int, run: Callable[[int, int], Part], at_least: int = 1) -> list[Part]:
-    """Runs a kernel over parts [start, stop), which together are all of `count`, in torch's threads.
-
-    Args:
-        at_least: what is worth a thread.
-    """
-    threads = min(torch.get_num_threads(), -(-count // at_least))
-    if threads <= 1:
-        return [run(0, count)]
-    starts = [count * number // threads for number in range(threads + 1)]
-    return list(_pool(threads).map(run, starts[:-1], starts[1:]))
-
-
 def turned(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
     """RoPE of heads whose halves are turned together: (x1 cos - x2 sin, x2 cos + x1 sin).
 
@@ -124,7 +114,12 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
 
 
 def _by_rows[Part](num_rows: int, run: Callable[[int, int], Part]) -> list[Part]:
-    return by_parts(num_rows, run, _FEW_ROWS)
+    """Runs a kernel over parts [start, stop) of the rows, which together are all of them, in torch's threads."""
+    threads = min(torch.get_num_threads(), -(-num_rows // _FEW_ROWS))
+    if threads <= 1:
+        return [run(0, num_rows)]
+    starts = [num_rows * number // threads for number in range(threads + 1)]
+    return list(_pool(threads).map(run, starts[:-1], starts[1:]))
 
 
 @functools.cache

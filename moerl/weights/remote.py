@@ -92,9 +92,9 @@ class SinkServer:
     def _answer(self, connection: Connection) -> None:
         while True:
             call = msgspec.json.decode(connection.recv_bytes(), type=_Call)
-            tensors = _unpacked(call.tensors, connection.recv_bytes()) if call.tensors else []
+            data = connection.recv_bytes() if call.tensors else b""
             try:
-                answer = self._do(call, tensors)
+                answer = self._do(call, _unpacked(call.tensors, data))
             except Exception as error:  # noqa: BLE001 - process boundary: the sender raises it
                 known = isinstance(error, MoerlError)
                 answer = _Answer(problem=str(error) if known else f"{type(error).__name__}: {error}")
@@ -182,12 +182,23 @@ def _packed(tensors: Sequence[Tensor]) -> memoryview:
 
 
 def _unpacked(told: Sequence[_Tensor], data: bytes) -> list[tuple[str, Tensor]]:
-    """Tensors that lie in the bytes of a message, as `_packed` put them there."""
+    """Tensors that lie in the bytes of a message, as `_packed` put them there.
+
+    Raises:
+        WeightSyncError: there are more bytes or fewer.
+    """
+    sizes = [math.prod(each.shape) * _DTYPES[each.dtype].itemsize for each in told]
+    padded = [size + -size % _ALIGNMENT for size in sizes]
+    if len(data) != sum(padded):
+        raise WeightSyncError(
+            "weight update: tensors of another length than announced",
+            seen=f"{len(data)} bytes",
+            expected=f"{sum(padded)} bytes",
+            remedy="run the same moerl version on both sides",
+        )
     # torch wants memory that may be written to.
-    flat, start, tensors = torch.from_numpy(np.frombuffer(bytearray(data), np.uint8)), 0, list[tuple[str, Tensor]]()
-    for each in told:
-        dtype = _DTYPES[each.dtype]
-        num_bytes = math.prod(each.shape) * dtype.itemsize
-        tensors.append((each.name, flat[start : start + num_bytes].view(dtype).view(each.shape)))
-        start += num_bytes + -num_bytes % _ALIGNMENT
-    return tensors
+    parts = torch.from_numpy(np.frombuffer(bytearray(data), np.uint8)).split(padded) if told else ()
+    return [
+        (each.name, part[:size].view(_DTYPES[each.dtype]).view(each.shape))
+        for each, size, part in zip(told, sizes, parts, strict=True)
+    ]

@@ -34,7 +34,7 @@ def exactly(function: Callable[..., Tensor], inputs: list[Tensor], upstream: Ten
     return [result.detach(), *torch.autograd.grad(result, wide, upstream.double())]
 
 
-def agree(found: list[Tensor], expected: list[Tensor], atol: float = 1e-5) -> None:
+def assert_agree(found: list[Tensor], expected: list[Tensor], atol: float = 1e-5) -> None:
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours.double(), theirs, atol=atol, rtol=1e-5)
 
@@ -48,15 +48,15 @@ def test_a_gated_layer_and_its_gradients():
 
     expected = exactly(swiglu, [gates_ups, weights], upstream)
     to_gates_ups, to_weights, again = host.gated_backward(gates_ups, weights, upstream)
-    agree([host.gated(gates_ups, weights), to_gates_ups, to_weights], expected)
-    agree([again], expected[:1])
+    assert_agree([host.gated(gates_ups, weights), to_gates_ups, to_weights], expected)
+    assert_agree([again], expected[:1])
 
 
 def test_rms_norm_and_its_gradients():
     x, weight, upstream = noise(ROWS, WIDTH), noise(WIDTH, seed=1), noise(ROWS, WIDTH, seed=2)
     expected = exactly(lambda x, w: F.rms_norm(x, (WIDTH,), w, 1e-3), [x, weight], upstream)
     y, scales = host.rms_norm(x, weight, 1e-3)
-    agree([y, *host.rms_norm_backward(x, weight, scales, upstream)], expected)
+    assert_agree([y, *host.rms_norm_backward(x, weight, scales, upstream)], expected)
 
 
 def test_heads_are_turned_and_turned_back():

@@ -11,6 +11,7 @@ import torch
 from waiting import eventually
 
 from moerl.errors import WeightSyncError
+from moerl.weights import remote as module
 from moerl.weights.remote import RemoteSink, SinkServer
 
 
@@ -74,6 +75,19 @@ def test_an_update_arrives_bit_for_bit(sink: FakeSink, server: SinkServer):
     for name, tensor in sent.items():
         assert torch.equal(sink.tensors[name], tensor)
         assert sink.tensors[name].dtype == tensor.dtype
+
+
+@pytest.mark.parametrize("change", [lambda data: data[:-4], lambda data: bytes(data) + bytes(4)], ids=["cut", "longer"])
+def test_tensors_of_another_length_than_announced_are_refused_and_the_next_call_is_answered(
+    change: Any, sink: FakeSink, server: SinkServer, monkeypatch: pytest.MonkeyPatch
+):
+    remote, packed = RemoteSink(server.address), module._packed
+    monkeypatch.setattr(module, "_packed", lambda tensors: change(packed(tensors)))
+    with pytest.raises(WeightSyncError, match=r"seen: \d+ bytes; expected: 12 bytes"):
+        remote.receive([("a", torch.zeros(3))])
+    assert not sink.tensors
+    remote.begin_update(1)
+    assert sink.calls == [("begin", 1)]
 
 
 def test_what_the_sink_refuses_is_refused_here_and_the_next_update_may_come(sink: FakeSink, server: SinkServer):
