@@ -29,8 +29,8 @@ def exponential(x: Any) -> Any:
 
     x = n ln 2 + r with |r| <= ln 2 / 2; exp(r) by a polynomial of degree 7 (Cephes' expf), 2^n by its bits.
 
-    Compiled code of other modules contains this function, and Numba looks for changes in their own files alone: after one
-    here, remove the `*.nbi` files beside the source.
+    Compiled code of other modules contains this function, and Numba looks for changes in their own files alone: after
+    one here, remove the `*.nbi` files beside the source.
     """
     x = np.float32(-87.0) if x < np.float32(-87.0) else x
     x = np.float32(88.0) if x > np.float32(88.0) else x
