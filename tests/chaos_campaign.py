@@ -79,14 +79,14 @@ VARIANTS = (
     Variant(
         "engine beside",
         ("rollout.placement=beside", "buffer.max_staleness=1", "buffer.window=5"),
-        ("controller", "engine", "reward worker"),
+        ("controller", "rank", "engine", "reward worker"),
         False,
         bound=2,
     ),
     Variant(
         "servers",
         ("rollout=sglang", "rollout.servers=2", f"rollout.environment={ENVIRONMENT}", "buffer.max_staleness=1"),
-        ("controller", "server"),
+        ("controller", "rank", "server"),
         False,
         bound=1,
     ),
