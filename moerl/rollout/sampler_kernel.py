@@ -14,8 +14,6 @@ from numba import njit
 
 from moerl.kernels.host import exponential
 
-_FEW = 64
-"""Candidates that are kept in order while a row is read; more are selected and then sorted."""
 ROUNDING = 1e-6
 """Least amount by which a float32 logarithm may be too large."""
 RELATIVE_ROUNDING = 4 * float(np.finfo(np.float32).eps)
@@ -64,21 +62,17 @@ def sample_rows(logits: Any, cuts: Any, uniforms: Any, draws: Any) -> int:
     for r in range(num_rows):
         for v in range(num_vocab):
             z[v] = logits[r, v] / cuts.temperature[r]
-        count = min(cuts.top_k[r], num_vocab)
-        count = _ranked(z, values, ids, count) if count <= _FEW else _selected(z, values, ids, count)
+        count = _ranked(z, values, ids, min(cuts.top_k[r], num_vocab))
         largest = np.float64(values[0])
         total = _weigh(z, values, weights, count)
         draws.log_z[r] = np.float32(largest + np.log(total))
         allowed = cuts.top_p[r] * total if cuts.top_p[r] < 1.0 else np.inf
         size = _kept_size(values[:count], weights, draws.log_z[r], cuts.min_p[r], allowed)
-        _sort_by_id(ids, weights, size)
-        kept = 0.0
-        for i in range(size):
-            draws.kept_ids[end + i] = ids[i]
-            kept += weights[i]
+        kept_ids = draws.kept_ids[end : end + size]
+        kept = _keep(z, values[0], values[size - 1], ids[size - 1], kept_ids, weights)
         end += size
         drawn = _drawn(weights, size, uniforms[r] * kept)
-        draws.token_ids[r], draws.kept_sizes[r] = ids[drawn], size
+        draws.token_ids[r], draws.kept_sizes[r] = kept_ids[drawn], size
         draws.logprobs[r] = min(np.float32(np.log(weights[drawn]) - np.log(kept)), np.float32(0.0))
         mass = np.float32(largest + np.log(kept) - draws.log_z[r])
         # All of the vocabulary is summed up in two orders; the mass is exactly one.
@@ -86,6 +80,20 @@ def sample_rows(logits: Any, cuts: Any, uniforms: Any, draws: Any) -> int:
         rounding = max(ROUNDING, RELATIVE_ROUNDING * abs(draws.log_z[r]))
         draws.kept_mass[r] = np.float32(0.0) if is_whole or 0 < mass <= rounding else mass
     return end
+
+
+@njit(error_model="numpy", cache=True)
+def _keep(z: Any, largest: Any, last_value: Any, last_id: int, kept_ids: Any, weights: Any) -> Any:
+    """Lists the tokens that rank no lower than the last one that stays, by ascending id, and their weights; the sum of
+    these. Of a broken row there is none."""
+    size, total = 0, 0.0
+    for v in range(z.shape[0]):
+        if z[v] > last_value or (z[v] == last_value and v <= last_id):
+            weights[size] = np.exp(np.float64(z[v]) - np.float64(largest))
+            kept_ids[size] = v
+            total += weights[size]
+            size += 1
+    return total
 
 
 @njit(error_model="numpy", cache=True)
@@ -117,44 +125,50 @@ def _drawn(weights: Any, size: int, target: Any) -> int:
 
 @njit(error_model="numpy", cache=True)
 def _ranked(z: Any, values: Any, ids: Any, count: int) -> int:
-    """The `count` largest logits in descending order, equal ones by ascending id; how many there are above -inf."""
+    """The `count` largest logits in descending order, equal ones by ascending id; how many there are above -inf.
+
+    A heap of the largest so far, the lowest rank at its root: sorting and selecting of Numba's own take ten seconds to
+    compile.
+    """
     found = 0
-    last = np.float32(-np.inf)
     for v in range(z.shape[0]):
-        if z[v] > last:
-            place = min(found, count - 1)
-            while place > 0 and values[place - 1] < z[v]:
-                values[place], ids[place] = values[place - 1], ids[place - 1]
-                place -= 1
+        if found < count and z[v] > -np.inf:
+            place = found
+            while place > 0 and z[v] <= values[(place - 1) // 2]:
+                parent = (place - 1) // 2
+                values[place], ids[place] = values[parent], ids[parent]
+                place = parent
             values[place], ids[place] = z[v], v
-            found = min(found + 1, count)
-            if found == count:
-                last = values[count - 1]
-    return _at_least_one(values, ids, found)
-
-
-@njit(error_model="numpy", cache=True)
-def _selected(z: Any, values: Any, ids: Any, count: int) -> int:
-    """The same for many of them."""
-    num_vocab = z.shape[0]
-    threshold = np.partition(z, num_vocab - count)[num_vocab - count]
-    found = 0
-    for above in (True, False):
-        for v in range(num_vocab):
-            is_one = z[v] > threshold if above else z[v] == threshold and z[v] > -np.inf
-            if is_one and found < count:
-                values[found], ids[found] = z[v], v
-                found += 1
-    order = np.argsort(-values[:found], kind="mergesort")
-    values[:found], ids[:found] = values[:found][order], ids[:found][order]
-    return _at_least_one(values, ids, found)
-
-
-@njit(error_model="numpy", cache=True)
-def _at_least_one(values: Any, ids: Any, found: int) -> int:
+            found += 1
+        elif found == count and z[v] > values[0]:
+            _sink(values, ids, found, z[v], v)
+    for last in range(found - 1, 0, -1):
+        value, name = values[last], ids[last]
+        values[last], ids[last] = values[0], ids[0]
+        _sink(values, ids, last, value, name)
     if found == 0:  # a broken row, which its normaliser tells
         values[0], ids[0] = np.float32(np.nan), 0
     return max(found, 1)
+
+
+@njit(error_model="numpy", cache=True)
+def _sink(values: Any, ids: Any, count: int, value: Any, name: int) -> None:
+    """Puts an entry in place of the root of a heap."""
+    place = 0
+    while True:
+        child = 2 * place + 1
+        if child + 1 < count and _ranks_below(values[child + 1], ids[child + 1], values[child], ids[child]):
+            child += 1
+        if child >= count or not _ranks_below(values[child], ids[child], value, name):
+            break
+        values[place], ids[place] = values[child], ids[child]
+        place = child
+    values[place], ids[place] = value, name
+
+
+@njit(error_model="numpy", cache=True)
+def _ranks_below(value: Any, name: int, other_value: Any, other_name: int) -> Any:
+    return value < other_value or (value == other_value and name > other_name)
 
 
 @njit(fastmath=_SUMS, error_model="numpy", cache=True)
@@ -173,17 +187,3 @@ def _weigh(z: Any, values: Any, weights: Any, count: int) -> Any:
         return candidates
     # No comparison that would make 0 of NaN.
     return candidates if others < 0 else candidates + others
-
-
-@njit(error_model="numpy", cache=True)
-def _sort_by_id(ids: Any, weights: Any, size: int) -> None:
-    if size > _FEW:
-        order = np.argsort(ids[:size])
-        ids[:size], weights[:size] = ids[:size][order], weights[:size][order]
-        return
-    for i in range(1, size):
-        name, weight, place = ids[i], weights[i], i
-        while place > 0 and ids[place - 1] > name:
-            ids[place], weights[place] = ids[place - 1], weights[place - 1]
-            place -= 1
-        ids[place], weights[place] = name, weight
