@@ -18,7 +18,9 @@ from moerl.errors import ConfigError
 
 LOCK_FILE = "run.lock"
 WAIT_SECONDS = 0.5
-"""Time that a holder which was just killed gets to be gone."""
+"""Time that a holder gets to be gone."""
+LEAVING_SECONDS = 10.0
+"""Time that ranks get to be gone whose holder is: on a busy machine the kernel takes a while to free their memory."""
 _POLL_SECONDS = 0.05
 
 
@@ -48,24 +50,32 @@ def run_lock(run_dir: Path) -> Iterator[int]:
 
 
 def holder(run_dir: Path) -> str:
-    """Which process and host hold the lock of a run directory; empty where nobody does."""
-    try:
-        with (run_dir / LOCK_FILE).open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return ""
-    except BlockingIOError:
-        return _holder(run_dir)
-    return ""
+    """Which process and host hold the lock of a run directory; empty where nobody does.
+
+    Ranks of a process that was just killed get time to be gone, too.
+    """
+    start = time.monotonic()
+    while True:
+        try:
+            with (run_dir / LOCK_FILE).open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return ""
+        except BlockingIOError:
+            if not _is_gone(run_dir) or time.monotonic() > start + LEAVING_SECONDS:
+                return _holder(run_dir)
+            time.sleep(_POLL_SECONDS)
+        else:
+            return ""
 
 
 def _acquire(run_dir: Path) -> int:
-    deadline = time.monotonic() + WAIT_SECONDS
+    start = time.monotonic()
     while True:
         descriptor = _try(run_dir)
         if descriptor is not None:
             return descriptor
-        if time.monotonic() > deadline:
+        if time.monotonic() > start + (LEAVING_SECONDS if _is_gone(run_dir) else WAIT_SECONDS):
             raise ConfigError(
                 "run_dir: another run is using it",
                 seen=f"{run_dir}, locked by {_holder(run_dir)}",
@@ -116,12 +126,35 @@ def _is_still_there(descriptor: int, path: Path) -> bool:
         return False
 
 
-def _holder(run_dir: Path) -> str:
+def _named(run_dir: Path) -> tuple[int, str] | None:
+    """Process and host that the lock names; None where it names none yet."""
     try:
         holder = json.loads((run_dir / LOCK_FILE).read_text())
-        return f"process {int(holder['pid'])} on host {holder['host']}"
+        return int(holder["pid"]), str(holder["host"])
     except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def _is_gone(run_dir: Path) -> bool:
+    """Whether the process that took the lock was on this host and is no more: whoever holds it was started by it."""
+    named = _named(run_dir)
+    if named is None or named[1] != socket.gethostname():
+        return False
+    try:
+        os.kill(named[0], 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:  # another user's
+        return False
+    return False
+
+
+def _holder(run_dir: Path) -> str:
+    named = _named(run_dir)
+    if named is None:
         return "a process that has not written its name yet"
+    gone = ", which is gone, but not all that it started" if _is_gone(run_dir) else ""
+    return f"process {named[0]} on host {named[1]}{gone}"
 
 
 def _unwritable(run_dir: Path, error: OSError) -> ConfigError:

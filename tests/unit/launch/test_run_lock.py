@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -10,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,7 +22,7 @@ from moerl import cli
 from moerl.config.load import dump_config, load_config
 from moerl.errors import ConfigError
 from moerl.launch import run_lock as run_lock_module
-from moerl.launch.run_lock import LOCK_FILE, run_lock
+from moerl.launch.run_lock import LOCK_FILE, holder, run_lock
 
 ROOT = Path(__file__).parents[3]
 MOERL = """
@@ -122,7 +124,9 @@ def test_the_lock_can_be_taken_again_and_again(tmp_path: Path) -> None:
             pass
 
 
-def test_a_process_that_inherits_the_lock_holds_it_when_its_parent_is_gone(tmp_path: Path) -> None:
+@pytest.fixture
+def left_behind(tmp_path: Path) -> Iterator[tuple[int, int]]:
+    """A process that took the lock of `tmp_path / "run"` and was killed, and its child, which holds it on."""
     parent = f"""
 import subprocess, sys
 from pathlib import Path
@@ -135,24 +139,34 @@ with run_lock(Path({str(tmp_path / "run")!r})) as lock:
         [sys.executable, "-c", parent], env={**os.environ, "PYTHONPATH": str(ROOT)}, start_new_session=True
     )
     eventually((tmp_path / "ready").exists)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     process.kill()
     process.wait(30)
-    try:
-        with pytest.raises(ConfigError, match=f"process {process.pid} on host"), run_lock(tmp_path / "run"):
+    yield process.pid, int(child)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(int(child), signal.SIGKILL)
+
+
+def test_a_process_that_inherits_the_lock_holds_it_when_its_parent_is_gone(
+    tmp_path: Path, left_behind: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_lock_module, "LEAVING_SECONDS", 0.1)
+    named = f"process {left_behind[0]} on host {socket.gethostname()}, which is gone, but not all that it started"
+    assert holder(tmp_path / "run") == named
+    with pytest.raises(ConfigError, match=named), run_lock(tmp_path / "run"):
+        pass
+
+
+@pytest.mark.parametrize("waits", ["who asks", "who takes it"])
+def test_a_rank_of_a_killed_run_gets_time_to_be_gone(waits: str, tmp_path: Path, left_behind: tuple[int, int]) -> None:
+    leaving = threading.Timer(2 * run_lock_module.WAIT_SECONDS, os.kill, (left_behind[1], signal.SIGKILL))
+    leaving.start()
+    if waits == "who asks":
+        assert holder(tmp_path / "run") == ""
+    else:
+        with run_lock(tmp_path / "run"):
             pass
-    finally:
-        for child in children:
-            os.kill(int(child), signal.SIGKILL)
-
-    def is_free() -> bool:
-        try:
-            with run_lock(tmp_path / "run"):
-                return True
-        except ConfigError:
-            return False
-
-    eventually(is_free)
+    leaving.join()
 
 
 @pytest.mark.parametrize("place", ["a file", "below a file", "where nobody can make anything"])
