@@ -256,6 +256,8 @@ def launch_options(options: ServerOptions, port: int) -> dict[str, Any]:
             "cuda-graph-backend-prefill": "disabled",
             # Or an idle scheduler keeps a core busy that the trainer needs.
             "sleep-on-idle": True,
+            # Taking in one response costs as much as taking in many: half a step of decoding.
+            "min-free-slots-delay": max(1, options.max_running // 8),
         }
     return chosen
 

@@ -33,6 +33,7 @@ def test_every_server_captures_routes_samples_in_torch_and_labels_its_weights(de
     assert (chosen["weight-version"], chosen["port"], chosen["tensor-parallel-size"]) == ("4", 99, 2)
     assert ("attention-backend" in chosen) == (device == "cpu")
     assert ("sleep-on-idle" in chosen) == (device == "cpu")
+    assert ("min-free-slots-delay" in chosen) == (device == "cpu")
     assert "json-model-override-args" not in chosen
 
 
