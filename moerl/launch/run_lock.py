@@ -63,7 +63,7 @@ def holder(run_dir: Path) -> str:
             return ""
         except BlockingIOError:
             if not _is_gone(run_dir) or time.monotonic() > start + LEAVING_SECONDS:
-                return _holder(run_dir)
+                return _described(run_dir)
             time.sleep(_POLL_SECONDS)
         else:
             return ""
@@ -78,7 +78,7 @@ def _acquire(run_dir: Path) -> int:
         if time.monotonic() > start + (LEAVING_SECONDS if _is_gone(run_dir) else WAIT_SECONDS):
             raise ConfigError(
                 "run_dir: another run is using it",
-                seen=f"{run_dir}, locked by {_holder(run_dir)}",
+                seen=f"{run_dir}, locked by {_described(run_dir)}",
                 expected="a run directory that no other process uses",
                 remedy="wait until that run has ended or stop it, or choose another run_dir",
             )
@@ -149,7 +149,7 @@ def _is_gone(run_dir: Path) -> bool:
     return False
 
 
-def _holder(run_dir: Path) -> str:
+def _described(run_dir: Path) -> str:
     named = _named(run_dir)
     if named is None:
         return "a process that has not written its name yet"
