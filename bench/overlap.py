@@ -4,9 +4,9 @@
 directory of the model that every run begins with, for example the `cold_start` of a laptop run. On a machine with two
 idle cores: runs of `recipe=laptop`, synchronous and with `rollout.placement=beside buffer.max_staleness=1`, in turns;
 or, with `--engine sglang`, of `rollout=sglang` without staleness and with `buffer.max_staleness=2`, where updates
-interrupt what is being sampled. Evaluation and the mismatch with nothing kept are left out. The planner is calibrated
-with each synchronous run; its prediction for the other is the optimum: a trainer and an engine that do not slow each
-other down.
+interrupt what is being sampled. Evaluation and the mismatch with nothing kept, which the last step has, are left out.
+The planner is calibrated with each synchronous run; its prediction for the other is the optimum: a trainer and an
+engine that do not slow each other down.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def run(model: Path, folder: Path, steps: int, extra: list[str]) -> Measured:
     keys = [f"model.path={model}", "model.architecture=null", "sft.steps=0", f"rl.steps={steps}", f"run_dir={folder}"]
     command = [sys.executable, "-m", "moerl", "train", "recipe=laptop", *keys, *QUIET, *extra]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    rows = [row for row in read_rows(folder / METRICS_FILE) if row["stage"] == "rl"][WARM_UP:]
+    rows = [row for row in read_rows(folder / METRICS_FILE) if row["stage"] == "rl"][WARM_UP:-1]
     seconds = sum(row["seconds/step"] for row in rows)
     return Measured(
         SAMPLES * len(rows) / seconds,

@@ -86,7 +86,8 @@ def source(answers: Answer, *overrides: str) -> tuple[GroupSource, FakeCollector
 def trained(groups: GroupSource) -> None:
     """A step, after which engines hold its weights."""
     groups.version += 1
-    groups.release()
+    groups.trained()
+    groups.expect()(None)
 
 
 def group_ids(trajectories: Sequence[Trajectory]) -> list[str]:

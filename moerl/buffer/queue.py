@@ -146,8 +146,8 @@ class GroupQueue:
         del self._states[number]
         self._num_held -= 1
 
-    def take(self) -> list[int]:
-        """The groups of the next batch, the oldest first; empty while fewer than P can be taken."""
+    def next_batch(self) -> list[int]:
+        """The groups that `take` would take."""
         taken, window_ends = list[int](), len(self._states)
         for place, (number, state) in enumerate(self._states.items()):
             if place >= window_ends or len(taken) == self.limits.groups_per_step:
@@ -157,18 +157,20 @@ class GroupQueue:
             elif state == GroupState.RUNNING and not self.limits.drops:
                 # All before it are trained or in this batch: the window begins with the first that is not.
                 window_ends = min(window_ends, place + self.limits.window)
-        if len(taken) < self.limits.groups_per_step:
-            return []
+        return taken if len(taken) == self.limits.groups_per_step else []
+
+    def take(self) -> list[int]:
+        """The groups of the next batch, the oldest first; empty while fewer than P can be taken."""
+        taken = self.next_batch()
         for number in taken:
             self._states[number] = GroupState.TAKEN
         return taken
 
-    def release(self) -> None:
-        """Engines hold the weights that the training of all taken groups produced."""
-        for number, state in self._states.items():
-            if state == GroupState.TAKEN:
-                self._states[number] = GroupState.RELEASED
-                self._num_held -= 1
+    def release(self, numbers: Iterable[int]) -> None:
+        """Engines hold the weights that the training of these groups, a batch, produced."""
+        for number in numbers:
+            self._move(number, GroupState.TAKEN, GroupState.RELEASED)
+            self._num_held -= 1
         # What lies before the head counts in no window any more.
         for number in list(self._states):
             if self._states[number] == GroupState.RELEASED:
@@ -191,11 +193,12 @@ class GroupQueue:
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
     def snapshot(self) -> dict[str, Any]:
-        """What a checkpoint keeps between two steps; plain JSON."""
+        """What a checkpoint keeps between two steps; plain JSON. What is taken was trained, and whoever goes on from
+        there gives engines its weights first."""
         return {
             "next_number": self.next_number,
             "open": self.numbers(GroupState.RUNNING, GroupState.FINISHED),
-            "released": self.numbers(GroupState.RELEASED),
+            "released": self.numbers(GroupState.TAKEN, GroupState.RELEASED),
         }
 
     @classmethod

@@ -223,7 +223,7 @@ class _Simulation:
         self.is_training, self.waiting_since = False, self.now
         self.version += 1
         self.step_ends.append(self.now)
-        self.queue.release()
+        self.queue.release(self.queue.numbers(GroupState.TAKEN))
         for index, engine in enumerate(self.engines):
             engine.advance(self.now)
             if engine.running:

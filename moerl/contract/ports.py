@@ -123,6 +123,10 @@ class WeightSink(Protocol):
         ...
 
 
+Taken = Callable[[Exception | None], None]
+"""Told that an engine holds an update, which was checked where that was asked for; or why it does not."""
+
+
 @runtime_checkable
 class CheckedSink(WeightSink, Protocol):
     """A sink that can say what it holds, so that an update can be checked."""
@@ -142,6 +146,20 @@ class CheckedSink(WeightSink, Protocol):
         Raises:
             WeightSyncError: the tensors that differ, where nothing is left that serves.
         """
+        ...
+
+
+@runtime_checkable
+class ReadsMemory(Protocol):
+    """A sink that reads tensors from memory which processes of this machine can write to."""
+
+    @property
+    def memory(self) -> str:
+        """The file that is this memory; empty where there is none here."""
+        ...
+
+    def receive_written(self, what: bytes) -> None:
+        """As `receive`, of tensors that were written there; what: where, in the words of the sink's own writer."""
         ...
 
 

@@ -5,7 +5,7 @@ Shape legend: R = trained tokens over all ranks, C = columns, L = MoE layers, E 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moerl.contract.parallel import RankCoordinates
-from moerl.contract.ports import PolicyEngine
+from moerl.contract.ports import PolicyEngine, Taken
 from moerl.contract.trajectory import ModelSpec
 
 ROW_COLUMNS = ("trainer", "rollout", "full", "entropy", "clipped", "layers_differing", "weight", "kl", "sample")
@@ -135,8 +135,16 @@ class Trainer(Protocol):
         """After `UnprovedError`: a slow pass that says what reached the dispatchers, row by row."""
         ...
 
-    def publish(self, version: int, *, verify: bool) -> dict[str, float]:
-        """Brings the weights to the engine; returns metrics."""
+    def publish(self, version: int, *, verify: bool, taken: Taken) -> Callable[[], dict[str, float]]:
+        """Begins to bring the weights to the engine.
+
+        Args:
+            taken: called once the engine holds them, from any thread; the ranks may be in their next step by then. The
+                next `publish` has to wait for it.
+
+        Returns:
+            Waits until the weights have left the ranks, and returns metrics; to be called before what comes next.
+        """
         ...
 
     def save(self, name: str, state: dict[str, Any], corrupt: Sequence[str] = ()) -> None:

@@ -7,7 +7,7 @@ for its groups and waits for them; with it they are collected by threads beside 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,18 +19,14 @@ from moerl.buffer.ledger import Ledger
 from moerl.buffer.lengths import Lengths
 from moerl.buffer.queue import GroupQueue, GroupState, age, check_ages
 from moerl.config.schema import RunConfig
-from moerl.contract.ports import Prompt, RolloutRequest
-from moerl.contract.trajectory import FinishReason, Trajectory
-from moerl.errors import MoerlError
+from moerl.contract.ports import Prompt, RolloutRequest, Taken
+from moerl.contract.trajectory import Trajectory
 from moerl.orchestration.prompt_choice import PromptChoice
 from moerl.orchestration.rollouts import Collector, Outcome, in_request_order, sampling_params
-from moerl.orchestration.selection import select
+from moerl.orchestration.selection import check_fills_up, filtered_for, select
 
 NOT_KEPT = "not_kept"
 """Why rollouts are filtered that `rl.keep` leaves out of a group."""
-
-MAX_BATCHES = 10
-"""Batches' worth of groups that are asked for at most to fill one batch with groups that are not filtered."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,10 +61,11 @@ class GroupSource:
         self._queue, self.ledger = GroupQueue(self.limits), Ledger()
         self._finished: dict[int, _Waiting] = {}
         self._batch: dict[int, _Waiting] = {}
+        self._held, self._awaits_engines = list[int](), False
         # Held while any of the above is read or changed: with staleness, threads collect.
         self._state = threading.Condition()
         self._error: BaseException | None = None
-        self._is_closed = False
+        self._is_closed = self._is_batch_wanted = False
         self._again: list[int] = []
         self._recovered: dict[int, FinishedGroup] = {}
         self._lengths, self._has_warned, self._flow = Lengths(), False, Flow()
@@ -89,8 +86,10 @@ class GroupSource:
         """
         first = self._queue.next_number
         with self._state:
+            self._is_batch_wanted = True
+            self._state.notify_all()
             while not (numbers := self._take_batch()):
-                self._check_filtered(self._queue.next_number - first)
+                check_fills_up(self._queue.next_number - first, self.limits.groups_per_step, self.ledger)
                 if self._ask_for_more():
                     continue
                 if self.overlaps and self._error is None:
@@ -98,6 +97,7 @@ class GroupSource:
                 if self._error is not None:
                     raise self._error
             self._batch = {number: self._finished.pop(number) for number in numbers}
+            self._is_batch_wanted = False
         trajectories = [trajectory for waiting in self._batch.values() for trajectory in waiting.kept]
         versions = [_versions(t) for t in trajectories]
         check_ages((age(self.version, each) for each in versions), self.limits)
@@ -112,6 +112,15 @@ class GroupSource:
         }
         return trajectories
 
+    def upcoming(self) -> list[Trajectory] | None:
+        """Waits, beside the training, for what `batch` would return now; None once it is asked, or all is over."""
+        with self._state:
+            while not (numbers := self._queue.next_batch()):
+                if self._is_batch_wanted or self._is_closed or self._error is not None:
+                    return None
+                self._state.wait()
+            return [trajectory for number in numbers for trajectory in self._finished[number].kept]
+
     def _take_batch(self) -> list[int]:
         """The next batch's groups, empty while there is none; drops those that are too old by now, where asked to."""
         if self.limits.drops:
@@ -120,18 +129,42 @@ class GroupSource:
                     self._leave_out(self._finished.pop(number).group, "stale")
         return self._queue.take()
 
-    def release(self) -> None:
-        """The batch was trained, and engines hold the weights that came of it: its slots take the next groups."""
+    def trained(self) -> None:
+        """The batch was trained: what became of it is in the ledger. Its slots wait for engines to hold the weights."""
+        self.settle()
         with self._state:
             for number, waiting in self._batch.items():
                 self._count_refused(waiting.group)
                 self.ledger.leave_out(number, len(waiting.group.trajectories) - len(waiting.kept), NOT_KEPT)
                 self.ledger.train(number, len(waiting.kept))
-            self._batch = {}
-            self._queue.release()
+            self._held, self._batch = list(self._batch), {}
             self.ledger.check()
-            if self.overlaps:
-                self._ask_for_more()
+
+    def expect(self) -> Taken:
+        """Weights are on their way to engines. What this returns is told, from any thread, once they are there: the
+        slots of the batch that they came of take the next groups."""
+        self._awaits_engines = True
+        return self._taken
+
+    def settle(self) -> None:
+        """Waits until engines hold the weights that are on their way. Raises what went wrong beside the training."""
+        with self._state:
+            self._state.wait_for(lambda: not self._awaits_engines or self._error is not None)
+            if self._error is not None:
+                raise self._error
+
+    def _taken(self, problem: Exception | None) -> None:
+        try:
+            if problem is not None:
+                raise problem
+            with self._state:
+                released, self._held, self._awaits_engines = self._held, [], False
+                self._queue.release(released)
+                if released and self.overlaps and not self._is_closed:
+                    self._ask_for_more()
+                self._state.notify_all()
+        except Exception as error:  # noqa: BLE001 - the thread boundary: the loop raises it
+            self._fail(error)
 
     @contextmanager
     def open(self) -> Iterator[None]:
@@ -141,6 +174,7 @@ class GroupSource:
         finally:
             with self._state:
                 self._is_closed = True
+                self._state.notify_all()
                 self._journal.close()
 
     def _compare_lengths(self, trajectories: Sequence[Trajectory]) -> None:
@@ -196,10 +230,13 @@ class GroupSource:
         try:
             self._collect(numbers)
         except BaseException as error:  # noqa: BLE001 - the thread boundary: the loop raises it
-            with self._state:
-                if not self._is_closed:
-                    self._error = self._error or error
-                self._state.notify_all()
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        with self._state:
+            if not self._is_closed:
+                self._error = self._error or error
+            self._state.notify_all()
 
     def _collect(self, numbers: Sequence[int]) -> None:
         """Collects groups, each of which can be trained as soon as all of its rollouts are there."""
@@ -258,7 +295,7 @@ class GroupSource:
         self._lengths.offer(trajectory.num_sampled for trajectory in group.trajectories)
         if self._curriculum:
             self._curriculum.learn(group.trajectories)
-        reason = self._filtered_for(group.trajectories) if group.trajectories else ""
+        reason = filtered_for(group.trajectories, self._config.rl.filters) if group.trajectories else ""
         if group.trajectories and not reason:
             self._finished[group.number] = _Waiting(group, self._kept(group))
             self._queue.finish(group.number)
@@ -287,10 +324,6 @@ class GroupSource:
         for why in group.refused.values():
             self.ledger.quarantine(group.number, why)
 
-    def _filtered_for(self, group: Sequence[Trajectory]) -> str:
-        """The first of `rl.filters` that keeps a group out; empty where none does."""
-        return next((name for name in self._config.rl.filters if FILTERS[name](group)), "")
-
     def _requests(self, number: int) -> list[RolloutRequest]:
         config = self._config
         return self._collector.requests(
@@ -307,18 +340,6 @@ class GroupSource:
         step, place = divmod(number, self._config.rl.prompts_per_step)
         chosen = batch_indices(len(self._prompts), self._config.rl.prompts_per_step, step, self._config.seed)
         return self._prompts[chosen[place]]
-
-    def _check_filtered(self, num_groups: int) -> None:
-        allowed = MAX_BATCHES * self.limits.groups_per_step
-        if num_groups > allowed:
-            filtered, refused = dict(self.ledger.filtered), dict(self.ledger.quarantined)
-            raise MoerlError(
-                "rl.filters: the batch of a step does not fill up",
-                seen=f"{num_groups} groups asked for; rollouts of the run filtered {filtered}, refused {refused}",
-                expected=f"at most {allowed} groups, {MAX_BATCHES} batches",
-                remedy="choose prompts that the model solves sometimes, raise rollout.max_new_tokens or rl.group_size,"
-                " or take a filter out of rl.filters",
-            )
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -352,7 +373,8 @@ class GroupSource:
         else:
             number = step * self._config.rl.prompts_per_step
             self._queue, self.ledger = GroupQueue(self.limits, number), Ledger(number)
-        self._finished, self._batch, self.version, self._saved_version = {}, {}, step, step
+        self._finished, self._batch, self._held = {}, {}, []
+        self.version = self._saved_version = step
         self._again = self._queue.numbers(GroupState.RUNNING)
 
     def recover(self) -> None:
@@ -374,10 +396,3 @@ class GroupSource:
 
 def _versions(trajectory: Trajectory) -> list[int]:
     return trajectory.policy_versions[trajectory.sampled].tolist()
-
-
-FILTERS: Mapping[str, Callable[[Sequence[Trajectory]], bool]] = {
-    "equal_rewards": lambda group: len({trajectory.rewards["reward"] for trajectory in group}) == 1,
-    "truncated": lambda group: all(trajectory.finish_reason is FinishReason.LENGTH for trajectory in group),
-}
-"""Groups that teach nothing, by name: all rewards are equal; no response came to its end."""

@@ -8,7 +8,8 @@ Runs in the controller, on ports alone: it knows neither Megatron nor which engi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, replace
 
 import numpy as np
@@ -22,7 +23,9 @@ from moerl.config.rollouts import SGLangRolloutConfig
 from moerl.contract.batch import TrainSample
 from moerl.contract.ports import PolicyEngine, Sleeper, WorkedTask
 from moerl.contract.trainer import PassReport
+from moerl.contract.trajectory import Trajectory
 from moerl.orchestration import step_metrics
+from moerl.orchestration.ahead import Ahead
 from moerl.orchestration.batches import Minibatch, pack_minibatch, sampled_tokens
 from moerl.orchestration.evaluation import Evaluation, evaluate
 from moerl.orchestration.groups import GroupSource
@@ -50,7 +53,7 @@ class RLStage:
         self.enforce = run.config.keep_routing.mode != "off"
         self.algorithm = run.config.algorithm
         self.algorithm.load()
-        self._num_published = 0
+        self._num_published, self._costs = 0, replace(engine.costs)
         self.groups = GroupSource(
             run.config, collector, run.train_prompts(), STAGE, Journal(run.config.run_dir / "journal", run.model.spec)
         )
@@ -61,7 +64,9 @@ class RLStage:
         first_step = run.restore(STAGE)
         self.groups.restore(run.state.groups, first_step)
         self.groups.recover()
-        self._publish(first_step)
+        with self._publishing(first_step):
+            pass
+        self.groups.settle()
         self._evaluate_cold_start(first_step)
         if run.state.evaluation_due:
             run.state.evaluation_due = False
@@ -76,20 +81,19 @@ class RLStage:
                 f" token that is trained is older than {limits.max_age} versions ({limits.formula})"
             )
         run.reporter.begin_stage(STAGE, done=first_step, total=steps)
-        with self.groups.open():
+        with Ahead(self.groups.upcoming, self._pack) as self._ahead, self.groups.open():
             for step in range(first_step, steps):
                 minibatches = self._rollouts(step)
                 self._make_room()
+                if self.groups.overlaps:
+                    self._ahead.begin()
                 metrics = self._train_on(minibatches, step)
-                # Engines hold them in a moment, and what they sample must not look like the future.
-                self.groups.version = step + 1
-                metrics |= self._publish(step + 1)
-                self.groups.release()
                 run.keep_groups(step + 1, self.groups.snapshot())
                 run.log(STAGE, step + 1, metrics, round(sum(minibatch.num_tokens for minibatch in minibatches)))
                 self._evaluate(step + 1)
                 if run.checkpoint_if_due(STAGE, step + 1, steps):
                     self.groups.committed(step + 1, run.state.groups)
+            self.groups.settle()
         run.trainer.poll_save(wait=True)
         self.groups.finished()
 
@@ -101,32 +105,34 @@ class RLStage:
         Raises:
             RunStoppedError: the run was told to stop; rollouts under way are given up.
         """
-        run, config = self.run, self.config
+        run = self.run
         with run.span("rollout"):
-            samples = run.unless_stopped(lambda: self._sample(step))
-            if samples is None:
+            minibatches = run.unless_stopped(lambda: self._sample(step))
+            if minibatches is None:
                 # Left off anywhere: the state after the step before is the one that holds.
                 run.stop_if_told(STAGE, step)
-            parts = _split_groups(samples or (), config.rl.minibatches)
-            minibatches = [
-                pack_minibatch(
-                    part,
-                    self.trainer.coordinates,
-                    self.packing,
-                    config.keep_routing.uncaptured,
-                    self.algorithm.batch_facts(sampled_tokens(part)),
-                )
-                for part in parts
-            ]
-            self.trainer.load([minibatch.frames for minibatch in minibatches])
-        return minibatches
+            self.trainer.load([minibatch.frames for minibatch in minibatches or ()])
+        return minibatches or []
 
-    def _sample(self, step: int) -> list[TrainSample]:
+    def _sample(self, step: int) -> list[Minibatch]:
         collector, trajectories = self.collector, self.groups.batch()
         if self.run.is_dump_due(step + 1):
             texts = [collector.response(t) for t in trajectories]
             self.run.dump(step + 1, trajectories, texts, [collector.prompt(t) for t in trajectories])
-        return with_advantages(trajectories, self.algorithm)
+        return self._ahead.packed(trajectories)
+
+    def _pack(self, trajectories: Sequence[Trajectory]) -> list[Minibatch]:
+        """The minibatches of a step, from any thread."""
+        return [
+            pack_minibatch(
+                part,
+                self.trainer.coordinates,
+                self.packing,
+                self.config.keep_routing.uncaptured,
+                self.algorithm.batch_facts(sampled_tokens(part)),
+            )
+            for part in _split_groups(with_advantages(trajectories, self.algorithm), self.config.rl.minibatches)
+        ]
 
     # --- training ----------------------------------------------------------------------------------------------------
 
@@ -140,7 +146,18 @@ class RLStage:
             run.state.mismatch = table
             run.state.mismatch_first = run.state.mismatch_first or table
         with run.span("train"):
-            metrics = self._update(minibatches, step)
+            totals = self._update(minibatches, step)
+        # Engines hold them in a moment, and what they sample must not look like the future.
+        self.groups.version = step + 1
+        self.groups.trained()
+        with self._publishing(step + 1) as published:
+            metrics = self._metrics(minibatches, totals, step)
+        return metrics | table_metrics(table) | published
+
+    def _metrics(
+        self, minibatches: Sequence[Minibatch], totals: step_metrics.StepTotals, step: int
+    ) -> dict[str, float]:
+        metrics = self._update_metrics(totals, step)
         samples = [sample for minibatch in minibatches for sample in minibatch.samples]
         metrics |= step_metrics.rollout_metrics([sample.trajectory for sample in samples])
         metrics |= step_metrics.mean_of([minibatch.metrics for minibatch in minibatches])
@@ -150,9 +167,9 @@ class RLStage:
             **step_metrics.failed_rewards(self.collector.take_failed_rewards()),
             **self.groups.metrics,
         }
-        return metrics | table_metrics(table)
+        return metrics
 
-    def _update(self, minibatches: Sequence[Minibatch], step: int) -> dict[str, float]:
+    def _update(self, minibatches: Sequence[Minibatch], step: int) -> step_metrics.StepTotals:
         """One optimizer step per minibatch. With several, log-probs before the first update are the proximal ones."""
         keep = self.config.keep_routing
         first = step * self.config.rl.minibatches + 1
@@ -174,6 +191,9 @@ class RLStage:
             self.run.check_update(report.update, f"{STAGE}-{step + 1:06d}-{number}", minibatch.samples)
             totals.add(report)
             totals.unproved += int(self.enforce and not proved[number])
+        return totals
+
+    def _update_metrics(self, totals: step_metrics.StepTotals, step: int) -> dict[str, float]:
         table = step_metrics.RowTable.of(np.concatenate(totals.tables))
         per_layer = step_metrics.per_layer(totals.agreement_LS, totals.live_rows_L)
         self.run.reporter.log_layers(step + 1, per_layer)
@@ -214,15 +234,24 @@ class RLStage:
             with self.run.span("sleep"):
                 self.engine.sleep()
 
-    def _publish(self, version: int) -> dict[str, float]:
-        before = replace(self.engine.costs)
+    @contextmanager
+    def _publishing(self, version: int) -> Iterator[dict[str, float]]:
+        """Brings the weights to the engine beside what is done in the context; yields metrics, filled at its end.
+
+        An engine that samples beside the training takes them beside the next step.
+        """
         self._num_published += 1
+        verify, metrics = _is_due(self.config.weights.verify, self._num_published), dict[str, float]()
         with self.run.span("weights"):
-            metrics = self.trainer.publish(version, verify=_is_due(self.config.weights.verify, self._num_published))
-        return metrics | {
-            f"weights/{each.name}": getattr(self.engine.costs, each.name) - getattr(before, each.name)
-            for each in fields(before)
-        }
+            finish = self.trainer.publish(version, verify=verify, taken=self.groups.expect())
+        yield metrics
+        with self.run.span("weights"):
+            metrics |= finish()
+            if not self.groups.overlaps:
+                self.groups.settle()
+        before, self._costs = self._costs, replace(self.engine.costs)
+        for each in fields(before):
+            metrics[f"weights/{each.name}"] = getattr(self._costs, each.name) - getattr(before, each.name)
 
     # --- evaluation --------------------------------------------------------------------------------------------------
 
@@ -264,6 +293,7 @@ class RLStage:
     def _record(self, step: int, measure: Callable[[], dict[str, Evaluation]]) -> None:
         """Records what `measure` finds; a run told to stop meanwhile measures when it goes on."""
         with self.run.span("evaluation"):
+            self.groups.settle()
             evaluations = self.run.unless_stopped(measure)
         self.run.state.evaluation_due = evaluations is None
         if evaluations is not None:

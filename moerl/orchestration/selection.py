@@ -1,16 +1,44 @@
-"""Which responses of a group are trained, where more are sampled than that. Pure; runs in the controller."""
+"""Which groups are trained, and which of their responses, where more are sampled than that. Pure; runs in the
+controller."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from moerl.contract.trajectory import Trajectory
-from moerl.errors import RewardError
+from moerl.buffer.ledger import Ledger
+from moerl.contract.trajectory import FinishReason, Trajectory
+from moerl.errors import MoerlError, RewardError
 
 SHORTEST = "shortest"
 """Value of `rl.keep_by`: the best responses are those with the fewest tokens."""
+MAX_BATCHES = 10
+"""Batches' worth of groups that are asked for at most to fill one batch with groups that are not filtered."""
+FILTERS: Mapping[str, Callable[[Sequence[Trajectory]], bool]] = {
+    "equal_rewards": lambda group: len({trajectory.rewards["reward"] for trajectory in group}) == 1,
+    "truncated": lambda group: all(trajectory.finish_reason is FinishReason.LENGTH for trajectory in group),
+}
+"""Groups that teach nothing, by name: all rewards are equal; no response came to its end."""
+
+
+def filtered_for(group: Sequence[Trajectory], filters: Sequence[str]) -> str:
+    """The first of `filters`, names of `FILTERS`, that keeps a group out; empty where none does."""
+    return next((name for name in filters if FILTERS[name](group)), "")
+
+
+def check_fills_up(num_groups: int, groups_per_step: int, ledger: Ledger) -> None:
+    """Raises `MoerlError` where one batch has had so many groups asked for that it will not fill up."""
+    allowed = MAX_BATCHES * groups_per_step
+    if num_groups > allowed:
+        filtered, refused = dict(ledger.filtered), dict(ledger.quarantined)
+        raise MoerlError(
+            "rl.filters: the batch of a step does not fill up",
+            seen=f"{num_groups} groups asked for; rollouts of the run filtered {filtered}, refused {refused}",
+            expected=f"at most {allowed} groups, {MAX_BATCHES} batches",
+            remedy="choose prompts that the model solves sometimes, raise rollout.max_new_tokens or rl.group_size,"
+            " or take a filter out of rl.filters",
+        )
 
 
 def select(group: Sequence[Trajectory], keep: int, keep_by: str, seed: Sequence[int]) -> list[Trajectory]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,7 +27,7 @@ from moerl.contract.commands import (
     Trace,
 )
 from moerl.contract.parallel import RankCoordinates
-from moerl.contract.ports import PolicyEngine
+from moerl.contract.ports import PolicyEngine, Taken
 from moerl.contract.trainer import PassReport, Stage, Traced, sum_reports
 from moerl.contract.trajectory import ModelSpec
 
@@ -44,6 +44,15 @@ class Ranks(Protocol):
         """Has the ranks' weights reach an engine from the next `Build` on; the links that this command takes."""
         ...
 
+    def take_beside(self, taken: Taken, *, verify: bool) -> bool:
+        """Has the engine take the next update while the ranks go on, where it can.
+
+        Args:
+            taken: called from any thread once it has, with the first problem it had.
+            verify: as the `Publish` that follows has it.
+        """
+        ...
+
     def ask(self, command: AnyCommand, frames: Sequence[bytes] = ()) -> list[Reply]:
         """Has every rank run a command; the replies in rank order.
 
@@ -53,6 +62,14 @@ class Ranks(Protocol):
         Raises:
             MoerlError: what a rank raised, or it is gone or silent. Ranks that cannot go on are ended.
         """
+        ...
+
+    def tell(self, command: AnyCommand, frames: Sequence[bytes] = ()) -> None:
+        """As `ask`, without waiting. `replies` comes before the next command, which waits for them otherwise."""
+        ...
+
+    def replies(self) -> list[Reply]:
+        """Those to the command that ranks were told. Raises as `ask`."""
         ...
 
     def close(self) -> None:
@@ -98,9 +115,18 @@ class TrainerGroup:
         recorded = [each[1] for each in tables if len(each) > 1]
         return Traced(np.concatenate([each[0] for each in tables]), np.concatenate(recorded) if recorded else None)
 
-    def publish(self, version: int, *, verify: bool) -> dict[str, float]:
-        # As rank 0, a sender, saw it.
-        return self._ranks.ask(Publish(version, verify))[0].metrics
+    def publish(self, version: int, *, verify: bool, taken: Taken) -> Callable[[], dict[str, float]]:
+        is_beside = self._ranks.take_beside(taken, verify=verify)
+        self._ranks.tell(Publish(version, verify))
+
+        def finish() -> dict[str, float]:
+            # As rank 0, a sender, saw it.
+            metrics = self._ranks.replies()[0].metrics
+            if not is_beside:
+                taken(None)
+            return metrics
+
+        return finish
 
     def save(self, name: str, state: dict[str, Any], corrupt: Sequence[str] = ()) -> None:
         self._ranks.ask(Save(name, state, list(corrupt)))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from moerl.config.schema import RunConfig
 from moerl.contract.commands import AnyCommand, Reply
-from moerl.contract.ports import PolicyEngine
+from moerl.contract.ports import PolicyEngine, Taken
 from moerl.ranks.worker import Worker
 from moerl.trainer import groups
 
@@ -22,6 +22,7 @@ class InProcess:
         layout = groups.start(rank=0, world_size=1, rendezvous="", dims=config.parallel.dims, seed=config.seed)
         self._worker = Worker(config, layout, watch)
         self._engine: PolicyEngine | None = None
+        self._replies: list[Reply] = []
 
     @property
     def peak_rss_bytes(self) -> Sequence[int]:
@@ -30,6 +31,15 @@ class InProcess:
     def connect(self, engine: PolicyEngine | None) -> str:
         self._engine = engine
         return ""
+
+    def take_beside(self, taken: Taken, *, verify: bool) -> bool:
+        return False
+
+    def tell(self, command: AnyCommand, frames: Sequence[bytes] = ()) -> None:
+        self._replies = self.ask(command, frames)
+
+    def replies(self) -> list[Reply]:
+        return self._replies
 
     def ask(self, command: AnyCommand, frames: Sequence[bytes] = ()) -> list[Reply]:
         return [self._worker.run(command, frames[0] if frames else b"", self._engine)]

@@ -6,7 +6,7 @@ import msgspec
 
 from moerl.config.placement import controller_address
 from moerl.config.schema import RunConfig
-from moerl.contract.ports import PolicyEngine
+from moerl.contract.ports import PolicyEngine, ReadsMemory, Taken
 from moerl.ranks.weights import SENDER_SHARE, EngineLinks
 from moerl.rollout.fleet.engine import FleetEngine
 from moerl.weights.plan import PlanOptions
@@ -23,6 +23,7 @@ class Links:
     def __init__(self, config: RunConfig) -> None:
         self._config, self._host = config, controller_address(config.launch)
         self._server: SinkServer | None = None
+        self._takes_beside = False
 
     def connect(self, engine: PolicyEngine | None) -> str:
         """The links as `Build` takes them. Once for each engine, before its first update."""
@@ -31,10 +32,18 @@ class Links:
         weights, senders = self._config.weights, PlanOptions.of(self._config).senders
         self.close()
         self._server = SinkServer(engine, self._host)
-        servers = None
+        servers, self._takes_beside = None, not isinstance(engine, FleetEngine)
         if isinstance(engine, FleetEngine) and weights.transport != "disk":
             servers = engine.share(senders, SENDER_SHARE * weights.step_seconds, self._host)
-        return msgspec.json.encode(EngineLinks(self._server.address, servers)).decode()
+        memory = engine.memory if isinstance(engine, ReadsMemory) else ""
+        return msgspec.json.encode(EngineLinks(self._server.address, memory, servers)).decode()
+
+    def take_beside(self, taken: Taken, *, verify: bool) -> bool:
+        """As `Ranks.take_beside`: an engine with servers takes its weights from the senders themselves."""
+        if self._server is None or not self._takes_beside:
+            return False
+        self._server.take_beside(taken, verify=verify)
+        return True
 
     def close(self) -> None:
         if self._server is not None:

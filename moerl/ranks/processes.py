@@ -18,7 +18,7 @@ from moerl.config.interfaces import interface_variables
 from moerl.config.schema import RunConfig
 from moerl.config.threads import rank_threads
 from moerl.contract.commands import AnyCommand, Close, Reply, Start, decode_reply, encode
-from moerl.contract.ports import PolicyEngine
+from moerl.contract.ports import PolicyEngine, Taken
 from moerl.errors import MoerlError
 from moerl.processes.channel import Inbox, Outbox
 from moerl.processes.parent import new_rendezvous
@@ -56,12 +56,14 @@ class Processes:
         self._links, self._has_ended = Links(config), False
         self._meeting = new_rendezvous(config.run_dir)
         self._ranks: list[_Rank] = []
+        self._told = ""
         try:
             for rank in range(config.parallel.world_size):
                 log, held = log_of(config.run_dir, rank), () if lock is None else (lock,)
                 self._ranks.append(_Rank(rank, Child(PROGRAM, _environment(config, rank), log, inherited=held)))
             text, rendezvous = config.model_dump_json(), f"file://{self._meeting}"
-            self._ask([Start(text, rank.rank, rendezvous, len(self._ranks)) for rank in self._ranks])
+            self._tell([Start(text, rank.rank, rendezvous, len(self._ranks)) for rank in self._ranks])
+            self.replies()
         except BaseException:  # an interrupt, too, leaves none behind
             self._end()
             raise
@@ -73,8 +75,15 @@ class Processes:
     def connect(self, engine: PolicyEngine | None) -> str:
         return self._links.connect(engine)
 
+    def take_beside(self, taken: Taken, *, verify: bool) -> bool:
+        return self._links.take_beside(taken, verify=verify)
+
+    def tell(self, command: AnyCommand, frames: Sequence[bytes] = ()) -> None:
+        self._tell([command] * len(self._ranks), frames)
+
     def ask(self, command: AnyCommand, frames: Sequence[bytes] = ()) -> list[Reply]:
-        return self._ask([command] * len(self._ranks), frames)
+        self.tell(command, frames)
+        return self.replies()
 
     def close(self) -> None:
         try:
@@ -89,19 +98,27 @@ class Processes:
 
     # --- one command -------------------------------------------------------------------------------------------------
 
-    def _ask(self, commands: Sequence[AnyCommand], frames: Sequence[bytes] = ()) -> list[Reply]:
+    def _tell(self, commands: Sequence[AnyCommand], frames: Sequence[bytes] = ()) -> None:
+        if self._told:
+            self.replies()
         if self._has_ended:
             raise ranks_have_ended()
+        self._told = commands[0].name
         for rank, command in zip(self._ranks, commands, strict=True):
             rank.reply = None
             rank.outbox.put(encode(command), frames[rank.rank] if frames else b"")
+            with contextlib.suppress(ConnectionError):  # it is gone: `replies` says how it ended
+                rank.outbox.flush(rank.child.socket)
+
+    def replies(self) -> list[Reply]:
+        command, self._told = self._told, ""
         try:
-            self._exchange(commands[0].name)
+            self._exchange(command)
         except BaseException:  # an interrupt, too: ranks in the midst of a command hear no other
             self._end()
             raise
         replies = [rank.reply for rank in self._ranks if rank.reply is not None]
-        check_replies(replies, commands[0].name)
+        check_replies(replies, command)
         for rank, reply in zip(self._ranks, replies, strict=True):
             rank.peak_rss_bytes = reply.peak_rss_bytes
         return replies

@@ -18,6 +18,7 @@ from moerl.config.schema import RunConfig
 from moerl.contract.ports import CheckedSink, WeightSink
 from moerl.kernels.checksum import checksums
 from moerl.models.description import ModelDescription
+from moerl.rollout.beside.shared import SharedMemory, Written, encode_written
 from moerl.rollout.fleet.senders import Introduction
 from moerl.rollout.fleet.shard_sender import ShardSender
 from moerl.rollout.sglang.channel import open_channel
@@ -82,6 +83,37 @@ class ThroughDisk:
     def verify(self, sent: Mapping[str, int]) -> None:
         self._dtypes = {}
         self._engine.verify(self._read | dict(sent))
+
+
+class ThroughMemory:
+    """A sink that writes tensors where an engine on this machine reads them; all else goes over a connection."""
+
+    def __init__(self, engine: RemoteSink, memory: SharedMemory) -> None:
+        self._engine, self._memory, self._is_free = engine, memory, True
+
+    def begin_update(self, version: int) -> None:
+        self._engine.begin_update(version)
+
+    def receive(self, tensors: Iterable[tuple[str, Any]]) -> None:
+        if not self._is_free:
+            self._engine.wait()
+        self._is_free = False
+        places = self._memory.put(tensors)
+        self._engine.receive_written(encode_written(Written(places, self._memory.num_bytes)))
+
+    def end_update(self) -> None:
+        self._engine.end_update()
+        # Before the next update begins, the trainer waits for this one.
+        self._is_free = True
+
+    def abandon_update(self) -> None:
+        self._engine.abandon_update()
+
+    def held_dtypes(self) -> Mapping[str, str]:
+        return self._engine.held_dtypes()
+
+    def verify(self, sent: Mapping[str, int]) -> None:
+        self._engine.verify(sent)
 
 
 class EngineAndSender:
@@ -155,11 +187,14 @@ class WeightSync:
 class EngineLinks(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """How senders in other processes reach the engine.
 
-    engine: for the first of them, which begins and ends updates. servers: for all of them where the engine has servers
-    of its own, to which they send side by side; None where weights go to the engine's process, or through the disk.
+    engine: for the first of them, which begins and ends updates. memory: file that it writes tensors to, where the
+    engine reads them there; empty where they go over the connection. servers: for all of them where the engine has
+    servers of its own, to which they send side by side; None where weights go to the engine's process, or through the
+    disk.
     """
 
     engine: SinkAddress | None = None
+    memory: str = ""
     servers: Introduction | None = None
 
 
@@ -174,7 +209,9 @@ def _sink(
     """Where the sender `rank` hands its part of the weights."""
     is_first = rank == senders[0]
     if is_first and links.engine is not None:
-        engine = RemoteSink(links.engine)
+        engine = remote = RemoteSink(links.engine)
+        if links.memory:
+            engine = ThroughMemory(remote, SharedMemory.of(links.memory))
     if config.weights.transport == "disk":
         folder = config.run_dir / FOLDER
         disk = DiskSink(folder, rank=rank, senders=senders)

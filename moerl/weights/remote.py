@@ -4,12 +4,14 @@
     a sender                `RemoteSink`: a `CheckedSink` whose every call is answered by the other side
 
 For engines in the controller's own process. Messages are a JSON header and, with tensors, their bytes; no pickle.
+An engine may take an update beside what the sender does next: its calls are answered at once, and done one by one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
+import queue
 import secrets
 import socket
 import threading
@@ -23,12 +25,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moerl.contract.ports import CheckedSink
+from moerl.contract.ports import CheckedSink, ReadsMemory, Taken
 from moerl.errors import MoerlError, WeightSyncError
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _ALIGNMENT = 4
 """Bytes; of the widest dtype."""
+_BUCKETS_AHEAD = 2
+"""Buckets that were taken from a sender and not by the sink: they are copies in the memory of this process."""
 
 
 class SinkAddress(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -46,11 +50,13 @@ class _Tensor(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Call(msgspec.Struct, forbid_unknown_fields=True):
-    """One call of a sink. tensors: whose bytes follow, one after the other in one message."""
+    """One call of a sink. tensors: whose bytes follow, one after the other in one message. what: was written, where
+    the sink reads memory. wait: for all calls before it."""
 
-    do: Literal["begin", "receive", "end", "abandon", "held_dtypes", "verify"]
+    do: Literal["begin", "receive", "written", "wait", "end", "abandon", "held_dtypes", "verify"]
     version: int = -1
     tensors: list[_Tensor] = []
+    what: bytes = b""
     checksums: dict[str, int] = {}
 
 
@@ -68,13 +74,28 @@ class SinkServer:
         address: Any = self._listener.address
         self.address = SinkAddress(address[0], address[1], key)
         self._is_closed, self._socket = False, None
+        self._beside: _Beside | None = None
         self._thread = threading.Thread(target=self._serve, name="weight-sink", daemon=True)
         self._thread.start()
+
+    def take_beside(self, taken: Taken, *, verify: bool) -> None:
+        """From the next update on the sender is answered before the sink has done what it asks for, two buckets ahead
+        at most. Not while an update is under way.
+
+        Args:
+            taken: called in a thread of its own once the sink has the next update, with the first problem it had.
+            verify: the update ends with a comparison of checksums.
+        """
+        if self._beside is None:
+            self._beside = _Beside(self._sink)
+        self._beside.expect(taken, "verify" if verify else "end")
 
     def close(self) -> None:
         """Ends the connection, and what the sender asks for by it."""
         self._is_closed = True
         self._listener.close()
+        if self._beside is not None:
+            self._beside.close()
         if self._socket is not None:
             # Wakes the thread that reads from it, which closes it.
             with contextlib.suppress(OSError):  # the sender was faster
@@ -87,7 +108,7 @@ class SinkServer:
                     self._answer(connection)
             except (AuthenticationError, OSError, EOFError, msgspec.MsgspecError):
                 # A stranger, a sender that is gone, or closed meanwhile: what was open is forgotten.
-                self._sink.abandon_update()
+                self._do(_Call("abandon"), [])
 
     def _answer(self, connection: Connection) -> None:
         while True:
@@ -96,25 +117,104 @@ class SinkServer:
             try:
                 answer = self._do(call, _unpacked(call.tensors, data))
             except Exception as error:  # noqa: BLE001 - process boundary: the sender raises it
-                known = isinstance(error, MoerlError)
-                answer = _Answer(problem=str(error) if known else f"{type(error).__name__}: {error}")
+                answer = _Answer(problem=_text(error))
             connection.send_bytes(msgspec.json.encode(answer))
 
     def _do(self, call: _Call, tensors: list[tuple[str, Tensor]]) -> _Answer:
+        if self._beside is None:
+            return _done(self._sink, call, tensors)
         match call.do:
-            case "begin":
-                self._sink.begin_update(call.version)
-            case "receive":
-                self._sink.receive(tensors)
-            case "end":
-                self._sink.end_update()
-            case "abandon":
-                self._sink.abandon_update()
             case "held_dtypes":
-                return _Answer(dtypes=dict(self._sink.held_dtypes()))
-            case "verify":
-                self._sink.verify(call.checksums)
-        return _Answer()
+                return self._beside.held_dtypes()
+            case "wait":
+                return self._beside.wait()
+            case _:
+                return self._beside.do(call, tensors)
+
+
+class _Beside:
+    """The calls of updates, done one after the other in a thread of its own. What follows a problem is left out until
+    the next update begins."""
+
+    def __init__(self, sink: CheckedSink) -> None:
+        self._sink = sink
+        self._calls: queue.SimpleQueue[tuple[_Call, list[tuple[str, Tensor]]] | None] = queue.SimpleQueue()
+        self._room, self._all_done = threading.Semaphore(_BUCKETS_AHEAD), threading.Event()
+        self._dtypes: _Answer | None = None
+        self._problem: Exception | None = None
+        self._last, self._taken = "", lambda _: None
+        threading.Thread(target=self._work, name="weights-beside", daemon=True).start()
+
+    def expect(self, taken: Taken, last: str) -> None:
+        """`taken` is called once the next update's call `last` is done."""
+        self._problem, self._taken, self._last = None, taken, last
+
+    def held_dtypes(self) -> _Answer:
+        """Of the sink, which is asked once: an answer would wait for what it does."""
+        if self._dtypes is None:
+            self._dtypes = _done(self._sink, _Call("held_dtypes"), [])
+        return self._dtypes
+
+    def do(self, call: _Call, tensors: list[tuple[str, Tensor]]) -> _Answer:
+        """Answers for the sink, which does it later; a problem that it had by now is the answer."""
+        if call.do == "receive":
+            self._room.acquire()
+        self._calls.put((call, tensors))
+        return self._answer()
+
+    def wait(self) -> _Answer:
+        """For what the sink was asked for until now."""
+        self._all_done.clear()
+        self._calls.put((_Call("wait"), []))
+        self._all_done.wait()
+        return self._answer()
+
+    def close(self) -> None:
+        self._calls.put(None)
+
+    def _answer(self) -> _Answer:
+        return _Answer(problem=_text(self._problem) if self._problem is not None else "")
+
+    def _work(self) -> None:
+        while (asked := self._calls.get()) is not None:
+            call, tensors = asked
+            try:
+                if self._problem is None or call.do == "abandon":
+                    _done(self._sink, call, tensors)
+            except Exception as error:  # noqa: BLE001 - thread boundary: whoever is told raises it
+                self._problem = error
+            if call.do == "receive":
+                self._room.release()
+            if call.do == "wait":
+                self._all_done.set()
+            if call.do == self._last:
+                self._taken(self._problem)
+
+
+def _done(sink: CheckedSink, call: _Call, tensors: list[tuple[str, Tensor]]) -> _Answer:
+    match call.do:
+        case "begin":
+            sink.begin_update(call.version)
+        case "receive":
+            sink.receive(tensors)
+        case "written":
+            assert isinstance(sink, ReadsMemory)
+            sink.receive_written(call.what)
+        case "wait":
+            pass
+        case "end":
+            sink.end_update()
+        case "abandon":
+            sink.abandon_update()
+        case "held_dtypes":
+            return _Answer(dtypes=dict(sink.held_dtypes()))
+        case "verify":
+            sink.verify(call.checksums)
+    return _Answer()
+
+
+def _text(error: Exception) -> str:
+    return str(error) if isinstance(error, MoerlError) else f"{type(error).__name__}: {error}"
 
 
 class RemoteSink:
@@ -134,6 +234,14 @@ class RemoteSink:
         held = [(name, tensor.detach()) for name, tensor in tensors]
         told = [_Tensor(name, _dtype_name(tensor), tuple(tensor.shape)) for name, tensor in held]
         self._call(_Call("receive", tensors=told), _packed([tensor for _, tensor in held]) if held else None)
+
+    def receive_written(self, what: bytes) -> None:
+        """As `ReadsMemory.receive_written`; the memory may be written over after `wait`."""
+        self._call(_Call("written", what=what))
+
+    def wait(self) -> None:
+        """Until the other side has done all of the calls before, where it answers them earlier."""
+        self._call(_Call("wait"))
 
     def end_update(self) -> None:
         self._call(_Call("end"))

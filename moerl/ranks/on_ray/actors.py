@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import fcntl
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import msgspec
 from moerl.config.schema import RunConfig
 from moerl.config.threads import rank_threads
 from moerl.contract.commands import AnyCommand, Close, Reply, Start, decode_reply, encode
-from moerl.contract.ports import PolicyEngine
+from moerl.contract.ports import PolicyEngine, Taken
 from moerl.errors import ConfigError, MoerlError, TrainerError
 from moerl.ranks.child import describe_output, log_of, remove_empty, remove_empty_folders
 from moerl.ranks.links import Links
@@ -109,7 +110,7 @@ class Actors:
             raise TrainerError(
                 "a rank of this run directory is still at work", seen=f"{held[0]} is locked", remedy="end it first"
             )
-        self._links, self._ranks = Links(config), list[_Rank]()
+        self._links, self._ranks, self._told = Links(config), list[_Rank](), ""
         self._cluster = Cluster(config)
         try:
             for rank, options in enumerate(self._cluster.reserve(size)):
@@ -126,8 +127,15 @@ class Actors:
     def connect(self, engine: PolicyEngine | None) -> str:
         return self._links.connect(engine)
 
+    def take_beside(self, taken: Taken, *, verify: bool) -> bool:
+        return self._links.take_beside(taken, verify=verify)
+
+    def tell(self, command: AnyCommand, frames: Sequence[bytes] = ()) -> None:
+        self._tell([command] * len(self._ranks), frames)
+
     def ask(self, command: AnyCommand, frames: Sequence[bytes] = ()) -> list[Reply]:
-        return self._ask([command] * len(self._ranks), frames)
+        self.tell(command, frames)
+        return self.replies()
 
     def close(self) -> None:
         try:
@@ -149,7 +157,9 @@ class Actors:
         text, on_gpus = config.model_dump_json(), has_gpus()
         # A rank with a GPU of its own sees no other.
         sharing = [1 if on_gpus else len(self._beside(rank)) for rank in self._ranks]
-        self._ask([Start(text, rank.rank, rendezvous, count) for rank, count in zip(self._ranks, sharing, strict=True)])
+        each = zip(self._ranks, sharing, strict=True)
+        self._tell([Start(text, rank.rank, rendezvous, count) for rank, count in each])
+        self.replies()
 
     def _beside(self, rank: _Rank) -> list[_Rank]:
         """The ranks of a rank's node."""
@@ -191,22 +201,35 @@ class Actors:
 
     # --- one command -------------------------------------------------------------------------------------------------
 
-    def _ask(self, commands: Sequence[AnyCommand], frames: Sequence[bytes] = ()) -> list[Reply]:
+    def _tell(self, commands: Sequence[AnyCommand], frames: Sequence[bytes] = ()) -> None:
+        if self._told:
+            self.replies()
         if self._has_ended:
             raise ranks_have_ended()
-        try:
+        self._told = commands[0].name
+        with self._ending_ranks():
             for rank, command in zip(self._ranks, commands, strict=True):
                 # An argument by reference: the rank's node fetches it, and it is gone with the command.
                 rank.begin(encode(command), ray.put(frames[rank.rank]) if frames else b"")
-            self._exchange(commands[0].name)
-        except BaseException:  # an interrupt, too: ranks in the midst of a command hear no other
-            self._end()
-            raise
+
+    def replies(self) -> list[Reply]:
+        command, self._told = self._told, ""
+        with self._ending_ranks():
+            self._exchange(command)
         replies = [rank.reply for rank in self._ranks if rank.reply is not None]
-        check_replies(replies, commands[0].name)
+        check_replies(replies, command)
         for rank, reply in zip(self._ranks, replies, strict=True):
             rank.peak_rss_bytes = reply.peak_rss_bytes
         return replies
+
+    @contextmanager
+    def _ending_ranks(self) -> Iterator[None]:
+        """After an error, an interrupt, too: ranks in the midst of a command hear no other."""
+        try:
+            yield
+        except BaseException:
+            self._end()
+            raise
 
     def _exchange(self, command: str) -> None:
         """Receives until every rank has replied; what the replies say is for the caller.

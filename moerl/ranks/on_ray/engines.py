@@ -20,8 +20,7 @@ from moerl.processes.parent import die_with
 from moerl.ranks.on_ray.held import hold
 from moerl.ranks.on_ray.library import ActorUnavailableError, GetTimeoutError, RayError, first_line, ray
 from moerl.rollout.beside.local import CLOSING_SECONDS, LocalProcess
-from moerl.rollout.beside.messages import Place
-from moerl.rollout.beside.shared import SharedMemory
+from moerl.rollout.beside.shared import SharedMemory, Written
 
 PLACE_SECONDS = 300.0
 """For an actor to find a node and start."""
@@ -123,14 +122,18 @@ class RemoteProcess:
             self._end_was_seen.set()
             raise EOFError from error
 
-    def put(self, tensors: Iterable[tuple[str, Any]]) -> tuple[list[Place], int]:
+    @property
+    def memory_path(self) -> str:
+        return ""
+
+    def put(self, tensors: Iterable[tuple[str, Any]]) -> Written:
         self._check()
         places = self._memory.put(tensors)
         try:
             ray.get(self._actor.put.remote(ray.put(self._memory.content())))
         except RayError as error:
             raise ConnectionError(first_line(error)) from error
-        return places, self._memory.num_bytes
+        return Written(places, self._memory.num_bytes)
 
     def describe_end(self) -> str:
         if self._is_abandoned:

@@ -29,6 +29,7 @@ from moerl.rollout.beside.messages import (
     encode,
 )
 from moerl.rollout.beside.process import ENGINE_ID
+from moerl.rollout.beside.shared import decode_written
 from moerl.rollout.requests import check_requests
 
 
@@ -147,10 +148,19 @@ class BesideEngine:
     def receive(self, tensors: Iterable[tuple[str, Any]]) -> None:
         with self._updating:
             try:
-                places, num_bytes = self._process.put(tensors)
+                written = self._process.put(tensors)
             except OSError as error:
                 raise self._gone() from error
-            self._ask(Update("receive", num_bytes=num_bytes, places=places), WeightSyncError)
+            self._ask(Update("receive", num_bytes=written.num_bytes, places=written.places), WeightSyncError)
+
+    @property
+    def memory(self) -> str:
+        return self._process.memory_path
+
+    def receive_written(self, what: bytes) -> None:
+        """As `ReadsMemory.receive_written`, of what a `SharedMemory` wrote, in another process."""
+        written = decode_written(what)
+        self._update(Update("receive", num_bytes=written.num_bytes, places=written.places))
 
     def end_update(self) -> None:
         told = self._update(Update("end"))

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from moerl.processes.channel import receive, send
-from moerl.rollout.beside.messages import Close, Place, encode
+from moerl.rollout.beside.messages import Close, encode
 from moerl.rollout.beside.process import CONTROLLER
-from moerl.rollout.beside.shared import SharedMemory
+from moerl.rollout.beside.shared import SharedMemory, Written
 
 # -P: a torch.py or json.py in the user's directory is not what we import.
 PROGRAM = (sys.executable, "-P", "-m", "moerl.rollout.beside.process")
@@ -34,9 +34,13 @@ class EngineProcess(Protocol):
         calls it."""
         ...
 
-    def put(self, tensors: Iterable[tuple[str, Any]]) -> tuple[list[Place], int]:
-        """Copies tensors to where the process finds them: their places in memory of so many bytes. `OSError` where the
-        process is gone."""
+    @property
+    def memory_path(self) -> str:
+        """The file that is the memory which `put` writes to; empty where it is on another machine."""
+        ...
+
+    def put(self, tensors: Iterable[tuple[str, Any]]) -> Written:
+        """Copies tensors to where the process finds them. `OSError` where the process is gone."""
         ...
 
     def describe_end(self) -> str:
@@ -86,9 +90,12 @@ class LocalProcess:
     def receive(self) -> tuple[bytes, bytes]:
         return receive(self._socket)
 
-    def put(self, tensors: Iterable[tuple[str, Any]]) -> tuple[list[Place], int]:
-        places = self.memory.put(tensors)
-        return places, self.memory.num_bytes
+    @property
+    def memory_path(self) -> str:
+        return self.memory.path
+
+    def put(self, tensors: Iterable[tuple[str, Any]]) -> Written:
+        return Written(self.memory.put(tensors), self.memory.num_bytes)
 
     def describe_end(self) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):

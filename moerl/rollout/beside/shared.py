@@ -1,4 +1,4 @@
-"""Memory that the controller and the engine's process share, for weights on their way. Linux; any process."""
+"""Memory that the engine's process shares with whoever sends it weights. Linux; any process."""
 
 from __future__ import annotations
 
@@ -6,12 +6,24 @@ import mmap
 import os
 from collections.abc import Iterable
 
+import msgspec
 import torch
 from torch import Tensor
 
 from moerl.rollout.beside.messages import Place
 
 _ALIGNMENT = 64
+
+
+class Written(msgspec.Struct, forbid_unknown_fields=True):
+    """Tensors that lie in shared memory of so many bytes."""
+
+    places: list[Place]
+    num_bytes: int
+
+
+encode_written = msgspec.msgpack.Encoder().encode
+decode_written = msgspec.msgpack.Decoder(Written).decode
 
 
 class SharedMemory:
@@ -25,6 +37,16 @@ class SharedMemory:
         self.descriptor = os.memfd_create("moerl-weights") if descriptor is None else descriptor
         self.num_bytes = 0
         self._bytes: Tensor | None = None
+
+    @classmethod
+    def of(cls, path: str) -> SharedMemory:
+        """That of another process. `OSError` where there is none."""
+        return cls(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+
+    @property
+    def path(self) -> str:
+        """Where other processes of this user find it, as long as this one keeps it."""
+        return f"/proc/{os.getpid()}/fd/{self.descriptor}"
 
     def put(self, tensors: Iterable[tuple[str, Tensor]]) -> list[Place]:
         """Copies tensors in, from the start of the memory; it grows as needed."""

@@ -50,7 +50,7 @@ class Simulation:
         self.trained += batch
         meanwhile()
         self.version += 1
-        self.queue.release()
+        self.queue.release(batch)
         return True
 
 
@@ -133,7 +133,7 @@ def test_without_staleness_every_step_waits_for_its_own_groups() -> None:
     queue.finish(1)
     assert queue.take() == [0, 1, 2]
     assert queue.num_free == 0
-    queue.release()
+    queue.release([0, 1, 2])
     assert queue.num_free == 3
 
 
@@ -156,7 +156,7 @@ def test_a_window_lets_finished_groups_pass_a_slow_one_but_no_further() -> None:
     for number in (1, 2, 3):
         queue.finish(number)
     assert queue.take() == [1]
-    queue.release()
+    queue.release([1])
     assert queue.take() == []
     queue.finish(0)
     assert [queue.take(), queue.take(), queue.take()] == [[0], [2], [3]]
@@ -169,7 +169,7 @@ def test_where_too_old_groups_are_dropped_a_slow_group_holds_up_no_other() -> No
         assert queue.dispatch() == number
         queue.finish(number)
         assert queue.take() == [number]
-        queue.release()
+        queue.release([number])
     assert (queue.num_free, queue.snapshot()) == (2, {"next_number": 20, "open": [0], "released": []})
 
 

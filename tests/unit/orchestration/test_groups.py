@@ -15,7 +15,8 @@ from moerl.buffer.journal import Journal
 from moerl.contract import Trajectory
 from moerl.contract.trajectory import FinishReason
 from moerl.errors import MoerlError
-from moerl.orchestration.groups import MAX_BATCHES, GroupSource
+from moerl.orchestration.groups import GroupSource
+from moerl.orchestration.selection import MAX_BATCHES
 
 
 @pytest.fixture(autouse=True)

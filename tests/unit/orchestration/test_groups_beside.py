@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from waiting import eventually
 
 from moerl.buffer.journal import Journal
 from moerl.contract import Trajectory
-from moerl.errors import MoerlError
+from moerl.errors import MoerlError, WeightSyncError
 
 
 @pytest.fixture(autouse=True)
@@ -34,6 +36,105 @@ def test_the_next_groups_are_sampled_while_a_batch_is_trained() -> None:
     assert groups.ledger.issued == 36
     second = groups.batch()
     assert all(name.startswith("rl-000001/") for name in group_ids(second))
+    gate.open("")
+
+
+def test_a_batch_keeps_its_slots_until_engines_hold_what_came_of_it_and_not_of_another() -> None:
+    groups, _ = source(answer, *BESIDE)
+    groups.batch()
+    groups.version += 1
+    groups.trained()
+    tell = groups.expect()
+    # The next one is taken, and trained, while engines still take the weights of the first.
+    groups.batch()
+    assert groups.ledger.issued == 24
+    tell(None)
+    assert groups.ledger.issued == 36
+    groups.version += 1
+    groups.trained()
+    groups.expect()(None)
+    assert groups.ledger.issued == 48
+    assert groups.ledger.trained == 24
+
+
+def test_a_step_is_not_counted_before_engines_hold_the_weights_of_the_one_before() -> None:
+    groups, _ = source(answer, *BESIDE)
+    groups.batch()
+    groups.trained()
+    tell = groups.expect()
+    groups.batch()
+    thread = threading.Thread(target=groups.trained)
+    thread.start()
+    thread.join(0.2)
+    assert thread.is_alive()
+    assert groups.ledger.trained == 12
+    tell(None)
+    thread.join()
+    assert groups.ledger.trained == 24
+
+
+def test_weights_that_engines_did_not_take_end_the_run_and_no_slot_is_given_back() -> None:
+    groups, _ = source(answer, *BESIDE)
+    groups.batch()
+    groups.trained()
+    groups.expect()(WeightSyncError("the engine holds something else"))
+    assert groups.ledger.issued == 24
+    for ask in (groups.settle, groups.trained):
+        with pytest.raises(WeightSyncError, match="something else"):
+            ask()
+
+
+def test_a_checkpoint_is_the_same_whether_or_not_engines_hold_its_weights_by_then() -> None:
+    groups, _ = source(answer, *BESIDE, "rl.steps=1")
+    groups.batch()
+    groups.version += 1
+    groups.trained()
+    tell = groups.expect()
+    before = groups.snapshot()
+    tell(None)
+    again, _ = source(answer, *BESIDE, "rl.steps=1")
+    for snapshot in (before, groups.snapshot()):
+        again.restore(snapshot, 1)
+        assert again._queue.num_free == groups._queue.num_free
+        assert again.ledger.trained == 12
+
+
+def test_the_batch_after_the_one_in_training_is_seen_ahead_and_stays_where_it_is() -> None:
+    gate = Gate()
+    groups, _ = source(gate, *BESIDE)
+    gate.open("rl-000000/")
+    first = groups.batch()
+    seen: list[Sequence[Trajectory] | None] = []
+    thread = threading.Thread(target=lambda: seen.append(groups.upcoming()))
+    thread.start()
+    thread.join(0.1)
+    assert thread.is_alive()
+    gate.open("")
+    thread.join()
+    trained(groups)
+    second = groups.batch()
+    assert seen == [second]
+    assert seen[0] != first
+
+
+def test_nobody_waits_for_a_batch_ahead_once_it_is_asked_for_or_all_is_over() -> None:
+    gate = Gate()
+    groups, _ = source(gate, *BESIDE)
+    seen: list[Sequence[Trajectory] | None] = []
+    with groups.open():
+        gate.open("rl-000000/")
+        groups.batch()
+        ahead = [threading.Thread(target=lambda: seen.append(groups.upcoming())) for _ in range(2)]
+        ahead[0].start()
+        asked = threading.Thread(target=groups.batch)
+        asked.start()
+        ahead[0].join()
+        assert seen == [None]
+        gate.open("rl-000001/")
+        asked.join()
+        ahead[1].start()
+    ahead[1].join()
+    assert seen == [None, None]
     gate.open("")
 
 

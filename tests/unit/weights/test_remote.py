@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from multiprocessing import AuthenticationError
 from typing import Any
@@ -21,6 +22,8 @@ class FakeSink:
     def __init__(self) -> None:
         self.calls: list[Any] = []
         self.tensors: dict[str, torch.Tensor] = {}
+        self.may_receive = threading.Semaphore(1000)
+        self.memory = ""
 
     def begin_update(self, version: int) -> None:
         if version == 13:
@@ -30,7 +33,13 @@ class FakeSink:
         self.calls.append(("begin", version))
 
     def receive(self, tensors: Iterable[tuple[str, Any]]) -> None:
+        self.may_receive.acquire()
         self.tensors |= dict(tensors)
+        self.calls.append("receive")
+
+    def receive_written(self, what: bytes) -> None:
+        self.may_receive.acquire()
+        self.calls.append(("written", what))
 
     def end_update(self) -> None:
         self.calls.append("end")
@@ -70,7 +79,7 @@ def test_an_update_arrives_bit_for_bit(sink: FakeSink, server: SinkServer):
     remote.receive(sent.items())
     remote.end_update()
     remote.verify({"a": 2**63 + 1})
-    assert sink.calls == [("begin", 4), "end", ("verify", {"a": 2**63 + 1})]
+    assert sink.calls == [("begin", 4), "receive", "end", ("verify", {"a": 2**63 + 1})]
     assert sink.tensors.keys() == sent.keys()
     for name, tensor in sent.items():
         assert torch.equal(sink.tensors[name], tensor)
@@ -133,3 +142,97 @@ def test_a_sink_that_is_gone_is_an_error(server: SinkServer):
     server.close()
     with pytest.raises(WeightSyncError, match="the engine's process is gone in 'end'"):
         remote.end_update()
+
+
+# --- beside what the sender does next ---------------------------------------------------------------------------------
+
+
+class Told:
+    """What was told of updates, in order."""
+
+    def __init__(self) -> None:
+        self.problems: list[Exception | None] = []
+
+    def __call__(self, problem: Exception | None) -> None:
+        self.problems.append(problem)
+
+
+def send(remote: RemoteSink, version: int) -> None:
+    remote.begin_update(version)
+    remote.receive([("a", torch.full((2,), float(version)))])
+    remote.end_update()
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_a_sender_may_go_on_before_a_sink_has_the_update_which_is_told_once_it_does(
+    verify: bool, sink: FakeSink, server: SinkServer
+):
+    remote, told = RemoteSink(server.address), Told()
+    sink.may_receive = threading.Semaphore(0)
+    server.take_beside(told, verify=verify)
+    send(remote, 5)
+    if verify:
+        remote.verify({"a": 1})
+    assert sink.calls in ([], [("begin", 5)])
+    assert told.problems == []
+    sink.may_receive.release()
+    eventually(lambda: told.problems == [None])
+    assert sink.calls == [("begin", 5), "receive", "end", *([("verify", {"a": 1})] if verify else [])]
+    assert sink.tensors["a"].tolist() == [5, 5]
+
+
+def test_a_problem_beside_the_sender_is_told_what_follows_is_left_out_and_the_next_update_is_taken(
+    sink: FakeSink, server: SinkServer
+):
+    remote, told = RemoteSink(server.address), Told()
+    server.take_beside(told, verify=True)
+    remote.begin_update(17)
+    eventually(lambda: server._beside is not None and server._beside._problem is not None)
+    with pytest.raises(WeightSyncError, match="ZeroDivisionError: of the engine"):
+        remote.receive([("a", torch.zeros(2))])
+    with pytest.raises(WeightSyncError):
+        remote.verify({})
+    eventually(lambda: [type(problem) for problem in told.problems] == [ZeroDivisionError])
+    assert sink.calls == []
+    server.take_beside(told, verify=False)
+    send(remote, 18)
+    eventually(lambda: told.problems[1:] == [None])
+    assert sink.calls == [("begin", 18), "receive", "end"]
+
+
+def test_a_sender_is_two_buckets_ahead_of_a_sink_at_most(sink: FakeSink, server: SinkServer):
+    remote = RemoteSink(server.address)
+    sink.may_receive = threading.Semaphore(0)
+    server.take_beside(Told(), verify=False)
+    remote.begin_update(1)
+    num_answered = 0
+
+    def fill() -> None:
+        nonlocal num_answered
+        for _ in range(3):
+            remote.receive([("a", torch.zeros(2))])
+            num_answered += 1
+
+    thread = threading.Thread(target=fill)
+    thread.start()
+    eventually(lambda: num_answered == 2)
+    thread.join(0.2)
+    assert num_answered == 2
+    sink.may_receive.release(3)
+    thread.join()
+    assert num_answered == 3
+
+
+def test_a_sender_that_writes_to_memory_can_wait_until_it_was_read(sink: FakeSink, server: SinkServer):
+    remote = RemoteSink(server.address)
+    sink.may_receive = threading.Semaphore(0)
+    server.take_beside(Told(), verify=False)
+    remote.begin_update(1)
+    remote.receive_written(b"here")
+    waited = threading.Thread(target=remote.wait)
+    waited.start()
+    waited.join(0.2)
+    assert waited.is_alive()
+    sink.may_receive.release()
+    waited.join()
+    assert sink.calls == [("begin", 1), ("written", b"here")]

@@ -23,7 +23,7 @@ from moerl.kernels.checksum import checksums
 from moerl.rollout.beside.engine import BesideEngine
 from moerl.rollout.beside.local import LocalProcess, dismiss
 from moerl.rollout.beside.messages import Start
-from moerl.rollout.beside.shared import SharedMemory
+from moerl.rollout.beside.shared import SharedMemory, Written, encode_written
 from moerl.rollout.embedded import EmbeddedEngine
 
 SUBJECT = ENGINES["beside"]
@@ -110,6 +110,18 @@ def test_weights_are_swapped_in_between_two_tokens_and_every_token_names_its_ver
     for trajectory in found:
         assert (np.diff(trajectory.policy_versions[trajectory.sampled]) >= 0).all()
     assert engine.handshake().policy_version == versions[-1]
+
+
+def test_weights_may_be_written_by_another_process_of_the_machine(engine: BesideEngine) -> None:
+    tensors = {name: tensor for name, tensor in checkpoint(SUBJECT.model(1)) if name not in TIED}
+    theirs = SharedMemory.of(engine.memory)
+    engine.begin_update(6)
+    for part in (list(tensors.items())[::2], list(tensors.items())[1::2]):
+        places = theirs.put(part)
+        engine.receive_written(encode_written(Written(places, theirs.num_bytes)))
+    engine.end_update()
+    engine.verify(checksums(tensors.items()))
+    theirs.close()
 
 
 def test_weights_that_differ_are_found_and_nothing_is_sampled_with_them(engine: BesideEngine) -> None:
