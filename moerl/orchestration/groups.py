@@ -47,7 +47,7 @@ class GroupSource:
         journal: where finished groups are kept until a checkpoint holds what became of them.
 
     Attributes:
-        version: of the weights that are trained next; the loop sets it before engines get to see them.
+        version: of the weights that are trained next.
         metrics: of the latest batch.
     """
 
@@ -59,8 +59,7 @@ class GroupSource:
         self.limits = config.buffer.limits(config.rl.prompts_per_step)
         self.version, self.metrics = 0, dict[str, float]()
         self._queue, self.ledger = GroupQueue(self.limits), Ledger()
-        self._finished: dict[int, _Waiting] = {}
-        self._batch: dict[int, _Waiting] = {}
+        self._finished, self._batch = dict[int, _Waiting](), dict[int, _Waiting]()
         self._held, self._awaits_engines = list[int](), False
         # Held while any of the above is read or changed: with staleness, threads collect.
         self._state = threading.Condition()
@@ -138,6 +137,8 @@ class GroupSource:
                 self.ledger.leave_out(number, len(waiting.group.trajectories) - len(waiting.kept), NOT_KEPT)
                 self.ledger.train(number, len(waiting.kept))
             self._held, self._batch = list(self._batch), {}
+            # Engines hold it in a moment, and what they sample then must not look like the future.
+            self.version += 1
             self.ledger.check()
 
     def expect(self) -> Taken:
@@ -219,7 +220,8 @@ class GroupSource:
 
     @property
     def _num_open(self) -> int:
-        return self._queue.count(GroupState.RUNNING) + self._queue.count(GroupState.FINISHED)
+        """Groups that were asked for and are still to be trained, or in training."""
+        return len(self._queue.numbers(GroupState.RUNNING, GroupState.FINISHED)) + len(self._batch)
 
     @property
     def _num_left(self) -> int:
@@ -263,9 +265,9 @@ class GroupSource:
                 self._watch(len(asked) - len(number_of), len(asked), num_tokens)
                 if len(found[number]) == len(requests[number]):
                     self._take(number, requests.pop(number), found.pop(number))
-        for number in list(requests):
+        for number, group in requests.items():
             # An engine that leaves out a rollout does not get to make the group smaller unseen.
-            self._take(number, requests.pop(number), found.pop(number))
+            self._take(number, group, found[number])
         # A few groups that replace others may all be refused; a whole batch may not.
         at_most = len(asked) if len(numbers) >= self.limits.groups_per_step else len(asked) + 1
         collector.tell_refused(f"step {version + 1}", num_refused, at_most, first)

@@ -147,8 +147,6 @@ class RLStage:
             run.state.mismatch_first = run.state.mismatch_first or table
         with run.span("train"):
             totals = self._update(minibatches, step)
-        # Engines hold them in a moment, and what they sample must not look like the future.
-        self.groups.version = step + 1
         self.groups.trained()
         with self._publishing(step + 1) as published:
             metrics = self._metrics(minibatches, totals, step)

@@ -15,6 +15,7 @@ from waiting import eventually
 
 from moerl.buffer.journal import Journal
 from moerl.contract import Trajectory
+from moerl.contract.ports import Taken
 from moerl.errors import MoerlError, WeightSyncError
 
 
@@ -42,7 +43,6 @@ def test_the_next_groups_are_sampled_while_a_batch_is_trained() -> None:
 def test_a_batch_keeps_its_slots_until_engines_hold_what_came_of_it_and_not_of_another() -> None:
     groups, _ = source(answer, *BESIDE)
     groups.batch()
-    groups.version += 1
     groups.trained()
     tell = groups.expect()
     # The next one is taken, and trained, while engines still take the weights of the first.
@@ -50,11 +50,23 @@ def test_a_batch_keeps_its_slots_until_engines_hold_what_came_of_it_and_not_of_a
     assert groups.ledger.issued == 24
     tell(None)
     assert groups.ledger.issued == 36
-    groups.version += 1
     groups.trained()
     groups.expect()(None)
     assert groups.ledger.issued == 48
     assert groups.ledger.trained == 24
+
+
+def test_no_more_is_asked_for_than_will_be_trained_while_a_batch_is_in_training() -> None:
+    groups, _ = source(answer, *BESIDE, "rl.steps=4")
+    tell: Taken = lambda problem: None  # noqa: E731
+    for _ in range(4):
+        groups.batch()
+        # Engines take the weights of the batch before while this one is trained.
+        tell(None)
+        groups.trained()
+        tell = groups.expect()
+    tell(None)
+    assert (groups.ledger.issued, groups.ledger.trained, groups.ledger.pending) == (48, 48, 0)
 
 
 def test_a_step_is_not_counted_before_engines_hold_the_weights_of_the_one_before() -> None:
@@ -87,7 +99,6 @@ def test_weights_that_engines_did_not_take_end_the_run_and_no_slot_is_given_back
 def test_a_checkpoint_is_the_same_whether_or_not_engines_hold_its_weights_by_then() -> None:
     groups, _ = source(answer, *BESIDE, "rl.steps=1")
     groups.batch()
-    groups.version += 1
     groups.trained()
     tell = groups.expect()
     before = groups.snapshot()
