@@ -202,7 +202,13 @@ _ALL = (
     Metric("weights/gather_seconds", "s", "time that rank 0 spent gathering buckets", deterministic=False),
     Metric("weights/send_seconds", "s", "time that rank 0 spent sending buckets to the engine", deterministic=False),
     Metric("weights/end_seconds", "s", "time that the engine needed to switch to the new version", deterministic=False),
-    Metric("weights/check_seconds", "s", "time of comparing checksums of all tensors", deterministic=False),
+    Metric(
+        "weights/check_seconds",
+        "s",
+        "time of comparing checksums of all tensors; this and the two above: of asking for it, where an engine takes"
+        " weights beside the next step",
+        deterministic=False,
+    ),
     Metric(
         "weights/interrupted",
         "rollout",
