@@ -115,6 +115,20 @@ def test_the_compact_field_says_what_the_old_fields_say(server: SGLangServer):
         )
 
 
+def test_a_prompt_that_came_several_times_at_once_is_computed_once(server: SGLangServer):
+    prompt = [7, 3, 9, 11, 2, 30, 21, 5, 40, 17, 8, 33]
+    sampling = {"max_new_tokens": 6, "temperature": 1.0, "ignore_eos": True, "sampling_seed": 3}
+    body = {"input_ids": [prompt] * 8, "sampling_params": [sampling] * 8, "return_logprob": True}
+    answers = sglang_live.post(server.endpoint, "/generate", body).json()
+    # The last token of a prompt, whose output is sampled from, is computed for each.
+    cached = [answer["meta_info"]["cached_tokens"] for answer in answers]
+    assert sorted(cached) == [0] + 7 * [len(prompt) - 1]
+    # And they are sampled from the same distributions.
+    logprobs = [[x[0] for x in answer["meta_info"]["output_token_logprobs"]] for answer in answers]
+    assert len({tuple(answer["output_ids"]) for answer in answers}) == 1
+    assert np.allclose(logprobs, logprobs[0], atol=1e-5)
+
+
 def test_requests_without_a_seed_differ(server: SGLangServer):
     body = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 12, "temperature": 1.0, "ignore_eos": True}}
     drawn = {tuple(sglang_live.post(server.endpoint, "/generate", body).json()["output_ids"]) for _ in range(4)}
