@@ -25,6 +25,7 @@ class Lengths:
     def __init__(self) -> None:
         self._offered: deque[int] = deque(maxlen=WINDOW)
         self._trained: deque[int] = deque(maxlen=WINDOW)
+        self._has_warned = False
 
     def offer(self, lengths: Iterable[int]) -> None:
         """Of sampled responses, whatever becomes of them."""
@@ -48,6 +49,16 @@ class Lengths:
     def is_far(self) -> bool:
         """Whether the distance is worth a warning."""
         return min(len(self._offered), len(self._trained)) >= MIN_RESPONSES and self.distance > FAR
+
+    def warning(self) -> str:
+        """What a user should know, the first time that the distance is far; empty otherwise."""
+        if self._has_warned or not self.is_far:
+            return ""
+        self._has_warned = True
+        return (
+            "WARNING: responses that are trained differ in length from those that were sampled (lengths/distance"
+            f" {self.distance:.2f}): what rl.filters, rl.keep and quarantine leave out biases the policy"
+        )
 
     def metrics(self) -> dict[str, float]:
         """For a run's log, by the names of docs/metrics.md; after the first batch."""

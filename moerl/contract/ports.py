@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import Any, Protocol, runtime_checkable
 
 from moerl.contract.trajectory import FinishReason, Lineage, ModelSpec, SamplingParams
-from moerl.errors import ContractError
+from moerl.errors import ContractError, WeightSyncError
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +125,16 @@ class WeightSink(Protocol):
 
 Taken = Callable[[Exception | None], None]
 """Told that an engine holds an update, which was checked where that was asked for; or why it does not."""
+
+
+def not_taken(seconds: float) -> WeightSyncError:
+    """The error of an update that an engine has not taken, and said nothing about for so long."""
+    return WeightSyncError(
+        "weight update: the engine has not taken the weights",
+        seen=f"{seconds:g} s without a sign of it",
+        expected="every step within weights.step_seconds",
+        remedy="see to the engine (logs/engine.log), and resume the run",
+    )
 
 
 @runtime_checkable

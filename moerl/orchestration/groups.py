@@ -19,7 +19,7 @@ from moerl.buffer.ledger import Ledger
 from moerl.buffer.lengths import Lengths
 from moerl.buffer.queue import GroupQueue, GroupState, age, check_ages
 from moerl.config.schema import RunConfig
-from moerl.contract.ports import Prompt, RolloutRequest, Taken
+from moerl.contract.ports import Prompt, RolloutRequest, Taken, not_taken
 from moerl.contract.trajectory import Trajectory
 from moerl.orchestration.prompt_choice import PromptChoice
 from moerl.orchestration.rollouts import Collector, Outcome, in_request_order, sampling_params
@@ -67,7 +67,7 @@ class GroupSource:
         self._is_closed = self._is_batch_wanted = False
         self._again: list[int] = []
         self._recovered: dict[int, FinishedGroup] = {}
-        self._lengths, self._has_warned, self._flow = Lengths(), False, Flow()
+        self._lengths, self._flow = Lengths(), Flow()
         self._committed: Mapping[str, Any] | None = None
         self._saved_version = 0
         self._curriculum = PromptChoice.of(config, prompts)
@@ -92,7 +92,7 @@ class GroupSource:
                 if self._ask_for_more():
                     continue
                 if self.overlaps and self._error is None:
-                    self._state.wait()
+                    self._wait()
                 if self._error is not None:
                     raise self._error
             self._batch = {number: self._finished.pop(number) for number in numbers}
@@ -100,7 +100,9 @@ class GroupSource:
         trajectories = [trajectory for waiting in self._batch.values() for trajectory in waiting.kept]
         versions = [_versions(t) for t in trajectories]
         check_ages((age(self.version, each) for each in versions), self.limits)
-        self._compare_lengths(trajectories)
+        self._lengths.train(trajectory.num_sampled for trajectory in trajectories)
+        if warning := self._lengths.warning():
+            self._collector.say(warning)
         self.metrics = {
             **self._lengths.metrics(),
             **age_metrics(self.version, versions, histogram=self.overlaps),
@@ -150,9 +152,17 @@ class GroupSource:
     def settle(self) -> None:
         """Waits until engines hold the weights that are on their way. Raises what went wrong beside the training."""
         with self._state:
-            self._state.wait_for(lambda: not self._awaits_engines or self._error is not None)
+            while self._awaits_engines and self._error is None:
+                self._wait()
             if self._error is not None:
                 raise self._error
+
+    def _wait(self) -> None:
+        """For what happens beside the training. Raises `WeightSyncError` where an engine that should take weights lets
+        nothing be heard."""
+        seconds = self._config.weights.step_seconds if self._awaits_engines else None
+        if not self._state.wait(seconds):
+            raise not_taken(self._config.weights.step_seconds)
 
     def _taken(self, problem: Exception | None) -> None:
         try:
@@ -177,15 +187,6 @@ class GroupSource:
                 self._is_closed = True
                 self._state.notify_all()
                 self._journal.close()
-
-    def _compare_lengths(self, trajectories: Sequence[Trajectory]) -> None:
-        self._lengths.train(trajectory.num_sampled for trajectory in trajectories)
-        if self._lengths.is_far and not self._has_warned:
-            self._has_warned = True
-            self._collector.say(
-                "WARNING: responses that are trained differ in length from those that were sampled (lengths/distance"
-                f" {self._lengths.distance:.2f}): what rl.filters, rl.keep and quarantine leave out biases the policy"
-            )
 
     # --- asking ------------------------------------------------------------------------------------------------------
 
@@ -308,8 +309,6 @@ class GroupSource:
 
     def _kept(self, group: FinishedGroup) -> list[Trajectory]:
         loop = self._config.rl
-        if loop.keep is None:
-            return list(group.trajectories)
         kept = select(group.trajectories, loop.keep, loop.keep_by, (self._config.seed, group.number))
         self._flow.leave_out(sum(t.num_sampled for t in group.trajectories) - sum(t.num_sampled for t in kept))
         return kept

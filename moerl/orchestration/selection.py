@@ -41,8 +41,8 @@ def check_fills_up(num_groups: int, groups_per_step: int, ledger: Ledger) -> Non
         )
 
 
-def select(group: Sequence[Trajectory], keep: int, keep_by: str, seed: Sequence[int]) -> list[Trajectory]:
-    """`keep` responses of a group, in their order; all where there are no more.
+def select(group: Sequence[Trajectory], keep: int | None, keep_by: str, seed: Sequence[int]) -> list[Trajectory]:
+    """`keep` responses of a group, in their order; all where there are no more, or `keep` is None.
 
     Failures stay as varied as they are, successes are chosen (resample on correct, GRPO-RoC: rStar2-Agent, Shang et al.
     2025, arXiv:2508.20722). A response has succeeded where its reward is above the middle between the lowest and the
@@ -56,7 +56,7 @@ def select(group: Sequence[Trajectory], keep: int, keep_by: str, seed: Sequence[
     Raises:
         RewardError: a response has no reward of this name.
     """
-    if len(group) <= keep:
+    if keep is None or len(group) <= keep:
         return list(group)
     rewards = np.array([trajectory.rewards["reward"] for trajectory in group])
     order = np.random.default_rng(seed).permutation(len(group))

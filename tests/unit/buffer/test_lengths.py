@@ -29,8 +29,10 @@ def test_leaving_out_what_is_long_is_worth_a_warning_and_training_all_is_not() -
     all_of_them.train(drawn)
     short_ones.train([length for length in drawn if length < 70])
     assert all_of_them.distance == 0.0
-    assert not all_of_them.is_far
-    assert short_ones.is_far
+    assert all_of_them.warning() == ""
+    # Once.
+    assert f"lengths/distance {short_ones.distance:.2f}" in short_ones.warning()
+    assert short_ones.warning() == ""
 
 
 def test_a_few_responses_are_not_worth_a_warning() -> None:

@@ -96,6 +96,19 @@ def test_weights_that_engines_did_not_take_end_the_run_and_no_slot_is_given_back
             ask()
 
 
+@pytest.mark.parametrize("ask", ["settle", "batch"])
+def test_an_engine_that_hangs_in_an_update_ends_the_run(ask: str) -> None:
+    gate = Gate()
+    groups, _ = source(gate, *BESIDE, "weights.step_seconds=0.2")
+    gate.open("rl-000000/")
+    groups.batch()
+    groups.trained()
+    groups.expect()
+    with pytest.raises(WeightSyncError, match=r"has not taken the weights; seen: 0\.2 s"):
+        getattr(groups, ask)()
+    gate.open("")
+
+
 def test_a_checkpoint_is_the_same_whether_or_not_engines_hold_its_weights_by_then() -> None:
     groups, _ = source(answer, *BESIDE, "rl.steps=1")
     groups.batch()
