@@ -16,6 +16,7 @@ from torch import Tensor
 
 from moerl.config.schema import RunConfig
 from moerl.contract.ports import CheckedSink, WeightSink
+from moerl.errors import WeightSyncError
 from moerl.kernels.checksum import checksums
 from moerl.models.description import ModelDescription
 from moerl.rollout.beside.shared import SharedMemory, Written, encode_written
@@ -211,7 +212,7 @@ def _sink(
     if is_first and links.engine is not None:
         engine = remote = RemoteSink(links.engine)
         if links.memory:
-            engine = ThroughMemory(remote, SharedMemory.of(links.memory))
+            engine = ThroughMemory(remote, _memory_of_engine(links.memory))
     if config.weights.transport == "disk":
         folder = config.run_dir / FOLDER
         disk = DiskSink(folder, rank=rank, senders=senders)
@@ -224,3 +225,15 @@ def _sink(
     seconds = SENDER_SHARE * config.weights.step_seconds
     sender = ShardSender(rank, links.servers, shapes, partial(open_channel, device=platform.device()), seconds)
     return EngineAndSender(engine, sender) if is_first and engine is not None else sender
+
+
+def _memory_of_engine(path: str) -> SharedMemory:
+    try:
+        return SharedMemory.of(path)
+    except OSError as error:
+        raise WeightSyncError(
+            "weights: this rank cannot open the memory of the engine beside it",
+            seen=str(error),
+            expected="a file under /proc that processes of one user can open",
+            remedy="mount /proc, and let this user see its own processes there",
+        ) from error

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from moerl.contract.ports import CheckedSink
+from moerl.errors import WeightSyncError
 from moerl.kernels.checksum import checksums
 from moerl.ranks import weights
 from moerl.ranks.weights import ThroughDisk, ThroughMemory
@@ -94,3 +95,8 @@ def test_tensors_that_were_written_to_an_engines_memory_are_read_before_others_t
         name: tensor.tolist() for name, tensor in TENSORS.items()
     }
     memory.close()
+
+
+def test_a_rank_that_cannot_open_the_memory_of_an_engine_says_so(tmp_path: Path):
+    with pytest.raises(WeightSyncError, match=r"cannot open the memory.*No such file.*mount /proc"):
+        weights._memory_of_engine(str(tmp_path / "fd"))
