@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import os
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -127,6 +129,32 @@ def test_a_prompt_that_came_several_times_at_once_is_computed_once(server: SGLan
     logprobs = [[x[0] for x in answer["meta_info"]["output_token_logprobs"]] for answer in answers]
     assert len({tuple(answer["output_ids"]) for answer in answers}) == 1
     assert np.allclose(logprobs, logprobs[0], atol=1e-5)
+
+
+def test_a_paused_server_leaves_its_core_to_others(server: SGLangServer):
+    key = server.endpoint.admin_key
+    assert sglang_live.post(server.endpoint, "/pause_generation", {"mode": "retract"}, key=key).status_code == 200
+    try:
+        before = _scheduler_seconds(server)
+        time.sleep(2.0)
+        used = _scheduler_seconds(server) - before
+    finally:
+        sglang_live.post(server.endpoint, "/continue_generation", {}, key=key)
+    # One that looks for work all the time takes whatever others leave.
+    assert used < 0.05
+
+
+def _scheduler_seconds(server: SGLangServer) -> float:
+    """CPU time that the server's scheduler has taken."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            name, _, state = (folder / "stat").read_text().rpartition(") ")
+        except OSError:  # ended meanwhile
+            continue
+        fields = state.split()
+        if "(sglang::schedul" in name and int(fields[1]) == server.endpoint.pid:
+            return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    raise AssertionError("the server has no scheduler")
 
 
 def test_requests_without_a_seed_differ(server: SGLangServer):

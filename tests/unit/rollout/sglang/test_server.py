@@ -30,6 +30,7 @@ def test_every_server_captures_routes_samples_in_torch_and_labels_its_weights(de
     assert chosen["enable-return-routed-experts"]
     assert chosen["sampling-backend"] == "pytorch"
     assert chosen["skip-tokenizer-init"]
+    assert chosen["log-level-http"] == "warning"
     assert (chosen["weight-version"], chosen["port"], chosen["tensor-parallel-size"]) == ("4", 99, 2)
     assert ("attention-backend" in chosen) == (device == "cpu")
     assert ("sleep-on-idle" in chosen) == (device == "cpu")
