@@ -21,7 +21,8 @@ def server_environment(
 
     Args:
         device: cuda or cpu.
-        num_ranks: tensor-parallel ranks; on CPU each gets one core. With more threads a tiny model is 20 times slower.
+        num_ranks: tensor-parallel ranks; on CPU each has one thread, and a core of its own where SGLang can bind it.
+            With more threads a tiny model is 20 times slower.
         cores: to choose from, the last ones first; by default those this process may use.
         first_device: GPUs or cores that other servers have.
         host: address of the server, where its process groups listen, too.

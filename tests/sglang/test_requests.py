@@ -140,7 +140,7 @@ def test_a_paused_server_leaves_its_core_to_others(server: SGLangServer):
         used = _scheduler_seconds(server) - before
     finally:
         sglang_live.post(server.endpoint, "/continue_generation", {}, key=key)
-    # One that looks for work all the time takes whatever others leave.
+    # One that looks for work all the time takes its part of these two seconds, however many others want one.
     assert used < 0.05
 
 
@@ -152,6 +152,7 @@ def _scheduler_seconds(server: SGLangServer) -> float:
         except OSError:  # ended meanwhile
             continue
         fields = state.split()
+        # The kernel keeps 15 characters of a name.
         if "(sglang::schedul" in name and int(fields[1]) == server.endpoint.pid:
             return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     raise AssertionError("the server has no scheduler")
