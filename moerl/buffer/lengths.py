@@ -45,14 +45,10 @@ class Lengths:
         shares = (np.searchsorted(each, at, side="right") / len(each) for each in (offered, trained))
         return float(np.abs(np.subtract(*shares)).max())
 
-    @property
-    def is_far(self) -> bool:
-        """Whether the distance is worth a warning."""
-        return min(len(self._offered), len(self._trained)) >= MIN_RESPONSES and self.distance > FAR
-
     def warning(self) -> str:
         """What a user should know, the first time that the distance is far; empty otherwise."""
-        if self._has_warned or not self.is_far:
+        has_few = min(len(self._offered), len(self._trained)) < MIN_RESPONSES
+        if self._has_warned or has_few or self.distance <= FAR:
             return ""
         self._has_warned = True
         return (

@@ -40,5 +40,5 @@ def test_a_few_responses_are_not_worth_a_warning() -> None:
     lengths.offer(range(100))
     lengths.train(range(10))
     assert lengths.distance == pytest.approx(0.9)
-    assert not lengths.is_far
+    assert lengths.warning() == ""
     assert Lengths().distance == 0.0
