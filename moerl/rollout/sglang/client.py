@@ -24,6 +24,7 @@ from moerl.rollout.sglang.handshake import (
     read_version,
 )
 from moerl.rollout.sglang.http import SGLangHttp, decoded
+from moerl.rollout.sglang.many_answers import PATH, ManyAnswers
 from moerl.rollout.sglang.patches import read_patches
 from moerl.rollout.sglang.reading import MAX_FACTS_BYTES
 
@@ -41,8 +42,8 @@ class ServerClient:
         self, endpoint: Endpoint, *, max_connections: int, timeout_seconds: float, control_seconds: float
     ) -> None:
         """timeout_seconds: longest time from asking for a response to having it. control_seconds: of other calls."""
-        self._timeout_seconds = timeout_seconds
         self.http = SGLangHttp(endpoint, max_connections=max_connections, timeout_seconds=control_seconds)
+        self._answers = ManyAnswers(self.http, timeout_seconds)
 
     async def facts(self, model: ModelFacts | None) -> ServerFacts:
         """The handshake: what the server is, compared with this version's patches and with `model` where it is given.
@@ -74,12 +75,11 @@ class ServerClient:
             TransportError: there is no whole answer; another attempt may succeed.
             EngineError: the server refused the request.
         """
-        path = "/generate"
-        content = await self.http.post_once(path, body, bounds.response_bytes, self._timeout_seconds)
-        meta = decoded(path, content, lambda content: read_meta(content, bounds))
+        content = await self._answers.ask(body, bounds.response_bytes)
+        meta = decoded(PATH, content, lambda content: read_meta(content, bounds))
         if meta.get("id") != body["rid"]:
             raise TransportError(
-                f"SGLang {path}: an answer to another request", seen=meta.get("id"), expected=body["rid"]
+                f"SGLang {PATH}: an answer to another request", seen=meta.get("id"), expected=body["rid"]
             )
         return meta
 
@@ -98,13 +98,14 @@ class ServerClient:
         await self.http.admin("/abort_request", {"rid": request_id})
 
     async def close(self) -> None:
+        await self._answers.close()
         await self.http.close()
 
 
 def request_body(
     request: RolloutRequest, request_id: str, policy_version: int, sampled_ids: Sequence[int] = ()
 ) -> dict[str, Any]:
-    """The JSON body of `/generate`; the answer is msgpack.
+    """The JSON body of `/generate`, and one of those of `/generate_many`; the answer is msgpack.
 
     Args:
         sampled_ids: tokens of the response that are there already. The answer goes on behind them; draws depend on seed

@@ -7,7 +7,8 @@ repeated: it has no effect but its answer, and the engine gives every attempt an
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 import aiohttp
@@ -17,7 +18,7 @@ from moerl.errors import ContractError, EngineError
 from moerl.rollout.fleet.backend import KeyRefusedError, TransportError
 from moerl.rollout.fleet.backoff import NUM_ATTEMPTS, backoff
 from moerl.rollout.fleet.endpoint import Endpoint
-from moerl.rollout.sglang.reading import AS_IT_IS, MAX_FACTS_BYTES, MAX_SAID_BYTES, read
+from moerl.rollout.sglang.reading import AS_IT_IS, MAX_FACTS_BYTES, MAX_SAID_BYTES, pieces, read
 
 _JSON_OBJECT = msgspec.json.Decoder(dict[str, Any])
 _CONNECT_SECONDS = 10.0
@@ -104,6 +105,25 @@ class SGLangHttp:
         """
         return await self._call("POST", path, body, max_bytes, admin=admin, timeout_seconds=timeout_seconds)
 
+    async def post_stream(
+        self, path: str, bodies: Sequence[Mapping[str, Any]], take: Callable[[bytes], None]
+    ) -> None:
+        """One attempt of a call for many answers, which are the caller's to bound and to decode, and whose time is the
+        caller's to limit.
+
+        Args:
+            take: gets the answers, piece by piece as they come; what it raises ends the call.
+
+        Raises:
+            TransportError: another attempt may succeed.
+            EngineError: the server refused the call.
+        """
+        async with self._response("POST", path, bodies, admin=False, seconds=None) as response:
+            if response.status != 200:
+                check_status(path, response.status, await read(path, response, MAX_SAID_BYTES))
+            async for piece in pieces(path, response):
+                take(piece)
+
     async def _repeated(self, method: str, path: str, body: Mapping[str, Any] | None, *, admin: bool) -> dict[str, Any]:
         for attempt in range(NUM_ATTEMPTS):
             try:
@@ -126,9 +146,19 @@ class SGLangHttp:
         admin: bool = False,
         timeout_seconds: float | None = None,
     ) -> bytes:
-        if self._is_closed:
-            raise self._given_up(path)
         seconds = timeout_seconds or self._timeout_seconds
+        async with self._response(method, path, body, admin=admin, seconds=seconds) as response:
+            content = await read(path, response, max_bytes)
+            check_status(path, response.status, content)
+            return content
+
+    @contextlib.asynccontextmanager
+    async def _response(
+        self, method: str, path: str, body: Any, *, admin: bool, seconds: float | None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """seconds: until its end; None where the caller sees to it."""
+        if self._is_closed:
+            raise self.given_up(path)
         key = self.endpoint.admin_key if admin else self.endpoint.api_key
         headers = {"Authorization": f"Bearer {key}"}
         data = None
@@ -139,15 +169,13 @@ class SGLangHttp:
         )
         try:
             async with asyncio.timeout(seconds), call as response:
-                content = await read(path, response, max_bytes)
-                _check_status(path, response.status, content)
-                return content
+                yield response
         except asyncio.CancelledError as error:
             # A session that is closed cancels calls that wait for a connection; their tasks were not cancelled.
             task = asyncio.current_task()
             if not self._is_closed or task is None or task.cancelling():
                 raise
-            raise self._given_up(path) from error
+            raise self.given_up(path) from error
         except aiohttp.ClientError as error:
             raise TransportError(
                 f"SGLang {path}: the connection failed",
@@ -155,18 +183,22 @@ class SGLangHttp:
                 remedy="look at the server's log; is it still running?",
             ) from error
         except TimeoutError as error:
-            raise TransportError(
-                f"SGLang {path}: no answer in time",
-                seen=self.endpoint.url,
-                expected=f"an answer within {seconds} s",
-                remedy="look at the server's log",
-            ) from error
+            raise self.out_of_time(path, seconds or _CONNECT_SECONDS) from error
 
-    def _given_up(self, path: str) -> TransportError:
+    def out_of_time(self, path: str, seconds: float) -> TransportError:
+        return TransportError(
+            f"SGLang {path}: no answer in time",
+            seen=self.endpoint.url,
+            expected=f"an answer within {seconds} s",
+            remedy="look at the server's log",
+        )
+
+    def given_up(self, path: str) -> TransportError:
         return TransportError(f"SGLang {path}: the server was given up", seen=self.endpoint.url)
 
 
-def _check_status(path: str, status: int, content: bytes) -> None:
+def check_status(path: str, status: int, content: bytes) -> None:
+    """Raises KeyRefusedError, TransportError or EngineError where an answer says that there is none."""
     if status == 200:
         return
     said = content[:500].decode(errors="replace")

@@ -6,6 +6,8 @@ byte is looked at. Any process that talks to a server.
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+
 import aiohttp
 
 from moerl.rollout.fleet.backend import TransportError
@@ -26,40 +28,35 @@ async def read(path: str, response: aiohttp.ClientResponse, max_bytes: int) -> b
     Raises:
         TransportError: it is compressed, or longer than `max_bytes`.
     """
-    intake = _Intake(path, response, max_bytes)
-    async for piece in response.content.iter_any():
-        if intake.takes(piece):
-            break
-    return intake.content()
-
-
-class _Intake:
-    def __init__(self, path: str, response: aiohttp.ClientResponse, max_bytes: int) -> None:
-        encoding = response.headers.get("content-encoding", "identity")
-        if encoding.lower() != "identity":
+    # One buffer: of pieces of one byte each, a list would take forty times as much.
+    content = bytearray()
+    async for piece in pieces(path, response):
+        content += piece
+        if response.status != 200:
+            if len(content) >= MAX_SAID_BYTES:
+                break
+        elif len(content) > max_bytes:
             raise TransportError(
-                f"SGLang {path}: the answer is encoded",
-                seen=f"Content-Encoding: {encoding[:100]}",
-                expected="the answer as it is",
-                remedy="reach the server directly, without a proxy that compresses",
-            )
-        self._path, self._max_bytes, self._is_whole = path, max_bytes, response.status == 200
-        # One buffer: of pieces of one byte each, a list would take forty times as much.
-        self._content = bytearray()
-
-    def takes(self, piece: bytes) -> bool:
-        """Takes a piece; True where no more is wanted."""
-        self._content += piece
-        if not self._is_whole:
-            return len(self._content) >= MAX_SAID_BYTES
-        if len(self._content) > self._max_bytes:
-            raise TransportError(
-                f"SGLang {self._path}: the answer is too long",
-                seen=f"more than {self._max_bytes} bytes",
+                f"SGLang {path}: the answer is too long",
+                seen=f"more than {max_bytes} bytes",
                 expected="no more than what was asked for takes",
                 remedy="look at the server's log",
             )
-        return False
+    return bytes(content)
 
-    def content(self) -> bytes:
-        return bytes(self._content)
+
+def pieces(path: str, response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """The body of a streamed response as it comes.
+
+    Raises:
+        TransportError: it is compressed.
+    """
+    encoding = response.headers.get("content-encoding", "identity")
+    if encoding.lower() != "identity":
+        raise TransportError(
+            f"SGLang {path}: the answer is encoded",
+            seen=f"Content-Encoding: {encoding[:100]}",
+            expected="the answer as it is",
+            remedy="reach the server directly, without a proxy that compresses",
+        )
+    return response.content.iter_any()
