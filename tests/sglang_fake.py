@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -20,6 +22,7 @@ from moerl.rollout.fleet.endpoint import Endpoint
 from moerl.rollout.fleet.engine import FleetEngine
 from moerl.rollout.fleet.options import EngineOptions
 from moerl.rollout.sglang.backend import sglang_engine
+from moerl.rollout.sglang.many_answers import HEAD, PATH
 from moerl.rollout.sglang.patches import DEFAULT_RELEASE, read_patches
 
 SPEC = ModelSpec(num_moe_layers=2, experts_per_token=2, num_experts=8, vocab_size=50, fingerprint="fake")
@@ -111,7 +114,9 @@ class _ManyAtOnce(ThreadingHTTPServer):
 class FakeServer:
     """Listens on loopback; `answer` may be replaced by a test.
 
-    bodies: of all `/generate` calls for rollouts, in order. probes: of those for a probe, which fail where
+    calls: how many requests each `/generate_many` had. spoil: from the place of a request and its frame to the bytes
+    that are sent instead. left: clients that left before they had all answers of a call.
+    bodies: of all requests for rollouts, in order. probes: of those for a probe, which fail where
     `answers_probes` is False. steps: paths of the calls of weight updates; `refuses` is one that fails. frozen: how
     often it was told that what it consists of is no garbage.
     encoding: the content encoding that answers claim to have. accepted: those that clients said to accept.
@@ -127,6 +132,9 @@ class FakeServer:
         self.encoding = ""
         self.accepted: set[str] = set()
         self.weight_version = "3"
+        self.calls: list[int] = []
+        self.spoil: Callable[[int, bytes], bytes] = lambda place, frame: frame
+        self.left = 0
         self.bodies: list[dict[str, Any]] = []
         self.admin_calls: list[tuple[str, dict[str, Any]]] = []
         self.answer: Callable[[dict[str, Any]], Answer] = lambda body: (200, msgspec.msgpack.encode(reply(body)))
@@ -150,9 +158,11 @@ class FakeServer:
     def respond(self, path: str, key: str, body: dict[str, Any]) -> Answer:
         if path == "/health":
             return 200, b""
-        is_admin = path not in ("/generate", "/server_info", "/model_info")
+        is_admin = path not in ("/generate", PATH, "/server_info", "/model_info")
         if key != (self.endpoint.admin_key if is_admin else self.endpoint.api_key):
             return 401, b'{"error": "Unauthorized"}'
+        if path == PATH:
+            return 200, b""  # its answers come one by one
         if path == "/generate" and body["rid"].endswith("-probe"):
             self.probes.append(body)
             return (200, msgspec.msgpack.encode(reply(body))) if self.answers_probes else (0, b"")
@@ -185,7 +195,33 @@ class FakeServer:
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                self._send(*fake.respond(self.path, self._key(), body))
+                status, content = fake.respond(self.path, self._key(), body)
+                if self.path == PATH and (status, content) == (200, b""):
+                    self._send_each(body)
+                else:
+                    self._send(status, content)
+
+            def _send_each(self, bodies: list[dict[str, Any]]) -> None:
+                fake.calls.append(len(bodies))
+                key, turn = self._key(), threading.Lock()
+                self._begin(200, "Transfer-Encoding", "chunked")
+
+                def send(place: int, body: dict[str, Any]) -> None:
+                    status, content = fake.respond("/generate", key, body)
+                    frame = fake.spoil(place, HEAD.pack(place, status, len(content)) + content)
+                    with turn:
+                        if status == 0:  # hang up without an answer
+                            self.connection.shutdown(socket.SHUT_RDWR)
+                        else:
+                            self.wfile.write(b"%x\r\n%b\r\n" % (len(frame), frame))
+
+                with ThreadPoolExecutor(len(bodies)) as threads:
+                    sent = [threads.submit(send, place, body) for place, body in enumerate(bodies)]
+                if any(each.exception() for each in sent):
+                    fake.left += 1
+                    self.close_connection = True
+                    return
+                self.wfile.write(b"0\r\n\r\n")
 
             def _key(self) -> str:
                 return self.headers.get("Authorization", "").removeprefix("Bearer ")
@@ -194,13 +230,16 @@ class FakeServer:
                 if status == 0:  # hang up without an answer
                     self.close_connection = True
                     return
+                self._begin(status, "Content-Length", str(len(content)))
+                self.wfile.write(content)
+
+            def _begin(self, status: int, name: str, value: str) -> None:
                 fake.accepted.add(self.headers.get("Accept-Encoding", ""))
                 self.send_response(status)
-                self.send_header("Content-Length", str(len(content)))
+                self.send_header(name, value)
                 if fake.encoding:
                     self.send_header("Content-Encoding", fake.encoding)
                 self.end_headers()
-                self.wfile.write(content)
 
             def log_message(self, format: str, *args: Any) -> None:
                 """Says nothing."""

@@ -12,13 +12,14 @@ from typing import Any
 import httpx
 
 from moerl.rollout.fleet.endpoint import Endpoint
+from moerl.rollout.sglang.many_answers import HEAD, PATH
 
 Spoil = Callable[[bytes, bytes], bytes]
 """From an answer and the one before it to what the client gets; shorter than announced where bytes are missing."""
 
 
 class Proxy:
-    """Passes everything on; of the `/generate` answers every second is spoilt.
+    """Passes everything on; of the answers to rollouts every second is spoilt.
 
     Attributes:
         endpoint: for clients.
@@ -45,15 +46,25 @@ class Proxy:
         answer = httpx.request(
             method, self._behind.url + path, content=body, headers=headers, timeout=120.0, trust_env=False
         )
-        content = sent = answer.content
-        if path == "/generate":
+        content = answer.content
+        length, sent = self._spoilt(content) if path == PATH else (len(content), content)
+        return answer.status_code, answer.headers.get("content-type", ""), length, sent
+
+    def _spoilt(self, content: bytes) -> tuple[int, bytes]:
+        """Length that is announced and what is sent of the answers to a call: nothing behind one that is cut off."""
+        sent = b""
+        while content:
+            place, status, length = HEAD.unpack_from(content)
+            whole, content = content[HEAD.size : HEAD.size + length], content[HEAD.size + length :]
             with self._lock:
                 self._num_answers += 1
-                if self._num_answers % 2 == 0:
-                    sent = self._spoil(content, self._before)
-                self._before = content
-        length = len(content) if len(sent) < len(content) else len(sent)
-        return answer.status_code, answer.headers.get("content-type", ""), length, sent
+                spoilt = self._spoil(whole, self._before) if self._num_answers % 2 == 0 else whole
+                self._before = whole
+            is_cut = len(spoilt) < len(whole) and spoilt == whole[: len(spoilt)]
+            sent += HEAD.pack(place, status, len(whole) if is_cut else len(spoilt)) + spoilt
+            if is_cut:
+                return len(sent) + 1, sent
+        return len(sent), sent
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:
         proxy = self

@@ -3,7 +3,8 @@
 Time runs from event to event: a response ends, a batch is trained, engines hold new weights. Slots, window and batches
 are those of `GroupQueue`, so what the simulation says of ages and of dropped groups is what a run would do with these
 lengths and times. An engine decodes one token of each of its n responses in ``decode_step + n decode_row`` seconds; it
-stands still while it prefills prompts and while it takes new weights. Pure; any process.
+stands still while it prefills prompts, while it takes new weights, and while it computes again what they interrupted.
+Pure; any process.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ class StepCosts:
     decode_step: of one token for all responses of an engine. decode_row: the same, more for each response.
     prefill_row: of a prompt. train_step, train_token: of training, whatever the batch is, and more per trained token.
     publish: from the end of training until engines hold the weights. stall: that an engine stands still for them.
+    recompute_token: of a token that a response under way has then, where engines compute its keys and values again.
     """
 
     decode_step: float
@@ -35,6 +37,7 @@ class StepCosts:
     train_token: float
     publish: float
     stall: float = 0.0
+    recompute_token: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +126,11 @@ class _Engine:
 
     def stand_still(self, seconds: float) -> None:
         self.ready_at = max(self.ready_at, self.now) + seconds
+
+    @property
+    def tokens_under_way(self) -> float:
+        """That its running responses have so far."""
+        return sum(self.tokens - end + response.num_tokens for end, _, response in self.running)
 
     @property
     def next_end(self) -> float:
@@ -227,7 +235,7 @@ class _Simulation:
         for index, engine in enumerate(self.engines):
             engine.advance(self.now)
             if engine.running:
-                engine.stand_still(self.costs.stall)
+                engine.stand_still(self.costs.stall + self.costs.recompute_token * engine.tokens_under_way)
                 self._plan(index)
         self._dispatch()
 

@@ -61,7 +61,8 @@ def calibrate(run_dir: Path) -> Calibration:
     """Costs of a synchronous run whose responses were all sampled side by side.
 
     The time of sampling is fitted by ``decode_step * longest + decode_row * tokens + rest`` over steps, the time of
-    training by ``train_token * tokens + rest``, both without negative costs.
+    training by ``train_token * tokens + rest``, both without negative costs. Such a run interrupts nothing: a token that
+    servers compute again counts as one that is decoded, without its share of the step.
 
     Raises:
         ConfigError: it is no run, was not synchronous, sampled in turns, or is too short.
@@ -91,6 +92,7 @@ def calibrate(run_dir: Path) -> Calibration:
         train_token=train[0],
         publish=statistics.mean(_column(rows, "seconds/weights")),
         stall=statistics.mean(_column(rows, "weights/stalled_seconds")),
+        recompute_token=decode[1] if _computes_again(config) else 0.0,
     )
     return Calibration(costs, lengths, statistics.mean(_column(rows, "seconds/step")), len(rows))
 
@@ -115,15 +117,22 @@ def estimate(
     passes = 4 if config.rl.minibatches > 1 or config.keep_routing.mode == "trainer" else 3
     operations = device.tflops * 1e12
     memory = device.memory_gb_per_second * 1e9 * DECODE_EFFICIENCY * engine_devices
+    token = cost.linear / (operations * PREFILL_EFFICIENCY * engine_devices)
     cache_row = 4 * model.num_layers * model.num_key_value_heads * model.head_dim * (prompt_tokens + mean_tokens / 2)
     return StepCosts(
         decode_step=2 * total_parameters(model) / memory,
-        decode_row=cache_row / memory + cost.linear / (operations * PREFILL_EFFICIENCY * engine_devices),
+        decode_row=cache_row / memory + token,
         prefill_row=cost(prompt_tokens) / (operations * PREFILL_EFFICIENCY * engine_devices),
         train_step=0.0,
         train_token=passes * cost(round(mean_rows)) / mean_tokens / (operations * device.mfu * trainer_devices),
         publish=publish_seconds,
+        recompute_token=token if _computes_again(config) else 0.0,
     )
+
+
+def _computes_again(config: RunConfig) -> bool:
+    """Servers compute what is under way again with new weights; the embedded engine goes on with what it has."""
+    return not isinstance(config.rollout, EmbeddedRolloutConfig) and config.weights.interrupt != "drain"
 
 
 def _stored(run_dir: Path) -> RunConfig:

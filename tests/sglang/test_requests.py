@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import os
 import time
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import sglang_live
@@ -21,7 +23,10 @@ from moerl.rollout.embedded import EmbeddedEngine
 from moerl.rollout.fleet.backend import ModelFacts
 from moerl.rollout.fleet.engine import FleetEngine
 from moerl.rollout.sglang.answers import decode_compact
+from moerl.rollout.sglang.client import request_body
+from moerl.rollout.sglang.http import SGLangHttp
 from moerl.rollout.sglang.install import site_packages
+from moerl.rollout.sglang.many_answers import ManyAnswers
 from moerl.rollout.sglang.patches import verify_installation
 from moerl.rollout.sglang.server import SGLangServer
 
@@ -115,6 +120,64 @@ def test_the_compact_field_says_what_the_old_fields_say(server: SGLangServer):
         assert set(other["meta_info"]).isdisjoint(
             {"routed_experts", "output_token_logprobs", "output_token_sampling_mask"}
         )
+
+
+def test_requests_of_one_call_are_answered_as_each_by_itself(server: SGLangServer):
+    requests = [
+        replace(r, sampling=SamplingParams(top_p=0.9, seed=i), max_new_tokens=5 + 20 * (i % 3))
+        for i, r in enumerate(make_requests(12))
+    ]
+    bodies = [request_body(request, f"many-{i}", 0) for i, request in enumerate(requests)]
+    bodies[4]["sampling_params"]["max_new_tokens"] = 1 << 20
+
+    async def ask(http: SGLangHttp) -> tuple[list[bytes | BaseException], list[bytes]]:
+        answers = ManyAnswers(http, 60.0)
+        together = await asyncio.gather(*(answers.ask(body, 1 << 20) for body in bodies), return_exceptions=True)
+        await answers.close()
+        alone = [body | {"rid": f"alone-{i}"} for i, body in enumerate(bodies) if i != 4]
+        return together, [await http.post_once("/generate", body, 1 << 20) for body in alone]
+
+    together, alone = sglang_live.over_http(server.endpoint, ask)
+    # One that the server refuses is refused alone.
+    refused = together.pop(4)
+    assert type(refused) is EngineError
+    assert "status 400" in str(refused)
+    for one, other in zip(together, alone, strict=True):
+        assert isinstance(one, bytes)
+        fields = [
+            decode_compact(msgspec.msgpack.decode(x)["meta_info"]["compact_answer"], 1 << 20) for x in (one, other)
+        ]
+        assert fields[0].output_ids == fields[1].output_ids
+        assert fields[0].kept_ids == fields[1].kept_ids
+        assert fields[0].expert_ids == fields[1].expert_ids
+
+
+def test_requests_of_a_call_whose_client_has_left_are_aborted(server: SGLangServer):
+    bodies = [
+        request_body(replace(r, max_new_tokens=190, stop_ids=()), f"left-{i}", 0)
+        for i, r in enumerate(make_requests(8))
+    ]
+
+    async def leave(http: SGLangHttp) -> None:
+        answers = ManyAnswers(http, 60.0)
+        asks = [asyncio.create_task(answers.ask(body, 1 << 20)) for body in bodies]
+        while await running(http) < len(bodies):
+            await asyncio.sleep(0.01)
+        # One leaves, and its call goes on; then all have left.
+        asks[0].cancel()
+        while await running(http) == len(bodies):
+            await asyncio.sleep(0.01)
+        assert not any(ask.done() for ask in asks[1:])
+        for ask in asks:
+            ask.cancel()
+        while await running(http):
+            await asyncio.sleep(0.01)
+
+    async def running(http: SGLangHttp) -> int:
+        (load,) = (await http.get("/v1/loads"))["loads"]
+        return load["num_running_reqs"]
+
+    sglang_live.over_http(server.endpoint, leave, max_connections=4)
 
 
 def test_a_prompt_that_came_several_times_at_once_is_computed_once(server: SGLangServer):

@@ -105,9 +105,7 @@ class SGLangHttp:
         """
         return await self._call("POST", path, body, max_bytes, admin=admin, timeout_seconds=timeout_seconds)
 
-    async def post_stream(
-        self, path: str, bodies: Sequence[Mapping[str, Any]], take: Callable[[bytes], None]
-    ) -> None:
+    async def post_stream(self, path: str, bodies: Sequence[Mapping[str, Any]], take: Callable[[bytes], None]) -> None:
         """One attempt of a call for many answers, which are the caller's to bound and to decode, and whose time is the
         caller's to limit.
 

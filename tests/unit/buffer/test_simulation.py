@@ -39,6 +39,19 @@ def test_what_a_response_adds_to_a_token_and_a_prompt_to_a_step_is_counted() -> 
     assert in_turns.step_seconds == pytest.approx(2 * (2 * 3 + 10 * 2) + 1 + 10)
 
 
+def test_what_an_update_interrupts_is_computed_again():
+    limits = QueueLimits(1, max_staleness=1)
+
+    def step_seconds(recompute_token: float) -> float:
+        costs = StepCosts(1.0, 0.0, 0.0, 5.0, 0.0, 0.0, recompute_token=recompute_token)
+        return simulate(limits, Fleet(1, 2), costs, group_size=1, length=always(10), num_steps=16).step_seconds
+
+    # Two responses of 10 tokens are 5 s apart, and trained one after the other in 5 s each.
+    assert step_seconds(0.0) == pytest.approx((10 + 5) / 2)
+    # Every second update finds one of them with 5 tokens.
+    assert step_seconds(0.5) == pytest.approx((10 + 5 + 5 * 0.5) / 2)
+
+
 def test_tokens_may_cost_nothing() -> None:
     """As a fit to few steps may say, which takes all of it for the prompts' cost."""
     costs = StepCosts(0.0, 0.0, 3.0, 5.0, 0.0, 1.0)

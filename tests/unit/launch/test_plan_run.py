@@ -112,6 +112,10 @@ def test_operations_and_bytes_of_a_model_become_seconds(tmp_path: Path) -> None:
     twice = estimate(config, replace(H100, tflops=2 * 989), 1.0, mean_tokens=4096, prompt_tokens=512)
     assert twice.train_token == pytest.approx(costs.train_token / 2)
     assert costs.publish == 1.0
+    # 2 x 3.0 billion parameters on two devices, at half of their peak; where nothing is interrupted, nothing is.
+    assert costs.recompute_token == pytest.approx(2 * 3.0e9 / (2 * 0.5 * 989e12), rel=0.1)
+    drained = load_plan([*keys, "weights.interrupt=drain"])
+    assert estimate(drained, H100, 1.0, mean_tokens=4096, prompt_tokens=512).recompute_token == 0.0
 
 
 def test_the_table_has_a_row_for_each_setting_and_says_what_it_assumes(

@@ -18,6 +18,7 @@ from moerl.rollout.fleet import backoff
 from moerl.rollout.fleet.backend import TransportError
 from moerl.rollout.sglang.digests import ServedModel, weight_digests
 from moerl.rollout.sglang.http import SGLangHttp
+from moerl.rollout.sglang.many_answers import ManyAnswers
 from moerl.rollout.sglang.reading import MAX_SAID_BYTES, read
 from moerl.rollout.sglang.update_calls import UpdateCalls
 
@@ -37,6 +38,7 @@ CALLS: dict[str, Callable[[SGLangHttp], Any]] = {
     "facts": lambda http: http.get("/server_info"),
     "a version": lambda http: http.get_once("/model_info"),
     "a response": lambda http: http.post_once("/generate", {"rid": "r"}, 1 << 30),
+    "responses": lambda http: ManyAnswers(http, 60.0).ask({"rid": "r"}, 1 << 30),
     "an abort": lambda http: http.admin("/abort_request", {}),
     "weights": lambda http: UpdateCalls("s", http, 60.0).begin(),
     "checksums": lambda http: weight_digests(http, ServedModel({}, 1, {}), 60.0),
