@@ -61,8 +61,8 @@ def calibrate(run_dir: Path) -> Calibration:
     """Costs of a synchronous run whose responses were all sampled side by side.
 
     The time of sampling is fitted by ``decode_step * longest + decode_row * tokens + rest`` over steps, the time of
-    training by ``train_token * tokens + rest``, both without negative costs. Such a run interrupts nothing: a token that
-    servers compute again counts as one that is decoded, without its share of the step.
+    training by ``train_token * tokens + rest``, both without negative costs. Such a run interrupts nothing: a token
+    that servers compute again counts as one that is decoded, without its share of the step.
 
     Raises:
         ConfigError: it is no run, was not synchronous, sampled in turns, or is too short.
