@@ -15,6 +15,14 @@ from sglang.srt.layers.attention import torch_native_backend as native
 
 torch.set_num_threads(1)
 
+once, last = native.scaled_dot_product_attention, native._attend_last
+
+def counted():
+    calls = []
+    native.scaled_dot_product_attention = lambda *a, **k: calls.append(1) or once(*a, **k)
+    native._attend_last = lambda *a: calls.append(1) or last(*a)
+    return calls
+
 def attend(num_seqs, groups, heads, size, value_size, longest, window, gathered):
     torch.manual_seed(num_seqs)
     places = num_seqs * longest + 1
@@ -30,8 +38,7 @@ def attend(num_seqs, groups, heads, size, value_size, longest, window, gathered)
     query = torch.randn(num_seqs, groups * heads, size)
     backend = native.TorchNativeAttnBackend.__new__(native.TorchNativeAttnBackend)
     arguments = (query, keys, values, tokens.flip(0), torch.arange(num_seqs).flip(0), lengths)
-    calls, once = [], native.scaled_dot_product_attention
-    native.scaled_dot_product_attention = lambda *a, **k: calls.append(1) or once(*a, **k)
+    calls = counted()
     native._GATHERED_TOKENS = gathered
 
     def run(window):
@@ -48,7 +55,6 @@ def attend(num_seqs, groups, heads, size, value_size, longest, window, gathered)
     one_by_one, num_calls = run(longest)
     assert num_calls == num_seqs
     together, num_calls = run(window)
-    native.scaled_dot_product_attention = once
     assert torch.isfinite(together).all()
     torch.testing.assert_close(together, one_by_one, rtol=1e-5, atol=1e-6)
     return num_calls
@@ -87,13 +93,12 @@ def extend(prefixes, asked, pairs, gathered, heads=2, groups=2):
     prefixes, asked = torch.tensor(prefixes), torch.tensor(asked)
     seqs, rows = prefixes + asked, torch.arange(len(asked)).flip(0)
     query = torch.randn(int(asked.sum()), groups * heads, 16)
-    calls, once = [], native.scaled_dot_product_attention
-    native.scaled_dot_product_attention = lambda *a, **k: calls.append(1) or once(*a, **k)
+    calls = counted()
     native._GATHERED_TOKENS = gathered
 
     def run(pairs):
         calls.clear()
-        backend.forward_metadata, native._PADDED_PAIRS = None, pairs
+        backend.forward_metadata, native._PADDED_PAIRS, native._TOGETHER_PAIRS = None, pairs, pairs
         for _ in range(2):  # layers
             output = torch.full_like(query, float("nan"))
             backend._run_sdpa_forward_extend(
@@ -105,7 +110,6 @@ def extend(prefixes, asked, pairs, gathered, heads=2, groups=2):
     one_by_one, num_calls = run(0)
     assert num_calls == len(asked)
     together, num_calls = run(pairs)
-    native.scaled_dot_product_attention = once
     torch.testing.assert_close(together, one_by_one, rtol=1e-5, atol=1e-6)
     return num_calls
 
