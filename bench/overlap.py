@@ -32,6 +32,7 @@ from _report import Result, command_line, report
 
 from moerl.buffer.simulation import drawn_from
 from moerl.config.load import CONFIG_FILE, load_resolved
+from moerl.contract.disk import read_parquet
 from moerl.launch.calibration import calibrate
 from moerl.launch.plan_run import predict
 from moerl.telemetry.sinks import METRICS_FILE, read_rows
@@ -45,7 +46,7 @@ ENGINES = {
 }
 QUIET = [
     *("evaluation.every=0", "evaluation.heldout_problems=1", "evaluation.dev_problems=1"),
-    *("checkpoint.every=0", "mismatch.every=0"),
+    *("checkpoint.every=0", "mismatch.every=0", "dump.rollouts_every=4"),
 ]
 
 
@@ -100,12 +101,16 @@ def cpu_seconds_at(process: subprocess.Popen[bytes], folder: Path, num_steps: in
     return sum(seconds.get(pid, 0.0) for pid in own)
 
 
-def predicted(calibrated: Path, folder: Path) -> float:
-    """Samples a second of the run in `folder` by the planner, calibrated with the synchronous run in `calibrated`."""
-    config, calibration = load_resolved(folder / CONFIG_FILE), calibrate(calibrated)
+def predicted(calibrated: Path, folder: Path, steps: int) -> float:
+    """Samples a second of the run in `folder` by the planner, calibrated with the synchronous run in `calibrated`.
+
+    Responses grow longer while the model learns: lengths are those of the steps that are measured.
+    """
+    config, costs = load_resolved(folder / CONFIG_FILE), calibrate(calibrated).costs
+    dumps = [calibrated / "rollouts" / f"step-{step:06}.parquet" for step in range(WARM_UP + 1, WARM_UP + steps + 1)]
+    lengths = [trajectory.num_sampled for dump in dumps if dump.is_file() for trajectory in read_parquet(dump)]
     limits = config.buffer.limits(config.rl.prompts_per_step)
-    found = predict(config, limits, calibration.costs, drawn_from(calibration.lengths, config.seed))
-    return SAMPLES / found.step_seconds
+    return SAMPLES / predict(config, limits, costs, drawn_from(lengths, config.seed)).step_seconds
 
 
 def main() -> None:
@@ -131,8 +136,8 @@ def main() -> None:
                 print(f"round {number + 1} of {arguments.rounds}: {name}: {taken[name][-1].samples:.1f} samples/s")
             turns, beside = taken["in turns"][-1].samples, taken["beside"][-1].samples
             ratios.append(beside / turns)
-            own.append(predicted(folders["in turns"], folders["in turns"]) / turns)
-            optimum.append(beside / predicted(folders["in turns"], folders["beside"]))
+            own.append(predicted(folders["in turns"], folders["in turns"], arguments.steps) / turns)
+            optimum.append(beside / predicted(folders["in turns"], folders["beside"], arguments.steps))
     results = [began]
     for name, values in taken.items():
         for what, unit in (
