@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import struct
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,17 +117,14 @@ class ManyAnswers:
         if all(other.answer.done() for other, its_call in self._calls.items() if its_call is call):
             call.cancel()  # a server aborts what was asked over a connection that closes
             return
-        self._in_background(self._abort(asked))
+        task = asyncio.create_task(self._abort(asked))
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
 
     async def _abort(self, asked: _Asked) -> None:
         # One that cannot be told is found out by others: it answers what nobody reads, until it is done.
         with contextlib.suppress(EngineError):
             await self._http.admin("/abort_request", {"rid": asked.body["rid"]})
-
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._aborts.add(task)
-        task.add_done_callback(self._aborts.discard)
 
 
 class Frames:
