@@ -63,7 +63,8 @@ def test_no_call_has_more_requests_than_may_be_lost_together(fake: FakeServer):
     assert sorted(fake.calls) == [22, 64, 64]
 
 
-def test_requests_of_another_turn_do_not_wait_for_those_of_this_one(fake: FakeServer):
+@pytest.mark.parametrize(("pause", "calls"), [(0.05, [1, 1]), (None, [2])], ids=["of another turn", "of its call"])
+def test_an_answer_does_not_wait_for_a_slower_one(pause: float | None, calls: list[int], fake: FakeServer):
     answered = threading.Event()
 
     def answer(body: dict[str, Any]) -> Answer:
@@ -74,32 +75,14 @@ def test_requests_of_another_turn_do_not_wait_for_those_of_this_one(fake: FakeSe
 
     async def ask(answers: ManyAnswers) -> list[str]:
         slow = asyncio.create_task(answers.ask(body_of(0), LIMIT))
-        await asyncio.sleep(0.05)
+        if pause is not None:
+            await asyncio.sleep(pause)
         quick = rid_of(await answers.ask(body_of(1), LIMIT))
         answered.set()
         return [quick, rid_of(await slow)]
 
     assert asking(fake, ask) == ["r1", "r0"]
-    assert fake.calls == [1, 1]
-
-
-def test_an_answer_does_not_wait_for_the_others_of_its_call(fake: FakeServer):
-    answered = threading.Event()
-
-    def answer(body: dict[str, Any]) -> Answer:
-        assert body["rid"] == "r1" or answered.wait(60.0)
-        return 200, msgspec.msgpack.encode(reply(body))
-
-    fake.answer = answer
-
-    async def ask(answers: ManyAnswers) -> list[str]:
-        slow = asyncio.create_task(answers.ask(body_of(0), LIMIT))
-        quick = rid_of(await answers.ask(body_of(1), LIMIT))
-        answered.set()
-        return [quick, rid_of(await slow)]
-
-    assert asking(fake, ask) == ["r1", "r0"]
-    assert fake.calls == [2]
+    assert fake.calls == calls
 
 
 def test_a_refused_request_is_refused_alone(fake: FakeServer):
