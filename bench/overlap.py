@@ -109,8 +109,7 @@ def predicted(calibrated: Path, folder: Path, steps: int) -> float:
     config, costs = load_resolved(folder / CONFIG_FILE), calibrate(calibrated).costs
     dumps = [calibrated / "rollouts" / f"step-{step:06}.parquet" for step in range(WARM_UP + 1, WARM_UP + steps + 1)]
     lengths = [trajectory.num_sampled for dump in dumps if dump.is_file() for trajectory in read_parquet(dump)]
-    limits = config.buffer.limits(config.rl.prompts_per_step)
-    return SAMPLES / predict(config, limits, costs, drawn_from(lengths, config.seed)).step_seconds
+    return SAMPLES / predict(config, config.queue_limits(), costs, drawn_from(lengths, config.seed)).step_seconds
 
 
 def main() -> None:
@@ -118,6 +117,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--engine", choices=ENGINES, default="embedded")
     parser.add_argument("--staleness", type=int, metavar="N", help="beside the trainer (1; 2 with sglang)")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="more settings of runs beside")
     parser.add_argument("--rounds", type=int, default=3, metavar="N")
     parser.add_argument("--steps", type=int, default=24, metavar="N", help="that are measured of a run (24)")
     parser.add_argument("--json", type=Path, default=None, metavar="FILE")
@@ -126,7 +126,7 @@ def main() -> None:
     ratios, own, optimum = list[float](), list[float](), list[float]()
     staleness = STALENESS[arguments.engine] if arguments.staleness is None else arguments.staleness
     variants = {name: [*extra] for name, extra in ENGINES[arguments.engine].items()}
-    variants["beside"].append(f"buffer.max_staleness={staleness}")
+    variants["beside"] += [f"buffer.max_staleness={staleness}", *arguments.set]
     taken: dict[str, list[Measured]] = {name: [] for name in variants}
     with tempfile.TemporaryDirectory() as temporary:
         for number in range(arguments.rounds):

@@ -7,7 +7,8 @@ staleness asked for, W the window:
                its training produced, or at once where it is filtered
     window     the W groups from the oldest one on that is not in a batch yet; finished groups of the window are taken,
                the oldest first, others wait
-    bound      no token of a batch is older than S + ceil((W - 1) / P) versions
+    bound      no token of a batch is older than S + ceil((W - 1) / P) versions, however many steps lie between two
+               updates of engines: S + 1 at most, which are as many as slots last for
 
 Why: a group that is dispatched as the n-th of those that are trained finds at most (S + 1) P - 1 others in slots, so
 engines hold version ceil((n + 1) / P) - S - 1 at least. At most n + W - 1 groups are taken before it, so it is trained
@@ -32,7 +33,8 @@ from moerl.errors import ConfigError, MoerlError
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
-    """Groups a step, staleness in versions, window in groups, and whether groups that are too old are dropped.
+    """Groups a step, staleness in versions, window in groups, whether groups that are too old are dropped, and steps
+    between two updates of engines.
 
     Raises:
         ConfigError: No batch could ever be full, a window or dropping without the staleness that it needs, or both.
@@ -42,6 +44,7 @@ class QueueLimits:
     max_staleness: int = 0
     window: int = 1
     drops: bool = False
+    update_every: int = 1
 
     def __post_init__(self) -> None:
         if self.groups_per_step < 1 or self.max_staleness < 0 or self.window < 1:
@@ -63,6 +66,13 @@ class QueueLimits:
                 seen=f"window {self.window}, max_staleness {self.max_staleness}",
                 expected="a window of 1, and a staleness of at least 1",
                 remedy="set buffer.window=1 and buffer.max_staleness to 1 or more, or buffer.when_stale=wait",
+            )
+        if not 1 <= self.update_every <= self.max_staleness + 1:
+            raise ConfigError(
+                "weights.every: slots would not last until engines are updated",
+                seen=f"an update after {self.update_every} steps, max_staleness {self.max_staleness}",
+                expected=f"1 to {self.max_staleness + 1}",
+                remedy=f"set buffer.max_staleness={self.update_every - 1} or more, or a smaller weights.every",
             )
 
     @property

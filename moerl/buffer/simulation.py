@@ -148,7 +148,9 @@ class _Simulation:
         self.order = itertools.count()
         # Time, order, engine and the stamp of its plan; -1 for the trainer.
         self.events: list[tuple[float, int, int, int]] = []
-        self.version, self.now, self.waiting_since = 0, 0.0, 0.0
+        # Of the trainer and of engines.
+        self.version = self.engine_version = 0
+        self.now = self.waiting_since = 0.0
         self.ages: list[tuple[int, int]] = []
         self.step_ends: list[float] = []
         self.waited: list[float] = []
@@ -190,7 +192,7 @@ class _Simulation:
         for response in engine.admit(self.order):
             group = self.groups[response.group]
             # Versions only grow: the first token of a group is its oldest.
-            group.version = self.version if group.version < 0 else group.version
+            group.version = self.engine_version if group.version < 0 else group.version
         engine.stamp += 1
         if engine.running:
             heapq.heappush(self.events, (engine.next_end, next(self.order), index, engine.stamp))
@@ -224,13 +226,22 @@ class _Simulation:
         num_tokens = sum(group.num_tokens for group in groups)
         self.ages += [(len(self.step_ends), self.version - group.version) for group in groups]
         self.trained.append(num_tokens)
-        ends = self.now + self.costs.train_step + self.costs.train_token * num_tokens + self.costs.publish
+        ends = self.now + self.costs.train_step + self.costs.train_token * num_tokens
+        ends += self.costs.publish if self._is_update_due(self.version + 1) else 0.0
         heapq.heappush(self.events, (ends, next(self.order), -1, 0))
 
     def _end_step(self) -> None:
         self.is_training, self.waiting_since = False, self.now
         self.version += 1
         self.step_ends.append(self.now)
+        if self._is_update_due(self.version):
+            self._update()
+
+    def _is_update_due(self, version: int) -> bool:
+        return version % self.limits.update_every == 0
+
+    def _update(self) -> None:
+        self.engine_version = self.version
         self.queue.release(self.queue.numbers(GroupState.TAKEN))
         for index, engine in enumerate(self.engines):
             engine.advance(self.now)

@@ -220,7 +220,7 @@ def _check_lengths(config: RunConfig) -> None:
 
 
 def _check_buffer(config: RunConfig) -> None:
-    config.buffer.limits(config.rl.prompts_per_step)
+    config.queue_limits()
     rollout = config.rollout
     if config.buffer.max_staleness and isinstance(rollout, EmbeddedRolloutConfig) and rollout.placement == "inside":
         raise ConfigError(

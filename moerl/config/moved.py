@@ -46,6 +46,7 @@ ADDED: dict[str, Any] = {
     "algorithm.entropy_coef": 0.0,
     "algorithm.kl_in": "loss",
     "weights.interrupt": "retract",
+    "weights.every": 1,
     "task.reward_workers": 1,
     "rl.filters": [],
     "rl.skip_above": None,

@@ -213,10 +213,6 @@ class BufferConfig(Section):
         " favours short responses."
     )
 
-    def limits(self, groups_per_step: int) -> QueueLimits:
-        """Slots and window for steps of so many groups. Raises `ConfigError` where no batch could be full."""
-        return QueueLimits(groups_per_step, self.max_staleness, self.window, self.when_stale == "drop")
-
 
 class KeepRoutingConfig(Section):
     """Keep Routing."""
@@ -271,6 +267,10 @@ class WeightsConfig(Section):
         description="What an update does to responses that servers work on: retract = the server computes them again"
         " with the new weights and goes on; abort_resume = they are cut short, kept, and continued by any server;"
         " drain = the update waits until they have ended."
+    )
+    every: Count = Field(
+        description="Steps between two updates of engines, at most buffer.max_staleness + 1. Before an evaluation they"
+        " are updated anyway."
     )
     verify: Annotated[Literal["every", "off"] | Count, BeforeValidator(_bare_off)] = Field(
         description="How often the engine's checksums of all tensors are compared with the trainer's: after every"
@@ -388,3 +388,8 @@ class RunConfig(Section):
     quarantine: QuarantineConfig = Field(description="Quarantine.")
     launch: LaunchConfig = Field(description="Where ranks run.")
     metrics: MetricsConfig = Field(description="Where metrics go.")
+
+    def queue_limits(self) -> QueueLimits:
+        """Raises `ConfigError` where no batch could be full."""
+        buffer, per_step, drops = self.buffer, self.rl.prompts_per_step, self.buffer.when_stale == "drop"
+        return QueueLimits(per_step, buffer.max_staleness, buffer.window, drops, self.weights.every)

@@ -24,7 +24,7 @@ from moerl.weights.estimate import Bandwidths
 
 STALENESS = (0, 1, 2, 4, 8)
 _LEGEND = (
-    "S, W: buffer.max_staleness and buffer.window, or when_stale=drop. gain: tokens a second over those without"
+    "S, W, N: buffer.max_staleness, buffer.window or when_stale=drop, weights.every. gain: tokens a second over those without"
     " staleness. trainer, engines: share of time that they wait. age: largest and mean, in versions. lost: share of"
     " sampled tokens that are dropped"
 )
@@ -102,12 +102,12 @@ def _parts(costs: StepCosts) -> str:
 
 def _table(config: RunConfig, costs: StepCosts, lengths: Callable[[], Callable[[], int]], console: Console) -> Table:
     """One row for each setting, that of the configuration marked; the same lengths in all."""
-    own, per_step = config.buffer.limits(config.rl.prompts_per_step), config.rl.prompts_per_step
+    own, per_step = config.queue_limits(), config.rl.prompts_per_step
     settings = [QueueLimits(per_step, staleness) for staleness in STALENESS]
     settings += [QueueLimits(per_step, staleness, 2 * per_step) for staleness in STALENESS if staleness]
     settings += [QueueLimits(per_step, staleness, drops=True) for staleness in STALENESS if staleness]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=_LEGEND, caption_justify="left")
-    for heading in ("S", "W", "step s", "token/s", "gain", "trainer", "engines", "age", "mean", "lost"):
+    for heading in ("S", "W", "N", "step s", "token/s", "gain", "trainer", "engines", "age", "mean", "lost"):
         table.add_column(heading, justify="right", no_wrap=True)
     base = 0.0
     rows = list(dict.fromkeys([*settings, own]))
@@ -117,6 +117,7 @@ def _table(config: RunConfig, costs: StepCosts, lengths: Callable[[], Callable[[
         table.add_row(
             str(limits.max_staleness),
             "drop" if limits.drops else str(limits.window),
+            str(limits.update_every),
             f"{found.step_seconds:.2f}",
             f"{found.tokens_per_second:.4g}",
             f"{found.tokens_per_second / base:.2f}",

@@ -56,7 +56,7 @@ class GroupSource:
     ) -> None:
         self._config, self._collector, self._prompts, self._stage = config, collector, prompts, stage
         self._journal = journal
-        self.limits = config.buffer.limits(config.rl.prompts_per_step)
+        self.limits = config.queue_limits()
         self.version, self.metrics = 0, dict[str, float]()
         self._queue, self.ledger = GroupQueue(self.limits), Ledger()
         self._finished, self._batch = dict[int, _Waiting](), dict[int, _Waiting]()
@@ -138,14 +138,14 @@ class GroupSource:
                 self._count_refused(waiting.group)
                 self.ledger.leave_out(number, len(waiting.group.trajectories) - len(waiting.kept), NOT_KEPT)
                 self.ledger.train(number, len(waiting.kept))
-            self._held, self._batch = list(self._batch), {}
+            self._held, self._batch = [*self._held, *self._batch], {}
             # Engines hold it in a moment, and what they sample then must not look like the future.
             self.version += 1
             self.ledger.check()
 
     def expect(self) -> Taken:
         """Weights are on their way to engines. What this returns is told, from any thread, once they are there: the
-        slots of the batch that they came of take the next groups."""
+        slots of the batches that they came of take the next groups."""
         self._awaits_engines = True
         return self._taken
 

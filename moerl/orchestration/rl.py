@@ -9,7 +9,7 @@ Runs in the controller, on ports alone: it knows neither Megatron nor which engi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields, replace
 
 import numpy as np
@@ -53,7 +53,8 @@ class RLStage:
         self.enforce = run.config.keep_routing.mode != "off"
         self.algorithm = run.config.algorithm
         self.algorithm.load()
-        self._num_published, self._costs = 0, replace(engine.costs)
+        self._num_published, self._published_version = 0, -1
+        self._published, self._costs = dict[str, float](), replace(engine.costs)
         self.groups = GroupSource(
             run.config, collector, run.train_prompts(), STAGE, Journal(run.config.run_dir / "journal", run.model.spec)
         )
@@ -66,6 +67,7 @@ class RLStage:
         self.groups.recover()
         with self._publishing(first_step):
             pass
+        self._update_costs()
         self.groups.settle()
         self._evaluate_cold_start(first_step)
         if run.state.evaluation_due:
@@ -147,10 +149,12 @@ class RLStage:
             run.state.mismatch_first = run.state.mismatch_first or table
         with run.span("train"):
             totals = self._update(minibatches, step)
-        self.groups.trained()
-        with self._publishing(step + 1) as published:
+        with run.span("weights"):
+            self.groups.trained()
+        is_due = self._is_evaluation_due(step + 1) or (step + 1) % config.weights.every == 0
+        with self._publishing(step + 1) if is_due else nullcontext():
             metrics = self._metrics(minibatches, totals, step)
-        return metrics | table_metrics(table) | published
+        return metrics | table_metrics(table) | self._update_costs()
 
     def _metrics(
         self, minibatches: Sequence[Minibatch], totals: step_metrics.StepTotals, step: int
@@ -160,7 +164,7 @@ class RLStage:
         metrics |= step_metrics.rollout_metrics([sample.trajectory for sample in samples])
         metrics |= step_metrics.mean_of([minibatch.metrics for minibatch in minibatches])
         metrics |= {
-            "weights/version": float(step + 1),
+            "weights/version": float(self._published_version),
             "quarantine/count": float(self.run.quarantine.num_refused),
             **step_metrics.failed_rewards(self.collector.take_failed_rewards()),
             **self.groups.metrics,
@@ -233,23 +237,28 @@ class RLStage:
                 self.engine.sleep()
 
     @contextmanager
-    def _publishing(self, version: int) -> Iterator[dict[str, float]]:
-        """Brings the weights to the engine beside what is done in the context; yields metrics, filled at its end.
+    def _publishing(self, version: int) -> Iterator[None]:
+        """Brings the weights to the engine beside what is done in the context.
 
         An engine that samples beside the training takes them beside the next step.
         """
-        self._num_published += 1
-        verify, metrics = _is_due(self.config.weights.verify, self._num_published), dict[str, float]()
+        self._num_published, self._published_version = self._num_published + 1, version
+        verify = _is_due(self.config.weights.verify, self._num_published)
         with self.run.span("weights"):
             finish = self.trainer.publish(version, verify=verify, taken=self.groups.expect())
-        yield metrics
+        yield
         with self.run.span("weights"):
-            metrics |= finish()
+            self._published = finish()
             if not self.groups.overlaps:
                 self.groups.settle()
+
+    def _update_costs(self) -> dict[str, float]:
+        """Metrics of the updates since the last step."""
+        metrics, self._published = dict(self._published), {}
         before, self._costs = self._costs, replace(self.engine.costs)
         for each in fields(before):
             metrics[f"weights/{each.name}"] = getattr(self._costs, each.name) - getattr(before, each.name)
+        return metrics
 
     # --- evaluation --------------------------------------------------------------------------------------------------
 
@@ -275,8 +284,7 @@ class RLStage:
     def _evaluate(self, step: int) -> None:
         """On dev problems when due; on the held-out problems after the last step."""
         sizes, is_last, collector = self.config.evaluation, step == self.config.rl.steps, self.collector
-        due = is_last or (sizes.every and step % sizes.every == 0)
-        if not due:
+        if not self._is_evaluation_due(step):
             return
 
         def measure() -> dict[str, Evaluation]:
@@ -287,6 +295,10 @@ class RLStage:
             return evaluations
 
         self._record(step, measure)
+
+    def _is_evaluation_due(self, step: int) -> bool:
+        every = self.config.evaluation.every
+        return step == self.config.rl.steps or (every > 0 and step % every == 0)
 
     def _record(self, step: int, measure: Callable[[], dict[str, Evaluation]]) -> None:
         """Records what `measure` finds; a run told to stop meanwhile measures when it goes on."""

@@ -78,6 +78,22 @@ def test_a_run_that_samples_ahead_is_resumed_without_losing_or_repeating_a_rollo
     assert not list((run / "journal").iterdir())
 
 
+def test_engines_are_updated_after_every_second_step_and_before_an_evaluation(forked: Runs, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    finished = forked.run("train", *BESIDE, "weights.every=2", "evaluation.every=3", f"run_dir='{run}'")
+    assert_whole(run, finished)
+    steps = [row for row in rows(run) if row["stage"] == "rl"]
+    assert [row["weights/version"] for row in steps] == [0, 2, 3, 4, 5]
+    assert ["weights/bytes" in row for row in steps] == [False, True, True, True, True]
+    sampled = {
+        int(version)
+        for file in (run / "rollouts").iterdir()
+        for t in read_parquet(file)
+        for version in t.policy_versions[t.sampled]
+    }
+    assert sampled <= {0, 2, 3, 4}
+
+
 @pytest.mark.slow
 def test_two_ranks_train_what_an_engine_beside_them_samples_ahead(forked: Runs, tmp_path: Path) -> None:
     run = tmp_path / "run"

@@ -5,28 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from moerl.buffer.queue import GroupQueue, GroupState, QueueLimits, age, check_ages
 from moerl.errors import ConfigError, MoerlError
 
-waiting_limits = st.builds(
-    lambda per_step, staleness, window: QueueLimits(per_step, staleness, window if staleness else 1),
-    st.integers(1, 5),
-    st.integers(0, 3),
-    st.integers(1, 20),
-)
-dropping_limits = st.builds(
-    lambda per_step, staleness: QueueLimits(per_step, staleness, drops=True), st.integers(1, 5), st.integers(1, 3)
-)
+
+@st.composite
+def limits_of_runs(draw: st.DrawFn, *, drops: bool) -> QueueLimits:
+    per_step, staleness = draw(st.integers(1, 5)), draw(st.integers(int(drops), 3))
+    window = 1 if drops or not staleness else draw(st.integers(1, 20))
+    return QueueLimits(per_step, staleness, window, drops, update_every=draw(st.integers(1, staleness + 1)))
+
+
+waiting_limits, dropping_limits = limits_of_runs(drops=False), limits_of_runs(drops=True)
 
 
 class Simulation:
     """Engines and a trainer around a queue: a group's tokens are sampled from the version at its dispatch on."""
 
     def __init__(self, limits: QueueLimits) -> None:
-        self.queue, self.version = GroupQueue(limits), 0
+        self.queue, self.version, self.engine_version = GroupQueue(limits), 0, 0
         self.versions: dict[int, int] = {}
         self.trained: list[int] = []
         self.filtered: set[int] = set()
@@ -34,10 +34,10 @@ class Simulation:
 
     def dispatch(self) -> None:
         while self.queue.num_free:
-            self.versions[self.queue.dispatch()] = self.version
+            self.versions[self.queue.dispatch()] = self.engine_version
 
     def train(self, meanwhile: Callable[[], None] = lambda: None) -> bool:
-        """One step where a batch is full; `meanwhile` happens before engines hold its weights."""
+        """One step where a batch is full; `meanwhile` happens before engines hold its weights, if they get them."""
         if self.queue.limits.drops:
             for number in self.queue.numbers(GroupState.FINISHED):
                 if self.version - self.versions[number] > self.queue.limits.max_age:
@@ -50,7 +50,9 @@ class Simulation:
         self.trained += batch
         meanwhile()
         self.version += 1
-        self.queue.release(batch)
+        if self.version % self.queue.limits.update_every == 0:
+            self.engine_version = self.version
+            self.queue.release(self.queue.numbers(GroupState.TAKEN))
         return True
 
 
@@ -76,6 +78,7 @@ def test_no_order_of_arrival_makes_a_group_older_than_the_bound_and_every_group_
         simulation.train(something_happens)
         if data.draw(st.integers(0, 9)) == 0:
             # A crash between two steps: what was not trained is sampled again, by the weights of then.
+            simulation.engine_version = simulation.version
             simulation.queue = queue = GroupQueue.restored(limits, queue.snapshot())
             simulation.versions |= dict.fromkeys(queue.numbers(GroupState.RUNNING), simulation.version)
     # Everything arrives in the end.
@@ -94,8 +97,10 @@ def test_no_order_of_arrival_makes_a_group_older_than_the_bound_and_every_group_
 def test_the_bound_is_reached_where_the_last_group_of_a_step_is_the_slowest(limits: QueueLimits) -> None:
     simulation = Simulation(limits)
     queue = simulation.queue
-    # Late enough that all slots are in turn, and the last group of a step by its number.
-    slow = 4 * limits.slots * limits.groups_per_step - 1
+    # With few updates the slots may end before the window does.
+    assume(limits.update_every == 1 or limits.window == 1)
+    # Late enough that all slots are in turn, and the last group that is dispatched at an update.
+    slow = 4 * limits.update_every * limits.slots * limits.groups_per_step + limits.slots - 1
     while True:
         simulation.dispatch()
         for number in queue.numbers(GroupState.RUNNING):
@@ -121,6 +126,12 @@ def test_the_bound_is_the_published_formula(per_step: int, staleness: int, windo
 def test_limits_that_admit_no_batch_are_refused(per_step: int, staleness: int, window: int) -> None:
     with pytest.raises(ConfigError, match="buffer"):
         QueueLimits(per_step, staleness, window)
+
+
+@pytest.mark.parametrize(("staleness", "every"), [(0, 2), (1, 3), (2, 0)])
+def test_slots_that_do_not_last_until_engines_are_updated_are_refused(staleness: int, every: int) -> None:
+    with pytest.raises(ConfigError, match=rf"weights.every: .*; expected: 1 to {staleness + 1}"):
+        QueueLimits(4, staleness, update_every=every)
 
 
 def test_without_staleness_every_step_waits_for_its_own_groups() -> None:

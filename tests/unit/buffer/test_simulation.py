@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moerl.buffer.queue import QueueLimits
-from moerl.buffer.simulation import Fleet, StepCosts, drawn_from, long_tailed, simulate
+from moerl.buffer.simulation import Fleet, Simulated, StepCosts, drawn_from, long_tailed, simulate
 
 COSTS = StepCosts(decode_step=1.0, decode_row=0.0, prefill_row=0.0, train_step=30.0, train_token=0.0, publish=2.0)
 
@@ -50,6 +50,19 @@ def test_what_an_update_interrupts_is_computed_again():
     assert step_seconds(0.0) == pytest.approx((10 + 5) / 2)
     # Every second update finds one of them with 5 tokens.
     assert step_seconds(0.5) == pytest.approx((10 + 5 + 5 * 0.5) / 2)
+
+
+def test_steps_that_engines_are_not_told_of_take_no_time_for_weights_and_interrupt_nothing() -> None:
+    costs = StepCosts(1.0, 0.0, 0.0, 5.0, 0.0, publish=2.0, stall=4.0)
+
+    def run(update_every: int) -> Simulated:
+        limits = QueueLimits(1, max_staleness=3, update_every=update_every)
+        return simulate(limits, Fleet(1, 4), costs, group_size=1, length=always(1), num_steps=16)
+
+    # Engines wait for the trainer.
+    assert [run(every).step_seconds for every in (1, 2, 4)] == pytest.approx([5 + 2, 5 + 2 / 2, 5 + (2 + 1) / 4])
+    assert [run(every).age_max for every in (1, 2, 4)] == [3, 3, 3]
+    assert [run(every).age_mean for every in (1, 2, 4)] == pytest.approx([3, 2.5, 1.5], abs=0.05)
 
 
 def test_tokens_may_cost_nothing() -> None:
@@ -92,18 +105,28 @@ def test_a_slow_response_holds_up_less_with_a_window_and_nothing_where_the_old_a
     st.booleans(),
     st.integers(1, 3),
     st.integers(1, 6),
+    st.integers(1, 4),
     st.lists(st.integers(1, 200), min_size=1, max_size=8),
 )
 def test_no_simulated_age_is_above_the_bound_and_no_time_is_lost(
-    per_step: int, staleness: int, window: int, drops: bool, engines: int, running: int, lengths: Sequence[int]
+    per_step: int,
+    staleness: int,
+    window: int,
+    drops: bool,
+    engines: int,
+    running: int,
+    every: int,
+    lengths: Sequence[int],
 ) -> None:
-    limits = QueueLimits(per_step, staleness, 1 if drops else window, drops)
+    limits = QueueLimits(per_step, staleness, 1 if drops else window, drops, min(every, staleness + 1))
     found = simulate(
         limits, Fleet(engines, running), COSTS, group_size=2, length=drawn_from(lengths, seed=1), num_steps=12
     )
     assert found.age_max <= limits.max_age
-    assert found.step_seconds >= 32 - 1e-9
-    assert found.trainer_waits == pytest.approx(1 - 32 / found.step_seconds, abs=0.05)
+    # Of the nine steps after the first quarter.
+    busy = 30 + 2 * sum(version % limits.update_every == 0 for version in range(4, 13)) / 9
+    assert found.step_seconds >= busy - 1e-9
+    assert found.trainer_waits == pytest.approx(1 - busy / found.step_seconds, abs=0.05)
     assert drops or found.left_out == 0.0
 
 

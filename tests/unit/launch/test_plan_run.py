@@ -123,20 +123,21 @@ def test_the_table_has_a_row_for_each_setting_and_says_what_it_assumes(
 ) -> None:
     write_hf_config(tmp_path, **QWEN3_30B)
     keys = ["recipe=pretrained", f"model.path='{tmp_path}'", "rollout=sglang", "parallel.expert=8", "rl.group_size=8"]
-    config = load_plan([*keys, "rl.prompts_per_step=8", "buffer.max_staleness=1"])
+    config = load_plan([*keys, "rl.prompts_per_step=8", "buffer.max_staleness=1", "weights.every=2"])
     workload, bandwidths = Workload(512, 128), Bandwidths(50e9, 50e9)
     assert plan_run(config, run_dir=None, device=H100, workload=workload, bandwidths=bandwidths) == 0
     text = capsys.readouterr().out
     assert "8 devices train (parallel.expert=8 parallel.data=8), 1 engines of 1 sample" in text
     assert "responses of 512 on average, log-normal" in text
-    rows = [line.split() for line in text.splitlines() if re.match(r" *\d+ +(\d+|drop) ", line)]
+    rows = [line.split() for line in text.splitlines() if re.match(r" *\d+ +(\d+|drop) +\d+ ", line)]
     assert [(row[0], row[1]) for row in rows[:6]] == [
         *(("0", "1"), ("1", "1"), ("2", "1"), ("4", "1"), ("8", "1")),
         ("1", "16"),
     ]
-    assert len(rows) == 13
-    assert rows[0][4] == "1.00"
-    assert all(int(row[7]) <= int(row[0]) for row in rows if row[1] in ("1", "drop"))
+    assert len(rows) == 14
+    assert [row[2] for row in rows] == [*["1"] * 13, "2"]
+    assert rows[0][5] == "1.00"
+    assert all(int(row[8]) <= int(row[0]) for row in rows if row[1] in ("1", "drop"))
 
 
 def test_a_calibrated_table_names_its_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -56,6 +56,16 @@ def test_a_batch_keeps_its_slots_until_engines_hold_what_came_of_it_and_not_of_a
     assert groups.ledger.trained == 24
 
 
+def test_slots_of_all_steps_since_the_last_update_are_given_back_by_the_next_one() -> None:
+    groups, _ = source(answer, *BESIDE, "weights.every=2")
+    for step in (1, 2):
+        groups.batch()
+        groups.trained()
+        assert (groups.ledger.issued, groups.ledger.trained) == (24, 12 * step)
+    groups.expect()(None)
+    assert groups.ledger.issued == 48
+
+
 def test_no_more_is_asked_for_than_will_be_trained_while_a_batch_is_in_training() -> None:
     groups, _ = source(answer, *BESIDE, "rl.steps=4")
     tell: Taken = lambda problem: None  # noqa: E731
