@@ -1,12 +1,12 @@
 """Samples trained per second with the engine beside the trainer, against taking turns; and what `moerl plan run` says.
 
-`python bench/overlap.py MODEL [--engine sglang] [--staleness N] [--rounds N] [--steps N] [--json FILE]`, with the
-directory of the model that every run begins with, for example the `cold_start` of a laptop run. On a machine with two
-idle cores: runs of `recipe=laptop`, synchronous and with `rollout.placement=beside buffer.max_staleness=1`, in turns;
-or, with `--engine sglang`, of `rollout=sglang` without staleness and with `buffer.max_staleness=2` and room for 384
-responses at a time, where updates interrupt what is being sampled. Evaluation and the mismatch with nothing kept are
-left out. So are the steps in which slots are filled at the start of a run, and those at its end, when there is no more
-to dispatch: engines that do nothing any more would not slow the trainer down.
+`python bench/overlap.py MODEL [--engine sglang] [--staleness N] [--every N] [--rounds N] [--steps N] [--json FILE]`,
+with the directory of the model that every run begins with, for example the `cold_start` of a laptop run. On a machine
+with two idle cores: runs of `recipe=laptop`, synchronous and with `rollout.placement=beside buffer.max_staleness=1`, in
+turns; or, with `--engine sglang`, of `rollout=sglang` without staleness and with `buffer.max_staleness=4
+weights.every=3` and room for 384 responses at a time, where updates interrupt what is being sampled. Evaluation and the
+mismatch with nothing kept are left out. So are the steps in which slots are filled at the start of a run, and those at
+its end, when there is no more to dispatch: engines that do nothing any more would not slow the trainer down.
 
 CPU seconds are those of the run and all processes that it started, over the steps that are measured. The planner is
 calibrated with each synchronous run; its prediction for the other is the optimum: a trainer and an engine that do not
@@ -39,7 +39,7 @@ from moerl.telemetry.sinks import METRICS_FILE, read_rows
 
 WARM_UP, SAMPLES = 8, 24 * 8
 FASTER, OPTIMUM, WITHIN = 1.5, 0.9, 0.15
-STALENESS = {"embedded": 1, "sglang": 2}
+STALENESS, EVERY = {"embedded": 1, "sglang": 4}, {"embedded": 1, "sglang": 3}
 ENGINES = {
     "embedded": {"in turns": [], "beside": ["rollout.placement=beside"]},
     "sglang": {"in turns": ["rollout=sglang"], "beside": ["rollout=sglang", "rollout.max_running=384"]},
@@ -116,8 +116,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--engine", choices=ENGINES, default="embedded")
-    parser.add_argument("--staleness", type=int, metavar="N", help="beside the trainer (1; 2 with sglang)")
-    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="more settings of runs beside")
+    parser.add_argument("--staleness", type=int, metavar="N", help="beside the trainer (1; 4 with sglang)")
+    parser.add_argument("--every", type=int, metavar="N", help="steps between two updates then (1; 3 with sglang)")
     parser.add_argument("--rounds", type=int, default=3, metavar="N")
     parser.add_argument("--steps", type=int, default=24, metavar="N", help="that are measured of a run (24)")
     parser.add_argument("--json", type=Path, default=None, metavar="FILE")
@@ -126,7 +126,8 @@ def main() -> None:
     ratios, own, optimum = list[float](), list[float](), list[float]()
     staleness = STALENESS[arguments.engine] if arguments.staleness is None else arguments.staleness
     variants = {name: [*extra] for name, extra in ENGINES[arguments.engine].items()}
-    variants["beside"] += [f"buffer.max_staleness={staleness}", *arguments.set]
+    every = EVERY[arguments.engine] if arguments.every is None else arguments.every
+    variants["beside"] += [f"buffer.max_staleness={staleness}", f"weights.every={every}"]
     taken: dict[str, list[Measured]] = {name: [] for name in variants}
     with tempfile.TemporaryDirectory() as temporary:
         for number in range(arguments.rounds):

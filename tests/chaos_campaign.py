@@ -85,10 +85,13 @@ VARIANTS = (
     ),
     Variant(
         "servers",
-        ("rollout=sglang", "rollout.servers=2", f"rollout.environment={ENVIRONMENT}", "buffer.max_staleness=1"),
+        (
+            *("rollout=sglang", "rollout.servers=2", f"rollout.environment={ENVIRONMENT}"),
+            *("buffer.max_staleness=2", "weights.every=2"),
+        ),
         ("controller", "rank", "server"),
         False,
-        bound=1,
+        bound=2,
     ),
 )
 

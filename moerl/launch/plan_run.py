@@ -24,9 +24,9 @@ from moerl.weights.estimate import Bandwidths
 
 STALENESS = (0, 1, 2, 4, 8)
 _LEGEND = (
-    "S, W, N: buffer.max_staleness, buffer.window or when_stale=drop, weights.every. gain: tokens a second over those without"
-    " staleness. trainer, engines: share of time that they wait. age: largest and mean, in versions. lost: share of"
-    " sampled tokens that are dropped"
+    "S, W, N: buffer.max_staleness, buffer.window or when_stale=drop, weights.every. gain: tokens a second over those"
+    " without staleness. trainer, engines: share of time that they wait. age: largest and mean, in versions. lost:"
+    " share of sampled tokens that are dropped"
 )
 
 
