@@ -37,7 +37,8 @@ class QueueLimits:
     between two updates of engines.
 
     Raises:
-        ConfigError: No batch could ever be full, a window or dropping without the staleness that it needs, or both.
+        ConfigError: No batch could ever be full, a window, dropping or rare updates without the staleness that they
+            need, or a window and dropping.
     """
 
     groups_per_step: int

@@ -67,8 +67,8 @@ class RLStage:
         self.groups.recover()
         with self._publishing(first_step):
             pass
-        self._update_costs()
         self.groups.settle()
+        self._update_costs()
         self._evaluate_cold_start(first_step)
         if run.state.evaluation_due:
             run.state.evaluation_due = False
