@@ -24,7 +24,7 @@ def at(name: str, call: int, **arguments: object) -> Fault:
 
 
 def orphans() -> list[Path]:
-    """Engines and ranks whose parent is gone, of whatever run: for a moment there may be some of another test's, too."""
+    """Engines and ranks whose parent is gone, of any run: for a moment there may be some of another test."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
