@@ -26,7 +26,7 @@ SPANS = {
     "rollout": "time of sampling, rewards and the hand-over to all ranks",
     "mismatch": "time of scoring for a mismatch table",
     "train": "time of packing, forward, backward, proof and update",
-    "weights": "time of sending weights to the engine",
+    "weights": "time of sending weights to the engine, and of waiting until it holds those before",
     "sleep": "time in which colocated servers give their memory to the trainer",
     "step": "time of the whole step; evaluations and checkpoints are not part of it",
     "evaluation": "time of an evaluation, in its own row",
