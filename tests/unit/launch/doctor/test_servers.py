@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -127,10 +128,15 @@ sys.stdin.read()
 """
 
 
+# Tests run side by side, and each sees all processes of the machine.
+PLANTED = f"planted-server-{os.getpid()}"
+PROGRAMS = re.compile(rf"^({PLANTED})$")
+
+
 @contextmanager
 def listener(host: str, namespace: str) -> Iterator[tuple[int, int]]:
     """Pid and port of a process that listens. namespace: alone = in a network of its own, where nobody can reach it."""
-    words = [sys.executable, "-c", LISTEN, host, namespace, "planted-server"]
+    words = [sys.executable, "-c", LISTEN, host, namespace, PLANTED]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -146,14 +152,11 @@ def can_unshare() -> bool:
     return subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
 
 
-PLANTED = re.compile(r"^(planted-server)$")
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="sockets of processes are read from /proc")
 def test_a_server_on_loopback_is_safe() -> None:
     with listener("127.0.0.1", "shared") as (pid, port):
-        found = own_listeners(PLANTED)
-    assert found == [Listener(pid, "planted-server", "127.0.0.1", port)]
+        found = own_listeners(PROGRAMS)
+    assert found == [Listener(pid, PLANTED, "127.0.0.1", port)]
     assert check_binds(found).level == "green"
 
 
@@ -161,10 +164,10 @@ def test_a_server_on_loopback_is_safe() -> None:
 @pytest.mark.parametrize("host", ["0.0.0.0", *(["::"] if Path("/proc/net/if_inet6").exists() else [])])
 def test_a_server_on_all_addresses_is_named(host: str) -> None:
     with listener(host, "alone") as (pid, port):
-        found = check_binds(own_listeners(PLANTED))
-        of_a_run = check_binds(own_listeners(PLANTED), others_are_used=False)
+        found = check_binds(own_listeners(PROGRAMS))
+        of_a_run = check_binds(own_listeners(PROGRAMS), others_are_used=False)
     assert found.level == "red"
-    assert found.seen == f"planted-server (process {pid}) on {host}:{port}"
+    assert found.seen == f"{PLANTED} (process {pid}) on {host}:{port}"
     assert (of_a_run.level, of_a_run.seen) == ("yellow", found.seen)
 
 
