@@ -106,7 +106,7 @@ def _table(config: RunConfig, costs: StepCosts, lengths: Callable[[], Callable[[
     settings = [QueueLimits(per_step, staleness) for staleness in STALENESS]
     settings += [QueueLimits(per_step, staleness, 2 * per_step) for staleness in STALENESS if staleness]
     settings += [QueueLimits(per_step, staleness, drops=True) for staleness in STALENESS if staleness]
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=_LEGEND, caption_justify="left")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, caption=_LEGEND, caption_justify="left")
     for heading in ("S", "W", "N", "step s", "token/s", "gain", "trainer", "engines", "age", "mean", "lost"):
         table.add_column(heading, justify="right", no_wrap=True)
     base = 0.0

@@ -137,6 +137,7 @@ def test_the_table_has_a_row_for_each_setting_and_says_what_it_assumes(
     assert len(rows) == 14
     assert [row[2] for row in rows] == [*["1"] * 13, "2"]
     assert rows[0][5] == "1.00"
+    assert all(row[-1].endswith("%") for row in rows)
     assert all(int(row[8]) <= int(row[0]) for row in rows if row[1] in ("1", "drop"))
 
 
