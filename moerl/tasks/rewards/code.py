@@ -2,30 +2,47 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
-import secrets
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moerl.tasks.rewards.sandbox import BLOCKED, DONE_MARK, ERROR, MAX_FILE_BYTES, MEMORY, NO_SANDBOX
+from moerl.tasks.rewards.sandbox import outcomes
+from moerl.tasks.rewards.sandbox.limits import MAX_FILE_BYTES
 
-_SANDBOX = Path(__file__).with_name("sandbox.py")
+_START = "import sys; sys.path.insert(0, {!r}); from moerl.tasks.rewards.sandbox.start import main; sys.path.pop(0)"
+_ROOT = str(Path(__file__).parents[3])
 _FENCE = re.compile(r"^```[^\n`]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 _ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 OUTCOMES = ("passed", "failed", "timeout", "memory", "blocked", "error")
-"""How a run of a program can end."""
+"""Ends of a run of a program."""
+
+_OF_SIGNALS = {-signal.SIGXCPU: "timeout", -signal.SIGKILL: "timeout"}
+"""Signals of the limit of CPU time."""
+_OF_PROGRAM = {0: "passed", outcomes.MEMORY: "memory", outcomes.BLOCKED: "blocked", **_OF_SIGNALS}
+"""Exit codes without tests: the program chooses them, and they say nothing about its output."""
+_OF_TESTS = {
+    outcomes.PASSED: "passed",
+    outcomes.FAILED: "failed",
+    outcomes.MEMORY: "memory",
+    outcomes.BLOCKED: "blocked",
+    outcomes.TIMEOUT: "timeout",
+    **_OF_SIGNALS,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """How a program ended: one of `OUTCOMES` but `failed`, what it wrote to standard output, and its last words."""
+    """End of a program, or of its tests: one of `OUTCOMES`, the program's standard output, and last words."""
 
     outcome: str
     output: str
@@ -79,7 +96,7 @@ def read_tests(value: object, column: str) -> list[tuple[str, str] | str]:
 
 def _test(program: str, test: tuple[str, str] | str, seconds: float, memory_bytes: int) -> str:
     if isinstance(test, str):
-        return run_program(f"{program}\n\n{test}\n", "", seconds, memory_bytes).outcome
+        return run_program(program, "", seconds, memory_bytes, test).outcome
     run = run_program(program, test[0], seconds, memory_bytes)
     if run.outcome != "passed":
         return run.outcome
@@ -90,63 +107,98 @@ def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
-def run_program(program: str, given: str, seconds: float, memory_bytes: int) -> Run:
+def run_program(program: str, given: str, seconds: float, memory_bytes: int, tests: str = "") -> Run:
     """Runs Python in a sandbox of its own, and leaves nothing behind.
 
     Args:
         given: standard input.
-        seconds: wall-clock time that it may take.
+        seconds: wall-clock time that program and tests may take.
+        memory_bytes: memory that each of their processes may take.
+        tests: Python that runs after the program, in another process; it raises if the program is wrong.
 
     Raises:
         RuntimeError: There is no sandbox on this machine.
+        ValueError: The tests use nothing of the program.
     """
-    token = secrets.token_hex(16)
-    with tempfile.TemporaryDirectory(prefix="moerl-program-") as outside:
-        folder = Path(outside, "work")
+    outside = Path(tempfile.mkdtemp(prefix="moerl-program-"))
+    try:
+        folder = outside / "work"
         folder.mkdir()
-        Path(outside, "program.py").write_text(program, encoding="utf-8", errors="replace")
-        Path(outside, "in").write_text(given, encoding="utf-8", errors="replace")
-        done, write = os.pipe()
-        os.write(write, token.encode())
-        os.close(write)
-        words = [str(Path(outside, "program.py")), str(folder), str(done), str(seconds), str(memory_bytes)]
-        with (
-            Path(outside, "in").open("rb") as stdin,
-            Path(outside, "out").open("w+b") as stdout,
-            Path(outside, "said").open("w+b") as stderr,
-        ):
-            process = subprocess.Popen(
-                [sys.executable, "-I", str(_SANDBOX), *words],
-                stdin=stdin,
-                stdout=stdout,
-                stderr=stderr,
-                cwd=folder,
-                env={**_ENVIRONMENT, "TMPDIR": str(folder), "HOME": str(folder)},
-                pass_fds=[done],
-                start_new_session=True,
-            )
-            try:
-                returned: int | None = process.wait(seconds)
-            except subprocess.TimeoutExpired:
-                returned = None
-            finally:
-                process.kill()
-                process.wait()
-                os.close(done)
-            output, said = (_read(file.name) for file in (stdout, stderr))
-    return Run(_outcome(returned, said, token), output, said[-500:])
-
-
-def _read(path: str) -> str:
-    with open(path, "rb") as file:
-        return file.read(MAX_FILE_BYTES).decode(errors="replace")
-
-
-def _outcome(returned: int | None, said: str, token: str) -> str:
-    if returned == NO_SANDBOX:
+        (outside / "program.py").write_text(program, encoding="utf-8", errors="replace")
+        (outside / "tests.py").write_text(tests, encoding="utf-8", errors="replace")
+        (outside / "in").write_text(given, encoding="utf-8", errors="replace")
+        files = [str(outside / "program.py"), str(outside / "tests.py") if tests else "", str(folder)]
+        returned, has_begun = _run(outside, files, seconds, memory_bytes)
+        output, said = _read(outside / "out"), _read(outside / "said")
+    finally:
+        _remove(outside)
+    if not has_begun and returned == outcomes.NO_SANDBOX:
         raise RuntimeError(f"programs cannot be run safely on this machine: {said[-200:]}")
-    if returned == 0:
-        # Without the token the program has ended itself, perhaps before its tests.
-        return "passed" if said.endswith(DONE_MARK + token) else "failed"
-    by_code = {None: "timeout", -24: "timeout", MEMORY: "memory", BLOCKED: "blocked", ERROR: "error"}
-    return by_code.get(returned, "error")
+    if tests and returned == outcomes.UNUSED:
+        raise ValueError(f"the tests use nothing of the program, and pass with any: {tests[:80]!r}")
+    by_code = _OF_TESTS if tests else _OF_PROGRAM
+    return Run("timeout" if returned is None else by_code.get(returned, "error"), output, said[-500:])
+
+
+def _run(outside: Path, files: Sequence[str], seconds: float, memory_bytes: int) -> tuple[int | None, bool]:
+    """Runs a sandbox to its end. Returns its exit code, None if its time passed, and True if everything was forbidden."""
+    status, theirs = os.pipe()
+    words = [*files, str(theirs), str(os.getpid()), str(seconds), str(memory_bytes)]
+    folder = files[-1]
+    with (
+        (outside / "in").open("rb") as stdin,
+        (outside / "out").open("wb") as stdout,
+        (outside / "said").open("wb") as stderr,
+        open(status, "rb") as begun,
+    ):
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-c", _START.format(_ROOT) + "; main(sys.argv[1:])", *words],
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            cwd=folder,
+            env={**_ENVIRONMENT, "TMPDIR": folder, "HOME": folder},
+            pass_fds=[theirs],
+            start_new_session=True,
+        )
+        os.close(theirs)
+        try:
+            returned: int | None = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            returned = None
+        finally:
+            # Neither the program nor its tests can leave their group.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        return returned, begun.read(1) == b"1"
+
+
+def _remove(outside: Path) -> None:
+    """Removes the folder of a run, however deep the program's is, and whatever modes it has.
+
+    Folders in it are moved to one place before they are looked into, so no path gets long and nothing recurses.
+    """
+    found, moved = outside / "found", 0
+    found.mkdir()
+    waiting = [outside / "work"]
+    while waiting:
+        current = waiting.pop()
+        current.chmod(0o700)
+        with os.scandir(current) as entries:
+            for entry in list(entries):
+                if entry.is_dir(follow_symlinks=False):
+                    # Only a folder that may be written to can be moved: its entry for the parent changes.
+                    os.chmod(entry.path, 0o700)
+                    waiting.append(found / str(moved))
+                    os.rename(entry.path, waiting[-1])
+                    moved += 1
+                else:
+                    os.unlink(entry.path)
+        current.rmdir()
+    shutil.rmtree(outside)
+
+
+def _read(path: Path) -> str:
+    with path.open("rb") as file:
+        return file.read(MAX_FILE_BYTES).decode(errors="replace")

@@ -36,7 +36,7 @@ GIB = 1 << 30
         ("raise ValueError('no')", "error", "ValueError: no"),
         ("def f(): f()\nf()", "error", "RecursionError"),
         ("this is no Python", "error", "SyntaxError"),
-        ("import os\nos._exit(0)", "failed", ""),
+        ("import os\nos._exit(93)", "error", ""),
         ("import sys\nsys.exit(3)", "error", "code 3"),
     ],
 )
@@ -74,6 +74,33 @@ def test_what_a_program_leaves_is_removed_and_it_sees_no_environment(monkeypatch
     assert not Path(folder).exists()
 
 
+def test_a_program_ends_with_its_threads_and_what_it_registered_for_its_exit():
+    program = """
+import atexit, threading, time
+def late():
+    time.sleep(0.2)
+    print("thread")
+threading.Thread(target=late).start()
+atexit.register(print, "exit")
+"""
+    assert run_program(program, "", 30.0, GIB).output == "thread\nexit\n"
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import os\nfor _ in range(1500):\n    os.mkdir('d')\n    os.chdir('d')",
+        "import os\nos.makedirs('a/b')\nopen('a/b/f', 'w')\nos.mkdir('c', 0)\nos.symlink('/', 'a/b/link')",
+    ],
+)
+def test_folders_of_a_program_are_removed_however_deep_and_closed(
+    program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert run_program(program, "", 30.0, GIB).outcome == "passed"
+    assert list(tmp_path.iterdir()) == []
+
+
 PAIRS = [{"input": "1 2", "output": "3\n"}, {"input": "2 5", "output": "7"}, {"input": "0 0", "output": "1"}]
 
 
@@ -95,8 +122,8 @@ def test_a_program_gets_the_share_of_its_tests_or_all_or_nothing():
 def test_tests_in_python_follow_the_program():
     response = "```python\ndef add(a, b):\n    return a + b\n```"
     assert score(response, "assert add(1, 2) == 3")["passed"] == 1.0
-    assert score(response, ["assert add(1, 2) == 3", "assert add(1, 2) == 4"])["error"] == 1.0
-    assert score(response + "\n```python\nimport os; os._exit(0)\n```", "assert False")["passed"] == 0.0
+    assert score(response, ["assert add(1, 2) == 3", "assert add(1, 2) == 4"])["failed"] == 1.0
+    assert score(response, "assert add(1, '2') == 3")["error"] == 1.0
 
 
 def test_the_last_block_is_the_program_and_without_one_the_response_is():
@@ -122,7 +149,7 @@ def test_a_program_under_way_ends_with_its_reward(tmp_path: Path):
     process = RewardProcess("moerl.tasks.rewards.code:code", 4.0, 1 << 32, "task.rewards.code.function", settings)
     try:
         with pytest.raises(RewardError, match=r"raise task\.rewards\.code\.timeout_seconds"):
-            process.score({"tests": "assert True"}, "import time\ntime.sleep(500)")
+            process.score({"tests": "f()"}, "import time\ndef f(): time.sleep(500)")
     finally:
         process.close()
     deadline = time.monotonic() + 10
@@ -139,6 +166,6 @@ def _sandboxes() -> list[str]:
             words = path.read_bytes().split(b"\0")
         except OSError:
             continue
-        if any(word.endswith(b"sandbox.py") for word in words) and b"600.0" in words:
+        if any(b"rewards.sandbox" in word for word in words) and b"600.0" in words:
             found.append(str(path))
     return found

@@ -1,0 +1,104 @@
+"""Questions and answers between the process of a program and that of its tests. Runs in the sandbox, in both.
+
+A message is its length and JSON. A question is ``["ask", operation, arguments, named arguments]``; its answer is
+``["value", value]``, with the arguments again if the operation has changed them, ``["raise", ...]`` or ``["stop"]``.
+Who waits for an answer answers questions meanwhile, so functions may call back.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from moerl.tasks.rewards.sandbox.values import Wire
+
+MAX_MESSAGE_BYTES = 16 << 20
+_LENGTH_BYTES = 4
+
+
+class PeerGoneError(BaseException):
+    """The other process has ended, or speaks otherwise. No `Exception`, so that tests do not catch it by accident."""
+
+
+class Peer:
+    """One end of the two pipes.
+
+    Args:
+        reading, writing: descriptors.
+        answer: answers a question of the other side, and raises nothing but `PeerGoneError`.
+    """
+
+    def __init__(self, reading: int, writing: int, answer: Callable[[str, Wire, Wire], list[Wire]]) -> None:
+        self._reading, self._writing, self._answer = reading, writing, answer
+        # Threads of a program may call functions of the tests.
+        self._lock = threading.RLock()
+
+    def ask(self, operation: str, arguments: Wire, named: Wire) -> list[Wire]:
+        """Asks, answers what the other side asks meanwhile, and returns the answer."""
+        with self._lock:
+            self.write(["ask", operation, arguments, named])
+            while (message := self.read())[0] == "ask":
+                self._answer_to(message)
+            return message
+
+    def serve(self) -> None:
+        """Answers questions until the other side is gone, which raises."""
+        while True:
+            self._answer_to(self.read())
+
+    def write(self, message: list[Wire]) -> None:
+        """Sends a message.
+
+        Raises:
+            ValueError: it is too long.
+            PeerGoneError: as the class says.
+        """
+        try:
+            content = json.dumps(message).encode()
+        except RecursionError as error:
+            raise ValueError("a value that is too deep") from error
+        if len(content) > MAX_MESSAGE_BYTES:
+            raise ValueError(f"a value of {len(content):,} bytes crosses no border; {MAX_MESSAGE_BYTES:,} at most")
+        data = len(content).to_bytes(_LENGTH_BYTES, "big") + content
+        try:
+            while data:
+                data = data[os.write(self._writing, data) :]
+        except OSError as error:
+            raise PeerGoneError(str(error)) from error
+
+    def read(self) -> list[Any]:
+        """Waits for the next message."""
+        size = int.from_bytes(self._exactly(_LENGTH_BYTES), "big")
+        if size > MAX_MESSAGE_BYTES:
+            raise PeerGoneError(f"a message of {size:,} bytes")
+        try:
+            message = json.loads(self._exactly(size))
+        except (ValueError, RecursionError) as error:
+            raise PeerGoneError(f"a message that is no JSON: {error}") from error
+        if not isinstance(message, list) or not message:
+            raise PeerGoneError("a message of an unknown form")
+        return message
+
+    def _answer_to(self, message: list[Any]) -> None:
+        if len(message) != 4 or message[0] != "ask" or not isinstance(message[1], str):
+            raise PeerGoneError("a question of an unknown form")
+        answer = self._answer(*message[1:])
+        try:
+            self.write(answer)
+        except ValueError as error:
+            self.write(["raise", [["builtins", "ValueError"]], ["list", str(error)], None])
+
+    def _exactly(self, size: int) -> bytes:
+        data = bytearray()
+        while len(data) < size:
+            try:
+                part = os.read(self._reading, min(size - len(data), 1 << 20))
+            except OSError as error:
+                raise PeerGoneError(str(error)) from error
+            if not part:
+                raise PeerGoneError("its end of the pipe is closed")
+            data += part
+        return bytes(data)
