@@ -141,7 +141,11 @@ def run_program(program: str, given: str, seconds: float, memory_bytes: int, tes
 
 
 def _run(outside: Path, files: Sequence[str], seconds: float, memory_bytes: int) -> tuple[int | None, bool]:
-    """Runs a sandbox to its end. Returns its exit code, None if its time passed, and True if everything was forbidden."""
+    """Runs a sandbox to its end.
+
+    Returns:
+        Its exit code, None if its time passed; and True if everything was forbidden before it ran.
+    """
     status, theirs = os.pipe()
     words = [*files, str(theirs), str(os.getpid()), str(seconds), str(memory_bytes)]
     folder = files[-1]

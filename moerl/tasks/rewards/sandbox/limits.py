@@ -8,8 +8,8 @@
 - limits: address space, CPU time, size of a file, open files. No capabilities; no new privileges.
 - The process dies with the thread that started it.
 
-It can still use the CPU and memory that it is given, fill the folder with files, learn the time, and read the files that
-the interpreter may read.
+It can still use the CPU and memory that it is given, fill the folder with files, learn the time, and read the files
+that the interpreter may read.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import resource
 import signal
 import struct
 import sys
+from typing import NamedTuple
 
 from moerl.tasks.rewards.sandbox.calls import forbid_calls
 
@@ -31,17 +32,26 @@ _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
 _READ_ONLY = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime", "/dev/urandom", "/dev/zero")
 
 
+class Limits(NamedTuple):
+    """What a process may use."""
+
+    folder: str
+    """Folder that it may write below."""
+    seconds: float
+    """CPU time; it may take one second more."""
+    memory_bytes: int
+    """Address space."""
+
+
 class NoSandboxError(Exception):
     """The machine cannot forbid what must be forbidden."""
 
 
-def restrict(folder: str, parent: int, seconds: float, memory_bytes: int) -> None:
+def restrict(limits: Limits, parent: int) -> None:
     """Forbids this process what the module's text says.
 
     Args:
-        folder: it may write below.
         parent: process id of its parent, with which it dies.
-        seconds: CPU time that it may take, and one more.
 
     Raises:
         NoSandboxError: this machine cannot do that, or the parent is gone.
@@ -49,8 +59,8 @@ def restrict(folder: str, parent: int, seconds: float, memory_bytes: int) -> Non
     libc = ctypes.CDLL(None, use_errno=True)
     for limit, value in (
         (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_AS, memory_bytes),
-        (resource.RLIMIT_CPU, math.ceil(seconds) + 1),
+        (resource.RLIMIT_AS, limits.memory_bytes),
+        (resource.RLIMIT_CPU, math.ceil(limits.seconds) + 1),
         (resource.RLIMIT_FSIZE, MAX_FILE_BYTES),
         (resource.RLIMIT_NOFILE, MAX_OPEN_FILES),
     ):
@@ -58,7 +68,7 @@ def restrict(folder: str, parent: int, seconds: float, memory_bytes: int) -> Non
         value = value if most == resource.RLIM_INFINITY else min(value, most)
         resource.setrlimit(limit, (value, value))
     _check(libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no new privileges")
-    _allow_files(libc, folder)
+    _allow_files(libc, limits.folder)
     _drop_capabilities(libc)
     _check(libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0), "no dumps")
     _check(libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0), "end with the parent")

@@ -76,7 +76,7 @@ class _Objects:
 
     def ask(self, operation: str, target: OfTests, *arguments: Any, **named: Any) -> Any:
         """Has the tests do an operation on one of their objects."""
-        given = [encode(list([target, *arguments]), self._export), encode(named, self._export)]
+        given = [encode([target, *arguments], self._export), encode(named, self._export)]
         answer = self.peer.ask(operation, *given)
         if answer[0] == "stop":
             raise StopIteration

@@ -3,8 +3,8 @@
     start.py PROGRAM TESTS FOLDER STATUS PARENT SECONDS MEMORY
 
 PROGRAM and TESTS are files with Python, read before anything is forbidden; TESTS is empty if there are none. FOLDER is
-the folder that may be written to. STATUS is a descriptor that gets a byte once everything is forbidden, PARENT the process
-id of the starter. Each process may take SECONDS of CPU time and MEMORY bytes. The exit code is one of
+the folder that may be written to. STATUS is a descriptor that gets a byte once everything is forbidden, PARENT the
+process id of the starter. Each process may take SECONDS of CPU time and MEMORY bytes. The exit code is one of
 `moerl.tasks.rewards.sandbox.outcomes`; without tests it is the program's own.
 """
 
@@ -14,7 +14,7 @@ import os
 import sys
 from typing import NoReturn
 
-from moerl.tasks.rewards.sandbox.limits import NoSandboxError, restrict
+from moerl.tasks.rewards.sandbox.limits import Limits, NoSandboxError, restrict
 from moerl.tasks.rewards.sandbox.outcomes import NO_SANDBOX
 from moerl.tasks.rewards.sandbox.program import execute, serve
 
@@ -25,10 +25,10 @@ def main(arguments: list[str]) -> None:
     sys.argv = [program]
     text = _read(program)
     os.chdir(folder)
-    limits = float(seconds), int(memory_bytes)
+    limits = Limits(folder, float(seconds), int(memory_bytes))
     if tests:
-        _judge(text, tests, folder, int(status), int(parent), *limits)
-    _restrict(folder, int(parent), *limits)
+        _judge(text, tests, int(status), int(parent), limits)
+    _restrict(limits, int(parent))
     os.write(int(status), b"1")
     os.close(int(status))
     code, said, _ = execute(text)
@@ -37,9 +37,7 @@ def main(arguments: list[str]) -> None:
     # The interpreter ends as ever: it waits for threads, calls what is to be called at exit, flushes.
 
 
-def _judge(
-    text: str, tests: str, folder: str, status: int, parent: int, seconds: float, memory_bytes: int
-) -> NoReturn:
+def _judge(text: str, tests: str, status: int, parent: int, limits: Limits) -> NoReturn:
     from moerl.tasks.rewards.sandbox.testing import judge
 
     of_program, of_tests = os.pipe(), os.pipe()
@@ -48,7 +46,7 @@ def _judge(
     if program == 0:
         for descriptor in (status, of_program[0], of_tests[1]):
             os.close(descriptor)
-        _restrict(folder, starter, seconds, memory_bytes)
+        _restrict(limits, starter)
         os.write(of_program[1], b"1")
         serve(of_tests[0], of_program[1], text)
         os._exit(0)
@@ -57,7 +55,7 @@ def _judge(
     text_of_tests = _read(tests)
     # Libraries of the tests must not find what a program has put there.
     os.environ.update(HOME="/nonexistent", TMPDIR="/nonexistent")
-    _restrict(folder, parent, seconds, memory_bytes)
+    _restrict(limits, parent)
     if os.read(of_program[0], 1) != b"1":
         # The program's process has said why.
         os._exit(NO_SANDBOX)
@@ -66,9 +64,9 @@ def _judge(
     _end(code, said)
 
 
-def _restrict(folder: str, parent: int, seconds: float, memory_bytes: int) -> None:
+def _restrict(limits: Limits, parent: int) -> None:
     try:
-        restrict(folder, parent, seconds, memory_bytes)
+        restrict(limits, parent)
     except (NoSandboxError, OSError) as error:
         _end(NO_SANDBOX, str(error))
 

@@ -15,7 +15,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 from moerl.tasks.rewards.sandbox.errors import describe, python_class
 from moerl.tasks.rewards.sandbox.operations import AWAIT, COMPARISONS_AND_ARITHMETIC, GET, NAME, OPERATIONS, PING, SET
@@ -211,10 +211,10 @@ class Objects:
 
     def _error_class(self, classes: list[Any]) -> type[BaseException]:
         """Returns the first class as one of this process: Python's own, or one made here for the program's."""
-        for index, each in enumerate(classes):
-            if (kind := python_class(*each[:2])) is not None:
-                break
-        else:
+        of_python = [python_class(*each[:2]) for each in classes]
+        index = next((at for at, each in enumerate(of_python) if each is not None), len(classes))
+        kind = of_python[index] if index < len(classes) else None
+        if kind is None:
             raise ValueError("an exception of no class of Python")
         for _, name, number in reversed(classes[:index]):
             if number not in self._classes:
@@ -225,10 +225,9 @@ class Objects:
 
     def _answer(self, operation: str, arguments: Wire, named: Wire) -> list[Wire]:
         try:
-            given: list[Any] = decode(arguments, self._import)
-            if not isinstance(given, list) or arguments[1][0] != "tests":
+            target, *others = decode(arguments, self._import)
+            if arguments[1][0] != "tests":
                 raise UnusableError("an operation on something that is no object of the tests")
-            target, *others = given
             value = self._do(operation, target, others, decode(named, self._import))
             return ["value", encode(value, self._export)]
         except PeerGoneError:
@@ -251,7 +250,8 @@ class Objects:
                 return getattr(target, name)
             case "set", [str(name), value] if _is_of_tests(target) and not name.startswith("_"):
                 if not hasattr(type(target), name):
-                    return setattr(target, name, value)
+                    setattr(target, name, value)
+                    return None
             case _:
                 pass
         raise UnusableError(f"a program may not do {operation} with {type(target).__name__} of the tests")
@@ -266,9 +266,8 @@ class Objects:
         if isinstance(value, ModuleType):
             return ["module", value.__name__]
         module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
-        if isinstance(module, str) and module != "__main__" and module in sys.modules:
-            if getattr(sys.modules[module], name, None) is value:
-                return ["named", module, name]
+        if isinstance(module, str) and module != "__main__" and getattr(sys.modules.get(module), name, self) is value:
+            return ["named", module, name]
         if callable(value) or hasattr(value, "__iter__") or _is_of_tests(value):
             return ["tests", self._number(value)]
         raise UnusableError(f"an object of {type(value).__name__} cannot be handed to a program")

@@ -112,9 +112,7 @@ def decode(wire: Wire, import_object: Import) -> Any:
     if tag in _FROM_SEQUENCE:
         return _FROM_SEQUENCE[tag]([decode(each, import_object) for each in content])
     if tag in _FROM_MAPPING:
-        return _FROM_MAPPING[tag](
-            [(decode(key, import_object), decode(each, import_object)) for key, each in content]
-        )
+        return _FROM_MAPPING[tag]([(decode(key, import_object), decode(each, import_object)) for key, each in content])
     if tag == "array":
         return _array(*content)
     return import_object(wire)

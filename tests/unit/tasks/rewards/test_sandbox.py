@@ -1,11 +1,9 @@
-"""Programs that try to pass tests without doing what the tests ask, and honest ones beside them.
-
-The table of `docs/security.md` counts the rows here.
-"""
+"""Programs that try to pass tests without doing what the tests ask, and honest ones."""
 
 from __future__ import annotations
 
 import os
+import re
 import time
 from pathlib import Path
 
@@ -163,7 +161,10 @@ CHEATS = {
         "open('numpy.py', 'w').write('allclose = lambda *a: True')\n" + WRONG,
         "import numpy, math\nassert math.isclose(add(1, 1), 2) and numpy.allclose(add(1, 1), 2)",
     ),
-    "depth": ("def f():\n    found = []\n    for _ in range(10**5): found = [found]\n    return found", "assert f() == 1"),
+    "depth": (
+        "def f():\n    found = []\n    for _ in range(10**5): found = [found]\n    return found",
+        "assert f() == 1",
+    ),
     "a value in itself": ("def f():\n    found = []\n    found.append(found)\n    return found", "assert f() == 1"),
     "size": ("def f(): return 'x' * (1 << 25)", "assert f() == 1"),
     "a number of a million digits": ("def f(): return 1 << (1 << 22)", "assert f() == 1"),
@@ -176,6 +177,13 @@ def test_a_program_that_cheats_passes_no_tests(name: str):
     program, tests = CHEATS[name]
     run = run_program(program, "", 1.0 if name == "silence" else 30.0, GIB, tests)
     assert run.outcome in ("failed", "error", "timeout"), run
+
+
+def test_the_page_on_security_counts_the_ways_to_cheat():
+    page = Path("docs/security.md").read_text()
+    section = page.partition("## Programs that cheat")[2].partition("\n## ")[0]
+    assert sum(map(int, re.findall(r"\| (\d+) \|", section))) == len(CHEATS)
+    assert f"[{len(CHEATS)} ways to cheat]" in Path("docs/tasks.md").read_text()
 
 
 HONEST = {
@@ -283,7 +291,8 @@ assert manager.seen is False
     ),
     "unittest": (
         "def add(a, b): return a + b",
-        "import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertEqual(add(1, 2), 3)\nunittest.main()",
+        "import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertEqual(add(1, 2), 3)\n"
+        "unittest.main()",
     ),
     "numpy": (
         "import numpy as np\ndef double(x): return np.asarray(x) * 2\ndef sort(x): x.sort()",
@@ -297,9 +306,10 @@ from collections import Counter, OrderedDict, deque
 from decimal import Decimal
 from fractions import Fraction
 for value in (
-    None, True, -5, 10**400, 0.1, float("inf"), 1j, "\\ud800", b"x", bytearray(b"y"), range(1, 9, 2), (1, (2,)), {1: {2}},
-    frozenset({1}), deque([1]), OrderedDict(b=1, a=2), Counter("aab"), Decimal("1.50"), Fraction(1, 3), int, ValueError,
-    datetime.date(2020, 1, 2), datetime.datetime(2020, 1, 2, 3, 4), datetime.time(5), datetime.timedelta(-1, 5, 7),
+    None, True, -5, 10**400, 0.1, float("inf"), 1j, "\\ud800", b"x", bytearray(b"y"), range(1, 9, 2), (1, (2,)),
+    {1: {2}}, frozenset({1}), deque([1]), OrderedDict(b=1, a=2), Counter("aab"), Decimal("1.50"), Fraction(1, 3), int,
+    ValueError, datetime.date(2020, 1, 2), datetime.datetime(2020, 1, 2, 3, 4), datetime.time(5),
+    datetime.timedelta(-1, 5, 7),
 ):
     assert same(value) == value and type(same(value)) is type(value), value
 """,
@@ -314,7 +324,9 @@ def test_an_honest_program_passes_its_tests(name: str):
     assert run.outcome == "passed", run
 
 
-@pytest.mark.parametrize("tests", ["def check(candidate):\n    assert candidate(1) == 1\n", "assert True", "x = len([])"])
+@pytest.mark.parametrize(
+    "tests", ["def check(candidate):\n    assert candidate(1) == 1\n", "assert True", "x = len([])"]
+)
 def test_tests_that_use_nothing_of_the_program_are_an_error_of_the_row(tests: str):
     with pytest.raises(ValueError, match="the tests use nothing of the program"):
         run_program("def f(x): return 1", "", 30.0, GIB, tests)
@@ -362,7 +374,9 @@ def test_a_program_cannot_have_signals_sent_for_it_nor_leave_its_group():
 
 
 def test_a_program_is_gone_when_its_time_is_over(tmp_path: Path):
-    program = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ndef f():\n    while True: time.sleep(1)"
+    program = (
+        "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ndef f():\n    while True: time.sleep(1)"
+    )
     before = set(os.listdir("/proc"))
     assert run_program(program, "", 1.0, GIB, "f()").outcome == "timeout"
     deadline = time.monotonic() + 10
