@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from moerl.contract.ports import Prompt
-from moerl.errors import RewardError
+from moerl.errors import MoerlError, RewardError
 from moerl.tasks.rewards.process import MakeChild
 from moerl.telemetry.terminal import excerpt
 
@@ -65,12 +65,13 @@ class Scorer:
         once.
 
         The future raises `RewardError` where a part fails, with its name and the row: a sum without it would be
-        another reward.
+        another reward. No part sees half a surrogate pair, which is no text to whatever it is sent to.
 
         Args:
             place: of the prompt, for messages.
         """
-        return _Sum(self, prompt, place, response)
+        text = response.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return _Sum(self, prompt, place, text)
 
     def submit(self, prompt: Prompt, response: str) -> list[Future[Rewards]]:
         """What each part is asked, in their order."""
@@ -84,6 +85,12 @@ class Scorer:
                 found[part.name] = future.result()
             except RewardError as error:
                 raise _with_place(error, part.name, prompt, place, response) from error
+            except MoerlError:
+                raise
+            except Exception as error:  # noqa: BLE001 - thread boundary: a failed reward fails a sample, not the run
+                seen = f"{type(error).__name__}: {excerpt(str(error))}"
+                failed = RewardError("the reward raised", seen=seen, expected="a reward", remedy="look at the response")
+                raise _with_place(failed, part.name, prompt, place, response) from error
         if "" in found:
             return found[""]
         rewards = {
