@@ -236,9 +236,7 @@ class RewardChild:
         self.kill()
         dump = self._said.rpartition(b"most recent call first")[2].decode(errors="replace")
         frames = [(file, int(line), name) for file, line, name in _FRAME.findall(dump)]
-        return ChildLostError(
-            cause, where(frames), late=late, out_of_memory=out_of_memory, from_outside=from_outside
-        )
+        return ChildLostError(cause, where(frames), late=late, out_of_memory=out_of_memory, from_outside=from_outside)
 
 
 def where(frames: Sequence[Frame]) -> str:

@@ -256,11 +256,11 @@ class RewardProcess:
 
     def _checked(self, rewards: dict[str, float]) -> dict[str, float] | RewardError:
         for name in rewards:
-            if not is_reward_name(name):
+            if not is_reward_name(name) or name == UNSCORED:
                 return RewardError(
                     f"reward function {self._function} returned a name that no metric can have",
                     seen=excerpt(repr(name)),
-                    expected="names of up to 64 letters, digits and the characters _ . -",
+                    expected=f"names of up to 64 letters, digits and the characters _ . -, but '{UNSCORED}'",
                     remedy="rename the entry of the mapping",
                 )
         return rewards

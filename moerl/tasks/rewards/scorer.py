@@ -12,7 +12,7 @@ from typing import Protocol
 
 from moerl.contract.ports import Prompt
 from moerl.errors import MoerlError, RewardError
-from moerl.tasks.rewards.process import MakeChild
+from moerl.tasks.rewards.process import UNSCORED, MakeChild
 from moerl.telemetry.terminal import excerpt
 
 Rewards = dict[str, float]
@@ -87,14 +87,15 @@ class Scorer:
                 raise _with_place(error, part.name, prompt, place, response) from error
             except MoerlError:
                 raise
-            except Exception as error:  # noqa: BLE001 - thread boundary: a failed reward fails a sample, not the run
+            except Exception as error:
+                # It comes from the part's own thread: it fails a sample, and not whoever waits for the reward.
                 seen = f"{type(error).__name__}: {excerpt(str(error))}"
                 failed = RewardError("the reward raised", seen=seen, expected="a reward", remedy="look at the response")
                 raise _with_place(failed, part.name, prompt, place, response) from error
         if "" in found:
             return found[""]
         rewards = {
-            "reward": sum(part.weight * found[part.name]["reward"] for part in self._parts),
+            "reward": sum(_share(part.weight, found[part.name]) for part in self._parts),
             "accuracy": found[self._accuracy]["accuracy"],
         }
         for name, values in found.items():
@@ -116,6 +117,12 @@ class Scorer:
         """Ends what the parts have started."""
         for part in self._parts:
             part.source.close()
+
+
+def _share(weight: float, rewards: Rewards) -> float:
+    """What a part adds to the sum. Where the response kept it from being scored, the least that it can be: nobody is to
+    escape a penalty so."""
+    return min(0.0, weight) if rewards.get(UNSCORED) else weight * rewards["reward"]
 
 
 class _Sum(Future[Rewards]):

@@ -157,6 +157,7 @@ def test_the_process_ends_when_nobody_holds_its_pipe_any_more():
         ("{'reward': 1.0, 'a b': 1.0}", "a name that no metric can have; seen: 'a b'"),
         ("{'reward': 1.0, 'a\\x1b[2J': 1.0}", "a name that no metric can have"),
         ("{'reward': 1.0, 'a' * 65: 1.0}", "a name that no metric can have"),
+        ("{'reward': 1.0, 'unscored': 1.0}", "a name that no metric can have; seen: 'unscored'"),
         ("'x' * 10_000_000", "of type str"),
         ("1 / 0", "ZeroDivisionError"),
     ],

@@ -122,6 +122,18 @@ def test_a_reward_that_raises_in_the_run_itself_fails_one_sample():
         asked.result()
 
 
+def test_no_response_escapes_a_penalty_by_being_unscored(make: Make):
+    form = {"kind": "regex", "pattern": "(a+)+b", "timeout_seconds": 1.0}
+    scorer = make(
+        right=ExactReward(kind="exact", column="answer", pattern="(5)"),
+        bonus=RegexReward.model_validate(form),
+        penalty=RegexReward.model_validate({**form, "weight": -0.5}),
+    )
+    rewards = scorer.score(PROMPT, "a:1", "5 " + "a" * 40_000).result()
+    assert (rewards["right"], rewards["bonus.unscored"], rewards["penalty.unscored"]) == (1.0, 1.0, 1.0)
+    assert (rewards["bonus"], rewards["penalty"], rewards["reward"]) == (0.0, 0.0, 0.5)
+
+
 def test_a_cancelled_sum_cancels_its_parts_and_a_cancelled_part_its_sum():
     parts = [_Held(), _Held()]
     scorer = Scorer([Part("a", 1.0, parts[0]), Part("b", 1.0, parts[1])], "a")
