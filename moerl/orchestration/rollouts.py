@@ -223,7 +223,7 @@ class Collector:
     def _rewarded(self, pending: _Pending, version: int) -> Outcome:
         """Waits for the rewards."""
         try:
-            rewards = pending.rewards.result()
+            trajectory = pending.trajectory.with_rewards(pending.rewards.result())
         except RewardError as error:
             with self._counting:
                 self._failed_rewards[error.reward] += 1
@@ -231,7 +231,10 @@ class Collector:
             failed = ContractError(Reason.REWARD_FAILED, field="rewards", seen=why, expected="finite rewards")
             self.quarantine.withdraw(pending.record, failed, trainer_version=version)
             return self._refused(pending.record)
-        return Outcome(pending.record.rollout_id, pending.trajectory.with_rewards(rewards))
+        except ContractError as error:
+            self.quarantine.withdraw(pending.record, error, trainer_version=version)
+            return self._refused(pending.record)
+        return Outcome(pending.record.rollout_id, trajectory)
 
     def take_failed_rewards(self) -> dict[str, int]:
         """By name of the reward, on how many responses it failed since this was asked before."""

@@ -36,6 +36,7 @@ class _Said(msgspec.Struct, forbid_unknown_fields=True):
     lost: str = ""
     late: bool = False
     out_of_memory: bool = False
+    from_outside: bool = False
 
 
 class _Kept(ShownLines):
@@ -73,7 +74,7 @@ class RewardHost:
             reply = child.ask(json.loads(message), timeout_seconds, max_reply_bytes=max_reply_bytes)
         except ChildLostError as lost:
             del self._children[number]
-            said = _Said(kept.take(), b"", str(lost), lost.late, lost.out_of_memory)
+            said = _Said(kept.take(), b"", str(lost), lost.late, lost.out_of_memory, lost.from_outside)
         else:
             said = _Said(kept.take(), json.dumps(reply).encode())
         return msgspec.msgpack.encode(said)
@@ -170,7 +171,9 @@ class RemoteChild:
         if said.lost:
             self._is_gone = True
             where = f"{said.lost}, on node {self._node}"
-            raise ChildLostError(where, late=said.late, out_of_memory=said.out_of_memory)
+            raise ChildLostError(
+                where, late=said.late, out_of_memory=said.out_of_memory, from_outside=said.from_outside
+            )
         return json.loads(said.reply)
 
     def end(self) -> None:
@@ -193,7 +196,7 @@ class RemoteChild:
         except RayError as error:
             self._is_gone = True
             self._on_loss()
-            raise ChildLostError(f"node {self._node} was lost: {first_line(error)}", with_host=True) from error
+            raise ChildLostError(f"node {self._node} was lost: {first_line(error)}", from_outside=True) from error
 
     def _show(self, printed: bytes) -> None:
         self._shown.feed(printed, sys.stderr)

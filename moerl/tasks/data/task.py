@@ -12,8 +12,9 @@ from moerl.errors import ConfigError, RewardError
 from moerl.tasks.data.rows import Problem
 from moerl.tasks.data.section import DataSet
 from moerl.tasks.data.splits import SPLITS, Cut, join, rewritten, split_set
-from moerl.tasks.rewards.process import MakeChild
+from moerl.tasks.rewards.process import UNSCORED, MakeChild
 from moerl.tasks.rewards.scorer import Scorer
+from moerl.telemetry.terminal import excerpt
 
 DUMMY_RESPONSE = "This text tries the reward function; no model wrote it."
 """What rewards are tried on where no row has a demonstration."""
@@ -80,7 +81,7 @@ class RowsTask(DemonstrationTask, ChatTask):
         first = next((each for each in firsts if each.response is not None), firsts[0])
         response = DUMMY_RESPONSE if first.response is None else first.response
         try:
-            self.reward(first.prompt, response, FinishReason.STOP).result()
+            rewards = self.reward(first.prompt, response, FinishReason.STOP).result()
         except RewardError as error:
             raise ConfigError(
                 f"task.reward: tried before the run, {error.what}",
@@ -88,6 +89,16 @@ class RowsTask(DemonstrationTask, ChatTask):
                 expected=error.expected,
                 remedy=error.remedy,
             ) from error
+        unscored = [name for name, value in rewards.items() if name.endswith(f".{UNSCORED}") and value]
+        if unscored:
+            # A harmless response: others will not fare better, and they would be 0 in silence.
+            raise ConfigError(
+                f"task.rewards.{unscored[0].removesuffix(f'.{UNSCORED}')}: tried before the run, it could not score a"
+                f" response to {self.place(first.prompt)}",
+                seen=f"'{excerpt(response)}'",
+                expected="a reward within the limits of time and memory",
+                remedy="check its pattern or its row, or raise its timeout_seconds or memory_bytes",
+            )
 
     def demonstrations(self, prompts: Sequence[Prompt], seed: int) -> list[str]:
         """The rows' responses; `seed` changes nothing, since a row has only one."""

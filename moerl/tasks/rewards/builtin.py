@@ -45,6 +45,9 @@ def math(*, column: str, answer_pattern: str | None) -> Score:
     # It warns at every call that its time limit is off.
     for name in ("math_verify.parser", "math_verify.grader", "math_verify.utils"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    # The first call loads a grammar and parts of sympy. No response is to spend its time on that.
+    sample = math_verify.parse("\\boxed{\\frac{x}{2} + 1}", parsing_timeout=0)
+    math_verify.verify(sample, math_verify.parse("1", parsing_timeout=0), timeout_seconds=None)
 
     def score(row: Mapping[str, Any], response: str) -> float:
         answer = _answer(row, column, answer_pattern)

@@ -36,6 +36,8 @@ DUMP_SECONDS = 5.0
 _GUARD = Path(__file__).with_name("guard.py")
 _WORKER = Path(__file__).with_name("worker.py")
 _READ_BYTES = 65_536
+_DUMP_ENDS = (b"in <module>\n", b"\n  ...\n")
+"""How it says that there is no more, or that there is more than it writes."""
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
@@ -50,14 +52,20 @@ class ChildLostError(Exception):
         cause: Why.
         place: The line it was at; empty where that is not known.
         late: True where the time limit passed. out_of_memory: True where it said that this was the reason.
-        with_host: True where what it ran on was lost, and the process through no doing of its own.
+        from_outside: True where what it ran on was lost, or SIGKILL ended it: perhaps through no doing of its own.
     """
 
     def __init__(
-        self, cause: str, place: str = "", *, late: bool = False, out_of_memory: bool = False, with_host: bool = False
+        self,
+        cause: str,
+        place: str = "",
+        *,
+        late: bool = False,
+        out_of_memory: bool = False,
+        from_outside: bool = False,
     ) -> None:
         super().__init__(cause + (f", in {place}" if place else ""))
-        self.late, self.out_of_memory, self.with_host = late, out_of_memory, with_host
+        self.late, self.out_of_memory, self.from_outside = late, out_of_memory, from_outside
 
 
 class Child(Protocol):
@@ -205,7 +213,7 @@ class RewardChild:
         deadline = time.monotonic() + DUMP_SECONDS
         with selectors.DefaultSelector() as selector:
             selector.register(self._faults, selectors.EVENT_READ)
-            while b"in <module>\n" not in self._said and self._faults in self._heard and time.monotonic() < deadline:
+            while not self._said.endswith(_DUMP_ENDS) and self._faults in self._heard and time.monotonic() < deadline:
                 if selector.select(max(0.0, deadline - time.monotonic())):
                     self._hear()
         return self._lost("time limit passed; its process was killed", late=True)
@@ -219,14 +227,16 @@ class RewardChild:
         if code == OUT_OF_MEMORY:
             return self._lost("its process had no memory left to answer with", out_of_memory=True)
         how = f"by signal {_signal_name(-code)}" if code < 0 else f"with code {code}"
-        return self._lost(f"its process ended {how}")
+        return self._lost(f"its process ended {how}", from_outside=code == -signal.SIGKILL)
 
-    def _lost(self, cause: str, *, late: bool = False, out_of_memory: bool = False) -> ChildLostError:
+    def _lost(
+        self, cause: str, *, late: bool = False, out_of_memory: bool = False, from_outside: bool = False
+    ) -> ChildLostError:
         self._hear()
         self.kill()
         dump = self._said.rpartition(b"most recent call first")[2].decode(errors="replace")
         frames = [(file, int(line), name) for file, line, name in _FRAME.findall(dump)]
-        return ChildLostError(cause, where(frames), late=late, out_of_memory=out_of_memory)
+        return ChildLostError(cause, where(frames), late=late, out_of_memory=out_of_memory, from_outside=from_outside)
 
 
 def where(frames: Sequence[Frame]) -> str:

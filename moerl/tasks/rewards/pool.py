@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from moerl.errors import RewardError
 from moerl.tasks.rewards.child import EXIT_SECONDS
 from moerl.tasks.rewards.process import MakeChild, RewardProcess
 
@@ -95,13 +96,7 @@ class RewardPool:
     def _work(self, process: RewardProcess) -> None:
         while calls := self._next_calls():
             wanted = [call for call in calls if call.future.set_running_or_notify_cancel()]
-            if not wanted:
-                continue
-            try:
-                results = process.score_all([call.row for call in wanted], [call.response for call in wanted])
-            except Exception as error:  # noqa: BLE001 - thread boundary: whoever asked for the reward gets it
-                results = [error] * len(wanted)
-            for call, result in zip(wanted, results, strict=True):
+            for call, result in zip(wanted, _results(process, wanted), strict=True):
                 if isinstance(result, Exception):
                     call.future.set_exception(result)
                 else:
@@ -115,3 +110,18 @@ class RewardPool:
             self._changed.wait_for(lambda: self._queue or self._is_closed)
             self._num_idle -= 1
             return [self._queue.popleft() for _ in range(min(self._batch_size, len(self._queue)))]
+
+
+def _results(process: RewardProcess, calls: Sequence[_Call]) -> Iterator[Rewards | Exception]:
+    """Rewards of each call, or why it has none, as they come. Calls that fail together are made one by one, so that one
+    response takes no other with it."""
+    try:
+        found = process.score_all([call.row for call in calls], [call.response for call in calls]) if calls else []
+    except Exception as error:  # noqa: BLE001 - thread boundary: whoever asked for the reward gets it
+        if isinstance(error, RewardError) and len(calls) > 1:
+            for call in calls:
+                yield from _results(process, [call])
+        else:
+            yield from [error] * len(calls)
+    else:
+        yield from found

@@ -2,6 +2,10 @@
 
 One long-lived child (`moerl.tasks.rewards.child`) for each worker of the pool; it is killed when a call runs past its
 time limit and started again at the next call. Runs in the controller.
+
+A function of a built-in kind is ours, and what a response fails at by itself is 0. A call of it that fails shows whose
+fault that is by what happens to `PLAIN_RESPONSE` and the same row: where that has a reward, the machine, the function
+and the row are in order, and the response is to blame.
 """
 
 from __future__ import annotations
@@ -19,6 +23,12 @@ from moerl.telemetry.terminal import ShownLines, excerpt
 IMPORT_SECONDS = 120.0
 """Time a user's module may take to import."""
 
+PLAIN_RESPONSE = "1"
+"""A number, a JSON value and a program, which no built-in kind fails at by itself."""
+
+UNSCORED = "unscored"
+"""Name beside the rewards of a built-in kind: 1 where they are 0 because the call failed by the response's fault."""
+
 MakeChild = Callable[[int, ShownLines], Child]
 """Starts a process that may take so many bytes, and shows what it prints."""
 
@@ -34,7 +44,7 @@ class RewardProcess:
         timeout_seconds: Time one call may take.
         memory_bytes: Memory that the process, and each that the function starts, may take.
         key: of the configuration, which names the function; errors name it and those beside it.
-        settings: what the function is called with once, to give the function that rewards; None = it is that itself.
+        settings: of a built-in kind, whose maker `function` is; None = it is a user's function itself.
         many: True where it is called with ``(rows, response_texts)``.
 
     Raises:
@@ -64,6 +74,7 @@ class RewardProcess:
             self._hello["settings"] = dict(settings)
         self._timeout_seconds = timeout_seconds
         self._memory_bytes = memory_bytes
+        self._is_builtin = settings is not None
         self._make_child: MakeChild = RewardChild
         self._child: Child | None = None
         self._is_stopped = False
@@ -75,7 +86,8 @@ class RewardProcess:
         self._make_child = make_child
 
     def start(self) -> None:
-        """Starts the process, unless it runs. `ConfigError` where the function cannot be imported."""
+        """Starts the process, unless it runs. `ConfigError` where the function cannot be imported, `ChildLostError`
+        where something else ended it meanwhile."""
         self._running()
 
     def score(self, row: Mapping[str, Any], response: str) -> dict[str, float]:
@@ -83,7 +95,7 @@ class RewardProcess:
 
         Raises:
             RewardError: The function raised, hung, crashed, or returned something else than finite rewards. The sample
-                has no reward; the next call works again.
+                has no reward; the next call works again. Of a built-in kind: the plain response has none, either.
             ConfigError: The function cannot be imported.
         """
         [result] = self.score_all([row], [response])
@@ -97,9 +109,34 @@ class RewardProcess:
         """As `score`, for several responses in one call: for each its rewards, or why it has none.
 
         Raises:
-            RewardError: The process hung or crashed, and none of them has a reward.
+            RewardError: They failed together, for example because the process hung or crashed. Which of them is to
+                blame shows where each is asked for alone.
             ConfigError: as `score`.
         """
+        if self._is_builtin:
+            return [self._blamed(row, response) for row, response in zip(rows, responses, strict=True)]
+        return self._called(rows, responses)
+
+    def _blamed(self, row: Mapping[str, Any], response: str) -> dict[str, float] | RewardError:
+        """The rewards of a built-in kind: 0 where the response alone makes it fail, an error where something else
+        does."""
+        result = self._called_alone(row, response)
+        if not isinstance(result, RewardError):
+            return {**result, UNSCORED: 0.0}
+        if self._is_stopped:
+            return result
+        plain = self._called_alone(row, PLAIN_RESPONSE)
+        return result if isinstance(plain, RewardError) else {**dict.fromkeys(plain, 0.0), UNSCORED: 1.0}
+
+    def _called_alone(self, row: Mapping[str, Any], response: str) -> dict[str, float] | RewardError:
+        try:
+            return self._called([row], [response])[0]
+        except RewardError as error:
+            return error
+
+    def _called(
+        self, rows: Sequence[Mapping[str, Any]], responses: Sequence[str]
+    ) -> list[dict[str, float] | RewardError]:
         asked = {"rows": [dict(row) for row in rows], "responses": list(responses)}
         try:
             reply = self._ask(asked, len(rows) * MAX_REPLY_BYTES)
@@ -107,18 +144,31 @@ class RewardProcess:
             raise self._unanswered(lost) from lost
         results = reply.get("results")
         assert isinstance(results, list), "the worker answers with results"
-        return [self._read(result) for result in results]
+        read = [self._read(result) for result in results]
+        if len(read) > 1 and results[0].get("together") and isinstance(read[0], RewardError):
+            raise read[0]
+        return read
 
     def _ask(self, asked: Mapping[str, Any], max_reply_bytes: int) -> dict[str, Any]:
-        """The reply of the process; of one on another node, where its node is lost."""
+        """The reply of the process.
+
+        A fresh one is asked once more where something else may have ended the first, so that neither whoever kills it
+        nor what earlier calls left in it fails a sample. A user's function that ended by itself is not called again.
+        """
         for is_last in (False, True):
             try:
-                child = self._running()
-                return child.ask(asked, self._timeout_seconds, max_reply_bytes=max_reply_bytes)
+                reply = self._running().ask(asked, self._timeout_seconds, max_reply_bytes=max_reply_bytes)
             except ChildLostError as lost:
                 self._child = None
-                if is_last or not lost.with_host:
+                if is_last or self._is_stopped or not (lost.from_outside or self._is_builtin):
                     raise
+                continue
+            if any(result.get("memory") for result in reply["results"]):
+                # What earlier calls keep takes memory, too.
+                self.close()
+                if self._is_builtin and not is_last:
+                    continue
+            return reply
         raise AssertionError("the last try returns or raises")
 
     def _read(self, result: Mapping[str, Any]) -> dict[str, float] | RewardError:
@@ -165,7 +215,7 @@ class RewardProcess:
         try:
             reply = child.ask({**self._hello, "sys_path": [*sys.path, os.getcwd()]}, IMPORT_SECONDS)
         except ChildLostError as lost:
-            if lost.with_host:
+            if lost.from_outside:
                 raise
             raise self._not_imported(str(lost)) from lost
         if "ready" not in reply:
@@ -206,11 +256,11 @@ class RewardProcess:
 
     def _checked(self, rewards: dict[str, float]) -> dict[str, float] | RewardError:
         for name in rewards:
-            if not is_reward_name(name):
+            if not is_reward_name(name) or name == UNSCORED:
                 return RewardError(
                     f"reward function {self._function} returned a name that no metric can have",
                     seen=excerpt(repr(name)),
-                    expected="names of up to 64 letters, digits and the characters _ . -",
+                    expected=f"names of up to 64 letters, digits and the characters _ . -, but '{UNSCORED}'",
                     remedy="rename the entry of the mapping",
                 )
         return rewards

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from moerl.contract.ports import Prompt
-from moerl.errors import RewardError
-from moerl.tasks.rewards.process import MakeChild
+from moerl.errors import MoerlError, RewardError
+from moerl.tasks.rewards.process import UNSCORED, MakeChild
 from moerl.telemetry.terminal import excerpt
 
 Rewards = dict[str, float]
@@ -65,12 +65,13 @@ class Scorer:
         once.
 
         The future raises `RewardError` where a part fails, with its name and the row: a sum without it would be
-        another reward.
+        another reward. No part sees half a surrogate pair, which is no text to whatever it is sent to.
 
         Args:
             place: of the prompt, for messages.
         """
-        return _Sum(self, prompt, place, response)
+        text = response.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return _Sum(self, prompt, place, text)
 
     def submit(self, prompt: Prompt, response: str) -> list[Future[Rewards]]:
         """What each part is asked, in their order."""
@@ -84,10 +85,17 @@ class Scorer:
                 found[part.name] = future.result()
             except RewardError as error:
                 raise _with_place(error, part.name, prompt, place, response) from error
+            except MoerlError:
+                raise
+            except Exception as error:
+                # It comes from the part's own thread: it fails a sample, and not whoever waits for the reward.
+                seen = f"{type(error).__name__}: {excerpt(str(error))}"
+                failed = RewardError("the reward raised", seen=seen, expected="a reward", remedy="look at the response")
+                raise _with_place(failed, part.name, prompt, place, response) from error
         if "" in found:
             return found[""]
         rewards = {
-            "reward": sum(part.weight * found[part.name]["reward"] for part in self._parts),
+            "reward": sum(_share(part.weight, found[part.name]) for part in self._parts),
             "accuracy": found[self._accuracy]["accuracy"],
         }
         for name, values in found.items():
@@ -109,6 +117,12 @@ class Scorer:
         """Ends what the parts have started."""
         for part in self._parts:
             part.source.close()
+
+
+def _share(weight: float, rewards: Rewards) -> float:
+    """What a part adds to the sum. Where the response kept it from being scored, the least that it can be: nobody is to
+    escape a penalty so."""
+    return min(0.0, weight) if rewards.get(UNSCORED) else weight * rewards["reward"]
 
 
 class _Sum(Future[Rewards]):

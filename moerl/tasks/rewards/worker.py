@@ -11,7 +11,8 @@ standard input, each as its length in `LENGTH_DIGITS` digits, then JSON; replies
 
 The first may hold `settings`, with which the function is called to give the one that rewards, and `many`: that function
 takes lists of rows and responses. A result is {"rewards": {...}}, {"raised": ...} or {"returned": ...}, one for each
-row. An async function is awaited; those of the rows of a request run side by side.
+row; `together` in it says that a function of lists failed, and with it all rows. An async function is awaited; those of
+the rows of a request run side by side.
 
 A number of `CALL_BYTES` bytes follows each request and is sent back with the reply. It stays in the pipe until the
 function has returned: while the function runs, nothing in its process knows the number.
@@ -161,11 +162,11 @@ def _score_many(function: Callable[..., Any], rows: list[Any], responses: list[s
 
             values = asyncio.run(_value_of(values))
     except Exception as error:  # noqa: BLE001 - process boundary: a user's function can raise anything
-        return [_raised(error, _definition(function))] * len(rows)
+        return [{**_raised(error, _definition(function)), "together": True}] * len(rows)
     if not isinstance(values, list | tuple) or len(values) != len(rows):
         got = f"{len(values)} of them" if isinstance(values, list | tuple) else _kind(values)
         wrong = {"returned": f"not a list of {len(rows)} rewards: {got}", "frames": _definition(function)}
-        return [wrong] * len(rows)
+        return [{**wrong, "together": True}] * len(rows)
     return [_reply(function, value) for value in values]
 
 

@@ -6,6 +6,7 @@ from itertools import combinations
 
 import numpy as np
 import pytest
+from hostile_responses import HOSTILE
 
 from moerl.diagnostics.scores import final_answer, interval, majority_at_k, pass_at_k, powers_up_to
 
@@ -42,6 +43,11 @@ def test_a_majority_is_counted_by_answers_and_ties_are_shared():
 )
 def test_the_answer_of_a_response_is_its_last_one(response: str, answer: str):
     assert final_answer(response) == answer
+
+
+def test_hostile_responses_have_answers_that_a_vote_counts():
+    answers = [final_answer(response) for response in HOSTILE.values()]
+    assert majority_at_k(answers, [False] * len(answers), 3) == 0.0
 
 
 def test_an_interval_of_a_mean_is_about_twice_its_standard_error_and_the_same_each_time():

@@ -23,6 +23,8 @@ from moerl.contract.reasons import Reason
 from moerl.errors import ContractError, MoerlError, RewardError
 from moerl.orchestration.rollouts import Collector, in_request_order, with_advantages
 from moerl.tasks.rewards import at_once
+from moerl.tasks.rewards.make import make_scorer
+from moerl.tasks.rewards.section import JsonReward
 
 PROMPT = Prompt("p", "2+2=")
 
@@ -117,6 +119,46 @@ def test_where_too_many_rewards_fail_the_first_cause_is_in_the_error(tmp_path: P
         collect(collector(tmp_path, fails_at=20, max_rate=0.01), 40)
     assert "1 of 32 refused" in str(caught.value)
     assert "call 20 failed at data.jsonl:7: KeyError: 'x', in score (mine.py:3)" in str(caught.value)
+
+
+class ScoredTask:
+    """Has every response rewarded as JSON by the schema of a row, whatever the sampled text: `response` instead."""
+
+    def __init__(self, response: str, row: dict[str, Any]) -> None:
+        keys = {"kind": "json", "column": "schema", "timeout_seconds": 60.0}
+        self.scorer = make_scorer({"form": JsonReward.model_validate(keys)}, None)
+        self.response, self.row = response, row
+
+    def reward(self, *_: object) -> Future[dict[str, float]]:
+        return self.scorer.score(Prompt("p", "", self.row), "data.jsonl:7", self.response)
+
+
+def test_a_policy_of_hostile_responses_alone_stops_no_run_and_a_broken_reward_does(tmp_path: Path):
+    deep = "[" * 100_000
+    for row, is_stopped in (({"schema": {}}, False), ({}, True)):
+        task = ScoredTask(deep, row)
+        here = replace(collector(tmp_path, max_rate=0.0), task=cast(Any, task))
+        try:
+            if is_stopped:
+                with pytest.raises(ContractError, match="quarantine_rate_exceeded"):
+                    collect(here, 40)
+            else:
+                found, _ = collect(here, 40)
+                assert [each.rewards["form.unscored"] for each in found] == [1.0] * 40
+                assert {each.rewards["reward"] for each in found} == {0.0}
+                assert here.quarantine.num_refused == 0
+        finally:
+            task.scorer.close()
+
+
+def test_rewards_of_too_many_names_refuse_their_sample_alone(tmp_path: Path):
+    here = collector(tmp_path)
+    names = {"reward": 1.0, "accuracy": 0.0, **{f"part{i}": 0.0 for i in range(100)}}
+    rewards = iter([names, *[{"reward": 1.0, "accuracy": 0.0}] * 3])
+    task = SimpleNamespace(reward=lambda *_: at_once(next(rewards)))
+    found, _ = collect(replace(here, task=cast(Any, task)), 4)
+    assert len(found) == 3
+    assert here.quarantine.counts == {"too_many_names": 1}
 
 
 class RecordedEngine:

@@ -11,7 +11,7 @@ import pytest
 from moerl.tasks.rewards.process import RewardProcess
 
 MODULE = """
-import asyncio, os, subprocess, sys, time
+import asyncio, os, pathlib, subprocess, sys, time
 
 state = {"calls": 0}
 
@@ -55,6 +55,26 @@ def batch(rows, responses):
     if responses[0] == "short":
         return [1.0]
     return [{"reward": float(row["value"]), "together": len(rows)} for row in rows]
+
+def killed(row, response):
+    # A file for each call. The first `times` calls end in the middle.
+    folder = pathlib.Path(row["folder"])
+    number = len(list(folder.glob("call-*")))
+    (folder / f"call-{number}").touch()
+    if number < row["times"]:
+        if row["whom"] == "nobody":
+            os._exit(7)
+        os.kill(os.getpid() if row["whom"] == "worker" else os.getppid(), 9)
+        time.sleep(3600)
+    return 1.0
+
+def out_of_memory_score(row, response):
+    return int(pathlib.Path("/proc/self/oom_score_adj").read_text())
+
+def deep(row, response, depth=200):
+    if depth == 0:
+        time.sleep(3600)
+    return deep(row, response, depth - 1)
 
 def returns(row, response):
     return eval(response)

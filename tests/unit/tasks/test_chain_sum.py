@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 import pytest
+from hostile_responses import HOSTILE
 
 from moerl.contract.ports import Prompt
 from moerl.contract.trajectory import FinishReason
@@ -187,3 +188,10 @@ def test_numbers_of_several_digits_are_worked_out():
 
 def test_a_response_without_a_final_line_has_no_answer():
     assert final_answer("1+2=3") is None
+
+
+@pytest.mark.parametrize("response", HOSTILE.values(), ids=HOSTILE.keys())
+def test_a_hostile_response_is_a_wrong_one(task: ChainSumTask, response: str):
+    for text in (response, f"{response}\n#### {response}"):
+        rewards = task.reward(problem("1 + 1", 2), text, FinishReason.STOP).result()
+        assert (rewards["reward"], rewards["accuracy"]) == (0.0, 0.0)

@@ -286,7 +286,18 @@ def test_the_task_rewards_by_name_and_sum(open_task: Open, tmp_path: Path):
     task = open_task(f"task.path={path}", "task.prompt=question", pattern, rewards=(*EXACT, *form))
     [prompt] = task.prompts("train", 1)
     answer = prompt.facts["answer"].rpartition(" ")[2]
+    unscored = {"right.unscored": 0.0, "form.unscored": 0.0}
     rewards = task.reward(prompt, answer, FinishReason.STOP).result()
-    assert rewards == {"reward": 1.0, "accuracy": 1.0, "right": 1.0, "form": 0.0}
+    assert rewards == {"reward": 1.0, "accuracy": 1.0, "right": 1.0, "form": 0.0, **unscored}
     rewards = task.reward(prompt, "#### 9", FinishReason.STOP).result()
-    assert rewards == {"reward": 0.25, "accuracy": 0.0, "right": 0.0, "form": 1.0}
+    assert rewards == {"reward": 0.25, "accuracy": 0.0, "right": 0.0, "form": 1.0, **unscored}
+
+
+def test_a_reward_that_cannot_look_at_a_harmless_response_is_refused_before_the_run(open_task: Open, tmp_path: Path):
+    path = write(tmp_path / "rows.jsonl", math_rows(30))
+    form = ("task.rewards.form.kind=regex", "task.rewards.form.pattern='(?:[A-Za-z]+[; ]?)+!'")
+    task = open_task(
+        f"task.path={path}", "task.prompt=question", "task.rewards.form.timeout_seconds=0.5", rewards=(*EXACT, *form)
+    )
+    with pytest.raises(ConfigError, match=r"task\.rewards\.form: tried before the run, it could not score"):
+        task.check(num_demonstrations=0)

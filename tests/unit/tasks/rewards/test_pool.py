@@ -38,6 +38,20 @@ def fail(row, response):
     if response == "crash":
         os._exit(7)
     return 1.0
+
+def fail_together(rows, responses):
+    if "crash" in responses:
+        os._exit(7)
+    if "hang" in responses:
+        time.sleep(3600)
+    if "raise" in responses:
+        raise KeyError("no such dish")
+    if "short" in responses:
+        return []
+    return [float(response) for response in responses]
+
+async def await_together(row, response):
+    return fail_together([row], [response])[0]
 """
 
 Open = Callable[..., RewardPool]
@@ -56,8 +70,11 @@ def open_pool(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
     monkeypatch.syspath_prepend(folder.parent)
     opened: list[RewardPool] = []
 
-    def make(function: str, num_workers: int, seconds: float = 60.0) -> RewardPool:
-        opened.append(RewardPool([RewardProcess(function, seconds, 1 << 32) for _ in range(num_workers)]))
+    def make(
+        function: str, num_workers: int, seconds: float = 60.0, *, many: bool = False, batch_size: int = 1
+    ) -> RewardPool:
+        processes = [RewardProcess(function, seconds, 1 << 32, many=many) for _ in range(num_workers)]
+        opened.append(RewardPool(processes, batch_size))
         return opened[-1]
 
     yield make
@@ -102,6 +119,27 @@ def test_a_call_that_fails_fails_alone(open_pool: Open):
     with pytest.raises(RewardError, match="ended with code 7"):
         futures[1].result()
     assert [futures[i].result()["reward"] for i in (0, 2, 3)] == [1.0] * 3
+
+
+@pytest.mark.parametrize(("function", "many"), [("fail_together", True), ("await_together", False)])
+@pytest.mark.parametrize(
+    ("response", "message"),
+    [
+        ("crash", "its process ended with code 7"),
+        ("hang", "time limit passed"),
+        ("raise", "KeyError: 'no such dish'"),
+        ("short", "not a list of 1 rewards: 0 of them|IndexError"),
+    ],
+)
+def test_a_response_that_fails_a_batch_fails_alone(
+    open_pool: Open, function: str, many: bool, response: str, message: str
+):
+    pool = open_pool(f"meets:{function}", 1, 1.5, many=many, batch_size=8)
+    # The first call keeps the process busy, so that the others come together.
+    futures = [pool.submit({}, each) for each in ("0", "1", response, "3", "4")]
+    with pytest.raises(RewardError, match=message):
+        futures[2].result()
+    assert [futures[i].result()["reward"] for i in (0, 1, 3, 4)] == [0.0, 1.0, 3.0, 4.0]
 
 
 def test_a_function_that_cannot_be_imported_is_named_by_every_call(open_pool: Open):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from waiting import eventually, is_alive
 
 from moerl.errors import ConfigError, RewardError
+from moerl.tasks.rewards import child
 from moerl.tasks.rewards.child import RewardChild
 from moerl.tasks.rewards.process import RewardProcess
 
@@ -48,14 +50,62 @@ def test_a_function_that_crashes_fails_its_sample_and_the_next_call_works(start:
     assert process.score({"value": 1}, "x")["reward"] == 1.0
 
 
-def test_a_process_that_died_between_calls_fails_one_sample(start: Start):
+def test_a_process_that_was_killed_between_calls_fails_no_sample(start: Start):
     process = start()
     pid = int(process.score({}, "pid")["reward"])
     os.kill(pid, 9)
     eventually(lambda: not is_alive(pid))
-    with pytest.raises(RewardError, match="its process ended by signal SIGKILL"):
-        process.score({}, "x")
     assert process.score({"value": 1}, "x")["reward"] == 1.0
+
+
+@pytest.mark.parametrize("whom", ["worker", "guard"])
+def test_a_process_that_is_killed_in_a_call_is_asked_again(start: Start, tmp_path: Path, whom: str):
+    process = start("odd_rewards:killed")
+    assert process.score({"folder": str(tmp_path), "times": 1, "whom": whom}, "x")["reward"] == 1.0
+
+
+def test_a_function_whose_process_is_killed_whenever_it_is_asked_fails_its_sample(start: Start, tmp_path: Path):
+    process = start("odd_rewards:killed")
+    with pytest.raises(RewardError, match="its process ended by signal SIGKILL"):
+        process.score({"folder": str(tmp_path), "times": 9, "whom": "worker"}, "x")
+    assert len(list(tmp_path.glob("call-*"))) == 2
+    assert process.score({"folder": str(tmp_path), "times": 2, "whom": "worker"}, "x")["reward"] == 1.0
+
+
+def test_a_process_that_is_killed_while_it_imports_is_asked_again(start: Start, tmp_path: Path):
+    (tmp_path / "killed_at_import.py").write_text(
+        "import os, pathlib\n"
+        f"seen = pathlib.Path({str(tmp_path / 'seen')!r})\n"
+        "if not seen.exists():\n"
+        "    seen.touch()\n"
+        "    os.kill(os.getpid(), 9)\n"
+        "def score(row, response):\n"
+        "    return 0.5\n"
+    )
+    assert start("killed_at_import:score").score({}, "x")["reward"] == 0.5
+
+
+def test_a_function_that_ends_by_itself_is_not_called_again(start: Start, tmp_path: Path):
+    process = start("odd_rewards:killed")
+    with pytest.raises(RewardError, match="its process ended with code 7"):
+        process.score({"folder": str(tmp_path), "times": 1, "whom": "nobody"}, "x")
+    assert len(list(tmp_path.glob("call-*"))) == 1
+
+
+def test_the_kernel_ends_a_reward_before_the_run_where_memory_ends(start: Start):
+    assert start("odd_rewards:out_of_memory_score").score({}, "x")["reward"] == 1000.0
+
+
+def test_a_hang_deep_inside_is_given_up_as_soon_as_it_has_said_where(start: Start, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(child, "DUMP_SECONDS", 3600.0)
+    process = start("odd_rewards:deep", timeout_seconds=1.0)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(process.score, {}, "x")
+        try:
+            error = asked.exception(timeout=60.0)
+        finally:
+            process.stop()
+    assert "time limit passed; its process was killed, in deep (" in str(error)
 
 
 def test_what_the_function_prints_is_not_taken_for_a_reply(start: Start):
@@ -80,9 +130,9 @@ def test_closing_ends_the_process(start: Start):
 def test_the_process_ends_when_nobody_holds_its_pipe_any_more():
     process = RewardProcess("math:gcd", 60.0, 1 << 32)
     process.start()
-    child = process._child
-    assert isinstance(child, RewardChild)
-    popen = child._process
+    started = process._child
+    assert isinstance(started, RewardChild)
+    popen = started._process
     assert popen.stdin is not None
     popen.stdin.close()
     assert popen.wait(timeout=60) == 0
@@ -107,6 +157,7 @@ def test_the_process_ends_when_nobody_holds_its_pipe_any_more():
         ("{'reward': 1.0, 'a b': 1.0}", "a name that no metric can have; seen: 'a b'"),
         ("{'reward': 1.0, 'a\\x1b[2J': 1.0}", "a name that no metric can have"),
         ("{'reward': 1.0, 'a' * 65: 1.0}", "a name that no metric can have"),
+        ("{'reward': 1.0, 'unscored': 1.0}", "a name that no metric can have; seen: 'unscored'"),
         ("'x' * 10_000_000", "of type str"),
         ("1 / 0", "ZeroDivisionError"),
     ],
@@ -198,5 +249,5 @@ def test_a_function_of_many_gets_all_rows_at_once(start: Start):
     results = process.score_all([{"value": 1}, {"value": 0}], ["a", "b"])
     assert [each["reward"] for each in results if isinstance(each, dict)] == [1.0, 0.0]
     assert [each["together"] for each in results if isinstance(each, dict)] == [2.0, 2.0]
-    short = process.score_all([{"value": 1}, {"value": 0}], ["short", "b"])
-    assert all("not a list of 2 rewards: 1 of them" in str(each) for each in short)
+    with pytest.raises(RewardError, match="not a list of 2 rewards: 1 of them"):
+        process.score_all([{"value": 1}, {"value": 0}], ["short", "b"])

@@ -15,7 +15,7 @@ from moerl.errors import RewardError
 from moerl.tasks.rewards.make import ProcessReward, make_scorer
 from moerl.tasks.rewards.pool import RewardPool
 from moerl.tasks.rewards.process import MakeChild, RewardProcess
-from moerl.tasks.rewards.scorer import Scorer
+from moerl.tasks.rewards.scorer import Part, Scorer
 from moerl.tasks.rewards.section import ExactReward, FunctionReward, RegexReward, Reward
 
 FUNCTIONS = """
@@ -65,7 +65,9 @@ def test_rewards_are_named_and_summed_by_their_weights(make: Make):
         "reward": 0.5,
         "accuracy": 1.0,
         "right": 1.0,
+        "right.unscored": 0.0,
         "form": 1.0,
+        "form.unscored": 0.0,
         "long": 0.1,
         "long.blanks": 0.0,
     }
@@ -112,9 +114,27 @@ class _Held:
     def close(self) -> None: ...
 
 
-def test_a_cancelled_sum_cancels_its_parts_and_a_cancelled_part_its_sum():
-    from moerl.tasks.rewards.scorer import Part
+def test_a_reward_that_raises_in_the_run_itself_fails_one_sample():
+    part = _Held()
+    asked = Scorer([Part("a", 1.0, part)], "a").score(PROMPT, "set:7", "\ud800")
+    part.futures[0].set_exception(UnicodeEncodeError("utf-8", "\ud800", 0, 1, "surrogates not allowed"))
+    with pytest.raises(RewardError, match=r"reward a: the reward raised at set:7; seen: UnicodeEncodeError: .*row: "):
+        asked.result()
 
+
+def test_no_response_escapes_a_penalty_by_being_unscored(make: Make):
+    form = {"kind": "regex", "pattern": "(a+)+b", "timeout_seconds": 1.0}
+    scorer = make(
+        right=ExactReward(kind="exact", column="answer", pattern="(5)"),
+        bonus=RegexReward.model_validate(form),
+        penalty=RegexReward.model_validate({**form, "weight": -0.5}),
+    )
+    rewards = scorer.score(PROMPT, "a:1", "5 " + "a" * 40_000).result()
+    assert (rewards["right"], rewards["bonus.unscored"], rewards["penalty.unscored"]) == (1.0, 1.0, 1.0)
+    assert (rewards["bonus"], rewards["penalty"], rewards["reward"]) == (0.0, 0.0, 0.5)
+
+
+def test_a_cancelled_sum_cancels_its_parts_and_a_cancelled_part_its_sum():
     parts = [_Held(), _Held()]
     scorer = Scorer([Part("a", 1.0, parts[0]), Part("b", 1.0, parts[1])], "a")
     first, second = (scorer.score(PROMPT, "a:1", "") for _ in range(2))
