@@ -79,6 +79,7 @@ def says(text: Any) -> tuple[int, Any]:
 
 
 def test_the_last_score_of_the_reply_counts_on_its_scale(server: Server, make: Callable[..., Judge], tmp_path: Path):
+    (tmp_path / "key").touch(0o600)
     (tmp_path / "key").write_text("secret\n")
     server.replies = [says("Score: 2. No, better: Score: 7.5")]
     rewards = make(key_file=tmp_path / "key").submit(PROMPT, "it is {answer}").result()
@@ -104,7 +105,7 @@ def test_a_request_that_may_succeed_later_is_repeated(server: Server, make: Call
         (says("Score: high"), "the judge's reply has no score", 1),
         (says("Score: 11"), "the judge's score is out of range; seen: 11; expected: 0 to 10", 1),
         (says("Score: nan"), "the judge's score is out of range", 1),
-        (says(None), "a content that is no text", 3),
+        (says(None), "no choices[0].message.content: 45 bytes: Expected `str`, got `null`", 3),
     ],
 )
 def test_a_judge_without_an_answer_gives_no_reward_and_says_why(
@@ -128,7 +129,7 @@ def test_a_spent_budget_ends_the_rewards_by_name(server: Server, make: Callable[
 
 def test_a_judge_that_is_not_there_is_named(make: Callable[..., Judge], server: Server):
     judge = make(retries=0, url="http://127.0.0.1:9/v1", timeout_seconds=5.0)
-    with pytest.raises(RewardError, match="ConnectError"):
+    with pytest.raises(RewardError, match="the connection failed"):
         judge.submit(PROMPT, "5").result()
 
 
