@@ -7,6 +7,7 @@ answer, and of errors about it, pass through `Key.hide` before anybody sees them
 from __future__ import annotations
 
 import base64
+import html
 import os
 import re
 import stat
@@ -26,9 +27,7 @@ HIDDEN = "[key]"
 _KEY = re.compile(r"[!-~]{1,4096}")
 """What fits into a header as it is."""
 
-_UNIT = re.compile(
-    r"\\u00[0-9a-f]{2}|\\x[0-9a-f]{2}|%[0-9a-f]{2}|&#x[0-9a-f]{1,4};|&#[0-9]{1,4};|\\.|.", re.DOTALL | re.IGNORECASE
-)
+_UNIT = re.compile(r"\\u00[0-9a-f]{2}|\\x[0-9a-f]{2}|%[0-9a-f]{2}|&#?[0-9a-z]{1,6};|\\.|.", re.DOTALL | re.IGNORECASE)
 """One character, or one that JSON, Python, a URL or HTML has escaped."""
 
 
@@ -88,7 +87,8 @@ def _meant(unit: str) -> str:
     if unit[0] == "%":
         return chr(int(unit[1:], 16))
     if unit[0] == "&":
-        return chr(int(unit[3:-1], 16) if unit[2] in "xX" else int(unit[2:-1]))
+        meant = html.unescape(unit)
+        return meant if len(meant) == 1 else "\0"
     return chr(int(unit[2:], 16)) if len(unit) > 2 else unit[1]
 
 

@@ -36,6 +36,9 @@ DUMP_SECONDS = 5.0
 _GUARD = Path(__file__).with_name("guard.py")
 _WORKER = Path(__file__).with_name("worker.py")
 _READ_BYTES = 65_536
+_ENDS = re.compile(rb"in <module>\n|^  \.\.\.\n", re.MULTILINE)
+"""The last line of what faulthandler says; of a stack of more than 100 frames it leaves the outer ones out."""
+
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
@@ -205,7 +208,7 @@ class RewardChild:
         deadline = time.monotonic() + DUMP_SECONDS
         with selectors.DefaultSelector() as selector:
             selector.register(self._faults, selectors.EVENT_READ)
-            while b"in <module>\n" not in self._said and self._faults in self._heard and time.monotonic() < deadline:
+            while not _ENDS.search(self._said) and self._faults in self._heard and time.monotonic() < deadline:
                 if selector.select(max(0.0, deadline - time.monotonic())):
                     self._hear()
         return self._lost("time limit passed; its process was killed", late=True)

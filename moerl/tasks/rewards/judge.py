@@ -94,8 +94,9 @@ class Judge:
 
     def close(self) -> None:
         self._is_closed.set()
-        self._client.close()
+        # First those that wait: a thread that is freed would take the next.
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self._client.close()
 
     def _score(self, prompt: Prompt, response: str) -> Rewards:
         config = self._config
