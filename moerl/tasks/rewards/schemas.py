@@ -30,7 +30,7 @@ def validator(schema: Any) -> Any:
     """
     if not isinstance(schema, dict | bool):
         raise ValueError(f"not a JSON schema: {type(schema).__name__}, expected an object")
-    kind = validator_for(schema)
+    kind: Any = validator_for(schema)
     specification = specification_with(kind.ID_OF(kind.META_SCHEMA))
     try:
         kind.check_schema(schema)
