@@ -66,13 +66,13 @@ def _request(connection: socket.socket) -> str:
 
 
 def whole(body: bytes, *headers: str, status: str = "200 OK") -> list[bytes]:
-    """An answer with its length."""
+    """Returns an answer with its length."""
     lines = [f"HTTP/1.1 {status}", f"Content-Length: {len(body)}", *headers, "", ""]
     return ["\r\n".join(lines).encode(), body]
 
 
 def for_ever(piece: bytes, first: bytes = b"") -> Iterator[bytes]:
-    """An answer that never ends."""
+    """Yields an answer that never ends."""
     yield first
     while True:
         yield piece

@@ -79,7 +79,7 @@ class HttpAnswer:
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """Headers by name, in capitals or small letters; with texts that may be anything, the key as well."""
+        """Returns headers by name, in capitals or small letters; with texts that may be anything, the key as well."""
         return self._response.headers
 
     async def read(self, max_bytes: int) -> bytes:

@@ -53,7 +53,7 @@ class Key:
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """The header that has it."""
+        """Returns the header that has it."""
         return {"Authorization": f"Bearer {self._value}"}
 
     def hide(self, text: str) -> str:

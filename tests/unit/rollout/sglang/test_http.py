@@ -134,7 +134,7 @@ CALLS: dict[str, Callable[[SGLangHttp], Any]] = {
 
 @pytest.fixture
 def bombs(fake: FakeServer, monkeypatch: pytest.MonkeyPatch) -> FakeServer:
-    """A server whose answers all unpack to 256 MiB."""
+    """Returns a server whose answers all unpack to 256 MiB."""
     monkeypatch.setattr(backoff, "PAUSE_SECONDS", (0.0, 0.0, 0.0))
     monkeypatch.setattr(fake, "respond", lambda path, key, body: (200, BOMB))
     return fake

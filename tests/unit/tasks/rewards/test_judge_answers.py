@@ -26,7 +26,7 @@ from moerl.tasks.rewards.section import JudgeReward
 
 ROOT = Path(__file__).parents[4]
 KEY = "sk-proj-A1/b2+c3=d4e5\"f6g7'h8"
-SECONDS = 1.0
+TOO_LATE = "no answer in time"
 ZEROS = bytes(64 << 20)
 ZSTD, GZIP, DEFLATE = zstandard.compress(ZEROS), gzip.compress(ZEROS, 1), zlib.compress(ZEROS, 1)
 ENDLESS = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n"
@@ -37,7 +37,7 @@ def says(text: str) -> bytes:
 
 
 def in_reply(before: bytes, after: bytes) -> list[bytes]:
-    """A right answer with something beside its choices."""
+    """Returns a right answer with something beside its choices."""
     return whole(b'{"beside": ' + before + after + b', "choices": [{"message": {"content": "Score: 5"}}]}')
 
 
@@ -118,7 +118,7 @@ ANSWERS: dict[str, Callable[[RawServer], Bytes]] = {
 
 
 def table() -> dict[str, str]:
-    """The rows of the page: the answer, and what its reward fails with."""
+    """Returns the rows of the page: the answer, and what its reward fails with."""
     page = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
     section = page.partition("## Answers of a judge that were tried")[2].partition("\n## ")[0]
     return dict(re.findall(r"^\| (.+?) \| .*`([^`]+)`[^`|]* \|$", section, re.MULTILINE))
@@ -132,21 +132,26 @@ def server() -> Iterator[RawServer]:
 
 
 @pytest.fixture
-def judge(server: RawServer, tmp_path: Path) -> Iterator[Judge]:
-    file = tmp_path / "key"
+def make(server: RawServer, tmp_path: Path) -> Iterator[Callable[[float], Judge]]:
+    file, made = tmp_path / "key", list[Judge]()
     file.touch(0o600)
     file.write_text(KEY)
-    keys = {"url": server.url, "model": "m", "question": "?", "pattern": r"Score: (\S+)", "key_file": file}
-    config = JudgeReward.model_validate(
-        {"kind": "judge", **keys, "timeout_seconds": SECONDS, "retries": 0, "highest": 10.0}
-    )
-    made = Judge(config, "task.rewards.quality")
-    yield made
-    made.close()
+
+    def begin(seconds: float) -> Judge:
+        keys = {"url": server.url, "model": "m", "question": "?", "pattern": r"Score: (\S+)", "key_file": file}
+        config = JudgeReward.model_validate(
+            {"kind": "judge", **keys, "timeout_seconds": seconds, "retries": 0, "highest": 10.0}
+        )
+        made.append(Judge(config, "task.rewards.quality"))
+        return made[-1]
+
+    yield begin
+    for judge in made:
+        judge.close()
 
 
 def shown(error: BaseException) -> str:
-    """All that anybody may see of an error: its text, those of its causes, and a traceback."""
+    """Returns all that anybody may see of an error: its text, those of its causes, and a traceback."""
     return str(error) + repr(error) + "".join(traceback.format_exception(error))
 
 
@@ -155,8 +160,11 @@ def test_the_page_lists_the_answers_that_are_tried_here():
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-def test_an_answer_that_is_no_reply_is_a_reward_that_fails_by_name(name: str, server: RawServer, judge: Judge):
+def test_an_answer_that_is_no_reply_is_a_reward_that_fails_by_name(
+    name: str, server: RawServer, make: Callable[[float], Judge]
+):
     server.answer = lambda: ANSWERS[name](server)
+    judge = make(1.0 if table()[name] == TOO_LATE else 60.0)
     with traced() as peak, pytest.raises(RewardError) as caught:
         judge.submit(Prompt("a:1", "2 + 3 =", {}), "5").result()
     assert table()[name] in str(caught.value)
@@ -171,17 +179,18 @@ def test_an_answer_that_is_no_reply_is_a_reward_that_fails_by_name(name: str, se
         assert form.lower() not in text.lower()
 
 
-def test_the_key_goes_to_no_other_address(server: RawServer, judge: Judge):
+def test_the_key_goes_to_no_other_address(server: RawServer, make: Callable[[float], Judge]):
     other = RawServer(lambda: whole(says("Score: 5")))
     server.answer = lambda: whole(b"", f"Location: {other.url}", status="308 Permanent Redirect")
     with pytest.raises(RewardError, match="status 308"):
-        judge.submit(Prompt("a:1", "2 + 3 =", {}), "5").result()
+        make(60.0).submit(Prompt("a:1", "2 + 3 =", {}), "5").result()
     other.close()
     assert other.asked == []
 
 
-def test_a_cookie_is_not_sent_back(server: RawServer, judge: Judge):
+def test_a_cookie_is_not_sent_back(server: RawServer, make: Callable[[float], Judge]):
     server.answer = lambda: whole(says("Score: 5"), "Set-Cookie: a=b", "Connection: close")
+    judge = make(60.0)
     for _ in range(2):
         assert judge.submit(Prompt("a:1", "2 + 3 =", {}), "5").result()["reward"] == 0.5
     assert not any("cookie" in each.lower() for each in server.asked)

@@ -23,7 +23,7 @@ DRAFTS = ["https://json-schema.org/draft/2020-12/schema", "https://json-schema.o
 
 @pytest.fixture
 def server() -> Iterator[RawServer]:
-    """An address where everything is a schema that any value meets."""
+    """Yields an address with schemas that any value meets; nobody may ask it."""
     made = RawServer(lambda: whole(b"{}"))
     yield made
     made.close()
@@ -32,7 +32,7 @@ def server() -> Iterator[RawServer]:
 
 @pytest.fixture(autouse=True)
 def no_sockets(server: RawServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is opened: no socket, no name is looked up, no address is read."""
+    """Refuses sockets, names that are looked up, and addresses that are read."""
 
     def refuse(*_: object, **__: object) -> Any:
         raise AssertionError("the network was asked")
