@@ -38,6 +38,7 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/check_sizes.py
+	$(BIN)/python scripts/check_http.py
 	$(BIN)/pyright
 
 test: setup sglang

@@ -15,10 +15,10 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import httpx
 import msgspec
 import numpy as np
 import torch
@@ -27,6 +27,9 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from moerl.contract.ports import RolloutRequest
 from moerl.contract.trajectory import Lineage, ModelSpec, SamplingParams
+from moerl.http.blocking import BlockingClient
+from moerl.http.client import Request, excerpt_of
+from moerl.http.keys import Key
 from moerl.models.spec import spec_from_hf_config
 from moerl.rollout.fleet.endpoint import Endpoint
 from moerl.rollout.fleet.segments import trajectory_values
@@ -42,6 +45,7 @@ from moerl.rollout.sglang.server import ServerOptions, SGLangServer
 
 NUM_PROMPT, NUM_NEW, NUM_REQUESTS, REPEATS = 64, 192, 8, 5
 START_SECONDS = 600.0
+MAX_ANSWER_BYTES = 1 << 28
 
 
 def write_model(folder: Path) -> ModelSpec:
@@ -83,18 +87,18 @@ def make_requests(spec: ModelSpec) -> list[RolloutRequest]:
 
 def ask(endpoint: Endpoint, requests: list[RolloutRequest], *, compact: bool) -> list[bytes]:
     """The bodies of the answers; asked for all at once."""
-    headers = {"Authorization": f"Bearer {endpoint.api_key}"}
+    client, key = BlockingClient(max_connections=len(requests)), Key(endpoint.api_key)
 
     def one(numbered: tuple[int, RolloutRequest]) -> bytes:
         number, request = numbered
         body = request_body(request, f"{compact:d}{number:08d}", 0) | {"compact_answer": compact}
-        response = httpx.post(
-            f"{endpoint.url}/generate", json=body, headers=headers, timeout=START_SECONDS, trust_env=False
-        )
-        response.raise_for_status()
-        return response.content
+        asked = Request("POST", f"{endpoint.url}/generate", msgspec.json.encode(body), key)
+        answer = client.ask(asked, MAX_ANSWER_BYTES, START_SECONDS)
+        if answer.status != 200:
+            raise SystemExit(f"the server refused: status {answer.status}, {excerpt_of(answer.content, key)}")
+        return answer.content
 
-    with ThreadPoolExecutor(len(requests)) as pool:
+    with closing(client), ThreadPoolExecutor(len(requests)) as pool:
         return list(pool.map(one, enumerate(requests)))
 
 

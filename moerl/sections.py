@@ -17,6 +17,9 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
+UNSHOWN = "unshown"
+"""Type of a `PydanticCustomError` about a value that may hold a secret: no error shows it."""
+
 LARGEST_INT = 2**40
 """Of a number without a bound of its own: far above any use, and safe in the arithmetic of all libraries."""
 

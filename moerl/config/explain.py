@@ -11,6 +11,7 @@ from pydantic_core import ErrorDetails
 from moerl.config.moved import moved_key
 from moerl.config.reference import CHOICES, children, config_keys, describe, meant_keys
 from moerl.errors import ConfigError
+from moerl.sections import UNSHOWN
 from moerl.tasks.rewards.section import Reward
 
 
@@ -99,9 +100,10 @@ def _explain_one(detail: ErrorDetails) -> ConfigError:
     for start in ("Input should be ", "Value should be ", "Value error, "):
         expected = expected.removeprefix(start)
     meaning, value = describe(path), detail["input"]
+    shown = "null" if value is None else f"{repr(value)[:200]} ({type(value).__name__})"
     return ConfigError(
         f"{path}: wrong value",
-        seen="null" if value is None else f"{repr(value)[:200]} ({type(value).__name__})",
+        seen="a value that is not shown, as it may hold a password" if kind == UNSHOWN else shown,
         expected=expected[:1].lower() + expected[1:],
         remedy=f"change {path}" + (f" ({meaning.rstrip('.')})" if meaning else ""),
     )

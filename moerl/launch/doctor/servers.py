@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moerl.errors import EngineError
+from moerl.http.keys import is_private
 from moerl.launch.doctor.check import Check, Level, fault, green
 from moerl.rollout.fleet.endpoint import read_endpoint
 from moerl.rollout.sglang.install import device_of, site_packages
@@ -73,11 +74,13 @@ def server_files(folder: Path) -> list[Path]:
 def check_token_files(files: Sequence[Path]) -> Check:
     """Files with tokens of services: for their owner alone."""
     there = [file for file in files if file.is_file()]
-    wide = [(file, mode) for file in there if (mode := stat.S_IMODE(file.stat().st_mode)) & 0o077]
+    wide = [(file, status) for file in there if not is_private(status := file.stat())]
     if wide:
-        seen = ", ".join(f"{file} has mode {mode:04o}" for file, mode in wide)
+        seen = ", ".join(
+            f"{file} has mode {stat.S_IMODE(status.st_mode):04o}, owner {status.st_uid}" for file, status in wide
+        )
         remedy = f"chmod 600 {' '.join(str(file) for file, _ in wide)}; others may have read them: make new tokens"
-        return Check(AREA, "token files", "red", seen, "mode 0600", remedy)
+        return Check(AREA, "token files", "red", seen, "mode 0600, your own", remedy)
     return green(AREA, "token files", f"{len(there)}, each for its owner alone" if there else "none")
 
 

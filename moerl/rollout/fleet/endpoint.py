@@ -8,19 +8,13 @@ from __future__ import annotations
 
 import ipaddress
 import json
-import os
-import re
-import stat
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from moerl.contract.files import atomic_file
 from moerl.errors import EngineError
-
-MAX_FILE_BYTES = 1 << 16
-_KEY = re.compile(r"[!-~]{1,256}")
-"""What fits into a header."""
+from moerl.http.keys import Key, read_private
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,25 +42,12 @@ def read_endpoint(path: Path) -> Endpoint:
     Raises:
         EngineError: there is no such file, others may read it, or it holds something else.
     """
-    try:
-        # A pipe would keep us waiting for a writer.
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-            status, content = os.fstat(file.fileno()), file.read(MAX_FILE_BYTES + 1) or b""
-    except OSError as error:
-        raise EngineError(
-            f"server file {path}: cannot be read",
-            seen=f"{type(error).__name__}: {error.strerror}",
-            expected="the server.json of a server that runs",
-            remedy="start a server with `moerl serve --folder DIR`, and name DIR/server.json",
-        ) from error
-    mode = stat.S_IMODE(status.st_mode)
-    if mode & 0o077 or status.st_uid != os.getuid():
-        raise EngineError(
-            f"server file {path}: others may read its keys",
-            seen=f"mode {mode:04o}",
-            expected="mode 0600, your own",
-            remedy=f"chmod 600 {path}, and change the keys by starting the server again",
-        )
+    content = read_private(
+        path,
+        f"server file {path}",
+        EngineError,
+        remedy="start a server with `moerl serve --folder DIR`, and name DIR/server.json",
+    )
     try:
         return _endpoint(content)
     except (ValueError, TypeError, RecursionError) as error:
@@ -80,8 +61,6 @@ def read_endpoint(path: Path) -> Endpoint:
 
 def _endpoint(content: bytes) -> Endpoint:
     """Raises ValueError or TypeError where `content` is not what `write_endpoint` writes."""
-    if len(content) > MAX_FILE_BYTES:
-        raise ValueError("too long")
     values = json.loads(content)
     types = {field.name: int if field.name == "pid" else str for field in fields(Endpoint)}
     if not isinstance(values, dict) or set(values) != set(types):
@@ -89,8 +68,8 @@ def _endpoint(content: bytes) -> Endpoint:
     if wrong := [name for name, kind in types.items() if type(values[name]) is not kind]:
         raise TypeError(f"{wrong[0]} of another type")
     endpoint = Endpoint(**values)
-    if not all(_KEY.fullmatch(key) for key in (endpoint.api_key, endpoint.admin_key)):
-        raise ValueError("a key that cannot be one")
+    for key in (endpoint.api_key, endpoint.admin_key):
+        Key(key)  # which refuses what cannot be one
     url = urlsplit(endpoint.url)
     if url.scheme != "http" or not url.port:
         raise ValueError("url is not http://HOST:PORT")

@@ -23,10 +23,9 @@ from moerl.rollout.sglang.handshake import (
     read_facts,
     read_version,
 )
-from moerl.rollout.sglang.http import SGLangHttp, decoded
+from moerl.rollout.sglang.http import MAX_FACTS_BYTES, SGLangHttp, decoded
 from moerl.rollout.sglang.many_answers import PATH, ManyAnswers
 from moerl.rollout.sglang.patches import read_patches
-from moerl.rollout.sglang.reading import MAX_FACTS_BYTES
 
 _PROBE = RolloutRequest(Lineage("probe", "probe", "probe"), (0,), SamplingParams(temperature=0.0), 1)
 

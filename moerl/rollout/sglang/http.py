@@ -1,4 +1,4 @@
-"""HTTP to one SGLang server: keys, deadlines, bounded answers, and retries where a call may be repeated.
+"""HTTP to one SGLang server: keys, deadlines, and retries where a call may be repeated.
 
 The one client of a server in a process; runs in the event loop of the engine or of a sender. A generation may be
 repeated: it has no effect but its answer, and the engine gives every attempt an id of its own.
@@ -6,25 +6,24 @@ repeated: it has no effect but its answer, and the engine gives every attempt an
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import aiohttp
 import msgspec
 
-from moerl.errors import ContractError, EngineError
+from moerl.errors import EngineError
+from moerl.http import client
+from moerl.http.client import MAX_SAID_BYTES, HttpAnswer, HttpClient, NoAnswerError, Request
+from moerl.http.keys import Key
 from moerl.rollout.fleet.backend import KeyRefusedError, TransportError
 from moerl.rollout.fleet.backoff import NUM_ATTEMPTS, backoff
 from moerl.rollout.fleet.endpoint import Endpoint
-from moerl.rollout.sglang.reading import AS_IT_IS, MAX_FACTS_BYTES, MAX_SAID_BYTES, pieces, read
+
+MAX_FACTS_BYTES = 1 << 22
+"""Of an answer about the server itself; `/server_info` takes 36 KB, and 20 KB more for every data-parallel rank."""
 
 _JSON_OBJECT = msgspec.json.Decoder(dict[str, Any])
-_CONNECT_SECONDS = 10.0
-_IDLE_SECONDS = 2.0
-"""How long a connection that nobody uses is kept: less than the 5 s after which servers close it, perhaps under a
-request that has just been sent."""
 
 
 class SGLangHttp:
@@ -35,29 +34,12 @@ class SGLangHttp:
         byte of its answer."""
         self.endpoint = endpoint
         self._timeout_seconds = timeout_seconds
+        self._key, self._admin_key = (Key(key) if key else None for key in (endpoint.api_key, endpoint.admin_key))
         # Beside requests: their aborts, a probe, a step of a weight update.
-        self._num_connections = max_connections + 4
-        self._session: aiohttp.ClientSession | None = None
-        self._is_closed = False
+        self._client = HttpClient(max_connections=max_connections + 4)
 
     async def close(self) -> None:
-        self._is_closed = True
-        if self._session is not None:
-            await self._session.close()
-
-    def _connections(self) -> aiohttp.ClientSession:
-        # Made with the first call: a session belongs to the event loop that it is made in.
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=self._num_connections, keepalive_timeout=_IDLE_SECONDS),
-                headers=AS_IT_IS,
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
-                auto_decompress=False,
-                # Server addresses are the caller's own: proxies of the environment have no business here.
-                trust_env=False,
-                cookie_jar=aiohttp.DummyCookieJar(),
-            )
-        return self._session
+        await self._client.close()
 
     async def get(self, path: str) -> dict[str, Any]:
         """The JSON object behind `path`; repeated where it may help.
@@ -116,10 +98,10 @@ class SGLangHttp:
             TransportError: another attempt may succeed.
             EngineError: the server refused the call.
         """
-        async with self._response("POST", path, bodies, admin=False, seconds=None) as response:
-            if response.status != 200:
-                check_status(path, response.status, await read(path, response, MAX_SAID_BYTES))
-            async for piece in pieces(path, response):
+        async with self._answer("POST", path, bodies, admin=False, seconds=None) as answer:
+            if answer.status != 200:
+                self.check_status(path, answer.status, await answer.read(MAX_SAID_BYTES))
+            async for piece in answer.pieces():
                 take(piece)
 
     async def _repeated(self, method: str, path: str, body: Mapping[str, Any] | None, *, admin: bool) -> dict[str, Any]:
@@ -145,81 +127,63 @@ class SGLangHttp:
         timeout_seconds: float | None = None,
     ) -> bytes:
         seconds = timeout_seconds or self._timeout_seconds
-        async with self._response(method, path, body, admin=admin, seconds=seconds) as response:
-            content = await read(path, response, max_bytes)
-            check_status(path, response.status, content)
+        async with self._answer(method, path, body, admin=admin, seconds=seconds) as answer:
+            content = await answer.read(max_bytes)
+            self.check_status(path, answer.status, content)
             return content
 
     @contextlib.asynccontextmanager
-    async def _response(
+    async def _answer(
         self, method: str, path: str, body: Any, *, admin: bool, seconds: float | None
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
+    ) -> AsyncIterator[HttpAnswer]:
         """seconds: until its end; None where the caller sees to it."""
-        if self._is_closed:
-            raise self.given_up(path)
-        key = self.endpoint.admin_key if admin else self.endpoint.api_key
-        headers = {"Authorization": f"Bearer {key}"}
-        data = None
-        if body is not None:
-            data, headers["Content-Type"] = msgspec.json.encode(body), "application/json"
-        call = self._connections().request(
-            method, self.endpoint.url + path, data=data, headers=headers, allow_redirects=False
-        )
-        try:
-            async with asyncio.timeout(seconds), call as response:
-                yield response
-        except asyncio.CancelledError as error:
-            # A session that is closed cancels calls that wait for a connection; their tasks were not cancelled.
-            task = asyncio.current_task()
-            if not self._is_closed or task is None or task.cancelling():
-                raise
-            raise self.given_up(path) from error
-        except aiohttp.ClientError as error:
-            raise TransportError(
-                f"SGLang {path}: the connection failed",
-                seen=f"{self.endpoint.url}: {type(error).__name__}: {error}",
-                remedy="look at the server's log; is it still running?",
-            ) from error
-        except TimeoutError as error:
-            raise self.out_of_time(path, seconds or _CONNECT_SECONDS) from error
+        content = None if body is None else msgspec.json.encode(body)
+        key = self._admin_key if admin else self._key
+        with _transport(path):
+            async with self._client.ask(Request(method, self.endpoint.url + path, content, key), seconds) as answer:
+                yield answer
+
+    def check_status(self, path: str, status: int, content: bytes) -> None:
+        """Raises KeyRefusedError, TransportError or EngineError where an answer says that there is none."""
+        if status == 200:
+            return
+        if status == 401:
+            raise KeyRefusedError(
+                f"SGLang {path}: the server does not know our key",
+                seen="status 401",
+                expected="the key that the server was started with",
+                remedy="point to the server file of the server that runs now",
+            )
+        said = client.excerpt_of(content, self._key, self._admin_key)
+        kind = TransportError if status == 429 or status >= 500 else EngineError
+        raise kind(f"SGLang {path}: refused", seen=f"status {status}: {said}", expected="status 200")
 
     def out_of_time(self, path: str, seconds: float) -> TransportError:
-        return TransportError(
-            f"SGLang {path}: no answer in time",
-            seen=self.endpoint.url,
-            expected=f"an answer within {seconds} s",
-            remedy="look at the server's log",
-        )
+        """Returns the error of a call that has no answer in time."""
+        return _as_transport(path, client.no_time(self.endpoint.url, seconds))
 
     def given_up(self, path: str) -> TransportError:
+        """Returns the error of a call that was under way when this was closed."""
         return TransportError(f"SGLang {path}: the server was given up", seen=self.endpoint.url)
 
 
-def check_status(path: str, status: int, content: bytes) -> None:
-    """Raises KeyRefusedError, TransportError or EngineError where an answer says that there is none."""
-    if status == 200:
-        return
-    said = content[:500].decode(errors="replace")
-    if status == 401:
-        raise KeyRefusedError(
-            f"SGLang {path}: the server does not know our key",
-            seen="status 401",
-            expected="the key that the server was started with",
-            remedy="point to the server file of the server that runs now",
-        )
-    kind = TransportError if status == 429 or status >= 500 else EngineError
-    raise kind(f"SGLang {path}: refused", seen=f"status {status}: {said}", expected="status 200")
-
-
 def decoded[T](path: str, content: bytes, decode: Callable[[bytes], T]) -> T:
-    """What `decode` makes of an answer.
+    """Returns what `decode` makes of an answer.
 
     Raises:
-        TransportError: nothing.
+        TransportError: Nothing.
     """
+    with _transport(path):
+        return client.decoded(content, decode)
+
+
+@contextlib.contextmanager
+def _transport(path: str) -> Iterator[None]:
     try:
-        return decode(content)
-    except (msgspec.MsgspecError, ContractError, ValueError, RecursionError) as error:
-        raise TransportError(
-            f"SGLang {path}: unreadable", seen=f"{content[:200]} ({error})", expected="one whole object"
-        ) from error
+        yield
+    except NoAnswerError as error:
+        raise _as_transport(path, error) from error
+
+
+def _as_transport(path: str, error: NoAnswerError) -> TransportError:
+    return TransportError(f"SGLang {path}: {error.what}", seen=error.seen, expected=error.expected, remedy=error.remedy)

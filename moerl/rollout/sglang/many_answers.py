@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from moerl.errors import EngineError
+from moerl.http.client import MAX_SAID_BYTES
 from moerl.rollout.fleet.backend import TransportError
-from moerl.rollout.sglang.http import SGLangHttp, check_status
-from moerl.rollout.sglang.reading import MAX_SAID_BYTES
+from moerl.rollout.sglang.http import SGLangHttp
 
 PATH = "/generate_many"
 HEAD = struct.Struct("<III")
@@ -71,7 +71,7 @@ class ManyAnswers:
             if asked.answer.cancelled():
                 # Later: where the others of its call are cancelled too, the call is ended instead.
                 loop.call_soon(self._leave, asked)
-        check_status(PATH, status, content)
+        self._http.check_status(PATH, status, content)
         return content
 
     async def close(self) -> None:

@@ -7,6 +7,7 @@ machine. It dies with its manager, however that ends (Linux).
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -19,13 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import yaml
 
 from moerl.config.server_environment import server_environment
 from moerl.contract.files import atomic_file
 from moerl.contract.trajectory import MAX_KEPT_IDS
 from moerl.errors import EngineError
+from moerl.http.client import HttpClient, NoAnswerError, Request
 from moerl.rollout.fleet.endpoint import Endpoint, require_private, write_endpoint
 from moerl.rollout.sglang.handshake import UNSYNCED
 from moerl.rollout.sglang.install import python_of, site_packages
@@ -37,6 +38,7 @@ LOG_FILE = "server.log"
 GRACE_SECONDS = 10.0
 CPU_POOL_TOKENS = 65536
 _POLL_SECONDS = 0.2
+_HEALTH_SECONDS = 5.0
 _RENDEZVOUS = ".rendezvous-"
 """A file that the server's ranks meet in, one for each start."""
 _PORT_TAKEN = (b"EADDRINUSE", b"address already in use", b"Address already in use")
@@ -265,13 +267,20 @@ def launch_options(options: ServerOptions, port: int) -> dict[str, Any]:
 
 
 def answers_health(endpoint: Endpoint) -> bool:
-    """True where a server answers its health probe now."""
-    try:
-        # Its status is all there is to know: nothing else of the answer is read.
-        with httpx.stream("GET", f"{endpoint.url}/health", timeout=5.0, trust_env=False) as response:
-            return response.status_code == 200
-    except httpx.HTTPError:
-        return False
+    """Returns whether a server answers its health probe now. Waits; not in an event loop."""
+
+    async def ask() -> bool:
+        try:
+            async with (
+                HttpClient(max_connections=1) as client,
+                client.ask(Request("GET", f"{endpoint.url}/health"), _HEALTH_SECONDS) as answer,
+            ):
+                # Its status is all there is to know: nothing else of the answer is read.
+                return answer.status == 200
+        except NoAnswerError:
+            return False
+
+    return asyncio.run(ask())
 
 
 def free_port(host: str) -> int:

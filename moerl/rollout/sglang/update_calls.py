@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from moerl.errors import EngineError, WeightSyncError
+from moerl.http.client import MAX_SAID_BYTES
 from moerl.rollout.sglang.handshake import UNSYNCED
 from moerl.rollout.sglang.http import SGLangHttp
-from moerl.rollout.sglang.reading import MAX_SAID_BYTES
 
 _WEIGHTS, _CACHE = "weights", "kv_cache"
 """SGLang's names of what it can give back."""

@@ -6,14 +6,16 @@ import json
 import random
 import re
 import threading
-import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Annotated, Any
 
-import httpx
+import msgspec
 
 from moerl.contract.ports import Prompt
-from moerl.errors import ConfigError, RewardError
+from moerl.errors import RewardError
+from moerl.http.blocking import BlockingClient, WholeAnswer
+from moerl.http.client import NoAnswerError, Request, decoded, excerpt_of
+from moerl.http.keys import read_key
 from moerl.tasks.rewards.process import MakeChild
 from moerl.tasks.rewards.scorer import Rewards
 from moerl.tasks.rewards.section import JudgeReward
@@ -22,11 +24,35 @@ from moerl.telemetry.terminal import excerpt
 MAX_ANSWER_BYTES = 1 << 22
 """Longest answer of the address."""
 
+MAX_TOKEN_CHARACTERS = 16
+"""Of a token of a reply, on average: a search for the score in more text could take hours, and stop the controller."""
+
 FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.5, 30.0
 """Before the first repetition, and at most; each pause is twice the one before, give or take half."""
 
 _AGAIN = {408, 409, 425, 429, 500, 502, 503, 504}
 """Answers after which the same request may succeed."""
+
+
+class _Message(msgspec.Struct):
+    """What is read of a message. Whatever else an answer has is passed over, and no object is made of it."""
+
+    content: str
+
+
+class _Choice(msgspec.Struct):
+    """What is read of a choice."""
+
+    message: _Message
+
+
+class _Reply(msgspec.Struct):
+    """What is read of an answer."""
+
+    choices: Annotated[list[_Choice], msgspec.Meta(min_length=1)]
+
+
+_REPLY = msgspec.json.Decoder(_Reply)
 
 
 class _FailedError(Exception):
@@ -42,17 +68,16 @@ class Judge:
 
     Args:
         config: its keys.
-        key: of the configuration, which errors name.
+        name: its place in the configuration, which errors name.
 
     Raises:
-        ConfigError: The file with the API key cannot be read.
+        ConfigError: The file with the API key cannot be read, is open to others, or holds something else.
     """
 
-    def __init__(self, config: JudgeReward, key: str) -> None:
-        self._config, self._key = config, key
-        headers = {} if config.key_file is None else {"Authorization": f"Bearer {_read_key(config, key)}"}
-        limits = httpx.Limits(max_connections=config.workers)
-        self._client = httpx.Client(headers=headers, timeout=config.timeout_seconds, limits=limits)
+    def __init__(self, config: JudgeReward, name: str) -> None:
+        self._config, self._name = config, name
+        self._key = None if config.key_file is None else read_key(config.key_file, f"{name}.key_file")
+        self._client = BlockingClient(max_connections=config.workers, uses_proxies=True)
         self._pool = ThreadPoolExecutor(config.workers, thread_name_prefix="judge")
         self._left, self._lock = config.budget, threading.Lock()
         self._is_closed = threading.Event()
@@ -69,8 +94,9 @@ class Judge:
 
     def close(self) -> None:
         self._is_closed.set()
-        self._client.close()
+        # First those that wait: a thread that is freed would take the next.
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self._client.close()
 
     def _score(self, prompt: Prompt, response: str) -> Rewards:
         config = self._config
@@ -78,21 +104,25 @@ class Judge:
         found = re.findall(config.pattern, reply)
         try:
             score = (float(found[-1]) - config.lowest) / (config.highest - config.lowest)
-        except (IndexError, ValueError) as error:
+        except (IndexError, ValueError):
             raise RewardError(
                 "the judge's reply has no score",
-                seen=excerpt(reply[-200:], 200),
+                seen=self._shown(reply[-2000:])[-200:],
                 expected=f"a number in the group of {config.pattern}",
-                remedy=f"ask for it in {self._key}.question, or change {self._key}.pattern",
-            ) from error
+                remedy=f"ask for it in {self._name}.question, or change {self._name}.pattern",
+            ) from None
         if not 0.0 <= score <= 1.0:
             raise RewardError(
                 "the judge's score is out of range",
-                seen=found[-1],
+                seen=excerpt(self._shown(found[-1][:2000]), 200),
                 expected=f"{config.lowest:g} to {config.highest:g}",
-                remedy=f"say the range in {self._key}.question, or change {self._key}.lowest and highest",
+                remedy=f"say the range in {self._name}.question, or change {self._name}.lowest and highest",
             )
         return {"reward": score, "accuracy": float(score >= 1.0)}
+
+    def _shown(self, text: str) -> str:
+        """Returns a text of the judge without the key."""
+        return excerpt(text if self._key is None else self._key.hide(text), 2000)
 
     def _question(self, prompt: Prompt, response: str) -> str:
         """The question with its fields; texts that are put in are not looked at again."""
@@ -102,7 +132,7 @@ class Judge:
             name = match.group(1)
             if name not in values:
                 raise RewardError(
-                    f"{self._key}.question names a column that the row does not have",
+                    f"{self._name}.question names a column that the row does not have",
                     seen=f"{{{name}}}",
                     expected=", ".join(values),
                     remedy="name one of the columns",
@@ -124,7 +154,7 @@ class Judge:
                         f"the judge at {self._config.url} gave no reply, asked {attempt + 1} times",
                         seen=str(error),
                         expected="a reply of an OpenAI-compatible address",
-                        remedy=f"look at the judge; more patience: {self._key}.retries, {self._key}.timeout_seconds",
+                        remedy=f"look at the judge; more patience: {self._name}.retries, {self._name}.timeout_seconds",
                     ) from error
                 waited = max(pause * random.uniform(0.5, 1.5), error.pause_seconds)
                 self._is_closed.wait(min(waited, MAX_PAUSE_SECONDS))
@@ -140,7 +170,7 @@ class Judge:
                     "the judge's budget is spent",
                     seen=f"{self._config.budget} requests",
                     expected="fewer",
-                    remedy=f"raise {self._key}.budget, and go on with the run",
+                    remedy=f"raise {self._name}.budget, and go on with the run",
                 )
             self._left -= 1
 
@@ -152,49 +182,31 @@ class Judge:
             "temperature": 0.0,
             "max_tokens": config.max_tokens,
         }
-        deadline = time.monotonic() + config.timeout_seconds
+        # ASCII alone: texts can hold halves of surrogate pairs, which are no UTF-8.
+        content = json.dumps(body).encode()
+        request = Request("POST", f"{config.url.rstrip('/')}/chat/completions", content, self._key)
         try:
-            with self._client.stream("POST", f"{config.url.rstrip('/')}/chat/completions", json=body) as answer:
-                content = b""
-                for part in answer.iter_bytes():
-                    content += part
-                    if len(content) > MAX_ANSWER_BYTES:
-                        raise _FailedError(f"an answer of more than {MAX_ANSWER_BYTES:,} bytes", again=False)
-                    if time.monotonic() > deadline:
-                        raise _FailedError(f"no whole answer within {config.timeout_seconds:g} s", again=True)
-        except (httpx.HTTPError, httpx.InvalidURL, RuntimeError) as error:
-            raise _FailedError(f"{type(error).__name__}: {error}", again=True) from error
-        if answer.status_code != 200:
-            seen = f"status {answer.status_code}: {excerpt(content[:200].decode(errors='replace'), 200)}"
-            pause = answer.headers.get("retry-after", "")
+            answer = self._client.ask(request, MAX_ANSWER_BYTES, config.timeout_seconds)
+        except NoAnswerError as error:
+            raise _FailedError(f"{error.what}: {error.seen}", again=True) from error
+        if answer.status != 200:
+            raise self._refused(answer)
+        try:
+            reply = decoded(answer.content, _REPLY.decode).choices[0].message.content
+        except NoAnswerError as error:
+            said = excerpt_of(answer.content, self._key)
+            raise _FailedError(f"no choices[0].message.content: {error.seen}: {said}", again=True) from error
+        if len(reply) > MAX_TOKEN_CHARACTERS * config.max_tokens:
             raise _FailedError(
-                seen,
-                again=answer.status_code in _AGAIN,
-                pause_seconds=float(pause) if pause.isdigit() else 0.0,
+                f"a reply of {len(reply):,} characters, more than {self._name}.max_tokens={config.max_tokens} have",
+                again=True,
             )
-        return _content(content)
+        return reply
 
-
-def _content(answer: bytes) -> str:
-    try:
-        text = json.loads(answer)["choices"][0]["message"]["content"]
-    except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise _FailedError(
-            f"no choices[0].message.content in {excerpt(answer[:200].decode(errors='replace'), 200)}", again=True
-        ) from error
-    if not isinstance(text, str):
-        raise _FailedError(f"a content that is no text: {excerpt(repr(text), 80)}", again=True)
-    return text
-
-
-def _read_key(config: JudgeReward, key: str) -> str:
-    assert config.key_file is not None
-    try:
-        return config.key_file.read_text(encoding="utf-8").strip()
-    except OSError as error:
-        raise ConfigError(
-            f"{key}.key_file: cannot be read",
-            seen=f"{config.key_file}: {error.strerror}",
-            expected="a file that holds the key",
-            remedy="check the path and its permissions",
-        ) from error
+    def _refused(self, answer: WholeAnswer) -> _FailedError:
+        pause = answer.headers.get("Retry-After", "")
+        return _FailedError(
+            f"status {answer.status}: {excerpt_of(answer.content, self._key)}",
+            again=answer.status in _AGAIN,
+            pause_seconds=float(pause) if re.fullmatch("[0-9]+", pause) else 0.0,
+        )

@@ -121,7 +121,7 @@ def _schema(key: str, reward: section.JsonReward) -> Any:
     assert reward.file is not None
     try:
         return json.loads(reward.file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"{key}.file: cannot be read", seen=error, expected="a JSON schema", remedy="check the path and the file"
         ) from error

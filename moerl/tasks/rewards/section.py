@@ -6,8 +6,9 @@ import re
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
+from pydantic_core import PydanticCustomError
 
-from moerl.sections import Count, CountOrZero, FilePath, FunctionName, Positive, Section
+from moerl.sections import UNSHOWN, Count, CountOrZero, FilePath, FunctionName, Positive, Section
 
 Column = Annotated[str, Field(min_length=1)]
 Weight = Annotated[float, Field(ge=-1e6, le=1e6)]
@@ -25,6 +26,17 @@ def _has_group(pattern: str) -> str:
     if re.compile(_compiles(pattern)).groups != 1:
         raise ValueError("a regular expression with one group, which is the answer")
     return pattern
+
+
+def _is_address(url: str) -> str:
+    if re.search("[@?#]", url):
+        # What a configuration says is stored, and shown in errors.
+        raise PydanticCustomError(
+            UNSHOWN, "an address without user, password, query and fragment; a key goes into key_file"
+        )
+    if not re.fullmatch(r"https?://\S+", url):
+        raise ValueError("an address that begins with http:// or https://")
+    return url
 
 
 Pattern = Annotated[str, Field(min_length=1), AfterValidator(_compiles)]
@@ -117,7 +129,7 @@ class JudgeReward(RewardKeys):
     """What a language model behind an OpenAI-compatible address says of the response."""
 
     kind: Literal["judge"]
-    url: Annotated[str, Field(pattern=r"^https?://[^\s]+$")] = Field(description="Address that ends in /v1.")
+    url: Annotated[str, AfterValidator(_is_address)] = Field(description="Address that ends in /v1.")
     model: Annotated[str, Field(min_length=1)] = Field(description="Name of the model there.")
     question: Annotated[str, Field(min_length=1)] = Field(
         description="What it is asked, with {prompt}, {response} and {COLUMN} where they go."
@@ -125,7 +137,7 @@ class JudgeReward(RewardKeys):
     pattern: AnswerPattern = Field(description="Its group, where it matches last in the reply, is the score.")
     lowest: float = Field(default=0.0, description="Score that becomes 0.")
     highest: float = Field(default=1.0, description="Score that becomes 1.")
-    key_file: FilePath | None = Field(default=None, description="File that holds the API key alone.")
+    key_file: FilePath | None = Field(default=None, description="File of mode 0600 that holds the API key alone.")
     max_tokens: Count = Field(default=1024, description="Most tokens of a reply.")
     timeout_seconds: Positive = Field(default=60.0, description="Longest time of one request.")
     retries: CountOrZero = Field(default=3, description="Further requests where one fails.")

@@ -13,6 +13,7 @@ import pytest
 from waiting import eventually, is_alive
 
 from moerl.errors import RewardError
+from moerl.tasks.rewards import child
 from moerl.tasks.rewards.child import RewardChild
 from moerl.tasks.rewards.process import RewardProcess
 
@@ -82,6 +83,24 @@ def test_everything_ends_when_the_run_is_killed(tmp_path: Path):
         run.kill()
     for pid in pids:
         eventually(lambda pid=pid: not is_alive(pid))
+
+
+DEEP = """
+def deep(row, response, depth=300):
+    while depth == 0:
+        pass
+    return deep(row, response, depth - 1)
+"""
+
+
+def test_where_a_function_hangs_that_has_called_itself_often_is_not_waited_for(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """faulthandler leaves the outermost calls of a deep stack out."""
+    monkeypatch.setattr(child, "DUMP_SECONDS", 1e6)
+    (tmp_path / "deeper.py").write_text(DEEP)
+    with pytest.raises(RewardError, match=r"time limit passed.*in deep \("):
+        start("deeper:deep", timeout_seconds=2.0).score({}, "x")
 
 
 # --- replies ---------------------------------------------------------------------------------------------------------

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
+from waiting import eventually
 
+from moerl.config.load import load_config
 from moerl.contract.ports import Prompt
 from moerl.errors import ConfigError, RewardError
 from moerl.tasks.rewards import judge as judges
@@ -79,6 +83,7 @@ def says(text: Any) -> tuple[int, Any]:
 
 
 def test_the_last_score_of_the_reply_counts_on_its_scale(server: Server, make: Callable[..., Judge], tmp_path: Path):
+    (tmp_path / "key").touch(0o600)
     (tmp_path / "key").write_text("secret\n")
     server.replies = [says("Score: 2. No, better: Score: 7.5")]
     rewards = make(key_file=tmp_path / "key").submit(PROMPT, "it is {answer}").result()
@@ -104,7 +109,7 @@ def test_a_request_that_may_succeed_later_is_repeated(server: Server, make: Call
         (says("Score: high"), "the judge's reply has no score", 1),
         (says("Score: 11"), "the judge's score is out of range; seen: 11; expected: 0 to 10", 1),
         (says("Score: nan"), "the judge's score is out of range", 1),
-        (says(None), "a content that is no text", 3),
+        (says(None), "no choices[0].message.content: 45 bytes: Expected `str`, got `null`", 3),
     ],
 )
 def test_a_judge_without_an_answer_gives_no_reward_and_says_why(
@@ -128,7 +133,7 @@ def test_a_spent_budget_ends_the_rewards_by_name(server: Server, make: Callable[
 
 def test_a_judge_that_is_not_there_is_named(make: Callable[..., Judge], server: Server):
     judge = make(retries=0, url="http://127.0.0.1:9/v1", timeout_seconds=5.0)
-    with pytest.raises(RewardError, match="ConnectError"):
+    with pytest.raises(RewardError, match="the connection failed"):
         judge.submit(PROMPT, "5").result()
 
 
@@ -137,3 +142,63 @@ def test_an_unknown_column_and_a_missing_key_file_are_named(make: Callable[..., 
         make(question="{solution}").submit(PROMPT, "5").result()
     with pytest.raises(ConfigError, match=r"task\.rewards\.quality\.key_file: cannot be read"):
         make(key_file=tmp_path / "none")
+
+
+@pytest.mark.parametrize("content", ["sk-1\nsk-2", "", "\ufeffsk-1", "sk-1\0"])
+def test_a_key_file_of_something_else_is_refused_at_the_start(make: Callable[..., Judge], tmp_path: Path, content: str):
+    file = tmp_path / "key"
+    file.touch(0o600)
+    file.write_text(content, encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"task\.rewards\.quality\.key_file: not a key alone") as caught:
+        make(key_file=file)
+    assert "sk-" not in "".join(traceback.format_exception(caught.value))
+
+
+def test_a_key_file_that_others_may_read_is_refused_at_the_start(make: Callable[..., Judge], tmp_path: Path):
+    (tmp_path / "key").write_text("secret")
+    (tmp_path / "key").chmod(0o644)
+    with pytest.raises(ConfigError, match=r"task\.rewards\.quality\.key_file: others may read its keys.*mode 0644"):
+        make(key_file=tmp_path / "key")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://user:pa55word@judge/v1",
+        "https://pa55word@judge/v1",
+        "https://judge/v1?key=pa55word",
+        "https://judge/v1#pa55word",
+        "ftp://user:pa55word@judge",
+        "user:pa55word@judge",
+    ],
+)
+def test_an_address_with_a_password_is_refused_and_not_shown(url: str):
+    judge = ["task=dataset", "task.path=a.jsonl"]
+    judge += [f"task.rewards.j.{key}={value}" for key, value in (("kind", "judge"), ("model", "m"), ("question", "q"))]
+    with pytest.raises(ConfigError, match=r"task\.rewards\.j\.url.*not shown.*a key goes into key_file") as caught:
+        load_config([*judge, "task.rewards.j.pattern='(.)'", f"task.rewards.j.url='{url}'"], command="train")
+    assert "pa55word" not in "".join(traceback.format_exception(caught.value, chain=False))
+
+
+@pytest.mark.parametrize("url", ["ftp://judge", "judge/v1", "http://", "http://a b"])
+def test_an_address_of_another_form_is_refused(url: str):
+    keys = {"kind": "judge", "url": url, "model": "m", "question": "?", "pattern": "(.)"}
+    with pytest.raises(ValidationError, match="begins with http:// or https://"):
+        JudgeReward.model_validate(keys)
+
+
+def test_texts_that_are_no_utf8_reach_the_judge(server: Server, make: Callable[..., Judge]):
+    server.replies = [says("Score: 10")]
+    assert make().submit(Prompt("a:1", "\ud800", {"answer": "5"}), "\udfff").result()["reward"] == 1.0
+    assert "\ud800" in server.asked[0][0]["messages"][0]["content"]
+
+
+def test_a_judge_that_is_closed_tells_who_waits(server: Server, make: Callable[..., Judge]):
+    server.replies = [(503, b"busy")]
+    judge = make(retries=1000, workers=1)
+    waiting = [judge.submit(PROMPT, "5") for _ in range(2)]
+    eventually(lambda: bool(server.asked))
+    judge.close()
+    with pytest.raises(RewardError, match="gave no reply"):
+        waiting[0].result()
+    assert waiting[1].cancelled()
