@@ -256,12 +256,17 @@ def _check_rows(batch: Microbatch, spec: ModelSpec) -> None:
 
 
 def _check_distinct(batch: Microbatch) -> None:
-    """A row that repeats an expert would end one rank in a dispatcher and leave the others waiting for it. Rows whose
-    routing was not captured hold zeros."""
-    if batch.expert_ids is None:
+    """Refuses a row that repeats an expert: it would end one rank in a dispatcher and leave the others waiting for it.
+
+    Rows whose routing was not captured hold zeros. Which they are among the rows of a tensor-parallel rank is not known
+    here, so as many may as there are (the trainer looks at each, `moerl.trainer.replay_checks`).
+    """
+    if batch.expert_ids is None or batch.expert_ids.shape[2] == 1:
         return
-    captured = batch.expert_ids if batch.routed.all() else batch.expert_ids[batch.expert_ids.any(axis=(1, 2))]
-    distinct = rows_are_distinct(captured)
+    is_filled = batch.expert_ids.any(axis=(1, 2))
+    num_empty, num_live = int((~is_filled).sum()), int((~batch.routed).sum())
+    filled = batch.expert_ids if not num_empty else batch.expert_ids[is_filled]
+    distinct = rows_are_distinct(filled) and (num_empty <= num_live or not batch.expert_ids.size)
     _demand(distinct, Reason.REPEATED_EXPERT, "expert_ids", "an expert twice in a row", "distinct experts in a row")
 
 
