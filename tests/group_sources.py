@@ -24,10 +24,12 @@ Answer = Callable[[str, int], Trajectory | None]
 """What becomes of a rollout, by its id and the version: None where it is refused."""
 
 
-def answer(rollout_id: str, version: int, *, reward: float | None = None, **changes: Any) -> Trajectory:
+def answer(
+    rollout_id: str, version: int, *, reward: float | None = None, num_sampled: int = 5, **changes: Any
+) -> Trajectory:
     group, _, number = rollout_id.rpartition("/")
     prompt = group.rpartition("/")[2]
-    made = make_trajectory(np.random.default_rng(0))
+    made = make_trajectory(np.random.default_rng(0), num_sampled=num_sampled)
     changes.setdefault("policy_versions", np.where(made.sampled, np.int32(version), np.int32(-1)))
     rewards = {"reward": float(number) if reward is None else reward, "accuracy": 0.0}
     return replace(made, lineage=Lineage(rollout_id, prompt, group), rewards=rewards, **changes)

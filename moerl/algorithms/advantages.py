@@ -127,12 +127,12 @@ def whitened(advantages_B: Tensor, num_tokens_B: Tensor, *, eps: float = 1e-8) -
 
 
 def less_when_overlong(rewards_B: Tensor, num_tokens_B: Tensor, limit: int, buffer: int, factor: float) -> Tensor:
-    """`r - factor clip((tokens - (limit - buffer)) / buffer, 0, inf)`: float [B].
+    """`r - factor clip((tokens - (limit - buffer)) / buffer, 0, 1)`: float [B].
 
-    DAPO's soft overlong punishment (Yu et al. 2025, arXiv:2503.14476): nothing up to `limit - buffer` sampled tokens,
-    `factor` at `limit`.
+    DAPO's soft overlong punishment (Yu et al. 2025, arXiv:2503.14476, eq. 13): nothing up to `limit - buffer` sampled
+    tokens, `factor` at `limit` and beyond.
     """
-    exceeded_B = (num_tokens_B - (limit - buffer)).clamp(min=0).to(rewards_B.dtype)
+    exceeded_B = (num_tokens_B - (limit - buffer)).clamp(0, buffer).to(rewards_B.dtype)
     return rewards_B - factor * exceeded_B / buffer
 
 

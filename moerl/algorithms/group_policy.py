@@ -33,7 +33,7 @@ class GroupPolicy(AlgorithmSection):
         description="Tokens before overlong_limit over which a reward falls by overlong_factor (DAPO); null = none."
     )
     overlong_limit: Count | None = Field(description="Longest response, usually rollout.max_new_tokens.")
-    overlong_factor: NonNegative = Field(description="What a response of overlong_limit tokens loses of its reward.")
+    overlong_factor: NonNegative = Field(description="What a response loses at overlong_limit tokens or more.")
     baseline: Literal["mean", "leave_one_out", "none"] = Field(
         description="What a reward is compared with: the mean of its group, the mean of the others in it (RLOO), or"
         " nothing."

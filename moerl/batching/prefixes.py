@@ -46,11 +46,9 @@ class Family:
         """
         if not self.num_shared:
             return list(rows)
-        first = rows[0]
-        return [
-            first.until(self.num_shared, shared_key(first.key)),
-            *(each.after(self.num_shared, before) for each in rows),
-        ]
+        key = shared_key(rows[0].key)
+        shared = rows[0].until(self.num_shared, key)
+        return [shared, *(each.after(self.num_shared, before, key) for each in rows)]
 
 
 def alone(num_samples: int) -> list[Family]:

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moerl.contract.batch import Microbatch, TextSample, TrainSample
+from moerl.contract.batch_checksums import Recorded, context_checksum, kept_checksum
 from moerl.contract.kept import slice_kept_sets
 from moerl.contract.parallel import ParallelDims
 from moerl.contract.reasons import Reason
@@ -53,7 +54,7 @@ class Padding:
 class Rows:
     """One sequence of T input rows. Fields as in `Microbatch`, over this sequence alone.
 
-    key: its salt. first: position of its first row. prefix: index of the sequence that comes before it, or -1.
+    prefix: index of the sequence that comes before it, or -1. recorded: what checksums are of; not packed.
     """
 
     input_ids: NDArray[np.integer]
@@ -67,23 +68,34 @@ class Rows:
     truncated: NDArray[np.bool_]
     sample_index: int
     routed: NDArray[np.bool_]
+    recorded: Recorded
     expert_ids: NDArray[np.uint8] | NDArray[np.uint16] | None = None
-    key: int = 0
-    first: int = 0
     prefix: int = -1
 
     def __len__(self) -> int:
         return len(self.input_ids)
 
+    @property
+    def key(self) -> int:
+        """Its salt."""
+        return self.recorded.key
+
+    @property
+    def first(self) -> int:
+        """Position of its first row."""
+        return self.recorded.num_shared
+
     def until(self, stop: int, key: int) -> Rows:
-        """The rows before `stop`, as a sequence of their own under the salt `key`."""
-        return self._part(slice(0, stop), key=key)
+        """The rows before `stop`, none of which is scored, as a sequence of their own under the salt `key`."""
+        recorded = Recorded(key, self.recorded.tokens[:stop], KeptSets.empty(0))
+        return self._part(slice(0, stop), recorded=recorded)
 
-    def after(self, start: int, prefix: int) -> Rows:
-        """The rows from `start` on, which go on from the sequence `prefix`."""
-        return self._part(slice(start, len(self)), first=start, prefix=prefix)
+    def after(self, start: int, prefix: int, key: int) -> Rows:
+        """The rows from `start` on, which go on from the sequence `prefix` of the salt `key`."""
+        recorded = replace(self.recorded, num_shared=start, shared_key=key)
+        return self._part(slice(start, len(self)), recorded=recorded, prefix=prefix)
 
-    def _part(self, rows: slice, **changes: int) -> Rows:
+    def _part(self, rows: slice, **changes: Any) -> Rows:
         parts = {name: getattr(self, name)[rows] for name in _PER_ROW}
         experts = None if self.expert_ids is None else self.expert_ids[rows]
         kept = slice_kept_sets(self.kept, rows.start, rows.stop)
@@ -124,8 +136,8 @@ def trajectory_rows(sample: TrainSample, sample_index: int, *, replay: bool, unc
         truncated=trajectory.truncated[1:],
         sample_index=sample_index,
         routed=trajectory.routed,
+        recorded=Recorded(rollout_key(trajectory.lineage.rollout_id), trajectory.token_ids[:-1], trajectory.kept),
         expert_ids=trajectory.expert_ids if replay else None,
-        key=rollout_key(trajectory.lineage.rollout_id),
     )
 
 
@@ -200,6 +212,8 @@ def build_microbatch(sequences: Sequence[Rows], padding: Padding, spec: ModelSpe
         routing_checksums=None if spec is None else _checksums(sequences, spec),
         rollout_keys=np.array(key_of, np.uint64),
         prefix_of=np.array(prefix_of, np.int32) if max(prefix_of) >= 0 else None,
+        context_checksum=context_checksum([rows.recorded for rows in sequences]),
+        kept_checksum=kept_checksum([rows.recorded for rows in sequences]),
     )
 
 
@@ -255,6 +269,7 @@ def _plain_rows(
         truncated=np.zeros(num_rows, np.bool_),
         sample_index=sample_index,
         routed=np.ones(num_rows, np.bool_),
+        recorded=Recorded(0, input_ids, KeptSets.empty(0)),
     )
 
 

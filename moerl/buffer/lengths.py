@@ -7,7 +7,8 @@ runs in the controller.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -23,13 +24,13 @@ class Lengths:
     """The latest lengths, in tokens, of responses offered to training and of those that were trained."""
 
     def __init__(self) -> None:
-        self._offered: deque[int] = deque(maxlen=WINDOW)
+        self._offered: deque[tuple[int, int]] = deque(maxlen=WINDOW)
         self._trained: deque[int] = deque(maxlen=WINDOW)
         self._has_warned = False
 
-    def offer(self, lengths: Iterable[int]) -> None:
-        """Of sampled responses, whatever becomes of them."""
-        self._offered.extend(lengths)
+    def offer(self, number: int, lengths: Iterable[int]) -> None:
+        """Takes those of the sampled responses of a group, whatever becomes of them. number: the group's."""
+        self._offered.extend((number, length) for length in lengths)
 
     def train(self, lengths: Iterable[int]) -> None:
         """Of responses in a batch."""
@@ -40,7 +41,8 @@ class Lengths:
         """Largest difference of the two distribution functions (Kolmogorov-Smirnov), 0 to 1; 0 before there is data."""
         if not self._offered or not self._trained:
             return 0.0
-        offered, trained = (np.sort(np.fromiter(each, np.int64)) for each in (self._offered, self._trained))
+        lengths = (length for _, length in self._offered), self._trained
+        offered, trained = (np.sort(np.fromiter(each, np.int64)) for each in lengths)
         at = np.union1d(offered, trained)
         shares = (np.searchsorted(each, at, side="right") / len(each) for each in (offered, trained))
         return float(np.abs(np.subtract(*shares)).max())
@@ -59,7 +61,28 @@ class Lengths:
     def metrics(self) -> dict[str, float]:
         """For a run's log, by the names of docs/metrics.md; after the first batch."""
         return {
-            "lengths/offered_mean": float(np.mean(self._offered)),
+            "lengths/offered_mean": float(np.mean([length for _, length in self._offered])),
             "lengths/trained_mean": float(np.mean(self._trained)),
             "lengths/distance": self.distance,
         }
+
+    def snapshot(self, open_numbers: Iterable[int]) -> dict[str, Any]:
+        """Returns plain JSON.
+
+        Args:
+            open_numbers: of groups that are asked for again after a resume: they will offer theirs again.
+        """
+        again = set(open_numbers)
+        offered = [length for number, length in self._offered if number not in again]
+        return {"offered": offered, "trained": list(self._trained), "warned": self._has_warned}
+
+    @classmethod
+    def restored(cls, snapshot: Mapping[str, Any]) -> Lengths:
+        """Returns the lengths of a checkpoint; none where it has none."""
+        lengths = cls()
+        if snapshot:
+            # Groups that are settled are not asked for again: their numbers do not matter.
+            lengths.offer(-1, snapshot["offered"])
+            lengths.train(snapshot["trained"])
+            lengths._has_warned = snapshot["warned"]
+        return lengths

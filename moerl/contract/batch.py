@@ -54,6 +54,8 @@ class Microbatch:
     rollout_keys: uint64 [N]; salt of each sequence, 0 for the pad sequence.
     prefix_of: int32 [N], for each sequence the earlier one whose rows come before its own, or -1; None where no rows
         are shared. A prefix has none itself, and positions go on from it.
+    context_checksum, kept_checksum: of the tokens that sequences attend to and of kept sets, of the whole microbatch,
+        computed from the trajectories before packing (`moerl.contract.batch_checksums`).
     """
 
     input_ids: NDArray[np.int64]
@@ -74,6 +76,8 @@ class Microbatch:
     routing_checksums: NDArray[np.uint64] | None = None
     rollout_keys: NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))
     prefix_of: NDArray[np.int32] | None = None
+    context_checksum: int = 0
+    kept_checksum: int = 0
 
     @property
     def num_rows(self) -> int:

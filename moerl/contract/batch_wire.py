@@ -32,6 +32,7 @@ from moerl.contract.array_codec import (
     read_kept_ids,
 )
 from moerl.contract.batch import Microbatch
+from moerl.contract.expert_id_checks import rows_are_distinct
 from moerl.contract.frame import DEFAULT_LIMITS, FrameKind, WireLimits, pack_frame, unpack_frame
 from moerl.contract.parallel import RankCoordinates
 from moerl.contract.reasons import Reason
@@ -58,7 +59,7 @@ class BatchMessage(WireStruct):
 
     ints: int32 [t] by name. floats: float32 [t] by name. flags: bits [t] by name. sample_index int32 [t]. kept_sizes
     uint16 [t]. kept_ids: byte planes of differences. cu_seqlens int32 [N + 1]; rollout_keys uint64 [N]; prefix_of
-    int32 [N] or None.
+    int32 [N] or None. checksums: uint64 [2], of contexts and kept sets.
     """
 
     num_rows: int
@@ -71,6 +72,7 @@ class BatchMessage(WireStruct):
     cu_seqlens: memoryview
     rollout_keys: memoryview
     prefix_of: memoryview | None
+    checksums: memoryview
     routing: RoutingMessage | None
 
 
@@ -169,6 +171,7 @@ def _message(batch: Microbatch) -> BatchMessage:
         cu_seqlens=array_bytes(batch.cu_seqlens),
         rollout_keys=array_bytes(batch.rollout_keys),
         prefix_of=None if batch.prefix_of is None else array_bytes(batch.prefix_of),
+        checksums=array_bytes(np.array([batch.context_checksum, batch.kept_checksum], np.uint64)),
         routing=routing,
     )
 
@@ -201,6 +204,7 @@ def _batch(message: BatchMessage, expert_bytes: memoryview, spec: ModelSpec) -> 
     np.cumsum(read_array(message.kept_sizes, np.uint16, num_rows, "kept_sizes"), out=offsets[1:])
     num_sequences = len(message.rollout_keys) // 8
     prefixes = message.prefix_of
+    of_contexts, of_kept = read_array(message.checksums, np.uint64, 2, "checksums").tolist()
     batch = Microbatch(
         **ints,
         **{name: read_array(data, np.float32, num_rows, name) for name, data in message.floats.items()},
@@ -210,6 +214,8 @@ def _batch(message: BatchMessage, expert_bytes: memoryview, spec: ModelSpec) -> 
         sample_index=read_array(message.sample_index, np.int32, num_rows, "sample_index"),
         rollout_keys=read_array(message.rollout_keys, np.uint64, num_sequences, "rollout_keys"),
         prefix_of=None if prefixes is None else read_array(prefixes, np.int32, num_sequences, "prefix_of"),
+        context_checksum=of_contexts,
+        kept_checksum=of_kept,
         **_routing(message.routing, expert_bytes, spec),
     )
     _check_rows(batch, spec)
@@ -242,10 +248,26 @@ def _check_rows(batch: Microbatch, spec: ModelSpec) -> None:
     _demand(positive, Reason.TEMPERATURE_NOT_POSITIVE, "temperatures", batch.temperatures.min(), "above 0")
     same = np.array_equal(batch.truncated, batch.kept.sizes > 0)
     _demand(same, Reason.TRUNCATED_DISAGREES, "truncated", "other rows", "the rows that list kept ids")
+    _check_distinct(batch)
     same = np.array_equal(batch.is_pad, batch.sample_index < 0)
     _demand(same, Reason.ROWS_DIFFER, "is_pad", "other rows", "the rows without a sample")
     trained = int((batch.loss_mask & batch.is_pad).sum())
     _demand(not trained, Reason.ROWS_DIFFER, "loss_mask", f"{trained} trained pad rows", "none")
+
+
+def _check_distinct(batch: Microbatch) -> None:
+    """Refuses a row that repeats an expert: it would end one rank in a dispatcher and leave the others waiting for it.
+
+    Rows whose routing was not captured hold zeros. Which they are among the rows of a tensor-parallel rank is not known
+    here, so as many may as there are (the trainer looks at each, `moerl.trainer.replay_checks`).
+    """
+    if batch.expert_ids is None or batch.expert_ids.shape[2] == 1:
+        return
+    is_filled = batch.expert_ids.any(axis=(1, 2))
+    num_empty, num_live = int((~is_filled).sum()), int((~batch.routed).sum())
+    filled = batch.expert_ids if not num_empty else batch.expert_ids[is_filled]
+    distinct = rows_are_distinct(filled) and (num_empty <= num_live or not batch.expert_ids.size)
+    _demand(distinct, Reason.REPEATED_EXPERT, "expert_ids", "an expert twice in a row", "distinct experts in a row")
 
 
 def _check_sequences(batch: Microbatch) -> None:

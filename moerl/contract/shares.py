@@ -56,8 +56,8 @@ def prefix_lengths(cu_seqlens: NDArray[np.integer], prefix_of: NDArray[np.intege
 def cut_share(batch: Microbatch, layout: RankCoordinates) -> Microbatch:
     """The share that one rank has of a whole microbatch; `batch` itself where that is all of it.
 
-    `cu_seqlens`, `rollout_keys` and `prefix_of` stay those of the whole microbatch. Ranks that do not score get neither
-    kept sets nor what the loss alone needs.
+    `cu_seqlens`, `rollout_keys`, `prefix_of` and checksums other than of routing stay those of the whole microbatch.
+    Ranks that do not score get neither kept sets nor what the loss alone needs.
     """
     dims = layout.dims
     if dims.context == dims.tensor == 1 and layout.moe_layers is None and layout.is_last_stage:

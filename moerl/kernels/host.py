@@ -54,7 +54,7 @@ def gated(gates_ups: Tensor, weights: Tensor) -> Tensor:
     """
     out = gates_ups.new_empty(len(gates_ups), gates_ups.shape[1] // 2)
     gates_ups, weights = (each.detach().contiguous() for each in (gates_ups, weights))
-    _by_rows(len(out), lambda start, stop: _gated(gates_ups.numpy(), weights.numpy(), out.numpy(), start, stop))
+    by_rows(len(out), lambda start, stop: _gated(gates_ups.numpy(), weights.numpy(), out.numpy(), start, stop))
     return out
 
 
@@ -69,7 +69,7 @@ def gated_backward(gates_ups: Tensor, weights: Tensor, gradient: Tensor) -> tupl
     outs = torch.empty_like(gates_ups), torch.empty_like(weights), torch.empty_like(gradient)
     given = tuple(each.detach().contiguous().numpy() for each in (gates_ups, weights, gradient))
     made = tuple(each.numpy() for each in outs)
-    _by_rows(len(gradient), lambda start, stop: _gated_backward(given, made, start, stop))
+    by_rows(len(gradient), lambda start, stop: _gated_backward(given, made, start, stop))
     return outs
 
 
@@ -82,7 +82,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     y, scales = torch.empty_like(x), x.new_empty(len(x))
     given = tuple(each.detach().contiguous().numpy() for each in (x, weight))
     made = y.numpy(), scales.numpy()
-    _by_rows(len(x), lambda start, stop: _rms_norm(given, np.float32(eps), made, start, stop))
+    by_rows(len(x), lambda start, stop: _rms_norm(given, np.float32(eps), made, start, stop))
     return y, scales
 
 
@@ -96,7 +96,7 @@ def rms_norm_backward(x: Tensor, weight: Tensor, scales: Tensor, gradient: Tenso
     """
     to_x = torch.empty_like(x)
     given = tuple(each.detach().contiguous().numpy() for each in (x, weight, scales, gradient))
-    parts = _by_rows(len(x), lambda start, stop: _rms_norm_backward(given, to_x.numpy(), start, stop))
+    parts = by_rows(len(x), lambda start, stop: _rms_norm_backward(given, to_x.numpy(), start, stop))
     return to_x, torch.from_numpy(functools.reduce(np.add, parts)).float()
 
 
@@ -109,13 +109,17 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
     """
     given = tuple(each.detach().contiguous().numpy() for each in (x, cos[:, 0], sin[:, 0]))
     out = x.new_empty(x.shape)
-    _by_rows(len(x), lambda start, stop: _turned(given, np.float32(direction), out.numpy(), start, stop))
+    by_rows(len(x), lambda start, stop: _turned(given, np.float32(direction), out.numpy(), start, stop))
     return out
 
 
-def _by_rows[Part](num_rows: int, run: Callable[[int, int], Part]) -> list[Part]:
-    """Runs a kernel over parts [start, stop) of the rows, which together are all of them, in torch's threads."""
-    threads = min(torch.get_num_threads(), -(-num_rows // _FEW_ROWS))
+def by_rows[Part](num_rows: int, run: Callable[[int, int], Part], few: int = _FEW_ROWS) -> list[Part]:
+    """Runs a kernel over parts [start, stop) of the rows, which together are all of them, in torch's threads.
+
+    Args:
+        few: rows that are not worth another thread.
+    """
+    threads = min(torch.get_num_threads(), -(-num_rows // few))
     if threads <= 1:
         return [run(0, num_rows)]
     starts = [num_rows * number // threads for number in range(threads + 1)]

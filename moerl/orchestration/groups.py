@@ -295,7 +295,7 @@ class GroupSource:
 
     def _finish(self, group: FinishedGroup) -> None:
         """The group waits for its batch, or is filtered."""
-        self._lengths.offer(trajectory.num_sampled for trajectory in group.trajectories)
+        self._lengths.offer(group.number, (trajectory.num_sampled for trajectory in group.trajectories))
         if self._curriculum:
             self._curriculum.learn(group.trajectories)
         reason = filtered_for(group.trajectories, self._config.rl.filters) if group.trajectories else ""
@@ -347,10 +347,9 @@ class GroupSource:
     def snapshot(self) -> dict[str, Any]:
         """What a checkpoint keeps between two steps; plain JSON."""
         with self._state:
-            kept = {"queue": self._queue.snapshot(), "ledger": self.ledger.snapshot()}
-            if self._curriculum:
-                kept["prompts"] = self._curriculum.snapshot(kept["queue"]["open"])
-            return kept
+            queue, ledger = self._queue.snapshot(), self.ledger.snapshot()
+            kept = {"queue": queue, "ledger": ledger, "lengths": self._lengths.snapshot(queue["open"])}
+            return kept | ({"prompts": self._curriculum.snapshot(queue["open"])} if self._curriculum else {})
 
     def committed(self, step: int, snapshot: Mapping[str, Any]) -> None:
         """A checkpoint of this step was begun, with this snapshot: the one before is on disk."""
@@ -374,6 +373,7 @@ class GroupSource:
         else:
             number = step * self._config.rl.prompts_per_step
             self._queue, self.ledger = GroupQueue(self.limits, number), Ledger(number)
+        self._lengths = Lengths.restored(snapshot.get("lengths", {}))
         self._finished, self._batch, self._held = {}, {}, []
         self.version = self._saved_version = step
         self._again = self._queue.numbers(GroupState.RUNNING)

@@ -2,7 +2,8 @@
 
 Runs inside the embedded rollout engine, registered with transformers under `ATTENTION`. The stock sdpa function
 repeats keys and values for every query head when there is a mask, which copies the whole cache at every step.
-Shape legend: N = rows, H = query heads, G = key-value heads, Q = query tokens, T = cached tokens, D = head size.
+Shape legend: N = rows, H = query heads, G = key-value heads, Q = query tokens, T = tokens of the mask, C = tokens that
+the cache has room for, at least T; D = head size.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.modeling_utils import AttentionInterface
 
 from moerl.errors import EngineError
+from moerl.rollout.independent_rows import attention, is_for_kernels
 
 ATTENTION = "moerl_grouped_query"
 
@@ -22,8 +24,8 @@ ATTENTION = "moerl_grouped_query"
 def grouped_query_attention(
     module: nn.Module,
     query_NHQD: Tensor,
-    key_NGTD: Tensor,
-    value_NGTD: Tensor,
+    key_NGCD: Tensor,
+    value_NGCD: Tensor,
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, None]:
@@ -31,7 +33,8 @@ def grouped_query_attention(
 
     Args:
         module: the attention layer; not read.
-        attention_mask: bool, broadcastable to [N, H, Q, T]; True where a query sees a key.
+        attention_mask: bool, broadcastable to [N, H, Q, T]; True where a query sees a key. It sees the first
+            ones (`decode_mask`, `prefill_mask`).
         options: `scaling` is read; dropout is for training and sliding windows are already in the mask.
 
     Returns:
@@ -48,21 +51,21 @@ def grouped_query_attention(
             remedy="this model, or one that shares its config object, was called directly; load a model of its own",
         )
     num_rows, num_heads, num_queries, head_size = query_NHQD.shape
-    # With latent attention values are not as wide as queries and keys.
-    value_size = value_NGTD.shape[-1]
     scaling = options.get("scaling")
+    if is_for_kernels(query_NHQD):
+        seen_NQ = attention_mask.sum(-1)[:, 0].expand(num_rows, num_queries)
+        scale = head_size**-0.5 if scaling is None else scaling
+        return attention(query_NHQD, key_NGCD, value_NGCD, seen_NQ, scale), None
+    num_tokens = attention_mask.shape[-1]
+    keys, values = key_NGCD[:, :, :num_tokens], value_NGCD[:, :, :num_tokens]
     if num_queries == 1:
         # The query heads of a group become the queries of one head: the mask is the same for all of them.
-        grouped = query_NHQD.reshape(num_rows, key_NGTD.shape[1], -1, head_size)
-        if query_NHQD.device.type == "cpu":
-            # One query a row is too little for the blocks of the fused kernel.
-            scores = torch.matmul(grouped * (head_size**-0.5 if scaling is None else scaling), key_NGTD.transpose(2, 3))
-            weights = scores.masked_fill_(~attention_mask, -torch.inf).softmax(-1)
-            return torch.matmul(weights, value_NGTD).reshape(num_rows, 1, num_heads, value_size), None
-        out = scaled_dot_product_attention(grouped, key_NGTD, value_NGTD, attn_mask=attention_mask, scale=scaling)
-        return out.reshape(num_rows, 1, num_heads, value_size), None
+        grouped = query_NHQD.reshape(num_rows, key_NGCD.shape[1], -1, head_size)
+        out = scaled_dot_product_attention(grouped, keys, values, attn_mask=attention_mask, scale=scaling)
+        # With latent attention values are not as wide as queries and keys.
+        return out.reshape(num_rows, 1, num_heads, values.shape[-1]), None
     out = scaled_dot_product_attention(
-        query_NHQD, key_NGTD, value_NGTD, attn_mask=attention_mask, scale=scaling, enable_gqa=True
+        query_NHQD, keys, values, attn_mask=attention_mask, scale=scaling, enable_gqa=True
     )
     return out.transpose(1, 2).contiguous(), None
 

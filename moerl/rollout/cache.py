@@ -35,20 +35,17 @@ class SlotCache(Cache):
         self._slots = torch.zeros(0, dtype=torch.int64)
         self._positions_N: Tensor | None = None
         self._rows_N: Tensor | None = None
-        self._read_tokens = 0
 
     def begin_prefill(self, slots: Tensor, num_tokens: int) -> None:
         """The next pass writes prompts of (padded) length num_tokens, one per row, into slots (int64)."""
         self._grow(num_tokens)
         self._slots, self._positions_N = slots, None
 
-    def begin_decode(self, positions_N: Tensor, read_tokens: int) -> None:
-        """The next pass writes one token per row into slots 0..N-1, at positions_N (int64), and reads
-        read_tokens = max(positions_N) + 1 tokens."""
-        self._grow(read_tokens)
+    def begin_decode(self, positions_N: Tensor, num_tokens: int) -> None:
+        """The next pass writes one token per row into slots 0..N-1, at positions_N (int64), all below num_tokens."""
+        self._grow(num_tokens)
         self._positions_N = positions_N
         self._rows_N = torch.arange(len(positions_N), device=positions_N.device)
-        self._read_tokens = read_tokens
 
     def layers_of(self, shapes: Sequence[tuple[int, int]], num_tokens: int) -> list[tuple[Tensor, Tensor]]:
         """Keys and values of every layer, float32 [num_slots, G, capacity, D] each, with room for num_tokens.
@@ -71,7 +68,7 @@ class SlotCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Stores the new keys and values, [N, G, Q, D], of a layer; returns those to attend to.
+        """Stores the new keys and values, [N, G, Q, D], of a layer; returns those to attend to, [N, G, capacity, D].
 
         A prompt attends to itself alone, so a prefill gets its own states back.
         """
@@ -86,7 +83,7 @@ class SlotCache(Cache):
         keys[self._rows_N, :, self._positions_N] = key_states[:, :, 0]
         values[self._rows_N, :, self._positions_N] = value_states[:, :, 0]
         num_rows = key_states.shape[0]
-        return keys[:num_rows, :, : self._read_tokens], values[:num_rows, :, : self._read_tokens]
+        return keys[:num_rows], values[:num_rows]
 
     def _new_like(self, states: Tensor) -> Tensor:
         _, num_heads, _, head_size = states.shape

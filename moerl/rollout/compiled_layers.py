@@ -19,10 +19,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM, Qwen3MoeSparseMoeBlock
 
-from moerl.rollout.blocks import whole_blocks
+from moerl.rollout.blocks import ROWS, whole_blocks
 from moerl.rollout.cache import SlotCache
 from moerl.rollout.eight_bits import has_eight_bit_products
-from moerl.rollout.layer_kernels import BLOCK, dense_layer, last_norm, layer
+from moerl.rollout.independent_rows import IndependentRows
+from moerl.rollout.layer_kernels import dense_layer, last_norm, layer
 
 
 def knows_layers_of(model: PreTrainedModel, dtype: torch.dtype | None) -> bool:
@@ -77,8 +78,8 @@ class CompiledLayers:
             Hidden states after the last norm, float32 [R, H]; expert ids, [R, L, K].
         """
         num_rows = len(tokens)
-        blocks = np.array_split(np.arange(num_rows // BLOCK), torch.get_num_threads())
-        parts = [slice(BLOCK * int(each[0]), BLOCK * (int(each[-1]) + 1)) for each in blocks if len(each)]
+        blocks = np.array_split(np.arange(num_rows // ROWS), torch.get_num_threads())
+        parts = [slice(ROWS * int(each[0]), ROWS * (int(each[-1]) + 1)) for each in blocks if len(each)]
         return self._run(tokens, np.arange(num_rows), positions, cache, parts)
 
     def prefill(
@@ -92,7 +93,7 @@ class CompiledLayers:
         """
         lengths = np.array([len(prompt) for prompt in prompts])
         # The last row of a prompt fills its last block up: it is computed, and written to its place, again.
-        sizes = [whole_blocks(length, BLOCK) for length in lengths]
+        sizes = [whole_blocks(length) for length in lengths]
         positions = np.concatenate([np.minimum(np.arange(s), n - 1) for s, n in zip(sizes, lengths, strict=True)])
         owners, ends = np.repeat(np.arange(len(prompts)), sizes), np.cumsum(sizes)
         tokens = np.concatenate(prompts)[np.repeat(np.cumsum(lengths) - lengths, sizes) + positions]
@@ -112,7 +113,7 @@ class CompiledLayers:
         parts: Sequence[slice],
     ) -> tuple[Tensor, NDArray[np.int64]]:
         """Rows through all layers. A row sees those before it in its slot: of the cache, and of its part."""
-        assert all(rows.start % BLOCK == rows.stop % BLOCK == 0 for rows in parts)
+        assert all(rows.start % ROWS == rows.stop % ROWS == 0 for rows in parts)
         _, eps, _, halves = self._settings
         stream = self._base.embed_tokens.weight[torch.from_numpy(tokens)].numpy()
         num_tokens = int(positions.max()) + 1
@@ -139,7 +140,8 @@ class CompiledLayers:
         if not self._angles or len(self._angles[0]) < num_tokens:
             # Doubled, so that a growing sequence does not ask for all of them at every step.
             positions = torch.arange(2 * num_tokens)[None]
-            self._angles = [each[0].numpy() for each in self._base.rotary_emb(self._base.norm.weight, positions)]
+            with IndependentRows():
+                self._angles = [each[0].numpy() for each in self._base.rotary_emb(self._base.norm.weight, positions)]
         return self._angles
 
 

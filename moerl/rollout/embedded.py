@@ -30,11 +30,12 @@ from moerl.contract.trajectory import FinishReason, ModelSpec
 from moerl.errors import EngineError, WeightSyncError
 from moerl.kernels.checksum import checksums
 from moerl.rollout.attention import ATTENTION
-from moerl.rollout.blocks import ROWS, whole_blocks
+from moerl.rollout.blocks import whole_blocks
 from moerl.rollout.cache import SlotCache
 from moerl.rollout.capture import RoutingCapture, routers
 from moerl.rollout.compiled_layers import CompiledLayers, knows_layers_of
 from moerl.rollout.experts import experts_function
+from moerl.rollout.independent_rows import IndependentRows
 from moerl.rollout.requests import check_requests, distinct_prompts, room_for
 from moerl.rollout.rounding import emulate, emulated_dtype
 from moerl.rollout.sampler import RowParams, sample, seeded_uniforms
@@ -231,7 +232,7 @@ class EmbeddedEngine:
         run = Schedule(
             waiting=waiting,
             table=SlotTable(self._spec, num_slots, max_tokens),
-            cache=SlotCache(whole_blocks(num_slots, ROWS), max_tokens),
+            cache=SlotCache(whole_blocks(num_slots), max_tokens),
             asked_at=time.perf_counter(),
         )
         with self._lock:
@@ -288,7 +289,7 @@ class EmbeddedEngine:
     def _decode(self, run: Schedule) -> None:
         """Feeds the newest token of every running row and samples the next one."""
         n = run.table.num_running
-        hidden, experts = self._layers.decode(*run.table.newest(whole_blocks(n, ROWS)), run.cache)
+        hidden, experts = self._layers.decode(*run.table.newest(whole_blocks(n)), run.cache)
         run.table.write_decode_routing(experts[:n])
         if run.params is None:
             run.params = RowParams.of([request.sampling for request in run.table.requests], hidden.device)
@@ -296,9 +297,8 @@ class EmbeddedEngine:
 
     def _sample(self, run: Schedule, rows: slice, hidden: Tensor, params: RowParams) -> None:
         """hidden: of the rows, and of others that fill the last block up where there are any."""
-        missing = whole_blocks(len(hidden), ROWS) - len(hidden)
-        logits = self._head(nn.functional.pad(hidden, (0, 0, 0, missing)) if missing else hidden)
-        logits = logits[: rows.stop - rows.start, : self._spec.vocab_size]
+        with IndependentRows():
+            logits = self._head(hidden)[: rows.stop - rows.start, : self._spec.vocab_size]
         draws = sample(logits, params, seeded_uniforms(run.table.seeds(rows), run.table.lengths[rows]))
         step = StepResult(
             token_ids=draws.token_ids.cpu().numpy(),

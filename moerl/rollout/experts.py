@@ -19,6 +19,7 @@ from moerl.errors import EngineError
 from moerl.rollout.blocks import ROWS
 from moerl.rollout.capture import experts_by_layer
 from moerl.rollout.eight_bits import eight_bit_weight, has_eight_bit_products, to_eight_bits
+from moerl.rollout.independent_rows import grouped, is_for_kernels
 from moerl.rollout.rounding import rounded
 
 _STOCK = "grouped_mm"
@@ -76,6 +77,8 @@ def _places(experts_C: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
 def _product(rows: Tensor, weight_EOI: Tensor, ends_E: Tensor, eight_bits: bool) -> Tensor:
     if eight_bits:
         rows, weight_EOI = to_eight_bits(rows), eight_bit_weight(weight_EOI)
+    if is_for_kernels(rows):
+        return grouped(rows, weight_EOI, ends_E)
     return torch.nn.functional.grouped_mm(rows, weight_EOI.transpose(1, 2), offs=ends_E)
 
 

@@ -2,7 +2,7 @@
 
 Runs inside the embedded rollout engine, on the host; numpy arrays of float32. Every sum runs in an order that depends
 on the model's sizes and on the length of its own row alone, so rows are independent of one another, bit for bit; those
-of products run over blocks of `BLOCK` rows, of which there are whole ones. Numbers that are not finite stay that: what
+of products run over blocks of `ROWS` rows, of which there are whole ones. Numbers that are not finite stay that: what
 is broken must reach the sampler, which refuses it.
 
 Shape legend: R = rows, whole blocks; H = hidden size, Q = query heads, G = key-value heads, D = head size, T = tokens
@@ -17,9 +17,7 @@ import numpy as np
 from numba import njit
 
 from moerl.kernels.host import exponential
-
-BLOCK = 4
-"""Rows that a product takes together."""
+from moerl.rollout.blocks import ROWS
 
 _SUMS = {"reassoc", "contract", "nsz"}
 """Terms may be added up in the order of the machine's vectors, which is the same for every row."""
@@ -49,7 +47,7 @@ def norm(x: Any, weight: Any, eps: Any, out: Any, halves: bool) -> None:
         out[i] = rounded(weight[i] * (x[i] * scale), halves)
 
 
-@njit(fastmath=_SUMS, error_model="numpy", cache=True)
+@njit(fastmath=_SUMS, error_model="numpy", cache=True, nogil=True)
 def project(x: Any, weight: Any, out: Any, start: int, stop: int, halves: bool) -> None:
     """out[r] = weight x[r], rounded, for rows start to stop (whole blocks); x [R, I], weight [O, I], out [R, O].
 
@@ -108,8 +106,9 @@ def rotate(x: Any, cos: Any, sin: Any, out: Any) -> None:
 
 @njit(fastmath=_SUMS, error_model="numpy", cache=True)
 def attend(query: Any, keys: Any, values: Any, scale: Any, scores: Any, out: Any) -> None:
-    """out = softmax(q k^T * scale) v; query and out [D], keys and values [T, D], scores [at least T] for work."""
+    """out = softmax(q k^T * scale) v; query [D], keys [T, D], values [T, V], out [V], scores [at least T] for work."""
     num_seen, size = keys.shape
+    width = values.shape[1]
     largest = np.float32(-np.inf)
     for t in range(num_seen):
         score = np.float32(0.0)
@@ -122,14 +121,60 @@ def attend(query: Any, keys: Any, values: Any, scale: Any, scores: Any, out: Any
     total = np.float32(0.0)
     for t in range(num_seen):
         total += scores[t]
-    for d in range(size):
+    for d in range(width):
         out[d] = np.float32(0.0)
     for t in range(num_seen):
         weight = scores[t]
-        for d in range(size):
+        for d in range(width):
             out[d] += weight * values[t, d]
-    for d in range(size):
+    for d in range(width):
         out[d] /= total
+
+
+@njit(error_model="numpy", cache=True, nogil=True)
+def attend_each(given: Any, seen: Any, scale: Any, out: Any, start: int, stop: int) -> None:
+    """out[n, q, h] = `attend` of query q of head h to the first seen[n, q] tokens, for sequences start to stop.
+
+    given: queries [N, Q heads, queries, D], keys [N, G, C, D], values [N, G, C, V]; out [N, queries, Q heads, V].
+    """
+    queries, keys, values = given
+    num_heads, num_queries = queries.shape[1], queries.shape[2]
+    scores, heads = np.empty(keys.shape[2], np.float32), num_heads // keys.shape[1]
+    for n in range(start, stop):
+        for head in range(num_heads):
+            for q in range(num_queries):
+                k, v = keys[n, head // heads, : seen[n, q]], values[n, head // heads, : seen[n, q]]
+                attend(queries[n, head, q], k, v, scale, scores, out[n, q, head])
+
+
+@njit(error_model="numpy", cache=True, nogil=True)
+def silu(x: Any, out: Any, start: int, stop: int) -> None:
+    """out = x / (1 + exp(-x)) of rows start to stop; [R, I] both, as in the other functions of single numbers."""
+    for r in range(start, stop):
+        for i in range(x.shape[1]):
+            out[r, i] = x[r, i] / (np.float32(1.0) + exponential(-x[r, i]))
+
+
+@njit(error_model="numpy", cache=True, nogil=True)
+def sigmoid(x: Any, out: Any, start: int, stop: int) -> None:
+    """out = 1 / (1 + exp(-x))."""
+    for r in range(start, stop):
+        for i in range(x.shape[1]):
+            out[r, i] = np.float32(1.0) / (np.float32(1.0) + exponential(-x[r, i]))
+
+
+@njit(error_model="numpy", cache=True, nogil=True)
+def cosine(x: Any, out: Any, start: int, stop: int) -> None:
+    for r in range(start, stop):
+        for i in range(x.shape[1]):
+            out[r, i] = np.cos(x[r, i])
+
+
+@njit(error_model="numpy", cache=True, nogil=True)
+def sine(x: Any, out: Any, start: int, stop: int) -> None:
+    for r in range(start, stop):
+        for i in range(x.shape[1]):
+            out[r, i] = np.sin(x[r, i])
 
 
 @njit(error_model="numpy", cache=True)
@@ -172,7 +217,7 @@ def experts(x: Any, ids_RK: Any, weights_RK: Any, matrices: Any, out: Any, halve
         for c in range(num_chosen):
             starts[ids_RK[r, c] + 1] += 1
     for e in range(num_experts):
-        starts[e + 1] = starts[e] + (starts[e + 1] + BLOCK - 1) // BLOCK * BLOCK
+        starts[e + 1] = starts[e] + (starts[e + 1] + ROWS - 1) // ROWS * ROWS
     num_sorted, free = starts[num_experts], starts.copy()
     rows, places = np.zeros((num_sorted, hidden), np.float32), np.empty((num_rows, num_chosen), np.int64)
     for r in range(num_rows):

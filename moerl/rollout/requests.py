@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from moerl.contract.ports import RolloutRequest
 from moerl.contract.trajectory import MAX_KEPT_IDS, ModelSpec, SamplingParams
 from moerl.errors import EngineError
-from moerl.rollout.blocks import TOKENS, whole_blocks
 
 
 def check_requests(requests: Sequence[RolloutRequest], spec: ModelSpec, max_positions: int) -> None:
@@ -81,8 +80,7 @@ def _refusal(rollout_id: str, field: str, seen: object, expected: object) -> Eng
 
 def room_for(requests: Iterable[RolloutRequest]) -> int:
     """Tokens that a slot needs room for."""
-    longest = max((len(request.prompt_ids) + request.max_new_tokens for request in requests), default=0)
-    return whole_blocks(longest, TOKENS)
+    return max((len(request.prompt_ids) + request.max_new_tokens for request in requests), default=0)
 
 
 def distinct_prompts(

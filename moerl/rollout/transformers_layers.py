@@ -1,7 +1,7 @@
 """The layers of any model that transformers and moerl know, by transformers' own modules.
 
-Runs inside the embedded rollout engine. Shape legend: U = prompts, P = tokens of the longest one in whole blocks, R =
-rows of a decoding step, whole blocks; H = hidden size, L, K as in the data contract.
+Runs inside the embedded rollout engine. Shape legend: U = prompts, P = tokens of the longest one, R = rows of a
+decoding step, whole blocks; H = hidden size, L, K as in the data contract.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from moerl.rollout.attention import decode_mask, prefill_mask
-from moerl.rollout.blocks import LEAST_READ, TOKENS, whole_blocks
 from moerl.rollout.cache import SlotCache
 from moerl.rollout.capture import RoutingCapture
+from moerl.rollout.independent_rows import IndependentRows
 
 
 class TransformersLayers:
@@ -31,9 +31,9 @@ class TransformersLayers:
     ) -> tuple[Tensor, NDArray[np.int64]]:
         """As `moerl.rollout.compiled_layers.CompiledLayers.decode`."""
         at = torch.from_numpy(positions).to(self._model.device)
-        num_read = max(whole_blocks(int(positions.max()) + 1, TOKENS), LEAST_READ)
-        cache.begin_decode(at, num_read)
-        hidden = self._forward(tokens[:, None], at[:, None], decode_mask(at, num_read), cache)
+        num_tokens = int(positions.max()) + 1
+        cache.begin_decode(at, num_tokens)
+        hidden = self._forward(tokens[:, None], at[:, None], decode_mask(at, num_tokens), cache)
         return hidden[:, 0], self._capture.take(len(tokens)).cpu().numpy()
 
     def prefill(
@@ -44,7 +44,7 @@ class TransformersLayers:
         Prompts are padded on the right.
         """
         device, lengths = self._model.device, np.array([len(prompt) for prompt in prompts])
-        longest = whole_blocks(int(lengths.max()), TOKENS)
+        longest = int(lengths.max())
         tokens = np.zeros((len(prompts), longest), np.int64)
         for row, prompt in zip(tokens, prompts, strict=True):
             row[: len(prompt)] = prompt
@@ -58,11 +58,12 @@ class TransformersLayers:
     def _forward(self, tokens: NDArray[np.int64], positions: Tensor, mask: Tensor, cache: SlotCache) -> Tensor:
         """Hidden states after the last norm, [rows, tokens, hidden]; the head is applied to sampled rows only."""
         self._capture.begin()
-        output = self._model.base_model(
-            input_ids=torch.from_numpy(tokens).to(self._model.device),
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-        )
+        with IndependentRows():
+            output = self._model.base_model(
+                input_ids=torch.from_numpy(tokens).to(self._model.device),
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+            )
         return output.last_hidden_state

@@ -46,8 +46,9 @@ class _Padded:
 @dataclass(frozen=True, slots=True)
 class _Group:
     """Sequences of similar length, attended to in one call. positions: int64 [n, 1, longest query, 1] of the queries
-    among the keys of their sequence; None where queries are all the keys."""
+    among the keys of their sequence; None where queries are all the keys. members: int64 [n], which sequences."""
 
+    members: NDArray[np.int64]
     queries: _Padded
     keys: _Padded
     positions: Tensor | None
@@ -94,12 +95,12 @@ class PackedRows:
         for members in _similar(lengths, before):
             keys = _padded(starts[members], lengths[members], prefix_starts[members], before[members])
             if size == 1 and not before[members].any():
-                group = _Group(keys, keys, None)
+                group = _Group(members, keys, keys, None)
             else:
                 none = np.zeros_like(members)
                 queries = _padded(starts[members] // size, lengths[members] // size, none, none)
                 seen_by = torch.from_numpy(positions)[queries.rows].view(len(members), 1, -1, 1)
-                group = _Group(queries, keys, seen_by)
+                group = _Group(members, queries, keys, seen_by)
             groups.append(group)
             rows.append(group.queries.rows[group.queries.real].numpy())
         return cls(torch.from_numpy(positions), tuple(groups), torch.from_numpy(np.argsort(np.concatenate(rows))))
@@ -110,6 +111,34 @@ _INTERLEAVED = ("rotary_interleaved", "mla_rotary_interleaved")
 
 _packed: Any = WeakTensorKeyDictionary()
 """`PackedRows` by the `cu_seqlens` that Megatron hands down, which is all that its rotary embedding gets to know."""
+
+
+@dataclass(frozen=True, slots=True)
+class SeenRows:
+    """Pairs of a sequence and a row that its attention reads, int64 each: number of the sequence, row of the whole
+    microbatch, position at which it is read."""
+
+    sequences: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    positions: NDArray[np.int64]
+
+
+def seen_rows(
+    cu_seqlens: NDArray[np.integer], prefix_of: NDArray[np.int32] | None, *, size: int, rank: int
+) -> SeenRows:
+    """What attention reads, as `describe` lays it out; arguments as there."""
+    if prefix_of is None:
+        lengths = np.diff(cu_seqlens).astype(np.int64)
+        rows = np.arange(int(cu_seqlens[-1]))
+        starts = np.repeat(cu_seqlens[:-1].astype(np.int64), lengths)
+        return SeenRows(np.repeat(np.arange(len(lengths)), lengths), rows, rows - starts)
+    found = []
+    for group in PackedRows.of(cu_seqlens, prefix_of, size, rank).groups:
+        real, rows = group.keys.real.numpy(), group.keys.rows.numpy()
+        number, position = np.divmod(real, len(rows) // len(group.members))
+        found.append((group.members[number], rows[real], position))
+    sequences, rows, positions = (np.concatenate(each) for each in zip(*found, strict=True))
+    return SeenRows(sequences, rows, positions)
 
 
 def describe(cu_seqlens: Tensor, prefix_of: NDArray[np.int32] | None, *, size: int, rank: int) -> None:

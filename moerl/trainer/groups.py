@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from moerl.contract.parallel import ParallelDims, RankCoordinates
-from moerl.errors import ConfigError
+from moerl.errors import ConfigError, MoerlError
 from moerl.trainer import megatron_patches, platform
 
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
@@ -167,6 +167,20 @@ def data_and_context_group() -> dist.ProcessGroup:
     from megatron.core import parallel_state as mpu
 
     return cast(dist.ProcessGroup, mpu.get_data_parallel_group(with_context_parallel=True))
+
+
+def raise_together(problem: MoerlError | None, elsewhere: MoerlError) -> None:
+    """Raises on every rank where any rank has a problem, so that none is left waiting in a later collective.
+
+    Args:
+        elsewhere: raised by ranks that have none.
+    """
+    failed = torch.tensor([int(problem is not None)], device=platform.device())
+    dist.all_reduce(failed, op=dist.ReduceOp.MAX)
+    if problem is not None:
+        raise problem
+    if int(failed):
+        raise elsewhere
 
 
 def stop() -> None:

@@ -128,6 +128,7 @@ class Scorer:
             entropy_T=scores.entropy_T.detach().cpu(),
             full_logprobs_T=None if scores.full is None else scores.full.logprobs_T.detach().cpu(),
             kl_T=None if kl_T is None else kl_T.detach().cpu(),
+            kept=kept if self.keep_mask else None,
         )
         return scores.logprobs_T.sum(), rows
 
@@ -203,6 +204,7 @@ class PolicyGradientLoss:
             losses_T=None if policy.losses_T is None else policy.losses_T.detach().cpu(),
             weights_T=None if policy.weights_T is None else policy.weights_T.detach().cpu(),
             kl_T=None if rows.kl_T is None else rows.kl_T.detach().cpu(),
+            kept=kept if self.scorer.keep_mask else None,
         )
         return policy.loss, scored
 

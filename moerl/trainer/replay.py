@@ -116,7 +116,11 @@ class KeepRouting:
 
 
 class ReplaySchedule:
-    """Targets and routing checksums of one schedule."""
+    """Targets and routing checksums of one schedule.
+
+    Attributes:
+        kept_sums: by microbatch, of the kept sets that tokens were scored in (`moerl.trainer.batch_checksums`).
+    """
 
     def __init__(self, owner: KeepRouting, batches: Sequence[Microbatch], what: Replay, *, training: bool) -> None:
         self.owner, self.batches, self.what, self.training = owner, batches, what, training
@@ -128,6 +132,7 @@ class ReplaySchedule:
         self.expert_load_LE = torch.zeros(num_layers, owner.spec.num_experts, dtype=torch.int64)
         self.agreement_LS = torch.zeros(num_layers, len(STATISTICS), dtype=torch.float64, device=platform.device())
         self.live_rows_L = torch.zeros(num_layers, dtype=torch.int64)
+        self.kept_sums: dict[int, Tensor] = {}
         self._rows: dict[int, LocalRows] = {}
 
     def find_unusable_routing(self) -> UnprovedError | None:
@@ -333,13 +338,5 @@ class ReplaySchedule:
 
 
 def _raise_together(problem: UnprovedError | None) -> None:
-    """Raises on every rank where any rank has a problem, so that none is left waiting in a later collective."""
-    failed = torch.tensor([int(problem is not None)], device=platform.device())
-    dist.all_reduce(failed, op=dist.ReduceOp.MAX)
-    if problem is not None:
-        raise problem
-    if int(failed):
-        raise UnprovedError(
-            "Keep Routing was not proved on another rank",
-            remedy="read that rank's log; no update was applied",
-        )
+    remedy = "read that rank's log; no update was applied"
+    groups.raise_together(problem, UnprovedError("Keep Routing was not proved on another rank", remedy=remedy))

@@ -16,7 +16,7 @@ from moerl.contract.routing import EXPERT_PRIME, LAYER_PRIME, MIX_1, MIX_2, POSI
 from moerl.contract.shares import context_rows
 
 
-def _signed(value: int) -> int:
+def signed(value: int) -> int:
     """A uint64 constant as the int64 with the same bits: torch has no uint64 arithmetic, int64 wraps alike."""
     value %= 1 << 64
     return value - (1 << 64) if value >= 1 << 63 else value
@@ -29,19 +29,20 @@ def _shift_right(x: Tensor, bits: int) -> Tensor:
 
 def mix(x: Tensor) -> Tensor:
     """The splitmix64 finaliser on int64 bit patterns."""
-    x = (x ^ _shift_right(x, 30)) * _signed(MIX_1)
-    x = (x ^ _shift_right(x, 27)) * _signed(MIX_2)
+    x = (x ^ _shift_right(x, 30)) * signed(MIX_1)
+    x = (x ^ _shift_right(x, 27)) * signed(MIX_2)
     return x ^ _shift_right(x, 31)
 
 
-def row_keys(batch: Microbatch, context: int, context_rank: int) -> Tensor:
+def row_keys(batch: Microbatch, context: int, context_rank: int, *, ahead: int = 0) -> Tensor:
     """int64 [t]: salt of every row of a context-parallel rank from its rollout and token position.
 
     Args:
-        batch: that rank's share.
+        batch: that rank's share. ahead: added to positions.
     """
     keys_t, positions_t = row_origins(batch, context, context_rank)
-    return mix(torch.from_numpy(keys_t.view(np.int64)) + torch.from_numpy(positions_t) * _signed(POSITION_PRIME))
+    places_t = torch.from_numpy(positions_t + ahead)
+    return mix(torch.from_numpy(keys_t.view(np.int64)) + places_t * signed(POSITION_PRIME))
 
 
 def row_origins(batch: Microbatch, context: int, context_rank: int) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
@@ -70,7 +71,7 @@ def row_checksums(routing_map_TE: Tensor, keys_T: Tensor, moe_layer: int) -> Ten
 def _terms(routing_map_TE: Tensor, keys_T: Tensor, moe_layer: int) -> tuple[Tensor, Tensor]:
     """Per routed pair its row, and what it adds to the checksum."""
     rows, experts = routing_map_TE.nonzero(as_tuple=True)
-    slots = (experts + (moe_layer * LAYER_PRIME + 1)) * _signed(EXPERT_PRIME)
+    slots = (experts + (moe_layer * LAYER_PRIME + 1)) * signed(EXPERT_PRIME)
     return rows, mix(keys_T[rows] + slots)
 
 

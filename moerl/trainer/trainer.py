@@ -19,9 +19,10 @@ from moerl.config.schema import OptimizerConfig
 from moerl.contract.batch import Microbatch
 from moerl.contract.parallel import RankCoordinates
 from moerl.kernels.head import Head
+from moerl.kernels.kept import KeptRows
 from moerl.kernels.vocab_parallel import VocabShard
 from moerl.models.description import ModelDescription
-from moerl.trainer import balance, groups, platform, sharded_state
+from moerl.trainer import balance, batch_checksums, groups, platform, sharded_state
 from moerl.trainer.model import ModelOptions, PolicyModel
 from moerl.trainer.optimizer import Optimizer, UpdateReport
 from moerl.trainer.replay import KeepRouting, Replay, ReplaySchedule
@@ -38,6 +39,7 @@ class RowScores:
     entropy_T: float32, nats. clipped_T: bool or None. full_logprobs_T: float32 over the full vocabulary, or None.
     losses_T, weights_T, kl_T: float32 or None; loss, correction and KL to the reference of each token.
     layers_differing_T: int32; MoE layers whose natural choice differs from the recorded one (0 without routing).
+    kept: the sets that rows were scored in, or None; the trainer takes them out once it has their checksum.
     """
 
     logprobs_T: Tensor
@@ -48,6 +50,7 @@ class RowScores:
     weights_T: Tensor | None = None
     kl_T: Tensor | None = None
     layers_differing_T: Tensor | None = None
+    kept: KeptRows | None = None
 
 
 class LossFunction(Protocol):
@@ -162,7 +165,8 @@ class MegatronTrainer:
             enforce: replay recorded routing. prove: and prove, before the update, that it reached the dispatchers.
 
         Raises:
-            UnprovedError: on every rank, where routing was not enforced as recorded on one. No update was applied.
+            UnprovedError: on every rank, where on one routing was not enforced as recorded, or sequences attended to
+                other tokens or were scored in other sets than those recorded. No update was applied.
             ReplayError: a router bypassed the hook on this rank.
         """
         assert self.optimizer is not None
@@ -186,6 +190,7 @@ class MegatronTrainer:
         with self.keep_routing.schedule(batches, what, training=training) as schedule:
             self._forward_backward(schedule, batches, loss, rows, scale=scale)
             verified = schedule.verify() if what.enforce or what.record else 0
+            batch_checksums.verify(batches, schedule.kept_sums, self.layout)
             recorded = schedule.recorded() if what.record else None
             differing = schedule.layers_differing()
         scored = [replace(rows[i], layers_differing_T=differing[i].cpu()) for i in sorted(rows)]
@@ -212,7 +217,10 @@ class MegatronTrainer:
             schedule.begin(index)
 
             def loss_function(hidden_1tH: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-                total, rows[index] = loss(hidden_1tH[0], self.head, index)
+                total, scored = loss(hidden_1tH[0], self.head, index)
+                if scored.kept is not None:
+                    schedule.kept_sums[index] = batch_checksums.kept_sum(scored.kept, batches[index], self.layout)
+                rows[index] = replace(scored, kept=None)
                 num_rows = torch.tensor(int((~batches[index].is_pad).sum()), device=hidden_1tH.device)
                 return total * scale, num_rows, {}
 

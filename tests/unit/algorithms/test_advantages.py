@@ -99,11 +99,21 @@ def test_whitened_advantages_have_mean_0_and_deviation_1_over_tokens() -> None:
     assert whitened(torch.ones(3), tokens).tolist() == [0.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize(("tokens", "expected"), [(1, 1.0), (12, 1.0), (14, 0.75), (16, 0.5), (20, 0.0)])
-def test_a_reward_falls_over_the_buffer_before_the_limit(tokens: int, expected: float) -> None:
-    """DAPO, equation 13: nothing up to limit - buffer, the whole factor at the limit."""
-    found = less_when_overlong(torch.ones(1), torch.tensor([tokens]), limit=16, buffer=4, factor=0.5)
-    assert found.tolist() == [expected]
+def soft_punishment(length: int, longest: int, cache: int) -> float:
+    """DAPO, arXiv:2503.14476, equation 13."""
+    if length <= longest - cache:
+        return 0.0
+    if length <= longest:
+        return ((longest - cache) - length) / cache
+    return -1.0
+
+
+@pytest.mark.parametrize(("limit", "buffer", "factor"), [(16, 4, 1.0), (16, 4, 0.5), (20, 20, 1.0), (9, 1, 2.0)])
+def test_a_reward_falls_over_the_buffer_before_the_limit_and_no_further(limit: int, buffer: int, factor: float) -> None:
+    tokens = torch.arange(1, 3 * limit)
+    found = less_when_overlong(torch.ones(len(tokens)), tokens, limit, buffer, factor)
+    expected = [1.0 + factor * soft_punishment(length, limit, buffer) for length in tokens.tolist()]
+    np.testing.assert_allclose(found.numpy(), expected, atol=1e-6)
 
 
 @settings(deadline=None, max_examples=60)

@@ -13,7 +13,7 @@ def test_the_distance_is_that_of_kolmogorov_and_smirnov(seed: int) -> None:
     rng = np.random.default_rng(seed)
     offered, trained = rng.integers(1, 40, rng.integers(1, 300)), rng.integers(5, 50, rng.integers(1, 300))
     lengths = Lengths()
-    lengths.offer(offered.tolist())
+    lengths.offer(0, offered.tolist())
     lengths.train(trained.tolist())
     by_definition = max(abs((offered <= x).mean() - (trained <= x).mean()) for x in range(60))
     assert lengths.distance == pytest.approx(by_definition)
@@ -25,7 +25,7 @@ def test_leaving_out_what_is_long_is_worth_a_warning_and_training_all_is_not() -
     drawn = np.random.default_rng(0).integers(1, 100, 4 * MIN_RESPONSES).tolist()
     all_of_them, short_ones = Lengths(), Lengths()
     for lengths in (all_of_them, short_ones):
-        lengths.offer(drawn)
+        lengths.offer(0, drawn)
     all_of_them.train(drawn)
     short_ones.train([length for length in drawn if length < 70])
     assert all_of_them.distance == 0.0
@@ -37,7 +37,7 @@ def test_leaving_out_what_is_long_is_worth_a_warning_and_training_all_is_not() -
 
 def test_a_few_responses_are_not_worth_a_warning() -> None:
     lengths = Lengths()
-    lengths.offer(range(100))
+    lengths.offer(0, range(100))
     lengths.train(range(10))
     assert lengths.distance == pytest.approx(0.9)
     assert lengths.warning() == ""

@@ -60,7 +60,9 @@ def assert_same(left: Microbatch, right: Microbatch) -> None:
         a, b = getattr(left, field.name), getattr(right, field.name)
         for one, other in [(a.offsets, b.offsets), (a.ids, b.ids)] if isinstance(a, KeptSets) else [(a, b)]:
             assert type(one) is type(other), field.name
-            if one is not None:
+            if isinstance(one, int):
+                assert one == other, field.name
+            elif one is not None:
                 assert (one.dtype, one.shape) == (other.dtype, other.shape), field.name
                 assert one.tobytes() == other.tobytes(), field.name
 
@@ -121,9 +123,17 @@ def last(values: np.ndarray, value: Any, index: int = -1) -> np.ndarray:
     return copy
 
 
+def repeated(expert_ids: np.ndarray) -> np.ndarray:
+    """A copy in which one row of one layer names an expert twice."""
+    copy = expert_ids.copy()
+    copy[3, 1, 1] = copy[3, 1, 0]
+    return copy
+
+
 BATCH = share()
 WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "expert beyond the model": ("expert_id_out_of_range", {"expert_ids": last(BATCH.expert_ids, 8)}),  # pyright: ignore
+    "expert twice in a row": ("repeated_expert", {"expert_ids": repeated(BATCH.expert_ids)}),  # pyright: ignore
     "token beyond the vocabulary": ("token_id_out_of_range", {"input_ids": last(BATCH.input_ids, 100)}),
     "negative target": ("token_id_out_of_range", {"target_ids": last(BATCH.target_ids, -1)}),
     "kept id beyond the vocabulary": (
@@ -156,6 +166,20 @@ def test_what_no_packer_makes_is_refused(name: str):
     frame = encode_batches([replace(BATCH, **changes)], {})
     with pytest.raises(ContractError, match=reason):
         decode_batches(frame, spec=SPEC)
+
+
+def test_rows_without_captured_routing_hold_zeros_and_no_others_may() -> None:
+    assert BATCH.expert_ids is not None
+    rows = np.array([2, 5])
+    zeros, routed = BATCH.expert_ids.copy(), BATCH.routed.copy()
+    zeros[rows], routed[rows] = 0, False
+    (back,), _ = decode_batches(encode_batches([replace(BATCH, expert_ids=zeros, routed=routed)], {}), spec=SPEC)
+    assert not back.routed[rows].any()
+    assert np.array_equal(back.expert_ids, zeros)
+    with pytest.raises(ContractError, match="repeated_expert"):
+        decode_batches(encode_batches([replace(BATCH, expert_ids=zeros)], {}), spec=SPEC)
+    with pytest.raises(ContractError, match="repeated_expert"):
+        decode_batches(encode_batches([replace(BATCH, expert_ids=repeated(zeros), routed=routed)], {}), spec=SPEC)
 
 
 def test_a_fact_that_is_no_number_is_refused():

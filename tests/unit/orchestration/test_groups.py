@@ -6,6 +6,7 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 from factories import SPEC
@@ -120,6 +121,39 @@ def test_a_resumed_run_goes_on_with_the_next_prompts_and_the_same_sums() -> None
             assert group_ids(resumed.batch()) == expected[step]
             trained(resumed)
         assert resumed.snapshot() == whole.snapshot()
+
+
+def test_lengths_go_on_after_each_of_two_resumes() -> None:
+    def of_some_length(rollout_id: str, version: int) -> Trajectory:
+        return answer(rollout_id, version, num_sampled=1 + crc32(rollout_id.encode()) // 256 % 9)
+
+    whole, _ = source(of_some_length, "rl.keep=2")
+    expected = []
+    for _ in range(6):
+        whole.batch()
+        trained(whole)
+        expected.append({name: value for name, value in whole.metrics.items() if name.startswith("lengths/")})
+    found, snapshot = [], {}
+    for done in (0, 2, 4):
+        resumed, _ = source(of_some_length, "rl.keep=2")
+        resumed.restore(snapshot, done)
+        for _ in range(2):
+            resumed.batch()
+            trained(resumed)
+            found.append({name: value for name, value in resumed.metrics.items() if name.startswith("lengths/")})
+        snapshot = json.loads(json.dumps(resumed.snapshot()))
+    assert found == expected
+    assert len({each["lengths/offered_mean"] for each in expected}) > 2
+
+
+def test_a_checkpoint_that_has_no_lengths_is_gone_on_from() -> None:
+    groups, _ = source(answer)
+    groups.batch()
+    trained(groups)
+    snapshot = {name: value for name, value in groups.snapshot().items() if name != "lengths"}
+    groups.restore(json.loads(json.dumps(snapshot)), 1)
+    groups.batch()
+    assert groups.metrics["lengths/distance"] == 0.0
 
 
 def test_a_checkpoint_without_a_ledger_goes_on_with_the_prompts_of_its_step() -> None:

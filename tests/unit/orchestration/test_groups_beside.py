@@ -217,6 +217,26 @@ def test_what_was_sampled_at_a_checkpoint_is_asked_for_again_under_the_same_ids(
     gate.open("")
 
 
+def test_lengths_of_groups_that_are_asked_for_again_count_once() -> None:
+    def of_some_length(rollout_id: str, version: int) -> Trajectory:
+        return answer(rollout_id, version, num_sampled=1 + sum(rollout_id.encode()) % 4)
+
+    groups, _ = source(of_some_length, *BESIDE)
+    groups.batch()
+    trained(groups)
+    eventually(lambda: len(Journal(FOLDERS[-1] / "journal", SPEC).read()) >= 9)
+    snapshot = json.loads(json.dumps(groups.snapshot()))
+    assert len(snapshot["queue"]["open"]) == 6
+    assert len(snapshot["lengths"]["offered"]) == len(snapshot["lengths"]["trained"]) == 12
+    resumed, _ = source(of_some_length, *BESIDE)
+    resumed.restore(snapshot, 1)
+    resumed.batch()
+    trained(resumed)
+    lengths = resumed.snapshot()["lengths"]
+    assert sorted(lengths["offered"]) == sorted(lengths["trained"])
+    assert len(lengths["trained"]) == 24
+
+
 def test_a_resumed_run_counts_what_a_waiting_group_had_refused_once() -> None:
     def one_refused(rollout_id: str, version: int) -> Trajectory | None:
         return None if rollout_id.endswith("/1") else answer(rollout_id, version)

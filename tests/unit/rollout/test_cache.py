@@ -60,7 +60,7 @@ def test_each_row_writes_at_its_own_position():
     cache = _prefilled()
     cache.begin_decode(torch.tensor([5, 2, 4]), 6)
     keys, _ = cache.update(_states(3, 1, 9.0), _states(3, 1, 9.0), 1)
-    assert keys.shape == (3, 2, 6, 4)
+    assert keys.shape == (3, 2, cache.capacity, 4)
     assert [(keys[row, 0, :, 0] == 9.0).nonzero().flatten().tolist() for row in range(3)] == [[5], [2], [4]]
 
 

@@ -1,0 +1,98 @@
+"""The trainer's side of the checksums of `moerl.contract.batch_checksums`: what attention reads, what is scored within.
+
+Runs in every trainer rank. Ranks add up their rows and compare the sums with those of the trajectories, before the
+update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moerl.contract.batch import Microbatch
+from moerl.contract.parallel import RankCoordinates
+from moerl.contract.routing import EXPERT_PRIME, LAYER_PRIME, POSITION_PRIME
+from moerl.contract.shares import context_rows
+from moerl.errors import UnprovedError
+from moerl.kernels.kept import KeptRows
+from moerl.trainer import attention, groups, platform
+from moerl.trainer.replay_rows import routing_slice
+from moerl.trainer.routing_checksums import mix, row_keys, signed
+
+
+def context_sum(batch: Microbatch, layout: RankCoordinates) -> Tensor:
+    """int64 scalar: what this rank's rows add to the context checksum, each once for every sequence that attends to it.
+
+    Args:
+        batch: this rank's share.
+    """
+    mine, size, rank = routing_slice(batch, layout), layout.dims.context, layout.context_rank
+    place_T = np.full(batch.num_rows_of_all, -1)
+    place_T[context_rows(batch.cu_seqlens, size, rank)[mine]] = np.arange(batch.num_rows)[mine]
+    seen = attention.seen_rows(batch.cu_seqlens, batch.prefix_of, size=size, rank=rank)
+    counted = place_T[seen.rows] >= 0
+    counted[counted] = ~batch.is_pad[place_T[seen.rows[counted]]]
+    rows, positions = seen.rows[counted], torch.from_numpy(seen.positions[counted])
+    keys_N = torch.from_numpy(batch.rollout_keys.view(np.int64))
+    sources_T = keys_N.repeat_interleave(torch.from_numpy(np.diff(batch.cu_seqlens)))
+    salts = mix(keys_N[seen.sequences[counted]] + positions * signed(POSITION_PRIME)) + sources_T[rows] * LAYER_PRIME
+    tokens = torch.from_numpy(batch.input_ids[place_T[rows]])
+    return mix(salts + (tokens + 1) * signed(EXPERT_PRIME)).sum()
+
+
+def kept_sum(kept: KeptRows, batch: Microbatch, layout: RankCoordinates) -> Tensor:
+    """int64 scalar: what the sets that this rank scores within add to the checksum of kept sets.
+
+    Args:
+        kept: as the scoring kernel gets them, of `batch`, this rank's share.
+    """
+    # A row's set belongs to the token after it.
+    salts_T = row_keys(batch, layout.dims.context, layout.context_rank, ahead=1).to(kept.ids.device)
+    return mix(salts_T[kept.rows] + (kept.ids + 1) * signed(EXPERT_PRIME)).sum()
+
+
+def verify(batches: Sequence[Microbatch], kept_sums: Mapping[int, Tensor], layout: RankCoordinates) -> None:
+    """Proves that attention read the recorded tokens of every sequence, and that tokens were scored in recorded sets.
+
+    A collective over all ranks. Call before the optimizer update.
+
+    Args:
+        batches: this rank's shares. kept_sums: `kept_sum` by microbatch, where sets were scored within.
+
+    Raises:
+        UnprovedError: on every rank, where a sum differs on any rank.
+    """
+    sums_2M = torch.zeros(2, len(batches), dtype=torch.int64)
+    for microbatch, batch in enumerate(batches):
+        sums_2M[0, microbatch] = context_sum(batch, layout)
+    # Ranks of one tensor group score the same rows.
+    for microbatch, kept in kept_sums.items() if layout.tensor_rank == 0 else ():
+        sums_2M[1, microbatch] = kept.cpu()
+    sums_2M = sums_2M.to(platform.device())
+    dist.all_reduce(sums_2M, group=groups.tensor_and_context_group())
+    found = sums_2M.cpu().numpy().view(np.uint64)
+    problem = _first_problem(batches, found, kept_sums, layout)
+    remedy = "read that rank's log; no update was applied"
+    groups.raise_together(problem, UnprovedError("a batch was not proved on another rank", remedy=remedy))
+
+
+def _first_problem(
+    batches: Sequence[Microbatch], found_2M: np.ndarray, kept_sums: Mapping[int, Tensor], layout: RankCoordinates
+) -> UnprovedError | None:
+    for microbatch, batch in enumerate(batches):
+        sums = [("the tokens that its sequences attend to", found_2M[0], batch.context_checksum)]
+        if microbatch in kept_sums:
+            sums.append(("the kept sets that its tokens are scored in", found_2M[1], batch.kept_checksum))
+        for what, found_M, expected in sums:
+            if int(found_M[microbatch]) != expected:
+                return UnprovedError(
+                    f"microbatch {microbatch} on rank {layout.rank}: {what} are not those of the trajectories",
+                    seen=f"checksum {int(found_M[microbatch]):#018x}",
+                    expected=f"{expected:#018x} (as recorded)",
+                    remedy="no update was applied; check that rows, prompts and sets travelled with their trajectory",
+                )
+    return None

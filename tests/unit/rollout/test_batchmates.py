@@ -1,0 +1,71 @@
+"""What the embedded engine samples for a request on a CPU is the same bits whoever is sampled with it."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+import families
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from moerl.contract.ports import RolloutRequest
+from moerl.contract.trajectory import Lineage, SamplingParams
+from moerl.models.spec import spec_from_hf_config
+from moerl.rollout import embedded
+from moerl.rollout.embedded import EmbeddedEngine
+
+VOCAB = 91
+COMPILED, TRANSFORMERS = "qwen3_moe", "qwen3_moe, layers of transformers"
+FAMILIES = (COMPILED, TRANSFORMERS, "deepseek_v3", "glm4_moe", "olmoe")
+WIDTHS = (24, 64, 96, 128, 192, 256)
+"""Libraries multiply few rows of 96 numbers and more in another order than many, on some CPUs."""
+
+
+def _model(family: str, width: int, dtype: torch.dtype) -> Any:
+    """Widths of all products change with the hidden size: of heads, experts and dense layers, too."""
+    tiny = families.FAMILIES[family.partition(",")[0]]
+    changes: dict[str, Any] = {"hidden_size": width, "num_hidden_layers": 2, "intermediate_size": width + 32}
+    if "moe_intermediate_size" in tiny.settings:
+        changes["moe_intermediate_size"] = width
+    if "head_dim" in tiny.settings:
+        changes["head_dim"] = width // 2
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(tiny.config(**changes)).to(dtype).eval()
+
+
+def _requests() -> list[RolloutRequest]:
+    """Prompts of 2 to 40 tokens, kept sets of one to thirty."""
+    rng = np.random.default_rng(5)
+    sampling = [SamplingParams(top_p=0.05 + 0.03 * n, top_k=30, seed=n) for n in range(24)]
+    prompts = [tuple(rng.integers(0, VOCAB, rng.integers(2, 41)).tolist()) for _ in sampling]
+    pairs = enumerate(zip(prompts, sampling, strict=True))
+    return [RolloutRequest(Lineage(f"r{i}", f"p{i}", "g"), prompt, params, 12) for i, (prompt, params) in pairs]
+
+
+def _bits(model: Any, requests: list[RolloutRequest], max_running: int) -> dict[str, list[bytes]]:
+    spec = replace(spec_from_hf_config(model.config.to_dict()), vocab_size=VOCAB)
+    engine = EmbeddedEngine(deepcopy(model), spec, engine_id="e", max_running=max_running, policy_version=0)
+    names = ("token_ids", "rollout_logprobs", "kept_logmass", "expert_ids")
+    return {each.rollout_id: [each.values[name].tobytes() for name in names] for each in engine.generate(requests)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_request_samples_the_same_bits_in_any_company(
+    family: str, width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+):
+    if family == TRANSFORMERS:
+        monkeypatch.setattr(embedded, "knows_layers_of", lambda model, dtype: False)
+    torch.set_num_threads(1 + width % 5 % 2)
+    model, requests = _model(family, width, dtype), _requests()
+    together = _bits(model, requests, max_running=24)
+    # Prompts and batches of other sizes and lengths, experts with other numbers of rows.
+    for max_running, chosen in ((5, requests), (24, requests[11:]), (24, requests[3:6]), (24, requests[7:8])):
+        apart = _bits(model, chosen, max_running)
+        assert len(apart) == len(chosen)
+        assert apart == {rollout_id: together[rollout_id] for rollout_id in apart}
