@@ -7,10 +7,10 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from moerl.errors import MoerlError
+from moerl.errors import MoerlError, ending, undoing
 
 
 @contextmanager
@@ -32,6 +32,24 @@ def writing(path: Path) -> Iterator[None]:
 
 
 @contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Names the file that could not be read, in the place of an error of the operating system.
+
+    Raises:
+        MoerlError: the file system refused.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise MoerlError(
+            f"cannot read {path}",
+            seen=error.strerror or str(error),
+            expected="a file that this process may read",
+            remedy="mend what is named, or restore the file from a copy",
+        ) from error
+
+
+@contextmanager
 def atomic_file(path: Path, mode: int = 0o666) -> Iterator[Path]:
     """Yields a temporary path beside `path`; renames it to `path` when the block ends without an error.
 
@@ -41,13 +59,17 @@ def atomic_file(path: Path, mode: int = 0o666) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name[:64]}.{uuid.uuid4().hex}.tmp")
     os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode))
-    try:
+    with undoing(lambda: discard(temporary)):
         yield temporary
         sync(temporary)
         os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
     sync(path.parent)
+
+
+def discard(path: Path) -> None:
+    """Removes a file that nobody needs any more; one that cannot be removed does no harm."""
+    with suppress(OSError):
+        path.unlink()
 
 
 def write_folder(parent: Path, name: str, contents: Mapping[str, bytes]) -> Path:
@@ -59,15 +81,13 @@ def write_folder(parent: Path, name: str, contents: Mapping[str, bytes]) -> Path
     # Unlike those of tempfile, this folder and the file above follow the umask.
     temporary = parent / f".writing-{uuid.uuid4().hex}"
     temporary.mkdir()
-    try:
+    with undoing(lambda: shutil.rmtree(temporary, ignore_errors=True)):
         for file_name, data in contents.items():
             file = temporary / file_name
             file.write_bytes(data)
             sync(file)
         sync(temporary)
         final = _rename_to_free_name(temporary, parent, name)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     sync(parent)
     return final
 
@@ -96,7 +116,5 @@ def hash_file(path: Path) -> str:
 def sync(path: Path) -> None:
     """Writes a file or a directory entry through to the disk."""
     handle = os.open(path, os.O_RDONLY)
-    try:
+    with ending(lambda: os.close(handle)):
         os.fsync(handle)
-    finally:
-        os.close(handle)
