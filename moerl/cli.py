@@ -8,6 +8,7 @@ comes last, so that help and configuration errors need no torch.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import os
 import shlex
@@ -156,8 +157,9 @@ def _run_controller(command: str, config: RunConfig, resume: bool, lock: int) ->
     try:
         status, is_interrupt = _hand_over(command, config, resume, lock)
     except BaseException as error:  # whatever ended the run
-        if not isinstance(error, ConfigError | CheckpointError) and _can_go_on(config):
-            error.add_note(_how_to_go_on(command, config))
+        with contextlib.suppress(OSError):  # the first error tells more
+            if not isinstance(error, ConfigError | CheckpointError) and _can_go_on(config):
+                error.add_note(_how_to_go_on(command, config))
         raise
     if status == STOPPED:
         print(_how_to_go_on(command, config), file=sys.stderr)

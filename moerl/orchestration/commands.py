@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from moerl.contract.quarantine import Quarantine
 from moerl.contract.sealed import find_damage
 from moerl.contract.trajectory import ModelSpec, SamplingParams
 from moerl.diagnostics.summary import SUMMARY_FILE
-from moerl.errors import EngineError
+from moerl.errors import EngineError, closing
 from moerl.models.description import ModelDescription, read_model
 from moerl.orchestration.batches import pack_options
 from moerl.orchestration.chat import write_prompts
@@ -66,7 +66,9 @@ def _until_stopped(run: Run, stop: StopRequest, train: Callable[[], None]) -> in
     try:
         run.leave_if_told()
         train()
-    except RunStoppedError:
+    except RunStoppedError as stopped:
+        for failure in getattr(stopped, "__notes__", ()):
+            run.reporter.say(f"WARNING: {failure}")
         return STOPPED
     return 0
 

@@ -13,6 +13,8 @@ import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from moerl.contract.files import discard
+from moerl.errors import ending
 from moerl.launch.doctor.check import Check, Level, green
 
 AREA = "machine"
@@ -146,11 +148,9 @@ def existing(folder: Path) -> Path:
 @contextlib.contextmanager
 def _probe_file(folder: Path) -> Iterator[Path]:
     path = existing(folder) / f".moerl-doctor-{uuid.uuid4().hex}"
-    try:
+    with ending(lambda: discard(path)):
         path.touch(exist_ok=False)
         yield path
-    finally:
-        path.unlink(missing_ok=True)
 
 
 def _write_all(descriptor: int, data: bytes) -> None:
