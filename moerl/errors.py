@@ -130,6 +130,20 @@ class RewardError(MoerlError):
         self.reward = reward
 
 
+def told(error: MoerlError | OSError) -> MoerlError:
+    """The error as it is shown at the edge of a process: one of the system, which was not expected where it came up, in
+    the form of all others."""
+    if isinstance(error, MoerlError):
+        return error
+    kind = "" if type(error) is OSError or error.filename is not None else f"{type(error).__name__}: "
+    return MoerlError(
+        f"the system refused {error.filename if error.filename is not None else 'what was asked'}",
+        seen=f"{kind}{error.strerror or error}",
+        expected="that it is done",
+        remedy="make room, or mend what is named, and try again; --traceback shows where it was raised",
+    )
+
+
 class _Closable(Protocol):
     """Something that is closed once it is not needed any more."""
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from moerl.contract.files import reading, writing
+from moerl.contract.files import cut_back, reading, write_all, writing
 from moerl.contract.frame import is_whole
 from moerl.contract.trajectory import ModelSpec, Trajectory
 from moerl.contract.wire import decode_trajectories, encode_trajectories
@@ -98,7 +98,7 @@ class Journal:
             if self._file is None:
                 self._file = self._open(path)
             try:
-                _write_all(self._file, prefix + _CRC.pack(zlib.crc32(prefix)) + header + frame)
+                write_all(self._file, prefix + _CRC.pack(zlib.crc32(prefix)) + header + frame)
             except OSError:
                 # A part of it may be there: whoever opens the segment next cuts it off.
                 with contextlib.suppress(MoerlError):  # the first error tells more
@@ -167,9 +167,7 @@ class Journal:
         with undoing(lambda: os.close(file)):
             data = path.read_bytes()
             end = max((record.end for record in _records(path, data)), default=0)
-            if end < len(data):
-                os.ftruncate(file, end)
-                os.fsync(file)
+            cut_back(file, len(data), end)
         return file
 
     def _group(self, path: Path, record: _Record) -> FinishedGroup:
@@ -179,13 +177,6 @@ class Journal:
         except (msgspec.MsgspecError, ContractError) as error:
             raise _damaged(path, f"the record at byte {record.start}: {error}") from error
         return FinishedGroup(told.number, trajectories, told.refused)
-
-
-def _write_all(file: int, data: bytes) -> None:
-    """Writes without a buffer, which would try again when the file is closed."""
-    left = memoryview(data)
-    while left:
-        left = left[os.write(file, left) :]
 
 
 def _records(path: Path, data: bytes) -> Iterator[_Record]:

@@ -72,6 +72,39 @@ def discard(path: Path) -> None:
         path.unlink()
 
 
+def append_line(path: Path, line: str) -> None:
+    """Appends a line, which is on the disk then. A last line without an end, which a full disk or a crash has left, is
+    cut off first.
+
+    Raises:
+        MoerlError: the file system refused.
+    """
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        with ending(lambda: os.close(file)):
+            data = path.read_bytes()
+            cut_back(file, len(data), data.rfind(b"\n") + 1)
+            write_all(file, f"{line}\n".encode())
+            os.fsync(file)
+
+
+def cut_back(file: int, size: int, end: int) -> None:
+    """Cuts off what an open file of this size has behind `end`; it is gone from the disk, too, before anything is
+    written there."""
+    if end < size:
+        os.ftruncate(file, end)
+        os.fsync(file)
+
+
+def write_all(file: int, data: bytes) -> None:
+    """Writes without a buffer, which would try again when the file is closed. A write that meets a limit may write a
+    part; the next one then says why."""
+    left = memoryview(data)
+    while left:
+        left = left[os.write(file, left) :]
+
+
 def write_folder(parent: Path, name: str, contents: Mapping[str, bytes]) -> Path:
     """A new folder `parent/name` holding `contents`, by file name; `name-2`, `name-3`... where it is taken.
 
