@@ -58,12 +58,35 @@ def atomic_file(path: Path, mode: int = 0o666) -> Iterator[Path]:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name[:64]}.{uuid.uuid4().hex}.tmp")
-    os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode))
-    with undoing(lambda: discard(temporary)):
-        yield temporary
-        sync(temporary)
-        os.replace(temporary, path)
-    sync(path.parent)
+    try:
+        os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode))
+        with undoing(lambda: discard(temporary)):
+            yield temporary
+            sync(temporary)
+            os.replace(temporary, path)
+        sync(path.parent)
+    except OSError as error:
+        # Of a full disk the system names no file, and the temporary one tells nobody anything.
+        if error.filename in (None, str(temporary)):
+            error.filename, error.filename2 = str(path), None
+        raise
+
+
+def replace_folder(partial: Path, folder: Path) -> None:
+    """Gives a folder, whose files are on the disk, its name, in place of what had it; the name is on the disk, too."""
+    for place, _, _ in os.walk(partial):
+        sync(Path(place))
+    remove(folder)
+    os.rename(partial, folder)
+    sync(folder.parent)
+
+
+def remove(path: Path) -> None:
+    """Removes a folder, a file or a link, if there is one."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def discard(path: Path) -> None:

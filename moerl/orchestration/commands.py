@@ -35,6 +35,7 @@ from moerl.orchestration.history import take_changes
 from moerl.orchestration.models import build_model, read_tokenizer
 from moerl.orchestration.preflight import check_problems
 from moerl.orchestration.reporting import Reporter, make_reporter
+from moerl.orchestration.rl import STAGE as RL
 from moerl.orchestration.rl import RLStage
 from moerl.orchestration.rollouts import Collector, EvaluationPlan, in_request_order, sampling_params
 from moerl.orchestration.run import Run, RunStoppedError
@@ -79,7 +80,9 @@ def _train(run: Run, model_path: Path) -> None:
         process: MakeProcess = partial(engine_process, config)
         if config.sft.steps > 0:
             process = stack.enter_context(begun_early(config, process))
-            model_path = cold_start(run, model_path)
+            # Of the newest checkpoint come all weights but those of a reference.
+            for_its_weights = run.position[0] != RL or config.algorithm.reference_kl is not None
+            model_path = cold_start(run, model_path, for_its_weights=for_its_weights)
         run.reporter.begin_part("start of the engine")
         start = replace(run.model, folder=model_path)
         engine = run.unless_stopped(
