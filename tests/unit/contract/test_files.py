@@ -45,14 +45,14 @@ def test_a_secret_is_its_owners_from_the_first_moment(umask: int, tmp_path: Path
 
 def test_files_and_folders_have_their_names_only_once_all_of_them_is_on_the_disk(tmp_path: Path) -> None:
     with power_may_go() as disk:
-        with atomic_file(tmp_path / "file") as path:
+        with atomic_file(tmp_path / "a" / "file") as path:
             path.write_text("x")
-        write_folder(tmp_path, "record", {"one": b"1", "two": b"2"})
-        partial = tmp_path / ".folder.partial"
+        write_folder(tmp_path / "b", "record", {"one": b"1", "two": b"2"})
+        partial = tmp_path / "c" / ".folder.partial"
         (partial / "inside").mkdir(parents=True)
         (partial / "inside" / "file").write_bytes(b"x")
         sync(partial / "inside" / "file")
-        replace_folder(partial, tmp_path / "folder")
+        replace_folder(partial, tmp_path / "c" / "folder")
     assert [path.name for path in disk.renamed] == ["file", "record", "folder"]
     assert disk.lost() == []
 
