@@ -8,6 +8,7 @@ comes last, so that help and configuration errors need no torch.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import os
 import shlex
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from moerl.config.command_texts import COMMANDS, DIAGNOSE, EXPORT, REPORT, SAMPLES, STATUS, VERIFY
 from moerl.config.stop_signals import STOPPED, GraceOverError, stop_signals
-from moerl.errors import CheckpointError, ConfigError, MoerlError
+from moerl.errors import CheckpointError, ConfigError, MoerlError, told
 from moerl.launch.arguments import Parser, add_plan_run_arguments, bandwidth, export_parser, gib_size, verify_parser
 from moerl.launch.arguments import options_text as _options_text
 from moerl.launch.arguments import short_help as _short_help
@@ -41,29 +42,31 @@ _INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit status: 0, 1 (a run failed), 2 (wrong command line or configuration), 75 (a
-    run was told to stop, and can go on) or 130 (the same by Ctrl-C, or interrupted)."""
+    """Runs one command; returns the exit status: 0, 1 (a run failed, or the system refused something), 2 (wrong command
+    line or configuration), 75 (a run was told to stop, and can go on), 130 (the same by Ctrl-C, or interrupted) or 141
+    (the reader of the output went away)."""
     sys.excepthook = _print_traceback
     threading.excepthook = lambda end: _print_traceback(end.exc_type, end.exc_value, end.exc_traceback)
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         return _dispatch(arguments)
-    except MoerlError as error:
-        if "--traceback" in arguments:
-            raise
-        _print_error(f"error: {error}", error)
-        return 2 if isinstance(error, ConfigError) else 1
     except BrokenPipeError:
         # The reader of our output (`| head`) went away; what is left in the buffer goes nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except (MoerlError, OSError) as error:
+        if "--traceback" in arguments:
+            raise
+        _print_error(f"error: {told(error)}", error)
+        return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt as error:
         _print_error("interrupted", error)
         return _INTERRUPTED
 
 
 def _print_error(text: str, error: BaseException) -> None:
-    print(printable("\n".join([text, *getattr(error, "__notes__", ())])), file=sys.stderr)
+    with contextlib.suppress(OSError):  # as a disk that is full may hold the log, too
+        print(printable("\n".join([text, *getattr(error, "__notes__", ())])), file=sys.stderr)
 
 
 def _print_traceback(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
@@ -156,8 +159,9 @@ def _run_controller(command: str, config: RunConfig, resume: bool, lock: int) ->
     try:
         status, is_interrupt = _hand_over(command, config, resume, lock)
     except BaseException as error:  # whatever ended the run
-        if not isinstance(error, ConfigError | CheckpointError) and _can_go_on(config):
-            error.add_note(_how_to_go_on(command, config))
+        with contextlib.suppress(OSError):  # the first error tells more
+            if not isinstance(error, ConfigError | CheckpointError) and _can_go_on(config):
+                error.add_note(_how_to_go_on(command, config))
         raise
     if status == STOPPED:
         print(_how_to_go_on(command, config), file=sys.stderr)

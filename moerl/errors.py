@@ -7,6 +7,10 @@ are made visible, so that it can be printed anywhere.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
 from moerl.printable import printable
 
 
@@ -124,3 +128,67 @@ class RewardError(MoerlError):
     ) -> None:
         super().__init__(what, seen=seen, expected=expected, remedy=remedy)
         self.reward = reward
+
+
+def told(error: MoerlError | OSError) -> MoerlError:
+    """The error as it is shown at the edge of a process: one of the system, which was not expected where it came up, in
+    the form of all others."""
+    if isinstance(error, MoerlError):
+        return error
+    kind = "" if type(error) is OSError or error.filename is not None else f"{type(error).__name__}: "
+    return MoerlError(
+        f"the system refused {error.filename if error.filename is not None else 'what was asked'}",
+        seen=f"{kind}{error.strerror or error}",
+        expected="that it is done",
+        remedy="make room, or mend what is named, and try again; --traceback shows where it was raised",
+    )
+
+
+class _Closable(Protocol):
+    """Something that is closed once it is not needed any more."""
+
+    def close(self) -> object: ...
+
+
+@contextmanager
+def undoing(undo: Callable[[], object]) -> Iterator[None]:
+    """Calls `undo` if the block fails or is interrupted. The error of the block is raised whatever `undo` does; an
+    error of `undo` becomes a note of it: a disk that is full, or a process that is gone, fails both.
+
+    `finally`, and `except` with a call and `raise`, would raise the later error instead; what is called there must not
+    fail (`tests/unit/test_endings.py`).
+    """
+    try:
+        yield
+    except BaseException as first:
+        try:
+            undo()
+        except Exception as later:
+            if isinstance(first, GeneratorExit):  # whose notes nobody sees
+                raise
+            note_later(first, later)
+        raise
+
+
+@contextmanager
+def ending(end: Callable[[], object]) -> Iterator[None]:
+    """Calls `end` after the block, however that ends; after an error as `undoing` does."""
+    with undoing(end):
+        yield
+    end()
+
+
+@contextmanager
+def closing[T: _Closable](thing: T) -> Iterator[T]:
+    """Closes a thing after the block, as `ending` does."""
+    with ending(thing.close):
+        yield thing
+
+
+def note_later(first: BaseException, later: Exception) -> None:
+    """Notes an error that came after another, unless it says the same."""
+    text = str(later) if isinstance(later, MoerlError) else f"{type(later).__name__}: {later}"
+    if str(later) != str(first):
+        first.add_note(printable(f"and {text}"))
+    for note in getattr(later, "__notes__", ()):
+        first.add_note(note)

@@ -6,12 +6,14 @@ Places are named ``package.module:Class.method``; calls are counted from 1.
 from __future__ import annotations
 
 import builtins
+import errno
 import functools
 import importlib
 import itertools
 import os
 import resource
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -98,6 +100,24 @@ def fill_disk(place: str, *, call: int = 1, room_bytes: int = 0) -> None:
     def at(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         finish_checkpoints()
         resource.setrlimit(resource.RLIMIT_FSIZE, (room_bytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        return original(*args, **kwargs)
+
+    _replace(place, at, call=call)
+
+
+def turn_read_only(place: str, folder: str, *, call: int = 1) -> None:
+    """From one call of `place` on nothing in `folder` can be made, opened for writing, renamed or removed by the Python
+    code of this process, as on a file system that was mounted read-only."""
+    makes = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+
+    def refuse(event: str, args: tuple[Any, ...]) -> None:
+        changes = event in ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.chmod")
+        if (changes or (event == "open" and args[2] & makes)) and str(args[0]).startswith(folder):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(args[0]))
+
+    def at(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        finish_checkpoints()
+        sys.addaudithook(refuse)
         return original(*args, **kwargs)
 
     _replace(place, at, call=call)

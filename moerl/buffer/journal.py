@@ -1,36 +1,50 @@
 """Finished groups on disk until a checkpoint holds what became of them: a crash loses what was being sampled, not this.
 
 Append-only segments, one for each time between two checkpoints. A record is a prefix with the lengths, a header
-(MessagePack) and a frame of trajectories, each with a checksum. What a crash tore off at the end of a segment is left
-out; damage elsewhere is an error. Runs in the controller.
+(MessagePack) and a frame of trajectories, each with a checksum. A full disk or a crash tears the last record of a
+segment: some of its bytes, or NUL bytes in their place, are all that is there. It is left out, and cut off before
+anything is written behind it. Damage elsewhere is an error. Runs in the controller.
 
     <folder>/000012.journal    records since the checkpoint after step 12
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import struct
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
 
 import msgspec
 
-from moerl.contract.files import writing
+from moerl.contract.files import cut_back, reading, write_all, writing
+from moerl.contract.frame import is_whole
 from moerl.contract.trajectory import ModelSpec, Trajectory
 from moerl.contract.wire import decode_trajectories, encode_trajectories
-from moerl.errors import ContractError, MoerlError
+from moerl.errors import ContractError, MoerlError, undoing
 
 _PREFIX = struct.Struct("<4sIIQ")
 _CRC = struct.Struct("<I")
+_PREFIX_BYTES = _PREFIX.size + _CRC.size
 _MAGIC = b"GRUP"
 
 
 class _Header(msgspec.Struct, forbid_unknown_fields=True):
     number: int
     refused: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """A whole record of a segment: where it begins and ends, and its parts."""
+
+    start: int
+    end: int
+    header: bytes
+    frame: bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,13 +67,17 @@ class Journal:
     Args:
         folder: of the segments; made with the first record.
         spec: of the model; records of another are refused.
+
+    Attributes:
+        torn_bytes: of unfinished records that the latest `read` left out.
     """
 
     def __init__(self, folder: Path, spec: ModelSpec) -> None:
         self._folder, self._spec = folder, spec
-        self._file: BinaryIO | None = None
+        self._file: int | None = None
         self._step = 0
         self._numbers: dict[Path, set[int]] = {}
+        self.torn_bytes = 0
 
     def begin(self, step: int) -> None:
         """Records go into the segment of this step from now on."""
@@ -70,31 +88,42 @@ class Journal:
         """Hands a group to the system: it outlives this process.
 
         Raises:
-            MoerlError: the file system refused.
+            MoerlError: the file system refused, or the segment is damaged.
         """
-        path = self._folder / f"{self._step:06d}.journal"
+        path = self._path
         header = msgspec.msgpack.encode(_Header(group.number, dict(group.refused)))
         frame = encode_trajectories(group.trajectories)
         prefix = _PREFIX.pack(_MAGIC, zlib.crc32(header), len(header), len(frame))
         with writing(path):
             if self._file is None:
-                self._folder.mkdir(parents=True, exist_ok=True)
-                self._file = path.open("ab")
-            self._file.write(prefix + _CRC.pack(zlib.crc32(prefix)) + header + frame)
-            self._file.flush()
+                self._file = self._open(path)
+            try:
+                write_all(self._file, prefix + _CRC.pack(zlib.crc32(prefix)) + header + frame)
+            except OSError:
+                # A part of it may be there: whoever opens the segment next cuts it off.
+                with contextlib.suppress(MoerlError):  # the first error tells more
+                    self.close()
+                raise
         self._numbers.setdefault(path, set()).add(group.number)
 
     def read(self) -> dict[int, FinishedGroup]:
         """All groups that are there, by number; of one that is there twice, the latest.
 
         Raises:
-            MoerlError: a segment is damaged.
+            MoerlError: a segment is damaged or cannot be read.
         """
         found: dict[int, FinishedGroup] = {}
+        self.torn_bytes = 0
         for path in sorted(self._folder.glob("*.journal")):
-            for group in self._read(path):
+            with reading(path):
+                data = path.read_bytes()
+            num_whole = 0
+            for record in _records(path, data):
+                group = self._group(path, record)
                 found[group.number] = group
                 self._numbers.setdefault(path, set()).add(group.number)
+                num_whole += record.end - record.start
+            self.torn_bytes += len(data) - num_whole
         return found
 
     def forget(self, needed: Collection[int], first_new: int) -> None:
@@ -105,7 +134,7 @@ class Journal:
                 dispatched by then.
         """
         for path, numbers in list(self._numbers.items()):
-            is_open = self._file is not None and path.name == f"{self._step:06d}.journal"
+            is_open = self._file is not None and path == self._path
             if not is_open and not any(number in needed or number >= first_new for number in numbers):
                 with writing(path):
                     path.unlink(missing_ok=True)
@@ -115,39 +144,94 @@ class Journal:
         """Removes all segments: of a run that starts over."""
         self.close()
         for path in self._folder.glob("*.journal"):
-            path.unlink()
+            with writing(path):
+                path.unlink()
         self._numbers = {}
 
     def close(self) -> None:
-        """Ends the segment."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        """Ends the segment. Raises `MoerlError` if the file system refuses only now, as that of a network may."""
+        file, self._file = self._file, None
+        if file is not None:
+            with writing(self._path):
+                os.close(file)
 
-    def _read(self, path: Path) -> Iterator[FinishedGroup]:
-        data = path.read_bytes()
-        at = 0
-        while at < len(data):
-            start = at + _PREFIX.size + _CRC.size
-            if len(data) < start:
-                return
-            magic, header_crc, header_bytes, frame_bytes = _PREFIX.unpack_from(data, at)
-            (prefix_crc,) = _CRC.unpack_from(data, at + _PREFIX.size)
-            if magic != _MAGIC or prefix_crc != zlib.crc32(data[at : at + _PREFIX.size]):
-                raise _damaged(path, f"no record at byte {at}")
-            end = start + header_bytes + frame_bytes
-            if len(data) < end:
-                return
-            header = data[start : start + header_bytes]
-            if header_crc != zlib.crc32(header):
-                raise _damaged(path, f"the header at byte {at}")
-            try:
-                told = msgspec.msgpack.decode(header, type=_Header)
-                trajectories = decode_trajectories(data[start + header_bytes : end], spec=self._spec)
-            except (msgspec.MsgspecError, ContractError) as error:
-                raise _damaged(path, f"the record at byte {at}: {error}") from error
-            yield FinishedGroup(told.number, trajectories, told.refused)
+    @property
+    def _path(self) -> Path:
+        return self._folder / f"{self._step:06d}.journal"
+
+    def _open(self, path: Path) -> int:
+        """Opens a segment behind its last whole record; what stands there of an unfinished one is gone from the disk
+        before another is written."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        with undoing(lambda: os.close(file)):
+            data = path.read_bytes()
+            end = max((record.end for record in _records(path, data)), default=0)
+            cut_back(file, len(data), end)
+        return file
+
+    def _group(self, path: Path, record: _Record) -> FinishedGroup:
+        try:
+            told = msgspec.msgpack.decode(record.header, type=_Header)
+            trajectories = decode_trajectories(record.frame, spec=self._spec)
+        except (msgspec.MsgspecError, ContractError) as error:
+            raise _damaged(path, f"the record at byte {record.start}: {error}") from error
+        return FinishedGroup(told.number, trajectories, told.refused)
+
+
+def _records(path: Path, data: bytes) -> Iterator[_Record]:
+    """The whole records of a segment, in order.
+
+    A record that is not whole is torn if what there is of it ends before it should: at the end of the data, in NUL
+    bytes up to there, or at the next record, because versions of before wrote behind torn records. Any other is
+    damaged. A flipped bit changes none of these places, unless it is in the last record and that ends in a NUL byte.
+
+    Raises:
+        MoerlError: a record is damaged.
+    """
+    at, num_written = 0, len(data.rstrip(b"\0"))
+    while at < len(data):
+        lengths = _lengths(data, at)
+        end = at + _PREFIX_BYTES + sum(lengths or ())
+        record = _whole(data, at, lengths) if lengths and end <= len(data) else None
+        if record is not None:
+            yield record
             at = end
+        elif (behind := _next_prefix(data, at + 1, end)) is not None:
+            at = behind
+        elif num_written < end:
+            return
+        else:
+            raise _damaged(path, f"no whole record at byte {at}")
+
+
+def _lengths(data: bytes, at: int) -> tuple[int, int] | None:
+    """Bytes of header and frame of the record that begins there; None if there is no prefix."""
+    if len(data) < at + _PREFIX_BYTES:
+        return None
+    magic, _, header_bytes, frame_bytes = _PREFIX.unpack_from(data, at)
+    (crc,) = _CRC.unpack_from(data, at + _PREFIX.size)
+    if magic != _MAGIC or crc != zlib.crc32(data[at : at + _PREFIX.size]):
+        return None
+    return header_bytes, frame_bytes
+
+
+def _whole(data: bytes, at: int, lengths: tuple[int, int]) -> _Record | None:
+    """The record of these lengths; None if a checksum does not match."""
+    (header_bytes, frame_bytes), start = lengths, at + _PREFIX_BYTES
+    middle, end = start + header_bytes, start + header_bytes + frame_bytes
+    header, frame = data[start:middle], data[middle:end]
+    _, header_crc, _, _ = _PREFIX.unpack_from(data, at)
+    return _Record(at, end, header, frame) if header_crc == zlib.crc32(header) and is_whole(frame) else None
+
+
+def _next_prefix(data: bytes, start: int, end: int) -> int | None:
+    """Where in this range the next record begins; None if none does."""
+    until = end + len(_MAGIC) - 1
+    at = data.find(_MAGIC, start, until)
+    while at >= 0 and _lengths(data, at) is None:
+        at = data.find(_MAGIC, at + 1, until)
+    return at if at >= 0 else None
 
 
 def _damaged(path: Path, seen: str) -> MoerlError:

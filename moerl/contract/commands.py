@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from moerl.contract.parallel import RankCoordinates
 from moerl.contract.trainer import PassReport, Stage, UpdateReport
 from moerl.contract.trajectory import ModelSpec
-from moerl.errors import ContractError, MoerlError, ReplayError, TrainerError, UnprovedError
+from moerl.errors import ContractError, MoerlError, ReplayError, TrainerError, UnprovedError, told
 
 Dtype = Literal["float32", "float64", "int64"]
 
@@ -207,6 +207,8 @@ class Failure(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     @classmethod
     def of(cls, error: Exception) -> Self:
         notes = tuple(getattr(error, "__notes__", ()))
+        if isinstance(error, OSError):
+            error = told(error)
         if not isinstance(error, MoerlError):
             return cls("", f"{type(error).__name__}: {error}", notes=notes)
         is_contract = isinstance(error, ContractError)

@@ -7,10 +7,10 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from moerl.errors import MoerlError
+from moerl.errors import MoerlError, ending, undoing
 
 
 @contextmanager
@@ -32,6 +32,24 @@ def writing(path: Path) -> Iterator[None]:
 
 
 @contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Names the file that could not be read, in the place of an error of the operating system.
+
+    Raises:
+        MoerlError: the file system refused.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise MoerlError(
+            f"cannot read {path}",
+            seen=error.strerror or str(error),
+            expected="a file that this process may read",
+            remedy="mend what is named, or restore the file from a copy",
+        ) from error
+
+
+@contextmanager
 def atomic_file(path: Path, mode: int = 0o666) -> Iterator[Path]:
     """Yields a temporary path beside `path`; renames it to `path` when the block ends without an error.
 
@@ -40,14 +58,74 @@ def atomic_file(path: Path, mode: int = 0o666) -> Iterator[Path]:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name[:64]}.{uuid.uuid4().hex}.tmp")
-    os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode))
     try:
-        yield temporary
-        sync(temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    sync(path.parent)
+        os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode))
+        with undoing(lambda: discard(temporary)):
+            yield temporary
+            sync(temporary)
+            os.replace(temporary, path)
+        sync(path.parent)
+    except OSError as error:
+        # Of a full disk the system names no file, and the temporary one tells nobody anything.
+        if error.filename in (None, str(temporary)):
+            error.filename, error.filename2 = str(path), None
+        raise
+
+
+def replace_folder(partial: Path, folder: Path) -> None:
+    """Gives a folder, whose files are on the disk, its name, in place of what had it; the name is on the disk, too."""
+    for place, _, _ in os.walk(partial):
+        sync(Path(place))
+    remove(folder)
+    os.rename(partial, folder)
+    sync(folder.parent)
+
+
+def remove(path: Path) -> None:
+    """Removes a folder, a file or a link, if there is one."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def discard(path: Path) -> None:
+    """Removes a file that nobody needs any more; one that cannot be removed does no harm."""
+    with suppress(OSError):
+        path.unlink()
+
+
+def append_line(path: Path, line: str) -> None:
+    """Appends a line, which is on the disk then. A last line without an end, which a full disk or a crash has left, is
+    cut off first.
+
+    Raises:
+        MoerlError: the file system refused.
+    """
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        with ending(lambda: os.close(file)):
+            data = path.read_bytes()
+            cut_back(file, len(data), data.rfind(b"\n") + 1)
+            write_all(file, f"{line}\n".encode())
+            os.fsync(file)
+
+
+def cut_back(file: int, size: int, end: int) -> None:
+    """Cuts off what an open file of this size has behind `end`; it is gone from the disk, too, before anything is
+    written there."""
+    if end < size:
+        os.ftruncate(file, end)
+        os.fsync(file)
+
+
+def write_all(file: int, data: bytes) -> None:
+    """Writes without a buffer, which would try again when the file is closed. A write that meets a limit may write a
+    part; the next one then says why."""
+    left = memoryview(data)
+    while left:
+        left = left[os.write(file, left) :]
 
 
 def write_folder(parent: Path, name: str, contents: Mapping[str, bytes]) -> Path:
@@ -59,15 +137,13 @@ def write_folder(parent: Path, name: str, contents: Mapping[str, bytes]) -> Path
     # Unlike those of tempfile, this folder and the file above follow the umask.
     temporary = parent / f".writing-{uuid.uuid4().hex}"
     temporary.mkdir()
-    try:
+    with undoing(lambda: shutil.rmtree(temporary, ignore_errors=True)):
         for file_name, data in contents.items():
             file = temporary / file_name
             file.write_bytes(data)
             sync(file)
         sync(temporary)
         final = _rename_to_free_name(temporary, parent, name)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     sync(parent)
     return final
 
@@ -96,7 +172,5 @@ def hash_file(path: Path) -> str:
 def sync(path: Path) -> None:
     """Writes a file or a directory entry through to the disk."""
     handle = os.open(path, os.O_RDONLY)
-    try:
+    with ending(lambda: os.close(handle)):
         os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -103,6 +103,20 @@ def unpack_frame(frame: bytes, kind: FrameKind, limits: WireLimits = DEFAULT_LIM
     return _decompress(body, payload_bytes)
 
 
+def is_whole(frame: Buffer) -> bool:
+    """Whether a frame is as it was made, of whatever version and kind; nothing is decompressed."""
+    if len(frame) < HEADER_BYTES:
+        return False
+    crc_seen, crc = _crcs(memoryview(frame))
+    return crc_seen == crc
+
+
+def _crcs(frame: memoryview) -> tuple[int, int]:
+    """The CRC that a frame states, and the one that it has."""
+    (stated,) = _CRC.unpack_from(frame, _PREFIX.size)
+    return stated, zlib.crc32(frame[HEADER_BYTES:], zlib.crc32(frame[: _PREFIX.size]))
+
+
 def _check_header(frame: bytes, kind: FrameKind) -> tuple[int, memoryview]:
     view = memoryview(frame)
     magic, version, kind_seen, payload_bytes, body_bytes = _PREFIX.unpack_from(view)
@@ -120,8 +134,7 @@ def _check_header(frame: bytes, kind: FrameKind) -> tuple[int, memoryview]:
     if len(body) != body_bytes:
         reason = Reason.FRAME_TRUNCATED if len(body) < body_bytes else Reason.FRAME_CORRUPT
         raise ContractError(reason, field="body", seen=len(body), expected=f"{body_bytes} bytes")
-    (crc_seen,) = _CRC.unpack_from(view, _PREFIX.size)
-    crc = zlib.crc32(body, zlib.crc32(view[: _PREFIX.size]))
+    crc_seen, crc = _crcs(view)
     if crc_seen != crc:
         raise ContractError(Reason.FRAME_CORRUPT, field="crc", seen=f"{crc_seen:08x}", expected=f"{crc:08x}")
     if kind_seen != kind:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from moerl.contract.files import atomic_file
 from moerl.telemetry.metrics import SCORERS
 
 SUMMARY_FILE = "summary.json"
@@ -62,13 +62,9 @@ class RunSummary:
 def write_summary(summary: RunSummary, run_dir: Path) -> Path:
     """Writes `summary.json` atomically; returns its path."""
     path = run_dir / SUMMARY_FILE
-    partial = path.with_suffix(".partial")
-    with partial.open("w", encoding="utf-8") as file:
-        json.dump({**asdict(summary), "shows_skill": summary.shows_skill}, file, indent=2, allow_nan=False)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    text = json.dumps({**asdict(summary), "shows_skill": summary.shows_skill}, indent=2, allow_nan=False)
+    with atomic_file(path) as partial:
+        partial.write_text(text + "\n", encoding="utf-8")
     return path
 
 

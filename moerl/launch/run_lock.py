@@ -14,7 +14,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from moerl.errors import ConfigError
+from moerl.contract.files import discard
+from moerl.errors import ConfigError, ending, undoing
 
 LOCK_FILE = "run.lock"
 WAIT_SECONDS = 0.5
@@ -38,15 +39,18 @@ def run_lock(run_dir: Path) -> Iterator[int]:
         descriptor = _acquire(run_dir)
     except OSError as error:
         raise _unwritable(run_dir, error) from error
-    try:
+    with ending(lambda: _release(run_dir, descriptor, is_new=is_new)):
         yield descriptor
-    finally:
-        # While the lock is held: whoever opened the file before sees that it is gone, and makes another.
-        (run_dir / LOCK_FILE).unlink(missing_ok=True)
-        if is_new:
-            with contextlib.suppress(OSError):  # a run left its files there
-                run_dir.rmdir()
-        os.close(descriptor)
+
+
+def _release(run_dir: Path, descriptor: int, *, is_new: bool) -> None:
+    # While the lock is held: whoever opened the file before sees that it is gone, and makes another. Where it cannot be
+    # removed, the next run locks it.
+    discard(run_dir / LOCK_FILE)
+    if is_new:
+        with contextlib.suppress(OSError):  # a run left its files there
+            run_dir.rmdir()
+    os.close(descriptor)
 
 
 def holder(run_dir: Path) -> str:
@@ -94,14 +98,11 @@ def _try(run_dir: Path) -> int | None:
     except FileNotFoundError:
         # The one before removed the directory that it had made.
         return None
-    try:
+    with undoing(lambda: os.close(descriptor)):
         is_ours = _lock(descriptor, path) and _is_still_there(descriptor, path)
         if is_ours:
             os.ftruncate(descriptor, 0)
             os.write(descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
-    except (OSError, ConfigError):
-        os.close(descriptor)
-        raise
     if not is_ours:
         os.close(descriptor)
         return None

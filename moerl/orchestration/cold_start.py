@@ -15,14 +15,17 @@ FOLDER = "cold_start"
 """In the run directory."""
 
 
-def cold_start(run: Run, model_path: Path) -> Path:
-    """The directory of the cold start.
+def cold_start(run: Run, model_path: Path, *, for_its_weights: bool = True) -> Path:
+    """Trains the cold start, unless the run goes on behind it; returns its directory. If that is damaged, it is written
+    again from the stage's last checkpoint.
 
-    It is trained unless the run goes on behind it. Where it is damaged then, it is written again from the stage's last
-    checkpoint.
+    Args:
+        model_path: what it is trained from.
+        for_its_weights: False if those of a newer checkpoint will take their place, so that any model of this shape
+            does. `model_path` is returned then for a damaged directory that cannot be written again.
 
     Raises:
-        CheckpointError: the run is in reinforcement learning, the directory is damaged, and that checkpoint is gone.
+        CheckpointError: the directory is damaged, its weights are needed, and that checkpoint is gone.
     """
     output = run.config.run_dir / FOLDER
     if not run.has_done(sft.STAGE, run.config.sft.steps):
@@ -34,6 +37,12 @@ def cold_start(run: Run, model_path: Path) -> Path:
     if damage is None:
         return output
     problem = find_problem(checkpoint)
+    if problem is not None and not for_its_weights:
+        run.reporter.say(
+            f"WARNING: {output}: {damage}; {checkpoint.name}: {problem}. It stays as it is: the run goes on from the"
+            " weights of its newest checkpoint"
+        )
+        return model_path
     if problem is not None:
         raise CheckpointError(
             f"the cold start {output} is damaged and cannot be written again",

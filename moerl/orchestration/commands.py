@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from moerl.contract.quarantine import Quarantine
 from moerl.contract.sealed import find_damage
 from moerl.contract.trajectory import ModelSpec, SamplingParams
 from moerl.diagnostics.summary import SUMMARY_FILE
-from moerl.errors import EngineError
+from moerl.errors import EngineError, closing
 from moerl.models.description import ModelDescription, read_model
 from moerl.orchestration.batches import pack_options
 from moerl.orchestration.chat import write_prompts
@@ -35,6 +35,7 @@ from moerl.orchestration.history import take_changes
 from moerl.orchestration.models import build_model, read_tokenizer
 from moerl.orchestration.preflight import check_problems
 from moerl.orchestration.reporting import Reporter, make_reporter
+from moerl.orchestration.rl import STAGE as RL
 from moerl.orchestration.rl import RLStage
 from moerl.orchestration.rollouts import Collector, EvaluationPlan, in_request_order, sampling_params
 from moerl.orchestration.run import Run, RunStoppedError
@@ -66,7 +67,9 @@ def _until_stopped(run: Run, stop: StopRequest, train: Callable[[], None]) -> in
     try:
         run.leave_if_told()
         train()
-    except RunStoppedError:
+    except RunStoppedError as stopped:
+        for failure in getattr(stopped, "__notes__", ()):
+            run.reporter.say(f"WARNING: {failure}")
         return STOPPED
     return 0
 
@@ -77,7 +80,9 @@ def _train(run: Run, model_path: Path) -> None:
         process: MakeProcess = partial(engine_process, config)
         if config.sft.steps > 0:
             process = stack.enter_context(begun_early(config, process))
-            model_path = cold_start(run, model_path)
+            # Of the newest checkpoint come all weights but those of a reference.
+            for_its_weights = run.position[0] != RL or config.algorithm.reference_kl is not None
+            model_path = cold_start(run, model_path, for_its_weights=for_its_weights)
         run.reporter.begin_part("start of the engine")
         start = replace(run.model, folder=model_path)
         engine = run.unless_stopped(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from moerl.config.model_tensors import check_weights
 from moerl.contract.trajectory import ModelSpec
-from moerl.errors import ConfigError
+from moerl.errors import ConfigError, closing
 from moerl.models.description import ModelDescription, read_model
 from moerl.rollout.conformance.bench import Bench
 from moerl.rollout.conformance.dialects import PatchedDialect, UpstreamDialect
@@ -53,11 +53,9 @@ def run_conformance(target: Target, checks: Sequence[Check] = CHECKS, *, prints_
         ConfigError: a model is not what it has to be. EngineError: the engine cannot be reached.
     """
     subject, judge = open_subject(target)
-    try:
+    with closing(subject):
         bench = Bench(subject, secrets.token_hex(4), judge, target.updates_weights)
         verdicts = _run(bench, checks, prints_json=prints_json)
-    finally:
-        subject.close()
     return 0 if conforms(verdicts) else 1
 
 
@@ -168,13 +166,10 @@ def _update(endpoint: Endpoint, facts: SubjectFacts, says: ServerSays, folder: P
         model = replace(read_model(folder), spec=facts.spec)
         shapes = checkpoint_shapes(folder, model.hf_config)
         weights, engine = RenumberedWeights(model, shapes), _fleet(endpoint, model, says, shapes)
-        subject = EngineSubject(engine, facts, weights)
-        try:
+        with closing(EngineSubject(engine, facts, weights)) as subject:
             # A label alone does not prove that the server holds the weights of this folder.
             subject.update(read_version(says.policy_version), renumbered=False)
             return subject.across_update(asks)
-        finally:
-            subject.close()
 
     return across
 

@@ -27,7 +27,7 @@ from moerl.diagnostics.report.data import Report
 from moerl.diagnostics.report.page import write_report
 from moerl.diagnostics.scoring import Scorer
 from moerl.diagnostics.tallies import Tallies
-from moerl.errors import ConfigError
+from moerl.errors import ConfigError, closing
 from moerl.models.description import CONFIG_FILE, ModelDescription, read_model
 from moerl.orchestration.prompt_edits import load_tokenizer, prompt_edits
 from moerl.orchestration.rescoring import TransformersScorer
@@ -168,11 +168,10 @@ def _scorers(
         yield [_transformers(each, model, DTYPES[dtype]) for each, model in pairs], finer
         return
     (checkpoint,) = checkpoints
-    trainer = TrainerScorer(described[0], dtype=dtype, name=_name(checkpoint), version=checkpoint.version)
-    try:
+    with closing(
+        TrainerScorer(described[0], dtype=dtype, name=_name(checkpoint), version=checkpoint.version)
+    ) as trainer:
         yield [trainer], finer
-    finally:
-        trainer.close()
 
 
 def _transformers(checkpoint: Checkpoint, model: ModelDescription, dtype: torch.dtype) -> TransformersScorer:

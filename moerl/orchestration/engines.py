@@ -18,7 +18,7 @@ from moerl.config.rollouts import EmbeddedRolloutConfig, ServerRolloutConfig, SG
 from moerl.config.schema import RunConfig
 from moerl.config.threads import engine_threads
 from moerl.contract.ports import PolicyEngine
-from moerl.errors import EngineError
+from moerl.errors import EngineError, ending, undoing
 from moerl.models.description import ModelDescription
 from moerl.orchestration.models import make_engine
 from moerl.rollout.beside.engine import BesideEngine
@@ -54,11 +54,8 @@ def begun_early(config: RunConfig, process: MakeProcess) -> Iterator[MakeProcess
         yield process
         return
     waiting = [process(_log(config))]
-    try:
+    with ending(lambda: [dismiss(each) for each in waiting]):
         yield lambda log: waiting.pop()
-    finally:
-        for each in waiting:
-            dismiss(each)
 
 
 def _log(config: RunConfig) -> Path:
@@ -123,16 +120,13 @@ def open_engine(
 
 def _send_folder(engine: FleetEngine, folder: Path, version: int, options: EngineOptions) -> None:
     """A label alone does not prove that servers which others started hold the weights of this folder."""
-    try:
+    with undoing(engine.close):  # leaves the servers
         engine.begin_update(version)
         for file in sorted({tensor.file for tensor in stored_tensors(folder).values()}):
             tensors = {name: tensor for name, tensor in load_file(file).items() if name in options.shapes}
             _refuse_quantized(file, tensors)
             engine.receive(tensors.items())
         engine.end_update()
-    except BaseException:  # an interrupt, too, leaves the servers
-        engine.close()
-        raise
 
 
 def _refuse_quantized(file: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -7,8 +7,7 @@ for its groups and waits for them; with it they are collected by threads beside 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +20,7 @@ from moerl.buffer.queue import GroupQueue, GroupState, age, check_ages
 from moerl.config.schema import RunConfig
 from moerl.contract.ports import Prompt, RolloutRequest, Taken, not_taken
 from moerl.contract.trajectory import Trajectory
+from moerl.errors import closing
 from moerl.orchestration.prompt_choice import PromptChoice
 from moerl.orchestration.rollouts import Collector, Outcome, in_request_order, sampling_params
 from moerl.orchestration.selection import check_fills_up, filtered_for, select
@@ -177,16 +177,12 @@ class GroupSource:
         except Exception as error:  # noqa: BLE001 - the thread boundary: the loop raises it
             self._fail(error)
 
-    @contextmanager
-    def open(self) -> Iterator[None]:
-        """Around the steps: what is collected at their end is given up."""
-        try:
-            yield
-        finally:
-            with self._state:
-                self._is_closed = True
-                self._state.notify_all()
-                self._journal.close()
+    def close(self) -> None:
+        """After the steps: what is collected at their end is given up."""
+        with self._state:
+            self._is_closed = True
+            self._state.notify_all()
+            self._journal.close()
 
     # --- asking ------------------------------------------------------------------------------------------------------
 
@@ -386,6 +382,8 @@ class GroupSource:
             # What sampled them was not in a checkpoint.
             self._journal.clear()
         found = self._journal.read()
+        if num_torn := self._journal.torn_bytes:
+            self._collector.say(f"note: the journal has {num_torn} bytes of unfinished records; left out")
         wanted = {n: group for n, group in found.items() if n in self._again or n >= self._queue.next_number}
         self._recovered = {n: group for n, group in wanted.items() if group.newest_version <= step}
         if wanted:

@@ -19,7 +19,7 @@ from moerl.errors import ConfigError
 from moerl.models.description import ModelDescription
 from moerl.rollout.embedded import EmbeddedEngine
 from moerl.rollout.loading import load_sampler
-from moerl.trainer.hf_directory import begin_directory, publish_directory
+from moerl.trainer.hf_directory import new_directory
 
 VOCAB_MULTIPLE = 8
 """The embedding is padded to a multiple of this, so that tensor parallelism can split it."""
@@ -31,10 +31,9 @@ def build_model(architecture: ArchitectureConfig, tokenizer: PreTrainedTokenizer
     vocab_size = -(-len(tokenizer) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
     config = Qwen3MoeConfig.from_dict(architecture_config(architecture, vocab_size=vocab_size) | ids)
-    partial = begin_directory(folder)
-    Qwen3MoeForCausalLM(config).float().save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
-    publish_directory(partial, folder)
+    with new_directory(folder) as partial:
+        Qwen3MoeForCausalLM(config).float().save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
 
 
 def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:

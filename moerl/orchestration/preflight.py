@@ -5,11 +5,9 @@ Torch-free; runs in the process that a user starts, before any rank.
 
 from __future__ import annotations
 
-from contextlib import closing
-
 from moerl.config.schema import RunConfig
 from moerl.contract.ports import DemonstrationTask, Prompt, Task
-from moerl.errors import ConfigError
+from moerl.errors import ConfigError, closing
 
 
 def check_task(config: RunConfig, command: str) -> None:

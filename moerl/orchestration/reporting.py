@@ -18,7 +18,7 @@ from moerl.diagnostics.plots import draw_curves
 from moerl.diagnostics.report.page import PAGE_FILE, write_report
 from moerl.diagnostics.report.read_run import report_of_directory
 from moerl.diagnostics.summary import RunSummary, closing_lines, write_summary
-from moerl.errors import MoerlError
+from moerl.errors import MoerlError, ending, note_later, undoing
 from moerl.orchestration.evaluation import Evaluation
 from moerl.orchestration.trackers import Trackers, start_trackers
 from moerl.telemetry.metrics import check_layer_metrics, check_metrics, named_reward_metric
@@ -107,11 +107,8 @@ class RunReporter:
 
     def __enter__(self) -> RunReporter:
         self._progress.__enter__()
-        try:
+        with undoing(lambda: self._progress.__exit__(None, None, None)):
             self._open_trackers()
-        except BaseException as error:
-            self._progress.__exit__(type(error), error, None)
-            raise
         for name, sink in ((METRICS_FILE, self._rows), (LAYERS_FILE, self._layers)):
             if sink.torn_bytes:
                 self.say(f"note: {name} ended with {sink.torn_bytes} bytes of an unfinished row; dropped")
@@ -119,17 +116,18 @@ class RunReporter:
 
     def __exit__(self, *exc: object) -> None:
         _, error, _ = exc
-        self._trackers.close(error)
-        self._progress.__exit__(*exc)
         try:
-            with self._writing():
-                for sink in self._sinks:
-                    sink.close()
-        except MoerlError as unwritten:
+            with ending(self._close_sinks), ending(lambda: self._progress.__exit__(*exc)):
+                self._trackers.close(error)
+        except (MoerlError, OSError) as later:
             if not isinstance(error, BaseException):
                 raise
-            if str(unwritten) != str(error):
-                error.add_note(f"and {unwritten}")
+            note_later(error, later)
+
+    def _close_sinks(self) -> None:
+        with self._writing():
+            for sink in self._sinks:
+                sink.close()
 
     def _open_trackers(self) -> None:
         if self._trackers.names:

@@ -24,6 +24,7 @@ from moerl.contract.batch import TrainSample
 from moerl.contract.ports import PolicyEngine, Sleeper, WorkedTask
 from moerl.contract.trainer import PassReport
 from moerl.contract.trajectory import Trajectory
+from moerl.errors import closing
 from moerl.orchestration import step_metrics
 from moerl.orchestration.ahead import Ahead
 from moerl.orchestration.batches import Minibatch, pack_minibatch, sampled_tokens
@@ -83,7 +84,7 @@ class RLStage:
                 f" token that is trained is older than {limits.max_age} versions ({limits.formula})"
             )
         run.reporter.begin_stage(STAGE, done=first_step, total=steps)
-        with Ahead(self.groups.upcoming, self._pack) as self._ahead, self.groups.open():
+        with Ahead(self.groups.upcoming, self._pack) as self._ahead, closing(self.groups):
             for step in range(first_step, steps):
                 minibatches = self._rollouts(step)
                 self._make_room()

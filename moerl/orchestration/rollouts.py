@@ -6,7 +6,6 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from moerl.contract.quarantine import Quarantine, Refusal
 from moerl.contract.reasons import Reason
 from moerl.contract.routing import rollout_key
 from moerl.contract.trajectory import FinishReason, Lineage, SamplingParams, Trajectory
-from moerl.errors import ContractError, MoerlError, RewardError
+from moerl.errors import ContractError, MoerlError, RewardError, closing
 from moerl.orchestration.tokenizer import encode_checked
 
 

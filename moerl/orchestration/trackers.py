@@ -9,7 +9,7 @@ from typing import Any
 from moerl.config.schema import RunConfig
 from moerl.config.trackers import tracker_environment
 from moerl.contract.files import writing
-from moerl.errors import ConfigError
+from moerl.errors import ConfigError, undoing
 from moerl.telemetry.trackers.sink import CLOSE_SECONDS, TRACKERS, TrackerError, TrackerSink
 from moerl.telemetry.trackers.tracker import Opening
 
@@ -43,13 +43,9 @@ class Trackers:
 
     def open(self) -> None:
         """Waits until all take rows. Raises `ConfigError` where one does not; none is left running then."""
-        try:
+        with undoing(lambda: [sink.end() for sink in self._sinks]):  # an interrupt, too, leaves no process behind
             for sink in self._sinks:
                 self._open(sink)
-        except BaseException:  # an interrupt, too, leaves no process behind
-            for sink in self._sinks:
-                sink.end()
-            raise
 
     def write(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
         self._each(lambda sink: sink.write(stage, step, metrics))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -9,6 +10,8 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from moerl.contract.files import discard
 
 # -P: a torch.py or json.py in the user's directory is not what we import.
 PROGRAM = (sys.executable, "-P", "-m", "moerl.ranks.process")
@@ -73,15 +76,15 @@ def describe_output(log: Path) -> str:
 
 
 def remove_empty(log: Path) -> None:
-    """Removes the log of a rank that wrote nothing."""
+    """Removes the log of a process that wrote nothing; one that cannot be removed does no harm."""
     if log.exists() and log.stat().st_size == 0:
-        log.unlink()
+        discard(log)
 
 
 def remove_empty_folders(logs: Sequence[Path]) -> None:
-    """Removes the folders of logs where nothing is left in them."""
+    """Removes the folders of logs if nothing is left in them."""
     for folder in {log.parent for log in logs}:
-        if folder.exists() and not any(folder.iterdir()):
+        with contextlib.suppress(OSError):  # another has come, or nothing can be removed
             folder.rmdir()
 
 

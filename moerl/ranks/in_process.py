@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from moerl.config.schema import RunConfig
 from moerl.contract.commands import AnyCommand, Reply
 from moerl.contract.ports import PolicyEngine, Taken
+from moerl.errors import ending
 from moerl.ranks.worker import Worker
 from moerl.trainer import groups
 
@@ -45,7 +46,5 @@ class InProcess:
         return [self._worker.run(command, frames[0] if frames else b"", self._engine)]
 
     def close(self) -> None:
-        try:
+        with ending(groups.stop):
             self._worker.close()
-        finally:
-            groups.stop()

@@ -10,7 +10,7 @@ from moerl.config.placement import set_ray_variables
 from moerl.config.schema import RunConfig
 from moerl.config.threads import engine_threads
 from moerl.contract.ports import Task
-from moerl.errors import CheckpointError
+from moerl.errors import closing
 from moerl.ranks.group import Ranks, TrainerGroup
 from moerl.ranks.in_process import InProcess
 from moerl.ranks.processes import Processes
@@ -35,16 +35,8 @@ def open_trainer(
     Raises:
         CheckpointError: the checkpoint in flight at the end could not be written.
     """
-    trainer = TrainerGroup(_place(config, watch, lock))
-    try:
+    with closing(TrainerGroup(_place(config, watch, lock))) as trainer:
         yield trainer
-    except BaseException as error:
-        try:
-            trainer.close()
-        except CheckpointError as unwritten:
-            error.add_note(f"and {unwritten}")
-        raise
-    trainer.close()
 
 
 def server_launcher(config: RunConfig, options: ServerOptions, folder: Path, start_seconds: float) -> ServerLauncher:

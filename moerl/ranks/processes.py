@@ -18,8 +18,9 @@ from moerl.config.interfaces import interface_variables
 from moerl.config.schema import RunConfig
 from moerl.config.threads import rank_threads
 from moerl.contract.commands import AnyCommand, Close, Reply, Start, decode_reply, encode
+from moerl.contract.files import discard
 from moerl.contract.ports import PolicyEngine, Taken
-from moerl.errors import MoerlError
+from moerl.errors import MoerlError, ending, undoing
 from moerl.processes.channel import Inbox, Outbox
 from moerl.processes.parent import new_rendezvous
 from moerl.ranks.child import PROGRAM, Child, describe_output, log_of, remove_empty_folders
@@ -57,16 +58,13 @@ class Processes:
         self._meeting = new_rendezvous(config.run_dir)
         self._ranks: list[_Rank] = []
         self._told = ""
-        try:
+        with undoing(self._end):  # an interrupt, too, leaves none behind
             for rank in range(config.parallel.world_size):
                 log, held = log_of(config.run_dir, rank), () if lock is None else (lock,)
                 self._ranks.append(_Rank(rank, Child(PROGRAM, _environment(config, rank), log, inherited=held)))
             text, rendezvous = config.model_dump_json(), f"file://{self._meeting}"
             self._tell([Start(text, rank.rank, rendezvous, len(self._ranks)) for rank in self._ranks])
             self.replies()
-        except BaseException:  # an interrupt, too, leaves none behind
-            self._end()
-            raise
 
     @property
     def peak_rss_bytes(self) -> Sequence[int]:
@@ -86,15 +84,13 @@ class Processes:
         return self.replies()
 
     def close(self) -> None:
-        try:
+        with ending(self._end):
             if not self._has_ended:
                 self.ask(Close())
                 deadline = time.monotonic() + CLOSING_SECONDS
                 for rank in self._ranks:
                     with contextlib.suppress(subprocess.TimeoutExpired):  # it is killed below
                         rank.child.process.wait(max(0.1, deadline - time.monotonic()))
-        finally:
-            self._end()
 
     # --- one command -------------------------------------------------------------------------------------------------
 
@@ -112,11 +108,8 @@ class Processes:
 
     def replies(self) -> list[Reply]:
         command, self._told = self._told, ""
-        try:
+        with undoing(self._end):  # after an interrupt, too: ranks in the midst of a command hear no other
             self._exchange(command)
-        except BaseException:  # an interrupt, too: ranks in the midst of a command hear no other
-            self._end()
-            raise
         replies = [rank.reply for rank in self._ranks if rank.reply is not None]
         check_replies(replies, command)
         for rank, reply in zip(self._ranks, replies, strict=True):
@@ -187,7 +180,7 @@ class Processes:
         for rank in self._ranks:
             rank.child.end()
         self._links.close()
-        self._meeting.unlink(missing_ok=True)
+        discard(self._meeting)
         remove_empty_folders([rank.child.log for rank in self._ranks])
 
 

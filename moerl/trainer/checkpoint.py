@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from moerl.contract.files import atomic_file, hash_file, sync
+from moerl.contract.files import atomic_file, hash_file, remove, replace_folder, sync
 from moerl.errors import CheckpointError
 
 CHECKPOINTS = "checkpoints"
@@ -98,7 +98,7 @@ class CheckpointStore:
         for leftover in list(self.folder.iterdir()) if self.folder.is_dir() else ():
             match = _PARTIAL.fullmatch(leftover.name)
             if match is not None and parse_name(match[1]) is not None:
-                _remove(leftover)
+                remove(leftover)
         path = self.partial(name)
         path.mkdir(parents=True)
         return path
@@ -131,15 +131,12 @@ class CheckpointStore:
         content = {"format": FORMAT, "state": state, "files": dict(sorted(files.items()))}
         manifest.write_text(json.dumps({**content, "blake2b": _hash_of(content)}, indent=1))
         sync(manifest)
-        sync(temporary)
-        _remove(final)
-        temporary.rename(final)
-        sync(self.folder)
+        replace_folder(temporary, final)
         with atomic_file(self._last_written) as path:
             path.write_text(f"{name}\n")
         self._corrupt.discard(name)
         for old in [each for each in self.names() if each not in self._corrupt][: -self.keep]:
-            _remove(self.folder / old)
+            remove(self.folder / old)
         return final
 
     @property
@@ -284,11 +281,3 @@ def _hash_of(content: dict[str, Any]) -> str:
     """Hash of a mapping as it reads back from JSON."""
     canonical = json.dumps(json.loads(json.dumps(content)), sort_keys=True)
     return hashlib.blake2b(canonical.encode()).hexdigest()
-
-
-def _remove(path: Path) -> None:
-    """Removes a directory, a file or a link, where there is one."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import save_torch_state_dict
+from safetensors import SafetensorError
 from torch import Tensor
 
 from moerl.config.model_files import stored_tensors
 from moerl.config.model_tensors import SCALES, is_bypassed
-from moerl.contract.files import sync
+from moerl.contract.files import replace_folder, writing
 from moerl.contract.sealed import SEAL, seal
+from moerl.errors import undoing
 from moerl.trainer.tensors import bypassed_tensors
 
 
@@ -40,40 +43,52 @@ def write_model(folder: Path, like: Path, tensors: Iterable[tuple[str, Tensor]])
             heads, which are not trained.
         tensors: the trainer's export.
     """
-    partial = begin_directory(folder)
-    for file in like.iterdir():
-        is_kept = file.suffix in (".json", ".txt", ".model", ".jinja") and "safetensors" not in file.name
-        if file.is_file() and is_kept and file.name != SEAL:
-            shutil.copy2(file, partial / file.name)
     # Gate and up projections are views of one tensor; each file entry needs storage of its own.
     weights = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors}
-    config = json.loads((partial / "config.json").read_text())
+    config = json.loads((like / "config.json").read_text())
     dtype = next(iter(weights.values())).dtype
     weights |= dict(bypassed_tensors(like, config))
-    save_torch_state_dict(weights, partial)
     config["dtype"] = str(dtype).removeprefix("torch.")
     # Weights are written as they are trained, also where they came quantised.
     config.pop("quantization_config", None)
-    (partial / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    publish_directory(partial, folder)
+    with new_directory(folder) as partial:
+        for file in like.iterdir():
+            is_kept = file.suffix in (".json", ".txt", ".model", ".jinja") and "safetensors" not in file.name
+            if file.is_file() and is_kept and file.name != SEAL:
+                shutil.copy2(file, partial / file.name)
+        save_torch_state_dict(weights, partial)
+        (partial / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def begin_directory(folder: Path) -> Path:
-    """An empty directory beside `folder`, to write into."""
+@contextmanager
+def new_directory(folder: Path) -> Iterator[Path]:
+    """Yields an empty directory to write a model into. After the block it is sealed and has the name of `folder`, in
+    place of what had it; after an error it is gone.
+
+    Raises:
+        MoerlError: the file system refused.
+    """
     partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    return partial
+    with writing(folder), undoing(lambda: shutil.rmtree(partial, ignore_errors=True)):
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        with _refusals_of_libraries():
+            yield partial
+        # safetensors makes files for their owner alone; a model is as open as the directory it lies in.
+        mode = partial.stat().st_mode & 0o666
+        for file in partial.iterdir():
+            file.chmod(mode)
+        seal(partial)
+        replace_folder(partial, folder)
 
 
-def publish_directory(partial: Path, folder: Path) -> None:
-    """Seals what was written and gives it its name, in place of what had it."""
-    # safetensors makes files for their owner alone; a model is as open as the directory it lies in.
-    mode = partial.stat().st_mode & 0o666
-    for file in partial.iterdir():
-        file.chmod(mode)
-    seal(partial)
-    if folder.exists():
-        shutil.rmtree(folder)
-    partial.rename(folder)
-    sync(folder.parent)
+@contextmanager
+def _refusals_of_libraries() -> Iterator[None]:
+    """Raises `OSError` for what libraries written in Rust say of a full disk in errors of their own: safetensors in its
+    class, tokenizers in none."""
+    try:
+        yield
+    except Exception as error:  # narrowed in the next line
+        if not isinstance(error, SafetensorError) and type(error) is not Exception:
+            raise
+        raise OSError(str(error)) from error

@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 from torch import Tensor
 
-from moerl.contract.files import atomic_file, sync
+from moerl.contract.files import atomic_file, replace_folder
 from moerl.errors import WeightSyncError
 from moerl.weights.bucket import WeightBucket
 
@@ -132,11 +132,7 @@ class DiskSink:
         _write_json(self._partial / INDEX, index)
         index_hash = {"bytes": (self._partial / INDEX).stat().st_size, "sha256": _sha256(self._partial / INDEX)}
         _write_json(self._partial / HASHES, {"version": self._version, "files": hashes | {INDEX: index_hash}})
-        sync(self._partial)
-        if final.exists():
-            shutil.rmtree(final)
-        os.rename(self._partial, final)
-        sync(self._folder)
+        replace_folder(self._partial, final)
         # Later ones are of steps that a run which went back to a checkpoint makes again.
         there = versions(self._folder)
         kept = [version for version in there if version <= self._version][-KEPT_VERSIONS:]

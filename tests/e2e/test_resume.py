@@ -133,11 +133,29 @@ def test_damaged_models_are_written_again_from_checkpoints(
     finished = forked.run("train", f"resume={run}", path=[sums.folder])
     assert finished.status == 0, finished.output
     assert_the_same(run, undisturbed.folder)
+    # Its weights are those of the reference.
     flip_byte(run / "cold_start" / "model.safetensors")
     finished = forked.run("train", f"resume={run}", path=[sums.folder])
     assert finished.status == 1, finished.output
     assert "cold_start is damaged and cannot be written again" in finished.output
     assert "model.safetensors does not match its hash; 0-sft-000006: no manifest" in finished.output
+
+
+def test_a_run_with_newer_checkpoints_and_no_reference_goes_on_without_its_cold_start(
+    forked: Runs, tiny: DoneRun, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    stopped = forked.run("train", "recipe=tiny", f"run_dir='{run}'", fault=kill(UPDATE, 7))
+    assert stopped.status == -signal.SIGKILL, stopped.output
+    assert sorted(path.name for path in (run / "checkpoints").glob("[0-9]*")) == ["1-rl-000001", "1-rl-000002"]
+    flip_byte(run / "cold_start" / "model.safetensors")
+    damaged = (run / "cold_start" / "model.safetensors").read_bytes()
+    finished = forked.run("train", f"resume={run}")
+    assert finished.status == 0, finished.output
+    said = "cold_start: model.safetensors does not match its hash; 0-sft-000004: no manifest. It stays as it is: the"
+    assert finished.output.count(said) == 1
+    assert_the_same(run, tiny.folder)
+    assert (run / "cold_start" / "model.safetensors").read_bytes() == damaged
 
 
 @pytest.mark.parametrize("loss", ["every checkpoint corrupt", "every checkpoint gone"])

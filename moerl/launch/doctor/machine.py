@@ -13,6 +13,8 @@ import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from moerl.contract.files import discard, write_all
+from moerl.errors import ending
 from moerl.launch.doctor.check import Check, Level, green
 
 AREA = "machine"
@@ -105,7 +107,7 @@ def check_disk(folder: Path, num_bytes: int = PROBE_BYTES) -> Check:
         with _probe_file(folder) as path, path.open("wb", buffering=0) as file:
             began = time.perf_counter()
             for start in range(0, num_bytes, len(_CHUNK)):
-                _write_all(file.fileno(), _CHUNK[: num_bytes - start])
+                write_all(file.fileno(), _CHUNK[: num_bytes - start])
             os.fsync(file.fileno())
             seconds = time.perf_counter() - began
     except OSError as error:
@@ -146,17 +148,9 @@ def existing(folder: Path) -> Path:
 @contextlib.contextmanager
 def _probe_file(folder: Path) -> Iterator[Path]:
     path = existing(folder) / f".moerl-doctor-{uuid.uuid4().hex}"
-    try:
+    with ending(lambda: discard(path)):
         path.touch(exist_ok=False)
         yield path
-    finally:
-        path.unlink(missing_ok=True)
-
-
-def _write_all(descriptor: int, data: bytes) -> None:
-    """A write that meets a limit may write a part; the next one then says why."""
-    while data:
-        data = data[os.write(descriptor, data) :]
 
 
 def _loopback_rate(num_bytes: int) -> float:

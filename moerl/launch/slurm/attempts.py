@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from moerl.config.stop_signals import STOPPED
-from moerl.errors import MoerlError
+from moerl.contract.files import append_line
+from moerl.errors import MoerlError, told
 from moerl.trainer.checkpoint import CHECKPOINTS, checkpoint_names
 
 FOLDER = "slurm"
@@ -126,7 +127,8 @@ def _rows(file: Path) -> list[dict[str, Any]]:
     if not file.exists():
         return []
     try:
-        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        # The last line has no end where a full disk broke it off.
+        rows = [json.loads(line) for line in file.read_bytes().split(b"\n")[:-1]]
         for row in rows:
             if row["event"] not in ("begin", "end") or int(row["attempt"]) < 1 or not isinstance(row["job"], str):
                 raise ValueError(f"event {row['event']!r}, attempt {row['attempt']!r}")
@@ -157,13 +159,9 @@ def _refuse_without_progress(job: Job) -> None:
 
 
 def _note(job: Job, attempt: int, event: str, facts: Mapping[str, object]) -> None:
-    job.folder.mkdir(parents=True, exist_ok=True)
     at = datetime.now(UTC).isoformat(timespec="seconds")
     row = {"attempt": attempt, "event": event, "job": job.job_id, "at": at, **facts}
-    with (job.folder / ATTEMPTS_FILE).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+    append_line(job.folder / ATTEMPTS_FILE, json.dumps(row))
 
 
 def main(argv: Sequence[str] | None = None, environment: Mapping[str, str] = os.environ) -> int:
@@ -182,8 +180,8 @@ def main(argv: Sequence[str] | None = None, environment: Mapping[str, str] = os.
             print(begin(job, restarts=int(environment.get("SLURM_RESTART_COUNT", "0"))))
             return 0
         code = end(job, options.status)
-    except MoerlError as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (MoerlError, OSError) as error:
+        print(f"error: {told(error)}", file=sys.stderr)
         return 1
     print(_outcome(job, options.status, code), file=sys.stderr)
     return code

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moerl.diagnostics.summary import SUMMARY_FILE
-from moerl.errors import MoerlError
+from moerl.errors import MoerlError, told
 from moerl.launch.report import report_parser, run_report
 from moerl.launch.slurm.attempts import last_attempt
 from moerl.launch.slurm.submit import latest_job
@@ -59,8 +59,8 @@ def main(arguments: Sequence[str]) -> int:
         write_manifest(manifest, folder)
         show(manifest, folder)
         run_report(report_parser().parse_args([str(folder)]))
-    except MoerlError as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (MoerlError, OSError) as error:
+        print(f"error: {told(error)}", file=sys.stderr)
         return 1
     return exit_status(manifest, is_interrupt=False)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from moerl.config.stop_signals import STOPPED, StopRequest
 from moerl.diagnostics.summary import SUMMARY_FILE
+from moerl.errors import ending
 from moerl.launch.sweeps.hosts import Ended, Job, RunHost
 from moerl.launch.sweeps.manifest import Manifest, State, SweepRun, write_manifest
 from moerl.telemetry.terminal import excerpt
@@ -59,7 +60,7 @@ class Sweep:
                 self._waiting.append(run)
         write_manifest(self._manifest, self._folder)
         num_interrupts = 0
-        try:
+        with ending(self._end):
             while self._under_way or (self._waiting and not self._stop.signal):
                 try:
                     self._turn()
@@ -68,11 +69,12 @@ class Sweep:
                     if num_interrupts > 1:
                         raise
                     self._host.stop(signal.SIGINT)
-        finally:
-            self._host.close()
-            for run in self._under_way.values():
-                run.state = "stopped"
-            write_manifest(self._manifest, self._folder)
+
+    def _end(self) -> None:
+        self._host.close()
+        for run in self._under_way.values():
+            run.state = "stopped"
+        write_manifest(self._manifest, self._folder)
 
     def _turn(self) -> None:
         for ended in self._host.ended():

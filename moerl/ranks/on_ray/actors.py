@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import fcntl
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from moerl.config.schema import RunConfig
 from moerl.config.threads import rank_threads
 from moerl.contract.commands import AnyCommand, Close, Reply, Start, decode_reply, encode
 from moerl.contract.ports import PolicyEngine, Taken
-from moerl.errors import ConfigError, MoerlError, TrainerError
+from moerl.errors import ConfigError, MoerlError, TrainerError, ending, undoing
 from moerl.ranks.child import describe_output, log_of, remove_empty, remove_empty_folders
 from moerl.ranks.links import Links
 from moerl.ranks.on_ray.actor import RankActor
@@ -112,13 +112,10 @@ class Actors:
             )
         self._links, self._ranks, self._told = Links(config), list[_Rank](), ""
         self._cluster = Cluster(config)
-        try:
+        with undoing(self._end):  # an interrupt, too, leaves none behind
             for rank, options in enumerate(self._cluster.reserve(size)):
                 self._ranks.append(_Rank(rank, self._logs[rank], options))
             self._start(config)
-        except BaseException:  # an interrupt, too, leaves none behind
-            self._end()
-            raise
 
     @property
     def peak_rss_bytes(self) -> Sequence[int]:
@@ -138,12 +135,10 @@ class Actors:
         return self.replies()
 
     def close(self) -> None:
-        try:
+        with ending(self._end):
             if not self._has_ended:
                 self.ask(Close())
                 self._call("finish", CLOSING_SECONDS + GRACE_SECONDS)
-        finally:
-            self._end()
 
     # --- the start ---------------------------------------------------------------------------------------------------
 
@@ -222,14 +217,9 @@ class Actors:
             rank.peak_rss_bytes = reply.peak_rss_bytes
         return replies
 
-    @contextmanager
-    def _ending_ranks(self) -> Iterator[None]:
-        """After an error, an interrupt, too: ranks in the midst of a command hear no other."""
-        try:
-            yield
-        except BaseException:
-            self._end()
-            raise
+    def _ending_ranks(self) -> AbstractContextManager[None]:
+        """Ends the ranks after an error, an interrupt, too: in the midst of a command they hear no other."""
+        return undoing(self._end)
 
     def _exchange(self, command: str) -> None:
         """Receives until every rank has replied; what the replies say is for the caller.

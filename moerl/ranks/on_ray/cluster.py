@@ -21,7 +21,7 @@ from moerl.config.placement import forget_token
 from moerl.config.rollouts import EmbeddedRolloutConfig, SGLangRolloutConfig
 from moerl.config.schema import RunConfig
 from moerl.config.threads import engine_threads, rank_threads
-from moerl.errors import ConfigError, TrainerError
+from moerl.errors import ConfigError, TrainerError, undoing
 from moerl.ranks.on_ray.library import AtBundle, RayError, ray, util
 
 REACH_SECONDS = 10.0
@@ -53,17 +53,14 @@ class Cluster:
                 "include_dashboard": False,
                 "_temp_dir": self._folder,
             }
-        try:
-            if launch.address is not None:
-                _knock(launch.address)
-            with _own_signals():
-                ray.init(log_to_driver=False, logging_level="ERROR", **options)
-        except (ConnectionError, RuntimeError, OSError, ValueError, RayError) as error:
-            self.close()
-            raise _unreached(launch.address, error) from error
-        except BaseException:  # an interrupt, too, leaves nothing running
-            self.close()
-            raise
+        with undoing(self.close):  # an interrupt, too, leaves nothing running
+            try:
+                if launch.address is not None:
+                    _knock(launch.address)
+                with _own_signals():
+                    ray.init(log_to_driver=False, logging_level="ERROR", **options)
+            except (ConnectionError, RuntimeError, OSError, ValueError, RayError) as error:
+                raise _unreached(launch.address, error) from error
         forget_token(launch)
 
     def reserve(self, ranks: int) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from moerl.contract.ports import EngineInfo, InterruptCosts, ReportedLayers, RolloutRecord, RolloutRequest
 from moerl.contract.wire import decode_records
-from moerl.errors import EngineError, WeightSyncError
+from moerl.errors import EngineError, WeightSyncError, undoing
 from moerl.rollout.beside.local import EngineProcess
 from moerl.rollout.beside.messages import (
     Abort,
@@ -68,11 +68,8 @@ class BesideEngine:
         self._has_ended = self._is_closed = False
         self._reader = threading.Thread(target=self._read, name="engine-records", daemon=True)
         self._reader.start()
-        try:
+        with undoing(self.close):  # an interrupt, too, leaves no process behind
             told = self._ask(start, EngineError)
-        except BaseException:  # an interrupt, too, leaves no process behind
-            self.close()
-            raise
         self._layer_numbers, self._max_positions = tuple(told.layer_numbers), told.max_positions
 
     def handshake(self) -> EngineInfo:
@@ -117,7 +114,8 @@ class BesideEngine:
                     yield record
         finally:
             if call.left and not self._has_ended:
-                self._send(Abort(sorted(call.left)))
+                with contextlib.suppress(EngineError):  # it is gone, and samples nothing
+                    self._send(Abort(sorted(call.left)))
             self.unfinished = [*unfinished, *call.left]
             self._calls.pop(number, None)
 

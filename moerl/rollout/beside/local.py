@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from moerl.contract.files import discard
 from moerl.processes.channel import receive, send
 from moerl.rollout.beside.messages import Close, encode
 from moerl.rollout.beside.process import CONTROLLER
@@ -120,7 +121,7 @@ class LocalProcess:
         self._socket.close()
         self.memory.close()
         if self._log.exists() and self._log.stat().st_size == 0:
-            self._log.unlink()
+            discard(self._log)
 
 
 def dismiss(process: EngineProcess) -> None:

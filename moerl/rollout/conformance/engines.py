@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from moerl.contract.ports import RolloutEngine, RolloutRecord, RolloutRequest
 from moerl.contract.trajectory import Lineage
+from moerl.errors import ending
 from moerl.rollout.conformance.subject import AcrossUpdate, Answer, Ask, CannotAskError, SubjectFacts
 
 
@@ -64,10 +65,8 @@ class EngineSubject:
         if weights is None:
             raise CannotAskError("the engine's weights are not to be replaced")
         old = self._engine.handshake().policy_version
-        try:
+        with ending(lambda: self.update(old, renumbered=False)):
             answers = self._collect(asks, lambda: self.update(old + 1, renumbered=True))
-        finally:
-            self.update(old, renumbered=False)
         ordered = tuple(answers[number] for number in range(len(asks)))
         return AcrossUpdate(ordered, old, old + 1, weights.renumbered)
 

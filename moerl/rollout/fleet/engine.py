@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from moerl.contract.ports import EngineInfo, InterruptCosts, ReportedLayers, RolloutRecord, RolloutRequest
-from moerl.errors import EngineError, WeightSyncError
+from moerl.errors import EngineError, WeightSyncError, note_later, undoing
 from moerl.rollout.fleet.backend import Connect, ModelFacts, ServerLauncher, WeightChannel
 from moerl.rollout.fleet.fleet import Fleet, first_error, stale_server
 from moerl.rollout.fleet.options import EngineOptions, Interrupt
@@ -78,11 +78,8 @@ class FleetEngine:
         # Calls of one update come one after the other, whatever threads they come from.
         self._turn = asyncio.Lock()
         self._requests = RequestLoop(self._fleet, model.spec, self.costs, version)
-        try:
+        with undoing(self.close):  # an interrupt, too, leaves no server behind
             self._wait(self._fleet.open())
-        except BaseException:  # an interrupt, too, leaves no server behind
-            self.close()
-            raise
 
     @property
     def states(self) -> dict[str, State]:
@@ -215,7 +212,7 @@ class FleetEngine:
         Raises:
             WeightSyncError: as `begin_update`, `end_update` and `verify`.
         """
-        try:
+        with undoing(self.abandon_update):
             if verify:
                 self.held_dtypes()
             self.begin_update(version)
@@ -223,9 +220,6 @@ class FleetEngine:
             self.end_update()
             if verify:
                 self.verify({})
-        except BaseException:
-            self.abandon_update()
-            raise
 
     def close(self) -> None:
         """Gives up what is under way and leaves the servers; those that launchers have started are stopped."""
@@ -334,8 +328,11 @@ class FleetEngine:
             try:
                 with self._losing():
                     await self._updates.end()
-            except WeightSyncError:
-                await self._give_up()
+            except WeightSyncError as first:
+                try:
+                    await self._give_up()
+                except WeightSyncError as later:
+                    note_later(first, later)
                 raise
             assert self._updates.held is not None
             self._requests.version = self._updates.held

@@ -23,7 +23,7 @@ from typing import Any
 import yaml
 
 from moerl.config.server_environment import server_environment
-from moerl.contract.files import atomic_file
+from moerl.contract.files import atomic_file, discard
 from moerl.contract.trajectory import MAX_KEPT_IDS
 from moerl.errors import EngineError
 from moerl.http.client import HttpClient, NoAnswerError, Request
@@ -177,7 +177,7 @@ class SGLangServer:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        (self.folder / ENDPOINT_FILE).unlink(missing_ok=True)
+        discard(self.folder / ENDPOINT_FILE)
         _remove_rendezvous(self.folder)
 
     def __enter__(self) -> SGLangServer:
@@ -218,7 +218,7 @@ def _environment(options: ServerOptions, folder: Path) -> dict[str, str]:
 def _remove_rendezvous(folder: Path) -> None:
     """Also those of servers that were killed with their manager."""
     for left in folder.glob(f"{_RENDEZVOUS}*"):
-        left.unlink(missing_ok=True)
+        discard(left)
 
 
 def launch_options(options: ServerOptions, port: int) -> dict[str, Any]:

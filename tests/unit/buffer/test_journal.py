@@ -7,24 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from factories import SPEC, make_trajectory
+from factories import SPEC
+from journals import group, written
 
 from moerl.buffer.journal import FinishedGroup, Journal
 from moerl.errors import MoerlError
-
-
-def group(number: int, count: int = 2) -> FinishedGroup:
-    rng = np.random.default_rng(number)
-    made = [replace(make_trajectory(rng), rewards={"reward": float(i), "accuracy": 0.0}) for i in range(count)]
-    return FinishedGroup(number, made, {f"rl/{number}/9": "routing_rows"})
-
-
-def written(folder: Path, *numbers: int, step: int = 0) -> Journal:
-    journal = Journal(folder, SPEC)
-    journal.begin(step)
-    for number in numbers:
-        journal.append(group(number))
-    return journal
 
 
 def test_every_group_comes_back_as_it_was(tmp_path: Path) -> None:

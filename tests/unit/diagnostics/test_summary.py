@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from disks import power_may_go
 
 from moerl.diagnostics.summary import RunSummary, closing_lines, write_summary
 
@@ -34,7 +35,9 @@ def closing(summary: RunSummary) -> str:
 
 
 def test_the_summary_holds_what_a_reader_looks_for(tmp_path: Path):
-    path = write_summary(SUMMARY, tmp_path)
+    with power_may_go() as disk:
+        path = write_summary(SUMMARY, tmp_path)
+    assert (disk.renamed, disk.lost()) == ([path], [])
     values = json.loads(path.read_text())
     for name in (
         "heldout_accuracy_cold_start",

@@ -9,8 +9,9 @@ from pathlib import Path
 from zlib import crc32
 
 import pytest
+from disks import full_disk
 from factories import SPEC
-from group_sources import BESIDE, FOLDERS, answer, group_ids, source, trained
+from group_sources import BESIDE, FOLDERS, FakeCollector, answer, group_ids, source, trained
 
 from moerl.buffer.journal import Journal
 from moerl.contract import Trajectory
@@ -190,6 +191,41 @@ def test_groups_that_were_finished_before_a_crash_are_not_sampled_again() -> Non
     assert dict(resumed.ledger.quarantined) == {"routing_rows": 9}
     resumed.batch()
     assert len(collector.asked) == 1
+
+
+def test_after_a_full_disk_at_the_journal_each_resume_takes_the_whole_groups_and_every_rollout_ends_once() -> None:
+    groups, _ = source(answer)
+    groups.batch()
+    trained(groups)
+    groups.committed(1, groups.snapshot())
+    snapshot = json.loads(json.dumps(groups.snapshot()))
+    batch = [t.lineage.rollout_id for t in groups.batch()]
+    segment = FOLDERS[-1] / "journal" / "000001.journal"
+    size = segment.stat().st_size
+    segment.unlink()
+
+    def gone_on() -> tuple[GroupSource, FakeCollector]:
+        resumed, collector = source(answer)
+        resumed.restore(snapshot, 1)
+        resumed.recover()
+        return resumed, collector
+
+    # The first group fits, the second one is torn.
+    with full_disk(size // 2), pytest.raises(MoerlError, match=f"cannot write {segment}; seen: File too large"):
+        gone_on()[0].batch()
+    again, collector = gone_on()
+    torn = f"note: the journal has {size // 2 - size // 3} bytes of unfinished records; left out"
+    assert collector.said == [torn, "finished groups that are taken from the journal: 1"]
+    assert [t.lineage.rollout_id for t in again.batch()] == batch
+    assert [len(asked) for asked in collector.asked] == [8]
+    # Killed here, and resumed for a second time, and a third.
+    for _ in range(2):
+        resumed, collector = gone_on()
+        assert collector.said == ["finished groups that are taken from the journal: 3"]
+        assert [t.lineage.rollout_id for t in resumed.batch()] == batch
+        assert collector.asked == []
+    trained(resumed)
+    assert (resumed.ledger.issued, resumed.ledger.trained, resumed.ledger.pending) == (24, 24, 0)
 
 
 def test_a_batch_that_is_all_in_the_journal_is_there_at_once_also_beside_the_training() -> None:

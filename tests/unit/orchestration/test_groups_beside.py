@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -155,7 +156,7 @@ def test_nobody_waits_for_a_batch_ahead_once_it_is_asked_for_or_all_is_over() ->
     gate = Gate()
     groups, _ = source(gate, *BESIDE)
     seen: list[Sequence[Trajectory] | None] = []
-    with groups.open():
+    with closing(groups):
         gate.open("rl-000000/")
         groups.batch()
         ahead = [threading.Thread(target=lambda: seen.append(groups.upcoming())) for _ in range(2)]
@@ -179,7 +180,7 @@ def test_the_bound_holds_and_every_rollout_is_trained_once_whatever_the_order() 
 
     groups, _ = source(slow_for_some, *BESIDE, "buffer.window=4", "rl.filters=[equal_rewards]")
     seen: list[str] = []
-    with groups.open():
+    with closing(groups):
         for _ in range(8):
             batch = groups.batch()
             assert groups.metrics["staleness/age_max"] <= groups.limits.max_age == 2
@@ -266,7 +267,7 @@ def test_groups_that_are_too_old_are_dropped_where_asked_for_and_others_do_not_w
     groups, _ = source(gate, *BESIDE, *sizes)
     for step in (0, 2, 3, 4):
         gate.open(f"rl-00000{step}/")
-    with groups.open():
+    with closing(groups):
         seen = []
         for _ in range(2):
             seen += group_ids(groups.batch())

@@ -74,3 +74,9 @@ def test_errors_with_fields_of_their_own_keep_them():
     unproved = Failure.of(UnprovedError("what", microbatch=3)).error(1, "step")
     assert isinstance(unproved, UnprovedError)
     assert unproved.microbatch == 3
+
+
+def test_an_error_of_the_system_in_a_rank_says_which_file_and_what_to_do() -> None:
+    error = Failure.of(OSError(28, "No space left on device", "final_model/config.json")).error(1, "export")
+    assert str(error).startswith("the system refused final_model/config.json; seen: rank 1: No space left on device; ")
+    assert "remedy: make room" in str(error)

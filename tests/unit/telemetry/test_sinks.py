@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
+from disks import power_may_go
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from moerl.telemetry.sinks import JsonlSink, MetricSink, TensorBoardSink, read_rows
@@ -43,6 +45,20 @@ def test_a_torn_last_line_is_dropped_when_the_file_is_opened_again(path: Path):
     sink.write("rl", 2, {})
     sink.close()
     assert places(path) == [("rl", 1), ("rl", 2)]
+
+
+def test_rows_are_on_the_disk_when_a_checkpoint_asks_for_it_and_when_the_file_is_written_anew_or_closed(path: Path):
+    with power_may_go() as disk:
+        sink = JsonlSink(path)
+        sink.write("rl", 1, {})
+        sink.sync()
+        os.rename(path, path)
+        sink.write("rl", 2, {})
+        sink.close()
+        os.rename(path, path)
+        sink.truncate_after("rl", 1)
+    assert [each for each in disk.lost() if "names" not in each] == []
+    assert disk.renamed == [path] * 3
 
 
 def test_a_file_without_rows_is_not_made(path: Path):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from disks import power_may_go
 
 from moerl.errors import CheckpointError
 from moerl.trainer.checkpoint import CheckpointStore, _hash_of, describe, find_problem
@@ -43,6 +44,16 @@ def test_the_newest_checkpoint_comes_back_with_its_state_and_files(tmp_path: Pat
     assert (latest.path / "sub" / "weights").read_bytes() == b"weights" * 10
 
 
+def test_a_checkpoint_has_its_name_only_once_all_of_it_is_on_the_disk(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints", keep=2)
+    with power_may_go() as disk:
+        for step in (1, 2, 2):
+            write(store, step)
+    names = ["1-rl-000001", "last_checkpoint.txt", *["1-rl-000002", "last_checkpoint.txt"] * 2]
+    assert [path.name for path in disk.renamed] == names
+    assert disk.lost() == []
+
+
 def test_a_damaged_note_of_the_last_checkpoint_still_says_that_there_was_one(tmp_path: Path) -> None:
     (tmp_path / "last_checkpoint.txt").write_bytes(b"rl-\xff")
     assert CheckpointStore(tmp_path / "checkpoints", keep=2).last_written() == "rl-\\xff"
@@ -69,7 +80,7 @@ def test_an_interrupted_write_does_not_count_and_leaves_nothing_in_the_next_atte
 def test_a_crash_while_hashing_leaves_the_checkpoint_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     write(store, 1)
-    monkeypatch.setattr(Path, "rename", lambda *paths: (_ for _ in ()).throw(OSError("killed")))
+    monkeypatch.setattr(os, "rename", lambda *paths: (_ for _ in ()).throw(OSError("killed")))
     with pytest.raises(OSError, match="killed"):
         write(store, 2)
     latest = store.latest()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from disks import power_may_go
 from safetensors import safe_open
 from torch import Tensor
 
@@ -49,6 +50,13 @@ def test_a_version_is_read_back_bit_for_bit(tmp_path: Path):
     for name, tensor in (FIRST | SECOND).items():
         assert found[name].dtype == tensor.dtype
         assert torch.equal(found[name], tensor)
+
+
+def test_a_version_has_its_name_only_once_all_of_it_is_on_the_disk(tmp_path: Path):
+    with power_may_go() as disk:
+        write(tmp_path)
+    assert [path.name for path in disk.renamed] == ["files-r000.json", "version-00000004"]
+    assert disk.lost() == []
 
 
 def test_the_index_leads_to_every_tensor(tmp_path: Path):

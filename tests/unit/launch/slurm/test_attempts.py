@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+from disks import full_disk
 
-from moerl.launch.slurm.attempts import ATTEMPTS_FILE, Job, begin, end, main
+from moerl.launch.slurm.attempts import ATTEMPTS_FILE, Job, begin, end, last_attempt, main
 
 
 def job(run_dir: Path, *, job_id: str = "7", max_requeues: int = 1) -> Job:
@@ -33,6 +34,23 @@ def test_attempts_are_numbered_over_all_jobs_of_a_run_and_each_has_a_log(tmp_pat
         ("7", 1, "1-rl-000001"),
         ("8", 0, "1-rl-000001"),
     ]
+
+
+def test_a_line_that_a_full_disk_broke_off_is_no_attempt_and_stops_no_later_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert [call(tmp_path, "begin"), call(tmp_path, "end", "--status", "75")] == [0, 75]
+    file = tmp_path / "slurm" / ATTEMPTS_FILE
+    whole = file.read_text()
+    with full_disk(len(whole) + 40):
+        assert call(tmp_path, "begin") == 1
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert told.startswith(f"error: cannot write {file}; seen: File too large")
+    assert len(file.read_bytes()) == len(whole) + 40
+    assert last_attempt(tmp_path) == json.loads(whole.splitlines()[-1])
+    assert [call(tmp_path, "begin"), call(tmp_path, "end", "--status", "0")] == [0, 0]
+    assert file.read_text().startswith(whole)
+    assert [json.loads(line)["attempt"] for line in file.read_text().splitlines()] == [1, 1, 2, 2]
 
 
 @pytest.mark.parametrize(("status", "code"), [(0, 0), (75, 75), (1, 75), (137, 75), (138, 75), (2, 2), (130, 130)])
