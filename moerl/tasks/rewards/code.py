@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moerl.processes.spared import start_spared
 from moerl.tasks.rewards.sandbox import BLOCKED, DONE_MARK, ERROR, MAX_FILE_BYTES, MEMORY, NO_SANDBOX
 
 _SANDBOX = Path(__file__).with_name("sandbox.py")
@@ -115,7 +116,7 @@ def run_program(program: str, given: str, seconds: float, memory_bytes: int) -> 
             Path(outside, "out").open("w+b") as stdout,
             Path(outside, "said").open("w+b") as stderr,
         ):
-            process = subprocess.Popen(
+            process = start_spared(
                 [sys.executable, "-I", str(_SANDBOX), *words],
                 stdin=stdin,
                 stdout=stdout,
@@ -123,7 +124,6 @@ def run_program(program: str, given: str, seconds: float, memory_bytes: int) -> 
                 cwd=folder,
                 env={**_ENVIRONMENT, "TMPDIR": str(folder), "HOME": str(folder)},
                 pass_fds=[done],
-                start_new_session=True,
             )
             try:
                 returned: int | None = process.wait(seconds)
