@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Iterator, Sequence
@@ -24,14 +25,18 @@ def threads_of(pid: int) -> list[Path]:
     return [folder / thread for thread in os.listdir(folder)]
 
 
-def tell_all(pid: int, numbers: Sequence[signal.Signals]) -> list[int]:
-    """Sends signals to a process and all its descendants, those that were started last first, as the stop of a cgroup
-    does in no order at all; who was told."""
-    told = [*reversed([*descendants(pid)]), pid]
-    for each in told:
-        for number in numbers:
-            try:
-                os.kill(each, number)
-            except ProcessLookupError:
-                break
-    return told
+def family(pid: int) -> list[int]:
+    """A process and its descendants, those that were started last first."""
+    return [*reversed([*descendants(pid)]), pid]
+
+
+def tell_all(pids: Sequence[int], numbers: Sequence[signal.Signals]) -> None:
+    """Sends signals to processes, as the stop of a cgroup does. This one gets its own when all are sent."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        for pid in pids:
+            for number in numbers:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

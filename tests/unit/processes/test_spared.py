@@ -8,15 +8,14 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
 from pathlib import Path
 
 import pytest
 from fake_sinks import make_sink, told
 from process_tree import descendants
+from used_names import places_of, used_names
 from waiting import eventually, is_alive
 
-import moerl
 from moerl.processes.spared import STOP_SIGNALS, start_spared
 from moerl.ranks.child import PROGRAM, Child
 from moerl.rollout.beside.local import LocalProcess, dismiss
@@ -24,8 +23,6 @@ from moerl.rollout.sglang import server as sglang
 from moerl.tasks.rewards.child import RewardChild
 from moerl.tasks.rewards.code import run_program
 from moerl.telemetry.terminal import ShownLines
-
-LIBRARY = Path(moerl.__file__).parent
 
 # --- where children are started -------------------------------------------------------------------------------------
 
@@ -47,43 +44,6 @@ STARTS = {
     *("concurrent.futures.ProcessPoolExecutor", "asyncio.create_subprocess_exec", "asyncio.create_subprocess_shell"),
     *("torch.multiprocessing.spawn", "torch.multiprocessing.Process", "torch.multiprocessing.get_context"),
 }
-
-
-@cache
-def uses() -> dict[str, set[str]]:
-    """Names that each file of the library uses of what it imports."""
-    return {str(file.relative_to(LIBRARY)): used_names(ast.parse(file.read_text())) for file in LIBRARY.rglob("*.py")}
-
-
-def places_of(wanted: set[str]) -> set[str]:
-    """Files of the library that use any of these, however they import it."""
-    return {file for file, names in uses().items() if names & wanted}
-
-
-def used_names(tree: ast.Module) -> set[str]:
-    """Whole names of what a module uses of what it imports."""
-    whole: dict[str, str] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for each in node.names:
-                first = each.name.partition(".")[0]
-                whole |= {each.asname: each.name} if each.asname else {first: first}
-        elif isinstance(node, ast.ImportFrom):
-            whole |= {each.asname or each.name: f"{node.module}.{each.name}" for each in node.names}
-    names = {dotted(node) for node in ast.walk(tree) if isinstance(node, ast.Name | ast.Attribute)}
-    parts = [name.partition(".") for name in names]
-    return {f"{whole[first]}{dot}{rest}" for first, dot, rest in parts if first in whole}
-
-
-def dotted(node: ast.AST) -> str:
-    """`a.b.c` of an expression that is that; empty for others."""
-    match node:
-        case ast.Name():
-            return node.id
-        case ast.Attribute() if owner := dotted(node.value):
-            return f"{owner}.{node.attr}"
-        case _:
-            return ""
 
 
 def test_every_process_is_started_so_that_stop_signals_spare_it_or_says_why_not() -> None:
