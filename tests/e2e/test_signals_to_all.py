@@ -34,9 +34,9 @@ STOPS = [
     (everyone(START_OF_RANKS), "stopped before the next step", 3),
     (everyone(STEP_OF_THE_COLD_START, "SIGTERM", "SIGTERM", call=3), "stopped after step 3 of stage sft", 4),
     (everyone(START_OF_THE_ENGINE, after=True), "stopped before the next step", 4),
-    (everyone(SAMPLE, "SIGHUP", call=2), "stopped after step 1 of stage rl", 6),
-    (everyone(UPDATE_OF_THE_ENGINE, "SIGTERM", "SIGINT", call=2), "of stage rl", 6),
-    (everyone(EVALUATE, "SIGUSR1"), "of stage rl", 6),
+    (everyone(SAMPLE, "SIGHUP", call=2), "stopped after step 1 of stage rl", 4),
+    (everyone(UPDATE_OF_THE_ENGINE, "SIGTERM", "SIGINT", call=2), "of stage rl", 4),
+    (everyone(EVALUATE, "SIGUSR1"), "of stage rl", 4),
 ]
 
 
