@@ -30,6 +30,7 @@ ROLES = {
     "server": b"sglang::scheduler",
 }
 """By role, what is on the command line of its processes; whatever started all of them is the controller."""
+TOLD = "stop signals to everyone"
 TO_ALL = ((signal.SIGTERM,), (signal.SIGTERM, signal.SIGTERM), (signal.SIGHUP,), (signal.SIGINT, signal.SIGTERM))
 
 
@@ -82,12 +83,13 @@ class Life:
     def problems(self) -> list[str]:
         """What does not hold of how it ended, when that is known."""
         assert self.finished is not None
-        said, problems = self.finished.output, list[str]()
-        if self.done and self.done[-1] == "stop signals to everyone" and self.finished.status not in (0, 75):
-            # A fork that has just begun has no handlers yet; it has said nothing, too.
-            if said or self.finished.status != -signal.SIGTERM:
-                problems.append(f"ended with {self.finished.status} after {self.done}: {said[-1500:]}")
-        if self.done and is_refusal(self.done[-1]) and "Traceback (most recent call last)" in said:
+        said, status, problems = self.finished.output, self.finished.status, list[str]()
+        harmless = [each for each in self.done if each.startswith(("STOP", "strangers"))]
+        # A fork that has just begun has no handlers yet; it has said nothing, too.
+        is_early = status == -signal.SIGTERM and not said
+        if {*self.done} - {*harmless} == {TOLD} and self.done.count(TOLD) == 1 and status not in (0, 75):
+            problems += [] if is_early else [f"ended with {status} after {self.done}: {said[-1500:]}"]
+        if any(map(is_refusal, self.done)) and "Traceback (most recent call last)" in said:
             problems.append(f"shows a traceback after {self.done}: {said[-3000:]}")
         return problems
 
@@ -158,7 +160,7 @@ def _read_only(rng: random.Random, life: Life, controller: int) -> str:
 
 def _signals_to_everyone(rng: random.Random, life: Life, controller: int) -> str:
     tell_all(family(controller), rng.choice(TO_ALL))
-    return "stop signals to everyone"
+    return TOLD
 
 
 def _strangers(rng: random.Random, life: Life, controller: int) -> str:
@@ -179,15 +181,16 @@ OF_RUNS: Sequence[Callable[[random.Random, Life, int], str]] = (
 )
 """Disturbances of all of a run, or of what its controller writes."""
 
-_PREFIX = struct.Struct("<4sIIQ")
-"""Magic, checksum, bytes of header and frame of a record of the journal; a checksum follows."""
+_MAGIC, _PREFIX = b"GRUP", struct.Struct("<4sIIQ")
+"""Of a record of the journal: magic, checksum, bytes of header and frame; a checksum follows."""
 
 
 def tear(rng: random.Random, run: Path) -> str:
     """Leaves at the end of a file what a power cut leaves: a part of a record, or NUL bytes in its place. What it was,
     empty where there is nothing to tear."""
     segments, metrics = _segments(run), run / "metrics.jsonl"
-    if rng.random() < 0.5 and segments and (whole := segments[-1].read_bytes()):
+    whole = segments[-1].read_bytes() if segments else b""
+    if rng.random() < 0.5 and whole.startswith(_MAGIC) and len(whole) > _PREFIX.size:
         _, _, header_bytes, frame_bytes = _PREFIX.unpack_from(whole)
         part = whole[: rng.randrange(1, _PREFIX.size + 4 + header_bytes + frame_bytes)]
         _append(segments[-1], rng.choice([part, bytes(len(part))]))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import signal
 import subprocess
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
 """Ctrl-C, and what schedulers send before they kill."""
@@ -25,10 +25,11 @@ def start_spared(command: Sequence[str], **options: Any) -> subprocess.Popen[byt
     Args:
         options: those of `subprocess.Popen`.
     """
-    process = None
+    process: subprocess.Popen[bytes] | None = None
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
-        process = subprocess.Popen(list(command), start_new_session=True, **options)
+        process = cast("subprocess.Popen[bytes]", subprocess.Popen(list(command), start_new_session=True, **options))
+        return process
     finally:
         try:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -38,7 +39,6 @@ def start_spared(command: Sequence[str], **options: Any) -> subprocess.Popen[byt
                 process.kill()
                 process.wait()
             raise
-    return process
 
 
 def ignore_stop_signals() -> None:

@@ -289,9 +289,7 @@ def test_a_run_that_fails_has_status_1(
     assert capsys.readouterr().err == "error: the engine stopped; remedy: start again\n"
 
 
-@pytest.mark.parametrize(
-    ("name", "is_ours"), [("1-rl-000004", True), ("best", False), (".1-rl-000004.partial", False)]
-)
+@pytest.mark.parametrize(("name", "is_ours"), [("1-rl-000004", True), ("best", False), (".1-rl-000004.partial", False)])
 def test_only_a_checkpoint_of_our_own_is_gone_on_from(name: str, is_ours: bool, tmp_path: Path):
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     (tmp_path / "run" / "checkpoints" / name).mkdir()

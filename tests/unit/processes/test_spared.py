@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ast
 import os
+import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_sinks import make_sink, told
@@ -62,6 +65,29 @@ def test_every_process_is_started_so_that_stop_signals_spare_it_or_says_why_not(
 )
 def test_a_start_is_found_however_it_is_written(program: str) -> None:
     assert used_names(ast.parse(program)) & STARTS
+
+
+def test_a_signal_that_ends_the_start_of_a_child_ends_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    class Told(subprocess.Popen[bytes]):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            started.append(self)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def stop(number: int, frame: object) -> None:
+        raise InterruptedError
+
+    monkeypatch.setattr(subprocess, "Popen", Told)
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        with pytest.raises(InterruptedError):
+            start_spared(["sleep", "600"])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert [child.returncode for child in started] == [-signal.SIGKILL]
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 # --- each kind of child ---------------------------------------------------------------------------------------------
