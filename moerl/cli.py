@@ -117,8 +117,8 @@ def _run(command: str, options: argparse.Namespace) -> int:
 
         return sweep(options.overrides, options.config_dir, only_show=options.show_config)
     # What has no checkpoints ends at once.
-    told = stop_signals(for_good=True) if command in ("train", "sft") else nullcontext(StopRequest())
-    with told as stop, ExitStack() as stack:
+    receiving = stop_signals(for_good=True) if command in ("train", "sft") else nullcontext(StopRequest())
+    with receiving as stop, ExitStack() as stack:
         ready = stop.unless_stopped(lambda: _get_ready(command, options, stack))
         if isinstance(ready, int):
             return ready
