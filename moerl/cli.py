@@ -11,22 +11,23 @@ import argparse
 import contextlib
 import importlib.metadata
 import os
-import shlex
 import sys
 import textwrap
 import threading
 import traceback
 from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from moerl.config.command_texts import COMMANDS, DIAGNOSE, EXPORT, REPORT, SAMPLES, STATUS, VERIFY
-from moerl.config.stop_signals import STOPPED, GraceOverError, stop_signals
+from moerl.config.stop_signals import STOPPED, GraceOverError, StopRequest, stop_signals
 from moerl.errors import CheckpointError, ConfigError, MoerlError, told
 from moerl.launch.arguments import Parser, add_plan_run_arguments, bandwidth, export_parser, gib_size, verify_parser
 from moerl.launch.arguments import options_text as _options_text
 from moerl.launch.arguments import short_help as _short_help
+from moerl.launch.going_on import can_go_on, how_to_go_on, is_finished
 from moerl.launch.launchers import refuse_other_launchers
 from moerl.launch.overview import FAMILIES, LAUNCH, SGLANG, family_overview, members, overview, which_command
 from moerl.launch.run_lock import run_lock
@@ -113,17 +114,34 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _run(command: str, options: argparse.Namespace) -> int:
+    refuse_other_launchers()
+    if command == "train" and options.multirun:
+        from moerl.launch.sweeps.command import sweep
+
+        return sweep(options.overrides, options.config_dir, only_show=options.show_config)
+    # What has no checkpoints ends at once.
+    receiving = stop_signals(for_good=True) if command in ("train", "sft") else nullcontext(StopRequest())
+    with receiving as stop, ExitStack() as stack:
+        ready = stop.unless_stopped(lambda: _get_ready(command, options, stack))
+        if isinstance(ready, int):
+            return ready
+        if ready is None:
+            print("stopped before the run began: the same command starts it", file=sys.stderr)
+        elif (status := _run_controller(command, *ready, stop)) != STOPPED:
+            return status
+        # What a person ended is not to be requeued.
+        return _INTERRUPTED if stop.signal == "SIGINT" else STOPPED
+
+
+def _get_ready(command: str, options: argparse.Namespace, stack: ExitStack) -> int | tuple[RunConfig, bool, int]:
+    """All that comes before a run, which a stop signal may end anywhere: its configuration, whether it is resumed, and
+    the lock of its directory, which the stack gives back; the exit status where nothing is to be run."""
     from moerl.config.auto_resume import resolve_auto
     from moerl.config.checks import config_notes
     from moerl.config.hub import prepare_model
     from moerl.config.load import load_config, refuse_taken_run_dir, split_resume
     from moerl.config.recipes import recipe_text
 
-    refuse_other_launchers()
-    if command == "train" and options.multirun:
-        from moerl.launch.sweeps.command import sweep
-
-        return sweep(options.overrides, options.config_dir, only_show=options.show_config)
     resolved = resolve_auto(options.overrides, command=command, config_dir=options.config_dir)
     is_auto, options.overrides = resolved.overrides != options.overrides, resolved.overrides
     config = load_config(options.overrides, command=command, config_dir=options.config_dir)
@@ -136,37 +154,41 @@ def _run(command: str, options: argparse.Namespace) -> int:
 
     prepare_model(config.model)
     prepare_for_servers(config.rollout, host=controller_address(config.launch))
-    with run_lock(config.run_dir) as lock:
-        if not resume:
-            refuse_taken_run_dir(config)
-            print(recipe_text(options.overrides, options.config_dir, COMMANDS[command].keys))
-        elif is_auto and resolved.goes_on_unchanged and _is_finished(config):
-            print(f"the run in {config.run_dir} is finished: nothing to do")
-            return 0
-        for note in [*resolved.notes, *config_notes(config)]:
-            print(f"note: {note}", file=sys.stderr)
-        _look_at_task(config, command)
-        return _run_controller(command, config, resume, lock)
-
-
-def _look_at_task(config: RunConfig, command: str) -> None:
+    lock = stack.enter_context(run_lock(config.run_dir))
+    if not resume:
+        refuse_taken_run_dir(config)
+        print(recipe_text(options.overrides, options.config_dir, COMMANDS[command].keys))
+    elif is_auto and resolved.goes_on_unchanged and is_finished(config):
+        print(f"the run in {config.run_dir} is finished: nothing to do")
+        return 0
+    for note in [*resolved.notes, *config_notes(config)]:
+        print(f"note: {note}", file=sys.stderr)
     from moerl.orchestration.preflight import check_task
 
     check_task(config, command)
+    # Seconds, in which a stop signal is welcome, too.
+    importlib.import_module("moerl.orchestration.commands")
+    return config, resume, lock
 
 
-def _run_controller(command: str, config: RunConfig, resume: bool, lock: int) -> int:
+def _run_controller(command: str, config: RunConfig, resume: bool, lock: int, stop: StopRequest) -> int:
+    from moerl.orchestration import commands
+
     try:
-        status, is_interrupt = _hand_over(command, config, resume, lock)
+        if command in ("rollout", "eval"):
+            return commands.run_rollout(config) if command == "rollout" else commands.run_eval(config)
+        run = commands.run_train if command == "train" else commands.run_sft
+        with stop.within(config.checkpoint.grace_seconds):
+            status = run(config, resume=resume, stop=stop, lock=lock)
+    except GraceOverError:
+        status = STOPPED
     except BaseException as error:  # whatever ended the run
         with contextlib.suppress(OSError):  # the first error tells more
-            if not isinstance(error, ConfigError | CheckpointError) and _can_go_on(config):
-                error.add_note(_how_to_go_on(command, config))
+            if not isinstance(error, ConfigError | CheckpointError) and can_go_on(config):
+                error.add_note(how_to_go_on(command, config))
         raise
     if status == STOPPED:
-        print(_how_to_go_on(command, config), file=sys.stderr)
-        # What a person ended is not to be requeued.
-        return _INTERRUPTED if is_interrupt else STOPPED
+        print(how_to_go_on(command, config), file=sys.stderr)
     return status
 
 
@@ -204,40 +226,6 @@ def _show_config(config: RunConfig, options: argparse.Namespace) -> None:
     if split_resume(options.overrides)[0] is None:
         print(textwrap.indent(recipe_text(options.overrides, options.config_dir), "# "))
     print(dump_config(config), end="")
-
-
-def _is_finished(config: RunConfig) -> bool:
-    """A run writes its summary last, and removes it where it goes on after all."""
-    return (config.run_dir / "summary.json").exists()
-
-
-def _can_go_on(config: RunConfig) -> bool:
-    """True where a checkpoint was written."""
-    from moerl.trainer.checkpoint import checkpoint_names
-
-    return bool(checkpoint_names(config.run_dir / "checkpoints"))
-
-
-def _how_to_go_on(command: str, config: RunConfig) -> str:
-    line = f"moerl {command} {shlex.quote(f'resume={config.run_dir}')}"
-    return f"go on from the last checkpoint: {line}" if _can_go_on(config) else f"go on, nothing was saved yet: {line}"
-
-
-def _hand_over(command: str, config: RunConfig, resume: bool, lock: int) -> tuple[int, bool]:
-    """Exit status of the command, and whether it was Ctrl-C that it was told to stop by."""
-    if command in ("rollout", "eval"):
-        from moerl.orchestration import commands
-
-        return (commands.run_rollout(config) if command == "rollout" else commands.run_eval(config)), False
-    with stop_signals(config.checkpoint.grace_seconds) as stop:
-        from moerl.orchestration import commands
-
-        run = commands.run_train if command == "train" else commands.run_sft
-        try:
-            status = run(config, resume=resume, stop=stop, lock=lock)
-        except GraceOverError:
-            status = STOPPED
-        return status, stop.signal == "SIGINT"
 
 
 def _sglang(command: str, rest: list[str]) -> int:

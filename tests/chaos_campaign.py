@@ -2,36 +2,36 @@
 
     python tests/chaos_campaign.py --disturbances 100 --minutes 15 [--seed N] [--only VARIANT] [--json FILE]
 
-Each run has a known end. Its processes (controller, ranks, engine, servers, reward workers) get SIGKILL, SIGTERM, or
-SIGSTOP for some seconds, or find the disk full, at moments drawn from the seed, which is printed; a run that ended is
+Each run has a known end. It is disturbed (`chaos_disturbances.py`) at moments drawn from the printed seed. Its
+processes (controller, ranks, engine, servers, reward workers) get SIGKILL, SIGTERM, or SIGSTOP for some seconds; all of
+them get stop signals; strangers hold connections to its ports; it finds the disk full, anywhere or in the midst of a
+record of its journal, or a folder read-only; after its end its journal or its metrics are torn. A run that ended is
 resumed until it is done. Then every rollout has ended once, nothing was trained twice, groups that were finished are
-trained as they were, nothing is left running, and where the order is fixed the model is that of an undisturbed run.
-Exit status 1 where one of these does not hold; the runs of that variant are kept. How far a run is at a given moment
-depends on the machine.
+trained as they were, nothing is left running, and where the order is fixed the model is that of an undisturbed run. A
+run of which all processes were told to stop has ended with status 75; one that the disk refused something has shown no
+traceback. Exit status 1 where one of these does not hold; the runs of that variant are kept. How far a run is at a
+given moment depends on the machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
-import resource
 import shutil
-import signal
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from moerl_runs import Finished, Runs, Sums, rows
+from chaos_disturbances import RUN_SECONDS, Life, disturb, tear
+from moerl_runs import Runs, Sums, rows
 from sglang_live import ENVIRONMENT
 from waiting import eventually, is_alive
 
@@ -45,15 +45,7 @@ from moerl.trainer.checkpoint import CHECKPOINTS, CheckpointStore
 STEPS, PER_STEP, MAX_LIVES = 8, 16, 40
 LEAST = 8
 """Disturbances of each variant; the others are of those whose runs come back sooner."""
-RUN_SECONDS = 900.0
-STOP_SECONDS, END_SECONDS = 2.0, 30.0
-ROLES = {
-    "rank": b"moerl.ranks.process",
-    "engine": b"moerl.rollout.beside.process",
-    "reward worker": b"rewards/worker.py",
-    "server": b"sglang::scheduler",
-}
-"""By role, what is on the command line of its processes; whatever started all of them is the controller."""
+END_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
@@ -108,88 +100,6 @@ class Tally:
     broken: list[str] = field(default_factory=list)
 
 
-class Life:
-    """A run from its start or resume to its end, in a thread; its processes are known by the one that forks."""
-
-    def __init__(self, runs: Runs, arguments: Sequence[str], sums: Sums) -> None:
-        self.finished: Finished | None = None
-        self.seen: dict[int, str] = {}
-        self._thread = threading.Thread(target=self._live, args=(runs, arguments, sums), daemon=True)
-        self._runs = runs
-        self._thread.start()
-
-    def _live(self, runs: Runs, arguments: Sequence[str], sums: Sums) -> None:
-        self.finished = runs.run(*arguments, path=[sums.folder], timeout_seconds=RUN_SECONDS)
-
-    @property
-    def is_over(self) -> bool:
-        return not self._thread.is_alive()
-
-    def wait(self, seconds: float) -> None:
-        """Until the end, or so long; notes processes meanwhile."""
-        deadline = time.monotonic() + seconds
-        while not self.is_over and time.monotonic() < deadline:
-            self.look()
-            time.sleep(0.05)
-
-    def look(self) -> dict[str, list[int]]:
-        """Living processes by role."""
-        found: dict[str, list[int]] = {}
-        for number, pid in enumerate(descendants(self._runs.pid)):
-            role = "controller" if number == 0 else role_of(pid)
-            if role:
-                found.setdefault(role, []).append(pid)
-                self.seen[pid] = role
-        return found
-
-
-def descendants(pid: int) -> Iterator[int]:
-    """Processes that a process has started, by whichever of its threads, and theirs."""
-    try:
-        children = [int(each) for file in threads_of(pid) for each in (file / "children").read_text().split()]
-    except (FileNotFoundError, ProcessLookupError):
-        return
-    for child in children:
-        yield child
-        yield from descendants(child)
-
-
-def threads_of(pid: int) -> list[Path]:
-    folder = Path(f"/proc/{pid}/task")
-    return [folder / thread for thread in os.listdir(folder)]
-
-
-def role_of(pid: int) -> str:
-    try:
-        line = Path(f"/proc/{pid}/cmdline").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
-    return next((role for role, mark in ROLES.items() if mark in line), "")
-
-
-def disturb(rng: random.Random, life: Life, variant: Variant) -> str:
-    """One disturbance; what it was, empty where the run had ended."""
-    alive = life.look()
-    role = rng.choice(variant.roles)
-    kinds = ["KILL"] * 5 + ["STOP"] * 2 + (["TERM", "TERM", "disk full"] if role == "controller" else [])
-    kind, pids = rng.choice(kinds), alive.get(role, [])
-    if not pids:
-        return ""
-    pid = rng.choice(pids)
-    try:
-        if kind == "disk full":
-            # Whatever it writes from now on is refused, as on a full disk.
-            resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-        else:
-            os.kill(pid, getattr(signal, f"SIG{kind}"))
-        if kind == "STOP":
-            life.wait(STOP_SECONDS)
-            os.kill(pid, signal.SIGCONT)
-    except ProcessLookupError:
-        return ""
-    return f"{kind} {role}"
-
-
 def run_once(
     runs: Runs,
     arguments: Sequence[str],
@@ -213,17 +123,18 @@ def run_once(
     tally.runs += 1
     for _ in range(MAX_LIVES):
         tally.lives += 1
-        life, done = Life(runs, arguments, sums), ""
+        life = Life(runs, arguments, sums, run)
         life.wait(rng.uniform(0.0, whole / 4))
         while not life.is_over and not is_enough():
-            done = disturb(rng, life, variant)
-            if done:
+            if done := disturb(rng, life, variant.roles):
+                life.done.append(done)
                 tally.disturbances[done] += 1
             life.wait(rng.uniform(0.0, whole / 4))
         life.wait(RUN_SECONDS)
         assert life.finished is not None, "the run neither went on nor ended"
         left = [f"{role} {pid}" for pid, role in life.seen.items() if not gone(pid)]
-        tally.broken += [f"{run}: {each} outlived the run after {done}" for each in left]
+        tally.broken += [f"{run}: {each} outlived the run after {life.done}" for each in left]
+        tally.broken += [f"{run}: {each}" for each in life.problems()]
         if life.finished.status == 0:
             tally.broken += [f"{run}: {each}" for each in problems_of(run, variant, promised)]
             return run
@@ -232,6 +143,8 @@ def run_once(
         elif run.exists():
             # It died before there was anything to go on with.
             shutil.rmtree(run)
+        if not is_enough() and (torn := tear(rng, run)):
+            tally.disturbances[torn] += 1
         promised |= journalled(run)
         tally.recovered = max(tally.recovered, len(promised))
     tally.broken.append(f"{run}: not done after {MAX_LIVES} lives")
@@ -313,7 +226,7 @@ def campaign(variant: Variant, arguments: argparse.Namespace, deadline: float, t
 
     rng = random.Random(f"{arguments.seed}/{variant.name}")
     folder = Path(tempfile.mkdtemp(prefix="moerl-chaos-"))
-    runs, sums = Runs(folder), Sums.write(folder)
+    runs, sums = Runs(folder, is_refused_as_others=True), Sums.write(folder)
     runs.start()
     try:
         began = time.monotonic()

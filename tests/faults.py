@@ -15,11 +15,12 @@ import resource
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from process_tree import family, tell_all
 
 
 def kill(place: str, *, call: int = 1, after: bool = False) -> None:
@@ -47,6 +48,27 @@ def tell(place: str, *, signal_name: str, call: int = 1, after: bool = False) ->
         result = original(*args, **kwargs)
         if after:
             os.kill(os.getpid(), getattr(signal, signal_name))
+        return result
+
+    _replace(place, at, call=call)
+
+
+def tell_everyone(
+    place: str, *, signal_names: Sequence[str] = ("SIGTERM",), call: int = 1, after: bool = False
+) -> None:
+    """As `tell`, several signals, and to all processes of this run; it says to which."""
+
+    def tell() -> None:
+        pids = family(os.getpid())
+        print("told", *pids, flush=True)
+        tell_all(pids, [getattr(signal, name) for name in signal_names])
+
+    def at(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not after:
+            tell()
+        result = original(*args, **kwargs)
+        if after:
+            tell()
         return result
 
     _replace(place, at, call=call)

@@ -7,9 +7,11 @@ exits as a fresh `moerl` would. `fault` is a function call from `faults.py`, mad
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -44,10 +46,15 @@ Fault = tuple[str, Mapping[str, Any]]
 
 
 class Runs:
-    """The process that forks; started by the first run."""
+    """The process that forks; started by the first run.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        is_refused_as_others: modes of files hold for it, even if it is root's.
+    """
+
+    def __init__(self, folder: Path, *, is_refused_as_others: bool = False) -> None:
         self._folder, self._output = folder, folder / "output"
+        self._is_refused_as_others = is_refused_as_others
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
 
@@ -96,7 +103,8 @@ class Runs:
         ours, theirs = Pipe()
         self._process = subprocess.Popen(
             # The thread that Arrow's allocator starts for itself survives a fork; Python warns of any thread.
-            [sys.executable, "-W", "ignore", __file__, str(theirs.fileno()), str(os.getpid())],
+            [sys.executable, "-W", "ignore", __file__, str(theirs.fileno()), str(os.getpid())]
+            + ["--without-capabilities"] * self._is_refused_as_others,
             env={**os.environ, **ENVIRONMENT},
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
@@ -197,8 +205,10 @@ class DoneRun:
 # --- in the forking process ------------------------------------------------------------------------------------------
 
 
-def _serve(connection: Connection, parent: int) -> None:
+def _serve(connection: Connection, parent: int, *, is_refused_as_others: bool) -> None:
     _die_with(parent)
+    if is_refused_as_others:
+        _give_capabilities_up()
     _import_everything()
     while True:
         try:
@@ -209,6 +219,12 @@ def _serve(connection: Connection, parent: int) -> None:
         if child == 0:
             os._exit(_run(call))
         connection.send(_wait(child, call["timeout_seconds"]))
+
+
+def _give_capabilities_up() -> None:
+    version_3, no_capabilities = struct.pack("Ii", 0x20080522, 0), bytes(24)
+    if ctypes.CDLL(None, use_errno=True).capset(version_3, no_capabilities):
+        raise OSError(ctypes.get_errno(), "capset")
 
 
 def _import_everything() -> None:
@@ -270,4 +286,4 @@ def _die_with(parent: int) -> None:
 
 
 if __name__ == "__main__":
-    _serve(Connection(int(sys.argv[1])), int(sys.argv[2]))
+    _serve(Connection(int(sys.argv[1])), int(sys.argv[2]), is_refused_as_others=len(sys.argv) > 3)

@@ -49,7 +49,7 @@ def running(options: ServerOptions, folder: Path) -> Iterator[SGLangServer]:
     try:
         yield launcher.server
     finally:
-        launcher.server.stop(grace_seconds=0.0)
+        launcher.server.stop()
 
 
 def post(endpoint: Endpoint, path: str, body: Mapping[str, Any], *, key: str | None = None) -> httpx.Response:

@@ -1,7 +1,8 @@
 """Signals that ask a run to stop: Ctrl-C, and TERM, HUP and USR1, as schedulers send them before they kill. Torch-free.
 
 The first one is remembered until the run reaches a safe point; further ones change nothing, because schedulers send
-several. Ctrl-C after any of them ends the run at once, as the end of the grace time does.
+several. Ctrl-C after any of them ends the run at once, as the end of the grace time does, unless it came together with
+another signal: whoever sends both to a whole job is no person who waits.
 """
 
 from __future__ import annotations
@@ -9,12 +10,17 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
+from moerl.processes.spared import STOP_SIGNALS
+
 STOPPED = 75
 """Exit status of a run that was told to stop and can go on: EX_TEMPFAIL, which schedulers requeue."""
-SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
+
+TOGETHER_SECONDS = 1.0
+"""Within which Ctrl-C and another signal are one request, the other's."""
 
 
 class GraceOverError(BaseException):
@@ -28,16 +34,14 @@ class _StopNow(BaseException):
 class StopRequest:
     """Whether this process was told to stop.
 
-    Args:
-        grace_seconds: from the first signal on, after which the main thread gets a `GraceOverError`; None: never.
-
     Attributes:
         signal: name of the first stop signal, empty before.
     """
 
-    def __init__(self, grace_seconds: float | None = None) -> None:
-        self.grace_seconds = grace_seconds
+    def __init__(self) -> None:
+        self.grace_seconds: float | None = None
         self.signal = ""
+        self._since = 0.0
         self._ends_work = False
 
     def unless_stopped[T](self, work: Callable[[], T]) -> T | None:
@@ -61,10 +65,9 @@ class StopRequest:
     def receive(self, number: int, frame: FrameType | None = None) -> None:
         """The handler of the stop signals."""
         if self.signal:
-            if number == signal.SIGINT:
-                raise KeyboardInterrupt
+            self._receive_another(number)
             return
-        self.signal = signal.Signals(number).name
+        self.signal, self._since = signal.Signals(number).name, time.monotonic()
         again = " again" if number == signal.SIGINT else ""
         within = "" if self.grace_seconds is None else f", within {self.grace_seconds:g} s"
         # Not print: the signal may have come in the midst of one.
@@ -74,6 +77,33 @@ class StopRequest:
         if self._ends_work:
             raise _StopNow
 
+    def _receive_another(self, number: int) -> None:
+        are_two = (number == signal.SIGINT) != (self.signal == "SIGINT")
+        if are_two and time.monotonic() - self._since < TOGETHER_SECONDS:
+            if number != signal.SIGINT:
+                self.signal = signal.Signals(number).name
+        elif number == signal.SIGINT:
+            raise KeyboardInterrupt
+
+    @contextlib.contextmanager
+    def within(self, grace_seconds: float | None) -> Iterator[None]:
+        """Gives the main thread a `GraceOverError` this long after the first signal; if that has come, from now on.
+        None: never."""
+        if grace_seconds is None:
+            yield
+            return
+        before = signal.signal(signal.SIGALRM, self.end_grace)
+        self.grace_seconds = grace_seconds
+        if self.signal:
+            signal.setitimer(signal.ITIMER_REAL, grace_seconds)
+        try:
+            yield
+        finally:
+            self.grace_seconds = None
+            if self.signal:
+                signal.setitimer(signal.ITIMER_REAL, 0.0)
+            signal.signal(signal.SIGALRM, before)
+
     def end_grace(self, number: int, frame: FrameType | None = None) -> None:
         """The handler of the timer."""
         os.write(2, b"the grace time is over: stopping at once\n")
@@ -81,22 +111,23 @@ class StopRequest:
 
 
 @contextlib.contextmanager
-def stop_signals(grace_seconds: float | None = None) -> Iterator[StopRequest]:
+def stop_signals(*, for_good: bool = False) -> Iterator[StopRequest]:
     """Receives stop signals while the context is open; those that the process ignores, as under nohup, stay ignored.
 
     Call from the main thread.
+
+    Args:
+        for_good: the process ends after this. Once it was told to stop, further signals no longer change how; Ctrl-C
+            does.
     """
-    request = StopRequest(grace_seconds)
-    before = {number: signal.getsignal(number) for number in SIGNALS}
+    request = StopRequest()
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     taken = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
     for number in taken:
         signal.signal(number, request.receive)
-    if grace_seconds is not None:
-        taken[signal.SIGALRM] = signal.signal(signal.SIGALRM, request.end_grace)
     try:
         yield request
     finally:
-        if request.signal and grace_seconds is not None:
-            signal.setitimer(signal.ITIMER_REAL, 0.0)
         for number, handler in taken.items():
-            signal.signal(number, handler)
+            is_over = for_good and request.signal and number != signal.SIGINT
+            signal.signal(number, signal.SIG_IGN if is_over else handler)

@@ -9,6 +9,10 @@ import sys
 import uuid
 from pathlib import Path
 
+from moerl.processes.spared import ignore_stop_signals
+
+CONTROLLER = "MOERL_CONTROLLER_PID"
+"""Variable with the id of the process that a child dies with."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -16,6 +20,13 @@ def new_rendezvous(folder: Path) -> Path:
     """A file of its own in `folder` for torch.distributed to meet in: unlike a port, nobody else can take it. Not made
     yet."""
     return folder.resolve() / f".rendezvous-{uuid.uuid4().hex}"
+
+
+def belong_to(parent: int) -> None:
+    """Makes this process one that ends with its parent, of this pid, and by no signal to the whole job. First thing in
+    every child that `start_spared` starts."""
+    ignore_stop_signals()
+    die_with(parent)
 
 
 def die_with(parent: int) -> None:

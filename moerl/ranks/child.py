@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from moerl.contract.files import discard
+from moerl.processes.parent import CONTROLLER
+from moerl.processes.spared import start_spared
 
 # -P: a torch.py or json.py in the user's directory is not what we import.
 PROGRAM = (sys.executable, "-P", "-m", "moerl.ranks.process")
-CONTROLLER = "MOERL_CONTROLLER_PID"
-"""Variable with the id of the process that a rank dies with."""
 
 
 class Child:
@@ -42,15 +42,13 @@ class Child:
         self.socket, theirs = socket.socketpair()
         log.parent.mkdir(parents=True, exist_ok=True)
         with theirs, log.open("ab") as output:
-            self.process = subprocess.Popen(
+            self.process = start_spared(
                 [*program, str(theirs.fileno()), *(str(each) for each in given)],
                 env={**environment, CONTROLLER: str(os.getpid())},
                 pass_fds=(theirs.fileno(), *given, *inherited),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                # Ctrl-C and the signals of schedulers are the controller's.
-                start_new_session=True,
             )
 
     def end(self) -> None:

@@ -18,12 +18,11 @@ from moerl.contract.commands import AnyCommand, Close, Failure, Reply, Start, de
 from moerl.errors import MoerlError
 from moerl.printable import printable
 from moerl.processes.channel import receive, send
-from moerl.processes.parent import die_with
-from moerl.ranks.child import CONTROLLER
+from moerl.processes.parent import CONTROLLER, belong_to
 
 
 def main() -> int:
-    die_with(int(os.environ[CONTROLLER]))
+    belong_to(int(os.environ[CONTROLLER]))
     with socket.socket(fileno=int(sys.argv[1])) as connection, contextlib.suppress(EOFError, BrokenPipeError):
         # Without a controller there is nobody to tell.
         _serve(connection, int(sys.argv[2]) if len(sys.argv) > 2 else None)

@@ -5,19 +5,19 @@
 
 For engines in the controller's own process. Messages are a JSON header and, with tensors, their bytes; no pickle.
 An engine may take an update beside what the sender does next: its calls are answered at once, and done one by one.
+Strangers get no further than `moerl.processes.admission`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
+import os
 import queue
-import secrets
 import socket
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Connection
 from typing import Any, Literal
 
 import msgspec
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from moerl.contract.ports import CheckedSink, ReadsMemory, Taken
 from moerl.errors import MoerlError, WeightSyncError
+from moerl.processes.admission import Admission, connect
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _ALIGNMENT = 4
@@ -69,10 +70,11 @@ class SinkServer:
     """Hands what one sender says to a sink, until it is closed."""
 
     def __init__(self, sink: CheckedSink, host: str = "127.0.0.1") -> None:
-        self._sink, key = sink, secrets.token_bytes(32)
-        self._listener = Listener((host, 0), authkey=key)
-        address: Any = self._listener.address
-        self.address = SinkAddress(address[0], address[1], key)
+        self._sink = sink
+        self._senders: queue.SimpleQueue[Connection | None] = queue.SimpleQueue()
+        """Those who know the key, one after the other; None: there will be no more."""
+        self._admission = Admission(host, lambda connection, _: self._senders.put(connection))
+        self.address = SinkAddress(host, self._admission.port, self._admission.key)
         self._is_closed, self._socket = False, None
         self._beside: _Beside | None = None
         self._thread = threading.Thread(target=self._serve, name="weight-sink", daemon=True)
@@ -93,7 +95,8 @@ class SinkServer:
     def close(self) -> None:
         """Ends the connection, and what the sender asks for by it."""
         self._is_closed = True
-        self._listener.close()
+        self._admission.close()
+        self._senders.put(None)
         if self._beside is not None:
             self._beside.close()
         if self._socket is not None:
@@ -102,23 +105,23 @@ class SinkServer:
                 self._socket.shutdown(socket.SHUT_RDWR)
 
     def _serve(self) -> None:
-        while not self._is_closed:
-            try:
-                with self._listener.accept() as connection, socket.fromfd(*_kind(connection)) as self._socket:
-                    self._answer(connection)
-            except (AuthenticationError, OSError, EOFError, msgspec.MsgspecError):
-                # A stranger, a sender that is gone, or closed meanwhile: what was open is forgotten.
+        while (connection := self._senders.get()) is not None:
+            with connection, socket.socket(fileno=os.dup(connection.fileno())) as self._socket:
+                # Closed, or a sender that is gone: what it has begun is forgotten.
+                with contextlib.suppress(OSError, EOFError, msgspec.MsgspecError):
+                    while not self._is_closed:
+                        self._answer(connection)
                 self._do(_Call("abandon"), [])
 
     def _answer(self, connection: Connection) -> None:
-        while True:
-            call = msgspec.json.decode(connection.recv_bytes(), type=_Call)
-            data = connection.recv_bytes() if call.tensors else b""
-            try:
-                answer = self._do(call, _unpacked(call.tensors, data))
-            except Exception as error:  # noqa: BLE001 - process boundary: the sender raises it
-                answer = _Answer(problem=_text(error))
-            connection.send_bytes(msgspec.json.encode(answer))
+        """Does one call."""
+        call = msgspec.json.decode(connection.recv_bytes(), type=_Call)
+        data = connection.recv_bytes() if call.tensors else b""
+        try:
+            answer = self._do(call, _unpacked(call.tensors, data))
+        except Exception as error:  # noqa: BLE001 - process boundary: the sender raises it
+            answer = _Answer(problem=_text(error))
+        connection.send_bytes(msgspec.json.encode(answer))
 
     def _do(self, call: _Call, tensors: list[tuple[str, Tensor]]) -> _Answer:
         if self._beside is None:
@@ -225,7 +228,7 @@ class RemoteSink:
     """
 
     def __init__(self, address: SinkAddress) -> None:
-        self._connection = Client((address.host, address.port), authkey=address.key)
+        self._connection = connect(address.host, address.port, address.key)
 
     def begin_update(self, version: int) -> None:
         self._call(_Call("begin", version=version))
@@ -270,10 +273,6 @@ class RemoteSink:
         if answer.problem:
             raise WeightSyncError(answer.problem)
         return answer
-
-
-def _kind(connection: Connection) -> tuple[int, socket.AddressFamily, socket.SocketKind]:
-    return connection.fileno(), socket.AF_INET, socket.SOCK_STREAM
 
 
 def _dtype_name(tensor: Tensor) -> Any:

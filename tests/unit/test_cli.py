@@ -25,6 +25,7 @@ from moerl.config.load import load_config, load_plan
 from moerl.config.schema import RunConfig
 from moerl.errors import EngineError, MoerlError
 from moerl.launch.arguments import TOLERANCE_NATS, verify_parser
+from moerl.launch.going_on import can_go_on
 from moerl.launch.sweeps.command import read_options
 
 ROOT = Path(__file__).parents[2]
@@ -364,14 +365,12 @@ def test_a_run_directory_that_turns_read_only_hides_neither_the_error_nor_how_th
     assert second == f"go on from the last checkpoint: moerl train resume={tmp_path}"
 
 
-@pytest.mark.parametrize(
-    ("name", "can_go_on"), [("1-rl-000004", True), ("best", False), (".1-rl-000004.partial", False)]
-)
-def test_only_a_checkpoint_of_our_own_is_gone_on_from(name: str, can_go_on: bool, tmp_path: Path):
+@pytest.mark.parametrize(("name", "is_ours"), [("1-rl-000004", True), ("best", False), (".1-rl-000004.partial", False)])
+def test_only_a_checkpoint_of_our_own_is_gone_on_from(name: str, is_ours: bool, tmp_path: Path):
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     (tmp_path / "run" / "checkpoints" / name).mkdir()
     config = load_config(["recipe=tiny", f"run_dir='{tmp_path / 'run'}'"], command="train")
-    assert cli._can_go_on(config) == can_go_on
+    assert can_go_on(config) == is_ours
 
 
 def test_a_plan_starts_nothing_and_leaves_nothing(

@@ -63,7 +63,7 @@ def sweep(overrides: Sequence[str], config_dir: Path | None, *, only_show: bool 
     if only_show:
         return 0
     jobs = options.jobs or 1
-    with run_lock(folder), stop_signals() as stop:
+    with run_lock(folder), stop_signals(for_good=True) as stop:
         print(f"sweep of {len(manifest.runs)} runs over {', '.join(manifest.keys)}, {jobs} at a time: {folder}")
         Sweep(manifest, folder, LocalHost(jobs), stop, _say).run()
     show(manifest, folder)

@@ -45,8 +45,8 @@ class Sweep:
     def run(self) -> None:
         """Runs what is not finished, and returns when all have ended; the manifest says how.
 
-        The first stop signal is passed on to runs under way, which end at their next safe point, and no more are
-        started. Ctrl-C after it is passed on, too, and ends them at once; another one kills them.
+        After the first stop signal runs under way are told to end at their next safe point, and no more are started.
+        Ctrl-C after it is passed on, and ends them at once; another one kills them.
 
         Raises:
             KeyboardInterrupt: runs were killed. MoerlError: the manifest cannot be written.
@@ -82,7 +82,8 @@ class Sweep:
         if self._stop.signal:
             if not self._passed_on:
                 self._passed_on = True
-                self._host.stop(signal.Signals[self._stop.signal])
+                # Not Ctrl-C: where that came to runs, too, a second one would end them at once.
+                self._host.stop(signal.SIGTERM)
         else:
             while self._waiting and len(self._under_way) < self._host.slots:
                 self._start(self._waiting.pop(0))

@@ -14,8 +14,9 @@ from typing import Any, Protocol
 
 from moerl.contract.files import discard
 from moerl.processes.channel import receive, send
+from moerl.processes.parent import CONTROLLER
+from moerl.processes.spared import start_spared
 from moerl.rollout.beside.messages import Close, encode
-from moerl.rollout.beside.process import CONTROLLER
 from moerl.rollout.beside.shared import SharedMemory, Written
 
 # -P: a torch.py or json.py in the user's directory is not what we import.
@@ -70,15 +71,13 @@ class LocalProcess:
         self._socket, theirs = socket.socketpair()
         log.parent.mkdir(parents=True, exist_ok=True)
         with theirs, log.open("ab") as output:
-            self._process = subprocess.Popen(
+            self._process = start_spared(
                 [*PROGRAM, str(theirs.fileno()), str(self.memory.descriptor)],
                 env={**(os.environ if environment is None else environment), CONTROLLER: str(os.getpid())},
                 pass_fds=(theirs.fileno(), self.memory.descriptor),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                # Ctrl-C and the signals of schedulers are the controller's.
-                start_new_session=True,
             )
 
     @property

@@ -24,7 +24,7 @@ from moerl.contract.wire import encode_trajectories
 from moerl.errors import MoerlError, WeightSyncError
 from moerl.processes.channel import receive, send
 from moerl.processes.memory import keep_freed_memory
-from moerl.processes.parent import die_with
+from moerl.processes.parent import CONTROLLER, belong_to
 from moerl.rollout.beside.messages import (
     Abort,
     Answer,
@@ -40,7 +40,6 @@ from moerl.rollout.beside.shared import SharedMemory
 from moerl.rollout.embedded import EmbeddedEngine
 from moerl.rollout.loading import load_sampler
 
-CONTROLLER = "MOERL_CONTROLLER_PID"
 ENGINE_ID = "embedded-0"
 _PATIENCE_SECONDS = 0.005
 """How long the next call of a weight update is waited for before sampling goes on: the trainer waits for the answer to
@@ -48,7 +47,7 @@ each of them, and would wait for a decoding step every time."""
 
 
 def main() -> int:
-    die_with(int(os.environ[CONTROLLER]))
+    belong_to(int(os.environ[CONTROLLER]))
     # Of a library's source, when it is compiled for the first time in a new environment.
     warnings.filterwarnings("ignore", category=SyntaxWarning)
     with socket.socket(fileno=int(sys.argv[1])) as connection, contextlib.suppress(EOFError, BrokenPipeError):

@@ -13,28 +13,23 @@ key that the engine's process made. The connection ends with either side.
 from __future__ import annotations
 
 import asyncio
-import secrets
-import socket
-import struct
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from multiprocessing.connection import Connection
 from typing import Literal
 
 import msgspec
 
 from moerl.errors import WeightSyncError
+from moerl.processes import admission
+from moerl.processes.admission import Admission
 from moerl.rollout.fleet.endpoint import require_private
 from moerl.rollout.fleet.options import EngineOptions
 from moerl.rollout.fleet.receivers import Target
 
-_HANDSHAKE_SECONDS = 10
-"""That a connection has for each message of its handshake. Strangers can connect, too."""
-
-_MAX_HANDSHAKES = 64
-"""At the same time; further connections are closed."""
+_RANK_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,14 +93,9 @@ class Senders:
         self._num_asked = 0
         self._is_complete, self._is_closed = threading.Event(), False
         self._lock = threading.Lock()  # of the connections while they come
-        self._handshakes = threading.Semaphore(_MAX_HANDSHAKES)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, 0), family=family)
-        port = self._listener.getsockname()[1]
-        key = secrets.token_bytes(32)
-        is_alone = len(self._ranks) == 1
+        self._admission = Admission(host, self._keep, _RANK_BYTES)
+        port, key, is_alone = self._admission.port, self._admission.key, len(self._ranks) == 1
         self.introduction = Introduction(host, port, key, options.bucket_bytes, options.keeps_copy, is_alone)
-        threading.Thread(target=self._accept, name="weight-senders", daemon=True).start()
 
     async def ask(self, command: Command) -> list[Reply]:
         """Has all senders do something; their replies in the order of ranks.
@@ -136,56 +126,22 @@ class Senders:
     async def close(self) -> None:
         """Leaves the senders, which leave the servers."""
         self._is_closed = True
-        self._stop_listening()
+        self._admission.close()
         with self._lock:
             for connection in self._connections.values():
                 connection.close()
 
-    def _accept(self) -> None:
-        while not self._is_closed and not self._is_complete.is_set():
-            try:
-                accepted, _ = self._listener.accept()
-            except OSError:  # closed
-                return
-            if not self._handshakes.acquire(blocking=False):
-                accepted.close()
-                continue
-            threading.Thread(target=self._admit, args=(accepted,), name="weight-handshake", daemon=True).start()
-
-    def _admit(self, accepted: socket.socket) -> None:
-        """Keeps the connection of a sender that knows the key and is missing; closes any other."""
-        _set_receive_seconds(accepted, _HANDSHAKE_SECONDS)
-        connection = Connection(accepted.detach())
-        try:
-            deliver_challenge(connection, self.introduction.key)
-            answer_challenge(connection, self.introduction.key)
-            rank = int.from_bytes(connection.recv_bytes(8))
-            self._keep(rank, connection)
-        except (AuthenticationError, OSError, EOFError):  # a stranger, or gone meanwhile
-            connection.close()
-        finally:
-            self._handshakes.release()
-
-    def _keep(self, rank: int, connection: Connection) -> None:
-        """Raises OSError where this rank is not waited for."""
+    def _keep(self, connection: Connection, words: bytes) -> None:
+        """Takes the connection of a sender that is missing. Raises OSError where this rank is not waited for."""
+        rank = int.from_bytes(words)
         with self._lock:
             if self._is_closed or rank not in self._ranks or rank in self._connections:
                 raise ConnectionRefusedError(f"rank {rank} is no sender, or has connected before")
-            with socket.socket(fileno=connection.fileno()) as same:
-                _set_receive_seconds(same, 0)
-                same.detach()
             self._connections[rank] = connection
             if len(self._connections) < len(self._ranks):
                 return
         self._is_complete.set()
-        self._stop_listening()
-
-    def _stop_listening(self) -> None:
-        try:
-            self._listener.shutdown(socket.SHUT_RDWR)  # or `accept` would go on waiting
-        except OSError:  # closed before
-            return
-        self._listener.close()
+        self._admission.close()
 
     def _reply(self, rank: int, command: Command) -> Reply:
         connection = self._connections[rank]
@@ -215,16 +171,13 @@ def connect(introduction: Introduction, rank: int, seconds: float) -> Connection
         WeightSyncError: it does not listen there, or one side does not know the key.
     """
     try:
-        connected = socket.create_connection((introduction.host, introduction.port), timeout=seconds)
-        connected.settimeout(None)
-        connection = Connection(connected.detach())
-        try:
-            answer_challenge(connection, introduction.key)
-            deliver_challenge(connection, introduction.key)
-            connection.send_bytes(rank.to_bytes(8))
-        except BaseException:
-            connection.close()
-            raise
+        return admission.connect(
+            introduction.host,
+            introduction.port,
+            introduction.key,
+            seconds=seconds,
+            words=rank.to_bytes(_RANK_BYTES),
+        )
     except (AuthenticationError, OSError, EOFError) as error:
         raise WeightSyncError(
             f"weight update: rank {rank} cannot reach the engine's process",
@@ -232,9 +185,3 @@ def connect(introduction: Introduction, rank: int, seconds: float) -> Connection
             expected="a connection, and the same key on both sides",
             remedy="see the output of the engine's process",
         ) from error
-    return connection
-
-
-def _set_receive_seconds(connected: socket.socket, seconds: int) -> None:
-    """0 for no limit."""
-    connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))

@@ -27,6 +27,7 @@ from moerl.contract.files import atomic_file, discard
 from moerl.contract.trajectory import MAX_KEPT_IDS
 from moerl.errors import EngineError
 from moerl.http.client import HttpClient, NoAnswerError, Request
+from moerl.processes.spared import start_spared
 from moerl.rollout.fleet.endpoint import Endpoint, require_private, write_endpoint
 from moerl.rollout.sglang.handshake import UNSYNCED
 from moerl.rollout.sglang.install import python_of, site_packages
@@ -35,7 +36,6 @@ from moerl.rollout.sglang.patches import verify_installation
 ENDPOINT_FILE = "server.json"
 OPTIONS_FILE = "options.yaml"
 LOG_FILE = "server.log"
-GRACE_SECONDS = 10.0
 CPU_POOL_TOKENS = 65536
 _POLL_SECONDS = 0.2
 _HEALTH_SECONDS = 5.0
@@ -44,11 +44,16 @@ _RENDEZVOUS = ".rendezvous-"
 _PORT_TAKEN = (b"EADDRINUSE", b"address already in use", b"Address already in use")
 
 # Parent-death signal, then the server's own entry point. A manager that died before the signal was set counts, too.
-# Python 3.10 knows no other way to leave the current directory off the import path.
+# Python 3.10 knows no other way to leave the current directory off the import path. Signals that are blocked by now
+# (`start_spared`) stay ignored, whatever handlers the server wants: its processes inherit that.
 _BOOT = """
 import sys
 sys.path[:] = filter(None, sys.path)
 import ctypes, os, runpy, signal
+spared, handle = signal.pthread_sigmask(signal.SIG_BLOCK, ()), signal.signal
+for number in spared:
+    handle(number, signal.SIG_IGN)
+signal.signal = lambda number, handler: signal.SIG_IGN if number in spared else handle(number, handler)
 if sys.platform == "linux":
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     if os.getppid() != int(sys.argv.pop(1)):
@@ -126,7 +131,7 @@ class SGLangServer:
         with self.log.open("ab") as output:
             self.log.chmod(0o600)
             self._log_start = output.tell()
-            self._process = subprocess.Popen(
+            self._process = start_spared(
                 [*command, "--config", str(folder / OPTIONS_FILE)],
                 env=_environment(options, folder),
                 # Its sockets in the file system, which take pickles, are the owner's alone, too.
@@ -134,8 +139,6 @@ class SGLangServer:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                # A group of its own: all its processes can be ended together, and Ctrl-C does not reach it.
-                start_new_session=True,
             )
         self.endpoint = Endpoint(f"http://{host}:{port}", *keys, pid=self._process.pid)
         write_endpoint(self.endpoint, folder / ENDPOINT_FILE)
@@ -168,12 +171,8 @@ class SGLangServer:
         log = self.log.read_bytes()[self._log_start :]
         return any(text in log for text in _PORT_TAKEN)
 
-    def stop(self, grace_seconds: float = GRACE_SECONDS) -> None:
-        """Ends the server and all its processes: TERM, then KILL after the grace period. Twice does no harm."""
-        # TERM goes to the first process alone, which ends the others; it would take their end for a crash.
-        self._process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(grace_seconds)
+    def stop(self) -> None:
+        """Kills the server and all its processes: there is nothing of theirs to be kept. Twice does no harm."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()

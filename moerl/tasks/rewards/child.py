@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+from moerl.processes.spared import start_spared
 from moerl.tasks.rewards.worker import CALL_BYTES, LENGTH_DIGITS, OUT_OF_MEMORY
 from moerl.telemetry.terminal import ShownLines, excerpt
 
@@ -99,14 +100,13 @@ class RewardChild:
         faults, theirs = os.pipe()
         worker = [sys.executable, "-P", str(_WORKER), str(theirs)]
         # -P keeps the folder of this package off the child's import path.
-        self._process = subprocess.Popen(
+        self._process = start_spared(
             [sys.executable, "-I", "-S", str(_GUARD), str(os.getpid()), str(theirs), str(memory_bytes), *worker],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             bufsize=0,
             cwd=folder,
-            start_new_session=True,
             pass_fds=[theirs],
         )
         os.close(theirs)

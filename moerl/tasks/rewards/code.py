@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moerl.processes.spared import start_spared
 from moerl.tasks.rewards.sandbox import outcomes
 from moerl.tasks.rewards.sandbox.limits import MAX_FILE_BYTES
 
@@ -155,7 +156,7 @@ def _run(outside: Path, files: Sequence[str], seconds: float, memory_bytes: int)
         (outside / "said").open("wb") as stderr,
         open(status, "rb") as begun,
     ):
-        process = subprocess.Popen(
+        process = start_spared(
             [sys.executable, "-I", "-c", _START.format(_ROOT) + "; main(sys.argv[1:])", *words],
             stdin=stdin,
             stdout=stdout,
@@ -163,7 +164,6 @@ def _run(outside: Path, files: Sequence[str], seconds: float, memory_bytes: int)
             cwd=folder,
             env={**_ENVIRONMENT, "TMPDIR": folder, "HOME": folder},
             pass_fds=[theirs],
-            start_new_session=True,
         )
         os.close(theirs)
         try:

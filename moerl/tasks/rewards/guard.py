@@ -7,6 +7,7 @@ PARENT is the process id of the starter, STATUS a descriptor for the process id 
 each process of it may take. The command gets the guard's standard streams, a session of its own, and leaves the guard
 alone. The guard ends when the command ends, at SIGUSR2, when nobody holds the other end of its standard input, or when
 its parent is gone; it kills whatever still runs first, and ends in the way the command did. It hands SIGUSR1 on.
+Signals that were blocked when it started, those to a whole job, leave it alone, and are blocked when COMMAND starts.
 """
 
 from __future__ import annotations
@@ -26,8 +27,6 @@ POLL_MILLISECONDS = 500
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_SPARED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals to a whole job, which is to end in its own time; the parent says when the guard is to end."""
 
 
 def main(arguments: list[str]) -> None:
@@ -36,7 +35,8 @@ def main(arguments: list[str]) -> None:
     command: list[int] = []
     stop: list[int] = []
     wake = _wake_on_signals()
-    for number in (*_SPARED, signal.SIGCHLD):
+    spared = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    for number in (*spared, signal.SIGCHLD):
         signal.signal(number, _nothing)
     signal.signal(signal.SIGUSR2, lambda number, _: stop.append(number))
     signal.signal(signal.SIGUSR1, lambda *_: [_kill(os.kill, pid, signal.SIGUSR1) for pid in command])
@@ -45,6 +45,7 @@ def main(arguments: list[str]) -> None:
     pid = os.fork()
     if pid == 0:
         _become(arguments[3:], guard, memory_bytes)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, spared)
     command.append(pid)
     os.write(status, b"%d\n" % pid)
     # Whoever reads the command's output is to see its end.

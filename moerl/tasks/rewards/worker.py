@@ -241,11 +241,15 @@ def _serve(requests: int, replies: int) -> None:
 
 
 def _be_spared() -> None:
-    """Signals to a whole job do not end this process, but what the function starts, as ever."""
-    spared = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    """Signals to a whole job, which were blocked when this process started, do not end it, but what the function
+    starts, as ever."""
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    # It says where the function is, and that ends nothing.
+    spared = blocked - {signal.SIGUSR1}
     for number in spared:
         signal.signal(number, lambda *_: None)
     os.register_at_fork(after_in_child=lambda: [signal.signal(number, signal.SIG_DFL) for number in spared])
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, blocked)
 
 
 def main(faults: int) -> None:

@@ -17,18 +17,17 @@ from collections.abc import Callable
 from typing import Any
 
 from moerl.processes.channel import receive, send
-from moerl.processes.parent import die_with
+from moerl.processes.parent import CONTROLLER, belong_to
 from moerl.telemetry.trackers.mlflow_tracker import MlflowTracker
 from moerl.telemetry.trackers.tracker import Opening, Tracker
 from moerl.telemetry.trackers.trackio_tracker import TrackioTracker
 from moerl.telemetry.trackers.wandb_tracker import WandbTracker
 
-CONTROLLER = "MOERL_CONTROLLER_PID"
 MAKERS: dict[str, Callable[[], Tracker]] = {"wandb": WandbTracker, "mlflow": MlflowTracker, "trackio": TrackioTracker}
 
 
 def main() -> int:
-    die_with(int(os.environ[CONTROLLER]))
+    belong_to(int(os.environ[CONTROLLER]))
     warnings.filterwarnings("ignore", category=SyntaxWarning)  # of a library that is compiled for the first time
     with socket.socket(fileno=int(sys.argv[2])) as connection, contextlib.suppress(EOFError, BrokenPipeError):
         # Without a controller there is nobody to tell.

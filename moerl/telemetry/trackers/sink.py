@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from moerl.processes.channel import receive, send
+from moerl.processes.parent import CONTROLLER
+from moerl.processes.spared import start_spared
 from moerl.telemetry.metrics import check_metrics
-from moerl.telemetry.trackers.process import CONTROLLER
 from moerl.telemetry.trackers.tracker import Opening
 
 TRACKERS = ("wandb", "mlflow", "trackio")
@@ -66,7 +67,7 @@ class TrackerSink:
         folder.mkdir(parents=True, exist_ok=True)
         self._socket, theirs = socket.socketpair()
         with theirs, self.log.open("ab") as output:
-            self._process = subprocess.Popen(
+            self._process = start_spared(
                 # -P: a module of the current directory does not take the place of a library.
                 [sys.executable, "-P", "-m", "moerl.telemetry.trackers.process", name, str(theirs.fileno())],
                 env={**environment, CONTROLLER: str(os.getpid())},
@@ -74,8 +75,6 @@ class TrackerSink:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                # Ctrl-C and the signals of schedulers are the controller's.
-                start_new_session=True,
             )
         self._opening: Opening | None = opening
 

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Iterator
 
 import pytest
 
-from moerl.config.stop_signals import SIGNALS, StopRequest, stop_signals
+from moerl.config import stop_signals as stop_signals_module
+from moerl.config.stop_signals import GraceOverError, StopRequest, stop_signals
+from moerl.processes.spared import STOP_SIGNALS
 
 
 @pytest.fixture
@@ -18,22 +23,76 @@ def stop() -> Iterator[StopRequest]:
         yield request
 
 
-@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_the_first_signal_is_remembered_and_said(
-    number: signal.Signals, stop: StopRequest, capfd: pytest.CaptureFixture[str]
+    number: signal.Signals, stop: StopRequest, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for each in (number, *(each for each in SIGNALS if each is not signal.SIGINT)):
+    monkeypatch.setattr(stop_signals_module, "TOGETHER_SECONDS", 0.0)
+    for each in (number, *(each for each in STOP_SIGNALS if each is not signal.SIGINT)):
         os.kill(os.getpid(), each)
     assert stop.signal == number.name
     again = " again" if number is signal.SIGINT else ""
     assert capfd.readouterr().err == f"{number.name}: stopping at the next safe point; Ctrl-C{again} stops at once\n"
 
 
-@pytest.mark.parametrize("number", SIGNALS)
-def test_ctrl_c_after_a_signal_stops_at_once(number: signal.Signals, stop: StopRequest) -> None:
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_ctrl_c_after_a_signal_stops_at_once(
+    number: signal.Signals, stop: StopRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stop_signals_module, "TOGETHER_SECONDS", 0.0)
     os.kill(os.getpid(), number)
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize("numbers", [(signal.SIGTERM, signal.SIGINT), (signal.SIGINT, signal.SIGTERM)])
+def test_ctrl_c_together_with_another_signal_is_the_other_signal(
+    numbers: tuple[signal.Signals, ...], stop: StopRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stop_signals_module, "TOGETHER_SECONDS", 600.0)
+    for number in numbers:
+        os.kill(os.getpid(), number)
+    assert stop.signal == "SIGTERM"
+
+
+def test_ctrl_c_twice_stops_at_once_however_fast(stop: StopRequest) -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize("is_told_before", [True, False])
+def test_the_grace_time_begins_with_the_signal_or_when_it_is_known(is_told_before: bool, stop: StopRequest) -> None:
+    def tell() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    handler = signal.getsignal(signal.SIGALRM)
+    if is_told_before:
+        tell()
+    with pytest.raises(GraceOverError), stop.within(0.01):
+        if not is_told_before:
+            tell()
+        threading.Event().wait(60)
+    assert signal.getsignal(signal.SIGALRM) is handler
+    with stop.within(None):
+        assert signal.getsignal(signal.SIGALRM) is handler
+
+
+@pytest.mark.parametrize(("is_told", "status"), [(True, 75), (False, -signal.SIGTERM)])
+def test_a_signal_after_the_end_of_a_run_that_was_told_to_stop_changes_its_status_no_more(
+    is_told: bool, status: int
+) -> None:
+    program = f"""
+import os, signal, sys
+from moerl.config.stop_signals import STOPPED, stop_signals
+with stop_signals(for_good=True):
+    if {is_told}:
+        os.kill(os.getpid(), signal.SIGTERM)
+os.kill(os.getpid(), signal.SIGTERM)
+os.kill(os.getpid(), signal.SIGHUP)
+sys.exit(STOPPED)
+"""
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, check=False).returncode == status
 
 
 def test_work_that_may_be_left_off_ends_at_once(stop: StopRequest) -> None:
@@ -68,7 +127,7 @@ def test_a_signal_that_is_ignored_as_under_nohup_stays_ignored() -> None:
 
 
 def test_afterwards_signals_do_what_they_did() -> None:
-    before = [signal.getsignal(number) for number in SIGNALS]
+    before = [signal.getsignal(number) for number in STOP_SIGNALS]
     with stop_signals():
-        assert [signal.getsignal(number) for number in SIGNALS] != before
-    assert [signal.getsignal(number) for number in SIGNALS] == before
+        assert [signal.getsignal(number) for number in STOP_SIGNALS] != before
+    assert [signal.getsignal(number) for number in STOP_SIGNALS] == before

@@ -16,12 +16,11 @@ from pathlib import Path
 from moerl.contract.commands import Close, Failure, Reply, decode_command, encode
 from moerl.errors import CheckpointError, UnprovedError
 from moerl.processes.channel import receive, send
-from moerl.processes.parent import die_with
-from moerl.ranks.process import CONTROLLER
+from moerl.processes.parent import CONTROLLER, belong_to
 
 
 def main() -> None:
-    die_with(int(os.environ[CONTROLLER]))
+    belong_to(int(os.environ[CONTROLLER]))
     rank = os.environ["RANK"]
     parts = json.loads(Path("fake.json").read_text())
     Path(f"pid-{rank}").write_text(str(os.getpid()))

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from strangers import SAYINGS, calling
 from waiting import eventually
 
 from moerl.errors import WeightSyncError
+from moerl.processes import admission
 from moerl.weights import remote as module
 from moerl.weights.remote import RemoteSink, SinkServer
 
@@ -121,6 +123,30 @@ def test_a_stranger_without_the_key_is_turned_away(sink: FakeSink, server: SinkS
         RemoteSink(replace_key(server))
     RemoteSink(server.address).begin_update(1)
     assert ("begin", 1) in sink.calls
+
+
+@pytest.mark.parametrize("said", SAYINGS.values(), ids=SAYINGS.keys())
+def test_strangers_who_hold_their_connections_keep_no_sender_waiting_and_disturb_no_update(
+    said: bytes, sink: FakeSink, server: SinkServer, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(admission, "HANDSHAKE_SECONDS", 600.0)
+    held: list[RemoteSink] = []
+
+    def update() -> None:
+        held.append(RemoteSink(server.address))
+        held[0].begin_update(1)
+
+    with calling(server.address.host, server.address.port, said, count=20):
+        # A thread: where a stranger is in the way, this waits for ever.
+        threading.Thread(target=update, daemon=True).start()
+        eventually(lambda: sink.calls == [("begin", 1)])
+    with calling(server.address.host, server.address.port, said, count=20) as callers:
+        held[0].receive([("a", torch.ones(2))])
+        held[0].end_update()
+        for caller in callers:
+            caller.close()
+        held[0].verify({"a": 1})
+    assert sink.calls == [("begin", 1), "receive", "end", ("verify", {"a": 1})]
 
 
 def replace_key(server: SinkServer) -> Any:

@@ -27,19 +27,21 @@ with (run_dir / "starts").open("a") as file:
 if words["seed"] == "2":
     print("error: planted\\x1b[2J")
     sys.exit(1)
-if words["seed"] == "9" and not (run_dir / "second").exists():
+if words["seed"] in "89" and not (run_dir / "second").exists():
     (run_dir / "second").touch()
     def stop(number, frame):
         print("stopped by", signal.Signals(number).name, flush=True)
         os._exit(75)
-    signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGINT, lambda *_: print("waits for another", flush=True))
+    def wait(number, frame):
+        print("waits for another", flush=True)
+    signal.signal(signal.SIGTERM, stop if words["seed"] == "9" else wait)
+    signal.signal(signal.SIGINT, wait)
     print("ready", flush=True)
     while True:
         signal.pause()
 (run_dir / "summary.json").write_text("{}")
 """
-"""Fails for seed 2; for seed 9 it waits the first time until it is told to stop, and does not heed Ctrl-C."""
+"""Fails for seed 2; for seed 9 it waits the first time until it is told to stop, for seed 8 until it is killed."""
 PROGRAM = (sys.executable, "-c", CHILD)
 
 
@@ -120,11 +122,12 @@ def test_a_stop_signal_is_passed_on_and_the_sweep_goes_on_later(tmp_path: Path) 
 
 
 def test_ctrl_c_three_times_leaves_no_process(tmp_path: Path) -> None:
-    session = Session(tmp_path, "seed=9,3")
+    session = Session(tmp_path, "seed=8,3")
     host = session.host = Stopping(session, [signal.SIGINT] * 3)
     with pytest.raises(KeyboardInterrupt):
         session.run()
-    assert host.stops == [signal.SIGINT, signal.SIGINT]
+    # Ctrl-C that came to a run, too, would be its second one.
+    assert host.stops == [signal.SIGTERM, signal.SIGINT]
     assert host.ended() == []
     assert session.states() == ["stopped", "waiting"]
 

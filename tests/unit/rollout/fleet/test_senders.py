@@ -12,11 +12,13 @@ from functools import partial
 import pytest
 import torch
 from fleet_fake import FLOAT32, FakeLauncher, FakeServer, Network, options
+from strangers import SAYINGS, calling
 from torch import Tensor
 from waiting import eventually
 
 from moerl.errors import EngineError, WeightSyncError
 from moerl.kernels.checksum import checksums
+from moerl.processes import admission
 from moerl.rollout.fleet import senders
 from moerl.rollout.fleet.engine import FleetEngine
 from moerl.rollout.fleet.senders import Command, Introduction, Reply, Senders
@@ -332,15 +334,13 @@ def test_strangers_are_turned_away_and_senders_still_come_in(one: Senders, shard
         assert [set(reply.checksums) for reply in ask(one, Command("take", version=3))] == [set()]
 
 
-def test_no_more_strangers_than_a_few_are_heard_at_once(one: Senders, shard_sender, monkeypatch):
-    known, silent = one.introduction, threading.Semaphore(1)
-    monkeypatch.setattr(one, "_handshakes", silent)
-    with socket.create_connection((known.host, known.port)):
-        eventually(lambda: silent._value == 0)
-        with pytest.raises(WeightSyncError, match="cannot reach"):
-            shard_sender(known)
-    eventually(lambda: silent._value == 1)
-    shard_sender(known)
+@pytest.mark.parametrize("said", SAYINGS.values(), ids=SAYINGS.keys())
+def test_many_strangers_keep_no_sender_out(said: bytes, one: Senders, shard_sender, monkeypatch):
+    monkeypatch.setattr(admission, "HANDSHAKE_SECONDS", 600.0)
+    known = one.introduction
+    with calling(known.host, known.port, said, count=100):
+        shard_sender(known).begin_update(3)
+        assert [set(reply.checksums) for reply in ask(one, Command("take", version=3))] == [set()]
 
 
 def test_senders_are_listened_for_at_private_addresses_alone():

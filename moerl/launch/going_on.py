@@ -1,0 +1,28 @@
+"""What a run directory says of going on with its run. Torch-free, and quick to import: every command does."""
+
+from __future__ import annotations
+
+import shlex
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from moerl.config.schema import RunConfig
+
+
+def is_finished(config: RunConfig) -> bool:
+    """Returns True where there is nothing left to do. A run writes its summary last, and removes it where it goes on
+    after all."""
+    return (config.run_dir / "summary.json").exists()
+
+
+def can_go_on(config: RunConfig) -> bool:
+    """Returns True where a checkpoint was written."""
+    from moerl.trainer.checkpoint import CHECKPOINTS, checkpoint_names
+
+    return bool(checkpoint_names(config.run_dir / CHECKPOINTS))
+
+
+def how_to_go_on(command: str, config: RunConfig) -> str:
+    """Returns the command line that goes on with the run."""
+    line = f"moerl {command} {shlex.quote(f'resume={config.run_dir}')}"
+    return f"go on from the last checkpoint: {line}" if can_go_on(config) else f"go on, nothing was saved yet: {line}"

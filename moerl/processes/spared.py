@@ -1,0 +1,48 @@
+"""Stop signals are the controller's alone: systemd, srun, scancel and every other stop of a cgroup send them to all
+processes of a run at once, and a child that died of one would fail the run before its checkpoint is written.
+
+So whatever a run waits for is started by `start_spared`. It ends when the controller says so, or with the controller.
+Standard library alone.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from collections.abc import Sequence
+from typing import Any, cast
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
+"""Ctrl-C, and what schedulers send before they kill."""
+
+
+def start_spared(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+    """Starts a child that stop signals do not reach from its first instruction on: they are blocked, and its session
+    is not that of the terminal. What it starts inherits both.
+
+    A script that cannot import this module learns from its signal mask which signals are meant.
+
+    Args:
+        options: those of `subprocess.Popen`.
+    """
+    process: subprocess.Popen[bytes] | None = None
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        process = cast("subprocess.Popen[bytes]", subprocess.Popen(list(command), start_new_session=True, **options))
+        return process
+    finally:
+        try:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        except BaseException:
+            # The handler of a signal that came meanwhile has raised: nobody gets to know the child.
+            if process is not None:
+                process.kill()
+                process.wait()
+            raise
+
+
+def ignore_stop_signals() -> None:
+    """Ignores stop signals in this process and in what it starts. Blocked ones alone would come in a library that
+    changes the mask, as Python's `multiprocessing` does. Call from the main thread."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)

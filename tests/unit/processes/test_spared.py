@@ -1,0 +1,242 @@
+"""Stop signals to all processes of a run end none of its children, from their first instruction on."""
+
+from __future__ import annotations
+
+import ast
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_sinks import make_sink, told
+from process_tree import descendants
+from used_names import places_of, used_names
+from waiting import eventually, is_alive
+
+from moerl.processes.spared import STOP_SIGNALS, start_spared
+from moerl.ranks.child import PROGRAM, Child
+from moerl.rollout.beside.local import LocalProcess, dismiss
+from moerl.rollout.sglang import server as sglang
+from moerl.tasks.rewards.child import RewardChild
+from moerl.tasks.rewards.code import run_program
+from moerl.telemetry.terminal import ShownLines
+
+# --- where children are started -------------------------------------------------------------------------------------
+
+NOT_SPARED = {
+    "processes/spared.py": "start_spared itself",
+    "launch/doctor/accelerators.py": "probes of `moerl doctor`, which is no run",
+    "launch/slurm/submit.py": "commands of `moerl launch slurm`, which is no run",
+    "launch/sweeps/hosts.py": "a whole `moerl train`, which takes stop signals as one that a user starts",
+    "rollout/sglang/install.py": "commands of an installation, which no run waits for",
+    "tasks/rewards/guard.py": "the fork of a guard, which is spared, before it becomes its worker",
+}
+"""Files that start processes by other means, and why they may."""
+
+STARTS = {
+    *(f"subprocess.{name}" for name in ("Popen", "run", "call", "check_call", "check_output", "getoutput")),
+    *(f"os.{name}" for name in ("fork", "forkpty", "system", "popen", "posix_spawn", "posix_spawnp", "spawnv")),
+    *(f"os.{name}" for name in ("execv", "execve", "execvp", "execvpe", "execl", "execlp")),
+    *("multiprocessing.Process", "multiprocessing.Pool", "multiprocessing.get_context", "pty.spawn"),
+    *("concurrent.futures.ProcessPoolExecutor", "asyncio.create_subprocess_exec", "asyncio.create_subprocess_shell"),
+    *("torch.multiprocessing.spawn", "torch.multiprocessing.Process", "torch.multiprocessing.get_context"),
+}
+
+
+def test_every_process_is_started_so_that_stop_signals_spare_it_or_says_why_not() -> None:
+    assert places_of(STARTS) == NOT_SPARED.keys()
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import subprocess\nsubprocess.run([])",
+        "import subprocess as s\ns.Popen([])",
+        "from subprocess import Popen as p\np([])",
+        "import concurrent.futures\nconcurrent.futures.ProcessPoolExecutor()",
+        "from os import fork\nfork()",
+    ],
+)
+def test_a_start_is_found_however_it_is_written(program: str) -> None:
+    assert used_names(ast.parse(program)) & STARTS
+
+
+def test_a_signal_that_ends_the_start_of_a_child_ends_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    class Told(subprocess.Popen[bytes]):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            started.append(self)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def stop(number: int, frame: object) -> None:
+        raise InterruptedError
+
+    monkeypatch.setattr(subprocess, "Popen", Told)
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        with pytest.raises(InterruptedError):
+            start_spared(["sleep", "600"])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert [child.returncode for child in started] == [-signal.SIGKILL]
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+# --- each kind of child ---------------------------------------------------------------------------------------------
+
+KINDS = {
+    "ranks/child.py": "test_a_rank_is_spared",
+    "rollout/beside/local.py": "test_an_engine_of_its_own_is_spared",
+    "rollout/sglang/server.py": "test_a_server_is_spared_with_its_processes_whatever_handlers_it_sets",
+    "tasks/rewards/child.py": "test_a_reward_is_spared_and_what_it_starts_is_not",
+    "tasks/rewards/code.py": "test_a_program_that_is_scored_is_spared",
+    "telemetry/trackers/sink.py": "test_a_tracker_is_spared",
+}
+"""Files that start children, and the tests below of the programs that these are."""
+
+
+def test_every_kind_of_child_has_its_test() -> None:
+    assert places_of({"moerl.processes.spared.start_spared"}) == KINDS.keys()
+    assert set(KINDS.values()) <= globals().keys()
+
+
+@contextmanager
+def signals_to_children() -> Iterator[None]:
+    """Sends all stop signals to all processes that are started meanwhile, again and again."""
+    before, is_over = {*descendants(os.getpid())}, threading.Event()
+
+    def tell() -> None:
+        while not is_over.wait(0.02):
+            for pid in [*descendants(os.getpid())]:
+                for number in () if pid in before else STOP_SIGNALS:
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, number)
+
+    thread = threading.Thread(target=tell)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def signals_of(pid: int, field: str) -> set[int]:
+    """Numbers in SigIgn (ignored) or SigBlk (blocked) of a process."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    mask = int(next(line.split()[1] for line in lines if line.startswith(f"{field}:")), 16)
+    return {number for number in range(1, 65) if mask >> (number - 1) & 1}
+
+
+def ignores_all(pid: int) -> bool:
+    assert is_alive(pid)
+    return signals_of(pid, "SigIgn") >= {*STOP_SIGNALS}
+
+
+def test_a_rank_is_spared(tmp_path: Path) -> None:
+    with signals_to_children():
+        child = Child(PROGRAM, os.environ, tmp_path / "log")
+        eventually(lambda: ignores_all(child.process.pid), 60)
+    child.end()
+    assert not (tmp_path / "log").exists()
+
+
+@pytest.mark.slow
+def test_an_engine_of_its_own_is_spared(tmp_path: Path) -> None:
+    with signals_to_children():
+        process = LocalProcess(tmp_path / "log")
+        eventually(lambda: ignores_all(process.pid), 60)
+        dismiss(process)
+    assert "it ended with status 0" in process.describe_end()
+
+
+def test_a_tracker_is_spared(tmp_path: Path) -> None:
+    with signals_to_children():
+        sink = make_sink(tmp_path)
+        sink.open()
+        sink.write("rl", 1, {"reward/mean": 0.5})
+        sink.close()
+    assert told(tmp_path, "finished") == [0]
+
+
+STARTS_ONE = """
+import os, subprocess, sys
+
+def score(row, response):
+    if row["fork"]:
+        pid = os.fork()
+        if not pid:
+            os.execlp("sleep", "sleep", "600")
+    else:
+        pid = subprocess.Popen(["sleep", "600"]).pid
+    return float(pid)
+"""
+
+
+@pytest.mark.parametrize("fork", [True, False])
+def test_a_reward_is_spared_and_what_it_starts_is_not(fork: bool, tmp_path: Path) -> None:
+    (tmp_path / "starts_one.py").write_text(STARTS_ONE)
+    with signals_to_children():
+        child = RewardChild(1 << 32, ShownLines(""), tmp_path)
+        hello = {"function": "starts_one:score", "sys_path": [*sys.path, str(tmp_path)]}
+        assert child.ask(hello, 60.0) == {"ready": True}
+    try:
+        reply = child.ask({"rows": [{"fork": fork}], "responses": ["x"]}, 60.0)
+        pid = int(reply["results"][0]["rewards"]["reward"])
+        eventually(lambda: Path(f"/proc/{pid}/comm").read_text() == "sleep\n")
+        assert not signals_of(pid, "SigIgn") & {*STOP_SIGNALS}
+        assert not signals_of(pid, "SigBlk") & {*STOP_SIGNALS}
+    finally:
+        child.kill()
+
+
+def test_a_program_that_is_scored_is_spared() -> None:
+    with signals_to_children():
+        done = run_program("import time\ntime.sleep(1)\nprint('done')", "", 30.0, 1 << 30)
+    assert (done.outcome, done.output) == ("passed", "done\n")
+
+
+FAKE_SERVER = """
+import asyncio, multiprocessing, os, signal, sys, threading, time
+
+def serve():
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: os._exit(3))
+
+async def run():
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, os._exit, 4)
+    open("ready", "w").close()
+    await asyncio.sleep(600)
+
+def work():
+    time.sleep(600)
+
+if __name__ == "__main__":
+    # Starts multiprocessing's tracker of resources, which unblocks signals.
+    multiprocessing.get_context("spawn").Process(target=work, daemon=True).start()
+    serve()
+    asyncio.run(run())
+"""
+
+
+def test_a_server_is_spared_with_its_processes_whatever_handlers_it_sets(tmp_path: Path) -> None:
+    (tmp_path / "sglang").mkdir()
+    (tmp_path / "sglang" / "launch_server.py").write_text(FAKE_SERVER)
+    command = [sys.executable, "-c", sglang._BOOT, str(os.getpid())]
+    with signals_to_children():
+        server = start_spared(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)})
+        eventually(lambda: (tmp_path / "ready").exists() or server.poll() is not None)
+        assert server.poll() is None
+        scheduler = [*descendants(server.pid)]
+        assert len(scheduler) == 2
+        eventually(lambda: all(ignores_all(pid) for pid in (server.pid, scheduler[-1])))
+    server.kill()
+    server.wait()
