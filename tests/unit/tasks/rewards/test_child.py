@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -82,6 +84,46 @@ def test_everything_ends_when_the_run_is_killed(tmp_path: Path):
         run.kill()
     for pid in pids:
         eventually(lambda pid=pid: not is_alive(pid))
+
+
+DAEMON = """
+import os, time
+
+def leave(row, response):
+    # A daemon by the book: its parent ends at once, and it has a session and an environment of its own.
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            os.execve("/bin/sleep", ["sleep", "3600"], {})
+        os._exit(0)
+    os.wait()
+    return 1.0
+"""
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def children_of(pid: int) -> list[int]:
+    found = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return [each for each in found if is_alive(each) and parent_of(each) == pid]
+    return children_of(pid)
+
+
+@pytest.mark.parametrize("which", ["that the run started", "that watches the function"])
+def test_a_daemon_ends_when_a_guard_is_killed(start: Start, tmp_path: Path, which: str):
+    (tmp_path / "daemon.py").write_text(DAEMON)
+    process = start("daemon:leave")
+    process.score({}, "x")
+    [guard] = [each for each in children_of(os.getpid()) if b"guard.py" in Path(f"/proc/{each}/cmdline").read_bytes()]
+    below = [pid for child in children_of(guard) for pid in (child, *children_of(child))]
+    assert any(b"sleep" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in below)
+    killed = guard if which == "that the run started" else parent_of(max(below))
+    os.kill(killed, signal.SIGKILL)
+    process.close()
+    assert not any(is_alive(pid) for pid in below)
 
 
 # --- replies ---------------------------------------------------------------------------------------------------------
