@@ -22,6 +22,7 @@ from moerl.contract.files import writing
 from moerl.contract.trajectory import ModelSpec, Trajectory
 from moerl.contract.wire import decode_trajectories, encode_trajectories
 from moerl.errors import ContractError, MoerlError
+from moerl.reading import open_regular
 
 _PREFIX = struct.Struct("<4sIIQ")
 _CRC = struct.Struct("<I")
@@ -125,7 +126,8 @@ class Journal:
             self._file = None
 
     def _read(self, path: Path) -> Iterator[FinishedGroup]:
-        data = path.read_bytes()
+        with open_regular(path) as file:
+            data = file.read()
         at = 0
         while at < len(data):
             start = at + _PREFIX.size + _CRC.size

@@ -16,6 +16,7 @@ from moerl.config.model_files import stored_tensors
 from moerl.config.model_tensors import SCALES, is_bypassed
 from moerl.contract.files import sync
 from moerl.contract.sealed import SEAL, seal
+from moerl.reading import read_json
 from moerl.trainer.tensors import bypassed_tensors
 
 
@@ -47,7 +48,7 @@ def write_model(folder: Path, like: Path, tensors: Iterable[tuple[str, Tensor]])
             shutil.copy2(file, partial / file.name)
     # Gate and up projections are views of one tensor; each file entry needs storage of its own.
     weights = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors}
-    config = json.loads((partial / "config.json").read_text())
+    config = read_json(partial / "config.json")
     dtype = next(iter(weights.values())).dtype
     weights |= dict(bypassed_tensors(like, config))
     save_torch_state_dict(weights, partial)

@@ -25,6 +25,7 @@ from typing import Any
 
 from moerl.config.stop_signals import STOPPED
 from moerl.errors import MoerlError
+from moerl.reading import read_text
 from moerl.trainer.checkpoint import CHECKPOINTS, checkpoint_names
 
 FOLDER = "slurm"
@@ -126,11 +127,11 @@ def _rows(file: Path) -> list[dict[str, Any]]:
     if not file.exists():
         return []
     try:
-        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        rows = [json.loads(line) for line in read_text(file).splitlines()]
         for row in rows:
             if row["event"] not in ("begin", "end") or int(row["attempt"]) < 1 or not isinstance(row["job"], str):
                 raise ValueError(f"event {row['event']!r}, attempt {row['attempt']!r}")
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise MoerlError(
             f"{file} cannot be read",
             seen=f"{type(error).__name__}: {error}",
