@@ -25,6 +25,7 @@ from moerl.contract.frame import is_whole
 from moerl.contract.trajectory import ModelSpec, Trajectory
 from moerl.contract.wire import decode_trajectories, encode_trajectories
 from moerl.errors import ContractError, MoerlError, undoing
+from moerl.reading import open_regular
 
 _PREFIX = struct.Struct("<4sIIQ")
 _CRC = struct.Struct("<I")
@@ -115,8 +116,8 @@ class Journal:
         found: dict[int, FinishedGroup] = {}
         self.torn_bytes = 0
         for path in sorted(self._folder.glob("*.journal")):
-            with reading(path):
-                data = path.read_bytes()
+            with reading(path), open_regular(path) as file:
+                data = file.read()
             num_whole = 0
             for record in _records(path, data):
                 group = self._group(path, record)
@@ -165,7 +166,8 @@ class Journal:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         with undoing(lambda: os.close(file)):
-            data = path.read_bytes()
+            with open_regular(path) as reader:
+                data = reader.read()
             end = max((record.end for record in _records(path, data)), default=0)
             cut_back(file, len(data), end)
         return file

@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from moerl.errors import ConfigError
+from moerl.reading import open_regular, read_json
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the format."""
+
+MAX_TOKENIZER_BYTES = 1 << 28
+"""Largest file of a tokenizer. A vocabulary of 260,000 tokens takes 35 MB."""
 
 _ELEMENT_BYTES = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0"), 1),
@@ -85,8 +90,8 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         ConfigError: it is cut, longer, or no safetensors file.
     """
     try:
-        size = file.stat().st_size
-        with file.open("rb") as opened:
+        with open_regular(file) as opened:
+            size = os.fstat(opened.fileno()).st_size
             start = opened.read(8)
             num_bytes = int.from_bytes(start, "little")
             if _LFS_POINTER.startswith(start) and start:
@@ -124,8 +129,8 @@ def check_tokenizer(folder: Path) -> None:
         )
     for name in ("tokenizer.json", "tokenizer_config.json"):
         try:
-            content = json.loads((folder / name).read_bytes()) if (folder / name).exists() else {}
-        except (OSError, ValueError, RecursionError) as error:
+            content = read_json(folder / name, MAX_TOKENIZER_BYTES) if (folder / name).exists() else {}
+        except (OSError, ValueError) as error:
             raise _broken(folder / name, error, "a JSON object") from error
         if not isinstance(content, dict):
             raise _broken(folder / name, f"a JSON {type(content).__name__}", "a JSON object")
@@ -172,8 +177,8 @@ def _only_file(folder: Path) -> Path:
 
 def _read_index(index: Path) -> Mapping[str, str]:
     try:
-        content = json.loads(index.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        content = read_json(index)
+    except (OSError, ValueError) as error:
         raise _broken(index, error, "a JSON object") from error
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:

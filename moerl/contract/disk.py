@@ -1,13 +1,14 @@
 """Parquet dumps: trajectories for people, reports and debug replay; one row per trajectory.
 
-With `dump_columns` the only module of the contract that needs pyarrow. Columns are flat and typed, so that pandas and
-DuckDB read them without moerl; reading them back with moerl is exact: the whole file is under a digest
+With `dump_columns` and `parquet` the only modules of the contract that need pyarrow. Columns are flat and typed, so
+that pandas and DuckDB read them without moerl; reading them back with moerl is exact: the whole file is under a digest
 (`moerl.contract.seals`), pages have checksums of their own, and every invariant is checked again. Trusted with nothing:
 a dump is data, never code.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,8 @@ from moerl.contract.dump_columns import (
     check_columns,
 )
 from moerl.contract.files import atomic_file
-from moerl.contract.footers import Footer, read_footer
+from moerl.contract.footers import Footer, measured_footer, read_footer
+from moerl.contract.parquet import most_bytes, opened
 from moerl.contract.reasons import Reason
 from moerl.contract.trajectory import (
     FinishReason,
@@ -47,6 +49,7 @@ from moerl.contract.trajectory import (
     TurnKind,
 )
 from moerl.errors import ContractError
+from moerl.reading import open_regular
 
 MAX_DUMP_BYTES = 64 << 30
 """Largest dump that is read, as a file and decoded."""
@@ -110,7 +113,8 @@ def read_parquet(path: Path | str, *, max_bytes: int = MAX_DUMP_BYTES) -> list[T
     """The trajectories of a dump, exact and checked again.
 
     Args:
-        max_bytes: The most to accept, as a file and decoded; reading takes at most four times as much.
+        max_bytes: The most to accept, as a file and decoded; reading takes at most four times as much. A small file
+            may not decode to as much (`moerl.contract.parquet`).
 
     Raises:
         ContractError: `file_corrupt`, `file_too_large`, `schema_version_unknown`, columns that are not those of a
@@ -119,14 +123,14 @@ def read_parquet(path: Path | str, *, max_bytes: int = MAX_DUMP_BYTES) -> list[T
     """
     try:
         data = _read_bytes(Path(path), max_bytes)
-        footer = read_footer(data)
-        _check_version(footer)
+        _check_version(read_footer(data))
         if not seals.is_sealed(data):
             raise _corrupt(path, "a digest that does not fit the file")
-        _check_sizes(footer, max_bytes)
-        with pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True) as file:
-            check_columns(file.schema_arrow)
-            return [t for group in range(file.num_row_groups) for t in _read_group(file, group)]
+        stream = pa.BufferReader(data)
+        _check_sizes(measured_footer(stream), min(max_bytes, most_bytes(len(data))))
+        file = opened(stream)
+        check_columns(file.schema_arrow)
+        return [t for group in range(file.num_row_groups) for t in _read_group(file, group)]
     except (pa.ArrowException, OSError, ValueError) as error:
         if isinstance(error, FileNotFoundError):
             raise
@@ -134,10 +138,11 @@ def read_parquet(path: Path | str, *, max_bytes: int = MAX_DUMP_BYTES) -> list[T
 
 
 def _read_bytes(path: Path, max_bytes: int) -> bytes:
-    size = path.stat().st_size
-    if size > max_bytes:
-        raise _too_large(f"a file of {size} bytes", max_bytes)
-    return path.read_bytes()
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > max_bytes:
+            raise _too_large(f"a file of {size} bytes", max_bytes)
+        return file.read()
 
 
 def _corrupt(where: object, seen: object) -> ContractError:
@@ -178,7 +183,8 @@ def _check_sizes(footer: Footer, max_bytes: int) -> None:
     for group in footer.row_groups:
         for column in group.columns:
             known = _ENCODINGS if column.physical_type == _TEXT_TYPE else _NUMBER_ENCODINGS
-            if column.physical_type not in _VALUE_BYTES or not column.encodings.issubset(known.values()):
+            is_ours = column.physical_type in _VALUE_BYTES and column.encodings.issubset(known.values())
+            if not is_ours or (column.is_text and column.coded_values):
                 raise _corrupt(column.path, "types or encodings of another writer")
             if column.num_values < group.num_rows:
                 raise _corrupt(column.path, f"{column.num_values} values in {group.num_rows} rows")

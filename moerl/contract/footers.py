@@ -1,32 +1,62 @@
-"""What a Parquet file says of itself, read before pyarrow sees the file: rows, sizes and encodings of its columns.
+"""What a Parquet file says of itself, read before pyarrow sees the file: rows, sizes and encodings of its columns, and
+sizes of its pages.
 
 pyarrow ends the process where some fields of a column's metadata contradict each other, and builds hundreds of bytes
 for each. So the footer is read here first, with a bound on its values. It is a struct in Thrift's compact protocol; the
-numbers of fields are those of `parquet.thrift`. Any process; no pyarrow.
+numbers of fields are those of `parquet.thrift`. Headers of pages are read, too, without unpacking a page: what a
+column takes in memory is what its pages say, for pyarrow makes room for it. Any process; no pyarrow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, BinaryIO
 
 MAX_VALUES = 1 << 20
 """Most fields and elements of a footer. A row group of ours has about two thousand."""
 
+_MAX_FOOTER_BYTES = 64 << 20
+_MAX_HEADER_BYTES = 16 << 20
+"""Of a page. pyarrow's limit; it holds two values of the column."""
+_FIRST_BYTES = 4096
+"""Read of a header at first; few are longer."""
+
 _MAX_DEPTH = 16
+_BYTE_ARRAY, _FIXED = 6, 7
+_DECIMAL, _LOGICAL_DECIMAL, _DECIMAL_BYTES = 5, 5, 32
+_DATA_PAGES = {0: (5, 2), 3: (8, 4)}
+"""Kinds of data pages, with the field of a page's header that is theirs, and its field of the encoding."""
+_DICTIONARY_PAGE = 2
+_CODED = (2, 8)
+"""Encodings that give a value by its number in the dictionary."""
+
 _STOP, _TRUE, _FALSE, _BYTE, _SHORT, _LONG, _DOUBLE, _BINARY, _LIST, _SET, _STRUCT = 0, 1, 2, 3, 4, 6, 7, 8, 9, 10, 12
 
 
 @dataclass(frozen=True, slots=True)
 class ColumnChunk:
-    """A column of a row group. physical_type, encodings: as numbered by Parquet. num_values: of leaves, nulls too."""
+    """A column of a row group. physical_type, encodings: as numbered by Parquet. num_values: of leaves, nulls too.
+
+    root: name of the column of the table that it is a part of. is_text: of texts or bytes of any length. width: bytes
+    of a value if all take the same and it is no plain number, else 0. start, packed_bytes: its pages in the file.
+    coded_values, dictionary_bytes: how many values its pages give by number, and the size of the dictionary; 0 in a
+    footer that was not measured.
+    """
 
     path: str
+    root: str
     physical_type: int
+    is_text: bool
+    width: int
     encodings: frozenset[int]
     num_values: int
     uncompressed_bytes: int
+    start: int
+    packed_bytes: int
+    coded_values: int = 0
+    dictionary_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,27 +85,107 @@ def read_footer(data: bytes) -> Footer:
         raise ValueError("no Parquet file")
     try:
         file = _Thrift(data[-8 - size : -8]).struct(0)
+        leaves = [each for each in _structs(file.get(2, [])) if 1 in each]
         return Footer(
             num_rows=_integer(file[3]),
-            row_groups=tuple(_row_group(each) for each in _structs(file[4])),
+            row_groups=tuple(_row_group(each, leaves) for each in _structs(file[4])),
             metadata={_bytes(each[1]): _bytes(each.get(2, b"")) for each in _structs(file.get(5, []))},
         )
     except (KeyError, IndexError) as error:
         raise ValueError(f"the footer lacks {error}") from error
 
 
-def _row_group(fields: dict[int, Any]) -> RowGroup:
-    return RowGroup(_integer(fields[3]), tuple(_column_chunk(each[3]) for each in _structs(fields[1])))
+def measured_footer(stream: BinaryIO) -> Footer:
+    """Reads the footer of a Parquet file, and takes for the size of a column that of its pages if that is larger.
+
+    Raises:
+        ValueError: as `read_footer`, or the pages or row groups are not those that the footer tells of.
+    """
+    size = stream.seek(0, os.SEEK_END)
+    stream.seek(max(0, size - 8))
+    length = int.from_bytes(stream.read(8)[:4], "little")
+    if length + 12 > size or length > _MAX_FOOTER_BYTES:
+        raise ValueError(f"a footer of {length} bytes in a file of {size}")
+    stream.seek(0)
+    start = stream.read(4)
+    stream.seek(size - 8 - length)
+    footer = read_footer(start + stream.read(length + 8))
+    if sum(group.num_rows for group in footer.row_groups) != footer.num_rows:
+        raise ValueError("row groups do not add up to the rows")
+    groups = tuple(
+        RowGroup(group.num_rows, tuple(_measured(stream, column, size) for column in group.columns))
+        for group in footer.row_groups
+    )
+    return replace(footer, row_groups=groups)
 
 
-def _column_chunk(fields: Any) -> ColumnChunk:
+def _measured(stream: BinaryIO, column: ColumnChunk, file_bytes: int) -> ColumnChunk:
+    """Looks at the headers of all pages that pyarrow would read."""
+    at, end = column.start, column.start + column.packed_bytes
+    if end > file_bytes:
+        raise ValueError(f"the pages of {column.path} end behind the file")
+    num_values = coded_values = unpacked = dictionary = 0
+    try:
+        while num_values < column.num_values:
+            header, header_bytes = _page_header(stream, at, end)
+            kind, page_bytes = _integer(header[1]), _integer(header[2])
+            unpacked += page_bytes
+            at += header_bytes + _integer(header[3])
+            if kind in _DATA_PAGES:
+                field, encoding = _DATA_PAGES[kind]
+                (data,) = _structs([header[field]])
+                values = _integer(data[1])
+                num_values += values
+                coded_values += values if _integer(data[encoding]) in _CODED else 0
+            elif kind == _DICTIONARY_PAGE:
+                dictionary = page_bytes
+    except (KeyError, IndexError) as error:
+        raise ValueError(f"a page of {column.path} is damaged, or there are too few: lacks {error}") from error
+    return replace(
+        column,
+        num_values=num_values,
+        uncompressed_bytes=max(unpacked, column.uncompressed_bytes),
+        coded_values=coded_values,
+        dictionary_bytes=dictionary,
+    )
+
+
+def _page_header(stream: BinaryIO, at: int, end: int) -> tuple[dict[int, Any], int]:
+    """The header at a byte of the file, and how many bytes it takes."""
+    for most in (_FIRST_BYTES, _MAX_HEADER_BYTES):
+        stream.seek(at)
+        thrift = _Thrift(stream.read(min(most, end - at)))
+        try:
+            return thrift.struct(0), thrift.at
+        except (IndexError, ValueError):
+            if most == _MAX_HEADER_BYTES or most >= end - at:
+                raise
+    raise AssertionError("the last try returns or raises")
+
+
+def _row_group(fields: dict[int, Any], leaves: Sequence[dict[int, Any]]) -> RowGroup:
+    columns = [each[3] for each in _structs(fields[1])]
+    if len(columns) != len(leaves):
+        raise ValueError(f"the footer has {len(columns)} columns in a row group, and {len(leaves)} in its schema")
+    return RowGroup(_integer(fields[3]), tuple(map(_column_chunk, columns, leaves)))
+
+
+def _column_chunk(fields: Any, leaf: dict[int, Any]) -> ColumnChunk:
     (fields,) = _structs([fields])
+    path = [_bytes(name).decode() for name in _list(fields[3])]
+    decimal = leaf.get(6) == _DECIMAL or (type(logical := leaf.get(10)) is dict and _LOGICAL_DECIMAL in logical)
+    kind, pages, dictionary = _integer(fields[1]), _integer(fields[9]), _integer(fields.get(11, 0))
     return ColumnChunk(
-        path=".".join(_bytes(name).decode() for name in _list(fields[3])),
-        physical_type=_integer(fields[1]),
+        path=".".join(path),
+        root=path[0],
+        physical_type=kind,
+        is_text=kind == _BYTE_ARRAY and not decimal,
+        width=_DECIMAL_BYTES if decimal else _integer(leaf[2]) if kind == _FIXED else 0,
         encodings=frozenset(_integer(each) for each in _list(fields[2])),
         num_values=_integer(fields[5]),
         uncompressed_bytes=_integer(fields[6]),
+        start=dictionary if 0 < dictionary < pages else pages,
+        packed_bytes=_integer(fields[7]),
     )
 
 
@@ -109,7 +219,7 @@ class _Thrift:
 
     def __init__(self, data: bytes) -> None:
         self._data = data
-        self._at = 0
+        self.at = 0
         self._left = MAX_VALUES
 
     def struct(self, depth: int) -> dict[int, Any]:
@@ -144,15 +254,15 @@ class _Thrift:
         raise ValueError(f"the footer has a value of kind {kind}")
 
     def _byte(self) -> int:
-        byte = self._data[self._at]
-        self._at += 1
+        byte = self._data[self.at]
+        self.at += 1
         return byte
 
     def _take(self, size: int) -> bytes:
-        taken = self._data[self._at : self._at + size]
+        taken = self._data[self.at : self.at + size]
         if len(taken) != size:
             raise ValueError("the footer ends too early")
-        self._at += size
+        self.at += size
         return taken
 
     def _varint(self) -> int:

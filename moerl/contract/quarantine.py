@@ -29,6 +29,7 @@ from moerl.contract.reasons import Reason
 from moerl.contract.trajectory import Lineage, ModelSpec, Trajectory
 from moerl.contract.wire import check_spec_agrees, decode_records
 from moerl.errors import ContractError
+from moerl.reading import open_regular, read_json
 
 _FIELDS = {field.name: field for field in dataclasses.fields(Trajectory)}
 _REQUIRED = tuple(
@@ -276,8 +277,9 @@ class Quarantine:
 
 def read_quarantined(folder: Path) -> tuple[dict[str, Any], Any]:
     """One refused record: its `record.json`, and its content with arrays restored (bytes for a frame)."""
-    why = json.loads((folder / "record.json").read_bytes())
-    content = (folder / why["content"]).read_bytes()
+    why = read_json(folder / "record.json")
+    with open_regular(folder / why["content"]) as file:
+        content = file.read()
     if why["content"] == "frame.bin":
         return why, content
     return why, from_plain(msgspec.msgpack.decode(content))

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from moerl.contract.files import hash_file, sync
+from moerl.reading import read_file
 
 SEAL = "moerl_files.json"
 """The list: name -> bytes and BLAKE2b hash of every file."""
@@ -54,7 +55,7 @@ def _find_damage(folder: Path) -> str | None:
     if not file.is_file() or file.stat().st_size > MAX_SEAL_BYTES:
         return f"no {SEAL}"
     try:
-        listed = msgspec.json.decode(file.read_bytes(), type=_Seal).files
+        listed = msgspec.json.decode(read_file(file, MAX_SEAL_BYTES), type=_Seal).files
     except (msgspec.DecodeError, RecursionError) as error:
         return f"{SEAL} cannot be read ({error})"
     paths = {name: folder / name for name in listed}

@@ -1,15 +1,18 @@
 """One run directory, one run: a lock that the kernel releases however its holder ends. Torch-free.
 
 The process that a user started holds it, and hands it on to its ranks: the directory is free when all of them are gone.
+Whoever can open a file can hold its lock, for reading too; so the file is its owner's alone (mode 0600).
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
 import socket
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +26,8 @@ WAIT_SECONDS = 0.5
 LEAVING_SECONDS = 10.0
 """Time that ranks get to be gone whose holder is: on a busy machine the kernel takes a while to free their memory."""
 _POLL_SECONDS = 0.05
+_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK
+"""Neither a link to another file nor a pipe: opening one of these would lock something else, or wait."""
 
 
 @contextlib.contextmanager
@@ -61,10 +66,12 @@ def holder(run_dir: Path) -> str:
     start = time.monotonic()
     while True:
         try:
-            with (run_dir / LOCK_FILE).open("rb") as file:
+            with open(os.open(run_dir / LOCK_FILE, os.O_RDONLY | _FLAGS), "rb") as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except FileNotFoundError:
             return ""
+        except PermissionError:
+            return f"perhaps: the lock is of {_owner(run_dir / LOCK_FILE)}, who alone can open it"
         except BlockingIOError:
             if not _is_gone(run_dir) or time.monotonic() > start + LEAVING_SECONDS:
                 return _described(run_dir)
@@ -94,11 +101,17 @@ def _try(run_dir: Path) -> int | None:
     run_dir.mkdir(parents=True, exist_ok=True)
     path = run_dir / LOCK_FILE
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        # For writing: NFS has no exclusive lock on what is open for reading alone.
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | _FLAGS, 0o600)
     except FileNotFoundError:
         # The one before removed the directory that it had made.
         return None
+    except OSError as error:
+        if isinstance(error, PermissionError) or error.errno == errno.ELOOP:
+            _check_ours(path, path.lstat())
+        raise
     with undoing(lambda: os.close(descriptor)):
+        _close_to_others(descriptor, path)
         is_ours = _lock(descriptor, path) and _is_still_there(descriptor, path)
         if is_ours:
             os.ftruncate(descriptor, 0)
@@ -107,6 +120,34 @@ def _try(run_dir: Path) -> int | None:
         os.close(descriptor)
         return None
     return descriptor
+
+
+def _close_to_others(descriptor: int, path: Path) -> None:
+    """Refuses a file that is not ours; takes the rights of others from one that is, and was left by an older run."""
+    status = os.fstat(descriptor)
+    _check_ours(path, status)
+    if status.st_mode & 0o077:
+        os.fchmod(descriptor, 0o600)
+
+
+def _check_ours(path: Path, status: os.stat_result) -> None:
+    """Raises `ConfigError` for what somebody else made, who could hold its lock."""
+    if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
+        return
+    kinds = {stat.S_IFLNK: "a symbolic link", stat.S_IFIFO: "a pipe", stat.S_IFREG: f"another user's ({_owner(path)})"}
+    raise ConfigError(
+        f"run_dir: {path.name} is not ours, and others may hold its lock",
+        seen=f"{path}: {kinds.get(stat.S_IFMT(status.st_mode), 'no file')}",
+        expected="a file of the user who starts the run, or none",
+        remedy="see that no run of another user is at work there, and remove it, or choose another run_dir",
+    )
+
+
+def _owner(path: Path) -> str:
+    try:
+        return f"user {path.lstat().st_uid}"
+    except OSError:
+        return "a user that cannot be seen"
 
 
 def _lock(descriptor: int, path: Path) -> bool:
@@ -151,11 +192,36 @@ def _is_gone(run_dir: Path) -> bool:
 
 
 def _described(run_dir: Path) -> str:
-    named = _named(run_dir)
+    named, other = _named(run_dir), _kernel_names(run_dir / LOCK_FILE)
+    if other is not None and (named is None or other != named[0]):
+        return f"process {other} ({_command(other)}) on this host, which is no run"
     if named is None:
         return "a process that has not written its name yet"
     gone = ", which is gone, but not all that it started" if _is_gone(run_dir) else ""
     return f"process {named[0]} on host {named[1]}{gone}"
+
+
+def _kernel_names(path: Path) -> int | None:
+    """The process on this host that took the lock, as the kernel says; None where it does not, or on another host.
+
+    An inherited lock stays in the name of the process that took it.
+    """
+    try:
+        status, locks = path.stat(), Path("/proc/locks").read_text()
+    except OSError:
+        return None
+    place = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+    for _, kind, _, _, pid, where, *_ in (line.split() for line in locks.splitlines() if "->" not in line):
+        if kind == "FLOCK" and where == place and int(pid) > 0:
+            return int(pid)
+    return None
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return "gone"
 
 
 def _unwritable(run_dir: Path, error: OSError) -> ConfigError:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
+from moerl.contract.parquet import columns_of, read_batches
 from moerl.errors import ConfigError
 from moerl.launch.arguments import Parser
 from moerl.printable import printable
@@ -77,10 +77,11 @@ def _file(run_dir: Path, name: str | None) -> Path:
 def _rows(path: Path, source: str | None, by: str) -> list[dict[str, Any]]:
     """What people read of each response: texts and numbers, not the tensors."""
     try:
-        names = pq.read_schema(path).names
+        names = columns_of(path)
         wanted = [name for name in names if name in _SHOWN or name.startswith("reward_") or name == by]
-        rows: list[dict[str, Any]] = pq.read_table(path, columns=wanted).to_pylist()
-    except (OSError, pa.ArrowException) as error:
+        batches = read_batches(path, rows=_READ_ROWS, columns=wanted)
+        rows: list[dict[str, Any]] = [row for batch in batches for row in batch.to_pylist()]
+    except (OSError, ValueError, pa.ArrowException) as error:
         raise ConfigError(
             f"{path}: cannot be read",
             seen=excerpt(str(error), 200),
@@ -99,6 +100,7 @@ def _rows(path: Path, source: str | None, by: str) -> list[dict[str, Any]]:
     return chosen
 
 
+_READ_ROWS = 1000
 _SHOWN = ("set", "prompt_id", "place", "sample", "finish_reason", "num_sampled", "prompt", "text")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ from moerl.config.load import CONFIG_FILE
 from moerl.diagnostics.summary import SUMMARY_FILE
 from moerl.errors import ConfigError, MoerlError
 from moerl.launch.run_lock import holder
+from moerl.reading import read_json
 
 
 def run_status(run_dir: Path, checkpoints: Callable[[Path], list[str]]) -> int:
@@ -53,9 +53,9 @@ def _state(run_dir: Path) -> str:
 
 def _read(path: Path) -> Mapping[str, Any]:
     try:
-        stored = json.loads(path.read_bytes())
+        stored = read_json(path)
         return {"step": int(stored["step"]), "steps": int(stored["steps"]), "ledger": Ledger.restored(stored)}
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise MoerlError(
             f"status: {path} cannot be read",
             seen=f"{type(error).__name__}: {error}",

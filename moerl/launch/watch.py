@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +23,7 @@ from moerl.errors import ConfigError, MoerlError
 from moerl.launch.arguments import Parser, short_help
 from moerl.launch.run_lock import holder
 from moerl.printable import printable
+from moerl.reading import read_json
 from moerl.telemetry.metrics import SCORERS
 from moerl.telemetry.progress import STAGE_TITLES, duration_text
 from moerl.telemetry.sinks import METRICS_FILE
@@ -153,11 +153,11 @@ def _poll(tail: RowTail) -> bool:
 def _look(run_dir: Path, rows: Sequence[Mapping[str, Any]]) -> Snapshot:
     ledger, steps = None, 0
     try:
-        stored = json.loads((run_dir / LEDGER_FILE).read_bytes())
+        stored = read_json(run_dir / LEDGER_FILE)
         ledger, steps = Ledger.restored(stored), int(stored["steps"])
     except FileNotFoundError:
         pass
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise MoerlError(
             f"watch: {run_dir / LEDGER_FILE} cannot be read", seen=f"{type(error).__name__}: {error}"
         ) from error

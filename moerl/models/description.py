@@ -6,7 +6,6 @@ packing costs, handshakes, the trainer's settings.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from moerl.errors import ConfigError
 from moerl.models.family import Family, QKNorm
 from moerl.models.spec import MAX_SIZE, family_of, spec_from_hf_config
 from moerl.models.trainable import refuse_untrainable
+from moerl.reading import find_irregular, read_json
 
 CONFIG_FILE = "config.json"
 
@@ -197,9 +197,16 @@ def read_config(file: Path) -> dict[str, Any]:
             remedy="give the directory that holds config.json and the weights",
         )
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        values, irregular = read_json(file), find_irregular(file.parent)
+    except (OSError, ValueError) as error:
         raise _unreadable(file, str(error)) from error
+    if irregular:
+        raise ConfigError(
+            "model.path: holds something else than files",
+            seen=irregular,
+            expected="files and folders: libraries wait for all else",
+            remedy="remove it, or copy the model's files into a directory of their own",
+        )
     if not isinstance(values, dict):
         raise _unreadable(file, f"a JSON {type(values).__name__}")
     return values

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from moerl.errors import ConfigError
+from moerl.reading import read_json
 
 _FILES = ("generation_config.json", "config.json")
 _ANSWER = "moerl-answer"
@@ -87,7 +87,7 @@ def _read(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{path} cannot be read", seen=error, expected="a JSON object", remedy="restore the file"

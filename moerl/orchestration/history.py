@@ -18,6 +18,7 @@ from moerl.config.schema import RunConfig
 from moerl.contract.files import atomic_file
 from moerl.errors import CheckpointError, ConfigError
 from moerl.orchestration.reporting import Reporter
+from moerl.reading import read_text
 
 HISTORY_FILE = "history.jsonl"
 STEPS = {"sft.steps": "sft", "rl.steps": "rl"}
@@ -69,8 +70,8 @@ def read_history(run_dir: Path) -> list[Row]:
     if not path.exists():
         return []
     try:
-        return [Row(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
-    except (ValueError, TypeError) as error:
+        return [Row(**json.loads(line)) for line in read_text(path).splitlines()]
+    except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(
             f"{path} cannot be read",
             seen=str(error),

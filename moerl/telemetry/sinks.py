@@ -24,6 +24,7 @@ from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto  # pyrigh
 from tensorboard.compat.proto.types_pb2 import DT_STRING  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboard.summary.writer.record_writer import RecordWriter
 
+from moerl.reading import open_regular
 from moerl.telemetry.metrics import STAGES, check_metrics
 
 METRICS_FILE, LAYERS_FILE = "metrics.jsonl", "layers.jsonl"
@@ -77,7 +78,8 @@ class JsonlSink:
         self._file: TextIO | None = None
         self.torn_bytes = 0
         if path.exists():
-            self.torn_bytes = len(path.read_bytes().rpartition(b"\n")[2])
+            with open_regular(path) as file:
+                self.torn_bytes = len(file.read().rpartition(b"\n")[2])
             self._rewrite(read_rows(path))
 
     def write(self, stage: str, step: int, metrics: Mapping[str, Any]) -> None:
@@ -131,7 +133,8 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         ValueError: A whole line is not a row of metrics.
     """
     rows = []
-    *lines, _torn = path.read_bytes().split(b"\n")
+    with open_regular(path) as file:
+        *lines, _torn = file.read().split(b"\n")
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)

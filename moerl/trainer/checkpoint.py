@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from moerl.contract.files import atomic_file, hash_file, remove, replace_folder, sync
 from moerl.errors import CheckpointError
+from moerl.reading import read_file
 
 CHECKPOINTS = "checkpoints"
 """Folder of the checkpoints in a run directory."""
@@ -149,7 +150,7 @@ class CheckpointStore:
         if not self._last_written.is_file():
             return None
         # Whatever stands there, the run had a checkpoint: bytes that are no text must not hide that.
-        return self._last_written.read_bytes().decode(errors="backslashreplace").strip()
+        return read_file(self._last_written).decode(errors="backslashreplace").strip()
 
     def abandon(self, name: str) -> None:
         """Removes what was written of a checkpoint that will not be committed."""
@@ -227,7 +228,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     if file.stat().st_size > MAX_MANIFEST_BYTES:
         raise _DamageError(f"a manifest of {file.stat().st_size} bytes")
     try:
-        manifest = json.loads(file.read_bytes())
+        manifest = json.loads(read_file(file, MAX_MANIFEST_BYTES))
         matches = isinstance(manifest, dict) and manifest.pop("blake2b", None) == _hash_of(manifest)
     except (ValueError, RecursionError) as error:
         raise _DamageError(f"unreadable manifest ({error})") from error

@@ -19,6 +19,7 @@ from moerl.config.model_tensors import SCALES, is_bypassed
 from moerl.contract.files import replace_folder, writing
 from moerl.contract.sealed import SEAL, seal
 from moerl.errors import undoing
+from moerl.reading import read_json
 from moerl.trainer.tensors import bypassed_tensors
 
 
@@ -45,7 +46,7 @@ def write_model(folder: Path, like: Path, tensors: Iterable[tuple[str, Tensor]])
     """
     # Gate and up projections are views of one tensor; each file entry needs storage of its own.
     weights = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors}
-    config = json.loads((like / "config.json").read_text())
+    config = read_json(like / "config.json")
     dtype = next(iter(weights.values())).dtype
     weights |= dict(bypassed_tensors(like, config))
     config["dtype"] = str(dtype).removeprefix("torch.")

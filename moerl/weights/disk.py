@@ -26,6 +26,7 @@ from torch import Tensor
 
 from moerl.contract.files import atomic_file, replace_folder
 from moerl.errors import WeightSyncError
+from moerl.reading import read_file, read_json
 from moerl.weights.bucket import WeightBucket
 
 INDEX = "model.safetensors.index.json"
@@ -117,7 +118,7 @@ class DiskSink:
         final = self._folder / version_name(self._version)
         files: dict[str, WrittenFile] = {}
         for rank in self._senders:
-            for name, (num_bytes, sha256, names) in json.loads(self._listing(rank).read_text()).items():
+            for name, (num_bytes, sha256, names) in read_json(self._listing(rank)).items():
                 files[name] = WrittenFile(num_bytes, sha256, tuple(names))
         for path in self._partial.iterdir():
             # Listings, and what an update that never ended has left.
@@ -173,7 +174,7 @@ def _check(path: Path, version: int) -> list[str]:
     if not (path / HASHES).is_file():
         raise _broken(path, f"no {HASHES}", "a whole version", "wait for the trainer to write it")
     try:
-        listing = msgspec.json.decode((path / HASHES).read_bytes(), type=_Hashes)
+        listing = msgspec.json.decode(read_file(path / HASHES), type=_Hashes)
     except msgspec.DecodeError as error:
         raise _broken(path, f"{HASHES}: {error}", "the list of files", "write the version again") from error
     if listing.version != version:

@@ -10,6 +10,7 @@ from typing import Any, BinaryIO
 from moerl.diagnostics.dumps.rollout import Unusable
 from moerl.diagnostics.dumps.values import shown
 from moerl.errors import ConfigError
+from moerl.reading import open_regular, read_file
 
 MAX_LINE_BYTES = 256 << 20
 """Longest line, and largest JSON file that is no lines; decoded it takes some ten times as much."""
@@ -24,7 +25,7 @@ def rows(file: Path, unusable: Unusable) -> Iterator[tuple[str, Row]]:
 
     What is none is counted. NaN and Infinity, which JSON does not know and Python writes, are read as such.
     """
-    with file.open("rb") as stream:
+    with open_regular(file) as stream:
         start = stream.read(4096).lstrip()[:1]
         stream.seek(0)
         found = _listed(file, stream) if start == b"[" else _lines(file, stream, unusable)
@@ -79,7 +80,7 @@ def _whole(file: Path) -> Any:
     if file.stat().st_size > MAX_LINE_BYTES:
         return None
     try:
-        return decode(file.read_bytes())
+        return decode(read_file(file, MAX_LINE_BYTES))
     except ValueError:
         return None
 

@@ -23,6 +23,7 @@ from moerl.diagnostics.dumps.reading import Reading
 from moerl.diagnostics.dumps.rollout import DumpedRollout
 from moerl.diagnostics.dumps.values import RowError, flat_routes, integer, text
 from moerl.errors import ConfigError
+from moerl.reading import open_regular
 from moerl.telemetry.metrics import SCORERS
 
 FORMAT = "minimal schema"
@@ -65,7 +66,7 @@ _GROUP_VALUES = 1 << 24
 
 
 def read(file: Path, reading: Reading) -> Iterator[DumpedRollout]:
-    with file.open("rb") as stream:
+    with open_regular(file) as stream:
         binary = stream.read(4) == b"PAR1"
     found = parquet.rows(file, COLUMNS) if binary else jsonl.rows(file, reading.unusable)
     for where, row in found:

@@ -14,6 +14,7 @@ from moerl.diagnostics.dumps import jsonl, minimal, nemo_rl, own, parquet, prime
 from moerl.diagnostics.dumps.reading import Reading
 from moerl.diagnostics.dumps.rollout import Dump, DumpedRollout, Unusable
 from moerl.errors import ConfigError
+from moerl.reading import open_regular
 
 _NUM_TRIED = 64
 """Lines that are tried until one tells the format."""
@@ -109,7 +110,7 @@ def _natural(file: Path) -> list[tuple[int, int, str]]:
 
 
 def _format(file: Path, load: slime.TorchFile | None) -> Format:
-    with file.open("rb") as stream:
+    with open_regular(file) as stream:
         start = stream.read(4096)
     if start.startswith(b"PAR1"):
         return _parquet(file)

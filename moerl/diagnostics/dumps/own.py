@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import pyarrow.parquet as pq
 
 from moerl.contract.disk import read_parquet
 from moerl.contract.dump_columns import TEXTS
 from moerl.contract.trajectory import Trajectory
+from moerl.diagnostics.dumps.parquet import rows
 from moerl.diagnostics.dumps.reading import Reading
 from moerl.diagnostics.dumps.rollout import DumpedRollout
 
@@ -21,13 +21,11 @@ FORMAT = "moerl dump"
 def read(file: Path, reading: Reading) -> Iterator[DumpedRollout]:
     """Raises `ContractError` where the file, or a trajectory of it, is not sound."""
     trajectories = read_parquet(file)
-    with pq.ParquetFile(file) as parquet:
-        there = [name for name in TEXTS if name in parquet.schema_arrow.names]
-        texts = parquet.read(columns=there).to_pydict()
+    texts = [row for _, row in rows(file, TEXTS)]
     named = re.fullmatch(r"step-(\d{1,9})", file.stem)
     step = int(named[1]) if named else -1
     for index, trajectory in enumerate(trajectories):
-        prompt, response = (texts[name][index] if name in texts else "" for name in TEXTS)
+        prompt, response = (texts[index].get(name, "") for name in TEXTS)
         yield reading.unique(_rollout(trajectory, step, prompt, response))
 
 

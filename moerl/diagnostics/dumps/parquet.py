@@ -1,52 +1,32 @@
-"""Parquet files of any writer, a row at a time. What a file says of itself is read before pyarrow sees it.
-
-pyarrow ends the process where a footer contradicts itself (`moerl.contract.footers`). Any process.
-"""
+"""Parquet files of any writer, a row at a time. Any process."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from moerl.contract.footers import Footer, read_footer
+from moerl.contract import parquet
+from moerl.contract.footers import Footer
 from moerl.errors import ConfigError
 
 _MAX_GROUP_VALUES = 1 << 30
 """Most values of a column of a row group: a row may hold all of them."""
 
-_MAX_FOOTER_BYTES = 64 << 20
-
 
 def footer_of(file: Path) -> Footer:
     """What the file says of itself. Raises `ConfigError` where it is damaged."""
-    size = file.stat().st_size
-    try:
-        with file.open("rb") as stream:
-            stream.seek(max(0, size - 8))
-            length = int.from_bytes(stream.read(8)[:4], "little")
-            if length + 12 > size or length > _MAX_FOOTER_BYTES:
-                raise ValueError(f"a footer of {length} bytes in a file of {size}")
-            stream.seek(size - 8 - length)
-            footer = read_footer(b"PAR1" + stream.read(length + 8))
-        if sum(group.num_rows for group in footer.row_groups) != footer.num_rows:
-            raise ValueError("row groups do not add up to the rows")
-    except (ValueError, RecursionError, UnicodeDecodeError) as error:
-        raise damaged(file, error) from error
-    return footer
+    with _reading(file):
+        return parquet.footer_of(file)
 
 
 def columns_of(file: Path) -> list[str]:
     """Names of the columns. Raises `ConfigError` where the file is damaged."""
-    footer_of(file)
-    try:
-        with pq.ParquetFile(file) as parquet:
-            return parquet.schema_arrow.names
-    except (pa.ArrowException, OSError, ValueError) as error:
-        raise damaged(file, error) from error
+    with _reading(file):
+        return parquet.columns_of(file)
 
 
 def rows(file: Path, names: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -55,7 +35,8 @@ def rows(file: Path, names: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]
     A single NaN is a null: pandas writes a missing number so.
 
     Raises:
-        ConfigError: the file is damaged, or a row group is larger than is read.
+        ConfigError: the file is damaged, a row group is larger than is read, or the file unpacks to far more than it
+            holds.
     """
     for number, group in enumerate(footer_of(file).row_groups):
         most = max((column.num_values for column in group.columns), default=0)
@@ -66,15 +47,19 @@ def rows(file: Path, names: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]
                 expected=f"at most {_MAX_GROUP_VALUES}",
                 remedy="write the file again with smaller row groups (row_group_size=8 or so)",
             )
-    wanted, index = set(names), 0
+    index = 0
+    with _reading(file):
+        for batch in parquet.read_batches(file, rows=1, columns=frozenset(names)):
+            for row in range(batch.num_rows):
+                yield f"{file.name} row {index}", {name: _value(batch.column(name)[row]) for name in batch.schema.names}
+                index += 1
+
+
+@contextmanager
+def _reading(file: Path) -> Iterator[None]:
     try:
-        with pq.ParquetFile(file, page_checksum_verification=True) as parquet:
-            columns = [name for name in parquet.schema_arrow.names if name in wanted]
-            for batch in parquet.iter_batches(batch_size=1, columns=columns):
-                for row in range(batch.num_rows):
-                    yield f"{file.name} row {index}", {name: _value(batch.column(name)[row]) for name in columns}
-                    index += 1
-    except (pa.ArrowException, OSError, ValueError) as error:
+        yield
+    except (pa.ArrowException, OSError, ValueError, RecursionError) as error:
         raise damaged(file, error) from error
 
 

@@ -11,6 +11,8 @@ from typing import Literal
 
 import msgspec
 
+from moerl.reading import read_file
+
 SCHEMA = "moerl-report-1"
 
 Confidence = Literal["certain", "likely", "possible"]
@@ -220,4 +222,4 @@ def read_report(path: Path) -> Report:
     Raises:
         msgspec.ValidationError: it is not one. FileNotFoundError: there is none.
     """
-    return msgspec.json.decode(path.read_bytes(), type=Report)
+    return msgspec.json.decode(read_file(path), type=Report)

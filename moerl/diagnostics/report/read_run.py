@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import yaml
 
 from moerl.buffer.ledger import LEDGER_FILE
@@ -17,6 +15,7 @@ from moerl.diagnostics.report.of_run import About, report_of_run
 from moerl.diagnostics.report.run_findings import RunSettings
 from moerl.diagnostics.summary import SUMMARY_FILE
 from moerl.errors import MoerlError
+from moerl.reading import read_json, read_text
 from moerl.telemetry.sinks import LAYERS_FILE, METRICS_FILE, read_rows
 
 _CONFIG_FILE = "config.yaml"
@@ -56,7 +55,7 @@ def numbers_of_directory(run_dir: Path) -> tuple[list[dict[str, Any]], float | N
     """
     with _reading(run_dir):
         summary = run_dir / SUMMARY_FILE
-        accuracy = json.loads(summary.read_bytes())["heldout_accuracy_final"] if summary.exists() else None
+        accuracy = read_json(summary)["heldout_accuracy_final"] if summary.exists() else None
         return [row for row in _rows(run_dir / METRICS_FILE) if row["stage"] == "rl"], accuracy
 
 
@@ -64,7 +63,7 @@ def numbers_of_directory(run_dir: Path) -> tuple[list[dict[str, Any]], float | N
 def _reading(run_dir: Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, yaml.YAMLError) as error:
         raise MoerlError(
             f"report: the files of {run_dir} cannot be read",
             seen=f"{type(error).__name__}: {error}",
@@ -81,7 +80,7 @@ def stored_report(path: Path) -> Report:
     """
     try:
         report = read_report(path)
-    except (OSError, msgspec.ValidationError, msgspec.DecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise MoerlError(
             f"report: {path} cannot be read",
             seen=f"{type(error).__name__}: {error}",
@@ -123,7 +122,7 @@ def _said(value: object) -> str:
 def _config(path: Path) -> Mapping[str, Any]:
     if not path.exists():
         return {}
-    loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+    loaded = yaml.safe_load(read_text(path))
     return loaded if isinstance(loaded, dict) else {}
 
 
@@ -138,4 +137,4 @@ def _value(config: Mapping[str, Any], key: str) -> Any:
 def _quarantined(path: Path) -> dict[str, int]:
     if not path.exists():
         return {}
-    return {str(reason): int(count) for reason, count in json.loads(path.read_bytes())["quarantined"].items()}
+    return {str(reason): int(count) for reason, count in read_json(path)["quarantined"].items()}

@@ -23,6 +23,7 @@ import msgspec
 
 from moerl.contract.files import atomic_file
 from moerl.launch.doctor.check import Check, Level, green
+from moerl.reading import read_file
 
 AREA = "shared folder"
 FOLDER = ".moerl-doctor"
@@ -160,12 +161,12 @@ def _read_others(place: Path, own_time: float, done: Exchange, clock: Callable[[
     done.unreadable.clear()
     for path in sorted(place.glob("*.json")):
         try:
-            probe, written = msgspec.json.decode(path.read_bytes(), type=Probe), path.stat().st_mtime
+            probe, written = msgspec.json.decode(read_file(path), type=Probe), path.stat().st_mtime
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.ESTALE):
                 raise
             continue  # removed or replaced meanwhile; the latter as NFS says it
-        except msgspec.MsgspecError:
+        except (ValueError, RecursionError):
             done.unreadable.add(path.name)
             continue
         if probe.node == done.me.node:

@@ -26,6 +26,7 @@ from typing import Any
 from moerl.config.stop_signals import STOPPED
 from moerl.contract.files import append_line
 from moerl.errors import MoerlError, told
+from moerl.reading import read_text
 from moerl.trainer.checkpoint import CHECKPOINTS, checkpoint_names
 
 FOLDER = "slurm"
@@ -128,11 +129,11 @@ def _rows(file: Path) -> list[dict[str, Any]]:
         return []
     try:
         # The last line has no end where a full disk broke it off.
-        rows = [json.loads(line) for line in file.read_bytes().split(b"\n")[:-1]]
+        rows = [json.loads(line) for line in read_text(file).split("\n")[:-1]]
         for row in rows:
             if row["event"] not in ("begin", "end") or int(row["attempt"]) < 1 or not isinstance(row["job"], str):
                 raise ValueError(f"event {row['event']!r}, attempt {row['attempt']!r}")
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise MoerlError(
             f"{file} cannot be read",
             seen=f"{type(error).__name__}: {error}",

@@ -11,6 +11,7 @@ import yaml
 from pydantic import AfterValidator, Field, ValidationError
 
 from moerl.errors import ConfigError
+from moerl.reading import read_text
 from moerl.sections import Count, CountOrZero, Positive, Section
 
 OURS = (
@@ -110,8 +111,8 @@ def load_site(path: Path | None) -> Site:
     if path is None:
         return Site()
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        values = yaml.safe_load(read_text(path))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(
             "--site: cannot be read", seen=f"{path}: {error}", expected="a YAML file", remedy="give another file"
         ) from error

@@ -12,6 +12,7 @@ from moerl.contract.files import atomic_file, writing
 from moerl.errors import ConfigError, MoerlError
 from moerl.launch.slurm.attempts import FOLDER
 from moerl.launch.slurm.script import JobSettings
+from moerl.reading import read_json
 
 COMMAND_SECONDS = 120.0
 JOB_FILE = "job.json"
@@ -31,7 +32,7 @@ def queued_jobs() -> set[str]:
 def latest_job(run_dir: Path) -> str | None:
     """The id of the job that was submitted last for a run; None without one."""
     file = run_dir / FOLDER / JOB_FILE
-    return str(json.loads(file.read_text(encoding="utf-8"))["job"]) if file.exists() else None
+    return str(read_json(file)["job"]) if file.exists() else None
 
 
 def refuse_queued(run_dir: Path, queued: set[str]) -> None:

@@ -11,6 +11,7 @@ import msgspec
 from moerl.config.compose import SweptOverrides
 from moerl.contract.files import atomic_file, writing
 from moerl.errors import ConfigError
+from moerl.reading import read_file
 
 MANIFEST_FILE = "sweep.json"
 SCHEMA = "moerl-sweep-1"
@@ -55,8 +56,8 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of a sweep's directory. Raises `ConfigError` where there is none, or it is of another build."""
     path = folder / MANIFEST_FILE
     try:
-        manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
-    except (OSError, msgspec.MsgspecError) as error:
+        manifest = msgspec.json.decode(read_file(path), type=Manifest)
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             "sweep.dir: holds no sweep",
             seen=f"{path}: {error}",

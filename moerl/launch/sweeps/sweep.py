@@ -13,6 +13,7 @@ from moerl.diagnostics.summary import SUMMARY_FILE
 from moerl.errors import ending
 from moerl.launch.sweeps.hosts import Ended, Job, RunHost
 from moerl.launch.sweeps.manifest import Manifest, State, SweepRun, write_manifest
+from moerl.reading import open_regular
 from moerl.telemetry.terminal import excerpt
 
 LOGS = "logs"
@@ -139,7 +140,11 @@ def overrides_of(run: SweepRun, manifest: Manifest, folder: Path) -> list[str]:
 def last_words(log: Path, start: int) -> str:
     """The last error that a run printed from byte `start` of its log on, else its last line, with nothing that a
     terminal obeys; empty where it printed nothing."""
-    text = log.read_bytes()[start:].decode(errors="replace") if log.exists() else ""
+    text = ""
+    if log.exists():
+        with open_regular(log) as file:
+            file.seek(start)
+            text = file.read().decode(errors="replace")
     lines = text.strip().splitlines() or [""]
     return excerpt(next((match[1] for line in reversed(lines) if (match := _ERROR.match(line))), lines[-1]))
 

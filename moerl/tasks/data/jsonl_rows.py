@@ -11,13 +11,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from moerl.errors import ConfigError
+from moerl.reading import check_depth, open_regular
 from moerl.telemetry.terminal import excerpt
 
 MAX_LINE_BYTES = 1 << 24
 """Longest line of a file of rows, and the most that a row of any other format may take as JSON."""
-
-MAX_DEPTH = 64
-"""Lists and objects in one another, the row itself counted."""
 
 
 def read_rows(path: Path, key: str = "task.path") -> Iterator[tuple[int, dict[str, Any]]]:
@@ -30,7 +28,7 @@ def read_rows(path: Path, key: str = "task.path") -> Iterator[tuple[int, dict[st
         ConfigError: The file cannot be read, or a line is no JSON object.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), start=1):
                 if len(line) > MAX_LINE_BYTES:
                     raise bad_line(key, path, number, "a longer line", f"at most {MAX_LINE_BYTES:,} bytes")
@@ -79,15 +77,6 @@ def _finite(text: str) -> float:
     if not math.isfinite(value):
         raise ValueError(f"{text} is beyond the numbers of float64")
     return value
-
-
-def check_depth(value: object, depth: int = MAX_DEPTH) -> None:
-    """Raises `ValueError` where lists and objects are nested too deep."""
-    if isinstance(value, dict | list):
-        if depth == 0:
-            raise ValueError(f"more than {MAX_DEPTH} lists and objects in one another")
-        for each in value.values() if isinstance(value, dict) else value:
-            check_depth(each, depth - 1)
 
 
 def _refuse_constant(name: str) -> NoReturn:

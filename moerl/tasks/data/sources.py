@@ -6,6 +6,7 @@ line. Parquet is read by pyarrow: the library would make a second copy of it in 
 
 from __future__ import annotations
 
+import errno
 import json
 import random
 from collections.abc import Iterable, Iterator
@@ -15,10 +16,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
-
+from moerl.contract.parquet import LEAST_BYTES, MOST_TIMES, most_bytes, read_batches
 from moerl.errors import ConfigError
-from moerl.tasks.data.jsonl_rows import MAX_LINE_BYTES, check_depth, read_rows
+from moerl.reading import check_depth, find_irregular
+from moerl.tasks.data.jsonl_rows import MAX_LINE_BYTES, read_rows
 from moerl.tasks.data.section import DataSet, Split
 from moerl.telemetry.terminal import excerpt
 
@@ -69,7 +70,8 @@ def _numbered(data: DataSet, split: str, *, is_named: bool, seed: int) -> Iterat
         rows = (Row(f"{path}:{n}", f"{path.name}:{n}", row) for n, row in read_rows(path, data.of("path")))
         return _shuffled(rows, seed) if data.streaming else rows
     if path is not None:
-        return _rows(data, f"{path.name}/{split}", _directory(data, path, split, is_named, seed))
+        most = most_bytes(sum(file.stat().st_size for file in path.rglob("*") if file.is_file()))
+        return _rows(data, f"{path.name}/{split}", _directory(data, path, split, is_named, seed), most)
     return _rows(data, f"{data.hub}/{split}", _hub(data, split, seed))
 
 
@@ -109,9 +111,7 @@ def _parquet(data: DataSet, files: list[Path], seed: int) -> Iterable[Any]:
 
     def rows() -> Iterator[Any]:
         for path in files:
-            with _reading(data, str(path)):
-                file = pq.ParquetFile(path)
-            batches = file.iter_batches(batch_size=READ_ROWS)
+            batches = read_batches(path, rows=READ_ROWS)
             while True:
                 with _reading(data, str(path)):
                     batch = next(batches, None)
@@ -124,6 +124,8 @@ def _parquet(data: DataSet, files: list[Path], seed: int) -> Iterable[Any]:
 
 def _saved(data: DataSet, path: Path, split: str, is_named: bool, seed: int) -> Iterable[Any]:
     with _reading(data, str(path)):
+        if irregular := find_irregular(path):
+            raise OSError(errno.EINVAL, f"not a regular file, {irregular}")
         library = _library()
         saved = library.load_from_disk(str(path))
     if isinstance(saved, library.Dataset):
@@ -166,21 +168,34 @@ def _no_split(data: DataSet, split: str, seen: str) -> ConfigError:
     )
 
 
-def _rows(data: DataSet, name: str, rows: Iterable[Any]) -> Iterator[Row]:
-    """Rows with their numbers, from 0 as the library counts them."""
-    iterator = iter(rows)
+def _rows(data: DataSet, name: str, rows: Iterable[Any], most: int | None = None) -> Iterator[Row]:
+    """Rows with their numbers, from 0 as the library counts them.
+
+    Args:
+        most: bytes that all of them may take as JSON; files of Arrow can repeat a text as those of Parquet can.
+    """
+    iterator, taken = iter(rows), 0
     for number in range(1 << 62):
         with _reading(data, f"{name}, row {number}"):
             row = next(iterator, None)
         if row is None:
             return
         place = f"{name}:{number}"
-        _check_plain(place, row)
+        taken += _check_plain(place, row)
+        if most is not None and taken > most:
+            raise ConfigError(
+                f"{data.of('path')}: {data.path} unpacks to far more than it holds",
+                seen=f"{taken:,} bytes up to row {number}",
+                expected=f"at most {most:,}: {MOST_TIMES} times the size of its files, or {LEAST_BYTES:,}",
+                remedy="remove texts that repeat, or write the rows as JSON lines",
+            )
         yield Row(place, place, row)
 
 
-def _check_plain(place: str, row: dict[str, Any]) -> None:
-    """Rewards get rows as JSON in UTF-8, and a tokenizer takes no half of a surrogate pair."""
+def _check_plain(place: str, row: dict[str, Any]) -> int:
+    """Returns the bytes of a row as JSON: rewards get rows so, in UTF-8, and a tokenizer takes no half of a surrogate
+    pair."""
+    total = 0
     for column, value in row.items():
         try:
             check_depth(value)
@@ -199,6 +214,8 @@ def _check_plain(place: str, row: dict[str, Any]) -> None:
                 expected=f"at most {MAX_LINE_BYTES:,}",
                 remedy="shorten it, or remove the row",
             )
+        total += size
+    return total
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import secrets
+import select
 import selectors
 import signal
 import subprocess
@@ -156,9 +157,11 @@ class RewardChild:
             self._process.kill()
             code = self._process.wait()
         if code < 0:
-            # Perhaps something killed the guard, and its command's group has lost it.
+            # Perhaps something killed a guard: the other one ends all, or nobody is left to end the command's group.
             self._hear()
-            worker = self._said.partition(b"\n")[0]
+            guard, _, worker = self._said.partition(b"\n")[0].partition(b" ")
+            if guard.isdigit():
+                _wait_for(int(guard))
             if worker.isdigit():
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(int(worker), signal.SIGKILL)
@@ -250,6 +253,12 @@ def where(frames: Sequence[Frame]) -> str:
         return ""
     own = next((frame for frame in ours if not frame[0].startswith(("<", *_LIBRARIES))), ours[-1])
     return _place(own) + ("" if own == ours[0] else f", below it {_place(ours[0])}")
+
+
+def _wait_for(pid: int) -> None:
+    """Waits until a process has ended that is no child of this one, `EXIT_SECONDS` at most."""
+    with contextlib.suppress(OSError), open(os.pidfd_open(pid), "rb") as process:
+        select.select([process], [], [], EXIT_SECONDS)
 
 
 def _place(frame: Frame) -> str:

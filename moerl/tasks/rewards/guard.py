@@ -3,11 +3,16 @@
 
     guard.py PARENT STATUS MEMORY COMMAND...
 
-PARENT is the process id of the starter, STATUS a descriptor for the process id of the command, MEMORY the bytes that
-each process of it may take. The command gets the guard's standard streams, a session of its own, and leaves the guard
-alone. The guard ends when the command ends, at SIGUSR2, when nobody holds the other end of its standard input, or when
-its parent is gone; it kills whatever still runs first, and ends in the way the command did. It hands SIGUSR1 on.
-Signals that were blocked when it started, those to a whole job, leave it alone, and are blocked when COMMAND starts.
+PARENT is the process id of the starter, STATUS a descriptor for the process ids of the second guard and the command,
+MEMORY the bytes that each process of it may take. The command gets the guard's standard streams, a session of its own,
+and leaves the guard alone. The guard ends when the command ends, at SIGUSR2, when nobody holds the other end of its
+standard input, or when its parent is gone; it kills whatever still runs first, and ends in the way the command did. It
+hands SIGUSR1 on. Signals that were blocked when it started, those to a whole job, leave it alone, and are blocked when
+COMMAND starts.
+
+There are two guards, one the parent of the other. Every orphan becomes the child of the nearer one that lives, however
+it left its parent, session and environment. So if one guard is killed, the other one ends everything. If both are
+killed at once, the command dies; a daemon that it has started does not.
 """
 
 from __future__ import annotations
@@ -32,28 +37,46 @@ _PR_SET_CHILD_SUBREAPER = 36
 def main(arguments: list[str]) -> None:
     """Never returns."""
     parent, status, memory_bytes = (int(each) for each in arguments[:3])
-    command: list[int] = []
+    _guard(parent, status, lambda first: _second(first, status, arguments[3:], memory_bytes))
+
+
+def _second(first: int, status: int, command: list[str], memory_bytes: int) -> None:
+    """Turns this fork into the second guard, which hears at once if the first one dies."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGUSR2)
+    os.write(status, b"%d " % os.getpid())
+    _guard(first, status, lambda guard: _become(command, guard, memory_bytes, status))
+
+
+def _guard(parent: int, status: int, become: Callable[[int], None]) -> None:
+    """Guards a fork of this process, and ends this process.
+
+    Args:
+        become: runs in the fork with the process id of the guard, and does not return.
+    """
+    guarded: list[int] = []
     stop: list[int] = []
     wake = _wake_on_signals()
     spared = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     for number in (*spared, signal.SIGCHLD):
         signal.signal(number, _nothing)
     signal.signal(signal.SIGUSR2, lambda number, _: stop.append(number))
-    signal.signal(signal.SIGUSR1, lambda *_: [_kill(os.kill, pid, signal.SIGUSR1) for pid in command])
+    signal.signal(signal.SIGUSR1, lambda *_: [_kill(os.kill, pid, signal.SIGUSR1) for pid in guarded])
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     guard = os.getpid()
     pid = os.fork()
     if pid == 0:
-        _become(arguments[3:], guard, memory_bytes)
+        try:
+            become(guard)
+        finally:
+            os._exit(127)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, spared)
-    command.append(pid)
-    os.write(status, b"%d\n" % pid)
+    guarded.append(pid)
     # Whoever reads the command's output is to see its end.
     nowhere = os.open(os.devnull, os.O_RDWR)
     for descriptor in (1, 2, status):
         os.dup2(nowhere, descriptor)
     ended = _watch(pid, parent, wake, stop)
-    command.clear()
+    guarded.clear()
     _end_all(pid)
     if ended is not None and os.WIFSIGNALED(ended):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -63,23 +86,21 @@ def main(arguments: list[str]) -> None:
     os._exit(0 if ended is None else os.waitstatus_to_exitcode(ended))
 
 
-def _become(command: list[str], guard: int, memory_bytes: int) -> None:
+def _become(command: list[str], guard: int, memory_bytes: int, status: int) -> None:
     """Turns this fork into the command; it dies with the guard."""
-    try:
-        os.setsid()
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != guard:
-            return
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        _, most = resource.getrlimit(resource.RLIMIT_DATA)
-        limit = memory_bytes if most == resource.RLIM_INFINITY else min(memory_bytes, most)
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-        # Where memory ends, the kernel is to end a reward, which is asked again, and not the run.
-        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
-            score.write("1000")
-        os.execv(command[0], command)
-    finally:
-        os._exit(127)
+    os.setsid()
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != guard:
+        return
+    os.write(status, b"%d\n" % os.getpid())
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = memory_bytes if most == resource.RLIM_INFINITY else min(memory_bytes, most)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    # Where memory ends, the kernel is to end a reward, which is asked again, and not the run.
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
+        score.write("1000")
+    os.execv(command[0], command)
 
 
 def _watch(command: int, parent: int, wake: int, stop: list[int]) -> int | None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
 
 from moerl.contract.ports import Prompt
 from moerl.errors import ConfigError
+from moerl.reading import read_json
 from moerl.tasks.rewards import section
 from moerl.tasks.rewards.pool import RewardPool
 from moerl.tasks.rewards.process import MakeChild, RewardProcess
@@ -120,8 +120,8 @@ def _settings(key: str, reward: section.ProcessKeys) -> dict[str, Any]:
 def _schema(key: str, reward: section.JsonReward) -> Any:
     assert reward.file is not None
     try:
-        return json.loads(reward.file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        return read_json(reward.file)
+    except (OSError, ValueError) as error:
         raise ConfigError(
             f"{key}.file: cannot be read", seen=error, expected="a JSON schema", remedy="check the path and the file"
         ) from error

@@ -17,6 +17,7 @@ from typing import Any
 from moerl.processes.channel import receive, send
 from moerl.processes.parent import CONTROLLER
 from moerl.processes.spared import start_spared
+from moerl.reading import read_text
 from moerl.telemetry.metrics import check_metrics
 from moerl.telemetry.trackers.tracker import Opening
 
@@ -63,7 +64,7 @@ class TrackerSink:
         self._id_file = folder / RUN_ID_FILE
         self.is_new = not self._id_file.exists()
         if not self.is_new:
-            opening = replace(opening, run_id=self._id_file.read_text(encoding="utf-8").strip())
+            opening = replace(opening, run_id=read_text(self._id_file).strip())
         folder.mkdir(parents=True, exist_ok=True)
         self._socket, theirs = socket.socketpair()
         with theirs, self.log.open("ab") as output:

@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -167,6 +168,72 @@ def test_a_rank_of_a_killed_run_gets_time_to_be_gone(waits: str, tmp_path: Path,
         with run_lock(tmp_path / "run"):
             pass
     leaving.join()
+
+
+def mode_of(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
+def test_nobody_else_can_open_the_lock_and_so_hold_it(tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        with run_lock(tmp_path):
+            assert mode_of(tmp_path / LOCK_FILE) == 0o600
+    finally:
+        os.umask(before)
+
+
+def test_the_lock_that_a_killed_run_left_open_to_all_is_closed_to_them(tmp_path: Path) -> None:
+    (tmp_path / LOCK_FILE).touch()
+    (tmp_path / LOCK_FILE).chmod(0o666)
+    with run_lock(tmp_path):
+        assert mode_of(tmp_path / LOCK_FILE) == 0o600
+
+
+@pytest.mark.parametrize("kind", ["another user's", "a symbolic link", "a pipe"])
+def test_a_lock_that_others_may_hold_is_refused(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / LOCK_FILE
+    if kind == "a symbolic link":
+        (tmp_path / "else").touch()
+        path.symlink_to(tmp_path / "else")
+    elif kind == "a pipe":
+        os.mkfifo(path)
+    else:
+        path.touch()
+        monkeypatch.setattr(run_lock_module.os, "geteuid", lambda: os.getuid() + 1)
+    with (
+        pytest.raises(ConfigError, match=rf"run_dir: {LOCK_FILE} is not ours.*: {kind}"),
+        run_lock(tmp_path),
+    ):
+        pass
+
+
+def test_a_process_that_is_no_run_and_holds_the_lock_is_named(tmp_path: Path) -> None:
+    path = tmp_path / LOCK_FILE
+    path.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
+    code = "import fcntl, sys; file = open(sys.argv[1]); fcntl.flock(file, 2); print(flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", code, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        named = rf"process {other.pid} \(python.*\) on this host, which is no run"
+        with pytest.raises(ConfigError, match=named), run_lock(tmp_path):
+            pass
+        other.communicate(b"")
+
+
+def test_who_cannot_read_the_lock_is_told_whose_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / LOCK_FILE).touch()
+
+    def refused(*arguments: object) -> int:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(run_lock_module.os, "open", refused)
+    assert holder(tmp_path) == f"perhaps: the lock is of user {os.getuid()}, who alone can open it"
+    monkeypatch.setattr(run_lock_module.os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(ConfigError, match="is not ours"), run_lock(tmp_path):
+        pass
 
 
 @pytest.mark.parametrize("place", ["a file", "below a file", "where nobody can make anything"])

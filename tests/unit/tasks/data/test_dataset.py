@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from memory import traced
 
 from moerl.config.load import dump_config, load_config, load_resolved
 from moerl.contract.trajectory import FinishReason
@@ -238,6 +239,22 @@ def test_a_broken_file_and_a_missing_split_are_named(open_task: Open, tmp_path: 
         open_task(f"task.path={saved}", "task.prompt=question", "task.splits.heldout=test")
     with pytest.raises(ConfigError, match=r"task\.path: cannot read"):
         open_task(f"task.path={tmp_path}")
+
+
+def test_a_parquet_file_that_unpacks_to_gigabytes_is_refused_before_it_does(open_task: Open, tmp_path: Path):
+    prompts = pa.DictionaryArray.from_arrays(pa.array([0] * 3000, pa.int32()), pa.array(["x" * 1_000_000]))
+    pq.write_table(pa.table({"prompt": prompts}), tmp_path / "rows.parquet", compression="zstd", store_schema=False)
+    assert (tmp_path / "rows.parquet").stat().st_size < 3000
+    with traced() as peak, pytest.raises(ConfigError, match=r"rows\.parquet unpacks to far more than it holds"):
+        open_task(f"task.path={tmp_path}/rows.parquet")
+    assert peak() < 64 << 20
+
+
+def test_a_saved_set_that_unpacks_to_much_is_refused(open_task: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    saved = write(tmp_path / "arrow", [{"prompt": "a" * 1000, "answer": "1"}] * 50)
+    monkeypatch.setattr("moerl.tasks.data.sources.most_bytes", lambda _: 40_000)
+    with pytest.raises(ConfigError, match=r"arrow unpacks to far more than it holds; seen: 40,\d* bytes up to row 39"):
+        open_task(f"task.path={saved}")
 
 
 def test_no_rows_at_all_is_said_before_the_run(open_task: Open, tmp_path: Path):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -101,6 +103,46 @@ def test_where_a_function_hangs_that_has_called_itself_often_is_not_waited_for(
     (tmp_path / "deeper.py").write_text(DEEP)
     with pytest.raises(RewardError, match=r"time limit passed.*in deep \("):
         start("deeper:deep", timeout_seconds=2.0).score({}, "x")
+
+
+DAEMON = """
+import os, time
+
+def leave(row, response):
+    # A daemon by the book: its parent ends at once, and it has a session and an environment of its own.
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            os.execve("/bin/sleep", ["sleep", "3600"], {})
+        os._exit(0)
+    os.wait()
+    return 1.0
+"""
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def children_of(pid: int) -> list[int]:
+    found = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return [each for each in found if is_alive(each) and parent_of(each) == pid]
+    return children_of(pid)
+
+
+@pytest.mark.parametrize("which", ["that the run started", "that watches the function"])
+def test_a_daemon_ends_when_a_guard_is_killed(start: Start, tmp_path: Path, which: str):
+    (tmp_path / "daemon.py").write_text(DAEMON)
+    process = start("daemon:leave")
+    process.score({}, "x")
+    [guard] = [each for each in children_of(os.getpid()) if b"guard.py" in Path(f"/proc/{each}/cmdline").read_bytes()]
+    below = [pid for child in children_of(guard) for pid in (child, *children_of(child))]
+    assert any(b"sleep" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in below)
+    killed = guard if which == "that the run started" else parent_of(max(below))
+    os.kill(killed, signal.SIGKILL)
+    process.close()
+    assert not any(is_alive(pid) for pid in below)
 
 
 # --- replies ---------------------------------------------------------------------------------------------------------
