@@ -11,6 +11,7 @@ import os
 from moerl.config.architecture import describe_architecture
 from moerl.config.layouts import Load, layout_problems, propose
 from moerl.config.memory import total_parameters
+from moerl.config.model_files import INITIAL_MODEL, check_tokenizer
 from moerl.config.placement import check_placement, check_ray
 from moerl.config.rollouts import EmbeddedRolloutConfig, SGLangRolloutConfig
 from moerl.config.schema import RunConfig
@@ -66,6 +67,7 @@ def check_command(config: RunConfig, command: str) -> None:
     check_ray(config.launch)
     check_model_fits(config)
     _check_room_to_build(config)
+    _check_own_tokenizer(config)
     config.task.check_files()
     if command == "train":
         config.algorithm.check(group_size=config.rl.trained_size, minibatches=config.rl.minibatches)
@@ -90,6 +92,12 @@ def _check_room_to_build(config: RunConfig) -> None:
             expected="a model that fits",
             remedy="lower its sizes, or start from a directory: model=pretrained model.path=DIR",
         )
+
+
+def _check_own_tokenizer(config: RunConfig) -> None:
+    """The directory of `model.tokenizer` has a tokenizer. A run that goes on has a copy, in the model that it built."""
+    if config.model.tokenizer is not None and not (config.run_dir / INITIAL_MODEL).exists():
+        check_tokenizer(config.model.tokenizer, "model.tokenizer")
 
 
 def config_notes(config: RunConfig) -> list[str]:
@@ -129,6 +137,13 @@ def _check_model(config: RunConfig) -> None:
             seen=f"model.hub = {model.hub}, model.commit = {model.commit}, model.path = {model.path}",
             expected="none of them, or all as a run stored them",
             remedy="give a model of the hub as model.path=OWNER/NAME or model.path=OWNER/NAME@REVISION",
+        )
+    if model.path is not None and model.tokenizer is not None:
+        raise ConfigError(
+            "model.tokenizer: the model of model.path has one",
+            seen=model.tokenizer,
+            expected="null, or a model to build (model.architecture)",
+            remedy="leave model.tokenizer away; a changed tokenizer goes into the directory of the model",
         )
     architecture = model.architecture
     if architecture is None:

@@ -17,6 +17,9 @@ from typing import Any
 from moerl.errors import ConfigError
 from moerl.reading import open_regular, read_json
 
+INITIAL_MODEL = "initial_model"
+"""Folder of a run directory with the model that the run built."""
+
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 MAX_HEADER_BYTES = 100_000_000
@@ -114,26 +117,29 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def check_tokenizer(folder: Path) -> None:
-    """Refuses a model directory without a tokenizer, or with one whose files are cut.
+def check_tokenizer(folder: Path, key: str = "model.path") -> None:
+    """Refuses a directory without a tokenizer, or with one whose files are cut.
+
+    Args:
+        key: the key that names the directory, for messages.
 
     Raises:
         ConfigError: there is none, or one of its JSON files cannot be read.
     """
     if not any(all((folder / name).is_file() for name in names) for names in _TOKENIZERS):
         raise ConfigError(
-            f"model.path: {folder}: no tokenizer",
+            f"{key}: {folder}: no tokenizer",
             seen=", ".join(sorted(path.name for path in folder.glob("*token*"))) or "no such file",
             expected="tokenizer.json",
-            remedy="copy the tokenizer's files of the model into the directory",
+            remedy="copy the files of a tokenizer into the directory",
         )
     for name in ("tokenizer.json", "tokenizer_config.json"):
         try:
             content = read_json(folder / name, MAX_TOKENIZER_BYTES) if (folder / name).exists() else {}
         except (OSError, ValueError) as error:
-            raise _broken(folder / name, error, "a JSON object") from error
+            raise _broken(folder / name, error, "a JSON object", key=key) from error
         if not isinstance(content, dict):
-            raise _broken(folder / name, f"a JSON {type(content).__name__}", "a JSON object")
+            raise _broken(folder / name, f"a JSON {type(content).__name__}", "a JSON object", key=key)
 
 
 def _tensor(file: Path, name: str, facts: Any) -> StoredTensor:
@@ -189,5 +195,7 @@ def _read_index(index: Path) -> Mapping[str, str]:
     return weight_map
 
 
-def _broken(file: Path, seen: object, expected: object, remedy: str = "copy or download it again") -> ConfigError:
-    return ConfigError(f"model.path: {file} cannot be used", seen=seen, expected=expected, remedy=remedy)
+def _broken(
+    file: Path, seen: object, expected: object, remedy: str = "copy or download it again", key: str = "model.path"
+) -> ConfigError:
+    return ConfigError(f"{key}: {file} cannot be used", seen=seen, expected=expected, remedy=remedy)

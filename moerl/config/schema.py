@@ -53,7 +53,7 @@ class ArchitectureConfig(Section):
     max_positions: Size = Field(description="Longest sequence, prompt and response, in tokens.")
     initializer_range: Positive = Field(description="Standard deviation of the initial weights.")
     tie_word_embeddings: bool = Field(description="Share input and output embeddings.")
-    vocab_size: Size = Field(description="Largest vocabulary the task's tokenizer may have.")
+    vocab_size: Size = Field(description="Largest vocabulary that the tokenizer may have; the model gets as many ids.")
 
 
 class ModelConfig(Section):
@@ -71,6 +71,11 @@ class ModelConfig(Section):
     )
     dtype: FloatName = Field(description="Precision of the trainer.")
     architecture: ArchitectureConfig | None = Field(description="Model to build; null starts from `path`.")
+    tokenizer: FilePath | None = Field(
+        default=None,
+        description="Directory with the tokenizer of the model to build, chat template included; null trains one on the"
+        " texts of the task.",
+    )
 
 
 class ParallelConfig(Section):

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from moerl.config.hub import hub_model
 from moerl.config.load import CONFIG_FILE, dump_config
+from moerl.config.model_files import INITIAL_MODEL
 from moerl.config.schema import RunConfig
 from moerl.config.stop_signals import STOPPED, StopRequest
 from moerl.contract.disk import write_parquet
@@ -32,7 +33,7 @@ from moerl.orchestration.ends import describe_ends, read_ends
 from moerl.orchestration.engines import MakeProcess, begun_early, open_engine
 from moerl.orchestration.evaluation import Evaluation, evaluate
 from moerl.orchestration.history import take_changes
-from moerl.orchestration.models import build_model, read_tokenizer
+from moerl.orchestration.models import build_model, new_tokenizer, read_tokenizer
 from moerl.orchestration.preflight import check_problems
 from moerl.orchestration.reporting import Reporter, make_reporter
 from moerl.orchestration.rl import STAGE as RL
@@ -40,7 +41,7 @@ from moerl.orchestration.rl import RLStage
 from moerl.orchestration.rollouts import Collector, EvaluationPlan, in_request_order, sampling_params
 from moerl.orchestration.run import Run, RunStoppedError
 from moerl.orchestration.task_texts import check_prompts
-from moerl.orchestration.tokenizer import make_tokenizer
+from moerl.orchestration.tokenizer import num_ids
 from moerl.ranks.libraries import quiet_libraries
 from moerl.ranks.placement import engine_process, open_trainer, place_rewards, server_launcher
 from moerl.telemetry.sinks import METRICS_FILE
@@ -178,18 +179,20 @@ def _open_run(config: RunConfig, command: str, *, resume: bool, lock: int | None
         if config.model.path is not None:
             # What is wrong with the texts is said before ranks start.
             _check_texts(config, task, config.model.path, command, reporter)
+        model_path = config.model.path or config.run_dir / INITIAL_MODEL
+        to_build = None
+        if config.model.architecture is not None and find_damage(model_path) is not None:
+            to_build = config.model.architecture, new_tokenizer(config.model, task)
         reporter.say("starting Megatron")
         reporter.begin_part("start of Megatron and the model")
         with open_trainer(config, reporter.within, lock) as trainer:
             place_rewards(config, task)
-            model_path = config.model.path or config.run_dir / "initial_model"
-            if config.model.architecture is not None and find_damage(model_path) is not None:
-                tokenizer = make_tokenizer(task, config.model.architecture.vocab_size)
-                build_model(config.model.architecture, tokenizer, config.seed, model_path)
+            if to_build is not None:
+                build_model(*to_build, config.seed, model_path)
             if config.model.path is None:
                 _check_texts(config, task, model_path, command, reporter)
             tokenizer = read_tokenizer(model_path)
-            model = read_model(model_path).with_vocabulary(len(tokenizer))
+            model = read_model(model_path).with_vocabulary(num_ids(tokenizer))
             reporter.say(describe_ends(read_ends(model_path, tokenizer, model.spec.vocab_size), tokenizer))
             run = Run(config, trainer, task, tokenizer, model, reporter)
             if resume:
@@ -206,7 +209,7 @@ def _say_hub_model(config: RunConfig, reporter: Reporter) -> None:
 def _check_texts(config: RunConfig, task: Task, model_path: Path, command: str, reporter: Reporter) -> None:
     """Writes the prompts that are messages, and checks all texts against tokenizer and model. Raises `ConfigError`."""
     tokenizer = read_tokenizer(model_path)
-    model = read_model(model_path).with_vocabulary(len(tokenizer))
+    model = read_model(model_path).with_vocabulary(num_ids(tokenizer))
     write_prompts(task, tokenizer, config.task, reporter.say)
     check_problems(config, task, command)
     check_prompts(config, task, tokenizer, command, max_positions=model.max_positions)
@@ -258,7 +261,7 @@ def _open_reader(config: RunConfig, command: str) -> Iterator[tuple[Collector, R
     assert config.model.path is not None
     _write_config(config)
     tokenizer = read_tokenizer(config.model.path)
-    model = read_model(config.model.path).with_vocabulary(len(tokenizer))
+    model = read_model(config.model.path).with_vocabulary(num_ids(tokenizer))
     ends = describe_ends(read_ends(config.model.path, tokenizer, model.spec.vocab_size), tokenizer)
     quarantine = Quarantine(config.run_dir / "quarantine", config.quarantine.max_rate, spec=model.spec)
     with ExitStack() as stack:

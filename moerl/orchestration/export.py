@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from moerl.config.hub import fetch_weights, hub_model, with_hub_model
+from moerl.config.model_files import INITIAL_MODEL
 from moerl.config.paths import check_export
 from moerl.config.schema import ParallelConfig
 from moerl.contract.parallel import ParallelDims
@@ -44,7 +45,7 @@ def run_export(run_dir: Path, step: int | None, output: Path) -> int:
     quiet_libraries()
     torch.set_num_threads(config.num_threads)
     layout = groups.start(rank=0, world_size=1, rendezvous="", dims=ParallelDims(), seed=config.seed)
-    model_path = source.path or run_dir / "initial_model"
+    model_path = source.path or run_dir / INITIAL_MODEL
     model = PolicyModel(read_model(model_path), ModelOptions(dtype=config.model.dtype), layout)
     load_weights(path, model.chunks)
     write_model(output, model_path, model.export())

@@ -93,6 +93,11 @@ def build_tokenizer(
     return made
 
 
+def num_ids(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Returns how many ids a model needs for a tokenizer: one more than its largest. Ids may have gaps."""
+    return 1 + max(tokenizer.get_vocab().values())
+
+
 def encode_checked(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Token ids of a text, without added special tokens; markup of special tokens inside the text counts as
     such.

@@ -86,6 +86,7 @@ EARLY = {
     f"{TINY} model.architecture.experts_per_token=9": "experts_per_token: more than there are experts",
     f"{TINY} model.architecture.num_layers=100000000": "model.architecture.num_layers: wrong value",
     f"{TINY} model.architecture.vocab_size=9999999999": "model.architecture.vocab_size: wrong value",
+    f"{TINY} model.tokenizer=folder": "folder: no tokenizer; seen: no such file; expected: tokenizer.json",
     f"{TINY} model.architecture.hidden_size=9999999": "model.architecture: larger than the memory of this machine",
     f"{TINY} parallel.tensor=3": "parallel.tensor: does not divide model.architecture.num_attention_heads",
     f"{TINY} parallel.data=65536": "parallel.data: an optimizer step has fewer sequences than data-parallel ranks",

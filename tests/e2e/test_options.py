@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -205,3 +206,23 @@ def test_a_loss_and_advantages_of_ones_own_that_are_grpo_make_the_same_run(
     found, built_in = steps_of(tmp_path / "run"), steps_of(undisturbed.folder)[:2]
     assert found[1]["optimizer/grad_norm"] > 0
     assert [deterministic_part(row) for row in found] == [deterministic_part(row) for row in built_in]
+
+
+def test_a_built_model_takes_a_tokenizer_of_ones_own_and_needs_its_directory_no_more(
+    train: Callable[..., Steps], forked: Runs, tmp_path: Path
+) -> None:
+    import transformers
+
+    from moerl.orchestration.tokenizer import build_tokenizer
+
+    own = build_tokenizer(["0123456789+-*= "], 300, any_text=True, chats=True)
+    own.save_pretrained(tmp_path / "own")
+    train("sft.steps=1", "rl.steps=1", f"model.tokenizer='{tmp_path / 'own'}'")
+    shutil.rmtree(tmp_path / "own")
+    finished = forked.run("train", f"resume={tmp_path / 'run'}", "rl.steps=2")
+    assert finished.status == 0, finished.output
+    model = tmp_path / "run" / "final_model"
+    trained = transformers.AutoTokenizer.from_pretrained(model)
+    assert (trained.get_vocab(), trained.chat_template) == (own.get_vocab(), own.chat_template)
+    config = transformers.AutoConfig.from_pretrained(model)
+    assert (config.vocab_size, config.eos_token_id, config.pad_token_id) == (-(-len(own) // 8) * 8, 1, 0)

@@ -56,12 +56,17 @@ class SharedMemory:
             offset = -(-end // _ALIGNMENT) * _ALIGNMENT
             places.append(Place(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), offset))
             end = offset + tensor.numel() * tensor.element_size()
-        if end > self.num_bytes:
-            os.ftruncate(self.descriptor, end)
-            self.map(end)
+        self._hold(end)
         for place, (_, tensor) in zip(places, held, strict=True):
             self.view(place).copy_(tensor)
         return places
+
+    def _hold(self, num_bytes: int) -> None:
+        """Makes room for so many bytes. Never makes the file shorter: another process may see more of it, and a write
+        behind its end kills that process."""
+        if num_bytes > os.fstat(self.descriptor).st_size:
+            os.ftruncate(self.descriptor, num_bytes)
+        self.map(num_bytes)
 
     def map(self, num_bytes: int) -> None:
         """Sees so many bytes from now on."""
@@ -76,9 +81,7 @@ class SharedMemory:
 
     def fill(self, content: bytes) -> None:
         """Makes the content that of another one; it grows as needed."""
-        if len(content) > self.num_bytes:
-            os.ftruncate(self.descriptor, len(content))
-            self.map(len(content))
+        self._hold(len(content))
         if content:
             assert self._bytes is not None
             self._bytes.numpy()[: len(content)] = memoryview(content)

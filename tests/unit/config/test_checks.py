@@ -25,6 +25,11 @@ def error(*overrides: str, command: str = "train") -> str:
     [
         (["model.path=/x"], "model.path and model.architecture: one of them"),
         (["model.architecture=null"], "model.path and model.architecture: one of them"),
+        (
+            ["model.architecture=null", "model.path=/x", "model.tokenizer=/y"],
+            "model.tokenizer: the model of model.path has one",
+        ),
+        (["model.tokenizer=/nowhere"], "model.tokenizer: /nowhere: no tokenizer"),
         (["model.architecture.experts_per_token=9"], "model.architecture.experts_per_token: more than"),
         (["model.architecture.num_attention_heads=3"], "model.architecture.num_attention_heads: not a multiple"),
         (["model.architecture.head_dim=31"], "model.architecture.head_dim: rotary"),

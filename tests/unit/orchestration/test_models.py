@@ -1,20 +1,29 @@
-"""Model directories: written from an export, and refused where the tokenizer is none."""
+"""Model directories: written from an export, built with a tokenizer, and refused if the tokenizer is none."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
+from chat_models import CHATML_THINKING
 from disks import full_disk, power_may_go
 from safetensors.torch import load_file, save_file
+from tokenizers import AddedToken, Tokenizer, models
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from moerl.config.load import load_config
+from moerl.config.schema import ModelConfig
+from moerl.contract.ports import Task
 from moerl.contract.sealed import find_damage
 from moerl.errors import ConfigError, MoerlError
-from moerl.orchestration.models import build_model, read_tokenizer
-from moerl.orchestration.tokenizer import make_tokenizer
+from moerl.models.description import read_model
+from moerl.orchestration.ends import read_ends
+from moerl.orchestration.models import build_model, new_tokenizer, read_tokenizer
+from moerl.orchestration.tokenizer import make_tokenizer, num_ids
 from moerl.trainer.hf_directory import checkpoint_shapes, new_directory, write_model
 
 
@@ -104,3 +113,70 @@ def test_a_tokenizer_that_is_none_is_named(files: dict[str, str], problem: str, 
         read_tokenizer(tmp_path)
     assert problem in caught.value.what
     assert str(tmp_path) in caught.value.what
+
+
+@pytest.fixture
+def task() -> Iterator[Task]:
+    with closing(load_config(["recipe=tiny"], command="train").task.open()) as task:
+        yield task
+
+
+def own_tokenizer(folder: Path, *, end: str | None = "<|done|>") -> Path:
+    """Writes a tokenizer of 14 entries whose ids have gaps: digits and signs, then special tokens from id 40 on."""
+    words = {sign: number for number, sign in enumerate("0123456789+=")}
+    tokenizer = Tokenizer(models.BPE(vocab={**words, "<|done|>": 40, "<|begin|>": 42}, merges=[]))
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in ("<|done|>", "<|begin|>")])
+    own = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<|begin|>", eos_token=end)
+    own.chat_template = CHATML_THINKING
+    own.save_pretrained(folder)
+    return folder
+
+
+def model_with(tokenizer: Path, vocab_size: int = 512) -> ModelConfig:
+    size = f"model.architecture.vocab_size={vocab_size}"
+    return load_config(["recipe=tiny", f"model.tokenizer='{tokenizer}'", size], command="train").model
+
+
+def test_a_built_model_has_the_ids_and_the_chat_template_of_the_tokenizer_that_is_given(
+    task: Task, tmp_path: Path
+) -> None:
+    model = model_with(own_tokenizer(tmp_path / "own"))
+    assert model.architecture is not None
+    tokenizer = new_tokenizer(model, task)
+    # Its entries are fewer than its largest id says.
+    assert (len(tokenizer), num_ids(tokenizer)) == (14, 43)
+    build_model(model.architecture, tokenizer, 0, tmp_path / "built")
+    config = json.loads((tmp_path / "built" / "config.json").read_text())
+    assert {name: config[f"{name}_token_id"] for name in ("bos", "eos", "pad")} == {"bos": 42, "eos": 40, "pad": None}
+    assert config["vocab_size"] == 48
+    again = read_tokenizer(tmp_path / "built")
+    assert again.get_vocab() == tokenizer.get_vocab()
+    assert again.chat_template == CHATML_THINKING
+    assert read_ends(tmp_path / "built", again, num_ids(again)) == (40,)
+    assert read_model(tmp_path / "built").with_vocabulary(num_ids(again)).spec.vocab_size == 43
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "built")
+    assert loaded(torch.tensor([[42, 0, 40]])).logits.shape == (1, 3, 48)
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "end", "what"),
+    [
+        (42, "<|done|>", "model.tokenizer: more ids than the model may have"),
+        (43, None, "model.tokenizer: it names no token that ends a response"),
+    ],
+)
+def test_a_tokenizer_that_a_built_model_cannot_take_is_refused(
+    vocab_size: int, end: str | None, what: str, task: Task, tmp_path: Path
+) -> None:
+    model = model_with(own_tokenizer(tmp_path / "own", end=end), vocab_size)
+    with pytest.raises(ConfigError) as caught:
+        new_tokenizer(model, task)
+    assert caught.value.what.startswith(what)
+    if end is not None:
+        assert "model.architecture.vocab_size=43" in caught.value.remedy
+
+
+def test_the_key_of_a_tokenizer_that_cannot_be_read_is_named(task: Task, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"^model\.tokenizer: .*the tokenizer cannot be read"):
+        new_tokenizer(model_with(tmp_path), task)
