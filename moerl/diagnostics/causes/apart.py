@@ -17,7 +17,9 @@ from moerl.diagnostics.dumps.rollout import DumpedRollout
 FAR = 3.0
 """Times the gap of the others."""
 ROUNDING = 5.0
-"""Times the floor, up to which what is left is called rounding."""
+"""Times the floor, by which tokens are apart from others, or what is left is called a fault."""
+CLEAN = 2.0
+"""Times the floor, up to which what is left is called rounding (docs/routing_mismatch.md has that of sound dumps)."""
 LEAST_ROLLOUTS = 3
 ERRORS = 4.0
 """Standard errors, over rollouts."""
