@@ -118,8 +118,8 @@ def verdict(findings: Sequence[Finding], decompositions: Sequence[Decomposition]
     everything is explained."""
     faults = [finding for finding in findings if finding.level == "fault"]
     aged = next((finding for finding in findings if finding.cause == "staleness"), None)
-    unexplained = next((finding for finding in findings if finding.cause == "unexplained"), None)
-    and_rest = "" if unexplained is None else f" {unexplained.title[0].upper()}{unexplained.title[1:]}."
+    left = [finding for finding in findings if finding.cause == "unexplained"]
+    and_rest = "".join(f" {finding.title[0].upper()}{finding.title[1:]}." for finding in left)
     gap = decompositions[0].total.value
     if faults:
         named = "; ".join(
@@ -132,9 +132,8 @@ def verdict(findings: Sequence[Finding], decompositions: Sequence[Decomposition]
     if aged is not None:
         text = f"{aged.title[0].upper()}{aged.title[1:]}; that makes {aged.share:.0%} of the gap as recorded."
         return Verdict("note", text + and_rest, aged.remedy)
-    if unexplained is not None:
-        text = f"No known cause fits, and not all of the gap is rounding:{and_rest.lower()}"
-        return Verdict("note", text, unexplained.remedy)
+    if left:
+        return Verdict("note", f"No known cause fits, and not all of the gap is rounding.{and_rest}", left[0].remedy)
     shares = {share.cause: share.nats.value for share in decompositions[0].shares}
     parts = [f"{shares[c] / gap:.0%} by {name}" for c, name in _KEPT if shares.get(c, 0.0) > 0.0 and gap > 0.0]
     left = decompositions[-1].total.value

@@ -18,7 +18,7 @@ from moerl.diagnostics.causes.accounts import (
     changed,
     enforced,
 )
-from moerl.diagnostics.causes.apart import CLEAN, ROUNDING, Apart, tokens_apart
+from moerl.diagnostics.causes.apart import CLEAN, ROUNDING, Apart, odd_rollouts, tokens_apart
 from moerl.diagnostics.causes.gaps import Assumption, Bootstrap, Differences, Gaps, Repair
 from moerl.diagnostics.causes.masks import Containment, containment, shifted
 from moerl.diagnostics.causes.route_faults import RouteSearch, search_routes
@@ -30,6 +30,8 @@ from moerl.diagnostics.scoring import Question, Scorer
 
 FLOOR_ROLLOUTS = 16
 """Rollouts that the floor is measured on."""
+MAX_NAMED = 8
+"""Odd rollouts whose names are said."""
 LEAST_FLOOR = 1e-6
 """Nats; a dump stores log-probs in float32."""
 
@@ -87,7 +89,8 @@ def diagnose(
     groups = tokens_apart(rollouts, residual, rounding, version)
     nothing = accounts.nothing_kept([*inputs, *values], masks, groups)
     recorded = accounts.as_recorded([*masks, *inputs, *route_faults, *values], groups)
-    rest = _rest(recorded, residual, floor, rounding)
+    odd = odd_rollouts(rollouts, residual, rounding, groups)
+    rest = _rest(recorded, residual, floor, rounding) + _odd(odd, len(rollouts), recorded, rounding)
     is_closed = not any(finding.cause in ("weights", "unexplained") for finding in rest)
     findings = _findings(_with_groups([*masks, *inputs, *route_faults, *values], groups), recorded, is_closed=is_closed)
     findings += _top_p_finding(gaps, final) + rest
@@ -207,6 +210,22 @@ def _top_p_finding(gaps: Gaps, final: Assumption) -> list[Finding]:
     title = f"kept sets are larger than top-p {said:g} makes them"
     none = Interval(0.0, 0.0, 0.0)
     return [Finding("top_p", "fault", "likely", title, CAUSES["top_p"].remedy, none, 0.0, evidence)]
+
+
+def _odd(odd: Sequence[tuple[str, float]], total: int, recorded: Decomposition, rounding: float) -> list[Finding]:
+    """Returns the rollouts that are odd, if some are and most are not: a mean over all may hide them."""
+    if not odd or 2 * len(odd) > total:
+        return []
+    mean = float(np.mean([nats for _, nats in odd]))
+    names = ", ".join(name for name, _ in odd[:MAX_NAMED]) + (", ..." if len(odd) > MAX_NAMED else "")
+    evidence = (Evidence(f"mean |d| of {names}", f"{mean:.2e} nats", f"{rounding:.1e} (rounding)"),)
+    nats = mean * len(odd) / total
+    title = f"{len(odd)} of {total} rollouts are {mean / rounding:.0f} times rounding apart, and nothing explains them"
+    part = _part(nats, recorded.total.value)
+    remedy = CAUSES["unexplained"].remedy
+    return [
+        Finding("unexplained", "note", "likely", title, remedy, Interval(nats, nats, nats), part, evidence),
+    ]
 
 
 def _rest(recorded: Decomposition, residual: Differences, floor: float, rounding: float) -> list[Finding]:

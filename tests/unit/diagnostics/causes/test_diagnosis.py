@@ -180,6 +180,18 @@ def test_a_few_rollouts_of_other_weights_are_never_in_order(ground: Ground):
     assert verdict(found.findings, found.decompositions, found.floor).level != "good"
 
 
+def test_one_odd_rollout_is_named_whatever_the_mean_of_all(ground: Ground):
+    odd = next(i for i, rollout in enumerate(ground.clean) if rollout.num_sampled >= 20)
+    rollouts = list(ground.clean)
+    rollouts[odd] = with_noise(rollouts[odd], 10 * ground.diagnose(ground.clean).floor)
+    found = ground.diagnose(rollouts)
+    (finding,) = found.findings
+    assert (finding.cause, finding.level) == ("unexplained", "note")
+    assert finding.title.startswith(f"1 of {len(rollouts)} rollouts")
+    assert rollouts[odd].name in finding.evidence[0].what
+    assert verdict(found.findings, found.decompositions, found.floor).level == "note"
+
+
 def test_a_temperature_at_the_edge_of_those_that_are_tried_is_no_answer(ground: Ground):
     far = [replace(r, temperatures=np.where(r.sampled, 0.1, 1.0).astype(np.float32)) for r in ground.clean]
     found = ground.diagnose(far)
