@@ -114,9 +114,12 @@ def report_of_diagnosis(diagnosis: Diagnosis, facts: DumpFacts) -> Report:
 
 
 def verdict(findings: Sequence[Finding], decompositions: Sequence[Decomposition], floor: float) -> Verdict:
-    """Two sentences: what is wrong and how sure, what to change."""
+    """Returns two sentences: what is wrong and how sure, what to change. In order is a dump without faults of which
+    everything is explained."""
     faults = [finding for finding in findings if finding.level == "fault"]
     aged = next((finding for finding in findings if finding.cause == "staleness"), None)
+    left = [finding for finding in findings if finding.cause == "unexplained"]
+    and_rest = "".join(f" {finding.title[0].upper()}{finding.title[1:]}." for finding in left)
     gap = decompositions[0].total.value
     if faults:
         named = "; ".join(
@@ -125,10 +128,12 @@ def verdict(findings: Sequence[Finding], decompositions: Sequence[Decomposition]
         )
         more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
         remedies = list(dict.fromkeys(finding.remedy for finding in faults[:3]))
-        return Verdict("fault", f"{named[0].upper()}{named[1:]}{more}.", " ".join(remedies))
+        return Verdict("fault", f"{named[0].upper()}{named[1:]}{more}.{and_rest}", " ".join(remedies))
     if aged is not None:
         text = f"{aged.title[0].upper()}{aged.title[1:]}; that makes {aged.share:.0%} of the gap as recorded."
-        return Verdict("note", text, aged.remedy)
+        return Verdict("note", text + and_rest, aged.remedy)
+    if left:
+        return Verdict("note", f"No known cause fits, and not all of the gap is rounding.{and_rest}", left[0].remedy)
     shares = {share.cause: share.nats.value for share in decompositions[0].shares}
     parts = [f"{shares[c] / gap:.0%} by {name}" for c, name in _KEPT if shares.get(c, 0.0) > 0.0 and gap > 0.0]
     left = decompositions[-1].total.value

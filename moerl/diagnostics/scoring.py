@@ -35,7 +35,7 @@ class Scored:
     kept_TF: float64, inside of the listed kept set, over the vocabulary where none is listed or the token is not in it.
     full_TF: float64, over the vocabulary. rebuilt_TP: float64, inside of the smallest set that holds top-p of the mass
         and the token. mass_T, least_T: float64, probability of the listed kept set and of its least likely member, at
-        the first factor; 1 and 0 where none is listed.
+        the first factor; 1 and 0 if none is listed. least_T is None if the scorer does not know it.
     own_ids: int16 [S - 1, L, K], what the routers chose by themselves, on the hidden states of this pass.
     margins: float32 [S - 1, L], score of the last expert they chose less that of the next one.
     """
@@ -44,7 +44,7 @@ class Scored:
     full_TF: NDArray[np.float64]
     rebuilt_TP: NDArray[np.float64]
     mass_T: NDArray[np.float64]
-    least_T: NDArray[np.float64]
+    least_T: NDArray[np.float64] | None
     own_ids: NDArray[np.int16]
     margins: NDArray[np.float32]
 

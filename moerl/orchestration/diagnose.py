@@ -40,6 +40,8 @@ from moerl.trainer.model import DTYPES
 
 MAX_TOKENS = 40_000
 """Of the sampled rollouts, prompts included."""
+UNEXPLAINED = 3
+"""Exit status; 2 is that of a wrong command line, or of dumps that cannot be used."""
 _BACKENDS = {"hf": "transformers", "trainer": "the Megatron trainer"}
 _FINER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
 
@@ -59,7 +61,8 @@ def run_diagnose(options: argparse.Namespace) -> int:
         options: of `moerl.launch.diagnose`, checked.
 
     Returns:
-        Exit code: 0, or 1 where a fault was found.
+        Exit status: 0 in order, 1 a fault was found, `UNEXPLAINED` if no fault was found and not all of the gap is
+        rounding.
 
     Raises:
         ConfigError: there is no dump or no model, or nothing in the dumps can be used.
@@ -83,7 +86,9 @@ def run_diagnose(options: argparse.Namespace) -> int:
     with writing(output):
         write_report(report, output)
     _print(report, output)
-    return int(report.verdict.level == "fault")
+    if report.verdict.level == "fault":
+        return 1
+    return UNEXPLAINED if any(finding.cause == "unexplained" for finding in report.findings) else 0
 
 
 def split_version(named: str) -> tuple[Path, int | None]:

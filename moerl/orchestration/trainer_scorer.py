@@ -78,7 +78,7 @@ class TrainerScorer:
         count = len(kept_TF)
         mass_T = np.exp(np.minimum(0.0, full_TF[:, 0] - kept_TF[:, 0]))
         margins = np.zeros(own_ids.shape[:2], np.float32)
-        return Scored(kept_TF, full_TF, np.zeros((count, 0)), mass_T, np.zeros(count), own_ids, margins)
+        return Scored(kept_TF, full_TF, np.zeros((count, 0)), mass_T, None, own_ids, margins)
 
     def _pack(self, trajectories: Sequence[Trajectory]) -> list[Microbatch]:
         samples = [TrainSample(t, np.zeros(len(t), np.float32)) for t in trajectories]

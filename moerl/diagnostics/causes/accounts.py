@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from moerl.diagnostics.causes.apart import Apart
+from moerl.diagnostics.causes.apart import CLEAN, Apart
 from moerl.diagnostics.causes.gaps import Assumption, Bootstrap, Gaps, Repair
 from moerl.diagnostics.causes.route_faults import RouteSearch
 from moerl.diagnostics.causes.routes import Place, apply_routes, completed
@@ -141,7 +141,7 @@ class Accounts:
             excess[group.tokens_N] = np.maximum(0.0, rest[group.tokens_N].mean() - group.others)
             parts[group.cause] = parts.get(group.cause, 0.0) + excess
             rest = rest - excess
-        rounding = rest * min(1.0, 2 * self.floor / max(float(rest.mean()), 1e-12))
+        rounding = rest * min(1.0, CLEAN * self.floor / max(float(rest.mean()), 1e-12))
         parts |= {"precision": rounding, "unexplained": rest - rounding}
         shares = [Share(cause, CAUSES[cause].label, self.bootstrap.mean(part)) for cause, part in parts.items()]
         return Decomposition(name, self.bootstrap.mean(first), tuple(shares))

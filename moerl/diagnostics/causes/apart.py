@@ -17,7 +17,12 @@ from moerl.diagnostics.dumps.rollout import DumpedRollout
 FAR = 3.0
 """Times the gap of the others."""
 ROUNDING = 5.0
-"""Times the floor, up to which what is left is called rounding."""
+"""Times the floor, by which tokens are apart from others, or what is left is called a fault."""
+CLEAN = 2.0
+"""Times the floor, up to which what is left is called rounding (docs/routing_mismatch.md has that of sound dumps)."""
+ODD = 4.0
+"""Times the floor, above which one rollout of `LEAST_TOKENS` is odd. Sound ones stay under 3."""
+LEAST_TOKENS = 16
 LEAST_ROLLOUTS = 3
 ERRORS = 4.0
 """Standard errors, over rollouts."""
@@ -33,6 +38,19 @@ class Apart:
     tokens_N: NDArray[np.bool_]
     mean: float
     others: float
+
+
+def odd_rollouts(
+    rollouts: Sequence[DumpedRollout], residual: Differences, floor: float, groups: Sequence[Apart]
+) -> list[tuple[str, float]]:
+    """Returns rollouts that are odd by themselves, whatever the mean of all: their names and mean |d| in nats, the
+    largest first. Tokens of groups that are apart do not count."""
+    left = ~np.any([group.tokens_N for group in groups], axis=0) if groups else np.ones(len(residual.d_N), bool)
+    counts = np.add.reduceat(left.astype(np.int64), residual.starts[:-1])
+    sums = np.add.reduceat(np.where(left, residual.sizes, 0.0), residual.starts[:-1])
+    means = sums / np.maximum(counts, 1)
+    odd = np.flatnonzero((counts >= LEAST_TOKENS) & (means > ODD * floor))
+    return [(rollouts[i].name, float(means[i])) for i in sorted(odd.tolist(), key=lambda i: -means[i])]
 
 
 def tokens_apart(

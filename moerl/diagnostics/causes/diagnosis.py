@@ -18,7 +18,7 @@ from moerl.diagnostics.causes.accounts import (
     changed,
     enforced,
 )
-from moerl.diagnostics.causes.apart import ROUNDING, Apart, tokens_apart
+from moerl.diagnostics.causes.apart import CLEAN, ROUNDING, Apart, odd_rollouts, tokens_apart
 from moerl.diagnostics.causes.gaps import Assumption, Bootstrap, Differences, Gaps, Repair
 from moerl.diagnostics.causes.masks import Containment, containment, shifted
 from moerl.diagnostics.causes.route_faults import RouteSearch, search_routes
@@ -30,6 +30,8 @@ from moerl.diagnostics.scoring import Question, Scorer
 
 FLOOR_ROLLOUTS = 16
 """Rollouts that the floor is measured on."""
+MAX_NAMED = 8
+"""Odd rollouts whose names are said."""
 LEAST_FLOOR = 1e-6
 """Nats; a dump stores log-probs in float32."""
 
@@ -87,8 +89,11 @@ def diagnose(
     groups = tokens_apart(rollouts, residual, rounding, version)
     nothing = accounts.nothing_kept([*inputs, *values], masks, groups)
     recorded = accounts.as_recorded([*masks, *inputs, *route_faults, *values], groups)
-    findings = _findings(_with_groups([*masks, *inputs, *route_faults, *values], groups), recorded)
-    findings += _top_p_finding(gaps, final) + _rest(recorded, residual, floor, rounding)
+    odd = odd_rollouts(rollouts, residual, rounding, groups)
+    rest = _rest(recorded, residual, floor, rounding) + _odd(odd, len(rollouts), recorded, rounding)
+    is_closed = not any(finding.cause in ("weights", "unexplained") for finding in rest)
+    findings = _findings(_with_groups([*masks, *inputs, *route_faults, *values], groups), recorded, is_closed=is_closed)
+    findings += _top_p_finding(gaps, final) + rest
     return Diagnosis(
         gaps, final, accounts.raw(), rounding, residual, (nothing, recorded), tuple(findings), routes.agreement
     )
@@ -141,14 +146,19 @@ def _route_faults(gaps: Gaps, start: Assumption) -> tuple[RouteSearch, list[Faul
     return search, list(faults.values())
 
 
-def _findings(faults: Sequence[Fault], recorded: Decomposition) -> list[Finding]:
-    """Every fault with what it costs where the dump is used as it came."""
+def _findings(faults: Sequence[Fault], recorded: Decomposition, *, is_closed: bool) -> list[Finding]:
+    """Returns every fault with what it costs if the dump is used as it came.
+
+    A fault is certain if it can be counted, or if what is left after all repairs is rounding (`is_closed`) and the
+    lower end of its interval is at least half of its size.
+    """
     parts = {share.cause: share.nats for share in recorded.shares}
     total = max(recorded.total.value, 1e-12)
     findings: list[Finding] = []
     for fault in faults:
         nats = parts[fault.cause]
-        confidence: Confidence = "certain" if nats.low > 0 or fault.cause.startswith("mask") else "likely"
+        is_certain = fault.cause.startswith("mask") or (is_closed and nats.low > 0.5 * nats.value)
+        confidence: Confidence = "certain" if is_certain else "likely"
         findings.append(
             Finding(
                 fault.cause,
@@ -202,17 +212,43 @@ def _top_p_finding(gaps: Gaps, final: Assumption) -> list[Finding]:
     return [Finding("top_p", "fault", "likely", title, CAUSES["top_p"].remedy, none, 0.0, evidence)]
 
 
+def _odd(odd: Sequence[tuple[str, float]], total: int, recorded: Decomposition, rounding: float) -> list[Finding]:
+    """Returns the rollouts that are odd, if some are and most are not: a mean over all may hide them."""
+    if not odd or 2 * len(odd) > total:
+        return []
+    mean = float(np.mean([nats for _, nats in odd]))
+    names = ", ".join(name for name, _ in odd[:MAX_NAMED]) + (", ..." if len(odd) > MAX_NAMED else "")
+    evidence = (Evidence(f"mean |d| of {names}", f"{mean:.2e} nats", f"{rounding:.1e} (rounding)"),)
+    nats = mean * len(odd) / total
+    title = f"{len(odd)} of {total} rollouts are {mean / rounding:.0f} times rounding apart, and nothing explains them"
+    part = _part(nats, recorded.total.value)
+    remedy = CAUSES["unexplained"].remedy
+    return [
+        Finding("unexplained", "note", "likely", title, remedy, Interval(nats, nats, nats), part, evidence),
+    ]
+
+
 def _rest(recorded: Decomposition, residual: Differences, floor: float, rounding: float) -> list[Finding]:
-    """What no cause explains, where it is more than rounding; and rounding to 16 bits, where the model has more."""
-    left = next(share.nats for share in recorded.shares if share.cause == "unexplained")
+    """Returns what no cause explains, if it is more than rounding; or rounding to 16 bits, if the model has more."""
+    nats_of = {share.cause: share.nats for share in recorded.shares}
+    left, rounded = nats_of["unexplained"], nats_of["precision"]
+    times = (left.value + rounded.value) / rounding
+    if left.low <= ROUNDING * rounding and times >= CLEAN:
+        seen = Evidence(
+            "mean |d| with everything kept and repaired",
+            f"{left.value + rounded.value:.2e} nats",
+            f"under {CLEAN * rounding:.1e} ({CLEAN:g} times rounding)",
+        )
+        title = f"{left.value + rounded.value:.1e} nats are unexplained, {times:.1f} times rounding"
+        part = _part(left.value, recorded.total.value)
+        return [Finding("unexplained", "note", "possible", title, CAUSES["unexplained"].remedy, left, part, (seen,))]
     if left.low <= ROUNDING * rounding:
         if rounding <= floor or residual.mean <= ROUNDING * floor:
             return []
         seen = Evidence("mean |d| left", f"{residual.mean:.2e} nats", f"{rounding:.1e} (16 bits), {floor:.1e} (model)")
-        nats = next(share.nats for share in recorded.shares if share.cause == "precision")
-        part = _part(nats.value, recorded.total.value)
+        part = _part(rounded.value, recorded.total.value)
         title = "the engine rounds to 16 bits, the model does not"
-        return [Finding("precision", "note", "likely", title, CAUSES["precision"].remedy, nats, part, (seen,))]
+        return [Finding("precision", "note", "likely", title, CAUSES["precision"].remedy, rounded, part, (seen,))]
     evidence = (
         Evidence(
             "mean |d| with everything kept and repaired", f"{residual.mean:.2e} nats", f"{rounding:.1e} (rounding)"

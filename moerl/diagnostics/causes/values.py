@@ -104,7 +104,8 @@ class Search:
         place = COARSE.index(factor)
         low, high = COARSE[max(0, place - 1)], COARSE[min(len(COARSE) - 1, place + 1)]
         factor = self._fit(now, tuple(np.round(np.linspace(low, high, 17), 4).tolist()))
-        if abs(factor - 1.0) <= SAME_FACTOR:
+        # At an edge of the grid the log-probs fit no temperature: something else is wrong.
+        if abs(factor - 1.0) <= SAME_FACTOR or factor in (COARSE[0], COARSE[-1]):
             return
         said = np.concatenate([rollout.temperatures[rollout.sampled] for rollout in self.gaps.rollouts])
         median = float(np.median(said))
@@ -161,7 +162,7 @@ def oversized_sets(gaps: Gaps, assumption: Assumption) -> tuple[float, float] | 
     """
     more, said = list[np.ndarray](), list[np.ndarray]()
     for rollout, scored in zip(gaps.repaired(assumption.repairs), gaps.scores(assumption), strict=True):
-        if rollout.kept is None:
+        if rollout.kept is None or scored.least_T is None:
             continue
         several = rollout.kept.sizes[rollout.sampled] > 1
         more.append((scored.mass_T - scored.least_T)[several])

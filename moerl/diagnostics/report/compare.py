@@ -9,13 +9,15 @@ from moerl.diagnostics.report import figures, sections
 from moerl.diagnostics.report.data import Finding, Report, Verdict
 from moerl.diagnostics.report.figures import Named
 from moerl.diagnostics.report.page import write_html
-from moerl.diagnostics.report.run_findings import GAP_NOTE
+from moerl.diagnostics.report.run_findings import GAP_NOTE, RECENT
 from moerl.diagnostics.report.sections import Section, figure
 from moerl.diagnostics.report.words import brief, escaped, percent, table
 
 RATIO_NOTE, RATIO_FAULT, MIN_DIFFERENCE = 1.25, 2.0, 1e-3
 """Largest gap over smallest from which reports differ, if they are so many nats apart, and from which it is a fault, if
 the largest is worth a note by itself."""
+_GAP = "mismatch/logprob_abs_mean"
+_RANKS = {"good": 0, "note": 1, "fault": 2}
 _PREFERRED = ("as trained", "as recorded", "as dumped", "nothing kept")
 
 
@@ -43,17 +45,42 @@ def gap_of(report: Report) -> tuple[str, float] | None:
     for name in _PREFERRED:
         if name in totals:
             return name, totals[name]
-    steps = [
-        step.metrics["mismatch/logprob_abs_mean"]
-        for step in report.steps
-        if "mismatch/logprob_abs_mean" in step.metrics
-    ]
+    steps = [step.metrics[_GAP] for step in report.steps if _GAP in step.metrics]
     return ("as trained", steps[-1]) if steps else None
 
 
+def _gaps_of(reports: Sequence[Named]) -> list[tuple[str, Report, tuple[str, float]]]:
+    """Returns the gaps to compare: over the last steps that all have in common, if all have steps, and of each report
+    otherwise. The gap of a run changes with its steps, so the ends of runs of two lengths are not comparable."""
+    of_steps = [
+        {s.step: s.metrics[_GAP] for s in report.steps if _GAP in s.metrics} if gap_of(report) else {}
+        for _, report in reports
+    ]
+    common = sorted(set.intersection(*map(set, of_steps))) if of_steps else []
+    if not common or len({frozenset(steps) for steps in of_steps}) == 1:
+        return [(name, report, found) for name, report in reports if (found := gap_of(report)) is not None]
+    chosen = common[-RECENT:]
+    of = f"as trained in steps {chosen[0]} to {chosen[-1]}" if len(chosen) > 1 else f"as trained in step {chosen[0]}"
+    means = [sum(steps[each] for each in chosen) / len(chosen) for steps in of_steps]
+    return [(name, report, (of, mean)) for (name, report), mean in zip(reports, means, strict=True)]
+
+
 def verdict_of(reports: Sequence[Named]) -> Verdict:
-    """What differs, and the remedy of what the worst has and the best has not."""
-    gaps = [(name, report, found) for name, report in reports if (found := gap_of(report)) is not None]
+    """Returns what differs, and the remedy of what the worst has and the best has not. Faults outrank agreement."""
+    verdict = _difference(reports)
+    worst_name, worst = max(reports, key=lambda each: _RANKS[each[1].verdict.level])
+    if _RANKS[worst.verdict.level] <= _RANKS[verdict.level] or worst.verdict.level == "good":
+        return verdict
+    count = sum(report.verdict.level == worst.verdict.level for _, report in reports)
+    which = "all have" if count == len(reports) else f"{worst_name} has" if count == 1 else f"{count} of them have"
+    what = "a fault" if worst.verdict.level == "fault" else "a note"
+    return Verdict(
+        worst.verdict.level, f"{verdict.text} But {which} {what}: {worst.verdict.text}", worst.verdict.advice
+    )
+
+
+def _difference(reports: Sequence[Named]) -> Verdict:
+    gaps = _gaps_of(reports)
     if len(gaps) < 2:
         return Verdict(
             "note", "Fewer than two of the reports have a gap to compare.", "Compare runs with mismatch metrics."

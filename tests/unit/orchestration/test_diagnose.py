@@ -154,6 +154,32 @@ def test_the_trainer_finds_what_transformers_finds(tmp_path: Path, model: Path, 
     assert {finding.cause for finding in report.findings} == {"layer_shift"}
 
 
+def test_a_sound_dump_is_in_order_by_the_trainer_too(tmp_path: Path, model: Path, clean, run: Run):
+    write_minimal(tmp_path / "dump.jsonl", clean)
+    status, report = run(tmp_path / "dump.jsonl", "--model", model, "--backend", "trainer")
+    assert (status, report.findings, report.verdict.level) == (0, (), "good"), report.verdict.text
+
+
+def test_a_gap_that_nothing_explains_has_a_status_of_its_own(tmp_path: Path, model: Path, clean, run: Run):
+    rng = np.random.default_rng(0)
+    _, report = _of(tmp_path / "sound.jsonl", clean, model, run)
+    noise = 4 * report.scorers["floor"]["logprob_abs_mean"] * np.sqrt(np.pi / 2)
+    noisy = [
+        replace(
+            r, rollout_logprobs=(r.rollout_logprobs - np.abs(rng.normal(0, noise, len(r))) * r.sampled).astype("f4")
+        )
+        for r in clean
+    ]
+    status, report = _of(tmp_path / "noisy.jsonl", noisy, model, run)
+    assert (status, report.verdict.level) == (3, "note"), report.verdict.text
+    assert "nats are unexplained" in report.verdict.text
+
+
+def _of(path: Path, rollouts: list[DumpedRollout], model: Path, run: Run) -> tuple[int, Report]:
+    write_minimal(path, rollouts)
+    return run(path, "--model", model)
+
+
 def test_a_model_of_the_hub_has_a_revision_a_version_or_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     folder = tmp_path / "whole"
     folder.mkdir()
