@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import errno
-import io
 import os
-import re
 import shutil
 import subprocess
 import sys
 import threading
-import types
 from pathlib import Path
 
 import pytest
@@ -23,34 +19,13 @@ from moerl.config.auto_resume import resolve_auto
 from moerl.config.compose import expand_sweep
 from moerl.config.load import load_config, load_plan
 from moerl.config.schema import RunConfig
-from moerl.errors import EngineError, MoerlError
+from moerl.errors import MoerlError
 from moerl.launch.arguments import TOLERANCE_NATS, verify_parser
-from moerl.launch.going_on import can_go_on
 from moerl.launch.sweeps.command import read_options
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = ["train", "sft", "rollout", "eval"]
 ALL_COMMANDS = [*COMMANDS, "plan memory", "plan weights", "plan run"]
-
-
-@pytest.fixture
-def handed_over(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, RunConfig, bool | None]]:
-    """Stands in for the commands; holds (command, config, resume) of each call."""
-    calls: list[tuple[str, RunConfig, bool | None]] = []
-    fake = types.ModuleType("moerl.orchestration.commands")
-
-    def make(name: str):
-        def run(config: RunConfig, resume: bool | None = None, stop: object = None, lock: int | None = None) -> int:
-            calls.append((name, config, resume))
-            return 0
-
-        return run
-
-    for name in COMMANDS:
-        setattr(fake, f"run_{name}", make(name))
-    monkeypatch.setitem(sys.modules, "moerl.orchestration.commands", fake)
-    monkeypatch.setattr("moerl.orchestration.commands", fake, raising=False)
-    return calls
 
 
 def run_python(code: str, *arguments: str, cwd: Path, path: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -279,98 +254,6 @@ def test_notes_about_the_configuration_are_printed(
     assert cli.main(["train", f"run_dir='{tmp_path}'", "keep_sampling_mask.enabled=false"]) == 0
     assert capsys.readouterr().err.startswith("note: keep_sampling_mask.enabled is false")
     assert len(handed_over) == 1
-
-
-def test_a_run_that_fails_has_status_1(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, handed_over: list[object]
-):
-    def fail(config: RunConfig, **settings: object) -> int:
-        raise EngineError("the engine stopped", remedy="start again")
-
-    monkeypatch.setattr(sys.modules["moerl.orchestration.commands"], "run_train", fail)
-    assert cli.main(["train", f"run_dir='{tmp_path}'"]) == 1
-    assert capsys.readouterr().err == "error: the engine stopped; remedy: start again\n"
-
-
-FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "runs/one/anything")
-SAID = "No space left on device; expected: that it is done; remedy: "
-
-
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [
-        (FULL, f"error: the system refused runs/one/anything; seen: {SAID}"),
-        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), f"error: the system refused what was asked; seen: {SAID}"),
-        (
-            TimeoutError("timed out"),
-            "error: the system refused what was asked; seen: TimeoutError: timed out; expected: ",
-        ),
-    ],
-)
-def test_an_error_of_the_system_is_one_line_and_status_1(
-    error: OSError,
-    said: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    handed_over: list[object],
-):
-    def fail(config: RunConfig, **settings: object) -> int:
-        raise error
-
-    monkeypatch.setattr(sys.modules["moerl.orchestration.commands"], "run_train", fail)
-    assert cli.main(["train", f"run_dir='{tmp_path}'"]) == 1
-    told = capsys.readouterr().err
-    assert told.startswith(said)
-    assert told.count("\n") == 1
-    assert "--traceback" in told
-    with pytest.raises(OSError, match=re.escape(str(error))):
-        cli.main(["train", f"run_dir='{tmp_path}'", "--traceback"])
-
-
-class Full(io.StringIO):
-    """A log on a full disk."""
-
-    def write(self, text: str) -> int:
-        raise FULL
-
-
-def test_an_error_that_cannot_be_printed_has_its_status_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, handed_over: list[object]
-):
-    def fail(config: RunConfig, **settings: object) -> int:
-        raise FULL
-
-    monkeypatch.setattr(sys.modules["moerl.orchestration.commands"], "run_train", fail)
-    monkeypatch.setattr(sys, "stderr", Full())
-    assert cli.main(["train", f"run_dir='{tmp_path}'"]) == 1
-
-
-def test_a_run_directory_that_turns_read_only_hides_neither_the_error_nor_how_the_run_goes_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, handed_over: list[object]
-):
-    def fail(config: RunConfig, **settings: object) -> int:
-        (tmp_path / "checkpoints" / "1-rl-000004").mkdir(parents=True)
-        for call in ("unlink", "rmdir"):
-            monkeypatch.setattr(Path, call, refuse)
-        raise EngineError("the engine stopped", remedy="start again")
-
-    def refuse(path: Path, *_: object, **__: object) -> None:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
-
-    monkeypatch.setattr(sys.modules["moerl.orchestration.commands"], "run_train", fail)
-    assert cli.main(["train", f"run_dir='{tmp_path}'"]) == 1
-    first, second = capsys.readouterr().err.splitlines()
-    assert first == "error: the engine stopped; remedy: start again"
-    assert second == f"go on from the last checkpoint: moerl train resume={tmp_path}"
-
-
-@pytest.mark.parametrize(("name", "is_ours"), [("1-rl-000004", True), ("best", False), (".1-rl-000004.partial", False)])
-def test_only_a_checkpoint_of_our_own_is_gone_on_from(name: str, is_ours: bool, tmp_path: Path):
-    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    (tmp_path / "run" / "checkpoints" / name).mkdir()
-    config = load_config(["recipe=tiny", f"run_dir='{tmp_path / 'run'}'"], command="train")
-    assert can_go_on(config) == is_ours
 
 
 def test_a_plan_starts_nothing_and_leaves_nothing(

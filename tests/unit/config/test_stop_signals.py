@@ -66,13 +66,16 @@ def test_the_grace_time_begins_with_the_signal_or_when_it_is_known(is_told_befor
     def tell() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
+    def wait() -> None:
+        if not is_told_before:
+            tell()
+        threading.Event().wait(60)
+
     handler = signal.getsignal(signal.SIGALRM)
     if is_told_before:
         tell()
     with pytest.raises(GraceOverError), stop.within(0.01):
-        if not is_told_before:
-            tell()
-        threading.Event().wait(60)
+        wait()
     assert signal.getsignal(signal.SIGALRM) is handler
     with stop.within(None):
         assert signal.getsignal(signal.SIGALRM) is handler
