@@ -168,9 +168,9 @@ _ALL = (
     Metric("groups/filtered", "trajectory", "trajectories of groups that `rl.filters` replaced, since the run began"),
     Metric("curriculum/passed", "prompt", "prompts passed over by `rl.skip_above` and its like since the run began"),
     Metric("curriculum/rate_mean", "1", "mean share of right responses in the latest group of each prompt seen so far"),
-    Metric("lengths/offered_mean", "token", "mean length of the latest 4096 responses that were sampled", False),
-    Metric("lengths/trained_mean", "token", "mean length of the latest 4096 responses that were trained", False),
-    Metric("lengths/distance", "1", "largest difference of their distribution functions (Kolmogorov-Smirnov)", False),
+    Metric("lengths/offered_mean", "token", "mean length of the latest 4096 responses that were sampled"),
+    Metric("lengths/trained_mean", "token", "mean length of the latest 4096 responses that were trained"),
+    Metric("lengths/distance", "1", "largest difference of their distribution functions (Kolmogorov-Smirnov)"),
     Metric("groups/waiting", "group", "finished groups left in the queue when a batch was taken", deterministic=False),
     Metric(
         "staleness/age_max",

@@ -8,7 +8,6 @@ import signal
 from pathlib import Path
 
 import pytest
-from alike_products import require_alike_products
 from moerl_runs import DoneRun, Fault, Runs, Sums, rows
 from run_checks import assert_the_same
 
@@ -59,8 +58,6 @@ KILLS = {
 def test_a_run_killed_again_and_again_ends_as_if_undisturbed(
     when: str, forked: Runs, sums: Sums, undisturbed: DoneRun, tmp_path: Path
 ) -> None:
-    if when == JOURNALLED:
-        require_alike_products()
     run = tmp_path / "run"
     arguments, goes_on = sums.train(run), "starting Megatron"
     for fault, where in KILLS[when]:

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from alike_products import require_alike_products
 from transformers import DynamicCache, Qwen3MoeForCausalLM
 
 from moerl.contract.ports import RolloutRequest
@@ -85,28 +84,6 @@ def _replay(
         logprobs.append(out.logits[0, 0].log_softmax(-1))
         experts.append(torch.stack([layer[0].topk(2).indices.sort().values for layer in out.router_logits]))
     return torch.stack(logprobs), torch.stack(experts)
-
-
-def _bits(engine: EmbeddedEngine, requests: list[RolloutRequest]) -> dict[str, list[bytes]]:
-    names = ("token_ids", "rollout_logprobs", "kept_logmass", "expert_ids")
-    return {each.rollout_id: [each.values[name].tobytes() for name in names] for each in engine.generate(requests)}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("num_threads", [1, 2])
-def test_what_a_request_samples_does_not_depend_on_its_batchmates_bit_for_bit(make_model, dtype, num_threads):
-    torch.set_num_threads(num_threads)
-    require_alike_products()
-    model, requests = make_model(dtype=dtype), _requests(40, max_new_tokens=30)
-    # Kept sets of one token to thirty.
-    sampling = [SamplingParams(top_p=0.05 + 0.02 * n, top_k=30, seed=n) for n in range(len(requests))]
-    requests = [replace(each, sampling=chosen) for each, chosen in zip(requests, sampling, strict=True)]
-    together = _bits(_engine(model, max_running=40), requests)
-    # A few at a time: prompts and batches of other sizes and lengths, experts with other numbers of rows.
-    for max_running, chosen in ((7, requests), (40, requests[17:]), (40, requests[4:7]), (40, requests[8:9])):
-        apart = _bits(_engine(model, max_running=max_running), chosen)
-        assert apart == {rollout_id: together[rollout_id] for rollout_id in apart}
-        assert len(apart) == len(chosen)
 
 
 def test_weights_swapped_in_mid_sequence_split_a_trajectory_in_two_versions(make_model):
