@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from moerl.errors import ConfigError
-from moerl.reading import open_regular, read_json
+from moerl.reading import find_irregular, open_regular, read_json
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -115,10 +115,10 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 
 def check_tokenizer(folder: Path) -> None:
-    """Refuses a model directory without a tokenizer, or with one whose files are cut.
+    """Refuses a model directory without a tokenizer, or with one whose files are cut, or a library would wait for.
 
     Raises:
-        ConfigError: there is none, or one of its JSON files cannot be read.
+        ConfigError: there is none, one of its JSON files cannot be read, or something there is no file.
     """
     if not any(all((folder / name).is_file() for name in names) for names in _TOKENIZERS):
         raise ConfigError(
@@ -127,6 +127,8 @@ def check_tokenizer(folder: Path) -> None:
             expected="tokenizer.json",
             remedy="copy the tokenizer's files of the model into the directory",
         )
+    if irregular := find_irregular(folder):
+        raise _broken(folder, irregular, "files and folders: libraries wait for all else", "remove it")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         try:
             content = read_json(folder / name, MAX_TOKENIZER_BYTES) if (folder / name).exists() else {}
