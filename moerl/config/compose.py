@@ -25,6 +25,7 @@ from moerl.config.explain import unknown_key
 from moerl.config.reference import is_known
 from moerl.config.shipped import shipped_folder
 from moerl.errors import ConfigError
+from moerl.reading import find_irregular
 
 CONFIGS = shipped_folder("configs")
 
@@ -211,6 +212,13 @@ def config_groups(config_dir: Path | None = None) -> dict[str, list[str]]:
     for folder in sorted(config_dir.iterdir()):
         if not folder.is_dir() or folder.name not in groups:
             continue
+        if irregular := find_irregular(folder):
+            raise ConfigError(
+                "--config-dir: holds something else than files",
+                seen=irregular,
+                expected="recipe/NAME.yaml or other groups",
+                remedy="remove it, or give another directory",
+            )
         taken = sorted(set(_options(folder)) & set(groups[folder.name]))
         if taken:
             raise ConfigError(

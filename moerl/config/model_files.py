@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from moerl.errors import ConfigError
-from moerl.reading import open_regular, read_json
+from moerl.reading import find_irregular, open_regular, read_json
 
 INITIAL_MODEL = "initial_model"
 """Folder of a run directory with the model that the run built."""
@@ -118,13 +118,13 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 
 def check_tokenizer(folder: Path, key: str = "model.path") -> None:
-    """Refuses a directory without a tokenizer, or with one whose files are cut.
+    """Refuses a directory without a tokenizer, or with one whose files are cut, or a library would wait for.
 
     Args:
         key: the key that names the directory, for messages.
 
     Raises:
-        ConfigError: there is none, or one of its JSON files cannot be read.
+        ConfigError: there is none, one of its JSON files cannot be read, or something there is no file.
     """
     if not any(all((folder / name).is_file() for name in names) for names in _TOKENIZERS):
         raise ConfigError(
@@ -133,6 +133,8 @@ def check_tokenizer(folder: Path, key: str = "model.path") -> None:
             expected="tokenizer.json",
             remedy="copy the files of a tokenizer into the directory",
         )
+    if irregular := find_irregular(folder):
+        raise _broken(folder, irregular, "files and folders: libraries wait for all else", "remove it")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         try:
             content = read_json(folder / name, MAX_TOKENIZER_BYTES) if (folder / name).exists() else {}

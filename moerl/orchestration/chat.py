@@ -6,16 +6,14 @@ prompts are written once, before anything is trained, and a run that goes on mus
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jinja2 import TemplateError, meta
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers import PreTrainedTokenizerBase
 
 from moerl.contract.ports import Chat, ChatTask, Prompt, Task
 from moerl.errors import ConfigError
+from moerl.orchestration.templates import FailedTemplateError, Templates, request_of
 from moerl.tasks.section import TaskSection
 from moerl.telemetry.terminal import excerpt
 
@@ -29,13 +27,16 @@ _THINKING = f"<think>\n{_THOUGHT}\n</think>\n\n{_ANSWER}"
 class ChatTemplate:
     """The chat template of a tokenizer, with options.
 
+    Args:
+        templates: writes the texts.
+
     Raises:
         ConfigError: The tokenizer has none, it does not know an option, it fails on a single question, or what it
             writes depends on the date.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> None:
-        self._tokenizer, self._options = tokenizer, dict(options)
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any], templates: Templates) -> None:
+        self._tokenizer, self._options, self._templates = tokenizer, dict(options), templates
         if not getattr(tokenizer, "chat_template", None):
             raise ConfigError(
                 "the tokenizer has no chat template, and the task has messages",
@@ -85,31 +86,19 @@ class ChatTemplate:
                 )
             if _THOUGHT not in self._write(more, (), ask=True):
                 found.append("note: the chat template drops thinking: that of earlier answers is not in later prompts")
-        except ConfigError as error:
+        except FailedTemplateError as error:
             found.append(f"note: the chat template takes a single question alone: {error.seen}")
         return found
 
-    def _write(self, messages: Any, tools: Any, *, ask: bool, **more: Any) -> str:
-        try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    [dict(each) for each in messages],
-                    tools=[dict(each) for each in tools] or None,
-                    add_generation_prompt=ask,
-                    tokenize=False,
-                    **{**self._options, **more},
-                )
-            )
-        except (TemplateError, ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
-            raise ConfigError(
-                "the chat template fails",
-                seen=excerpt(f"{type(error).__name__}: {error}", 300),
-                expected="messages that the model's template takes",
-                remedy="change the messages (roles, their order, a system message), or take another model",
-            ) from error
+    def _write(self, messages: Any, tools: Any, *, ask: bool, day: str | None = None) -> str:
+        request = request_of(self._tokenizer, messages, tools=tools, ask=ask, options=self._options, day=day)
+        return self._templates.write(request)
+
+    def _variables(self) -> set[str]:
+        return self._templates.variables(str(self._tokenizer.get_chat_template()))
 
     def _check_options(self) -> None:
-        known = _variables(str(self._tokenizer.get_chat_template()))
+        known = self._variables()
         unknown = sorted(self._options.keys() - known)
         if unknown:
             raise ConfigError(
@@ -124,8 +113,8 @@ class ChatTemplate:
         messages = [{"role": "system", "content": _QUESTION}, {"role": "user", "content": _QUESTION}]
         for asked in (messages, messages[1:]):
             try:
-                texts = {self._write(asked, (), ask=True, strftime_now=_clock(day)) for day in ("1st", "2nd")}
-            except ConfigError:
+                texts = {self._write(asked, (), ask=True, day=day) for day in ("1st", "2nd")}
+            except FailedTemplateError:
                 if len(asked) == 1:
                     raise
                 continue
@@ -135,7 +124,7 @@ class ChatTemplate:
                     seen="two prompts of the same messages that differ from day to day",
                     expected="the same prompt whenever the run goes on",
                     remedy="give it a fixed date, where it takes one: task.chat_options.date_string='26 Jul 2024';"
-                    f" it reads {', '.join(sorted(_variables(str(self._tokenizer.get_chat_template())) - _OURS))}",
+                    f" it reads {', '.join(sorted(self._variables() - _OURS))}",
                 )
 
     def _refuse_loss(self, number: int, role: str, content: str, text: str) -> None:
@@ -158,18 +147,6 @@ _OURS = {"messages", "tools", "documents", "add_generation_prompt", "strftime_no
 """Variables that are no options."""
 
 
-def _clock(day: str) -> Callable[[str], str]:
-    return lambda _: day
-
-
-def _variables(template: str) -> set[str]:
-    """Names that a template reads from outside."""
-    environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
-    # A tag of transformers, for masks.
-    plain = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", template)
-    return meta.find_undeclared_variables(environment.parse(plain))
-
-
 def write_prompts(
     task: Task, tokenizer: PreTrainedTokenizerBase, section: TaskSection, say: Callable[[str], None]
 ) -> None:
@@ -178,11 +155,21 @@ def write_prompts(
     Raises:
         ConfigError: The template is not usable, or fails on a prompt; names its place.
     """
-    if not isinstance(task, ChatTask):
-        return
+    if isinstance(task, ChatTask):
+        with Templates() as templates:
+            _write_prompts(task, tokenizer, section, say, templates)
+
+
+def _write_prompts(
+    task: ChatTask,
+    tokenizer: PreTrainedTokenizerBase,
+    section: TaskSection,
+    say: Callable[[str], None],
+    templates: Templates,
+) -> None:
     limit, template = section.longest_prompt, None
     if task.has_chats:
-        template = ChatTemplate(tokenizer, section.template_options)
+        template = ChatTemplate(tokenizer, section.template_options, templates)
         for note in template.notes():
             say(note)
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from moerl.errors import ConfigError
+from moerl.orchestration.templates import FailedTemplateError, request_of, write_once
 from moerl.reading import read_json
 
 _FILES = ("generation_config.json", "config.json")
@@ -75,8 +75,8 @@ def _turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
         return None
     messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _ANSWER}]
     try:
-        text = str(tokenizer.apply_chat_template(messages, tokenize=False))
-    except TemplateError:
+        text = write_once(request_of(tokenizer, messages, ask=False))
+    except FailedTemplateError:
         return None
     after = tokenizer.encode(text.rpartition(_ANSWER)[2], add_special_tokens=False)
     return after[0] if after and after[0] in tokenizer.added_tokens_decoder else None

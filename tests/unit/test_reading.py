@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from moerl.config.compose import config_groups
 from moerl.config.model_files import read_header
 from moerl.contract.quarantine import read_quarantined
 from moerl.diagnostics.dumps.opening import open_dump
@@ -181,6 +182,10 @@ def _read_model(path: Path) -> object:
     return read_model(path.parent)
 
 
+def _read_groups(path: Path) -> object:
+    return config_groups(path.parent.parent)
+
+
 def _read_tensors(path: Path) -> object:
     return read_header(path)
 
@@ -237,7 +242,8 @@ def _read_history(path: Path) -> object:
 READERS = {
     "generation_config.json": _read_ends,
     "tokenizer_config.json": _read_tokenizer,
-    "added_tokens.json": _read_model,
+    "added_tokens.json": _read_tokenizer,
+    "recipe/mine.yaml": _read_groups,
     "special_tokens_map.json": _read_model,
     "model.safetensors": _read_tensors,
     "rows.jsonl": _read_lines,
@@ -260,6 +266,7 @@ READERS = {
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", READERS)
 def test_a_pipe_in_the_place_of_a_file_is_an_error_and_not_waited_for(name: str, tmp_path: Path):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
     os.mkfifo(tmp_path / name)
     with pytest.raises((MoerlError, OSError)) as caught:
         READERS[name](tmp_path / name)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import resource
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,21 @@ from moerl.contract.ports import Chat
 from moerl.errors import ConfigError
 from moerl.orchestration.chat import ChatTemplate, write_prompts
 from moerl.orchestration.ends import read_ends
+from moerl.orchestration.templates import Templates
 from moerl.orchestration.tokenizer import encode_checked
+
+TEMPLATES = Templates()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ended() -> Iterator[None]:
+    yield
+    TEMPLATES.close()
+
+
+ROOT = Path(__file__).parents[3]
+RUNS = re.compile(r"apply_chat_template\(|render_jinja_template\(|SandboxedEnvironment\(|find_undeclared_variables\(")
+"""What parses or runs a template: parsing works out what is constant in it."""
 
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
 USER = {"role": "user", "content": "What is 3 < 4? Ünïcode 🙂\n"}
@@ -39,7 +56,7 @@ def test_a_prompt_is_token_by_token_what_the_tokenizer_makes_of_the_messages(
     template: str, messages: list[Any], tools: tuple[Any, ...], options: dict[str, Any]
 ):
     tokenizer = chat_tokenizer(template)
-    text = ChatTemplate(tokenizer, options).render(Chat(tuple(messages), tools))
+    text = ChatTemplate(tokenizer, options, TEMPLATES).render(Chat(tuple(messages), tools))
     wanted = tokenizer.apply_chat_template(
         messages, tools=list(tools) or None, add_generation_prompt=True, tokenize=True, return_dict=False, **options
     )
@@ -48,7 +65,7 @@ def test_a_prompt_is_token_by_token_what_the_tokenizer_makes_of_the_messages(
 
 def refusal(tokenizer: PreTrainedTokenizerFast, *messages: dict[str, str], **options: Any) -> str:
     with pytest.raises(ConfigError) as caught:
-        ChatTemplate(tokenizer, options).render(Chat(messages))
+        ChatTemplate(tokenizer, options, TEMPLATES).render(Chat(messages))
     return str(caught.value)
 
 
@@ -63,14 +80,14 @@ def test_dropped_thinking_of_a_row_is_named_and_so_is_a_template_that_would_drop
     thinking = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nYes."}
     message = refusal(tokenizer, USER, thinking, USER)
     assert "the chat template drops the thinking of message 1 (assistant)" in message
-    [note] = ChatTemplate(tokenizer, {}).notes()
+    [note] = ChatTemplate(tokenizer, {}, TEMPLATES).notes()
     assert "drops thinking" in note
 
 
 def test_a_template_that_is_no_prefix_of_itself_is_named():
-    notes = ChatTemplate(chat_tokenizer(BARS_THINKING), {}).notes()
+    notes = ChatTemplate(chat_tokenizer(BARS_THINKING), {}, TEMPLATES).notes()
     assert any("not a prefix of itself" in note for note in notes)
-    assert ChatTemplate(chat_tokenizer(DATED), {"date_string": "x"}).notes() == []
+    assert ChatTemplate(chat_tokenizer(DATED), {"date_string": "x"}, TEMPLATES).notes() == []
 
 
 def test_a_message_that_the_template_leaves_out_is_refused():
@@ -80,11 +97,54 @@ def test_a_message_that_the_template_leaves_out_is_refused():
 
 def test_tools_that_the_template_leaves_out_are_refused():
     with pytest.raises(ConfigError, match="leaves out the tools; seen: no 'weather'"):
-        ChatTemplate(chat_tokenizer(BARS_THINKING), {}).render(Chat((USER,), (TOOL,)))
+        ChatTemplate(chat_tokenizer(BARS_THINKING), {}, TEMPLATES).render(Chat((USER,), (TOOL,)))
 
 
 def test_a_role_that_the_template_refuses_is_an_error_with_its_words():
     assert "System role not supported" in refusal(chat_tokenizer(NO_SYSTEM), SYSTEM, USER)
+
+
+ENDLESS = {
+    "loops in loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "a constant": "{{ 10 ** (10 ** 10) }}",
+    "a macro": "{% macro m(n) %}{{ m(n + 1) if n < 40 }}{{ m(n + 1) if n < 40 }}{% endmacro %}{{ m(0) }}",
+    "a question alone": "{% if messages[0].content == 'Go on.' %}{% for a in range(99999) %}{% for b in range(99999) %}"
+    "{% endfor %}{% endfor %}{% endif %}{{ messages[0].content }}",
+}
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", ENDLESS)
+def test_a_template_that_does_not_end_is_refused(name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("moerl.orchestration.templates.SECONDS", 1.0)
+    message = refusal(chat_tokenizer(ENDLESS[name]), {"role": "user", "content": "Go on."})
+    assert "the chat template does not come to an end" in message
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 'a' * 10 ** 10 }}",
+        "{% set n = namespace(s='a' * 10 ** 6) %}{% for i in range(99999) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
+        "{% for i in range(99999) %}{{ 'a' * 10 ** 6 }}{% endfor %}",
+        "{{ " + "(" * 5000 + ")" * 5000 + " }}",
+    ],
+)
+def test_a_template_that_takes_too_much_memory_is_refused(template: str):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    message = refusal(chat_tokenizer(template + "{{ messages[0].content }}"), USER)
+    assert "the chat template fails; seen: " in message
+    assert "MemoryError" in message or "RecursionError" in message or "characters" in message
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 18
+
+
+@pytest.mark.timeout(120)
+def test_a_template_that_does_not_end_is_refused_where_it_is_asked_for_the_end_of_a_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("moerl.orchestration.templates.SECONDS", 1.0)
+    with pytest.raises(ConfigError, match="the chat template does not come to an end"):
+        read_ends(tmp_path, chat_tokenizer(ENDLESS["loops in loops"]), 10)
 
 
 def test_an_option_that_the_template_does_not_read_is_refused():
@@ -104,6 +164,11 @@ def test_the_end_of_a_turn_is_an_end(tmp_path: Path):
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7]}')
     turn_end = tokenizer.convert_tokens_to_ids("<｜end▁of▁sentence｜>")
     assert read_ends(tmp_path, tokenizer, len(tokenizer)) == (1, 7, turn_end)
+
+
+def test_templates_run_in_their_process_alone():
+    found = [path for path in (ROOT / "moerl").rglob("*.py") if RUNS.search(path.read_text(encoding="utf-8"))]
+    assert [path.name for path in found] == ["template_worker.py"]
 
 
 ROWS = [{"prompt": f"Add {i} and 1.", "answer": str(i + 1)} for i in range(40)]

@@ -52,11 +52,15 @@ def test_tokens_that_are_not_there_are_not_removed(rng: np.random.Generator):
 class Tokenizer:
     """Of a chat model: a template whose answer opens with tokens 7 and 8."""
 
-    bos_token_id, chat_template = 1, "..."
+    bos_token_id, special_tokens_map = 1, {"bos_token": "1"}
+    chat_template = "{{ bos_token }} 5 6{% if add_generation_prompt %} 7 8{% endif %}"
 
-    def apply_chat_template(self, chat: object, *, add_generation_prompt: bool, return_dict: bool) -> list[int]:
-        assert not return_dict
-        return [1, 5, 6, *([7, 8] if add_generation_prompt else [])]
+    def get_chat_template(self, tools: object) -> str:
+        return self.chat_template
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        assert not add_special_tokens
+        return [int(each) for each in text.split()]
 
     def decode(self, ids: object) -> str:
         return "<answer>"

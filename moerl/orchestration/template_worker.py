@@ -1,0 +1,78 @@
+"""Writes messages by chat templates, which are programs of model directories. Started by
+`moerl.orchestration.templates`, with limits; loads no torch.
+
+    python -m moerl.orchestration.template_worker PARENT MEMORY
+
+PARENT is the process id of the starter, MEMORY the bytes that this process may take. It says `{}` once it can begin.
+Requests come on standard input and replies go to standard output, a JSON object a line:
+
+    {"template": ..., "values": {...}, "messages": [...], "tools": [...], "ask": ..., "day": ...}    {"text": ...}
+    {"template": ...}                                                                      {"variables": [...]}
+
+`day` is what the template gets for every date, null for today. A template that fails gives {"failed": ...}.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+import sys
+from typing import Any
+
+from jinja2 import meta
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from moerl.processes.parent import die_with
+
+MAX_CHARACTERS = 1 << 25
+"""Longest text: twice the longest row of a data set."""
+
+
+def main(parent: int, memory_bytes: int) -> None:
+    """Serves until nobody holds the other end of the requests any more."""
+    die_with(parent)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+    print("{}", flush=True)
+    for line in sys.stdin:
+        print(json.dumps(_reply(json.loads(line))), flush=True)
+
+
+def _reply(request: dict[str, Any]) -> dict[str, Any]:
+    try:
+        if "messages" not in request:
+            return {"variables": sorted(_variables(request["template"]))}
+        text = _write(request)
+    except Exception as error:  # noqa: BLE001 - process boundary: a template can raise anything
+        return {"failed": f"{type(error).__name__}: {error}"[:1000]}
+    if len(text) > MAX_CHARACTERS:
+        return {"failed": f"a text of {len(text):,} characters; at most {MAX_CHARACTERS:,} can be a prompt"}
+    return {"text": text}
+
+
+def _write(request: dict[str, Any]) -> str:
+    values, day = request["values"], request["day"]
+    if day is not None:
+        values["strftime_now"] = lambda _: day
+    [text], _ = render_jinja_template(
+        conversations=[request["messages"]],
+        tools=request["tools"] or None,
+        chat_template=request["template"],
+        add_generation_prompt=request["ask"],
+        **values,
+    )
+    return text
+
+
+def _variables(template: str) -> set[str]:
+    """Names that a template reads from outside."""
+    environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
+    # A tag of transformers, for masks.
+    plain = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", template)
+    return meta.find_undeclared_variables(environment.parse(plain))
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

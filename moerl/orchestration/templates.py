@@ -1,0 +1,184 @@
+"""Chat templates in a process of their own, with limits of time and memory. Runs in the controller.
+
+A template is a program that came with a model. Nested loops run for days, a product of a text takes all memory, and
+both may wait for one special message; so every text is written where that does no harm.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import IO, Any, Self
+
+from transformers import PreTrainedTokenizerBase
+
+from moerl.errors import ConfigError
+from moerl.telemetry.terminal import excerpt
+
+SECONDS = 30.0
+"""Longest time for one text. Templates of models take milliseconds."""
+
+START_SECONDS = 120.0
+"""Longest time until the process can begin; usually it takes one or two seconds."""
+
+MEMORY_BYTES = 1 << 30
+"""Memory of the process. Templates of models need 70 MB with all that they load."""
+
+_READ_BYTES = 1 << 20
+
+Request = dict[str, Any]
+
+
+class FailedTemplateError(ConfigError):
+    """A template raised an error on some messages, or wrote too much; it may still take others."""
+
+
+class Templates:
+    """A process that writes messages by templates. It starts when it is first asked; one thread uses it."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the process."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.communicate()
+
+    def write(self, request: Request) -> str:
+        """Returns the text of messages.
+
+        Args:
+            request: from `request_of`.
+
+        Raises:
+            FailedTemplateError: the template failed, took too much memory or wrote too much.
+            ConfigError: it does not come to an end.
+        """
+        return str(self._ask(request)["text"])
+
+    def variables(self, template: str) -> set[str]:
+        """Returns the names that a template reads from outside. Raises as `write` does."""
+        return set(self._ask({"template": template})["variables"])
+
+    def _ask(self, request: Request) -> dict[str, Any]:
+        stdin, stdout = self._started()
+        try:
+            stdin.write(json.dumps(request).encode() + b"\n")
+            stdin.flush()
+            reply = json.loads(self._line(stdout, SECONDS))
+        except (BrokenPipeError, EOFError, MemoryError) as error:
+            self.close()
+            raise _failed("its process ended, without memory or killed") from error
+        if "failed" in reply:
+            raise _failed(excerpt(" ".join(str(reply["failed"]).split()), 300))
+        return reply
+
+    def _started(self) -> tuple[IO[bytes], IO[bytes]]:
+        if self._process is None:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", f"{__package__}.template_worker", str(os.getpid()), str(MEMORY_BYTES)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                # Ctrl-C and the signals of schedulers are the controller's.
+                start_new_session=True,
+            )
+            assert self._process.stdout is not None, "the process is started with pipes"
+            try:
+                self._line(self._process.stdout, START_SECONDS)
+            except EOFError as error:
+                self.close()
+                raise ConfigError(
+                    "the process for chat templates does not start",
+                    seen="it ended; what it printed stands above",
+                    expected="a process that imports transformers and jinja2",
+                    remedy="mend the installation (`moerl doctor`)",
+                ) from error
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None, "the process is started with pipes"
+        assert stdout is not None, "the process is started with pipes"
+        return stdin, stdout
+
+    def _line(self, stdout: IO[bytes], seconds: float) -> bytes:
+        """The next line. Raises `EOFError` if the process has ended, and `ConfigError` if none comes in time."""
+        deadline, parts = time.monotonic() + seconds, [b""]
+        while not parts[-1].endswith(b"\n"):
+            if not select.select([stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                self.close()
+                raise ConfigError(
+                    "the chat template does not come to an end",
+                    seen=f"no text after {seconds:g} s",
+                    expected="a template that writes a conversation in milliseconds",
+                    remedy="look at chat_template.jinja (or tokenizer_config.json) of the model directory: it may have"
+                    " been changed to do harm; take the model from where it was published",
+                )
+            parts.append(os.read(stdout.fileno(), _READ_BYTES))
+            if not parts[-1]:
+                raise EOFError
+        return b"".join(parts)
+
+
+def request_of(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    ask: bool,
+    tools: Sequence[Mapping[str, Any]] = (),
+    options: Mapping[str, Any] | None = None,
+    day: str | None = None,
+) -> Request:
+    """Returns what `apply_chat_template` of the tokenizer would be asked for, as plain data.
+
+    Args:
+        ask: with the start of an answer.
+        options: variables of the template.
+        day: what the template gets for every date; None = today.
+    """
+    return {
+        "template": tokenizer.get_chat_template(tools=[dict(each) for each in tools] or None),
+        "values": {**_texts(tokenizer.special_tokens_map), **(options or {})},
+        "messages": [dict(each) for each in messages],
+        "tools": [dict(each) for each in tools],
+        "ask": ask,
+        "day": day,
+    }
+
+
+def write_once(request: Request) -> str:
+    """Returns the text of messages, as `Templates.write` does, from a process for them alone or from memory."""
+    return _write_once(json.dumps(request))
+
+
+@functools.lru_cache(maxsize=8)
+def _write_once(request: str) -> str:
+    with Templates() as templates:
+        return templates.write(json.loads(request))
+
+
+def _texts(value: Any) -> Any:
+    """Special tokens as plain texts."""
+    if isinstance(value, Mapping):
+        return {str(name): _texts(each) for name, each in value.items()}
+    return [str(each) for each in value] if isinstance(value, list | tuple) else str(value)
+
+
+def _failed(seen: str) -> FailedTemplateError:
+    return FailedTemplateError(
+        "the chat template fails",
+        seen=seen,
+        expected="messages that the model's template takes",
+        remedy="change the messages (roles, their order, a system message), or take another model",
+    )
