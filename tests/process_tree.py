@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from moerl.processes.spared import STOP_SIGNALS
 
 
 def descendants(pid: int) -> Iterator[int]:
@@ -40,3 +43,24 @@ def tell_all(pids: Sequence[int], numbers: Sequence[signal.Signals]) -> None:
                     os.kill(pid, number)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextlib.contextmanager
+def signals_to_children() -> Iterator[None]:
+    """Sends all stop signals to all processes that are started meanwhile, again and again."""
+    before, is_over = {*descendants(os.getpid())}, threading.Event()
+
+    def tell() -> None:
+        while not is_over.wait(0.02):
+            for pid in [*descendants(os.getpid())]:
+                for number in () if pid in before else STOP_SIGNALS:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, number)
+
+    thread = threading.Thread(target=tell)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()

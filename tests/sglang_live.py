@@ -42,7 +42,7 @@ DEEPSEEK_PUBLISHED = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_f
 
 @contextmanager
 def running(options: ServerOptions, folder: Path) -> Iterator[SGLangServer]:
-    """A server that is ready. It ends at once: its own way out takes up to ten seconds."""
+    """A server that is ready."""
     launcher = OwnServer(options, folder, START_SECONDS)
     launcher.open()
     assert launcher.server is not None

@@ -1,4 +1,4 @@
-"""Nothing of a server outlives it, however early it is killed."""
+"""Nothing of a server outlives it, however early it is killed; and nothing ends it but who started it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import sglang_live
+from process_tree import family, signals_to_children, tell_all
 from waiting import eventually, is_alive
+
+from moerl.processes.spared import STOP_SIGNALS
+from moerl.rollout.sglang.server import ServerOptions
 
 pytestmark = pytest.mark.sglang
 
@@ -41,3 +46,23 @@ def test_a_process_of_a_server_that_died_while_it_started_ends(environment: Path
     pid = int((tmp_path / "pid").read_text())
     eventually(lambda: not is_alive(pid), 240.0)
     assert not (tmp_path / "outlived").exists()
+
+
+def test_stop_signals_to_all_processes_of_a_server_leave_it_to_the_run(model_folder: Path, tmp_path: Path) -> None:
+    options = ServerOptions(
+        model=model_folder, environment=sglang_live.ENVIRONMENT, device="cpu", dtype="float32", max_pool_tokens=4096
+    )
+    with signals_to_children():
+        manager = sglang_live.running(options, tmp_path)
+        server = manager.__enter__()
+    try:
+        pids = family(server.endpoint.pid)
+        assert len(pids) >= 3
+        # By now all handlers that it wants are set.
+        tell_all(pids, STOP_SIGNALS)
+        body = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 4}}
+        assert sglang_live.post(server.endpoint, "/generate", body).status_code == 200
+        assert all(map(is_alive, pids))
+    finally:
+        manager.__exit__(None, None, None)
+    eventually(lambda: not any(map(is_alive, pids)))

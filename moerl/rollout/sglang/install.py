@@ -11,10 +11,12 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from moerl.errors import EngineError
+from moerl.processes.spared import start_spared
 from moerl.rollout.sglang.patches import (
     DEFAULT_RELEASE,
     apply_patches,
@@ -119,7 +121,8 @@ def site_packages(environment: Path) -> Path:
             expected="an environment made by `moerl sglang install`",
             remedy=f"moerl sglang install --env {environment}",
         )
-    return Path(_run([str(python), "-I", "-c", _SITE], "find its packages").strip())
+    # A run asks, too, when it starts its servers.
+    return Path(_run([str(python), "-I", "-c", _SITE], "find its packages", start_spared).strip())
 
 
 def pythons(version: str) -> list[str]:
@@ -205,10 +208,16 @@ def _is_complete(environment: Path, device: str, version: str) -> bool:
     return True
 
 
-def _run(command: Sequence[str], purpose: str) -> str:
+def _run(command: Sequence[str], purpose: str, start: Callable[..., Any] = subprocess.Popen) -> str:
+    """Returns what a command writes to its standard output."""
     try:
         # Elsewhere: `python -m` looks for modules in the current directory first.
-        done = subprocess.run(list(command), capture_output=True, text=True, errors="replace", cwd="/")
+        with start(list(command), stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd="/") as process:
+            try:
+                output, said = (part.decode(errors="replace") for part in process.communicate())
+            except BaseException:  # an interrupt, too, leaves nothing running
+                process.kill()
+                raise
     except OSError as error:
         raise EngineError(
             f"SGLang environment: could not {purpose}",
@@ -216,11 +225,11 @@ def _run(command: Sequence[str], purpose: str) -> str:
             expected="a program that runs",
             remedy="install into a fresh folder: moerl sglang install --env DIR",
         ) from error
-    if done.returncode != 0:
+    if process.returncode != 0:
         raise EngineError(
             f"SGLang environment: could not {purpose}",
-            seen=(done.stderr or done.stdout).strip()[-1500:],
+            seen=(said or output).strip()[-1500:],
             expected="status 0",
             remedy="read the message; run the same command again when it is solved",
         )
-    return done.stdout
+    return output

@@ -63,8 +63,11 @@ def test_ctrl_c_twice_stops_at_once_however_fast(stop: StopRequest) -> None:
 
 @pytest.mark.parametrize("is_told_before", [True, False])
 def test_the_grace_time_begins_with_the_signal_or_when_it_is_known(is_told_before: bool, stop: StopRequest) -> None:
-    def tell() -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
+    def work(*, is_told: bool) -> None:
+        with stop.within(0.01):
+            if is_told:
+                os.kill(os.getpid(), signal.SIGTERM)
+            threading.Event().wait(60)
 
     def wait() -> None:
         if not is_told_before:
@@ -73,9 +76,9 @@ def test_the_grace_time_begins_with_the_signal_or_when_it_is_known(is_told_befor
 
     handler = signal.getsignal(signal.SIGALRM)
     if is_told_before:
-        tell()
-    with pytest.raises(GraceOverError), stop.within(0.01):
-        wait()
+        os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(GraceOverError):
+        work(is_told=not is_told_before)
     assert signal.getsignal(signal.SIGALRM) is handler
     with stop.within(None):
         assert signal.getsignal(signal.SIGALRM) is handler

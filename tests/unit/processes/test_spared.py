@@ -7,15 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_sinks import make_sink, told
-from process_tree import descendants
+from process_tree import descendants, signals_to_children
 from used_names import places_of, used_names
 from waiting import eventually, is_alive
 
@@ -23,6 +20,7 @@ from moerl.processes.spared import STOP_SIGNALS, start_spared
 from moerl.ranks.child import PROGRAM, Child
 from moerl.rollout.beside.local import LocalProcess, dismiss
 from moerl.rollout.sglang import server as sglang
+from moerl.rollout.sglang.install import site_packages
 from moerl.tasks.rewards.child import RewardChild
 from moerl.tasks.rewards.code import run_program
 from moerl.telemetry.terminal import ShownLines
@@ -34,7 +32,7 @@ NOT_SPARED = {
     "launch/doctor/accelerators.py": "probes of `moerl doctor`, which is no run",
     "launch/slurm/submit.py": "commands of `moerl launch slurm`, which is no run",
     "launch/sweeps/hosts.py": "a whole `moerl train`, which takes stop signals as one that a user starts",
-    "rollout/sglang/install.py": "commands of an installation, which no run waits for",
+    "rollout/sglang/install.py": "commands of an installation; the one that a run waits for, too, is spared",
     "tasks/rewards/guard.py": "the fork of a guard, which is spared, before it becomes its worker",
 }
 """Files that start processes by other means, and why they may."""
@@ -95,6 +93,7 @@ def test_a_signal_that_ends_the_start_of_a_child_ends_the_child(monkeypatch: pyt
 KINDS = {
     "ranks/child.py": "test_a_rank_is_spared",
     "rollout/beside/local.py": "test_an_engine_of_its_own_is_spared",
+    "rollout/sglang/install.py": "test_the_question_for_packages_of_an_environment_is_spared",
     "rollout/sglang/server.py": "test_a_server_is_spared_with_its_processes_whatever_handlers_it_sets",
     "tasks/rewards/child.py": "test_a_reward_is_spared_and_what_it_starts_is_not",
     "tasks/rewards/code.py": "test_a_program_that_is_scored_is_spared",
@@ -106,27 +105,6 @@ KINDS = {
 def test_every_kind_of_child_has_its_test() -> None:
     assert places_of({"moerl.processes.spared.start_spared"}) == KINDS.keys()
     assert set(KINDS.values()) <= globals().keys()
-
-
-@contextmanager
-def signals_to_children() -> Iterator[None]:
-    """Sends all stop signals to all processes that are started meanwhile, again and again."""
-    before, is_over = {*descendants(os.getpid())}, threading.Event()
-
-    def tell() -> None:
-        while not is_over.wait(0.02):
-            for pid in [*descendants(os.getpid())]:
-                for number in () if pid in before else STOP_SIGNALS:
-                    with suppress(ProcessLookupError):
-                        os.kill(pid, number)
-
-    thread = threading.Thread(target=tell)
-    thread.start()
-    try:
-        yield
-    finally:
-        is_over.set()
-        thread.join()
 
 
 def signals_of(pid: int, field: str) -> set[int]:
@@ -202,6 +180,15 @@ def test_a_program_that_is_scored_is_spared() -> None:
     with signals_to_children():
         done = run_program("import time\ntime.sleep(1)\nprint('done')", "", 30.0, 1 << 30)
     assert (done.outcome, done.output) == ("passed", "done\n")
+
+
+def test_the_question_for_packages_of_an_environment_is_spared(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    python = tmp_path / "bin" / "python"
+    python.write_text(f"#!{sys.executable}\nimport time\ntime.sleep(1)\nprint('/there')\n")
+    python.chmod(0o755)
+    with signals_to_children():
+        assert site_packages(tmp_path) == Path("/there")
 
 
 FAKE_SERVER = """
