@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +128,7 @@ def test_the_error_of_an_end_is_raised_if_there_was_none_before() -> None:
 
 
 def test_an_end_that_fails_as_a_generator_is_closed_is_raised() -> None:
-    def numbers() -> Iterator[int]:
+    def numbers() -> Generator[int]:
         with ending(fail(LATER)):
             yield 1
 

@@ -69,11 +69,6 @@ def test_the_grace_time_begins_with_the_signal_or_when_it_is_known(is_told_befor
                 os.kill(os.getpid(), signal.SIGTERM)
             threading.Event().wait(60)
 
-    def wait() -> None:
-        if not is_told_before:
-            tell()
-        threading.Event().wait(60)
-
     handler = signal.getsignal(signal.SIGALRM)
     if is_told_before:
         os.kill(os.getpid(), signal.SIGTERM)

@@ -175,6 +175,7 @@ def test_rows_without_captured_routing_hold_zeros_and_no_others_may() -> None:
     zeros[rows], routed[rows] = 0, False
     (back,), _ = decode_batches(encode_batches([replace(BATCH, expert_ids=zeros, routed=routed)], {}), spec=SPEC)
     assert not back.routed[rows].any()
+    assert back.expert_ids is not None
     assert np.array_equal(back.expert_ids, zeros)
     with pytest.raises(ContractError, match="repeated_expert"):
         decode_batches(encode_batches([replace(BATCH, expert_ids=zeros)], {}), spec=SPEC)

@@ -219,13 +219,12 @@ def test_after_a_full_disk_at_the_journal_each_resume_takes_the_whole_groups_and
     assert [t.lineage.rollout_id for t in again.batch()] == batch
     assert [len(asked) for asked in collector.asked] == [8]
     # Killed here, and resumed for a second time, and a third.
-    for _ in range(2):
-        resumed, collector = gone_on()
+    for resumed, collector in (gone_on() for _ in range(2)):
         assert collector.said == ["finished groups that are taken from the journal: 3"]
         assert [t.lineage.rollout_id for t in resumed.batch()] == batch
         assert collector.asked == []
-    trained(resumed)
-    assert (resumed.ledger.issued, resumed.ledger.trained, resumed.ledger.pending) == (24, 24, 0)
+        trained(resumed)
+        assert (resumed.ledger.issued, resumed.ledger.trained, resumed.ledger.pending) == (24, 24, 0)
 
 
 def test_a_batch_that_is_all_in_the_journal_is_there_at_once_also_beside_the_training() -> None:

@@ -22,10 +22,15 @@ VOCAB = 91
 COMPILED, TRANSFORMERS = "qwen3_moe-dense", "qwen3_moe-dense, layers of transformers"
 HALF, WHOLE = torch.bfloat16, torch.float32
 # Libraries multiply few rows of 96 numbers and more in another order than many, on some CPUs.
-CASES = [(COMPILED, width, dtype, 1) for width in (24, 64, 96, 128, 192, 256) for dtype in (WHOLE, HALF)]
-CASES += [(COMPILED, 256, WHOLE, 3)]
-for other in (TRANSFORMERS, "deepseek_v3", "glm4_moe", "olmoe"):
-    CASES += [(other, 96, WHOLE, 2), (other, 256, WHOLE, 1), (other, 256, HALF, 3)]
+CASES = [
+    *((COMPILED, width, dtype, 1) for width in (24, 64, 96, 128, 192, 256) for dtype in (WHOLE, HALF)),
+    (COMPILED, 256, WHOLE, 3),
+    *(
+        (other, width, dtype, size)
+        for other in (TRANSFORMERS, "deepseek_v3", "glm4_moe", "olmoe")
+        for width, dtype, size in ((96, WHOLE, 2), (256, WHOLE, 1), (256, HALF, 3))
+    ),
+]
 
 
 def _model(family: str, width: int, dtype: torch.dtype) -> Any:
