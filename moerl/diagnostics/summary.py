@@ -75,7 +75,8 @@ def write_summary(summary: RunSummary, run_dir: Path) -> Path:
 def closing_lines(summary: RunSummary, run_dir: Path) -> list[str]:
     """The last lines of a run: what was learned, what it took, where everything is."""
     cost = (
-        f"{summary.steps} steps, {summary.tokens_trained:,} tokens trained in {summary.wall_seconds / 60:.1f} minutes,"
+        f"{summary.steps} steps, {summary.tokens_trained:,} tokens trained in {summary.wall_seconds / 60:.1f} minutes"
+        f" ({summary.tokens_trained / summary.wall_seconds:,.0f} tokens/s, start and evaluations included),"
         f" peak memory {summary.peak_rss_bytes / 2**30:.1f} GiB"
     )
     lines = [*_accuracy_lines(summary), *_mismatch_lines(summary), cost]

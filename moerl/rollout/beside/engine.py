@@ -28,7 +28,7 @@ from moerl.rollout.beside.messages import (
     decode_for_controller,
     encode,
 )
-from moerl.rollout.beside.process import ENGINE_ID
+from moerl.rollout.beside.served import ENGINE_ID
 from moerl.rollout.beside.shared import decode_written
 from moerl.rollout.requests import check_requests
 
