@@ -25,7 +25,8 @@ class RunSummary:
     response_length_*: mean greedy response, tokens.
     mismatch_first, mismatch: the first and the last mismatch table: figures per scorer
         (`moerl.telemetry.metrics.SCORERS`), by metric name. Sampling sharpens in training, so the first is the larger.
-    wall_seconds: of all processes that worked on the run, one after the other. peak_rss_bytes: of all its processes.
+    wall_seconds: of all processes that worked on the run, one after the other.
+    peak_rss_bytes: of the controller, the ranks and an embedded engine, summed up.
     steps: batches of rollouts trained on. tokens_trained: tokens whose loss was part of an update.
     """
 

@@ -19,7 +19,7 @@ FEW = ("sft.steps=1", "rl.steps=2", "checkpoint.every=0")
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("imports")]
 
 HOOK = """
-import atexit, json, os, sys
+import atexit, json, os, resource, sys
 
 seen = {"program": sys.orig_argv, "waits": None}
 
@@ -29,6 +29,7 @@ class Watch:
             seen["waits"] = {each: os.environ.get(each) for each in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
 
 def leave():
+    seen["rss_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     files = [getattr(module, "__file__", None) or "" for module in list(sys.modules.values())]
     inside = [file.split("site-packages/")[1] for file in files if "site-packages/" in file]
     seen["packages"] = sorted({file.split("/")[0] for file in inside})
@@ -42,8 +43,9 @@ atexit.register(leave)
 
 @dataclass(frozen=True)
 class Seen:
-    """output: of the command. processes: what the hook saw in each, by the module or the command that it ran."""
+    """folder: of the run. output: of the command. processes: what the hook saw in each, by the module that it ran."""
 
+    folder: Path
     output: str
     processes: dict[str, dict[str, Any]]
 
@@ -68,7 +70,7 @@ def watched(folder: Path, *command: str, **variables: str) -> Seen:
     assert done.returncode == 0, done.stdout + done.stderr
     seen = [json.loads(file.read_text()) for file in (folder / "seen").iterdir()]
     names = [next(each for each in one["program"][1:] if not each.startswith("-")) for one in seen]
-    return Seen(done.stdout + done.stderr, dict(zip(names, seen, strict=True)))
+    return Seen(folder / "run", done.stdout + done.stderr, dict(zip(names, seen, strict=True)))
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +87,11 @@ def test_every_process_of_a_run_bounds_how_long_threads_spin_before_it_imports_t
 
 def test_a_first_run_in_a_new_environment_shows_no_warning_of_libraries(run: Seen) -> None:
     assert "Warning" not in run.output
+
+
+def test_the_memory_of_a_run_is_that_of_all_its_processes(run: Seen) -> None:
+    used = sum(process["rss_bytes"] for process in run.processes.values())
+    assert json.loads((run.folder / "summary.json").read_text())["peak_rss_bytes"] == pytest.approx(used, rel=0.05)
 
 
 def test_set_up_compiles_every_package_that_a_run_imports(run: Seen, tmp_path: Path) -> None:

@@ -121,6 +121,10 @@ class BesideEngine:
             self.unfinished = [*unfinished, *call.left]
             self._calls.pop(number, None)
 
+    def peak_rss_bytes(self) -> int:
+        """Returns the peak resident memory of the process. Raises `EngineError` where it is gone."""
+        return self._update(Update("memory")).peak_rss_bytes
+
     def abort(self, rollout_ids: Collection[str] | None = None) -> None:
         """Finishes the named rollouts (all when None); those without a token yield no record."""
         names = rollout_ids

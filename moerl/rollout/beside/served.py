@@ -33,6 +33,7 @@ from moerl.rollout.beside.messages import (
 from moerl.rollout.beside.shared import SharedMemory
 from moerl.rollout.embedded import EmbeddedEngine
 from moerl.rollout.loading import load_sampler
+from moerl.telemetry.spans import peak_rss_bytes
 
 ENGINE_ID = "embedded-0"
 _PATIENCE_SECONDS = 0.005
@@ -125,10 +126,17 @@ class _Served:
                     dtypes = dict(engine.held_dtypes())
                 case "verify":
                     engine.verify(update.checksums)
+                case "memory":
+                    pass  # every answer has it
         except Exception as error:  # noqa: BLE001 - the process boundary: the controller raises it
             return _problem(error)
         costs = engine.costs
-        return Answer(dtypes=dtypes, interrupted=costs.interrupted, stalled_seconds=costs.stalled_seconds)
+        return Answer(
+            dtypes=dtypes,
+            interrupted=costs.interrupted,
+            stalled_seconds=costs.stalled_seconds,
+            peak_rss_bytes=peak_rss_bytes(),
+        )
 
     def _tell(self, records: Sequence[RolloutRecord]) -> None:
         """Sends what a step finished, to each call its own."""
