@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from moerl.config.command_texts import COMMANDS, DIAGNOSE, EXPORT, REPORT, SAMPLES, STATUS, VERIFY
 from moerl.config.stop_signals import STOPPED, GraceOverError, StopRequest, stop_signals
+from moerl.config.torch_start import before_torch
 from moerl.errors import CheckpointError, ConfigError, MoerlError, told
 from moerl.launch.arguments import Parser, add_plan_run_arguments, bandwidth, export_parser, gib_size, verify_parser
 from moerl.launch.arguments import options_text as _options_text
@@ -49,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     sys.excepthook = _print_traceback
     threading.excepthook = lambda end: _print_traceback(end.exc_type, end.exc_value, end.exc_traceback)
     arguments = list(sys.argv[1:] if argv is None else argv)
+    before_torch()
     try:
         return _dispatch(arguments)
     except BrokenPipeError:
