@@ -145,7 +145,12 @@ def test_an_engine_that_does_not_come_back_from_a_bucket_ends_the_run_with_its_n
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "said"), [("KeyboardInterrupt", 130, "\ninterrupted\n"), ("OSError", 70, "OSError: injected\n")]
+    ("error", "status", "said"),
+    [
+        ("KeyboardInterrupt", 130, "\ninterrupted\n"),
+        ("ZeroDivisionError", 70, "ZeroDivisionError: injected\n"),
+        ("OSError", 1, "and try again; --traceback shows where it was raised\n"),
+    ],
 )
 def test_whatever_ends_a_run_the_last_line_says_how_it_goes_on(
     error: str, status: int, said: str, forked: Runs, tmp_path: Path
@@ -180,6 +185,45 @@ def test_a_full_disk_is_named_and_the_run_goes_on_when_there_is_room(
     assert stopped.output.endswith(f"go on from the last checkpoint: moerl train resume={run}\n")
     finished = forked.run("train", f"resume={run}")
     assert finished.status == 0, finished.output
+    assert rows(run) == rows(tiny.folder)
+
+
+def test_a_run_directory_that_turns_read_only_is_named_and_the_run_goes_on_once_it_can_be_written(
+    forked: Runs, tiny: DoneRun, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    update = "moerl.trainer.optimizer:Optimizer.update"
+    # In the first step, whose groups are in the journal, the layers' rows are the first that need a file.
+    fault: Fault = ("turn_read_only", {"place": update, "call": 5, "folder": str(run)})
+    stopped = train(forked, run, fault=fault)
+    assert stopped.status == 1, stopped.output
+    assert f"error: cannot write {run}/metrics.jsonl; seen: Read-only file system; expected: room" in stopped.output
+    assert "Traceback" not in stopped.output
+    assert stopped.output.endswith(f"go on from the last checkpoint: moerl train resume={run}\n")
+    finished = forked.run("train", f"resume={run}")
+    assert finished.status == 0, finished.output
+    assert rows(run) == rows(tiny.folder)
+
+
+def test_a_full_disk_at_the_journal_loses_no_group_at_the_second_resume(
+    forked: Runs, tiny: DoneRun, tmp_path: Path
+) -> None:
+    run, append = tmp_path / "run", "moerl.buffer.journal:Journal.append"
+    segment = run / "journal" / "000001.journal"
+    # The second step's first two groups fit, and some of its third.
+    stopped = train(forked, run, fault=("fill_disk", {"place": append, "call": 6, "room_bytes": 6000}))
+    assert stopped.status == 1, stopped.output
+    assert f"error: cannot write {segment}; seen: File too large" in stopped.output
+    assert "Traceback" not in stopped.output
+    assert segment.stat().st_size == 6000
+    killed = forked.run("train", f"resume={run}", fault=("kill", {"place": append, "call": 1, "after": True}))
+    assert killed.status == -signal.SIGKILL, killed.output
+    assert "bytes of unfinished records; left out" in killed.output
+    assert "finished groups that are taken from the journal: 2\n" in killed.output
+    finished = forked.run("train", f"resume={run}")
+    assert finished.status == 0, finished.output
+    assert "finished groups that are taken from the journal: 3\n" in finished.output
+    assert "unfinished records" not in finished.output
     assert rows(run) == rows(tiny.folder)
 
 
