@@ -16,7 +16,7 @@ from moerl.errors import RewardError
 from moerl.http.blocking import BlockingClient, WholeAnswer
 from moerl.http.client import NoAnswerError, Request, decoded, excerpt_of
 from moerl.http.keys import read_key
-from moerl.tasks.rewards.process import MakeChild
+from moerl.tasks.rewards.process import PLAIN_RESPONSE, UNSCORED, MakeChild
 from moerl.tasks.rewards.scorer import Rewards
 from moerl.tasks.rewards.section import JudgeReward
 from moerl.telemetry.terminal import excerpt
@@ -31,7 +31,10 @@ FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.5, 30.0
 """Before the first repetition, and at most; each pause is twice the one before, give or take half."""
 
 _AGAIN = {408, 409, 425, 429, 500, 502, 503, 504}
-"""Answers after which the same request may succeed."""
+"""Statuses after which the same request may succeed."""
+
+_OF_QUESTION = {400, 413, 422}
+"""Statuses that refuse a question for what it holds, its length for example."""
 
 
 class _Message(msgspec.Struct):
@@ -56,11 +59,16 @@ _REPLY = msgspec.json.Decoder(_Reply)
 
 
 class _FailedError(Exception):
-    """A request that gave no reply. pause_seconds: that the address asks for."""
+    """A request that gave no reply. pause_seconds: that the address asks for. may_be_response: the response may
+    have caused it."""
 
-    def __init__(self, cause: str, *, again: bool, pause_seconds: float = 0.0) -> None:
+    def __init__(self, cause: str, *, again: bool, pause_seconds: float = 0.0, may_be_response: bool = True) -> None:
         super().__init__(cause)
-        self.again, self.pause_seconds = again, pause_seconds
+        self.again, self.pause_seconds, self.may_be_response = again, pause_seconds, may_be_response
+
+
+class _UnusableAnswerError(RewardError):
+    """An answer that gives no score. The response may have made the judge give it."""
 
 
 class Judge:
@@ -99,20 +107,32 @@ class Judge:
         self._client.close()
 
     def _score(self, prompt: Prompt, response: str) -> Rewards:
+        """Returns the judge's score. If its answer gives none, and it gives the plain response one, the response is to
+        blame, and the score is 0."""
+        try:
+            return {**self._scored(prompt, response), UNSCORED: 0.0}
+        except _UnusableAnswerError as error:
+            try:
+                plain = self._scored(prompt, PLAIN_RESPONSE)
+            except RewardError:
+                raise error from None
+            return {**dict.fromkeys(plain, 0.0), UNSCORED: 1.0}
+
+    def _scored(self, prompt: Prompt, response: str) -> Rewards:
         config = self._config
         reply = self._ask(self._question(prompt, response))
         found = re.findall(config.pattern, reply)
         try:
             score = (float(found[-1]) - config.lowest) / (config.highest - config.lowest)
         except (IndexError, ValueError):
-            raise RewardError(
+            raise _UnusableAnswerError(
                 "the judge's reply has no score",
                 seen=self._shown(reply[-2000:])[-200:],
                 expected=f"a number in the group of {config.pattern}",
                 remedy=f"ask for it in {self._name}.question, or change {self._name}.pattern",
             ) from None
         if not 0.0 <= score <= 1.0:
-            raise RewardError(
+            raise _UnusableAnswerError(
                 "the judge's score is out of range",
                 seen=excerpt(self._shown(found[-1][:2000]), 200),
                 expected=f"{config.lowest:g} to {config.highest:g}",
@@ -150,7 +170,8 @@ class Judge:
                 return self._request(question)
             except _FailedError as error:
                 if not error.again or attempt == self._config.retries or self._is_closed.is_set():
-                    raise RewardError(
+                    kind = _UnusableAnswerError if error.may_be_response else RewardError
+                    raise kind(
                         f"the judge at {self._config.url} gave no reply, asked {attempt + 1} times",
                         seen=str(error),
                         expected="a reply of an OpenAI-compatible address",
@@ -188,7 +209,7 @@ class Judge:
         try:
             answer = self._client.ask(request, MAX_ANSWER_BYTES, config.timeout_seconds)
         except NoAnswerError as error:
-            raise _FailedError(f"{error.what}: {error.seen}", again=True) from error
+            raise _FailedError(f"{error.what}: {error.seen}", again=True, may_be_response=False) from error
         if answer.status != 200:
             raise self._refused(answer)
         try:
@@ -208,5 +229,6 @@ class Judge:
         return _FailedError(
             f"status {answer.status}: {excerpt_of(answer.content, self._key)}",
             again=answer.status in _AGAIN,
+            may_be_response=answer.status in _OF_QUESTION,
             pause_seconds=float(pause) if re.fullmatch("[0-9]+", pause) else 0.0,
         )
