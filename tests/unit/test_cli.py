@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import errno
-import io
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -289,79 +286,6 @@ def test_a_run_that_fails_has_status_1(
     monkeypatch.setattr(sys.modules["moerl.orchestration.commands"], "run_train", fail)
     assert cli.main(["train", f"run_dir='{tmp_path}'"]) == 1
     assert capsys.readouterr().err == "error: the engine stopped; remedy: start again\n"
-
-
-FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "runs/one/anything")
-SAID = "No space left on device; expected: that it is done; remedy: "
-
-
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [
-        (FULL, f"error: the system refused runs/one/anything; seen: {SAID}"),
-        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), f"error: the system refused what was asked; seen: {SAID}"),
-        (
-            TimeoutError("timed out"),
-            "error: the system refused what was asked; seen: TimeoutError: timed out; expected: ",
-        ),
-    ],
-)
-def test_an_error_of_the_system_is_one_line_and_status_1(
-    error: OSError,
-    said: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    handed_over: list[object],
-):
-    def fail(config: RunConfig, **settings: object) -> int:
-        raise error
-
-    monkeypatch.setattr(sys.modules["moerl.orchestration.commands"], "run_train", fail)
-    assert cli.main(["train", f"run_dir='{tmp_path}'"]) == 1
-    told = capsys.readouterr().err
-    assert told.startswith(said)
-    assert told.count("\n") == 1
-    assert "--traceback" in told
-    with pytest.raises(OSError, match=re.escape(str(error))):
-        cli.main(["train", f"run_dir='{tmp_path}'", "--traceback"])
-
-
-class Full(io.StringIO):
-    """A log on a full disk."""
-
-    def write(self, text: str) -> int:
-        raise FULL
-
-
-def test_an_error_that_cannot_be_printed_has_its_status_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, handed_over: list[object]
-):
-    def fail(config: RunConfig, **settings: object) -> int:
-        raise FULL
-
-    monkeypatch.setattr(sys.modules["moerl.orchestration.commands"], "run_train", fail)
-    monkeypatch.setattr(sys, "stderr", Full())
-    assert cli.main(["train", f"run_dir='{tmp_path}'"]) == 1
-
-
-def test_a_run_directory_that_turns_read_only_hides_neither_the_error_nor_how_the_run_goes_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, handed_over: list[object]
-):
-    def fail(config: RunConfig, **settings: object) -> int:
-        (tmp_path / "checkpoints" / "1-rl-000004").mkdir(parents=True)
-        for call in ("unlink", "rmdir"):
-            monkeypatch.setattr(Path, call, refuse)
-        raise EngineError("the engine stopped", remedy="start again")
-
-    def refuse(path: Path, *_: object, **__: object) -> None:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
-
-    monkeypatch.setattr(sys.modules["moerl.orchestration.commands"], "run_train", fail)
-    assert cli.main(["train", f"run_dir='{tmp_path}'"]) == 1
-    first, second = capsys.readouterr().err.splitlines()
-    assert first == "error: the engine stopped; remedy: start again"
-    assert second == f"go on from the last checkpoint: moerl train resume={tmp_path}"
 
 
 @pytest.mark.parametrize(
