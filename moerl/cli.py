@@ -39,14 +39,12 @@ if TYPE_CHECKING:
 
 PLAN_MEMORY, PLAN_WEIGHTS, PLAN_RUN = "plan memory", "plan weights", "plan run"
 PLANS = (PLAN_MEMORY, PLAN_WEIGHTS, PLAN_RUN)
-_INTERRUPTED = 130
-"""Exit status after Ctrl-C, as shells have it."""
+_INTERRUPTED = 130  # after Ctrl-C, as shells have it
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit status: 0, 1 (a run failed, or the system refused something), 2 (wrong command
-    line or configuration), 75 (a run was told to stop, and can go on), 130 (the same by Ctrl-C, or interrupted) or 141
-    (the reader of the output went away)."""
+    """Runs one command; returns the exit status: 0, 1 (it failed, or the system refused something), 2 (wrong command
+    line or configuration), 75 (told to stop, can go on), 130 (the same by Ctrl-C) or 141 (nobody reads the output)."""
     sys.excepthook = _print_traceback
     threading.excepthook = lambda end: _print_traceback(end.exc_type, end.exc_value, end.exc_traceback)
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -85,9 +83,8 @@ def _dispatch(arguments: list[str]) -> int:
     if arguments[0] == "--version":
         print(f"moerl {importlib.metadata.version('moerl')}")
         return 0
-    on_directories = {"export": _export, "verify": _verify, "status": _status, "report": _report}
+    on_directories = {"export": _export, "verify": _verify, "status": _status, "report": _report, "doctor": _doctor}
     on_directories |= {"diagnose": _diagnose, "watch": _watch, "conformance": _conformance, "samples": _samples}
-    on_directories["doctor"] = _doctor
     if arguments[0] in on_directories:
         return on_directories[arguments[0]](arguments[1:])
     family = arguments[0] if arguments[0] in FAMILIES else ""
