@@ -7,13 +7,24 @@ Standard library alone.
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
 """Ctrl-C, and what schedulers send before they kill."""
+
+
+@contextlib.contextmanager
+def sparing() -> Iterator[None]:
+    """Blocks stop signals in this thread, and so in what it starts meanwhile. Here they come at the end."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def start_spared(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
@@ -26,19 +37,17 @@ def start_spared(command: Sequence[str], **options: Any) -> subprocess.Popen[byt
         options: those of `subprocess.Popen`.
     """
     process: subprocess.Popen[bytes] | None = None
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
-        process = cast("subprocess.Popen[bytes]", subprocess.Popen(list(command), start_new_session=True, **options))
-        return process
-    finally:
-        try:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        except BaseException:
-            # The handler of a signal that came meanwhile has raised: nobody gets to know the child.
-            if process is not None:
-                process.kill()
-                process.wait()
-            raise
+        with sparing():
+            started: Any = subprocess.Popen(list(command), start_new_session=True, **options)
+            process = started
+    except BaseException:
+        # The handler of a signal that came meanwhile has raised: nobody gets to know the child.
+        if process is not None:
+            process.kill()
+            process.wait()
+        raise
+    return process
 
 
 def ignore_stop_signals() -> None:

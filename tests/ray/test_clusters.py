@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from listening import listening, open_to_others
 from moerl_runs import ENVIRONMENT, rows, summary
+from process_tree import family, tell_all
 from ray_cluster import NodesOfRay
 from run_checks import rank_processes
 from waiting import eventually, is_alive
@@ -153,3 +154,16 @@ def test_a_node_that_leaves_is_named(tmp_path: Path):
     assert re.search(
         r"rank [01] of the trainer was lost in '\w+'; seen: node .* has left the cluster", output_of(tmp_path / "run")
     )
+
+
+def test_stop_signals_to_all_processes_of_a_run_and_of_its_own_cluster_are_the_controllers(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with train(run_dir, "launch.on=ray", "rl.steps=50") as run:
+        until_it_learns(run, run_dir)
+        pids = family(run.pid)
+        tell_all(pids, [signal.SIGTERM])
+        assert run.wait(LONG) == 75, output_of(run_dir)
+    assert "go on from the last checkpoint" in output_of(run_dir)
+    # Two ranks and their actors, Ray's own processes.
+    assert len(pids) >= 8
+    eventually(lambda: not any(map(is_alive, pids)))

@@ -22,6 +22,7 @@ from moerl.config.rollouts import EmbeddedRolloutConfig, SGLangRolloutConfig
 from moerl.config.schema import RunConfig
 from moerl.config.threads import engine_threads, rank_threads
 from moerl.errors import ConfigError, TrainerError, undoing
+from moerl.processes.spared import sparing
 from moerl.ranks.on_ray.library import AtBundle, RayError, ray, util
 
 REACH_SECONDS = 10.0
@@ -57,7 +58,8 @@ class Cluster:
             try:
                 if launch.address is not None:
                     _knock(launch.address)
-                with _own_signals():
+                # A cluster of this run's own is spared by stop signals to all of the run.
+                with _own_signals(), sparing() if launch.address is None else contextlib.nullcontext():
                     ray.init(log_to_driver=False, logging_level="ERROR", **options)
             except (ConnectionError, RuntimeError, OSError, ValueError, RayError) as error:
                 raise _unreached(launch.address, error) from error

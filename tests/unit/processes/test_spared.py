@@ -29,6 +29,8 @@ from moerl.telemetry.terminal import ShownLines
 
 NOT_SPARED = {
     "processes/spared.py": "start_spared itself",
+    "ranks/on_ray/cluster.py": "a cluster of the run's own, within `sparing`",
+    "ranks/on_ray/nodes.py": "a look at a cluster that is there",
     "launch/doctor/accelerators.py": "probes of `moerl doctor`, which is no run",
     "launch/slurm/submit.py": "commands of `moerl launch slurm`, which is no run",
     "launch/sweeps/hosts.py": "a whole `moerl train`, which takes stop signals as one that a user starts",
@@ -43,7 +45,13 @@ STARTS = {
     *(f"os.{name}" for name in ("execv", "execve", "execvp", "execvpe", "execl", "execlp")),
     *("multiprocessing.Process", "multiprocessing.Pool", "multiprocessing.get_context", "pty.spawn"),
     *("concurrent.futures.ProcessPoolExecutor", "asyncio.create_subprocess_exec", "asyncio.create_subprocess_shell"),
-    *("torch.multiprocessing.spawn", "torch.multiprocessing.Process", "torch.multiprocessing.get_context"),
+    *(
+        "ray.init",
+        "moerl.ranks.on_ray.library.ray.init",
+        "torch.multiprocessing.spawn",
+        "torch.multiprocessing.Process",
+        "torch.multiprocessing.get_context",
+    ),
 }
 
 
@@ -104,6 +112,8 @@ KINDS = {
 
 def test_every_kind_of_child_has_its_test() -> None:
     assert places_of({"moerl.processes.spared.start_spared"}) == KINDS.keys()
+    # Ray's own processes: `tests/ray/test_clusters.py`.
+    assert places_of({"moerl.processes.spared.sparing"}) == {"ranks/on_ray/cluster.py"}
     assert set(KINDS.values()) <= globals().keys()
 
 
