@@ -19,6 +19,7 @@ from typing import Any
 from moerl.contract.parquet import LEAST_BYTES, MOST_TIMES, most_bytes, read_batches
 from moerl.errors import ConfigError
 from moerl.reading import check_depth, find_irregular
+from moerl.tasks.data.arrow_files import find_compressed
 from moerl.tasks.data.jsonl_rows import MAX_LINE_BYTES, read_rows
 from moerl.tasks.data.section import DataSet, Split
 from moerl.telemetry.terminal import excerpt
@@ -126,6 +127,8 @@ def _saved(data: DataSet, path: Path, split: str, is_named: bool, seed: int) -> 
     with _reading(data, str(path)):
         if irregular := find_irregular(path):
             raise OSError(errno.EINVAL, f"not a regular file, {irregular}")
+        if compressed := find_compressed(path):
+            raise ValueError(f"{compressed.name} has compressed buffers, which may unpack to any size")
         library = _library()
         saved = library.load_from_disk(str(path))
     if isinstance(saved, library.Dataset):

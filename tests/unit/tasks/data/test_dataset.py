@@ -257,6 +257,18 @@ def test_a_saved_set_that_unpacks_to_much_is_refused(open_task: Open, tmp_path: 
         open_task(f"task.path={saved}")
 
 
+@pytest.mark.parametrize("compression", ["zstd", "lz4"])
+def test_a_saved_set_with_compressed_buffers_is_refused(compression: str, open_task: Open, tmp_path: Path):
+    saved = write(tmp_path / "arrow", [{"prompt": "a" * 1000, "answer": "1"}] * 50)
+    [file] = saved.glob("*.arrow")
+    with pa.ipc.open_stream(file.read_bytes()) as stream:
+        table = stream.read_all()
+    with pa.ipc.new_stream(file, table.schema, options=pa.ipc.IpcWriteOptions(compression=compression)) as packed:
+        packed.write_table(table)
+    with pytest.raises(ConfigError, match=rf"{file.name} has compressed buffers"):
+        open_task(f"task.path={saved}")
+
+
 def test_no_rows_at_all_is_said_before_the_run(open_task: Open, tmp_path: Path):
     task = open_task(f"task.path={write(tmp_path / 'rows.jsonl', [])}")
     with pytest.raises(ConfigError, match=r"no row is left; seen: data rows\.jsonl: train 0"):
