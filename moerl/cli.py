@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from moerl.config.command_texts import COMMANDS, DIAGNOSE, EXPORT, REPORT, SAMPLES, STATUS, VERIFY
 from moerl.config.stop_signals import STOPPED, GraceOverError, stop_signals
+from moerl.config.torch_start import before_torch
 from moerl.errors import CheckpointError, ConfigError, MoerlError
 from moerl.launch.arguments import Parser, add_plan_run_arguments, bandwidth, export_parser, gib_size, verify_parser
 from moerl.launch.arguments import options_text as _options_text
@@ -46,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     sys.excepthook = _print_traceback
     threading.excepthook = lambda end: _print_traceback(end.exc_type, end.exc_value, end.exc_traceback)
     arguments = list(sys.argv[1:] if argv is None else argv)
+    before_torch()
     try:
         return _dispatch(arguments)
     except MoerlError as error:
@@ -142,14 +144,10 @@ def _run(command: str, options: argparse.Namespace) -> int:
             return 0
         for note in [*resolved.notes, *config_notes(config)]:
             print(f"note: {note}", file=sys.stderr)
-        _look_at_task(config, command)
+        from moerl.orchestration.preflight import check_task
+
+        check_task(config, command)
         return _run_controller(command, config, resume, lock)
-
-
-def _look_at_task(config: RunConfig, command: str) -> None:
-    from moerl.orchestration.preflight import check_task
-
-    check_task(config, command)
 
 
 def _run_controller(command: str, config: RunConfig, resume: bool, lock: int) -> int:

@@ -92,7 +92,8 @@ install "all packages" --require-hashes -r requirements/run.lock
 install "moerl" --editable .
 # Leaves the bytecode of what a run imports, also where the environment tells processes to write none: without it every
 # process would compile thousands of files again.
-WARM_UP='import pandas, pytest, tensorboard, moerl.orchestration.commands, moerl.orchestration.verify
+WARM_UP='import hydra, matplotlib.pyplot, mpl_toolkits.mplot3d, numba, pandas, pytest, reasoning_gym, tensorboard
+import moerl.orchestration.commands, moerl.orchestration.verify, moerl.ranks.start, moerl.rollout.beside.served
 from moerl.trainer.bridge import import_bridge
 import_bridge()'
 env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -W ignore -c "$WARM_UP" >>"$LOG" 2>&1 ||

@@ -25,7 +25,8 @@ class RunSummary:
     response_length_*: mean greedy response, tokens.
     mismatch_first, mismatch: the first and the last mismatch table: figures per scorer
         (`moerl.telemetry.metrics.SCORERS`), by metric name. Sampling sharpens in training, so the first is the larger.
-    wall_seconds: of all processes that worked on the run, one after the other. peak_rss_bytes: of all its processes.
+    wall_seconds: of all processes that worked on the run, one after the other.
+    peak_rss_bytes: of the controller, the ranks and an embedded engine, summed up.
     steps: batches of rollouts trained on. tokens_trained: tokens whose loss was part of an update.
     """
 
@@ -75,7 +76,8 @@ def write_summary(summary: RunSummary, run_dir: Path) -> Path:
 def closing_lines(summary: RunSummary, run_dir: Path) -> list[str]:
     """The last lines of a run: what was learned, what it took, where everything is."""
     cost = (
-        f"{summary.steps} steps, {summary.tokens_trained:,} tokens trained in {summary.wall_seconds / 60:.1f} minutes,"
+        f"{summary.steps} steps, {summary.tokens_trained:,} tokens trained in {summary.wall_seconds / 60:.1f} minutes"
+        f" ({summary.tokens_trained / summary.wall_seconds:,.0f} tokens/s, start and evaluations included),"
         f" peak memory {summary.peak_rss_bytes / 2**30:.1f} GiB"
     )
     lines = [*_accuracy_lines(summary), *_mismatch_lines(summary), cost]

@@ -30,7 +30,7 @@ from moerl.orchestration.batches import pack_options
 from moerl.orchestration.chat import write_prompts
 from moerl.orchestration.cold_start import cold_start
 from moerl.orchestration.ends import describe_ends, read_ends
-from moerl.orchestration.engines import MakeProcess, begun_early, open_engine
+from moerl.orchestration.engines import MakeProcess, begun_early, engine_memory, open_engine
 from moerl.orchestration.evaluation import Evaluation, evaluate
 from moerl.orchestration.history import take_changes
 from moerl.orchestration.models import build_model, new_tokenizer, read_tokenizer
@@ -91,8 +91,9 @@ def _train(run: Run, model_path: Path) -> None:
         collector = _collector(config, model_path, engine, run)
         run.trainer.build("rl", model_path, run.model.spec, engine)
         RLStage(run, collector, engine, pack_options(config, start)).train()
+        engine_bytes = engine_memory(engine)
         run.trainer.export(config.run_dir / "final_model", model_path)
-        run.reporter.finish(run.summary(steps=config.rl.steps))
+        run.reporter.finish(run.summary(steps=config.rl.steps, engine_bytes=engine_bytes))
 
 
 def _open_engine(run: Run, model: ModelDescription, version: int, process: MakeProcess) -> PolicyEngine:

@@ -121,6 +121,12 @@ def open_engine(
     return engine
 
 
+def engine_memory(engine: PolicyEngine) -> int:
+    """Returns the peak resident memory of the process that an embedded engine has to itself; 0 for other engines, which
+    share that of the controller or are servers."""
+    return engine.peak_rss_bytes() if isinstance(engine, BesideEngine) else 0
+
+
 def _send_folder(engine: FleetEngine, folder: Path, version: int, options: EngineOptions) -> None:
     """A label alone does not prove that servers which others started hold the weights of this folder."""
     try:

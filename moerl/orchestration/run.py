@@ -308,8 +308,12 @@ class Run:
         with writing(path):
             write_parquet(path, trajectories, texts=texts, prompts=prompts)
 
-    def summary(self, *, steps: int) -> RunSummary:
-        """The numbers of the run as it stands."""
+    def summary(self, *, steps: int, engine_bytes: int = 0) -> RunSummary:
+        """Returns the numbers of the run as it stands.
+
+        Args:
+            engine_bytes: peak memory of the engine's own process.
+        """
         measured = [e["num_problems"] for n, e in self.state.evaluations.items() if n != "dev"]
 
         def figure(evaluation: str, name: str) -> float | None:
@@ -321,7 +325,7 @@ class Run:
             steps=steps,
             tokens_trained=self.state.tokens_trained,
             wall_seconds=self.wall_seconds,
-            peak_rss_bytes=self.peak_rss_bytes + sum(self.trainer.peak_rss_bytes),
+            peak_rss_bytes=self.peak_rss_bytes + sum(self.trainer.peak_rss_bytes) + engine_bytes,
             heldout_problems=min(measured, default=0),
             heldout_accuracy_cold_start=figure("cold_start", "accuracy"),
             heldout_accuracy_cold_start_worked=figure("cold_start_worked", "accuracy"),

@@ -11,8 +11,6 @@ from transformers.utils import logging as transformers_logging
 def quiet_libraries() -> None:
     """Keeps library chatter off the progress display; warnings and errors of our own are printed by the reporter."""
     warnings.filterwarnings("ignore", module=r"(megatron|torch|transformers)\..*")
-    # Of a library's source, when it is compiled for the first time in a new environment.
-    warnings.filterwarnings("ignore", category=SyntaxWarning)
     for name in ("megatron", "nvidia_resiliency_ext"):
         logging.getLogger(name).setLevel(logging.ERROR)
     transformers_logging.set_verbosity_error()

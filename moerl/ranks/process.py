@@ -12,8 +12,8 @@ import os
 import socket
 import sys
 import traceback
-import warnings
 
+from moerl.config.torch_start import before_torch
 from moerl.contract.commands import AnyCommand, Close, Failure, Reply, Start, decode_command, encode
 from moerl.errors import MoerlError
 from moerl.printable import printable
@@ -24,6 +24,7 @@ from moerl.ranks.child import CONTROLLER
 
 def main() -> int:
     die_with(int(os.environ[CONTROLLER]))
+    before_torch()
     with socket.socket(fileno=int(sys.argv[1])) as connection, contextlib.suppress(EOFError, BrokenPipeError):
         # Without a controller there is nobody to tell.
         _serve(connection, int(sys.argv[2]) if len(sys.argv) > 2 else None)
@@ -34,8 +35,6 @@ def _serve(connection: socket.socket, listener: int | None) -> None:
     """Runs commands until the last one, or one after which this rank cannot go on."""
     import msgspec
 
-    # Of a library's source, when it is compiled for the first time in a new environment; `quiet_libraries` needs one.
-    warnings.filterwarnings("ignore", category=SyntaxWarning)
     from moerl.ranks.start import start_worker
     from moerl.telemetry.spans import peak_rss_bytes
 

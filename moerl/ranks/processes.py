@@ -199,6 +199,4 @@ def _environment(config: RunConfig, rank: int) -> dict[str, str]:
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(config.parallel.world_size),
         "OMP_NUM_THREADS": str(rank_threads(config, "sft")),
-        # Ranks that wait must not burn the cores that others compute on. One alone computes on its own.
-        **({"OMP_WAIT_POLICY": "PASSIVE"} if config.parallel.world_size > 1 else {}),
     }

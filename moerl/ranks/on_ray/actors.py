@@ -175,8 +175,6 @@ class Actors:
             "LOCAL_RANK": str(local),
             "WORLD_SIZE": str(size),
             "OMP_NUM_THREADS": str(rank_threads(config, "sft")),
-            # Ranks that wait must not burn the cores that others compute on.
-            "OMP_WAIT_POLICY": "PASSIVE",
         }
         return Place(str(rank.log.absolute()), environment)
 

@@ -28,7 +28,7 @@ from moerl.rollout.beside.messages import (
     decode_for_controller,
     encode,
 )
-from moerl.rollout.beside.process import ENGINE_ID
+from moerl.rollout.beside.served import ENGINE_ID
 from moerl.rollout.beside.shared import decode_written
 from moerl.rollout.requests import check_requests
 
@@ -120,6 +120,10 @@ class BesideEngine:
                 self._send(Abort(sorted(call.left)))
             self.unfinished = [*unfinished, *call.left]
             self._calls.pop(number, None)
+
+    def peak_rss_bytes(self) -> int:
+        """Returns the peak resident memory of the process. Raises `EngineError` where it is gone."""
+        return self._update(Update("memory")).peak_rss_bytes
 
     def abort(self, rollout_ids: Collection[str] | None = None) -> None:
         """Finishes the named rollouts (all when None); those without a token yield no record."""

@@ -54,9 +54,12 @@ class Place(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class Update(_Message, tag="update"):
-    """One call of a `CheckedSink`. num_bytes: of the shared memory, which may have grown."""
+    """One call of a `CheckedSink`, or a question for the memory that the process took.
 
-    do: Literal["begin", "receive", "end", "abandon", "held_dtypes", "verify"]
+    num_bytes: of the shared memory, which may have grown.
+    """
+
+    do: Literal["begin", "receive", "end", "abandon", "held_dtypes", "verify", "memory"]
     version: int = -1
     num_bytes: int = 0
     places: list[Place] = []
@@ -71,6 +74,7 @@ class Answer(_Message, tag="answer"):
     """problem: what was raised, empty where nothing was; is_sync: whether it is a `WeightSyncError`.
 
     layer_numbers, max_positions: of the model, in the answer to `Start`. costs: as `InterruptCosts`.
+    peak_rss_bytes: of the process.
     """
 
     problem: str = ""
@@ -80,6 +84,7 @@ class Answer(_Message, tag="answer"):
     max_positions: int = 0
     interrupted: int = 0
     stalled_seconds: float = 0.0
+    peak_rss_bytes: int = 0
 
 
 class Records(_Message, tag="records"):

@@ -91,7 +91,8 @@ def test_a_cold_start_alone_reports_its_accuracy():
 
 def test_the_closing_lines_say_what_it_took_and_where_it_is():
     text = closing(SUMMARY)
-    assert "50 steps, 1,234,567 tokens trained in 3.1 minutes, peak memory 2.0 GiB" in text
+    cost = "50 steps, 1,234,567 tokens trained in 3.1 minutes (6,637 tokens/s, start and evaluations included)"
+    assert f"{cost}, peak memory 2.0 GiB" in text
     assert text.endswith("run directory: runs/x")
     assert "quarantine" not in text
     assert "3 trajectories broke the data contract" in closing(replace(SUMMARY, num_quarantined=3))

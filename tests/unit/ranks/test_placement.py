@@ -8,7 +8,6 @@ import pytest
 
 from moerl.config.load import load_config
 from moerl.ranks import placement
-from moerl.ranks.processes import _environment
 
 
 @pytest.mark.parametrize(
@@ -29,13 +28,3 @@ def test_ranks_are_processes_where_there_are_several_or_where_groups_are_sampled
         monkeypatch.setattr(placement, name, lambda *arguments, name=name: name)
     config = load_config(["recipe=tiny", f"run_dir='{tmp_path / 'run'}'", *overrides], command="train")
     assert placement._place(config, lambda done, total: None, None) == where
-
-
-@pytest.mark.parametrize(("experts", "policy"), [(1, None), (2, "PASSIVE")])
-def test_only_ranks_that_share_cores_sleep_while_their_threads_wait(
-    experts: int, policy: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A cold start on two threads takes twice as long where they sleep between two operations."""
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    overrides = ["recipe=tiny", f"run_dir='{tmp_path / 'run'}'", f"parallel.expert={experts}"]
-    assert _environment(load_config(overrides, command="train"), 0).get("OMP_WAIT_POLICY") == policy

@@ -124,6 +124,10 @@ def test_weights_may_be_written_by_another_process_of_the_machine(engine: Beside
     theirs.close()
 
 
+def test_the_process_says_how_much_memory_it_took(engine: BesideEngine) -> None:
+    assert 100 << 20 < engine.peak_rss_bytes() < 100 << 30
+
+
 def test_weights_that_differ_are_found_and_nothing_is_sampled_with_them(engine: BesideEngine) -> None:
     sent = send_weights(engine, 0, 6)
     name = next(iter(sent))
