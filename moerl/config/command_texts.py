@@ -28,7 +28,7 @@ COMMANDS = {
         "problems. The run directory then holds the resolved config, metrics.jsonl, TensorBoard events, summary.json,\n"
         "checkpoints, rollouts in Parquet, PNG curves and report.html.",
         (
-            ("moerl train recipe=demo", "minutes on two cores"),
+            ("moerl train recipe=demo", "two minutes on two idle cores"),
             ("moerl train recipe=laptop rl.group_size=16 run_dir=runs/wide", "change what you like"),
             (
                 "moerl train task=jsonl task.path=my.jsonl task.reward=my_rewards:score sft.steps=0"

@@ -74,9 +74,9 @@ class Reporter(Protocol):
 
 
 EVALUATIONS = {
-    "dev": ("accuracy/mean", "response/length_mean", "dev problems"),
-    "cold_start": ("heldout/accuracy", "heldout/length_mean", "held-out problems"),
-    "cold_start_worked": ("heldout/accuracy_worked", None, "held-out problems, made to show its work"),
+    "dev": ("accuracy/mean", "response/length_mean", "dev problems, looked at while it trains"),
+    "cold_start": ("heldout/accuracy", "heldout/length_mean", "held-out problems, before RL"),
+    "cold_start_worked": ("heldout/accuracy_worked", None, "held-out problems, before RL, made to show its work"),
     "final": ("heldout/accuracy", "heldout/length_mean", "held-out problems"),
 }
 """Evaluations by name: the metrics of their accuracy and length, and how to call their problems."""

@@ -39,13 +39,14 @@ class _Figure:
     format: str
 
 
+_THROUGHPUT = "throughput/tokens_per_second"
 _FIGURES = (
     _Figure("sft/loss", "loss", "{:.3f}"),
     _Figure("reward/mean", "reward", "{:.3f}"),
     _Figure("accuracy/mean", "accuracy", "{:.3f}"),
     _Figure("response/length_mean", "length", "{:.0f}"),
     _Figure("mismatch/logprob_abs_mean", "mismatch", "{:.1e}"),
-    _Figure("throughput/tokens_per_second", "tokens/s", "{:,.0f}"),
+    _Figure(_THROUGHPUT, "tokens/s", "{:,.0f}"),
 )
 
 
@@ -65,15 +66,26 @@ def duration_text(seconds: float) -> str:
 
 
 class Pace:
-    """Time left in a stage, from the mean time of the steps done since it began in this process."""
+    """How fast a stage goes, by the steps done since it began in this process: the time left, and tokens per second."""
 
     def __init__(self, first_step: int, total_steps: int, now: float) -> None:
         self._first, self._total, self._began = first_step, total_steps, now
+        self._tokens = self._seconds = 0.0
 
     def seconds_left(self, step: int, now: float) -> float | None:
         """`step`: steps done. None while none was done in this process."""
         done = step - self._first
         return None if done <= 0 else (now - self._began) / done * (self._total - step)
+
+    def with_mean(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
+        """Counts the step that has these metrics. Returns them with the tokens per second of all steps so far in place
+        of those of this one, which jump from step to step."""
+        seconds = metrics.get("seconds/step")
+        if not seconds:
+            return metrics
+        self._seconds += seconds
+        self._tokens += metrics[_THROUGHPUT] * seconds
+        return {**metrics, _THROUGHPUT: self._tokens / self._seconds}
 
 
 class Part:
@@ -107,7 +119,7 @@ class ProgressDisplay(Protocol):
         ...
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """`step` steps of the stage are done; `metrics` are those of the last one."""
+        """`step` steps of the stage are done; `metrics` are those of the last one. Called for each step."""
         ...
 
     def begin_part(self, title: str) -> None:
@@ -184,7 +196,7 @@ class HeartbeatProgress:
         self.note(f"{STAGE_TITLES[stage]}: {total - done} of {total} steps to do")
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        now, self._step = self._clock(), step
+        now, self._step, metrics = self._clock(), step, self._pace.with_mean(metrics)
         if self._last is not None and now - self._last < self._every and step < self._total:
             return
         self._last = now
@@ -258,7 +270,7 @@ class LiveProgress:
         if self._task is None:
             raise ValueError("update before begin_stage")
         left = self._pace.seconds_left(step, self._clock())
-        self._bars.below = figures_text(metrics)
+        self._bars.below = figures_text(self._pace.with_mean(metrics))
         self._bars.update(self._task, completed=step, left=f"ETA {duration_text(left)}" if left else "")
 
     def begin_part(self, title: str) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from moerl.diagnostics.report.data import read_report
 from moerl.diagnostics.summary import RunSummary
+from moerl.orchestration.evaluation import Evaluation
 from moerl.orchestration.reporting import RunReporter
 
 SUMMARY = RunSummary("mine", 1, 1, 10, 1.0, 1, 0)
@@ -53,6 +54,23 @@ def test_a_configuration_that_cannot_be_read_is_said_and_the_run_is_finished(
     finish(tmp_path)
     assert "note: no report was written" in capsys.readouterr().out
     assert (tmp_path / "summary.json").exists()
+
+
+def test_the_three_accuracies_before_the_first_step_say_which_is_which(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured = {
+        "dev": Evaluation(256, 0.27, 20.3, {}),
+        "cold_start": Evaluation(1000, 0.29, 20.1, {}),
+        "cold_start_worked": Evaluation(1000, 0.66, 33.0, {}),
+    }
+    with RunReporter(tmp_path, "mine", tensorboard=False) as reporter:
+        reporter.evaluated(0, measured, {})
+    assert capsys.readouterr().out.splitlines() == [
+        "step 0: accuracy 0.270 (greedy, 256 dev problems, looked at while it trains), 20.3 tokens",
+        "step 0: accuracy 0.290 (greedy, 1000 held-out problems, before RL), 20.1 tokens",
+        "step 0: accuracy 0.660 (greedy, 1000 held-out problems, before RL, made to show its work), 33.0 tokens",
+    ]
 
 
 LIVE = "routing/live_rows"

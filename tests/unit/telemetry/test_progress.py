@@ -61,6 +61,31 @@ def test_the_time_left_comes_from_the_steps_of_this_process_only():
     assert pace.seconds_left(42, 104.0) == 16.0
 
 
+def test_tokens_a_second_are_the_mean_over_the_steps_of_this_process(plain: Console):
+    """One slow step, then a fast one: 40 tokens in 4 s, then 60 in 1 s."""
+    rows = [
+        {"throughput/tokens_per_second": 10.0, "seconds/step": 4.0, "sft/loss": 2.0},
+        {"throughput/tokens_per_second": 60.0, "seconds/step": 1.0, "sft/loss": 1.0},
+    ]
+    live = live_console(80)
+    for progress in (HeartbeatProgress(plain, heartbeat_seconds=0.0), LiveProgress(live)):
+        with progress:
+            progress.begin_stage("sft", done=0, total=9)
+            for step, row in enumerate(rows, start=1):
+                progress.update(step, row)
+    for text in (text_of(plain), text_of(live)):
+        assert "loss 1.000  tokens/s 20" in text
+        assert "tokens/s 60" not in text
+
+
+def test_the_mean_begins_anew_with_a_stage(plain: Console):
+    progress = HeartbeatProgress(plain, heartbeat_seconds=0.0)
+    for stage, mean in (("sft", 10.0), ("rl", 60.0)):
+        progress.begin_stage(stage, done=0, total=9)
+        progress.update(1, {"throughput/tokens_per_second": mean, "seconds/step": 4.0})
+    assert "rl 1/9  tokens/s 60" in text_of(plain)
+
+
 def test_heartbeats_tell_the_first_and_last_step_and_are_spaced_between(plain: Console):
     clock = Clock()
     with HeartbeatProgress(plain, heartbeat_seconds=10.0, clock=clock) as progress:
