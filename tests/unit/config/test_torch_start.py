@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from moerl.config.server_environment import server_environment
 from moerl.config.torch_start import before_torch
 
 ROOT = Path(__file__).parents[3]
@@ -62,6 +63,12 @@ def test_the_compiler_speaks_of_ones_own_files_and_not_of_libraries(
         before_torch({})
         compile('1 is "1"', str(file), "exec")
     assert bool(caught) == is_shown
+
+
+def test_servers_get_what_was_settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    for device in ("cpu", "cuda"):
+        assert server_environment(device, 1)["GOMP_SPINCOUNT"] == "7"
 
 
 def programs() -> set[str]:
