@@ -11,7 +11,7 @@ import contextlib
 import signal
 import subprocess
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
 """Ctrl-C, and what schedulers send before they kill."""
@@ -39,15 +39,16 @@ def start_spared(command: Sequence[str], **options: Any) -> subprocess.Popen[byt
     process: subprocess.Popen[bytes] | None = None
     try:
         with sparing():
-            started: Any = subprocess.Popen(list(command), start_new_session=True, **options)
-            process = started
+            process = cast(
+                "subprocess.Popen[bytes]", subprocess.Popen(list(command), start_new_session=True, **options)
+            )
+        return process
     except BaseException:
         # The handler of a signal that came meanwhile has raised: nobody gets to know the child.
         if process is not None:
             process.kill()
             process.wait()
         raise
-    return process
 
 
 def ignore_stop_signals() -> None:
