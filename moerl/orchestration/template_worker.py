@@ -24,7 +24,7 @@ from jinja2 import meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from moerl.processes.parent import die_with
+from moerl.processes.parent import belong_to
 
 MAX_CHARACTERS = 1 << 25
 """Longest text: twice the longest row of a data set."""
@@ -32,7 +32,7 @@ MAX_CHARACTERS = 1 << 25
 
 def main(parent: int, memory_bytes: int) -> None:
     """Serves until nobody holds the other end of the requests any more."""
-    die_with(parent)
+    belong_to(parent)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
     print("{}", flush=True)

@@ -10,15 +10,16 @@ import functools
 import json
 import os
 import select
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from subprocess import PIPE
 from typing import IO, Any, Self
 
 from transformers import PreTrainedTokenizerBase
 
 from moerl.errors import ConfigError
+from moerl.processes.spared import SparedProcess, start_spared
 from moerl.telemetry.terminal import excerpt
 
 SECONDS = 30.0
@@ -43,7 +44,7 @@ class Templates:
     """A process that writes messages by templates. It starts when it is first asked; one thread uses it."""
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: SparedProcess | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -89,12 +90,10 @@ class Templates:
 
     def _started(self) -> tuple[IO[bytes], IO[bytes]]:
         if self._process is None:
-            self._process = subprocess.Popen(
+            self._process = start_spared(
                 [sys.executable, "-P", "-m", f"{__package__}.template_worker", str(os.getpid()), str(MEMORY_BYTES)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                # Ctrl-C and the signals of schedulers are the controller's.
-                start_new_session=True,
+                stdin=PIPE,
+                stdout=PIPE,
             )
             assert self._process.stdout is not None, "the process is started with pipes"
             try:

@@ -13,6 +13,9 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
+SparedProcess = subprocess.Popen[bytes]
+"""A child that `start_spared` started."""
+
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
 """Ctrl-C, and what schedulers send before they kill."""
 

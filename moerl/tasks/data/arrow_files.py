@@ -1,7 +1,7 @@
 """Arrow files of `save_to_disk`, looked at before Hugging Face `datasets` maps them into memory.
 
 The library maps buffers as they are, but unpacks compressed ones all at once: 3 KB can stand for 3 GB. It writes none.
-What a message says of itself is a flatbuffer; numbers of fields are those of Arrow's `Message.fbs`. Runs in the
+What a message says of itself is a flatbuffer; numbers of fields are those of Arrow's format. Runs in the
 controller.
 """
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moerl.errors import ending
 from moerl.processes.spared import start_spared
 from moerl.tasks.rewards.sandbox import outcomes
 from moerl.tasks.rewards.sandbox.limits import MAX_FILE_BYTES
@@ -122,7 +123,7 @@ def run_program(program: str, given: str, seconds: float, memory_bytes: int, tes
         ValueError: The tests use nothing of the program.
     """
     outside = Path(tempfile.mkdtemp(prefix="moerl-program-"))
-    try:
+    with ending(lambda: _remove(outside)):
         folder = outside / "work"
         folder.mkdir()
         (outside / "program.py").write_text(program, encoding="utf-8", errors="replace")
@@ -131,8 +132,6 @@ def run_program(program: str, given: str, seconds: float, memory_bytes: int, tes
         files = [str(outside / "program.py"), str(outside / "tests.py") if tests else "", str(folder)]
         returned, has_begun = _run(outside, files, seconds, memory_bytes)
         output, said = _read(outside / "out"), _read(outside / "said")
-    finally:
-        _remove(outside)
     if not has_begun and returned == outcomes.NO_SANDBOX:
         raise RuntimeError(f"programs cannot be run safely on this machine: {said[-200:]}")
     if tests and returned == outcomes.UNUSED:

@@ -16,6 +16,7 @@ from process_tree import descendants, signals_to_children
 from used_names import places_of, used_names
 from waiting import eventually, is_alive
 
+from moerl.orchestration.templates import Templates
 from moerl.processes.spared import STOP_SIGNALS, start_spared
 from moerl.ranks.child import PROGRAM, Child
 from moerl.rollout.beside.local import LocalProcess, dismiss
@@ -35,6 +36,7 @@ NOT_SPARED = {
     "launch/slurm/submit.py": "commands of `moerl launch slurm`, which is no run",
     "launch/sweeps/hosts.py": "a whole `moerl train`, which takes stop signals as one that a user starts",
     "rollout/sglang/install.py": "commands of an installation; the one that a run waits for, too, is spared",
+    "tasks/rewards/sandbox/start.py": "the fork of a sandbox, which is spared, before it becomes the program",
     "tasks/rewards/guard.py": "the fork of a guard, which is spared, before it becomes its worker",
 }
 """Files that start processes by other means, and why they may."""
@@ -80,7 +82,8 @@ def test_a_signal_that_ends_the_start_of_a_child_ends_the_child(monkeypatch: pyt
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **options)
             started.append(self)
-            os.kill(os.getpid(), signal.SIGTERM)
+            # To this thread: others may be there, which do not block it.
+            signal.raise_signal(signal.SIGTERM)
 
     def stop(number: int, frame: object) -> None:
         raise InterruptedError
@@ -99,6 +102,7 @@ def test_a_signal_that_ends_the_start_of_a_child_ends_the_child(monkeypatch: pyt
 # --- each kind of child ---------------------------------------------------------------------------------------------
 
 KINDS = {
+    "orchestration/templates.py": "test_a_process_of_chat_templates_is_spared",
     "ranks/child.py": "test_a_rank_is_spared",
     "rollout/beside/local.py": "test_an_engine_of_its_own_is_spared",
     "rollout/sglang/install.py": "test_the_question_for_packages_of_an_environment_is_spared",
@@ -153,6 +157,17 @@ def test_a_tracker_is_spared(tmp_path: Path) -> None:
         sink.write("rl", 1, {"reward/mean": 0.5})
         sink.close()
     assert told(tmp_path, "finished") == [0]
+
+
+def test_a_process_of_chat_templates_is_spared() -> None:
+    request = {
+        "template": "{{ messages[0].content }}",
+        "values": {},
+        "messages": [{"role": "user", "content": "hello"}],
+    }
+    with signals_to_children(), Templates() as templates:
+        assert templates.variables("{{ a }}") == {"a"}
+        assert templates.write({**request, "tools": [], "ask": False, "day": None}) == "hello"
 
 
 STARTS_ONE = """

@@ -1,6 +1,6 @@
 """Starts a sandbox (`moerl.tasks.rewards.sandbox`).
 
-    start.py PROGRAM TESTS FOLDER STATUS PARENT SECONDS MEMORY
+    main PROGRAM TESTS FOLDER STATUS PARENT SECONDS MEMORY
 
 PROGRAM and TESTS are files with Python, read before anything is forbidden; TESTS is empty if there are none. FOLDER is
 the folder that may be written to. STATUS is a descriptor that gets a byte once everything is forbidden, PARENT the
@@ -81,7 +81,3 @@ def _end(code: int, said: str) -> NoReturn:
         os.write(2, said.encode(errors="replace")[-4096:])
     finally:
         os._exit(code)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
