@@ -142,14 +142,10 @@ def _run(command: str, options: argparse.Namespace) -> int:
             return 0
         for note in [*resolved.notes, *config_notes(config)]:
             print(f"note: {note}", file=sys.stderr)
-        _look_at_task(config, command)
+        from moerl.orchestration.preflight import check_task
+
+        check_task(config, command)
         return _run_controller(command, config, resume, lock)
-
-
-def _look_at_task(config: RunConfig, command: str) -> None:
-    from moerl.orchestration.preflight import check_task
-
-    check_task(config, command)
 
 
 def _run_controller(command: str, config: RunConfig, resume: bool, lock: int) -> int:
