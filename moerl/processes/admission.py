@@ -97,12 +97,21 @@ class Admission:
                 _hang_up(self._heard.pop(first)[0])
             number = next(self._numbers)
             self._heard[number] = caller, time.monotonic() + HANDSHAKE_SECONDS
-        threading.Thread(target=self._hear, args=(number, caller), name="handshake", daemon=True).start()
+        try:
+            # What the thread reads from is its own; the other one can be hung up by others.
+            connection = Connection(caller.dup().detach())
+            args = (number, caller, connection)
+            threading.Thread(target=self._hear, args=args, name="handshake", daemon=True).start()
+        except (OSError, RuntimeError):  # no descriptor, or no thread
+            self._forget(number, caller)
 
-    def _hear(self, number: int, caller: socket.socket) -> None:
+    def _forget(self, number: int, caller: socket.socket) -> None:
+        with self._lock:
+            self._heard.pop(number, None)
+        caller.close()
+
+    def _hear(self, number: int, caller: socket.socket, connection: Connection) -> None:
         """Hands the connection on where the caller knows the key and was in time; closes it otherwise."""
-        # What this thread reads from is its own; the other one can be hung up by others.
-        connection = Connection(caller.dup().detach())
         try:
             deliver_challenge(connection, self.key)
             answer_challenge(connection, self.key)
@@ -117,9 +126,7 @@ class Admission:
             # A stranger, or gone meanwhile.
             connection.close()
         finally:
-            with self._lock:
-                self._heard.pop(number, None)
-            caller.close()
+            self._forget(number, caller)
 
 
 def connect(host: str, port: int, key: bytes, *, seconds: float = CONNECT_SECONDS, words: bytes = b"") -> Connection:
