@@ -37,7 +37,7 @@ def context_sum(batch: Microbatch, layout: RankCoordinates) -> Tensor:
     counted = place_T[seen.rows] >= 0
     counted[counted] = ~batch.is_pad[place_T[seen.rows[counted]]]
     rows, positions = seen.rows[counted], torch.from_numpy(seen.positions[counted])
-    keys_N = torch.from_numpy(batch.rollout_keys.view(np.int64))
+    keys_N = torch.from_numpy(batch.rollout_keys.view(np.int64).copy())
     sources_T = keys_N.repeat_interleave(torch.from_numpy(np.diff(batch.cu_seqlens)))
     salts = mix(keys_N[seen.sequences[counted]] + positions * signed(POSITION_PRIME)) + sources_T[rows] * LAYER_PRIME
     tokens = torch.from_numpy(batch.input_ids[place_T[rows]])
