@@ -86,12 +86,12 @@ class Rows:
         return self.recorded.num_shared
 
     def until(self, stop: int, key: int) -> Rows:
-        """The rows before `stop`, none of which is scored, as a sequence of their own under the salt `key`."""
+        """Returns the rows before `stop`, none of which is scored, as a sequence of their own under the salt `key`."""
         recorded = Recorded(key, self.recorded.tokens[:stop], KeptSets.empty(0))
         return self._part(slice(0, stop), recorded=recorded)
 
     def after(self, start: int, prefix: int, key: int) -> Rows:
-        """The rows from `start` on, which go on from the sequence `prefix` of the salt `key`."""
+        """Returns the rows from `start` on, which go on from the sequence `prefix` of the salt `key`."""
         recorded = replace(self.recorded, num_shared=start, shared_key=key)
         return self._part(slice(start, len(self)), recorded=recorded, prefix=prefix)
 

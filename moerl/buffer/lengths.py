@@ -78,7 +78,7 @@ class Lengths:
 
     @classmethod
     def restored(cls, snapshot: Mapping[str, Any]) -> Lengths:
-        """Returns the lengths of a checkpoint; none where it has none."""
+        """Returns the lengths of a checkpoint; none if it has none."""
         lengths = cls()
         if snapshot:
             # Groups that are settled are not asked for again: their numbers do not matter.

@@ -32,21 +32,25 @@ _CHUNK_IDS = 1 << 15
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Recorded:
-    """One sequence as it was recorded, however it is packed.
-
-    key: its salt. tokens: int [n], what it attends to, from position 0 on. num_shared: the first of them, which stand
-    in the sequence of salt `shared_key`. kept: of its tokens, by position; empty where nothing is scored.
-    """
+    """One sequence as it was recorded, however it is packed."""
 
     key: int
+    """Its salt."""
+
     tokens: NDArray[np.integer]
+    """int [n]; what it attends to, from position 0 on."""
+
     kept: KeptSets
+    """The sets of its tokens by position; no rows if nothing is scored."""
+
     num_shared: int = 0
+    """So many of the first tokens stand in the sequence of salt `shared_key`."""
+
     shared_key: int = 0
 
 
 def context_checksum(sequences: Sequence[Recorded]) -> int:
-    """`contexts` of the module's formula."""
+    """Returns the sum over what sequences attend to, the first of the formulas above."""
     keys, positions = _origins(sequences, [len(each.tokens) for each in sequences])
     tokens = np.concatenate([np.zeros(0, np.int64), *(each.tokens for each in sequences)]).astype(np.uint64)
     shared = [np.arange(len(each.tokens)) < each.num_shared for each in sequences]
@@ -57,7 +61,7 @@ def context_checksum(sequences: Sequence[Recorded]) -> int:
 
 
 def kept_checksum(sequences: Sequence[Recorded]) -> int:
-    """`kept` of the module's formula."""
+    """Returns the sum over kept sets, the second of the formulas above."""
     kept = concat_kept_sets([each.kept for each in sequences])
     keys, positions = _origins(sequences, [len(each.kept.sizes) for each in sequences])
     salts = mix(keys + positions * np.uint64(POSITION_PRIME))
@@ -71,7 +75,7 @@ def kept_checksum(sequences: Sequence[Recorded]) -> int:
 
 
 def _origins(sequences: Sequence[Recorded], lengths: Sequence[int]) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-    """Salt and position of every token of sequences of these lengths."""
+    """Returns salt and position of every token of sequences of these lengths."""
     starts = np.cumsum([0, *lengths])[:-1].astype(np.int64)
     positions = np.arange(sum(lengths)) - np.repeat(starts, lengths)
     return np.repeat(np.array([each.key for each in sequences], np.uint64), lengths), positions.astype(np.uint64)

@@ -7,5 +7,5 @@ ROWS = 4
 
 
 def whole_blocks(count: int) -> int:
-    """The least multiple of `ROWS` that is not below `count`."""
+    """Returns the least multiple of `ROWS` that is not below `count`."""
     return -(-count // ROWS) * ROWS

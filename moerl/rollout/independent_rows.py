@@ -29,12 +29,12 @@ _FEW_TERMS = 2**20
 
 
 def is_for_kernels(tensor: Tensor) -> bool:
-    """Whether it is float32, on a CPU."""
+    """Returns whether it is float32, on a CPU."""
     return tensor.device.type == "cpu" and tensor.dtype == torch.float32
 
 
 def linear(inputs: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """`torch.nn.functional.linear` of float32 [..., I]."""
+    """Computes `torch.nn.functional.linear` of float32 [..., I]."""
     num_out, num_in = weight_OI.shape
     rows = inputs.reshape(-1, num_in)
     num_rows = len(rows)
@@ -52,7 +52,7 @@ def linear(inputs: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> T
 
 
 def grouped(rows_RI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
-    """Rows sorted by expert, each times the weight of its expert: float32 [R, O].
+    """Multiplies rows that are sorted by expert with the weights of their experts: float32 [R, O].
 
     Args:
         ends_E: int, where the rows of each expert end; whole blocks of `ROWS` each.
@@ -67,7 +67,7 @@ def grouped(rows_RI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
 
 
 def attention(query_NHQD: Tensor, key_NGCD: Tensor, value_NGCV: Tensor, seen_NQ: Tensor, scale: float) -> Tensor:
-    """softmax(q k^T * scale) v over the first tokens: float32 [N, Q, H, V].
+    """Attends to the first tokens, softmax(q k^T * scale) v: float32 [N, Q, H, V].
 
     Args:
         seen_NQ: int64, how many tokens each query sees, at least 1.
@@ -86,7 +86,7 @@ def attention(query_NHQD: Tensor, key_NGCD: Tensor, value_NGCV: Tensor, seen_NQ:
 
 
 def of_each(kernel: Callable[..., None], inputs: Tensor) -> Tensor:
-    """A function of single numbers, of float32 [..., I].
+    """Applies a function of single numbers to float32 [..., I].
 
     Libraries compute those that fill no vector at the end of a tensor in another way than the others.
     """
@@ -110,7 +110,7 @@ _OF_EACH: dict[Any, Callable[..., None]] = {
 
 
 class IndependentRows(TorchFunctionMode):
-    """What a model computes on a CPU in float32 while this is entered goes through the functions above."""
+    """A mode, in which what a model computes on a CPU in float32 goes through the functions above."""
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -122,5 +122,5 @@ class IndependentRows(TorchFunctionMode):
 
 
 def _shared(tensor: Tensor) -> Any:
-    """The memory of a tensor, or of a copy of it if its rows do not follow one another."""
+    """Returns the memory of a tensor, or of a copy of it if its rows do not follow one another."""
     return tensor.detach().contiguous().numpy()

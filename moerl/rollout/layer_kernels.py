@@ -133,7 +133,7 @@ def attend(query: Any, keys: Any, values: Any, scale: Any, scores: Any, out: Any
 
 @njit(error_model="numpy", cache=True, nogil=True)
 def attend_each(given: Any, seen: Any, scale: Any, out: Any, start: int, stop: int) -> None:
-    """out[n, q, h] = `attend` of query q of head h to the first seen[n, q] tokens, for sequences start to stop.
+    """Computes out[n, q, h] by `attend`: query q of head h to the first seen[n, q] tokens, of sequences start to stop.
 
     given: queries [N, Q heads, queries, D], keys [N, G, C, D], values [N, G, C, V]; out [N, queries, Q heads, V].
     """
@@ -149,7 +149,7 @@ def attend_each(given: Any, seen: Any, scale: Any, out: Any, start: int, stop: i
 
 @njit(error_model="numpy", cache=True, nogil=True)
 def silu(x: Any, out: Any, start: int, stop: int) -> None:
-    """out = x / (1 + exp(-x)) of rows start to stop; [R, I] both, as in the other functions of single numbers."""
+    """Computes out = x / (1 + exp(-x)) of rows start to stop; [R, I] both, as in the functions of numbers below."""
     for r in range(start, stop):
         for i in range(x.shape[1]):
             out[r, i] = x[r, i] / (np.float32(1.0) + exponential(-x[r, i]))
@@ -157,7 +157,7 @@ def silu(x: Any, out: Any, start: int, stop: int) -> None:
 
 @njit(error_model="numpy", cache=True, nogil=True)
 def sigmoid(x: Any, out: Any, start: int, stop: int) -> None:
-    """out = 1 / (1 + exp(-x))."""
+    """Computes out = 1 / (1 + exp(-x))."""
     for r in range(start, stop):
         for i in range(x.shape[1]):
             out[r, i] = np.float32(1.0) / (np.float32(1.0) + exponential(-x[r, i]))
@@ -165,6 +165,7 @@ def sigmoid(x: Any, out: Any, start: int, stop: int) -> None:
 
 @njit(error_model="numpy", cache=True, nogil=True)
 def cosine(x: Any, out: Any, start: int, stop: int) -> None:
+    """Computes out = cos(x)."""
     for r in range(start, stop):
         for i in range(x.shape[1]):
             out[r, i] = np.cos(x[r, i])
@@ -172,6 +173,7 @@ def cosine(x: Any, out: Any, start: int, stop: int) -> None:
 
 @njit(error_model="numpy", cache=True, nogil=True)
 def sine(x: Any, out: Any, start: int, stop: int) -> None:
+    """Computes out = sin(x)."""
     for r in range(start, stop):
         for i in range(x.shape[1]):
             out[r, i] = np.sin(x[r, i])

@@ -115,18 +115,22 @@ _packed: Any = WeakTensorKeyDictionary()
 
 @dataclass(frozen=True, slots=True)
 class SeenRows:
-    """Pairs of a sequence and a row that its attention reads, int64 each: number of the sequence, row of the whole
-    microbatch, position at which it is read."""
+    """Pairs of a sequence and a row that its attention reads."""
 
     sequences: NDArray[np.int64]
+    """Numbers of the sequences."""
+
     rows: NDArray[np.int64]
+    """Rows of the whole microbatch."""
+
     positions: NDArray[np.int64]
+    """Positions at which the sequences read them."""
 
 
 def seen_rows(
     cu_seqlens: NDArray[np.integer], prefix_of: NDArray[np.int32] | None, *, size: int, rank: int
 ) -> SeenRows:
-    """What attention reads, as `describe` lays it out; arguments as there."""
+    """Returns what attention reads, as `describe` lays it out; arguments as there."""
     if prefix_of is None:
         lengths = np.diff(cu_seqlens).astype(np.int64)
         rows = np.arange(int(cu_seqlens[-1]))

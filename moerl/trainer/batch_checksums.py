@@ -25,7 +25,7 @@ from moerl.trainer.routing_checksums import mix, row_keys, signed
 
 
 def context_sum(batch: Microbatch, layout: RankCoordinates) -> Tensor:
-    """int64 scalar: what this rank's rows add to the context checksum, each once for every sequence that attends to it.
+    """Returns what this rank's rows add to the context checksum, each once per sequence that reads it: int64 scalar.
 
     Args:
         batch: this rank's share.
@@ -45,7 +45,7 @@ def context_sum(batch: Microbatch, layout: RankCoordinates) -> Tensor:
 
 
 def kept_sum(kept: KeptRows, batch: Microbatch, layout: RankCoordinates) -> Tensor:
-    """int64 scalar: what the sets that this rank scores within add to the checksum of kept sets.
+    """Returns what the sets that this rank scores in add to the checksum of kept sets: int64 scalar.
 
     Args:
         kept: as the scoring kernel gets them, of `batch`, this rank's share.
@@ -61,10 +61,10 @@ def verify(batches: Sequence[Microbatch], kept_sums: Mapping[int, Tensor], layou
     A collective over all ranks. Call before the optimizer update.
 
     Args:
-        batches: this rank's shares. kept_sums: `kept_sum` by microbatch, where sets were scored within.
+        batches: this rank's shares. kept_sums: `kept_sum` by microbatch, if tokens were scored in sets.
 
     Raises:
-        UnprovedError: on every rank, where a sum differs on any rank.
+        UnprovedError: on every rank, if a sum differs on any rank.
     """
     sums_2M = torch.zeros(2, len(batches), dtype=torch.int64)
     for microbatch, batch in enumerate(batches):

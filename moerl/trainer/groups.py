@@ -170,7 +170,7 @@ def data_and_context_group() -> dist.ProcessGroup:
 
 
 def raise_together(problem: MoerlError | None, elsewhere: MoerlError) -> None:
-    """Raises on every rank where any rank has a problem, so that none is left waiting in a later collective.
+    """Raises on every rank if any rank has a problem, so that none is left waiting in a later collective.
 
     Args:
         elsewhere: raised by ranks that have none.
