@@ -158,23 +158,22 @@ def test_what_is_no_schema_fails_its_row(schema: Any):
 DOUBLED = {str(n): {"allOf": [{"$ref": f"#/$defs/{n + 1}"}, {"$ref": f"#/$defs/{n + 1}"}]} for n in range(40)}
 
 
-@pytest.mark.parametrize(
-    ("schema", "response"),
-    [
-        ({"pattern": "^(a+)+$"}, json.dumps("a" * 60 + "!")),
-        ({"$ref": "#/$defs/0", "$defs": DOUBLED | {"40": {}}}, "5"),
-    ],
-    ids=["a pattern", "references that double"],
-)
-def test_a_schema_that_takes_for_ever_ends_at_the_time_limit_of_its_reward(
-    schema: Any, response: str, monkeypatch: pytest.MonkeyPatch
-):
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[RewardProcess]:
     monkeypatch.undo()
     maker = "moerl.tasks.rewards.builtin:json_schema"
     settings = {"schema": None, "column": "schema"}
     process = RewardProcess(maker, 1.5, 1 << 32, "task.rewards.form.function", settings)
-    try:
-        with pytest.raises(RewardError, match="time limit passed"):
-            process.score({"schema": schema}, response)
-    finally:
-        process.close()
+    yield process
+    process.close()
+
+
+def test_a_schema_that_takes_for_ever_ends_at_the_time_limit_of_its_reward(impatient: RewardProcess):
+    schema = {"$ref": "#/$defs/0", "$defs": DOUBLED | {"40": {}}}
+    with pytest.raises(RewardError, match="time limit passed"):
+        impatient.score({"schema": schema}, "5")
+
+
+def test_a_response_that_a_pattern_takes_for_ever_over_is_0(impatient: RewardProcess):
+    rewards = impatient.score({"schema": {"pattern": "^(a+)+$"}}, json.dumps("a" * 60 + "!"))
+    assert (rewards["reward"], rewards["unscored"]) == (0.0, 1.0)
