@@ -30,6 +30,7 @@ EXAMINED = {
     "moerl/launch/run_lock.py: _check_ours": "its error says why the file could not be opened",
     "moerl/launch/run_lock.py: lstat": "of a file that the system has just refused to open",
     "moerl/processes/admission.py: _forget": "closes a socket",
+    "moerl/processes/admission.py: close": "a socket",
     "moerl/processes/spared.py: pthread_sigmask": "the mask that there was",
     "moerl/reading.py: close": "a descriptor that was just opened",
     "moerl/ranks/worker.py: _Unproved": "a record",
