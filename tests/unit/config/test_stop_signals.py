@@ -19,8 +19,12 @@ from moerl.processes.spared import STOP_SIGNALS
 
 @pytest.fixture
 def stop() -> Iterator[StopRequest]:
+    # Those that the tests were started with may be ignored, as under nohup.
+    before = {number: signal.signal(number, signal.default_int_handler) for number in STOP_SIGNALS}
     with stop_signals() as request:
         yield request
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
