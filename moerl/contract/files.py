@@ -67,8 +67,10 @@ def atomic_file(path: Path, mode: int = 0o666) -> Iterator[Path]:
         sync(path.parent)
     except OSError as error:
         # Of a full disk the system names no file, and the temporary one tells nobody anything.
-        if error.filename in (None, str(temporary)):
-            error.filename, error.filename2 = str(path), None
+        if error.errno is not None and error.filename in (None, str(temporary)):
+            error.filename = str(path)
+            if error.filename2 is not None:
+                del error.filename2
         raise
 
 
