@@ -338,6 +338,12 @@ class OfProgram:
     def __setattr__(self, name: str, value: Any) -> None:
         _objects_of(self).ask(SET, self, name, value)
 
+    def __contains__(self, item: Any) -> bool:
+        if isinstance(item, OfProgram):
+            return bool(_objects_of(self).ask("__contains__", self, item))
+        # The program does not learn which value is looked for: it could say yes, and show it later as its own.
+        return any(each is item or each == item for each in _objects_of(self).ask("__iter__", self))
+
 
 def _objects_of(stand_in: OfProgram) -> Objects:
     return object.__getattribute__(stand_in, "_moerl_objects")
@@ -367,5 +373,5 @@ class CallableOfProgram(OfProgram):
 
 
 for _name in OPERATIONS:
-    if _name != "__call__":
+    if _name not in ("__call__", "__contains__"):
         setattr(OfProgram, _name, _asking(_name))

@@ -82,6 +82,17 @@ CHEATS = {
     ),
     "it within a list": (ALL_OR_NOTHING, "assert [add(1, 2)] == [3] or add(1, 2) == 3"),
     "a difference of nothing": (ALL_OR_NOTHING, "assert abs(add(0.1, 0.2) - 0.3) < 1e-9"),
+    "an object that learns what it is asked for": (
+        "class Learner:\n"
+        "    def __init__(self): self.seen = []\n"
+        "    def __contains__(self, item):\n"
+        "        self.seen.append(item)\n"
+        "        return True\n"
+        "    def __len__(self): return len(self.seen)\n"
+        "    def __iter__(self): return iter(list(self.seen))\n"
+        "def f(): return Learner()",
+        "found = f()\nfor each in (5, 7): assert each in found\nassert len(found) == 2 and sorted(found) == [5, 7]",
+    ),
     "builtins": (
         "import builtins\n"
         "builtins.AssertionError = type('Error', (BaseException,), {})\n"
