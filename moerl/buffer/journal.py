@@ -228,7 +228,7 @@ def _whole(data: bytes, at: int, lengths: tuple[int, int]) -> _Record | None:
 
 
 def _next_prefix(data: bytes, start: int, end: int) -> int | None:
-    """Where in this range the next record begins; None if none does."""
+    """Returns where in this range the next record begins; None if none does."""
     until = end + len(_MAGIC) - 1
     at = data.find(_MAGIC, start, until)
     while at >= 0 and _lengths(data, at) is None:

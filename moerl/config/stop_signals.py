@@ -32,7 +32,7 @@ class _StopNow(BaseException):
 
 
 class StopRequest:
-    """Whether this process was told to stop.
+    """Request to stop that this process may have got.
 
     Attributes:
         signal: name of the first stop signal, empty before.

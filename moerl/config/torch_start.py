@@ -1,4 +1,4 @@
-"""What a process settles before it imports torch. Torch-free; every process of a run that imports torch.
+"""Settings that a process makes before it imports torch. Torch-free; every process of a run that imports torch.
 
 torch computes with the threads of an OpenMP library (libgomp), which reads its variables once, as torch is imported.
 """

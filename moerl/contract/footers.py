@@ -1,5 +1,5 @@
-"""What a Parquet file says of itself, read before pyarrow sees the file: rows, sizes and encodings of its columns, and
-sizes of its pages.
+"""Descriptions that Parquet files give of themselves, read before pyarrow sees the file: rows, sizes and encodings of
+its columns, and sizes of its pages.
 
 pyarrow ends the process where some fields of a column's metadata contradict each other, and builds hundreds of bytes
 for each. So the footer is read here first, with a bound on its values. It is a struct in Thrift's compact protocol; the

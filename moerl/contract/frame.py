@@ -104,7 +104,7 @@ def unpack_frame(frame: bytes, kind: FrameKind, limits: WireLimits = DEFAULT_LIM
 
 
 def is_whole(frame: Buffer) -> bool:
-    """Whether a frame is as it was made, of whatever version and kind; nothing is decompressed."""
+    """Returns True for a frame that is as it was made, of any version and kind. Decompresses nothing."""
     if len(frame) < HEADER_BYTES:
         return False
     crc_seen, crc = _crcs(memoryview(frame))

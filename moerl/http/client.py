@@ -55,7 +55,7 @@ class NoAnswerError(MoerlError):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is asked. body: JSON. key: None for an address that asks for none."""
+    """A request. body: JSON. key: None for an address that asks for none."""
 
     method: str
     url: str

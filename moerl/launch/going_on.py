@@ -1,4 +1,4 @@
-"""What a run directory says of going on with its run. Torch-free, and quick to import: every command does."""
+"""Questions to a run directory about going on with its run. Torch-free, and quick to import: every command does."""
 
 from __future__ import annotations
 

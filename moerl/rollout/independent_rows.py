@@ -1,4 +1,4 @@
-"""What any model computes on a CPU in float32, with rows that do not depend on one another, bit for bit.
+"""Operations of any model on a CPU in float32, with rows that do not depend on one another, bit for bit.
 
 Runs inside the embedded rollout engine. Libraries choose the order in which they add up the terms of a product by the
 number of rows: on some CPUs a row of 96 numbers gives other bits among 4 rows than among 8. What is sampled for a

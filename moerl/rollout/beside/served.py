@@ -1,4 +1,4 @@
-"""What the engine's process does once it has torch: it samples, and takes weights between two tokens.
+"""Work of the engine's process once it has torch: it samples, and takes weights between two tokens.
 
 One thread: between two decoding steps it takes what the controller has said, requests and weights alike.
 """

@@ -48,7 +48,7 @@ def _is_compressed(message: bytes) -> bool:
 
 
 def _field(message: bytes, table: int, number: int) -> int:
-    """Where a field of a table is; 0 for one that is not there."""
+    """Returns where a field of a table is; 0 for one that is not there."""
     (back,) = struct.unpack_from("<i", message, table)
     names = table - back
     (size,) = struct.unpack_from("<H", message, names)
@@ -58,6 +58,6 @@ def _field(message: bytes, table: int, number: int) -> int:
 
 
 def _table(message: bytes, table: int, number: int) -> int:
-    """Where the table is that a field points to."""
+    """Returns where the table is that a field points to."""
     at = _field(message, table, number)
     return at + struct.unpack_from("<I", message, at)[0]

@@ -38,19 +38,19 @@ _OF_QUESTION = {400, 413, 422}
 
 
 class _Message(msgspec.Struct):
-    """What is read of a message. Whatever else an answer has is passed over, and no object is made of it."""
+    """Part of a message that is read. Whatever else an answer has is passed over, and no object is made of it."""
 
     content: str
 
 
 class _Choice(msgspec.Struct):
-    """What is read of a choice."""
+    """Part of a choice that is read."""
 
     message: _Message
 
 
 class _Reply(msgspec.Struct):
-    """What is read of an answer."""
+    """Part of an answer that is read."""
 
     choices: Annotated[list[_Choice], msgspec.Meta(min_length=1)]
 

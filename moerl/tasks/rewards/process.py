@@ -106,7 +106,7 @@ class RewardProcess:
     def score_all(
         self, rows: Sequence[Mapping[str, Any]], responses: Sequence[str]
     ) -> list[dict[str, float] | RewardError]:
-        """As `score`, for several responses in one call: for each its rewards, or why it has none.
+        """Scores several responses in one call, as `score` does one: returns for each its rewards, or why it has none.
 
         Raises:
             RewardError: They failed together, for example because the process hung or crashed. Which of them is to

@@ -120,8 +120,8 @@ class Scorer:
 
 
 def _share(weight: float, rewards: Rewards) -> float:
-    """What a part adds to the sum. Where the response kept it from being scored, the least that it can be: nobody is to
-    escape a penalty so."""
+    """Returns what a part adds to the sum; the least that it can be if the response kept it from being scored, so that
+    nobody escapes a penalty."""
     return min(0.0, weight) if rewards.get(UNSCORED) else weight * rewards["reward"]
 
 

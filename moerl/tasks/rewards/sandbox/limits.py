@@ -33,7 +33,7 @@ _READ_ONLY = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localt
 
 
 class Limits(NamedTuple):
-    """What a process may use."""
+    """Resources that a process may use."""
 
     folder: str
     """Folder that it may write below."""

@@ -53,7 +53,7 @@ def serve(reading: int, writing: int, text: str) -> None:
 
 
 class _Objects:
-    """What crosses the border: objects of the program by number, stand-ins for those of the tests."""
+    """Border to the tests: objects of the program by number, stand-ins for those of the tests."""
 
     def __init__(self, reading: int, writing: int) -> None:
         self.peer = Peer(reading, writing, self._answer)

@@ -151,7 +151,7 @@ class _Main(ModuleType):
 
 
 class Objects:
-    """What crosses the border: stand-ins for objects of the program, objects of the tests by number."""
+    """Border to the program: stand-ins for its objects, objects of the tests by number."""
 
     def __init__(self, reading: int, writing: int) -> None:
         self.peer = Peer(reading, writing, self._answer)
