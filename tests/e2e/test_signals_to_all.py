@@ -72,12 +72,13 @@ def test_a_run_of_one_process_and_its_rewards_stops_likewise(
 
 TELLS_AT_ITS_IMPORT = """
 import os, pathlib, signal
-guard = os.getppid()
-controller = int(pathlib.Path(f"/proc/{guard}/stat").read_text().rpartition(")")[2].split()[1])
 marker = pathlib.Path(__file__).with_name("told")
 if not marker.exists():
     marker.touch()
-    for pid in (os.getpid(), guard, controller):
+    pids = [os.getpid(), os.getppid()]
+    while b"guard.py" in pathlib.Path(f"/proc/{pids[-1]}/cmdline").read_bytes():
+        pids.append(int(pathlib.Path(f"/proc/{pids[-1]}/stat").read_text().rpartition(")")[2].split()[1]))
+    for pid in pids:
         os.kill(pid, signal.SIGTERM)
 
 def score(row, response):
