@@ -46,6 +46,10 @@ def unknown_tests(codes: list[str]) -> list[str]:
     return [name for name in sorted(named - here) if not any(known.startswith(f"{name}_") for known in here)]
 
 
+MADE = {"runs", "dist", "build"}
+"""Folders that runs and builds make: what is in them is nobody's promise."""
+
+
 def unknown_files(codes: list[str], page: Path) -> list[str]:
     """Paths into this repository, written without placeholders, at which there is nothing."""
     named = {word for code in codes for word in re.split(r"[\s:,;()\"'=]+", code)}
@@ -61,7 +65,7 @@ def _looks_like_ours(path: str) -> bool:
     if not re.fullmatch(r"[\w./-]+", path) or "/" not in path or Path(path).suffix not in SUFFIXES:
         return False
     first = path.split("/")[0]
-    return any((folder / first).is_dir() for folder in (ROOT, ROOT / "moerl", ROOT / "tests"))
+    return first not in MADE and any((folder / first).is_dir() for folder in (ROOT, ROOT / "moerl", ROOT / "tests"))
 
 
 def unknown_commands(codes: list[str]) -> list[str]:
