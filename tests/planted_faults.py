@@ -139,7 +139,7 @@ def one_layer_zero(rollout: DumpedRollout) -> DumpedRollout:
 
 def one_layer_constant(rollout: DumpedRollout) -> DumpedRollout:
     ids = _ids(rollout).copy()
-    ids[:, 2] = np.arange(TOP_K)
+    ids[:, 2] = np.arange(ids.shape[2])
     return replace(rollout, expert_ids=ids)
 
 

@@ -9,14 +9,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moerl.diagnostics.causes.diagnosis import Diagnosis
-from moerl.diagnostics.causes.gaps import Assumption, Bootstrap
+from moerl.diagnostics.causes.gaps import Assumption, Bootstrap, Differences, Plan
+from moerl.diagnostics.causes.routes import Place, route_table
 from moerl.diagnostics.dumps.rollout import DumpedRollout, Unusable
 from moerl.diagnostics.report.data import (
     Decomposition,
     Finding,
+    Histogram,
     Interval,
+    LayerMap,
     Report,
     Share,
+    Slice,
     Step,
     Strip,
     StripToken,
@@ -28,6 +32,8 @@ from moerl.telemetry.metrics import SCORERS
 
 FAR_LOG_RATIO = float(np.log(2.0))
 MAX_STRIP_TOKENS = 400
+REPAIRED = ", repaired"
+"""Put behind names of what is shown with every fault taken back, beside the dump as it came."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,29 +69,16 @@ def mismatch_figures(d: NDArray[np.floating]) -> dict[str, float]:
 def report_of_diagnosis(diagnosis: Diagnosis, facts: DumpFacts) -> Report:
     """The report of a dump that a model has scored."""
     gaps, final = diagnosis.gaps, diagnosis.final
-    neither = replace(final, routing="own", kept="full", factor=1.0, weights=None, repairs=())
-    d_N = gaps.differences(neither)
-    scored, rollouts = gaps.scores(final), gaps.repaired(final.repairs)
-    scorer = gaps.scorers[0]
-    newest = max((each.version for each in gaps.scorers if each.version is not None), default=-1)
-    tallies = Tallies(
-        scorer.num_moe_layers,
-        scorer.num_experts,
-        scorer.experts_per_token,
-        classes=facts.classes,
-        current_version=newest,
-    )
-    differing: list[NDArray[np.int64] | None] = []
-    for number, (rollout, score) in enumerate(zip(rollouts, scored, strict=True)):
-        part = slice(*d_N.starts[number : number + 2])
-        differing.append(tallies.add(rollout, score.own_ids, d_N.d_N[part], score.margins))
+    scorer, recorded = gaps.scorers[0], diagnosis.as_recorded
+    came = _view(diagnosis, recorded, facts, "")
+    views = [came, _view(diagnosis, final, facts, REPAIRED)] if diagnosis.faults else [came]
     table = {
-        "neither": Assumption(),
-        "kept_sets": Assumption(kept="listed"),
-        "experts": replace(diagnosis.as_recorded, kept="full"),
-        "both": diagnosis.as_recorded,
+        "neither": gaps.plan(Assumption()),
+        "kept_sets": [replace(each, routing="own") for each in recorded],
+        "experts": [replace(each, kept="full") for each in recorded],
+        "both": recorded,
     }
-    if diagnosis.as_recorded.kept != "listed":
+    if all(each.kept == "full" for each in recorded):
         del table["kept_sets"]
     if diagnosis.route_agreement is None:
         table = {name: each for name, each in table.items() if name in ("neither", "kept_sets")}
@@ -95,22 +88,71 @@ def report_of_diagnosis(diagnosis: Diagnosis, facts: DumpFacts) -> Report:
     figures["floor"] = {"logprob_abs_mean": diagnosis.floor}
     return Report(
         title=f"Routing mismatch of {facts.name}",
-        subtitle=f"{len(rollouts)} rollouts, {len(d_N.d_N):,} sampled tokens, scored by {scorer.name}",
+        subtitle=f"{len(gaps.rollouts)} rollouts, {gaps.starts[-1]:,} sampled tokens, scored by {scorer.name}",
         verdict=verdict(diagnosis.findings, diagnosis.decompositions, diagnosis.floor),
         facts=facts.facts,
         decompositions=diagnosis.decompositions,
         findings=diagnosis.findings,
         scorers=figures,
-        steps=_steps(rollouts, d_N.d_N, d_N.starts),
-        layers=tallies.layers(),
-        maps=tallies.maps(),
-        swaps=tallies.swaps(),
-        histograms=tallies.histograms(),
-        slices=tallies.slices(),
-        strips=_strips(rollouts, d_N.d_N, d_N.starts, differing, facts.texts),
+        steps=_steps(gaps.rollouts, came.d.d_N, came.d.starts),
+        layers=came.tallies.layers(),
+        maps=tuple(each for view in views for each in view.maps()),
+        swaps=came.tallies.swaps(),
+        histograms=tuple(each for view in views for each in view.histograms()),
+        slices=tuple(each for view in views for each in view.slices()),
+        strips=tuple(each for view in views for each in view.strips(facts.texts)),
         unusable=_unread(facts.unusable),
         notes=facts.notes,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """Rollouts under a plan, beside the model's own routing on their tokens. label: put behind names.
+
+    d: of the plan. differing: layers that differ by row, of each rollout; None without a record.
+    """
+
+    label: str
+    rollouts: Sequence[DumpedRollout]
+    tallies: Tallies
+    d: Differences
+    differing: Sequence[NDArray[np.int64] | None]
+
+    def maps(self) -> list[LayerMap]:
+        return [replace(each, name=each.name + self.label) for each in self.tallies.maps()]
+
+    def histograms(self) -> list[Histogram]:
+        return [replace(each, name=each.name + self.label) for each in self.tallies.histograms()]
+
+    def slices(self) -> list[Slice]:
+        return [replace(each, by=each.by + self.label) for each in self.tallies.slices()]
+
+    def strips(self, texts: Sequence[str]) -> list[Strip]:
+        found = _strips(self.rollouts, self.d.d_N, self.d.starts, self.differing, texts)
+        return [replace(each, why=each.why + self.label) for each in found]
+
+
+def _view(diagnosis: Diagnosis, plan: Plan, facts: DumpFacts, label: str) -> _View:
+    """The record from its start, as far as it has rows and layers of the model."""
+    gaps, scorer = diagnosis.gaps, diagnosis.gaps.scorers[0]
+    newest = max((each.version for each in gaps.scorers if each.version is not None), default=-1)
+    tallies = Tallies(
+        scorer.num_moe_layers,
+        scorer.num_experts,
+        scorer.experts_per_token,
+        classes=facts.classes,
+        current_version=newest,
+    )
+    d, rollouts, differing = gaps.differences(plan), list[DumpedRollout](), list[NDArray[np.int64] | None]()
+    for number, (rollout, score) in enumerate(zip(gaps.repaired(plan), gaps.scores(plan), strict=True)):
+        if rollout.expert_ids is not None:
+            ids, there = route_table(rollout, score.own_ids.shape, Place())
+            rollout = replace(rollout, expert_ids=ids, routed=there.any(1))
+        rollouts.append(rollout)
+        part = slice(*d.starts[number : number + 2])
+        differing.append(tallies.add(rollout, score.own_ids, d.d_N[part], score.margins))
+    return _View(label, rollouts, tallies, d, differing)
 
 
 def verdict(findings: Sequence[Finding], decompositions: Sequence[Decomposition], floor: float) -> Verdict:

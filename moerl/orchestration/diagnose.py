@@ -20,11 +20,12 @@ from numpy.typing import NDArray
 from moerl.config.hub import hub_name, model_directory
 from moerl.config.model_tensors import check_weights
 from moerl.contract.files import writing
-from moerl.diagnostics.causes.diagnosis import diagnose
+from moerl.diagnostics.causes.diagnosis import Diagnosis, diagnose
 from moerl.diagnostics.dump_report import DumpFacts, report_of_diagnosis, report_of_policies, sampled_gaps
 from moerl.diagnostics.dumps.rollout import Dump, DumpedRollout, Unusable
 from moerl.diagnostics.report.data import Report
 from moerl.diagnostics.report.page import write_report
+from moerl.diagnostics.rollout_table import write_rollout_table
 from moerl.diagnostics.scoring import Scorer
 from moerl.diagnostics.tallies import Tallies
 from moerl.errors import ConfigError, closing
@@ -55,7 +56,8 @@ class Checkpoint:
 
 
 def run_diagnose(options: argparse.Namespace) -> int:
-    """Writes the report, `options.output` and its JSON beside it, and prints the verdict.
+    """Writes the report, `options.output`, its JSON beside it, and a table of rollouts if there is a model; prints the
+    verdict.
 
     Args:
         options: of `moerl.launch.diagnose`, checked.
@@ -78,11 +80,13 @@ def run_diagnose(options: argparse.Namespace) -> int:
         )
         for path in options.dumps
     ]
+    output = options.output.resolve()
     if described:
-        report = _by_model(opened, checkpoints, described, options)
+        report, found = _by_model(opened, checkpoints, described, options)
+        with writing(output.with_suffix(".parquet")):
+            write_rollout_table(found, output.with_suffix(".parquet"))
     else:
         report = _by_policies(opened, options.dumps, options.rollouts)
-    output = options.output.resolve()
     with writing(output):
         write_report(report, output)
     _print(report, output)
@@ -127,7 +131,7 @@ def _by_model(
     checkpoints: Sequence[Checkpoint],
     described: Sequence[ModelDescription],
     options: argparse.Namespace,
-) -> Report:
+) -> tuple[Report, Diagnosis]:
     quiet_libraries()
     model, unusable = described[0], Unusable()
     positions = int(model.hf_config.get("max_position_embeddings") or 1 << 30)
@@ -159,7 +163,7 @@ def _by_model(
             _class_of(text, special) for text, special in zip(texts, _special(tokenizer, len(texts)), strict=True)
         ],
     )
-    return report_of_diagnosis(found, facts)
+    return report_of_diagnosis(found, facts), found
 
 
 @contextlib.contextmanager

@@ -127,7 +127,7 @@ class TrainerScorer:
             turns=tuple(_turns(rollout, listed, factor)),
             token_ids=rollout.token_ids.copy(),
             sampled=rollout.sampled.copy(),
-            rollout_logprobs=np.minimum(rollout.rollout_logprobs, 0.0) * rollout.sampled,
+            rollout_logprobs=np.nan_to_num(np.minimum(rollout.rollout_logprobs, 0.0)) * rollout.sampled,
             kept_logmass=np.zeros(num_tokens, np.float32),
             policy_versions=np.where(rollout.sampled, 0, -1).astype(np.int32),
             expert_ids=expert_ids,

@@ -1,4 +1,5 @@
-"""Tokens whose gap is apart from that of the others when everything else is put right: of older weights, of one engine.
+"""Tokens whose gap is apart from that of the others when everything else is put right: of older weights, of one engine,
+of late turns, deep in the context. And single rollouts that are.
 
 Torch-free. Shape legend: N = sampled tokens of all rollouts.
 """
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from moerl.diagnostics.causes.faults import LEAST_TOKENS, ODD
 from moerl.diagnostics.causes.gaps import Differences
 from moerl.diagnostics.dumps.rollout import DumpedRollout
 
@@ -18,20 +20,17 @@ FAR = 3.0
 """Times the gap of the others."""
 ROUNDING = 5.0
 """Times the floor, by which tokens are apart from others, or what is left is called a fault."""
-CLEAN = 2.0
-"""Times the floor, up to which what is left is called rounding (docs/routing_mismatch.md has that of sound dumps)."""
-ODD = 4.0
-"""Times the floor, above which one rollout of `LEAST_TOKENS` is odd. Sound ones stay under 3."""
-LEAST_TOKENS = 16
 LEAST_ROLLOUTS = 3
 ERRORS = 4.0
 """Standard errors, over rollouts."""
+DEPTHS = (1 << 10, 1 << 12, 1 << 13, 1 << 14, 1 << 15, 1 << 16, 1 << 17)
+"""Positions at which a depth of the context begins, after the first."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Apart:
-    """cause: "staleness" or "bad_engine". name: of the engine, or the ages. tokens_N: bool. mean, others: mean |d| of
-    these tokens and of the others, nats."""
+    """cause: "staleness", "bad_engine", "turn_apart" or "depth_apart". name: of the engine, the turn or the depth, or
+    the ages. tokens_N: bool. mean, others: mean |d| of these tokens and of the others, nats."""
 
     cause: str
     name: str
@@ -40,17 +39,21 @@ class Apart:
     others: float
 
 
-def odd_rollouts(
-    rollouts: Sequence[DumpedRollout], residual: Differences, floor: float, groups: Sequence[Apart]
-) -> list[tuple[str, float]]:
-    """Returns rollouts that are odd by themselves, whatever the mean of all: their names and mean |d| in nats, the
-    largest first. Tokens of groups that are apart do not count."""
+def depth_names(positions: NDArray[np.integer]) -> NDArray[np.str_]:
+    """The depth of the context at these positions, such as "8K to 16K"."""
+    bounds = [0, *DEPTHS]
+    names = [f"{low >> 10}K to {high >> 10}K" for low, high in zip(bounds, DEPTHS, strict=False)]
+    names.append(f"{DEPTHS[-1] >> 10}K and more")
+    return np.array(names)[np.searchsorted(np.array(DEPTHS), positions, side="right")]
+
+
+def odd_rollouts(residual: Differences, level_R: NDArray[np.float64], groups: Sequence[Apart]) -> NDArray[np.bool_]:
+    """Returns rollouts that are odd by themselves, whatever the mean of all. Tokens of groups that are apart do not
+    count. level_R: mean |d| that is no fault, nats."""
     left = ~np.any([group.tokens_N for group in groups], axis=0) if groups else np.ones(len(residual.d_N), bool)
     counts = np.add.reduceat(left.astype(np.int64), residual.starts[:-1])
     sums = np.add.reduceat(np.where(left, residual.sizes, 0.0), residual.starts[:-1])
-    means = sums / np.maximum(counts, 1)
-    odd = np.flatnonzero((counts >= LEAST_TOKENS) & (means > ODD * floor))
-    return [(rollouts[i].name, float(means[i])) for i in sorted(odd.tolist(), key=lambda i: -means[i])]
+    return (counts >= LEAST_TOKENS) & (sums / np.maximum(counts, 1) > ODD * level_R)
 
 
 def tokens_apart(
@@ -60,7 +63,17 @@ def tokens_apart(
     aged = None if version is None else _aged(rollouts, residual, floor, version)
     left = np.ones(len(residual.d_N), bool) if aged is None else ~aged.tokens_N
     found = [] if aged is None else [aged]
-    return found + _engines(rollouts, residual, floor, left)
+    names_N = {
+        "bad_engine": np.repeat([rollout.engine for rollout in rollouts], np.diff(residual.starts)),
+        "depth_apart": depth_names(np.concatenate([np.flatnonzero(rollout.sampled) for rollout in rollouts])),
+        "turn_apart": np.concatenate([rollout.turns[rollout.sampled] for rollout in rollouts]).astype(str),
+    }
+    for cause, names in names_N.items():
+        of_it = _named(cause, names, residual, floor, left)
+        for group in of_it:
+            left = left & ~group.tokens_N
+        found += of_it
+    return found
 
 
 def _aged(rollouts: Sequence[DumpedRollout], residual: Differences, floor: float, version: int) -> Apart | None:
@@ -78,17 +91,16 @@ def _aged(rollouts: Sequence[DumpedRollout], residual: Differences, floor: float
     return Apart("staleness", name, older, float(mine.mean()), float(others.mean()))
 
 
-def _engines(
-    rollouts: Sequence[DumpedRollout], residual: Differences, floor: float, left: NDArray[np.bool_]
+def _named(
+    cause: str, names_N: NDArray[np.str_], residual: Differences, floor: float, left: NDArray[np.bool_]
 ) -> list[Apart]:
-    engine_N = np.repeat([rollout.engine for rollout in rollouts], np.diff(residual.starts))
-    names = sorted(set(engine_N.tolist()))
+    """Groups of tokens that are apart from all other groups; none if that is the greater part of them."""
+    names = sorted(set(names_N.tolist()))
     apart: list[Apart] = []
     for name in names:
-        mine, others = _means(residual, (engine_N == name) & left), _means(residual, (engine_N != name) & left)
+        mine, others = _means(residual, (names_N == name) & left), _means(residual, (names_N != name) & left)
         if min(len(mine), len(others)) >= LEAST_ROLLOUTS and _is_apart(mine, others, floor):
-            chosen = (engine_N == name) & left
-            apart.append(Apart("bad_engine", name, chosen, float(mine.mean()), float(others.mean())))
+            apart.append(Apart(cause, name, (names_N == name) & left, float(mine.mean()), float(others.mean())))
     return apart if len(apart) * 2 <= len(names) else []
 
 

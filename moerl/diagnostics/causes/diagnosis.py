@@ -1,7 +1,8 @@
-"""The causes of a dump's gap, each with its size, and the gap as a sum of parts. Torch-free.
+"""The causes of a dump's gap, each with its size and its rollouts, and the gap as a sum of parts. Torch-free.
 
-Order of the search: kept sets by themselves (no model needed), prompt tokens and weights with the model's own routing,
-routes beside that routing, then temperature and supports with everything enforced, then what sets one engine apart.
+Order of the search: kept sets by themselves (no model needed), prompt tokens, log-probs and weights with the model's
+own routing, the record beside that routing, then temperature and supports with everything enforced; once more if that
+left rollouts odd; then what sets tokens apart. A fault may be in all rollouts or in some.
 """
 
 from __future__ import annotations
@@ -11,17 +12,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
 
-from moerl.diagnostics.causes.accounts import (
-    Accounts,
-    Fault,
-    changed,
-    enforced,
-)
-from moerl.diagnostics.causes.apart import CLEAN, ROUNDING, Apart, odd_rollouts, tokens_apart
-from moerl.diagnostics.causes.gaps import Assumption, Bootstrap, Differences, Gaps, Repair
-from moerl.diagnostics.causes.masks import Containment, containment, shifted
-from moerl.diagnostics.causes.route_faults import RouteSearch, search_routes
+from moerl.diagnostics.causes.accounts import Accounts
+from moerl.diagnostics.causes.apart import ROUNDING, Apart, odd_rollouts, tokens_apart
+from moerl.diagnostics.causes.faults import CLEAN, FEW, Fault, Ground, changed, repairing
+from moerl.diagnostics.causes.gaps import Assumption, Bootstrap, Change, Differences, Gaps, Plan, Repair
+from moerl.diagnostics.causes.masks import Containment, containment, shifted, with_tokens
+from moerl.diagnostics.causes.records import Records, search_records
 from moerl.diagnostics.causes.texts import CAUSES
 from moerl.diagnostics.causes.values import Search, oversized_sets
 from moerl.diagnostics.dumps.rollout import DumpedRollout
@@ -31,23 +29,26 @@ from moerl.diagnostics.scoring import Question, Scorer
 FLOOR_ROLLOUTS = 16
 """Rollouts that the floor is measured on."""
 MAX_NAMED = 8
-"""Odd rollouts whose names are said."""
+"""Rollouts of a finding whose names are said."""
 LEAST_FLOOR = 1e-6
 """Nats; a dump stores log-probs in float32."""
+ROUNDS = 2
+"""Searches one after the other: a fault of values may hide one of the record, and the other way round."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Diagnosis:
-    """What was found. gaps: with all scores. final: the assumption under which the least is left. as_recorded: the one
-    of the dump as it came. floor: nats that rounding makes. residual: d under `final`."""
+    """Causes of a gap. gaps: with all scores. final: the plan under which the least is left. as_recorded: the one of
+    the dump as it came. floor: nats that rounding makes. residual: d under `final`. faults: with their rollouts."""
 
     gaps: Gaps
-    final: Assumption
-    as_recorded: Assumption
+    final: list[Assumption]
+    as_recorded: list[Assumption]
     floor: float
     residual: Differences
     decompositions: tuple[Decomposition, ...]
     findings: tuple[Finding, ...]
+    faults: tuple[Fault, ...]
     route_agreement: tuple[float, float] | None
 
 
@@ -68,35 +69,58 @@ def diagnose(
         half: these weights in 16 bits, where the scorers compute in more: an engine may well do so.
     """
     gaps = Gaps(rollouts, scorers)
-    bootstrap = Bootstrap.of(gaps.starts)
     some = rollouts[:FLOOR_ROLLOUTS]
-    floor = max(LEAST_FLOOR, measure_floor(some, scorers[0], floor_scorer))
-    rounding = floor if half is None else max(floor, measure_floor(some, half, scorers[0]))
-    search = Search(gaps, bootstrap, floor, edits)
-    has_sets = any(rollout.kept is not None for rollout in rollouts)
-    supports = "listed" if has_sets else "full"
-    held = containment(rollouts)
-    masks = _mask_faults(held)
-    start = changed(Assumption(kept=supports), masks)
-    inputs = [Fault(f.cause, f.title, f.evidence, f.change) for f in search.tokens_and_weights(start)]
-    routes, route_faults = _route_faults(gaps, changed(start, inputs))
-    now = enforced(changed(start, inputs), routes)
-    values = [Fault(f.cause, f.title, f.evidence, f.change) for f in search.distributions(now)]
-    final = changed(now, values)
-    accounts = Accounts(gaps, bootstrap, rounding, supports, routes)
-    residual = gaps.differences(final)
+    fine = max(LEAST_FLOOR, measure_floor(some, scorers[0], floor_scorer))
+    rounding = fine if half is None else max(fine, measure_floor(some, half, scorers[0]))
+    ground = Ground(gaps, Bootstrap.of(gaps.starts), rounding)
+    masks = _mask_faults(ground)
+    inputs, values, records = _search(ground, Search(ground, edits), masks)
+    residual = gaps.differences(records.plan)
+    level_R = np.full(len(rollouts), rounding)
+    for fault in records.faults:
+        if fault.cause == "foreign_routes":
+            level_R[fault.of_R] = max(rounding, records.own_level)
     version = scorers[0].version if len(scorers) == 1 else None
     groups = tokens_apart(rollouts, residual, rounding, version)
-    nothing = accounts.nothing_kept([*inputs, *values], masks, groups)
-    recorded = accounts.as_recorded([*masks, *inputs, *route_faults, *values], groups)
-    odd = odd_rollouts(rollouts, residual, rounding, groups)
-    rest = _rest(recorded, residual, floor, rounding) + _odd(odd, len(rollouts), recorded, rounding)
-    is_closed = not any(finding.cause in ("weights", "unexplained") for finding in rest)
-    findings = _findings(_with_groups([*masks, *inputs, *route_faults, *values], groups), recorded, is_closed=is_closed)
-    findings += _top_p_finding(gaps, final) + rest
+    accounts = Accounts(ground, records.plan, level_R, groups)
+    nothing = accounts.nothing_kept([*inputs, *values], masks)
+    prompts = [fault for fault in inputs if fault.cause == "template"]
+    others = [*masks, *(fault for fault in inputs if fault.cause != "template"), *values]
+    recorded, parts = accounts.as_recorded(prompts, records.faults, others)
+    faults = [*prompts, *records.faults, *others]
+    odd_R = odd_rollouts(residual, level_R, groups)
+    told = _Told(ground, recorded, residual, level_R, odd_R if 2 * odd_R.sum() <= len(odd_R) else odd_R & False)
+    findings = [*told.faults(faults, parts), *told.groups(groups)]
+    findings = sorted(findings, key=lambda finding: -finding.nats.value)
+    findings += _top_p_finding(gaps, records.plan) + told.rest(fine) + told.odd()
     return Diagnosis(
-        gaps, final, accounts.raw(), rounding, residual, (nothing, recorded), tuple(findings), routes.agreement
+        gaps,
+        records.plan,
+        accounts.raw(),
+        rounding,
+        residual,
+        (nothing, recorded),
+        tuple(findings),
+        tuple(faults),
+        records.agreement,
     )
+
+
+def _search(ground: Ground, search: Search, masks: Sequence[Fault]) -> tuple[list[Fault], list[Fault], Records]:
+    """Returns faults of inputs, faults of distributions, and the record with all of them put right."""
+    start = [Assumption(kept="full" if rollout.kept is None else "listed") for rollout in ground.rollouts]
+    inputs, values, records = list[Fault](), list[Fault](), Records(start)
+    for _ in range(ROUNDS):
+        more_inputs = search.inputs(changed(start, [*masks, *inputs, *values]))
+        inputs += more_inputs
+        records = search_records(ground, changed(start, [*masks, *inputs, *values]))
+        more_values = search.distributions(records.plan)
+        values += more_values
+        records.plan = changed(records.plan, more_values)
+        found = [*more_inputs, *records.faults, *more_values]
+        if not found or not ground.odd(ground.gaps.differences(records.plan).means).any():
+            break
+    return inputs, values, records
 
 
 def measure_floor(rollouts: Sequence[DumpedRollout], scorer: Scorer, finer: Scorer) -> float:
@@ -109,99 +133,184 @@ def measure_floor(rollouts: Sequence[DumpedRollout], scorer: Scorer, finer: Scor
     return float(np.concatenate(parts).mean())
 
 
-def _with_repair(repair: Repair, assumption: Assumption) -> Assumption:
-    return assumption.with_repair(repair)
-
-
-def _mask_faults(held: Containment) -> list[Fault]:
-    if not held.num_outside:
+def _mask_faults(ground: Ground) -> list[Fault]:
+    """Kept sets that do not hold their token: those of another one, if the log-probs fit them, or without it."""
+    rollouts = ground.rollouts
+    listed_R = np.array([rollout.kept is not None for rollout in rollouts])
+    outside_R = np.array([containment([rollout]).num_outside > 0 for rollout in rollouts])
+    if not outside_R.any():
         return []
+    if outside_R.sum() > (1.0 - FEW) * listed_R.sum():
+        outside_R = listed_R
+    held = containment([rollout for rollout, outside in zip(rollouts, outside_R, strict=True) if outside])
     share = held.num_outside / held.num_listed
     outside = Evidence("sampled tokens that are not in their kept set", f"{share:.1%}", "0")
-    if held.best_shift and 1.0 - held.best_share < share / 4:
-        evidence = (
-            outside,
-            Evidence(f"tokens that are in the set of token t {held.best_shift:+d}", f"{held.best_share:.1%}"),
-        )
-        repair = Repair(f"masks {held.best_shift:+d}", partial(shifted, shift=held.best_shift))
-        direction = "late" if held.best_shift > 0 else "early"
-        title = f"kept sets are {abs(held.best_shift)} token{'s' if abs(held.best_shift) > 1 else ''} too {direction}"
-        return [Fault("mask_shift", title, evidence, partial(_with_repair, repair))]
-    title = f"{share:.1%} of the sampled tokens are not in their kept sets"
-    return [Fault("mask_misses", title, (outside,), lambda assumption: assumption)]
+    change = repairing(Repair("masks: with their token", with_tokens, "sets"))
+    shift = _mask_shift(ground, held, outside, outside_R, change) if held.best_shift else None
+    title = "sampled tokens are not in their kept sets"
+    return [shift or Fault("mask_misses", title, (outside,), change, outside_R)]
 
 
-def _route_faults(gaps: Gaps, start: Assumption) -> tuple[RouteSearch, list[Fault]]:
-    """Faults of the record beside the routing of the model on the tokens as they should be."""
-    rollouts = gaps.repaired(start.repairs)
-    scored = gaps.scores(replace(start, routing="own"))
-    own = {rollout.name: each.own_ids for rollout, each in zip(rollouts, scored, strict=True)}
-    search = search_routes(rollouts, own, gaps.scorers[0].num_experts)
-    faults: dict[str, Fault] = {}
-    for found in search.faults:  # one for each cause; a later repair holds those before it
-        before = faults.pop(found.cause, None)
-        title = found.title if before is None else f"{before.title}; {found.title}"
-        evidence = found.evidence if before is None else (*before.evidence, *found.evidence)
-        faults[found.cause] = Fault(found.cause, title, evidence, partial(_with_repair, found.repair))
-    return search, list(faults.values())
+def _mask_shift(
+    ground: Ground, held: Containment, outside: Evidence, of_R: NDArray[np.bool_], filled: Change
+) -> Fault | None:
+    """Sets of another token, if the log-probs fit them better than their own sets with the token in them."""
+    repair = Repair(f"masks {held.best_shift:+d}", partial(shifted, shift=held.best_shift), "sets")
+    seen = Evidence(f"tokens that are in the set of token t {held.best_shift:+d}", f"{held.best_share:.1%}")
+    direction = "late" if held.best_shift > 0 else "early"
+    title = f"kept sets are {abs(held.best_shift)} token{'s' if abs(held.best_shift) > 1 else ''} too {direction}"
+    fault = Fault("mask_shift", title, (outside, seen), repairing(repair), of_R)
+    start = [Assumption(kept="listed" if has else "full") for has in of_R]
+    moved, whole = (ground.gaps.differences(changed(start, [each])) for each in (fault, replace(fault, change=filled)))
+    return fault if ground.bootstrap.mean(whole.sizes - moved.sizes, of_R).value > 0 else None
 
 
-def _findings(faults: Sequence[Fault], recorded: Decomposition, *, is_closed: bool) -> list[Finding]:
-    """Returns every fault with what it costs if the dump is used as it came.
+_WHAT = {
+    "bad_engine": ("engine {} does not sample as the others do", "mean |d| of engine {}"),
+    "staleness": ("tokens of age {} (versions): their weights were others", "mean |d| of tokens of age {}"),
+    "turn_apart": ("tokens of turn {} are not scored as those of other turns", "mean |d| of turn {}"),
+    "depth_apart": ("tokens {} deep in their context are apart from the others", "mean |d| at a depth of {}"),
+}
+"""Titles and evidence of tokens that are apart, by cause."""
 
-    A fault is certain if it can be counted, or if what is left after all repairs is rounding (`is_closed`) and the
-    lower end of its interval is at least half of its size.
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """Findings: what is said of faults, of tokens that are apart, and of what is left.
+
+    level_R: nats of each rollout that are no fault. odd_R: rollouts that are odd by themselves, if most are not.
     """
-    parts = {share.cause: share.nats for share in recorded.shares}
-    total = max(recorded.total.value, 1e-12)
-    findings: list[Finding] = []
-    for fault in faults:
-        nats = parts[fault.cause]
-        is_certain = fault.cause.startswith("mask") or (is_closed and nats.low > 0.5 * nats.value)
-        confidence: Confidence = "certain" if is_certain else "likely"
-        findings.append(
-            Finding(
-                fault.cause,
-                "note" if fault.cause == "staleness" else "fault",
-                confidence,
-                fault.title,
-                CAUSES[fault.cause].remedy,
-                nats,
-                _part(nats.value, total),
-                fault.evidence,
+
+    ground: Ground
+    recorded: Decomposition
+    residual: Differences
+    level_R: NDArray[np.float64]
+    odd_R: NDArray[np.bool_]
+
+    def faults(self, faults: Sequence[Fault], parts: Sequence[Interval]) -> list[Finding]:
+        """Returns every fault with its rollouts, and with what it costs if the dump is used as it came. Faults of one
+        title are one.
+
+        A fault is certain if it can be counted, or if what is left of its rollouts after all repairs is rounding and
+        the lower end of its interval is at least half of its size.
+        """
+        by_title: dict[tuple[str, str], list[int]] = {}
+        for number, fault in enumerate(faults):
+            by_title.setdefault((fault.cause, fault.title), []).append(number)
+        return [self._fault([faults[i] for i in those], [parts[i] for i in those]) for those in by_title.values()]
+
+    def _fault(self, faults: Sequence[Fault], parts: Sequence[Interval]) -> Finding:
+        fault, of_R = faults[0], np.any([each.of_R for each in faults], axis=0)
+        nats = Interval(*(sum(getattr(part, name) for part in parts) for name in ("value", "low", "high")))
+        left, level = self.ground.mean_of(self.residual, of_R), float(self.level_R[of_R].mean())
+        is_certain = fault.cause.startswith("mask") or (left <= CLEAN * level and nats.low > 0.5 * nats.value)
+        title, names, evidence = fault.title, self._names(of_R), fault.evidence
+        if names:
+            title += f", in {len(names)} of {len(of_R)} rollouts"
+            evidence = (*evidence, self._whose(of_R, names))
+        return self._finding(fault.cause, "certain" if is_certain else "likely", title, nats, evidence, names)
+
+    def groups(self, groups: Sequence[Apart]) -> list[Finding]:
+        """Returns a finding for each cause of tokens that are apart."""
+        shares = {share.cause: share.nats for share in self.recorded.shares}
+        found: list[Finding] = []
+        for cause in dict.fromkeys(group.cause for group in groups):
+            of_it = [group for group in groups if group.cause == cause]
+            title, seen = _WHAT[cause]
+            names = ", ".join(repr(group.name) if cause == "bad_engine" else group.name for group in of_it)
+            evidence = tuple(
+                Evidence(seen.format(repr(each.name)), f"{each.mean:.2e} nats", f"{each.others:.2e} (others)")
+                for each in of_it
             )
-        )
-    return sorted(findings, key=lambda finding: -finding.nats.value)
+            is_closed = self.rounding_times() < CLEAN and shares[cause].low > 0.5 * shares[cause].value
+            confidence: Confidence = "certain" if is_closed else "likely"
+            found.append(self._finding(cause, confidence, title.format(names), shares[cause], evidence))
+        return found
+
+    def rounding_times(self) -> float:
+        """What is left and not taken apart, in times of what is no fault; odd rollouts do not count."""
+        nats_of = {share.cause: share.nats.value for share in self.recorded.shares}
+        left = nats_of["unexplained"] + nats_of["precision"]
+        counts = np.diff(self.residual.starts)
+        if self.odd_R.any():
+            sums_R = self.residual.means * counts
+            left = float((left * counts.sum() - sums_R[self.odd_R].sum()) / counts[~self.odd_R].sum())
+        level = float((self.level_R * counts)[~self.odd_R].sum() / counts[~self.odd_R].sum())
+        return left / level
+
+    def rest(self, fine: float) -> list[Finding]:
+        """Returns what no cause explains, if it is more than rounding; or rounding to 16 bits, if the model has more.
+
+        fine: nats that rounding of the model's own dtype makes.
+        """
+        nats_of = {share.cause: share.nats for share in self.recorded.shares}
+        times, level = self.rounding_times(), float(self.level_R[~self.odd_R].mean())
+        left = self.ground.bootstrap.mean(self.residual.sizes, ~self.odd_R)
+        expected = f"under {CLEAN * level:.1e} ({CLEAN:g} times rounding)"
+        seen = Evidence("mean |d| with everything kept and repaired", f"{times * level:.2e} nats", expected)
+        if times >= ROUNDING and left.low > ROUNDING * level:
+            biased = Evidence("mean d", f"{self.residual.d_N.mean():+.2e} nats", "0")
+            title = "the engine's weights or arithmetic are not the model's"
+            return [self._finding("weights", "likely", title, nats_of["unexplained"], (seen, biased))]
+        if times >= CLEAN:
+            title = f"{times * level:.1e} nats are unexplained, {times:.1f} times rounding"
+            return [self._finding("unexplained", "possible", title, nats_of["unexplained"], (seen,))]
+        if level <= fine or left.value <= ROUNDING * fine:
+            return []
+        seen = Evidence("mean |d| left", f"{left.value:.2e} nats", f"{level:.1e} (16 bits), {fine:.1e} (model)")
+        title = "the engine rounds to 16 bits, the model does not"
+        return [self._finding("precision", "likely", title, nats_of["precision"], (seen,))]
+
+    def odd(self) -> list[Finding]:
+        """Returns the rollouts that are odd: a mean over all may hide them."""
+        if not self.odd_R.any():
+            return []
+        counts = np.diff(self.residual.starts)
+        mean, level = self.ground.mean_of(self.residual, self.odd_R), float(self.level_R[self.odd_R].mean())
+        nats = float(mean * counts[self.odd_R].sum() / counts.sum())
+        names = self._names(self.odd_R)
+        count = f"{len(names)} of {len(self.odd_R)} rollouts"
+        title = f"{count} are {mean / level:.0f} times rounding apart, and nothing explains them"
+        seen = Evidence("their mean |d|", f"{mean:.2e} nats", f"{level:.1e} (rounding)")
+        evidence = (seen, self._whose(self.odd_R, names))
+        return [self._finding("unexplained", "likely", title, Interval(nats, nats, nats), evidence, names)]
+
+    def _finding(
+        self,
+        cause: str,
+        confidence: Confidence,
+        title: str,
+        nats: Interval,
+        evidence: tuple[Evidence, ...],
+        names: tuple[str, ...] = (),
+    ) -> Finding:
+        level = "note" if cause in ("staleness", "unexplained", "precision") else "fault"
+        part = min(1.0, max(0.0, nats.value / max(self.recorded.total.value, 1e-12)))
+        return Finding(cause, level, confidence, title, CAUSES[cause].remedy, nats, part, evidence, names)
+
+    def _names(self, of_R: NDArray[np.bool_]) -> tuple[str, ...]:
+        """Names of these rollouts; none if they are all."""
+        if of_R.all():
+            return ()
+        return tuple(self.ground.rollouts[i].name for i in np.flatnonzero(of_R).tolist())
+
+    def _whose(self, of_R: NDArray[np.bool_], names: Sequence[str]) -> Evidence:
+        """Names of rollouts, and the engine or policy version that has just these."""
+        said = ", ".join(names[:MAX_NAMED]) + (", ..." if len(names) > MAX_NAMED else "")
+        rollouts = self.ground.rollouts
+        for what, values in (
+            ("engine", [rollout.engine for rollout in rollouts]),
+            ("policy version", [str(rollout.policy_versions.max()) for rollout in rollouts]),
+            ("group", [rollout.group for rollout in rollouts]),
+        ):
+            inside = {value for value, has in zip(values, of_R, strict=True) if has}
+            outside = {value for value, has in zip(values, of_R, strict=True) if not has}
+            if len(inside) == 1 and not inside & outside and inside != {""}:
+                return Evidence("rollouts", f"those of {what} {inside.pop()}: {said}")
+        return Evidence("rollouts", said)
 
 
-def _part(nats: float, total: float) -> float:
-    return min(1.0, max(0.0, nats / total))
-
-
-def _with_groups(faults: Sequence[Fault], groups: Sequence[Apart]) -> list[Fault]:
-    """Faults with the tokens that are apart; an engine's joined with one about its routes."""
-    joined = list(faults)
-    for cause in dict.fromkeys(group.cause for group in groups):
-        of_it = [group for group in groups if group.cause == cause]
-        names = ", ".join(repr(group.name) if cause == "bad_engine" else group.name for group in of_it)
-        what = f"engine {names}" if cause == "bad_engine" else f"tokens of age {names} (versions)"
-        evidence = tuple(
-            Evidence(f"mean |d| of {what}", f"{group.mean:.2e} nats", f"{group.others:.2e} (others)") for group in of_it
-        )
-        before = next((fault for fault in joined if fault.cause == cause), None)
-        if before is not None:
-            joined.remove(before)
-            evidence += before.evidence
-        title = f"{what} do not sample as the others do"
-        if cause == "bad_engine" and len(of_it) == 1:
-            title = f"{what} does not sample as the others do"
-        elif cause == "staleness":
-            title = f"{what}: their weights were others"
-        joined.append(Fault(cause, title, evidence, lambda now: now))
-    return joined
-
-
-def _top_p_finding(gaps: Gaps, final: Assumption) -> list[Finding]:
+def _top_p_finding(gaps: Gaps, final: Plan) -> list[Finding]:
     larger = oversized_sets(gaps, final)
     if larger is None:
         return []
@@ -210,51 +319,3 @@ def _top_p_finding(gaps: Gaps, final: Assumption) -> list[Finding]:
     title = f"kept sets are larger than top-p {said:g} makes them"
     none = Interval(0.0, 0.0, 0.0)
     return [Finding("top_p", "fault", "likely", title, CAUSES["top_p"].remedy, none, 0.0, evidence)]
-
-
-def _odd(odd: Sequence[tuple[str, float]], total: int, recorded: Decomposition, rounding: float) -> list[Finding]:
-    """Returns the rollouts that are odd, if some are and most are not: a mean over all may hide them."""
-    if not odd or 2 * len(odd) > total:
-        return []
-    mean = float(np.mean([nats for _, nats in odd]))
-    names = ", ".join(name for name, _ in odd[:MAX_NAMED]) + (", ..." if len(odd) > MAX_NAMED else "")
-    evidence = (Evidence(f"mean |d| of {names}", f"{mean:.2e} nats", f"{rounding:.1e} (rounding)"),)
-    nats = mean * len(odd) / total
-    title = f"{len(odd)} of {total} rollouts are {mean / rounding:.0f} times rounding apart, and nothing explains them"
-    part = _part(nats, recorded.total.value)
-    remedy = CAUSES["unexplained"].remedy
-    return [
-        Finding("unexplained", "note", "likely", title, remedy, Interval(nats, nats, nats), part, evidence),
-    ]
-
-
-def _rest(recorded: Decomposition, residual: Differences, floor: float, rounding: float) -> list[Finding]:
-    """Returns what no cause explains, if it is more than rounding; or rounding to 16 bits, if the model has more."""
-    nats_of = {share.cause: share.nats for share in recorded.shares}
-    left, rounded = nats_of["unexplained"], nats_of["precision"]
-    times = (left.value + rounded.value) / rounding
-    if left.low <= ROUNDING * rounding and times >= CLEAN:
-        seen = Evidence(
-            "mean |d| with everything kept and repaired",
-            f"{left.value + rounded.value:.2e} nats",
-            f"under {CLEAN * rounding:.1e} ({CLEAN:g} times rounding)",
-        )
-        title = f"{left.value + rounded.value:.1e} nats are unexplained, {times:.1f} times rounding"
-        part = _part(left.value, recorded.total.value)
-        return [Finding("unexplained", "note", "possible", title, CAUSES["unexplained"].remedy, left, part, (seen,))]
-    if left.low <= ROUNDING * rounding:
-        if rounding <= floor or residual.mean <= ROUNDING * floor:
-            return []
-        seen = Evidence("mean |d| left", f"{residual.mean:.2e} nats", f"{rounding:.1e} (16 bits), {floor:.1e} (model)")
-        part = _part(rounded.value, recorded.total.value)
-        title = "the engine rounds to 16 bits, the model does not"
-        return [Finding("precision", "note", "likely", title, CAUSES["precision"].remedy, rounded, part, (seen,))]
-    evidence = (
-        Evidence(
-            "mean |d| with everything kept and repaired", f"{residual.mean:.2e} nats", f"{rounding:.1e} (rounding)"
-        ),
-        Evidence("mean d", f"{residual.d_N.mean():+.2e} nats", "0"),
-    )
-    title = "the engine's weights or arithmetic are not the model's"
-    share = _part(left.value, recorded.total.value)
-    return [Finding("weights", "fault", "likely", title, CAUSES["weights"].remedy, left, share, evidence)]

@@ -1,18 +1,20 @@
 """Gaps of dumped rollouts under assumptions: how far their log-probs are from a model's, if it scores them so.
 
-An assumption is a way to score: with which experts, inside of which kept sets, at which temperature and weights,
-after which repairs of the dump. Causes are found by comparing gaps. Torch-free.
+An assumption is a way to score one rollout: with which experts, inside of which kept sets, at which temperature and
+weights, after which repairs of the dump. A plan has one for each rollout, since a fault may be in some of them alone.
+Causes are found by comparing gaps. Torch-free.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from moerl.diagnostics.causes.routes import enforceable
 from moerl.diagnostics.dumps.rollout import DumpedRollout
 from moerl.diagnostics.report.data import Interval
 from moerl.diagnostics.scoring import Question, Scored, Scorer
@@ -23,19 +25,25 @@ RESAMPLES = 400
 
 @dataclass(frozen=True, slots=True)
 class Repair:
-    """A change of rollouts that takes a fault back. name: unique. apply: pure."""
+    """A change of rollouts that takes a fault back.
+
+    name: unique. apply: pure; the number of sampled tokens stays; a log-prob that it makes NaN is not looked at.
+    of: what it changes alone. One of routes holds every such repair before it.
+    """
 
     name: str
     apply: Callable[[DumpedRollout], DumpedRollout]
+    of: Literal["tokens", "sets", "log-probs", "routes"] = "tokens"
 
 
 @dataclass(frozen=True, slots=True)
 class Assumption:
-    """How rollouts are scored.
+    """How a rollout is scored.
 
-    routing: with the experts of the (repaired) dump, or the model's own. kept: inside of its kept sets, over the
-    vocabulary, or inside of sets that a top-p filter of this value would have kept. factor: times the temperatures of
-    the dump. weights: number of the scorer; None: the one whose version the dump names. repairs: in order.
+    routing: with the experts of the (repaired) dump, filled up with the model's own, or with the model's own. kept:
+    inside of its kept sets, over the vocabulary, or inside of sets that a top-p filter of this value would have kept.
+    factor: times the temperatures of the dump. weights: number of the scorer; None: the one whose version the dump
+    names. repairs: in order, one of routes last.
     """
 
     routing: Literal["own", "recorded"] = "own"
@@ -45,14 +53,21 @@ class Assumption:
     repairs: tuple[Repair, ...] = ()
 
     def with_repair(self, repair: Repair) -> Assumption:
-        return replace(self, repairs=(*self.repairs, repair))
+        routes = [each for each in self.repairs if each.of == "routes"]
+        others = [each for each in self.repairs if each.of != "routes"]
+        return replace(self, repairs=(*others, repair) if repair.of == "routes" else (*others, repair, *routes))
+
+
+Plan = Sequence[Assumption]
+"""One for each rollout."""
+Change = Callable[[Assumption], Assumption]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Differences:
     """d = model's log-prob less the rollout's, of every sampled token, rollout after rollout.
 
-    d_N: float64, nats. starts: int64 [rollouts + 1].
+    d_N: float64, nats; 0 for a token whose log-prob a repair took out. starts: int64 [rollouts + 1].
     """
 
     d_N: NDArray[np.float64]
@@ -67,6 +82,11 @@ class Differences:
         """Mean |d|."""
         return float(self.sizes.mean())
 
+    @property
+    def means(self) -> NDArray[np.float64]:
+        """Mean |d| of each rollout."""
+        return np.add.reduceat(self.sizes, self.starts[:-1]) / np.diff(self.starts)
+
 
 @dataclass(slots=True)
 class Gaps:
@@ -79,71 +99,110 @@ class Gaps:
     rollouts: Sequence[DumpedRollout]
     scorers: Sequence[Scorer]
     question: Question = field(default_factory=Question)
-    _scored: dict[tuple[object, ...], list[Scored]] = field(default_factory=dict)
-    _repaired: dict[tuple[str, ...], list[DumpedRollout]] = field(default_factory=dict)
+    _scored: dict[tuple[object, ...], Scored] = field(default_factory=dict)
+    _repaired: dict[tuple[object, ...], DumpedRollout] = field(default_factory=dict)
 
     @property
     def starts(self) -> NDArray[np.int64]:
         return np.cumsum([0, *(rollout.num_sampled for rollout in self.rollouts)])
 
-    @property
-    def rollout_logprobs(self) -> NDArray[np.float64]:
-        parts = [rollout.rollout_logprobs[rollout.sampled] for rollout in self.rollouts]
-        return np.concatenate(parts).astype(np.float64)
+    def plan(self, assumption: Assumption) -> list[Assumption]:
+        """Returns the same for all."""
+        return [assumption] * len(self.rollouts)
 
-    def repaired(self, repairs: Sequence[Repair]) -> list[DumpedRollout]:
-        """The rollouts after these repairs."""
-        names = tuple(repair.name for repair in repairs)
-        if names not in self._repaired:
-            rollouts = list(self.rollouts)
-            for repair in repairs:
-                rollouts = [repair.apply(rollout) for rollout in rollouts]
-            self._repaired[names] = rollouts
-        return self._repaired[names]
+    def repaired(self, plan: Plan) -> list[DumpedRollout]:
+        """Returns the rollouts after the repairs of the plan."""
+        return [self._repair(number, assumption.repairs) for number, assumption in enumerate(plan)]
 
-    def scores(self, assumption: Assumption, question: Question | None = None) -> list[Scored]:
+    def scores(self, plan: Plan, question: Question | None = None) -> list[Scored]:
         """By rollout; `kept` and `factor` are not looked at."""
-        asked = self.question if question is None else question
-        names = tuple(repair.name for repair in assumption.repairs)
-        key = (assumption.routing, assumption.weights, names, asked)
-        if key not in self._scored:
-            rollouts = self.repaired(assumption.repairs)
-            if assumption.routing == "own":
-                rollouts = [replace(rollout, expert_ids=None, routed=None) for rollout in rollouts]
-            self._scored[key] = self._by_scorer(rollouts, assumption.weights, asked)
-        return self._scored[key]
+        return self._some(range(len(plan)), plan, self.question if question is None else question)
 
-    def differences(self, assumption: Assumption) -> Differences:
-        """d of every sampled token."""
-        question = self.question
-        if isinstance(assumption.kept, float):
-            question = replace(question, top_ps=(assumption.kept,))
-        if assumption.factor != 1.0:
-            question = replace(question, factors=(assumption.factor,))
-        parts: list[NDArray[np.float64]] = []
-        for scored in self.scores(assumption, question):
-            if assumption.kept == "listed":
-                parts.append(scored.kept_TF[:, 0])
-            else:
-                parts.append(scored.full_TF[:, 0] if assumption.kept == "full" else scored.rebuilt_TP[:, 0])
-        return Differences(np.concatenate(parts) - self.rollout_logprobs, self.starts)
-
-    def gap(self, assumption: Assumption) -> float:
-        """Mean |d|, nats."""
-        return self.differences(assumption).mean
-
-    def _by_scorer(self, rollouts: Sequence[DumpedRollout], weights: int | None, question: Question) -> list[Scored]:
-        chosen = [self.scorer_of(rollout) if weights is None else weights for rollout in rollouts]
+    def as_planned(self, plan: Plan) -> list[Scored]:
+        """By rollout; first factor and first top-p are those of the plan."""
+        asked = [self._question(assumption) for assumption in plan]
         scored: dict[int, Scored] = {}
-        for number in sorted(set(chosen)):
-            of_it = [i for i, each in enumerate(chosen) if each == number]
-            scored |= zip(of_it, self.scorers[number].score([rollouts[i] for i in of_it], question), strict=True)
-        return [scored[i] for i in range(len(rollouts))]
+        for question in dict.fromkeys(asked):
+            chosen = [number for number, each in enumerate(asked) if each == question]
+            scored |= zip(chosen, self._some(chosen, plan, question), strict=True)
+        return [scored[number] for number in range(len(plan))]
+
+    def differences(self, plan: Plan) -> Differences:
+        """d of every sampled token."""
+        parts: list[NDArray[np.float64]] = []
+        for assumption, score, rollout in zip(plan, self.as_planned(plan), self.repaired(plan), strict=True):
+            if assumption.kept == "listed":
+                logprobs_T = score.kept_TF[:, 0]
+            else:
+                logprobs_T = score.full_TF[:, 0] if assumption.kept == "full" else score.rebuilt_TP[:, 0]
+            parts.append(logprobs_T - rollout.rollout_logprobs[rollout.sampled].astype(np.float64))
+        d_N = np.concatenate(parts)
+        return Differences(np.where(np.isnan(d_N), 0.0, d_N), self.starts)
+
+    def own_ids(self, plan: Plan) -> list[NDArray[np.int16]]:
+        """Returns what the model's routers choose by themselves, [S - 1, L, K] by rollout."""
+        return [scored.own_ids for scored in self.scores([replace(each, routing="own") for each in plan])]
 
     def scorer_of(self, rollout: DumpedRollout) -> int:
         """The number of the scorer whose version sampled the last token, else the first one."""
         version = int(rollout.policy_versions.max())
         return next((i for i, scorer in enumerate(self.scorers) if scorer.version == version), 0)
+
+    def _question(self, assumption: Assumption) -> Question:
+        question = self.question
+        if isinstance(assumption.kept, float):
+            question = replace(question, top_ps=(assumption.kept,))
+        if assumption.factor != 1.0:
+            question = replace(question, factors=(assumption.factor,))
+        return question
+
+    def _some(self, numbers: Sequence[int], plan: Plan, question: Question) -> list[Scored]:
+        keys = [self._key(number, plan[number], question) for number in numbers]
+        missing = [number for number, key in zip(numbers, keys, strict=True) if key not in self._scored]
+        if missing:
+            found = self._score(missing, plan, question)
+            self._scored |= zip((self._key(i, plan[i], question) for i in missing), found, strict=True)
+        return [self._scored[key] for key in keys]
+
+    def _key(self, number: int, assumption: Assumption, question: Question) -> tuple[object, ...]:
+        weights = self.scorer_of(self.rollouts[number]) if assumption.weights is None else assumption.weights
+        seen = ("tokens", "sets", "routes") if assumption.routing == "recorded" else ("tokens", "sets")
+        names = tuple(repair.name for repair in assumption.repairs if repair.of in seen)
+        return number, assumption.routing, weights, names, question
+
+    def _repair(self, number: int, repairs: Iterable[Repair]) -> DumpedRollout:
+        rollout, names = self.rollouts[number], list[str]()
+        for repair in repairs:
+            names.append(repair.name)
+            key = (number, *names)
+            if key not in self._repaired:
+                self._repaired[key] = repair.apply(rollout)
+            rollout = self._repaired[key]
+        return rollout
+
+    def _score(self, numbers: Sequence[int], plan: Plan, question: Question) -> list[Scored]:
+        rollouts = [self._repair(number, plan[number].repairs) for number in numbers]
+        recorded = [
+            place
+            for place, number in enumerate(numbers)
+            if plan[number].routing == "recorded" and rollouts[place].expert_ids is not None
+        ]
+        own_plan = [replace(assumption, routing="own") for assumption in plan]
+        own = self._some([numbers[place] for place in recorded], own_plan, self.question) if recorded else []
+        whole = {
+            place: enforceable(rollouts[place], each.own_ids, self.scorers[0].num_experts)
+            for place, each in zip(recorded, own, strict=True)
+        }
+        chosen = [whole.get(i) or replace(each, expert_ids=None, routed=None) for i, each in enumerate(rollouts)]
+        by_scorer: dict[int, list[int]] = {}
+        for place, number in enumerate(numbers):
+            weights = plan[number].weights
+            scorer = self.scorer_of(self.rollouts[number]) if weights is None else weights
+            by_scorer.setdefault(scorer, []).append(place)
+        scored: dict[int, Scored] = {}
+        for scorer, places in sorted(by_scorer.items()):
+            scored |= zip(places, self.scorers[scorer].score([chosen[i] for i in places], question), strict=True)
+        return [scored[place] for place in range(len(numbers))]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -162,11 +221,14 @@ class Bootstrap:
         rng = np.random.default_rng(seed)
         return cls(rng.multinomial(num, np.full(num, 1.0 / num), RESAMPLES).astype(np.float64), starts)
 
-    def mean(self, values_N: NDArray[np.float64]) -> Interval:
-        """Of a quantity of every token."""
+    def mean(self, values_N: NDArray[np.float64], of_R: NDArray[np.bool_] | None = None) -> Interval:
+        """Of a quantity of every token, or of those of some rollouts, at least one."""
         sums_R = np.add.reduceat(values_N, self.starts[:-1])
-        totals_B = self.counts_BR @ sums_R
-        means_B = totals_B / (self.counts_BR @ np.diff(self.starts))
+        counts_R = np.diff(self.starts).astype(np.float64)
+        if of_R is not None:
+            sums_R, counts_R = np.where(of_R, sums_R, 0.0), np.where(of_R, counts_R, 0.0)
+        counts_B = self.counts_BR @ counts_R
+        means_B = (self.counts_BR @ sums_R)[counts_B > 0] / counts_B[counts_B > 0]
         low, high = np.quantile(means_B, [0.025, 0.975])
-        value = float(values_N.mean())
+        value = float(sums_R.sum() / counts_R.sum())
         return Interval(value, min(float(low), value), max(float(high), value))

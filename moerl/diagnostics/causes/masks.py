@@ -64,3 +64,14 @@ def shifted(rollout: DumpedRollout, shift: int) -> DumpedRollout:
         rows.append(ids[offsets[at] : offsets[at + 1]] if has_set else ids[:0])
     moved = np.concatenate([[0], np.cumsum([len(row) for row in rows])]).astype(np.int64)
     return replace(rollout, kept=KeptSets(moved, np.concatenate(rows)))
+
+
+def with_tokens(rollout: DumpedRollout) -> DumpedRollout:
+    """Every listed set with its token."""
+    if rollout.kept is None:
+        return rollout
+    rows = np.split(rollout.kept.ids, rollout.kept.offsets[1:-1])
+    for token in np.flatnonzero(rollout.sampled & (rollout.kept.sizes > 0)).tolist():
+        rows[token] = np.union1d(rows[token], rollout.token_ids[token : token + 1]).astype(rollout.kept.ids.dtype)
+    offsets = np.concatenate([[0], np.cumsum([len(row) for row in rows])]).astype(np.int64)
+    return replace(rollout, kept=KeptSets(offsets, np.concatenate(rows)))

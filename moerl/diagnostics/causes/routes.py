@@ -22,7 +22,9 @@ LAYER_SHIFTS = (0, -1, 1, -2, 2)
 CLEAR = 0.1
 """How much better another place must agree before the recorded one is doubted."""
 POOR = 0.6
-"""Mean agreement below which experts may have other numbers."""
+"""Mean agreement below which a record may stand elsewhere and have other numbers, too."""
+SOUND = 0.9
+"""Mean agreement below which a record that stands where it should is looked at."""
 
 OwnIds = Mapping[str, NDArray[np.int16]]
 """The model's own choice, [S - 1, L, K], by the name of the rollout."""
@@ -31,11 +33,16 @@ OwnIds = Mapping[str, NDArray[np.int16]]
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where the routes of row r and layer l stand in a record: at row r + row, counted from its start or, with
-    `from_end`, so that last rows meet; at layer l + layer."""
+    `from_end`, so that last rows meet; at layer l + layer, or at order[l].
+
+    generated: rows of the prompt, before the first sampled token, stand where they should.
+    """
 
     row: int = 0
     layer: int = 0
     from_end: bool = False
+    generated: bool = False
+    order: tuple[int, ...] | None = None
 
 
 def jaccard(recorded: NDArray[np.integer], own: NDArray[np.integer]) -> NDArray[np.float64]:
@@ -45,11 +52,21 @@ def jaccard(recorded: NDArray[np.integer], own: NDArray[np.integer]) -> NDArray[
 
 
 def placed(
-    ids_RLK: NDArray[np.int32], routed_R: NDArray[np.bool_], num_rows: int, num_layers: int, place: Place
+    ids_RLK: NDArray[np.int32],
+    routed_R: NDArray[np.bool_],
+    num_rows: int,
+    num_layers: int,
+    place: Place,
+    num_prompt: int = 0,
 ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
     """int32 [num_rows, num_layers, K], -1 where the record has nothing there; bool [num_rows, num_layers]."""
     first = place.row + (len(ids_RLK) - num_rows if place.from_end else 0)
     rows, layers = np.arange(num_rows) + first, np.arange(num_layers) + place.layer
+    if place.generated:
+        rows = np.where(rows < num_prompt, -1, rows)
+        rows[:num_prompt] = np.arange(num_prompt)
+    if place.order is not None:
+        layers = np.array(place.order)
     has_row = (rows >= 0) & (rows < len(ids_RLK))
     has_row[has_row] = routed_R[rows[has_row]]
     has_layer = (layers >= 0) & (layers < ids_RLK.shape[1])
@@ -105,7 +122,7 @@ def route_table(
     if rollout.expert_ids.shape[2] != top_k:
         return np.full(shape, -1, np.int32), np.zeros((num_rows, num_layers), bool)
     routed = np.ones(len(rollout.expert_ids), bool) if rollout.routed is None else rollout.routed
-    return placed(rollout.expert_ids, routed, num_rows, num_layers, place)
+    return placed(rollout.expert_ids, routed, num_rows, num_layers, place, rollout.num_prompt)
 
 
 def is_distinct(ids: NDArray[np.int32]) -> NDArray[np.bool_]:
@@ -150,7 +167,7 @@ def candidate_places(rollouts: Sequence[DumpedRollout], num_layers: int) -> list
     places = [Place(row, layer) for row in ROW_SHIFTS for layer in layers]
     if any(len(ids) != rows for ids, rows in records):
         places += [Place(row, layer, from_end=True) for row in (0, -1, 1) for layer in layers]
-    return places
+    return [*places, *(Place(row, generated=True) for row in ROW_SHIFTS[1:])]
 
 
 def best_place(rollouts: Sequence[DumpedRollout], own: OwnIds, layers: Sequence[int]) -> tuple[Place, float, float]:
@@ -168,6 +185,39 @@ def best_place(rollouts: Sequence[DumpedRollout], own: OwnIds, layers: Sequence[
     if scores[best] < recorded + CLEAR:
         best = Place()
     return best, scores[best], recorded
+
+
+def layer_order(rollouts: Sequence[DumpedRollout], own: OwnIds, place: Place) -> tuple[int, ...] | None:
+    """The recorded layer of each MoE layer, one to one, under which they agree best at the rows of this place; None if
+    the record has fewer layers, or that is the order as recorded."""
+    num_layers = next(iter(own.values())).shape[1]
+    widths = {rollout.expert_ids.shape[1] for rollout in rollouts if rollout.expert_ids is not None}
+    if min(widths) < num_layers:
+        return None
+    agreement = np.zeros((min(widths), num_layers))
+    for recorded in range(min(widths)):
+        compared = compare(
+            rollouts, own, replace(place, layer=0, order=(recorded,) * num_layers), max_rows=MAX_ROWS // 8
+        )
+        agreement[recorded] = np.nan_to_num(np.nanmean(np.where(compared.there_nL, compared.agreement(), 0.0), axis=0))
+    order = np.full(num_layers, -1)
+    for flat in np.argsort(-agreement, axis=None, kind="stable"):
+        recorded, layer = divmod(int(flat), num_layers)
+        if order[layer] < 0 and recorded not in order:
+            order[layer] = recorded
+    return None if (order == np.arange(num_layers)).all() else tuple(order.tolist())
+
+
+def repeats(rollout: DumpedRollout, own: NDArray[np.int16] | None) -> NDArray[np.bool_]:
+    """bool [S - 1]: rows that are equal to the one before in every layer, though the model chooses other experts for
+    the two. rollout: with a record of the model's shape."""
+    repeated = np.zeros(len(rollout) - 1, bool)
+    ids = rollout.expert_ids
+    if ids is None or own is None or len(ids) != len(own) or len(ids) < 2:
+        return repeated
+    equal = (ids[1:] == ids[:-1]).all((1, 2)) & (ids[1:] >= 0).all((1, 2))
+    repeated[1:] = equal & (jaccard(own[1:], own[:-1]).mean(1) < POOR)
+    return repeated
 
 
 def renumbering(compared: Compared, layer: int, num_experts: int) -> NDArray[np.int32] | None:
@@ -189,27 +239,27 @@ def renumbering(compared: Compared, layer: int, num_experts: int) -> NDArray[np.
         if mapping[one] < 0 and other not in mapping:
             mapping[one] = other
     before, after = jaccard(recorded, own).mean(), jaccard(mapping[recorded], own).mean()
-    return mapping if after > max(POOR, before + 2 * CLEAR) else None
+    return mapping if after > max(POOR, before + CLEAR) else None
 
 
 def apply_routes(
     rollout: DumpedRollout,
-    own: OwnIds,
+    shape: tuple[int, ...],
     place: Place,
     *,
     mappings: Mapping[int, NDArray[np.int32]],
     dead: Sequence[int],
     own_rows: NDArray[np.bool_] | None = None,
 ) -> DumpedRollout:
-    """The rollout with a record [S - 1, L, K] that can be enforced: moved, renumbered, and the model's own choice
-    wherever nothing sound is recorded.
+    """Moves and renumbers the record of a rollout. Ids are -1 wherever nothing sound is recorded.
 
-    dead: layers to leave to the model. own_rows: bool [S - 1], rows to leave to it.
+    Args:
+        shape: [S - 1, L, K] of the model. dead: layers that hold nothing sound. own_rows: bool [S - 1], rows that do
+            not.
     """
-    if rollout.expert_ids is None or rollout.name not in own:
+    if rollout.expert_ids is None:
         return rollout
-    chosen = own[rollout.name]
-    ids, there = route_table(rollout, chosen.shape, place)
+    ids, there = route_table(rollout, (len(rollout) - 1, *shape[1:]), place)
     for layer, mapping in mappings.items():
         known = there[:, layer] & (ids[:, layer] < len(mapping)).all(-1)
         ids[known, layer] = mapping[ids[known, layer]]
@@ -217,6 +267,13 @@ def apply_routes(
     there[:, list(dead)] = False
     if own_rows is not None:
         there[own_rows] = False
-    routed = there.any(1)
-    filled = np.where(there[..., None], ids, chosen.astype(np.int32))
-    return replace(rollout, expert_ids=filled, routed=routed)
+    return replace(rollout, expert_ids=np.where(there[..., None], ids, -1), routed=there.any(1))
+
+
+def enforceable(rollout: DumpedRollout, own: NDArray[np.int16], num_experts: int) -> DumpedRollout:
+    """Returns the rollout with a record [S - 1, L, K] that can be enforced: from its start, with the model's own choice
+    where it names nothing that exists. Rows that name experts twice are filled up as padding in a trainer does."""
+    ids, there = route_table(rollout, own.shape, Place())
+    there &= (ids >= 0).all(-1) & (ids < num_experts).all(-1)
+    filled = np.where(there[..., None], ids, own.astype(np.int32))
+    return replace(rollout, expert_ids=completed(filled), routed=there.any(1))

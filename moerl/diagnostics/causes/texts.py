@@ -18,6 +18,15 @@ CAUSES = {
     "masks": CauseText("sampling masks", "Score inside of the kept sets that the engine returns."),
     "layer_shift": CauseText("routes of another layer", "Map routes by MoE layer number; dense layers have none."),
     "row_shift": CauseText("routes of another row", "Row t belongs to token t as an input; the last token has none."),
+    "layer_order": CauseText("layers in another order", "Merge layers of pipeline stages by number, not by name."),
+    "route_repeats": CauseText(
+        "rows that repeat others", "Capture routes of every decoding step into a buffer of its own."
+    ),
+    "foreign_routes": CauseText("routes of other tokens", "Look at how the engine hands routes to requests that end."),
+    "logprob_shift": CauseText("log-probs of another token", "Log-prob t is that of token t, given those before it."),
+    "no_logprobs": CauseText("tokens without log-prob", "Mask tokens that the engine did not sample out of the loss."),
+    "turn_apart": CauseText("one turn apart", "Compare the tokens of that turn with those that the engine saw."),
+    "depth_apart": CauseText("depth of context", "Compare attention, positions and cache of both sides at that depth."),
     "route_shape": CauseText("routes of another model", "Compare the number of experts per token on both sides."),
     "blank_layer": CauseText("a layer without its routes", "Look at how the engine captures and merges that layer."),
     "route_pads": CauseText("pads taken for routes", "Mark rows that were not captured; never fill them."),

@@ -1,24 +1,25 @@
-"""Faults of everything but the record of routes: tokens, weights, temperature, what log-probs were taken over.
+"""Faults of everything but the record of routes: tokens, log-probs, weights, temperature, supports of log-probs.
 
-Each is a change of the assumption under which rollouts are scored. The change that closes most of the gap is accepted
-and the search goes on from there, until none closes a clear part of it. Torch-free.
+Each is a change of the assumption under which rollouts are scored. The change that closes most is accepted, for the
+rollouts that it brings clearly nearer, and the search goes on from there, until none closes a clear part of any.
+Torch-free.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
 
-from moerl.diagnostics.causes.gaps import Assumption, Bootstrap, Gaps, Repair
+from moerl.diagnostics.causes.faults import CLEAR_PART, Fault, Ground, repairing
+from moerl.diagnostics.causes.gaps import Assumption, Change, Gaps, Plan, Repair
+from moerl.diagnostics.dumps.rollout import DumpedRollout
 from moerl.diagnostics.report.data import Evidence
 from moerl.diagnostics.scoring import Question
 
-CLEAR_PART = 0.3
-"""Of the gap, that a change must close."""
-OVER_FLOOR = 3.0
-"""Times the floor, that it must close."""
 COARSE = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.11, 1.25, 1.43, 1.67, 2.0)
 """Temperature factors of the first look."""
 SAME_FACTOR = 0.03
@@ -26,142 +27,176 @@ SAME_FACTOR = 0.03
 TOP_PS = (0.7, 0.8, 0.9, 0.95, 0.98)
 """Values of top-p that unlisted sets are looked for with."""
 
-Change = Callable[[Assumption], Assumption]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ValueFault:
-    """cause: key of `moerl.diagnostics.causes.texts`. change: takes the fault back."""
+class Candidate:
+    """A fault that may be there. may_R: bool, the rollouts that it can be in."""
 
     cause: str
     title: str
-    evidence: tuple[Evidence, ...]
     change: Change
+    may_R: NDArray[np.bool_]
+    evidence: tuple[Evidence, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """floor: nats that rounding alone makes. edits: repairs of tokens to try, with what each says is wrong."""
+    """edits: repairs of tokens to try, with what each says is wrong."""
 
-    gaps: Gaps
-    bootstrap: Bootstrap
-    floor: float
+    ground: Ground
     edits: Sequence[tuple[Repair, str]] = ()
 
-    def tokens_and_weights(self, start: Assumption) -> list[ValueFault]:
-        """Prompts that are not those of the engine, weights that are not those of the version."""
-        return self._greedy(start, lambda now: [*self._edits(), *self._weights(now)])
+    def inputs(self, start: Plan) -> list[Fault]:
+        """Prompts that are not those of the engine, log-probs that are not of their tokens, weights that are not those
+        of the version."""
+        return self._greedy(start, lambda now: [*self._tokens(now), *self._logprobs(), *self._weights(now)])
 
-    def distributions(self, start: Assumption) -> list[ValueFault]:
+    def distributions(self, start: Plan) -> list[Fault]:
         """Temperatures and kept sets that are not as said."""
         return self._greedy(start, lambda now: [*self._temperature(now), *self._supports(now)])
 
-    def _greedy(self, start: Assumption, candidates: Callable[[Assumption], list[ValueFault]]) -> list[ValueFault]:
-        now, found = start, list[ValueFault]()
+    def _greedy(self, start: Plan, candidates: Callable[[Plan], list[Candidate]]) -> list[Fault]:
+        now, found = list(start), list[Fault]()
         while True:
-            taken = {fault.cause for fault in found}
-            closed = [
-                (closes, fault)
-                for fault in candidates(now)
-                if fault.cause not in taken and (closes := self.closes(now, fault.change(now))) > 0
-            ]
-            if not closed:
+            fitting: list[tuple[float, Fault, list[Assumption]]] = []
+            for candidate in candidates(now):
+                may_R = candidate.may_R.copy()
+                for fault in found:
+                    may_R &= ~fault.of_R if fault.cause == candidate.cause else True
+                of_R = self._helped(now, candidate.change, may_R)
+                if of_R.any():
+                    after = _changed(now, candidate.change, of_R)
+                    evidence = (*candidate.evidence, self.ground.seen(of_R, now, after))
+                    fault = Fault(candidate.cause, candidate.title, evidence, candidate.change, of_R)
+                    fitting.append((self.ground.closed(now, after), fault, after))
+            if not fitting:
                 return found
-            _, fault = max(closed, key=lambda pair: pair[0])
+            _, fault, now = max(fitting, key=lambda each: each[0])
             found.append(fault)
-            now = fault.change(now)
 
-    def closes(self, before: Assumption, after: Assumption) -> float:
-        """Nats by which the gap shrinks; 0 where that is not a clear part of it."""
-        one, other = self.gaps.differences(before), self.gaps.differences(after)
-        closed = self.bootstrap.mean(one.sizes - other.sizes)
-        is_clear = closed.low > 0 and closed.value > max(CLEAR_PART * one.mean, OVER_FLOOR * self.floor)
-        return closed.value if is_clear else 0.0
+    def _helped(self, now: Plan, change: Change, may_R: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        return self.ground.helped(now, _changed(now, change, may_R), may_R) if may_R.any() else may_R
 
-    def _edits(self) -> Iterator[ValueFault]:
+    def _all(self) -> NDArray[np.bool_]:
+        return np.ones(len(self.ground.rollouts), bool)
+
+    def _tokens(self, now: Plan) -> Iterator[Candidate]:
         for repair, title in self.edits:
-            yield ValueFault("template", title, (), lambda now, repair=repair: now.with_repair(repair))
+            tried = np.array([any(each.name == repair.name for each in assumption.repairs) for assumption in now])
+            yield Candidate("template", title, repairing(repair), ~tried)
 
-    def _weights(self, now: Assumption) -> Iterator[ValueFault]:
-        scorers = self.gaps.scorers
-        if len(scorers) < 2 or now.weights is not None:
+    def _logprobs(self) -> Iterator[Candidate]:
+        for shift in (1, -1):
+            title = f"log-probs are those of the token {'before' if shift > 0 else 'after'}"
+            repair = Repair(f"log-probs {shift:+d}", partial(with_logprobs_of, shift=shift), "log-probs")
+            yield Candidate("logprob_shift", title, repairing(repair), self._all())
+        zero = [rollout.sampled & (rollout.rollout_logprobs == 0) for rollout in self.ground.rollouts]
+        has_R = np.array([tokens.any() for tokens in zero])
+        share = sum(int(tokens.sum()) for tokens in zero) / max(1, int(self.ground.gaps.starts[-1]))
+        yield Candidate(
+            "no_logprobs",
+            "tokens with log-prob 0 are not what the model expects: nobody sampled them, or their log-probs are lost",
+            repairing(Repair("log-probs of 0 are none", without_zeros, "log-probs")),
+            has_R,
+            (Evidence("sampled tokens with log-prob 0", f"{share:.1%}"),),
+        )
+
+    def _weights(self, now: Plan) -> Iterator[Candidate]:
+        gaps = self.ground.gaps
+        if len(gaps.scorers) < 2:
             return
-        said = {self.gaps.scorer_of(rollout) for rollout in self.gaps.rollouts}
-        for number, scorer in enumerate(scorers):
-            if said == {number}:
-                continue
-            evidence = tuple(
-                Evidence(f"mean |d| with {each.name}", f"{self.gaps.gap(replace(now, weights=i)):.2e} nats")
-                for i, each in enumerate(scorers)
-            )
+        said = np.array([gaps.scorer_of(rollout) for rollout in gaps.rollouts])
+        unset = np.array([assumption.weights is None for assumption in now])
+        for number, scorer in enumerate(gaps.scorers):
             title = f"the engine sampled with the weights of {scorer.name}, not with those that the dump says"
-            yield ValueFault("stale_weights", title, evidence, lambda now, number=number: replace(now, weights=number))
+            yield Candidate("stale_weights", title, partial(_with, weights=number), unset & (said != number))
 
-    def _temperature(self, now: Assumption) -> Iterator[ValueFault]:
-        if now.factor != 1.0:
+    def _temperature(self, now: Plan) -> Iterator[Candidate]:
+        unset = np.array([assumption.factor == 1.0 for assumption in now])
+        if not unset.any():
             return
-        factor = self._fit(now, COARSE)
-        place = COARSE.index(factor)
-        low, high = COARSE[max(0, place - 1)], COARSE[min(len(COARSE) - 1, place + 1)]
-        factor = self._fit(now, tuple(np.round(np.linspace(low, high, 17), 4).tolist()))
+        gaps_FR = self._gaps_by_factor(now, COARSE)
+        before_R = self.ground.gaps.differences(now).means
+        gains_FR = np.where(unset, np.maximum(0.0, (1.0 - CLEAR_PART) * before_R - gaps_FR), 0.0)
+        gains_FR *= self.ground.odd(before_R)
+        if gains_FR.any():
+            best = int(gains_FR.sum(1).argmax())
+            of_it = gains_FR[best] > 0
+        else:
+            best, of_it = int((gaps_FR * np.diff(self.ground.gaps.starts)).sum(1).argmin()), unset
+        finer = np.linspace(COARSE[max(0, best - 1)], COARSE[min(len(COARSE) - 1, best + 1)], 17)
+        factors = tuple(np.round(finer, 4).tolist())
+        weights_R = np.where(of_it, np.diff(self.ground.gaps.starts), 0)
+        factor = factors[int((self._gaps_by_factor(now, factors) * weights_R).sum(1).argmin())]
         # At an edge of the grid the log-probs fit no temperature: something else is wrong.
         if abs(factor - 1.0) <= SAME_FACTOR or factor in (COARSE[0], COARSE[-1]):
             return
-        said = np.concatenate([rollout.temperatures[rollout.sampled] for rollout in self.gaps.rollouts])
-        median = float(np.median(said))
-        evidence = (
-            Evidence("temperature at which the model's log-probs fit best", f"{median * factor:.2f}", f"{median:g}"),
-            Evidence("mean |d| at the temperature said", f"{self.gaps.gap(now):.2e} nats"),
-            Evidence("mean |d| at the one that fits", f"{self.gaps.gap(replace(now, factor=factor)):.2e} nats"),
-        )
+        rollouts = [rollout for rollout, has in zip(self.ground.rollouts, of_it, strict=True) if has]
+        median = float(np.median(np.concatenate([rollout.temperatures[rollout.sampled] for rollout in rollouts])))
+        seen = Evidence("temperature at which the model's log-probs fit best", f"{median * factor:.2f}", f"{median:g}")
         title = f"tokens were drawn at temperature {median * factor:.2f}, and {median:g} is said or assumed"
         if abs(median * factor - 1.0) <= SAME_FACTOR:
             title = f"log-probs are those before the temperature of {median:g} was applied"
-        yield ValueFault("temperature", title, evidence, lambda now: replace(now, factor=factor))
+        yield Candidate("temperature", title, partial(_with, factor=factor), unset, (seen,))
 
-    def _fit(self, now: Assumption, factors: tuple[float, ...]) -> float:
-        """The factor with the smallest mean |d|."""
-        scored = self.gaps.scores(now, Question(factors=factors))
-        which = "kept_TF" if now.kept == "listed" else "full_TF"
-        logprobs_NF = np.concatenate([getattr(each, which) for each in scored])
-        gaps_F = np.abs(logprobs_NF - self.gaps.rollout_logprobs[:, None]).mean(0)
-        return factors[int(gaps_F.argmin())]
+    def _gaps_by_factor(self, now: Plan, factors: tuple[float, ...]) -> NDArray[np.float64]:
+        """Mean |d| of each rollout at each of these factors, [factors, rollouts]."""
+        gaps: list[NDArray[np.float64]] = []
+        scores = self.ground.gaps.scores(now, Question(factors=factors))
+        for assumption, scored, rollout in zip(now, scores, self.ground.gaps.repaired(now), strict=True):
+            logprobs_TF = scored.kept_TF if assumption.kept == "listed" else scored.full_TF
+            d_TF = logprobs_TF - rollout.rollout_logprobs[rollout.sampled].astype(np.float64)[:, None]
+            gaps.append(np.abs(np.nan_to_num(d_TF)).mean(0))
+        return np.stack(gaps, 1)
 
-    def _supports(self, now: Assumption) -> Iterator[ValueFault]:
-        if now.kept == "listed":
-            yield ValueFault(
-                "full_logprobs",
-                "log-probs are over the full vocabulary, though kept sets are listed",
-                (
-                    Evidence("mean |d| inside of the kept sets", f"{self.gaps.gap(now):.2e} nats"),
-                    Evidence("over the vocabulary", f"{self.gaps.gap(replace(now, kept='full')):.2e} nats"),
-                ),
-                lambda now: replace(now, kept="full"),
-            )
-        has_sets = any(rollout.kept is not None for rollout in self.gaps.rollouts)
-        if now.kept != "full" or has_sets or not self.gaps.scorers[0].offers_top_ps:
+    def _supports(self, now: Plan) -> Iterator[Candidate]:
+        has_sets = np.array([rollout.kept is not None for rollout in self.ground.rollouts])
+        is_listed = np.array([assumption.kept == "listed" for assumption in now])
+        title = "log-probs are over the full vocabulary, though kept sets are listed"
+        yield Candidate("full_logprobs", title, partial(_with, kept="full"), has_sets & is_listed)
+        if not self.ground.gaps.scorers[0].offers_top_ps:
             return
-        for top_p in TOP_PS:
-            evidence = (
-                Evidence("mean |d| over the vocabulary", f"{self.gaps.gap(now):.2e} nats"),
-                Evidence(f"inside of sets of top-p {top_p:g}", f"{self.gaps.gap(replace(now, kept=top_p)):.2e} nats"),
-            )
-            yield ValueFault(
-                "hidden_masks",
-                f"tokens were drawn with a filter such as top-p {top_p:g}, and the dump has no kept sets",
-                evidence,
-                lambda now, top_p=top_p: replace(now, kept=top_p),
-            )
+        bare = ~has_sets & np.array([assumption.kept == "full" for assumption in now])
+        for top_p in TOP_PS if bare.any() else ():
+            title = f"tokens were drawn with a filter such as top-p {top_p:g}, and the dump has no kept sets"
+            yield Candidate("hidden_masks", title, partial(_with, kept=top_p), bare)
 
 
-def oversized_sets(gaps: Gaps, assumption: Assumption) -> tuple[float, float] | None:
+def _changed(plan: Plan, change: Change, of_R: NDArray[np.bool_]) -> list[Assumption]:
+    return [change(each) if has else each for each, has in zip(plan, of_R, strict=True)]
+
+
+def _with(assumption: Assumption, **changes: object) -> Assumption:
+    return replace(assumption, **changes)  # pyright: ignore[reportArgumentType]
+
+
+def with_logprobs_of(rollout: DumpedRollout, *, shift: int) -> DumpedRollout:
+    """Each sampled token gets the log-prob of the one `shift` sampled tokens later; the last ones have none."""
+    tokens = np.flatnonzero(rollout.sampled)
+    said, moved = rollout.rollout_logprobs[tokens], np.full(len(tokens), np.nan, np.float32)
+    if shift > 0:
+        moved[:-shift] = said[shift:]
+    else:
+        moved[-shift:] = said[:shift]
+    logprobs = rollout.rollout_logprobs.copy()
+    logprobs[tokens] = moved
+    return replace(rollout, rollout_logprobs=logprobs)
+
+
+def without_zeros(rollout: DumpedRollout) -> DumpedRollout:
+    """Sampled tokens with log-prob 0 have none."""
+    zero = rollout.sampled & (rollout.rollout_logprobs == 0)
+    return replace(rollout, rollout_logprobs=np.where(zero, np.float32(np.nan), rollout.rollout_logprobs))
+
+
+def oversized_sets(gaps: Gaps, plan: Plan) -> tuple[float, float] | None:
     """Where kept sets are larger than the top-p of the dump needs: the median mass that all but their least likely
     member hold, and the top-p said. None where they are not, or where none are listed.
 
     A top-p set is the smallest that holds top-p: without its least likely member it holds less.
     """
     more, said = list[np.ndarray](), list[np.ndarray]()
-    for rollout, scored in zip(gaps.repaired(assumption.repairs), gaps.scores(assumption), strict=True):
+    for rollout, scored in zip(gaps.repaired(plan), gaps.as_planned(plan), strict=True):
         if rollout.kept is None or scored.least_T is None:
             continue
         several = rollout.kept.sizes[rollout.sampled] > 1

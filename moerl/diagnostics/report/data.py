@@ -74,6 +74,8 @@ class Finding:
     nats: Interval
     share: float
     evidence: tuple[Evidence, ...] = ()
+    rollouts: tuple[str, ...] = ()
+    """Names of those that have it; empty for all, and where it is not of rollouts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -188,7 +188,7 @@ def test_one_odd_rollout_is_named_whatever_the_mean_of_all(ground: Ground):
     (finding,) = found.findings
     assert (finding.cause, finding.level) == ("unexplained", "note")
     assert finding.title.startswith(f"1 of {len(rollouts)} rollouts")
-    assert rollouts[odd].name in finding.evidence[0].what
+    assert finding.rollouts == (rollouts[odd].name,)
     assert verdict(found.findings, found.decompositions, found.floor).level == "note"
 
 

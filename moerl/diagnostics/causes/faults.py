@@ -1,0 +1,119 @@
+"""Faults that were found, and how clear it is that rollouts have one. Torch-free.
+
+Shape legend: R = rollouts, N = sampled tokens of all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moerl.diagnostics.causes.gaps import Assumption, Bootstrap, Change, Differences, Gaps, Plan, Repair
+from moerl.diagnostics.dumps.rollout import DumpedRollout
+from moerl.diagnostics.report.data import Evidence
+
+CLEAN = 2.0
+"""Times the floor, up to which what is left is called rounding (docs/routing_mismatch.md has that of sound dumps)."""
+ODD = 4.0
+"""Times the floor, above which one rollout of `LEAST_TOKENS` is odd. Sound ones stay under 3."""
+LEAST_TOKENS = 16
+CLEAR_PART = 0.5
+"""Of the gap, that a change must close."""
+MOST = 0.7
+"""Of the gap of a rollout, that a change closes if it is right, and nothing else is wrong with it."""
+OVER_FLOOR = 0.5
+"""Times the floor, that it must close."""
+FEW = 0.25
+"""Share of rollouts that follow the others if a change does them good, too."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fault:
+    """One fault. change: takes it back. of_R: bool, the rollouts that have it."""
+
+    cause: str
+    title: str
+    evidence: tuple[Evidence, ...]
+    change: Change
+    of_R: NDArray[np.bool_]
+
+
+def changed(plan: Plan, faults: Sequence[Fault]) -> list[Assumption]:
+    """Returns the plan with all these faults taken back."""
+    now = list(plan)
+    for fault in faults:
+        now = [fault.change(each) if has else each for each, has in zip(now, fault.of_R, strict=True)]
+    return now
+
+
+def repairing(repair: Repair) -> Change:
+    """The change that adds a repair."""
+    return partial(_with_repair, repair)
+
+
+def _with_repair(repair: Repair, assumption: Assumption) -> Assumption:
+    return assumption.with_repair(repair)
+
+
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """Rollouts, and a measure for them. floor: mean |d| that rounding makes, nats."""
+
+    gaps: Gaps
+    bootstrap: Bootstrap
+    floor: float
+
+    @property
+    def rollouts(self) -> Sequence[DumpedRollout]:
+        return self.gaps.rollouts
+
+    def odd(self, means_R: NDArray[np.float64]) -> NDArray[np.bool_]:
+        """Rollouts that are not sound by themselves. means_R: mean |d|."""
+        return (means_R > ODD * self.floor) & self.are_long
+
+    @property
+    def are_long(self) -> NDArray[np.bool_]:
+        """Rollouts of so many tokens that each says something by itself."""
+        return np.diff(self.gaps.starts) >= LEAST_TOKENS
+
+    def helped(self, before: Plan, after: Plan, may_R: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Rollouts, of those that may, of which a change closes a clear part of the gap: each by itself, or all that
+        are left together."""
+        one, other = self.gaps.differences(before), self.gaps.differences(after)
+        gains_R = one.means - other.means
+        clear = self._clear(one.means, gains_R, may_R)
+        rest = may_R & ~clear
+        if not rest.any():
+            return clear
+        gained = self.bootstrap.mean(one.sizes - other.sizes, rest)
+        follow = rest.sum() < FEW * may_R.sum()
+        of_them = self.bootstrap.mean(one.sizes, rest).value
+        limit = 0.0 if follow else max(CLEAR_PART * of_them, OVER_FLOOR * self.floor)
+        return may_R.copy() if gained.value > limit and (follow or gained.low > 0) else clear
+
+    def _clear(
+        self, means_R: NDArray[np.float64], gains_R: NDArray[np.float64], may_R: NDArray[np.bool_]
+    ) -> NDArray[np.bool_]:
+        """Odd rollouts that a change helps by themselves. One among many that it does not help is chance, unless
+        nearly all of its gap is closed."""
+        odd = self.odd(means_R) & may_R
+        clear = odd & (gains_R > CLEAR_PART * means_R)
+        return clear if 2 * clear.sum() >= odd.sum() else clear & (gains_R > MOST * means_R)
+
+    def closed(self, before: Plan, after: Plan) -> float:
+        """Nats by which the mean gap of all shrinks."""
+        return self.gaps.differences(before).mean - self.gaps.differences(after).mean
+
+    def seen(self, of_R: NDArray[np.bool_], before: Plan, after: Plan) -> Evidence:
+        """The gap of these rollouts, before and after."""
+        one, other = (self.mean_of(self.gaps.differences(plan), of_R) for plan in (before, after))
+        return Evidence("mean |d| as the dump says, and put right", f"{one:.2e}, {other:.2e} nats")
+
+    def mean_of(self, differences: Differences, of_R: NDArray[np.bool_]) -> float:
+        """Mean |d| of the tokens of these rollouts."""
+        of_N = np.repeat(of_R, np.diff(self.gaps.starts))
+        return float(differences.sizes[of_N].mean()) if of_N.any() else 0.0

@@ -1,0 +1,185 @@
+"""Records of routes beside the model's own choice: which rollouts have a fault, and which. Torch-free.
+
+First all rollouts with a record are searched together, then those that are still odd under it, as long as that brings
+some nearer, then each of the rest alone. What no repair mends, and the model's own choice does, is no record of these
+tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moerl.diagnostics.causes.faults import CLEAR_PART, FEW, Fault, Ground, changed, repairing
+from moerl.diagnostics.causes.gaps import Assumption, Plan, Repair
+from moerl.diagnostics.causes.route_faults import RouteFault, search_routes
+from moerl.diagnostics.causes.routes import POOR, Place, compare, jaccard
+from moerl.diagnostics.dumps.rollout import DumpedRollout
+from moerl.diagnostics.report.data import Evidence
+
+MAX_IN_VAIN = 6
+"""Rollouts that are searched alone, one after the other, without a fault that is named: then no more of them are."""
+OWN_FITS = 0.5
+"""Times the gap of the record, below which that of the model's own choice shows the record to be at fault."""
+
+
+@dataclass(slots=True)
+class Records:
+    """What was found. plan: enforces repaired records. faults: in the order of their repairs. own_level: mean |d| of
+    sound rollouts under the model's own choice, nats; 0 without. agreement: mean Jaccard of the record with the model's
+    own choice, as it is and repaired; None without routes."""
+
+    plan: list[Assumption]
+    faults: list[Fault] = field(default_factory=list)
+    own_level: float = 0.0
+    agreement: tuple[float, float] | None = None
+
+
+def search_records(ground: Ground, start: Plan) -> Records:
+    """start: with the model's own routing, everything else put right."""
+    gaps = ground.gaps
+    rollouts = gaps.repaired(start)
+    has_R = np.array([rollout.expert_ids is not None for rollout in rollouts])
+    enforced = [replace(each, routing="recorded") if has else each for each, has in zip(start, has_R, strict=True)]
+    if not has_R.any():
+        return Records(enforced)
+    search = _Search(ground, rollouts, gaps.own_ids(start), has_R, enforced, gaps.differences(start).means)
+    search.together(has_R)
+    while (suspect := search.suspect()).any() and search.together(suspect):
+        pass
+    in_vain = 0
+    for number in np.flatnonzero(search.suspect()).tolist():
+        in_vain = 0 if search.together(np.arange(len(rollouts)) == number) else in_vain + 1
+        if in_vain == MAX_IN_VAIN:
+            break
+    search.foreign()
+    sound = has_R.copy()
+    for fault in search.faults:
+        sound &= ~fault.of_R
+    level = ground.mean_of(gaps.differences(start), sound)
+    return Records(search.plan(), search.faults, level, search.agreement())
+
+
+@dataclass(slots=True)
+class _Search:
+    ground: Ground
+    rollouts: Sequence[DumpedRollout]
+    own: Sequence[NDArray[np.int16]]
+    has_R: NDArray[np.bool_]
+    enforced: list[Assumption]
+    own_R: NDArray[np.float64]
+    """Mean |d| with the model's own choice."""
+    faults: list[Fault] = field(default_factory=list)
+    searched: int = 0
+
+    def plan(self) -> list[Assumption]:
+        return changed(self.enforced, self.faults)
+
+    def suspect(self) -> NDArray[np.bool_]:
+        """Rollouts that are odd under their record as far as it is repaired, and far less under the model's own choice:
+        the record is at fault."""
+        means_R = self.ground.gaps.differences(self.plan()).means
+        return self.ground.odd(means_R) & self.has_R & (self.own_R < OWN_FITS * means_R)
+
+    def together(self, of_R: NDArray[np.bool_]) -> bool:
+        """Searches these rollouts anew, from their record as it came. Returns True if a fault was found that brings
+        some that are odd clearly nearer."""
+        self.searched += 1
+        chosen = [self.rollouts[i] for i in np.flatnonzero(of_R).tolist()]
+        own = {self.rollouts[i].name: self.own[i] for i in np.flatnonzero(of_R).tolist()}
+        num_experts = self.ground.gaps.scorers[0].num_experts
+        found = search_routes(chosen, own, num_experts, self._judge, f"search {self.searched}")
+        if not found:
+            return False
+        faults = [self._fault(each) for each in found]
+        named = np.any([fault.of_R for fault in faults], axis=0)
+        before_R = self.ground.gaps.differences(self.plan()).means
+        after_R = self.ground.gaps.differences(changed(self.enforced, faults)).means
+        first = np.array([not any(fault.of_R[i] for fault in self.faults) for i in range(len(named))])
+        nearer = named & (first | (before_R - after_R > CLEAR_PART * before_R))
+        if not nearer.any():
+            return False
+        self.faults = [each for each in (_only(fault, ~nearer) for fault in self.faults) if each.of_R.any()]
+        self.faults += [each for each in (_only(fault, nearer) for fault in faults) if each.of_R.any()]
+        return bool((self.ground.odd(before_R) & nearer & (before_R - after_R > CLEAR_PART * before_R)).any())
+
+    def _fault(self, found: RouteFault) -> Fault:
+        of_R = np.array([rollout.name in found.names for rollout in self.rollouts])
+        return Fault(found.cause, found.title, found.evidence, repairing(found.repair), of_R)
+
+    def _judge(self, one: Repair, other: Repair, names: Collection[str]) -> bool:
+        of_R = np.array([rollout.name in names for rollout in self.rollouts])
+        before, after = (
+            [each.with_repair(repair) if has else each for each, has in zip(self.enforced, of_R, strict=True)]
+            for repair in (one, other)
+        )
+        gap, left = (self.ground.gaps.differences(plan) for plan in (before, after))
+        gained = self.ground.bootstrap.mean(gap.sizes - left.sizes, of_R)
+        if of_R.sum() < 3:
+            return gained.value > CLEAR_PART * self.ground.mean_of(gap, of_R)
+        return gained.value > 0 and gained.low > 0
+
+    def foreign(self) -> None:
+        """Leaves to the model what is still suspect."""
+        of_R = self.suspect()
+        if not of_R.any():
+            return
+        if of_R.sum() > (1.0 - FEW) * self.has_R.sum():
+            of_R = self.has_R.copy()
+        means_R = self.ground.gaps.differences(self.plan()).means
+        owners = {i: self._owner(i) for i in np.flatnonzero(of_R).tolist()}
+        exchanged = of_R & np.array([owners.get(i) is not None for i in range(len(of_R))])
+        for those, title in (
+            (exchanged, "routes are those of other rollouts"),
+            (of_R & ~exchanged, "routes are not those of the tokens, and the model's own choice fits"),
+        ):
+            if not those.any():
+                continue
+            seen = Evidence(
+                "mean |d| with the record, and with the model's own choice",
+                f"{means_R[those].mean():.2e}, {self.own_R[those].mean():.2e} nats",
+            )
+            pairs = [
+                f"{self.rollouts[i].name} has those of {owners[i]}" for i in np.flatnonzero(those).tolist() if owners[i]
+            ]
+            evidence = (seen, Evidence("of them", "; ".join(pairs[:4]))) if pairs else (seen,)
+            self.faults = [each for each in (_only(fault, ~those) for fault in self.faults) if each.of_R.any()]
+            self.faults.append(Fault("foreign_routes", title, evidence, _with_own, those))
+
+    def _owner(self, number: int) -> str | None:
+        """The name of the rollout whose tokens the record fits in its generated rows, if there is one."""
+        record = self.rollouts[number]
+        assert record.expert_ids is not None
+        best, owner = POOR, None
+        for other, own in zip(self.rollouts, self.own, strict=True):
+            first = max(record.num_prompt, other.num_prompt)
+            rows = min(len(record.expert_ids), len(own))
+            if other.name == record.name or rows - first < 4 or record.expert_ids.shape[1:] != own.shape[1:]:
+                continue
+            mean = float(jaccard(record.expert_ids[first:rows], own[first:rows]).mean())
+            if mean > best:
+                best, owner = mean, other.name
+        return owner
+
+    def agreement(self) -> tuple[float, float]:
+        own = {rollout.name: each for rollout, each in zip(self.rollouts, self.own, strict=True)}
+        plan = self.plan()
+        repaired = [
+            rollout
+            for rollout, assumption in zip(self.ground.gaps.repaired(plan), plan, strict=True)
+            if assumption.routing == "recorded"
+        ]
+        layers = range(self.own[0].shape[1])
+        before = compare(self.rollouts, own, Place()).mean(layers)
+        return before, compare(repaired, own, Place()).mean(layers) if repaired else 0.0
+
+
+def _with_own(assumption: Assumption) -> Assumption:
+    return replace(assumption, routing="own")
+
+
+def _only(fault: Fault, of_R: NDArray[np.bool_]) -> Fault:
+    return replace(fault, of_R=fault.of_R & of_R)

@@ -1,0 +1,222 @@
+"""Every fault of the matrix, in some rollouts or in all, gets its right name or is unexplained; nothing innocent is
+accused, and nothing is green that is more than rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from fault_matrix import FAULTS, OF_ROUTES, judged, planted, right
+from fault_models import MODELS, write_model
+from foreign_dumps import write_miles, write_sglang, write_slime
+from planted_faults import SAMPLING, sample, scorer
+
+from moerl.contract.trajectory import SamplingParams
+from moerl.diagnostics.causes.diagnosis import Diagnosis, diagnose
+from moerl.diagnostics.causes.gaps import Repair
+from moerl.diagnostics.dump_report import verdict
+from moerl.diagnostics.dumps.minimal import write_minimal
+from moerl.diagnostics.dumps.rollout import DumpedRollout
+from moerl.orchestration.prompt_edits import inserted, removed
+from moerl.orchestration.rescoring import TransformersScorer
+from moerl.orchestration.torch_dumps import open_any_dump
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+EDITS = [
+    (Repair("prompt: with BOS", partial(inserted, at=0, tokens=(1,))), "prompts lack the BOS token"),
+    (Repair("prompt: without BOS", partial(removed, at=0, tokens=(1,))), "prompts begin with BOS twice"),
+]
+PASSES = {"named", "unexplained", "small"}
+MAY_BE_SMALL = {"top-p 0.6 said", "noise of 0.05 nats", "tokens replaced", "stale prefix", "sets late"}
+"""Of which one rollout of twenty is within rounding, or which cost nothing."""
+UNNAMED = {"tokens replaced", "older weights", "noise of 0.05 nats", "log-probs 0.3 too low"}
+"""Which no repair takes back: unexplained, in some rollouts."""
+
+
+@dataclass(frozen=True)
+class Ground:
+    """A model, older weights of it, and rollouts of both."""
+
+    now: TransformersScorer
+    finer: TransformersScorer
+    old: TransformersScorer
+    clean: list[DumpedRollout]
+    of_old: list[DumpedRollout]
+
+    def diagnose(self, rollouts: list[DumpedRollout]) -> Diagnosis:
+        return diagnose(rollouts, [self.now], self.finer, EDITS)
+
+    def chosen(self, share: float, seed: int = 0) -> list[int]:
+        count = max(1, round(share * len(self.clean)))
+        return sorted(np.random.default_rng(seed).choice(len(self.clean), count, replace=False).tolist())
+
+    def planted(self, name: str, chosen: list[int], seed: int = 0) -> list[DumpedRollout]:
+        return planted(name, self.clean, chosen, self.now, self.old, self.of_old, seed)
+
+
+@pytest.fixture(scope="module")
+def ground_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Ground]:
+    @cache
+    def make(model: str, seed: int = 0, num_groups: int = 6) -> Ground:
+        folder = tmp_path_factory.mktemp("models")
+        now = write_model(folder / "now", model, seed)
+        old = write_model(folder / "old", model, seed, drift=0.2)
+        return Ground(
+            scorer(now, version=3),
+            scorer(now, dtype=torch.float32),
+            scorer(old, version=2),
+            sample(now, seed=seed, num_groups=num_groups),
+            sample(old, seed=seed, num_groups=num_groups),
+        )
+
+    return make
+
+
+def test_a_fifth_of_the_rollouts_with_a_fault_is_named(ground_of: Callable[..., Ground]) -> None:
+    ground = ground_of("the demo's shape", num_groups=4)
+    assert ground.diagnose(ground.clean).findings == ()
+    chosen = ground.chosen(0.25)
+    said = {name: judged(name, ground.diagnose(ground.planted(name, chosen)), chosen) for name in FAULTS}
+    wrong = {name: each for name, each in said.items() if each not in PASSES}
+    assert wrong == {}
+    assert {name for name, each in said.items() if each == "small"} <= MAY_BE_SMALL
+    assert {name for name, each in said.items() if each == "unexplained"} <= UNNAMED
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("share", [0.05, 0.2, 1.0])
+def test_every_fault_in_every_share_is_named_or_unexplained(
+    ground_of: Callable[..., Ground], model: str, share: float
+) -> None:
+    ground = ground_of(model, num_groups=10)
+    chosen = ground.chosen(share)
+    said = {name: judged(name, ground.diagnose(ground.planted(name, chosen)), chosen) for name in FAULTS}
+    assert {name: each for name, each in said.items() if each not in PASSES} == {}
+    named = [name for name, each in said.items() if each == "named"]
+    assert len(named) >= len(FAULTS) - len(UNNAMED) - len(MAY_BE_SMALL)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_faults_of_models_and_rollouts_that_nobody_chose_are_named_or_unexplained(
+    ground_of: Callable[..., Ground],
+) -> None:
+    seed = int(np.random.SeedSequence().generate_state(1)[0])
+    rng = np.random.default_rng(seed)
+    for _ in range(3):
+        model, number = list(MODELS)[int(rng.integers(len(MODELS)))], int(rng.integers(1, 1 << 16))
+        ground = ground_of(model, number)
+        for name in rng.permutation(list(FAULTS))[:16].tolist():
+            chosen = ground.chosen(float(rng.uniform(0.05, 1.0)), number)
+            said = judged(name, ground.diagnose(ground.planted(name, chosen, number)), chosen)
+            assert said in PASSES, f"seed {seed}: {model}, {number}, {name} in {len(chosen)}: {said}"
+
+
+PAIRED = (
+    *("layer late", "row early", "renumbered", "pads of zeros", "sets late", "temperature 1 said"),
+    *("log-probs before top-p", "log-probs late", "routes of another rollout", "tokens nobody sampled"),
+    *("first token lost", "rows repeat", "layers reversed", "generated rows late", "sets lost", "stale prefix"),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("model", MODELS)
+def test_two_faults_in_two_parts_of_the_rollouts_are_both_named(ground_of: Callable[..., Ground], model: str) -> None:
+    ground = ground_of(model, num_groups=10)
+    one_part, other_part = list(range(0, 40, 4)), list(range(1, 40, 4))
+    for one, other in pairwise(PAIRED):
+        first, second = ground.planted(one, one_part), ground.planted(other, other_part)
+        mixed = [second[i] if i in other_part else first[i] for i in range(len(first))]
+        found = ground.diagnose(mixed)
+        accused = {finding.cause for finding in found.findings if finding.level == "fault"}
+        assert accused <= right(one) | right(other), (one, other, accused)
+        for name, part in ((one, one_part), (other, other_part)):
+            told = {each for f in found.findings if f.cause in right(name) for each in f.rollouts}
+            mine = {mixed[i].name for i in part}
+            assert len(told & mine) >= 0.6 * len(mine), (one, other, name, sorted(mine - told))
+
+
+SAMPLINGS = (
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=0.8, top_p=0.9),
+    SamplingParams(temperature=1.2, top_k=8),
+    SamplingParams(temperature=0.6, min_p=0.05),
+    SamplingParams(temperature=0.9, top_p=0.95),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_a_hundred_sound_dumps_accuse_nothing_and_are_in_order(tmp_path: Path) -> None:
+    times: list[float] = []
+    for seed in range(100):
+        name = list(MODELS)[seed % len(MODELS)]
+        model = write_model(tmp_path / str(seed), name, seed)
+        clean = sample(model, seed=seed, num_groups=2 + seed % 5, sampling=SAMPLINGS[seed % 5])
+        found = diagnose(clean, [scorer(model, version=3)], scorer(model, dtype=torch.float32), EDITS)
+        said = verdict(found.findings, found.decompositions, found.floor)
+        assert (found.findings, said.level) == ((), "good"), f"seed {seed}: {[f.title for f in found.findings]}"
+        times.append(found.residual.mean / found.floor)
+    print(f"left of sound dumps: {min(times):.2f} to {max(times):.2f} times rounding")
+
+
+Write = Callable[[Path, list[DumpedRollout]], Path]
+
+
+def _minimal(folder: Path, rollouts: list[DumpedRollout]) -> Path:
+    write_minimal(folder / "dump.parquet", rollouts)
+    return folder / "dump.parquet"
+
+
+def _slime(folder: Path, rollouts: list[DumpedRollout]) -> Path:
+    write_slime(folder / "rollout_4.pt", _numbered(rollouts))
+    return folder / "rollout_4.pt"
+
+
+def _miles(folder: Path, rollouts: list[DumpedRollout]) -> Path:
+    write_miles(folder / "rollout_4.pt", _numbered(rollouts))
+    return folder / "rollout_4.pt"
+
+
+def _sglang(folder: Path, rollouts: list[DumpedRollout]) -> Path:
+    write_sglang(folder / "answers.jsonl", rollouts)
+    return folder / "answers.jsonl"
+
+
+def _numbered(rollouts: list[DumpedRollout]) -> list[DumpedRollout]:
+    return [replace(rollout, group=rollout.group.removeprefix("g")) for rollout in rollouts]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("write", [_minimal, _slime, _miles, _sglang])
+@pytest.mark.parametrize(
+    "name", ["layers reversed", "row late", "renumbered", "routes of another rollout", "log-probs late"]
+)
+def test_a_fault_is_named_in_every_format(
+    ground_of: Callable[..., Ground], tmp_path: Path, write: Write, name: str
+) -> None:
+    ground = ground_of("the demo's shape")
+    chosen = ground.chosen(0.3)
+    dump = open_any_dump(write(tmp_path, ground.planted(name, chosen)))
+    rollouts = [_sampled_so(rollout) for rollout in dump.rollouts]
+    assert len(rollouts) == len(ground.clean), dump.unusable
+    found = ground.diagnose(rollouts)
+    causes = {finding.cause for finding in found.findings if finding.level == "fault"}
+    # Formats without kept sets: top-p 0.9 is then found by itself.
+    assert causes & right(name), causes
+    assert causes <= right(name) | {"hidden_masks"} | (OF_ROUTES & right(name))
+
+
+def _sampled_so(rollout: DumpedRollout) -> DumpedRollout:
+    """As `--temperature` has it: these formats do not say it."""
+    return replace(rollout, temperatures=np.where(rollout.sampled, SAMPLING.temperature, 1.0).astype(np.float32))
