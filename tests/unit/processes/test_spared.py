@@ -20,6 +20,7 @@ from moerl.orchestration.templates import Templates
 from moerl.processes.spared import STOP_SIGNALS, start_spared
 from moerl.ranks.child import PROGRAM, Child
 from moerl.rollout.beside.local import LocalProcess, dismiss
+from moerl.rollout.beside.messages import Close, encode
 from moerl.rollout.sglang import server as sglang
 from moerl.rollout.sglang.install import site_packages
 from moerl.tasks.rewards.child import RewardChild
@@ -146,6 +147,9 @@ def test_an_engine_of_its_own_is_spared(tmp_path: Path) -> None:
     with signals_to_children():
         process = LocalProcess(tmp_path / "log")
         eventually(lambda: ignores_all(process.pid), 60)
+        # It may not have imported torch yet, for which `dismiss` waits a few seconds alone.
+        process.send(encode(Close()))
+        eventually(lambda: not is_alive(process.pid), 120)
         dismiss(process)
     assert "it ended with status 0" in process.describe_end()
 
