@@ -190,7 +190,7 @@ def tear(rng: random.Random, run: Path) -> str:
     empty where there is nothing to tear."""
     segments, metrics = _segments(run), run / "metrics.jsonl"
     whole = segments[-1].read_bytes() if segments else b""
-    if rng.random() < 0.5 and whole.startswith(_MAGIC) and len(whole) > _PREFIX.size:
+    if rng.random() < 0.5 and _is_whole(whole):
         _, _, header_bytes, frame_bytes = _PREFIX.unpack_from(whole)
         part = whole[: rng.randrange(1, _PREFIX.size + 4 + header_bytes + frame_bytes)]
         _append(segments[-1], rng.choice([part, bytes(len(part))]))
@@ -199,6 +199,16 @@ def tear(rng: random.Random, run: Path) -> str:
         _append(metrics, b'{"stage": "rl", "st')
         return "torn metrics"
     return ""
+
+
+def _is_whole(segment: bytes) -> bool:
+    """It has records, and nothing behind the last one: a run cuts off what is torn before it writes again, so nothing is
+    torn twice."""
+    at = 0
+    while segment[at:].startswith(_MAGIC) and len(segment) - at > _PREFIX.size:
+        _, _, header_bytes, frame_bytes = _PREFIX.unpack_from(segment, at)
+        at += _PREFIX.size + 4 + header_bytes + frame_bytes
+    return 0 < at == len(segment)
 
 
 def _append(path: Path, data: bytes) -> None:
