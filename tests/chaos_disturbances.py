@@ -202,8 +202,8 @@ def tear(rng: random.Random, run: Path) -> str:
 
 
 def _is_whole(segment: bytes) -> bool:
-    """It has records, and nothing behind the last one: a run cuts off what is torn before it writes again, so nothing is
-    torn twice."""
+    """It has records, and nothing behind the last one. A run cuts off what is torn before it writes again, so nothing
+    is torn twice."""
     at = 0
     while segment[at:].startswith(_MAGIC) and len(segment) - at > _PREFIX.size:
         _, _, header_bytes, frame_bytes = _PREFIX.unpack_from(segment, at)

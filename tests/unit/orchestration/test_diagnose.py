@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 from factories import write_hf_model
@@ -78,6 +79,29 @@ def test_a_faulty_dump_ends_with_1_and_is_named_on_the_page_and_in_the_terminal(
     assert report.verdict.text.startswith("Routes are 1 layer too late (certain")
     assert report.verdict.text in capsys.readouterr().out
     assert report.verdict.text in (tmp_path / "page.html").read_text()
+
+
+def test_a_fault_of_some_rollouts_is_said_of_them_and_shown_as_it_came_beside_the_repaired_record(
+    tmp_path: Path, model: Path, clean, run: Run
+):
+    some = {clean[1].name, clean[4].name}
+    planted = [layer_late(rollout) if rollout.name in some else rollout for rollout in clean]
+    write_minimal(tmp_path / "dump.parquet", planted)
+    status, report = run(tmp_path / "dump.parquet", "--model", f"{model}@3")
+    assert status == 1
+    (finding,) = report.findings
+    assert finding.title == f"routes are 1 layer too late, in 2 of {len(clean)} rollouts"
+    assert set(finding.rollouts) == some
+    came, repaired = ({each.name: each for each in report.maps}[name] for name in ("position", "position, repaired"))
+    mean = [
+        np.mean([share for row in each.differing for share in row if share is not None]) for each in (came, repaired)
+    ]
+    assert mean[0] > 2 * mean[1]
+    assert {each.why for each in report.strips} >= {"largest gap", "largest gap, repaired"}
+    rows = pq.read_table(tmp_path / "page.parquet").to_pylist()
+    assert {row["rollout"] for row in rows if row["faults"] == ["layer_shift"]} == some
+    for row in rows:
+        assert (row["gap_as_recorded"] > 2 * row["gap_repaired"]) == (row["rollout"] in some), row
 
 
 def test_a_dump_with_both_policies_needs_no_model(tmp_path: Path, run: Run):
