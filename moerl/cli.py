@@ -305,7 +305,7 @@ def _report(arguments: list[str]) -> int:
 
 
 def _diagnose(arguments: list[str]) -> int:
-    from moerl.launch.diagnose import USAGE, check_arguments, diagnose_parser
+    from moerl.launch.diagnose import USAGE, check_arguments, diagnose_parser, with_run
 
     parser = diagnose_parser()
     if {"-h", "--help"} & set(arguments):
@@ -313,6 +313,7 @@ def _diagnose(arguments: list[str]) -> int:
         return 0
     options = parser.parse_intermixed_args(arguments)
     check_arguments(options)
+    options = with_run(options)
     from moerl.orchestration.diagnose import run_diagnose
 
     return run_diagnose(options)

@@ -169,9 +169,10 @@ DIAGNOSE = Command(
     "Reads rollout dumps of moerl, slime, miles, NeMo-RL, prime-rl or SGLang, or any other as docs/dump_formats.md\n"
     "says, scores a sample of them with the model, and names the causes of the gap with what each makes of it: routes\n"
     "of another row or layer, lost sampling masks, temperature, stale weights, prompt tokens, one engine apart.\n"
-    "Writes one HTML file that needs no network, and the same numbers as JSON. Exit code 1 where a fault was found.",
+    "A fault may be in all rollouts or in some, which are named. Writes one HTML file that needs no network, the same\n"
+    "numbers as JSON, and a table of the rollouts. Exit code 1 if a fault was found, 3 if something is unexplained.",
     (
-        ("moerl diagnose runs/wide --model runs/wide/hf", "of a run's own dumps"),
+        ("moerl diagnose runs/wide", "a run: its first rollouts, beside the weights that sampled them"),
         ("moerl diagnose rollout_12.pt --model policy@12 --model policy_11@11", "a slime dump, two policy versions"),
         ("moerl diagnose train_data_step3.jsonl", "NeMo-RL: both policies are in the dump, no model is needed"),
     ),

@@ -174,6 +174,10 @@ def verdict(findings: Sequence[Finding], decompositions: Sequence[Decomposition]
     if aged is not None:
         text = f"{aged.title[0].upper()}{aged.title[1:]}; that makes {aged.share:.0%} of the gap as recorded."
         return Verdict("note", text + and_rest, aged.remedy)
+    unsaid = next((finding for finding in findings if finding.cause == "temperature_unsaid"), None)
+    if unsaid is not None:
+        text = f"The dump does not say its temperature: {unsaid.title}."
+        return Verdict("note", text + and_rest, unsaid.remedy)
     if left:
         return Verdict("note", f"No known cause fits, and not all of the gap is rounding.{and_rest}", left[0].remedy)
     shares = {share.cause: share.nats.value for share in decompositions[0].shares}

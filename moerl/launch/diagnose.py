@@ -8,7 +8,7 @@ from pathlib import Path
 from moerl.errors import ConfigError
 from moerl.launch.arguments import Parser, positive
 
-USAGE = "moerl diagnose DUMP [DUMP ...] [--model HF_DIR[@VERSION] ...] [--output FILE.html]"
+USAGE = "moerl diagnose DUMP|RUN_DIR [DUMP ...] [--model HF_DIR[@VERSION] ...] [--output FILE.html]"
 OUTPUT = Path("diagnosis.html")
 DEFAULT_ROLLOUTS = 256
 
@@ -44,10 +44,30 @@ def diagnose_parser() -> Parser:
     parser.add_argument(
         "--temperature", type=positive, metavar="T", help="of sampling, for dumps that do not say it (1 is assumed)"
     )
+    parser.add_argument("--top-p", type=positive, metavar="P", help="of sampling, for dumps that do not say it")
     parser.add_argument("--dtype", metavar="NAME", help="of the arithmetic; that of the model's config if not said")
     parser.add_argument("--traceback", action="store_true", help="show where an error was raised")
     parser.add_argument("-h", "--help", action="store_true", help="show this text")
     return parser
+
+
+def with_run(options: argparse.Namespace) -> argparse.Namespace:
+    """Puts the first rollouts of a run, and the weights that sampled them, in the place of a run directory that is
+    named without a model. Raises `ConfigError` if the run has not kept both."""
+    folder = options.dumps[0]
+    if len(options.dumps) != 1 or options.model or not (folder / "rollouts").is_dir():
+        return options
+    models = [each for each in (folder / "cold_start", folder / "initial_model") if (each / "config.json").is_file()]
+    first = folder / "rollouts" / "step-000001.parquet"
+    if not models or not first.is_file():
+        raise ConfigError(
+            "DUMP: a run directory without the rollouts of its first step, or without the weights that sampled them",
+            seen=f"{folder}, no {first.name if models else 'cold_start'}",
+            expected="a run that dumped its first step (dump.rollouts_every)",
+            remedy=f"moerl export {folder} --step N --output DIR, and moerl diagnose with a file of the rollouts that"
+            " these weights sampled, and --model DIR@N",
+        )
+    return argparse.Namespace(**{**vars(options), "dumps": [first], "model": [f"{models[0]}@0"]})
 
 
 def check_arguments(options: argparse.Namespace) -> None:

@@ -137,8 +137,7 @@ def _by_model(
     positions = int(model.hf_config.get("max_position_embeddings") or 1 << 30)
     fits = _fitting(_all(dumps), model.spec.vocab_size, positions, unusable)
     sample, total = _spread(fits, options.rollouts)
-    if options.temperature is not None:
-        sample = [_drawn_at(options.temperature, rollout) for rollout in sample]
+    sample = [_drawn_so(rollout, options.temperature, options.top_p) for rollout in sample]
     _require_some(sample, dumps, unusable)
     name = options.dtype or str(model.hf_config.get("dtype") or model.hf_config.get("torch_dtype") or "float32")
     if name not in DTYPES:
@@ -192,8 +191,15 @@ def _name(checkpoint: Checkpoint) -> str:
     return checkpoint.folder.name if checkpoint.version is None else f"version {checkpoint.version}"
 
 
-def _drawn_at(temperature: float, rollout: DumpedRollout) -> DumpedRollout:
-    return replace(rollout, temperatures=np.where(rollout.sampled, temperature, 1.0).astype(np.float32))
+def _drawn_so(rollout: DumpedRollout, temperature: float | None, top_p: float | None) -> DumpedRollout:
+    """With what the command line says of sampling, in the place of the dump."""
+    changes: dict[str, Any] = {}
+    if temperature is not None:
+        changes["temperatures"] = np.where(rollout.sampled, temperature, 1.0).astype(np.float32)
+        changes["says_temperature"] = True
+    if top_p is not None:
+        changes["top_ps"] = np.where(rollout.sampled, top_p, 1.0).astype(np.float32)
+    return replace(rollout, **changes) if changes else rollout
 
 
 def _all(dumps: Sequence[Dump]) -> Iterator[DumpedRollout]:

@@ -165,6 +165,8 @@ def _mask_shift(
     return fault if ground.bootstrap.mean(whole.sizes - moved.sizes, of_R).value > 0 else None
 
 
+_NOTES = ("staleness", "unexplained", "precision", "temperature_unsaid")
+"""Causes that may be as somebody wants them."""
 _WHAT = {
     "bad_engine": ("engine {} does not sample as the others do", "mean |d| of engine {}"),
     "staleness": ("tokens of age {} (versions): their weights were others", "mean |d| of tokens of age {}"),
@@ -205,10 +207,15 @@ class _Told:
         left, level = self.ground.mean_of(self.residual, of_R), float(self.level_R[of_R].mean())
         is_certain = fault.cause.startswith("mask") or (left <= CLEAN * level and nats.low > 0.5 * nats.value)
         title, names, evidence = fault.title, self._names(of_R), fault.evidence
+        if fault.cause == "temperature" and not any(self._says_temperature(of_R)):
+            return self._finding("temperature_unsaid", "certain" if is_certain else "likely", title, nats, evidence)
         if names:
             title += f", in {len(names)} of {len(of_R)} rollouts"
             evidence = (*evidence, self._whose(of_R, names))
         return self._finding(fault.cause, "certain" if is_certain else "likely", title, nats, evidence, names)
+
+    def _says_temperature(self, of_R: NDArray[np.bool_]) -> list[bool]:
+        return [self.ground.rollouts[i].says_temperature for i in np.flatnonzero(of_R).tolist()]
 
     def groups(self, groups: Sequence[Apart]) -> list[Finding]:
         """Returns a finding for each cause of tokens that are apart."""
@@ -284,7 +291,7 @@ class _Told:
         evidence: tuple[Evidence, ...],
         names: tuple[str, ...] = (),
     ) -> Finding:
-        level = "note" if cause in ("staleness", "unexplained", "precision") else "fault"
+        level = "note" if cause in _NOTES else "fault"
         part = min(1.0, max(0.0, nats.value / max(self.recorded.total.value, 1e-12)))
         return Finding(cause, level, confidence, title, CAUSES[cause].remedy, nats, part, evidence, names)
 

@@ -38,6 +38,7 @@ CAUSES = {
     "hidden_masks": CauseText("unlisted sampling masks", "Have the engine return its kept sets."),
     "full_logprobs": CauseText("log-probs before the filter", "Return log-probs under the filtered distribution."),
     "temperature": CauseText("another temperature", "Return log-probs after temperature, and say the one in force."),
+    "temperature_unsaid": CauseText("the temperature", "Say it: --temperature, or in the dump."),
     "top_p": CauseText("another top-p", "Say the sampling parameters that are in force."),
     "stale_weights": CauseText("weights of another version", "Check weights after each update (weights.verify)."),
     "staleness": CauseText("staleness", "Lower buffer.max_staleness, or correct for it."),

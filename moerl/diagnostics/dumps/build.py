@@ -80,6 +80,7 @@ def build(parts: Parts, moe_layers: Sequence[int] | None) -> DumpedRollout:
         },
         trainer_expert_ids=None if trainer_ids is None else select_layers(_no_negatives(trainer_ids), moe_layers),
         step=parts.step,
+        says_temperature=parts.temperatures is not None,
         **{name: text(value, name) for name, value in parts.labels.items()},
     )
 

@@ -20,7 +20,7 @@ _NUM_TRIED = 64
 """Lines that are tried until one tells the format."""
 
 _ENDINGS = (".parquet", ".jsonl", ".json", ".pt", ".pkl")
-_FOLDERS = (".", "rollouts", "dashboard_columns")
+_FOLDERS = ("rollouts", ".", "dashboard_columns")
 _TRACES = ("effective", "all")
 
 

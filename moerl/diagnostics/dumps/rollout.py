@@ -36,7 +36,7 @@ class DumpedRollout:
     trainer_logprobs: float32 [S], nats, 0 where not sampled: the log-probs of the other side, by scorer. Names of
         `moerl.telemetry.metrics.SCORERS`, or "trainer" where the dump does not say what was kept.
     trainer_expert_ids: int32 [S - 1, L, K], the experts that the trainer's routers chose; None where not dumped.
-    prompt, response: texts, empty where the dump has none.
+    prompt, response: texts, empty where the dump has none. says_temperature: False if `temperatures` are assumed.
     """
 
     name: str
@@ -58,6 +58,7 @@ class DumpedRollout:
     step: int = -1
     prompt: str = ""
     response: str = ""
+    says_temperature: bool = True
 
     def __len__(self) -> int:
         """S, the number of tokens."""

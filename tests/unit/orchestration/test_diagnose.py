@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -102,6 +103,39 @@ def test_a_fault_of_some_rollouts_is_said_of_them_and_shown_as_it_came_beside_th
     assert {row["rollout"] for row in rows if row["faults"] == ["layer_shift"]} == some
     for row in rows:
         assert (row["gap_as_recorded"] > 2 * row["gap_repaired"]) == (row["rollout"] in some), row
+
+
+def test_of_a_run_the_first_rollouts_are_held_against_the_weights_that_sampled_them(
+    tmp_path: Path, model: Path, clean, run: Run
+):
+    folder = tmp_path / "wide"
+    shutil.copytree(model, folder / "cold_start")
+    (folder / "rollouts").mkdir()
+    (folder / "ledger.json").write_text("{}")
+    fresh = [replace(rollout, policy_versions=np.where(rollout.sampled, 0, -1).astype(np.int32)) for rollout in clean]
+    write_minimal(folder / "rollouts" / "step-000001.parquet", fresh)
+    status, report = run(folder)
+    assert (status, report.verdict.level) == (0, "good"), report.verdict.text
+    assert dict(report.facts)["model"] == "cold_start (version 0)"
+
+
+def test_a_run_that_did_not_keep_its_first_rollouts_is_refused_with_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "wide" / "rollouts").mkdir(parents=True)
+    assert cli.main(["diagnose", str(tmp_path / "wide")]) == 2
+    assert "moerl export" in capsys.readouterr().err
+
+
+def test_a_temperature_that_the_dump_does_not_say_is_a_question_and_no_fault(
+    tmp_path: Path, model: Path, clean, run: Run
+):
+    _write_slime(tmp_path / "rollout_4.pt", clean)
+    status, report = run(tmp_path / "rollout_4.pt", "--model", model)
+    assert (status, report.verdict.level) == (0, "note")
+    assert report.verdict.text.startswith(
+        "The dump does not say its temperature: tokens were drawn at temperature 0.80"
+    )
 
 
 def test_a_dump_with_both_policies_needs_no_model(tmp_path: Path, run: Run):

@@ -41,6 +41,7 @@ def test_a_nemo_rl_dump_loses_its_padding_and_keeps_both_policies(tmp_path: Path
     found = list(dump.rollouts)
     for left, right in zip(found, rollouts, strict=True):
         same(left, right, but=UNSAID)
+    assert not any(each.says_temperature for each in found)
     assert dump.format == "NeMo-RL train data"
     assert {each.step for each in found} == {12}
     assert found[0].expert_ids is None
