@@ -207,7 +207,7 @@ def test_a_fault_is_named_in_every_format(
 ) -> None:
     ground = ground_of("the demo's shape")
     chosen = ground.chosen(0.3)
-    dump = open_any_dump(write(tmp_path, ground.planted(name, chosen)))
+    dump = open_any_dump(write(tmp_path, ground.planted(name, chosen)), experts_per_token=ground.now.experts_per_token)
     rollouts = [_sampled_so(rollout) for rollout in dump.rollouts]
     assert len(rollouts) == len(ground.clean), dump.unusable
     found = ground.diagnose(rollouts)
@@ -218,5 +218,6 @@ def test_a_fault_is_named_in_every_format(
 
 
 def _sampled_so(rollout: DumpedRollout) -> DumpedRollout:
-    """As `--temperature` has it: these formats do not say it."""
-    return replace(rollout, temperatures=np.where(rollout.sampled, SAMPLING.temperature, 1.0).astype(np.float32))
+    """As `--temperature` and `--top-p` have it: these formats do not say it."""
+    said = {"temperatures": SAMPLING.temperature, "top_ps": SAMPLING.top_p}
+    return replace(rollout, **{name: np.where(rollout.sampled, each, 1.0) for name, each in said.items()})
