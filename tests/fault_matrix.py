@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from planted_faults import (
     VOCAB,
+    Ground,
     extra_row,
     layer_late,
     lost_first_token,
@@ -33,7 +34,6 @@ from moerl.diagnostics.causes.values import with_logprobs_of
 from moerl.diagnostics.dump_report import verdict
 from moerl.diagnostics.dumps.rollout import DumpedRollout
 from moerl.diagnostics.scoring import Question, Scored
-from moerl.orchestration.rescoring import TransformersScorer
 
 # --- faults ----------------------------------------------------------------------------------------------------------
 
@@ -309,26 +309,18 @@ def right(name: str) -> frozenset[str]:
     return causes | {"foreign_routes"} if not causes or causes & OF_ROUTES else causes
 
 
-def planted(
-    name: str,
-    rollouts: Sequence[DumpedRollout],
-    chosen: Sequence[int],
-    now: TransformersScorer,
-    old: TransformersScorer,
-    of_old: Sequence[DumpedRollout],
-    seed: int = 0,
-) -> list[DumpedRollout]:
-    """The rollouts, with a fault in those that are chosen."""
+def planted(name: str, ground: Ground, chosen: Sequence[int], seed: int = 0) -> list[DumpedRollout]:
+    """The rollouts of a ground, with a fault in those that are chosen."""
     rng, change = np.random.default_rng(seed), FAULTS[name][0]
-    some = [rollouts[i] for i in chosen]
+    some = [ground.clean[i] for i in chosen]
     question = Question((1.0, 1.25))
-    scored = now.score(some, question)
-    stale = old.score([replace(rollout, expert_ids=None, routed=None) for rollout in some], question)
-    changed = dict(enumerate(rollouts))
+    scored = ground.now.score(some, question)
+    stale = ground.old.score([replace(rollout, expert_ids=None, routed=None) for rollout in some], question)
+    changed = dict(enumerate(ground.clean))
     for place, number in enumerate(chosen):
-        planting = Planting(rng, rollouts, scored[place], stale[place], of_old[number])
-        changed[number] = change(rollouts[number], planting)
-    return [changed[number] for number in range(len(rollouts))]
+        planting = Planting(rng, ground.clean, scored[place], stale[place], ground.of_old[number])
+        changed[number] = change(ground.clean[number], planting)
+    return [changed[number] for number in range(len(ground.clean))]
 
 
 # --- judging ---------------------------------------------------------------------------------------------------------

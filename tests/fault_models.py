@@ -18,30 +18,19 @@ _COMMON = {
     "tie_word_embeddings": False,
     "norm_topk_prob": True,
 }
+
+
+def _qwen3_moe(**shape: int) -> PreTrainedConfig:
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    return Qwen3MoeConfig(**heads, **shape, **_COMMON)  # pyright: ignore[reportArgumentType]
+
+
 MODELS: dict[str, Callable[[], PreTrainedConfig]] = {
-    "8 layers x 32 experts": lambda: Qwen3MoeConfig(
-        hidden_size=48,
-        intermediate_size=64,
-        num_hidden_layers=8,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,  # pyright: ignore[reportCallIssue] - accepted through kwargs
-        moe_intermediate_size=24,
-        num_experts=32,
-        num_experts_per_tok=4,
-        **_COMMON,  # pyright: ignore[reportArgumentType]
+    "8 layers x 32 experts": lambda: _qwen3_moe(
+        hidden_size=48, num_hidden_layers=8, moe_intermediate_size=24, num_experts=32, num_experts_per_tok=4
     ),
-    "the demo's shape": lambda: Qwen3MoeConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,  # pyright: ignore[reportCallIssue] - accepted through kwargs
-        moe_intermediate_size=32,
-        num_experts=8,
-        num_experts_per_tok=2,
-        **_COMMON,  # pyright: ignore[reportArgumentType]
+    "the demo's shape": lambda: _qwen3_moe(
+        hidden_size=64, num_hidden_layers=4, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2
     ),
     "MLA, one dense layer": lambda: DeepseekV3Config(
         hidden_size=48,

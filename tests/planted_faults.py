@@ -7,8 +7,9 @@ the dump says, never what was sampled.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from moerl.contract.fields import KeptSets
 from moerl.contract.ports import RolloutRequest
 from moerl.contract.trajectory import Lineage, SamplingParams, Trajectory
+from moerl.diagnostics.causes.diagnosis import Diagnosis, diagnose
 from moerl.diagnostics.causes.masks import shifted
 from moerl.diagnostics.dumps.rollout import DumpedRollout, turns_of
 from moerl.diagnostics.scoring import Question
@@ -109,6 +111,31 @@ def scorer(model: Path, *, dtype: torch.dtype = torch.bfloat16, version: int | N
     return TransformersScorer(
         read_model(model), dtype=dtype, device=torch.device("cpu"), name=model.name, version=version
     )
+
+
+@dataclass(frozen=True)
+class Ground:
+    """A policy and an older one: scorers of both, and what the engine sampled from each."""
+
+    now: TransformersScorer
+    finer: TransformersScorer
+    old: TransformersScorer
+    clean: list[DumpedRollout]
+    of_old: list[DumpedRollout]
+
+    @classmethod
+    def of(cls, now: Path, old: Path, *, seed: int = 0, num_groups: int) -> Ground:
+        """now, old: directories of the two, versions 3 and 2."""
+        return cls(
+            scorer(now, version=3),
+            scorer(now, dtype=torch.float32),
+            scorer(old, version=2),
+            sample(now, seed=seed, num_groups=num_groups),
+            sample(old, seed=seed, num_groups=num_groups),
+        )
+
+    def diagnose(self, rollouts: Sequence[DumpedRollout], **options: Any) -> Diagnosis:
+        return diagnose(rollouts, [self.now], self.finer, **options)
 
 
 Plant = Callable[[Sequence[DumpedRollout]], list[DumpedRollout]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from moerl.buffer.ledger import LEDGER_FILE
 from moerl.errors import ConfigError
 from moerl.launch.arguments import Parser, positive
 
@@ -55,7 +56,8 @@ def with_run(options: argparse.Namespace) -> argparse.Namespace:
     """Puts the first rollouts of a run, and the weights that sampled them, in the place of a run directory that is
     named without a model. Raises `ConfigError` if the run has not kept both."""
     folder = options.dumps[0]
-    if len(options.dumps) != 1 or options.model or not (folder / "rollouts").is_dir():
+    is_run = (folder / LEDGER_FILE).is_file() and (folder / "rollouts").is_dir()
+    if len(options.dumps) != 1 or options.model or not is_run:
         return options
     models = [each for each in (folder / "cold_start", folder / "initial_model") if (each / "config.json").is_file()]
     first = folder / "rollouts" / "step-000001.parquet"
@@ -86,6 +88,8 @@ def check_arguments(options: argparse.Namespace) -> None:
             expected="one",
             remedy="compare versions with --backend hf",
         )
+    if options.top_p is not None and options.top_p > 1:
+        raise ConfigError("--top-p: too large", seen=options.top_p, expected="a number above 0, at most 1")
     if options.rollouts < 1:
         raise ConfigError("--rollouts: too few", seen=options.rollouts, expected="at least 1")
     if options.output.suffix != ".html":

@@ -18,6 +18,7 @@ from moerl.diagnostics.causes.routes import enforceable
 from moerl.diagnostics.dumps.rollout import DumpedRollout
 from moerl.diagnostics.report.data import Interval
 from moerl.diagnostics.scoring import Question, Scored, Scorer
+from moerl.errors import EngineError
 
 RESAMPLES = 400
 """Bootstrap samples of rollouts behind every interval."""
@@ -92,8 +93,7 @@ class Differences:
 class Gaps:
     """Scores rollouts under assumptions, each combination of experts, repairs and weights once.
 
-    scorers: at least one. special: assigns rollouts to scorers by the version that the dump names, where several
-    scorers have one.
+    scorers: at least one. A rollout is scored by the one whose version it names, unless its assumption says another.
     """
 
     rollouts: Sequence[DumpedRollout]
@@ -135,9 +135,9 @@ class Gaps:
                 logprobs_T = score.kept_TF[:, 0]
             else:
                 logprobs_T = score.full_TF[:, 0] if assumption.kept == "full" else score.rebuilt_TP[:, 0]
-            parts.append(logprobs_T - rollout.rollout_logprobs[rollout.sampled].astype(np.float64))
-        d_N = np.concatenate(parts)
-        return Differences(np.where(np.isnan(d_N), 0.0, d_N), self.starts)
+            said_T = rollout.rollout_logprobs[rollout.sampled].astype(np.float64)
+            parts.append(np.where(np.isnan(said_T), 0.0, logprobs_T - said_T))
+        return Differences(np.concatenate(parts), self.starts)
 
     def own_ids(self, plan: Plan) -> list[NDArray[np.int16]]:
         """Returns what the model's routers choose by themselves, [S - 1, L, K] by rollout."""
@@ -202,6 +202,14 @@ class Gaps:
         scored: dict[int, Scored] = {}
         for scorer, places in sorted(by_scorer.items()):
             scored |= zip(places, self.scorers[scorer].score([chosen[i] for i in places], question), strict=True)
+        for place, score in scored.items():
+            if not (np.isfinite(score.full_TF).all() and np.isfinite(score.kept_TF).all()):
+                raise EngineError(
+                    "--model: log-probs that are not finite",
+                    seen=f"rollout {rollouts[place].name}",
+                    expected="finite log-probs of all sampled tokens",
+                    remedy="look for NaN in the weights, or score in another --dtype",
+                )
         return [scored[place] for place in range(len(numbers))]
 
 

@@ -15,30 +15,23 @@ SHIFTS = (0, -1, 1, -2, 2)
 
 @dataclass(frozen=True, slots=True)
 class Containment:
-    """num_listed: sampled tokens with a listed set. num_outside: of them, those that are not in theirs.
-
-    best_shift: token t is most often in the set of token t + best_shift; best_share: how often. unordered: sets that
-    are not strictly ascending.
+    """Counts. num_listed: sampled tokens with a listed set. num_outside: of them, those that are not in theirs.
+    best_shift: token t is most often in the set of token t + best_shift.
     """
 
     num_listed: int
     num_outside: int
     best_shift: int
-    best_share: float
-    unordered: int
 
 
 def containment(rollouts: Sequence[DumpedRollout]) -> Containment:
-    """Over all rollouts with kept sets."""
+    """Counts over all rollouts with kept sets."""
     inside, listed = dict.fromkeys(SHIFTS, 0), dict.fromkeys(SHIFTS, 0)
-    unordered = 0
     for rollout in rollouts:
         if rollout.kept is None:
             continue
         offsets, ids = rollout.kept.offsets, rollout.kept.ids
         owner = np.repeat(np.arange(len(rollout)), np.diff(offsets))
-        same = owner[1:] == owner[:-1]
-        unordered += len(np.unique(owner[1:][same & (ids[1:] <= ids[:-1])]))
         for shift in SHIFTS:
             token_of = owner - shift
             known = (token_of >= 0) & (token_of < len(rollout))
@@ -49,7 +42,7 @@ def containment(rollouts: Sequence[DumpedRollout]) -> Containment:
             inside[shift] += len(np.unique(token_of[hits]))
     shares = {shift: inside[shift] / max(1, listed[shift]) for shift in SHIFTS}
     best = max(SHIFTS, key=lambda shift: (shares[shift], -abs(shift)))
-    return Containment(listed[0], listed[0] - inside[0], best, shares[best], unordered)
+    return Containment(listed[0], listed[0] - inside[0], best)
 
 
 def shifted(rollout: DumpedRollout, shift: int) -> DumpedRollout:

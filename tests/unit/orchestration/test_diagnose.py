@@ -123,6 +123,7 @@ def test_a_run_that_did_not_keep_its_first_rollouts_is_refused_with_what_to_do(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     (tmp_path / "wide" / "rollouts").mkdir(parents=True)
+    (tmp_path / "wide" / "ledger.json").write_text("{}")
     assert cli.main(["diagnose", str(tmp_path / "wide")]) == 2
     assert "moerl export" in capsys.readouterr().err
 
@@ -180,6 +181,7 @@ def test_rollouts_that_a_model_cannot_take_are_counted_by_reason(tmp_path: Path,
         (["{dump}", "--model", "{model}", "--dtype", "int3"], "--dtype: of the scorer"),
         (["{dump}", "--model", "{model}", "--output", "page.txt"], "--output: not the name of a page"),
         (["{dump}", "--model", "{model}", "--rollouts", "0"], "--rollouts: too few"),
+        (["{dump}", "--model", "{model}", "--top-p", "1.5"], "--top-p: too large"),
         (["{dump}", "--model", "{model}", "--model", "{model}", "--backend", "trainer"], "one model at a time"),
     ],
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 from planted_faults import (
     FAULTS,
+    Ground,
     first_token_again,
     layer_late,
     lost_first_token,
@@ -28,40 +29,21 @@ from planted_faults import (
 from moerl.contract.trajectory import SamplingParams
 from moerl.diagnostics.causes.diagnosis import Diagnosis, diagnose
 from moerl.diagnostics.causes.gaps import Repair
+from moerl.diagnostics.causes.masks import shifted
 from moerl.diagnostics.dump_report import verdict
 from moerl.diagnostics.dumps.rollout import DumpedRollout
 from moerl.diagnostics.scoring import Question
-from moerl.orchestration.rescoring import TransformersScorer
+from moerl.errors import EngineError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 MISSING_BOS = [(Repair("prompt: with BOS", first_token_again), "prompts lack the BOS token")]
-
-
-@dataclass(frozen=True)
-class Ground:
-    """A policy and an older one, scorers of both, and what the engine sampled from each."""
-
-    now: TransformersScorer
-    finer: TransformersScorer
-    old: TransformersScorer
-    clean: list[DumpedRollout]
-    of_old: list[DumpedRollout]
-
-    def diagnose(self, rollouts: Sequence[DumpedRollout], **options: object) -> Diagnosis:
-        return diagnose(rollouts, [self.now], self.finer, **options)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.fixture(scope="module")
 def ground(tmp_path_factory: pytest.TempPathFactory) -> Ground:
     folder = tmp_path_factory.mktemp("models")
     now, old = write_moe(folder / "now"), write_moe(folder / "old", seed=7, drift_from=0, drift=0.2)
-    return Ground(
-        scorer(now, version=3),
-        scorer(now, dtype=torch.float32),
-        scorer(old, version=2),
-        sample(now, num_groups=4),
-        sample(old, num_groups=4),
-    )
+    return Ground.of(now, old, num_groups=4)
 
 
 def causes(diagnosis: Diagnosis) -> set[str]:
@@ -197,6 +179,39 @@ def test_a_temperature_at_the_edge_of_those_that_are_tried_is_no_answer(ground: 
     found = ground.diagnose(far)
     assert "temperature" not in causes(found)
     assert verdict(found.findings, found.decompositions, found.floor).level != "good"
+
+
+def test_a_model_whose_log_probs_are_not_numbers_is_an_error_and_never_in_order(ground: Ground, tmp_path: Path):
+    broken = scorer(write_moe(tmp_path / "broken"))
+    with torch.no_grad():
+        broken._model.lm_head.weight[:] = torch.nan  # pyright: ignore[reportPrivateUsage]
+    with pytest.raises(EngineError, match="not finite"):
+        diagnose(ground.clean, [broken], ground.finer)
+
+
+def test_beside_a_coarse_arithmetic_nothing_is_in_order(ground: Ground):
+    found = diagnose(ground.clean, [ground.now], ground.old)  # as if that were the same weights in a finer arithmetic
+    assert found.floor > 0.1
+    assert verdict(found.findings, found.decompositions, found.floor).level == "note"
+    assert "too much to tell" in found.findings[-1].title
+
+
+def test_sets_that_are_late_in_some_rollouts_and_early_in_others_are_both_named(ground: Ground):
+    parts = {1: ground.clean[:4], -1: ground.clean[4:8]}
+    moved = [shifted(rollout, shift) for shift, rollouts in parts.items() for rollout in rollouts]
+    found = ground.diagnose([*moved, *ground.clean[8:]])
+    told = {finding.title.partition(",")[0]: set(finding.rollouts) for finding in found.findings}
+    assert told.keys() == {"kept sets are 1 token too late", "kept sets are 1 token too early"}
+    assert told["kept sets are 1 token too early"] <= {rollout.name for rollout in parts[1]}
+    assert told["kept sets are 1 token too late"] <= {rollout.name for rollout in parts[-1]}
+
+
+@pytest.mark.parametrize("share", [2, 1])
+def test_a_temperature_that_is_not_said_is_a_fault_where_only_some_tokens_were_drawn_at_it(ground: Ground, share: int):
+    unsaid = [replace(rollout, says_temperature=False) for rollout in ground.clean]
+    found = ground.diagnose([wrong_temperature(r) if i % share == 0 else r for i, r in enumerate(unsaid)])
+    assert causes(found) == ({"temperature"} if share == 2 else set())
+    assert found.findings != ()
 
 
 @pytest.mark.parametrize("size", [1, 2])
