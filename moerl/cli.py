@@ -71,7 +71,7 @@ def _print_error(text: str, error: BaseException) -> None:
 
 
 def _print_traceback(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
-    """As the interpreter does, but for control characters: the text of a cause may be a server's."""
+    """Prints as the interpreter does, but for control characters: the text of a cause may be a server's."""
     if not issubclass(kind, SystemExit):  # a thread may end by one
         print(printable("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
 

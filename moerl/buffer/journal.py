@@ -58,7 +58,7 @@ class FinishedGroup:
 
     @property
     def newest_version(self) -> int:
-        """Of any token; -1 where every rollout was refused."""
+        """Largest version of any token; -1 if every rollout was refused."""
         return max((int(t.policy_versions.max()) for t in self.trajectories), default=-1)
 
 

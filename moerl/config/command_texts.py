@@ -1,4 +1,4 @@
-"""What `--help` says about each command: a summary, what it does, examples. Torch-free; any process."""
+"""Texts of `--help` for each command: a summary, what it does, examples. Torch-free; any process."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ MAX_VALUES = 1 << 20
 
 _MAX_FOOTER_BYTES = 64 << 20
 _MAX_HEADER_BYTES = 16 << 20
-"""Of a page. pyarrow's limit; it holds two values of the column."""
+"""Largest header of a page. pyarrow's limit; it holds two values of the column."""
 _FIRST_BYTES = 4096
 """Read of a header at first; few are longer."""
 

@@ -36,7 +36,7 @@ _ZSTD_LEVEL = 1
 
 
 class FrameKind(IntEnum):
-    """What the payload holds."""
+    """Kind of payload."""
 
     TRAJECTORIES = 1
     BATCHES = 2

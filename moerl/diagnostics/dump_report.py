@@ -38,7 +38,7 @@ REPAIRED = ", repaired"
 
 @dataclass(frozen=True, slots=True)
 class DumpFacts:
-    """What is said of a dump beside its numbers.
+    """Facts about a dump beside its numbers.
 
     name: of the dump. facts: for the page. notes: what its format leaves open. unusable: rows that were not used.
     texts: by token id, what a token decodes to; classes: by token id. Both empty without a tokenizer.

@@ -27,10 +27,10 @@ from moerl.http.keys import Key
 from moerl.telemetry.terminal import excerpt
 
 MAX_SAID_BYTES = 1 << 16
-"""Of an answer that only says that something was done, and what is kept of one that says what went wrong."""
+"""Largest answer that only says that something was done, and what is kept of one that says what went wrong."""
 
 _EXCERPT_BYTES = 4096
-"""Of a body that may be shown: so much is looked through for the key."""
+"""Bytes of a body that may be shown: so much is looked through for the key."""
 
 _AS_IT_IS = {"Accept-Encoding": "identity"}
 _CONNECT_SECONDS = 10.0
@@ -39,7 +39,7 @@ _IDLE_SECONDS = 2.0
 request that has just been sent."""
 
 _MAX_HEADER_BYTES = 8190
-"""Of the first line, of each header and of each trailer. There are at most 128 headers."""
+"""Longest first line, header and trailer. There are at most 128 headers."""
 
 
 class _Proxy(TypedDict, total=False):

@@ -40,7 +40,7 @@ from moerl.trainer import platform
 from moerl.trainer.model import DTYPES
 
 MAX_TOKENS = 40_000
-"""Of the sampled rollouts, prompts included."""
+"""Most tokens of the sampled rollouts, prompts included."""
 UNEXPLAINED = 3
 """Exit status; 2 is that of a wrong command line, or of dumps that cannot be used."""
 _BACKENDS = {"hf": "transformers", "trainer": "the Megatron trainer"}

@@ -28,7 +28,7 @@ from moerl.trainer.trainer import MegatronTrainer, RowScores
 
 MICROBATCH_TOKENS = 8192
 _LISTED = SamplingParams(top_p=0.5)
-"""Of tokens with a listed kept set: the contract wants sampling that lists one; what it was has no say in scores."""
+"""Sampling of tokens with a listed kept set: the contract wants one that lists it; scores do not depend on it."""
 
 
 class TrainerScorer:
@@ -53,7 +53,7 @@ class TrainerScorer:
         groups.stop()
 
     def score(self, rollouts: Sequence[DumpedRollout], question: Question) -> list[Scored]:
-        """As `Scorer`; margins are zeros, and `own_ids` those of a pass in which the routers are free.
+        """Scores as `Scorer` says; margins are zeros, and `own_ids` those of a pass in which the routers are free.
 
         Raises:
             ContractError: a rollout breaks the data contract. ReplayError: routing was not enforced as it was told.
@@ -87,7 +87,7 @@ class TrainerScorer:
     def _logprobs(
         self, trajectories: Sequence[Trajectory]
     ) -> tuple[list[NDArray[np.float64]], list[NDArray[np.float64]]]:
-        """Of the sampled tokens of each, inside of kept sets and over the vocabulary."""
+        """Log-probs of the sampled tokens of each, inside of kept sets and over the vocabulary."""
         batches = self._pack(trajectories)
         enforce = any(trajectory.routed.any() for trajectory in trajectories)
         rows = self._trainer.score(batches, Scorer(batches, keep_mask=True, with_full=True), enforce=enforce)

@@ -251,7 +251,7 @@ class _Told:
         return found
 
     def rounding_times(self) -> float:
-        """What is left and not taken apart, in times of what is no fault; odd rollouts do not count."""
+        """Returns the gap that is left and not taken apart, in times of what is no fault; odd rollouts do not count."""
         nats_of = {share.cause: share.nats.value for share in self.recorded.shares}
         left = nats_of["unexplained"] + nats_of["precision"]
         counts = np.diff(self.residual.starts)

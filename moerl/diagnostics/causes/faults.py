@@ -22,9 +22,9 @@ ODD = 4.0
 """Times the floor, above which one rollout of `LEAST_TOKENS` is odd. Sound ones stay under 3."""
 LEAST_TOKENS = 16
 CLEAR_PART = 0.5
-"""Of the gap, that a change must close."""
+"""Part of the gap that a change must close."""
 MOST = 0.7
-"""Of the gap of a rollout, that a change closes if it is right, and nothing else is wrong with it."""
+"""Part of the gap of a rollout that a change closes if it is right, and nothing else is wrong with it."""
 OVER_FLOOR = 0.5
 """Times the floor, that it must close."""
 FEW = 0.25

@@ -230,7 +230,7 @@ class Bootstrap:
         return cls(rng.multinomial(num, np.full(num, 1.0 / num), RESAMPLES).astype(np.float64), starts)
 
     def mean(self, values_N: NDArray[np.float64], of_R: NDArray[np.bool_] | None = None) -> Interval:
-        """Of a quantity of every token, or of those of some rollouts, at least one."""
+        """Mean of a quantity over all tokens, or over those of some rollouts, at least one."""
         sums_R = np.add.reduceat(values_N, self.starts[:-1])
         counts_R = np.diff(self.starts).astype(np.float64)
         if of_R is not None:

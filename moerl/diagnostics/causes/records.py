@@ -28,9 +28,12 @@ OWN_FITS = 0.5
 
 @dataclass(slots=True)
 class Records:
-    """What was found. plan: enforces repaired records. faults: in the order of their repairs. own_level: mean |d| of
-    sound rollouts under the model's own choice, nats; 0 without. agreement: mean Jaccard of the record with the model's
-    own choice, as it is and repaired; None without routes."""
+    """Result of the search.
+
+    plan: enforces repaired records. faults: in the order of their repairs. own_level: mean |d| of sound rollouts under
+    the model's own choice, nats; 0 without. agreement: mean Jaccard of the record with the model's own choice, as it is
+    and repaired; None without routes.
+    """
 
     plan: list[Assumption]
     faults: list[Fault] = field(default_factory=list)

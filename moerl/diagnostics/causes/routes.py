@@ -32,7 +32,7 @@ OwnIds = Mapping[str, NDArray[np.int16]]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the routes of row r and layer l stand in a record: at row r + row, counted from its start or, with
+    """Place of the routes of row r and layer l in a record: at row r + row, counted from its start or, with
     `from_end`, so that last rows meet; at layer l + layer, or at order[l].
 
     generated: rows of the prompt, before the first sampled token, stand where they should.
@@ -46,7 +46,7 @@ class Place:
 
 
 def jaccard(recorded: NDArray[np.integer], own: NDArray[np.integer]) -> NDArray[np.float64]:
-    """Of two sets of K experts each, along the last axis; experts that are named twice count once."""
+    """Similarity of two sets of K experts each, along the last axis; experts that are named twice count once."""
     shared = (own[..., :, None] == recorded[..., None, :]).any(-1).sum(-1)
     return shared / (2 * own.shape[-1] - shared)
 

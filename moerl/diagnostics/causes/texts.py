@@ -1,4 +1,4 @@
-"""What each cause is called and what to do about it. Keys are stable: they stand in `report.json`. Torch-free."""
+"""Names of causes, and what to do about each. Keys are stable: they stand in `report.json`. Torch-free."""
 
 from __future__ import annotations
 

@@ -190,8 +190,8 @@ def without_zeros(rollout: DumpedRollout) -> DumpedRollout:
 
 
 def oversized_sets(gaps: Gaps, plan: Plan) -> tuple[float, float] | None:
-    """Where kept sets are larger than the top-p of the dump needs: the median mass that all but their least likely
-    member hold, and the top-p said. None where they are not, or where none are listed.
+    """Returns the median mass that all but the least likely member of a kept set hold, and the top-p said, if sets are
+    larger than that top-p needs; None if they are not, or if none are listed.
 
     A top-p set is the smallest that holds top-p: without its least likely member it holds less.
     """

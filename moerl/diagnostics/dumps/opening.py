@@ -26,7 +26,7 @@ _TRACES = ("effective", "all")
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """Of one file. name: for people. read: its rollouts. notes: what every dump of the format leaves open."""
+    """Format of one file. name: for people. read: its rollouts. notes: what every dump of the format leaves open."""
 
     name: str
     read: Callable[[Path, Reading], Iterator[DumpedRollout]]

@@ -19,7 +19,7 @@ from moerl.contract.fields import KeptSets
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DumpedRollout:
-    """What a dump says of one rollout. Arrays are read-only by convention: a repair makes new ones.
+    """One rollout as a dump has it. Arrays are read-only by convention: a repair makes new ones.
 
     name: of the rollout, unique in its dump. group, engine: names, empty where the dump has none.
     step: the training step that it belongs to, -1 where not said.

@@ -1,4 +1,4 @@
-"""What a routing-mismatch report holds: `report.json`, whose schema is stable, and the page that is drawn from it.
+"""Contents of a routing-mismatch report: `report.json`, whose schema is stable, and the page that is drawn from it.
 
 Every number of the page is one of these. Torch-free; any process.
 """

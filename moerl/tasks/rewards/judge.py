@@ -25,7 +25,8 @@ MAX_ANSWER_BYTES = 1 << 22
 """Longest answer of the address."""
 
 MAX_TOKEN_CHARACTERS = 16
-"""Of a token of a reply, on average: a search for the score in more text could take hours, and stop the controller."""
+"""Characters of a token of a reply, on average. A search for the score in more text could take hours, and stop the
+controller."""
 
 FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.5, 30.0
 """Before the first repetition, and at most; each pause is twice the one before, give or take half."""

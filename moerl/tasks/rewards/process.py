@@ -267,6 +267,6 @@ class RewardProcess:
 
 
 def _told(reply: Mapping[str, Any]) -> str:
-    """What the worker says went wrong, and where."""
+    """Returns the worker's words for what went wrong, and where."""
     place = where([(str(file), int(line), str(name)) for file, line, name in reply["frames"]])
     return excerpt(str(reply.get("raised") or reply.get("returned")), 500) + (f", in {place}" if place else "")

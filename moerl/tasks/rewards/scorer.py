@@ -74,7 +74,7 @@ class Scorer:
         return _Sum(self, prompt, place, text)
 
     def submit(self, prompt: Prompt, response: str) -> list[Future[Rewards]]:
-        """What each part is asked, in their order."""
+        """Asks each part, in their order."""
         return [part.source.submit(prompt, response) for part in self._parts]
 
     def total(self, parts: Sequence[Future[Rewards]], prompt: Prompt, place: str, response: str) -> Rewards:
@@ -109,7 +109,7 @@ class Scorer:
         return sum(part.source.num_processes for part in self._parts)
 
     def place(self, make_child: MakeChild) -> None:
-        """As `RewardPart.place`, of all parts."""
+        """Places all parts, as `RewardPart.place` does one."""
         for part in self._parts:
             part.source.place(make_child)
 
