@@ -80,20 +80,31 @@ class Ground:
         """Rollouts of so many tokens that each says something by itself."""
         return np.diff(self.gaps.starts) >= LEAST_TOKENS
 
-    def helped(self, before: Plan, after: Plan, may_R: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    def helped(
+        self, before: Plan, after: Plan, may_R: NDArray[np.bool_], part: float = CLEAR_PART
+    ) -> NDArray[np.bool_]:
         """Rollouts, of those that may, of which a change closes a clear part of the gap: each by itself, or all that
-        are left together."""
+        are left together.
+
+        Args:
+            part: of the gap, that must be closed of those that are left together. If they are few, or if any part is
+                enough, the change must hurt none of them: sound rollouts may be among them.
+        """
         one, other = self.gaps.differences(before), self.gaps.differences(after)
         gains_R = one.means - other.means
         clear = self._clear(one.means, gains_R, may_R)
+        if clear.any():  # the fault is there: what is too short to show it by itself may have it, too
+            clear |= may_R & (gains_R > CLEAR_PART * one.means) & (gains_R > self.floor)
         rest = may_R & ~clear
         if not rest.any():
             return clear
-        gained = self.bootstrap.mean(one.sizes - other.sizes, rest)
-        follow = rest.sum() < FEW * may_R.sum()
-        of_them = self.bootstrap.mean(one.sizes, rest).value
-        limit = 0.0 if follow else max(CLEAR_PART * of_them, OVER_FLOOR * self.floor)
-        return may_R.copy() if gained.value > limit and (follow or gained.low > 0) else clear
+        gained, of_them = (self.bootstrap.mean(each, rest) for each in (one.sizes - other.sizes, one.sizes))
+        is_few = rest.sum() < FEW * may_R.sum()
+        if (is_few or not part) and (gains_R[rest] < -OVER_FLOOR * self.floor).any():
+            return clear
+        least = OVER_FLOOR * self.floor if part else 0.0
+        limit = least if is_few else max(part * of_them.value, least)
+        return may_R.copy() if gained.value > limit and (is_few or gained.low > 0) else clear
 
     def _clear(
         self, means_R: NDArray[np.float64], gains_R: NDArray[np.float64], may_R: NDArray[np.bool_]

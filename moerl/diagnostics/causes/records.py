@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from moerl.diagnostics.causes.faults import CLEAR_PART, FEW, Fault, Ground, changed, repairing
+from moerl.diagnostics.causes.faults import CLEAR_PART, ODD, Fault, Ground, changed, repairing
 from moerl.diagnostics.causes.gaps import Assumption, Plan, Repair
 from moerl.diagnostics.causes.route_faults import RouteFault, search_routes
 from moerl.diagnostics.causes.routes import POOR, Place, compare, jaccard
@@ -98,6 +98,10 @@ class _Search:
         if not found:
             return False
         faults = [self._fault(each) for each in found]
+        after = changed(self.enforced, faults)
+        judged_R = np.any([fault.of_R & each.is_judged for fault, each in zip(faults, found, strict=True)], axis=0)
+        helped_R = self.ground.helped(self.enforced, after, judged_R, part=0.0) if judged_R.any() else judged_R
+        faults = [_only(f, helped_R) if each.is_judged else f for f, each in zip(faults, found, strict=True)]
         named = np.any([fault.of_R for fault in faults], axis=0)
         before_R = self.ground.gaps.differences(self.plan()).means
         after_R = self.ground.gaps.differences(changed(self.enforced, faults)).means
@@ -130,9 +134,9 @@ class _Search:
         of_R = self.suspect()
         if not of_R.any():
             return
-        if of_R.sum() > (1.0 - FEW) * self.has_R.sum():
-            of_R = self.has_R.copy()
         means_R = self.ground.gaps.differences(self.plan()).means
+        # What is too short to be suspect by itself may be so beside others.
+        of_R |= self.has_R & (means_R > ODD * self.ground.floor) & (self.own_R < OWN_FITS * means_R)
         owners = {i: self._owner(i) for i in np.flatnonzero(of_R).tolist()}
         exchanged = of_R & np.array([owners.get(i) is not None for i in range(len(of_R))])
         for those, title in (

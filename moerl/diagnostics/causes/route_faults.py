@@ -59,6 +59,8 @@ class RouteFault:
     evidence: tuple[Evidence, ...]
     repair: Repair
     names: frozenset[str]
+    is_judged: bool = False
+    """It was believed for what its repair does to the mean of these rollouts, not counted in each of them."""
 
 
 @dataclass(slots=True)
@@ -114,13 +116,20 @@ class _Search:
     faults: list[RouteFault] = field(default_factory=list)
 
     def _take(
-        self, cause: str, title: str, evidence: Sequence[Evidence], names: Collection[str], state: _State | None = None
+        self,
+        cause: str,
+        title: str,
+        evidence: Sequence[Evidence],
+        names: Collection[str],
+        state: _State | None = None,
+        is_judged: bool = False,
     ) -> None:
         """Takes a fault. Where its repair would change records that do not have it, those leave the search."""
         if state is not None:
             self.state = state
             self.rollouts = [rollout for rollout in self.rollouts if rollout.name in names]
-        self.faults.append(RouteFault(cause, title, tuple(evidence), self.state.repair(), frozenset(names)))
+        repair = self.state.repair()
+        self.faults.append(RouteFault(cause, title, tuple(evidence), repair, frozenset(names), is_judged))
 
     def _propose(
         self, cause: str, title: str, evidence: Sequence[Evidence], names: Collection[str], state: _State
@@ -128,7 +137,7 @@ class _Search:
         """Takes a fault that the judge sees, too."""
         if not names or not self.judge(self.state.repair(), state.repair(), names):
             return False
-        self._take(cause, title, evidence, names, state)
+        self._take(cause, title, evidence, names, state, is_judged=True)
         return True
 
     def broken_rows(self) -> None:

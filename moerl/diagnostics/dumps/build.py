@@ -20,7 +20,7 @@ from moerl.diagnostics.dumps.values import MAX_IDS, RowError, flags, floats, int
 
 @dataclass(slots=True)
 class Parts:
-    """Values that a format has of a rollout, unchecked but for routes. Those by token have S elements, or N: of the last.
+    """Values that a format has of a rollout, unchecked but for routes. By token: S elements, or N, of the last N.
 
     num_response: N, or None where the format has no such number. sampled: by token; None for all of the last N.
     temperatures, top_ps: by token, or one number. versions: int32 by sampled turn, by token, or one for all.
