@@ -10,6 +10,7 @@ import errno
 import functools
 import importlib
 import itertools
+import math
 import os
 import resource
 import signal
@@ -21,6 +22,8 @@ from typing import Any
 
 import numpy as np
 from process_tree import family, tell_all
+
+from moerl.config import stop_signals
 
 
 def kill(place: str, *, call: int = 1, after: bool = False) -> None:
@@ -56,7 +59,9 @@ def tell(place: str, *, signal_name: str, call: int = 1, after: bool = False) ->
 def tell_everyone(
     place: str, *, signal_names: Sequence[str] = ("SIGTERM",), call: int = 1, after: bool = False
 ) -> None:
-    """As `tell`, several signals, and to all processes of this run; it says to which."""
+    """As `tell`, several signals, and to all processes of this run; it says to which. They are one request, however
+    long the machine holds this process up between them."""
+    stop_signals.TOGETHER_SECONDS = math.inf
 
     def tell() -> None:
         pids = family(os.getpid())

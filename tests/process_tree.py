@@ -34,15 +34,18 @@ def family(pid: int) -> list[int]:
 
 
 def tell_all(pids: Sequence[int], numbers: Sequence[signal.Signals]) -> None:
-    """Sends signals to processes, as the stop of a cgroup does. This one gets its own when all are sent."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-    try:
+    """Sends signals to processes, as the stop of a cgroup does. Where this is one of them, and its handler raises, the
+    others come nonetheless."""
+
+    def tell() -> None:
         for pid in pids:
             for number in numbers:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    thread = threading.Thread(target=tell)
+    thread.start()
+    thread.join()
 
 
 @contextlib.contextmanager

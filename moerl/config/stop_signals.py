@@ -8,6 +8,7 @@ another signal: whoever sends both to a whole job is no person who waits.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import time
@@ -21,6 +22,8 @@ STOPPED = 75
 
 TOGETHER_SECONDS = 1.0
 """Within which Ctrl-C and another signal are one request, the other's."""
+
+_NAMES = {int(number): number.name for number in STOP_SIGNALS}
 
 
 class GraceOverError(BaseException):
@@ -41,7 +44,7 @@ class StopRequest:
     def __init__(self) -> None:
         self.grace_seconds: float | None = None
         self.signal = ""
-        self._since = 0.0
+        self._since = math.inf
         self._ends_work = False
 
     def unless_stopped[T](self, work: Callable[[], T]) -> T | None:
@@ -67,11 +70,14 @@ class StopRequest:
         if self.signal:
             self._receive_another(number)
             return
-        self.signal, self._since = signal.Signals(number).name, time.monotonic()
+        # No call since the question, in which another signal could come.
+        self.signal = _NAMES[number]
         again = " again" if number == signal.SIGINT else ""
         within = "" if self.grace_seconds is None else f", within {self.grace_seconds:g} s"
         # Not print: the signal may have come in the midst of one.
         os.write(2, f"{self.signal}: stopping at the next safe point{within}; Ctrl-C{again} stops at once\n".encode())
+        # Not before: a busy disk can hold the message up for seconds.
+        self._since = time.monotonic()
         if self.grace_seconds is not None:
             signal.setitimer(signal.ITIMER_REAL, self.grace_seconds)
         if self._ends_work:
@@ -81,7 +87,7 @@ class StopRequest:
         are_two = (number == signal.SIGINT) != (self.signal == "SIGINT")
         if are_two and time.monotonic() - self._since < TOGETHER_SECONDS:
             if number != signal.SIGINT:
-                self.signal = signal.Signals(number).name
+                self.signal = _NAMES[number]
         elif number == signal.SIGINT:
             raise KeyboardInterrupt
 

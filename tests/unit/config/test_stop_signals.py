@@ -59,6 +59,16 @@ def test_ctrl_c_together_with_another_signal_is_the_other_signal(
     assert stop.signal == "SIGTERM"
 
 
+@pytest.mark.parametrize("numbers", [(signal.SIGTERM, signal.SIGINT), (signal.SIGINT, signal.SIGTERM)])
+def test_a_signal_that_comes_while_a_busy_disk_holds_the_message_of_another_up_came_together_with_it(
+    numbers: tuple[signal.Signals, ...], stop: StopRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stop_signals_module, "TOGETHER_SECONDS", 0.0)
+    monkeypatch.setattr(stop_signals_module.os, "write", lambda *_: os.kill(os.getpid(), numbers[1]))
+    os.kill(os.getpid(), numbers[0])
+    assert stop.signal == "SIGTERM"
+
+
 def test_ctrl_c_twice_stops_at_once_however_fast(stop: StopRequest) -> None:
     os.kill(os.getpid(), signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
