@@ -23,7 +23,7 @@ from moerl.diagnostics.causes.masks import shifted
 from moerl.diagnostics.dumps.rollout import DumpedRollout, turns_of
 from moerl.diagnostics.scoring import Question
 from moerl.models.description import read_model
-from moerl.orchestration.rescoring import TransformersScorer
+from moerl.orchestration.rescoring import HeldModels, TransformersScorer
 from moerl.rollout.embedded import EmbeddedEngine
 from moerl.rollout.loading import load_model
 
@@ -108,9 +108,9 @@ def dumped(trajectory: Trajectory, *, engine: str) -> DumpedRollout:
 
 
 def scorer(model: Path, *, dtype: torch.dtype = torch.bfloat16, version: int | None = None) -> TransformersScorer:
-    return TransformersScorer(
-        read_model(model), dtype=dtype, device=torch.device("cpu"), name=model.name, version=version
-    )
+    cpu = torch.device("cpu")
+    held = HeldModels(dtype, cpu, cpu)
+    return TransformersScorer(held, read_model(model), dtype=dtype, name=model.name, version=version)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from moerl.launch.arguments import Parser, positive
 
 USAGE = "moerl diagnose DUMP|RUN_DIR [DUMP ...] [--model HF_DIR[@VERSION] ...] [--output FILE.html]"
 OUTPUT = Path("diagnosis.html")
-DEFAULT_ROLLOUTS = 256
+DEFAULT_ROLLOUTS, DEFAULT_TOKENS = 256, 40_000
 
 
 def diagnose_parser() -> Parser:
@@ -35,6 +35,13 @@ def diagnose_parser() -> Parser:
         default=DEFAULT_ROLLOUTS,
         metavar="N",
         help=f"most rollouts to score, spread over the dump, {DEFAULT_ROLLOUTS} if not said",
+    )
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        default=DEFAULT_TOKENS,
+        metavar="N",
+        help=f"most tokens to score, prompts included, {DEFAULT_TOKENS:,} if not said",
     )
     parser.add_argument(
         "--backend",
@@ -90,8 +97,9 @@ def check_arguments(options: argparse.Namespace) -> None:
         )
     if options.top_p is not None and options.top_p > 1:
         raise ConfigError("--top-p: too large", seen=options.top_p, expected="a number above 0, at most 1")
-    if options.rollouts < 1:
-        raise ConfigError("--rollouts: too few", seen=options.rollouts, expected="at least 1")
+    for name in ("rollouts", "tokens"):
+        if getattr(options, name) < 1:
+            raise ConfigError(f"--{name}: too few", seen=getattr(options, name), expected="at least 1")
     if options.output.suffix != ".html":
         raise ConfigError(
             "--output: not the name of a page",

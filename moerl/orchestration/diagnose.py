@@ -7,17 +7,14 @@ the whole dump is looked at, as far as it brings both policies.
 from __future__ import annotations
 
 import argparse
-import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from moerl.config.hub import hub_name, model_directory
 from moerl.config.model_tensors import check_weights
 from moerl.contract.files import writing
 from moerl.diagnostics.causes.diagnosis import Diagnosis, diagnose
@@ -26,33 +23,20 @@ from moerl.diagnostics.dumps.rollout import Dump, DumpedRollout, Unusable
 from moerl.diagnostics.report.data import Report
 from moerl.diagnostics.report.page import write_report
 from moerl.diagnostics.rollout_table import write_rollout_table
-from moerl.diagnostics.scoring import Scorer
 from moerl.diagnostics.tallies import Tallies
-from moerl.errors import ConfigError, closing
+from moerl.errors import ConfigError
 from moerl.models.description import CONFIG_FILE, ModelDescription, read_model
+from moerl.orchestration.dump_scorers import Checkpoint, Models, split_version
 from moerl.orchestration.prompt_edits import load_tokenizer, prompt_edits
-from moerl.orchestration.rescoring import TransformersScorer
 from moerl.orchestration.torch_dumps import open_any_dump
-from moerl.orchestration.trainer_scorer import TrainerScorer
 from moerl.printable import printable
 from moerl.ranks.libraries import quiet_libraries
-from moerl.trainer import platform
+from moerl.telemetry.progress import ProgressDisplay, make_progress
 from moerl.trainer.model import DTYPES
 
-MAX_TOKENS = 40_000
-"""Most tokens of the sampled rollouts, prompts included."""
 UNEXPLAINED = 3
 """Exit status; 2 is that of a wrong command line, or of dumps that cannot be used."""
 _BACKENDS = {"hf": "transformers", "trainer": "the Megatron trainer"}
-_FINER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """A Hugging Face directory, and the policy version that it holds, None where nobody said."""
-
-    folder: Path
-    version: int | None
 
 
 def run_diagnose(options: argparse.Namespace) -> int:
@@ -70,6 +54,18 @@ def run_diagnose(options: argparse.Namespace) -> int:
         ConfigError: there is no dump or no model, or nothing in the dumps can be used.
         ContractError: a dump of ours is damaged. EngineError, ReplayError: the model cannot be scored with.
     """
+    with make_progress() as progress:
+        report, output = _write(options, progress)
+        progress.end()
+    _print(report, output)
+    if report.verdict.level == "fault":
+        return 1
+    return UNEXPLAINED if any(finding.cause == "unexplained" for finding in report.findings) else 0
+
+
+def _write(options: argparse.Namespace, progress: ProgressDisplay) -> tuple[Report, Path]:
+    """Writes the page and what is beside it."""
+    progress.begin_part("reading, rollouts")
     checkpoints = [Checkpoint(*split_version(named)) for named in options.model]
     described = [_described(checkpoint) for checkpoint in checkpoints]
     opened = [
@@ -82,36 +78,14 @@ def run_diagnose(options: argparse.Namespace) -> int:
     ]
     output = options.output.resolve()
     if described:
-        report, found = _by_model(opened, checkpoints, described, options)
+        report, found = _by_model(opened, checkpoints, described, options, progress)
         with writing(output.with_suffix(".parquet")):
             write_rollout_table(found, output.with_suffix(".parquet"))
     else:
-        report = _by_policies(opened, options.dumps, options.rollouts)
+        report = _by_policies(opened, options, progress)
     with writing(output):
         write_report(report, output)
-    _print(report, output)
-    if report.verdict.level == "fault":
-        return 1
-    return UNEXPLAINED if any(finding.cause == "unexplained" for finding in report.findings) else 0
-
-
-def split_version(named: str) -> tuple[Path, int | None]:
-    """The directory and the policy version of `HF_DIR[@VERSION]`; a directory whose name holds an @ is one. A model of
-    the hub is fetched; behind its name, digits alone are a policy version, and anything else is a revision.
-
-    Raises:
-        ConfigError: there is no such model, or the version is no number.
-    """
-    before, at, version = named.rpartition("@")
-    if Path(named).is_dir() or not at:
-        return model_directory(named, "--model"), None
-    if version.isdecimal():
-        return model_directory(before, "--model"), int(version)
-    if hub_name(named) is None or Path(before).is_dir():
-        raise ConfigError(
-            "--model: version", seen=version, expected="a policy version, a whole number", remedy="HF_DIR@12"
-        )
-    return model_directory(named, "--model"), None
+    return report, output
 
 
 def _described(checkpoint: Checkpoint) -> ModelDescription:
@@ -131,24 +105,25 @@ def _by_model(
     checkpoints: Sequence[Checkpoint],
     described: Sequence[ModelDescription],
     options: argparse.Namespace,
+    progress: ProgressDisplay,
 ) -> tuple[Report, Diagnosis]:
     quiet_libraries()
     model, unusable = described[0], Unusable()
     positions = int(model.hf_config.get("max_position_embeddings") or 1 << 30)
     fits = _fitting(_all(dumps), model.spec.vocab_size, positions, unusable)
-    sample, total = _spread(fits, options.rollouts)
+    sample, total = _spread(fits, options.rollouts, options.tokens)
     sample = [_drawn_so(rollout, options.temperature, options.top_p) for rollout in sample]
     _require_some(sample, dumps, unusable)
     name = options.dtype or str(model.hf_config.get("dtype") or model.hf_config.get("torch_dtype") or "float32")
     if name not in DTYPES:
         raise ConfigError("--dtype: of the scorer", seen=name, expected=f"one of {', '.join(DTYPES)}")
     tokenizer = load_tokenizer(checkpoints[0].folder)
-    print(f"{len(sample)} of {total} rollouts, {sum(map(len, sample)):,} tokens, {name}")
-    with _scorers(checkpoints, described, name, options.backend) as (scorers, finer):
-        half = None
-        if DTYPES[name] is torch.float32:
-            half = _transformers(checkpoints[0], model, torch.bfloat16)
-        found = diagnose(sample, scorers, finer, prompt_edits(tokenizer), half=half)
+    progress.note(f"{len(sample)} of {total} rollouts, {sum(map(len, sample)):,} tokens, {name}")
+    models = Models.planned(checkpoints, described, name, max(map(len, sample)), progress)
+    progress.begin_part("scores, rollouts")
+    with models.scorers(options.backend, name) as scorers:
+        found = diagnose(sample, scorers, models.finer(), prompt_edits(tokenizer), half=models.half())
+    progress.begin_part("writing the report")
     texts = _texts(tokenizer, model.spec.vocab_size)
     facts = _facts(dumps, options.dumps, unusable, len(sample), total)
     said = [
@@ -163,32 +138,6 @@ def _by_model(
         ],
     )
     return report_of_diagnosis(found, facts), found
-
-
-@contextlib.contextmanager
-def _scorers(
-    checkpoints: Sequence[Checkpoint], described: Sequence[ModelDescription], dtype: str, backend: str
-) -> Iterator[tuple[list[Scorer], Scorer]]:
-    """One for each checkpoint, and one of the first in a finer arithmetic."""
-    finer = _transformers(checkpoints[0], described[0], _FINER[DTYPES[dtype]])
-    if backend == "hf":
-        pairs = zip(checkpoints, described, strict=True)
-        yield [_transformers(each, model, DTYPES[dtype]) for each, model in pairs], finer
-        return
-    (checkpoint,) = checkpoints
-    with closing(
-        TrainerScorer(described[0], dtype=dtype, name=_name(checkpoint), version=checkpoint.version)
-    ) as trainer:
-        yield [trainer], finer
-
-
-def _transformers(checkpoint: Checkpoint, model: ModelDescription, dtype: torch.dtype) -> TransformersScorer:
-    device = platform.device()
-    return TransformersScorer(model, dtype=dtype, device=device, name=_name(checkpoint), version=checkpoint.version)
-
-
-def _name(checkpoint: Checkpoint) -> str:
-    return checkpoint.folder.name if checkpoint.version is None else f"version {checkpoint.version}"
 
 
 def _drawn_so(rollout: DumpedRollout, temperature: float | None, top_p: float | None) -> DumpedRollout:
@@ -225,8 +174,8 @@ def _fitting(
             yield rollout
 
 
-def _spread(rollouts: Iterator[DumpedRollout], count: int) -> tuple[list[DumpedRollout], int]:
-    """At most `count` of them, and `MAX_TOKENS` tokens, each as likely as any other (reservoir sampling, one seed), in
+def _spread(rollouts: Iterator[DumpedRollout], count: int, num_tokens: int) -> tuple[list[DumpedRollout], int]:
+    """At most `count` of them, and `num_tokens` tokens, each as likely as any other (reservoir sampling, one seed), in
     their order; and how many there were."""
     rng, kept, total = np.random.default_rng(0), list[tuple[int, DumpedRollout]](), 0
     for total, rollout in enumerate(rollouts, 1):
@@ -235,7 +184,7 @@ def _spread(rollouts: Iterator[DumpedRollout], count: int) -> tuple[list[DumpedR
         elif (place := int(rng.integers(total))) < count:
             kept[place] = total, rollout
     order = rng.permutation(len(kept))
-    within = np.cumsum([len(kept[i][1]) for i in order]) <= MAX_TOKENS
+    within = np.cumsum([len(kept[i][1]) for i in order]) <= num_tokens
     within[:1] = True
     chosen = sorted(kept[i][0] for i in order[within])
     by_number = dict(kept)
@@ -257,9 +206,9 @@ def _require_some(sample: Sequence[DumpedRollout], dumps: Sequence[Dump], unusab
 # --- without one -----------------------------------------------------------------------------------------------------
 
 
-def _by_policies(dumps: Sequence[Dump], paths: Sequence[Path], num_rollouts: int) -> Report:
+def _by_policies(dumps: Sequence[Dump], options: argparse.Namespace, progress: ProgressDisplay) -> Report:
     tallies: Tallies | None = None
-    unusable, sample, total = Unusable(), list[DumpedRollout](), 0
+    unusable, sample, total, num_tokens = Unusable(), list[DumpedRollout](), 0, 0
     differing: dict[str, NDArray[np.int64]] = {}
     for rollout in _all(dumps):
         if not rollout.trainer_logprobs:
@@ -268,7 +217,9 @@ def _by_policies(dumps: Sequence[Dump], paths: Sequence[Path], num_rollouts: int
         tallies = tallies or _tallies_for(rollout)
         layers = tallies.add(rollout, rollout.trainer_expert_ids, sampled_gaps(rollout))
         total += 1
-        if len(sample) < num_rollouts:
+        num_tokens += len(rollout)
+        progress.within(total, 0, num_tokens)
+        if len(sample) < options.rollouts:
             sample.append(replace(rollout, expert_ids=None, routed=None, trainer_expert_ids=None))
             if layers is not None:
                 differing[rollout.name] = layers
@@ -279,7 +230,7 @@ def _by_policies(dumps: Sequence[Dump], paths: Sequence[Path], num_rollouts: int
             expected="a model to score with",
             remedy="name the Hugging Face directory of the policy with --model",
         )
-    return report_of_policies(sample, tallies, _facts(dumps, paths, unusable, total, total), differing)
+    return report_of_policies(sample, tallies, _facts(dumps, options.dumps, unusable, total, total), differing)
 
 
 def _tallies_for(rollout: DumpedRollout) -> Tallies:

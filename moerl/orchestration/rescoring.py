@@ -7,47 +7,96 @@ N = sampled tokens of a pass, V = vocabulary, F = temperature factors, L, K as i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import contextlib
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moerl.config.scoring_memory import CHUNK_NUMBERS, PASS_ROWS
 from moerl.diagnostics.dumps.rollout import DumpedRollout
 from moerl.diagnostics.scoring import Question, Scored
 from moerl.models.description import ModelDescription
 from moerl.rollout.enforce import EnforcedRouting
+from moerl.rollout.lent_weights import lent_weights
 from moerl.rollout.loading import load_model
 
-_PASS_ROWS = 4096
-"""Input rows of a pass, if no rollout alone has more."""
-_CHUNK_NUMBERS = 1 << 24
-"""Logits scored at a time."""
+
+def _tell_nobody(done: int, total: int, tokens: int) -> None:
+    """Takes the progress of scores that nobody watches."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeldModel:
+    """A model in memory, and the hooks that enforce its routing."""
+
+    model: Any
+    routing: EnforcedRouting
+
+
+@dataclass(slots=True, eq=False)
+class HeldModels:
+    """Models of checkpoints, of which some are in memory: those that were asked for last.
+
+    dtype: of their weights. rest: where these are, unless they are lent. device: that computes. most: models in memory
+    at once. told: is told of every pass how many rollouts are scored, of how many, and their tokens.
+    """
+
+    dtype: torch.dtype
+    rest: torch.device
+    device: torch.device
+    most: int = 1
+    told: Callable[[int, int, int], None] = _tell_nobody
+    _held: dict[Path, HeldModel] = field(default_factory=dict)
+
+    def of(self, description: ModelDescription) -> HeldModel:
+        """Returns the model of this directory, which is loaded if it is not there; another goes first if there is no
+        room.
+
+        Raises:
+            EngineError: the model's routers are unknown or do not match the spec.
+        """
+        assert description.folder is not None
+        held = self._held.pop(description.folder, None)
+        if held is None:
+            while len(self._held) >= self.most:
+                self._held.pop(next(iter(self._held)))
+                gc.collect()  # hooks and their model hold each other
+            loaded = load_model(description.folder, dtype=self.dtype, attn_implementation="sdpa")
+            loaded.set_experts_implementation("eager")
+            model = loaded.to(self.rest).eval()
+            held = HeldModel(model, EnforcedRouting(model, description.spec))
+        self._held[description.folder] = held
+        return held
 
 
 class TransformersScorer:
     """`moerl.diagnostics.scoring.Scorer` on a transformers model.
 
     Args:
-        model: of a Hugging Face directory. dtype: of weights and arithmetic; log-probs are computed in float64 from its
-            logits. device: where it goes. name, version: as in `Scorer`.
-
-    Raises:
-        EngineError: the model's routers are unknown or do not match the spec.
+        held: holds its weights. model: of a Hugging Face directory. dtype: of the arithmetic, to which weights of
+            another dtype are turned layer by layer; log-probs are computed in float64 from its logits. name, version:
+            as in `Scorer`.
     """
 
     offers_top_ps = True
 
     def __init__(
-        self, model: ModelDescription, *, dtype: torch.dtype, device: torch.device, name: str, version: int | None
+        self,
+        held: HeldModels,
+        model: ModelDescription,
+        *,
+        dtype: torch.dtype,
+        name: str,
+        version: int | None,
     ) -> None:
-        assert model.folder is not None
-        loaded = load_model(model.folder, dtype=dtype, attn_implementation="sdpa")
-        loaded.set_experts_implementation("eager")
-        self._model, self._device = loaded.to(device).eval(), device
-        self._routing = EnforcedRouting(self._model, model.spec)
+        self._held, self._description, self._dtype, self._device = held, model, dtype, held.device
         self.name, self.version, self._vocab_size = name, version, model.spec.vocab_size
         self.num_moe_layers, self.num_experts = model.spec.num_moe_layers, model.spec.num_experts
         self.experts_per_token = model.spec.experts_per_token
@@ -57,15 +106,29 @@ class TransformersScorer:
         """As `Scorer`.
 
         Raises:
-            EngineError: a layer did not use the experts that it was told.
+            EngineError: the model's routers are unknown, or a layer did not use the experts that it was told.
         """
         scored: dict[int, Scored] = {}
-        for indices in _passes(rollouts):
-            together = [rollouts[i] for i in indices]
-            scored |= zip(indices, self._pass(together, question), strict=True)
+        tokens = 0
+        with self._computing() as held:
+            for indices in _passes(rollouts):
+                together = [rollouts[i] for i in indices]
+                scored |= zip(indices, self._pass(held, together, question), strict=True)
+                tokens += sum(map(len, together))
+                self._held.told(len(scored), len(rollouts), tokens)
         return [scored[i] for i in range(len(rollouts))]
 
-    def _pass(self, rollouts: Sequence[DumpedRollout], question: Question) -> Iterator[Scored]:
+    @contextlib.contextmanager
+    def _computing(self) -> Iterator[HeldModel]:
+        """Gives the model, in this arithmetic and on this device."""
+        held = self._held.of(self._description)
+        if (self._dtype, self._device) == (self._held.dtype, self._held.rest):
+            yield held
+            return
+        with lent_weights(held.model, dtype=self._dtype, device=self._device):
+            yield held
+
+    def _pass(self, held: HeldModel, rollouts: Sequence[DumpedRollout], question: Question) -> Iterator[Scored]:
         width = max(map(len, rollouts)) - 1
         input_ids_BW = torch.zeros(len(rollouts), width, dtype=torch.int64)
         ids_BWLK = torch.zeros(len(rollouts), width, self.num_moe_layers, self.experts_per_token, dtype=torch.int64)
@@ -81,33 +144,27 @@ class TransformersScorer:
                     if rollout.routed is None
                     else torch.from_numpy(rollout.routed.copy())
                 )
-        self._routing.begin(ids_BWLK.flatten(0, 1).to(self._device), routed_BW.flatten().to(self._device))
-        hidden_BWH = self._model.base_model(input_ids=input_ids_BW.to(self._device), use_cache=False).last_hidden_state
-        own_BWLK = self._routing.end().to(torch.int16).cpu().unflatten(0, input_ids_BW.shape).numpy()
-        margins_BWL = self._routing.margins().cpu().unflatten(0, input_ids_BW.shape).numpy()
+        held.routing.begin(ids_BWLK.flatten(0, 1).to(self._device), routed_BW.flatten().to(self._device))
+        hidden_BWH = held.model.base_model(input_ids=input_ids_BW.to(self._device), use_cache=False).last_hidden_state
+        own_BWLK = held.routing.end().to(torch.int16).cpu().unflatten(0, input_ids_BW.shape).numpy()
+        margins_BWL = held.routing.margins().cpu().unflatten(0, input_ids_BW.shape).numpy()
+        head = held.model.get_output_embeddings()
         for row, rollout in enumerate(rollouts):
-            count = len(rollout) - 1
-            yield self._scored(
-                rollout, hidden_BWH[row, :count], question, own_BWLK[row, :count], margins_BWL[row, :count]
-            )
+            rows = slice(len(rollout) - 1)
+            parts = self._chunks(head, rollout, hidden_BWH[row, rows], question)
+            joined = (np.concatenate([getattr(part, name) for part in parts]) for name in _Chunk.__slots__)
+            yield Scored(*joined, own_ids=own_BWLK[row, rows].copy(), margins=margins_BWL[row, rows].copy())
 
-    def _scored(
-        self,
-        rollout: DumpedRollout,
-        hidden_SH: Tensor,
-        question: Question,
-        own_ids: NDArray[np.int16],
-        margins: NDArray[np.float32],
-    ) -> Scored:
+    def _chunks(self, head: Any, rollout: DumpedRollout, hidden_SH: Tensor, question: Question) -> list[_Chunk]:
+        """Scores of the sampled tokens, some at a time."""
         tokens = np.flatnonzero(rollout.sampled)
-        rows = max(1, _CHUNK_NUMBERS // (self._vocab_size * len(question.factors)))
+        count = max(1, CHUNK_NUMBERS // (self._vocab_size * len(question.factors)))
         parts: list[_Chunk] = []
-        for start in range(0, len(tokens), rows):
-            chosen = tokens[start : start + rows]
-            logits_NV = self._model.get_output_embeddings()(hidden_SH[torch.from_numpy(chosen - 1).to(self._device)])
+        for start in range(0, len(tokens), count):
+            chosen = tokens[start : start + count]
+            logits_NV = head(hidden_SH[torch.from_numpy(chosen - 1).to(self._device)])
             parts.append(_score_chunk(logits_NV[:, : self._vocab_size], rollout, chosen, question))
-        joined = (np.concatenate([getattr(part, name) for part in parts]) for name in _Chunk.__slots__)
-        return Scored(*joined, own_ids=own_ids.copy(), margins=margins.copy())
+        return parts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -178,10 +235,10 @@ def _nucleus(logprobs_NV: Tensor, targets_N1: Tensor, top_p: float) -> Tensor:
 
 
 def _passes(rollouts: Sequence[DumpedRollout]) -> Iterator[list[int]]:
-    """Indices that go through the model together: of about the same length, at most `_PASS_ROWS` rows with pads."""
+    """Indices that go through the model together: of about the same length, at most `PASS_ROWS` rows with pads."""
     together: list[int] = []
     for index in sorted(range(len(rollouts)), key=lambda i: len(rollouts[i])):
-        if together and (len(together) + 1) * (len(rollouts[index]) - 1) > _PASS_ROWS:
+        if together and (len(together) + 1) * (len(rollouts[index]) - 1) > PASS_ROWS:
             yield together
             together = []
         together.append(index)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,12 +18,14 @@ from planted_faults import SAMPLING, layer_late, sample, scorer, write_moe
 from small_hub import Cache, commit_of, hub
 
 from moerl import cli
+from moerl.config import scoring_memory
 from moerl.diagnostics.dumps.minimal import write_minimal
 from moerl.diagnostics.dumps.rollout import DumpedRollout
 from moerl.diagnostics.report.data import Report, read_report
 from moerl.diagnostics.scoring import Question
 from moerl.models.description import read_model
-from moerl.orchestration.diagnose import split_version
+from moerl.orchestration import rescoring
+from moerl.orchestration.dump_scorers import split_version
 from moerl.orchestration.trainer_scorer import TrainerScorer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -103,6 +106,31 @@ def test_a_fault_of_some_rollouts_is_said_of_them_and_shown_as_it_came_beside_th
     assert {row["rollout"] for row in rows if row["faults"] == ["layer_shift"]} == some
     for row in rows:
         assert (row["gap_as_recorded"] > 2 * row["gap_repaired"]) == (row["rollout"] in some), row
+
+
+def test_what_is_scored_and_what_it_takes_are_said_before_the_scores(
+    tmp_path: Path, model: Path, clean, run: Run, capsys: pytest.CaptureFixture[str]
+):
+    write_minimal(tmp_path / "dump.parquet", clean)
+    tokens = 150
+    run(tmp_path / "dump.parquet", "--model", model, "--tokens", tokens)
+    first, counted, memory, *_ = capsys.readouterr().out.splitlines()
+    assert first == f"diagnosing {tmp_path / 'dump.parquet'}"
+    found = re.fullmatch(r"(\d+) of 8 rollouts, (\d+) tokens, bfloat16", counted)
+    assert found is not None
+    assert int(found[1]) < 8
+    assert tokens - max(map(len, clean)) < int(found[2]) <= tokens
+    assert memory.startswith("memory: 0.0 GB of weights in bfloat16; ")
+
+
+def test_models_that_do_not_fit_are_refused_before_they_are_loaded(
+    tmp_path: Path, model: Path, clean, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    write_minimal(tmp_path / "dump.parquet", clean)
+    monkeypatch.setattr(scoring_memory, "USABLE_SHARE", 1e-9)
+    monkeypatch.setattr(rescoring, "load_model", lambda *_, **__: pytest.fail("loaded"))
+    assert cli.main(["diagnose", str(tmp_path / "dump.parquet"), "--model", str(model)]) == 2
+    assert "--model: does not fit into memory" in capsys.readouterr().err
 
 
 def test_of_a_run_the_first_rollouts_are_held_against_the_weights_that_sampled_them(

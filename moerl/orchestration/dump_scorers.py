@@ -1,0 +1,121 @@
+"""Scorers of the checkpoints that `moerl diagnose` is given: where weights are, and in which arithmetic each computes.
+
+Runs in its process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from moerl.config.hub import hub_name, model_directory
+from moerl.config.scoring_memory import plan_scoring
+from moerl.diagnostics.scoring import Scorer
+from moerl.errors import ConfigError, closing
+from moerl.models.description import ModelDescription
+from moerl.orchestration.rescoring import HeldModels, TransformersScorer
+from moerl.orchestration.trainer_scorer import TrainerScorer
+from moerl.telemetry.progress import ProgressDisplay
+from moerl.trainer import platform
+from moerl.trainer.model import DTYPES
+
+_FINER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A Hugging Face directory, and the policy version that it holds, None where nobody said."""
+
+    folder: Path
+    version: int | None
+
+
+def split_version(named: str) -> tuple[Path, int | None]:
+    """The directory and the policy version of `HF_DIR[@VERSION]`; a directory whose name holds an @ is one. A model of
+    the hub is fetched; behind its name, digits alone are a policy version, and anything else is a revision.
+
+    Raises:
+        ConfigError: there is no such model, or the version is no number.
+    """
+    before, at, version = named.rpartition("@")
+    if Path(named).is_dir() or not at:
+        return model_directory(named, "--model"), None
+    if version.isdecimal():
+        return model_directory(before, "--model"), int(version)
+    if hub_name(named) is None or Path(before).is_dir():
+        raise ConfigError(
+            "--model: version", seen=version, expected="a policy version, a whole number", remedy="HF_DIR@12"
+        )
+    return model_directory(named, "--model"), None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Models:
+    """Scorers of the named checkpoints, newest first."""
+
+    held: HeldModels
+    checkpoints: Sequence[Checkpoint]
+    described: Sequence[ModelDescription]
+
+    @classmethod
+    def planned(
+        cls,
+        checkpoints: Sequence[Checkpoint],
+        described: Sequence[ModelDescription],
+        dtype: str,
+        longest: int,
+        progress: ProgressDisplay,
+    ) -> Models:
+        """Plans where weights rest, and says it. longest: tokens of the longest rollout."""
+        device = platform.device()
+        host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        plan = plan_scoring(
+            described[0],
+            element_bytes=DTYPES[dtype].itemsize,
+            num_models=len(checkpoints),
+            longest=longest,
+            host_bytes=host,
+            device_bytes=torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None,
+        )
+        progress.note(plan.text(dtype))
+        rest = torch.device("cpu") if plan.is_streamed else device
+        held = HeldModels(DTYPES[dtype], rest, device, plan.held, progress.within)
+        return cls(held, checkpoints, described)
+
+    def of(self, number: int, dtype: torch.dtype) -> TransformersScorer:
+        """A scorer of a checkpoint in this arithmetic."""
+        checkpoint = self.checkpoints[number]
+        return TransformersScorer(
+            self.held,
+            self.described[number],
+            dtype=dtype,
+            name=_name(checkpoint),
+            version=checkpoint.version,
+        )
+
+    def finer(self) -> TransformersScorer:
+        """A scorer of the first checkpoint in an arithmetic of twice as many bits."""
+        return self.of(0, _FINER[self.held.dtype])
+
+    def half(self) -> TransformersScorer | None:
+        """A scorer of the first checkpoint in 16 bits, if weights have more."""
+        return self.of(0, torch.bfloat16) if self.held.dtype is torch.float32 else None
+
+    @contextlib.contextmanager
+    def scorers(self, backend: str, dtype: str) -> Iterator[list[Scorer]]:
+        """One for each checkpoint."""
+        if backend == "hf":
+            yield [self.of(number, DTYPES[dtype]) for number in range(len(self.checkpoints))]
+            return
+        (checkpoint,), (model,) = self.checkpoints, self.described
+        with closing(TrainerScorer(model, dtype=dtype, name=_name(checkpoint), version=checkpoint.version)) as trainer:
+            yield [trainer]
+
+
+def _name(checkpoint: Checkpoint) -> str:
+    return checkpoint.folder.name if checkpoint.version is None else f"version {checkpoint.version}"

@@ -1,0 +1,62 @@
+"""Weights that a model is lent part by part, in another dtype or on another device than those that they rest in.
+
+So a model in 16 bits computes in 32 without a second copy, and one that is larger than a device computes on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@contextlib.contextmanager
+def lent_weights(model: Any, *, dtype: torch.dtype, device: torch.device) -> Iterator[None]:
+    """Lends every part of a transformers model (embedding, each decoder layer, last norm, head) a copy of its weights
+    while that part runs, and takes it back. Buffers keep their dtype: they rest in that of their arithmetic.
+
+    Args:
+        model: of `AutoModelForCausalLM`. dtype: of parameters while they are lent. device: for these.
+    """
+    loans = [_Loan(part, dtype, device) for part in parts_of(model)]
+    with contextlib.ExitStack() as hooks:
+        for loan in loans:
+            hooks.callback(loan.part.register_forward_pre_hook(loan.take).remove)
+            hooks.callback(loan.part.register_forward_hook(loan.give_back, always_call=True).remove)
+        yield
+
+
+def parts_of(model: Any) -> list[nn.Module]:
+    """Returns the modules that run one after the other and hold all parameters between them, each once but for tied
+    ones."""
+    parts: list[nn.Module] = []
+    for child in model.base_model.children():
+        parts += list(child) if isinstance(child, nn.ModuleList) else [child]
+    parts.append(model.get_output_embeddings())
+    held = {id(parameter) for part in parts for parameter in part.parameters()}
+    left = [name for name, parameter in model.named_parameters() if id(parameter) not in held]
+    assert not left, f"in none of the parts: {', '.join(left)}"
+    return parts
+
+
+class _Loan:
+    """The copy that a part computes with."""
+
+    def __init__(self, part: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+        self.part, self._dtype, self._device = part, dtype, device
+        self._own: list[tuple[Tensor, Tensor]] = []
+
+    def take(self, part: nn.Module, inputs: tuple[Any, ...]) -> None:
+        for tensor in chain(part.parameters(), part.buffers()):
+            dtype = self._dtype if isinstance(tensor, nn.Parameter) and tensor.is_floating_point() else tensor.dtype
+            self._own.append((tensor, tensor.data))
+            tensor.data = tensor.data.to(self._device, dtype)
+
+    def give_back(self, part: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        for tensor, own in self._own:
+            tensor.data = own
+        self._own.clear()
