@@ -120,7 +120,7 @@ def _by_model(
     tokenizer = load_tokenizer(checkpoints[0].folder)
     progress.note(f"{len(sample)} of {total} rollouts, {sum(map(len, sample)):,} tokens, {name}")
     models = Models.planned(checkpoints, described, name, max(map(len, sample)), progress)
-    progress.begin_part("scores, rollouts")
+    progress.begin_part("causes")
     with models.scorers(options.backend, name) as scorers:
         found = diagnose(sample, scorers, models.finer(), prompt_edits(tokenizer), half=models.half())
     progress.begin_part("writing the report")

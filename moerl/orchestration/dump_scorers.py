@@ -54,6 +54,22 @@ def split_version(named: str) -> tuple[Path, int | None]:
     return model_directory(named, "--model"), None
 
 
+@dataclass(slots=True)
+class _Shown:
+    """Shows how far scores are, and that causes are looked for between them."""
+
+    progress: ProgressDisplay
+    number: int = 0
+
+    def __call__(self, done: int, total: int, tokens: int) -> None:
+        if done == 0:
+            self.number += 1
+            self.progress.begin_part(f"scores {self.number}, rollouts")
+        self.progress.within(done, total, tokens)
+        if done == total:
+            self.progress.begin_part("causes")
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Models:
     """Scorers of the named checkpoints, newest first."""
@@ -84,7 +100,7 @@ class Models:
         )
         progress.note(plan.text(dtype))
         rest = torch.device("cpu") if plan.is_streamed else device
-        held = HeldModels(DTYPES[dtype], rest, device, plan.held, progress.within)
+        held = HeldModels(DTYPES[dtype], rest, device, plan.held, _Shown(progress))
         return cls(held, checkpoints, described)
 
     def of(self, number: int, dtype: torch.dtype) -> TransformersScorer:

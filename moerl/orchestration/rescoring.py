@@ -45,7 +45,7 @@ class HeldModels:
     """Models of checkpoints, of which some are in memory: those that were asked for last.
 
     dtype: of their weights. rest: where these are, unless they are lent. device: that computes. most: models in memory
-    at once. told: is told of every pass how many rollouts are scored, of how many, and their tokens.
+    at once. told: is told how many rollouts are scored, of how many, and their tokens, before a call and after a pass.
     """
 
     dtype: torch.dtype
@@ -110,6 +110,7 @@ class TransformersScorer:
         """
         scored: dict[int, Scored] = {}
         tokens = 0
+        self._held.told(0, len(rollouts), tokens)
         with self._computing() as held:
             for indices in _passes(rollouts):
                 together = [rollouts[i] for i in indices]

@@ -27,6 +27,7 @@ from moerl.models.description import read_model
 from moerl.orchestration import rescoring
 from moerl.orchestration.dump_scorers import split_version
 from moerl.orchestration.trainer_scorer import TrainerScorer
+from moerl.telemetry.progress import HeartbeatProgress
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -121,6 +122,20 @@ def test_what_is_scored_and_what_it_takes_are_said_before_the_scores(
     assert int(found[1]) < 8
     assert tokens - max(map(len, clean)) < int(found[2]) <= tokens
     assert memory.startswith("memory: 0.0 GB of weights in bfloat16; ")
+
+
+def test_every_round_of_scores_shows_how_far_it_is(
+    tmp_path: Path, model: Path, clean, run: Run, monkeypatch: pytest.MonkeyPatch
+):
+    parts: list[str] = []
+    begin = HeartbeatProgress.begin_part
+    monkeypatch.setattr(HeartbeatProgress, "begin_part", lambda self, title: (parts.append(title), begin(self, title)))
+    write_minimal(tmp_path / "dump.parquet", clean)
+    run(tmp_path / "dump.parquet", "--model", model)
+    assert parts[0] == "reading, rollouts"
+    assert parts[1:4] == ["causes", "scores 1, rollouts", "causes"]
+    assert parts[-1] == "writing the report"
+    assert "scores 5, rollouts" in parts
 
 
 def test_models_that_do_not_fit_are_refused_before_they_are_loaded(

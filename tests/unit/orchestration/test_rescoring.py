@@ -66,6 +66,7 @@ def test_the_progress_of_a_call_is_told_after_every_pass(folders: list[Path], mo
     rollouts = sample(folders[0], num_groups=2)
     scorer = TransformersScorer(held, read_model(folders[0]), dtype=torch.bfloat16, name="", version=None)
     scorer.score(rollouts, Question())
-    assert len(told) > 2
+    assert len(told) > 3
     assert told == sorted(told)
+    assert told[0] == (0, len(rollouts), 0)
     assert told[-1] == (len(rollouts), len(rollouts), sum(map(len, rollouts)))
