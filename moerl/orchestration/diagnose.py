@@ -26,7 +26,7 @@ from moerl.diagnostics.rollout_table import write_rollout_table
 from moerl.diagnostics.tallies import Tallies
 from moerl.errors import ConfigError
 from moerl.models.description import CONFIG_FILE, ModelDescription, read_model
-from moerl.orchestration.dump_scorers import Checkpoint, Models, split_version
+from moerl.orchestration.dump_scorers import Checkpoint, Models, ScoringOptions, split_version
 from moerl.orchestration.prompt_edits import load_tokenizer, prompt_edits
 from moerl.orchestration.torch_dumps import open_any_dump
 from moerl.printable import printable
@@ -119,9 +119,11 @@ def _by_model(
         raise ConfigError("--dtype: of the scorer", seen=name, expected=f"one of {', '.join(DTYPES)}")
     tokenizer = load_tokenizer(checkpoints[0].folder)
     progress.note(f"{len(sample)} of {total} rollouts, {sum(map(len, sample)):,} tokens, {name}")
-    models = Models.planned(checkpoints, described, name, max(map(len, sample)), progress)
+    models = Models.planned(
+        checkpoints, described, ScoringOptions(options.backend, name), max(map(len, sample)), progress
+    )
     progress.begin_part("causes")
-    with models.scorers(options.backend, name) as scorers:
+    with models.scorers() as scorers:
         found = diagnose(sample, scorers, models.finer(), prompt_edits(tokenizer), half=models.half())
     progress.begin_part("writing the report")
     texts = _texts(tokenizer, model.spec.vocab_size)

@@ -10,10 +10,12 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from moerl.config.hub import hub_name, model_directory
+from moerl.config.memory import total_parameters
 from moerl.config.scoring_memory import plan_scoring
 from moerl.diagnostics.scoring import Scorer
 from moerl.errors import ConfigError, closing
@@ -54,6 +56,14 @@ def split_version(named: str) -> tuple[Path, int | None]:
     return model_directory(named, "--model"), None
 
 
+@dataclass(frozen=True, slots=True)
+class ScoringOptions:
+    """How rollouts are scored. dtype: of weights and arithmetic, as the trainer names it."""
+
+    backend: Literal["hf", "trainer"]
+    dtype: str
+
+
 @dataclass(slots=True)
 class _Shown:
     """Shows how far scores are, and that causes are looked for between them."""
@@ -77,31 +87,35 @@ class Models:
     held: HeldModels
     checkpoints: Sequence[Checkpoint]
     described: Sequence[ModelDescription]
+    options: ScoringOptions
 
     @classmethod
     def planned(
         cls,
         checkpoints: Sequence[Checkpoint],
         described: Sequence[ModelDescription],
-        dtype: str,
+        options: ScoringOptions,
         longest: int,
         progress: ProgressDisplay,
     ) -> Models:
         """Plans where weights rest, and says it. longest: tokens of the longest rollout."""
-        device = platform.device()
+        device, dtype = platform.device(), options.dtype
         host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host
+        if options.backend == "trainer":
+            free -= total_parameters(described[0]) * DTYPES[dtype].itemsize  # its own copy
         plan = plan_scoring(
             described[0],
             element_bytes=DTYPES[dtype].itemsize,
             num_models=len(checkpoints),
             longest=longest,
-            host_bytes=host,
-            device_bytes=torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None,
+            host_bytes=host if device.type == "cuda" else free,
+            device_bytes=free if device.type == "cuda" else None,
         )
         progress.note(plan.text(dtype))
         rest = torch.device("cpu") if plan.is_streamed else device
         held = HeldModels(DTYPES[dtype], rest, device, plan.held, _Shown(progress))
-        return cls(held, checkpoints, described)
+        return cls(held, checkpoints, described, options)
 
     def of(self, number: int, dtype: torch.dtype) -> TransformersScorer:
         """A scorer of a checkpoint in this arithmetic."""
@@ -123,9 +137,10 @@ class Models:
         return self.of(0, torch.bfloat16) if self.held.dtype is torch.float32 else None
 
     @contextlib.contextmanager
-    def scorers(self, backend: str, dtype: str) -> Iterator[list[Scorer]]:
+    def scorers(self) -> Iterator[list[Scorer]]:
         """One for each checkpoint."""
-        if backend == "hf":
+        dtype = self.options.dtype
+        if self.options.backend == "hf":
             yield [self.of(number, DTYPES[dtype]) for number in range(len(self.checkpoints))]
             return
         (checkpoint,), (model,) = self.checkpoints, self.described

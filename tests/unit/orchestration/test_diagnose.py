@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -18,13 +20,13 @@ from planted_faults import SAMPLING, layer_late, sample, scorer, write_moe
 from small_hub import Cache, commit_of, hub
 
 from moerl import cli
-from moerl.config import scoring_memory
+from moerl.config.scoring_memory import ScoringMemory
 from moerl.diagnostics.dumps.minimal import write_minimal
 from moerl.diagnostics.dumps.rollout import DumpedRollout
 from moerl.diagnostics.report.data import Report, read_report
 from moerl.diagnostics.scoring import Question
 from moerl.models.description import read_model
-from moerl.orchestration import rescoring
+from moerl.orchestration import dump_scorers, rescoring
 from moerl.orchestration.dump_scorers import split_version
 from moerl.orchestration.trainer_scorer import TrainerScorer
 from moerl.telemetry.progress import HeartbeatProgress
@@ -138,14 +140,31 @@ def test_every_round_of_scores_shows_how_far_it_is(
     assert "scores 5, rollouts" in parts
 
 
+@pytest.mark.parametrize(("backend", "copies"), [("hf", 1), ("trainer", 2)])
 def test_models_that_do_not_fit_are_refused_before_they_are_loaded(
-    tmp_path: Path, model: Path, clean, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    backend: str,
+    copies: int,
+    tmp_path: Path,
+    model: Path,
+    clean,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ):
     write_minimal(tmp_path / "dump.parquet", clean)
-    monkeypatch.setattr(scoring_memory, "USABLE_SHARE", 1e-9)
     monkeypatch.setattr(rescoring, "load_model", lambda *_, **__: pytest.fail("loaded"))
-    assert cli.main(["diagnose", str(tmp_path / "dump.parquet"), "--model", str(model)]) == 2
+    arguments = ["diagnose", str(tmp_path / "dump.parquet"), "--model", str(model), "--backend", backend]
+    plan, rooms = dump_scorers.plan_scoring, list[int]()
+
+    def planned(*given: Any, **named: Any) -> ScoringMemory:
+        rooms.append(named["host_bytes"])
+        return plan(*given, **{**named, "host_bytes": 1000})
+
+    monkeypatch.setattr(dump_scorers, "plan_scoring", planned)
+    assert cli.main(arguments) == 2
     assert "--model: does not fit into memory" in capsys.readouterr().err
+    weights = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert (machine - rooms[0]) / weights == pytest.approx(copies - 1, abs=0.1)
 
 
 def test_of_a_run_the_first_rollouts_are_held_against_the_weights_that_sampled_them(
