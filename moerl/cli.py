@@ -44,7 +44,8 @@ _INTERRUPTED = 130  # after Ctrl-C, as shells have it
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status: 0, 1 (it failed, or the system refused something), 2 (wrong command
-    line or configuration), 75 (told to stop, can go on), 130 (the same by Ctrl-C) or 141 (nobody reads the output)."""
+    line or configuration), 75 (told to stop, can go on), 130 (the same by Ctrl-C) or 141 (nobody reads the output). Of
+    `moerl diagnose` 1 and 3 are what it found, and every failure is 2."""
     sys.excepthook = _print_traceback
     threading.excepthook = lambda end: _print_traceback(end.exc_type, end.exc_value, end.exc_traceback)
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -59,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "--traceback" in arguments:
             raise
         _print_error(f"error: {told(error)}", error)
-        return 2 if isinstance(error, ConfigError) else 1
+        return 2 if isinstance(error, ConfigError) or arguments[0] == "diagnose" else 1
     except KeyboardInterrupt as error:
         _print_error("interrupted", error)
         return _INTERRUPTED

@@ -22,7 +22,8 @@ import pyarrow.parquet as pq
 import torch
 
 from moerl.contract.fields import KeptSets
-from moerl.diagnostics.dumps.rollout import DumpedRollout, turns_of
+from moerl.diagnostics.dumps.rollout import Dump, DumpedRollout, turns_of
+from moerl.orchestration.torch_dumps import open_any_dumps
 
 type Rollouts = Sequence[DumpedRollout]
 
@@ -88,6 +89,12 @@ def _same(left: Any, right: Any, name: str) -> None:
             _same(left[key], right[key], name)
     else:
         assert left == right, name
+
+
+def open_any_dump(path: Path, **options: Any) -> Dump:
+    """The one dump that a path names, files of torch.save included."""
+    (dump,) = open_any_dumps([path], **options)
+    return dump
 
 
 def all_layers(rollout: DumpedRollout, num_layers: int, moe_layers: Sequence[int]) -> np.ndarray:

@@ -11,9 +11,12 @@ from numpy.typing import NDArray
 from moerl.diagnostics.causes.diagnosis import Diagnosis
 from moerl.diagnostics.causes.gaps import Assumption, Bootstrap, Differences, Plan
 from moerl.diagnostics.causes.routes import Place, route_table
+from moerl.diagnostics.causes.texts import CAUSES
+from moerl.diagnostics.dumps.build import EMPTY
 from moerl.diagnostics.dumps.rollout import DumpedRollout, Unusable
 from moerl.diagnostics.report.data import (
     Decomposition,
+    Evidence,
     Finding,
     Histogram,
     Interval,
@@ -28,7 +31,7 @@ from moerl.diagnostics.report.data import (
     Verdict,
 )
 from moerl.diagnostics.tallies import Tallies
-from moerl.telemetry.metrics import SCORERS
+from moerl.diagnostics.trainer_side import FACT, distances, said, sampled_gaps, scorer_of_trainer, trainer_gaps
 
 FAR_LOG_RATIO = float(np.log(2.0))
 MAX_STRIP_TOKENS = 400
@@ -82,17 +85,24 @@ def report_of_diagnosis(diagnosis: Diagnosis, facts: DumpFacts) -> Report:
         del table["kept_sets"]
     if diagnosis.route_agreement is None:
         table = {name: each for name, each in table.items() if name in ("neither", "kept_sets")}
-    figures = {name: mismatch_figures(gaps.differences(each).d_N) for name, each in table.items()}
+    ours = {name: gaps.differences(each) for name, each in table.items()}
+    figures = {name: mismatch_figures(each.d_N) for name, each in ours.items()}
+    theirs = distances(gaps.rollouts, ours)
+    for name, nats in theirs.items():
+        figures[name]["trainer_distance"] = nats
+    if theirs:
+        figures["trainer"] = mismatch_figures(trainer_gaps(gaps.rollouts))
     if any(finding.level == "fault" for finding in diagnosis.findings):
         figures["repaired"] = mismatch_figures(diagnosis.residual.d_N)
     figures["floor"] = {"logprob_abs_mean": diagnosis.floor}
+    trainer = ((FACT, said(gaps.rollouts, theirs)),) if theirs else ()
     return Report(
         title=f"Routing mismatch of {facts.name}",
         subtitle=f"{len(gaps.rollouts)} rollouts, {gaps.starts[-1]:,} sampled tokens, scored by {scorer.name}",
         verdict=verdict(diagnosis.findings, diagnosis.decompositions, diagnosis.floor),
-        facts=facts.facts,
+        facts=(*facts.facts, *trainer),
         decompositions=diagnosis.decompositions,
-        findings=diagnosis.findings,
+        findings=(*diagnosis.findings, *_empty(facts.unusable)),
         scorers=figures,
         steps=_steps(gaps.rollouts, came.d.d_N, came.d.starts),
         layers=came.tallies.layers(),
@@ -225,7 +235,8 @@ def report_of_policies(
         verdict=Verdict("note" if far <= 0.1 else "fault", text, advice),
         facts=facts.facts,
         decompositions=(Decomposition("as dumped", total if total.value else zero, parts),),
-        scorers={_dumped_scorer(rollouts[0]): figures},
+        findings=_empty(facts.unusable),
+        scorers={scorer_of_trainer(rollouts[0]): figures},
         steps=_steps(rollouts, joined, sample_starts),
         layers=tallies.layers(),
         maps=tallies.maps(),
@@ -236,17 +247,6 @@ def report_of_policies(
         unusable=_unread(facts.unusable),
         notes=facts.notes,
     )
-
-
-def _dumped_scorer(rollout: DumpedRollout) -> str:
-    names = list(rollout.trainer_logprobs)
-    return next((name for name in ("trainer", *SCORERS) if name in names), names[0])
-
-
-def sampled_gaps(rollout: DumpedRollout) -> NDArray[np.float64]:
-    """d of the sampled tokens from the log-probs that the dump brings, float64 [T], nats."""
-    theirs = rollout.trainer_logprobs[_dumped_scorer(rollout)]
-    return (theirs.astype(np.float64) - rollout.rollout_logprobs)[rollout.sampled]
 
 
 def _steps(rollouts: Sequence[DumpedRollout], d_N: NDArray[np.float64], starts: NDArray[np.int64]) -> tuple[Step, ...]:
@@ -309,6 +309,18 @@ def _strip(
             )
         )
     return Strip(rollout.name, why, tuple(tokens))
+
+
+def _empty(unusable: Unusable) -> tuple[Finding, ...]:
+    """Returns a note on rollouts without a sampled token, which are in no number of the report."""
+    count = unusable.counts[EMPTY]
+    if not count:
+        return ()
+    title = f"{count:,} rollout{' has' if count == 1 else 's have'} an empty response, or one without sampled tokens"
+    evidence = (Evidence("first of them", unusable.examples[EMPTY]), Evidence("in the numbers of this report", "no"))
+    none = Interval(0.0, 0.0, 0.0)
+    remedy = CAUSES["empty_responses"].remedy
+    return (Finding("empty_responses", "note", "certain", title, remedy, none, 0.0, evidence),)
 
 
 def _unread(unusable: Unusable) -> tuple[Unread, ...]:

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 from moerl.diagnostics.causes.diagnosis import Diagnosis
 from moerl.diagnostics.causes.gaps import Assumption, Plan
 from moerl.diagnostics.causes.routes import Place, compare
+from moerl.diagnostics.trainer_side import sampled_gaps
 
 SCHEMA = pa.schema(
     [
@@ -24,12 +25,14 @@ SCHEMA = pa.schema(
         pa.field("gap_nothing_kept", pa.float64()),
         pa.field("gap_as_recorded", pa.float64()),
         pa.field("gap_repaired", pa.float64()),
+        pa.field("gap_trainer", pa.float64()),
         pa.field("route_agreement", pa.float64()),
         pa.field("faults", pa.list_(pa.string())),
     ]
 )
-"""Gaps: mean |d|, nats. route_agreement: mean Jaccard of the record as it came with the model's own choice, null if the
-rollout has no routes. faults: causes. step, policy_version: -1 if the dump does not say."""
+"""Gaps: mean |d|, nats; gap_trainer: of the trainer's log-probs, null if the dump brings none. route_agreement: mean
+Jaccard of the record as it came with the model's own choice, null if the rollout has no routes. faults: causes. step,
+policy_version: -1 if the dump does not say."""
 
 
 def write_rollout_table(diagnosis: Diagnosis, path: Path) -> None:
@@ -50,6 +53,9 @@ def write_rollout_table(diagnosis: Diagnosis, path: Path) -> None:
         "tokens": list(map(len, rollouts)),
         "sampled_tokens": [rollout.num_sampled for rollout in rollouts],
         **{name: gaps.differences(plan).means for name, plan in plans.items()},
+        "gap_trainer": [
+            float(np.abs(sampled_gaps(rollout)).mean()) if rollout.trainer_logprobs else None for rollout in rollouts
+        ],
         "route_agreement": _agreements(diagnosis),
         "faults": [
             list(dict.fromkeys(fault.cause for fault in diagnosis.faults if fault.of_R[number]))

@@ -18,24 +18,25 @@ from numpy.typing import NDArray
 from moerl.config.model_tensors import check_weights
 from moerl.contract.files import writing
 from moerl.diagnostics.causes.diagnosis import Diagnosis, diagnose
-from moerl.diagnostics.dump_report import DumpFacts, report_of_diagnosis, report_of_policies, sampled_gaps
+from moerl.diagnostics.dump_report import DumpFacts, report_of_diagnosis, report_of_policies
 from moerl.diagnostics.dumps.rollout import Dump, DumpedRollout, Unusable
 from moerl.diagnostics.report.data import Report
 from moerl.diagnostics.report.page import write_report
 from moerl.diagnostics.rollout_table import write_rollout_table
 from moerl.diagnostics.tallies import Tallies
+from moerl.diagnostics.trainer_side import FACT, sampled_gaps
 from moerl.errors import ConfigError
 from moerl.models.description import CONFIG_FILE, ModelDescription, read_model
 from moerl.orchestration.dump_scorers import Checkpoint, Models, ScoringOptions, split_version
 from moerl.orchestration.prompt_edits import load_tokenizer, prompt_edits
-from moerl.orchestration.torch_dumps import open_any_dump
+from moerl.orchestration.torch_dumps import open_any_dumps
 from moerl.printable import printable
 from moerl.ranks.libraries import quiet_libraries
 from moerl.telemetry.progress import ProgressDisplay, make_progress
 from moerl.trainer.model import DTYPES
 
 UNEXPLAINED = 3
-"""Exit status; 2 is that of a wrong command line, or of dumps that cannot be used."""
+"""Exit status; 2 is that of a wrong command line, and of files that are wrong or cannot be read."""
 _BACKENDS = {"hf": "transformers", "trainer": "the Megatron trainer"}
 
 
@@ -68,14 +69,11 @@ def _write(options: argparse.Namespace, progress: ProgressDisplay) -> tuple[Repo
     progress.begin_part("reading, rollouts")
     checkpoints = [Checkpoint(*split_version(named)) for named in options.model]
     described = [_described(checkpoint) for checkpoint in checkpoints]
-    opened = [
-        open_any_dump(
-            path,
-            moe_layers=described[0].moe_layers if described else None,
-            experts_per_token=described[0].spec.experts_per_token if described else None,
-        )
-        for path in options.dumps
-    ]
+    opened = open_any_dumps(
+        options.dumps,
+        moe_layers=described[0].moe_layers if described else None,
+        experts_per_token=described[0].spec.experts_per_token if described else None,
+    )
     output = options.output.resolve()
     if described:
         report, found = _by_model(opened, checkpoints, described, options, progress)
@@ -226,9 +224,11 @@ def _by_policies(dumps: Sequence[Dump], options: argparse.Namespace, progress: P
             if layers is not None:
                 differing[rollout.name] = layers
     if tallies is None:
+        if not unusable.counts:
+            _require_some([], dumps, unusable)
         raise ConfigError(
             "--model: the dump has no log-probs of the trainer",
-            seen="; ".join(unusable.counts) or "no rollout that can be used",
+            seen="; ".join(unusable.counts),
             expected="a model to score with",
             remedy="name the Hugging Face directory of the policy with --model",
         )
@@ -290,6 +290,9 @@ def _print(report: Report, output: Path) -> None:
             f"{share.label} {share.nats.value:.1e}" for share in decomposition.shares if abs(share.nats.value) > 0
         )
         print(f"gap {decomposition.name}: {decomposition.total.value:.1e} nats = {parts}")
+    for name, value in report.facts:
+        if name == FACT:
+            print(f"{name}: {value}")
     if report.unusable:
         print("unusable rows: " + "; ".join(f"{each.count} {each.reason}" for each in report.unusable))
     print(f"report: {output}")

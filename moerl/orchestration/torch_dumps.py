@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.serialization import add_safe_globals, clear_safe_globals, get_safe_globals
 
-from moerl.diagnostics.dumps.opening import open_dump
+from moerl.diagnostics.dumps.opening import open_dumps
 from moerl.diagnostics.dumps.refused import refused_globals, unknown
 from moerl.diagnostics.dumps.rollout import Dump
 from moerl.errors import ConfigError
@@ -28,9 +28,11 @@ _MAX_PICKLE_BYTES = 2 << 30
 """Largest part of a file that torch reads value by value; tensors lie beside it."""
 
 
-def open_any_dump(path: Path, *, moe_layers: Sequence[int] | None = None, experts_per_token: int | None = None) -> Dump:
-    """As `moerl.diagnostics.dumps.opening.open_dump`, files of torch.save included."""
-    return open_dump(path, moe_layers=moe_layers, experts_per_token=experts_per_token, load=load_torch)
+def open_any_dumps(
+    paths: Sequence[Path], *, moe_layers: Sequence[int] | None = None, experts_per_token: int | None = None
+) -> list[Dump]:
+    """As `moerl.diagnostics.dumps.opening.open_dumps`, files of torch.save included."""
+    return open_dumps(paths, moe_layers=moe_layers, experts_per_token=experts_per_token, load=load_torch)
 
 
 def load_torch(file: Path) -> Any:

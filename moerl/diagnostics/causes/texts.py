@@ -43,6 +43,9 @@ CAUSES = {
     "stale_weights": CauseText("weights of another version", "Check weights after each update (weights.verify)."),
     "staleness": CauseText("staleness", "Lower buffer.max_staleness, or correct for it."),
     "template": CauseText("other prompt tokens", "Send the engine token ids, rendered once, and train on the same."),
+    "empty_responses": CauseText(
+        "empty responses", "Look at aborted requests, length limits and stop tokens of the engine, and at loss masks."
+    ),
     "weights": CauseText("other weights or arithmetic", "Compare checksums of the engine's weights."),
     "precision": CauseText("rounding", "Nothing: this is what the arithmetic of this dtype makes."),
     "unexplained": CauseText("unexplained", "Give checkpoints of other versions, or a dump with routes and kept sets."),

@@ -17,6 +17,9 @@ from moerl.contract.fields import KeptSets
 from moerl.diagnostics.dumps.rollout import DumpedRollout, turns_of
 from moerl.diagnostics.dumps.values import MAX_IDS, RowError, flags, floats, integer, ints, number, text
 
+EMPTY = "response: empty, or without sampled tokens"
+"""Reason of rollouts that have no log-prob to compare; the report has a note on them."""
+
 
 @dataclass(slots=True)
 class Parts:
@@ -138,7 +141,9 @@ class _Window:
             raise RowError("token ids: fewer than two", f"{num_tokens} tokens")
         if num_response is None:
             return cls(num_tokens, num_tokens)
-        length = integer(num_response, "response length", least=1)
+        length = integer(num_response, "response length")
+        if length == 0:
+            raise RowError(EMPTY, "a response of 0 tokens")
         if length >= num_tokens:
             raise RowError("response length: no token is left for the prompt", f"{length} of {num_tokens} tokens")
         return cls(num_tokens, length)
@@ -159,9 +164,10 @@ class _Window:
             raise RowError("sampled: missing", None)
         sampled = flags([1] * self.num_response if value is None else value, "sampled")
         sampled = self.spread(sampled, "sampled")
-        if sampled[0] or not sampled.any():
-            seen = "the first token is" if sampled[0] else "none is"
-            raise RowError("sampled: the first token is, or none is", seen)
+        if not sampled.any():
+            raise RowError(EMPTY, f"{self.num_tokens} tokens, none of them sampled")
+        if sampled[0]:
+            raise RowError("sampled: the first token is", "a token that nothing stands before")
         return sampled
 
     def logprobs(self, value: object, name: str, sampled: NDArray[np.bool_]) -> NDArray[np.float32]:

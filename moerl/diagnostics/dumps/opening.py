@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,8 @@ from pathlib import Path
 
 from moerl.contract.dump_columns import VERSION_KEY
 from moerl.diagnostics.dumps import jsonl, minimal, nemo_rl, own, parquet, prime_rl, refused, sglang_raw, slime
+from moerl.diagnostics.dumps.folders import files_of
+from moerl.diagnostics.dumps.join import joined
 from moerl.diagnostics.dumps.reading import Reading
 from moerl.diagnostics.dumps.rollout import Dump, DumpedRollout, Unusable
 from moerl.errors import ConfigError
@@ -18,10 +19,6 @@ from moerl.reading import open_regular
 
 _NUM_TRIED = 64
 """Lines that are tried until one tells the format."""
-
-_ENDINGS = (".parquet", ".jsonl", ".json", ".pt", ".pkl")
-_FOLDERS = ("rollouts", ".", "dashboard_columns")
-_TRACES = ("effective", "all")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,27 +37,59 @@ def open_dump(
     experts_per_token: int | None = None,
     load: slime.TorchFile | None = None,
 ) -> Dump:
-    """The rollouts of a dump, which are read when they are asked for; unusable ones are counted.
+    """As `open_dumps`, of one path: what it holds is one dump."""
+    (dump,) = open_dumps([path], moe_layers=moe_layers, experts_per_token=experts_per_token, load=load)
+    return dump
+
+
+def open_dumps(
+    paths: Sequence[Path],
+    *,
+    moe_layers: Sequence[int] | None = None,
+    experts_per_token: int | None = None,
+    load: slime.TorchFile | None = None,
+) -> list[Dump]:
+    """The rollouts of dumps, which are read when they are asked for; unusable ones are counted. Train data of slime and
+    miles are joined to the rollouts of the other dumps.
 
     Args:
-        path: a file, or a directory of them: a run directory, or one of files of one format.
+        paths: each a file, or a directory of them: a run directory, or one of files of one format, or of rollouts and
+            train data of slime or miles.
         moe_layers: which layers of the model are MoE layers, ascending; picks them where a dump has routes of all.
         experts_per_token: for formats whose routes are flat.
-        load: reads what torch.save wrote; `moerl.orchestration.torch_dumps.open_any_dump` brings it.
+        load: reads what torch.save wrote; `moerl.orchestration.torch_dumps.open_any_dumps` brings it.
 
     Raises:
-        ConfigError: there is no dump, or it is of no known format, or refused. While it is read also where a later file
-            is damaged or of another format.
+        ConfigError: there is no dump, or it is of no known format, or refused, or train data have nothing of the
+            trainer. While it is read also where a later file is damaged or of another format, and at the end if train
+            data fit no rollout.
         ContractError: while it is read, where a dump of moerl is not sound.
     """
     if moe_layers is not None and (not moe_layers or min(moe_layers) < 0):
         raise ConfigError(
             "moe_layers: not layers of a model", seen=list(moe_layers), expected="at least one index, none negative"
         )
-    files = _files(path)
-    first = _format(files[0], load)
-    reading = Reading(moe_layers=moe_layers, experts_per_token=experts_per_token, notes=list(first.notes))
-    return Dump(first.name, _read(files, first, reading, load), reading.unusable, reading.notes)
+    opened: list[Dump] = []
+    for path in paths:
+        sets = files_of(path, lambda file: _format(file, load).name)
+        for files in sets:
+            first = _format(files.files[0], load)
+            notes = [*first.notes, *([files.note] if files.note else [])]
+            reading = Reading(moe_layers=moe_layers, experts_per_token=experts_per_token, notes=notes)
+            opened.append(Dump(first.name, _read(files.files, first, reading, load), reading.unusable, reading.notes))
+        kinds = [dump.format for dump in opened[-len(sets) :]]
+        if len(kinds) > 1 and set(kinds) != {slime.ROLLOUTS, slime.TRAIN}:
+            raise _several(path, kinds)
+    return joined(opened)
+
+
+def _several(path: Path, kinds: Sequence[str]) -> ConfigError:
+    return ConfigError(
+        f"DUMP: files of several formats in {path}",
+        seen=", ".join(kinds),
+        expected="files of one format, or rollouts and train data of slime or miles",
+        remedy="name the files of one of them",
+    )
 
 
 def _read(
@@ -79,34 +108,6 @@ def _read(
                 remedy="name one of the files, or move those of the other format",
             )
         yield from found.read(file, reading)
-
-
-def _files(path: Path) -> list[Path]:
-    """The file, or those of a directory, in the order of the numbers in their names."""
-    if path.is_file():
-        return [path]
-    for folder in _FOLDERS if path.is_dir() else ():
-        for ending in _ENDINGS:
-            if files := [file for file in (path / folder).glob(f"*{ending}") if file.is_file()]:
-                return sorted(files, key=_natural)
-    for subset in _TRACES if path.is_dir() else ():
-        # prime-rl: the sequences that were trained on are among all of them.
-        if files := [*path.glob(f"**/train/{subset}/traces.jsonl"), *path.glob(f"**/{subset}/traces.jsonl")]:
-            return sorted(set(files), key=_natural)
-    if path.is_dir() and (files := list(path.glob("**/step_*/rank_*.jsonl"))):
-        return sorted(files, key=_natural)
-    raise ConfigError(
-        "DUMP: no rollouts",
-        seen=path if path.exists() else f"{path}, which does not exist",
-        expected=f"a file of rollouts, or a directory with files that end with {', '.join(_ENDINGS)}",
-        remedy="see docs/dump_formats.md for the formats that are read",
-    )
-
-
-def _natural(file: Path) -> list[tuple[int, int, str]]:
-    """Sorts step_10 after step_9."""
-    parts = re.split(r"(\d+)", str(file))
-    return [(1, int(part), "") if part.isdecimal() and part.isascii() else (0, 0, part) for part in parts]
 
 
 def _format(file: Path, load: slime.TorchFile | None) -> Format:
@@ -147,7 +148,7 @@ def _zip(file: Path, load: slime.TorchFile | None) -> Format:
             f"DUMP: {file} needs torch to be read",
             seen="a file of torch.save",
             expected="a file that is read without",
-            remedy="open it with moerl.orchestration.torch_dumps.open_any_dump, as moerl diagnose does",
+            remedy="open it with moerl.orchestration.torch_dumps.open_any_dumps, as moerl diagnose does",
         )
     payload = load(file)
     kind = slime.kind_of(payload, file)

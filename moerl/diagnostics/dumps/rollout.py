@@ -86,6 +86,12 @@ class Unusable:
         self.counts[reason] += 1
         self.examples.setdefault(reason, example)
 
+    def add_all(self, other: Unusable, prefix: str) -> None:
+        """Adds the rows of another dump, each reason behind a prefix."""
+        for reason, count in other.counts.items():
+            self.counts[prefix + reason] += count
+            self.examples.setdefault(prefix + reason, other.examples[reason])
+
 
 @dataclass(frozen=True, slots=True)
 class Dump:

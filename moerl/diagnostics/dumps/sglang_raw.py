@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moerl.diagnostics.dumps.build import Parts
+from moerl.diagnostics.dumps.build import EMPTY, Parts
 from moerl.diagnostics.dumps.jsonl import Row, rows
 from moerl.diagnostics.dumps.reading import Reading
 from moerl.diagnostics.dumps.rollout import DumpedRollout
@@ -39,6 +39,8 @@ def _parts(row: Row, where: str, reading: Reading) -> Parts:
     meta = row.get("meta_info")
     if not isinstance(meta, dict):
         raise RowError("meta_info: missing", meta)
+    if meta.get("output_token_logprobs") == []:
+        raise RowError(EMPTY, "an answer of 0 tokens")
     output_ids, logprobs = _pairs(meta.get("output_token_logprobs"), "output_token_logprobs")
     if row.get("output_ids") is not None and row["output_ids"] != output_ids:
         raise RowError("output ids: not those of the log-probs", row["output_ids"])

@@ -24,8 +24,12 @@ type TorchFile = Callable[[Path], Any]
 
 ROLLOUTS, TRAIN, COLUMNS = "slime or miles rollouts", "slime or miles train data", "miles dashboard columns"
 _SETTINGS = "slime and miles write no sampling parameters into dumps: temperature and top-p are taken as 1"
+TRAINER_ELSEWHERE = (
+    "log-probs of the trainer are in the train data (--save-debug-train-data): name that file beside this one"
+)
+"""Note of a dump of rollouts that has no train data beside it."""
 NOTES = {
-    ROLLOUTS: (_SETTINGS, "log-probs of the trainer are in the train data (--save-debug-train-data)"),
+    ROLLOUTS: (_SETTINGS, TRAINER_ELSEWHERE),
     TRAIN: (_SETTINGS, "slime and miles take routes out of their train data before they write it"),
     COLUMNS: (_SETTINGS, "dashboard columns have neither routes nor kept sets nor log-probs of the trainer"),
 }

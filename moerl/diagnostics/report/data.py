@@ -190,8 +190,9 @@ class Unread:
 class Report:
     """Everything. title, subtitle: of the page. facts: name and value, in order (model, dump, tokens, scorer).
 
-    scorers: metrics by scorer (`moerl.telemetry.metrics.SCORERS`, "trainer", "floor", "trained": as a step trained);
-    names of metrics without their prefix (`logprob_abs_mean`, `k3`, ...), for the run's last table or the whole dump.
+    scorers: metrics by scorer: `moerl.telemetry.metrics.SCORERS`, "trainer" (the log-probs that the dump brings),
+    "repaired", "floor", or "trained" (as a step trained); names of metrics without their prefix (`logprob_abs_mean`,
+    `k3`, ...), for the run's last table or the whole dump.
     """
 
     title: str

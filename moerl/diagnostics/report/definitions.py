@@ -93,6 +93,13 @@ DEFINITIONS = (
         "mean over tokens of the number of MoE layers in which the two sets differ",
         _R3,
     ),
+    Definition(
+        "Trainer less this scorer",
+        "",
+        "mean of |log p_trainer(token) - log p_scorer(token)|, in nats",
+        meaning="how far the trainer's log-probs in a dump are from our scorer's; the nearest scorer tells what the"
+        " trainer enforced",
+    ),
     Definition("Router disagreement", "routing/disagreement", "rows and layers with other experts / rows and layers"),
     Definition(
         "Overlap of expert sets",

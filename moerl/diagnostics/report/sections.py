@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from moerl.diagnostics.published import MEASURES, PUBLISHED
 from moerl.diagnostics.report import figures
 from moerl.diagnostics.report.charts import COLORS, Chart
 from moerl.diagnostics.report.data import Decomposition, Finding, Report, Swap, Verdict
@@ -16,6 +17,9 @@ LEVELS = {"good": "✓ In order", "note": "● Note", "fault": "! Fault"}
 SURE = {"certain": "certain: measured", "likely": "likely", "possible": "possible"}
 MAX_SWAPS = 200
 """Rows of the table of swaps."""
+_SCORED = SCORERS | {"trainer": "the trainer's log-probs that the dump brings"}
+_COMPARED = ("neither", "both", "trainer", "trained")
+"""Scorers whose figures stand beside those of others."""
 _SHARES = ("share_outside_tenth", "share_above_ln2", "tokens_with_different_experts")
 
 
@@ -84,7 +88,31 @@ def gap(report: Report) -> Section | None:
         "<p class=\"lead\">How far the trainer's log-prob of a sampled token is from the sampler's (d), and what makes"
         " it. Parts add up to their gap; one below zero makes the others' gap smaller.</p>"
     )
-    return Section("gap", "The gap and its parts", lead + figure(chart) + tables, (chart,))
+    return Section("gap", "The gap and its parts", lead + figure(chart) + tables + published(report), (chart,))
+
+
+def published(report: Report) -> str:
+    """Returns a folded table of what others measured, this report's figures of the same measure above them."""
+    shown = {name: values for name, values in report.scorers.items() if name in _COMPARED}
+    if not any(measure in values for values in shown.values() for measure in MEASURES):
+        return ""
+    rows: list[list[str]] = []
+    for measure, title in MEASURES.items():
+        rows += [
+            [title, number(values[measure]), f"<strong>this report: {escaped(name)}</strong>", ""]
+            for name, values in shown.items()
+            if measure in values
+        ]
+        rows += [
+            [title, number(each.value), escaped(each.setting), f"<code>{escaped(each.source)}</code>"]
+            for each in PUBLISHED
+            if each.measure == measure
+        ]
+    note = (
+        "Compare k3 with k3 and mean |d| with mean |d|: the first is of second order in d. Their models, lengths and"
+        " arithmetic are not yours, so figures tell the order of magnitude."
+    )
+    return folded("Figures that others published", table(("measure", "value", "of", "source"), rows, note))
 
 
 def decomposition_table(gaps: Sequence[tuple[str, Decomposition]]) -> str:
@@ -138,7 +166,7 @@ def scorers(report: Report) -> Section | None:
     figures_ = list(dict.fromkeys(name for values in report.scorers.values() for name in values))
     head = [
         "figure",
-        *(f"{escaped(name)}<br><span class='quiet'>{escaped(SCORERS.get(name, ''))}</span>" for name in names),
+        *(f"{escaped(name)}<br><span class='quiet'>{escaped(_SCORED.get(name, ''))}</span>" for name in names),
     ]
     rows = [
         [escaped(figure_title(key)), *(scorer_cell(report.scorers[name], key) for name in names)] for key in figures_
@@ -152,6 +180,8 @@ def scorers(report: Report) -> Section | None:
 
 def figure_title(key: str) -> str:
     """What a figure of a scorer is called, by its name without prefix."""
+    if key == "trainer_distance":
+        return "Trainer less this scorer, mean"
     known = definition_of(f"mismatch/{key}")
     return known.title if known else key
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from foreign_dumps import open_any_dump
 
 from moerl.diagnostics.dumps.rollout import DumpedRollout
-from moerl.orchestration.torch_dumps import open_any_dump
 
 DUMPS = Path(__file__).parents[2] / "golden" / "dumps"
 DRAWN = json.loads((DUMPS / "drawn.json").read_text())

@@ -8,6 +8,7 @@ import pickle
 import runpy
 import sys
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 import torch
 from foreign_dumps import (
     make_dumped,
+    open_any_dump,
     same,
     write_miles,
     write_miles_train,
@@ -24,12 +26,11 @@ from foreign_dumps import (
     write_slime_train,
 )
 
-from moerl.diagnostics.dumps.join import joined
 from moerl.diagnostics.dumps.opening import open_dump
 from moerl.diagnostics.dumps.refused import CONVERTER
 from moerl.diagnostics.dumps.rollout import DumpedRollout
 from moerl.errors import ConfigError
-from moerl.orchestration.torch_dumps import open_any_dump
+from moerl.orchestration.torch_dumps import open_any_dumps
 
 MODEL = (4, (1, 3))
 UNSAID = ("name", "temperatures", "top_ps", "step")
@@ -92,12 +93,100 @@ def test_routes_of_one_dump_and_log_probs_of_the_other_come_together(tmp_path: P
     rollouts = [*two(), make_dumped(rng, name="c", spans=(2, 2))]
     write_slime(tmp_path / "4.pt", rollouts)
     write_slime_train(tmp_path / "train.pt", rollouts[1::-1])
-    dump = joined(open_any_dump(tmp_path / "4.pt"), open_any_dump(tmp_path / "train.pt"))
+    (dump,) = open_any_dumps([tmp_path / "4.pt", tmp_path / "train.pt"])
     found = list(dump.rollouts)
     for left, right in zip(found[:2], rollouts[:2], strict=True):
         same(left, right, but=UNSAID)
     assert not found[2].trainer_logprobs
     assert dump.notes[-1] == "1 of 3 rollouts are not in the train data"
+
+
+def _write_details(folder: Path, rollouts: list[DumpedRollout], step: int = 4) -> None:
+    """As slime's --dump-details does."""
+    for name in ("rollout_data", "train_data"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    write_slime(folder / "rollout_data" / f"{step}.pt", rollouts, rollout_id=step)
+    write_slime_train(folder / "train_data" / f"{step}.pt", rollouts, rollout_id=step)
+
+
+def test_a_folder_of_details_brings_rollouts_and_train_data_together(tmp_path: Path) -> None:
+    for step in (9, 10):
+        _write_details(tmp_path, two(), step)
+    dump = open_any_dump(tmp_path)
+    assert [each.step for each in dump.rollouts if each.trainer_logprobs] == [9, 9, 10, 10]
+    assert dump.format == "slime or miles rollouts, with slime or miles train data"
+    assert not any("train data" in note for note in dump.notes)
+
+
+def test_one_folder_with_rollouts_and_train_data_under_two_names_is_told_apart(tmp_path: Path) -> None:
+    for step in (4, 5):
+        write_slime(tmp_path / f"data_{step}.pt", two(), rollout_id=step)
+        write_slime_train(tmp_path / f"train_{step}.pt", two(), rollout_id=step)
+    assert [each.step for each in open_any_dump(tmp_path).rollouts if each.trainer_logprobs] == [4, 4, 5, 5]
+
+
+def test_evaluations_in_a_folder_are_left_out_and_that_is_said(tmp_path: Path) -> None:
+    _write_details(tmp_path, two())
+    write_slime(tmp_path / "rollout_data" / "eval_4.pt", two())
+    dump = open_any_dump(tmp_path)
+    assert len(list(dump.rollouts)) == 2
+    assert "1 files of evaluations (eval_N) were left out; name one to read it" in dump.notes
+    assert len(list(open_any_dump(tmp_path / "rollout_data" / "eval_4.pt").rollouts)) == 2
+
+
+def test_ranks_of_miles_that_hold_the_same_samples_or_none_of_the_trainer_are_joined_once(tmp_path: Path) -> None:
+    rollouts = two()
+    write_miles(tmp_path / "4.pt", rollouts)
+    for rank in (0, 1):
+        write_miles_train(tmp_path / f"4_{rank}.pt", rollouts)
+    bare = [replace(rollout, trainer_logprobs={"trainer": rollout.rollout_logprobs}) for rollout in rollouts]
+    write_miles_train(tmp_path / "4_2.pt", bare)
+    loaded = torch.load(tmp_path / "4_2.pt", weights_only=False)
+    del loaded["rollout_data"]["log_probs"]
+    torch.save(loaded, tmp_path / "4_2.pt")
+    for left, right in zip(open_any_dump(tmp_path).rollouts, rollouts, strict=True):
+        same(left, right, but=(*UNSAID, "kept"))
+    with pytest.raises(ConfigError, match=r"train data without log-probs of the trainer.*2 samples without log_probs"):
+        open_any_dumps([tmp_path / "4.pt", tmp_path / "4_2.pt"])
+
+
+def test_two_samples_with_the_same_tokens_and_log_probs_keep_their_own(tmp_path: Path) -> None:
+    one = two()[0]
+    other = replace(one, trainer_logprobs={"trainer": one.trainer_logprobs["trainer"] - one.sampled.astype(np.float32)})
+    write_slime(tmp_path / "rollout.pt", [one, other])
+    write_slime_train(tmp_path / "train.pt", [one, other])
+    (dump,) = open_any_dumps([tmp_path / "train.pt", tmp_path / "rollout.pt"])
+    for left, right in zip(dump.rollouts, (one, other), strict=True):
+        same(left, right, but=UNSAID)
+
+
+def _of_another_step(rollouts: list[DumpedRollout]) -> tuple[list[DumpedRollout], int]:
+    return rollouts, 5
+
+
+def _of_another_engine(rollouts: list[DumpedRollout]) -> tuple[list[DumpedRollout], int]:
+    return [replace(each, rollout_logprobs=each.rollout_logprobs * np.float32(1.5)) for each in rollouts], 4
+
+
+def _of_other_tokens(rollouts: list[DumpedRollout]) -> tuple[list[DumpedRollout], int]:
+    return [replace(each, token_ids=each.token_ids + 1) for each in rollouts], 4
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        (_of_another_step, "rollouts of rollout_id 4, train data of rollout_id 5, no sample in both"),
+        (_of_another_engine, "2 rollouts have the tokens of a sample and other log-probs of the engine"),
+        (_of_other_tokens, "rollouts of rollout_id 4, train data of rollout_id 4, no sample in both"),
+    ],
+)
+def test_train_data_that_do_not_fit_the_rollouts_are_refused(tmp_path: Path, changed: Any, said: str) -> None:
+    write_slime(tmp_path / "rollout.pt", two())
+    theirs, step = changed(two())
+    write_slime_train(tmp_path / "train.pt", theirs, rollout_id=step)
+    (dump,) = open_any_dumps([tmp_path / "rollout.pt", tmp_path / "train.pt"])
+    with pytest.raises(ConfigError, match=f"do not fit together.*{said}.*the same rollout_id"):
+        list(dump.rollouts)
 
 
 def test_train_data_of_miles_under_context_parallelism_is_refused(tmp_path: Path) -> None:

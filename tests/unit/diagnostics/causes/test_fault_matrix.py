@@ -14,7 +14,7 @@ import pytest
 import torch
 from fault_matrix import FAULTS, OF_ROUTES, judged, planted, right
 from fault_models import MODELS, write_model
-from foreign_dumps import write_miles, write_sglang, write_slime
+from foreign_dumps import open_any_dump, write_miles, write_sglang, write_slime
 from planted_faults import SAMPLING, Ground, sample, scorer
 
 from moerl.contract.trajectory import SamplingParams
@@ -24,7 +24,6 @@ from moerl.diagnostics.dump_report import verdict
 from moerl.diagnostics.dumps.minimal import write_minimal
 from moerl.diagnostics.dumps.rollout import DumpedRollout
 from moerl.orchestration.prompt_edits import inserted, removed
-from moerl.orchestration.torch_dumps import open_any_dump
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -27,6 +27,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moerl.diagnostics.dumps import jsonl, slime
+from moerl.diagnostics.dumps.build import EMPTY
 from moerl.diagnostics.dumps.minimal import COLUMNS, write_minimal
 from moerl.diagnostics.dumps.opening import open_dump
 from moerl.diagnostics.dumps.reading import Reading, VersionNumbers
@@ -57,11 +58,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"token_ids": [[11], [40], [2]]}, "token ids: not all are integers"),
     ({"sampled": None}, "sampled: missing"),
     ({"sampled": [0, 2, 1]}, "sampled: not all are 0 or 1"),
-    ({"sampled": [0, 0, 0]}, "sampled: the first token is, or none is"),
-    ({"sampled": [1, 1, 1]}, "sampled: the first token is, or none is"),
+    ({"sampled": [0, 0, 0]}, EMPTY),
+    ({"sampled": [1, 1, 1]}, "sampled: the first token is"),
     ({"sampled": [0, 1]}, "sampled: wrong length"),
     ({"sampled": None, "response_length": 3}, "response length: no token is left for the prompt"),
-    ({"sampled": None, "response_length": 0}, "response length: not an integer in range"),
+    ({"sampled": None, "response_length": 0}, EMPTY),
     ({"rollout_logprobs": [0, float("nan"), 0]}, "log-probs of the rollout: one is not finite"),
     ({"rollout_logprobs": [0, float("-inf"), 0]}, "log-probs of the rollout: one is not finite"),
     ({"rollout_logprobs": [0, 10**400, 0]}, "log-probs of the rollout: a number is too large"),

@@ -1,0 +1,161 @@
+"""`moerl diagnose` on dumps of other trainers: the trainer's log-probs, train data, empty responses, exit statuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from foreign_dumps import make_dumped, write_nemo_rl, write_slime, write_slime_train
+from planted_faults import SAMPLING, layer_late, sample, scorer, write_moe
+
+from moerl import cli
+from moerl.diagnostics.dumps.build import EMPTY
+from moerl.diagnostics.dumps.minimal import write_minimal
+from moerl.diagnostics.dumps.rollout import DumpedRollout
+from moerl.diagnostics.report.data import Report, read_report
+from moerl.diagnostics.scoring import Question
+from moerl.errors import ContractError
+from moerl.orchestration import diagnose as diagnose_command
+from moerl.telemetry.metrics import SCORERS
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_moe(tmp_path_factory.mktemp("model") / "policy")
+
+
+@pytest.fixture(scope="module")
+def clean(model: Path) -> list[DumpedRollout]:
+    return sample(model, num_groups=2)
+
+
+Run = Callable[..., tuple[int, Report]]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    def go(*arguments: object) -> tuple[int, Report]:
+        page = tmp_path / "page.html"
+        status = cli.main(["diagnose", *map(str, arguments), "--output", str(page)])
+        assert page.stat().st_size > 800_000
+        return status, read_report(page.with_suffix(".json"))
+
+    return go
+
+
+def _as_trained(rollouts: list[DumpedRollout], path: Path, *, routing: str) -> list[DumpedRollout]:
+    """With log-probs of a trainer that computes as we do, with the record enforced or with its own routing."""
+    judge = scorer(path)
+    seen = rollouts if routing == "recorded" else [replace(r, expert_ids=None, routed=None) for r in rollouts]
+    trained: list[DumpedRollout] = []
+    for rollout, scored in zip(rollouts, judge.score(seen, Question()), strict=True):
+        logprobs = np.zeros(len(rollout), np.float32)
+        logprobs[rollout.sampled] = scored.kept_TF[:, 0]
+        trained.append(replace(rollout, trainer_logprobs={"trainer": logprobs}))
+    return trained
+
+
+@pytest.mark.parametrize("routing", ["own", "recorded"])
+def test_the_trainers_log_probs_stand_beside_the_engines_and_ours(
+    tmp_path: Path, model: Path, clean, run: Run, routing: str, capsys: pytest.CaptureFixture[str]
+):
+    trained = [replace(r, group=r.group.removeprefix("g")) for r in _as_trained(clean, model, routing=routing)]
+    write_slime(tmp_path / "rollout_12.pt", trained, rollout_id=12)
+    write_slime_train(tmp_path / "train_12.pt", trained[1:], rollout_id=12)
+    temperature = ("--temperature", SAMPLING.temperature)
+    status, report = run(tmp_path / "rollout_12.pt", tmp_path / "train_12.pt", "--model", model, *temperature)
+    assert status == 0
+    figures = report.scorers
+    near, far = {"own": ("kept_sets", "both"), "recorded": ("both", "kept_sets")}[routing]
+    assert figures[near]["trainer_distance"] < 1e-5 < figures[far]["trainer_distance"]
+    assert figures["trainer"]["logprob_abs_mean"] > 1e-3
+    assert f"1 of {len(clean)} rollouts are not in the train data" in report.notes
+    fact = dict(report.facts)["the trainer's log-probs"]
+    assert f"nearest to ours with {SCORERS[near]}" in fact
+    assert fact.endswith(f"; in {len(clean) - 1} of {len(clean)} rollouts")
+    assert f"the trainer's log-probs: {fact}" in capsys.readouterr().out
+    assert "Trainer less this scorer" in (tmp_path / "page.html").read_text()
+    column = pq.read_table(tmp_path / "page.parquet")["gap_trainer"].to_pylist()
+    assert column[0] is None
+    assert np.mean(column[1:]) > 1e-4
+
+
+def test_rollouts_and_train_data_of_two_steps_are_refused(tmp_path: Path, clean, capsys: pytest.CaptureFixture[str]):
+    trained = [replace(each, group="0", trainer_logprobs={"trainer": each.rollout_logprobs}) for each in clean]
+    write_slime(tmp_path / "rollout_12.pt", trained, rollout_id=12)
+    write_slime_train(tmp_path / "train_13.pt", trained, rollout_id=13)
+    assert cli.main(["diagnose", str(tmp_path / "rollout_12.pt"), str(tmp_path / "train_13.pt")]) == 2
+    said = capsys.readouterr().err
+    assert "rollouts of rollout_id 12, train data of rollout_id 13" in said
+    assert "the same rollout_id" in said
+
+
+def test_empty_responses_get_a_note_and_change_no_number(tmp_path: Path, model: Path, clean, run: Run):
+    plain = [replace(each, group="0") for each in clean]
+    write_slime(tmp_path / "4.pt", plain)
+    arguments = ("--model", model, "--temperature", SAMPLING.temperature)
+    _, without = run(tmp_path / "4.pt", *arguments)
+    loaded = torch.load(tmp_path / "4.pt", weights_only=False)
+    for at in (3, 0):
+        sample_ = loaded["samples"][at]
+        empty = {name: [] for name in ("loss_mask", "rollout_log_probs", "weight_versions")}
+        empty |= {"response": "", "response_length": 0, "status": "aborted", "rollout_routed_experts": None}
+        empty |= {"rollout_top_p_token_ids": None, "rollout_top_p_token_offsets": None}
+        prompt = sample_["tokens"][: len(sample_["tokens"]) - sample_["response_length"]]
+        loaded["samples"].insert(at, {**sample_, **empty, "tokens": prompt, "index": 1000 + at})
+    torch.save(loaded, tmp_path / "4.pt")
+    status, report = run(tmp_path / "4.pt", *arguments)
+    (finding,) = report.findings
+    assert finding.title == "2 rollouts have an empty response, or one without sampled tokens"
+    assert (status, finding.level, report.verdict) == (0, "note", without.verdict)
+    assert report.scorers == without.scorers
+    assert report.decompositions == without.decompositions
+    assert [(each.reason, each.count) for each in report.unusable] == [(EMPTY, 2)]
+
+
+def test_empty_responses_are_noted_without_a_model_too_and_a_dump_of_them_alone_is_refused(
+    tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str]
+):
+    rng = np.random.default_rng(0)
+    rollouts = [make_dumped(rng, name=str(number)) for number in range(3)]
+    silent = replace(rollouts[0], sampled=rollouts[0].sampled & False)
+    write_nemo_rl(tmp_path / "train_data_step4.jsonl", [silent, *rollouts])
+    _, report = run(tmp_path / "train_data_step4.jsonl")
+    assert [each.title for each in report.findings] == [
+        "1 rollout has an empty response, or one without sampled tokens"
+    ]
+    write_nemo_rl(tmp_path / "train_data_step5.jsonl", [silent])
+    assert cli.main(["diagnose", str(tmp_path / "train_data_step5.jsonl")]) == 2
+    assert f"no rollout that can be used; seen: {EMPTY}" in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_read_or_is_wrong_has_a_status_of_its_own(
+    tmp_path: Path, model: Path, clean, run: Run, capsys: pytest.CaptureFixture[str]
+):
+    write_minimal(tmp_path / "sound.jsonl", map(layer_late, clean))
+    assert run(tmp_path / "sound.jsonl", "--model", model)[0] == 1
+    (tmp_path / "cut.pt").write_bytes(b"PK\x03\x04 and then nothing")
+    (tmp_path / "words.jsonl").write_text("no JSON at all")
+    (tmp_path / "damaged.parquet").write_bytes(b"PAR1 and then nothing")
+    for name in ("cut.pt", "words.jsonl", "damaged.parquet"):
+        assert cli.main(["diagnose", str(tmp_path / name), "--model", str(model)]) == 2, name
+
+
+def test_an_error_of_the_system_or_of_the_contract_is_not_told_as_a_fault(
+    tmp_path: Path, clean, monkeypatch: pytest.MonkeyPatch
+):
+    write_minimal(tmp_path / "dump.jsonl", clean[:1])
+    for error in (PermissionError("not yours"), ContractError("damaged", field="dump", seen="x", expected="y")):
+
+        def refuses(_: object, error: Exception = error) -> int:
+            raise error
+
+        monkeypatch.setattr(diagnose_command, "run_diagnose", refuses)
+        assert cli.main(["diagnose", str(tmp_path / "dump.jsonl")]) == 2
