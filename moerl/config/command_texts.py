@@ -170,11 +170,16 @@ DIAGNOSE = Command(
     "says, scores a sample of them with the model, and names the causes of the gap with what each makes of it: routes\n"
     "of another row or layer, lost sampling masks, temperature, stale weights, prompt tokens, one engine apart.\n"
     "A fault may be in all rollouts or in some, which are named. Writes one HTML file that needs no network, the same\n"
-    "numbers as JSON, and a table of the rollouts. Exit code 1 if a fault was found, 3 if something is unexplained.",
+    "numbers as JSON, and a table of the rollouts.\n"
+    "Exit status: 0 in order, 1 a fault was found, 3 something is unexplained, 2 no diagnosis (the command line or a\n"
+    "file is wrong, or a file cannot be read). Weights as a Hugging Face directory: docs/routing_mismatch.md says how.",
     (
         ("moerl diagnose runs/wide", "a run: its first rollouts, beside the weights that sampled them"),
-        ("moerl diagnose rollout_12.pt --model policy@12 --model policy_11@11", "a slime dump, two policy versions"),
-        ("moerl diagnose train_data_step3.jsonl", "NeMo-RL: both policies are in the dump, no model is needed"),
+        (
+            "moerl diagnose rollout_12.pt train_12.pt --model policy_11 --temperature 0.8",
+            "slime or miles: rollouts and train data of one step, joined by their tokens",
+        ),
+        ("moerl diagnose train_data_step12.jsonl", "NeMo-RL: both policies are in the dump, no model is needed"),
     ),
 )
 
