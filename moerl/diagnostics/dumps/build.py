@@ -142,8 +142,6 @@ class _Window:
         if num_response is None:
             return cls(num_tokens, num_tokens)
         length = integer(num_response, "response length")
-        if length == 0:
-            raise RowError(EMPTY, "a response of 0 tokens")
         if length >= num_tokens:
             raise RowError("response length: no token is left for the prompt", f"{length} of {num_tokens} tokens")
         return cls(num_tokens, length)

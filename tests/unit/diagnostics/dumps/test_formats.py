@@ -20,6 +20,7 @@ from foreign_dumps import (
 )
 
 from moerl.contract.disk import write_parquet
+from moerl.diagnostics.dumps.build import EMPTY
 from moerl.diagnostics.dumps.opening import open_dump
 from moerl.diagnostics.dumps.rollout import DumpedRollout
 from moerl.errors import ConfigError, ContractError
@@ -134,6 +135,16 @@ def test_of_log_probs_of_whole_kept_sets_the_sampled_token_s_is_taken(tmp_path: 
     write_lines(tmp_path / "answers.jsonl", [answer])
     (found,) = open_dump(tmp_path / "answers.jsonl", experts_per_token=2).rollouts
     assert found.rollout_logprobs[3:].tolist() == [-float(token) for token in own]
+
+
+def test_an_sglang_answer_without_tokens_is_an_empty_response(tmp_path: Path) -> None:
+    answer = sglang_answer(make_dumped(np.random.default_rng(7)))
+    answer["meta_info"]["output_token_logprobs"] = []
+    answer["output_ids"] = []
+    write_lines(tmp_path / "answers.jsonl", [answer])
+    dump = open_dump(tmp_path / "answers.jsonl")
+    assert not list(dump.rollouts)
+    assert dump.unusable.counts == {EMPTY: 1}
 
 
 def test_input_ids_of_an_sglang_answer_may_come_from_its_log_probs(tmp_path: Path) -> None:
