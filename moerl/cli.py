@@ -319,7 +319,13 @@ def _diagnose(arguments: list[str]) -> int:
     print(printable(f"diagnosing {', '.join(map(str, options.dumps))}"), flush=True)
     from moerl.orchestration.diagnose import run_diagnose
 
-    return run_diagnose(options)
+    try:
+        return run_diagnose(options)
+    except Exception as error:  # process boundary: status 1 would be a fault of the dump
+        if isinstance(error, MoerlError | OSError) and not options.traceback:
+            raise
+        _print_traceback(type(error), error, error.__traceback__)
+        return 2
 
 
 def _samples(arguments: list[str]) -> int:

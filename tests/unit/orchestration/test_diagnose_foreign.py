@@ -19,7 +19,7 @@ from moerl.diagnostics.dumps.minimal import write_minimal
 from moerl.diagnostics.dumps.rollout import DumpedRollout
 from moerl.diagnostics.report.data import Report, read_report
 from moerl.diagnostics.scoring import Question
-from moerl.errors import ContractError
+from moerl.errors import ConfigError, ContractError
 from moerl.orchestration import diagnose as diagnose_command
 from moerl.telemetry.metrics import SCORERS
 
@@ -134,6 +134,33 @@ def test_empty_responses_are_noted_without_a_model_too_and_a_dump_of_them_alone_
     write_nemo_rl(tmp_path / "train_data_step5.jsonl", [silent])
     assert cli.main(["diagnose", str(tmp_path / "train_data_step5.jsonl")]) == 2
     assert f"no rollout that can be used; seen: {EMPTY}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "options", "said"),
+    [
+        (ConfigError("a dump", seen="x", expected="y"), ["--traceback"], "ConfigError: a dump"),
+        (ZeroDivisionError("a bug"), [], "ZeroDivisionError: a bug"),
+    ],
+)
+def test_a_failure_with_its_trace_is_no_fault_of_the_dump(
+    error: Exception,
+    options: list[str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    (tmp_path / "dump.jsonl").touch()
+
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(diagnose_command, "run_diagnose", fail)
+    assert cli.main(["diagnose", str(tmp_path / "dump.jsonl"), *options]) == 2
+    told = capsys.readouterr().err
+    assert "Traceback" in told
+    assert said in told
 
 
 def test_a_file_that_cannot_be_read_or_is_wrong_has_a_status_of_its_own(
