@@ -26,7 +26,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from moerl.diagnostics.plots import BLUE, GREEN, INK, ORANGE, QUIET, new_figure, quiet_frame
+from moerl.diagnostics.colors import BLUE, GREEN, ORANGE
+from moerl.diagnostics.plots import INK, QUIET, new_figure, quiet_frame
 from moerl.telemetry.sinks import read_rows
 
 MODES = {"off": ORANGE, "trainer": BLUE, "rollout": GREEN}

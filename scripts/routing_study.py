@@ -33,7 +33,8 @@ from moerl.contract.disk import read_parquet
 from moerl.contract.parallel import ParallelDims, RankCoordinates
 from moerl.contract.ports import RolloutRequest
 from moerl.contract.trajectory import Trajectory
-from moerl.diagnostics.plots import BLUE, GREEN, INK, ORANGE, QUIET, new_figure, quiet_frame
+from moerl.diagnostics.colors import BLUE, GREEN, ORANGE
+from moerl.diagnostics.plots import INK, QUIET, new_figure, quiet_frame
 from moerl.models.description import read_model
 from moerl.orchestration.ends import read_ends
 from moerl.orchestration.models import make_engine, read_tokenizer

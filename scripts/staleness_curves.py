@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 from omegaconf import OmegaConf
 
-from moerl.diagnostics.plots import BLUE, GREEN, INK, ORANGE, QUIET, new_figure, quiet_frame
+from moerl.diagnostics.colors import BLUE, GREEN, ORANGE
+from moerl.diagnostics.plots import INK, QUIET, new_figure, quiet_frame
 from moerl.telemetry.sinks import read_rows
 
 CHARTS = (

@@ -9,11 +9,13 @@ from moerl.diagnostics.report.data import (
     Decomposition,
     Evidence,
     Finding,
+    Headline,
     Histogram,
     Interval,
     Layer,
     LayerMap,
     Report,
+    Sample,
     Share,
     Slice,
     Step,
@@ -100,7 +102,10 @@ def full_report(text: str = "an ordinary text", *, num_layers: int = 6) -> Repor
                     "mismatch/logprob_abs_mean": 0.01 + 0.001 * n,
                     "mismatch/neither/logprob_abs_mean": 0.05,
                     "routing/jaccard": 0.98,
-                },
+                    "reward/mean": 0.02 * n,
+                    "accuracy/mean": 0.01 * n,
+                }
+                | ({"evaluation/reward/mean": 0.03 * n, "evaluation/accuracy/mean": 0.02 * n} if n % 10 == 0 else {}),
             )
             for n in range(1, 31)
         ),
@@ -128,6 +133,16 @@ def full_report(text: str = "an ordinary text", *, num_layers: int = 6) -> Repor
         strips=(strip(text, 60), strip("second", 12)),
         unusable=(Unread("wrong_shape", 4, f"rollout 17, {text}"),),
         notes=(f"A note. {text}",),
+        headlines=(
+            Headline("Reward", "0.6", (f"mean of the last 5 steps {text}",)),
+            Headline("Accuracy", "0.3"),
+            Headline("Mismatch gap", "1.2e-02 nats", ("3 times its floor", text), "note"),
+        ),
+        samples=(
+            Sample("Highest reward, 1", f"What is 1 + 1? {text}", f"It is 2.\n{text}"),
+            Sample("Lowest reward, 0", "What is 12 + 13 + 14?", "5 tokens" + " and more" * 40),
+        ),
+        samples_from=f"Of 192 responses in a file {text}",
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moerl.diagnostics.colors import EVALUATION, NOTHING_KEPT, REST, ROLLOUTS, TRAINED
 from moerl.telemetry.metrics import METRICS
 from moerl.telemetry.sinks import read_rows
 
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 INK, QUIET, GRID = "#1f2933", "#66727f", "#e4e7eb"
-BLUE, ORANGE, GREEN = "#2563a8", "#d9700e", "#2f855a"
 OVERVIEW_FILE = "curves.png"
 
 
@@ -43,26 +43,28 @@ class Chart:
 
 
 CHARTS = (
-    Chart("reward", "Reward", "mean reward per response", (Line("rl", "reward/mean", "sampled responses", BLUE),)),
+    Chart("reward", "Reward", "mean reward per response", (Line("rl", "reward/mean", "sampled responses", ROLLOUTS),)),
     Chart(
         "accuracy",
         "Accuracy",
         "share of right answers",
         (
-            Line("rl", "accuracy/mean", "sampled, training problems", BLUE),
-            Line("evaluation", "accuracy/mean", "greedy, dev problems", ORANGE, marked=True),
+            Line("rl", "accuracy/mean", "sampled, training problems", ROLLOUTS),
+            Line("evaluation", "accuracy/mean", "greedy, dev problems", EVALUATION, marked=True),
         ),
         is_share=True,
     ),
-    Chart("length", "Response length", "mean tokens", (Line("rl", "response/length_mean", "sampled responses", BLUE),)),
+    Chart(
+        "length", "Response length", "mean tokens", (Line("rl", "response/length_mean", "sampled responses", ROLLOUTS),)
+    ),
     Chart(
         "mismatch",
         "Sampler against trainer",
         "mean |log-prob difference| in nats",
         (
-            Line("rl", "mismatch/logprob_abs_mean", "as trained", BLUE),
-            Line("rl", "mismatch/neither/logprob_abs_mean", "nothing kept", ORANGE, marked=True),
-            Line("rl", "mismatch/both/logprob_abs_mean", "routing and sampling mask kept", GREEN, marked=True),
+            Line("rl", "mismatch/logprob_abs_mean", "as trained", TRAINED),
+            Line("rl", "mismatch/neither/logprob_abs_mean", "nothing kept", NOTHING_KEPT, marked=True),
+            Line("rl", "mismatch/both/logprob_abs_mean", "routing and sampling mask kept", REST, marked=True),
         ),
         is_log=True,
     ),

@@ -8,14 +8,13 @@ from typing import Any
 
 import pyarrow as pa
 
-from moerl.contract.parquet import columns_of, read_batches
+from moerl.diagnostics.responses import FOLDERS, REWARD, read_responses, response_files
 from moerl.errors import ConfigError
 from moerl.launch.arguments import Parser
 from moerl.printable import printable
 from moerl.telemetry.terminal import excerpt, excerpt_lines
 
 USAGE = "moerl samples RUN_DIR [--of FILE] [--set NAME] [--by COLUMN] [--count N] [--best | --worst]"
-FOLDERS = ("rollouts", "evaluations")
 SHOWN_CHARACTERS = 2000
 """Of a prompt, and of a response."""
 
@@ -26,7 +25,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     made.add_argument("--of", metavar="FILE", help="Parquet file in RUN_DIR; the newest by default")
     made.add_argument("--set", metavar="NAME", help="of one of several sets alone")
-    made.add_argument("--by", default="reward_reward", metavar="COLUMN", help="sort by it; reward_reward by default")
+    made.add_argument("--by", default=REWARD, metavar="COLUMN", help=f"sort by it; {REWARD} by default")
     made.add_argument("--count", type=int, default=2, metavar="N", help="how many of each end, 2 if not said")
     made.add_argument("--best", action="store_true", help="those with the highest reward alone")
     made.add_argument("--worst", action="store_true", help="those with the lowest reward alone")
@@ -58,10 +57,7 @@ def run_samples(options: argparse.Namespace) -> int:
 
 
 def _file(run_dir: Path, name: str | None) -> Path:
-    found = sorted(
-        (path for folder in FOLDERS for path in (run_dir / folder).glob("*.parquet")),
-        key=lambda path: path.stat().st_mtime,
-    )
+    found = response_files(run_dir)
     if name is not None:
         found = [run_dir / name] if (run_dir / name).is_file() else []
     if not found:
@@ -75,12 +71,8 @@ def _file(run_dir: Path, name: str | None) -> Path:
 
 
 def _rows(path: Path, source: str | None, by: str) -> list[dict[str, Any]]:
-    """What people read of each response: texts and numbers, not the tensors."""
     try:
-        names = columns_of(path)
-        wanted = [name for name in names if name in _SHOWN or name.startswith("reward_") or name == by]
-        batches = read_batches(path, rows=_READ_ROWS, columns=wanted)
-        rows: list[dict[str, Any]] = [row for batch in batches for row in batch.to_pylist()]
+        rows = [*read_responses(path, by)]
     except (OSError, ValueError, pa.ArrowException) as error:
         raise ConfigError(
             f"{path}: cannot be read",
@@ -98,10 +90,6 @@ def _rows(path: Path, source: str | None, by: str) -> list[dict[str, Any]]:
             remedy="leave --set away, or name one of these",
         )
     return chosen
-
-
-_READ_ROWS = 1000
-_SHOWN = ("set", "prompt_id", "place", "sample", "finish_reason", "num_sampled", "prompt", "text")
 
 
 def _set_of(row: dict[str, Any]) -> str:

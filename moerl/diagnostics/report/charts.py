@@ -6,16 +6,18 @@ Colours are CSS variables of the page, so that one drawing is right on a light p
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from moerl.diagnostics.colors import PALETTE, colors_of
 from moerl.diagnostics.report.thinning import thinned_points
 
 COLORS = tuple(f"var(--c{number})" for number in range(8))
+"""Of `PALETTE`, as the page's theme has them."""
 HEAT = tuple(f"var(--h{number})" for number in range(7))
 HEAT_STEPS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
 """Shares at which the colour of a heat map changes; the same on every page, so that pages can be compared."""
@@ -96,11 +98,12 @@ class Chart:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One line: values at xs, both [n]."""
+    """One line: values at xs, both [n]. color: of `page_colors`."""
 
     name: str
     xs: Sequence[float]
     ys: Sequence[float]
+    color: str = COLORS[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +121,11 @@ class LineStyle:
 def short(values: Sequence[float] | NDArray[np.float64]) -> list[float]:
     """Five significant digits, which no drawing can show."""
     return [float(f"{value:.5g}") for value in values]
+
+
+def page_colors(keys: Iterable[str]) -> dict[str, str]:
+    """Returns the page's colour of each key (`colors_of`)."""
+    return {key: COLORS[PALETTE.index(color)] for key, color in colors_of(keys).items()}
 
 
 def band_of(share: float) -> str:
@@ -149,7 +157,7 @@ def lines(
         | {"scale": {"zero": False, "nice": False}},
         "y": {"field": "y", "type": "quantitative", "title": style.y_title, "axis": y_axis}
         | {"scale": {"type": "log"} if is_log else {"zero": from_zero}},
-        "color": _color(domain) | legend,
+        "color": _color(domain, [curve.color for curve in curves]) | legend,
         "strokeDash": dash | legend,
         "tooltip": [
             {"field": "x", "title": style.x_title},
@@ -171,13 +179,12 @@ def lines(
 _DASHES = [[1, 0], [6, 3], [2, 2], [9, 3, 2, 3], [1, 0], [6, 3], [2, 2], [9, 3, 2, 3]]
 
 
-def _color(domain: Sequence[str]) -> dict[str, Any]:
-    colors = [COLORS[number % len(COLORS)] for number in range(len(domain))]
-    return {"field": "series", "type": "nominal", "scale": {"domain": [*domain], "range": colors}}
+def _color(domain: Sequence[str], colors: Sequence[str]) -> dict[str, Any]:
+    return {"field": "series", "type": "nominal", "scale": {"domain": [*domain], "range": [*colors]}}
 
 
-def stacked(num_bars: int, domain: Sequence[str]) -> dict[str, Any]:
-    """Horizontal bars of parts; rows: bar, series, nats, order. domain: the parts, in the order of their colours."""
+def stacked(num_bars: int, colors: Mapping[str, str]) -> dict[str, Any]:
+    """Horizontal bars of parts; rows: bar, series, nats, order. colors: of each part, in their order."""
     return {
         "width": "container",
         "height": 50 * num_bars,
@@ -185,7 +192,7 @@ def stacked(num_bars: int, domain: Sequence[str]) -> dict[str, Any]:
         "encoding": {
             "y": {"field": "bar", "type": "nominal", "title": None, "sort": None},
             "x": {"field": "nats", "type": "quantitative", "title": "mean |d|, nats", "stack": "zero"},
-            "color": _color(list(domain)) | {"legend": {"title": None, "symbolType": "square"}},
+            "color": _color([*colors], [*colors.values()]) | {"legend": {"title": None, "symbolType": "square"}},
             "order": {"field": "order", "type": "quantitative"},
             "tooltip": [
                 {"field": "bar", "title": "gap"},
@@ -204,7 +211,7 @@ def heat(num_layers: int, x_title: str) -> dict[str, Any]:
         "mark": {"type": "rect"},
         "encoding": {
             "x": {"field": "column", "type": "ordinal", "title": x_title, "sort": None}
-            | {"axis": {"labelOverlap": "greedy", "labelAngle": 0, "labelSeparation": 6}},
+            | {"axis": {"labelOverlap": "parity", "labelBound": 5, "labelAngle": 0, "labelSeparation": 6}},
             "y": {"field": "layer", "type": "ordinal", "title": "MoE layer", "sort": None}
             | {"axis": {"labelOverlap": "parity"}},
             "color": {"field": "band", "type": "ordinal", "title": "rows with other experts"}
@@ -229,10 +236,10 @@ def grouped(x_title: str, domain: Sequence[str]) -> dict[str, Any]:
         "mark": {"type": "bar"},
         "encoding": {
             "x": {"field": "bin", "type": "ordinal", "title": x_title, "sort": None}
-            | {"axis": {"labelAngle": 0, "labelOverlap": "greedy"}},
+            | {"axis": {"labelOverlap": "parity", "labelBound": 5, "labelAngle": 0}},
             "xOffset": {"field": "series", "type": "nominal", "sort": [*domain]},
             "y": {"field": "share", "type": "quantitative", "title": "share of rows", "axis": {"format": ".3~%"}},
-            "color": _color(domain) | legend,
+            "color": _color(domain, [*page_colors(domain).values()]) | legend,
             "tooltip": [
                 {"field": "series"},
                 {"field": "bin", "title": x_title},

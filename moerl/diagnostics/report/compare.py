@@ -33,9 +33,9 @@ def write_comparison(reports: Sequence[Named], path: Path) -> Verdict:
     )
     names = [name for name, _ in reports]
     verdict = verdict_of(reports)
-    top = sections.verdict_box(verdict) + _facts(reports)
+    tops = sections.verdict_box(verdict), _facts(reports)
     titles = (f"Routing mismatch: {', '.join(names[:-1])} and {names[-1]}", f"{len(names)} reports side by side")
-    write_html(path, titles, top, [part for part in parts if part])
+    write_html(path, titles, tops, [part for part in parts if part])
     return verdict
 
 

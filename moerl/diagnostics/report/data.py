@@ -88,6 +88,27 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
+class Headline:
+    """One number at the top of the page of a run. value: with its unit. notes: what it is to be compared with; one
+    short sentence each. level: None where nothing says what is good."""
+
+    name: str
+    value: str
+    notes: tuple[str, ...] = ()
+    level: Level | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One response of a run. why: it was chosen ("highest reward"), with its reward. Long texts are cut in the middle,
+    which says so."""
+
+    why: str
+    prompt: str
+    response: str
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """One training step, or one policy version of a dump. metrics: by name of `moerl.telemetry.metrics`, without
     those that are missing."""
@@ -193,6 +214,7 @@ class Report:
     scorers: metrics by scorer: `moerl.telemetry.metrics.SCORERS`, "trainer" (the log-probs that the dump brings),
     "repaired", "floor", or "trained" (as a step trained); names of metrics without their prefix (`logprob_abs_mean`,
     `k3`, ...), for the run's last table or the whole dump.
+    headlines, samples: of runs alone. samples_from: what the samples are, or why there are none.
     """
 
     title: str
@@ -211,6 +233,9 @@ class Report:
     strips: tuple[Strip, ...] = ()
     unusable: tuple[Unread, ...] = ()
     notes: tuple[str, ...] = ()
+    headlines: tuple[Headline, ...] = ()
+    samples: tuple[Sample, ...] = ()
+    samples_from: str = ""
     schema: str = SCHEMA
 
 

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from moerl.diagnostics.colors import MEANINGS
 from moerl.diagnostics.report.charts import (
+    HEAT,
     MAX_ALL_POINTS,
     MAX_CELLS,
     MAX_COLUMNS,
@@ -21,11 +23,12 @@ from moerl.diagnostics.report.charts import (
     grouped,
     heat,
     lines,
+    page_colors,
     ranges,
     short,
     stacked,
 )
-from moerl.diagnostics.report.data import Histogram, LayerMap, Report, Slice
+from moerl.diagnostics.report.data import Decomposition, Histogram, LayerMap, Report, Slice
 from moerl.diagnostics.report.definitions import definition_of
 from moerl.diagnostics.report.thinning import joined_columns
 from moerl.diagnostics.report.words import brief, percent
@@ -36,6 +39,20 @@ Named = tuple[str, Report]
 
 _BY_SCORER = ("logprob_abs_mean", "k3", "share_above_ln2")
 _TRAINED = "as trained"
+_SAMPLED = ("reward", "accuracy", "response", "groups")
+"""First words of metrics of what was sampled."""
+_LEARNING = {
+    "Reward": {
+        "reward/mean": "sampled for training",
+        "evaluation/reward/mean": "greedy, dev problems",
+    },
+    "Accuracy": {
+        "accuracy/mean": "sampled for training",
+        "evaluation/accuracy/mean": "greedy, dev problems",
+        "heldout/accuracy": "greedy, held-out problems",
+    },
+}
+"""Figures of the chart of what was learned: metrics of a step, and what their curves are called."""
 
 
 def decomposition(reports: Sequence[Named]) -> Chart | None:
@@ -43,7 +60,8 @@ def decomposition(reports: Sequence[Named]) -> Chart | None:
     bars = [(name, each) for name, report in reports for each in report.decompositions]
     if not bars:
         return None
-    domain = list(dict.fromkeys(share.label for _, each in bars for share in each.shares))
+    colors = part_colors([each for _, each in bars])
+    domain = [*colors]
     blocks = tuple(
         {
             "bar": _of(name, each.name),
@@ -55,8 +73,15 @@ def decomposition(reports: Sequence[Named]) -> Chart | None:
     )
     said = "; ".join(f"{_of(name, each.name)}: {brief(each.total.value)} nats" for name, each in bars)
     columns = (Column("bar", "gap", "text"), Column("series", "part", "text"), Column("nats", "nats"))
-    choice = Choice("parts", f"The gap and its parts. {said}.", stacked(len(bars), domain), blocks, columns)
+    choice = Choice("parts", f"The gap and its parts. {said}.", stacked(len(bars), colors), blocks, columns)
     return Chart("decomposition", (choice,))
+
+
+def part_colors(gaps: Sequence[Decomposition]) -> dict[str, str]:
+    """Returns the colour of each part, by its label, in the order in which parts are drawn."""
+    causes = {share.label: share.cause for each in gaps for share in each.shares}
+    colors = page_colors(causes.values())
+    return {label: colors[cause] for label, cause in causes.items()}
 
 
 def _of(name: str, what: str) -> str:
@@ -66,6 +91,7 @@ def _of(name: str, what: str) -> str:
 def over_steps(reports: Sequence[Named]) -> Chart | None:
     """Every metric over steps; first those by scorer."""
     names = sorted({name for _, report in reports for step in report.steps for name in step.metrics})
+    of_report = _report_colors(reports)
     limit = max(60, min(MAX_POINTS, MAX_ALL_POINTS // max(1, len(names) * len(reports))))
     choices: list[Choice] = []
     groups: list[str] = []
@@ -74,20 +100,50 @@ def over_steps(reports: Sequence[Named]) -> Chart | None:
         if not any(f"mismatch/{key}/{figure}" in names for key in SCORERS):
             continue
         curves = [
-            c for name, report in reports for what, key in keys.items() if (c := _curve(report, key, _of(name, what)))
+            curve
+            for name, report in reports
+            for what, key in keys.items()
+            if (curve := _curve(report, key, _of(name, what), of_report.get(name) or _meant(key)))
         ]
         choices.append(_step_choice(f"{_title(f'mismatch/{figure}')}, by scorer", f"mismatch/{figure}", curves, limit))
         groups.append("by scorer")
     for metric in names:
-        curves = [curve for name, report in reports if (curve := _curve(report, metric, name or metric))]
+        curves = [
+            curve
+            for name, report in reports
+            if (curve := _curve(report, metric, name or metric, of_report.get(name) or _meant(metric)))
+        ]
         choices.append(_step_choice(metric, metric, curves, limit))
         groups.append(metric.partition("/")[0])
     return Chart("steps", tuple(choices), "metric", tuple(groups)) if choices else None
 
 
-def _curve(report: Report, metric: str, name: str) -> Curve | None:
+def learning(report: Report) -> Chart | None:
+    """Reward and accuracy over steps: of the responses that are trained on, and of evaluations."""
+    choices: list[Choice] = []
+    for figure, ways in _LEARNING.items():
+        curves = [curve for key, name in ways.items() if (curve := _curve(report, key, name, _meant(key)))]
+        if curves:
+            choices.append(_step_choice(figure, figure, curves, MAX_POINTS, from_zero=True))
+    return Chart("learning", tuple(choices), "figure") if choices else None
+
+
+def _report_colors(reports: Sequence[Named]) -> dict[str, str]:
+    """The colour of each report, by name; none where a report is alone, because its curves have meanings then."""
+    return page_colors(name for name, _ in reports) if len(reports) > 1 else {}
+
+
+def _meant(metric: str) -> str:
+    """The colour of a metric: of its scorer, of what was sampled, or else of what was trained."""
+    first, second, *_ = f"{metric}/".split("/")
+    found = second if first == "mismatch" and second in SCORERS else "sampled" if first in _SAMPLED else first
+    key = found if found in MEANINGS else _TRAINED
+    return page_colors([key])[key]
+
+
+def _curve(report: Report, metric: str, name: str, color: str) -> Curve | None:
     points = [(step.step, step.metrics[metric]) for step in report.steps if metric in step.metrics]
-    return Curve(name, [x for x, _ in points], [y for _, y in points]) if points else None
+    return Curve(name, [x for x, _ in points], [y for _, y in points], color) if points else None
 
 
 def _title(metric: str) -> str:
@@ -95,11 +151,11 @@ def _title(metric: str) -> str:
     return known.title if known else metric
 
 
-def _step_choice(label: str, metric: str, curves: Sequence[Curve], limit: int) -> Choice:
+def _step_choice(label: str, metric: str, curves: Sequence[Curve], limit: int, *, from_zero: bool = False) -> Choice:
     known = METRICS.get(metric)
     unit = known.unit if known else ""
     title = label if unit in ("", "1") else f"{label}, {unit}"
-    spec, blocks = lines(curves, LineStyle("step", title), limit)
+    spec, blocks = lines(curves, LineStyle("step", title, from_zero=from_zero), limit)
     said = "; ".join(f"{curve.name} {brief(curve.ys[0])} at first, {brief(curve.ys[-1])} at last" for curve in curves)
     many = max(len(curve.xs) for curve in curves)
     thin = (
@@ -177,10 +233,10 @@ def _bars_spec(x_title: str, largest: float) -> dict[str, object]:
     return {
         "width": "container",
         "height": 160,
-        "mark": {"type": "bar", "color": "var(--c0)"},
+        "mark": {"type": "bar", "color": HEAT[4]},
         "encoding": {
             "x": {"field": "column", "type": "ordinal", "title": x_title, "sort": None}
-            | {"axis": {"labelOverlap": "greedy", "labelAngle": 0, "labelSeparation": 6}},
+            | {"axis": {"labelOverlap": "parity", "labelBound": 5, "labelAngle": 0, "labelSeparation": 6}},
             "y": {
                 "field": "share",
                 "type": "quantitative",
@@ -198,13 +254,14 @@ def _bars_spec(x_title: str, largest: float) -> dict[str, object]:
 
 def margins(report: Report) -> Chart | None:
     """Score gap of the last chosen expert to the next, by layer, where the choice differs and where it does not."""
+    colors = page_colors(("experts differ", "experts agree"))
     series = {
-        "where the choice differs": [(each.layer, each.margin_at_flips) for each in report.layers],
-        "where it is equal": [(each.layer, each.margin_elsewhere) for each in report.layers],
+        ("experts differ", "where the choice differs"): [(each.layer, each.margin_at_flips) for each in report.layers],
+        ("experts agree", "where it is equal"): [(each.layer, each.margin_elsewhere) for each in report.layers],
     }
     curves = [
-        Curve(name, [x for x, y in points if y is not None], [y for _, y in points if y is not None])
-        for name, points in series.items()
+        Curve(name, [x for x, y in points if y is not None], [y for _, y in points if y is not None], colors[key])
+        for (key, name), points in series.items()
         if any(y is not None for _, y in points)
     ]
     if not curves:
@@ -218,8 +275,9 @@ def margins(report: Report) -> Chart | None:
 
 def layers_side_by_side(reports: Sequence[Named]) -> Chart | None:
     """Share of differing rows by layer, a curve for each report."""
+    colors = page_colors(name for name, _ in reports)
     curves = [
-        Curve(name, [each.layer for each in report.layers], [each.differing for each in report.layers])
+        Curve(name, [each.layer for each in report.layers], [each.differing for each in report.layers], colors[name])
         for name, report in reports
         if report.layers
     ]

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from moerl.diagnostics.report.data import Decomposition, Layer, LayerMap, Report, Share, Step, Unread
+from moerl.diagnostics.report.data import Decomposition, Layer, LayerMap, Report, Sample, Share, Step, Unread
+from moerl.diagnostics.report.headlines import headlines_of
 from moerl.diagnostics.report.run_findings import RECENT, RunSettings, Seen, certain, findings_of, verdict_of
 from moerl.diagnostics.report.thinning import joined_columns, thinned_steps
 from moerl.diagnostics.report.words import brief
@@ -22,16 +23,23 @@ MAX_STEPS = 400
 """Values of each metric, and columns of the map over steps: what a page can show. The files of the run have all."""
 _LEFT_OUT = ("seconds/", "memory/", "lengths/", "data/", "packing/", "weights/", "waiting/", "throughput/", "tokens/")
 """Metrics that say nothing about the mismatch."""
+EVALUATED = {"accuracy/mean": "evaluation/accuracy/mean", "reward/mean": "evaluation/reward/mean"} | {
+    "heldout/accuracy": "heldout/accuracy"
+}
+"""Metrics of evaluations, and their names among those of a step."""
 
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What a page says of a run besides its rows. facts: name and value, above those from the rows."""
+    """What a page says of a run besides its rows. facts: name and value, above those from the rows. samples,
+    samples_from: as of a `Report`."""
 
     title: str
     subtitle: str
     facts: tuple[tuple[str, str], ...] = ()
     settings: RunSettings = field(default_factory=RunSettings)
+    samples: tuple[Sample, ...] = ()
+    samples_from: str = ""
 
 
 def report_of_run(
@@ -48,7 +56,7 @@ def report_of_run(
     table = next((row for row in reversed(rl) if _has_table(row)), None)
     gap = None if table is None else nothing_kept(table)
     trained = [row[f"mismatch/{_GAP}"] for row in rl if f"mismatch/{_GAP}" in row]
-    seen = Seen(rl, about.settings, gap, trained)
+    seen = Seen(rl, about.settings, gap, trained, None if table is None else table.get(f"mismatch/{_GAP}"))
     findings = findings_of(seen)
     quarantined = about.settings.quarantined
     return Report(
@@ -56,6 +64,9 @@ def report_of_run(
         subtitle=about.subtitle,
         verdict=verdict_of(findings, seen),
         facts=(*about.facts, *_facts(rl, trained)),
+        headlines=headlines_of(rows, seen),
+        samples=about.samples,
+        samples_from=about.samples_from,
         decompositions=() if table is None or gap is None else (gap, *as_trained(table, about.settings)),
         findings=findings,
         scorers=_scorers(rl[-1] if table is None else table),
@@ -129,10 +140,13 @@ def _steps(rows: Sequence[Mapping[str, Any]]) -> list[Step]:
     """Rows of reinforcement learning; numbers of evaluations join their step under names of their own."""
     steps: dict[int, dict[str, float]] = {}
     for row in rows:
-        if row["stage"] != "rl":
-            continue
-        values = {name: float(value) for name, value in row.items() if name not in ("stage", "step")}
-        steps[row["step"]] = {name: value for name, value in values.items() if not name.startswith(_LEFT_OUT)}
+        if row["stage"] == "rl":
+            values = {name: float(value) for name, value in row.items() if name not in ("stage", "step")}
+            own = {name: value for name, value in values.items() if not name.startswith(_LEFT_OUT)}
+            steps.setdefault(row["step"], {}).update(own)
+        elif row["stage"] == "evaluation":
+            found = {EVALUATED[name]: float(row[name]) for name in EVALUATED if name in row}
+            steps.setdefault(row["step"], {}).update(found)
     return [Step(step, metrics) for step, metrics in sorted(steps.items())]
 
 

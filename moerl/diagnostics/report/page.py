@@ -19,9 +19,10 @@ from moerl.contract.files import atomic_file
 from moerl.diagnostics.report import sections
 from moerl.diagnostics.report.charts import CONFIG, Chart
 from moerl.diagnostics.report.data import Report, Strip, encode_report
+from moerl.diagnostics.report.run_top import headlines, learning, samples
 from moerl.diagnostics.report.sections import Section
 from moerl.diagnostics.report.strips import strip_data, strip_section
-from moerl.diagnostics.report.words import escaped
+from moerl.diagnostics.report.words import escaped, unbroken
 from moerl.printable import printable
 
 PAGE_FILE, JSON_FILE = "report.html", "report.json"
@@ -39,6 +40,7 @@ def write_report(report: Report, page: Path) -> None:
 def write_page(report: Report, path: Path) -> None:
     """Writes the page of one report. OSError where it cannot."""
     parts = (
+        learning(report),
         sections.gap(report),
         sections.findings(report),
         sections.scorers(report),
@@ -52,22 +54,27 @@ def write_page(report: Report, path: Path) -> None:
         sections.notes(report),
         sections.definitions(),
     )
-    top = sections.verdict_box(report.verdict) + sections.facts_list(report.facts)
-    write_html(path, (report.title, report.subtitle), top, [part for part in parts if part], report.strips)
+    top = sections.verdict_box(report.verdict) + headlines(report.headlines) + samples(report)
+    shown = [part for part in parts if part]
+    write_html(path, (report.title, report.subtitle), (top, sections.facts_list(report.facts)), shown, report.strips)
 
 
 def write_html(
-    path: Path, titles: tuple[str, str], top: str, parts: Sequence[Section], strips: Sequence[Strip] = ()
+    path: Path,
+    titles: tuple[str, str],
+    tops: tuple[str, str],
+    parts: Sequence[Section],
+    strips: Sequence[Strip] = (),
 ) -> None:
     """Writes a page.
 
     Args:
-        titles: title and subtitle, text. top: HTML above the sections.
+        titles: title and subtitle, text. tops: HTML above the contents, and between them and the sections.
     """
     charts = {chart.name: _chart_data(chart) for part in parts for chart in part.charts}
     data = {"config": CONFIG, "charts": charts, "strips": strip_data(strips)}
     with atomic_file(path) as partial:
-        partial.write_text(_document(titles, top, parts, inline_json(data)), encoding="utf-8")
+        partial.write_text(_document(titles, tops, parts, inline_json(data)), encoding="utf-8")
 
 
 def inline_json(data: Any) -> str:
@@ -82,7 +89,7 @@ def inline_json(data: Any) -> str:
 def _shown(data: Any) -> Any:
     """The data with every text printable."""
     if isinstance(data, str):
-        return printable(data)
+        return unbroken(printable(data))
     if isinstance(data, dict):
         return {key: _shown(value) for key, value in data.items()}
     if isinstance(data, list | tuple):
@@ -104,11 +111,12 @@ def _chart_data(chart: Chart) -> list[dict[str, Any]]:
     ]
 
 
-def _document(titles: tuple[str, str], top: str, parts: Sequence[Section], data: str) -> str:
+def _document(titles: tuple[str, str], tops: tuple[str, str], parts: Sequence[Section], data: str) -> str:
     style, vega, script = (_asset(name) for name in ("page.css", "vega.js", "page.js"))
-    title, subtitle = map(escaped, titles)
+    title, subtitle = (unbroken(escaped(text)) for text in titles)
+    top, facts = map(unbroken, tops)
     contents = "".join(f'<li><a href="#{part.name}">{part.title}</a></li>' for part in parts)
-    body = "".join(f'<section id="{part.name}"><h2>{part.title}</h2>{part.body}</section>' for part in parts)
+    body = "".join(f'<section id="{part.name}"><h2>{part.title}</h2>{unbroken(part.body)}</section>' for part in parts)
     policy = (
         f"default-src 'none'; script-src {_hash(vega)} {_hash(script)}; style-src 'unsafe-inline'; img-src data:;"
         " base-uri 'none'; form-action 'none'"
@@ -128,9 +136,10 @@ def _document(titles: tuple[str, str], top: str, parts: Sequence[Section], data:
 <a class="skip" href="#main">Skip to the report</a>
 <header class="top"><div><h1>{title}</h1><p class="subtitle">{subtitle}</p></div>
 <button id="theme" type="button" hidden>Theme: automatic</button></header>
-<nav aria-label="contents"><ul>{contents}</ul></nav>
 <main id="main">
 {top}
+<nav aria-label="contents"><ul>{contents}</ul></nav>
+{facts}
 <noscript><p>Charts and token strips need JavaScript; sentences and tables do not.</p></noscript>
 {body}
 </main>

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import yaml
 
 from moerl.buffer.ledger import LEDGER_FILE
-from moerl.diagnostics.report.data import SCHEMA, Report, read_report
+from moerl.diagnostics.report.data import SCHEMA, Report, Sample, read_report
 from moerl.diagnostics.report.of_run import About, report_of_run
 from moerl.diagnostics.report.run_findings import RunSettings
+from moerl.diagnostics.responses import REWARD, read_responses, response_files
 from moerl.diagnostics.summary import SUMMARY_FILE
 from moerl.errors import MoerlError
 from moerl.reading import read_json, read_text
 from moerl.telemetry.sinks import LAYERS_FILE, METRICS_FILE, read_rows
+from moerl.telemetry.terminal import excerpt, excerpt_lines
 
 _CONFIG_FILE = "config.yaml"
 _KEYS = {
@@ -33,6 +39,10 @@ _KEYS = {
     "Largest staleness": "buffer.max_staleness",
 }
 """Facts of a page and the keys that they are read from; those without a value are left out."""
+_MAX_ROWS = 10_000
+"""Responses that samples are chosen from."""
+_PROMPT, _RESPONSE = 240, 480
+"""Characters of a sample that are shown."""
 
 
 def report_of_directory(run_dir: Path) -> Report | None:
@@ -110,9 +120,55 @@ def _about(run_dir: Path) -> About:
         # YAML reads a bare off as False.
         routing="off" if routing is False else routing,
         masks=masks,
+        precision=_precision(config),
+        max_age=_max_age(config),
         quarantined=_quarantined(run_dir / LEDGER_FILE),
     )
-    return About(f"Routing mismatch of {run_dir.name}", str(run_dir), facts, settings)
+    samples, samples_from = _samples(run_dir)
+    return About(f"Run {run_dir.name}", str(run_dir), facts, settings, samples, samples_from)
+
+
+def _precision(config: Mapping[str, Any]) -> str | None:
+    """The coarser dtype of sampler and trainer; None if one is not known."""
+    dtypes = [_value(config, key) for key in ("rollout.dtype", "model.dtype")]
+    return None if None in dtypes else next((dtype for dtype in dtypes if dtype != "float32"), "float32")
+
+
+def _max_age(config: Mapping[str, Any]) -> int | None:
+    """The bound on the age of a token that the configuration sets (docs/async.md), in versions."""
+    values = [_value(config, key) for key in ("buffer.max_staleness", "buffer.window", "rl.prompts_per_step")]
+    if None in values:
+        return None
+    staleness, window, prompts = values
+    return staleness + math.ceil((window - 1) / prompts)
+
+
+def _samples(run_dir: Path) -> tuple[tuple[Sample, ...], str]:
+    """The responses of the newest file with the highest and the lowest reward, and where they are from."""
+    files = response_files(run_dir)
+    if not files:
+        return (), "The run stored no responses: dump.rollouts_every=N dumps rollouts, evaluation.every=N evaluates."
+    name = files[-1].relative_to(run_dir)
+    try:
+        rows = [row for row in itertools.islice(read_responses(files[-1]), _MAX_ROWS) if row.get(REWARD) is not None]
+    except (OSError, ValueError, pa.ArrowException) as error:
+        return (), f"{name} cannot be read: {excerpt(str(error), 200)}"
+    if not rows:
+        return (), f"{name} holds no response with a reward."
+    ranked = sorted(rows, key=lambda row: -row[REWARD])
+    chosen = {"Highest reward": ranked[0]} | ({"Lowest reward": ranked[-1]} if len(ranked) > 1 else {})
+    samples = tuple(
+        Sample(f"{why}, {row[REWARD]:g}", _cut(row.get("prompt"), _PROMPT), _cut(row.get("text"), _RESPONSE))
+        for why, row in chosen.items()
+    )
+    return (
+        samples,
+        f"Of {len(rows):,} responses in {name}. More in a terminal: moerl samples {shlex.quote(str(run_dir))}",
+    )
+
+
+def _cut(text: object, limit: int) -> str:
+    return "\n".join(excerpt_lines(str(text or "").strip(), limit))
 
 
 def _said(value: object) -> str:

@@ -29,23 +29,27 @@ RECENT = 5
 class RunSettings:
     """What a run was told; None where it is not known.
 
-    routing: `keep_routing.mode`. masks: `keep_sampling_mask.enabled`. quarantined: records by reason.
+    routing: `keep_routing.mode`. masks: `keep_sampling_mask.enabled`. precision: the coarser dtype of sampler and
+    trainer. max_age: the bound on the age of a token, versions. quarantined: records by reason.
     """
 
     routing: str | None = None
     masks: bool | None = None
+    precision: str | None = None
+    max_age: int | None = None
     quarantined: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
     """What findings are made from. rows: of the stage rl, by step. gap: decomposition with nothing kept, if there is a
-    mismatch table; trained: mean |d| as trained by step, [steps]."""
+    mismatch table; trained: mean |d| as trained by step, [steps]; trained_at_table: that of the table's step."""
 
     rows: Sequence[Row]
     settings: RunSettings
     gap: Decomposition | None
     trained: Sequence[float]
+    trained_at_table: float | None = None
 
     def values(self, metric: str) -> list[float]:
         """Of all steps that have it."""
@@ -242,20 +246,32 @@ def quarantine(seen: Seen) -> Finding | None:
     return _finding("quarantine", "note", texts, evidence)
 
 
+def _versions(count: float) -> str:
+    return f"{count:.0f} version" if count == 1.0 else f"{count:.0f} versions"
+
+
 def age(seen: Seen) -> Finding | None:
     """Tokens that older weights sampled."""
     largest, mean = seen.values("staleness/age_max"), seen.values("staleness/age_mean")
     if not largest or not max(largest):
         return None
-    evidence = [Evidence("oldest token that was trained", f"{max(largest):.0f} versions")]
+    evidence = [Evidence("oldest token that was trained", _versions(max(largest)))]
     evidence += (
         [Evidence("mean over trajectories, of all steps", f"{number(float(np.mean(mean)))} versions")] if mean else []
     )
+    bound = seen.settings.max_age
+    if bound is not None and max(largest) > bound:
+        evidence.append(Evidence("bound that the configuration sets", _versions(bound)))
+        texts = (
+            "Some tokens were sampled by older weights than the configuration allows",
+            "Report it, with the run directory: buffer.max_staleness and buffer.window bound the age of every token.",
+        )
+        return _finding("age", "note", texts, evidence)
     texts = (
-        "Some tokens were sampled by older weights than they were trained with",
-        "If the gap matters, lower buffer.max_staleness; ages are part of every gap as trained.",
+        f"Tokens are up to {_versions(max(largest))} old, which the configuration allows",
+        "Nothing to change here: ages are part of the gap as trained, and buffer.max_staleness=0 would leave none.",
     )
-    return _finding("age", "note", texts, evidence)
+    return _finding("age", "good", texts, evidence)
 
 
 CHECKS: tuple[Callable[[Seen], Finding | None], ...] = (
@@ -273,12 +289,12 @@ def findings_of(seen: Seen) -> tuple[Finding, ...]:
 
 def verdict_of(findings: Sequence[Finding], seen: Seen) -> Verdict:
     """The box on top, from findings in the order of `findings_of`."""
-    size = f"mean |d| is {brief(seen.now)} nats as trained"
+    size = f"log-probs differ by {brief(seen.now)} nats on average as trained (healthy: below {GAP_NOTE:g} nats)"
     first = findings[0] if findings else None
     if first is not None and first.level == "fault":
-        return Verdict("fault", f"{first.title}; {size} ({first.confidence}).", first.remedy)
+        return Verdict("fault", f"{first.title} ({first.confidence}); {size}.", first.remedy)
     if first is not None and first.level == "note":
-        return Verdict("note", f"{first.title}; {size} ({first.confidence}).", first.remedy)
+        return Verdict("note", f"{first.title} ({first.confidence}); {size}.", first.remedy)
     proved = any(each.cause == "routing" for each in findings)
     replay = "; the recorded experts were proved before every update" if proved else ""
     kept = f", instead of {brief(seen.total)} with nothing kept" if seen.gap else ""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from moerl.diagnostics.published import MEASURES, PUBLISHED
 from moerl.diagnostics.report import figures
-from moerl.diagnostics.report.charts import COLORS, Chart
+from moerl.diagnostics.report.charts import Chart
 from moerl.diagnostics.report.data import Decomposition, Finding, Report, Swap, Verdict
 from moerl.diagnostics.report.definitions import DEFINITIONS, definition_of
 from moerl.diagnostics.report.words import escaped, folded, interval, number, percent, table
@@ -117,13 +117,12 @@ def published(report: Report) -> str:
 
 def decomposition_table(gaps: Sequence[tuple[str, Decomposition]]) -> str:
     """Parts with intervals and shares."""
-    labels = list(dict.fromkeys(share.label for _, each in gaps for share in each.shares))
+    colors = figures.part_colors([each for _, each in gaps])
     rows: list[list[str]] = []
     for name, each in gaps:
         title = escaped(f"{name}: {each.name}" if name else each.name)
         for number_, share in enumerate(each.shares):
-            color = COLORS[labels.index(share.label) % len(COLORS)]
-            swatch = f'<span class="swatch" style="background:{color}"></span>'
+            swatch = f'<span class="swatch" style="background:{colors[share.label]}"></span>'
             part = percent(share.nats.value / each.total.value) if each.total.value > 0.0 else "-"
             rows.append(["" if number_ else title, swatch + escaped(share.label), interval(share.nats), part])
         rows.append(

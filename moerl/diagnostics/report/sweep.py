@@ -13,7 +13,7 @@ import numpy as np
 
 from moerl.contract.files import atomic_file
 from moerl.diagnostics.report import sections
-from moerl.diagnostics.report.charts import COLORS, MAX_POINTS, Chart, Choice, Column, short
+from moerl.diagnostics.report.charts import MAX_POINTS, Chart, Choice, Column, page_colors, short
 from moerl.diagnostics.report.data import Verdict
 from moerl.diagnostics.report.page import write_html
 from moerl.diagnostics.report.sections import Section, figure
@@ -112,7 +112,7 @@ def write_sweep_report(report: SweepReport, runs: Sequence[SweptRun], page: Path
         _runs(report.keys, runs),
     )
     over = f"{len(runs)} runs over {', '.join(report.keys)}"
-    write_html(page, (report.title, over), sections.verdict_box(report.verdict), [part for part in parts if part])
+    write_html(page, (report.title, over), (sections.verdict_box(report.verdict), ""), [part for part in parts if part])
 
 
 def spread(runs: Sequence[SweptRun], metric: str) -> Spread | None:
@@ -245,7 +245,8 @@ def _choice(metric: str, how: str, groups: Sequence[tuple[Mapping[str, str], Seq
         return None
     unit = METRICS[metric].unit if metric in METRICS else ""
     y_title = metric if unit in ("", "1") else f"{metric}, {unit}"
-    spec = _spec([each for each, _ in bands], y_title, [band for _, band in bands])
+    colors = page_colors(_label(values) for values, _ in groups)
+    spec = _spec({each: colors[each] for each, _ in bands}, y_title, [band for _, band in bands])
     blocks = tuple(
         {"series": each, "x": short(xs), "y": short(means), "low": short(lows), "high": short(highs)}
         for each, (xs, means, lows, highs) in bands
@@ -275,10 +276,12 @@ def _band(runs: Sequence[SweptRun], metric: str) -> _Band | None:
     return [*map(float, steps)], [fmean(v) for v in at], [min(v) for v in at], [max(v) for v in at]
 
 
-def _spec(domain: Sequence[str], y_title: str, bands: Sequence[_Band]) -> dict[str, Any]:
-    """Lines, and what lies between the smallest and the largest run; rows: series, x, y, low, high."""
-    colors = [COLORS[place % len(COLORS)] for place in range(len(domain))]
-    columns = 2 if max(map(len, domain)) > _LONG_LABEL else 4
+def _spec(colors: Mapping[str, str], y_title: str, bands: Sequence[_Band]) -> dict[str, Any]:
+    """Lines, and what lies between the smallest and the largest run; rows: series, x, y, low, high.
+
+    colors: by series.
+    """
+    columns = 2 if max(map(len, colors)) > _LONG_LABEL else 4
     legend = {"title": None, "symbolType": "stroke", "symbolSize": 260, "symbolOpacity": 1, "symbolStrokeWidth": 3}
     legend |= {"columns": {"signal": f"width < 560 ? 1 : {columns}"}}
     lowest, highest = min(min(band[2]) for band in bands), max(max(band[3]) for band in bands)
@@ -296,8 +299,8 @@ def _spec(domain: Sequence[str], y_title: str, bands: Sequence[_Band]) -> dict[s
         "encoding": {
             "x": {"field": "x", "type": "quantitative", "title": "step", "axis": {"tickMinStep": 1, "grid": False}}
             | {"scale": {"zero": False, "nice": False}},
-            "color": {"field": "series", "type": "nominal", "scale": {"domain": [*domain], "range": colors}}
-            | {"legend": legend if len(domain) > 1 else None},
+            "color": {"field": "series", "type": "nominal", "scale": {"domain": [*colors], "range": [*colors.values()]}}
+            | {"legend": legend if len(colors) > 1 else None},
             "tooltip": tooltip,
         },
         "layer": [

@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Sequence
 
 from moerl.diagnostics.report.data import Interval
 from moerl.printable import printable
 
+UNITS = (
+    *("nats?", "tokens?", "steps?", "versions?", "ids?", "rows?", "layers?", "rollouts?", "responses?", "runs?"),
+    *("groups?", "points?", "updates?", "bytes?", "rewards?", "scores?", "prompts?", "trajector(?:y|ies)", "times"),
+    *("microbatch(?:es)?", "alerts?", "problems?", "reports?", "tokens?/s", "s", "ms", "min", "h", "[KMG]i?B"),
+)
+"""Patterns of what stands behind a number: units of metrics, and what else pages count."""
+_EXPONENT = re.compile(r"([0-9]e-)(?=[0-9])")
+_TAG = re.compile(r"<[^>]*>")
+_BETWEEN = re.compile(rf"([0-9\]](?:</\w+>)?) (?=(?:{'|'.join(UNITS)})(?![\w-]))(?![^<>]*>)")
+
 
 def escaped(text: str) -> str:
     """Text of anyone, for an element or an attribute: no markup, no control characters, no change of direction."""
     return html.escape(printable(text), quote=True)
+
+
+def unbroken(text: str) -> str:
+    """HTML or text in which no line ends between a number and its unit, nor within 1.2e-02: no-break spaces, and word
+    joiners behind the minus signs of exponents."""
+    return _EXPONENT.sub("\\1\u2060", _BETWEEN.sub("\\1\u00a0", text))
 
 
 def number(value: float) -> str:
@@ -56,10 +73,11 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "",
         texts: the number of columns on the left that hold text; the others hold numbers.
     """
     kinds = ["" if column < texts else ' class="number"' for column in range(len(head))]
+    names = [f' data-name="{_TAG.sub("", cell.replace("<br>", ": ")).removesuffix(": ")}"' for cell in head]
     top = "".join(f'<th scope="col"{kind}>{cell}</th>' for kind, cell in zip(kinds, head, strict=True))
     lines = [
-        f'<tr><th scope="row">{first}</th>'
-        + "".join(f"<td{kind}>{cell}</td>" for kind, cell in zip(kinds[1:], rest, strict=True))
+        f'<tr><th scope="row"{names[0]}>{first}</th>'
+        + "".join(f"<td{k}{n}>{cell}</td>" for k, n, cell in zip(kinds[1:], names[1:], rest, strict=True))
         + "</tr>"
         for first, *rest in rows
     ]

@@ -37,7 +37,7 @@ def test_a_run_directory_gets_a_page_and_its_numbers(tmp_path: Path, capsys: pyt
     assert stored.verdict.text in out
     assert ("Recipe", "mine") in stored.facts
     assert ("Routing kept", "no") in stored.facts
-    assert "Routing mismatch of wide" in (run_dir / "report.html").read_text()
+    assert "<h1>Run wide</h1>" in (run_dir / "report.html").read_text()
 
 
 def test_the_page_goes_where_it_is_told(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@
   const data = JSON.parse(document.getElementById("report-data").textContent);
   const root = document.documentElement;
   const STEPS = [0.001, 0.01, 0.1, Math.LN2, 3];
+  const PAPER = 680; // CSS pixels between the margins of A4
 
   // ---- theme -------------------------------------------------------------------------------------------------------
   const themes = ["automatic", "light", "dark"];
@@ -19,7 +20,7 @@
   // ---- numbers and rows --------------------------------------------------------------------------------------------
   const FORMS = {
     text: String,
-    number: (value) => (value === 0 || (Math.abs(value) >= 1e-4 && Math.abs(value) < 1e6) ? String(+value.toPrecision(5)) : value.toExponential(3)),
+    number: (value) => (value === 0 || (Math.abs(value) >= 1e-4 && Math.abs(value) < 1e6) ? String(+value.toPrecision(5)) : value.toExponential(3).replace("-", "-\u2060")),
     percent: (value) => `${+(100 * value).toPrecision(4)}%`,
   };
 
@@ -51,7 +52,9 @@
     for (const row of records(choice.blocks)) {
       const line = element("tr");
       for (const column of choice.columns) {
-        line.append(element("td", FORMS[column.form](row[column.key]), { className: column.form === "text" ? "" : "number" }));
+        const cell = element("td", FORMS[column.form](row[column.key]), { className: column.form === "text" ? "" : "number" });
+        cell.dataset.name = column.title;
+        line.append(cell);
       }
       body.append(line);
     }
@@ -113,10 +116,10 @@
   function details(strip, i) {
     const parts = [`token ${i + 1} of ${strip.text.length}`, JSON.stringify(strip.text[i])];
     if (!strip.sampled[i]) parts.push("given, not sampled");
-    if (strip.d[i] !== null) parts.push(`d = ${FORMS.number(strip.d[i])} nats (trainer less rollout)`);
+    if (strip.d[i] !== null) parts.push(`d = ${FORMS.number(strip.d[i])}\u00a0nats (trainer less rollout)`);
     if (strip.logprob[i] !== null) parts.push(`rollout log-prob ${FORMS.number(strip.logprob[i])}`);
-    if (strip.layers[i] !== null) parts.push(`other experts in ${strip.layers[i]} MoE layers`);
-    if (strip.kept[i] !== null) parts.push(strip.kept[i] === 0 ? "full vocabulary" : `drawn from ${strip.kept[i]} ids`);
+    if (strip.layers[i] !== null) parts.push(`other experts in ${strip.layers[i]}\u00a0MoE layers`);
+    if (strip.kept[i] !== null) parts.push(strip.kept[i] === 0 ? "full vocabulary" : `drawn from ${strip.kept[i]}\u00a0ids`);
     if (strip.version[i] !== null) parts.push(`policy version ${strip.version[i]}`);
     return parts.join(" · ");
   }
@@ -181,6 +184,16 @@
     select.addEventListener("change", show);
     show();
   }
+
+  // ---- width -------------------------------------------------------------------------------------------------------
+  // A second pass: where the first one gave a legend more lines, the drawing is higher.
+  const fit = (width) => { for (const made of views.values()) made.view.width(width).run().resize().run(); };
+  const fitWindow = () => { if (views.size) fit(document.querySelector(".plot").clientWidth); };
+  let resized;
+  window.addEventListener("resize", () => { clearTimeout(resized); resized = setTimeout(fitWindow, 100); });
+  // On paper texts of charts stay as large as those of the page.
+  window.addEventListener("beforeprint", () => fit(PAPER));
+  window.addEventListener("afterprint", fitWindow);
 
   const strips = document.getElementById("strip-view");
   if (strips) connectStrips(strips);

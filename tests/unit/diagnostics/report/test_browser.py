@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from browser import Page, chromium, find_chromium
 from report_samples import HOSTILE, full_report, long_report
 
 from moerl.diagnostics.report.compare import write_comparison
+from moerl.diagnostics.report.data import LayerMap
 from moerl.diagnostics.report.page import write_page
 from moerl.diagnostics.report.sweep import SweptRun, sweep_report, write_sweep_report
 
@@ -17,7 +19,9 @@ pytestmark = [
     pytest.mark.skipif(find_chromium() is None, reason="no Chromium on PATH (Debian: apt-get install chromium)"),
     pytest.mark.xdist_group("chromium"),
 ]
-CHARTS = ["decomposition", "steps", "maps", "layer", "margins", "histograms", "slices"]
+CHARTS = ["learning", "decomposition", "steps", "maps", "layer", "margins", "histograms", "slices"]
+PAPER = 688
+"""CSS pixels between the margins of A4."""
 DRAWN = """[...document.querySelectorAll('figure[data-chart]')].filter(figure =>
     figure.querySelectorAll('svg path, svg rect').length > 3).map(figure => figure.dataset.chart)"""
 
@@ -27,6 +31,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("pages")
     write_page(full_report(), made / "full.html")
     write_page(full_report(" ".join(HOSTILE)), made / "hostile.html")
+    write_comparison([("one", full_report()), ("<other>", full_report("x"))], made / "comparison.html")
+    write_comparison([(f"runs/seed-{n}", full_report()) for n in range(6)], made / "six.html")
+    steps = tuple(map(str, range(1, 61)))
+    map_of_steps = LayerMap("step", steps, tuple(tuple(0.02 for _ in steps) for _ in range(6)))
+    write_page(replace(full_report(), maps=(map_of_steps,)), made / "steps.html")
+    runs = swept_runs()
+    write_sweep_report(sweep_report("Sweep", ["seed", "keep_routing.mode"], runs), runs, made / "sweep.html")
     return made
 
 
@@ -45,6 +56,22 @@ def page(browser: Page) -> Page:
     return browser
 
 
+def swept_runs() -> list[SweptRun]:
+    return [
+        SweptRun(
+            f"{seed}-{mode}",
+            {"seed": str(seed), "keep_routing.mode": mode},
+            "finished",
+            [
+                {"stage": "rl", "step": step, "reward/mean": seed * step / 50, "mismatch/logprob_abs_mean": gap}
+                for step in range(1, 21)
+            ],
+        )
+        for seed in (1, 2)
+        for mode, gap in (("off", 4e-3), ("rollout", 2e-7))
+    ]
+
+
 def is_clean(page: Page) -> bool:
     return not page.log and not page.requests and not page.evaluate("document.documentElement.dataset.failed || ''")
 
@@ -59,21 +86,6 @@ def test_every_chart_is_drawn_without_a_request_or_a_message(page: Page, folder:
 
 
 def test_curves_of_a_sweep_are_drawn_with_a_legend_of_all_settings(page: Page, folder: Path) -> None:
-    runs = [
-        SweptRun(
-            f"{seed}-{mode}",
-            {"seed": str(seed), "keep_routing.mode": mode},
-            "finished",
-            [
-                {"stage": "rl", "step": step, "reward/mean": seed * step / 50, "mismatch/logprob_abs_mean": gap}
-                for step in range(1, 21)
-            ],
-        )
-        for seed in (1, 2)
-        for mode, gap in (("off", 4e-3), ("rollout", 2e-7))
-    ]
-    report = sweep_report("Sweep", ["seed", "keep_routing.mode"], runs)
-    write_sweep_report(report, runs, folder / "sweep.html")
     page.open(folder / "sweep.html")
     assert page.evaluate(DRAWN) == ["reward", "mismatch"]
     legend = (
@@ -95,8 +107,8 @@ def test_a_metric_is_chosen_by_keyboard_and_its_table_follows(page: Page, folder
     page.open(folder / "full.html")
     page.evaluate("document.getElementById('steps-choice').focus()")
     before = page.evaluate("document.querySelector('[data-chart=steps] .plot svg').outerHTML.length")
-    page.press("ArrowDown")
-    assert page.evaluate("document.getElementById('steps-choice').value") == "1"
+    page.press("ArrowDown", 4)
+    assert page.evaluate("document.getElementById('steps-choice').value") == "4"
     caption = "document.querySelector('[data-chart=steps] figcaption').textContent"
     assert page.evaluate(caption).startswith("mismatch/logprob_abs_mean (mean |d|")
     assert page.evaluate(
@@ -156,7 +168,85 @@ def test_the_theme_follows_the_system_until_it_is_chosen(page: Page, folder: Pat
     page.scheme("light")
     assert page.evaluate(ground) == dark
     fill = "getComputedStyle(document.querySelector('[data-chart=decomposition] .mark-rect path')).fill"
-    assert page.evaluate(fill) == "rgb(86, 180, 233)"
+    assert page.evaluate(fill) == "rgb(225, 139, 193)"
+
+
+ORDINARY = ("full", "steps", "comparison", "six", "sweep")
+PAGES = (*ORDINARY, "hostile")
+OPEN_ALL = """(async () => { document.querySelectorAll('details').forEach(each => { each.open = true; });
+    await new Promise(done => setTimeout(done, 200)); })()"""
+RESIZED = "new Promise(done => setTimeout(done, 400))"
+COLLIDING = """[...document.querySelectorAll('.plot .role-axis-label')].flatMap(axis => {
+    const boxes = [...axis.querySelectorAll('text')].filter(text => getComputedStyle(text).opacity !== '0')
+        .map(text => [text.textContent, text.getBoundingClientRect()]);
+    return boxes.flatMap(([name, a], i) => boxes.slice(i + 1).filter(([, b]) =>
+        a.left < b.right - 1 && b.left < a.right - 1 && a.top < b.bottom - 1 && b.top < a.bottom - 1)
+        .map(([other]) => `${name} | ${other}`)); })"""
+CUT = """[...document.querySelectorAll('body, main, .scroll, .plot, .card, .sample, .headline, td, th, nav, select')]
+    .filter(each => each.scrollWidth > each.clientWidth + 1 && each.clientWidth > 0 && each.tagName !== 'SELECT')
+    .map(each => `${each.className || each.tagName}: ${each.textContent.slice(0, 60)}`)
+    .concat([...document.querySelectorAll('.plot svg')].flatMap(svg => {
+        const box = svg.getBoundingClientRect();
+        return [...svg.querySelectorAll('text')].filter(text => getComputedStyle(text).opacity !== '0').filter(text => {
+            const own = text.getBoundingClientRect();
+            return own.left < box.left - 1 || own.right > box.right + 1 || own.bottom > box.bottom + 1
+                || own.top < box.top - 1; })
+            .map(text => `chart: ${text.textContent}`); }))"""
+
+
+@pytest.mark.parametrize("width", [390, 768, 1280])
+@pytest.mark.parametrize("name", PAGES)
+def test_labels_of_an_axis_do_not_collide(page: Page, folder: Path, name: str, width: int) -> None:
+    page.size(width, 900)
+    page.open(folder / f"{name}.html")
+    assert page.evaluate(COLLIDING) == []
+
+
+@pytest.mark.parametrize("name", ORDINARY)
+def test_nothing_is_cut_on_a_phone(page: Page, folder: Path, name: str) -> None:
+    page.size(390, 844)
+    page.open(folder / f"{name}.html")
+    page.evaluate(OPEN_ALL)
+    assert page.evaluate(CUT) == []
+
+
+def test_nothing_is_cut_if_a_window_becomes_narrow(page: Page, folder: Path) -> None:
+    page.open(folder / "comparison.html")
+    page.size(PAPER, 844)
+    page.evaluate(RESIZED)
+    assert page.evaluate(CUT) == []
+
+
+@pytest.mark.parametrize("name", ORDINARY)
+def test_nothing_is_cut_on_paper(page: Page, folder: Path, name: str) -> None:
+    page.open(folder / f"{name}.html")
+    width = "document.querySelector('.plot svg').getBoundingClientRect().width"
+    on_screen = page.evaluate(width)
+    page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
+    assert page.evaluate(width) <= PAPER < on_screen
+    page.evaluate("window.dispatchEvent(new Event('afterprint'))")
+    assert page.evaluate(width) == pytest.approx(on_screen, abs=2)
+    page.size(PAPER, 1000)
+    page.evaluate(RESIZED)
+    page.call("Emulation.setEmulatedMedia", media="print")
+    try:
+        page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
+        assert page.evaluate(CUT) == []
+        assert page.evaluate(COLLIDING) == []
+    finally:
+        page.call("Emulation.setEmulatedMedia", media="")
+
+
+def test_the_first_screen_of_a_run_has_reward_accuracy_gap_and_samples(page: Page, folder: Path) -> None:
+    page.open(folder / "full.html")
+    lowest = """[...document.querySelectorAll('.headline, .sample')].map(
+        each => each.getBoundingClientRect().bottom)"""
+    bottoms = page.evaluate(lowest)
+    assert len(bottoms) == 5
+    assert max(bottoms) <= 900
+    page.size(390, 844)
+    page.open(folder / "full.html")
+    assert max(page.evaluate(lowest)[:3]) <= 844
 
 
 @pytest.mark.parametrize("width", [360, 768])
@@ -189,9 +279,8 @@ def test_paper_is_white_with_charts_and_without_controls(page: Page, folder: Pat
     assert 3 <= pdf.count(b"/Type /Page\n") <= 14
 
 
-def test_a_comparison_is_drawn(page: Page, tmp_path: Path) -> None:
-    write_comparison([("one", full_report()), ("<other>", full_report("x"))], tmp_path / "comparison.html")
-    page.open(tmp_path / "comparison.html")
+def test_a_comparison_is_drawn(page: Page, folder: Path) -> None:
+    page.open(folder / "comparison.html")
     assert page.evaluate(DRAWN) == ["decomposition", "steps", "layers"]
     assert is_clean(page), page.log
 

@@ -98,7 +98,10 @@ def test_without_a_table_the_page_says_why_nothing_is_split() -> None:
 def test_a_run_that_kept_all_is_in_order() -> None:
     report = report_of([with_table(row(n)) for n in range(1, 4)])
     assert report.verdict.level == "good"
-    assert "mean |d| is 0.004 nats as trained, instead of 0.05 with nothing kept" in report.verdict.text
+    assert (
+        "log-probs differ by 0.004 nats on average as trained (healthy: below 0.02 nats), instead of 0.05"
+        in report.verdict.text
+    )
     assert {each.level for each in report.findings} == {"good"}
     assert {each.cause for each in report.findings} == {"routing", "masks"}
 
@@ -144,11 +147,26 @@ def test_a_tenth_of_far_tokens_is_a_fault(share: float, level: str | None) -> No
 
 @pytest.mark.parametrize(
     ("name", "cause"),
-    [("routing__live_rows", "coverage"), ("quarantine__count", "quarantine"), ("staleness__age_max", "age")],
+    [("routing__live_rows", "coverage"), ("quarantine__count", "quarantine")],
 )
 def test_what_limits_a_run_is_noted(name: str, cause: str) -> None:
     assert finding(report_of([row(1), row(2, **{name: 3.0})]), cause).level == "note"
     assert cause not in {each.cause for each in report_of([row(1), row(2)]).findings}
+
+
+@pytest.mark.parametrize("max_age", [3, None])
+def test_an_age_that_the_configuration_allows_is_no_note(max_age: int | None) -> None:
+    report = report_of([row(1), row(2, staleness__age_max=3.0)], replace(KEPT, max_age=max_age))
+    assert finding(report, "age").level == "good"
+    assert finding(report, "age").title == "Tokens are up to 3 versions old, which the configuration allows"
+    assert report.verdict.level == "good"
+    assert "age" not in {each.cause for each in report_of([row(1), row(2)]).findings}
+
+
+def test_an_age_beyond_what_the_configuration_allows_is_noted() -> None:
+    found = finding(report_of([row(1, staleness__age_max=3.0)], replace(KEPT, max_age=2)), "age")
+    assert found.level == "note"
+    assert found.evidence[-1].seen == "2 versions"
 
 
 def test_reasons_of_the_quarantine_are_listed() -> None:

@@ -72,6 +72,7 @@ def page_of(report: Report, tmp_path: Path) -> str:
 def test_sections_come_in_the_order_in_which_a_reader_asks(tmp_path: Path) -> None:
     elements = Elements(page_of(full_report(), tmp_path))
     order = [
+        "learning",
         "gap",
         "findings",
         "scorers",
@@ -167,7 +168,7 @@ def test_every_layer_of_every_map_can_be_chosen(tmp_path: Path) -> None:
 def test_every_chart_has_a_sentence_and_a_table(tmp_path: Path) -> None:
     text = page_of(full_report(), tmp_path)
     figures = re.findall(r"<figure .*?</figure>", text, re.DOTALL)
-    assert len(figures) == len(Elements(text).data()["charts"]) == 7
+    assert len(figures) == len(Elements(text).data()["charts"]) == 8
     for figure in figures:
         assert re.search(r"<figcaption>[^<]{20,}</figcaption>", figure)
         assert 'role="img" aria-label="' in figure
@@ -177,7 +178,7 @@ def test_every_chart_has_a_sentence_and_a_table(tmp_path: Path) -> None:
 def test_a_long_run_of_a_deep_model_fits_and_the_page_says_what_it_left_out(tmp_path: Path) -> None:
     text = page_of(long_report(num_metrics=140), tmp_path)
     assert 1_000_000 < len(text.encode()) <= MAX_PAGE_BYTES
-    shown = html.unescape(text)
+    shown = html.unescape(text).replace("\u00a0", " ")
     assert "10,000 steps are drawn as" in shown
     assert "Columns are means of 10,000 in 96 groups." in shown
     assert "more trajectories are in report.json alone." in shown
