@@ -46,8 +46,15 @@ def run_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def watched(run_dir: Path, *, once: bool = False, terminal: bool = False, sleep: Callable[[float], None] | None = None):
-    console = Console(file=io.StringIO(), force_terminal=terminal, width=200)
+def watched(
+    run_dir: Path,
+    *,
+    once: bool = False,
+    terminal: bool = False,
+    sleep: Callable[[float], None] | None = None,
+    size: tuple[int, int] = (200, 60),
+) -> str:
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=size[0], height=size[1])
     assert run_watch(run_dir, console, once=once, sleep=sleep or (lambda seconds: None)) == 0
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
@@ -56,10 +63,10 @@ def watched(run_dir: Path, *, once: bool = False, terminal: bool = False, sleep:
 def test_what_is_worth_watching_is_shown_once(run_dir: Path):
     with run_lock(run_dir):
         text = watched(run_dir, once=True)
-    assert "state     running, process " in text
-    assert "step      2 of 12, 6s each, ETA 1m00s" in text
-    assert "rollouts  8 asked for: 8 trained, 0 filtered, 0 quarantined, 0 pending" in text
-    for title in ("reward", "mismatch", "F(2)", "live rows", "age", "waiting", "quarantined", "tokens/s"):
+    assert "state        running, process " in text
+    assert "step         2 of 12, 6s each, 1m00s left" in text
+    assert "responses    8 asked for: 8 trained, 0 left out by filters, 0 pending" in text
+    for title in ("reward", "mismatch", "far", "unrouted", "age", "waiting", "quarantined", "tokens/s"):
         assert title in text
     assert "recorded routing, inside the kept sets      5.0e-01" in text
     assert "no alerts" in text
@@ -71,7 +78,7 @@ def test_a_run_that_has_ended_is_shown_and_not_waited_for(run_dir: Path):
 
     assert "stopped; go on with `moerl train resume=" in watched(run_dir, sleep=sleep)
     (run_dir / "summary.json").write_text("{}")
-    assert "state     finished" in watched(run_dir, sleep=sleep)
+    assert "state        finished" in watched(run_dir, sleep=sleep)
 
 
 def test_steps_and_new_alerts_become_lines_until_the_run_ends(run_dir: Path):
@@ -94,7 +101,7 @@ def test_steps_and_new_alerts_become_lines_until_the_run_ends(run_dir: Path):
     assert [line.split()[1] for line in lines[-3:]] == ["3", "4", "5"]
     assert text.count("ALERT: step 3: 7 rows x layers without captured routing, 0 before") == 1
     assert text.count("ALERT") == 1
-    assert text.splitlines()[-1] == "state     finished"
+    assert text.splitlines()[-1] == "state        finished"
 
 
 def test_a_terminal_is_refreshed_and_ctrl_c_ends_it(run_dir: Path):
@@ -107,12 +114,25 @@ def test_a_terminal_is_refreshed_and_ctrl_c_ends_it(run_dir: Path):
     assert "the run goes on without being watched" in text
 
 
+def test_a_terminal_of_80_columns_cuts_neither_counts_nor_alerts(run_dir: Path):
+    def sleep(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    add_step(run_dir, 3, **{"routing/live_rows": 7.0})
+    with run_lock(run_dir):
+        text = watched(run_dir, terminal=True, sleep=sleep, size=(80, 24))
+    assert "quarantined  0 that broke a rule and are not trained on" in text
+    assert "tokens/s     1,234 trained per second of the last step" in text
+    assert "`moerl conformance`" in text
+    assert "…" not in text
+
+
 def test_a_run_before_its_first_step_says_so(run_dir: Path):
     (run_dir / "metrics.jsonl").unlink()
     (run_dir / LEDGER_FILE).unlink()
     assert "no step is done yet" in watched(run_dir, once=True)
     (run_dir / "metrics.jsonl").write_text('{"stage": "sft", "step": 3, "sft/loss": 1.0}\n')
-    assert "step      cold start, step 3" in watched(run_dir, once=True)
+    assert "step         cold start, step 3" in watched(run_dir, once=True)
 
 
 def test_a_directory_without_a_run_and_broken_files_are_refused(run_dir: Path, tmp_path: Path):
