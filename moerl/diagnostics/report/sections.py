@@ -112,7 +112,7 @@ def published(report: Report) -> str:
         "Compare k3 with k3 and mean |d| with mean |d|: the first is of second order in d. Their models, lengths and"
         " arithmetic are not yours, so figures tell the order of magnitude."
     )
-    return folded("Figures that others published", table(("measure", "value", "of", "source"), rows, note))
+    return folded("Figures that others published", table(("measure", "value", "of", "source"), rows, note, texts=4))
 
 
 def decomposition_table(gaps: Sequence[tuple[str, Decomposition]]) -> str:
