@@ -315,9 +315,8 @@ def _diagnose(arguments: list[str]) -> int:
     options = parser.parse_intermixed_args(arguments)
     check_arguments(options)
     options = with_run(options)
-    # Before the import, which takes seconds.
     print(printable(f"diagnosing {', '.join(map(str, options.dumps))}"), flush=True)
-    from moerl.orchestration.diagnose import run_diagnose
+    from moerl.orchestration.diagnose import run_diagnose  # takes seconds
 
     try:
         return run_diagnose(options)

@@ -55,7 +55,10 @@ def _gap(seen: Seen) -> Headline | None:
     rounding = _ROUNDING.get(seen.settings.precision or "", _ROUNDING_16)
     notes = [f"mean |log-prob difference| of trainer and sampler; healthy below {GAP_NOTE:g} nats", rounding]
     floor = seen.part("unexplained")
-    if floor > 0.0 and seen.trained_at_table is not None:
+    if seen.gap and seen.settings.routing != "off" and seen.settings.masks:
+        # What is kept is the floor by itself: that it is once its floor would say nothing.
+        notes.insert(1, f"with nothing kept it would be {brief(seen.total)} nats")
+    elif floor > 0.0 and seen.trained_at_table is not None:
         times = seen.trained_at_table / floor
         notes.insert(1, f"{times:.1f} times its floor: {brief(floor)} nats remain with routing and masks kept")
     return Headline("Mismatch gap", f"{brief(seen.now)} nats", tuple(notes), level)

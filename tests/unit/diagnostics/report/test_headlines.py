@@ -53,6 +53,8 @@ def test_the_gap_is_measured_by_its_floor() -> None:
     table = {f"mismatch/{name}/logprob_abs_mean": gap for name, gap in gaps.items()}
     found = headlines_of([step(1, mismatch__logprob_abs_mean=0.02) | table], RunSettings("off", True))["Mismatch gap"]
     assert found.notes[1] == "5.0 times its floor: 0.004 nats remain with routing and masks kept"
+    kept = headlines_of([step(1, mismatch__logprob_abs_mean=0.004) | table], RunSettings("rollout", True))
+    assert kept["Mismatch gap"].notes[1] == "with nothing kept it would be 0.05 nats"
     without = headlines_of([step(1, mismatch__logprob_abs_mean=0.02)])["Mismatch gap"]
     assert not any("floor" in note for note in without.notes)
 
