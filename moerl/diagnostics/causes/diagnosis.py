@@ -7,7 +7,6 @@ left rollouts odd; then what sets tokens apart. A fault may be in all rollouts o
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 from moerl.diagnostics.causes.accounts import Accounts
 from moerl.diagnostics.causes.apart import ROUNDING, Apart, odd_rollouts, tokens_apart
 from moerl.diagnostics.causes.faults import CLEAN, FEW, Fault, Ground, changed, repairing
-from moerl.diagnostics.causes.gaps import Assumption, Bootstrap, Differences, Gaps, Plan, Repair
+from moerl.diagnostics.causes.gaps import Assumption, Bootstrap, Change, Differences, Gaps, Plan, Repair
 from moerl.diagnostics.causes.masks import containment, shifted, with_tokens
 from moerl.diagnostics.causes.records import Records, search_records
 from moerl.diagnostics.causes.texts import CAUSES
@@ -140,14 +139,10 @@ def _mask_faults(ground: Ground) -> list[Fault]:
     """Kept sets that do not hold their token: those of another one, if the log-probs fit them, or without it."""
     rollouts = ground.rollouts
     held = [containment([rollout]) for rollout in rollouts]
-    left_R = np.array([each.num_outside > 0 for each in held])
-    shifts = Counter(each.best_shift for each in held if each.num_outside and each.best_shift)
-    faults: list[Fault] = []
-    for shift, _ in shifts.most_common():
-        fault = _mask_shift(ground, shift, left_R)
-        if fault is not None:
-            faults.append(fault)
-            left_R &= ~fault.of_R
+    outside_R = np.array([each.num_outside > 0 for each in held])
+    shifts = {each.best_shift for each in held if each.num_outside and each.best_shift}
+    faults = _mask_shifts(ground, sorted(shifts), outside_R)
+    left_R = outside_R & ~np.any([fault.of_R for fault in faults], axis=0) if faults else outside_R
     if left_R.any():
         share = _share_outside(rollouts, left_R)
         faults.append(Fault("mask_misses", "sampled tokens are not in their kept sets", (share,), _FILLED, left_R))
@@ -162,26 +157,43 @@ def _share_outside(rollouts: Sequence[DumpedRollout], of_R: NDArray[np.bool_]) -
     return Evidence("sampled tokens that are not in their kept set", f"{held.num_outside / held.num_listed:.1%}", "0")
 
 
-def _mask_shift(ground: Ground, shift: int, outside_R: NDArray[np.bool_]) -> Fault | None:
+def _mask_shifts(ground: Ground, shifts: Sequence[int], outside_R: NDArray[np.bool_]) -> list[Fault]:
     """Sets of another token, in those rollouts whose log-probs fit them better than their own sets with the token in
-    them. If that is nearly all, also in those whose sets hold their tokens by chance."""
+    them; and in those whose sets all hold their tokens there, if others have this shift. If that is nearly all, also in
+    those whose sets hold their tokens by chance."""
+    if not shifts:
+        return []
     rollouts = ground.rollouts
     listed_R = np.array([rollout.kept is not None for rollout in rollouts])
-    change = repairing(Repair(f"masks {shift:+d}", partial(shifted, shift=shift), "sets"))
     start = [Assumption(kept="listed" if has else "full") for has in listed_R]
-    moved, filled = (
-        ground.gaps.differences([each(a) if has else a for a, has in zip(start, listed_R, strict=True)]).means
-        for each in (change, _FILLED)
-    )
-    better_R = listed_R & (moved < filled)
-    of_R = outside_R & better_R
-    if of_R.sum() > (1.0 - FEW) * listed_R.sum():
-        of_R = better_R
-    if not of_R.any():
-        return None
-    direction = "late" if shift > 0 else "early"
-    title = f"kept sets are {abs(shift)} token{'s' if abs(shift) > 1 else ''} too {direction}"
-    return Fault("mask_shift", title, (_share_outside(rollouts, of_R),), change, of_R)
+
+    def means(change: Change) -> NDArray[np.float64]:
+        changed_ = [change(each) if has else each for each, has in zip(start, listed_R, strict=True)]
+        return ground.gaps.differences(changed_).means
+
+    changes = {shift: repairing(Repair(f"masks {shift:+d}", partial(shifted, shift=shift), "sets")) for shift in shifts}
+    filled_R = means(_FILLED)
+    better = {shift: listed_R & (means(changes[shift]) < filled_R) for shift in shifts}
+    fits = {shift: outside_R & listed_R & _holds(rollouts, shift) for shift in shifts}
+    fits_R = np.any([*fits.values()], axis=0)
+    left_R, faults = outside_R & listed_R, list[Fault]()
+    for shift in sorted(shifts, key=lambda shift: -int((better[shift] & fits[shift]).sum())):
+        of_R = left_R & better[shift] & (fits[shift] | ~fits_R)
+        if of_R.any():
+            of_R |= left_R & fits[shift]
+        if of_R.sum() > (1.0 - FEW) * listed_R.sum():
+            of_R |= better[shift]
+        if of_R.any():
+            direction = "late" if shift > 0 else "early"
+            title = f"kept sets are {abs(shift)} token{'s' if abs(shift) > 1 else ''} too {direction}"
+            faults.append(Fault("mask_shift", title, (_share_outside(rollouts, of_R),), changes[shift], of_R))
+            left_R &= ~of_R
+    return faults
+
+
+def _holds(rollouts: Sequence[DumpedRollout], shift: int) -> NDArray[np.bool_]:
+    """Where all sets that were moved hold their tokens."""
+    return np.array([not containment([shifted(rollout, shift)]).num_outside for rollout in rollouts])
 
 
 _NOTES = ("staleness", "unexplained", "precision", "temperature_unsaid")

@@ -77,19 +77,18 @@ class Search:
     def _helped(self, now: Plan, change: Change, may_R: NDArray[np.bool_]) -> NDArray[np.bool_]:
         return self.ground.helped(now, _changed(now, change, may_R), may_R) if may_R.any() else may_R
 
-    def _all(self) -> NDArray[np.bool_]:
-        return np.ones(len(self.ground.rollouts), bool)
-
     def _tokens(self, now: Plan) -> Iterator[Candidate]:
         for repair, title in self.edits:
             tried = np.array([any(each.name == repair.name for each in assumption.repairs) for assumption in now])
             yield Candidate("template", title, repairing(repair), ~tried)
 
     def _logprobs(self) -> Iterator[Candidate]:
+        # Of a single token nothing would be left to look at.
+        has_two = np.array([rollout.num_sampled > 1 for rollout in self.ground.rollouts])
         for shift in (1, -1):
             title = f"log-probs are those of the token {'before' if shift > 0 else 'after'}"
             repair = Repair(f"log-probs {shift:+d}", partial(with_logprobs_of, shift=shift), "log-probs")
-            yield Candidate("logprob_shift", title, repairing(repair), self._all())
+            yield Candidate("logprob_shift", title, repairing(repair), has_two)
         zero = [rollout.sampled & (rollout.rollout_logprobs == 0) for rollout in self.ground.rollouts]
         has_R = np.array([tokens.any() for tokens in zero])
         share = sum(int(tokens.sum()) for tokens in zero) / max(1, int(self.ground.gaps.starts[-1]))

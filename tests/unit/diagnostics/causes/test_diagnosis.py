@@ -26,14 +26,17 @@ from planted_faults import (
     wrong_temperature,
 )
 
+from moerl.contract.fields import KeptSets
 from moerl.contract.trajectory import SamplingParams
 from moerl.diagnostics.causes.diagnosis import Diagnosis, diagnose
 from moerl.diagnostics.causes.gaps import Repair
-from moerl.diagnostics.causes.masks import shifted
+from moerl.diagnostics.causes.masks import containment, shifted, with_tokens
+from moerl.diagnostics.causes.values import with_logprobs_of
 from moerl.diagnostics.dump_report import verdict
-from moerl.diagnostics.dumps.rollout import DumpedRollout
+from moerl.diagnostics.dumps.rollout import DumpedRollout, turns_of
 from moerl.diagnostics.scoring import Question
 from moerl.errors import EngineError
+from moerl.rollout.loading import load_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 MISSING_BOS = [(Repair("prompt: with BOS", first_token_again), "prompts lack the BOS token")]
@@ -44,6 +47,21 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Ground:
     folder = tmp_path_factory.mktemp("models")
     now, old = write_moe(folder / "now"), write_moe(folder / "old", seed=7, drift_from=0, drift=0.2)
     return Ground.of(now, old, num_groups=4)
+
+
+def first_tokens(rollout: DumpedRollout, count: int) -> DumpedRollout:
+    assert rollout.kept is not None
+    assert rollout.expert_ids is not None
+    names = ("token_ids", "sampled", "rollout_logprobs", "temperatures", "top_ps", "policy_versions")
+    offsets = rollout.kept.offsets[: count + 1]
+    return replace(
+        rollout,
+        **{name: getattr(rollout, name)[:count] for name in names},
+        turns=turns_of(rollout.sampled[:count]),
+        expert_ids=rollout.expert_ids[: count - 1],
+        routed=None,
+        kept=KeptSets(offsets, rollout.kept.ids[: offsets[-1]]),
+    )
 
 
 def causes(diagnosis: Diagnosis) -> set[str]:
@@ -182,9 +200,11 @@ def test_a_temperature_at_the_edge_of_those_that_are_tried_is_no_answer(ground: 
 
 
 def test_a_model_whose_log_probs_are_not_numbers_is_an_error_and_never_in_order(ground: Ground, tmp_path: Path):
-    broken = scorer(write_moe(tmp_path / "broken"))
+    model = load_model(write_moe(tmp_path / "whole"), dtype=torch.bfloat16)
     with torch.no_grad():
-        broken._model.lm_head.weight[:] = torch.nan  # pyright: ignore[reportPrivateUsage]
+        model.lm_head.weight[:] = torch.nan
+    model.save_pretrained(tmp_path / "broken")
+    broken = scorer(tmp_path / "broken")
     with pytest.raises(EngineError, match="not finite"):
         diagnose(ground.clean, [broken], ground.finer)
 
@@ -204,6 +224,33 @@ def test_sets_that_are_late_in_some_rollouts_and_early_in_others_are_both_named(
     assert told.keys() == {"kept sets are 1 token too late", "kept sets are 1 token too early"}
     assert told["kept sets are 1 token too early"] <= {rollout.name for rollout in parts[1]}
     assert told["kept sets are 1 token too late"] <= {rollout.name for rollout in parts[-1]}
+
+
+def test_sets_that_hold_every_token_where_those_of_others_do_are_moved_like_them(ground: Ground):
+    moved = [shifted(rollout, -1) for rollout in ground.clean]
+    late = [rollout for rollout in moved if containment([rollout]).num_outside][:4]
+    names = {rollout.name for rollout in late}
+    # Rounding in one of them favours its own sets, with the tokens put into them.
+    (scored,) = ground.now.score([with_tokens(late[0])], Question())
+    logprobs = np.zeros(len(late[0]), np.float32)
+    logprobs[late[0].sampled] = scored.kept_TF[:, 0]
+    late[0] = replace(late[0], rollout_logprobs=logprobs)
+    assert containment(late[:1]).num_outside
+    found = ground.diagnose([*late, *(rollout for rollout in ground.clean if rollout.name not in names)])
+    (sets,) = [finding for finding in found.findings if finding.cause.startswith("mask")]
+    assert (sets.cause, set(sets.rollouts)) == ("mask_shift", names)
+
+
+def test_a_rollout_of_one_token_has_no_shift_of_its_log_probs(ground: Ground):
+    early = [with_logprobs_of(rollout, shift=1) for rollout in ground.clean[:4]]
+    early = [replace(each, rollout_logprobs=np.nan_to_num(each.rollout_logprobs, nan=-1.0)) for each in early]
+    last = int(np.flatnonzero(ground.clean[4].sampled)[0])
+    short = first_tokens(ground.clean[4], last + 1)
+    off = np.where(short.sampled, 3 * ground.diagnose(ground.clean).floor, 0.0).astype(np.float32)
+    short = replace(short, rollout_logprobs=short.rollout_logprobs - off)
+    found = ground.diagnose([*early, short, *ground.clean[5:]])
+    (moved,) = [finding for finding in found.findings if finding.cause == "logprob_shift"]
+    assert set(moved.rollouts) == {rollout.name for rollout in early}
 
 
 @pytest.mark.parametrize("share", [2, 1])
