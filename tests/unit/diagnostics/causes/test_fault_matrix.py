@@ -125,7 +125,8 @@ def test_two_faults_in_two_parts_of_the_rollouts_are_both_named(ground_of: Calla
         for name, part in ((one, one_part), (other, other_part)):
             told = {each for f in found.findings if f.cause in right(name) for each in f.rollouts}
             mine = {mixed[i].name for i in part}
-            assert len(told & mine) >= 0.6 * len(mine), (one, other, name, sorted(mine - told))
+            least = 1 if name in MAY_BE_SMALL else 0.6 * len(mine)
+            assert len(told & mine) >= least, (one, other, name, sorted(mine - told))
 
 
 SAMPLINGS = (
