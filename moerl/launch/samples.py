@@ -20,7 +20,7 @@ SHOWN_CHARACTERS = 2000
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of the command line."""
+    """Arguments of the command line."""
     made = Parser(prog="moerl samples", add_help=False)
     made.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     made.add_argument("--of", metavar="FILE", help="Parquet file in RUN_DIR; the newest by default")
@@ -93,7 +93,7 @@ def _rows(path: Path, source: str | None, by: str) -> list[dict[str, Any]]:
 
 
 def _set_of(row: dict[str, Any]) -> str:
-    """Of a table its column, of a dump the start of the prompt's id."""
+    """Problem of a response: a column of a table, or of a dump the start of the prompt's id."""
     return str(row.get("set") or str(row.get("prompt_id", "")).partition(":")[0])
 
 

@@ -26,7 +26,7 @@ _QUARANTINED, _SPEED = "quarantine/count", "throughput/tokens_per_second"
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What a run directory says. rows: of metrics.jsonl. ledger: None before the first step. steps: planned, 0 where
+    """Contents of a run directory. rows: of metrics.jsonl. ledger: None before the first step. steps: planned, 0 where
     not known. state: running, finished or stopped, for people."""
 
     rows: Sequence[Mapping[str, Any]]
@@ -37,7 +37,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Of the terminal: columns, and lines, None where the screen scrolls."""
+    """Size of the terminal: columns, and lines, None where the screen scrolls."""
 
     columns: int
     lines: int | None = None
@@ -198,7 +198,7 @@ def _mismatch_table(steps: Sequence[Mapping[str, Any]], size: Size) -> list[str]
 
 
 def _legend(steps: Sequence[Mapping[str, Any]], size: Size) -> list[str]:
-    """What the words of the table of steps mean."""
+    """Meaning of the words of the table of steps."""
     words = [f"{column.title}: {column.meaning}" for column in _shown_columns(steps[-SHOWN_ROWS:])]
     return ["", *_wrapped("; ".join(words), size, "")] if words else []
 

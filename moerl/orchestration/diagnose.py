@@ -163,7 +163,7 @@ def _all(dumps: Sequence[Dump]) -> Iterator[DumpedRollout]:
 def _fitting(
     rollouts: Iterator[DumpedRollout], vocab_size: int, positions: int, unusable: Unusable
 ) -> Iterator[DumpedRollout]:
-    """Those that the model can take."""
+    """Yields the rollouts that the model can take."""
     for rollout in rollouts:
         if len(rollout) - 1 > positions:
             unusable.add("longer than the model's positions", f"{rollout.name}: {len(rollout)} tokens of {positions}")

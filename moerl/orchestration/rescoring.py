@@ -103,7 +103,7 @@ class TransformersScorer:
 
     @torch.inference_mode()
     def score(self, rollouts: Sequence[DumpedRollout], question: Question) -> list[Scored]:
-        """As `Scorer`.
+        """Scores as `Scorer` says.
 
         Raises:
             EngineError: the model's routers are unknown, or a layer did not use the experts that it was told.

@@ -31,12 +31,12 @@ _MAX_PICKLE_BYTES = 2 << 30
 def open_any_dumps(
     paths: Sequence[Path], *, moe_layers: Sequence[int] | None = None, experts_per_token: int | None = None
 ) -> list[Dump]:
-    """As `moerl.diagnostics.dumps.opening.open_dumps`, files of torch.save included."""
+    """Opens as `moerl.diagnostics.dumps.opening.open_dumps`, files of torch.save included."""
     return open_dumps(paths, moe_layers=moe_layers, experts_per_token=experts_per_token, load=load_torch)
 
 
 def load_torch(file: Path) -> Any:
-    """What torch.save wrote, with tensors of samples as arrays.
+    """Reads a file of torch.save, with tensors of samples as arrays.
 
     Raises:
         ConfigError: the file is damaged or compressed, or holds anything but data.
@@ -76,7 +76,7 @@ def _only(allowed: Sequence[Any]) -> Iterator[None]:
 
 
 def _allowed() -> list[Any]:
-    """What rebuilds numeric arrays and scalars of numpy, under its old name too."""
+    """Functions that rebuild numeric arrays and scalars of numpy, under its old name too."""
     rebuild = (np._core.multiarray._reconstruct, np._core.multiarray.scalar)  # pyright: ignore
     names = [(each, f"numpy.{core}.multiarray.{each.__name__}") for each in rebuild for core in ("core", "_core")]
     return [*names, np.ndarray, np.dtype, *{type(np.dtype(code)) for code in _NUMERIC}]

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moerl.errors import EngineError
+
 
 @contextlib.contextmanager
 def lent_weights(model: Any, *, dtype: torch.dtype, device: torch.device) -> Iterator[None]:
@@ -32,14 +34,24 @@ def lent_weights(model: Any, *, dtype: torch.dtype, device: torch.device) -> Ite
 
 def parts_of(model: Any) -> list[nn.Module]:
     """Returns the modules that run one after the other and hold all parameters between them, each once but for tied
-    ones."""
+    ones.
+
+    Raises:
+        EngineError: a parameter is in none of them; it would compute in its own dtype.
+    """
     parts: list[nn.Module] = []
     for child in model.base_model.children():
         parts += list(child) if isinstance(child, nn.ModuleList) else [child]
     parts.append(model.get_output_embeddings())
     held = {id(parameter) for part in parts for parameter in part.parameters()}
     left = [name for name, parameter in model.named_parameters() if id(parameter) not in held]
-    assert not left, f"in none of the parts: {', '.join(left)}"
+    if left:
+        raise EngineError(
+            "weights of a model outside of its layers, embedding, norm and head",
+            seen=", ".join(left[:3]),
+            expected="parameters in these alone",
+            remedy="score in the dtype of the model's weights, or report the model's name",
+        )
     return parts
 
 

@@ -192,7 +192,7 @@ def _mask_shifts(ground: Ground, shifts: Sequence[int], outside_R: NDArray[np.bo
 
 
 def _holds(rollouts: Sequence[DumpedRollout], shift: int) -> NDArray[np.bool_]:
-    """Where all sets that were moved hold their tokens."""
+    """Tells the rollouts whose moved sets all hold their tokens, bool [rollouts]."""
     return np.array([not containment([shifted(rollout, shift)]).num_outside for rollout in rollouts])
 
 

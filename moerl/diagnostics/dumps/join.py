@@ -42,7 +42,7 @@ def joined(dumps: Sequence[Dump]) -> list[Dump]:
 
 @dataclass(slots=True)
 class _Known:
-    """What train data say, by the tokens of a rollout, and how many rollouts they belonged to."""
+    """Rows of train data, by the tokens of a rollout, and how many rollouts they belonged to."""
 
     by_tokens: defaultdict[bytes, list[DumpedRollout]] = field(default_factory=lambda: defaultdict(list))
     steps: set[int] = field(default_factory=set)

@@ -29,7 +29,7 @@ class Definition:
 
     @property
     def says(self) -> str:
-        """What it means, in a line."""
+        """Returns the meaning, in a line."""
         return self.meaning or METRICS[self.metric].meaning
 
 

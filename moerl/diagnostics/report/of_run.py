@@ -31,7 +31,7 @@ EVALUATED = {"accuracy/mean": "evaluation/accuracy/mean", "reward/mean": "evalua
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What a page says of a run besides its rows. facts: name and value, above those from the rows. samples,
+    """Parts of a page of a run besides its rows. facts: name and value, above those from the rows. samples,
     samples_from: as of a `Report`."""
 
     title: str

@@ -27,7 +27,7 @@ RECENT = 5
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """What a run was told; None where it is not known.
+    """Settings of a run; None where it is not known.
 
     routing: `keep_routing.mode`. masks: `keep_sampling_mask.enabled`. precision: the coarser dtype of sampler and
     trainer. max_age: the bound on the age of a token, versions. quarantined: records by reason.
@@ -42,7 +42,7 @@ class RunSettings:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What findings are made from. rows: of the stage rl, by step. gap: decomposition with nothing kept, if there is a
+    """Sources of findings. rows: of the stage rl, by step. gap: decomposition with nothing kept, if there is a
     mismatch table; trained: mean |d| as trained by step, [steps]; trained_at_table: that of the table's step."""
 
     rows: Sequence[Row]
@@ -52,7 +52,7 @@ class Seen:
     trained_at_table: float | None = None
 
     def values(self, metric: str) -> list[float]:
-        """Of all steps that have it."""
+        """Values of all steps that have it."""
         return [row[metric] for row in self.rows if metric in row]
 
     def part(self, cause: str) -> float:
@@ -91,7 +91,7 @@ def _finding(
 
 
 def routing(seen: Seen) -> Finding | None:
-    """Whether the recorded experts were enforced, and proved."""
+    """Tells whether the recorded experts were enforced, and proved."""
     verified, unproved = sum(seen.values("replay/rows_verified")), sum(seen.values("replay/updates_unproved"))
     if not seen.values("replay/rows_verified"):
         return None
@@ -125,7 +125,7 @@ def _agreement(seen: Seen) -> list[Evidence]:
 
 
 def masks(seen: Seen) -> Finding | None:
-    """Whether tokens were scored inside of the sets that they were drawn from."""
+    """Tells whether tokens were scored inside of the sets that they were drawn from."""
     sizes, part = seen.values("kept/size_mean"), seen.part("masks")
     if not sizes:
         return None
@@ -223,7 +223,7 @@ def rising(seen: Seen) -> Finding | None:
 
 
 def _companions(seen: Seen) -> list[Evidence]:
-    """What else changed meanwhile."""
+    """Other metrics that changed meanwhile."""
     found: list[Evidence] = []
     for metric in ("policy/entropy", "mismatch/tokens_with_different_experts", "mismatch/both/logprob_abs_mean"):
         values = seen.values(metric)

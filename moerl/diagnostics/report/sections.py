@@ -178,7 +178,7 @@ def scorers(report: Report) -> Section | None:
 
 
 def figure_title(key: str) -> str:
-    """What a figure of a scorer is called, by its name without prefix."""
+    """Title of a figure of a scorer, by its name without prefix."""
     if key == "trainer_distance":
         return "Trainer less this scorer, mean"
     known = definition_of(f"mismatch/{key}")
@@ -232,7 +232,7 @@ def margins(report: Report) -> Section | None:
 
 
 def swaps(report: Report) -> Section | None:
-    """Which experts replace one another."""
+    """Experts that replace one another."""
     if not report.swaps:
         return None
     shown = sorted(report.swaps, key=lambda each: each.count, reverse=True)[:MAX_SWAPS]
@@ -294,7 +294,7 @@ def definitions() -> Section:
 
 
 def notes(report: Report) -> Section | None:
-    """What limits the numbers."""
+    """Limits of the numbers."""
     if not report.notes:
         return None
     return Section("notes", "Notes", "<ul>" + "".join(f"<li>{escaped(each)}</li>" for each in report.notes) + "</ul>")

@@ -123,7 +123,7 @@ def spread(runs: Sequence[SweptRun], metric: str) -> Spread | None:
 
 
 def verdict_of(settings: Sequence[Setting], runs: Sequence[SweptRun]) -> Verdict:
-    """Which setting has the highest final reward, and whether its range lies above those of the others."""
+    """Names the setting with the highest final reward, and whether its range lies above those of the others."""
     open_runs = [run for run in runs if run.state != "finished"]
     failed = [run.name for run in open_runs if run.state == "failed"]
     rewards = sorted(

@@ -90,5 +90,5 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "",
 
 
 def folded(summary: str, body: str) -> str:
-    """What opens on a click."""
+    """A part that opens on a click."""
     return f"<details><summary>{summary}</summary>{body}</details>"
