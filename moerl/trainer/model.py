@@ -103,11 +103,13 @@ class PolicyModel:
     def _chunk(self, virtual_stage: int) -> nn.Module:
         layout = self.layout
         last = layout.dims.virtual_pipeline - 1
-        return self.config.provide(
+        chunk: nn.Module = self.config.provide(
             pre_process=layout.pipeline_rank == 0 and virtual_stage == 0,
             post_process=layout.is_last_stage and virtual_stage == last,
             vp_stage=virtual_stage if layout.dims.virtual_pipeline > 1 else None,
         )
+        # Megatron makes the weights of routers, for one, on the host and expects its caller to move the model.
+        return chunk.to(platform.device())
 
     @property
     def vocab_size(self) -> int:
