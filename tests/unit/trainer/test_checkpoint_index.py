@@ -17,6 +17,10 @@ def shard(name: str, offsets: tuple[int, ...], sizes: tuple[int, ...], *, dtype:
     return Shard(name, Box(offsets, sizes, (4, 6), dtype), f"__{offsets[0]}_0.distcp", 100, 24)
 
 
+def scalar(name: str) -> Shard:
+    return Shard(name, Box((), (), (), "float32"), "__0_0.distcp", 0, 4)
+
+
 WHOLE = [shard("w", (0, 0), (3, 6)), shard("w", (3, 0), (1, 6)), Shard("common", None, "__0_0.distcp", 0, 100)]
 
 
@@ -35,12 +39,38 @@ def test_the_index_says_where_each_shard_lies(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "shards",
+    [
+        [
+            shard("w", (0, 0), (1, 6)),
+            shard("w", (1, 0), (3, 2)),
+            shard("w", (1, 2), (2, 4)),
+            shard("w", (3, 2), (1, 4)),
+        ],
+        [shard("w", (row, column), (2, 3)) for row in (0, 2) for column in (0, 3)],
+        [*WHOLE[:2], shard("w", (0, 0), (0, 6))],
+        [scalar("x")],
+        [Shard("nothing", Box((0, 0), (0, 6), (0, 6), "float32"), "__0_0.distcp", 0, 0)],
+    ],
+)
+def test_shards_that_cover_a_tensor_in_any_way_are_taken(shards: list[Shard], tmp_path: Path) -> None:
+    write_index(shards, tmp_path)
+    assert list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
     ("shards", "seen"),
     [
         (WHOLE[:1], "18 of 24 elements"),
         ([*WHOLE, WHOLE[2]], "written twice"),
-        ([*WHOLE, WHOLE[1]], "overlapping chunks"),
-        ([shard("w", (0, 0), (5, 6))], "out of bounds"),
+        ([*WHOLE, WHOLE[1]], r"overlapping shards, one of them \(1, 6\) at \(3, 0\), of \(4, 6\)"),
+        # As many elements as the tensor has.
+        ([shard("w", (0, 0), (4, 3)), shard("w", (0, 2), (4, 3))], "overlapping shards"),
+        ([shard("w", (0, 0), (2, 6)), shard("w", (1, 5), (2, 1)), shard("w", (3, 0), (1, 6))], "overlapping shards"),
+        ([shard("w", (0, 0), (2, 3)), shard("w", (2, 3), (2, 3))], "12 of 24 elements"),
+        ([shard("w", (0, 0), (5, 6))], r"a shard out of bounds: \(5, 6\) at \(0, 0\)"),
+        ([shard("w", (-1, 0), (4, 6))], "out of bounds"),
+        ([scalar("x"), scalar("x")], "overlapping shards"),
         ([WHOLE[0], shard("w", (3, 0), (1, 6), dtype="float32")], "on one rank and not on another"),
     ],
 )
