@@ -40,9 +40,9 @@ def choice_statistics(scores_tE: Tensor, own_tK: Tensor, recorded_tK: Tensor, co
         [
             counted_t.sum().double(),
             flips_t.sum().double(),
-            jaccard_t.double()[counted_t].sum(),
-            margin_t[flips_t].sum(),
-            margin_t[stays_t].sum(),
+            torch.where(counted_t, jaccard_t.double(), 0.0).sum(),
+            torch.where(flips_t, margin_t, 0.0).sum(),
+            torch.where(stays_t, margin_t, 0.0).sum(),
         ]
     )
 

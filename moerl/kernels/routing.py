@@ -1,0 +1,111 @@
+"""Sums over routing maps: salted checksums, tokens of each expert, and the router's own choice beside the recorded one.
+
+Runs in trainer processes, once per router call, and never waits for the device: results are added to tensors that stay
+there. On a GPU each function is one kernel (`moerl.kernels.routing_triton`). Integer sums are the same digits on every
+device and in every order. Shape legend: T = routing rows of a rank, E experts, K experts per token, C = columns of the
+caller's partial sums.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moerl.algorithms.agreement import STATISTICS, choice_statistics, differs
+from moerl.contract.routing import EXPERT_PRIME, LAYER_PRIME, MIX_1, MIX_2
+
+
+def signed(value: int) -> int:
+    """A uint64 constant as the int64 with the same bits: torch has no uint64 arithmetic, int64 wraps alike."""
+    value %= 1 << 64
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """Logical right shift of int64."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def mix(x: Tensor) -> Tensor:
+    """The splitmix64 finaliser on int64 bit patterns."""
+    x = (x ^ _shift_right(x, 30)) * signed(MIX_1)
+    x = (x ^ _shift_right(x, 27)) * signed(MIX_2)
+    return x ^ _shift_right(x, 31)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RoutedRows:
+    """The rows that a routing map is about. keys_T: int64, their salts. counted_T: bool, rows that a checksum speaks
+    of. real_T: bool, rows that are no padding."""
+
+    keys_T: Tensor
+    counted_T: Tensor
+    real_T: Tensor
+
+
+def add_map_sums(routing_map_TE: Tensor, rows: RoutedRows, moe_layer: int, checksum: Tensor, load_E: Tensor) -> None:
+    """Adds one layer's checksum over the counted rows, and the real rows that each expert gets.
+
+    Args:
+        routing_map_TE: bool, as the dispatcher receives it. moe_layer: index among the model's MoE layers, from 0.
+        checksum: int64 scalar. load_E: int64.
+    """
+    if routing_map_TE.is_cuda:
+        from moerl.kernels import routing_triton
+
+        return routing_triton.add_map_sums(routing_map_TE, rows, moe_layer, checksum, load_E)
+    load_E += (routing_map_TE & rows.real_T[:, None]).sum(0)
+    checksum += _terms(routing_map_TE & rows.counted_T[:, None], rows.keys_T, moe_layer)[1].sum()
+
+
+def row_checksums(routing_map_TE: Tensor, keys_T: Tensor, moe_layer: int) -> Tensor:
+    """Returns the share of every row in the checksum of its layer: int64 [T]."""
+    if routing_map_TE.is_cuda:
+        from moerl.kernels import routing_triton
+
+        return routing_triton.row_checksums(routing_map_TE, keys_T, moe_layer)
+    rows, terms = _terms(routing_map_TE, keys_T, moe_layer)
+    return torch.zeros_like(keys_T).index_add_(0, rows, terms)
+
+
+def _terms(routing_map_TE: Tensor, keys_T: Tensor, moe_layer: int) -> tuple[Tensor, Tensor]:
+    """Per routed pair its row, and what it adds to the checksum."""
+    rows, experts = routing_map_TE.nonzero(as_tuple=True)
+    slots = (experts + (moe_layer * LAYER_PRIME + 1)) * signed(EXPERT_PRIME)
+    return rows, mix(keys_T[rows] + slots)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Choices:
+    """What a router call chose from scores_TE, and what it was to choose: own_TK, recorded_TK, int64 ids.
+
+    routed_T: bool, rows with a recorded choice. counted_T: bool, those that statistics are of.
+    """
+
+    scores_TE: Tensor
+    own_TK: Tensor
+    recorded_TK: Tensor
+    routed_T: Tensor
+    counted_T: Tensor
+
+
+def partial_statistics(num_layers: int, device: torch.device) -> Tensor:
+    """Zeros that `add_choices` adds to, float64 [layers, C, statistics]; the sum over C is what they stand for."""
+    columns = 1
+    if device.type == "cuda":
+        from moerl.kernels.routing_triton import PROGRAMS as columns
+    return torch.zeros(num_layers, columns, len(STATISTICS), dtype=torch.float64, device=device)
+
+
+def add_choices(choices: Choices, differing_T: Tensor, statistics_CS: Tensor) -> None:
+    """Adds 1 to `differing_T` (int32) for each routed row whose two choices are not the same set of experts, and
+    `choice_statistics` of the counted rows to a layer of `partial_statistics`."""
+    if choices.scores_TE.is_cuda:
+        from moerl.kernels import routing_triton
+
+        return routing_triton.add_choices(choices, differing_T, statistics_CS)
+    own_TK, recorded_TK = choices.own_TK, choices.recorded_TK
+    differing_T += differs(own_TK, recorded_TK, choices.scores_TE.shape[1]) & choices.routed_T
+    statistics_CS[0] += choice_statistics(choices.scores_TE, own_TK, recorded_TK, choices.counted_T)

@@ -1,0 +1,170 @@
+"""Sums over routing maps as Triton kernels, one for each router call. Runs in trainer processes on GPUs.
+
+Sums of integers are added with atomics, which give the same digits in every order. Statistics are not integers: a fixed
+number of programs walks over the rows, each with sums of its own. Shape legend: `moerl/kernels/routing.py`.
+"""
+
+# Triton infers the types of what a kernel takes.
+# pyright: reportMissingParameterType=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moerl.contract.routing import EXPERT_PRIME, LAYER_PRIME, MIX_1, MIX_2
+from moerl.kernels.routing import Choices, RoutedRows
+
+PROGRAMS = 64
+"""Programs that share the rows of a comparison, and partial sums of each statistic."""
+BLOCK_ELEMENTS = 4096
+"""Elements of a routing map that a program holds at a time."""
+
+_MIX_1 = tl.constexpr(MIX_1)
+_MIX_2 = tl.constexpr(MIX_2)
+_EXPERT_PRIME = tl.constexpr(EXPERT_PRIME)
+
+
+@triton.jit
+def _terms(routed, keys, layer_term, experts):
+    """What each routed pair adds to a checksum, uint64; 0 for the others."""
+    slots = (experts.to(tl.uint64) + layer_term.to(tl.uint64)) * _EXPERT_PRIME
+    x = keys.to(tl.uint64, bitcast=True)[:, None] + slots[None, :]
+    x = (x ^ (x >> 30)) * _MIX_1
+    x = (x ^ (x >> 27)) * _MIX_2
+    return tl.where(routed, x ^ (x >> 31), 0)
+
+
+@triton.jit
+def _routed(map_ptr, rows, inside, experts, num_experts):
+    """bool [rows, experts]: a block of the routing map."""
+    at = rows.to(tl.int64)[:, None] * num_experts + experts[None, :]
+    return tl.load(map_ptr + at, mask=inside[:, None] & (experts < num_experts)[None, :], other=0) != 0
+
+
+@triton.jit(do_not_specialize=["num_rows", "layer_term"])
+def _map_sums_kernel(
+    map_ptr, keys_ptr, counted_ptr, real_ptr, checksum_ptr, load_ptr, num_rows, num_experts, layer_term,
+    ROWS: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    experts = tl.arange(0, EXPERTS)
+    inside = rows < num_rows
+    routed = _routed(map_ptr, rows, inside, experts, num_experts)
+    counted = tl.load(counted_ptr + rows, mask=inside, other=0) != 0
+    terms = _terms(routed & counted[:, None], tl.load(keys_ptr + rows, mask=inside, other=0), layer_term, experts)
+    tl.atomic_add(checksum_ptr, tl.sum(tl.sum(terms, axis=1), axis=0).to(tl.int64, bitcast=True))
+    real = tl.load(real_ptr + rows, mask=inside, other=0) != 0
+    tl.atomic_add(
+        load_ptr + experts, tl.sum((routed & real[:, None]).to(tl.int64), axis=0), mask=experts < num_experts
+    )
+
+
+@triton.jit(do_not_specialize=["num_rows", "layer_term"])
+def _row_checksums_kernel(
+    map_ptr, keys_ptr, out_ptr, num_rows, num_experts, layer_term, ROWS: tl.constexpr, EXPERTS: tl.constexpr
+):
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    experts = tl.arange(0, EXPERTS)
+    inside = rows < num_rows
+    routed = _routed(map_ptr, rows, inside, experts, num_experts)
+    terms = _terms(routed, tl.load(keys_ptr + rows, mask=inside, other=0), layer_term, experts)
+    tl.store(out_ptr + rows, tl.sum(terms, axis=1).to(tl.int64, bitcast=True), mask=inside)
+
+
+@triton.jit
+def _chosen(ids_ptr, rows, inside, experts, NUM_CHOSEN: tl.constexpr):
+    """bool [rows, experts]: which experts the ids of each row name."""
+    chosen = (experts[None, :] < 0) & (rows[:, None] < 0)
+    for slot in range(NUM_CHOSEN):
+        ids = tl.load(ids_ptr + rows.to(tl.int64) * NUM_CHOSEN + slot, mask=inside, other=-1)
+        chosen |= experts[None, :] == ids[:, None]
+    return chosen
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _choices_kernel(
+    scores_ptr, own_ptr, recorded_ptr, routed_ptr, counted_ptr, differing_ptr, statistics_ptr, num_rows, num_experts,
+    NUM_CHOSEN: tl.constexpr, ROWS: tl.constexpr, EXPERTS: tl.constexpr, LEAVES_SOME_OUT: tl.constexpr,
+):  # fmt: skip
+    """Programs take blocks of rows in turns. A recorded row names distinct experts if it is routed."""
+    experts = tl.arange(0, EXPERTS)
+    counted_sum = tl.zeros((ROWS,), dtype=tl.float64)
+    flips_sum, jaccard_sum, at_flips_sum, elsewhere_sum = counted_sum, counted_sum, counted_sum, counted_sum
+    for start in range(tl.program_id(0) * ROWS, num_rows, tl.num_programs(0) * ROWS):
+        rows = start + tl.arange(0, ROWS)
+        inside = rows < num_rows
+        own = _chosen(own_ptr, rows, inside, experts, NUM_CHOSEN)
+        recorded = _chosen(recorded_ptr, rows, inside, experts, NUM_CHOSEN)
+        shared = tl.sum((own & recorded).to(tl.int32), axis=1)
+        routed = tl.load(routed_ptr + rows, mask=inside, other=0) != 0
+        counted = tl.load(counted_ptr + rows, mask=inside, other=0) != 0
+        differing = tl.load(differing_ptr + rows, mask=inside, other=0)
+        tl.store(differing_ptr + rows, differing + ((shared < NUM_CHOSEN) & routed).to(tl.int32), mask=inside)
+        margin = tl.zeros((ROWS,), dtype=tl.float64)
+        if LEAVES_SOME_OUT:
+            at = rows.to(tl.int64)[:, None] * num_experts + experts[None, :]
+            exists = inside[:, None] & (experts < num_experts)[None, :]
+            scores = tl.load(scores_ptr + at, mask=exists, other=0.0)
+            last_in = tl.min(tl.where(own, scores, float("inf")), axis=1)
+            best_out = tl.max(tl.where(own | ~exists, float("-inf"), scores), axis=1)
+            margin = (last_in - best_out).to(tl.float64)
+        flips = counted & (shared < NUM_CHOSEN)
+        jaccard = tl.div_rn(shared.to(tl.float32), (2 * NUM_CHOSEN - shared).to(tl.float32))
+        counted_sum += counted.to(tl.float64)
+        flips_sum += flips.to(tl.float64)
+        jaccard_sum += tl.where(counted, jaccard.to(tl.float64), 0.0)
+        at_flips_sum += tl.where(flips, margin, 0.0)
+        elsewhere_sum += tl.where(counted & ~flips, margin, 0.0)
+    out = statistics_ptr + tl.program_id(0) * 5
+    tl.store(out, tl.load(out) + tl.sum(counted_sum, axis=0))
+    tl.store(out + 1, tl.load(out + 1) + tl.sum(flips_sum, axis=0))
+    tl.store(out + 2, tl.load(out + 2) + tl.sum(jaccard_sum, axis=0))
+    tl.store(out + 3, tl.load(out + 3) + tl.sum(at_flips_sum, axis=0))
+    tl.store(out + 4, tl.load(out + 4) + tl.sum(elsewhere_sum, axis=0))
+
+
+def add_map_sums(routing_map_TE: Tensor, rows: RoutedRows, moe_layer: int, checksum: Tensor, load_E: Tensor) -> None:
+    """Computes `moerl.kernels.routing.add_map_sums` in one launch."""
+    num_rows, num_experts = routing_map_TE.shape
+    shape = _block(num_experts)
+    _map_sums_kernel[(triton.cdiv(num_rows, shape["ROWS"]),)](
+        _bytes(routing_map_TE), rows.keys_T, _bytes(rows.counted_T), _bytes(rows.real_T), checksum, load_E,
+        num_rows, num_experts, _layer_term(moe_layer), **shape,
+    )  # fmt: skip
+
+
+def row_checksums(routing_map_TE: Tensor, keys_T: Tensor, moe_layer: int) -> Tensor:
+    """Computes `moerl.kernels.routing.row_checksums` in one launch."""
+    num_rows, num_experts = routing_map_TE.shape
+    shape, out_T = _block(num_experts), torch.empty_like(keys_T)
+    _row_checksums_kernel[(triton.cdiv(num_rows, shape["ROWS"]),)](
+        _bytes(routing_map_TE), keys_T, out_T, num_rows, num_experts, _layer_term(moe_layer), **shape
+    )
+    return out_T
+
+
+def add_choices(choices: Choices, differing_T: Tensor, statistics_CS: Tensor) -> None:
+    """Computes `moerl.kernels.routing.add_choices` in one launch."""
+    num_rows, num_experts = choices.scores_TE.shape
+    num_chosen = choices.own_TK.shape[1]
+    _choices_kernel[(PROGRAMS,)](
+        choices.scores_TE.contiguous(), choices.own_TK.contiguous(), choices.recorded_TK.contiguous(),
+        _bytes(choices.routed_T), _bytes(choices.counted_T), differing_T, statistics_CS, num_rows, num_experts,
+        NUM_CHOSEN=num_chosen, LEAVES_SOME_OUT=num_chosen < num_experts, **_block(num_experts),
+    )  # fmt: skip
+
+
+def _bytes(flags: Tensor) -> Tensor:
+    return flags.contiguous().view(torch.uint8)
+
+
+def _layer_term(moe_layer: int) -> int:
+    return moe_layer * LAYER_PRIME + 1
+
+
+def _block(num_experts: int) -> dict[str, int]:
+    columns = triton.next_power_of_2(num_experts)
+    return {"ROWS": max(1, BLOCK_ELEMENTS // columns), "EXPERTS": columns}

@@ -1,0 +1,60 @@
+"""The Triton kernels of routing maps: their tests with Triton's interpreter, and a compilation for a GPU."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+COMPILE = """
+import re
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from moerl.kernels import routing_triton
+
+def build(kernel, pointers, **constants):
+    names = kernel.arg_names
+    signature = {name: pointers.get(name, "i32") for name in names} | {name: "constexpr" for name in constants}
+    places = {(names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=places)
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    return set(re.findall(r"\\b(?:atom|red)\\.[a-z0-9_.]+", ptx))
+
+longs = {name: "*i64" for name in ("keys_ptr", "checksum_ptr", "load_ptr", "out_ptr", "own_ptr", "recorded_ptr")}
+flags = {name: "*u8" for name in ("map_ptr", "counted_ptr", "real_ptr", "routed_ptr")}
+for experts in (8, 128, 512):
+    fixed = {"ROWS": 4096 // experts, "EXPERTS": experts}
+    atomics = build(routing_triton._map_sums_kernel, longs | flags, **fixed)
+    assert atomics and all(name.endswith("add.u64") for name in atomics), atomics
+    assert not build(routing_triton._row_checksums_kernel, longs | flags, **fixed)
+    for scores in ("*fp32", "*bf16"):
+        pointers = longs | flags | {"scores_ptr": scores, "differing_ptr": "*i32", "statistics_ptr": "*fp64"}
+        fixed |= {"NUM_CHOSEN": 8, "LEAVES_SOME_OUT": experts > 8}
+        assert not build(routing_triton._choices_kernel, pointers, **fixed)
+"""
+
+
+def run(arguments: list[str], cache: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join(sys.path), **env}
+    return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False)
+
+
+def test_the_interpreted_kernels_pass_the_tests_of_the_torch_ones(tmp_path: Path) -> None:
+    tests = str(Path(__file__).with_name("test_routing.py"))
+    done = run(["-m", "pytest", "-p", "no:xdist", tests], tmp_path, TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed is not None
+    assert int(passed[1]) > 20
+
+
+def test_the_kernels_compile_for_a_gpu_and_add_nothing_but_integers_with_atomics(tmp_path: Path) -> None:
+    done = run(["-c", COMPILE], tmp_path)
+    assert done.returncode == 0, done.stderr[-4000:]
