@@ -43,10 +43,11 @@ class Sequences:
 
     def spread(self, values_T: Tensor) -> Tensor:
         """`sum` without a gradient. It is its own transpose: the gradient of `sum` is this of the gradient."""
-        totals_N = torch.segment_reduce(values_T.double(), "sum", lengths=self.num_rows_N, initial=0.0)
+        totals_N = torch.segment_reduce(values_T.double(), "sum", lengths=self.num_rows_N, initial=0.0, unsafe=True)
         if self.add_parts is not None:
             self.add_parts(totals_N)
-        return totals_N.repeat_interleave(self.num_rows_N).to(values_T.dtype)
+        # Told how many rows there are, and not to look at their numbers: a device is not waited for.
+        return totals_N.repeat_interleave(self.num_rows_N, output_size=len(values_T)).to(values_T.dtype)
 
 
 class _Sum(torch.autograd.Function):

@@ -45,8 +45,10 @@ class RoutedRows:
     real_T: Tensor
 
 
-def add_map_sums(routing_map_TE: Tensor, rows: RoutedRows, moe_layer: int, checksum: Tensor, load_E: Tensor) -> None:
-    """Adds one layer's checksum over the counted rows, and the real rows that each expert gets.
+def add_map_sums(
+    routing_map_TE: Tensor, rows: RoutedRows, moe_layer: int, checksum: Tensor | None, load_E: Tensor | None
+) -> None:
+    """Adds one layer's checksum over the counted rows, and the real rows that each expert gets, to what is given.
 
     Args:
         routing_map_TE: bool, as the dispatcher receives it. moe_layer: index among the model's MoE layers, from 0.
@@ -56,8 +58,10 @@ def add_map_sums(routing_map_TE: Tensor, rows: RoutedRows, moe_layer: int, check
         from moerl.kernels import routing_triton
 
         return routing_triton.add_map_sums(routing_map_TE, rows, moe_layer, checksum, load_E)
-    load_E += (routing_map_TE & rows.real_T[:, None]).sum(0)
-    checksum += _terms(routing_map_TE & rows.counted_T[:, None], rows.keys_T, moe_layer)[1].sum()
+    if load_E is not None:
+        load_E += (routing_map_TE & rows.real_T[:, None]).sum(0)
+    if checksum is not None:
+        checksum += _terms(routing_map_TE & rows.counted_T[:, None], rows.keys_T, moe_layer)[1].sum()
 
 
 def row_checksums(routing_map_TE: Tensor, keys_T: Tensor, moe_layer: int) -> Tensor:
@@ -93,10 +97,11 @@ class Choices:
 
 def partial_statistics(num_layers: int, device: torch.device) -> Tensor:
     """Zeros that `add_choices` adds to, float64 [layers, C, statistics]; the sum over C is what they stand for."""
-    columns = 1
     if device.type == "cuda":
-        from moerl.kernels.routing_triton import PROGRAMS as columns
-    return torch.zeros(num_layers, columns, len(STATISTICS), dtype=torch.float64, device=device)
+        from moerl.kernels import routing_triton
+
+        return routing_triton.partial_statistics(num_layers, device)
+    return torch.zeros(num_layers, 1, len(STATISTICS), dtype=torch.float64, device=device)
 
 
 def add_choices(choices: Choices, differing_T: Tensor, statistics_CS: Tensor) -> None:

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moerl.algorithms.agreement import STATISTICS
 from moerl.contract.routing import EXPERT_PRIME, LAYER_PRIME, MIX_1, MIX_2
 from moerl.kernels.routing import Choices, RoutedRows
 
@@ -47,19 +48,20 @@ def _routed(map_ptr, rows, inside, experts, num_experts):
 @triton.jit(do_not_specialize=["num_rows", "layer_term"])
 def _map_sums_kernel(
     map_ptr, keys_ptr, counted_ptr, real_ptr, checksum_ptr, load_ptr, num_rows, num_experts, layer_term,
-    ROWS: tl.constexpr, EXPERTS: tl.constexpr,
+    ROWS: tl.constexpr, EXPERTS: tl.constexpr, WITH_CHECKSUM: tl.constexpr, WITH_LOAD: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     experts = tl.arange(0, EXPERTS)
     inside = rows < num_rows
     routed = _routed(map_ptr, rows, inside, experts, num_experts)
-    counted = tl.load(counted_ptr + rows, mask=inside, other=0) != 0
-    terms = _terms(routed & counted[:, None], tl.load(keys_ptr + rows, mask=inside, other=0), layer_term, experts)
-    tl.atomic_add(checksum_ptr, tl.sum(tl.sum(terms, axis=1), axis=0).to(tl.int64, bitcast=True))
-    real = tl.load(real_ptr + rows, mask=inside, other=0) != 0
-    tl.atomic_add(
-        load_ptr + experts, tl.sum((routed & real[:, None]).to(tl.int64), axis=0), mask=experts < num_experts
-    )
+    if WITH_CHECKSUM:
+        counted = tl.load(counted_ptr + rows, mask=inside, other=0) != 0
+        terms = _terms(routed & counted[:, None], tl.load(keys_ptr + rows, mask=inside, other=0), layer_term, experts)
+        tl.atomic_add(checksum_ptr, tl.sum(tl.sum(terms, axis=1), axis=0).to(tl.int64, bitcast=True))
+    if WITH_LOAD:
+        real = tl.load(real_ptr + rows, mask=inside, other=0) != 0
+        load = tl.sum((routed & real[:, None]).to(tl.int64), axis=0)
+        tl.atomic_add(load_ptr + experts, load, mask=experts < num_experts)
 
 
 @triton.jit(do_not_specialize=["num_rows", "layer_term"])
@@ -88,6 +90,7 @@ def _chosen(ids_ptr, rows, inside, experts, NUM_CHOSEN: tl.constexpr):
 def _choices_kernel(
     scores_ptr, own_ptr, recorded_ptr, routed_ptr, counted_ptr, differing_ptr, statistics_ptr, num_rows, num_experts,
     NUM_CHOSEN: tl.constexpr, ROWS: tl.constexpr, EXPERTS: tl.constexpr, LEAVES_SOME_OUT: tl.constexpr,
+    NUM_STATISTICS: tl.constexpr,
 ):  # fmt: skip
     """Programs take blocks of rows in turns. A recorded row names distinct experts if it is routed."""
     experts = tl.arange(0, EXPERTS)
@@ -118,7 +121,7 @@ def _choices_kernel(
         jaccard_sum += tl.where(counted, jaccard.to(tl.float64), 0.0)
         at_flips_sum += tl.where(flips, margin, 0.0)
         elsewhere_sum += tl.where(counted & ~flips, margin, 0.0)
-    out = statistics_ptr + tl.program_id(0) * 5
+    out = statistics_ptr + tl.program_id(0) * NUM_STATISTICS
     tl.store(out, tl.load(out) + tl.sum(counted_sum, axis=0))
     tl.store(out + 1, tl.load(out + 1) + tl.sum(flips_sum, axis=0))
     tl.store(out + 2, tl.load(out + 2) + tl.sum(jaccard_sum, axis=0))
@@ -126,13 +129,22 @@ def _choices_kernel(
     tl.store(out + 4, tl.load(out + 4) + tl.sum(elsewhere_sum, axis=0))
 
 
-def add_map_sums(routing_map_TE: Tensor, rows: RoutedRows, moe_layer: int, checksum: Tensor, load_E: Tensor) -> None:
+def partial_statistics(num_layers: int, device: torch.device) -> Tensor:
+    """Returns zeros for `add_choices`, float64 [layers, PROGRAMS, statistics]."""
+    return torch.zeros(num_layers, PROGRAMS, len(STATISTICS), dtype=torch.float64, device=device)
+
+
+def add_map_sums(
+    routing_map_TE: Tensor, rows: RoutedRows, moe_layer: int, checksum: Tensor | None, load_E: Tensor | None
+) -> None:
     """Computes `moerl.kernels.routing.add_map_sums` in one launch."""
     num_rows, num_experts = routing_map_TE.shape
     shape = _block(num_experts)
     _map_sums_kernel[(triton.cdiv(num_rows, shape["ROWS"]),)](
-        _bytes(routing_map_TE), rows.keys_T, _bytes(rows.counted_T), _bytes(rows.real_T), checksum, load_E,
-        num_rows, num_experts, _layer_term(moe_layer), **shape,
+        _bytes(routing_map_TE), rows.keys_T, _bytes(rows.counted_T), _bytes(rows.real_T),
+        rows.keys_T if checksum is None else checksum, rows.keys_T if load_E is None else load_E,
+        num_rows, num_experts, _layer_term(moe_layer),
+        WITH_CHECKSUM=checksum is not None, WITH_LOAD=load_E is not None, **shape,
     )  # fmt: skip
 
 
@@ -153,7 +165,8 @@ def add_choices(choices: Choices, differing_T: Tensor, statistics_CS: Tensor) ->
     _choices_kernel[(PROGRAMS,)](
         choices.scores_TE.contiguous(), choices.own_TK.contiguous(), choices.recorded_TK.contiguous(),
         _bytes(choices.routed_T), _bytes(choices.counted_T), differing_T, statistics_CS, num_rows, num_experts,
-        NUM_CHOSEN=num_chosen, LEAVES_SOME_OUT=num_chosen < num_experts, **_block(num_experts),
+        NUM_CHOSEN=num_chosen, LEAVES_SOME_OUT=num_chosen < num_experts, NUM_STATISTICS=len(STATISTICS),
+        **_block(num_experts),
     )  # fmt: skip
 
 

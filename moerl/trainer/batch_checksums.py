@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from moerl.contract.batch import Microbatch
@@ -19,9 +18,10 @@ from moerl.contract.routing import EXPERT_PRIME, LAYER_PRIME, POSITION_PRIME
 from moerl.contract.shares import context_rows
 from moerl.errors import UnprovedError
 from moerl.kernels.kept import KeptRows
-from moerl.trainer import attention, groups, platform
+from moerl.kernels.routing import mix, signed
+from moerl.trainer import attention, transfers
 from moerl.trainer.replay_rows import routing_slice
-from moerl.trainer.routing_checksums import mix, row_keys, signed
+from moerl.trainer.routing_checksums import row_keys
 
 
 def context_sum(batch: Microbatch, layout: RankCoordinates) -> Tensor:
@@ -51,43 +51,36 @@ def kept_sum(kept: KeptRows, batch: Microbatch, layout: RankCoordinates) -> Tens
         kept: as the scoring kernel gets them, of `batch`, this rank's share.
     """
     # A row's set belongs to the token after it.
-    salts_T = row_keys(batch, layout.dims.context, layout.context_rank, ahead=1).to(kept.ids.device)
+    salts_T = transfers.to_device(row_keys(batch, layout.dims.context, layout.context_rank, ahead=1).numpy())
     return mix(salts_T[kept.rows] + (kept.ids + 1) * signed(EXPERT_PRIME)).sum()
 
 
-def verify(batches: Sequence[Microbatch], kept_sums: Mapping[int, Tensor], layout: RankCoordinates) -> None:
-    """Proves that attention read the recorded tokens of every sequence, and that tokens were scored in recorded sets.
-
-    A collective over all ranks. Call before the optimizer update.
+def sums(batches: Sequence[Microbatch], kept_sums: Mapping[int, Tensor], layout: RankCoordinates) -> Tensor:
+    """Returns what this rank adds to the checksum of contexts and to that of kept sets, by microbatch: int64 [2, M], on
+    the device.
 
     Args:
         batches: this rank's shares. kept_sums: `kept_sum` by microbatch, if tokens were scored in sets.
-
-    Raises:
-        UnprovedError: on every rank, if a sum differs on any rank.
     """
-    sums_2M = torch.zeros(2, len(batches), dtype=torch.int64)
-    for microbatch, batch in enumerate(batches):
-        sums_2M[0, microbatch] = context_sum(batch, layout)
+    contexts_M = np.array([int(context_sum(batch, layout)) for batch in batches], np.int64)
+    sums_2M = transfers.to_device(np.stack([contexts_M, np.zeros_like(contexts_M)]))
     # Ranks of one tensor group score the same rows.
     for microbatch, kept in kept_sums.items() if layout.tensor_rank == 0 else ():
-        sums_2M[1, microbatch] = kept.cpu()
-    sums_2M = sums_2M.to(platform.device())
-    dist.all_reduce(sums_2M, group=groups.tensor_and_context_group())
-    found = sums_2M.cpu().numpy().view(np.uint64)
-    problem = _first_problem(batches, found, kept_sums, layout)
-    remedy = "read that rank's log; no update was applied"
-    groups.raise_together(problem, UnprovedError("a batch was not proved on another rank", remedy=remedy))
+        sums_2M[1, microbatch] = kept
+    return sums_2M
 
 
-def _first_problem(
-    batches: Sequence[Microbatch], found_2M: np.ndarray, kept_sums: Mapping[int, Tensor], layout: RankCoordinates
+def first_problem(
+    batches: Sequence[Microbatch], sums_2M: Tensor, kept_sums: Mapping[int, Tensor], layout: RankCoordinates
 ) -> UnprovedError | None:
+    """Returns the first sum that is not that of the trajectories. sums_2M: added up over the ranks that share the rows,
+    on the CPU. Other arguments as in `sums`."""
+    found_2M = sums_2M.numpy().view(np.uint64)
     for microbatch, batch in enumerate(batches):
-        sums = [("the tokens that its sequences attend to", found_2M[0], batch.context_checksum)]
+        proofs = [("the tokens that its sequences attend to", found_2M[0], batch.context_checksum)]
         if microbatch in kept_sums:
-            sums.append(("the kept sets that its tokens are scored in", found_2M[1], batch.kept_checksum))
-        for what, found_M, expected in sums:
+            proofs.append(("the kept sets that its tokens are scored in", found_2M[1], batch.kept_checksum))
+        for what, found_M, expected in proofs:
             if int(found_M[microbatch]) != expected:
                 return UnprovedError(
                     f"microbatch {microbatch} on rank {layout.rank}: {what} are not those of the trajectories",

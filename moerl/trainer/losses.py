@@ -26,12 +26,8 @@ from moerl.kernels.full_kl import kl_full
 from moerl.kernels.head import Head, HeadInputs
 from moerl.kernels.kept import KeptRows, kl_kept
 from moerl.kernels.scores import KeptScores, score_full, score_kept
-from moerl.trainer import groups
+from moerl.trainer import groups, transfers
 from moerl.trainer.trainer import MegatronTrainer, RowScores
-
-
-def _tensor(array: np.ndarray, like: Tensor) -> Tensor:
-    return torch.from_numpy(array.copy()).to(like.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +44,15 @@ class TextLoss:
 
     def __call__(self, hidden_tH: Tensor, head: Head, microbatch: int) -> tuple[Tensor, RowScores]:
         batch = self.batches[microbatch]
-        mask_T = _tensor(batch.loss_mask, hidden_tH)
+        mask_T = transfers.to_device(batch.loss_mask)
         ones_T = torch.ones(batch.num_rows, device=hidden_tH.device)
         inputs = head.over(self.vocab_size).enter(hidden_tH)
-        scores = score_full(inputs, _tensor(batch.target_ids, hidden_tH), ones_T, mask_T)
+        scores = score_full(inputs, transfers.to_device(batch.target_ids), ones_T, mask_T)
         losses_T = -scores.logprobs_T
         rows = RowScores(
-            logprobs_T=scores.logprobs_T.detach().cpu(),
-            entropy_T=scores.entropy_T.detach().cpu(),
-            losses_T=losses_T.detach().cpu(),
+            logprobs_T=scores.logprobs_T.detach(),
+            entropy_T=scores.entropy_T.detach(),
+            losses_T=losses_T.detach(),
         )
         return token_mean(losses_T, mask_T, self.denominator), rows
 
@@ -92,12 +88,12 @@ class Scorer:
 
     def score(self, inputs: HeadInputs, kept: KeptRows, microbatch: int) -> KeptScores:
         batch = self.batches[microbatch]
-        mask_T = _tensor(batch.loss_mask, inputs.hidden_TH)
+        mask_T = transfers.to_device(batch.loss_mask)
         return score_kept(
             inputs,
-            _tensor(batch.target_ids, inputs.hidden_TH),
+            transfers.to_device(batch.target_ids),
             kept,
-            _tensor(batch.temperatures, inputs.hidden_TH),
+            transfers.to_device(batch.temperatures),
             select_T=mask_T,
             full_T=mask_T if self.with_full else None,
         )
@@ -107,14 +103,14 @@ class Scorer:
         if self.reference is None:
             return None
         batch = self.batches[microbatch]
-        mask_T = _tensor(batch.loss_mask, inputs.hidden_TH)
-        temperatures_T = _tensor(batch.temperatures, inputs.hidden_TH)
+        mask_T = transfers.to_device(batch.loss_mask)
+        temperatures_T = transfers.to_device(batch.temperatures)
         with torch.no_grad():
             theirs = self.reference.model.head.enter(self.reference.hidden[microbatch])
         if self.reference.support == "full":
             return kl_full(inputs, theirs, temperatures_T, mask_T)
         with torch.no_grad():
-            targets_T = _tensor(batch.target_ids, inputs.hidden_TH)
+            targets_T = transfers.to_device(batch.target_ids)
             listed = score_kept(theirs, targets_T, kept, temperatures_T, select_T=mask_T & kept.truncated)
         on_kept_T = kl_kept(scores.kept_logprobs_N, listed.kept_logprobs_N, kept)
         return on_kept_T + kl_full(inputs, theirs, temperatures_T, mask_T & ~kept.truncated)
@@ -124,10 +120,10 @@ class Scorer:
         scores = self.score(inputs, kept, microbatch)
         kl_T = self.kl(inputs, kept, scores, microbatch)
         rows = RowScores(
-            logprobs_T=scores.logprobs_T.detach().cpu(),
-            entropy_T=scores.entropy_T.detach().cpu(),
-            full_logprobs_T=None if scores.full is None else scores.full.logprobs_T.detach().cpu(),
-            kl_T=None if kl_T is None else kl_T.detach().cpu(),
+            logprobs_T=scores.logprobs_T.detach(),
+            entropy_T=scores.entropy_T.detach(),
+            full_logprobs_T=None if scores.full is None else scores.full.logprobs_T.detach(),
+            kl_T=None if kl_T is None else kl_T.detach(),
             kept=kept if self.keep_mask else None,
         )
         return scores.logprobs_T.sum(), rows
@@ -177,33 +173,33 @@ class PolicyGradientLoss:
         batch = self.scorer.batches[microbatch]
         inputs, kept = head.enter(hidden_tH), self.scorer.kept(microbatch, hidden_tH.device)
         scores = self.scorer.score(inputs, kept, microbatch)
-        rollout_T = _tensor(batch.rollout_logprobs, hidden_tH)
+        rollout_T = transfers.to_device(batch.rollout_logprobs)
         proximal_T = scores.logprobs_T.detach()
         if self.proximal_logprobs is not None:
-            proximal_T = self.proximal_logprobs[microbatch].to(hidden_tH.device)
+            proximal_T = transfers.to_device(self.proximal_logprobs[microbatch].numpy())
         elif self.drift is not None:
-            proximal_T = self.drift.proximal(proximal_T, rollout_T, _tensor(batch.versions, hidden_tH))
-        sequences = sequences_of(batch, self.layout, hidden_tH.device)
+            proximal_T = self.drift.proximal(proximal_T, rollout_T, transfers.to_device(batch.versions))
+        sequences = sequences_of(batch, self.layout)
         rows = PolicyRows(
             trainer_logprobs_T=scores.logprobs_T,
             proximal_logprobs_T=proximal_T,
             rollout_logprobs_T=rollout_T,
-            advantages_T=_tensor(batch.advantages, hidden_tH),
-            loss_mask_T=_tensor(batch.loss_mask, hidden_tH),
+            advantages_T=transfers.to_device(batch.advantages),
+            loss_mask_T=transfers.to_device(batch.loss_mask),
             entropy_T=scores.entropy_T,
             sequences=sequences,
             totals=self.totals,
-            draws_T=_tensor(draws(batch, self.layout), hidden_tH),
+            draws_T=transfers.to_device(draws(batch, self.layout)),
             kl_T=self.scorer.kl(inputs, kept, scores, microbatch),
         )
         policy = self.objective.compute_loss(rows)
         scored = RowScores(
-            logprobs_T=scores.logprobs_T.detach().cpu(),
-            entropy_T=scores.entropy_T.detach().cpu(),
-            clipped_T=None if policy.clipped_T is None else policy.clipped_T.cpu(),
-            losses_T=None if policy.losses_T is None else policy.losses_T.detach().cpu(),
-            weights_T=None if policy.weights_T is None else policy.weights_T.detach().cpu(),
-            kl_T=None if rows.kl_T is None else rows.kl_T.detach().cpu(),
+            logprobs_T=scores.logprobs_T.detach(),
+            entropy_T=scores.entropy_T.detach(),
+            clipped_T=None if policy.clipped_T is None else policy.clipped_T.detach(),
+            losses_T=None if policy.losses_T is None else policy.losses_T.detach(),
+            weights_T=None if policy.weights_T is None else policy.weights_T.detach(),
+            kl_T=None if rows.kl_T is None else rows.kl_T.detach(),
             kept=kept if self.scorer.keep_mask else None,
         )
         return policy.loss, scored
@@ -217,12 +213,12 @@ def draws(batch: Microbatch, layout: RankCoordinates) -> np.ndarray:
     return (words_T >> np.uint64(40)).astype(np.float32) / np.float32(2**24)
 
 
-def sequences_of(batch: Microbatch, layout: RankCoordinates, device: torch.device) -> Sequences:
+def sequences_of(batch: Microbatch, layout: RankCoordinates) -> Sequences:
     """The sequences of this rank's share of a microbatch.
 
     Context-parallel ranks hold equal parts of every sequence and add them; tensor-parallel ranks hold the same rows.
     """
-    num_rows_N = torch.from_numpy(np.diff(batch.cu_seqlens).astype(np.int64) // layout.dims.context).to(device)
+    num_rows_N = transfers.to_device(np.diff(batch.cu_seqlens).astype(np.int64) // layout.dims.context)
     if layout.dims.context == 1:
         return Sequences(num_rows_N)
     group = groups.context_group()

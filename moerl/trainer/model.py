@@ -20,7 +20,7 @@ from moerl.contract.shares import prefix_lengths
 from moerl.errors import ConfigError, WeightSyncError
 from moerl.models.description import ModelDescription
 from moerl.models.trainable import refuse_untrainable
-from moerl.trainer import attention, balance, platform, tensors
+from moerl.trainer import attention, balance, platform, tensors, transfers
 from moerl.trainer.bridge import import_bridge, quiet
 from moerl.trainer.provider import provider_settings
 
@@ -147,13 +147,12 @@ class PolicyModel:
         """
         from megatron.core.packed_seq_params import PackedSeqParams
 
-        to = platform.device()
-        cu_seqlens = torch.from_numpy(batch.cu_seqlens.copy()).to(to)
+        cu_seqlens = transfers.to_device(batch.cu_seqlens)
         longest = int((np.diff(batch.cu_seqlens) + prefix_lengths(batch.cu_seqlens, batch.prefix_of)).max())
         self._describe(cu_seqlens, batch)
         return module(
-            input_ids=torch.from_numpy(batch.input_ids.copy()).to(to)[None],
-            position_ids=torch.from_numpy(batch.position_ids.copy()).to(to)[None],
+            input_ids=transfers.to_device(batch.input_ids)[None],
+            position_ids=transfers.to_device(batch.position_ids)[None],
             attention_mask=None,
             packed_seq_params=PackedSeqParams(
                 qkv_format="thd",
@@ -162,7 +161,7 @@ class PolicyModel:
                 max_seqlen_q=longest,
                 max_seqlen_kv=longest,
             ),
-            padding_mask=self._padding_mask(module, batch, to),
+            padding_mask=self._padding_mask(module, batch),
             # Megatron's wrapper for bfloat16 would widen what the last chunk returns.
             **({"fp32_output": False} if self.config.bf16 else {}),
         )
@@ -188,9 +187,9 @@ class PolicyModel:
             return last.shared_embedding_or_output_weight()
         return last.output_layer.weight
 
-    def _padding_mask(self, module: nn.Module, batch: Microbatch, to: torch.device) -> Tensor:
+    def _padding_mask(self, module: nn.Module, batch: Microbatch) -> Tensor:
         """bool [1, t]. Megatron slices it for sequence parallelism in the stage with the embedding alone."""
-        is_pad_t = torch.from_numpy(batch.is_pad.copy()).to(to)
+        is_pad_t = transfers.to_device(batch.is_pad)
         if not bare(module).pre_process:
             is_pad_t = is_pad_t.chunk(self.layout.dims.tensor)[self.layout.tensor_rank]
         return is_pad_t[None]

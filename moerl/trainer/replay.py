@@ -23,12 +23,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moerl.algorithms.agreement import STATISTICS, choice_statistics, differs
 from moerl.contract.batch import Microbatch
 from moerl.contract.parallel import RankCoordinates
 from moerl.contract.trajectory import ModelSpec
 from moerl.errors import ReplayError, UnprovedError
-from moerl.trainer import groups, platform, routing_checksums
+from moerl.kernels import routing
+from moerl.trainer import batch_checksums, groups, platform, routing_checksums, transfers
 from moerl.trainer.replay_checks import find_unusable_routing
 from moerl.trainer.replay_rows import LocalRows, RecordedRouting, TracedRows, routing_slice
 from moerl.trainer.routers import OwnTopK, RouterHook, hook_routers
@@ -126,11 +126,11 @@ class ReplaySchedule:
         self.owner, self.batches, self.what, self.training = owner, batches, what, training
         self.current: int | None = None
         shape = (len(PHASES), len(batches), len(owner.hooks))
-        self.checksums_PMl = torch.zeros(shape, dtype=torch.int64)
+        num_layers, device = owner.spec.num_moe_layers, platform.device()
+        self.checksums_PMl = torch.zeros(shape, dtype=torch.int64, device=device)
         self.calls_PMl = torch.zeros(shape, dtype=torch.int64)
-        num_layers = owner.spec.num_moe_layers
-        self.expert_load_LE = torch.zeros(num_layers, owner.spec.num_experts, dtype=torch.int64)
-        self.agreement_LS = torch.zeros(num_layers, len(STATISTICS), dtype=torch.float64, device=platform.device())
+        self.expert_load_LE = torch.zeros(num_layers, owner.spec.num_experts, dtype=torch.int64, device=device)
+        self._statistics_LCS = routing.partial_statistics(num_layers, device)
         self.live_rows_L = torch.zeros(num_layers, dtype=torch.int64)
         self.kept_sums: dict[int, Tensor] = {}
         self._rows: dict[int, LocalRows] = {}
@@ -145,8 +145,17 @@ class ReplaySchedule:
     def begin(self, microbatch: int) -> None:
         """Names the microbatch whose forward pass comes next."""
         self.current = microbatch
+        self._rows_of(microbatch).arrive()
+        # On their way while this microbatch is computed.
+        if microbatch + 1 < len(self.batches):
+            self._rows_of(microbatch + 1)
+
+    def _rows_of(self, microbatch: int) -> LocalRows:
         if microbatch not in self._rows:
-            self._rows[microbatch] = LocalRows.of(self.batches[microbatch], self.owner.layout)
+            batch, layout = self.batches[microbatch], self.owner.layout
+            # The trainer's own routing is known for captured rows and others.
+            self._rows[microbatch] = LocalRows(batch, layout, count_all=self.what.record)
+        return self._rows[microbatch]
 
     def route(self, hook: RouterHook, scores_tE: Tensor, own_topk: OwnTopK) -> tuple[Tensor, Tensor]:
         """Megatron's choice, or the recorded one on rows that have it; probabilities come from these scores."""
@@ -154,9 +163,9 @@ class ReplaySchedule:
         rows = self._rows[microbatch]
         if self.what.record:
             rows.recorded[hook.index] = own_topk(scores_tE.detach())[1]
-        if rows.expert_ids_tlK is None:
+        if rows.expert_ids_ltK is None:
             return own_topk(scores_tE)
-        target_tK = rows.expert_ids_tlK[:, hook.index].long()
+        target_tK = rows.expert_ids_ltK[hook.index].long()
         if len(target_tK) != len(scores_tE):
             raise ReplayError(
                 f"routing rows do not match the router's input in layer {hook.layer_number}, microbatch {microbatch}",
@@ -175,8 +184,8 @@ class ReplaySchedule:
 
     def _compare(self, hook: RouterHook, rows: LocalRows, scores_tE: Tensor, own_tK: Tensor, target_tK: Tensor) -> None:
         """The trainer's own choice beside the recorded one, on rows that have one."""
-        rows.layers_differing_t += differs(own_tK, target_tK, scores_tE.shape[1]) & rows.routed_t
-        self.agreement_LS[hook.moe_layer] += choice_statistics(scores_tE, own_tK, target_tK, rows.proved_t)
+        choices = routing.Choices(scores_tE, own_tK, target_tK, rows.routed_t, rows.proved_t)
+        routing.add_choices(choices, rows.layers_differing_t, self._statistics_LCS[hook.moe_layer])
         self.live_rows_L[hook.moe_layer] += rows.num_live
 
     def _place(self, hook: RouterHook) -> tuple[int, int]:
@@ -213,28 +222,30 @@ class ReplaySchedule:
         rows = self._rows[microbatch]
         place = (phase, microbatch, hook.index)
         self.calls_PMl[place] += 1
-        if phase == FORWARD:
-            self.expert_load_LE[hook.moe_layer] += (routing_map_tE & ~rows.is_pad_t[:, None]).sum(0).cpu()
         if (self.what.trace or self.what.record) and phase == FORWARD:
-            rows.traced[hook.index] = routing_checksums.row_checksums(routing_map_tE, rows.keys_t, hook.moe_layer).cpu()
-        if self._takes_checksums or self.what.record:
-            checksum = routing_checksums.map_checksum(routing_map_tE, rows.keys_t, ~self._counted(rows), hook.moe_layer)
-            self.checksums_PMl[place] += checksum.cpu()
+            rows.traced[hook.index] = routing.row_checksums(routing_map_tE, rows.of_map.keys_T, hook.moe_layer)
+        routing.add_map_sums(
+            routing_map_tE,
+            rows.of_map,
+            hook.moe_layer,
+            checksum=self.checksums_PMl[place] if self._takes_checksums or self.what.record else None,
+            load_E=self.expert_load_LE[hook.moe_layer] if phase == FORWARD else None,
+        )
 
     @property
     def _takes_checksums(self) -> bool:
         return self.what.enforce and self.what.prove
 
-    def _counted(self, rows: LocalRows) -> Tensor:
-        """bool [t]: rows that a checksum speaks of. The trainer's own routing is known for captured rows and others."""
-        return ~rows.is_pad_t if self.what.record else rows.proved_t
+    def agreement(self) -> Tensor:
+        """float64 [L, 5], sums of `moerl.algorithms.agreement.STATISTICS`."""
+        return self._statistics_LCS.sum(1)
 
     def recorded(self) -> RecordedRouting:
         """The batches with the routers' own choices as what is to be enforced, and checksums of what was dispatched.
 
         After a schedule with `Replay.record`; a collective over the ranks that share the rows.
         """
-        checksums_Ml = self._checksums_of_all_rows()[FORWARD]
+        checksums_Ml = self._sums_of_all_rows()[0][FORWARD]
         dtype, count = self.owner.spec.expert_dtype, len(self.owner.hooks)
         batches = [
             replace(
@@ -252,10 +263,10 @@ class ReplaySchedule:
         rows, batch, layout = self._rows[microbatch], self.batches[microbatch], self.owner.layout
         keys, positions = routing_checksums.row_origins(batch, layout.dims.context, layout.context_rank)
         mine = routing_slice(batch, layout)
-        real, routed = ~batch.is_pad[mine], self._counted(rows).cpu().numpy()
+        real, counted = ~batch.is_pad[mine], rows.counted
         layers = np.array([hook.moe_layer for hook in self.owner.hooks], np.int64)
         checksums_rl = rows.traced_checksums(len(layers))[real]
-        return TracedRows(keys[mine][real], positions[mine][real], layers, checksums_rl, routed[real])
+        return TracedRows(keys[mine][real], positions[mine][real], layers, checksums_rl, counted[real])
 
     def layers_differing(self) -> list[Tensor]:
         """int32 [T] per microbatch: MoE layers of the whole model in which the trainer's own choice differs from the
@@ -272,29 +283,37 @@ class ReplaySchedule:
         return list(out.split(sizes))
 
     def verify(self) -> int:
-        """Proves that every router ran as often as the schedule says and, where recorded routing is enforced and to be
-        proved, that it reached the dispatcher.
+        """Proves that attention read the recorded tokens of every sequence, that tokens were scored in recorded sets
+        and, if routing is enforced and to be proved, that every router ran as often as the schedule says and recorded
+        routing reached its dispatcher.
 
-        A collective over all ranks. Call before the optimizer update.
+        A collective over all ranks. The first that the host has to wait for since the first microbatch began; call it
+        before the optimizer update.
 
         Returns:
             Routing rows verified on this rank (rows x layers x phases).
 
         Raises:
-            UnprovedError: on every rank, where routing checksums disagree on any rank.
+            UnprovedError: on every rank, if a sum differs on any rank.
         """
-        _raise_together(self._first_problem(self._checksums_of_all_rows()))
+        checksums_PMl, sums_2M = self._sums_of_all_rows()
+        problem = self._first_problem(checksums_PMl) if self.what.enforce or self.what.record else None
+        problem = problem or batch_checksums.first_problem(self.batches, sums_2M, self.kept_sums, self.owner.layout)
+        _raise_together(problem)
         if not self._takes_checksums:
             return 0
-        rows = sum(int(rows.proved_t.sum()) for rows in self._rows.values())
-        return self._num_phases * len(self.owner.hooks) * rows
+        return self._num_phases * len(self.owner.hooks) * sum(rows.num_proved for rows in self._rows.values())
 
-    def _checksums_of_all_rows(self) -> Tensor:
-        """int64 [P, M, l] on the CPU, over the ranks that share the rows; a collective over them."""
-        # A copy: this rank's own sums stay what they are, whoever asks twice.
-        checksums_PMl = self.checksums_PMl.to(platform.device(), copy=True)
-        dist.all_reduce(checksums_PMl, group=groups.tensor_and_context_group())
-        return checksums_PMl.cpu()
+    def _sums_of_all_rows(self) -> tuple[Tensor, Tensor]:
+        """Routing checksums int64 [P, M, l] and `batch_checksums.sums` [2, M] on the CPU, over the ranks that share the
+        rows; a collective over them, and one copy from the device."""
+        sums_2M = batch_checksums.sums(self.batches, self.kept_sums, self.owner.layout)
+        # Another tensor: this rank's own sums stay what they are, whoever asks twice.
+        everything = torch.cat([self.checksums_PMl.flatten(), sums_2M.flatten()])
+        dist.all_reduce(everything, group=groups.tensor_and_context_group())
+        (found,) = transfers.to_host([everything])
+        checksums, sums = found.split([self.checksums_PMl.numel(), sums_2M.numel()])
+        return checksums.view_as(self.checksums_PMl), sums.view_as(sums_2M)
 
     @property
     def _num_phases(self) -> int:
@@ -339,4 +358,4 @@ class ReplaySchedule:
 
 def _raise_together(problem: UnprovedError | None) -> None:
     remedy = "read that rank's log; no update was applied"
-    groups.raise_together(problem, UnprovedError("Keep Routing was not proved on another rank", remedy=remedy))
+    groups.raise_together(problem, UnprovedError("a batch was not proved on another rank", remedy=remedy))

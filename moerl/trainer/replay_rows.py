@@ -5,7 +5,7 @@ Runs in every trainer rank. Shape legend: t routing rows of this rank, l its MoE
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,7 +15,8 @@ from torch import Tensor
 from moerl.contract.batch import Microbatch
 from moerl.contract.parallel import RankCoordinates
 from moerl.contract.trajectory import ModelSpec
-from moerl.trainer import platform, routing_checksums
+from moerl.kernels.routing import RoutedRows
+from moerl.trainer import platform, routing_checksums, transfers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,51 +46,51 @@ class RecordedRouting:
     traces: list[TracedRows]
 
 
-@dataclass(slots=True)
 class LocalRows:
     """This rank's routing rows of a microbatch: sequence parallelism slices its context-parallel rows once more.
 
-    routed_t: the row's routing was captured. proved_t: captured and no padding. num_live: rows left to the router, no
-    padding. recorded, traced: per hook, see `Replay`.
+    Starts the copy of them to the device; `arrive` before they are read.
+
+    Attributes:
+        expert_ids_ltK: uint8 or uint16, or None; layer by layer, as routers ask for them.
+        routed_t, counted_t, real_t: bool; rows whose routing was captured, rows that checksums speak of, rows that are
+            no padding. keys_t: int64, salts.
+        num_live, num_proved: rows left to the router, and captured rows; no padding.
+        layers_differing_t: int32. recorded, traced: per hook, see `Replay`.
     """
 
-    expert_ids_tlK: Tensor | None
-    keys_t: Tensor
-    is_pad_t: Tensor
-    routed_t: Tensor
-    proved_t: Tensor
-    num_live: int
-    layers_differing_t: Tensor
-    recorded: dict[int, Tensor] = field(default_factory=dict)
-    traced: dict[int, Tensor] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, batch: Microbatch, layout: RankCoordinates) -> LocalRows:
-        device = platform.device()
+    def __init__(self, batch: Microbatch, layout: RankCoordinates, *, count_all: bool) -> None:
         mine = routing_slice(batch, layout)
-        routed = batch.routed[mine]
-        return cls(
-            expert_ids_tlK=None if batch.expert_ids is None else torch.from_numpy(batch.expert_ids.copy()).to(device),
-            keys_t=routing_checksums.row_keys(batch, layout.dims.context, layout.context_rank)[mine].to(device),
-            is_pad_t=torch.from_numpy(batch.is_pad[mine].copy()).to(device),
-            routed_t=torch.from_numpy(routed.copy()).to(device),
-            proved_t=torch.from_numpy(routed & ~batch.is_pad[mine]).to(device),
-            num_live=int((~routed & ~batch.is_pad[mine]).sum()),
-            layers_differing_t=torch.zeros(len(routed), dtype=torch.int32, device=device),
-        )
+        routed_t, real_t = batch.routed[mine], ~batch.is_pad[mine]
+        self.counted = real_t if count_all else routed_t & real_t
+        self.num_live, self.num_proved = int((~routed_t & real_t).sum()), int((routed_t & real_t).sum())
+        keys_t = routing_checksums.row_keys(batch, layout.dims.context, layout.context_rank)[mine].numpy()
+        experts = () if batch.expert_ids is None else (batch.expert_ids.swapaxes(0, 1),)
+        self._upload = transfers.Upload(keys_t, routed_t, self.counted, real_t, routed_t & real_t, *experts)
+        self.layers_differing_t = torch.zeros(len(routed_t), dtype=torch.int32, device=platform.device())
+        self.recorded: dict[int, Tensor] = {}
+        self.traced: dict[int, Tensor] = {}
+        self.expert_ids_ltK: Tensor | None = None
+
+    def arrive(self) -> None:
+        """Makes what is launched next wait for the rows."""
+        keys_t, self.routed_t, counted_t, real_t, self.proved_t, *experts = self._upload.wait()
+        self.of_map = RoutedRows(keys_t, counted_t, real_t)
+        if experts:
+            (self.expert_ids_ltK,) = experts
 
     def recorded_choices(self, num_layers: int, spec: ModelSpec) -> NDArray[np.int64]:
         """int64 [t, l, K]: what the routers chose; a stage of dense layers alone has no layer here."""
-        choices = np.zeros((len(self.keys_t), num_layers, spec.experts_per_token), np.int64)
-        for layer in range(num_layers):
-            choices[:, layer] = self.recorded[layer].cpu().numpy()
+        choices = np.zeros((len(self.counted), num_layers, spec.experts_per_token), np.int64)
+        for layer, chosen_tK in enumerate(transfers.to_host([self.recorded[layer] for layer in range(num_layers)])):
+            choices[:, layer] = chosen_tK.numpy()
         return choices
 
     def traced_checksums(self, num_layers: int) -> NDArray[np.uint64]:
         """uint64 [t, l]: checksums of what was dispatched, row by row."""
-        checksums = np.zeros((len(self.keys_t), num_layers), np.int64)
-        for layer in range(num_layers):
-            checksums[:, layer] = self.traced[layer].numpy()
+        checksums = np.zeros((len(self.counted), num_layers), np.int64)
+        for layer, traced_t in enumerate(transfers.to_host([self.traced[layer] for layer in range(num_layers)])):
+            checksums[:, layer] = traced_t.numpy()
         return checksums.view(np.uint64)
 
 

@@ -7,7 +7,7 @@ share of a microbatch, V = vocabulary (this rank's shard of it), H = hidden widt
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,7 +22,7 @@ from moerl.kernels.head import Head
 from moerl.kernels.kept import KeptRows
 from moerl.kernels.vocab_parallel import VocabShard
 from moerl.models.description import ModelDescription
-from moerl.trainer import balance, batch_checksums, groups, platform, sharded_state
+from moerl.trainer import balance, batch_checksums, groups, platform, sharded_state, transfers
 from moerl.trainer.model import ModelOptions, PolicyModel
 from moerl.trainer.optimizer import Optimizer, UpdateReport
 from moerl.trainer.replay import KeepRouting, Replay, ReplaySchedule
@@ -33,7 +33,7 @@ from moerl.trainer.shards import local_shards
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowScores:
-    """Detached per-row results of one microbatch, on the CPU.
+    """Detached per-row results of one microbatch; on the device until the step is proved, then on the CPU.
 
     logprobs_T: float32, nats; the trainer's log-prob of each target under the distribution it was drawn from.
     entropy_T: float32, nats. clipped_T: bool or None. full_logprobs_T: float32 over the full vocabulary, or None.
@@ -189,14 +189,12 @@ class MegatronTrainer:
         rows: dict[int, RowScores] = {}
         with self.keep_routing.schedule(batches, what, training=training) as schedule:
             self._forward_backward(schedule, batches, loss, rows, scale=scale)
-            verified = schedule.verify() if what.enforce or what.record else 0
-            batch_checksums.verify(batches, schedule.kept_sums, self.layout)
+            verified = schedule.verify()
             recorded = schedule.recorded() if what.record else None
             differing = schedule.layers_differing()
-        scored = [replace(rows[i], layers_differing_T=differing[i].cpu()) for i in sorted(rows)]
-        agreement_LS = schedule.agreement_LS.cpu()
-        report = StepReport(scored, None, verified, schedule.expert_load_LE, agreement_LS, schedule.live_rows_L)
-        return report, recorded
+        scored = [replace(rows[i], layers_differing_T=differing[i]) for i in sorted(rows)]
+        scored, (load_LE, agreement_LS) = _on_host(scored, [schedule.expert_load_LE, schedule.agreement()])
+        return StepReport(scored, None, verified, load_LE, agreement_LS, schedule.live_rows_L), recorded
 
     def _forward_backward(
         self,
@@ -221,7 +219,7 @@ class MegatronTrainer:
                 if scored.kept is not None:
                     schedule.kept_sums[index] = batch_checksums.kept_sum(scored.kept, batches[index], self.layout)
                 rows[index] = replace(scored, kept=None)
-                num_rows = torch.tensor(int((~batches[index].is_pad).sum()), device=hidden_1tH.device)
+                num_rows = torch.full((), int((~batches[index].is_pad).sum()), device=hidden_1tH.device)
                 return total * scale, num_rows, {}
 
             return self.model.forward(module, batches[index]), loss_function
@@ -281,6 +279,17 @@ class MegatronTrainer:
         """
         assert self.optimizer is not None
         self.optimizer.load_progress(sharded_state.load(folder, self.model.chunks, self.optimizer.megatron))
+
+
+def _on_host(scored: Sequence[RowScores], others: Sequence[Tensor]) -> tuple[list[RowScores], list[Tensor]]:
+    """Results of a step in host memory, in one copy."""
+    names = [field.name for field in fields(RowScores) if field.name != "kept"]
+    places = [(at, name) for at, rows in enumerate(scored) for name in names if getattr(rows, name) is not None]
+    values = transfers.to_host([*(getattr(scored[at], name) for at, name in places), *others])
+    moved: list[dict[str, Tensor]] = [{} for _ in scored]
+    for (at, name), value in zip(places, values, strict=False):
+        moved[at][name] = value
+    return [replace(rows, **each) for rows, each in zip(scored, moved, strict=True)], values[len(places) :]
 
 
 def _no_loss(hidden_tH: Tensor, head: Head, microbatch: int) -> tuple[Tensor, RowScores]:

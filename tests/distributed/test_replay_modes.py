@@ -49,7 +49,7 @@ def record_scores(trainer: Any) -> list[dict[str, Any]]:
                     "scores": scores_tE.numpy().copy(),
                     "recorded": target_tK.numpy().copy(),
                     "counted": rows.proved_t.numpy().copy(),
-                    "live": int((~rows.routed_t & ~rows.is_pad_t).sum()),
+                    "live": int((~rows.routed_t & rows.of_map.real_T).sum()),
                 }
             )
         original(self, hook, rows, scores_tE, own_tK, target_tK)

@@ -28,7 +28,7 @@ def implementation(monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setattr(routing_triton, "BLOCK_ELEMENTS", 1024)
         monkeypatch.setattr(routing_triton, "PROGRAMS", 3)
-        for name in ("add_map_sums", "row_checksums", "add_choices"):
+        for name in ("add_map_sums", "row_checksums", "add_choices", "partial_statistics"):
             monkeypatch.setattr(routing, name, getattr(routing_triton, name))
 
 
@@ -73,6 +73,11 @@ def test_a_routing_map_adds_the_checksum_of_its_trajectory_and_the_rows_of_each_
     assert int(sums[1]) == 0
     assert (load - 1).tolist() == np.bincount(expert_ids[real].ravel(), minlength=num_experts).tolist()
     assert (expected != 0) == bool(counted.any())
+    routing.add_map_sums(map_of(expert_ids, num_experts), rows, moe_layer, sums[1], None)
+    assert torch.equal(sums[0] - 7, sums[1])
+    twice = torch.ones_like(load)
+    routing.add_map_sums(map_of(expert_ids, num_experts), rows, moe_layer, None, twice)
+    assert twice.tolist() == load.tolist()
 
 
 @pytest.mark.parametrize(("num_rows", "num_experts", "top_k"), SIZES)
@@ -91,8 +96,8 @@ def test_choices_are_compared_row_by_row_and_in_sum(num_rows: int, num_experts: 
     routed = torch.from_numpy(rng.random(num_rows) < 0.8)
     counted = routed & torch.from_numpy(rng.random(num_rows) < 0.9)
     choices = routing.Choices(scores, own, recorded.indices, routed, counted)
-    columns = 3 if INTERPRETED else 1
-    differing, statistics = torch.full((num_rows,), 4, dtype=torch.int32), torch.zeros(columns, 5, dtype=torch.float64)
+    differing = torch.full((num_rows,), 4, dtype=torch.int32)
+    (statistics,) = routing.partial_statistics(1, torch.device("cpu"))
     routing.add_choices(choices, differing, statistics)
     routing.add_choices(choices, differing, statistics)
     expected = 2 * (differs(own, recorded.indices, num_experts) & routed)
@@ -104,7 +109,3 @@ def test_choices_are_compared_row_by_row_and_in_sum(num_rows: int, num_experts: 
     for _ in range(2):
         routing.add_choices(choices, differing, again)
     assert torch.equal(again, statistics)
-
-
-def test_partial_statistics_of_a_cpu_are_one_sum() -> None:
-    assert routing.partial_statistics(3, torch.device("cpu")).shape == (3, 1, 5)

@@ -1,0 +1,77 @@
+"""Copies between host and device that the host does not wait for. Runs in every trainer rank.
+
+A copy from or to ordinary host memory stops the host until the device has come that far. These go through pinned
+memory. On a CPU there is nothing to copy to: tensors own their memory all the same, so that nobody writes into a batch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moerl.trainer import platform
+
+
+def to_device(array: NDArray[Any]) -> Tensor:
+    """The array as a tensor on the device of this rank, there for whatever is launched next."""
+    device = platform.device()
+    if device.type == "cpu":
+        return torch.from_numpy(array.copy())
+    return _pinned(array).to(device, non_blocking=True)
+
+
+def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors in host memory, detached. The host waits once, for all of them."""
+    if all(tensor.device.type == "cpu" for tensor in tensors):
+        return [tensor.detach() for tensor in tensors]
+    copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]
+    for copy, tensor in zip(copies, tensors, strict=True):
+        copy.copy_(tensor.detach(), non_blocking=True)
+    torch.cuda.current_stream().synchronize()
+    return copies
+
+
+class Upload:
+    """Arrays on their way to the device, beside what it computes.
+
+    Args:
+        arrays: copied before this returns, as far as pinned memory.
+    """
+
+    def __init__(self, *arrays: NDArray[Any]) -> None:
+        self._ready: Any = None
+        if platform.device().type == "cpu":
+            self._tensors = [to_device(array) for array in arrays]
+            return
+        stream = _copy_stream(platform.device())
+        with torch.cuda.stream(stream):
+            self._tensors = [to_device(array) for array in arrays]
+            self._ready = stream.record_event()
+
+    def wait(self) -> list[Tensor]:
+        """The tensors; what is launched next on this stream runs once they are there."""
+        if self._ready is not None:
+            stream = torch.cuda.current_stream()
+            stream.wait_event(self._ready)
+            # Their memory came from the other stream, whose allocator does not see who reads it.
+            for tensor in self._tensors:
+                tensor.record_stream(stream)
+            self._ready = None
+        return self._tensors
+
+
+def _pinned(array: NDArray[Any]) -> Tensor:
+    pinned = torch.empty(array.shape, dtype=torch.from_numpy(np.empty(0, array.dtype)).dtype, pin_memory=True)
+    pinned.numpy()[...] = array
+    return pinned
+
+
+@functools.cache
+def _copy_stream(device: torch.device) -> Any:
+    return torch.cuda.Stream(device)
