@@ -21,6 +21,7 @@ from moerl.contract.trajectory import Lineage, SamplingParams, Trajectory
 from moerl.diagnostics.causes.diagnosis import Diagnosis, diagnose
 from moerl.diagnostics.causes.masks import shifted
 from moerl.diagnostics.dumps.rollout import DumpedRollout, turns_of
+from moerl.diagnostics.report.data import Report
 from moerl.diagnostics.scoring import Question
 from moerl.models.description import read_model
 from moerl.orchestration.rescoring import HeldModels, TransformersScorer
@@ -28,6 +29,9 @@ from moerl.rollout.embedded import EmbeddedEngine
 from moerl.rollout.loading import load_model
 
 SAMPLING = SamplingParams(temperature=0.8, top_p=0.9)
+
+Diagnosed = Callable[..., tuple[int, Report]]
+"""`moerl diagnose` with these arguments: its exit status, and its report."""
 VOCAB, LAYERS, EXPERTS, TOP_K = 97, 5, 16, 4
 
 

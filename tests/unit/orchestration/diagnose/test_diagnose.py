@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,14 +15,14 @@ import pytest
 import torch
 from factories import write_hf_model
 from foreign_dumps import make_dumped, write_nemo_rl, write_slime
-from planted_faults import SAMPLING, layer_late, sample, scorer, write_moe
+from planted_faults import SAMPLING, Diagnosed, layer_late, scorer
 from small_hub import Cache, commit_of, hub
 
 from moerl import cli
 from moerl.config.scoring_memory import ScoringMemory
 from moerl.diagnostics.dumps.minimal import write_minimal
 from moerl.diagnostics.dumps.rollout import DumpedRollout
-from moerl.diagnostics.report.data import Report, read_report
+from moerl.diagnostics.report.data import Report
 from moerl.diagnostics.report.words import unbroken
 from moerl.diagnostics.scoring import Question
 from moerl.models.description import read_model
@@ -35,30 +34,6 @@ from moerl.telemetry.progress import HeartbeatProgress
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_moe(tmp_path_factory.mktemp("model") / "policy")
-
-
-@pytest.fixture(scope="module")
-def clean(model: Path) -> list[DumpedRollout]:
-    return sample(model, num_groups=2)
-
-
-Run = Callable[..., tuple[int, Report]]
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Run:
-    def go(*arguments: object) -> tuple[int, Report]:
-        page = tmp_path / "page.html"
-        status = cli.main(["diagnose", *map(str, arguments), "--output", str(page)])
-        assert page.stat().st_size > 800_000
-        return status, read_report(page.with_suffix(".json"))
-
-    return go
-
-
 def _write_minimal(path: Path, rollouts: list[DumpedRollout]) -> None:
     write_minimal(path.with_suffix(".jsonl"), rollouts)
 
@@ -68,7 +43,7 @@ def _write_slime(path: Path, rollouts: list[DumpedRollout]) -> None:
 
 
 @pytest.mark.parametrize("write", [_write_minimal, _write_slime])
-def test_a_sound_dump_of_any_format_is_in_order(tmp_path: Path, model: Path, clean, run: Run, write):
+def test_a_sound_dump_of_any_format_is_in_order(tmp_path: Path, model: Path, clean, run: Diagnosed, write):
     write(tmp_path / "dump.pt", clean)
     (file,) = tmp_path.glob("dump.*")
     status, report = run(file, "--model", model, "--temperature", SAMPLING.temperature)  # slime does not say it
@@ -79,7 +54,7 @@ def test_a_sound_dump_of_any_format_is_in_order(tmp_path: Path, model: Path, cle
 
 
 def test_a_faulty_dump_ends_with_1_and_is_named_on_the_page_and_in_the_terminal(
-    tmp_path: Path, model: Path, clean, run: Run, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, model: Path, clean, run: Diagnosed, capsys: pytest.CaptureFixture[str]
 ):
     write_minimal(tmp_path / "dump.parquet", map(layer_late, clean))
     status, report = run(tmp_path / "dump.parquet", "--model", f"{model}@3")
@@ -90,7 +65,7 @@ def test_a_faulty_dump_ends_with_1_and_is_named_on_the_page_and_in_the_terminal(
 
 
 def test_a_fault_of_some_rollouts_is_said_of_them_and_shown_as_it_came_beside_the_repaired_record(
-    tmp_path: Path, model: Path, clean, run: Run
+    tmp_path: Path, model: Path, clean, run: Diagnosed
 ):
     some = {clean[1].name, clean[4].name}
     planted = [layer_late(rollout) if rollout.name in some else rollout for rollout in clean]
@@ -113,7 +88,7 @@ def test_a_fault_of_some_rollouts_is_said_of_them_and_shown_as_it_came_beside_th
 
 
 def test_what_is_scored_and_what_it_takes_are_said_before_the_scores(
-    tmp_path: Path, model: Path, clean, run: Run, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, model: Path, clean, run: Diagnosed, capsys: pytest.CaptureFixture[str]
 ):
     write_minimal(tmp_path / "dump.parquet", clean)
     tokens = 150
@@ -128,7 +103,7 @@ def test_what_is_scored_and_what_it_takes_are_said_before_the_scores(
 
 
 def test_every_round_of_scores_shows_how_far_it_is(
-    tmp_path: Path, model: Path, clean, run: Run, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, model: Path, clean, run: Diagnosed, monkeypatch: pytest.MonkeyPatch
 ):
     parts: list[str] = []
     begin = HeartbeatProgress.begin_part
@@ -169,7 +144,7 @@ def test_models_that_do_not_fit_are_refused_before_they_are_loaded(
 
 
 def test_of_a_run_the_first_rollouts_are_held_against_the_weights_that_sampled_them(
-    tmp_path: Path, model: Path, clean, run: Run
+    tmp_path: Path, model: Path, clean, run: Diagnosed
 ):
     folder = tmp_path / "wide"
     shutil.copytree(model, folder / "cold_start")
@@ -192,7 +167,7 @@ def test_a_run_that_did_not_keep_its_first_rollouts_is_refused_with_what_to_do(
 
 
 def test_a_temperature_that_the_dump_does_not_say_is_a_question_and_no_fault(
-    tmp_path: Path, model: Path, clean, run: Run
+    tmp_path: Path, model: Path, clean, run: Diagnosed
 ):
     _write_slime(tmp_path / "rollout_4.pt", clean)
     status, report = run(tmp_path / "rollout_4.pt", "--model", model)
@@ -202,7 +177,7 @@ def test_a_temperature_that_the_dump_does_not_say_is_a_question_and_no_fault(
     )
 
 
-def test_a_dump_with_both_policies_needs_no_model(tmp_path: Path, run: Run):
+def test_a_dump_with_both_policies_needs_no_model(tmp_path: Path, run: Diagnosed):
     rng = np.random.default_rng(0)
     rollouts = [make_dumped(rng, name=str(number)) for number in range(20)]
     write_nemo_rl(tmp_path / "train_data_step4.jsonl", rollouts)
@@ -211,7 +186,7 @@ def test_a_dump_with_both_policies_needs_no_model(tmp_path: Path, run: Run):
     assert report.decompositions[0].total.value == pytest.approx(np.abs(d).mean(), rel=1e-5)
 
 
-def test_routes_of_both_policies_are_compared_without_a_model(tmp_path: Path, run: Run):
+def test_routes_of_both_policies_are_compared_without_a_model(tmp_path: Path, run: Diagnosed):
     rng = np.random.default_rng(0)
     rollouts = []
     for number in range(6):
@@ -226,7 +201,7 @@ def test_routes_of_both_policies_are_compared_without_a_model(tmp_path: Path, ru
     assert report.layers[1].differing > 0.5
 
 
-def test_rollouts_that_a_model_cannot_take_are_counted_by_reason(tmp_path: Path, model: Path, clean, run: Run):
+def test_rollouts_that_a_model_cannot_take_are_counted_by_reason(tmp_path: Path, model: Path, clean, run: Diagnosed):
     foreign = replace(clean[0], name="foreign", token_ids=clean[0].token_ids + 1000)
     write_minimal(tmp_path / "dump.jsonl", [*clean, foreign])
     _, report = run(tmp_path / "dump.jsonl", "--model", model)
@@ -270,20 +245,20 @@ def test_the_trainer_scores_as_transformers_does(model: Path, clean):
         trainer.close()
 
 
-def test_the_trainer_finds_what_transformers_finds(tmp_path: Path, model: Path, clean, run: Run):
+def test_the_trainer_finds_what_transformers_finds(tmp_path: Path, model: Path, clean, run: Diagnosed):
     write_minimal(tmp_path / "dump.jsonl", map(layer_late, clean))
     status, report = run(tmp_path / "dump.jsonl", "--model", model, "--backend", "trainer")
     assert status == 1
     assert {finding.cause for finding in report.findings} == {"layer_shift"}
 
 
-def test_a_sound_dump_is_in_order_by_the_trainer_too(tmp_path: Path, model: Path, clean, run: Run):
+def test_a_sound_dump_is_in_order_by_the_trainer_too(tmp_path: Path, model: Path, clean, run: Diagnosed):
     write_minimal(tmp_path / "dump.jsonl", clean)
     status, report = run(tmp_path / "dump.jsonl", "--model", model, "--backend", "trainer")
     assert (status, report.findings, report.verdict.level) == (0, (), "good"), report.verdict.text
 
 
-def test_a_gap_that_nothing_explains_has_a_status_of_its_own(tmp_path: Path, model: Path, clean, run: Run):
+def test_a_gap_that_nothing_explains_has_a_status_of_its_own(tmp_path: Path, model: Path, clean, run: Diagnosed):
     rng = np.random.default_rng(0)
     _, report = _of(tmp_path / "sound.jsonl", clean, model, run)
     noise = 4 * report.scorers["floor"]["logprob_abs_mean"] * np.sqrt(np.pi / 2)
@@ -298,7 +273,7 @@ def test_a_gap_that_nothing_explains_has_a_status_of_its_own(tmp_path: Path, mod
     assert "nats are unexplained" in report.verdict.text
 
 
-def _of(path: Path, rollouts: list[DumpedRollout], model: Path, run: Run) -> tuple[int, Report]:
+def _of(path: Path, rollouts: list[DumpedRollout], model: Path, run: Diagnosed) -> tuple[int, Report]:
     write_minimal(path, rollouts)
     return run(path, "--model", model)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,43 +10,18 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from foreign_dumps import make_dumped, write_nemo_rl, write_slime, write_slime_train
-from planted_faults import SAMPLING, layer_late, sample, scorer, write_moe
+from planted_faults import SAMPLING, Diagnosed, layer_late, scorer
 
 from moerl import cli
 from moerl.diagnostics.dumps.build import EMPTY
 from moerl.diagnostics.dumps.minimal import write_minimal
 from moerl.diagnostics.dumps.rollout import DumpedRollout
-from moerl.diagnostics.report.data import Report, read_report
 from moerl.diagnostics.scoring import Question
 from moerl.errors import ConfigError, ContractError
 from moerl.orchestration import diagnose as diagnose_command
 from moerl.telemetry.metrics import SCORERS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_moe(tmp_path_factory.mktemp("model") / "policy")
-
-
-@pytest.fixture(scope="module")
-def clean(model: Path) -> list[DumpedRollout]:
-    return sample(model, num_groups=2)
-
-
-Run = Callable[..., tuple[int, Report]]
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Run:
-    def go(*arguments: object) -> tuple[int, Report]:
-        page = tmp_path / "page.html"
-        status = cli.main(["diagnose", *map(str, arguments), "--output", str(page)])
-        assert page.stat().st_size > 800_000
-        return status, read_report(page.with_suffix(".json"))
-
-    return go
 
 
 def _as_trained(rollouts: list[DumpedRollout], path: Path, *, routing: str) -> list[DumpedRollout]:
@@ -64,7 +38,7 @@ def _as_trained(rollouts: list[DumpedRollout], path: Path, *, routing: str) -> l
 
 @pytest.mark.parametrize("routing", ["own", "recorded"])
 def test_the_trainers_log_probs_stand_beside_the_engines_and_ours(
-    tmp_path: Path, model: Path, clean, run: Run, routing: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, model: Path, clean, run: Diagnosed, routing: str, capsys: pytest.CaptureFixture[str]
 ):
     trained = [replace(r, group=r.group.removeprefix("g")) for r in _as_trained(clean, model, routing=routing)]
     write_slime(tmp_path / "rollout_12.pt", trained, rollout_id=12)
@@ -97,7 +71,7 @@ def test_rollouts_and_train_data_of_two_steps_are_refused(tmp_path: Path, clean,
     assert "the same rollout_id" in said
 
 
-def test_empty_responses_get_a_note_and_change_no_number(tmp_path: Path, model: Path, clean, run: Run):
+def test_empty_responses_get_a_note_and_change_no_number(tmp_path: Path, model: Path, clean, run: Diagnosed):
     plain = [replace(each, group="0") for each in clean]
     write_slime(tmp_path / "4.pt", plain)
     arguments = ("--model", model, "--temperature", SAMPLING.temperature)
@@ -121,7 +95,7 @@ def test_empty_responses_get_a_note_and_change_no_number(tmp_path: Path, model: 
 
 
 def test_empty_responses_are_noted_without_a_model_too_and_a_dump_of_them_alone_is_refused(
-    tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, run: Diagnosed, capsys: pytest.CaptureFixture[str]
 ):
     rng = np.random.default_rng(0)
     rollouts = [make_dumped(rng, name=str(number)) for number in range(3)]
@@ -164,7 +138,7 @@ def test_a_failure_with_its_trace_is_no_fault_of_the_dump(
 
 
 def test_a_file_that_cannot_be_read_or_is_wrong_has_a_status_of_its_own(
-    tmp_path: Path, model: Path, clean, run: Run, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, model: Path, clean, run: Diagnosed, capsys: pytest.CaptureFixture[str]
 ):
     write_minimal(tmp_path / "sound.jsonl", map(layer_late, clean))
     assert run(tmp_path / "sound.jsonl", "--model", model)[0] == 1
