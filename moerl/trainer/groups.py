@@ -175,7 +175,7 @@ def raise_together(problem: MoerlError | None, elsewhere: MoerlError) -> None:
     Args:
         elsewhere: raised by ranks that have none.
     """
-    failed = torch.tensor([int(problem is not None)], device=platform.device())
+    failed = torch.full((1,), int(problem is not None), device=platform.device())
     dist.all_reduce(failed, op=dist.ReduceOp.MAX)
     if problem is not None:
         raise problem
