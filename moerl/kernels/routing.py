@@ -14,25 +14,8 @@ import torch
 from torch import Tensor
 
 from moerl.algorithms.agreement import STATISTICS, choice_statistics, differs
-from moerl.contract.routing import EXPERT_PRIME, LAYER_PRIME, MIX_1, MIX_2
-
-
-def signed(value: int) -> int:
-    """A uint64 constant as the int64 with the same bits: torch has no uint64 arithmetic, int64 wraps alike."""
-    value %= 1 << 64
-    return value - (1 << 64) if value >= 1 << 63 else value
-
-
-def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Logical right shift of int64."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def mix(x: Tensor) -> Tensor:
-    """The splitmix64 finaliser on int64 bit patterns."""
-    x = (x ^ _shift_right(x, 30)) * signed(MIX_1)
-    x = (x ^ _shift_right(x, 27)) * signed(MIX_2)
-    return x ^ _shift_right(x, 31)
+from moerl.contract.routing import EXPERT_PRIME, LAYER_PRIME
+from moerl.kernels.mixing import mix, signed
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -18,7 +18,7 @@ from moerl.contract.routing import EXPERT_PRIME, LAYER_PRIME, POSITION_PRIME
 from moerl.contract.shares import context_rows
 from moerl.errors import UnprovedError
 from moerl.kernels.kept import KeptRows
-from moerl.kernels.routing import mix, signed
+from moerl.kernels.mixing import mix, signed
 from moerl.trainer import attention, transfers
 from moerl.trainer.replay_rows import routing_slice
 from moerl.trainer.routing_checksums import row_keys

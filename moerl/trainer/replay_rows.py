@@ -74,7 +74,7 @@ class LocalRows:
 
     def arrive(self) -> None:
         """Makes what is launched next wait for the rows."""
-        keys_t, self.routed_t, counted_t, real_t, self.proved_t, *experts = self._upload.wait()
+        keys_t, self.routed_t, counted_t, real_t, self.proved_t, *experts = self._upload.arrive()
         self.of_map = RoutedRows(keys_t, counted_t, real_t)
         if experts:
             (self.expert_ids_ltK,) = experts

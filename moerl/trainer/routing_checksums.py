@@ -15,7 +15,7 @@ from torch import Tensor
 from moerl.contract.batch import Microbatch
 from moerl.contract.routing import POSITION_PRIME
 from moerl.contract.shares import context_rows
-from moerl.kernels.routing import mix, signed
+from moerl.kernels.mixing import mix, signed
 
 
 def row_keys(batch: Microbatch, context: int, context_rank: int, *, ahead: int = 0) -> Tensor:

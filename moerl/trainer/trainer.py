@@ -173,7 +173,7 @@ class MegatronTrainer:
         self.optimizer.zero_grad()
         # Megatron divides every gradient by the global sum of `num_tokens`; the load-balancing loss needs these to be
         # the packed rows. The loss has its global denominator already, so it is multiplied by them here.
-        num_rows = torch.tensor([sum(int((~batch.is_pad).sum()) for batch in batches)], device=platform.device())
+        num_rows = torch.full((1,), sum(int((~batch.is_pad).sum()) for batch in batches), device=platform.device())
         dist.all_reduce(num_rows, group=groups.data_and_context_group())
         report, _ = self._run(batches, loss, Replay(enforce, prove), training=True, scale=float(num_rows))
         update = self.optimizer.update()

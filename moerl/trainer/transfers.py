@@ -17,18 +17,20 @@ from torch import Tensor
 
 from moerl.trainer import platform
 
+HOST = torch.device("cpu")
+
 
 def to_device(array: NDArray[Any]) -> Tensor:
     """The array as a tensor on the device of this rank, there for whatever is launched next."""
     device = platform.device()
-    if device.type == "cpu":
+    if device == HOST:
         return torch.from_numpy(array.copy())
     return _pinned(array).to(device, non_blocking=True)
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The tensors in host memory, detached. The host waits once, for all of them."""
-    if all(tensor.device.type == "cpu" for tensor in tensors):
+    if all(tensor.device == HOST for tensor in tensors):
         return [tensor.detach() for tensor in tensors]
     copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]
     for copy, tensor in zip(copies, tensors, strict=True):
@@ -42,11 +44,13 @@ class Upload:
 
     Args:
         arrays: copied before this returns, as far as pinned memory.
+
+    Keep it until the host has waited for what reads the tensors: their memory belongs to another stream.
     """
 
     def __init__(self, *arrays: NDArray[Any]) -> None:
         self._ready: Any = None
-        if platform.device().type == "cpu":
+        if platform.device() == HOST:
             self._tensors = [to_device(array) for array in arrays]
             return
         stream = _copy_stream(platform.device())
@@ -54,15 +58,10 @@ class Upload:
             self._tensors = [to_device(array) for array in arrays]
             self._ready = stream.record_event()
 
-    def wait(self) -> list[Tensor]:
-        """The tensors; what is launched next on this stream runs once they are there."""
+    def arrive(self) -> list[Tensor]:
+        """The tensors; what is launched next on the current stream runs once they are there."""
         if self._ready is not None:
-            stream = torch.cuda.current_stream()
-            stream.wait_event(self._ready)
-            # Their memory came from the other stream, whose allocator does not see who reads it.
-            for tensor in self._tensors:
-                tensor.record_stream(stream)
-            self._ready = None
+            torch.cuda.current_stream().wait_event(self._ready)
         return self._tensors
 
 

@@ -15,6 +15,7 @@ from moerl.contract.routing import mix as numpy_mix
 from moerl.contract.routing import routing_checksums as recorded_checksums
 from moerl.contract.routing import row_checksums as recorded_rows
 from moerl.kernels import routing
+from moerl.kernels.mixing import mix
 
 SIZES = [(1, 4, 2), (37, 8, 2), (130, 6, 3), (50, 128, 8), (7, 3, 3), (300, 160, 6)]
 """Rows, experts, experts per token."""
@@ -51,7 +52,7 @@ def keys_of(key: int, num_rows: int) -> torch.Tensor:
 def test_torch_and_numpy_mix_every_bit_alike() -> None:
     words = np.random.default_rng(0).integers(0, 2**64, size=1000, dtype=np.uint64)
     words[:4] = [0, 1, 2**63, 2**64 - 1]
-    ours = routing.mix(torch.from_numpy(words.view(np.int64).copy()))
+    ours = mix(torch.from_numpy(words.view(np.int64).copy()))
     np.testing.assert_array_equal(ours.numpy().view(np.uint64), numpy_mix(words))
 
 
