@@ -326,8 +326,11 @@ def planted(name: str, ground: Ground, chosen: Sequence[int], seed: int = 0) -> 
 # --- judging ---------------------------------------------------------------------------------------------------------
 
 
-def judged(name: str, found: Diagnosis, chosen: Sequence[int]) -> str:
-    """ "named", "unexplained", "small" (in order, and it is no more than rounding), or what is wrong."""
+def judged(name: str, found: Diagnosis, chosen: Sequence[int], made: float) -> str:
+    """ "named", "unexplained", "small" (in order, and it is no more than rounding), or what is wrong.
+
+    made: nats by which the gap is larger than that of the sound dump.
+    """
     rollouts = found.gaps.rollouts
     mine = {rollouts[i].name for i in chosen}
     accused = [finding for finding in found.findings if finding.level == "fault"]
@@ -342,6 +345,9 @@ def judged(name: str, found: Diagnosis, chosen: Sequence[int]) -> str:
             return f"INNOCENT: {len(innocent)} of {len(rollouts)}: {finding.title}"
     left = [finding for finding in found.findings if finding.cause == "unexplained"]
     if accused:
+        low, high = sum(finding.nats.low for finding in accused), sum(finding.nats.high for finding in accused)
+        if not low - found.floor <= made <= high + found.floor:
+            return f"WRONG SIZE: {low:.3f} to {high:.3f} nats of {made:.3f}: {accused[0].title}"
         return "named"
     if left:
         return "unexplained"

@@ -117,7 +117,7 @@ def scorer(model: Path, *, dtype: torch.dtype = torch.bfloat16, version: int | N
     return TransformersScorer(held, read_model(model), dtype=dtype, name=model.name, version=version)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Ground:
     """A policy and an older one: scorers of both, and what the engine sampled from each."""
 

@@ -18,7 +18,7 @@ from foreign_dumps import open_any_dump, write_miles, write_sglang, write_slime
 from planted_faults import SAMPLING, Ground, sample, scorer
 
 from moerl.contract.trajectory import SamplingParams
-from moerl.diagnostics.causes.diagnosis import diagnose
+from moerl.diagnostics.causes.diagnosis import Diagnosis, diagnose
 from moerl.diagnostics.causes.gaps import Repair
 from moerl.diagnostics.dump_report import verdict
 from moerl.diagnostics.dumps.minimal import write_minimal
@@ -46,7 +46,18 @@ def chosen_of(ground: Ground, share: float, seed: int = 0) -> list[int]:
 
 def verdict_on(ground: Ground, name: str, chosen: list[int], seed: int = 0) -> str:
     """What is said of a dump with this fault in these rollouts."""
-    return judged(name, ground.diagnose(planted(name, ground, chosen, seed), edits=EDITS), chosen)
+    found = ground.diagnose(planted(name, ground, chosen, seed), edits=EDITS)
+    return judged(name, found, chosen, _recorded(found) - _recorded(_of_clean(ground)))
+
+
+@cache
+def _of_clean(ground: Ground) -> Diagnosis:
+    return ground.diagnose(ground.clean, edits=EDITS)
+
+
+def _recorded(found: Diagnosis) -> float:
+    """Nats of the gap as it came."""
+    return found.decompositions[-1].total.value
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +74,7 @@ def ground_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Ground]
 
 def test_a_fifth_of_the_rollouts_with_a_fault_is_named(ground_of: Callable[..., Ground]) -> None:
     ground = ground_of("the demo's shape", num_groups=4)
-    assert ground.diagnose(ground.clean, edits=EDITS).findings == ()
+    assert _of_clean(ground).findings == ()
     chosen = chosen_of(ground, 0.25)
     said = {name: verdict_on(ground, name, chosen) for name in FAULTS}
     wrong = {name: each for name, each in said.items() if each not in PASSES}
