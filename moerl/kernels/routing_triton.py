@@ -9,6 +9,8 @@ number of programs walks over the rows, each with sums of its own. Shape legend:
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -139,21 +141,20 @@ def add_map_sums(
 ) -> None:
     """Computes `moerl.kernels.routing.add_map_sums` in one launch."""
     num_rows, num_experts = routing_map_TE.shape
-    shape = _block(num_experts)
-    _map_sums_kernel[(triton.cdiv(num_rows, shape["ROWS"]),)](
+    constants = _constants(num_experts, WITH_CHECKSUM=checksum is not None, WITH_LOAD=load_E is not None)
+    _map_sums_kernel[(triton.cdiv(num_rows, constants["ROWS"]),)](
         _bytes(routing_map_TE), rows.keys_T, _bytes(rows.counted_T), _bytes(rows.real_T),
         rows.keys_T if checksum is None else checksum, rows.keys_T if load_E is None else load_E,
-        num_rows, num_experts, _layer_term(moe_layer),
-        WITH_CHECKSUM=checksum is not None, WITH_LOAD=load_E is not None, **shape,
+        num_rows, num_experts, _layer_term(moe_layer), **constants,
     )  # fmt: skip
 
 
 def row_checksums(routing_map_TE: Tensor, keys_T: Tensor, moe_layer: int) -> Tensor:
     """Computes `moerl.kernels.routing.row_checksums` in one launch."""
     num_rows, num_experts = routing_map_TE.shape
-    shape, out_T = _block(num_experts), torch.empty_like(keys_T)
-    _row_checksums_kernel[(triton.cdiv(num_rows, shape["ROWS"]),)](
-        _bytes(routing_map_TE), keys_T, out_T, num_rows, num_experts, _layer_term(moe_layer), **shape
+    constants, out_T = _constants(num_experts), torch.empty_like(keys_T)
+    _row_checksums_kernel[(triton.cdiv(num_rows, constants["ROWS"]),)](
+        _bytes(routing_map_TE), keys_T, out_T, num_rows, num_experts, _layer_term(moe_layer), **constants
     )
     return out_T
 
@@ -162,11 +163,16 @@ def add_choices(choices: Choices, differing_T: Tensor, statistics_CS: Tensor) ->
     """Computes `moerl.kernels.routing.add_choices` in one launch."""
     num_rows, num_experts = choices.scores_TE.shape
     num_chosen = choices.own_TK.shape[1]
+    constants = _constants(
+        num_experts,
+        NUM_CHOSEN=num_chosen,
+        LEAVES_SOME_OUT=num_chosen < num_experts,
+        NUM_STATISTICS=len(STATISTICS),
+    )
     _choices_kernel[(PROGRAMS,)](
         choices.scores_TE.contiguous(), choices.own_TK.contiguous(), choices.recorded_TK.contiguous(),
         _bytes(choices.routed_T), _bytes(choices.counted_T), differing_T, statistics_CS, num_rows, num_experts,
-        NUM_CHOSEN=num_chosen, LEAVES_SOME_OUT=num_chosen < num_experts, NUM_STATISTICS=len(STATISTICS),
-        **_block(num_experts),
+        **constants,
     )  # fmt: skip
 
 
@@ -178,6 +184,6 @@ def _layer_term(moe_layer: int) -> int:
     return moe_layer * LAYER_PRIME + 1
 
 
-def _block(num_experts: int) -> dict[str, int]:
-    columns = triton.next_power_of_2(num_experts)
-    return {"ROWS": max(1, BLOCK_ELEMENTS // columns), "EXPERTS": columns}
+def _constants(num_experts: int, **more: Any) -> dict[str, Any]:
+    columns = 1 << (num_experts - 1).bit_length()
+    return more | {"ROWS": max(1, BLOCK_ELEMENTS // columns), "EXPERTS": columns}
