@@ -38,12 +38,12 @@ class SlotCache(Cache):
 
     def begin_prefill(self, slots: Tensor, num_tokens: int) -> None:
         """The next pass writes prompts of (padded) length num_tokens, one per row, into slots (int64)."""
-        self._grow(num_tokens)
+        self.reserve(num_tokens)
         self._slots, self._positions_N = slots, None
 
     def begin_decode(self, positions_N: Tensor, num_tokens: int) -> None:
         """The next pass writes one token per row into slots 0..N-1, at positions_N (int64), all below num_tokens."""
-        self._grow(num_tokens)
+        self.reserve(num_tokens)
         self._positions_N = positions_N
         self._rows_N = torch.arange(len(positions_N), device=positions_N.device)
 
@@ -53,7 +53,7 @@ class SlotCache(Cache):
         Args:
             shapes: G and D of every layer.
         """
-        self._grow(num_tokens)
+        self.reserve(num_tokens)
         for number in range(len(self._keys), len(shapes)):
             num_heads, size = shapes[number]
             for pool in (self._keys, self._values):
@@ -62,6 +62,8 @@ class SlotCache(Cache):
 
     def copy(self, sources: Tensor, targets: Tensor, num_tokens: int) -> None:
         """Copies the first num_tokens tokens of the source slots to the target slots (int64, disjoint)."""
+        if len(sources) == 0:
+            return
         for cached in (*self._keys, *self._values):
             cached[targets, :, :num_tokens] = cached[sources, :, :num_tokens]
 
@@ -90,7 +92,8 @@ class SlotCache(Cache):
         # Zeros, not what memory holds: a masked place has weight 0, and 0 * NaN would still be NaN.
         return states.new_zeros(self.num_slots, num_heads, self.capacity, head_size)
 
-    def _grow(self, num_tokens: int) -> None:
+    def reserve(self, num_tokens: int) -> None:
+        """Makes room for so many tokens in every slot; what is there stays. Tensors that views were taken of change."""
         if num_tokens <= self.capacity:
             return
         used = self.capacity

@@ -17,12 +17,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from moerl.contract.ports import EngineInfo, InterruptCosts, ReportedLayers, RolloutRecord, RolloutRequest
@@ -30,18 +29,15 @@ from moerl.contract.trajectory import FinishReason, ModelSpec
 from moerl.errors import EngineError, WeightSyncError
 from moerl.kernels.checksum import checksums
 from moerl.rollout.attention import ATTENTION
-from moerl.rollout.blocks import whole_blocks
-from moerl.rollout.cache import SlotCache
 from moerl.rollout.capture import RoutingCapture, routers
-from moerl.rollout.compiled_layers import CompiledLayers, knows_layers_of
 from moerl.rollout.experts import experts_function
-from moerl.rollout.independent_rows import IndependentRows
 from moerl.rollout.requests import check_requests, distinct_prompts, room_for
 from moerl.rollout.rounding import emulate, emulated_dtype
-from moerl.rollout.sampler import RowParams, sample, seeded_uniforms
+from moerl.rollout.sampler import RowParams, seeded_uniforms
 from moerl.rollout.schedule import Schedule
-from moerl.rollout.slots import SlotTable, StepResult
-from moerl.rollout.transformers_layers import TransformersLayers
+from moerl.rollout.slots import SlotTable
+from moerl.rollout.steps import Draw, Prompts
+from moerl.rollout.steps_of_model import steps_of
 from moerl.rollout.weight_difference import weight_difference
 from moerl.rollout.weight_staging import WeightStaging, held_dtypes, held_tensors
 
@@ -56,6 +52,7 @@ class EmbeddedEngine:
         unfinished: rollout ids of the latest `generate` call that never got a token (aborted while waiting) or
             whose tokens were given up (the iterator was closed early). They yield no record; ask for them again.
         costs: of weight updates, summed up.
+        description: one line about device, precision and steps.
     """
 
     def __init__(
@@ -67,15 +64,17 @@ class EmbeddedEngine:
         max_running: int,
         policy_version: int = -1,
         between_steps: Callable[[], None] | None = None,
+        record_steps: bool = True,
     ) -> None:
         """Takes the model over: eval mode, this engine's attention and experts functions, hooks on its routers; on a
-        CPU 16-bit precision is emulated (`moerl.rollout.rounding`).
+        CPU 16-bit precision is emulated (`moerl.rollout.rounding`). It samples on the device of the model.
 
         Args:
             spec: what the model must be; `vocab_size` may be smaller than the padded embedding.
             max_running: sequences that decode together.
             policy_version: of the weights the model holds; -1 where it waits for a first update.
             between_steps: called between two steps of `generate`, where weights may be updated and rollouts aborted.
+            record_steps: decoding steps on a GPU are recorded as CUDA graphs, if the model's can be.
 
         Raises:
             EngineError: The model's routers are unknown or do not match the spec.
@@ -84,13 +83,11 @@ class EmbeddedEngine:
             raise EngineError("embedded engine: max_running", seen=max_running, expected="at least 1")
         self._capture = RoutingCapture(model, spec)
         self._model = model.eval()
-        self._head = cast(nn.Module, model.get_output_embeddings())
         self._model.set_attn_implementation(ATTENTION)
         self._dtypes, dtype = held_dtypes(model), emulated_dtype(model)
         self._stop_rounding = None if dtype is None else emulate(model, dtype, routers(model))
         self._model.set_experts_implementation(experts_function(model, dtype))
-        is_known = knows_layers_of(model, dtype)
-        self._layers = CompiledLayers(model, dtype) if is_known else TransformersLayers(model, self._capture)
+        self._steps, self.description = steps_of(model, dtype, self._capture, spec, max_running, record=record_steps)
         self._spec = spec
         self._engine_id = engine_id
         self._max_running = max_running
@@ -232,7 +229,7 @@ class EmbeddedEngine:
         run = Schedule(
             waiting=waiting,
             table=SlotTable(self._spec, num_slots, max_tokens),
-            cache=SlotCache(whole_blocks(num_slots), max_tokens),
+            cache=self._steps.cache(num_slots, max_tokens),
             asked_at=time.perf_counter(),
         )
         with self._lock:
@@ -277,38 +274,28 @@ class EmbeddedEngine:
         prompts_mP = run.table.token_ids[rows, :longest].astype(np.int64)
         prompts_mP[np.arange(longest) >= lengths_m[:, None]] = 0
         first_u, which_m = distinct_prompts(prompts_mP, lengths_m)
-        prompts = [prompts_mP[u, : lengths_m[u]] for u in first_u.tolist()]
-        hidden_uH, experts = self._layers.prefill(prompts, rows.start + first_u, run.cache)
+        tokens = [prompts_mP[u, : lengths_m[u]] for u in first_u.tolist()]
+        params = RowParams.of([request.sampling for request in run.table.requests[rows]])
+        prompts = Prompts(tokens, rows.start + first_u, which_m)
+        step, experts = self._steps.prefill(prompts, self._draw(run, rows, params), run.cache)
         run.table.write_prompt_routing(rows, experts[which_m])
         others = np.setdiff1d(np.arange(count), first_u)
         sources, targets = rows.start + first_u[which_m[others]], rows.start + others
         run.cache.copy(torch.from_numpy(sources).to(device), torch.from_numpy(targets).to(device), longest)
-        params = RowParams.of([request.sampling for request in run.table.requests[rows]], device)
-        self._sample(run, rows, hidden_uH[torch.from_numpy(which_m).to(device)], params)
+        run.table.append(rows, step, self._policy_version)
 
     def _decode(self, run: Schedule) -> None:
         """Feeds the newest token of every running row and samples the next one."""
         n = run.table.num_running
-        hidden, experts = self._layers.decode(*run.table.newest(whole_blocks(n)), run.cache)
-        run.table.write_decode_routing(experts[:n])
         if run.params is None:
-            run.params = RowParams.of([request.sampling for request in run.table.requests], hidden.device)
-        self._sample(run, slice(0, n), hidden, run.params)
+            run.params = RowParams.of([request.sampling for request in run.table.requests])
+        draw = self._draw(run, slice(0, n), run.params)
+        step, experts = self._steps.decode(*run.table.newest(self._steps.num_rows(n)), draw, run.cache)
+        run.table.write_decode_routing(experts)
+        run.table.append(slice(0, n), step, self._policy_version)
 
-    def _sample(self, run: Schedule, rows: slice, hidden: Tensor, params: RowParams) -> None:
-        """hidden: of the rows, and of others that fill the last block up where there are any."""
-        with IndependentRows():
-            logits = self._head(hidden)[: rows.stop - rows.start, : self._spec.vocab_size]
-        draws = sample(logits, params, seeded_uniforms(run.table.seeds(rows), run.table.lengths[rows]))
-        step = StepResult(
-            token_ids=draws.token_ids.cpu().numpy(),
-            rollout_logprobs=draws.rollout_logprobs.cpu().numpy(),
-            kept_logmass=draws.kept_logmass.cpu().numpy(),
-            truncated=draws.truncated.cpu().numpy(),
-            kept_ids=draws.kept_ids.cpu().numpy(),
-            kept_sizes=draws.kept_sizes.cpu().numpy(),
-        )
-        run.table.append(rows, step, self._policy_version)
+    def _draw(self, run: Schedule, rows: slice, params: RowParams) -> Draw:
+        return Draw(params, seeded_uniforms(run.table.seeds(rows), run.table.lengths[rows]))
 
     def _finish(self, run: Schedule) -> list[RolloutRecord]:
         """Records of the rows whose newest token ended them; a stop token on the last place counts as a stop."""

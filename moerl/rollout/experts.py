@@ -1,8 +1,10 @@
-"""The experts of the embedded engine on a CPU: one pass over tokens sorted by expert.
+"""The experts of the embedded engine: on a CPU, one pass over tokens sorted by expert.
 
 Runs inside the embedded rollout engine, registered with transformers under `experts_function`. The stock grouped
 function masks and scatters every row for cases that do not occur here; with the few rows of a decoding step that is
-half of its time. Shape legend: R = rows, K = experts per token, H = hidden size, F = width of an expert.
+half of its time on a CPU. On a device it is the fastest in 16 bits, and never waits for the device. In other types
+torch's grouped product does: it reads on the host where the rows of each expert end. Shape legend: R = rows, K =
+experts per token, E = experts, H = hidden size, F = width of an expert.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from moerl.errors import EngineError
+from moerl.rollout import host
 from moerl.rollout.blocks import ROWS
 from moerl.rollout.capture import experts_by_layer
 from moerl.rollout.eight_bits import eight_bit_weight, has_eight_bit_products, to_eight_bits
@@ -26,7 +29,10 @@ _STOCK = "grouped_mm"
 """transformers' own: exact, and within 10% of the fastest at every batch size; its `batched_mm` is 15-50 times slower
 on a CPU."""
 
-_NAME = "moerl_sorted"
+_NAME, _EVERY = "moerl_sorted", "moerl_every"
+
+_EVERY_ELEMENTS = 2**26
+"""Numbers that the experts of one pass of `every_expert` give out together."""
 
 
 def sorted_experts(
@@ -62,6 +68,23 @@ def sorted_experts(
     return rounded(weighted.sum(1).to(hidden_RH.dtype), dtype)
 
 
+def every_expert(module: Any, hidden_RH: Tensor, ids_RK: Tensor, weights_RK: Tensor) -> Tensor:
+    """Computes what `sorted_experts` does, [R, H], by all experts for all rows: in float32 on a device, for checks.
+
+    Shapes and operations do not depend on what was chosen, at E / K times the operations.
+    """
+    num_rows, num_experts = len(hidden_RH), module.num_experts
+    weights_RE = hidden_RH.new_zeros(num_rows, num_experts).scatter_(1, ids_RK, weights_RK.to(hidden_RH.dtype))
+    out_RH = torch.zeros_like(hidden_RH)
+    together = max(1, _EVERY_ELEMENTS // (num_rows * module.gate_up_proj.shape[1]))
+    for start in range(0, num_experts, together):
+        some = slice(start, start + together)
+        gate_up = torch.einsum("rh,efh->erf", hidden_RH, module.gate_up_proj[some])
+        made_ERH = torch.bmm(module._apply_gate(gate_up), module.down_proj[some].transpose(1, 2))
+        out_RH = out_RH + torch.einsum("re,erh->rh", weights_RE[:, some], made_ERH)
+    return out_RH
+
+
 def _places(experts_C: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """Where each of C choices goes when they are sorted by expert, int64 [C], and where the rows of each expert end,
     int32 [num_experts]: each has whole blocks of rows (`moerl.rollout.blocks`)."""
@@ -91,7 +114,10 @@ def experts_function(model: PreTrainedModel, dtype: torch.dtype | None) -> str:
     shape: Any = next(iter(experts_by_layer(model).values()))
     is_plain = shape.has_gate and shape.is_concatenated and not shape.has_bias and not shape.is_transposed
     eight_bits = has_eight_bit_products(model)
-    if not is_plain or model.device.type != "cpu":
+    if not host.is_host(model) and is_plain and model.dtype.itemsize != 2:
+        ALL_EXPERTS_FUNCTIONS.register(_EVERY, every_expert)
+        return _EVERY
+    if not is_plain or not host.is_host(model):
         if eight_bits:
             raise EngineError(
                 "embedded engine: no 8-bit experts", seen=type(model).__name__, remedy="set rollout.dtype=bfloat16"

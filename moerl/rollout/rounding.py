@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
+from moerl.rollout import host
+
 
 def rounded(values: Tensor, dtype: torch.dtype | None) -> Tensor:
     """`values` in their own dtype, each rounded to a number that `dtype` has; as they are where it is None."""
@@ -25,8 +27,7 @@ def rounded(values: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 def emulated_dtype(model: PreTrainedModel) -> torch.dtype | None:
     """The 16-bit type that a model on a CPU holds its weights in; None where there is nothing to emulate."""
-    dtype, device = model.dtype, model.device
-    return dtype if device.type == "cpu" and dtype.itemsize == 2 else None
+    return model.dtype if host.is_host(model) and model.dtype.itemsize == 2 else None
 
 
 def emulate(model: PreTrainedModel, dtype: torch.dtype, routers: list[nn.Module]) -> Callable[[], None]:

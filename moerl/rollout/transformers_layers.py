@@ -1,4 +1,4 @@
-"""The layers of any model that transformers and moerl know, by transformers' own modules.
+"""The layers of any model that transformers and moerl know, on a CPU, by transformers' own modules.
 
 Runs inside the embedded rollout engine. Shape legend: U = prompts, P = tokens of the longest one, R = rows of a
 decoding step, whole blocks; H = hidden size, L, K as in the data contract.

@@ -15,7 +15,7 @@ from moerl.contract.ports import RolloutRequest
 from moerl.contract.trajectory import FinishReason, Lineage, SamplingParams, Trajectory
 from moerl.errors import EngineError, WeightSyncError
 from moerl.models.spec import spec_from_hf_config
-from moerl.rollout import embedded, schedule
+from moerl.rollout import embedded, schedule, steps_of_model
 from moerl.rollout.embedded import EmbeddedEngine
 from moerl.rollout.weight_staging import checkpoint_views
 
@@ -24,7 +24,7 @@ from moerl.rollout.weight_staging import checkpoint_views
 def _layers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of every test in this file, where the engine can do both."""
     if request.param != "compiled layers":
-        monkeypatch.setattr(embedded, "knows_layers_of", lambda model, dtype: False)
+        monkeypatch.setattr(steps_of_model, "knows_layers_of", lambda model, dtype: False)
 
 
 def _engine(model: Qwen3MoeForCausalLM, max_running: int = 4, **options: Any) -> EmbeddedEngine:
@@ -229,13 +229,13 @@ def test_a_prompt_that_several_ask_for_is_computed_once(make_model, monkeypatch:
     ]
     engine = _engine(model, max_running=5)
     computed: list[int] = []
-    prefill = engine._layers.prefill
+    prefill = engine._steps.layers.prefill
 
     def counted(prompts: Any, *arguments: Any) -> Any:
         computed.append(len(prompts))
         return prefill(prompts, *arguments)
 
-    monkeypatch.setattr(engine._layers, "prefill", counted)
+    monkeypatch.setattr(engine._steps.layers, "prefill", counted)
     together = {r.rollout_id: r.values for r in engine.generate(group)}
     assert computed == [2]
     for request in group:

@@ -3,8 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from moerl.rollout import experts, host
 from moerl.rollout.capture import experts_by_layer
-from moerl.rollout.experts import experts_function, sorted_experts
+from moerl.rollout.experts import every_expert, experts_function, sorted_experts
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 64])
@@ -27,3 +28,21 @@ def test_experts_of_another_shape_stay_with_the_stock_function(make_model):
     for module in experts_by_layer(model).values():
         module.is_transposed = True
     assert experts_function(model, None) == "grouped_mm"
+
+
+@pytest.mark.parametrize("elements", [1, 2**26], ids=["one by one", "together"])
+def test_all_experts_for_all_rows_are_those_of_transformers(make_model, monkeypatch, elements: int):
+    monkeypatch.setattr(experts, "_EVERY_ELEMENTS", elements)
+    model = make_model()
+    model.set_experts_implementation("eager")
+    for module in experts_by_layer(model).values():
+        hidden, weights = torch.randn(17, 32), torch.rand(17, 2)
+        ids = torch.stack([torch.randperm(6)[:2] for _ in range(17)])
+        with torch.no_grad():
+            torch.testing.assert_close(every_expert(module, hidden, ids, weights), module(hidden, ids, weights))
+
+
+def test_on_a_device_only_16_bits_are_for_the_stock_function(make_model, monkeypatch):
+    monkeypatch.setattr(host, "is_host", lambda model: False)
+    assert experts_function(make_model(), None) == "moerl_every"
+    assert experts_function(make_model(dtype=torch.bfloat16), None) == "grouped_mm"

@@ -6,15 +6,30 @@ import torch
 
 from moerl.contract.trajectory import SamplingParams
 from moerl.errors import EngineError
-from moerl.rollout import sampler
-from moerl.rollout.sampler import RowParams, SamplerOutput, sample, seeded_uniforms
+from moerl.rollout.device_sampler import Asked, Kinds, draw_rows
+from moerl.rollout.sampler import RowParams, SamplerOutput, require_finite, sample, seeded_uniforms
 
 
 @pytest.fixture(autouse=True, params=["on the host", "as on a device"])
 def _both_implementations(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
     """Tensors on the host are sampled by a kernel; what runs on a GPU runs here, too."""
     if request.param == "as on a device":
-        monkeypatch.setattr(sampler, "_sample_cut_on_host", sampler._sample_cut_on_device)
+        monkeypatch.setitem(globals(), "sample", _sample_on_device)
+
+
+def _sample_on_device(logits: torch.Tensor, params: RowParams, u: np.ndarray, *, capture: bool = True) -> SamplerOutput:
+    rows = (params.temperature, params.top_p, params.min_p, params.top_k, params.greedy, torch.from_numpy(u))
+    drawn = draw_rows(logits, Asked(*rows), Kinds.of(params, logits.shape[1]))
+    require_finite(drawn.log_z)
+    if not capture:
+        none = torch.zeros_like(drawn.kept_sizes)
+        return SamplerOutput(
+            drawn.token_ids, drawn.logprobs, drawn.kept_logmass.zero_(), none.bool(), drawn.kept_ids[:0], none
+        )
+    kept_ids = drawn.kept_ids[: int(drawn.kept_sizes.sum())]
+    return SamplerOutput(
+        drawn.token_ids, drawn.logprobs, drawn.kept_logmass, params.top_k > 0, kept_ids, drawn.kept_sizes
+    )
 
 
 MIXED = [

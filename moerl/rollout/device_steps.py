@@ -1,0 +1,244 @@
+"""Passes of the embedded engine on a device: transformers' layers, and a sampler that stays on the device.
+
+Runs inside the embedded rollout engine. A decoding step is one copy to the device, one recorded step
+(`moerl.rollout.recorded`), one copy back, and one wait. What it depends on besides values is in its key: rows and
+tokens of the cache that it reads, both rounded up so that there are few keys, and the kinds of its rows. Memory of the
+cache stays where it is from one run of the engine to the next. Shape legend as in `moerl.rollout.steps`; W as in
+`moerl.rollout.device_sampler`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from moerl.contract.trajectory import ModelSpec
+from moerl.rollout.attention import decode_mask, prefill_mask
+from moerl.rollout.cache import SlotCache
+from moerl.rollout.capture import RoutingCapture
+from moerl.rollout.device_sampler import Asked, Drawn, Kinds, draw_rows
+from moerl.rollout.recorded import Recorder, Step
+from moerl.rollout.sampler import RowParams, require_finite
+from moerl.rollout.slots import StepResult
+from moerl.rollout.steps import Draw, Prompts
+
+LEAST_ROWS = 8
+"""Rows of the smallest step; others have a power of two, or all slots."""
+
+LEAST_TOKENS = 128
+"""Tokens of the cache that the smallest step reads; others read this times a power of two, or all of it."""
+
+_WORDS = 5
+"""32-bit numbers of a row in the output of a step: token, log-prob, kept mass, normaliser, size of its kept set."""
+
+_FIXED_ANGLES = ("default", "linear", "yarn", "llama3")
+"""RoPE whose angles depend on positions alone. Others look at the longest sequence, on the host."""
+
+_Key = tuple[int, int, Kinds]
+
+
+def why_not_recorded(model: PreTrainedModel) -> str:
+    """Returns why the decoding steps of a model cannot be recorded; nothing if they can."""
+    rotary = getattr(model.base_model, "rotary_emb", None)
+    kind = getattr(rotary, "rope_type", "default")
+    return "" if kind in _FIXED_ANGLES else f"RoPE of type {kind!r} looks at the longest sequence of every step"
+
+
+class DeviceSteps:
+    """Passes of a model on a device.
+
+    Args:
+        model: with the attention and experts functions of the engine. capture: of its routers.
+        max_running: slots.
+        recorder: of decoding steps.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        capture: RoutingCapture,
+        spec: ModelSpec,
+        max_running: int,
+        recorder: Recorder,
+    ) -> None:
+        self._model, self._capture, self._spec, self._recorder = model, capture, spec, recorder
+        self._head = cast(nn.Module, model.get_output_embeddings())
+        self._cache = SlotCache(self._rounded_rows(max_running, max_running), 0)
+        self._num_slots = max_running
+        self._inputs: dict[int, tuple[Tensor, Tensor]] = {}
+        self._recorded: dict[_Key, tuple[Step, Tensor]] = {}
+        self._recorded_capacity = 0
+
+    def num_rows(self, num_running: int) -> int:
+        return self._rounded_rows(num_running, self._num_slots)
+
+    def cache(self, num_slots: int, max_tokens: int) -> SlotCache:
+        """As `Steps.cache`; every run has the same, which only grows."""
+        self._cache.max_tokens = max(self._cache.max_tokens, _whole(max_tokens))
+        return self._cache
+
+    @torch.inference_mode()
+    def prefill(self, prompts: Prompts, draw: Draw, cache: SlotCache) -> tuple[StepResult, NDArray[Any]]:
+        self._reserve(cache)
+        device, num_prompts = self._model.device, len(prompts.tokens)
+        lengths = np.array([len(each) for each in prompts.tokens])
+        longest = int(lengths.max())
+        tokens = np.zeros((num_prompts, longest), np.int64)
+        for row, prompt in zip(tokens, prompts.tokens, strict=True):
+            row[: len(prompt)] = prompt
+        cache.begin_prefill(torch.from_numpy(prompts.slots).to(device), longest)
+        positions = torch.arange(longest, device=device).expand(num_prompts, -1)
+        hidden = self._forward(torch.from_numpy(tokens).to(device), positions, prefill_mask(longest, device), cache)
+        experts = self._capture.take(num_prompts * longest)
+        rows = torch.from_numpy(np.stack([prompts.which, lengths[prompts.which] - 1])).to(device)
+        num_rows = len(prompts.which)
+        inputs = torch.zeros(len(_ROWS), num_rows, dtype=torch.int64)
+        _write_asked(inputs.numpy(), draw)
+        kinds = Kinds.of(draw.params, self._spec.vocab_size)
+        drawn = draw_rows(self._logits(hidden[rows[0], rows[1]]), _asked(inputs.to(device)), kinds)
+        output = _packed(drawn, experts, self._spec).cpu().numpy()
+        step, ids = self._unpack(output, num_rows, num_rows * kinds.width, draw.params)
+        return step, ids.reshape(num_prompts, longest, *ids.shape[1:])
+
+    @torch.inference_mode()
+    def decode(
+        self, tokens: NDArray[np.int64], positions: NDArray[np.int64], draw: Draw, cache: SlotCache
+    ) -> tuple[StepResult, NDArray[Any]]:
+        self._reserve(cache)
+        num_rows, kinds = len(tokens), Kinds.of(draw.params, self._spec.vocab_size)
+        seen = min(_power(int(positions.max()) + 1, LEAST_TOKENS), cache.capacity)
+        on_host, inputs = self._inputs_of(num_rows)
+        numbers = on_host.numpy()
+        numbers[_ROWS.index("token")], numbers[_ROWS.index("position")] = tokens, positions
+        _write_asked(numbers, draw)
+        inputs.copy_(on_host, non_blocking=True)
+        key = num_rows, seen, kinds
+        if key not in self._recorded:
+            step = self._recorder.record(partial(self._step, inputs, seen, kinds, cache))
+            size = num_rows * (4 * (_WORDS + kinds.width) + self._routing_bytes)
+            self._recorded[key] = step, self._recorder.host_buffer(size, dtype=torch.uint8)
+        step, output = self._recorded[key]
+        output.copy_(step(), non_blocking=True)
+        self._recorder.wait()
+        result, experts = self._unpack(output.numpy(), num_rows, num_rows * kinds.width, draw.params)
+        return result, experts[: len(draw.uniforms)]
+
+    def _step(self, inputs: Tensor, seen: int, kinds: Kinds, cache: SlotCache) -> Tensor:
+        """Computes a decoding step: uint8, as `_packed`. Nothing in it waits for the device."""
+        positions_R = inputs[_ROWS.index("position")]
+        cache.begin_decode(positions_R, seen)
+        tokens_R1 = inputs[_ROWS.index("token")][:, None]
+        hidden = self._forward(tokens_R1, positions_R[:, None], decode_mask(positions_R, seen), cache)
+        experts = self._capture.take(len(positions_R))
+        return _packed(draw_rows(self._logits(hidden[:, 0]), _asked(inputs), kinds), experts, self._spec)
+
+    def _forward(self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: SlotCache) -> Tensor:
+        """Hidden states after the last norm, [rows, tokens, hidden]; the head is applied to sampled rows only."""
+        self._capture.begin()
+        output = self._model.base_model(
+            input_ids=tokens, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
+        )
+        return output.last_hidden_state
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return self._head(hidden)[:, : self._spec.vocab_size]
+
+    def _reserve(self, cache: SlotCache) -> None:
+        """Gives the cache all of its room. Steps that were recorded with less of it are forgotten."""
+        assert cache is self._cache
+        cache.reserve(cache.max_tokens)
+        if cache.capacity != self._recorded_capacity:
+            self._recorded.clear()
+            self._recorded_capacity = cache.capacity
+
+    def _inputs_of(self, num_rows: int) -> tuple[Tensor, Tensor]:
+        """Inputs of a step on the host and on the device, int64 [len(_ROWS), num_rows]; rows that are not written are
+        greedy ones of token 0 at position 0."""
+        if num_rows not in self._inputs:
+            on_host = self._recorder.host_buffer(len(_ROWS), num_rows, dtype=torch.int64)
+            self._inputs[num_rows] = on_host, torch.zeros_like(on_host, device=self._model.device)
+        return self._inputs[num_rows]
+
+    @property
+    def _routing_bytes(self) -> int:
+        return self._spec.num_moe_layers * self._spec.experts_per_token * np.dtype(self._spec.expert_dtype).itemsize
+
+    def _unpack(
+        self, output: NDArray[np.uint8], num_rows: int, num_listed: int, params: RowParams
+    ) -> tuple[StepResult, NDArray[Any]]:
+        """Reads what `_packed` wrote; raises `EngineError` if the logits of a row are broken."""
+        end = 4 * (_WORDS * num_rows + num_listed)
+        words, num_asked = output[:end].view(np.int32), len(params.greedy)
+        rows = words[: _WORDS * num_rows].reshape(_WORDS, num_rows)[:, :num_asked]
+        require_finite(torch.from_numpy(rows[3].view(np.float32).copy()))
+        sizes = rows[4].astype(np.int64)
+        step = StepResult(
+            token_ids=rows[0].astype(np.int64),
+            rollout_logprobs=rows[1].view(np.float32),
+            kept_logmass=rows[2].view(np.float32),
+            truncated=params.top_k.numpy() > 0,
+            kept_ids=words[_WORDS * num_rows :][: int(sizes.sum())],
+            kept_sizes=sizes,
+        )
+        shape = self._spec.num_moe_layers, self._spec.experts_per_token
+        return step, output[end:].view(self._spec.expert_dtype).reshape(-1, *shape)
+
+    @staticmethod
+    def _rounded_rows(num_running: int, num_slots: int) -> int:
+        """Powers of two, but for the last: at least all slots, in eights."""
+        return min(_power(num_running, LEAST_ROWS), -(-num_slots // LEAST_ROWS) * LEAST_ROWS)
+
+
+_ROWS = ("token", "position", "uniform", "temperature", "top_p", "min_p", "top_k", "greedy")
+"""Rows of the inputs of a step, int64; the middle four hold the bits of float64 numbers."""
+
+
+def _power(count: int, least: int) -> int:
+    """Returns the smallest of least, 2 * least, 4 * least, ... that is not below `count`."""
+    return least << max(-(-count // least) - 1, 0).bit_length()
+
+
+def _whole(num_tokens: int) -> int:
+    return -(-num_tokens // LEAST_TOKENS) * LEAST_TOKENS
+
+
+def _write_asked(numbers: NDArray[np.int64], draw: Draw) -> None:
+    """Writes sampling parameters into the inputs of a step, [len(_ROWS), R], and makes the rest of the rows greedy."""
+    params, n = draw.params, len(draw.uniforms)
+    floats = numbers[2:6].view(np.float64)
+    floats[:, n:] = np.array([[0.0], [1.0], [1.0], [0.0]])
+    numbers[6:, n:] = 1
+    given = (draw.uniforms, params.temperature.numpy(), params.top_p.numpy(), params.min_p.numpy())
+    for row, values in zip(floats, given, strict=True):
+        row[:n] = values
+    numbers[6, :n], numbers[7, :n] = params.top_k.numpy(), params.greedy.numpy()
+
+
+def _asked(inputs: Tensor) -> Asked:
+    uniforms, temperature, top_p, min_p = inputs[2:6].view(torch.float64)
+    return Asked(temperature.float(), top_p, min_p, inputs[6], inputs[7].bool(), uniforms)
+
+
+def _packed(drawn: Drawn, experts: Tensor, spec: ModelSpec) -> Tensor:
+    """Puts all results of a step one after the other, so that one copy takes them: uint8.
+
+    32-bit words first: `_WORDS` rows of R, then the kept ids, R * W. Then the expert ids, [R, L, K], in the dtype of
+    the spec.
+    """
+    words = (
+        drawn.token_ids.int(),
+        drawn.logprobs.view(torch.int32),
+        drawn.kept_logmass.view(torch.int32),
+        drawn.log_z.view(torch.int32),
+        drawn.kept_sizes.int(),
+        drawn.kept_ids,
+    )
+    # torch has few operations on uint16; an int16 has the same bits.
+    narrow = torch.uint8 if np.dtype(spec.expert_dtype).itemsize == 1 else torch.int16
+    return torch.cat([torch.cat(words).view(torch.uint8), experts.to(narrow).flatten().view(torch.uint8)])

@@ -1,0 +1,24 @@
+"""Where a model of the embedded engine is: on the CPU of the host, or on a device. Runs inside the rollout engine."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel
+
+from moerl.rollout.eight_bits import FLOAT8
+
+
+def is_host(model: PreTrainedModel) -> bool:
+    """Returns whether a model is on a CPU, where the compiled kernels are."""
+    return model.device.type == "cpu"
+
+
+def engine_device(dtype: str) -> torch.device:
+    """Returns the device that an engine of this process samples on: its GPU, if there is one.
+
+    Args:
+        dtype: as `rollout.dtype`; 8 bits are emulated on a CPU alone.
+    """
+    if dtype == FLOAT8 or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())

@@ -1,0 +1,321 @@
+"""Passes for a device, on tensors of a CPU: what they sample, and that a step of theirs can be recorded.
+
+In float64 or bfloat16, since the kernels of a CPU take over in float32.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from copy import deepcopy
+from typing import Any, override
+
+import numpy as np
+import pytest
+import torch
+from families import FAMILIES
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+from transformers import AutoModelForCausalLM
+
+from moerl.contract.ports import RolloutRequest
+from moerl.contract.trajectory import Lineage, ModelSpec, SamplingParams, Trajectory
+from moerl.errors import EngineError
+from moerl.models.spec import spec_from_hf_config
+from moerl.rollout import device_steps, host, recorded
+from moerl.rollout.device_steps import DeviceSteps, why_not_recorded
+from moerl.rollout.embedded import EmbeddedEngine
+from moerl.rollout.recorded import CudaGraphs, Step, Unrecorded
+from moerl.rollout.weight_staging import checkpoint_views
+
+KINDS = [
+    {"top_k": 9},
+    {"temperature": 0.8, "top_p": 0.9},
+    {"temperature": 0.0},
+    {},
+    {"top_k": 20, "min_p": 0.01},
+]
+WAITS = (
+    "_local_scalar_dense",
+    "nonzero",
+    "unique",
+    "masked_select",
+    "bincount",
+    "repeat_interleave",
+    "equal",
+    "is_nonzero",
+    "record_stream",
+)
+"""Operations that look at values on the host, or whose results have shapes that depend on values."""
+
+
+class Operations(TorchDispatchMode):
+    """Writes down each operation: its name, the shapes of its tensors, and where those lie that were there before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, list[tuple[int, ...]], list[int]]] = []
+        self._made: set[int] = set()
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = [each for each in tree_flatten((args, kwargs or {}))[0] if isinstance(each, Tensor)]
+        lasting = [each.data_ptr() for each in given if each.untyped_storage().data_ptr() not in self._made]
+        self._made |= {each.untyped_storage().data_ptr() for each in tree_flatten(result)[0] if is_new(each, given)}
+        self.seen.append((str(func), [tuple(each.shape) for each in given], lasting))
+        if any(each.dtype == torch.bool for each in indices_of(func, args)):
+            self.seen.append(("nonzero", [], []))
+        return result
+
+    @property
+    def waits(self) -> set[str]:
+        return {wait for name, _, _ in self.seen for wait in WAITS if f".{wait}" in f".{name}"}
+
+
+def indices_of(func: Any, args: Sequence[Any]) -> list[Tensor]:
+    """Those of an indexing operation: a mask of them is looked at on the host."""
+    is_index = any(name in str(func) for name in ("aten.index.", "aten.index_put", "aten._index_put"))
+    return [each for each in args[1] if each is not None] if is_index else []
+
+
+def is_new(tensor: Any, given: Sequence[Tensor]) -> bool:
+    storages = {each.untyped_storage().data_ptr() for each in given}
+    return isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() not in storages
+
+
+class Witness(Unrecorded):
+    """Runs steps as they are, and compares each run of a step with its first one."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.num_recorded = self.num_replayed = 0
+        self.waits: set[str] = set()
+
+    @override
+    def record(self, step: Step) -> Step:
+        self.num_recorded += 1
+        first = self._run(step)[1]
+        output = first.clone()
+
+        def replay() -> Tensor:
+            self.num_replayed += 1
+            operations, result = self._run(step)
+            assert operations == wanted
+            return output.copy_(result)
+
+        wanted = self._run(step)[0]
+        return replay
+
+    def _run(self, step: Step) -> tuple[list[Any], Tensor]:
+        with Operations() as operations:
+            result = step()
+        self.waits |= operations.waits
+        return operations.seen, result
+
+
+@pytest.fixture
+def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "is_host", lambda model: False)
+
+
+def requests(count: int, vocab: int = 61, kinds: Sequence[dict[str, Any]] = KINDS) -> list[RolloutRequest]:
+    rng = np.random.default_rng(5)
+    return [
+        RolloutRequest(
+            Lineage(f"r{i}", f"p{i}", "g"),
+            tuple(rng.integers(0, vocab, rng.integers(2, 9)).tolist()),
+            SamplingParams(seed=i, **kinds[i % len(kinds)]),
+            10 + i % 3,
+        )
+        for i in range(count)
+    ]
+
+
+def make_engine(model: Any, max_running: int = 5, spec: ModelSpec | None = None) -> EmbeddedEngine:
+    spec = spec or spec_from_hf_config(model.config.to_dict())
+    return EmbeddedEngine(model, spec, engine_id="e", max_running=max_running, policy_version=0)
+
+
+def watched(engine: EmbeddedEngine) -> Witness:
+    witness = Witness()
+    assert isinstance(engine._steps, DeviceSteps)
+    engine._steps._recorder = witness
+    return witness
+
+
+def rollouts(engine: EmbeddedEngine, asked: Sequence[RolloutRequest]) -> dict[str, Trajectory]:
+    return {record.rollout_id: Trajectory(**record.values) for record in engine.generate(asked)}
+
+
+def assert_same(first: dict[str, Trajectory], second: dict[str, Trajectory], nats: float = 1e-5) -> None:
+    assert first.keys() == second.keys()
+    for name, one in first.items():
+        other = second[name]
+        for field in ("token_ids", "expert_ids", "truncated", "sampled", "policy_versions"):
+            assert np.array_equal(getattr(one, field), getattr(other, field)), (name, field)
+        assert np.array_equal(one.kept.ids, other.kept.ids)
+        assert np.array_equal(one.kept.offsets, other.kept.offsets)
+        np.testing.assert_allclose(one.rollout_logprobs, other.rollout_logprobs, rtol=0, atol=nats)
+        np.testing.assert_allclose(one.kept_logmass, other.kept_logmass, rtol=0, atol=nats)
+
+
+@pytest.mark.parametrize("kinds", [KINDS, KINDS[:1], KINDS[3:4]], ids=["mixed", "cut", "open"])
+def test_a_device_samples_what_the_compiled_layers_sample(make_model, monkeypatch, kinds: list[dict[str, Any]]):
+    model, asked = make_model(), requests(12, kinds=kinds)
+    on_host = rollouts(make_engine(deepcopy(model)), asked)
+    monkeypatch.setattr(host, "is_host", lambda model: False)
+    assert_same(on_host, rollouts(make_engine(model.double()), asked))
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_every_family_samples_the_same_on_a_device_without_a_wait_in_its_steps(family: str, monkeypatch):
+    torch.manual_seed(3)
+    config, spec = FAMILIES[family].config(), FAMILIES[family].spec()
+    model: Any = AutoModelForCausalLM.from_config(config).eval()
+    asked = requests(4, vocab=spec.vocab_size)
+    on_host = rollouts(make_engine(deepcopy(model), spec=spec), asked)
+    monkeypatch.setattr(host, "is_host", lambda model: False)
+    engine = make_engine(model.double(), spec=spec)
+    witness = watched(engine)
+    assert_same(on_host, rollouts(engine, asked))
+    assert why_not_recorded(model) == ""
+    assert witness.num_replayed
+    assert witness.waits == set()
+
+
+@pytest.mark.usefixtures("on_device")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_a_step_has_the_same_operations_shapes_and_storages_every_time(make_model, dtype: torch.dtype):
+    engine = make_engine(make_model(dtype=dtype))
+    witness = watched(engine)
+    for trajectory in rollouts(engine, requests(12)).values():
+        assert trajectory.num_sampled
+    assert witness.num_replayed > 2 * witness.num_recorded  # which compares them
+    assert witness.waits == set()
+
+
+@pytest.mark.usefixtures("on_device")
+def test_a_step_that_looks_at_a_value_is_seen(make_model):
+    # Red on purpose: what the tests above would find.
+    angles = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    model = make_model(rope_parameters=angles).double()
+    engine = make_engine(model)
+    witness = watched(engine)
+    rollouts(engine, requests(2))
+    assert "is_nonzero" in witness.waits
+    assert "'dynamic'" in why_not_recorded(model)
+    assert "not recorded: RoPE of type 'dynamic'" in engine.description
+    with Operations() as operations:
+        mask = torch.ones(3, dtype=torch.bool)
+        torch.ones(3)[mask]
+    assert "nonzero" in operations.waits
+
+
+@pytest.mark.usefixtures("on_device")
+def test_updated_weights_lie_where_recorded_steps_read_them(make_model):
+    engine, other = make_engine(make_model().double(), 8), make_model(seed=4).double()
+    witness, asked = watched(engine), requests(8)
+    before = rollouts(engine, asked)
+    num_recorded = witness.num_recorded
+    places = [each.data_ptr() for each in engine._model.parameters()]
+    engine.begin_update(1)
+    engine.receive(
+        item for name, tensor in other.state_dict().items() for item in checkpoint_views(name, tensor).items()
+    )
+    engine.end_update()
+    assert [each.data_ptr() for each in engine._model.parameters()] == places
+    after = rollouts(engine, asked)
+    # Not one step was recorded again, and all of them computed with the new weights.
+    assert witness.num_recorded == num_recorded
+    assert (after["r0"].policy_versions[after["r0"].sampled] == 1).all()
+    assert any(not np.array_equal(before[name].token_ids, after[name].token_ids) for name in before)
+    fresh = {name: trajectory.token_ids.tolist() for name, trajectory in rollouts(make_engine(other, 8), asked).items()}
+    assert {name: trajectory.token_ids.tolist() for name, trajectory in after.items()} == fresh
+
+
+@pytest.mark.usefixtures("on_device")
+def test_steps_are_recorded_again_once_the_cache_has_grown(make_model, monkeypatch):
+    monkeypatch.setattr(device_steps, "LEAST_TOKENS", 16)
+    model = make_model().double()
+    engine = make_engine(model)
+    witness, asked = watched(engine), requests(5, kinds=KINDS[:1])
+    short = [RolloutRequest(each.lineage, each.prompt_ids, each.sampling, 3) for each in asked]
+    rollouts(engine, short)
+    long = rollouts(engine, asked)
+    assert witness.num_recorded == 2 + 1  # 16 tokens; once there is room for more, 16 and 32
+    assert_same(long, rollouts(make_engine(deepcopy(model)), asked))
+
+
+@pytest.mark.usefixtures("on_device")
+def test_broken_weights_are_refused_on_a_device(make_model):
+    model = make_model().double()
+    with torch.no_grad():
+        model.lm_head.weight[3] = torch.nan
+    with pytest.raises(EngineError, match="without a finite normaliser"):
+        list(make_engine(model).generate(requests(3)))
+
+
+@pytest.mark.parametrize(
+    ("running", "slots", "rows"), [(1, 192, 8), (9, 192, 16), (64, 192, 64), (130, 192, 192), (3, 3, 8), (11, 12, 16)]
+)
+def test_rows_of_a_step_are_rounded_up(running: int, slots: int, rows: int):
+    assert DeviceSteps._rounded_rows(running, slots) == rows
+
+
+class _Graph:
+    def __init__(self) -> None:
+        self.replays = 0
+
+    def replay(self) -> None:
+        self.replays += 1
+
+
+class _Stream:
+    def wait_stream(self, other: Any) -> None: ...
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[_Graph]:
+    """Stands in for the parts of torch.cuda that a recording needs; the graphs that were made."""
+    made: list[_Graph] = []
+
+    def make() -> _Graph:
+        made.append(_Graph())
+        return made[-1]
+
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: _Stream())
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: _Stream())
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", make)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, **options: contextlib.nullcontext())
+    return made
+
+
+def test_a_recorded_step_is_replayed_and_not_computed_by_the_host_again(graphs: list[_Graph]):
+    runs: list[int] = []
+
+    def step() -> Tensor:
+        runs.append(1)
+        return torch.full((2,), len(runs))
+
+    replay = CudaGraphs(torch.device("cuda", 0)).record(step)
+    assert len(runs) == recorded._WARM_UPS + 1
+    assert replay() is replay()
+    assert graphs[0].replays == 2
+    assert len(runs) == recorded._WARM_UPS + 1
+
+
+def test_a_step_that_cannot_be_recorded_names_the_way_out(graphs: list[_Graph]):
+    runs: list[int] = []
+
+    def step() -> Tensor:
+        runs.append(1)
+        if len(runs) > recorded._WARM_UPS:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return torch.zeros(1)
+
+    with pytest.raises(EngineError, match=r"rollout\.record_steps=false"):
+        CudaGraphs(torch.device("cuda", 0)).record(step)
