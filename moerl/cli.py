@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from moerl.config.command_texts import COMMANDS, DIAGNOSE, EXPORT, REPORT, SAMPLES, STATUS, VERIFY
 from moerl.config.stop_signals import STOPPED, GraceOverError, StopRequest, stop_signals
-from moerl.config.torch_start import before_torch
+from moerl.config.torch_start import before_cuda, before_torch
 from moerl.errors import CheckpointError, ConfigError, MoerlError, told
 from moerl.launch.arguments import Parser, add_plan_run_arguments, bandwidth, export_parser, gib_size, verify_parser
 from moerl.launch.arguments import options_text as _options_text
@@ -163,6 +163,7 @@ def _get_ready(command: str, options: argparse.Namespace, stack: ExitStack) -> i
         return 0
     for note in [*resolved.notes, *config_notes(config)]:
         print(f"note: {note}", file=sys.stderr)
+    before_cuda(config.trainer.tf32)
     from moerl.orchestration.preflight import check_task
 
     check_task(config, command)
@@ -315,6 +316,7 @@ def _diagnose(arguments: list[str]) -> int:
     options = parser.parse_intermixed_args(arguments)
     check_arguments(options)
     options = with_run(options)
+    before_cuda("off")
     print(printable(f"diagnosing {', '.join(map(str, options.dumps))}"), flush=True)
     from moerl.orchestration.diagnose import run_diagnose  # takes seconds
 
@@ -345,10 +347,10 @@ def _verify(arguments: list[str]) -> int:
     from moerl.config.hub import model_directory
     from moerl.config.paths import check_verify, dump_files
 
-    dump = options.dump.resolve()
-    dump_files(dump)
+    dump_files(dump := options.dump.resolve())
     model = model_directory(options.model, "--model")
     check_verify(dump, model)
+    before_cuda("off")
     from moerl.orchestration.verify import run_verify
 
     return run_verify(dump, model, tolerance=options.tolerance, version=options.version)
@@ -363,10 +365,8 @@ def _parser(command: str) -> argparse.ArgumentParser:
     if command == "train":
         parser.add_argument("-m", "--multirun", action="store_true", help="a run for each value of keys with several")
     if command in (PLAN_WEIGHTS, PLAN_RUN):
-        for link, text in (
-            ("gather", "of a sender's link to other trainer ranks"),
-            ("engine", "of its link to engines"),
-        ):
+        links = {"gather": "of a sender's link to other trainer ranks", "engine": "of its link to engines"}
+        for link, text in links.items():
             parser.add_argument(
                 f"--{link}-gb-per-second", type=bandwidth, default=50.0, metavar="GB", help=f"{text}, 50 if not said"
             )

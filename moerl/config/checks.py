@@ -73,6 +73,17 @@ def check_command(config: RunConfig, command: str) -> None:
         config.algorithm.check(group_size=config.rl.trained_size, minibatches=config.rl.minibatches)
 
 
+def check_for_gpus(config: RunConfig) -> None:
+    """Checks what holds if the trainer is on GPUs. Raises `ConfigError`."""
+    if config.trainer.share_prompts is True:
+        raise ConfigError(
+            "trainer.share_prompts: prompts cannot be shared on a GPU, whose attention is Transformer Engine's",
+            seen="true",
+            expected="auto or false",
+            remedy="set trainer.share_prompts=auto",
+        )
+
+
 def check_model_fits(config: RunConfig) -> None:
     """Checks a model directory against the layout and the lengths. Raises `ConfigError`."""
     if config.model.path is not None:

@@ -28,6 +28,7 @@ RENAMED = {"weights.gather": {"root": "sender"}}
 ADDED: dict[str, Any] = {
     "trainer.command_seconds": 3600.0,
     "trainer.share_prompts": False,
+    "trainer.tf32": "on",
     "algorithm.dual_clip": None,
     "algorithm.overlong_buffer": None,
     "algorithm.overlong_limit": None,
@@ -55,6 +56,7 @@ ADDED: dict[str, Any] = {
     "rl.keep": None,
     "rl.keep_by": "shortest",
     "rollout.placement": "inside",
+    "rollout.record_steps": True,
     "buffer.max_staleness": 0,
     "buffer.window": 1,
     "buffer.when_stale": "wait",

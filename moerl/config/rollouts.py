@@ -34,6 +34,10 @@ class EmbeddedRolloutConfig(SamplingConfig):
         description="inside = in the controller's process, in turns with it; beside = in a process of its own, which"
         " samples while the trainer works."
     )
+    record_steps: bool = Field(
+        description="On a GPU decoding steps are recorded as CUDA graphs, and replayed; false = slower, to look for"
+        " faults. No effect on a CPU."
+    )
 
     @property
     def num_servers(self) -> int:

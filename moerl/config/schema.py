@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, Field
 from moerl.algorithms.registry import AlgorithmConfig
 from moerl.buffer.queue import QueueLimits
 from moerl.config.rollouts import RolloutConfig
+from moerl.config.training import TrainerConfig, bare_off
 from moerl.contract.parallel import ParallelDims, smallest_data
 from moerl.sections import (
     Count,
@@ -32,11 +33,6 @@ from moerl.tasks.registry import TaskConfig
 
 ADDRESS = r"^(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9][A-Za-z0-9.\-]*):[0-9]{1,5}$"
 """``HOST:PORT``."""
-
-
-def _bare_off(value: object) -> object:
-    """YAML reads a bare ``off`` as false; where ``off`` is an option it means that."""
-    return "off" if value is False else value
 
 
 class ArchitectureConfig(Section):
@@ -119,38 +115,6 @@ class ParallelConfig(Section):
         return self.dims.world_size
 
 
-class TrainerConfig(Section):
-    """How a training step is cut up."""
-
-    microbatch_tokens: Count = Field(description="Most tokens packed into one forward pass.")
-    share_prompts: bool = Field(
-        description="The prompt of a group is computed once, and its responses go on from it, where tokens and recorded"
-        " experts are the same; so is what all texts of a supervised batch begin with. On CPUs only. The load-balancing"
-        " loss counts such rows once."
-    )
-    recompute: Literal["none", "selective", "full"] = Field(
-        description="Activations computed again in the backward pass to save memory."
-    )
-    distributed_optimizer: Annotated[Literal["off", "on", "overlap"], BeforeValidator(_bare_off)] = Field(
-        description="on = data-parallel ranks share optimizer state and master weights; overlap = the same, and"
-        " gradient reduction and weight gathering overlap with computation."
-    )
-    train_router: bool = Field(description="False freezes the routers' weights.")
-    expert_bias: Literal["frozen", "update"] = Field(
-        description="What happens to the expert bias of models that have one (DeepSeek-V3, GLM-4.5): kept as loaded, or"
-        " moved towards even load after each optimizer step."
-    )
-    deterministic: bool = Field(description="Use deterministic kernels only; slower on GPUs, no effect on a CPU.")
-    max_skipped_updates: CountOrZero = Field(
-        description="Optimizer steps in a row that may be skipped because the gradient is not finite; one more stops"
-        " the run."
-    )
-    command_seconds: Positive = Field(
-        description="Longest time that ranks in processes of their own may take for one command, such as a step or a"
-        " checkpoint; after it the run ends with an error that names the silent rank."
-    )
-
-
 class OptimizerConfig(Section):
     """AdamW and its learning-rate schedule."""
 
@@ -222,14 +186,14 @@ class BufferConfig(Section):
 class KeepRoutingConfig(Section):
     """Keep Routing."""
 
-    mode: Annotated[Literal["off", "rollout", "trainer"], BeforeValidator(_bare_off)] = Field(
+    mode: Annotated[Literal["off", "rollout", "trainer"], BeforeValidator(bare_off)] = Field(
         description="Experts used in training: rollout = those that the sampler used; trainer = those that the trainer"
         " chose in its first pass on the batch; off = each pass chooses its own."
     )
-    reference: Annotated[Literal["off", "rollout", "trainer"] | None, BeforeValidator(_bare_off)] = Field(
+    reference: Annotated[Literal["off", "rollout", "trainer"] | None, BeforeValidator(bare_off)] = Field(
         description="The same choice for the reference model; trainer needs mode=trainer; null = as mode."
     )
-    verify: Annotated[Literal["every", "off"] | Count, BeforeValidator(_bare_off)] = Field(
+    verify: Annotated[Literal["every", "off"] | Count, BeforeValidator(bare_off)] = Field(
         description="How often checksums must prove, before an update, that recorded experts reached the dispatchers:"
         " every update, every n-th, or never. Router calls are always counted."
     )
@@ -277,7 +241,7 @@ class WeightsConfig(Section):
         description="Steps between two updates of engines, at most buffer.max_staleness + 1. Before an evaluation they"
         " are updated anyway."
     )
-    verify: Annotated[Literal["every", "off"] | Count, BeforeValidator(_bare_off)] = Field(
+    verify: Annotated[Literal["every", "off"] | Count, BeforeValidator(bare_off)] = Field(
         description="How often the engine's checksums of all tensors are compared with the trainer's: after every"
         " update, every n-th, or never."
     )

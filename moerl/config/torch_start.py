@@ -1,13 +1,14 @@
 """Settings that a process makes before it imports torch. Torch-free; every process of a run that imports torch.
 
 torch computes with the threads of an OpenMP library (libgomp), which reads its variables once, as torch is imported.
+NVIDIA's libraries read the precision of products from the environment, too.
 """
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 
 SPINS = "GOMP_SPINCOUNT"
 """How often a thread of libgomp asks whether a wait is over before it sleeps; one round takes 10 to 60 ns."""
@@ -15,6 +16,10 @@ SPINS = "GOMP_SPINCOUNT"
 NUM_SPINS = 1000
 """Tens of microseconds: the next operation of a small model comes within them. libgomp's own 300,000 are milliseconds,
 in which the thread that is waited for does not run if both share a core (docs/decisions/one-thread.md)."""
+
+TF32 = "NVIDIA_TF32_OVERRIDE"
+"""Read by NVIDIA's libraries as they are loaded; 0: products of float32 numbers are exact, whatever a caller asks for.
+Transformer Engine asks for TF32 in every float32 product, and torch's own switches do not reach it."""
 
 _OF_THE_USER = (SPINS, "OMP_WAIT_POLICY")
 _LIBRARIES = r".*[/\\](site|dist)-packages[/\\]"
@@ -26,3 +31,22 @@ def before_torch(environment: MutableMapping[str, str] = os.environ) -> None:
     if not any(name in environment for name in _OF_THE_USER):
         environment[SPINS] = str(NUM_SPINS)
     warnings.filterwarnings("ignore", category=SyntaxWarning, module=_LIBRARIES)
+
+
+def tf32_variables(tf32: str) -> dict[str, str]:
+    """Returns the variables of a process whose products of float32 numbers are as `trainer.tf32` says."""
+    return {TF32: "0"} if tf32 == "off" else {}
+
+
+def before_cuda(tf32: str, environment: MutableMapping[str, str] = os.environ) -> None:
+    """Sets the precision of products of float32 numbers on a GPU in this process, before it imports torch.
+
+    Args:
+        tf32: as `trainer.tf32`; the variable that a user has set stays if this is on.
+    """
+    environment.update(tf32_variables(tf32))
+
+
+def has_tf32(environment: Mapping[str, str] = os.environ) -> bool:
+    """Returns whether products of float32 numbers may be TF32's in a process with this environment."""
+    return environment.get(TF32) != "0"

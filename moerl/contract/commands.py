@@ -249,7 +249,8 @@ class Failure(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 class Reply(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """Of one rank, to one command. progress: microbatches begun, and of how many, while the command goes on; such a
-    reply is not the last. peak_rss_bytes: of the rank's process."""
+    reply is not the last. peak_rss_bytes: of the rank's process. notes, shares_prompts: in the reply to `Build`, what
+    a user should know about the rank's device, and whether prompts are shared there."""
 
     progress: tuple[int, int] | None = None
     failure: Failure | None = None
@@ -258,6 +259,8 @@ class Reply(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     tables: tuple[Array, ...] = ()
     metrics: dict[str, float] = {}
     peak_rss_bytes: int = 0
+    notes: list[str] = []
+    shares_prompts: bool = False
 
 
 _encoder = msgspec.msgpack.Encoder()

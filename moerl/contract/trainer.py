@@ -97,6 +97,16 @@ class Trainer(Protocol):
         ...
 
     @property
+    def shares_prompts(self) -> bool:
+        """Whether batches are packed with shared prompts (`trainer.share_prompts`); known after `build`."""
+        ...
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What a user should know about the device of the ranks, a line each; known after `build`."""
+        ...
+
+    @property
     def peak_rss_bytes(self) -> Sequence[int]:
         """Peak resident memory of each process of the trainer other than this one."""
         ...

@@ -40,15 +40,19 @@ class Minibatch:
         return self.totals.num_tokens
 
 
-def pack_options(config: RunConfig, model: ModelDescription) -> PackOptions:
-    """How sequences share microbatches in this run: the layout's padding, ranks balanced by operations."""
+def pack_options(config: RunConfig, model: ModelDescription, *, share_prompts: bool) -> PackOptions:
+    """How sequences share microbatches in this run: the layout's padding, ranks balanced by operations.
+
+    Args:
+        share_prompts: as the trainer says (`Trainer.shares_prompts`).
+    """
     dims = config.parallel.dims
     return PackOptions(
         config.trainer.microbatch_tokens,
         Padding.of(dims),
         cost=sequence_flops(model),
         count_multiple=dims.microbatch_multiple,
-        share_prompts=config.trainer.share_prompts,
+        share_prompts=share_prompts,
     )
 
 

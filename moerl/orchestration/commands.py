@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from moerl.config.checks import describe_model
+from moerl.config.engine_memory import check_shared_device
 from moerl.config.hub import hub_model
 from moerl.config.load import CONFIG_FILE, dump_config
 from moerl.config.model_files import INITIAL_MODEL
@@ -94,8 +96,9 @@ def _train(run: Run, model_path: Path) -> None:
         assert engine is not None
         _check_handshake(engine.handshake().spec, run.model.spec)
         collector = _collector(config, model_path, engine, run)
-        run.trainer.build("rl", model_path, run.model.spec, engine)
-        RLStage(run, collector, engine, pack_options(config, start)).train()
+        run.build("rl", model_path, engine)
+        packing = pack_options(config, start, share_prompts=run.trainer.shares_prompts)
+        RLStage(run, collector, engine, packing).train()
         engine_bytes = engine_memory(engine)
         run.trainer.export(config.run_dir / "final_model", model_path)
         run.reporter.finish(run.summary(steps=config.rl.steps, engine_bytes=engine_bytes))
@@ -184,6 +187,7 @@ def _open_run(config: RunConfig, command: str, *, resume: bool, lock: int | None
         to_build = None
         if config.model.architecture is not None and find_damage(model_path) is not None:
             to_build = config.model.architecture, new_tokenizer(config.model, task)
+        _check_device(config)
         reporter.say("starting Megatron")
         reporter.begin_part("start of Megatron and the model")
         with open_trainer(config, reporter.within, lock) as trainer:
@@ -199,6 +203,12 @@ def _open_run(config: RunConfig, command: str, *, resume: bool, lock: int | None
             if resume:
                 _load_latest(run)
             yield run, model_path
+
+
+def _check_device(config: RunConfig) -> None:
+    """Raises `ConfigError` if what has to be on the first GPU of this machine does not fit there."""
+    if torch.cuda.is_available():
+        check_shared_device(config, describe_model(config), torch.cuda.get_device_properties(0).total_memory)
 
 
 def _say_hub_model(config: RunConfig, reporter: Reporter) -> None:
@@ -270,6 +280,7 @@ def _open_reader(config: RunConfig, command: str) -> Iterator[tuple[Collector, R
         reporter = stack.enter_context(make_reporter(config))
         _say_hub_model(config, reporter)
         _check_texts(config, task, config.model.path, command, reporter)
+        _check_device(config)
         reporter.begin_part("start of the engine")
         engine = stack.enter_context(closing(open_engine(config, model, 0, reporter.say)))
         reporter.say(ends)

@@ -24,6 +24,7 @@ from moerl.orchestration.models import make_engine
 from moerl.rollout.beside.engine import BesideEngine
 from moerl.rollout.beside.local import EngineProcess, LocalProcess, dismiss
 from moerl.rollout.beside.messages import Start
+from moerl.rollout.embedded import EmbeddedEngine
 from moerl.rollout.fleet.backend import ModelFacts, ServerLauncher
 from moerl.rollout.fleet.engine import FleetEngine
 from moerl.rollout.fleet.options import EngineOptions, Interrupt
@@ -75,7 +76,7 @@ def open_engine(
 
     Args:
         version: policy version of its weights; -1 where the engine must wait for a first update.
-        say: told what a user should know about a server.
+        say: told what a user should know about a server, or about an engine on a GPU.
         launcher: of the run's own servers; process: of an embedded engine beside the trainer, by its log. On this
             machine if not said.
 
@@ -86,13 +87,11 @@ def open_engine(
     rollout = config.rollout
     assert model.folder is not None
     check_weights(model.folder)
-    if isinstance(rollout, EmbeddedRolloutConfig) and rollout.placement == "beside":
-        start = Start(
-            str(model.folder), rollout.dtype, model.spec, rollout.max_running, engine_threads(config), version
-        )
-        return BesideEngine(start, process(_log(config)))
     if isinstance(rollout, EmbeddedRolloutConfig):
-        return make_engine(model, dtype=rollout.dtype, max_running=rollout.max_running, version=version)
+        engine = _embedded(config, rollout, model, version, process)
+        if engine.is_on_device:
+            say(engine.description)
+        return engine
     options = EngineOptions(
         engine_id="sglang",
         dtype=rollout.dtype,
@@ -116,6 +115,29 @@ def open_engine(
     if not is_ours and version >= 0:
         _send_folder(engine, model.folder, version, options)
     return engine
+
+
+def _embedded(
+    config: RunConfig, rollout: EmbeddedRolloutConfig, model: ModelDescription, version: int, process: MakeProcess
+) -> EmbeddedEngine | BesideEngine:
+    if rollout.placement == "inside":
+        return make_engine(
+            model,
+            dtype=rollout.dtype,
+            max_running=rollout.max_running,
+            version=version,
+            record_steps=rollout.record_steps,
+        )
+    start = Start(
+        folder=str(model.folder),
+        dtype=rollout.dtype,
+        spec=model.spec,
+        max_running=rollout.max_running,
+        num_threads=engine_threads(config),
+        version=version,
+        record_steps=rollout.record_steps,
+    )
+    return BesideEngine(start, process(_log(config)))
 
 
 def engine_memory(engine: PolicyEngine) -> int:

@@ -88,12 +88,21 @@ def read_tokenizer(folder: Path, key: str = "model.path") -> PreTrainedTokenizer
         ) from error
 
 
-def make_engine(model: ModelDescription, *, dtype: str, max_running: int, version: int = -1) -> EmbeddedEngine:
-    """An embedded engine for the model of a Hugging Face directory.
+def make_engine(
+    model: ModelDescription, *, dtype: str, max_running: int, version: int = -1, record_steps: bool = True
+) -> EmbeddedEngine:
+    """An embedded engine for the model of a Hugging Face directory, on the GPU of this process if there is one.
 
     Args:
         version: policy version of the weights in its folder; -1 where the engine must wait for a first update.
+        record_steps: as `rollout.record_steps`.
     """
     assert model.folder is not None
-    loaded = load_sampler(model.folder, dtype)
-    return EmbeddedEngine(loaded, model.spec, engine_id="embedded-0", max_running=max_running, policy_version=version)
+    return EmbeddedEngine(
+        load_sampler(model.folder, dtype),
+        model.spec,
+        engine_id="embedded-0",
+        max_running=max_running,
+        policy_version=version,
+        record_steps=record_steps,
+    )

@@ -19,9 +19,9 @@ from moerl.config.stop_signals import StopRequest
 from moerl.contract.batch import TrainSample
 from moerl.contract.disk import write_parquet
 from moerl.contract.files import atomic_file, writing
-from moerl.contract.ports import Prompt, Task
+from moerl.contract.ports import PolicyEngine, Prompt, Task
 from moerl.contract.quarantine import Quarantine
-from moerl.contract.trainer import Trainer, UpdateReport
+from moerl.contract.trainer import Stage, Trainer, UpdateReport
 from moerl.contract.trajectory import Trajectory
 from moerl.diagnostics.summary import RunSummary
 from moerl.errors import CheckpointError, MoerlError
@@ -69,6 +69,7 @@ class Run:
         self._started = self._last_step = time.monotonic()
         self._checkpoint: tuple[str, int, Path] | None = None
         self._saved: tuple[str, int] | None = None
+        self._said: set[str] = set()
         self._store = CheckpointStore(config.run_dir / CHECKPOINTS, config.checkpoint.keep, find_state_problem)
 
     @property
@@ -90,6 +91,18 @@ class Run:
 
     def train_prompts(self) -> list[Prompt]:
         return self.task.prompts("train", self.task.size("train"))
+
+    def build(self, stage: Stage, folder: Path, engine: PolicyEngine | None = None) -> None:
+        """Has the trainer build a stage from a model directory, and says once what it runs on.
+
+        Args:
+            engine: as of `Trainer.build`.
+        """
+        self.trainer.build(stage, folder, self.model.spec, engine)
+        for note in self.trainer.notes:
+            if note not in self._said:
+                self.reporter.say(note)
+        self._said.update(self.trainer.notes)
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 

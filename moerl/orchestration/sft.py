@@ -39,8 +39,8 @@ def train(run: Run, model_path: Path, output: Path) -> None:
     """Trains from `model_path` and writes a Hugging Face directory to `output`; goes on from a checkpoint if any."""
     config = run.config
     samples = demonstrations(run, read_ends(model_path, run.tokenizer, run.model.spec.vocab_size)[0])
-    run.trainer.build(STAGE, model_path, run.model.spec)
-    packing = pack_options(config, run.model)
+    run.build(STAGE, model_path)
+    packing = pack_options(config, run.model, share_prompts=run.trainer.shares_prompts)
     first_step = run.restore(STAGE)
     run.reporter.begin_stage(STAGE, done=first_step, total=config.sft.steps)
     for step in range(first_step, config.sft.steps):

@@ -11,6 +11,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from moerl.config.schema import RunConfig
+from moerl.config.threads import rank_threads
+from moerl.config.torch_start import tf32_variables
 from moerl.contract.files import discard
 from moerl.processes.parent import CONTROLLER
 from moerl.processes.spared import start_spared
@@ -65,6 +68,11 @@ class Child:
         except subprocess.TimeoutExpired:
             return "it closed its connection"
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"it ended with status {code}"
+
+
+def rank_variables(config: RunConfig) -> dict[str, str]:
+    """Returns the variables of a rank's process that follow from the configuration, wherever the process is."""
+    return {"OMP_NUM_THREADS": str(rank_threads(config, "sft")), **tf32_variables(config.trainer.tf32)}
 
 
 def describe_output(log: Path) -> str:

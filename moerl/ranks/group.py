@@ -83,10 +83,20 @@ class TrainerGroup:
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._coordinates: tuple[RankCoordinates, ...] = ()
+        self._notes: tuple[str, ...] = ()
+        self._shares_prompts = False
 
     @property
     def coordinates(self) -> Sequence[RankCoordinates]:
         return self._coordinates
+
+    @property
+    def shares_prompts(self) -> bool:
+        return self._shares_prompts
+
+    @property
+    def notes(self) -> Sequence[str]:
+        return self._notes
 
     @property
     def peak_rss_bytes(self) -> Sequence[int]:
@@ -96,6 +106,8 @@ class TrainerGroup:
         links = self._ranks.connect(engine)
         replies = self._ranks.ask(Build(stage, str(model), spec, links))
         self._coordinates = tuple(reply.coordinates for reply in replies if reply.coordinates is not None)
+        # Ranks have devices of one kind.
+        self._notes, self._shares_prompts = tuple(replies[0].notes), replies[0].shares_prompts
 
     def load(self, minibatches: Sequence[Sequence[bytes]]) -> None:
         for number, frames in enumerate(minibatches):

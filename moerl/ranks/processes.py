@@ -16,14 +16,13 @@ from collections.abc import Callable, Sequence
 
 from moerl.config.interfaces import interface_variables
 from moerl.config.schema import RunConfig
-from moerl.config.threads import rank_threads
 from moerl.contract.commands import AnyCommand, Close, Reply, Start, decode_reply, encode
 from moerl.contract.files import discard
 from moerl.contract.ports import PolicyEngine, Taken
 from moerl.errors import MoerlError, ending, undoing
 from moerl.processes.channel import Inbox, Outbox
 from moerl.processes.parent import new_rendezvous
-from moerl.ranks.child import PROGRAM, Child, describe_output, log_of, remove_empty_folders
+from moerl.ranks.child import PROGRAM, Child, describe_output, log_of, rank_variables, remove_empty_folders
 from moerl.ranks.links import Links
 from moerl.ranks.replies import CLOSING_SECONDS, GRACE_SECONDS, check_replies, lost, ranks_have_ended
 
@@ -188,8 +187,8 @@ def _environment(config: RunConfig, rank: int) -> dict[str, str]:
     return {
         **os.environ,
         **interface_variables("127.0.0.1"),
+        **rank_variables(config),
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(config.parallel.world_size),
-        "OMP_NUM_THREADS": str(rank_threads(config, "sft")),
     }

@@ -48,6 +48,7 @@ from moerl.contract.ports import CheckedSink
 from moerl.contract.trainer import PassReport, Stage
 from moerl.errors import ConfigError, UnprovedError
 from moerl.models.description import CONFIG_FILE, read_model
+from moerl.ranks.devices import check_device, device_notes, shares_prompts
 from moerl.ranks.tables import as_words, local_rows, with_advantages, with_clipping
 from moerl.ranks.weights import EngineLinks, WeightSync
 from moerl.trainer.checkpoint import CHECKPOINTS, CheckpointStore
@@ -96,9 +97,13 @@ class Worker:
         config: of the run.
         layout: this rank's coordinates; the process groups are there.
         watch: told as a microbatch begins how many began before it, and of how many.
+
+    Raises:
+        ConfigError: the device of this rank cannot do what the configuration asks for.
     """
 
     def __init__(self, config: RunConfig, layout: RankCoordinates, watch: Callable[[int, int], None]) -> None:
+        check_device(config)
         self._config, self._layout, self._watch = config, layout, watch
         self._store = CheckpointStore(config.run_dir / CHECKPOINTS, config.checkpoint.keep)
         self._saver = Saver(self._store)
@@ -123,7 +128,8 @@ class Worker:
         match command:
             case Build():
                 self._build(command, engine)
-                return Reply(coordinates=self._trained.layout)
+                notes, shares = device_notes(self._config), shares_prompts(self._config)
+                return Reply(coordinates=self._trained.layout, notes=notes, shares_prompts=shares)
             case Load():
                 self._load(command.number, frame)
             case Score():

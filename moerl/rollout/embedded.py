@@ -28,6 +28,7 @@ from moerl.contract.ports import EngineInfo, InterruptCosts, ReportedLayers, Rol
 from moerl.contract.trajectory import FinishReason, ModelSpec
 from moerl.errors import EngineError, WeightSyncError
 from moerl.kernels.checksum import checksums
+from moerl.rollout import host
 from moerl.rollout.attention import ATTENTION
 from moerl.rollout.capture import RoutingCapture, routers
 from moerl.rollout.experts import experts_function
@@ -52,7 +53,8 @@ class EmbeddedEngine:
         unfinished: rollout ids of the latest `generate` call that never got a token (aborted while waiting) or
             whose tokens were given up (the iterator was closed early). They yield no record; ask for them again.
         costs: of weight updates, summed up.
-        description: one line about device, precision and steps.
+        between_steps: called between two steps of `generate`, where weights may be updated and rollouts aborted.
+        description: one line about device, precision and steps. is_on_device: it samples on a GPU.
     """
 
     def __init__(
@@ -63,7 +65,6 @@ class EmbeddedEngine:
         engine_id: str,
         max_running: int,
         policy_version: int = -1,
-        between_steps: Callable[[], None] | None = None,
         record_steps: bool = True,
     ) -> None:
         """Takes the model over: eval mode, this engine's attention and experts functions, hooks on its routers; on a
@@ -73,7 +74,6 @@ class EmbeddedEngine:
             spec: what the model must be; `vocab_size` may be smaller than the padded embedding.
             max_running: sequences that decode together.
             policy_version: of the weights the model holds; -1 where it waits for a first update.
-            between_steps: called between two steps of `generate`, where weights may be updated and rollouts aborted.
             record_steps: decoding steps on a GPU are recorded as CUDA graphs, if the model's can be.
 
         Raises:
@@ -88,11 +88,12 @@ class EmbeddedEngine:
         self._stop_rounding = None if dtype is None else emulate(model, dtype, routers(model))
         self._model.set_experts_implementation(experts_function(model, dtype))
         self._steps, self.description = steps_of(model, dtype, self._capture, spec, max_running, record=record_steps)
+        self.is_on_device = not host.is_host(model)
         self._spec = spec
         self._engine_id = engine_id
         self._max_running = max_running
         self._policy_version = policy_version
-        self._between_steps = between_steps
+        self.between_steps: Callable[[], None] | None = None
         self._staging: WeightStaging | None = None
         self._distrusted = ""
         self._run: Schedule | None = None
@@ -214,8 +215,8 @@ class EmbeddedEngine:
                 with self._lock:
                     records = self._step(run)
                 yield from records
-                if self._between_steps is not None:
-                    self._between_steps()
+                if self.between_steps is not None:
+                    self.between_steps()
         finally:
             self._close_run(run)
 

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from moerl.errors import EngineError
 from moerl.rollout.eight_bits import FLOAT8, round_operands
+from moerl.rollout.host import engine_device
 
 
 def load_model(folder: Path, *, dtype: torch.dtype, **settings: Any) -> Any:
@@ -35,9 +36,10 @@ def load_model(folder: Path, *, dtype: torch.dtype, **settings: Any) -> Any:
 
 
 def load_sampler(folder: Path, dtype: str) -> Any:
-    """The model of the embedded engine in the precision of `rollout.dtype`; 8 bits are rounded to as it computes."""
+    """The model of the embedded engine in the precision of `rollout.dtype`, on the device that the engine samples on;
+    8 bits are rounded to as it computes."""
     if dtype != FLOAT8:
-        return load_model(folder, dtype=getattr(torch, dtype))
+        return load_model(folder, dtype=getattr(torch, dtype)).to(engine_device(dtype))
     model = load_model(folder, dtype=torch.bfloat16)
     round_operands(model)
     return model

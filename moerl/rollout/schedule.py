@@ -10,13 +10,14 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from moerl.config.engine_memory import PREFILL_TOKENS
 from moerl.contract.ports import RolloutRequest
 from moerl.rollout.cache import SlotCache
 from moerl.rollout.requests import room_for
 from moerl.rollout.sampler import RowParams
 from moerl.rollout.slots import SlotTable
 
-_MAX_PREFILL_TOKENS = 16384
+_MAX_PREFILL_TOKENS = PREFILL_TOKENS
 """Padded prompt tokens of one prefill; bounds its memory. A longer prompt is prefilled alone."""
 
 _ADMIT_SHARE = 8

@@ -58,6 +58,11 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else CPU
 
 
+def can_share_prompts() -> bool:
+    """Returns whether attention on this machine can have sequences go on from a shared one."""
+    return not torch.cuda.is_available()
+
+
 def collective_backend() -> str:
     return "nccl" if torch.cuda.is_available() else "gloo"
 

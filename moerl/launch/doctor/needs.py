@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from moerl.config.checks import check_command, describe_model
+from moerl.config.checks import check_command, check_for_gpus, describe_model
+from moerl.config.engine_memory import check_shared_device
 from moerl.config.hub import hub_model, missing_weights, prepare_model
 from moerl.config.memory import FP32, MOMENTS, heaviest_rank, needs_of, total_parameters
 from moerl.config.rollouts import ServerRolloutConfig, SGLangRolloutConfig
@@ -30,14 +31,16 @@ def run_checks(config: RunConfig, gpus: Sequence[Gpu], cores: int, memory_bytes:
     servers = [check_server_files(config.rollout.server)] if isinstance(config.rollout, ServerRolloutConfig) else []
     fits = check_gpu_memory(config, gpus) if gpus else check_memory(config, memory_bytes)
     devices = check_gpu_count(config, len(gpus)) if gpus else check_cores(config, cores)
-    return [check_configuration(config), devices, fits, *servers]
+    return [check_configuration(config, bool(gpus)), devices, fits, *servers]
 
 
-def check_configuration(config: RunConfig) -> Check:
+def check_configuration(config: RunConfig, has_gpus: bool = False) -> Check:
     """Whether `moerl train` takes it: files that it names, the model's tensors, libraries of trackers. Weights of a
     model of the hub are not fetched for it."""
     try:
         check_command(config, "train")
+        if has_gpus:
+            check_for_gpus(config)
         of_hub = hub_model(config.model)
         missing = [] if of_hub is None else missing_weights(of_hub.folder)
         if missing:
@@ -71,13 +74,19 @@ def check_cores(config: RunConfig, cores: int) -> Check:
 
 
 def check_gpu_memory(config: RunConfig, gpus: Sequence[Gpu]) -> Check:
-    """The heaviest rank of the trainer against the smallest GPU, as `moerl plan memory` works it out."""
-    rank = heaviest_rank(describe_model(config), config.parallel.dims, needs_of(config))
+    """The heaviest rank of the trainer against the smallest GPU, as `moerl plan memory` works it out; and the first
+    one together with an embedded engine."""
+    sizes = describe_model(config)
+    rank = heaviest_rank(sizes, config.parallel.dims, needs_of(config))
     smallest = min(gpu.total_mib for gpu in gpus) * 2**20
     text = f"{rank.total_bytes / GIB:.1f} GiB of {smallest / GIB:.0f} GiB"
     if not rank.fits(smallest):
         remedy = "`moerl plan memory` with these keys shows the parts, and layouts that fit"
         return Check(AREA, "memory of a rank", "red", text, "a rank that fits", remedy)
+    try:
+        check_shared_device(config, sizes, round(smallest))
+    except MoerlError as error:
+        return fault("red", AREA, "memory of a rank", error)
     return green(AREA, "memory of a rank", text)
 
 

@@ -17,11 +17,10 @@ from typing import Any
 import msgspec
 
 from moerl.config.schema import RunConfig
-from moerl.config.threads import rank_threads
 from moerl.contract.commands import AnyCommand, Close, Reply, Start, decode_reply, encode
 from moerl.contract.ports import PolicyEngine, Taken
 from moerl.errors import ConfigError, MoerlError, TrainerError, ending, undoing
-from moerl.ranks.child import describe_output, log_of, remove_empty, remove_empty_folders
+from moerl.ranks.child import describe_output, log_of, rank_variables, remove_empty, remove_empty_folders
 from moerl.ranks.links import Links
 from moerl.ranks.on_ray.actor import RankActor
 from moerl.ranks.on_ray.cluster import Cluster, has_gpus
@@ -169,7 +168,7 @@ class Actors:
             "RANK": str(rank.rank),
             "LOCAL_RANK": str(local),
             "WORLD_SIZE": str(size),
-            "OMP_NUM_THREADS": str(rank_threads(config, "sft")),
+            **rank_variables(config),
         }
         return Place(str(rank.log.absolute()), environment)
 

@@ -51,6 +51,7 @@ class BesideEngine:
     Attributes:
         unfinished: rollout ids of the latest `generate` call to end that yielded no record.
         costs: of weight updates, summed up.
+        description, is_on_device: as of `EmbeddedEngine`.
 
     Raises:
         EngineError: the model cannot be loaded, or the process ended.
@@ -71,6 +72,7 @@ class BesideEngine:
         with undoing(self.close):  # an interrupt, too, leaves no process behind
             told = self._ask(start, EngineError)
         self._layer_numbers, self._max_positions = tuple(told.layer_numbers), told.max_positions
+        self.description, self.is_on_device = told.description, told.is_on_device
 
     def handshake(self) -> EngineInfo:
         return EngineInfo(ENGINE_ID, self._spec, self._version, ReportedLayers.MOE, self._layer_numbers)

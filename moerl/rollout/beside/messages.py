@@ -21,7 +21,8 @@ class _Message(msgspec.Struct, forbid_unknown_fields=True, tag_field="kind"):
 
 
 class Start(_Message, tag="start"):
-    """folder: the model's. version: of its weights, -1 where the engine waits for a first update."""
+    """folder: the model's. version: of its weights, -1 where the engine waits for a first update. record_steps: as
+    `rollout.record_steps`."""
 
     folder: str
     dtype: str
@@ -29,6 +30,7 @@ class Start(_Message, tag="start"):
     max_running: int
     num_threads: int
     version: int
+    record_steps: bool = True
 
 
 class Generate(_Message, tag="generate"):
@@ -73,8 +75,8 @@ class Close(_Message, tag="close"):
 class Answer(_Message, tag="answer"):
     """problem: what was raised, empty where nothing was; is_sync: whether it is a `WeightSyncError`.
 
-    layer_numbers, max_positions: of the model, in the answer to `Start`. costs: as `InterruptCosts`.
-    peak_rss_bytes: of the process.
+    layer_numbers, max_positions: of the model, in the answer to `Start`; description, is_on_device: of the engine.
+    costs: as `InterruptCosts`. peak_rss_bytes: of the process.
     """
 
     problem: str = ""
@@ -82,6 +84,8 @@ class Answer(_Message, tag="answer"):
     dtypes: dict[str, str] = {}
     layer_numbers: list[int] = []
     max_positions: int = 0
+    description: str = ""
+    is_on_device: bool = False
     interrupted: int = 0
     stalled_seconds: float = 0.0
     peak_rss_bytes: int = 0

@@ -73,13 +73,24 @@ class _Served:
         torch.set_num_threads(start.num_threads)
         model = load_sampler(Path(start.folder), start.dtype)
         self._connection, self._memory = connection, memory
-        self._engine = EmbeddedEngine(
-            model, start.spec, engine_id=ENGINE_ID, max_running=start.max_running, policy_version=start.version
+        self._engine = engine = EmbeddedEngine(
+            model,
+            start.spec,
+            engine_id=ENGINE_ID,
+            max_running=start.max_running,
+            policy_version=start.version,
+            record_steps=start.record_steps,
         )
         self._call_of: dict[str, int] = {}
         numbers = list(self._engine.handshake().layer_numbers)
         max_positions = int(model.config.max_position_embeddings)
-        send(connection, encode(Answer(layer_numbers=numbers, max_positions=max_positions)))
+        answer = Answer(
+            layer_numbers=numbers,
+            max_positions=max_positions,
+            description=engine.description,
+            is_on_device=engine.is_on_device,
+        )
+        send(connection, encode(answer))
 
     def serve(self) -> None:
         """Samples what is asked for, until told to end."""

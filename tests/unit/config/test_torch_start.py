@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from moerl.config.server_environment import server_environment
-from moerl.config.torch_start import before_torch
+from moerl.config.torch_start import TF32, before_cuda, before_torch, has_tf32
 
 ROOT = Path(__file__).parents[3]
 WITH_TORCH = {"moerl.__main__", "moerl.ranks.process", "moerl.rollout.beside.process"}
@@ -99,3 +99,27 @@ def test_a_program_with_torch_first_settles_how_its_threads_wait(program: str) -
     calls = [ast.unparse(node) for node in main.body]
     at = calls.index("before_torch()")
     assert not any("import " in text or "_serve" in text or "_dispatch" in text for text in calls[:at])
+
+
+@pytest.mark.parametrize(
+    ("tf32", "given", "wanted"), [("off", None, "0"), ("off", "1", "0"), ("on", None, None), ("on", "0", "0")]
+)
+def test_products_are_exact_before_cuda_begins_if_they_are_to_be(
+    tf32: str, given: str | None, wanted: str | None
+) -> None:
+    environment = {} if given is None else {TF32: given}
+    before_cuda(tf32, environment)
+    assert environment.get(TF32) == wanted
+    assert has_tf32(environment) == (wanted != "0")
+
+
+def test_commands_set_the_precision_of_products_before_they_import_torch() -> None:
+    tree = ast.parse((ROOT / "moerl" / "cli.py").read_text())
+    functions = {each.name: each for each in ast.walk(tree) if isinstance(each, ast.FunctionDef)}
+    wanted = {"_get_ready": "config.trainer.tf32", "_verify": "'off'", "_diagnose": "'off'"}
+    for name, precision in wanted.items():
+        lines = [ast.unparse(each) for each in functions[name].body]
+        at = lines.index(f"before_cuda({precision})")
+        with_torch = [i for i, line in enumerate(lines) if "moerl.orchestration" in line]
+        assert with_torch
+        assert all(i > at for i in with_torch)

@@ -27,9 +27,18 @@ def _layers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(steps_of_model, "knows_layers_of", lambda model, dtype: False)
 
 
-def _engine(model: Qwen3MoeForCausalLM, max_running: int = 4, **options: Any) -> EmbeddedEngine:
-    settings: dict[str, Any] = {"engine_id": "e", "max_running": max_running, "policy_version": 0} | options
-    return EmbeddedEngine(deepcopy(model), spec_from_hf_config(model.config.to_dict()), **settings)
+def _engine(
+    model: Qwen3MoeForCausalLM,
+    max_running: int = 4,
+    between_steps: Callable[[], None] | None = None,
+    policy_version: int = 0,
+) -> EmbeddedEngine:
+    spec = spec_from_hf_config(model.config.to_dict())
+    engine = EmbeddedEngine(
+        deepcopy(model), spec, engine_id="e", max_running=max_running, policy_version=policy_version
+    )
+    engine.between_steps = between_steps
+    return engine
 
 
 def _requests(count: int, max_new_tokens: int = 10) -> list[RolloutRequest]:

@@ -65,8 +65,8 @@ def run_in_flight(layout: Any, path: Path) -> tuple[list[Any], dict[int, dict[st
         tiny_moe.SPEC,
         engine_id="e",
         max_running=MAX_RUNNING,
-        between_steps=between_steps,
     )
+    engine.between_steps = between_steps
     publisher = weight_sync.publisher_of(weight_sync.plan_for(trainer, path), layout.rank, engine)
     publish(0)
     return [record.values for record in engine.generate(requests())], held, running

@@ -1,0 +1,55 @@
+"""The section `trainer`: how a training step is cut up, and how it computes. Read by every process."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+
+from moerl.sections import Count, CountOrZero, Positive, Section
+
+
+def bare_off(value: object) -> object:
+    """Returns what a bare ``off`` means if ``off`` is an option; YAML reads it as false."""
+    return "off" if value is False else value
+
+
+def bare_on_off(value: object) -> object:
+    """Returns what a bare ``on`` or ``off`` means if both are options; YAML reads them as true and false."""
+    return "on" if value is True else bare_off(value)
+
+
+class TrainerConfig(Section):
+    """How a training step is cut up."""
+
+    microbatch_tokens: Count = Field(description="Most tokens packed into one forward pass.")
+    share_prompts: Literal["auto"] | bool = Field(
+        description="The prompt of a group is computed once, and its responses go on from it, where tokens and recorded"
+        " experts are the same; so is what all texts of a supervised batch begin with. auto = if the attention can: on"
+        " CPUs, not on GPUs. The load-balancing loss counts such rows once."
+    )
+    recompute: Literal["none", "selective", "full"] = Field(
+        description="Activations computed again in the backward pass to save memory."
+    )
+    distributed_optimizer: Annotated[Literal["off", "on", "overlap"], BeforeValidator(bare_off)] = Field(
+        description="on = data-parallel ranks share optimizer state and master weights; overlap = the same, and"
+        " gradient reduction and weight gathering overlap with computation."
+    )
+    train_router: bool = Field(description="False freezes the routers' weights.")
+    expert_bias: Literal["frozen", "update"] = Field(
+        description="What happens to the expert bias of models that have one (DeepSeek-V3, GLM-4.5): kept as loaded, or"
+        " moved towards even load after each optimizer step."
+    )
+    deterministic: bool = Field(description="Use deterministic kernels only; slower on GPUs, no effect on a CPU.")
+    tf32: Annotated[Literal["on", "off"], BeforeValidator(bare_on_off)] = Field(
+        description="Products of float32 numbers on a GPU: on = of numbers rounded to 10 bits (TF32), several times as"
+        " fast; off = exact products, for checks. No effect on model.dtype=bfloat16 or a CPU."
+    )
+    max_skipped_updates: CountOrZero = Field(
+        description="Optimizer steps in a row that may be skipped because the gradient is not finite; one more stops"
+        " the run."
+    )
+    command_seconds: Positive = Field(
+        description="Longest time that ranks in processes of their own may take for one command, such as a step or a"
+        " checkpoint; after it the run ends with an error that names the silent rank."
+    )

@@ -1,0 +1,85 @@
+"""Trainer and embedded engine on one device: refused with numbers before anything is loaded."""
+
+from __future__ import annotations
+
+import families
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from moerl.config import engine_memory
+from moerl.config.checks import describe_model
+from moerl.config.engine_memory import check_shared_device, engine_bytes
+from moerl.config.load import load_config
+from moerl.config.memory import USABLE_SHARE, needs_of, rank_memory
+from moerl.config.schema import LaunchConfig, RunConfig
+from moerl.errors import ConfigError
+from moerl.models.description import describe
+from moerl.rollout import schedule
+from moerl.rollout.cache import SlotCache
+
+
+def config_of(*overrides: str, command: str = "train") -> RunConfig:
+    return load_config(["recipe=laptop", *overrides], command=command)
+
+
+def needed(config: RunConfig) -> int:
+    sizes = describe_model(config)
+    rank = rank_memory(sizes, config.parallel.dims, needs_of(config), 0).total_bytes
+    return rank + sum(engine_bytes(config, sizes).values())
+
+
+def test_a_device_that_holds_trainer_and_engine_is_taken_and_one_with_a_byte_less_is_not() -> None:
+    config = config_of()
+    enough = int(needed(config) / USABLE_SHARE) + 1
+    check_shared_device(config, describe_model(config), enough)
+    with pytest.raises(ConfigError) as refused:
+        check_shared_device(config, describe_model(config), enough - 10)
+    text = str(refused.value)
+    for part in ("a trainer rank with", "key-value cache", "weights of an update", "GiB together, 90% of"):
+        assert part in text
+    assert "rollout.max_running" in refused.value.remedy
+    assert "rollout=sglang" in refused.value.remedy
+
+
+def test_longer_responses_and_more_of_them_need_more() -> None:
+    assert needed(config_of("rollout.max_new_tokens=256")) > needed(config_of())
+    assert needed(config_of("rollout.max_running=1024")) > needed(config_of())
+    assert needed(config_of("rollout.dtype=float32")) > needed(config_of())
+
+
+@pytest.mark.parametrize("where", ["8 bits", "another node"])
+def test_an_engine_that_is_not_on_the_device_of_a_rank_needs_nothing_of_it(where: str) -> None:
+    config = config_of("rollout.dtype=float8") if where == "8 bits" else config_of("rollout.placement=beside")
+    if where == "another node":
+        config = config.model_copy(update={"launch": LaunchConfig(on="ray", address=None)})
+    assert engine_bytes(config, describe_model(config)) == {}
+    check_shared_device(config, describe_model(config), 1)
+
+
+def test_a_command_without_a_trainer_counts_the_engine_alone() -> None:
+    config = config_of()
+    alone = int(sum(engine_bytes(config, describe_model(config)).values()) / USABLE_SHARE) + 1
+    check_shared_device(config.model_copy(update={"command": "eval"}), describe_model(config), alone)
+    with pytest.raises(ConfigError, match="where the trainer is, too"):
+        check_shared_device(config, describe_model(config), alone)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_weights_and_cache_are_those_that_a_model_has(family: str) -> None:
+    config = config_of("rollout.max_running=8", "rollout.max_new_tokens=128", "rollout.dtype=float32")
+    hf_config = families.FAMILIES[family].config()
+    model = AutoModelForCausalLM.from_config(hf_config)
+    found = engine_bytes(config, describe(hf_config.to_dict(), "config.json"))
+    assert found["weights"] == sum(each.numel() for each in model.parameters()) * 4
+    cache = SlotCache(8, 256)
+    cache.reserve(256)
+    cache.begin_prefill(torch.zeros(1, dtype=torch.int64), 1)
+    ones = torch.ones(1, 1, dtype=torch.int64)
+    model.base_model(input_ids=ones, past_key_values=cache, use_cache=True)
+    held = (*cache._keys, *cache._values)
+    assert found["key-value cache"] == sum(each.numel() * each.element_size() for each in held)
+
+
+def test_prompts_of_a_pass_are_as_many_as_the_schedule_takes() -> None:
+    assert schedule._MAX_PREFILL_TOKENS == engine_memory.PREFILL_TOKENS
