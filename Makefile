@@ -26,8 +26,9 @@ setup: .venv/.ready
 lock:
 	@bash scripts/lock.sh
 
+# On a GPU if torch can use one (scripts/demo.sh).
 demo: setup
-	$(BIN)/moerl train recipe=demo
+	@bash scripts/demo.sh
 
 # The demo with rollouts from an SGLang server on CPU; fewer steps.
 demo-sglang: setup sglang

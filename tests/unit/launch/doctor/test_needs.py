@@ -97,3 +97,18 @@ def test_weights_of_the_hub_that_are_not_fetched_yet_are_a_note(
         )
         prepare_model(config.model)
     assert looks(config)["configuration"].level == "green"
+
+
+def test_a_gpu_that_does_not_hold_the_engine_beside_the_trainer_is_a_fault() -> None:
+    config = run("recipe=laptop", "rollout.max_running=65536")
+    found = looks(config, gpus=1, mib=4096.0)["memory of a rank"]
+    assert (found.level, "rollout.max_running" in found.remedy) == ("red", True)
+    assert "key-value cache" in found.seen
+    assert looks(run("recipe=laptop", "rollout.max_running=8"), gpus=1, mib=4096.0)["memory of a rank"].level == "green"
+
+
+def test_shared_prompts_on_gpus_are_a_fault() -> None:
+    config = run("recipe=laptop", "trainer.share_prompts=true")
+    assert looks(config, gpus=1)["configuration"].level == "red"
+    assert looks(config)["configuration"].level == "green"
+    assert looks(run("recipe=laptop"), gpus=1)["configuration"].level == "green"
