@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import families
 import matrix
 import numpy as np
 import pytest
@@ -14,10 +15,11 @@ from matrix import Case
 from packing_samples import with_prompt_of
 from ranks import Ranks
 
-from moerl.batching.packing import PackOptions, pack_text_for_ranks
+from moerl.batching.packing import PackOptions, pack_for_ranks, pack_text_for_ranks
 from moerl.batching.rows import Padding
 from moerl.contract.batch import TextSample
 from moerl.contract.shares import cut_share
+from moerl.contract.trajectory import ModelSpec
 from moerl.errors import ReplayError
 
 pytestmark = pytest.mark.timeout(900)
@@ -181,3 +183,32 @@ def test_texts_are_learned_as_if_each_were_computed_from_its_first_token(
     assert sum(rank["loss"] for rank in ranks) == pytest.approx(apart["loss"], rel=1e-5)
     assert ranks[0]["grad_norm"] == pytest.approx(apart["grad_norm"], rel=1e-4)
     assert tiny_moe.largest_difference(ranks[0]["weights"], apart["weights"]) < 1e-6
+
+
+def scores(layout: Any, path: Path, spec: ModelSpec) -> tuple[dict[tuple[int, int], float], ...]:
+    """Log-probs of all sampled tokens by sample and position, with every prompt computed again and with shared ones."""
+    from moerl.models.description import read_model
+    from moerl.trainer.losses import Scorer
+    from moerl.trainer.model import ModelOptions
+    from moerl.trainer.trainer import MegatronTrainer
+
+    trainer = MegatronTrainer(read_model(path), layout, ModelOptions(), None)
+    first, *others = families.make_samples(spec, 5, (24, 24, 24, 24))
+    samples = [first, *(with_prompt_of(first, other) for other in others)]
+    found: list[dict[tuple[int, int], float]] = []
+    for share_prompts in (False, True):
+        ((batch,),) = pack_for_ranks(samples, 1, PackOptions(256, share_prompts=share_prompts), replay=True)
+        assert (batch.prefix_of is not None) == share_prompts
+        (rows,) = trainer.score([cut_share(batch, layout)], Scorer([batch], keep_mask=False), enforce=True)
+        at = zip(batch.sample_index, batch.position_ids, rows.logprobs_T.tolist(), batch.loss_mask, strict=True)
+        found.append({(int(sample), int(position)): value for sample, position, value, is_trained in at if is_trained})
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("family", list(families.FAMILIES))
+def test_every_family_scores_the_same_with_shared_prompts(family: str, tmp_path: Path, one_process: Ranks) -> None:
+    path = families.write_model(tmp_path, families.FAMILIES[family], seed=3)
+    ((apart, together),) = one_process.run(scores, path, families.FAMILIES[family].spec())
+    assert apart.keys() == together.keys()
+    assert len(apart) == 4 * 16
+    assert max(abs(apart[row] - together[row]) for row in apart) < 1e-5
