@@ -3,12 +3,13 @@
 In float32: log-probs and experts of everything that it samples are those of transformers, and the engine's sampler on a
 CPU, given transformers' logits, seeds and positions, draws the same tokens from the same kept sets. Few may differ:
 numbers that are equal up to rounding. In bfloat16: log-probs against float32, with the limit of `_gpu_models.py`. Twice
-the same tokens.
+the same tokens, and the same by steps that are not recorded; tokens per second of both.
 """
 
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -47,9 +48,11 @@ def check(device: str) -> Findings:
         exact = rollouts(model, torch.float32, device)
         results = [
             same("tokens in a second run, float32", exact, rollouts(model, torch.float32, device)),
+            same("tokens by steps that are not recorded", exact, rollouts(model, torch.float32, device, record=False)),
             *exact_results(model, exact, device),
         ]
         half = rollouts(model, torch.bfloat16, device)
+        results += [speed(model, device, record=record) for record in (True, False)]
         results.append(same("tokens in a second run, bfloat16", half, rollouts(model, torch.bfloat16, device)))
         ours = sampled_logprobs(half, [trajectory.rollout_logprobs for trajectory in half])
         theirs, wanted = (replays(model, half, dtype, device) for dtype in (torch.bfloat16, torch.float32))
@@ -76,14 +79,35 @@ def requests(device: str) -> list[RolloutRequest]:
     ]
 
 
-def rollouts(model: ModelDescription, dtype: torch.dtype, device: str) -> list[Trajectory]:
-    """What the engine samples, in the order of the requests; fewer slots than requests."""
+def engine_of(model: ModelDescription, dtype: torch.dtype, device: str, *, record: bool) -> EmbeddedEngine:
+    """Fewer slots than requests."""
     assert model.folder is not None
-    loaded = load_model(model.folder, dtype=dtype).to(device)
-    engine = EmbeddedEngine(
-        loaded, model.spec, engine_id="engine", max_running=REQUESTS[device] * 2 // 3, policy_version=0
+    return EmbeddedEngine(
+        load_model(model.folder, dtype=dtype).to(device),
+        model.spec,
+        engine_id="engine",
+        max_running=REQUESTS[device] * 2 // 3,
+        policy_version=0,
+        record_steps=record,
     )
-    asked = requests(device)
+
+
+def speed(model: ModelDescription, device: str, *, record: bool) -> Result:
+    """Tokens per second of a second run in bfloat16, whose steps are recorded already."""
+    engine, asked = engine_of(model, torch.bfloat16, device, record=record), requests(device)
+    num_tokens, seconds = 0, 1.0
+    for _ in range(2):
+        start = time.perf_counter()
+        num_tokens = sum(Trajectory(**record.values).num_sampled for record in engine.generate(asked))
+        seconds = time.perf_counter() - start
+    engine.close()
+    how = "recorded steps" if record else "steps one operation at a time"
+    return Result(f"bfloat16: {how}", num_tokens / seconds, unit="tokens/s")
+
+
+def rollouts(model: ModelDescription, dtype: torch.dtype, device: str, *, record: bool = True) -> list[Trajectory]:
+    """What the engine samples, in the order of the requests."""
+    engine, asked = engine_of(model, dtype, device, record=record), requests(device)
     found = {record.rollout_id: Trajectory(**record.values) for record in engine.generate(asked)}
     engine.close()
     return [found[request.lineage.rollout_id] for request in asked]

@@ -17,6 +17,7 @@ from moerl.errors import EngineError, WeightSyncError
 from moerl.models.spec import spec_from_hf_config
 from moerl.rollout import embedded, schedule, steps_of_model
 from moerl.rollout.embedded import EmbeddedEngine
+from moerl.rollout.steps import HostSteps
 from moerl.rollout.weight_staging import checkpoint_views
 
 
@@ -238,6 +239,7 @@ def test_a_prompt_that_several_ask_for_is_computed_once(make_model, monkeypatch:
     ]
     engine = _engine(model, max_running=5)
     computed: list[int] = []
+    assert isinstance(engine._steps, HostSteps)
     prefill = engine._steps.layers.prefill
 
     def counted(prompts: Any, *arguments: Any) -> Any:

@@ -107,6 +107,11 @@ def test_logprobs_and_kept_mass_match_a_float64_oracle(num_vocab: int):
     assert (draws.kept_logmass <= 0).all()
 
 
+def test_a_negative_zero_is_as_large_as_zero():
+    draws = _draw(torch.tensor([[-1.0, -0.0, 0.0]]), [SamplingParams(top_k=1)])
+    assert _kept(draws) == [[1]]
+
+
 def test_without_top_p_no_mass_is_cut_off():
     # The float32 sum of these probabilities reaches 1.0000001 before the last two.
     draws = _draw(torch.tensor([[2.8, 4.1, 3.4, 18.5]]), [SamplingParams(top_k=4)])
