@@ -11,7 +11,6 @@ from torch import nn
 
 from moerl.config.schema import OptimizerConfig
 from moerl.contract.trainer import UpdateReport
-from moerl.trainer import platform
 
 
 class Optimizer:
@@ -53,6 +52,7 @@ class Optimizer:
         ]
         for module in self.modules:
             module.broadcast_params()
+            fuse_gradients(module)
         adam = _adam(options, config.params_dtype, sharding)
         self._optimizer: Any = get_megatron_optimizer(adam, self.modules)
         self._scheduler: Any = OptimizerParamScheduler(
@@ -108,7 +108,8 @@ class Optimizer:
         _, grad_norm, _ = self._optimizer.step()
         self._scheduler.step(1)
         self._skipped_in_a_row = 0
-        return UpdateReport(float(grad_norm or 0.0), learning_rate)
+        # Transformer Engine clips by a norm that stays on the device: it is read when all kernels are launched.
+        return UpdateReport(0.0 if grad_norm is None else float(grad_norm), learning_rate)
 
     def finish_weights(self) -> None:
         """Completes the gathering of updated weights that would otherwise run beside the next forward pass."""
@@ -121,12 +122,10 @@ class Optimizer:
         return float(self._optimizer.param_groups[0]["lr"])
 
     def _gradient_is_finite(self) -> bool:
-        """On every rank; a collective."""
+        """On every rank; a collective. One value is read from the device, however many buffers there are."""
         buffers = [buffer for module in self.modules for buffer in (*module.buffers, *module.expert_parallel_buffers)]
-        bad = torch.tensor(
-            [int(not all(bool(torch.isfinite(buffer.grad_data.norm())) for buffer in buffers))],
-            device=platform.device(),
-        )
+        norms = torch.stack([buffer.grad_data.norm() for buffer in buffers])
+        bad = (~norms.isfinite().all()).int()
         dist.all_reduce(bad, op=dist.ReduceOp.MAX)
         return not int(bad)
 
@@ -145,6 +144,20 @@ class Optimizer:
         self._skipped_in_a_row = progress["skipped_in_a_row"]
         self._scheduler.num_steps = 0
         self._scheduler.step(progress["schedule"]["num_steps"])
+
+
+def fuse_gradients(module: nn.Module) -> None:
+    """Makes layers of Transformer Engine add gradients of their weights to ``main_grad`` inside of the matrix product.
+
+    Without it each microbatch writes every such gradient once and adds it afterwards, a launch for each expert. Other
+    layers, among them the head and a tied embedding, keep autograd's gradients.
+
+    Args:
+        module: wrapped for data parallelism, which gives parameters their ``main_grad``.
+    """
+    for layer in module.modules():
+        if hasattr(layer, "fuse_wgrad_accumulation"):
+            layer.fuse_wgrad_accumulation = True  # type: ignore[assignment]
 
 
 def _adam(options: OptimizerConfig, dtype: torch.dtype, sharding: str) -> Any:

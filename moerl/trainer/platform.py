@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import importlib.util
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -96,10 +95,11 @@ def model_overrides(dims: ParallelDims) -> dict[str, Any]:
 def gpu_overrides() -> dict[str, Any]:
     """Provider settings for a GPU.
 
-    The bridge has gradients added up inside of matrix products wherever Transformer Engine is installed. Megatron's own
-    linear layers, of which the head is one, need a kernel of Apex for that, and are not built without it.
+    The bridge has gradients added up inside of matrix products wherever Transformer Engine is installed, and Megatron
+    then builds no linear layer of its own, of which the head is one, without a kernel of Apex. The head never runs
+    here. Layers of Transformer Engine are told by themselves (`moerl.trainer.optimizer`).
     """
-    return {"gradient_accumulation_fusion": importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None}
+    return {"gradient_accumulation_fusion": False}
 
 
 def layer_spec(config: Any, vp_stage: int | None = None) -> Any:

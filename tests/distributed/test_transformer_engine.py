@@ -236,3 +236,40 @@ def test_weights_and_moments_come_back_from_a_checkpoint(
     arguments = (tmp_path / "model", tmp_path / "checkpoint", dtype, recompute, sharding)
     # The optimizer, too, is that of Transformer Engine.
     assert gpu_ranks(2).run(save_and_restore, *arguments, expert=2) == [["FusedAdam"]] * 2
+
+
+# --- gradients -------------------------------------------------------------------------------------------------------
+
+
+def fused_weights(layout: Any, path: Path, sharding: str) -> tuple[set[str], set[str], list[str]]:
+    """Names of weights whose gradients are added up inside of products; of all others; of the first without a place
+    for that."""
+    from moerl.trainer.model import ModelOptions
+    from moerl.trainer.trainer import MegatronTrainer
+
+    trainer = MegatronTrainer(read_model(path), layout, ModelOptions(dtype="bfloat16"), tiny_moe.OPTIMIZER, 8, sharding)
+    (chunk,) = trainer.model.chunks
+    fusing = [(n, m) for n, m in chunk.named_modules() if getattr(m, "fuse_wgrad_accumulation", False)]
+    fused = {
+        f"{name}.{own}": parameter
+        for name, module in fusing
+        for own, parameter in module.named_parameters(recurse=False)
+        if own.startswith("weight")
+    }
+    without = [name for name, weight in fused.items() if weight.main_grad.dtype != torch.float32]
+    return set(fused), {name for name, _ in chunk.named_parameters()} - set(fused), without
+
+
+@pytest.mark.parametrize("sharding", ["off", "overlap"])
+@pytest.mark.parametrize("name", ["qwen3_moe-dense", "deepseek_v3"])
+def test_every_linear_layer_but_the_head_adds_its_gradient_up_in_float32(
+    name: str, sharding: str, tmp_path: Path, gpu_ranks: Callable[[int], Ranks]
+):
+    families.write_model(tmp_path, FAMILIES[name], seed=3)
+    ((fused, others, without),) = gpu_ranks(1).run(fused_weights, tmp_path, sharding)
+    assert without == []
+    assert any(".linear_proj.weight" in each for each in fused)
+    assert any(".experts.linear_fc1.weight0" in each for each in fused)
+    left = {each for each in others if "linear" in each and not each.endswith((".layer_norm_weight", ".bias"))}
+    assert left == set()
+    assert {"embedding.word_embeddings.weight", "output_layer.weight"} <= others

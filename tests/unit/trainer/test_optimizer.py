@@ -2,10 +2,14 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import tiny_moe
+import torch
 from ranks import Ranks
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def step(trainer: Any, seed: int, spoil: float = 1.0) -> Any:
@@ -107,3 +111,77 @@ def test_gradients_are_clipped_to_the_global_norm(untied: Path, one_process: Ran
     assert reported == pytest.approx(free, rel=1e-6)
     assert free == pytest.approx(unclipped, rel=1e-5)
     assert free > 0.05
+
+
+class CountsReads(TorchDispatchMode):
+    """Counts values that the host reads from tensors, each of which waits for a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def scale_by_tensor(chunk: int, overflow: Any, lists: list[list[Any]], factor: Any) -> None:
+    """Clips as Transformer Engine does: the factor stays a tensor."""
+    for before, after in zip(*lists, strict=True):
+        after.copy_(before * factor)
+
+
+def norm_of_all(chunk: int, overflow: Any, lists: list[list[Any]], per_tensor: bool) -> tuple[Any, None]:
+    """Computes the norm as Transformer Engine does: it stays a tensor, float32 [1]."""
+    return torch.stack([each.norm() for each in lists[0]]).norm().view(1), None
+
+
+def reads_of_an_update(layout: Any, path: Path) -> tuple[int, float, float]:
+    """Values read by an update; its norm, and that of the plain way to clip."""
+    from megatron.core.optimizer import clip_grads
+
+    trainer, plain = (tiny_moe.build(layout, path) for _ in range(2))
+    for each in (trainer, plain):
+        step(each, 41)
+    expected = step(plain, 42).grad_norm
+    megatron = trainer.optimizer.megatron
+    counter = CountsReads()
+    update, inner = trainer.optimizer.update, megatron.step_with_ready_grads
+
+    def counted() -> Any:
+        with counter:
+            return update()
+
+    def uncounted() -> Any:
+        # The optimizer of a CPU reads the number of its step, that of Transformer Engine does not.
+        number, success = counter.number, inner()
+        counter.number = number
+        return success
+
+    trainer.optimizer.update, megatron.step_with_ready_grads = counted, uncounted
+    own = {"l2_norm_impl": norm_of_all, "multi_tensor_scale_tensor_impl": scale_by_tensor}
+    with mock.patch.multiple(clip_grads, **own):
+        norm = step(trainer, 42).grad_norm
+    return counter.number, norm, expected
+
+
+def test_an_update_reads_two_values_from_the_device(untied: Path, one_process: Ranks) -> None:
+    """One before it, which decides whether it happens, and the norm after it."""
+    ((num_reads, norm, expected),) = one_process.run(reads_of_an_update, untied)
+    assert num_reads == 2
+    assert norm == pytest.approx(expected, rel=1e-6)
+
+
+class Fusing(nn.Linear):
+    """A layer that adds gradients up inside of its product if it is told so, as those of Transformer Engine do."""
+
+    fuse_wgrad_accumulation = False
+
+
+def test_layers_of_transformer_engine_alone_add_gradients_up_inside_of_products() -> None:
+    from moerl.trainer.optimizer import fuse_gradients
+
+    model = nn.ModuleDict({"experts": Fusing(2, 2), "head": nn.Linear(2, 2), "embedding": nn.Embedding(2, 2)})
+    fuse_gradients(model)
+    told = {name: getattr(module, "fuse_wgrad_accumulation", None) for name, module in model.items()}
+    assert told == {"experts": True, "head": None, "embedding": None}

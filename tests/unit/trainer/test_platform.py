@@ -126,15 +126,11 @@ def test_importing_the_bridge_leaves_no_stand_in_for_transformer_engine(one_proc
 # --- on a GPU --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("has_apex", [False, True])
-def test_on_a_gpu_gradients_are_added_up_in_products_only_where_apex_has_the_kernel(
-    has_apex: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_a_gpu_megatrons_own_layers_are_built_without_the_kernel_of_apex(monkeypatch: pytest.MonkeyPatch) -> None:
     from moerl.trainer import platform
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if has_apex else None)
-    assert platform.model_overrides(ParallelDims()) == {"gradient_accumulation_fusion": has_apex}
+    assert platform.model_overrides(ParallelDims()) == {"gradient_accumulation_fusion": False}
 
 
 @pytest.mark.parametrize("has_cuda", [False, True])
