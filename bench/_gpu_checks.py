@@ -1,6 +1,6 @@
-"""Checks of a device: what one is, how it runs in a process of its own within its time, what came of it. Torch-free.
+"""Checks of a device: what one is, how several run side by side within their time, what came of each. Torch-free.
 
-A process of its own, with all that it starts in its process group, so that a check that crashes the CUDA context, is
+A check is a process of its own, with all that it starts in its process group: one that crashes the CUDA context, is
 killed or hangs ends nothing but itself.
 """
 
@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -32,15 +33,22 @@ State = Literal["passed", "FAILED", "not run"]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """name: of the check and its file of results. target: ``module:function`` of what it calls with the device's type,
-    which returns `Findings`. limit_seconds: after so long it is killed and has failed. needs: packages without which it
-    cannot run. needs_on_cuda: more of them, on an NVIDIA device."""
+    """A question to a device, answered by a function in a process of its own."""
 
     name: str
+    """Also that of its file of results."""
     target: str
+    """``module:function``; the function takes the type of the device and returns `Findings`."""
     limit_seconds: float
+    """After so long it is killed, and has failed."""
     needs: tuple[str, ...] = ("torch",)
+    """Packages without which it cannot run."""
     needs_on_cuda: tuple[str, ...] = ()
+    """More of them, on an NVIDIA device."""
+    gib: float = 2.0
+    """Memory of the device that it may take, if it runs beside others."""
+    times: bool = False
+    """Measures times, so that it runs alone."""
 
     def missing(self, device: Device) -> list[str]:
         """The packages that it needs and that are not installed."""
@@ -50,10 +58,13 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What a check measured. left_out: the parts that could not run, each with its reason."""
+    """Measurements of a check."""
 
     results: list[Result]
     left_out: list[str] = field(default_factory=list)
+    """The parts that could not run, each with its reason."""
+    texts: dict[str, str] = field(default_factory=dict)
+    """By name: tables for readers, each written to a file of its own."""
 
     def missed(self) -> list[Result]:
         """The results that do not keep their limit."""
@@ -66,27 +77,29 @@ class CannotRunError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a check. reason: why it failed or was not run. log: the end of its output where it failed without
-    results."""
+    """End of a check."""
 
     name: str
     state: State
     seconds: float = 0.0
     reason: str = ""
+    """Why it failed or was not run."""
     log: tuple[str, ...] = ()
+    """The end of its output, if it failed without results."""
     findings: Findings | None = None
 
 
-def run_check(check: Check, device: Device) -> Outcome:
-    """Runs a check in a process of its own; its whole process group is gone afterwards."""
-    if missing := check.missing(device):
-        return Outcome(check.name, "not run", reason=f"not installed: {', '.join(missing)}")
-    start = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        answer, log = Path(folder) / "answer.json", Path(folder) / "log"
-        command = [sys.executable, str(_CHILD), check.target, device, str(answer), str(os.getpid())]
-        with log.open("wb") as output:
-            process = subprocess.Popen(
+class _Running:
+    """The process of one check, from its start until its outcome is known."""
+
+    def __init__(self, check: Check, device: Device) -> None:
+        self.check = check
+        self._folder = tempfile.TemporaryDirectory()
+        self._answer, self._log = Path(self._folder.name) / "answer.json", Path(self._folder.name) / "log"
+        command = [sys.executable, str(_CHILD), check.target, device, str(self._answer), str(os.getpid())]
+        self._start = time.monotonic()
+        with self._log.open("wb") as output:
+            self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -94,17 +107,68 @@ def run_check(check: Check, device: Device) -> Outcome:
                 env=_environment(device),
                 start_new_session=True,
             )
-            try:
-                is_done = _has_ended(process.pid, start + check.limit_seconds)
-            finally:
-                # The process is not reaped yet: no other one can have its number.
-                os.killpg(process.pid, signal.SIGKILL)
-                status = process.wait()
-        seconds = time.monotonic() - start
-        lines = tuple(deque(log.read_text(errors="replace").splitlines(), maxlen=_LOG_LINES))
-        if problem := _problem(check, status if is_done else None, answer, lines):
-            return Outcome(check.name, "FAILED", seconds, problem, lines)
-        return _outcome(check.name, seconds, json.loads(answer.read_text()))
+
+    def outcome(self) -> Outcome | None:
+        """None as long as it runs within its limit. Otherwise its whole process group is gone."""
+        seconds = time.monotonic() - self._start
+        # The process is not reaped: no other one can have its number when the group is killed.
+        is_done = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        if not is_done and seconds < self.check.limit_seconds:
+            return None
+        status = self._kill()
+        name, lines = self.check.name, tuple(deque(self._lines(), maxlen=_LOG_LINES))
+        if problem := _problem(self.check, status if is_done else None, self._answer, lines):
+            return Outcome(name, "FAILED", seconds, problem, lines)
+        return _outcome(name, seconds, json.loads(self._answer.read_text()))
+
+    def close(self) -> None:
+        if self._process.returncode is None:
+            self._kill()
+        self._folder.cleanup()
+
+    def _kill(self) -> int:
+        os.killpg(self._process.pid, signal.SIGKILL)
+        return self._process.wait()
+
+    def _lines(self) -> list[str]:
+        return self._log.read_text(errors="replace").splitlines()
+
+
+def run_check(check: Check, device: Device) -> Outcome:
+    """Runs a check in a process of its own; its whole process group is gone afterwards."""
+    (outcome,) = run_side_by_side([check], device, check.gib)
+    return outcome
+
+
+def run_side_by_side(checks: Sequence[Check], device: Device, gib: float) -> Iterator[Outcome]:
+    """Runs checks, as many at once as there are cores and as fit into memory together, and yields what came of each as
+    it ends.
+
+    Args:
+        gib: memory of the device for all that run at once. A check that asks for more runs alone.
+    """
+    waiting: list[Check] = []
+    for check in checks:
+        if missing := check.missing(device):
+            yield Outcome(check.name, "not run", reason=f"not installed: {', '.join(missing)}")
+        else:
+            waiting.append(check)
+    running: list[_Running] = []
+    try:
+        while waiting or running:
+            taken = sum(each.check.gib for each in running)
+            if waiting and len(running) < (os.cpu_count() or 1) and (not running or taken + waiting[0].gib <= gib):
+                running.append(_Running(waiting.pop(0), device))
+                continue
+            for each in list(running):
+                if (outcome := each.outcome()) is not None:
+                    running.remove(each)
+                    each.close()
+                    yield outcome
+            time.sleep(_POLL_SECONDS)
+    finally:
+        for each in running:
+            each.close()
 
 
 def write_answer(path: Path, answer: Findings | CannotRunError) -> None:
@@ -116,6 +180,7 @@ def write_answer(path: Path, answer: Findings | CannotRunError) -> None:
         values = {
             "results": [{name: getattr(result, name) for name in fields} for result in answer.results],
             "left_out": answer.left_out,
+            "texts": answer.texts,
         }
     path.write_text(json.dumps(values))
 
@@ -130,7 +195,7 @@ def _is_installed(name: str) -> bool:
 def _outcome(name: str, seconds: float, answer: dict[str, Any]) -> Outcome:
     if "cannot_run" in answer:
         return Outcome(name, "not run", seconds, answer["cannot_run"])
-    findings = Findings([Result(**values) for values in answer["results"]], answer["left_out"])
+    findings = Findings([Result(**values) for values in answer["results"]], answer["left_out"], answer["texts"])
     missed = [f"{result.name}: {result.value:.4g}, not {result.goal}" for result in findings.missed()]
     return Outcome(name, "FAILED" if missed else "passed", seconds, "; ".join(missed), findings=findings)
 
@@ -144,15 +209,6 @@ def _problem(check: Check, status: int | None, answer: Path, lines: tuple[str, .
     if status > 0:
         return f"ended with status {status}: {lines[-1] if lines else 'no output'}"
     return "" if answer.exists() else "ended without results"
-
-
-def _has_ended(pid: int, until: float) -> bool:
-    """Waits for a child process until then, and leaves it to be reaped."""
-    while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-        if time.monotonic() >= until:
-            return False
-        time.sleep(_POLL_SECONDS)
-    return True
 
 
 def _environment(device: Device) -> dict[str, str]:

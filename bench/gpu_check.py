@@ -1,12 +1,14 @@
-"""Everything that needs an NVIDIA device, within nine minutes: `scripts/gpu_check.sh`, or
+"""Everything that needs an NVIDIA device, within six minutes: `scripts/gpu_check.sh`, or
 
 `python bench/gpu_check.py [--device cpu] [--only NAME ...] [--results DIR] [--seconds N]`.
 
-Each check runs in a process of its own, killed at the check's time limit, and starts only if so much time is left. A
-line says of each whether it passed, failed or was not run, and why. What was measured goes to ``gpu-NAME.json`` in
-`bench/results`, all outcomes to ``gpu-summary.json``. Status: 0 where something passed and nothing failed, 1 otherwise,
-2 without a device. `--device cpu` runs tiny versions of the same checks, which shows that the checks themselves work;
-nothing is written then without `--results`. What each check shows: `docs/gpu_check.md`.
+Each check runs in a process of its own, killed at the check's time limit, and starts only if so much time is left.
+Checks of correctness run side by side, as many as fit into the device's memory; those that measure times run alone
+afterwards. A line says of each whether it passed, failed or was not run, and why; a table holds what was measured
+against the goals. Results go to ``gpu-NAME.json`` in `bench/results`, tables of profiles to ``gpu-NAME-PART.txt``, the
+goals to ``gpu-goals.json``, all outcomes to ``gpu-summary.json``. Status: 0 if something passed and nothing failed, 1
+otherwise, 2 without a device. `--device cpu` runs tiny versions of the same checks, which shows that the checks
+themselves work; nothing is written then without `--results`. What each check shows: `docs/gpu_check.md`.
 """
 
 from __future__ import annotations
@@ -18,30 +20,45 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from _gpu_checks import ROOT, Check, Device, Outcome, run_check
+import _gpu_goals
+from _gpu_checks import ROOT, Check, Device, Outcome, run_check, run_side_by_side
 from _report import Result, command_line, write_json
 
-BUDGET_SECONDS = 540.0
+BUDGET_SECONDS = 360.0
+CPU_GIB = 8.0
+"""Memory for tiny checks that run side by side on a CPU."""
+DEVICE_SHARE = 0.9
+"""Of the device's memory, for checks that run side by side."""
 _MEGATRON = ("torch", "megatron.core", "megatron.bridge", "transformers")
+_ENGINE = ("transformer_engine",)
 _DEVICE = Check("device", "_gpu_device:check", 120)
 CHECKS = (
-    Check("kernels", "_gpu_kernels:check", 60, ("torch", "triton")),
-    Check("engine", "_gpu_engine:check", 60, ("torch", "transformers")),
-    Check("collectives", "_gpu_collectives:check", 50, ("torch", "megatron.core", "transformers")),
-    Check("parity", "_gpu_parity:check", 70, _MEGATRON, ("transformer_engine",)),
-    Check("scoring", "_gpu_scoring:check", 60, ("torch",), ("triton",)),
-    Check("slice", "_gpu_slice:check", 220, _MEGATRON, ("transformer_engine",)),
+    Check("kernels", "_gpu_kernels:check", 85, ("torch", "triton"), gib=4),
+    Check("engine", "_gpu_engine:check", 85, ("torch", "transformers"), gib=4),
+    Check("collectives", "_gpu_collectives:check", 85, ("torch", "megatron.core", "transformers"), gib=4),
+    Check("parity", "_gpu_parity:check", 85, _MEGATRON, _ENGINE, gib=8),
+    Check("start", "_gpu_start:check", 85, _MEGATRON, _ENGINE, gib=16),
+    Check("proof", "_gpu_proof:check", 85, _MEGATRON, _ENGINE, gib=8),
+    Check("scoring", "_gpu_scoring:check", 35, ("torch",), ("triton",), times=True),
+    Check("rate", "_gpu_rate:check", 35, ("torch", "transformers"), times=True),
+    Check("grouped", "_gpu_grouped:check", 35, ("torch",), _ENGINE, times=True),
+    Check("slice16", "_gpu_slice:check_16", 70, _MEGATRON, _ENGINE, times=True),
+    Check("slice128", "_gpu_slice:check_128", 100, _MEGATRON, _ENGINE, times=True),
 )
-"""In the order in which they run: what is quick first."""
+"""Those that run side by side, then those that run alone, in this order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """results: where files go; None: nowhere. budget_seconds: of all checks together."""
+    """Settings of a run."""
 
     device: Device
     results: Path | None
+    """Folder for files; None: none are written."""
     budget_seconds: float
+    """Time of all checks together."""
+    gib: float
+    """Memory of the device for checks that run side by side."""
 
 
 def main(arguments: Sequence[str] | None = None, checks: Sequence[Check] = CHECKS) -> int:
@@ -53,9 +70,8 @@ def main(arguments: Sequence[str] | None = None, checks: Sequence[Check] = CHECK
     parser.add_argument("--seconds", type=float, default=BUDGET_SECONDS, help="time of all checks together")
     asked = parser.parse_args(arguments)
     results = asked.results or (ROOT / "bench" / "results" if asked.device == "cuda" else None)
-    options = Options(asked.device, results, asked.seconds)
     chosen = [each for each in checks if asked.only is None or each.name in asked.only]
-    found = run_check(_DEVICE, options.device)
+    found = run_check(_DEVICE, asked.device)
     if found.findings is None:
         print(
             f"error: no NVIDIA device to check: {found.reason}; run this where `nvidia-smi` lists one and torch is"
@@ -63,6 +79,8 @@ def main(arguments: Sequence[str] | None = None, checks: Sequence[Check] = CHECK
             file=sys.stderr,
         )
         return 2
+    gib = CPU_GIB if asked.device == "cpu" else DEVICE_SHARE * found.findings.results[0].value
+    options = Options(asked.device, results, asked.seconds, gib)
     heading = [command_line(), *found.findings.results]
     print(found.findings.results[0].name, flush=True)
     outcomes = run_all(chosen, options, heading, started + options.budget_seconds)
@@ -72,27 +90,45 @@ def main(arguments: Sequence[str] | None = None, checks: Sequence[Check] = CHECK
 
 
 def run_all(checks: Sequence[Check], options: Options, heading: Sequence[Result], until: float) -> list[Outcome]:
-    """Runs one check after the other, says what came of each, and writes what it measured.
+    """Runs checks of correctness side by side, then those that measure times; says what came of each, and writes what
+    it measured.
 
     Args:
         until: by `time.monotonic`; a check whose limit is later is not run.
+
+    Returns:
+        Outcomes in the order of the checks.
     """
-    outcomes = []
-    for check in checks:
-        left = until - time.monotonic()
-        if check.limit_seconds > left:
-            reason = f"no time left: may take {check.limit_seconds:g} s, and {max(0.0, left):.0f} s are left"
-            outcome = Outcome(check.name, "not run", reason=reason)
-        else:
-            _result_file(options, check.name, remove=True)
-            outcome = run_check(check, options.device)
-        outcomes.append(outcome)
-        say(outcome)
-        file = _result_file(options, check.name)
-        if outcome.findings is not None and file is not None:
-            left_out = [Result(f"not run: {part}", 1, unit="part") for part in outcome.findings.left_out]
-            write_json([*heading, *outcome.findings.results, *left_out], file)
-    return outcomes
+    beside = [check for check in checks if not check.times]
+    turns = [beside, *([check] for check in checks if check.times)]
+    outcomes: list[Outcome] = []
+    for turn in turns:
+        left = max(0.0, until - time.monotonic())
+        fitting = [check for check in turn if check.limit_seconds <= left]
+        for check in turn:
+            if check not in fitting:
+                reason = f"no time left: may take {check.limit_seconds:g} s, and {left:.0f} s are left"
+                _keep(Outcome(check.name, "not run", reason=reason), outcomes, options, heading)
+        for check in fitting:
+            _forget(options, check.name)
+        for outcome in run_side_by_side(fitting, options.device, options.gib):
+            _keep(outcome, outcomes, options, heading)
+    places = [check.name for check in checks]
+    return sorted(outcomes, key=lambda outcome: places.index(outcome.name))
+
+
+def _keep(outcome: Outcome, outcomes: list[Outcome], options: Options, heading: Sequence[Result]) -> None:
+    """Adds an outcome to those before it, says it, and writes its findings."""
+    outcomes.append(outcome)
+    say(outcome)
+    found = outcome.findings
+    if found is None or options.results is None:
+        return
+    left_out = [Result(f"not run: {part}", 1, unit="part") for part in found.left_out]
+    write_json([*heading, *found.results, *left_out], _file(options.results, outcome.name))
+    for part, text in found.texts.items():
+        lines = [*(result.name for result in heading), "", text]
+        (options.results / f"gpu-{outcome.name}-{part}.txt").write_text("\n".join(lines) + "\n")
 
 
 def say(outcome: Outcome) -> None:
@@ -106,13 +142,14 @@ def say(outcome: Outcome) -> None:
 
 
 def summarise(outcomes: Sequence[Outcome], options: Options, heading: Sequence[Result], seconds: float) -> None:
-    """Which checks passed, failed and were not run, with how long all took."""
+    """Says which checks passed, failed and were not run, how long all took, and which goals were met."""
     for state in ("passed", "FAILED", "not run"):
         names = [outcome.name for outcome in outcomes if outcome.state == state]
         print(f"{state}: {', '.join(names) if names else 'none'}", flush=True)
     print(f"{seconds:.0f} s of {options.budget_seconds:g}", flush=True)
-    file = _result_file(options, "summary")
-    if file is not None:
+    scores = _gpu_goals.score(outcomes, options.device)
+    _gpu_goals.show(scores)
+    if options.results is not None:
         rows = [
             Result(
                 f"{outcome.name}: {outcome.state}{f': {outcome.reason}' if outcome.reason else ''}",
@@ -123,18 +160,20 @@ def summarise(outcomes: Sequence[Outcome], options: Options, heading: Sequence[R
             )
             for outcome in outcomes
         ]
-        write_json([*heading, *rows], file)
+        write_json([*heading, *rows], _file(options.results, "summary"))
+        _gpu_goals.write(scores, heading, _file(options.results, "goals"))
 
 
-def _result_file(options: Options, name: str, *, remove: bool = False) -> Path | None:
-    """remove: what an earlier run measured must not stand for this one."""
-    if options.results is None:
-        return None
-    options.results.mkdir(parents=True, exist_ok=True)
-    file = options.results / f"gpu-{name}.json"
-    if remove:
-        file.unlink(missing_ok=True)
-    return file
+def _file(results: Path, name: str) -> Path:
+    results.mkdir(parents=True, exist_ok=True)
+    return results / f"gpu-{name}.json"
+
+
+def _forget(options: Options, name: str) -> None:
+    """Removes the files of an earlier run, which must not stand for this one."""
+    if options.results is not None:
+        for file in (_file(options.results, name), *options.results.glob(f"gpu-{name}-*.txt")):
+            file.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":
