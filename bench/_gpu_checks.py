@@ -27,6 +27,8 @@ _CHILD = Path(__file__).with_name("_gpu_child.py")
 _POLL_SECONDS = 0.05
 _LOG_LINES = 25
 
+_answer_path: Path | None = None
+
 Device = Literal["cuda", "cpu"]
 State = Literal["passed", "FAILED", "not run"]
 
@@ -117,9 +119,12 @@ class _Running:
             return None
         status = self._kill()
         name, lines = self.check.name, tuple(deque(self._lines(), maxlen=_LOG_LINES))
-        if problem := _problem(self.check, status if is_done else None, self._answer, lines):
-            return Outcome(name, "FAILED", seconds, problem, lines)
-        return _outcome(name, seconds, json.loads(self._answer.read_text()))
+        problem = _problem(self.check, status if is_done else None, self._answer, lines)
+        answered = _outcome(name, seconds, json.loads(self._answer.read_text())) if self._answer.exists() else None
+        if problem:
+            return Outcome(name, "FAILED", seconds, problem, lines, answered and answered.findings)
+        assert answered is not None
+        return answered
 
     def close(self) -> None:
         if self._process.returncode is None:
@@ -171,8 +176,20 @@ def run_side_by_side(checks: Sequence[Check], device: Device, gib: float) -> Ite
             each.close()
 
 
+def keep(findings: Findings) -> None:
+    """Stores what a check has measured so far: it stands if the check is killed, or fails, later."""
+    if _answer_path is not None:
+        write_answer(_answer_path, findings)
+
+
+def answer_at(path: Path) -> None:
+    """Tells `keep`, in the process of a check, where its parent looks for an answer."""
+    global _answer_path
+    _answer_path = path
+
+
 def write_answer(path: Path, answer: Findings | CannotRunError) -> None:
-    """For the process of a check: what `run_check` reads."""
+    """Writes, in the process of a check, what its parent reads."""
     if isinstance(answer, CannotRunError):
         values: dict[str, Any] = {"cannot_run": str(answer)}
     else:
@@ -182,7 +199,10 @@ def write_answer(path: Path, answer: Findings | CannotRunError) -> None:
             "left_out": answer.left_out,
             "texts": answer.texts,
         }
-    path.write_text(json.dumps(values))
+    # Whole or not at all, whenever the process is killed.
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps(values))
+    unfinished.replace(path)
 
 
 def _is_installed(name: str) -> bool:

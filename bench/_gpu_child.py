@@ -6,13 +6,14 @@ import importlib
 import sys
 from pathlib import Path
 
-from _gpu_checks import CannotRunError, write_answer
+from _gpu_checks import CannotRunError, answer_at, write_answer
 
 from moerl.processes.parent import die_with
 
 
 def main(target: str, device: str, answer: str, parent: str) -> None:
     die_with(int(parent))
+    answer_at(Path(answer))
     module, _, function = target.partition(":")
     try:
         found = getattr(importlib.import_module(module), function)(device)

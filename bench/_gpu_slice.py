@@ -10,13 +10,13 @@ from dataclasses import replace
 
 import torch
 import trainer_gpu
-from _gpu_checks import CannotRunError, Findings
+from _gpu_checks import CannotRunError, Findings, keep
 from _gpu_models import SIZES
-from trainer_gpu import SLICES, Workload
+from trainer_gpu import SLICES, Measured, Workload
 
 from moerl.errors import ConfigError
 
-PAIRS = {128: 8, 16: 12}
+PAIRS = {128: 6, 16: 10}
 MIN_GIB = {128: 75.0, 16: 30.0}
 """Of GPU memory: 3 billion parameters with gradients, master weights and moments take 54, those with 16 experts 18."""
 TINY = Workload(
@@ -41,9 +41,7 @@ def check_16(device: str) -> Findings:
 
 def _check(device: str, num_experts: int) -> Findings:
     if device == "cpu":
-        measured = trainer_gpu.run(TINY, device, None)
-        left_out = [*measured.left_out, "utilisation and peak memory: of GPUs alone"]
-        return Findings(measured.results, left_out, {"profile": measured.table})
+        return _run(TINY, device, None, ["utilisation and peak memory: of GPUs alone"])
     memory = torch.cuda.get_device_properties(0).total_memory / 2**30
     if memory < MIN_GIB[num_experts]:
         raise CannotRunError(f"needs {MIN_GIB[num_experts]:g} GiB of GPU memory, and this one has {memory:.0f}")
@@ -52,6 +50,11 @@ def _check(device: str, num_experts: int) -> Findings:
         peak = trainer_gpu.peak_flops()
     except ConfigError as unknown:
         left_out.append(f"utilisation: {unknown}")
-    workload = replace(SLICES[num_experts], pairs=PAIRS[num_experts], goals=False)
-    measured = trainer_gpu.run(workload, device, peak)
-    return Findings(measured.results, left_out + measured.left_out, {"profile": measured.table})
+    return _run(replace(SLICES[num_experts], pairs=PAIRS[num_experts], goals=False), device, peak, left_out)
+
+
+def _run(workload: Workload, device: str, peak: float | None, left_out: list[str]) -> Findings:
+    def findings(measured: Measured) -> Findings:
+        return Findings(measured.results, left_out + measured.left_out, {"profile": measured.table})
+
+    return findings(trainer_gpu.run(workload, device, peak, lambda measured: keep(findings(measured))))

@@ -17,7 +17,7 @@ import math
 import statistics
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -97,6 +97,10 @@ class Measured:
     """The profile of a step with replay, proof and masks."""
 
 
+Keep = Callable[[Measured], None]
+"""Gets what is measured so far, after each part."""
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--experts", type=int, choices=sorted(SLICES), default=128, help="experts of each layer")
@@ -109,24 +113,25 @@ def main() -> int:
     except MoerlError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    measured = run(replace(SLICES[options.experts], pairs=options.pairs), "cuda", peak)
+    measured = run(replace(SLICES[options.experts], pairs=options.pairs), "cuda", peak, lambda measured: None)
     report(measured.results, options.json)
     print(*(f"not run: {part}" for part in measured.left_out), measured.table, sep="\n")
     return 0
 
 
-def run(workload: Workload, device: str, peak: float | None) -> Measured:
+def run(workload: Workload, device: str, peak: float | None, keep: Keep) -> Measured:
     """Takes all measurements; this process is the rank.
 
     Args:
         peak: operations per second of the device; None if that is unknown, which leaves the utilisation out.
+        keep: called after each part; the last call gets what is returned.
     """
     with tempfile.TemporaryDirectory() as folder:
         model = write_model(workload.sizes, Path(folder), dtype=torch.bfloat16, device=device)
         if device == "cuda":
             # The trainer needs the memory.
             torch.cuda.empty_cache()
-        return as_only_rank(_measure, model, workload, peak, device)
+        return as_only_rank(_measure, model, workload, peak, device, keep)
 
 
 def _refuse_other_machines() -> None:
@@ -161,7 +166,9 @@ def peak_flops(peaks: Mapping[str, float] = PEAK_FLOPS) -> float:
     )
 
 
-def _measure(layout: RankCoordinates, model: Path, workload: Workload, peak: float | None, device: str) -> Measured:
+def _measure(
+    layout: RankCoordinates, model: Path, workload: Workload, peak: float | None, device: str, keep: Keep
+) -> Measured:
     sizes, budget = workload.sizes, workload.row_budget
     trainer = make_trainer(layout, model, sizes, "bfloat16")
     num_drawn = int(0.97 * budget * workload.num_microbatches)
@@ -173,27 +180,29 @@ def _measure(layout: RankCoordinates, model: Path, workload: Workload, peak: flo
     both = make_step(trainer, packed, trained)
     no_replay = make_step(trainer, unrouted, trained)
     no_mask = make_step(trainer, packed, trained, mask=False)
+    found = Measured([], [], "")
+
+    def add(results: Sequence[Result], left_out: Sequence[str] = (), table: str = "") -> None:
+        nonlocal found
+        found = Measured([*found.results, *results], [*found.left_out, *left_out], table or found.table)
+        keep(found)
+
     both()
     taken = [seconds(both)[0] for _ in range(workload.steps)]
-    memory = _peak_memory()
+    add([*_step_results(workload, samples, taken, peak), *_peak_memory()])
+    routing = Result("replay: routing rows of a step", routing_bytes(packed), unit="bytes")
+    goals = (REPLAY_GOAL, MASK_GOAL, PLAIN_GOAL) if workload.goals else (None,) * 3
     few = max(1, workload.pairs // 2)
-    replay, masks = paired_ratio(both, no_replay, workload.pairs), paired_ratio(both, no_mask, few)
-    calls, without = count_calls(both, device), count_calls(no_replay, device)
-    results = [
-        *_step_results(workload, samples, taken, peak),
-        *memory,
-        *ratio_results("replay on / off", replay, REPLAY_GOAL if workload.goals else None),
-        Result("replay: routing rows of a step", routing_bytes(packed), unit="bytes"),
-        *ratio_results("masks on / off", masks, MASK_GOAL if workload.goals else None),
-        *calls.results("a step"),
-        *without.results("a step without replay"),
-    ]
-    plain, left_out = _against_plain(model, workload, both, packed, few)
-    return Measured(results + plain, left_out, calls.table)
+    add([routing, *ratio_results("replay on / off", paired_ratio(both, no_replay, workload.pairs), goals[0])])
+    add(ratio_results("masks on / off", paired_ratio(both, no_mask, few), goals[1]))
+    calls = count_calls(both, device)
+    add([*calls.results("a step"), *count_calls(no_replay, device).results("a step without replay")], (), calls.table)
+    add(*_against_plain(model, workload, both, packed, few, goals[2]))
+    return found
 
 
 def _against_plain(
-    model: Path, workload: Workload, ours: Step, packed: Sequence[Microbatch], num_pairs: int
+    model: Path, workload: Workload, ours: Step, packed: Sequence[Microbatch], num_pairs: int, goal: float | None
 ) -> tuple[list[Result], list[str]]:
     """Our step with replay, proof and masks by a plain one over the same rows, both trainers in memory; or why not."""
     if torch.cuda.is_available():
@@ -205,7 +214,7 @@ def _against_plain(
     worst = max(plain())
     loss = Result("plain: largest loss of a microbatch", worst, "finite", math.isfinite(worst), "nats")
     ratio = paired_ratio(ours, plain, num_pairs)
-    return [loss, *ratio_results("ours / plain", ratio, PLAIN_GOAL if workload.goals else None)], []
+    return [loss, *ratio_results("ours / plain", ratio, goal)], []
 
 
 def _step_results(

@@ -25,7 +25,7 @@ LONG = 500.0
 PLANTED = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
-from _gpu_checks import CannotRunError, Findings
+from _gpu_checks import CannotRunError, Findings, keep
 from _report import Result
 
 def passes(device):
@@ -48,6 +48,10 @@ def crashes(device):
 
 def cannot(device):
     raise CannotRunError("needs 75 GiB")
+
+def keeps(device):
+    keep(Findings([Result("a part", 1.0)]))
+    time.sleep(600)
 
 def meets(device, mine="first", other="second"):
     # Passes only if the other one runs at the same time.
@@ -137,6 +141,12 @@ def test_checks_that_fail_hang_or_crash_are_named_and_the_others_run(
     assert "\npassed: passes\nFAILED: misses, raises, hangs, crashes\nnot run: none\n" in said
     assert not stale.exists()
     assert is_gone(int((tmp_path / "pid").read_text()))
+
+
+def test_what_a_check_measured_before_it_was_killed_is_kept(gpu_check: Any, planted: Any) -> None:
+    outcome = gpu_check.run_check(planted("keeps", 20.0), "cpu")
+    assert (outcome.state, outcome.reason) == ("FAILED", "not done within its 20 s")
+    assert [result.name for result in outcome.findings.results] == ["a part"]
 
 
 def test_checks_of_correctness_run_side_by_side(gpu_check: Any, planted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
