@@ -4,9 +4,11 @@ Each way computes both layers of all local experts for the rows of a microbatch,
 the second's input, forward and backward: 65,536 rows in groups (8,192 tokens, 8 experts each), 128 groups and 16. Ways:
 
 - *Transformer Engine*: its `GroupedLinear` with one weight per expert, as Megatron builds it; gradients are left to
-  autograd and added to ``main_grad`` afterwards, or are added up inside of the product (*fused*);
-- *grouped_mm*: `torch._grouped_mm` over one stacked weight, the gradient added to ``main_grad`` as a whole;
-- *loop*: a product per expert over views of one stacked weight, each gradient added to ``main_grad`` at once.
+  autograd and added to ``main_grad`` afterwards, or are added up inside of the product (*fused*). *Native* is one call
+  of cuBLASLt for all groups, whose sizes stay on the device; on Hopper it needs cuBLASLt 13.4, which is newer than the
+  one of the locked torch. A single grouped weight would need that, too;
+- *grouped_mm*: `torch.nn.functional.grouped_mm` over one stacked weight, its gradient added to ``main_grad`` at once;
+- *loop*: a product per expert over views of one stacked weight, each gradient added to ``main_grad`` by itself.
 
 Time of the host is from the first call until the last returns, without waiting for the device: the device may not be
 slower than that for a step to be limited by it. All ways have equal outputs and gradients within rounding.
@@ -24,7 +26,9 @@ import torch
 from _gpu_checks import Findings
 from _report import Result
 from torch import Tensor, nn
+from torch.nn import functional
 
+NATIVE = "Transformer Engine, fused, native"
 TOLERANCE = 2**-6
 """Relative to the largest value; sums of bfloat16 products, rounded to bfloat16."""
 
@@ -97,7 +101,7 @@ def grouped_mm(sizes: Sequence[int], weights: Sequence[Tensor]) -> Way:
             layer.weights_EIO.grad = None
 
     def product(rows_NI: Tensor, index: int) -> Tensor:
-        return torch._grouped_mm(rows_NI, layers[index].weights_EIO, offs=ends_E)
+        return functional.grouped_mm(rows_NI, layers[index].weights_EIO, offs=ends_E)
 
     return Way(product, finish, lambda: [layer.main_grad_EIO for layer in layers])
 
@@ -136,15 +140,26 @@ def loop(sizes: Sequence[int], weights: Sequence[Tensor]) -> Way:
     return Way(product, lambda: None, lambda: [layer.main_grad_EIO for layer in layers])
 
 
-def transformer_engine(sizes: Sequence[int], weights: Sequence[Tensor], *, fused: bool) -> Way:
-    """Its layers take a weight per group, [out, in] each."""
+def transformer_engine(sizes: Sequence[int], weights: Sequence[Tensor], *, fused: bool, native: bool = False) -> Way:
+    """Its layers take a weight per group, [out, in] each, and the sizes of groups on the host, or natively on the
+    device."""
     import transformer_engine.pytorch as te  # pyright: ignore[reportMissingImports] - for GPUs alone
+
+    def weights_of(module: nn.Module) -> list[Any]:
+        """Of each group, with a ``main_grad``."""
+        return list(module.parameters())
 
     modules: list[nn.Module] = []
     for stacked_EIO in weights:
         num_groups, wide, out = stacked_EIO.shape
         module = te.GroupedLinear(
-            num_groups, wide, out, bias=False, params_dtype=torch.bfloat16, fuse_wgrad_accumulation=fused
+            num_groups,
+            wide,
+            out,
+            bias=False,
+            params_dtype=torch.bfloat16,
+            fuse_wgrad_accumulation=fused,
+            use_grouped_tensor=native,
         )
         for index in range(num_groups):
             weight: Any = getattr(module, f"weight{index}")
@@ -155,15 +170,25 @@ def transformer_engine(sizes: Sequence[int], weights: Sequence[Tensor], *, fused
 
     def finish() -> None:
         for module in modules:
-            for weight in module.parameters():
+            for weight in weights_of(module):
                 if not fused:
-                    weight.main_grad.add_(weight.grad)  # type: ignore[operator]
+                    weight.main_grad.add_(weight.grad)
                 weight.grad = None
 
     def main_grads() -> list[Tensor]:
-        return [torch.stack([weight.main_grad.t() for weight in module.parameters()]) for module in modules]
+        return [torch.stack([weight.main_grad.t() for weight in weights_of(module)]) for module in modules]
 
-    return Way(lambda rows_NI, index: modules[index](rows_NI, list(sizes)), finish, main_grads)
+    splits_E = torch.tensor(sizes, dtype=torch.int64, device="cuda" if native else "cpu")
+    return Way(lambda rows_NI, index: modules[index](rows_NI, splits_E), finish, main_grads)
+
+
+def has_native_groups() -> bool:
+    """Tells whether this device and its cuBLASLt have Transformer Engine's native grouped products."""
+    from transformer_engine.pytorch.module import (  # pyright: ignore[reportMissingImports] - for GPUs alone
+        grouped_linear,
+    )
+
+    return grouped_linear.is_module_grouped_tensor_path_supported(None, torch.bfloat16)
 
 
 def ways(device: str) -> dict[str, Callable[[Sequence[int], Sequence[Tensor]], Way]]:
@@ -171,6 +196,8 @@ def ways(device: str) -> dict[str, Callable[[Sequence[int], Sequence[Tensor]], W
     if device == "cuda":
         found["Transformer Engine"] = lambda sizes, weights: transformer_engine(sizes, weights, fused=False)
         found["Transformer Engine, fused"] = lambda sizes, weights: transformer_engine(sizes, weights, fused=True)
+        if has_native_groups():
+            found[NATIVE] = lambda sizes, weights: transformer_engine(sizes, weights, fused=True, native=True)
     return found
 
 
@@ -187,7 +214,9 @@ def check(device: str) -> Findings:
             title = f"{num_groups} groups, {name}"
             results.append(at_most(title, max(map(difference, found, expected))))
             results += times(title, way, rows, setting.turns, device)
-    left_out = [] if device == "cuda" else ["Transformer Engine and times of the device: need a GPU"]
+    if device == "cpu":
+        return Findings(results, ["Transformer Engine and times of the device: need a GPU"])
+    left_out = [] if NATIVE in ways(device) else [f"{NATIVE}: needs cuBLASLt 13.4 on Hopper, 13.3 on Blackwell"]
     return Findings(results, left_out)
 
 
@@ -235,10 +264,13 @@ def times(title: str, way: Way, rows_NH: Tensor, turns: int, device: str) -> lis
 
 
 def _device_seconds(way: Way, rows_NH: Tensor) -> float:
-    """The device first sleeps for longer than the host takes to launch everything."""
+    """The device is kept busy for about 0.1 s first, longer than the host takes to launch everything."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    square = torch.zeros(8192, 8192, device=rows_NH.device, dtype=torch.bfloat16)
+    product = torch.empty_like(square)
     torch.cuda.synchronize()
-    torch.cuda._sleep(200_000_000)  # about 0.1 s
+    for _ in range(64):
+        torch.mm(square, square, out=product)
     start.record()
     step(way, rows_NH)
     end.record()

@@ -82,7 +82,7 @@ def closure(have: Collection[str]) -> list[str]:
         ValueError: a package is not installed.
     """
     found: set[str] = set()
-    waiting = list(ROOTS)
+    waiting: list[str] = list(ROOTS)
     while waiting:
         name = canonicalize_name(waiting.pop())
         if name in found or name in have:

@@ -250,7 +250,7 @@ def fused_weights(layout: Any, path: Path, sharding: str) -> tuple[set[str], set
     trainer = MegatronTrainer(read_model(path), layout, ModelOptions(dtype="bfloat16"), tiny_moe.OPTIMIZER, 8, sharding)
     (chunk,) = trainer.model.chunks
     fusing = [(n, m) for n, m in chunk.named_modules() if getattr(m, "fuse_wgrad_accumulation", False)]
-    fused = {
+    fused: dict[str, Any] = {
         f"{name}.{own}": parameter
         for name, module in fusing
         for own, parameter in module.named_parameters(recurse=False)
