@@ -15,8 +15,6 @@ from typing import Literal
 
 from _gpu_checks import Device, Outcome
 from _report import Result
-from rich.console import Console
-from rich.table import Table
 
 Comparison = Literal["<=", ">=", "=="]
 _HOLDS: dict[Comparison, Callable[[float, float], bool]] = {
@@ -151,16 +149,14 @@ def result_of(results: Sequence[Result], beginning: str) -> Result | None:
 
 
 def show(scores: Sequence[Score]) -> None:
-    """Prints the table: goal, measured, met, missed or not measured."""
-    table = Table()
-    for heading in ("goal", "", "measured", "unit", "state"):
-        table.add_column(heading, justify="right" if heading in ("", "measured") else "left")
+    """Prints a line for each goal: met, missed or not measured; what was measured; the goal."""
+    print("goals:")
     for each in scores:
         goal = each.goal
         measured = "" if each.measured is None else f"{each.measured:.4g}"
-        state = f"{each.state}: {each.reason}" if each.reason else each.state
-        table.add_row(goal.name, f"{goal.comparison} {goal.limit:g}", measured, goal.unit, state)
-    Console().print(table)
+        limit = f"{goal.comparison} {goal.limit:g} {goal.unit}"
+        reason = f" ({each.reason})" if each.reason else ""
+        print(f"  {each.state:<12} {measured:>10}  {limit:<14}  {goal.name}{reason}", flush=True)
 
 
 def write(scores: Sequence[Score], heading: Sequence[Result], path: Path) -> None:

@@ -56,6 +56,23 @@ def test_a_goal_that_was_not_measured_says_why(goals: Any, outcomes: list[Any]) 
     ]
 
 
+def test_every_goal_gets_a_line_with_what_was_measured_or_why_nothing_was(
+    goals: Any, outcomes: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = [
+        goals.Goal("kept scoring", "<=", 1.2, "ms", "measured", "fast", scale=1e3),
+        goals.Goal("share of peak", ">=", 0.31, "ratio", "measured", "share"),
+        goals.Goal("a plain step", "<=", 1, "ratio", "late", "x"),
+    ]
+    goals.show(goals.score(outcomes, "cuda", asked))
+    assert capsys.readouterr().out.splitlines() == [
+        "goals:",
+        "  met                 1.1  <= 1.2 ms       kept scoring",
+        "  missed              0.3  >= 0.31 ratio   share of peak",
+        "  not measured             <= 1 ratio      a plain step (check late not run: no time left)",
+    ]
+
+
 def test_tiny_sizes_on_a_cpu_measure_no_goal(goals: Any, outcomes: list[Any]) -> None:
     (found,) = goals.score(outcomes, "cpu", [goals.Goal("a goal", "<=", 1, "s", "measured", "share")])
     assert (found.state, found.reason) == ("not measured", "no NVIDIA device")
