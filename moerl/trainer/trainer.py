@@ -173,9 +173,10 @@ class MegatronTrainer:
         self.optimizer.zero_grad()
         # Megatron divides every gradient by the global sum of `num_tokens`; the load-balancing loss needs these to be
         # the packed rows. The loss has its global denominator already, so it is multiplied by them here.
-        num_rows = torch.full((1,), sum(int((~batch.is_pad).sum()) for batch in batches), device=platform.device())
+        # It stays on the device: the host goes on to the first microbatch without waiting for other ranks.
+        num_rows = torch.full((), sum(int((~batch.is_pad).sum()) for batch in batches), device=platform.device())
         dist.all_reduce(num_rows, group=groups.data_and_context_group())
-        report, _ = self._run(batches, loss, Replay(enforce, prove), training=True, scale=float(num_rows))
+        report, _ = self._run(batches, loss, Replay(enforce, prove), training=True, scale=num_rows)
         update = self.optimizer.update()
         if self.options.expert_bias == "update" and not update.skipped:
             layers = [hook.moe_layer for hook in self.keep_routing.hooks]
@@ -183,7 +184,13 @@ class MegatronTrainer:
         return replace(report, update=update)
 
     def _run(
-        self, batches: Sequence[Microbatch], loss: LossFunction, what: Replay, *, training: bool, scale: float = 0.0
+        self,
+        batches: Sequence[Microbatch],
+        loss: LossFunction,
+        what: Replay,
+        *,
+        training: bool,
+        scale: Tensor | float = 0.0,
     ) -> tuple[StepReport, RecordedRouting | None]:
         """One schedule, without the update; and the routing recorded, where that was asked for."""
         rows: dict[int, RowScores] = {}
@@ -203,7 +210,7 @@ class MegatronTrainer:
         loss: LossFunction,
         rows: dict[int, RowScores],
         *,
-        scale: float = 0.0,
+        scale: Tensor | float = 0.0,
     ) -> None:
         """Megatron's schedule for this layout: none, 1F1B or interleaved. Fills `rows` by microbatch."""
         from megatron.core.pipeline_parallel import get_forward_backward_func

@@ -51,6 +51,12 @@ def test_nothing_of_replay_and_losses_waits_between_the_first_router_and_the_pro
     assert sum(count for wait, count in waits.items() if "moerl.trainer.transfers" in wait) == 2
 
 
+def test_a_step_waits_for_no_sum_over_ranks_before_its_first_microbatch(untied: Path, one_process: Ranks) -> None:
+    ((waits, table),) = one_process.run(waits_of_a_step, untied, True, {})
+    print(table)
+    assert [wait for wait in waits if "moerl.trainer.trainer" in wait] == []
+
+
 def waits_of_the_presets(layout: Any) -> dict[str, list[str]]:
     from policy_rows import PRESETS, policy_rows, preset
     from pretended_device import DEVICE, pretended_device
