@@ -1,9 +1,9 @@
 """The Triton kernels on the device against torch, in float32 and bfloat16. A check of `gpu_check.py`.
 
-First what the kernels compute by themselves, dot products of listed pairs and both gradients, against float64. Then
-log-probs, entropies and their gradients of `score_kept` against a dense masked log-softmax in float64, once with every
-listed id computed by the kernels (*rare*) and once with every one as a column of a matrix product (*common*). All
-twice: the bits are the same. On a CPU Triton interprets the kernels.
+First dot products of listed pairs and both gradients by themselves, against float64. Then log-probs, entropies and
+their gradients of `score_kept` against a dense masked log-softmax in float64, once with every listed id computed by the
+kernels (*rare*) and once with every one as a column of a matrix product (*common*). All twice: the bits are the same.
+On a CPU Triton interprets the kernels.
 
 Errors are relative to the largest value, those of log-probs and entropies to the largest logit where that is more.
 Shape legend: `moerl/kernels/__init__.py`; P = listed pairs.
@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -21,12 +22,14 @@ import torch
 from _gpu_checks import Findings
 from _kept import KeptCase
 from _report import Result
+from numpy.typing import NDArray
 from torch import Tensor
 
 from moerl.contract.trajectory import KeptSets
-from moerl.kernels import pairs, sparse_triton
+from moerl.kernels import device_pairs, products, sparse_triton
+from moerl.kernels.device_scores import write_pair_gradients
 from moerl.kernels.head import Head, HeadInputs
-from moerl.kernels.kept import KeptRows
+from moerl.kernels.plan import DeviceListed, Rows, ScorePlan, plan_rows
 from moerl.kernels.scores import score_kept
 from moerl.kernels.vocab_parallel import VocabShard
 
@@ -56,14 +59,19 @@ SETTINGS = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Case:
-    """Inputs on the device. keep_TV: bool; True where an id counts."""
+    """Inputs on the device, and rows on the host. keep_TV: bool; True where an id counts."""
 
     hidden_TH: Tensor
     weight_VH: Tensor
-    targets_T: Tensor
-    temperatures_T: Tensor
-    kept: KeptRows
+    rows: Rows
     keep_TV: Tensor
+
+    def plan(self, path: str) -> ScorePlan:
+        with mock.patch.object(device_pairs, "DENSE_ADVANTAGE", PATHS[path]):
+            return plan_rows(self.rows, self.inputs)
+
+    def on_device(self, array: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(array).to(self.hidden_TH.device)
 
     @property
     def inputs(self) -> HeadInputs:
@@ -78,9 +86,11 @@ class Case:
 def check(device: str) -> Findings:
     with ExitStack() as patches:
         if device == "cpu":
-            # Otherwise CPUs take torch's own sparse products; several blocks in a row.
-            patches.enter_context(mock.patch.object(pairs, "sparse_products", return_value=sparse_triton))
-            patches.enter_context(mock.patch.object(sparse_triton, "BLOCK_WIDTH", 16))
+            # Otherwise CPUs take torch's own operations; several blocks in a row, and split sums.
+            patches.enter_context(mock.patch.object(products, "on_device", return_value=True))
+            patches.enter_context(mock.patch.object(device_pairs, "LONGEST", 3))
+            for name, size in {"DOT_WIDTH": 16, "SUM_WIDTH": 16, "SET_BLOCK": 8}.items():
+                patches.enter_context(mock.patch.object(sparse_triton, name, size))
         # The interpreter truncates to bfloat16, a GPU rounds to nearest.
         rounding = 2**-7 if device == "cpu" else 2**-8
         results = []
@@ -89,7 +99,7 @@ def check(device: str) -> Findings:
                 for sizes in ("realistic", "flat"):
                     case = draw(setting, sizes, dtype, device)
                     name = f"{setting.name}, {str(dtype).removeprefix('torch.')}, {sizes} sets"
-                    if pairs.sparse_products(case.inputs) is not sparse_triton:
+                    if not isinstance(case.plan("rare").listed, DeviceListed):
                         raise RuntimeError(f"the scores of {device} tensors do not use the Triton kernels")
                     limit = SCORE_LIMIT if dtype == torch.float32 else rounding
                     if sizes == "realistic":
@@ -108,20 +118,21 @@ def draw(setting: Setting, sizes: str, dtype: torch.dtype, device: str) -> Case:
         for is_open, start, end in zip(is_open_T, drawn.kept.offsets[:-1], drawn.kept.offsets[1:], strict=True)
     ]
     kept = KeptSets(np.cumsum([0, *map(len, sets)]).astype(np.int64), np.concatenate(sets))
-    rows = KeptRows.from_csr(kept, ~is_open_T, device)
-    keep_TV = ~rows.truncated[:, None].expand(-1, setting.num_vocab)
-    keep_TV = keep_TV.clone()
-    keep_TV[rows.rows, rows.ids] = True
+    keep_TV = np.repeat(is_open_T[:, None], setting.num_vocab, axis=1)
+    keep_TV[np.repeat(np.arange(setting.num_rows), kept.sizes), kept.ids] = True
     generator = torch.Generator().manual_seed(1)
     hidden_TH = torch.randn(setting.num_rows, setting.width, generator=generator)
     weight_VH = torch.randn(setting.num_vocab, setting.width, generator=generator) * (3 / setting.width**0.5)
     return Case(
         hidden_TH.to(device, dtype).requires_grad_(),
         weight_VH.to(device, dtype).requires_grad_(),
-        torch.from_numpy(drawn.target_ids_T).to(device),
-        (0.5 + torch.rand(setting.num_rows, generator=generator)).to(device),
-        rows,
-        keep_TV,
+        Rows(
+            drawn.target_ids_T,
+            (0.5 + torch.rand(setting.num_rows, generator=generator)).numpy(),
+            kept,
+            ~is_open_T,
+        ),
+        torch.from_numpy(keep_TV).to(device),
     )
 
 
@@ -130,26 +141,28 @@ def draw(setting: Setting, sizes: str, dtype: torch.dtype, device: str) -> Case:
 
 def kernel_results(name: str, case: Case, limit: float) -> Iterator[Result]:
     """limit: of the head's gradient, which has the dtype of the head."""
-    inputs = case.inputs.detach()
-    with mock.patch.object(pairs, "DENSE_ADVANTAGE", PATHS["rare"]):
-        segments = pairs.plan_pairs(case.kept.rows, case.kept.ids, inputs.num_rows, inputs.shard).rare
+    inputs, plan = case.inputs.detach(), case.plan("rare")
+    assert isinstance(plan.listed, DeviceListed)
+    pairs = plan.listed.pairs
     generator = torch.Generator().manual_seed(2)
-    grad_P = torch.randn(len(segments), generator=generator).to(inputs.hidden_TH.device)
+    grad_N = torch.randn(len(plan.kept.ids), generator=generator).to(inputs.hidden_TH.device)
 
     def compute() -> tuple[Tensor, Tensor, Tensor]:
-        grad_TH = torch.zeros_like(inputs.hidden_TH, dtype=inputs.dtype)
-        grad_VH = torch.zeros_like(inputs.weight_VpH)
-        sparse_triton.add_gradients(inputs, segments, grad_P, grad_TH, grad_VH)
-        return sparse_triton.dots(inputs, segments), grad_TH, grad_VH
+        z_N = torch.empty_like(grad_N)
+        grad_TH = torch.empty_like(inputs.hidden_TH, dtype=inputs.dtype)
+        grad_VH = torch.empty_like(inputs.weight_VpH)
+        sparse_triton.dots(inputs, pairs, z_N)
+        write_pair_gradients(inputs, pairs, grad_N, grad_TH, grad_VH)
+        return z_N, grad_TH, grad_VH
 
     found, again = compute(), compute()
-    rows_P, columns_P = segments.rows_P, segments.columns_U[segments.slots()]
-    hidden_PH, weight_PH = inputs.hidden_TH.double()[rows_P], inputs.weight_VpH.double()[columns_P]
-    factors_P1 = grad_P.double()[:, None]
+    rows_N, ids_N = plan.kept.rows, plan.kept.ids
+    hidden_NH, weight_NH = inputs.hidden_TH.double()[rows_N], inputs.weight_VpH.double()[ids_N]
+    factors_N1 = grad_N.double()[:, None]
     expected = (
-        (hidden_PH * weight_PH).sum(1),
-        torch.zeros_like(inputs.hidden_TH, dtype=torch.float64).index_add(0, rows_P, factors_P1 * weight_PH),
-        torch.zeros_like(inputs.weight_VpH, dtype=torch.float64).index_add(0, columns_P, factors_P1 * hidden_PH),
+        (hidden_NH * weight_NH).sum(1),
+        torch.zeros_like(inputs.hidden_TH, dtype=torch.float64).index_add(0, rows_N, factors_N1 * weight_NH),
+        torch.zeros_like(inputs.weight_VpH, dtype=torch.float64).index_add(0, ids_N, factors_N1 * hidden_NH),
     )
     names = ("dot products", "gradient of hidden states", "gradient of the head")
     for part, mine, wanted, most in zip(names, found, expected, (SCORE_LIMIT, SCORE_LIMIT, limit), strict=True):
@@ -176,13 +189,12 @@ def score_results(name: str, case: Case, path: str, limit: float) -> Iterator[Re
 
 
 def scores(case: Case, path: str) -> tuple[Tensor, ...]:
-    with mock.patch.object(pairs, "DENSE_ADVANTAGE", PATHS[path]):
-        found = score_kept(case.inputs, case.targets_T, case.kept, case.temperatures_T)
-        return (
-            found.logprobs_T.detach(),
-            found.entropy_T.detach(),
-            *gradients(found.logprobs_T, found.entropy_T, case.leaves),
-        )
+    found = score_kept(case.inputs, case.plan(path))
+    return (
+        found.logprobs_T.detach(),
+        found.entropy_T.detach(),
+        *gradients(found.logprobs_T, found.entropy_T, case.leaves),
+    )
 
 
 class Exact(tuple[Tensor, ...]):
@@ -195,15 +207,16 @@ class Exact(tuple[Tensor, ...]):
 
 def exact(case: Case) -> Exact:
     hidden_TH, weight_VH = (leaf.detach().double().requires_grad_() for leaf in case.leaves)
-    logits_TV = hidden_TH @ weight_VH.t() / case.temperatures_T.double()[:, None]
+    temperatures_T, targets_T = (case.on_device(each) for each in (case.rows.temperatures_T, case.rows.target_ids_T))
+    logits_TV = hidden_TH @ weight_VH.t() / temperatures_T.double()[:, None]
     logprobs_TV = logits_TV.masked_fill(~case.keep_TV, -torch.inf).log_softmax(-1)
-    logprobs_T = logprobs_TV.gather(1, case.targets_T[:, None])[:, 0]
+    logprobs_T = logprobs_TV.gather(1, targets_T[:, None])[:, 0]
     entropy_T = -(logprobs_TV.exp() * logprobs_TV.masked_fill(~case.keep_TV, 0.0)).sum(-1)
     both = gradients(logprobs_T, entropy_T, (hidden_TH, weight_VH))
     found = Exact((logprobs_T.detach(), entropy_T.detach(), *both))
     found.largest_logit = max(1.0, float(logits_TV.detach().abs().max()))
     largest = max(float(leaf.detach().abs().max()) for leaf in (hidden_TH, weight_VH))
-    found.largest_factor = largest / float(case.temperatures_T.min())
+    found.largest_factor = largest / float(temperatures_T.min())
     return found
 
 

@@ -3,7 +3,7 @@
 `python bench/kept_scoring.py [--json FILE]`. Vocabulary 151,936, hidden width 2,048, float32, T of 512 and 2,048 rows.
 Contestants, on the same hidden states, head, targets, temperatures and kept sets:
 
-- *kept*: `score_kept`, its copy of the kept sets included, for realistic and for flat sizes of kept sets;
+- *kept*: `score_kept`, its plan included, for realistic and for flat sizes of kept sets;
 - *dense masked*: all logits, a bool [T, V] mask filled row by row, log-softmax of a masked float32 copy;
 - *dense unmasked*: all logits and their log-softmax, masks off;
 - *chunked*: `score_full`, masks off.
@@ -34,8 +34,9 @@ from torch import Tensor
 
 from moerl.kernels import pairs
 from moerl.kernels.head import Head, HeadInputs
-from moerl.kernels.kept import KeptRows
+from moerl.kernels.plan import Rows, plan_rows
 from moerl.kernels.scores import score_full, score_kept
+from moerl.kernels.segments import SortedPairs
 from moerl.kernels.vocab_parallel import VocabShard
 
 WIDTH = 2048
@@ -87,9 +88,9 @@ HEAD_GRADIENT = 2
 
 def kept(inputs: Inputs, sizes: str) -> tuple[Tensor, ...]:
     case = inputs.cases[sizes]
-    rows = KeptRows.from_csr(case.kept, case.kept.sizes > 0, "cpu")
     entered = Head(inputs.weight_VH, SHARD).enter(inputs.hidden_TH)
-    return inputs.gradients(score_kept(entered, inputs.targets[sizes], rows, inputs.temperatures_T).logprobs_T)
+    rows = Rows(case.target_ids_T, inputs.temperatures_T.numpy(), case.kept, case.kept.sizes > 0)
+    return inputs.gradients(score_kept(entered, plan_rows(rows, entered)).logprobs_T)
 
 
 def dense_masked(inputs: Inputs, sizes: str) -> tuple[Tensor, ...]:
@@ -113,7 +114,8 @@ def dense_unmasked(inputs: Inputs) -> tuple[Tensor, ...]:
 
 def chunked(inputs: Inputs) -> tuple[Tensor, ...]:
     entered = Head(inputs.weight_VH, SHARD).enter(inputs.hidden_TH)
-    return inputs.gradients(score_full(entered, inputs.targets["realistic"], inputs.temperatures_T).logprobs_T)
+    rows = Rows.open(inputs.cases["realistic"].target_ids_T, inputs.temperatures_T.numpy())
+    return inputs.gradients(score_full(entered, plan_rows(rows, entered)).logprobs_T)
 
 
 def largest_difference(first: tuple[Tensor, ...], second: tuple[Tensor, ...]) -> float:
@@ -217,12 +219,12 @@ def measure_crossover(weight_VH: Tensor) -> list[Result]:
     num_rows, num_ids, results = 2048, 128, []
     inputs = Head(weight_VH, SHARD).enter(torch.randn(num_rows, WIDTH, generator=torch.Generator().manual_seed(1)))
     for part in (64, 32, 16, 8, 4):
-        rows_N = torch.arange(0, num_rows, part).repeat_interleave(num_ids)
-        ids_N = torch.arange(num_ids).repeat(len(rows_N) // num_ids)
+        rows_N = np.arange(0, num_rows, part).repeat(num_ids)
+        sorted_pairs = SortedPairs.of(rows_N, np.tile(np.arange(num_ids), num_rows // part), SHARD)
         seconds = []
         for advantage in (0.0, float(num_rows)):
             with mock.patch.object(pairs, "DENSE_ADVANTAGE", advantage):
-                plan = pairs.plan_pairs(rows_N, ids_N, num_rows, SHARD)
+                plan = pairs.plan_pairs(sorted_pairs, num_rows)
             seconds.append(min(_pair_seconds(inputs, plan) for _ in range(5)))
         name = f"crossover: ids listed by 1/{part} of the rows: sparse over matrix product, cpu time"
         results.append(Result(name, seconds[0] / seconds[1], unit="x"))

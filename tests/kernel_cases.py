@@ -6,12 +6,16 @@ import os
 from dataclasses import dataclass
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
 from moerl.contract.trajectory import KeptSets
+from moerl.kernels import device_pairs, pairs
 from moerl.kernels.head import Head, HeadInputs
 from moerl.kernels.kept import KeptRows
+from moerl.kernels.plan import Rows, plan_rows
+from moerl.kernels.scores import FullScores, KeptScores, score_full, score_kept
 from moerl.kernels.vocab_parallel import VocabShard
 
 VOCAB, PADDED, WIDTH = 37, 40, 24
@@ -30,10 +34,31 @@ class Case:
     targets: Tensor
     temperatures: Tensor
     keep: Tensor
-    kept: KeptRows
+    sets: KeptSets
+
+    @property
+    def kept(self) -> KeptRows:
+        return KeptRows.from_csr(self.sets, self.sets.sizes > 0, "cpu")
 
     def inputs(self) -> HeadInputs:
         return Head(self.weight, WHOLE).enter(self.hidden)
+
+    def rows(self, select: Tensor | None = None, full: Tensor | None = None) -> Rows:
+        return Rows(
+            self.targets.numpy(),
+            self.temperatures.numpy(),
+            self.sets,
+            self.sets.sizes > 0,
+            None if select is None else select.numpy(),
+            None if full is None else full.numpy(),
+        )
+
+    def score(self, select: Tensor | None = None, full: Tensor | None = None) -> KeptScores:
+        return score_kept(self.inputs(), plan_rows(self.rows(select, full), self.inputs()))
+
+    def score_full(self) -> FullScores:
+        rows = Rows.open(self.targets.numpy(), self.temperatures.numpy())
+        return score_full(self.inputs(), plan_rows(rows, self.inputs()))
 
 
 def make_case(sizes: list[int], seed: int = 0, dtype: torch.dtype = torch.float32) -> Case:
@@ -51,13 +76,18 @@ def make_case(sizes: list[int], seed: int = 0, dtype: torch.dtype = torch.float3
         keep[row, ids] = True
         listed.append(ids.numpy().astype(np.int32) if size else np.zeros(0, np.int32))
     temperatures = 0.5 + torch.rand(num_rows, generator=generator)
-    return Case(hidden.requires_grad_(), weight.requires_grad_(), targets, temperatures, keep, kept_rows(listed))
+    return Case(hidden.requires_grad_(), weight.requires_grad_(), targets, temperatures, keep, kept_sets(listed))
 
 
-def kept_rows(listed: list[np.ndarray]) -> KeptRows:
+def kept_sets(listed: list[np.ndarray]) -> KeptSets:
     offsets = np.concatenate([[0], np.cumsum([len(ids) for ids in listed])]).astype(np.int64)
-    sets = KeptSets(offsets, np.concatenate([np.zeros(0, np.int32), *listed]).astype(np.int32))
-    return KeptRows.from_csr(sets, sets.sizes > 0, "cpu")
+    return KeptSets(offsets, np.concatenate([np.zeros(0, np.int32), *listed]).astype(np.int32))
+
+
+def set_advantage(monkeypatch: pytest.MonkeyPatch, value: float) -> None:
+    """Decides which ids are common, on CPU and GPU."""
+    for module in (pairs, device_pairs):
+        monkeypatch.setattr(module, "DENSE_ADVANTAGE", value)
 
 
 def exact(case: Case) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,17 +1,22 @@
-"""Refusals shared by all scores. Runs in trainer processes. Shape legend: `moerl/kernels/__init__.py`."""
+"""Refusals shared by all scores, made on the host before anything goes to a device. Runs in trainer processes.
+
+Shape legend: `moerl/kernels/__init__.py`.
+"""
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from moerl.contract.reasons import Reason
+from moerl.contract.trajectory import KeptSets
 from moerl.errors import ContractError
-from moerl.kernels.kept import KeptRows
 
 
-def check_rows(num_rows: int, **per_row: Tensor) -> None:
-    """Raises `ContractError` where a per-row tensor is not [T]."""
+def check_rows(num_rows: int, **per_row: NDArray[Any]) -> None:
+    """Raises `ContractError` if a per-row array is not [T]."""
     for name, value in per_row.items():
         if value.shape != (num_rows,):
             raise ContractError(
@@ -23,10 +28,36 @@ def check_rows(num_rows: int, **per_row: Tensor) -> None:
             )
 
 
-def check_temperatures(temperatures: Tensor) -> None:
-    """Raises `ContractError` where a temperature is not positive (0 is greedy: nothing to differentiate)."""
+def check_sets(kept: KeptSets, truncated_T: NDArray[np.bool_]) -> None:
+    """Raises `ContractError` if flags and listed sets disagree.
+
+    An empty set never means the full vocabulary, and a listed set is never left unused.
+    """
+    sizes = kept.sizes
+    if len(sizes) != len(truncated_T) or int(kept.offsets[-1]) != len(kept.ids):
+        raise ContractError(
+            Reason.KEPT_SHAPE,
+            field="kept",
+            seen=f"{len(sizes)} rows, {len(truncated_T)} flags, {len(kept.ids)} ids for {kept.offsets[-1]}",
+            expected="one flag per row and offsets that end at the number of ids",
+            remedy="pass the kept sets and the truncated flags of the same microbatch",
+        )
+    wrong = np.flatnonzero((sizes > 0) != truncated_T)
+    if len(wrong):
+        row = int(wrong[0])
+        raise ContractError(
+            Reason.TRUNCATED_DISAGREES,
+            field="truncated",
+            seen=f"row {row}: truncated={bool(truncated_T[row])} with {int(sizes[row])} listed ids",
+            expected="truncated exactly where ids are listed",
+            remedy="pack flags and kept sets from the same rows; an empty set never means all ids",
+        )
+
+
+def check_temperatures(temperatures: NDArray[np.floating]) -> None:
+    """Raises `ContractError` if a temperature is not positive (0 is greedy: nothing to differentiate)."""
     wrong = ~(temperatures > 0)
-    if bool(wrong.any()):
+    if wrong.any():
         raise ContractError(
             Reason.TEMPERATURE_NOT_POSITIVE,
             field="temperatures",
@@ -36,10 +67,10 @@ def check_temperatures(temperatures: Tensor) -> None:
         )
 
 
-def check_targets(target_ids: Tensor, vocab_size: int) -> None:
-    """Raises `ContractError` where a target is no token of the vocabulary."""
+def check_targets(target_ids: NDArray[np.integer], vocab_size: int) -> None:
+    """Raises `ContractError` if a target is no token of the vocabulary."""
     outside = (target_ids < 0) | (target_ids >= vocab_size)
-    if bool(outside.any()):
+    if outside.any():
         raise ContractError(
             Reason.TARGET_OUTSIDE_VOCABULARY,
             field="target_ids",
@@ -49,16 +80,15 @@ def check_targets(target_ids: Tensor, vocab_size: int) -> None:
         )
 
 
-def check_listed(rows: Tensor, ids: Tensor, is_target: Tensor, kept: KeptRows, vocab_size: int) -> None:
-    """Raises `ContractError` where a listed id is no token or a set does not hold its target exactly once.
+def check_listed(
+    rows: NDArray[np.integer], ids: NDArray[np.integer], is_target: NDArray[np.bool_], num_rows: int, vocab_size: int
+) -> None:
+    """Raises `ContractError` if a listed id is no token or a set does not hold its target exactly once.
 
     rows, ids, is_target: of the listed entries to look at.
     """
     outside = (ids < 0) | (ids >= vocab_size)
-    hits_T = rows.new_zeros(kept.num_rows).index_add_(0, rows, is_target.long())
-    missing = hits_T[rows] != 1
-    any_outside, any_missing = torch.stack([outside.any(), missing.any()]).tolist()
-    if any_outside:
+    if outside.any():
         raise ContractError(
             Reason.KEPT_ID_OUTSIDE_VOCABULARY,
             field="kept",
@@ -66,7 +96,9 @@ def check_listed(rows: Tensor, ids: Tensor, is_target: Tensor, kept: KeptRows, v
             expected=f"ids in [0, {vocab_size})",
             remedy="engine and trainer must agree on the vocabulary; padding columns are never sampled",
         )
-    if any_missing:
+    hits_T = np.bincount(rows[is_target], minlength=num_rows)
+    missing = hits_T[rows] != 1
+    if missing.any():
         row = int(rows[missing][0])
         raise ContractError(
             Reason.TARGET_NOT_IN_KEPT_SET,

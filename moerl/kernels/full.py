@@ -3,6 +3,11 @@
 Runs in trainer processes. The forward pass keeps running maxima and sums per row; the backward pass computes each slab
 of logits again. Slabs are the outer loop, so each row of the head's gradient is summed over all rows in float32 and
 rounded once, and extra memory is a few slabs (`slab_columns`) and a few numbers per row, however large T x V.
+
+On a GPU (`moerl.kernels.slabs_triton`) a slab is a product and one kernel forward, and a product, one kernel and two
+products backward. The gradient of the logits is computed in float32, and rounded to the dtype of the head as the factor
+of the last two.
+
 Shape legend: `moerl/kernels/__init__.py`.
 """
 
@@ -14,19 +19,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moerl.kernels import products
 from moerl.kernels.head import HeadInputs
-from moerl.kernels.products import matmul, slab_columns
+from moerl.kernels.products import add_product, matmul, slab_columns, write_product
 from moerl.kernels.vocab_parallel import VocabShard
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FullRows:
-    """Rows scored over the full vocabulary: rows_R int64 [R], distinct; temperatures_R [R]; target_ids_R int64 [R],
-    global ids."""
+    """Rows scored over the full vocabulary.
+
+    rows_R: int64 [R], distinct. temperatures_R: float32 [R]. columns_R: int64 [R]; targets less the first column of the
+    shard, so those of other shards lie outside of it. whole: the rows are all T rows, in order, on a GPU.
+    """
 
     rows_R: Tensor
     temperatures_R: Tensor
-    target_ids_R: Tensor
+    columns_R: Tensor
+    whole: bool
 
     def __len__(self) -> int:
         return len(self.rows_R)
@@ -34,7 +44,7 @@ class FullRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slabs:
-    """The tempered logits of some rows of one model, slab by slab.
+    """The logits of some rows of one model, slab by slab.
 
     hidden_RH: the rows. temperatures_R1: [R, 1], dtype of scores. weight_VpH, shard: the head.
     """
@@ -45,9 +55,14 @@ class Slabs:
     shard: VocabShard
 
     @classmethod
-    def of(cls, inputs: HeadInputs, rows_R: Tensor, temperatures_R: Tensor) -> Slabs:
-        hidden_RH = inputs.hidden_TH.index_select(0, rows_R)
-        return cls(hidden_RH, temperatures_R[:, None].to(inputs.dtype), inputs.weight_VpH, inputs.shard)
+    def of(cls, inputs: HeadInputs, rows: FullRows) -> Slabs:
+        hidden_RH = inputs.hidden_TH if rows.whole else inputs.hidden_TH.index_select(0, rows.rows_R)
+        return cls(hidden_RH, rows.temperatures_R[:, None].to(inputs.dtype), inputs.weight_VpH, inputs.shard)
+
+    @property
+    def on_device(self) -> bool:
+        """The slabs are read by kernels of a GPU."""
+        return products.on_device(self.hidden_RH.device)
 
     def spans(self) -> Iterator[slice]:
         """Columns of each slab; padding is left out. None where there is nothing to score."""
@@ -56,9 +71,13 @@ class Slabs:
             for start in range(0, self.shard.num_real_columns, width):
                 yield slice(start, min(start + width, self.shard.num_real_columns))
 
+    def products(self, span: slice) -> Tensor:
+        """A fresh [R, columns of the slab], not divided by the temperatures."""
+        return matmul(self.hidden_RH, self.weight_VpH[span].t())
+
     def logits(self, span: slice) -> Tensor:
         """A fresh [R, columns of the slab], divided by the temperatures."""
-        return matmul(self.hidden_RH, self.weight_VpH[span].t()).div_(self.temperatures_R1)
+        return self.products(span).div_(self.temperatures_R1)
 
 
 @dataclass(slots=True, eq=False)
@@ -105,20 +124,36 @@ def full_row_scores(inputs: HeadInputs, full_rows: FullRows) -> tuple[Tensor, Te
 
     With `x = logits / temperature`: `x_a - logsumexp(x)` and `logsumexp(x) - E[x]`. No gradient is recorded.
     """
-    slabs = Slabs.of(inputs, full_rows.rows_R, full_rows.temperatures_R)
-    sums = RunningSums.empty(slabs, centred=True)
-    target_R = slabs.temperatures_R1.new_zeros(len(full_rows))
-    columns_R, own_R = inputs.shard.local(full_rows.target_ids_R)
-    for span in slabs.spans():
-        x_RC = slabs.logits(span)
-        here_R = own_R & (columns_R >= span.start) & (columns_R < span.stop)
-        picked_R = x_RC.gather(1, (columns_R - span.start).clamp(0, x_RC.shape[1] - 1)[:, None])[:, 0]
-        target_R = torch.where(here_R, picked_R, target_R)
-        sums.add(x_RC)
+    slabs = Slabs.of(inputs, full_rows)
+    sums, target_R = (_device_sums if slabs.on_device else _sums)(slabs, full_rows.columns_R)
     sums.merge(inputs.shard)
     target_R = inputs.shard.sum_(target_R)
     log_R = sums.sum_R.log()
     return target_R - sums.max_R - log_R, log_R - sums.weighted_R / sums.sum_R, sums.max_R + log_R
+
+
+def _sums(slabs: Slabs, columns_R: Tensor) -> tuple[RunningSums, Tensor]:
+    """Sums of this shard, and the logits of the targets that it holds, 0 for others."""
+    sums = RunningSums.empty(slabs, centred=True)
+    target_R = slabs.temperatures_R1.new_zeros(len(slabs.hidden_RH))
+    for span in slabs.spans():
+        x_RC = slabs.logits(span)
+        here_R = (columns_R >= span.start) & (columns_R < span.stop)
+        picked_R = x_RC.gather(1, (columns_R - span.start).clamp(0, x_RC.shape[1] - 1)[:, None])[:, 0]
+        target_R = torch.where(here_R, picked_R, target_R)
+        sums.add(x_RC)
+    return sums, target_R
+
+
+def _device_sums(slabs: Slabs, columns_R: Tensor) -> tuple[RunningSums, Tensor]:
+    """The same on a GPU: a product and a kernel per slab."""
+    from moerl.kernels import slabs_triton
+
+    temperatures_R = slabs.temperatures_R1[:, 0]
+    state_4R = slabs_triton.empty_state(temperatures_R, (0,), 4)
+    for span in slabs.spans():
+        slabs_triton.add(slabs.products(span), temperatures_R, columns_R, state_4R, span.start)
+    return RunningSums(state_4R[0], state_4R[1], state_4R[2], centred=True), state_4R[3]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -132,16 +167,31 @@ class FullGradients:
     of_entropy_R: Tensor | None
 
 
-def add_full_gradients(
-    inputs: HeadInputs, full_rows: FullRows, grads: FullGradients, grad_TH: Tensor | None, grad_VpH: Tensor | None
-) -> None:
-    """Adds the gradient of log-probs and entropies to `grad_TH` ([T, H], dtype of scores) and `grad_VpH`.
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadGradients:
+    """Where gradients are added up.
+
+    hidden_TH: [T, H], dtype of scores, or None if there is none. head_VpH: dtype of the head, or None. is_new: nothing
+    has been written to `head_VpH`, not even zeros.
+    """
+
+    hidden_TH: Tensor | None
+    head_VpH: Tensor | None
+    is_new: bool = False
+
+
+def add_full_gradients(inputs: HeadInputs, full_rows: FullRows, grads: FullGradients, into: HeadGradients) -> None:
+    """Adds the gradient of log-probs and entropies.
 
     With p the softmax of x: `onehot - p` of a log-prob, `-p (log p + entropy)` of an entropy.
     """
-    slabs = Slabs.of(inputs, full_rows.rows_R, full_rows.temperatures_R)
-    columns_R, own_R = inputs.shard.local(full_rows.target_ids_R)
+    slabs = Slabs.of(inputs, full_rows)
+    gradient_of_logits = (_device_gradient if slabs.on_device else _gradient)(slabs, full_rows.columns_R, grads)
+    add_slab_gradients(slabs, gradient_of_logits, full_rows, into)
 
+
+def _gradient(slabs: Slabs, columns_R: Tensor, grads: FullGradients) -> Callable[[slice], Tensor]:
+    """Returns what computes the gradient of a slab of logits."""
     nothing_R = torch.zeros_like(grads.log_sum_R)
     scale_R1 = (nothing_R if grads.of_logprobs_R is None else grads.of_logprobs_R)[:, None] / slabs.temperatures_R1
 
@@ -152,30 +202,42 @@ def add_full_gradients(
             of_entropy_RC = x_RC.exp().mul_(x_RC + grads.entropy_R[:, None])
             of_entropy_RC.mul_(grads.of_entropy_R[:, None] / slabs.temperatures_R1)
         x_RC = x_RC.exp_().neg_()
-        here_R = own_R & (columns_R >= span.start) & (columns_R < span.stop)
+        here_R = (columns_R >= span.start) & (columns_R < span.stop)
         # Added before any rounding: in bfloat16 the difference `1 - p` of a likely target would be lost.
         local_R1 = (columns_R - span.start).clamp(0, x_RC.shape[1] - 1)[:, None]
         x_RC.scatter_add_(1, local_R1, here_R[:, None].to(x_RC.dtype)).mul_(scale_R1)
         return x_RC if of_entropy_RC is None else x_RC.sub_(of_entropy_RC)
 
-    add_slab_gradients(slabs, gradient_of_logits, full_rows.rows_R, grad_TH, grad_VpH)
+    return gradient_of_logits
+
+
+def _device_gradient(slabs: Slabs, columns_R: Tensor, grads: FullGradients) -> Callable[[slice], Tensor]:
+    """The same on a GPU, in the dtype of the head: the factor of a product."""
+    from moerl.kernels import slabs_triton
+
+    rows = slabs.temperatures_R1[:, 0], columns_R
+    scored, given = (grads.log_sum_R, grads.entropy_R), (grads.of_logprobs_R, grads.of_entropy_R)
+    return lambda span: slabs_triton.gradient(
+        slabs.products(span), rows, scored, given, span.start, slabs.weight_VpH.dtype
+    )
 
 
 def add_slab_gradients(
-    slabs: Slabs,
-    gradient_of_logits: Callable[[slice], Tensor],
-    rows_R: Tensor,
-    grad_TH: Tensor | None,
-    grad_VpH: Tensor | None,
+    slabs: Slabs, gradient_of_logits: Callable[[slice], Tensor], full_rows: FullRows, into: HeadGradients
 ) -> None:
     """Adds what the gradient of the logits of each slab (`gradient_of_logits(span)` [R, columns]) means for hidden
     states and head."""
-    grad_RH = slabs.temperatures_R1.new_zeros(slabs.hidden_RH.shape) if grad_TH is not None else None
+    grad_RH = into.hidden_TH
+    if grad_RH is not None and not full_rows.whole:
+        grad_RH = slabs.temperatures_R1.new_zeros(slabs.hidden_RH.shape)
     for span in slabs.spans():
         grad_RC = gradient_of_logits(span)
         if grad_RH is not None:
-            grad_RH += matmul(grad_RC, slabs.weight_VpH[span])
-        if grad_VpH is not None:
-            grad_VpH[span] += matmul(grad_RC.t(), slabs.hidden_RH)
-    if grad_RH is not None and grad_TH is not None:
-        grad_TH[rows_R] += grad_RH
+            add_product(grad_RH, grad_RC, slabs.weight_VpH[span])
+        if into.head_VpH is not None:
+            write_product(into.head_VpH[span], grad_RC.t(), slabs.hidden_RH, add=not into.is_new)
+        del grad_RC
+    if into.hidden_TH is not None and grad_RH is not None and not full_rows.whole:
+        into.hidden_TH[full_rows.rows_R] += grad_RH
+    if into.head_VpH is not None and into.is_new:
+        into.head_VpH[slabs.shard.num_real_columns :].zero_()

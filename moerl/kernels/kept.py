@@ -16,9 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moerl.contract.reasons import Reason
 from moerl.contract.trajectory import KeptSets
-from moerl.errors import ContractError
+from moerl.kernels.checks import check_sets
+from moerl.kernels.transfer import transfer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,43 +37,27 @@ class KeptRows:
 
     @classmethod
     def from_csr(cls, kept: KeptSets, truncated: NDArray[np.bool_], device: torch.device | str) -> KeptRows:
-        """Copies the kept sets of a microbatch to `device`.
+        """Copies the kept sets of a microbatch to `device`, in one transfer.
 
-        Raises `ContractError` where `truncated` (bool [T]) and the listed sets disagree: an empty set never
-        means the full vocabulary, and a listed set is never left unused.
+        Raises `ContractError` if `truncated` (bool [T]) and the listed sets disagree.
         """
-        sizes = kept.sizes
-        if len(sizes) != len(truncated) or int(kept.offsets[-1]) != len(kept.ids):
-            raise ContractError(
-                Reason.KEPT_SHAPE,
-                field="kept",
-                seen=f"{len(sizes)} rows, {len(truncated)} flags, {len(kept.ids)} ids for {kept.offsets[-1]}",
-                expected="one flag per row and offsets that end at the number of ids",
-                remedy="pass the kept sets and the truncated flags of the same microbatch",
-            )
-        wrong = np.flatnonzero((sizes > 0) != truncated)
-        if len(wrong):
-            row = int(wrong[0])
-            raise ContractError(
-                Reason.TRUNCATED_DISAGREES,
-                field="truncated",
-                seen=f"row {row}: truncated={bool(truncated[row])} with {int(sizes[row])} listed ids",
-                expected="truncated exactly where ids are listed",
-                remedy="pack flags and kept sets from the same rows; an empty set never means all ids",
-            )
-        offsets = torch.tensor(kept.offsets, dtype=torch.int64, device=device)
-        ids = torch.tensor(kept.ids).to(device).long()
-        return cls(
-            rows=torch.repeat_interleave(offsets.diff(), output_size=len(ids)),
-            ids=ids,
-            offsets=offsets,
-            truncated=torch.tensor(truncated, dtype=torch.bool, device=device),
-        )
+        check_sets(kept, truncated)
+        return cls(**transfer(kept_arrays(kept, truncated), torch.device(device)))
 
     @property
     def num_rows(self) -> int:
         """T."""
         return len(self.truncated)
+
+
+def kept_arrays(kept: KeptSets, truncated: NDArray[np.bool_]) -> dict[str, NDArray[Any]]:
+    """Returns the fields of `KeptRows` on the host, by name."""
+    return {
+        "rows": np.repeat(np.arange(len(truncated)), kept.sizes),
+        "ids": kept.ids.astype(np.int64),
+        "offsets": kept.offsets.astype(np.int64),
+        "truncated": np.asarray(truncated, np.bool_),
+    }
 
 
 def segment_sum(values_N: Tensor, rows_N: Tensor, num_rows: int) -> Tensor:

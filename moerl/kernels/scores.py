@@ -2,7 +2,8 @@
 
 Runs in trainer processes of the last pipeline stage, on every tensor-parallel rank alike. Forward and backward are
 deterministic. Communication of `score_kept`: one all-reduce of a number per listed id, and of three per row that is
-scored over the full vocabulary; none backward (`Head.enter` sums the gradients of hidden states).
+scored over the full vocabulary; none backward (`Head.enter` sums the gradients of hidden states). What a pass reads is
+planned on the host (`moerl.kernels.plan`); on a GPU it launches a few kernels and waits for none.
 Shape legend: `moerl/kernels/__init__.py`.
 """
 
@@ -14,11 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moerl.kernels.checks import check_listed, check_rows, check_targets, check_temperatures
-from moerl.kernels.full import FullGradients, FullRows, add_full_gradients, full_row_scores
+from moerl.contract.reasons import Reason
+from moerl.errors import ContractError
+from moerl.kernels.full import FullGradients, FullRows, HeadGradients, add_full_gradients, full_row_scores
 from moerl.kernels.head import HeadInputs
-from moerl.kernels.kept import KeptRows, segment_log_softmax, segment_sum
-from moerl.kernels.pairs import Pairs, add_pair_gradients, pair_logits, plan_pairs
+from moerl.kernels.kept import segment_log_softmax, segment_sum
+from moerl.kernels.pairs import Pairs, add_pair_gradients, pair_logits
+from moerl.kernels.plan import DeviceListed, Listed, ScorePlan
 from moerl.kernels.vocab_parallel import VocabShard
 
 
@@ -50,14 +53,7 @@ class KeptScores:
     full: FullScores | None = None
 
 
-def score_kept(
-    inputs: HeadInputs,
-    target_ids_T: Tensor,
-    kept: KeptRows,
-    temperatures_T: Tensor,
-    select_T: Tensor | None = None,
-    full_T: Tensor | None = None,
-) -> KeptScores:
+def score_kept(inputs: HeadInputs, plan: ScorePlan) -> KeptScores:
     """Log-prob of each target under the distribution it was drawn from, with gradients.
 
     With `z = hidden @ weight.T / temperature`: `z_a - logsumexp(z[kept])` on rows that list a kept set, which reads
@@ -65,80 +61,95 @@ def score_kept(
 
     Args:
         inputs: hidden states and head, from `Head.enter`.
-        target_ids_T: int64 global ids.
-        kept: the kept sets of the same rows.
-        temperatures_T: float, > 0 on scored rows.
-        select_T: bool; rows to score (the sampled ones). All where None.
-        full_T: bool; rows to score over the full vocabulary as well, all of them or a sample. Where None, only
-            rows that list nothing are.
+        plan: the rows, from `moerl.kernels.plan.plan_rows` with the same head.
 
     Raises:
-        ContractError: shapes disagree, a listed id or target lies outside the vocabulary, a listed set does
-            not hold its target exactly once, or a scored row's temperature is not positive.
+        ContractError: the plan is of another number of rows, or of another shard.
     """
-    check_rows(inputs.num_rows, target_ids=target_ids_T, temperatures=temperatures_T, kept=kept.truncated)
-    open_T, entries = ~kept.truncated, None
-    if select_T is not None:
-        check_rows(inputs.num_rows, select=select_T)
-        open_T, entries = open_T & select_T, select_T[kept.rows].nonzero().flatten()
-    rows_T = open_T
-    if full_T is not None:
-        check_rows(inputs.num_rows, full=full_T)
-        rows_T = open_T | full_T
-    rows, ids = (kept.rows, kept.ids) if entries is None else (kept.rows[entries], kept.ids[entries])
-    is_target = ids == target_ids_T[rows]
-    check_listed(rows, ids, is_target, kept, inputs.shard.vocab_size)
-    check_temperatures(temperatures_T[rows])
-    full_rows = _full_rows(inputs, target_ids_T, temperatures_T, rows_T)
-    pairs = plan_pairs(rows, ids, inputs.num_rows, inputs.shard)
-    z, full_logprobs_R, full_entropy_R = _score(inputs, pairs, full_rows)
-    logprobs = segment_log_softmax(z / temperatures_T[rows].to(z.dtype), rows, kept.num_rows)
-    full = _spread(inputs, full_rows, full_logprobs_R, full_entropy_R)
-    entropy_T = -segment_sum(logprobs.exp() * logprobs, rows, kept.num_rows)
-    listed_T = segment_sum(logprobs.masked_fill(~is_target, 0), rows, kept.num_rows)
-    if entries is not None:
-        logprobs = logprobs.new_zeros(len(kept.rows)).index_copy(0, entries, logprobs)
-    return KeptScores(
-        logprobs_T=torch.where(open_T, full.logprobs_T, listed_T),
-        entropy_T=torch.where(open_T, full.entropy_T, entropy_T),
-        kept_logprobs_N=logprobs,
-        full=None if full_T is None else full,
-    )
+    _check_plan(inputs, plan)
+    logprobs_T, entropy_T, kept_N, full_logprobs_R, full_entropy_R = _all_scores(inputs, plan)
+    full = None
+    if len(plan.full_rows) or plan.with_full:
+        full = _spread(inputs, plan.full_rows, full_logprobs_R, full_entropy_R)
+        logprobs_T = torch.where(plan.open_T, full.logprobs_T, logprobs_T)
+        entropy_T = torch.where(plan.open_T, full.entropy_T, entropy_T)
+    return KeptScores(logprobs_T, entropy_T, kept_N, full if plan.with_full else None)
 
 
-def score_full(
-    inputs: HeadInputs, target_ids_T: Tensor, temperatures_T: Tensor, select_T: Tensor | None = None
-) -> FullScores:
+def score_full(inputs: HeadInputs, plan: ScorePlan) -> FullScores:
     """Exact log-prob of each target over the full vocabulary, `z_a - logsumexp(z)`, and the entropy.
 
     The backward pass computes the logits again, slab by slab: a third more operations than keeping [T, V] would
     take, and none of its memory.
 
-    Args: as `score_kept`.
-
-    Raises:
-        ContractError: shapes disagree, a scored target lies outside the vocabulary, or a scored row's temperature is
-            not positive.
+    Args:
+        inputs: as `score_kept`.
+        plan: as `score_kept`; rows that it scores in a kept set alone are 0.
     """
-    check_rows(inputs.num_rows, target_ids=target_ids_T, temperatures=temperatures_T)
-    if select_T is None:
-        select_T = torch.ones_like(target_ids_T, dtype=torch.bool)
-    check_rows(inputs.num_rows, select=select_T)
-    nothing = target_ids_T.new_zeros(0)
-    full_rows = _full_rows(inputs, target_ids_T, temperatures_T, select_T)
-    _, logprobs_R, entropy_R = _score(inputs, plan_pairs(nothing, nothing, inputs.num_rows, inputs.shard), full_rows)
-    return _spread(inputs, full_rows, logprobs_R, entropy_R)
+    _check_plan(inputs, plan)
+    *_, logprobs_R, entropy_R = _all_scores(inputs, plan)
+    return _spread(inputs, plan.full_rows, logprobs_R, entropy_R)
 
 
-def _full_rows(inputs: HeadInputs, target_ids_T: Tensor, temperatures_T: Tensor, rows_T: Tensor) -> FullRows:
-    rows_R = rows_T.nonzero().flatten()
-    full_rows = FullRows(rows_R, temperatures_T[rows_R], target_ids_T[rows_R])
-    check_targets(full_rows.target_ids_R, inputs.shard.vocab_size)
-    check_temperatures(full_rows.temperatures_R)
-    return full_rows
+def listed_logprobs(inputs: HeadInputs, plan: ScorePlan) -> Tensor:
+    """Log-prob of every listed id within its set, [N], as `KeptScores.kept_logprobs_N`; without gradient.
+
+    Scores nothing over the full vocabulary: all that `kl_kept` asks of a reference.
+    """
+    _check_plan(inputs, plan)
+    with torch.no_grad():
+        if isinstance(plan.listed, DeviceListed):
+            from moerl.kernels.device_scores import score_listed
+
+            return score_listed(inputs, plan, plan.listed)[2]
+        z_E = inputs.shard.sum_(pair_logits(inputs, plan.listed.pairs))
+        return _all_listed(_log_softmax(z_E, plan, plan.listed), plan, plan.listed)
+
+
+def _check_plan(inputs: HeadInputs, plan: ScorePlan) -> None:
+    if inputs.num_rows != plan.kept.num_rows or inputs.shard.bounds != plan.bounds:
+        raise ContractError(
+            Reason.ROWS_DIFFER,
+            field="plan",
+            seen=f"a plan of {plan.kept.num_rows} rows, shard {plan.bounds}",
+            expected=f"{inputs.num_rows} rows, shard {inputs.shard.bounds}",
+            remedy="plan the microbatch that the hidden states are of, for the head that scores it",
+        )
+
+
+def _all_scores(inputs: HeadInputs, plan: ScorePlan) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Log-probs [T], entropies [T] and log-probs of all listed ids [N] in kept sets, 0 on other rows; log-probs and
+    entropies over the full vocabulary [R]."""
+    listed = plan.listed
+    if isinstance(listed, DeviceListed):
+        from moerl.kernels.device_scores import DeviceScores
+
+        return DeviceScores.apply(inputs.hidden_TH, inputs.weight_VpH, inputs.shard, plan)  # type: ignore[return-value]
+    scored: tuple[Tensor, Tensor, Tensor] = _Score.apply(  # type: ignore[assignment]
+        inputs.hidden_TH, inputs.weight_VpH, _Plan(inputs.shard, listed.pairs, plan.full_rows)
+    )
+    z_E, full_logprobs_R, full_entropy_R = scored
+    logprobs_E = _log_softmax(z_E, plan, listed)
+    entropy_T = -segment_sum(logprobs_E.exp() * logprobs_E, listed.rows_E, inputs.num_rows)
+    logprobs_T = segment_sum(logprobs_E.masked_fill(~listed.is_target_E, 0), listed.rows_E, inputs.num_rows)
+    return logprobs_T, entropy_T, _all_listed(logprobs_E, plan, listed), full_logprobs_R, full_entropy_R
+
+
+def _log_softmax(z_E: Tensor, plan: ScorePlan, listed: Listed) -> Tensor:
+    temperatures_E = plan.temperatures_T[listed.rows_E].to(z_E.dtype)
+    return segment_log_softmax(z_E / temperatures_E, listed.rows_E, plan.kept.num_rows)
+
+
+def _all_listed(logprobs_E: Tensor, plan: ScorePlan, listed: Listed) -> Tensor:
+    """[N]; 0 at ids of rows that are not selected."""
+    if listed.entries_E is None:
+        return logprobs_E
+    return logprobs_E.new_zeros(len(plan.kept.rows)).index_copy(0, listed.entries_E, logprobs_E)
 
 
 def _spread(inputs: HeadInputs, full_rows: FullRows, logprobs_R: Tensor, entropy_R: Tensor) -> FullScores:
+    if full_rows.whole:
+        return FullScores(logprobs_R, entropy_R)
     zeros_T = entropy_R.new_zeros(inputs.num_rows)
     return FullScores(
         zeros_T.index_copy(0, full_rows.rows_R, logprobs_R), zeros_T.index_copy(0, full_rows.rows_R, entropy_R)
@@ -152,13 +163,8 @@ class _Plan:
     full_rows: FullRows
 
 
-def _score(inputs: HeadInputs, pairs: Pairs, full_rows: FullRows) -> tuple[Tensor, Tensor, Tensor]:
-    plan = _Plan(inputs.shard, pairs, full_rows)
-    return _Score.apply(inputs.hidden_TH, inputs.weight_VpH, plan)  # type: ignore[return-value]
-
-
 class _Score(torch.autograd.Function):
-    """Logits at the pairs [N], log-probs and entropies of the rows scored over the full vocabulary [R].
+    """Logits at the pairs [E], log-probs and entropies of the rows scored over the full vocabulary [R]; on a CPU.
 
     One function for both, so that the head gets one dense gradient however it was used.
     """
@@ -187,5 +193,5 @@ class _Score(torch.autograd.Function):
             add_pair_gradients(inputs, plan.pairs, grad_N, grad_TH, grad_VpH)
         if grad_R is not None or grad_entropy_R is not None:
             full = FullGradients(log_sum_R, entropy_R, grad_R, grad_entropy_R)
-            add_full_gradients(inputs, plan.full_rows, full, grad_TH, grad_VpH)
+            add_full_gradients(inputs, plan.full_rows, full, HeadGradients(grad_TH, grad_VpH))
         return (None if grad_TH is None else grad_TH.to(hidden_TH.dtype)), grad_VpH, None

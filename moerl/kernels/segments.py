@@ -7,9 +7,64 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
+from numba import njit
+from numpy.typing import NDArray
 from torch import Tensor
+
+from moerl.kernels.vocab_parallel import VocabShard
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SortedPairs:
+    """Pairs on the host, sorted by id.
+
+    positions_P: place of each pair among the N listed ones. rows_P: its row, ascending within an id. columns_U: local
+    columns of the distinct ids, ascending. counts_U: pairs of each. All int64. num_listed: N, of all ranks.
+    """
+
+    positions_P: NDArray[np.int64]
+    rows_P: NDArray[np.int64]
+    columns_U: NDArray[np.int64]
+    counts_U: NDArray[np.int64]
+    num_listed: int
+
+    @classmethod
+    def of(cls, rows_N: NDArray[np.int64], ids_N: NDArray[np.int64], shard: VocabShard) -> SortedPairs:
+        """Sorts the listed pairs (row, global id) that this rank owns; rows ascending, no pair twice."""
+        positions_P, counts_V = _by_column(ids_N - shard.start, shard.num_real_columns)
+        columns_U = np.flatnonzero(counts_V)
+        return cls(positions_P, rows_N[positions_P], columns_U, counts_V[columns_U], len(rows_N))
+
+    def chosen(self, chosen_U: NDArray[np.bool_]) -> SortedPairs:
+        """Returns the pairs of some of the ids."""
+        chosen_P = np.repeat(chosen_U, self.counts_U)
+        return SortedPairs(
+            self.positions_P[chosen_P],
+            self.rows_P[chosen_P],
+            self.columns_U[chosen_U],
+            self.counts_U[chosen_U],
+            self.num_listed,
+        )
+
+
+@njit(nogil=True, cache=True)
+def _by_column(columns_N: Any, num_columns: int) -> Any:
+    """Places of the columns in [0, num_columns), sorted by column and stably; and how often each column is there."""
+    counts = np.zeros(num_columns, np.int64)
+    for column in columns_N:
+        if 0 <= column < num_columns:
+            counts[column] += 1
+    nexts = np.cumsum(counts) - counts
+    places = np.empty(counts.sum(), np.int64)
+    for place, column in enumerate(columns_N):
+        if 0 <= column < num_columns:
+            places[nexts[column]] = place
+            nexts[column] += 1
+    return places, counts
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -56,6 +56,11 @@ class VocabShard:
         return cls(start, start + num_columns, vocab_size, group)
 
     @property
+    def bounds(self) -> tuple[int, int, int]:
+        """`start`, `end` and V: equal on shards of the same columns."""
+        return self.start, self.end, self.vocab_size
+
+    @property
     def num_columns(self) -> int:
         """Vp: columns of this rank's logits, padding included."""
         return self.end - self.start

@@ -6,8 +6,10 @@ Shape legend: T = packed rows, t = T / tensor of them, H = hidden width, N = lis
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import numpy as np
@@ -21,11 +23,12 @@ from moerl.algorithms.sequences import Sequences
 from moerl.contract.batch import BatchTotals, Microbatch
 from moerl.contract.parallel import RankCoordinates
 from moerl.contract.routing import POSITION_PRIME, mix
-from moerl.contract.trajectory import KeptSets
+from moerl.kernels import products
 from moerl.kernels.full_kl import kl_full
 from moerl.kernels.head import Head, HeadInputs
-from moerl.kernels.kept import KeptRows, kl_kept
-from moerl.kernels.scores import KeptScores, score_full, score_kept
+from moerl.kernels.kept import kl_kept
+from moerl.kernels.plan import HostPlan, Rows, ScorePlan, plan_full, plan_rows
+from moerl.kernels.scores import KeptScores, listed_logprobs, score_full, score_kept
 from moerl.trainer import groups, transfers
 from moerl.trainer.trainer import MegatronTrainer, RowScores
 
@@ -45,9 +48,9 @@ class TextLoss:
     def __call__(self, hidden_tH: Tensor, head: Head, microbatch: int) -> tuple[Tensor, RowScores]:
         batch = self.batches[microbatch]
         mask_T = transfers.to_device(batch.loss_mask)
-        ones_T = torch.ones(batch.num_rows, device=hidden_tH.device)
         inputs = head.over(self.vocab_size).enter(hidden_tH)
-        scores = score_full(inputs, transfers.to_device(batch.target_ids), ones_T, mask_T)
+        rows_T = Rows.open(batch.target_ids, np.ones(batch.num_rows, np.float32), batch.loss_mask)
+        scores = score_full(inputs, plan_rows(rows_T, inputs))
         losses_T = -scores.logprobs_T
         rows = RowScores(
             logprobs_T=scores.logprobs_T.detach(),
@@ -66,6 +69,11 @@ class Reference:
     support: KLSupport
 
 
+@functools.cache
+def _planner() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, thread_name_prefix="plans")
+
+
 @dataclass(frozen=True, slots=True)
 class Scorer:
     """Scores each sampled token under the distribution it was drawn from.
@@ -79,52 +87,51 @@ class Scorer:
     keep_mask: bool
     with_full: bool = False
     reference: Reference | None = None
+    _ahead: dict[int, Future[HostPlan]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """By microbatch; plans begun and not yet used."""
 
-    def kept(self, microbatch: int, device: torch.device) -> KeptRows:
+    def rows(self, microbatch: int) -> Rows:
+        """Returns what is to be scored of a microbatch."""
         batch = self.batches[microbatch]
+        rows_T = Rows.open(batch.target_ids, batch.temperatures, batch.loss_mask)
         if self.keep_mask:
-            return KeptRows.from_csr(batch.kept, batch.truncated, device)
-        return KeptRows.from_csr(KeptSets.empty(batch.num_rows), np.zeros(batch.num_rows, bool), device)
+            rows_T = replace(rows_T, kept=batch.kept, truncated_T=batch.truncated)
+        return replace(rows_T, full_T=batch.loss_mask) if self.with_full else rows_T
 
-    def score(self, inputs: HeadInputs, kept: KeptRows, microbatch: int) -> KeptScores:
-        batch = self.batches[microbatch]
-        mask_T = transfers.to_device(batch.loss_mask)
-        return score_kept(
-            inputs,
-            transfers.to_device(batch.target_ids),
-            kept,
-            transfers.to_device(batch.temperatures),
-            select_T=mask_T,
-            full_T=mask_T if self.with_full else None,
-        )
+    def _plan(self, inputs: HeadInputs, microbatch: int) -> ScorePlan:
+        """Returns the plan of a microbatch. For a GPU a thread makes those to come, beside the passes."""
+        if not products.on_device(inputs.weight_VpH.device):
+            return plan_rows(self.rows(microbatch), inputs)
+        if microbatch not in self._ahead:
+            head = Head(inputs.weight_VpH.detach(), inputs.shard)
+            for index in range(microbatch, len(self.batches)):
+                self._ahead[index] = _planner().submit(HostPlan.of, self.rows(index), head)
+        return self._ahead.pop(microbatch).result().send()
 
-    def kl(self, inputs: HeadInputs, kept: KeptRows, scores: KeptScores, microbatch: int) -> Tensor | None:
-        """Exact KL to the reference over the support of each token, [T]; None without a reference."""
+    def score(self, inputs: HeadInputs, microbatch: int) -> tuple[KeptScores, Tensor | None, ScorePlan]:
+        """Returns scores, the exact KL to the reference over the support of each token ([T]; None without a
+        reference), and the plan of both."""
+        rows_T, plan = self.rows(microbatch), self._plan(inputs, microbatch)
+        scores = score_kept(inputs, plan)
         if self.reference is None:
-            return None
-        batch = self.batches[microbatch]
-        mask_T = transfers.to_device(batch.loss_mask)
-        temperatures_T = transfers.to_device(batch.temperatures)
+            return scores, None, plan
         with torch.no_grad():
             theirs = self.reference.model.head.enter(self.reference.hidden[microbatch])
+        mask_T = self.batches[microbatch].loss_mask
         if self.reference.support == "full":
-            return kl_full(inputs, theirs, temperatures_T, mask_T)
-        with torch.no_grad():
-            targets_T = transfers.to_device(batch.target_ids)
-            listed = score_kept(theirs, targets_T, kept, temperatures_T, select_T=mask_T & kept.truncated)
-        on_kept_T = kl_kept(scores.kept_logprobs_N, listed.kept_logprobs_N, kept)
-        return on_kept_T + kl_full(inputs, theirs, temperatures_T, mask_T & ~kept.truncated)
+            return scores, kl_full(inputs, theirs, plan_full(rows_T, mask_T, inputs)), plan
+        on_kept_T = kl_kept(scores.kept_logprobs_N, listed_logprobs(theirs, plan), plan.kept)
+        open_rows = plan_full(rows_T, mask_T & ~rows_T.truncated_T, inputs)
+        return scores, on_kept_T + kl_full(inputs, theirs, open_rows), plan
 
     def __call__(self, hidden_tH: Tensor, head: Head, microbatch: int) -> tuple[Tensor, RowScores]:
-        inputs, kept = head.enter(hidden_tH), self.kept(microbatch, hidden_tH.device)
-        scores = self.score(inputs, kept, microbatch)
-        kl_T = self.kl(inputs, kept, scores, microbatch)
+        scores, kl_T, plan = self.score(head.enter(hidden_tH), microbatch)
         rows = RowScores(
             logprobs_T=scores.logprobs_T.detach(),
             entropy_T=scores.entropy_T.detach(),
             full_logprobs_T=None if scores.full is None else scores.full.logprobs_T.detach(),
             kl_T=None if kl_T is None else kl_T.detach(),
-            kept=kept if self.keep_mask else None,
+            kept=plan.kept if self.keep_mask else None,
         )
         return scores.logprobs_T.sum(), rows
 
@@ -171,8 +178,7 @@ class PolicyGradientLoss:
 
     def __call__(self, hidden_tH: Tensor, head: Head, microbatch: int) -> tuple[Tensor, RowScores]:
         batch = self.scorer.batches[microbatch]
-        inputs, kept = head.enter(hidden_tH), self.scorer.kept(microbatch, hidden_tH.device)
-        scores = self.scorer.score(inputs, kept, microbatch)
+        scores, kl_T, plan = self.scorer.score(head.enter(hidden_tH), microbatch)
         rollout_T = transfers.to_device(batch.rollout_logprobs)
         proximal_T = scores.logprobs_T.detach()
         if self.proximal_logprobs is not None:
@@ -190,17 +196,17 @@ class PolicyGradientLoss:
             sequences=sequences,
             totals=self.totals,
             draws_T=transfers.to_device(draws(batch, self.layout)),
-            kl_T=self.scorer.kl(inputs, kept, scores, microbatch),
+            kl_T=kl_T,
         )
         policy = self.objective.compute_loss(rows)
         scored = RowScores(
             logprobs_T=scores.logprobs_T.detach(),
             entropy_T=scores.entropy_T.detach(),
-            clipped_T=None if policy.clipped_T is None else policy.clipped_T.detach(),
+            clipped_T=None if policy.clipped_T is None else policy.clipped_T,
             losses_T=None if policy.losses_T is None else policy.losses_T.detach(),
             weights_T=None if policy.weights_T is None else policy.weights_T.detach(),
             kl_T=None if rows.kl_T is None else rows.kl_T.detach(),
-            kept=kept if self.scorer.keep_mask else None,
+            kept=plan.kept if self.scorer.keep_mask else None,
         )
         return policy.loss, scored
 

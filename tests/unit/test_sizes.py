@@ -40,6 +40,12 @@ def test_what_is_over_a_cap_is_named_by_file_and_function(check_sizes: Any):
     assert [where for where, _ in check_sizes.excesses("tests/test_a.py", text)] == ["tests/test_a.py"]
 
 
+def test_a_kernel_of_triton_takes_as_many_pointers_as_it_needs(check_sizes: Any):
+    wide = "@triton.jit\ndef {}(a, b, c, d, e, f, g):\n    pass\n"
+    text = wide.format("kernel") + wide.format("long") + "    pass\n" * 60
+    assert list(check_sizes.excesses("moerl/a.py", text)) == [("moerl/a.py:long", "62 lines, at most 60")]
+
+
 def test_an_exception_that_nothing_needs_is_named(check_sizes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "moerl").mkdir()
     (tmp_path / "moerl" / "a.py").write_text("def wide(a, b, c, d, e, f, g): ...\n")

@@ -10,14 +10,20 @@ from kernel_cases import (
     VOCAB,
     WHOLE,
     WIDTH,
+    Case,
     assert_close,
     make_case,
+    set_advantage,
 )
 from torch import Tensor
 
 from moerl.kernels import full, pairs, products
-from moerl.kernels.scores import score_kept
+from moerl.kernels.segments import SortedPairs
 from moerl.kernels.vocab_parallel import VocabShard
+
+
+def sorted_pairs(case: Case) -> SortedPairs:
+    return SortedPairs.of(case.kept.rows.numpy(), case.kept.ids.numpy(), WHOLE)
 
 
 def test_ids_of_many_rows_become_columns_of_a_product_and_others_stay_sparse() -> None:
@@ -25,7 +31,8 @@ def test_ids_of_many_rows_become_columns_of_a_product_and_others_stay_sparse() -
     num_rows = 4 * pairs.DENSE_ADVANTAGE
     often, seldom = torch.tensor([7, 900]), torch.arange(100, 96 + num_rows)
     rows = torch.cat([torch.arange(4).repeat_interleave(2), torch.arange(4, num_rows)])
-    plan = pairs.plan_pairs(rows, torch.cat([often.repeat(4), seldom]), num_rows, shard)
+    ids = torch.cat([often.repeat(4), seldom])
+    plan = pairs.plan_pairs(SortedPairs.of(rows.numpy(), ids.numpy(), shard), num_rows)
     assert plan.common.columns_U.tolist() == often.tolist()
     assert plan.rare.columns_U.tolist() == seldom.tolist()
 
@@ -34,10 +41,10 @@ def test_ids_of_many_rows_become_columns_of_a_product_and_others_stay_sparse() -
 def test_the_gradient_of_hidden_states_is_added_to_what_is_there(
     advantage: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pairs, "DENSE_ADVANTAGE", advantage)
+    set_advantage(monkeypatch, advantage)
     case = make_case([5, 3, 12])
     inputs = case.inputs().detach()
-    plan = pairs.plan_pairs(case.kept.rows, case.kept.ids, 3, WHOLE)
+    plan = pairs.plan_pairs(sorted_pairs(case), 3)
     grad_N = torch.linspace(-1.0, 1.0, len(case.kept.rows))
     fresh, added = torch.zeros(3, WIDTH), torch.ones(3, WIDTH)
     for grad_TH in (fresh, added):
@@ -48,7 +55,7 @@ def test_the_gradient_of_hidden_states_is_added_to_what_is_there(
 
 def test_no_pair_is_sparse_where_all_rows_list_everything() -> None:
     case = make_case([VOCAB] * 5)
-    plan = pairs.plan_pairs(case.kept.rows, case.kept.ids, 5, WHOLE)
+    plan = pairs.plan_pairs(sorted_pairs(case), 5)
     assert len(plan.rare) == 0
     assert len(plan.common) == 5 * VOCAB
 
@@ -71,6 +78,6 @@ def test_slabs_are_no_larger_than_their_bound(monkeypatch: pytest.MonkeyPatch) -
     for module in (pairs, full):
         monkeypatch.setattr(module, "matmul", spy)
     case = make_case([0, 30, 0, 37, 37, 37])
-    score_kept(case.inputs(), case.targets, case.kept, case.temperatures).logprobs_T.sum().backward()
+    case.score().logprobs_T.sum().backward()
     assert len(seen) > 4
     assert max(seen) <= 6 * WIDTH

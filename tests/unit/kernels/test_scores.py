@@ -5,6 +5,7 @@ The sparse products run in torch; `test_sparse_triton.py` runs this file again w
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -23,20 +24,21 @@ from kernel_cases import (
     make_case,
     masked,
     row_weights,
+    set_advantage,
 )
 from torch import Tensor
 
 from moerl.errors import ContractError
-from moerl.kernels import pairs
 from moerl.kernels.full_kl import kl_full
 from moerl.kernels.head import Head
 from moerl.kernels.kept import kl_kept
-from moerl.kernels.scores import score_full, score_kept
+from moerl.kernels.plan import plan_full, plan_rows
+from moerl.kernels.scores import listed_logprobs, score_kept
 from moerl.kernels.vocab_parallel import VocabShard
 
 
 def assert_scores_are_exact(case: Case) -> None:
-    scores = score_kept(case.inputs(), case.targets, case.kept, case.temperatures)
+    scores = case.score()
     hidden, weight, logits = exact(case)
     dense = masked(case, logits)
     expected = dense.gather(1, case.targets[:, None])[:, 0]
@@ -76,7 +78,7 @@ MIXES = {
 def test_scores_and_gradients_equal_a_dense_masked_log_softmax(
     sizes: list[int], advantage: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pairs, "DENSE_ADVANTAGE", advantage)
+    set_advantage(monkeypatch, advantage)
     assert_scores_are_exact(make_case(sizes))
 
 
@@ -84,7 +86,7 @@ def test_scores_and_gradients_equal_a_dense_masked_log_softmax(
 def test_bfloat16_is_scored_in_float32_and_gradients_are_rounded_once(
     advantage: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pairs, "DENSE_ADVANTAGE", advantage)
+    set_advantage(monkeypatch, advantage)
     assert_scores_are_exact(make_case([4, 0, 1, 9, 30, 0, 37], dtype=torch.bfloat16))
 
 
@@ -94,18 +96,16 @@ ragged = st.lists(st.one_of(st.just(0), st.just(1), st.integers(2, VOCAB)), min_
 @settings(max_examples=10 if INTERPRETED else 40, deadline=None)
 @given(ragged, st.integers(0, 2**20), st.sampled_from([NEVER, 3, ALWAYS]))
 def test_any_ragged_microbatch_is_exact(sizes: list[int], seed: int, advantage: float) -> None:
-    before, pairs.DENSE_ADVANTAGE = pairs.DENSE_ADVANTAGE, advantage
-    try:
+    with pytest.MonkeyPatch.context() as patches:
+        set_advantage(patches, advantage)
         assert_scores_are_exact(make_case(sizes, seed))
-    finally:
-        pairs.DENSE_ADVANTAGE = before
 
 
 @pytest.mark.parametrize("advantage", [NEVER, ALWAYS])
 def test_a_singleton_scores_zero_with_exactly_zero_gradient(advantage: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pairs, "DENSE_ADVANTAGE", advantage)
+    set_advantage(monkeypatch, advantage)
     case = make_case([1, 1, 1])
-    scores = score_kept(case.inputs(), case.targets, case.kept, case.temperatures)
+    scores = case.score()
     assert torch.equal(scores.logprobs_T, torch.zeros(3))
     for grad in gradients(scores.logprobs_T, row_weights(3), case.hidden, case.weight):
         assert torch.count_nonzero(grad) == 0
@@ -113,10 +113,10 @@ def test_a_singleton_scores_zero_with_exactly_zero_gradient(advantage: float, mo
 
 @pytest.mark.parametrize("advantage", [NEVER, ALWAYS])
 def test_listing_the_whole_vocabulary_equals_the_full_score(advantage: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pairs, "DENSE_ADVANTAGE", advantage)
+    set_advantage(monkeypatch, advantage)
     case = make_case([VOCAB] * 6)
-    listed = score_kept(case.inputs(), case.targets, case.kept, case.temperatures)
-    full = score_full(case.inputs(), case.targets, case.temperatures)
+    listed = case.score()
+    full = case.score_full()
     assert_close(listed.logprobs_T, full.logprobs_T, 2e-6)
     assert_close(listed.entropy_T, full.entropy_T, 2e-6)
     leaves = case.hidden, case.weight
@@ -127,11 +127,11 @@ def test_listing_the_whole_vocabulary_equals_the_full_score(advantage: float, mo
 
 def test_gradients_pass_a_float64_gradcheck() -> None:
     case = make_case([3, 0, 1, 6], dtype=torch.float64)
-    full = torch.tensor([True, False, False, False])
+    plan = plan_rows(case.rows(full=torch.tensor([True, False, False, False])), case.inputs())
 
     def run(hidden: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
         inputs = Head(weight, WHOLE).enter(hidden)
-        scores = score_kept(inputs, case.targets, case.kept, case.temperatures, full_T=full)
+        scores = score_kept(inputs, plan)
         assert scores.full is not None
         return scores.logprobs_T, scores.kept_logprobs_N, scores.full.logprobs_T
 
@@ -141,14 +141,14 @@ def test_gradients_pass_a_float64_gradcheck() -> None:
 def test_both_scores_in_one_call_equal_two_calls() -> None:
     case = make_case([5, 0, 1, 12, 0])
     sample = torch.tensor([True, True, False, True, False])
-    both = score_kept(case.inputs(), case.targets, case.kept, case.temperatures, full_T=sample)
-    alone = score_full(case.inputs(), case.targets, case.temperatures)
+    both = case.score(full=sample)
+    alone = case.score_full()
     assert both.full is not None
     asked = torch.tensor([True, True, False, True, True])
     assert_close(both.full.logprobs_T, alone.logprobs_T.where(asked, 0.0))
     assert_close(both.full.entropy_T, alone.entropy_T.where(asked, 0.0))
     total = both.logprobs_T + both.full.logprobs_T
-    kept = score_kept(case.inputs(), case.targets, case.kept, case.temperatures).logprobs_T
+    kept = case.score().logprobs_T
     leaves = case.hidden, case.weight
     expected = gradients(kept + alone.logprobs_T.where(asked, 0.0), row_weights(5), *leaves)
     for ours, theirs in zip(gradients(total, row_weights(5), *leaves), expected, strict=True):
@@ -160,7 +160,7 @@ def test_rows_not_selected_are_zero_and_get_no_gradient() -> None:
     case.temperatures[2] = 0.0
     case.targets[3] = -1
     select = torch.tensor([True, True, False, False, True])
-    scores = score_kept(case.inputs(), case.targets, case.kept, case.temperatures, select)
+    scores = case.score(select)
     assert torch.equal(scores.logprobs_T[~select], torch.zeros(2))
     assert torch.equal(scores.entropy_T[~select], torch.zeros(2))
     assert torch.equal(scores.kept_logprobs_N[case.kept.rows == 2], torch.zeros(3))
@@ -175,7 +175,7 @@ def test_rows_not_selected_are_zero_and_get_no_gradient() -> None:
 def test_with_nothing_to_score_backward_still_runs() -> None:
     case = make_case([5, 0])
     none = torch.zeros(2, dtype=torch.bool)
-    scores = score_kept(case.inputs(), case.targets, case.kept, case.temperatures, none)
+    scores = case.score(none)
     for grad in gradients(scores.logprobs_T, torch.ones(2), case.hidden, case.weight):
         assert torch.count_nonzero(grad) == 0
 
@@ -183,18 +183,18 @@ def test_with_nothing_to_score_backward_still_runs() -> None:
 def test_a_frozen_head_gets_no_gradient() -> None:
     case = make_case([5, 0, 2])
     case.weight.requires_grad_(False)
-    score_kept(case.inputs(), case.targets, case.kept, case.temperatures).logprobs_T.sum().backward()
+    case.score().logprobs_T.sum().backward()
     assert case.weight.grad is None
     assert case.hidden.grad is not None
 
 
 @pytest.mark.parametrize("advantage", [NEVER, 4, ALWAYS])
 def test_the_same_inputs_give_the_same_bits(advantage: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pairs, "DENSE_ADVANTAGE", advantage)
+    set_advantage(monkeypatch, advantage)
     case = make_case([30, 0, 30, 30, 7, 30, 1, 30], dtype=torch.bfloat16)
 
     def run() -> tuple[Tensor, ...]:
-        scores = score_kept(case.inputs(), case.targets, case.kept, case.temperatures)
+        scores = case.score()
         return scores.logprobs_T, *gradients(scores.logprobs_T, row_weights(8), case.hidden, case.weight)
 
     assert all(torch.equal(first, second) for first, second in zip(run(), run(), strict=True))
@@ -203,10 +203,10 @@ def test_the_same_inputs_give_the_same_bits(advantage: float, monkeypatch: pytes
 def test_the_kept_kl_equals_a_dense_masked_kl_with_its_gradient() -> None:
     case, reference = make_case([5, 1, 12, 37, 2]), make_case([5, 1, 12, 37, 2], seed=0)
     reference.hidden = reference.hidden.detach().flip(0)
-    scores = score_kept(case.inputs(), case.targets, case.kept, case.temperatures)
+    scores = case.score()
     with torch.no_grad():
-        other = score_kept(reference.inputs(), case.targets, case.kept, case.temperatures)
-    kl = kl_kept(scores.kept_logprobs_N, other.kept_logprobs_N, case.kept)
+        other = listed_logprobs(reference.inputs(), plan_rows(case.rows(), case.inputs()))
+    kl = kl_kept(scores.kept_logprobs_N, other, case.kept)
     hidden, weight, logits = exact(case)
     p, q = masked(case, logits), masked(case, exact(reference)[2]).detach()
     expected = (p.exp() * (p - q).masked_fill(~case.keep, 0.0)).sum(-1)
@@ -219,7 +219,7 @@ def test_the_kept_kl_equals_a_dense_masked_kl_with_its_gradient() -> None:
 def test_the_whole_kl_equals_a_dense_kl_with_its_gradient() -> None:
     case, reference = make_case([0] * 6), make_case([0] * 6, seed=1)
     select = torch.tensor([True, True, False, True, True, True])
-    kl = kl_full(case.inputs(), reference.inputs(), case.temperatures, select)
+    kl = kl_full(case.inputs(), reference.inputs(), plan_full(case.rows(), select.numpy(), case.inputs()))
     reference.temperatures = case.temperatures
     hidden, weight, logits = exact(case)
     p, q = torch.log_softmax(logits, -1), torch.log_softmax(exact(reference)[2], -1).detach()
@@ -235,26 +235,26 @@ def test_a_kl_to_a_model_of_another_shard_is_refused() -> None:
     case = make_case([0, 0])
     other = Head(case.weight[:VOCAB], VocabShard.from_group(VOCAB, VOCAB, None)).enter(case.hidden)
     with pytest.raises(ContractError, match="rows_differ"):
-        kl_full(case.inputs(), other, case.temperatures)
+        kl_full(case.inputs(), other, plan_full(case.rows(), np.ones(2, bool), case.inputs()))
 
 
 def test_huge_logits_do_not_overflow() -> None:
     case = make_case([5, 0, 1, 12])
     case.hidden = (1e4 * case.hidden.detach()).requires_grad_()
-    scores = score_kept(case.inputs(), case.targets, case.kept, case.temperatures)
+    scores = case.score()
     for values in (scores.logprobs_T, scores.entropy_T, *gradients(scores.logprobs_T, torch.ones(4), case.hidden)):
         assert torch.isfinite(values).all()
 
 
 @pytest.mark.parametrize("advantage", [NEVER, ALWAYS])
 def test_a_head_stored_by_columns_is_scored_alike(advantage: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pairs, "DENSE_ADVANTAGE", advantage)
+    set_advantage(monkeypatch, advantage)
     case, same = make_case(MIXES["mixed"]), make_case(MIXES["mixed"])
     case.weight = case.weight.detach().t().contiguous().t().requires_grad_()
     assert_scores_are_exact(case)
     ours, theirs = (
         gradients(
-            score_kept(each.inputs(), each.targets, each.kept, each.temperatures).logprobs_T,
+            each.score().logprobs_T,
             row_weights(len(each.targets)), each.weight,
         )[0]
         for each in (case, same)
@@ -264,6 +264,6 @@ def test_a_head_stored_by_columns_is_scored_alike(advantage: float, monkeypatch:
 
 def test_the_inputs_are_not_written_to() -> None:
     case, same = make_case(MIXES["mixed"]), make_case(MIXES["mixed"])
-    score_kept(case.inputs(), case.targets, case.kept, case.temperatures).logprobs_T.sum().backward()
+    case.score().logprobs_T.sum().backward()
     assert torch.equal(case.hidden, same.hidden)
     assert torch.equal(case.weight, same.weight)

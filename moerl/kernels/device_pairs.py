@@ -1,0 +1,173 @@
+"""Listed pairs (row, id) as the kernels of a GPU read them: made on the host, so that a pass asks nothing back.
+
+Runs in trainer processes. Ids that few rows list are computed pair by pair (`moerl.kernels.sparse_triton`), others as
+columns of matrix products. A segment is a row with its rare pairs, or an id with them. No program sums more than
+`LONGEST` pairs: parts of longer segments are summed apart, and then added in their order.
+
+Shape legend: `moerl/kernels/__init__.py`; P = rare pairs of this rank, S = segments, C = parts of split segments, L =
+split segments, Q = pairs of a slab of common ids, U = ids of a slab.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moerl.kernels.products import slab_columns
+from moerl.kernels.segments import SortedPairs
+
+DENSE_ADVANTAGE = 64
+"""A multiply-add of a sparse dot product lasts as long as this many of a matrix product: a pair reads two bytes a
+multiply-add from a cache of some 5 TB/s, and a product does some 300 T of them a second. Not measured. It moves the
+crossover, not the result."""
+LONGEST = 1024
+"""Pairs that one program sums."""
+LEFT_ALONE = -1
+"""Count of a segment whose sum is written by someone else."""
+
+Arrays = dict[str, NDArray[Any]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sums:
+    """Segments, each a `sum over its pairs of factor[position] * source[source]`. int32 on the device.
+
+    positions_P: place of a pair among the N listed ones. sources_P: the row of the source that it reads. starts_S,
+    counts_S: pairs of each segment, which are consecutive; 0 where a segment is zero, `LEFT_ALONE` where it is not
+    written. part_starts_C, part_counts_C: pairs of the parts of split segments. split_L: segments that are split.
+    first_parts_L1: [L + 1]; part numbers of each.
+    """
+
+    positions_P: Tensor
+    sources_P: Tensor
+    starts_S: Tensor
+    counts_S: Tensor
+    part_starts_C: Tensor
+    part_counts_C: Tensor
+    split_L: Tensor
+    first_parts_L1: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CommonIds:
+    """A slab of ids that many rows list. int64 on the device.
+
+    columns_U: local columns. positions_Q: place of each pair among the N listed ones. cells_Q: its place in a flat
+    [T, U].
+    """
+
+    columns_U: Tensor
+    positions_Q: Tensor
+    cells_Q: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DevicePairs:
+    """The listed pairs of a microbatch that this rank owns.
+
+    by_column: one segment per column of the shard, with sources among rows: dot products, gradient of the head.
+    by_row: one segment per row, with sources among columns: gradient of hidden states.
+    columns_P: int32; the column of each pair of `by_column`. common: the other ids. writes_all: every listed pair is
+    rare and owned by this rank.
+    """
+
+    by_column: Sums
+    by_row: Sums
+    columns_P: Tensor
+    common: tuple[CommonIds, ...]
+    writes_all: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Extents:
+    """Sizes of scoring: T rows, Vp columns of the shard, H."""
+
+    num_rows: int
+    num_columns: int
+    width: int
+
+
+def device_arrays(pairs: SortedPairs, extents: Extents) -> Arrays:
+    """Plans the pairs of a microbatch: the arrays of `DevicePairs`, to be sent with others (`device_pairs`)."""
+    is_common_U = pairs.counts_U * DENSE_ADVANTAGE >= extents.num_rows
+    rare = pairs.chosen(~is_common_U) if is_common_U.any() else pairs
+    columns_P = np.repeat(rare.columns_U, rare.counts_U)
+    counts_V = np.zeros(extents.num_columns, np.int64)
+    counts_V[rare.columns_U] = rare.counts_U
+    arrays = {"columns_P": columns_P.astype(np.int32)}
+    # Positions ascend with rows: sorted by them, pairs are sorted by row and then by id.
+    order_P = _places(rare.positions_P, rare.num_listed)
+    counts_T = np.bincount(rare.rows_P, minlength=extents.num_rows)
+    by_row = _sums(rare.positions_P[order_P], columns_P[order_P], counts_T)
+    arrays |= {f"by_row.{name}": array for name, array in by_row.items()}
+    common = list(_common(pairs.chosen(is_common_U), extents)) if is_common_U.any() else []
+    by_column = _sums(rare.positions_P, rare.rows_P, counts_V)
+    by_column["counts_S"][pairs.columns_U[is_common_U]] = LEFT_ALONE
+    arrays |= {f"by_column.{name}": array for name, array in by_column.items()}
+    for number, slab in enumerate(common):
+        arrays |= {f"common.{number}.{name}": array for name, array in slab.items()}
+    return arrays
+
+
+def device_pairs(sent: dict[str, Tensor], num_listed: int) -> DevicePairs:
+    """Returns the pairs of `device_arrays` once they are tensors. num_listed: N, of all ranks."""
+
+    def fields(prefix: str) -> dict[str, Tensor]:
+        return {name.removeprefix(prefix): each for name, each in sent.items() if name.startswith(prefix)}
+
+    num_slabs = sum(name.startswith("common.") and name.endswith(".columns_U") for name in sent)
+    return DevicePairs(
+        Sums(**fields("by_column.")),
+        Sums(**fields("by_row.")),
+        sent["columns_P"],
+        tuple(CommonIds(**fields(f"common.{number}.")) for number in range(num_slabs)),
+        len(sent["columns_P"]) == num_listed,
+    )
+
+
+def _places(positions_P: NDArray[np.int64], num_listed: int) -> NDArray[np.int64]:
+    """Order that sorts distinct numbers in [0, num_listed)."""
+    places_N = np.full(num_listed, -1)
+    places_N[positions_P] = np.arange(len(positions_P))
+    return places_N[places_N >= 0]
+
+
+def _sums(positions_P: NDArray[np.int64], sources_P: NDArray[np.int64], counts_S: NDArray[np.int64]) -> Arrays:
+    starts_S = np.cumsum(counts_S) - counts_S
+    split_L = np.flatnonzero(counts_S > LONGEST)
+    num_parts_L = -(-counts_S[split_L] // LONGEST)
+    first_parts_L1 = np.concatenate([[0], np.cumsum(num_parts_L)])
+    within_C = np.arange(first_parts_L1[-1]) - np.repeat(first_parts_L1[:-1], num_parts_L)
+    part_starts_C = np.repeat(starts_S[split_L], num_parts_L) + within_C * LONGEST
+    left_C = np.repeat(counts_S[split_L], num_parts_L) - within_C * LONGEST
+    arrays = {
+        "positions_P": positions_P,
+        "sources_P": sources_P,
+        "starts_S": starts_S,
+        "counts_S": np.where(counts_S > LONGEST, LEFT_ALONE, counts_S),
+        "part_starts_C": part_starts_C,
+        "part_counts_C": np.minimum(left_C, LONGEST),
+        "split_L": split_L,
+        "first_parts_L1": first_parts_L1,
+    }
+    return {name: array.astype(np.int32) for name, array in arrays.items()}
+
+
+def _common(pairs: SortedPairs, extents: Extents) -> Iterator[Arrays]:
+    """Slabs of common ids, as fields of `CommonIds`."""
+    step = slab_columns(extents.num_rows, extents.width)
+    bounds = np.concatenate([[0], np.cumsum(pairs.counts_U)])
+    for first in range(0, len(pairs.columns_U), step):
+        counts_U = pairs.counts_U[first : first + step]
+        span = slice(bounds[first], bounds[first + len(counts_U)])
+        slots_Q = np.repeat(np.arange(len(counts_U)), counts_U)
+        yield {
+            "columns_U": pairs.columns_U[first : first + step],
+            "positions_Q": pairs.positions_P[span],
+            "cells_Q": pairs.rows_P[span] * len(counts_U) + slots_Q,
+        }

@@ -1,0 +1,216 @@
+"""Plans of scoring a packed microbatch: what the kernels read, made on the host, where all of it is known.
+
+Runs in trainer processes. Everything is checked here, before the one transfer to the device, so that a pass never waits
+for a device to answer. A plan is one rank's: it holds the ids of its vocabulary shard.
+Shape legend: `moerl/kernels/__init__.py`; E = listed ids of the selected rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moerl.contract.trajectory import KeptSets
+from moerl.kernels import products
+from moerl.kernels.checks import check_listed, check_rows, check_sets, check_targets, check_temperatures
+from moerl.kernels.device_pairs import DevicePairs, Extents, device_arrays, device_pairs
+from moerl.kernels.full import FullRows
+from moerl.kernels.head import Head, HeadInputs
+from moerl.kernels.kept import KeptRows, kept_arrays
+from moerl.kernels.pairs import Pairs, plan_pairs
+from moerl.kernels.segments import SortedPairs
+from moerl.kernels.transfer import transfer
+
+Arrays = dict[str, NDArray[Any]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """Rows of a packed microbatch, on the host.
+
+    target_ids_T: int64, global ids. temperatures_T: float32, > 0 on scored rows. kept, truncated_T: the kept sets of
+    the same rows, and bool flags. select_T: bool; rows to score (the sampled ones), all if None. full_T: bool; rows to
+    score over the full vocabulary as well, all of them or a sample; if None, only rows that list nothing are.
+    """
+
+    target_ids_T: NDArray[np.int64]
+    temperatures_T: NDArray[np.float32]
+    kept: KeptSets
+    truncated_T: NDArray[np.bool_]
+    select_T: NDArray[np.bool_] | None = None
+    full_T: NDArray[np.bool_] | None = None
+
+    @classmethod
+    def open(
+        cls,
+        target_ids_T: NDArray[np.int64],
+        temperatures_T: NDArray[np.float32],
+        select_T: NDArray[np.bool_] | None = None,
+    ) -> Rows:
+        """Returns rows none of which lists a kept set."""
+        num_rows = len(target_ids_T)
+        return cls(target_ids_T, temperatures_T, KeptSets.empty(num_rows), np.zeros(num_rows, np.bool_), select_T)
+
+    @property
+    def num_rows(self) -> int:
+        """T."""
+        return len(self.target_ids_T)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Listed:
+    """The listed ids as a CPU reads them.
+
+    entries_E: which of the N listed ids are on selected rows; None if all are. rows_E: their rows. is_target_E: bool;
+    the id is its row's target. pairs: those of this rank.
+    """
+
+    entries_E: Tensor | None
+    rows_E: Tensor
+    is_target_E: Tensor
+    pairs: Pairs
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceListed:
+    """The listed ids as a GPU reads them.
+
+    targets_T: int64; place of the row's target among the N listed ids, -1 if the row is not scored in a set. pairs:
+    those of this rank.
+    """
+
+    targets_T: Tensor
+    pairs: DevicePairs
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScorePlan:
+    """What `moerl.kernels.scores` scores, on the device.
+
+    kept: the kept sets of all rows. temperatures_T: float32. open_T: bool; rows scored over the full vocabulary alone.
+    listed: the ids of kept sets. full_rows: all rows scored over the full vocabulary. with_full: `full_T` was given.
+    bounds: of the shard (`VocabShard.bounds`).
+    """
+
+    bounds: tuple[int, int, int]
+    kept: KeptRows
+    temperatures_T: Tensor
+    open_T: Tensor
+    listed: Listed | DeviceListed
+    full_rows: FullRows
+    with_full: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostPlan:
+    """A plan before it is sent: checked and sorted.
+
+    arrays: what is sent. pairs: on a CPU the listed ids, None on a GPU, where they are among the arrays.
+    """
+
+    rows: Rows
+    bounds: tuple[int, int, int]
+    device: torch.device
+    arrays: Arrays
+    pairs: Listed | None
+
+    @classmethod
+    def of(cls, rows: Rows, head: Head | HeadInputs) -> HostPlan:
+        """Checks and sorts what is to be scored. Any thread; touches no device.
+
+        Raises:
+            ContractError: shapes disagree, a listed id or target lies outside the vocabulary, a listed set does not
+                hold its target exactly once, or a scored row's temperature is not positive.
+        """
+        _check(rows)
+        device, shard = head.weight_VpH.device, head.shard
+        kept = kept_arrays(rows.kept, rows.truncated_T)
+        open_T = ~rows.truncated_T if rows.select_T is None else ~rows.truncated_T & rows.select_T
+        full = _full_arrays(open_T if rows.full_T is None else open_T | rows.full_T, rows, head)
+        entries_E = slice(None) if rows.select_T is None else np.flatnonzero(rows.select_T[kept["rows"]])
+        rows_E, ids_E = kept["rows"][entries_E], kept["ids"][entries_E]
+        is_target_E = ids_E == rows.target_ids_T[rows_E]
+        check_listed(rows_E, ids_E, is_target_E, rows.num_rows, shard.vocab_size)
+        check_temperatures(rows.temperatures_T[rows_E])
+        arrays: Arrays = {f"kept.{name}": array for name, array in kept.items()}
+        arrays |= {f"full.{name}": array for name, array in full.items()}
+        arrays |= {"temperatures": rows.temperatures_T.astype(np.float32), "open": open_T}
+        if not products.on_device(device):
+            entries = None if isinstance(entries_E, slice) else torch.from_numpy(entries_E)
+            pairs = plan_pairs(SortedPairs.of(rows_E, ids_E, shard), rows.num_rows)
+            listed = Listed(entries, torch.from_numpy(rows_E), torch.from_numpy(is_target_E), pairs)
+            return cls(rows, shard.bounds, device, arrays, listed)
+        # Pairs keep their places among the N listed ids; ids of rows that are not selected belong to no shard.
+        ids_N, targets_T = np.full_like(kept["ids"], -1), np.full(rows.num_rows, -1)
+        ids_N[entries_E] = ids_E
+        targets_T[rows_E[is_target_E]] = np.arange(len(ids_N))[entries_E][is_target_E]
+        sizes = Extents(rows.num_rows, shard.num_columns, head.weight_VpH.shape[1])
+        listed = device_arrays(SortedPairs.of(kept["rows"], ids_N, shard), sizes)
+        arrays |= {f"pairs.{name}": array for name, array in listed.items()} | {"targets": targets_T}
+        return cls(rows, shard.bounds, device, arrays, None)
+
+    def send(self) -> ScorePlan:
+        """Sends the plan to the device, in stream order."""
+        sent = transfer(self.arrays, self.device)
+        listed = self.pairs
+        if listed is None:
+            pairs = device_pairs(_under(sent, "pairs."), len(self.arrays["kept.ids"]))
+            listed = DeviceListed(sent["targets"], pairs)
+        return ScorePlan(
+            self.bounds,
+            KeptRows(**_under(sent, "kept.")),
+            sent["temperatures"],
+            sent["open"],
+            listed,
+            _full_rows(_under(sent, "full."), self.rows, self.device),
+            self.rows.full_T is not None,
+        )
+
+
+def plan_rows(rows: Rows, head: Head | HeadInputs) -> ScorePlan:
+    """Plans what is to be scored, and sends it to the device of the head. Raises as `HostPlan.of`."""
+    return HostPlan.of(rows, head).send()
+
+
+def plan_full(rows: Rows, chosen_T: NDArray[np.bool_], head: Head | HeadInputs) -> FullRows:
+    """Checks some of the rows, and sends to the device of the head what is read of them over the full vocabulary.
+
+    Raises:
+        ContractError: shapes disagree, a target lies outside the vocabulary, or a temperature is not positive.
+    """
+    check_rows(rows.num_rows, temperatures=rows.temperatures_T, chosen=chosen_T)
+    device = head.weight_VpH.device
+    return _full_rows(transfer(_full_arrays(chosen_T, rows, head), device), rows, device)
+
+
+def _check(rows: Rows) -> None:
+    per_row = {"temperatures": rows.temperatures_T, "kept": rows.truncated_T}
+    per_row |= {} if rows.select_T is None else {"select": rows.select_T}
+    per_row |= {} if rows.full_T is None else {"full": rows.full_T}
+    check_rows(rows.num_rows, **per_row)
+    check_sets(rows.kept, rows.truncated_T)
+
+
+def _full_arrays(chosen_T: NDArray[np.bool_], rows: Rows, head: Head | HeadInputs) -> Arrays:
+    rows_R = np.flatnonzero(chosen_T)
+    check_targets(rows.target_ids_T[rows_R], head.shard.vocab_size)
+    check_temperatures(rows.temperatures_T[rows_R])
+    return {
+        "rows_R": rows_R,
+        "temperatures_R": rows.temperatures_T[rows_R].astype(np.float32),
+        "columns_R": rows.target_ids_T[rows_R] - head.shard.start,
+    }
+
+
+def _full_rows(sent: dict[str, Tensor], rows: Rows, device: torch.device) -> FullRows:
+    whole = products.on_device(device) and len(sent["rows_R"]) == rows.num_rows
+    return FullRows(**sent, whole=whole)
+
+
+def _under(sent: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): each for name, each in sent.items() if name.startswith(prefix)}

@@ -1,0 +1,104 @@
+"""Compiles every Triton kernel for an H100, down to machine code, on a machine without one: `python
+tests/compile_kernels.py FILE`.
+
+Prints registers and shared memory. Fails if a kernel uses atomics, spills registers, does not round to nearest or reads
+bfloat16 number by number. FILE is written over.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from moerl.kernels import slabs_triton, sparse_triton
+
+LONG = {"offsets_ptr", "targets_ptr"}
+INT = {
+    *("rows_ptr", "columns_ptr", "positions_ptr", "sources_ptr"),
+    *("starts_ptr", "counts_ptr", "first_parts_ptr", "split_ptr"),
+}
+HALF = {"hidden_ptr", "weight_ptr", "source_ptr", "out_ptr"}
+"""Pointers to numbers of the dtype of hidden states and head; other numbers have that of sums."""
+EVEN = ("width", "num_columns")
+
+
+def ptx_of(kernel: Any, half: str, sums: str, constants: dict[str, Any]) -> str:
+    """Compiles one kernel as a launch with pointers and sizes that 16 divides does, and prints what it takes."""
+    names: list[str] = kernel.arg_names
+
+    def kind(name: str) -> str:
+        if name in constants:
+            return "constexpr"
+        if not name.endswith("_ptr"):
+            return "i32"
+        return "*i64" if name in LONG else "*i32" if name in INT else half if name in HALF else sums
+
+    even = [name for name in names if name.endswith("_ptr") or name in EVEN]
+    source = ASTSource(
+        fn=kernel,
+        signature={name: kind(name) for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in even},
+    )
+    done = triton.compile(source, target=GPUTarget("cuda", 90, 32))
+    ptx: str = done.asm["ptx"]
+    with open(sys.argv[1], "w") as file:
+        file.write(ptx)
+    command = [knobs.nvidia.ptxas.path, "-arch=sm_90a", "-v", sys.argv[1], "-o", "/dev/null"]
+    report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    assert " 0 bytes spill stores" in report, (kernel.__name__, report)
+    registers = re.findall(r"Used (\d+) registers", report)[0]
+    print(f"{kernel.__name__}, {half}: {registers} registers, {done.metadata.shared} bytes of shared memory")
+    return ptx
+
+
+def check(kernel: Any, half: str, sums: str, **constants: Any) -> Any:
+    """Compiles a kernel and returns it. half, sums: pointers to numbers of hidden states and head, and to sums."""
+    ptx = ptx_of(kernel, half, sums, constants)
+    assert not re.search(r"\b(atom|red)\.", ptx), f"{kernel.__name__} uses atomics"
+    if half == "*bf16" and "out_ptr" in kernel.arg_names:
+        assert "cvt.rn.bf16" in ptx, f"{kernel.__name__} does not round to nearest"
+    if half == "*bf16" and HALF & set(kernel.arg_names):
+        assert re.search(r"ld\.global[.0-9a-zA-Z:]*\.v4\.b32", ptx), f"{kernel.__name__} reads number by number"
+    return kernel
+
+
+def main() -> None:
+    sparse, slabs = sparse_triton, slabs_triton
+    built = set[Any]()
+    gradients = {"OF_LOGPROBS": True, "OF_ENTROPY": True}
+    for half, sums, accumulate in (
+        ("*bf16", "*fp32", tl.float32),
+        ("*fp32", "*fp32", tl.float32),
+        ("*fp64", "*fp64", tl.float64),
+    ):
+        many = {"BLOCK": sparse.SUM_WIDTH, "ACCUMULATE": accumulate}
+        dots = {"BLOCK": sparse.DOT_WIDTH, "PAIRS": sparse.DOT_PAIRS, "ACCUMULATE": accumulate}
+        built |= {
+            check(sparse.dots_kernel, half, sums, **dots),
+            check(sparse.sums_kernel, half, sums, PAIRS=sparse.SUM_PAIRS, **many),
+            check(sparse.parts_kernel, half, sums, **many),
+            check(slabs.gradient_kernel, half, sums, BLOCK=slabs.BLOCK_COLUMNS, **gradients),
+            check(slabs.kl_gradient_kernel, half, sums, BLOCK=slabs.BLOCK_COLUMNS),
+        }
+    for sums in ("*fp32", "*fp64"):
+        built |= {
+            check(sparse.sets_kernel, sums, sums, BLOCK=sparse.SET_BLOCK),
+            check(sparse.sets_gradient_kernel, sums, sums, BLOCK=sparse.SET_BLOCK, OF_KEPT=True, **gradients),
+            check(slabs.add_kernel, sums, sums, BLOCK=slabs.BLOCK_COLUMNS),
+            check(slabs.add_kl_kernel, sums, sums, BLOCK=slabs.BLOCK_COLUMNS),
+        }
+    kernels = {each for module in (sparse, slabs) for name, each in vars(module).items() if name.endswith("_kernel")}
+    assert built == kernels, "a kernel that is not compiled here"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,199 @@
+"""What a pass asks of a GPU, at the size of a real head: tensors on `meta`, where whoever asks for a value fails.
+
+Kernels are counted instead of launched.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moerl.contract.trajectory import KeptSets
+from moerl.kernels import products
+from moerl.kernels.full_kl import kl_full
+from moerl.kernels.head import Head, HeadInputs
+from moerl.kernels.kept import kl_kept
+from moerl.kernels.plan import Rows, plan_full, plan_rows
+from moerl.kernels.scores import listed_logprobs, score_full, score_kept
+from moerl.kernels.vocab_parallel import VocabShard
+
+triton = pytest.importorskip("triton")
+
+from moerl.kernels import slabs_triton, sparse_triton  # noqa: E402
+
+ROWS, VOCAB, WIDTH = 4096, 151_936, 2048
+NO_LAUNCH = {
+    *("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"),
+    *("view", "_unsafe_view", "t", "transpose", "slice", "select", "detach", "expand", "unsqueeze", "alias"),
+    *("as_strided", "unbind"),
+}
+"""Operations that make or view memory alone."""
+
+
+class Launches(TorchDispatchMode):
+    """Counts what would start on a device, by name; sizes in bytes of what is filled with zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+        self.zeroed_bytes = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = str(func.overloadpacket).removeprefix("aten.")
+        if name not in NO_LAUNCH:
+            self.names[name] += 1
+        if name in ("zeros_like", "new_zeros", "zero_", "zeros"):
+            self.zeroed_bytes += out.nbytes
+        return out
+
+    def total(self) -> int:
+        return sum(self.names.values())
+
+
+class Recorder:
+    """Stands in for a Triton kernel."""
+
+    def __init__(self, name: str, seen: list[str]) -> None:
+        self._name, self._seen = name, seen
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        assert all(0 < size < 2**31 for size in grid)
+        assert all(size < 2**16 for size in grid[1:])
+        return lambda *args, **constants: self._seen.append(self._name)
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch: pytest.MonkeyPatch, implementation: None) -> list[str]:
+    """Names of the kernels started so far."""
+    seen: list[str] = []
+    for module in (sparse_triton, slabs_triton):
+        for name in vars(module):
+            if name.endswith("_kernel"):
+                monkeypatch.setattr(module, name, Recorder(name, seen))
+    monkeypatch.setattr(products, "on_device", lambda device: device.type == "meta")
+    monkeypatch.setattr(products, "SLAB_ELEMENTS", 2**21)
+    return seen
+
+
+def leaves() -> tuple[Tensor, Tensor]:
+    hidden_TH, weight_VH = (torch.empty(size, WIDTH, dtype=torch.bfloat16, device="meta") for size in (ROWS, VOCAB))
+    return hidden_TH.requires_grad_(), weight_VH.requires_grad_()
+
+
+def head_inputs(hidden_TH: Tensor, weight_VH: Tensor) -> HeadInputs:
+    return Head(weight_VH, VocabShard.from_group(VOCAB, VOCAB, None)).enter(hidden_TH)
+
+
+def drawn_rows(mean_size: int, shared: int = 0) -> Rows:
+    """Sets of uniform ids; the first `shared` ids are in all of them."""
+    rng = np.random.default_rng(0)
+    listed = [
+        np.unique(np.concatenate([np.arange(shared), rng.integers(shared, VOCAB, size)]))
+        for size in rng.integers(1, 2 * mean_size, ROWS)
+    ]
+    offsets = np.concatenate([[0], np.cumsum([len(ids) for ids in listed])]).astype(np.int64)
+    sets = KeptSets(offsets, np.concatenate(listed).astype(np.int32))
+    targets_T = np.array([ids[0] for ids in listed], np.int64)
+    return Rows(targets_T, np.ones(ROWS, np.float32), sets, np.ones(ROWS, np.bool_))
+
+
+@pytest.mark.parametrize(
+    "ask", [Tensor.item, Tensor.tolist, Tensor.nonzero, Tensor.unique, Tensor.cpu, lambda x: x[x > 0]]
+)
+def test_a_question_to_the_device_fails_in_these_tests(ask: Callable[[Tensor], object]) -> None:
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        ask(torch.zeros(1, device="meta"))
+
+
+def test_a_pass_in_kept_sets_is_five_kernels_and_waits_for_nothing(kernels: list[str]) -> None:
+    hidden_TH, weight_VH = leaves()
+    plan = plan_rows(drawn_rows(8), head_inputs(hidden_TH, weight_VH))
+    with Launches() as launches:
+        scores = score_kept(head_inputs(hidden_TH, weight_VH), plan)
+        torch.autograd.backward([scores.logprobs_T, scores.entropy_T], [torch.empty_like(scores.logprobs_T)] * 2)
+    assert kernels == ["dots_kernel", "sets_kernel", "sets_gradient_kernel", "sums_kernel", "sums_kernel"]
+    assert launches.total() + len(kernels) <= 12, launches.names
+    assert launches.zeroed_bytes == 0, "every row of both gradients is written by a kernel, once"
+
+
+def test_ids_that_all_rows_list_add_a_few_products(kernels: list[str]) -> None:
+    hidden_TH, weight_VH = leaves()
+    plan = plan_rows(drawn_rows(8, shared=50), head_inputs(hidden_TH, weight_VH))
+    with Launches() as launches:
+        score_kept(head_inputs(hidden_TH, weight_VH), plan).logprobs_T.sum().backward()
+    assert len(kernels) == 5
+    assert launches.names["mm"] == 3
+    assert launches.total() <= 40, launches.names
+
+
+def test_a_row_that_lists_a_thousand_times_more_than_others_is_summed_in_parts(kernels: list[str]) -> None:
+    hidden_TH, weight_VH = leaves()
+    rows = drawn_rows(8)
+    everything = np.arange(VOCAB, dtype=np.int32)
+    offsets = rows.kept.offsets.copy()
+    sets = KeptSets(
+        np.concatenate([[0], offsets[1:] + VOCAB - offsets[1]]),
+        np.concatenate([everything, rows.kept.ids[offsets[1] :]]),
+    )
+    plan = plan_rows(replace(rows, kept=sets), head_inputs(hidden_TH, weight_VH))
+    score_kept(head_inputs(hidden_TH, weight_VH), plan).logprobs_T.sum().backward()
+    assert kernels[3:] == ["sums_kernel", "sums_kernel", "parts_kernel", "sums_kernel"]
+
+
+def test_a_pass_over_the_full_vocabulary_is_two_launches_a_slab_and_four_back(kernels: list[str]) -> None:
+    hidden_TH, weight_VH = leaves()
+    num_slabs = -(-VOCAB // products.slab_columns(ROWS, WIDTH))
+    assert num_slabs == 75
+    plan = plan_rows(Rows.open(np.zeros(ROWS, np.int64), np.ones(ROWS, np.float32)), head_inputs(hidden_TH, weight_VH))
+    with Launches() as launches:
+        scores = score_full(head_inputs(hidden_TH, weight_VH), plan)
+        forward = Counter(launches.names)
+        scores.logprobs_T.sum().backward()
+    assert kernels == ["add_kernel"] * num_slabs + ["gradient_kernel"] * num_slabs
+    assert forward["mm"] == num_slabs
+    assert launches.names["mm"] == 4 * num_slabs
+    assert launches.zeroed_bytes <= ROWS * WIDTH * 4 + ROWS * 64, "no zeros before the head's gradient"
+
+
+def test_a_kl_over_the_full_vocabulary_waits_for_nothing(kernels: list[str]) -> None:
+    hidden_TH, weight_VH = leaves()
+    inputs = head_inputs(hidden_TH, weight_VH)
+    rows = Rows.open(np.zeros(ROWS, np.int64), np.ones(ROWS, np.float32))
+    chosen_T = np.arange(ROWS) % 3 > 0
+    with Launches() as launches:
+        kl_full(inputs, head_inputs(*leaves()), plan_full(rows, chosen_T, inputs)).sum().backward()
+    assert Counter(kernels) == {"add_kl_kernel": 75, "kl_gradient_kernel": 75}
+    assert launches.zeroed_bytes <= 2 * ROWS * WIDTH * 4 + ROWS * 64, "no zeros before the head's gradient"
+
+
+def test_a_kl_in_kept_sets_waits_for_nothing(kernels: list[str]) -> None:
+    hidden_TH, weight_VH = leaves()
+    inputs = head_inputs(hidden_TH, weight_VH)
+    plan = plan_rows(drawn_rows(8), inputs)
+    scores = score_kept(inputs, plan)
+    kl_kept(scores.kept_logprobs_N, listed_logprobs(head_inputs(*leaves()), plan), plan.kept).sum().backward()
+    assert Counter(kernels) == {"dots_kernel": 2, "sets_kernel": 2, "sets_gradient_kernel": 1, "sums_kernel": 2}
+
+
+def test_rows_of_both_kinds_and_tokens_that_are_not_selected_wait_for_nothing(kernels: list[str]) -> None:
+    hidden_TH, weight_VH = leaves()
+    rows, every_third_T = drawn_rows(8), np.arange(ROWS) % 3 == 0
+    rows = replace(rows, select_T=every_third_T, full_T=every_third_T & (np.arange(ROWS) % 2 == 0))
+    plan = plan_rows(rows, head_inputs(hidden_TH, weight_VH))
+    with Launches() as launches:
+        scores = score_kept(head_inputs(hidden_TH, weight_VH), plan)
+        assert scores.full is not None
+        (scores.logprobs_T + scores.full.logprobs_T).sum().backward()
+    assert Counter(kernels)["gradient_kernel"] > 0
+    assert launches.zeroed_bytes <= 2 * ROWS * WIDTH * 4 + ROWS * 64, "no zeros before the head's gradient"
