@@ -202,7 +202,7 @@ class PolicyGradientLoss:
         scored = RowScores(
             logprobs_T=scores.logprobs_T.detach(),
             entropy_T=scores.entropy_T.detach(),
-            clipped_T=None if policy.clipped_T is None else policy.clipped_T,
+            clipped_T=None if policy.clipped_T is None else policy.clipped_T.detach(),
             losses_T=None if policy.losses_T is None else policy.losses_T.detach(),
             weights_T=None if policy.weights_T is None else policy.weights_T.detach(),
             kl_T=None if rows.kl_T is None else rows.kl_T.detach(),
