@@ -42,6 +42,7 @@ DEVICE, HOST = torch.device("cpu", 0), torch.device("cpu")
 
 STAND_INS = (
     "moerl.kernels.host",
+    "moerl.kernels.pairs",
     "moerl.kernels.routing",
     "moerl.kernels.sparse_torch",
     "moerl.trainer.attention",

@@ -110,14 +110,14 @@ class ScorePlan:
 class HostPlan:
     """A plan before it is sent: checked and sorted.
 
-    arrays: what is sent. pairs: on a CPU the listed ids, None on a GPU, where they are among the arrays.
+    arrays: what is sent. pairs: on a CPU those of the listed ids, None on a GPU, where they are among the arrays.
     """
 
     rows: Rows
     bounds: tuple[int, int, int]
     device: torch.device
     arrays: Arrays
-    pairs: Listed | None
+    pairs: Pairs | None
 
     @classmethod
     def of(cls, rows: Rows, head: Head | HeadInputs) -> HostPlan:
@@ -141,10 +141,10 @@ class HostPlan:
         arrays |= {f"full.{name}": array for name, array in full.items()}
         arrays |= {"temperatures": rows.temperatures_T.astype(np.float32), "open": open_T}
         if not products.on_device(device):
-            entries = None if isinstance(entries_E, slice) else torch.from_numpy(entries_E)
+            arrays |= {"listed.rows": rows_E, "listed.is_target": is_target_E}
+            arrays |= {} if isinstance(entries_E, slice) else {"listed.entries": entries_E}
             pairs = plan_pairs(SortedPairs.of(rows_E, ids_E, shard), rows.num_rows)
-            listed = Listed(entries, torch.from_numpy(rows_E), torch.from_numpy(is_target_E), pairs)
-            return cls(rows, shard.bounds, device, arrays, listed)
+            return cls(rows, shard.bounds, device, arrays, pairs)
         # Pairs keep their places among the N listed ids; ids of rows that are not selected belong to no shard.
         ids_N, targets_T = np.full_like(kept["ids"], -1), np.full(rows.num_rows, -1)
         ids_N[entries_E] = ids_E
@@ -157,8 +157,9 @@ class HostPlan:
     def send(self) -> ScorePlan:
         """Sends the plan to the device, in stream order."""
         sent = transfer(self.arrays, self.device)
-        listed = self.pairs
-        if listed is None:
+        if self.pairs is not None:
+            listed = Listed(sent.get("listed.entries"), sent["listed.rows"], sent["listed.is_target"], self.pairs)
+        else:
             pairs = device_pairs(_under(sent, "pairs."), len(self.arrays["kept.ids"]))
             listed = DeviceListed(sent["targets"], pairs)
         return ScorePlan(

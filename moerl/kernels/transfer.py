@@ -13,6 +13,8 @@ from torch import Tensor
 _ALIGNMENT = 16
 """Bytes; what vector loads of a GPU ask for."""
 
+HOST, NOWHERE = torch.device("cpu"), torch.device("meta")
+
 
 def transfer(arrays: Mapping[str, NDArray[Any]], device: torch.device) -> dict[str, Tensor]:
     """Copies arrays to `device`, in one transfer, and returns tensors of their shapes and dtypes by name.
@@ -23,7 +25,7 @@ def transfer(arrays: Mapping[str, NDArray[Any]], device: torch.device) -> dict[s
     for name, array in arrays.items():
         starts[name] = total
         total += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
-    packed = torch.empty(total, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    packed = torch.empty(total, dtype=torch.uint8, pin_memory=device not in (HOST, NOWHERE))
     into = packed.numpy()
     for name, array in arrays.items():
         into[starts[name] : starts[name] + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)

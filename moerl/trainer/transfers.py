@@ -10,22 +10,17 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moerl.kernels.transfer import HOST, transfer
 from moerl.trainer import platform
-
-HOST = torch.device("cpu")
 
 
 def to_device(array: NDArray[Any]) -> Tensor:
     """The array as a tensor on the device of this rank, there for whatever is launched next."""
-    device = platform.device()
-    if device == HOST:
-        return torch.from_numpy(array.copy())
-    return _pinned(array).to(device, non_blocking=True)
+    return transfer({"array": array}, platform.device())["array"]
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -50,12 +45,13 @@ class Upload:
 
     def __init__(self, *arrays: NDArray[Any]) -> None:
         self._ready: Any = None
-        if platform.device() == HOST:
-            self._tensors = [to_device(array) for array in arrays]
+        device, named = platform.device(), {str(number): array for number, array in enumerate(arrays)}
+        if device == HOST:
+            self._tensors = list(transfer(named, device).values())
             return
-        stream = _copy_stream(platform.device())
+        stream = _copy_stream(device)
         with torch.cuda.stream(stream):
-            self._tensors = [to_device(array) for array in arrays]
+            self._tensors = list(transfer(named, device).values())
             self._ready = stream.record_event()
 
     def arrive(self) -> list[Tensor]:
@@ -63,12 +59,6 @@ class Upload:
         if self._ready is not None:
             torch.cuda.current_stream().wait_event(self._ready)
         return self._tensors
-
-
-def _pinned(array: NDArray[Any]) -> Tensor:
-    pinned = torch.empty(array.shape, dtype=torch.from_numpy(np.empty(0, array.dtype)).dtype, pin_memory=True)
-    pinned.numpy()[...] = array
-    return pinned
 
 
 @functools.cache
