@@ -76,8 +76,8 @@ class Synchronisation:
 
 
 class Seen:
-    """What happened since the start, or since `clear`. num_operations: on the device, views and allocations left out:
-    about as many launches."""
+    """What happened since the start, or since `clear`. num_operations: on the device, without views, allocations and
+    those of stand-ins: about as many launches."""
 
     def __init__(self) -> None:
         self.synchronisations: list[Synchronisation] = []
@@ -212,19 +212,20 @@ class _Mode(TorchDispatchMode):
             kwargs["pin_memory"] = False
         given = _tensors((args, kwargs))
         name, here = func.overloadpacket.__name__, [each in self.device for each in given]
-        if not _stands_in():
+        stands_in = _stands_in()
+        if not stands_in:
             self._look(func, name, args, kwargs, given)
         before = {each.untyped_storage()._cdata for each in given}
         result = func(*args, **kwargs)
-        on_device = any(here) or kwargs.get("device") == DEVICE
-        stands_in = _stands_in()
+        # What the engine of gradients makes of no tensor lies where the gradients do.
+        on_device = any(here) or kwargs.get("device") == DEVICE or (not given and _is_engine())
         for each in _tensors(result):
             is_new = each.untyped_storage()._cdata not in before
             if stands_in or (on_device and is_new):
                 self.device.add(each)
             if is_pinned and is_new:
                 self.pinned.add(each)
-        if on_device and not func.is_view and name not in _FREE:
+        if on_device and not (stands_in or func.is_view or name in _FREE):
             self.seen.num_operations += 1
         return result
 
@@ -322,23 +323,28 @@ def _groups(args: Any) -> list[Any]:
     return [dist.ProcessGroup.unbox(each) for each in boxed]
 
 
-def _stands_in() -> bool:
+def _callers() -> Iterator[Any]:
+    """Frames around this module, the innermost first."""
     frame: Any = sys._getframe(1)
     while frame is not None:
-        name = frame.f_globals.get("__name__", "")
-        if name in STAND_INS:
-            return True
-        if name.startswith("moerl."):
-            return False
+        if _module(frame) != __name__:
+            yield frame
         frame = frame.f_back
-    return False
+
+
+def _module(frame: Any) -> str:
+    return frame.f_globals.get("__name__", "")
+
+
+def _stands_in() -> bool:
+    ours = (name for name in map(_module, _callers()) if name.startswith("moerl."))
+    return next(ours, "") in STAND_INS
+
+
+def _is_engine() -> bool:
+    names = (name for name in map(_module, _callers()) if not name.startswith(("torch._compile", "torch._dynamo")))
+    return next(names, "") == "torch.autograd.graph"
 
 
 def _innermost() -> Any:
-    frame: Any = sys._getframe(1)
-    while frame.f_back is not None:
-        name = frame.f_globals.get("__name__", "")
-        if name != __name__ and not name.startswith("torch."):
-            break
-        frame = frame.f_back
-    return frame
+    return next(frame for frame in _callers() if not _module(frame).startswith("torch."))
