@@ -25,8 +25,13 @@ ENVIRONMENT = {
 }
 
 
-def on_ranks(dims: ParallelDims, function: Callable[..., Any], *args: Any) -> list[Any]:
+def on_ranks(
+    dims: ParallelDims, function: Callable[..., Any], *args: Any, before: Callable[[], None] | None = None
+) -> list[Any]:
     """What ``function(layout, *args)`` returns on each rank of the layout, in rank order.
+
+    Args:
+        before: is called in each process before it joins the groups.
 
     Raises:
         RuntimeError: a rank failed; with its traceback. The others are ended.
@@ -40,7 +45,7 @@ def on_ranks(dims: ParallelDims, function: Callable[..., Any], *args: Any) -> li
         try:
             for rank in range(dims.world_size):
                 ours, theirs = context.Pipe(duplex=False)
-                process = context.Process(target=_rank, args=(theirs, rank, rendezvous, dims, function, args))
+                process = context.Process(target=_rank, args=(theirs, rank, rendezvous, dims, before, function, args))
                 process.start()
                 theirs.close()
                 connections.append(ours)
@@ -86,6 +91,7 @@ def _rank(
     rank: int,
     rendezvous: str,
     dims: ParallelDims,
+    before: Callable[[], None] | None,
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
@@ -95,6 +101,8 @@ def _rank(
 
     torch.set_num_threads(1)
     try:
+        if before is not None:
+            before()
         layout = groups.start(rank=rank, world_size=dims.world_size, rendezvous=rendezvous, dims=dims, seed=1)
         answer = function(layout, *args)
         groups.stop()

@@ -1,0 +1,119 @@
+"""Collectives that are staged through the host give what gloo gives, and what NCCL has and gloo has not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_moe
+import torch
+import torch.distributed as dist
+from ranks import Ranks
+
+ROOT = Path(__file__).parents[2]
+LENGTHS = (5, 30, 17, 41, 9, 24)
+LAYOUTS = {
+    "TP2": {"tensor": 2},
+    "EP2": {"expert": 2},
+    "TP2-EP2": {"tensor": 2, "expert": 2},
+    "PP2": {"pipeline": 2},
+    "CP2": {"context": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def staged_processes() -> Iterator[Ranks]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "bench"))
+        ranks = Ranks(2, first="_staged_groups")
+        yield ranks
+        ranks.close()
+
+
+def collectives(layout: Any) -> dict[str, list[list[float]]]:
+    """What every kind of call brings to this rank; rank r gives 0, 1, 2, 3 and 10 r."""
+    rank, other = layout.rank, 1 - layout.rank
+    mine = torch.arange(4.0) + 10 * rank
+    total, mean, shown = mine.clone(), mine.clone().double(), mine.clone()
+    both, part, swapped, got = torch.zeros(8), torch.zeros(2), torch.zeros(4), torch.zeros(4)
+    uneven, own = [torch.zeros(1), torch.zeros(3)], torch.zeros(1 + 2 * rank)
+    dist.all_reduce(total)
+    dist.all_reduce(mean, op=dist.ReduceOp.AVG)
+    dist.broadcast(shown, src=1)
+    dist.all_gather_into_tensor(both, mine)
+    dist.reduce_scatter_tensor(part, mine)
+    received, sent = ([3, 0], [2, 0]) if rank else ([1, 2], [1, 3])
+    dist.all_to_all_single(swapped[:3], mine[: sum(sent)], received, sent)
+    dist.all_gather(uneven, mine[: 1 + 2 * rank])
+    dist.reduce_scatter(own, [mine[:1], mine[1:]])
+    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, mine, other), dist.P2POp(dist.irecv, got, other)]):
+        work.wait()
+    named: list[Any] = [None, None]
+    dist.all_gather_object(named, {"rank": rank})
+    assert named == [{"rank": 0}, {"rank": 1}]
+    late = mine.clone()
+    work = dist.all_reduce(late, async_op=True)
+    assert work is not None
+    assert late.tolist() == mine.tolist()
+    work.wait()
+    dist.barrier()
+    found = {"total": [total, late], "mean": [mean], "broadcast": [shown], "gathered": [both], "scattered": [part]}
+    found |= {"swapped": [swapped], "uneven": [*uneven, own], "sent": [got]}
+    return {name: [each.tolist() for each in tensors] for name, tensors in found.items()}
+
+
+def test_every_collective_brings_what_it_should_also_those_that_gloo_has_not(staged_processes: Ranks) -> None:
+    first, second = staged_processes.run(collectives, tensor=2)
+    assert first["total"] == second["total"] == [[10.0, 12.0, 14.0, 16.0]] * 2
+    assert first["mean"] == second["mean"] == [[5.0, 6.0, 7.0, 8.0]]
+    assert first["broadcast"] == second["broadcast"] == [[10.0, 11.0, 12.0, 13.0]]
+    assert first["gathered"] == second["gathered"] == [[0.0, 1.0, 2.0, 3.0, 10.0, 11.0, 12.0, 13.0]]
+    assert (first["scattered"], second["scattered"]) == ([[10.0, 12.0]], [[14.0, 16.0]])
+    assert (first["swapped"], second["swapped"]) == ([[0.0, 10.0, 11.0, 0.0]], [[1.0, 2.0, 3.0, 0.0]])
+    assert first["uneven"] == [[0.0], [10.0, 11.0, 12.0], [10.0]]
+    assert second["uneven"] == [[0.0], [10.0, 11.0, 12.0], [12.0, 14.0, 16.0]]
+    assert (first["sent"], second["sent"]) == ([[10.0, 11.0, 12.0, 13.0]], [[0.0, 1.0, 2.0, 3.0]])
+
+
+def use_another_device(layout: Any) -> None:
+    with pytest.raises(RuntimeError, match="a tensor on meta in a group of devices of type cpu"):
+        dist.all_reduce(torch.zeros(1, device="meta"))
+
+
+def test_a_tensor_of_another_kind_of_device_is_refused(staged_processes: Ranks) -> None:
+    staged_processes.run(use_another_device, tensor=2)
+
+
+def train(layout: Any, path: Path, steps: list[Any], dtype: str, sharding: str) -> dict[str, Any]:
+    trainer = tiny_moe.build(layout, path, dtype=dtype, sharding=sharding)
+    losses, verified = [], 0
+    for ranks in steps:
+        local = tiny_moe.mine(trainer, ranks)
+        report = trainer.step(local, tiny_moe.policy_loss(trainer, local, 100.0), enforce=True)
+        losses += [row.losses_T.tolist() for row in report.rows]
+        verified += report.rows_verified
+    return {
+        "backend": dist.get_backend(),
+        "losses": losses,
+        "verified": verified,
+        "weights": tiny_moe.exported(trainer),
+    }
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_steps_through_the_host_are_those_of_gloo_bit_for_bit(
+    layout: str, untied: Path, staged_processes: Ranks, two_processes: Ranks
+) -> None:
+    packed = [tiny_moe.pack(tiny_moe.make_samples(seed, LENGTHS), num_ranks=2, sequence=4) for seed in (71, 72)]
+    steps = packed if layout == "EP2" else [[[batch for part in ranks for batch in part]] for ranks in packed]
+    options = ("bfloat16", "overlap" if layout == "CP2" else "off")
+    staged, plain = (
+        each.run(train, untied, steps, *options, **LAYOUTS[layout]) for each in (staged_processes, two_processes)
+    )
+    for ours, theirs in zip(staged, plain, strict=True):
+        assert (ours["backend"], theirs["backend"]) == ("staged", "gloo")
+        assert ours["losses"] == theirs["losses"]
+        assert ours["verified"] == theirs["verified"] > 0
+        assert tiny_moe.largest_difference(ours["weights"], theirs["weights"]) == 0.0
