@@ -45,21 +45,30 @@ def test_this_environment_is_what_pyproject_and_the_lock_file_say() -> None:
 
 def test_the_requirements_of_a_checkout_are_those_of_its_pyproject() -> None:
     assert own_requirements() == read_pins(ROOT / "pyproject.toml")
-    assert "torch==2.13.0" in own_requirements()
+    assert "torch>=2.11,<2.14" in own_requirements()
 
 
-def test_another_torch_in_the_lock_file_is_named(lock: Path) -> None:
-    found = check_lock(changed_lock(lock, "torch", "2.12.1"), installed_versions(), exact_names(own_requirements()))
+def test_another_megatron_in_the_lock_file_is_named(lock: Path) -> None:
+    changed = changed_lock(lock, "megatron-core", "0.19.1")
+    found = check_lock(changed, installed_versions(), exact_names(own_requirements()))
     assert found.level == "red"
-    assert found.seen.startswith("torch 2.13.0")
-    assert found.expected == "torch 2.12.1, as run.lock says"
+    assert found.seen.startswith("megatron-core 0.19.2")
+    assert found.expected == "megatron-core 0.19.1, as run.lock says"
     assert "make setup" in found.remedy
 
 
-def test_another_version_of_what_is_not_pinned_is_a_note(lock: Path) -> None:
-    found = check_lock(changed_lock(lock, "rich", "15.0.99"), installed_versions(), exact_names(own_requirements()))
+@pytest.mark.parametrize(("name", "version"), [("rich", "15.0.99"), ("torch", "2.12.1")])
+def test_another_version_of_what_is_not_pinned_is_a_note(name: str, version: str, lock: Path) -> None:
+    found = check_lock(changed_lock(lock, name, version), installed_versions(), exact_names(own_requirements()))
     assert found.level == "yellow"
-    assert found.expected == "rich 15.0.99, as run.lock says"
+    assert found.expected == f"{name} {version}, as run.lock says"
+
+
+@pytest.mark.parametrize(("version", "level"), [("2.10.0", "red"), ("2.11.0+cu130", "green"), ("2.14.0", "red")])
+def test_a_torch_that_is_not_supported_is_named(version: str, level: str) -> None:
+    found = check_pins(own_requirements(), installed_versions() | {"torch": version})
+    assert found.level == level
+    assert (found.expected == "torch<2.14,>=2.11") == (level == "red")
 
 
 def test_a_wheel_without_a_lock_file_says_so(tmp_path: Path) -> None:
