@@ -71,10 +71,11 @@ def _policy(
             mine = (batch.sample_index == index) & ~batch.is_pad
             # Row t scores the token behind it.
             found[index][batch.position_ids[mine] + 1] = row.logprobs_T.double().numpy()[mine]
-    return routes, found, _changed(folder, trainer.export())
+    return routes, found, differing_tensors(folder, trainer.export())
 
 
-def _changed(folder: Path, exported: Iterable[tuple[str, Tensor]]) -> int:
+def differing_tensors(folder: Path, exported: Iterable[tuple[str, Tensor]]) -> int:
+    """Returns how many exported tensors are not, bit for bit, those of the checkpoint."""
     from safetensors.torch import load_file
 
     loaded = load_file(folder / "model.safetensors")

@@ -92,11 +92,18 @@ def make_step(
     prove: bool = True,
 ) -> Step:
     """One optimizer step of GRPO over this rank's shares; replays routing where they have it."""
-    # GRPO reads no number of sequences.
-    totals = BatchTotals(num_trained, float("nan"))
-    loss = PolicyGradientLoss(Scorer(batches, keep_mask=mask), _GRPO, totals, trainer.layout)
+    loss = policy_loss(trainer, batches, num_trained, mask=mask)
     enforce = batches[0].expert_ids is not None
     return lambda: trainer.step(batches, loss, enforce=enforce, prove=prove)
+
+
+def policy_loss(
+    trainer: MegatronTrainer, batches: Sequence[Microbatch], num_trained: float, *, mask: bool = True
+) -> PolicyGradientLoss:
+    """GRPO's loss over this rank's shares."""
+    # GRPO reads no number of sequences.
+    totals = BatchTotals(num_trained, float("nan"))
+    return PolicyGradientLoss(Scorer(batches, keep_mask=mask), _GRPO, totals, trainer.layout)
 
 
 def num_trained(samples: Sequence[TrainSample]) -> float:

@@ -10,14 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moerl.trainer import platform
+
 Group = dist.ProcessGroup | None
 """None for all ranks."""
 
 
 def device_of(group: Group = None) -> torch.device:
-    """Where tensors have to lie that the group sends."""
-    is_nccl = dist.get_backend(group) == "nccl"
-    return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
+    """Returns the device that tensors have to be on for the group to send them."""
+    is_of_devices = dist.get_backend(group) == platform.collective_backend()
+    return platform.device() if is_of_devices else torch.device("cpu")
 
 
 def to_tensor(data: bytes, to: torch.device) -> Tensor:

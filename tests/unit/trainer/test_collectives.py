@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+import torch
 import torch.distributed as dist
 from ranks import Ranks
 
-from moerl.trainer.collectives import all_gather_bytes, gather_bytes, share_bytes
+from moerl.trainer import platform
+from moerl.trainer.collectives import all_gather_bytes, device_of, gather_bytes, share_bytes
 
 MESSAGES = [b"", b"\x00one of the second rank" * 1000]
 
@@ -33,3 +36,13 @@ def alone(layout: Any) -> list[object]:
 
 def test_one_rank_talks_to_itself(one_process: Ranks) -> None:
     assert one_process.run(alone) == [[[b"mine"], [b"mine"], b"mine"]]
+
+
+@pytest.mark.parametrize(("backend", "device"), [("nccl", "meta"), ("gloo", "cpu")])
+def test_a_group_of_devices_gets_tensors_on_the_device_and_one_of_gloo_gets_them_on_the_host(
+    backend: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(platform, "collective_backend", lambda: "nccl")
+    monkeypatch.setattr(platform, "device", lambda: torch.device("meta"))
+    monkeypatch.setattr(dist, "get_backend", lambda group: backend)
+    assert device_of() == torch.device(device)
