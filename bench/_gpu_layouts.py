@@ -185,7 +185,7 @@ def _rows(trainer: MegatronTrainer, batches: Sequence[Microbatch], scored: Seque
         np.stack([batch.sample_index, batch.position_ids, row.logprobs_T.double().numpy()], 1)[batch.loss_mask]
         for batch, row in zip(batches, scored, strict=True)
     ]
-    return np.concatenate(parts)
+    return np.concatenate(parts).astype(np.float64)
 
 
 def _published(trainer: MegatronTrainer, device: str, exported: dict[str, Tensor]) -> int:

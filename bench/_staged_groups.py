@@ -72,7 +72,7 @@ class StagedGroup(dist.ProcessGroup):
     """A group of ranks with tensors on devices of one type. inner: the same ranks' group of gloo."""
 
     def __init__(self, inner: Any, device_type: str) -> None:
-        super().__init__(inner.rank(), inner.size())
+        super().__init__(inner.rank(), inner.size())  # pyright: ignore[reportCallIssue]
         self._inner, self._device_type = inner, device_type
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
@@ -92,7 +92,9 @@ class StagedGroup(dist.ProcessGroup):
             raise RuntimeError(f"a tensor on {tensor.device} in a group of devices of type {self._device_type}")
         return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
-    def allgather(self, outputs: Any, inputs: Any, *options: Any) -> _Work:
+    def allgather(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, outputs: Any, inputs: Any, *options: Any
+    ) -> _Work:
         """As NCCL's, also of parts that differ in size."""
         (parts,), (mine,) = outputs, inputs
         longest = max(part.numel() for part in parts)
@@ -106,7 +108,9 @@ class StagedGroup(dist.ProcessGroup):
             parts, [each[: part.numel()].view_as(part) for each, part in zip(gathered, parts, strict=True)]
         )
 
-    def reduce_scatter(self, outputs: Any, inputs: Any, options: Any) -> _Work:
+    def reduce_scatter(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, outputs: Any, inputs: Any, options: Any
+    ) -> _Work:
         """As NCCL's, also of parts that differ in size."""
         (parts,) = inputs
         if len({part.numel() for part in parts}) == 1:

@@ -141,6 +141,8 @@ def members_of(owner: ast.AST, name: str) -> Iterator[ast.AST]:
                 yield node
             case ast.Attribute(value=ast.Name(id="self"), ctx=ast.Store()) if node.attr == name:
                 yield node
+            case _:
+                pass
 
 
 def parameters(node: ast.AST) -> list[str]:
@@ -205,6 +207,8 @@ def foreign_names(text: str) -> set[str]:
                 func=ast.Name(id="getattr" | "setattr" | "hasattr"), args=[_, ast.Constant(value=str(name)), *_]
             ):
                 used.add(name)
+            case _:
+                pass
     return {name for name in used - own if name.startswith("_") and not name.startswith(("__", "_moerl"))}
 
 
