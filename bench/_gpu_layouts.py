@@ -163,7 +163,7 @@ def _rank(layout: RankCoordinates, folder: Path, device: str, samples: Sequence[
     trainer = MegatronTrainer(model, layout, ModelOptions(dtype=dtype), OPTIMIZER)
     if trainer.model.chunks[0].decoder.layers[0].mlp.router.weight.device.type != device:  # pyright: ignore
         raise RuntimeError(f"the policy of rank {layout.rank} is not on {device}")
-    loaded = {name: tensor.to(torch.bfloat16) for name, tensor in trainer.export()}
+    changed = differing_tensors(folder, ((name, each.bfloat16()) for name, each in trainer.export()))
     batches = shares(trainer, samples, ROW_BUDGET[device], replay=True)
     report = trainer.step(batches, policy_loss(trainer, batches, num_trained(samples)), enforce=True)
     assert report.update is not None
@@ -172,8 +172,9 @@ def _rank(layout: RankCoordinates, folder: Path, device: str, samples: Sequence[
         rows=_rows(trainer, batches, report.rows),
         rows_verified=report.rows_verified,
         grad_norm=report.update.grad_norm,
-        changed=differing_tensors(folder, loaded.items()),
-        published=_published(trainer, device, exported),
+        changed=changed,
+        # A weight update brings tensors as the checkpoint has them, in bfloat16.
+        published=_published(trainer, device, exported) if dtype == "bfloat16" else 0,
         weights={name: each.float().numpy() for name, each in exported.items()} if layout.rank == 0 else {},
     )
 
