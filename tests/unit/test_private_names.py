@@ -21,8 +21,9 @@ from used_names import LIBRARY
 class Private:
     """A name that may change with any release.
 
-    module: where it is defined. name: of a module's member, or ``Class.member``. positional: parameters, or fields,
-    that it begins with and that we pass by position (`self` left out). named: others that we pass, or hand on, by name.
+    module: where it is defined. name: of the module's member; with a dot, of that of a class. positional: parameters,
+    or fields, that it begins with and that we pass by position (`self` left out). named: others that we pass, or hand
+    on, by name.
     """
 
     module: str
