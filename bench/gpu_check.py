@@ -41,6 +41,7 @@ CHECKS = (
     Check("parity", "_gpu_parity:check", 85, _MEGATRON, _ENGINE, gib=8),
     Check("start", "_gpu_start:check", 85, _MEGATRON, _ENGINE, gib=16),
     Check("proof", "_gpu_proof:check", 85, _MEGATRON, _ENGINE, gib=8),
+    Check("layouts", "_gpu_layouts:check", 85, _MEGATRON, _ENGINE, gib=16),
     Check("scoring", "_gpu_scoring:check", 45, ("torch",), ("triton",), times=True),
     Check("rate", "_gpu_rate:check", 35, ("torch", "transformers"), times=True),
     Check("grouped", "_gpu_grouped:check", 35, ("torch",), _ENGINE, times=True),

@@ -8,24 +8,13 @@ caller's partial sums.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from moerl.algorithms.agreement import STATISTICS, choice_statistics, differs
 from moerl.contract.routing import EXPERT_PRIME, LAYER_PRIME
 from moerl.kernels.mixing import mix, signed
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RoutedRows:
-    """The rows that a routing map is about. keys_T: int64, their salts. counted_T: bool, rows that a checksum speaks
-    of. real_T: bool, rows that are no padding."""
-
-    keys_T: Tensor
-    counted_T: Tensor
-    real_T: Tensor
+from moerl.kernels.routing_inputs import Choices, RoutedRows
 
 
 def add_map_sums(
@@ -62,20 +51,6 @@ def _terms(routing_map_TE: Tensor, keys_T: Tensor, moe_layer: int) -> tuple[Tens
     rows, experts = routing_map_TE.nonzero(as_tuple=True)
     slots = (experts + (moe_layer * LAYER_PRIME + 1)) * signed(EXPERT_PRIME)
     return rows, mix(keys_T[rows] + slots)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Choices:
-    """What a router call chose from scores_TE, and what it was to choose: own_TK, recorded_TK, int64 ids.
-
-    routed_T: bool, rows with a recorded choice. counted_T: bool, those that statistics are of.
-    """
-
-    scores_TE: Tensor
-    own_TK: Tensor
-    recorded_TK: Tensor
-    routed_T: Tensor
-    counted_T: Tensor
 
 
 def partial_statistics(num_layers: int, device: torch.device) -> Tensor:

@@ -28,6 +28,7 @@ from moerl.contract.parallel import RankCoordinates
 from moerl.contract.trajectory import ModelSpec
 from moerl.errors import ReplayError, UnprovedError
 from moerl.kernels import routing
+from moerl.kernels.routing_inputs import Choices
 from moerl.trainer import batch_checksums, groups, platform, routing_checksums, transfers
 from moerl.trainer.replay_checks import find_unusable_routing
 from moerl.trainer.replay_rows import LocalRows, RecordedRouting, TracedRows, routing_slice
@@ -184,7 +185,7 @@ class ReplaySchedule:
 
     def _compare(self, hook: RouterHook, rows: LocalRows, scores_tE: Tensor, own_tK: Tensor, target_tK: Tensor) -> None:
         """The trainer's own choice beside the recorded one, on rows that have one."""
-        choices = routing.Choices(scores_tE, own_tK, target_tK, rows.routed_t, rows.proved_t)
+        choices = Choices(scores_tE, own_tK, target_tK, rows.routed_t, rows.proved_t)
         routing.add_choices(choices, rows.layers_differing_t, self._statistics_LCS[hook.moe_layer])
         self.live_rows_L[hook.moe_layer] += rows.num_live
 

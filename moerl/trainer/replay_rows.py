@@ -15,7 +15,7 @@ from torch import Tensor
 from moerl.contract.batch import Microbatch
 from moerl.contract.parallel import RankCoordinates
 from moerl.contract.trajectory import ModelSpec
-from moerl.kernels.routing import RoutedRows
+from moerl.kernels.routing_inputs import RoutedRows
 from moerl.trainer import platform, routing_checksums, transfers
 
 

@@ -16,6 +16,7 @@ from moerl.contract.routing import routing_checksums as recorded_checksums
 from moerl.contract.routing import row_checksums as recorded_rows
 from moerl.kernels import routing
 from moerl.kernels.mixing import mix
+from moerl.kernels.routing_inputs import Choices, RoutedRows
 
 SIZES = [(1, 4, 2), (37, 8, 2), (130, 6, 3), (50, 128, 8), (7, 3, 3), (300, 160, 6)]
 """Rows, experts, experts per token."""
@@ -64,7 +65,7 @@ def test_a_routing_map_adds_the_checksum_of_its_trajectory_and_the_rows_of_each_
     expert_ids, key = routes(num_rows, num_experts, top_k), 2**63 + 12345
     rng = np.random.default_rng(1)
     counted, real = rng.random(num_rows) < 0.7, rng.random(num_rows) < 0.9
-    rows = routing.RoutedRows(keys_of(key, num_rows), torch.from_numpy(counted), torch.from_numpy(real))
+    rows = RoutedRows(keys_of(key, num_rows), torch.from_numpy(counted), torch.from_numpy(real))
     layers = np.repeat(expert_ids, moe_layer + 1, axis=1)
     expected = int(recorded_checksums(key, layers, counted)[moe_layer])
     sums = torch.tensor([7, 0])
@@ -96,7 +97,7 @@ def test_choices_are_compared_row_by_row_and_in_sum(num_rows: int, num_experts: 
     recorded = (scores + 0.3 * torch.from_numpy(rng.standard_normal(scores.shape).astype(np.float32))).topk(top_k)
     routed = torch.from_numpy(rng.random(num_rows) < 0.8)
     counted = routed & torch.from_numpy(rng.random(num_rows) < 0.9)
-    choices = routing.Choices(scores, own, recorded.indices, routed, counted)
+    choices = Choices(scores, own, recorded.indices, routed, counted)
     differing = torch.full((num_rows,), 4, dtype=torch.int32)
     (statistics,) = routing.partial_statistics(1, torch.device("cpu"))
     routing.add_choices(choices, differing, statistics)
