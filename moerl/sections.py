@@ -6,9 +6,9 @@ Below every package, so that each can describe its own settings.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 
 class Section(BaseModel):
@@ -58,3 +58,17 @@ def _readable_path(value: object) -> object:
 LONGEST_NAME = 255
 """Bytes in the name of a file or directory, on every file system in use."""
 FilePath = Annotated[Path, BeforeValidator(_readable_path)]
+
+
+def _plain_values(values: dict[str, Any]) -> dict[str, Any]:
+    """Refuses values that a library could not take from a configuration file as they are."""
+    for name, value in values.items():
+        items = value if isinstance(value, list) else [value]
+        if not all(isinstance(item, bool | int | float | str) for item in items):
+            raise ValueError(f"numbers, true, false, text, and lists of them; not the value of {name}")
+    return values
+
+
+_Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,127}$")]
+PassedOn = Annotated[dict[_Name, Any], AfterValidator(_plain_values)]
+"""Settings that are passed on to a library, by their name there: numbers, booleans, texts, and lists of them."""

@@ -12,6 +12,7 @@ from moerl.config.architecture import describe_architecture
 from moerl.config.layouts import Load, layout_problems, propose
 from moerl.config.memory import total_parameters
 from moerl.config.model_files import INITIAL_MODEL, check_tokenizer
+from moerl.config.passed_on import check_passed_on, passed_on_notes
 from moerl.config.placement import check_placement, check_ray
 from moerl.config.rollouts import EmbeddedRolloutConfig, SGLangRolloutConfig
 from moerl.config.schema import RunConfig
@@ -40,6 +41,7 @@ def check_run(config: RunConfig) -> None:
     _check_precision(config)
     _check_weights(config)
     _check_metrics(config)
+    check_passed_on(config)
     check_placement(config.launch)
     config.task.check(sft_steps=config.sft.steps)
 
@@ -113,7 +115,7 @@ def _check_own_tokenizer(config: RunConfig) -> None:
 
 def config_notes(config: RunConfig) -> list[str]:
     """What a user should know about a configuration that is allowed; one line each, to be printed and logged."""
-    notes = []
+    notes = passed_on_notes(config)
     rollout = config.rollout
     cuts = rollout.top_p < 1.0 or rollout.min_p > 0.0 or rollout.top_k is not None
     if cuts and rollout.top_k is None:

@@ -19,6 +19,7 @@ from moerl.config.compose import chosen_recipe, compose_values, parse_override, 
 from moerl.config.explain import explain, unknown_key
 from moerl.config.hub import with_hub_model
 from moerl.config.moved import as_of_today
+from moerl.config.passed_on import passed_on_notes
 from moerl.config.reference import COMMAND_KEY, is_known
 from moerl.config.resume import check_may_change
 from moerl.config.schema import ModelConfig, RunConfig
@@ -97,8 +98,10 @@ def refuse_taken_run_dir(config: RunConfig) -> None:
 
 
 def dump_config(config: RunConfig) -> str:
-    """The resolved configuration as YAML; `load_resolved` reads it back to an equal `RunConfig`."""
-    return to_yaml(config.model_dump(mode="json"))
+    """The resolved configuration as YAML; `load_resolved` reads it back to an equal `RunConfig`. Comments at its top
+    name what is not checked."""
+    notes = "".join(f"# {note}\n" for note in passed_on_notes(config))
+    return notes + to_yaml(config.model_dump(mode="json"))
 
 
 def load_resolved(path: Path) -> RunConfig:

@@ -6,6 +6,7 @@ Pure functions over plain data; any process.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from typing import Any
 
 from moerl.errors import ConfigError
@@ -29,6 +30,8 @@ ADDED: dict[str, Any] = {
     "trainer.command_seconds": 3600.0,
     "trainer.share_prompts": False,
     "trainer.tf32": "on",
+    "trainer.profile_steps": [],
+    "trainer.megatron": {},
     "algorithm.dual_clip": None,
     "algorithm.overlong_buffer": None,
     "algorithm.overlong_limit": None,
@@ -57,6 +60,7 @@ ADDED: dict[str, Any] = {
     "rl.keep_by": "shortest",
     "rollout.placement": "inside",
     "rollout.record_steps": True,
+    "rollout.server_args": {},
     "buffer.max_staleness": 0,
     "buffer.window": 1,
     "buffer.when_stale": "wait",
@@ -71,8 +75,13 @@ ADDED: dict[str, Any] = {
 }
 """Keys that runs of before do not have, with the values by which they behave as they did."""
 _NEW_SECTIONS = ("buffer", "launch", "metrics")
-_ONLY_WHERE = {"task": ("name", "jsonl"), "rollout": ("engine", "embedded"), "algorithm": ("name", "grpo")}
-"""By section, which value of which key its added keys are for."""
+_ONLY_WHERE = {
+    "task": ("name", "jsonl"),
+    "rollout": ("engine", "embedded"),
+    "rollout.server_args": ("engine", "sglang"),
+    "algorithm": ("name", "grpo"),
+}
+"""By added key, or by section, which value of which key of the section it is for."""
 
 
 def moved_key(path: str) -> ConfigError | None:
@@ -108,7 +117,7 @@ def as_of_today(stored: Mapping[str, Any]) -> dict[str, Any]:
     for path, value in ADDED.items():
         section_name, name = path.split(".")
         section = values.get(section_name)
-        key, wanted = _ONLY_WHERE.get(section_name, ("", None))
+        key, wanted = _ONLY_WHERE.get(path) or _ONLY_WHERE.get(section_name, ("", None))
         if isinstance(section, dict) and section.get(key) == wanted:
-            section.setdefault(name, value)
+            section.setdefault(name, deepcopy(value))
     return values

@@ -23,6 +23,7 @@ _SAMPLES = "what is sampled would change in the middle of a run"
 _OF_SERVING = (
     *("max_running", "max_new_tokens", "start_seconds", "response_seconds", "probe_seconds"),
     *("servers", "environment", "tensor", "max_pool_tokens", "memory_share", "server"),
+    "server_args",
 )
 _WHY_NOT: dict[str, str | None] = {
     "recipe": "the run has taken its values; give the keys that you mean",
@@ -38,6 +39,8 @@ _WHY_NOT: dict[str, str | None] = {
     "trainer.tf32": None,
     "trainer.max_skipped_updates": None,
     "trainer.command_seconds": None,
+    "trainer.profile_steps": None,
+    "trainer.megatron": "moerl does not know whether the loss would change in the middle of a run",
     "trainer.distributed_optimizer": "the checkpoints hold the optimizer state in the form that it asks for",
     "optimizer": "the optimizer state and the learning-rate schedule belong to it",
     "rl": _LOSS,

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from moerl.contract.trajectory import MAX_KEPT_IDS
-from moerl.sections import Count, Decay, FilePath, NonNegative, Positive, Ranks, SamplerFloatName, Section
+from moerl.sections import Count, Decay, FilePath, NonNegative, PassedOn, Positive, Ranks, SamplerFloatName, Section
 
 
 class SamplingConfig(Section):
@@ -74,6 +74,10 @@ class SGLangRolloutConfig(_ServedRolloutConfig):
     memory_share: Annotated[float, Field(gt=0.0, lt=1.0)] | None = Field(
         description="Share of a GPU's memory for a server's weights and key-value pool; null = SGLang's own choice,"
         " which leaves little to a colocated trainer."
+    )
+    server_args: PassedOn = Field(
+        description="Arguments of SGLang's servers that have no key here, by name with underscores: {NAME: VALUE}. Not"
+        " checked by moerl."
     )
 
     @property

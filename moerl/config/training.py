@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from moerl.sections import Count, CountOrZero, Positive, Section
+from moerl.sections import Count, CountOrZero, PassedOn, Positive, Section
 
 
 def bare_off(value: object) -> object:
@@ -52,4 +52,12 @@ class TrainerConfig(Section):
     command_seconds: Positive = Field(
         description="Longest time that ranks in processes of their own may take for one command, such as a step or a"
         " checkpoint; after it the run ends with an error that names the silent rank."
+    )
+    profile_steps: list[Count] = Field(
+        description="Steps of reinforcement learning of which rank 0 writes a trace into profile/ of the run directory;"
+        " [] = none."
+    )
+    megatron: PassedOn = Field(
+        description="Settings of Megatron-Bridge's provider (Megatron's TransformerConfig) that have no key here, by"
+        " name: {NAME: VALUE}. Not checked by moerl."
     )

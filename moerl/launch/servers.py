@@ -15,6 +15,7 @@ from moerl.rollout.fleet.endpoint import Endpoint, read_endpoint
 from moerl.rollout.sglang.install import device_of, site_packages
 from moerl.rollout.sglang.patches import verify_installation
 from moerl.rollout.sglang.server import answers_health
+from moerl.rollout.sglang.server_args import check_server_args
 
 
 def prepare_for_servers(
@@ -28,12 +29,13 @@ def prepare_for_servers(
 
     Raises:
         EngineError: the servers' environment is missing or not this version's; a server file is missing or unreadable,
-            or of a server that has ended.
+            or of a server that has ended; an argument that is passed on is unknown there.
     """
     address = host
     if isinstance(rollout, SGLangRolloutConfig):
         device_of(rollout.environment)
         verify_installation(site_packages(rollout.environment))
+        check_server_args(rollout.environment, rollout.server_args)
     elif isinstance(rollout, ServerRolloutConfig):
         endpoints = [read_endpoint(file) for file in rollout.server]
         for endpoint in endpoints:

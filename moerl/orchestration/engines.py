@@ -185,6 +185,7 @@ def _launchers(config: RunConfig, model: ModelDescription, version: int, launche
         memory_share=rollout.memory_share,
         sleeps=rollout.is_colocated,
         vocab_size=model.spec.vocab_size,
+        passed_on=rollout.server_args,
         policy_version=version,
         # Where senders are, too.
         host=controller_address(config.launch),

@@ -46,7 +46,8 @@ def run_export(run_dir: Path, step: int | None, output: Path) -> int:
     torch.set_num_threads(config.num_threads)
     layout = groups.start(rank=0, world_size=1, rendezvous="", dims=ParallelDims(), seed=config.seed)
     model_path = source.path or run_dir / INITIAL_MODEL
-    model = PolicyModel(read_model(model_path), ModelOptions(dtype=config.model.dtype), layout)
+    options = ModelOptions(dtype=config.model.dtype, megatron=config.trainer.megatron)
+    model = PolicyModel(read_model(model_path), options, layout)
     load_weights(path, model.chunks)
     write_model(output, model_path, model.export())
     groups.stop()

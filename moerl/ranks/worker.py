@@ -207,6 +207,7 @@ class Worker:
             expert_bias=config.trainer.expert_bias,
             train_router=config.trainer.train_router,
             deterministic=config.trainer.deterministic,
+            megatron=config.trainer.megatron,
         )
 
     def _write_model(self, folder: Path, like: Path, source: MegatronTrainer | PolicyModel) -> None:

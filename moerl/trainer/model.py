@@ -5,8 +5,8 @@ Runs in every trainer rank. Weights enter and leave under their Hugging Face che
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from moerl.models.description import ModelDescription
 from moerl.models.trainable import refuse_untrainable
 from moerl.trainer import attention, balance, platform, tensors, transfers
 from moerl.trainer.bridge import import_bridge, quiet
-from moerl.trainer.provider import provider_settings
+from moerl.trainer.provider import passed_on, provider_settings
 
 _VOCABULARY_TENSORS = ("embed_tokens.weight", "lm_head.weight")
 """Tensors whose rows are the vocabulary: padded in the trainer, not in a checkpoint."""
@@ -38,6 +38,7 @@ class ModelOptions:
     moe_aux_loss_coef: weight of the Switch load-balancing loss; 0 leaves it out.
     expert_bias: frozen, or update: a step towards equal load after every applied update.
     train_router: False freezes the routers' weights. deterministic: only deterministic kernels.
+    megatron: settings of the provider that are passed on as they are, by name.
     """
 
     dtype: str = "float32"
@@ -46,6 +47,7 @@ class ModelOptions:
     expert_bias: str = "frozen"
     train_router: bool = True
     deterministic: bool = False
+    megatron: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 class PolicyModel:
@@ -84,6 +86,7 @@ class PolicyModel:
         settings |= provider_settings(
             self.description, moe_aux_loss_coef=options.moe_aux_loss_coef, tensor=self.layout.dims.tensor
         )
+        settings |= passed_on(options.megatron, settings, provider)
         for name, value in settings.items():
             if not hasattr(provider, name):
                 raise ConfigError(

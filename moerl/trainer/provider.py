@@ -7,7 +7,9 @@ in its record (`moerl.models.families`), how its checkpoint tensors are named in
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from difflib import get_close_matches
 from typing import Any
 
 from moerl.errors import ConfigError
@@ -46,6 +48,35 @@ def provider_settings(model: ModelDescription, *, moe_aux_loss_coef: float, tens
         "moe_z_loss_coeff": None,
         "transformer_layer_spec": _layer_spec(family),
     }
+
+
+def passed_on(passed: Mapping[str, Any], settings: Mapping[str, Any], provider: Any) -> Mapping[str, Any]:
+    """Returns `trainer.megatron` if the provider can take it.
+
+    Args:
+        settings: that are made here, by name. provider: a dataclass.
+
+    Raises:
+        ConfigError: one of them is set here, or the provider has no field of that name.
+    """
+    known = {each.name for each in fields(provider)}
+    for name, value in passed.items():
+        if name in settings:
+            raise ConfigError(
+                f"trainer.megatron.{name}: set by moerl for this model on this machine",
+                seen=value,
+                expected=f"no value; it is {settings[name]}",
+                remedy="leave it away",
+            )
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            raise ConfigError(
+                f"trainer.megatron.{name}: Megatron has no such setting",
+                seen=value,
+                expected=f"a field of {type(provider).__name__}",
+                remedy=f"did you mean {near[0]}?" if near else "leave it away",
+            )
+    return passed
 
 
 def _layer_spec(family: Family) -> Callable[..., Any]:

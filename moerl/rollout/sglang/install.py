@@ -32,6 +32,17 @@ _COMPILED = ("sglang", "torch", "transformers")
 
 _PROBE = "import sys, json; print(json.dumps([*sys.version_info[:2]]))"
 _SITE = "import sysconfig; print(sysconfig.get_path('purelib'))"
+# By name, with underscores, the field that it sets. A file of options takes these two kinds alone.
+_ARGUMENTS = """
+import argparse, json
+from sglang.srt.server_args import ServerArgs
+parser = argparse.ArgumentParser()
+ServerArgs.add_cli_args(parser)
+kinds = argparse._StoreAction, argparse._StoreTrueAction
+actions = [action for action in parser._actions if isinstance(action, kinds)]
+names = {name.lstrip("-").replace("-", "_"): each.dest for each in actions for name in each.option_strings}
+print(json.dumps(names))
+"""
 
 
 def install(environment: Path, device: str, python: str | None = None, version: str = DEFAULT_RELEASE) -> bool:
@@ -123,6 +134,18 @@ def site_packages(environment: Path) -> Path:
         )
     # A run asks, too, when it starts its servers.
     return Path(_run([str(python), "-I", "-c", _SITE], "find its packages", start_spared).strip())
+
+
+def server_arguments(environment: Path) -> dict[str, str]:
+    """Returns the arguments that a file of options of the environment's SGLang takes: by each name of one, with
+    underscores, the field that it sets. Several names can set one field.
+
+    Raises:
+        EngineError: SGLang cannot be imported there.
+    """
+    python = str(python_of(environment))
+    said = _run([python, "-I", "-W", "ignore", "-c", _ARGUMENTS], "list SGLang's arguments", start_spared)
+    return json.loads(said.splitlines()[-1])
 
 
 def pythons(version: str) -> list[str]:

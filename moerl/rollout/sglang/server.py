@@ -16,7 +16,8 @@ import signal
 import socket
 import subprocess
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,7 @@ class ServerOptions:
     memory_share: of a GPU's memory, for weights and pool; None leaves it to SGLang. sleeps: it can give that back.
     chunked_prefill_tokens: longest piece of a prefill; None leaves it to SGLang.
     vocab_size: ids below it can be sampled; None for all that the model has an embedding for.
+    passed_on: other arguments of the server by name, with underscores.
     policy_version: of the weights in `model`; -1 where the trainer sends its own before anything is sampled.
     host: loopback or private. port: 0 takes a free one.
     """
@@ -91,6 +93,7 @@ class ServerOptions:
     sleeps: bool = False
     chunked_prefill_tokens: int | None = None
     vocab_size: int | None = None
+    passed_on: Mapping[str, Any] = field(default_factory=dict[str, Any])
     policy_version: int = 0
     host: str = "127.0.0.1"
     port: int = 0
@@ -221,7 +224,11 @@ def _remove_rendezvous(folder: Path) -> None:
 
 
 def launch_options(options: ServerOptions, port: int) -> dict[str, Any]:
-    """SGLang's options by name; `docs/sglang.md` says why each is there."""
+    """SGLang's options by name; `docs/sglang.md` says why each is there.
+
+    Raises:
+        EngineError: `options.passed_on` has one that is set here.
+    """
     chosen: dict[str, Any] = {
         "model-path": str(options.model),
         "host": options.host,
@@ -262,7 +269,20 @@ def launch_options(options: ServerOptions, port: int) -> dict[str, Any]:
             # Taking in one response costs as much as taking in many: half a step of decoding.
             "min-free-slots-delay": max(1, options.max_running // 8),
         }
-    return chosen
+    return chosen | _passed_on(options, chosen)
+
+
+def _passed_on(options: ServerOptions, chosen: Mapping[str, Any]) -> dict[str, Any]:
+    passed = {name.replace("_", "-"): value for name, value in options.passed_on.items()}
+    for name in passed:
+        if name in chosen:
+            raise EngineError(
+                f"rollout.server_args.{name.replace('-', '_')}: set by moerl for servers on {options.device}",
+                seen=passed[name],
+                expected=f"no value; it is {chosen[name]}",
+                remedy="leave it away",
+            )
+    return passed
 
 
 def answers_health(endpoint: Endpoint) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from ranks import Ranks
 from safetensors.numpy import load_file
 
+from moerl.config.passed_on import MEGATRON_FIXED, MEGATRON_KEYS
 from moerl.errors import ConfigError
 
 LENGTHS = (5, 30, 17, 41, 9, 24)
@@ -81,3 +83,51 @@ def test_a_head_with_a_bias_is_refused() -> None:
     last.output_layer = torch.nn.Linear(4, 8)
     with pytest.raises(ConfigError, match="head has a bias"):
         _end_before_head(last)
+
+
+def build_with(layout: Any, path: Path, passed: dict[str, Any]) -> Any:
+    try:
+        trainer = tiny_moe.build(layout, path, optimizer=None, megatron=passed)
+    except ConfigError as error:
+        return str(error)
+    return {name: getattr(trainer.model.config, name) for name in passed}
+
+
+def test_a_setting_that_is_passed_on_reaches_megatron(tied: Path, one_process: Ranks) -> None:
+    passed = {"moe_deepep_num_sms": 8, "moe_per_layer_logging": True}
+    assert one_process.run(build_with, tied, passed) == [passed]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("moe_deepep_num_smss", "Megatron has no such setting; .*did you mean moe_deepep_num_sms?"),
+        ("provide", "Megatron has no such setting"),
+        (
+            "use_cpu_initialization",
+            "set by moerl for this model on this machine; seen: 8; .* it is True",
+        ),
+    ],
+)
+def test_a_setting_that_megatron_lacks_or_that_we_make_is_refused(
+    name: str, said: str, tied: Path, one_process: Ranks
+) -> None:
+    (message,) = one_process.run(build_with, tied, {name: 8})
+    assert re.match(rf"trainer\.megatron\.{name}: {said}", message)
+
+
+def settings_of_a_gpu(layout: Any, path: Path) -> set[str]:
+    from moerl.models.description import read_model
+    from moerl.trainer import model, platform, provider
+
+    names = set[str]()
+    for recompute in ("none", "selective", "full"):
+        names |= model._settings(model.ModelOptions(recompute=recompute)).keys()  # pyright: ignore[reportPrivateUsage]
+    names |= model._parallel_settings(layout.dims, 2).keys()  # pyright: ignore[reportPrivateUsage]
+    names |= platform.gpu_overrides().keys()
+    return names | provider.provider_settings(read_model(path), moe_aux_loss_coef=0.1, tensor=1).keys()
+
+
+def test_every_setting_that_a_gpu_gets_is_refused_before_a_run_starts(tied: Path, one_process: Ranks) -> None:
+    (names,) = one_process.run(settings_of_a_gpu, tied)
+    assert names <= MEGATRON_KEYS.keys() | MEGATRON_FIXED.keys()

@@ -60,3 +60,19 @@ def test_ids_beyond_the_tokenizer_are_closed():
 
 def test_a_free_port_can_be_bound():
     assert 1024 < free_port("127.0.0.1") < 65536
+
+
+def test_arguments_that_are_passed_on_reach_the_server_as_they_are():
+    passed = {"attention_backend": "fa3", "chunked_prefill_size": 4096, "disable_radix_cache": True}
+    chosen = launch_options(options(device="cuda", passed_on=passed), 99)
+    assert {name: chosen[name] for name in ("attention-backend", "chunked-prefill-size", "disable-radix-cache")} == {
+        "attention-backend": "fa3",
+        "chunked-prefill-size": 4096,
+        "disable-radix-cache": True,
+    }
+    assert chosen.items() >= launch_options(options(device="cuda"), 99).items()
+
+
+def test_an_argument_that_servers_on_a_cpu_need_as_it_is_cannot_be_passed_on():
+    with pytest.raises(EngineError, match=r"rollout\.server_args\.attention_backend: set by moerl for servers on cpu"):
+        launch_options(options(device="cpu", passed_on={"attention_backend": "fa3"}), 99)
