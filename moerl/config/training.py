@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
+from moerl.errors import ConfigError
 from moerl.sections import Count, CountOrZero, PassedOn, Positive, Section
 
 
@@ -61,3 +62,14 @@ class TrainerConfig(Section):
         description="Settings of Megatron-Bridge's provider (Megatron's TransformerConfig) that have no key here, by"
         " name: {NAME: VALUE}. Not checked by moerl."
     )
+
+    def check(self, *, steps: int) -> None:
+        """Checks rules against other sections. steps: of reinforcement learning. Raises `ConfigError`."""
+        beyond = [step for step in self.profile_steps if step > steps]
+        if beyond:
+            raise ConfigError(
+                "trainer.profile_steps: no such step",
+                seen=beyond[0],
+                expected=f"at most rl.steps = {steps}",
+                remedy="lower trainer.profile_steps or raise rl.steps",
+            )

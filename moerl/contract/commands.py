@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moerl.contract.parallel import RankCoordinates
-from moerl.contract.trainer import PassReport, Stage, UpdateReport
+from moerl.contract.trainer import DeviceUse, PassReport, Stage, UpdateReport
 from moerl.contract.trajectory import ModelSpec
 from moerl.errors import ContractError, MoerlError, ReplayError, TrainerError, UnprovedError, told
 
@@ -109,6 +109,16 @@ class Publish(Command):
     verify: bool
 
 
+class UseOfDevice(Command):
+    """Peaks of the device's memory since the last time."""
+
+
+class Profile(Command):
+    """step: whose trace begins now, on rank 0; 0 ends and writes it."""
+
+    step: int
+
+
 class Save(Command):
     checkpoint: str
     state: dict[str, Any]
@@ -147,6 +157,8 @@ AnyCommand = (
     | Step
     | Trace
     | Publish
+    | UseOfDevice
+    | Profile
     | Save
     | PollSave
     | Restore
@@ -160,7 +172,7 @@ class Report(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """Mirrors `PassReport`, of one rank."""
 
     rows: Array
-    loss_sum: float
+    loss_sum: float | None
     rows_verified: int
     load: Array
     agreement: Array
@@ -258,6 +270,7 @@ class Reply(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     report: Report | None = None
     tables: tuple[Array, ...] = ()
     metrics: dict[str, float] = {}
+    device: DeviceUse | None = None
     peak_rss_bytes: int = 0
     notes: list[str] = []
     shares_prompts: bool = False

@@ -41,18 +41,29 @@ class UpdateReport:
     skipped_in_a_row: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceUse:
+    """A rank's GPU. name: as its driver calls it. allocated_bytes, reserved_bytes: most of its memory that tensors, and
+    torch's allocator, had at once since the last time that it was asked."""
+
+    name: str
+    allocated_bytes: int
+    reserved_bytes: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PassReport:
     """One pass over a minibatch, of one rank or of all of them.
 
-    rows_RC: float32 [R, C], columns `ROW_COLUMNS`; every trained token once. loss_sum: of the losses of these tokens.
+    rows_RC: float32 [R, C], columns `ROW_COLUMNS`; every trained token once. loss_sum: of the losses of these tokens;
+    None if there are none, as after a pass without an update.
     rows_verified: routing rows proved (rows x layers x phases). load_LE: int64, tokens per expert. agreement_LS:
     float64, sums of `moerl.algorithms.agreement.STATISTICS`. live_rows_L: int64, rows left to the router. update: None
     after a forward-only pass.
     """
 
     rows_RC: NDArray[np.float32]
-    loss_sum: float
+    loss_sum: float | None
     rows_verified: int
     load_LE: NDArray[np.int64]
     agreement_LS: NDArray[np.float64]
@@ -62,9 +73,10 @@ class PassReport:
 
 def sum_reports(reports: Sequence[PassReport]) -> PassReport:
     """The report of all ranks from those of each, in rank order; every rank reports the same update."""
+    losses = [report.loss_sum for report in reports if report.loss_sum is not None]
     return PassReport(
         np.concatenate([report.rows_RC for report in reports]),
-        sum(report.loss_sum for report in reports),
+        sum(losses) if losses else None,
         sum(report.rows_verified for report in reports),
         sum((report.load_LE for report in reports[1:]), reports[0].load_LE),
         sum((report.agreement_LS for report in reports[1:]), reports[0].agreement_LS),
@@ -109,6 +121,14 @@ class Trainer(Protocol):
     @property
     def peak_rss_bytes(self) -> Sequence[int]:
         """Peak resident memory of each process of the trainer other than this one."""
+        ...
+
+    def device_use(self) -> Sequence[DeviceUse]:
+        """Returns the GPU of each rank in rank order, with peaks since the last call; empty on CPUs."""
+        ...
+
+    def profile(self, step: int) -> None:
+        """Has rank 0 record a trace of this step from now on; 0 ends the trace and writes it."""
         ...
 
     def build(self, stage: Stage, model: Path, spec: ModelSpec, engine: PolicyEngine | None = None) -> None:

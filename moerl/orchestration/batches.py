@@ -26,13 +26,15 @@ from moerl.models.description import ModelDescription
 class Minibatch:
     """What one optimizer step works on.
 
-    frames: one for each rank. totals: of all ranks. metrics: of packing and cutting.
+    frames: one for each rank. totals: of all ranks. metrics: of packing and cutting. model_flops: operations that the
+    model needs for forward and backward passes over all sequences, shared prompts counted for each.
     """
 
     frames: list[bytes]
     totals: BatchTotals
     metrics: dict[str, float]
     samples: Sequence[TrainSample] = ()
+    model_flops: float = 0.0
 
     @property
     def num_tokens(self) -> float:
@@ -73,7 +75,8 @@ def pack_minibatch(
     packed = pack_for_ranks(samples, ranks[0].dims.data, options, replay=True, uncaptured=uncaptured)
     totals = replace(BatchTotals.of(chain.from_iterable(packed)), facts=facts)
     frames, metrics = share_frames(packed, ranks, totals.numbers())
-    return Minibatch(frames, totals, metrics | packing_metrics(packed, options), samples)
+    flops = _model_flops((len(sample.trajectory) for sample in samples), options)
+    return Minibatch(frames, totals, metrics | packing_metrics(packed, options), samples, flops)
 
 
 def sampled_tokens(samples: Sequence[TrainSample]) -> SampledTokens:
@@ -95,4 +98,10 @@ def pack_text_minibatch(
     packed = pack_text_for_ranks(samples, ranks[0].dims.data, options)
     totals = BatchTotals.of(chain.from_iterable(packed))
     frames, _ = share_frames(packed, ranks, totals.numbers())
-    return Minibatch(frames, totals, packing_metrics(packed, options))
+    flops = _model_flops((len(sample.token_ids) for sample in samples), options)
+    return Minibatch(frames, totals, packing_metrics(packed, options), model_flops=flops)
+
+
+def _model_flops(lengths: Iterable[int], options: PackOptions) -> float:
+    """A sequence of n tokens is n - 1 rows; the backward pass takes twice the operations of the forward pass."""
+    return 3.0 * sum(options.cost(length - 1) for length in lengths)

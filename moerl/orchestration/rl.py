@@ -34,6 +34,7 @@ from moerl.orchestration.replay_report import explained
 from moerl.orchestration.rollouts import Collector, rewarded, with_advantages
 from moerl.orchestration.run import Run
 from moerl.telemetry.metrics import table_metrics
+from moerl.trainer import profiling
 
 STAGE = "rl"
 
@@ -86,19 +87,31 @@ class RLStage:
         run.reporter.begin_stage(STAGE, done=first_step, total=steps)
         with Ahead(self.groups.upcoming, self._pack) as self._ahead, closing(self.groups):
             for step in range(first_step, steps):
-                minibatches = self._rollouts(step)
-                self._make_room()
-                if self.groups.overlaps:
-                    self._ahead.begin()
-                metrics = self._train_on(minibatches, step)
+                with self._profiled(step + 1):
+                    minibatches = self._rollouts(step)
+                    self._make_room()
+                    if self.groups.overlaps:
+                        self._ahead.begin()
+                    metrics = self._train_on(minibatches, step)
                 run.keep_groups(step + 1, self.groups.snapshot())
-                run.log(STAGE, step + 1, metrics, round(sum(minibatch.num_tokens for minibatch in minibatches)))
+                run.log(STAGE, step + 1, metrics, minibatches)
                 self._evaluate(step + 1)
                 if run.checkpoint_if_due(STAGE, step + 1, steps):
                     self.groups.committed(step + 1, run.state.groups)
             self.groups.settle()
         run.trainer.poll_save(wait=True)
         self.groups.finished()
+
+    @contextmanager
+    def _profiled(self, step: int) -> Iterator[None]:
+        """Has rank 0 record a trace of the step, if one is wanted; a step that fails leaves none."""
+        if step not in self.config.trainer.profile_steps:
+            yield
+            return
+        self.trainer.profile(step)
+        yield
+        self.trainer.profile(0)
+        self.run.reporter.say(f"trace of step {step}: {self.config.run_dir / profiling.FOLDER}")
 
     # --- rollouts ----------------------------------------------------------------------------------------------------
 
@@ -163,6 +176,7 @@ class RLStage:
         metrics = self._update_metrics(totals, step)
         samples = [sample for minibatch in minibatches for sample in minibatch.samples]
         metrics |= step_metrics.rollout_metrics([sample.trajectory for sample in samples])
+        metrics |= step_metrics.loss_metrics(totals.losses, round(sum(each.num_tokens for each in minibatches)))
         metrics |= step_metrics.mean_of([minibatch.metrics for minibatch in minibatches])
         metrics |= {
             "weights/version": float(self._published_version),

@@ -26,6 +26,8 @@ from moerl.contract.trajectory import Trajectory
 from moerl.diagnostics.summary import RunSummary
 from moerl.errors import CheckpointError, MoerlError
 from moerl.models.description import ModelDescription
+from moerl.orchestration import step_metrics
+from moerl.orchestration.batches import Minibatch
 from moerl.orchestration.evaluation import Evaluation
 from moerl.orchestration.reporting import Reporter
 from moerl.orchestration.run_state import STAGE_ORDER, RunState, find_state_problem
@@ -248,11 +250,15 @@ class Run:
 
     # --- what is recorded --------------------------------------------------------------------------------------------
 
-    def log(self, stage: str, step: int, metrics: dict[str, float], num_tokens: int) -> None:
+    def log(self, stage: str, step: int, metrics: dict[str, float], minibatches: Sequence[Minibatch]) -> None:
         """Records one training step with the seconds of its stages and its throughput.
 
         The step ends here: evaluations and checkpoints that follow are not part of its time.
+
+        Args:
+            minibatches: that the step was trained on.
         """
+        num_tokens = round(sum(minibatch.num_tokens for minibatch in minibatches))
         self.state.tokens_trained += num_tokens
         now = time.monotonic()
         seconds = now - self._last_step
@@ -261,7 +267,7 @@ class Run:
         for name, stage_seconds in (("rollouts", "seconds/rollout"), ("weights", "seconds/weights")):
             if stage_seconds in spans:
                 spans[f"waiting/trainer_for_{name}"] = spans[stage_seconds] / seconds
-        metrics = metrics | spans
+        metrics = metrics | spans | self._device_metrics(minibatches, spans["seconds/train"])
         metrics |= {
             "seconds/step": seconds,
             "tokens/trained": float(self.state.tokens_trained),
@@ -269,6 +275,13 @@ class Run:
             "memory/peak_rss_bytes": float(max(self.peak_rss_bytes, *self.trainer.peak_rss_bytes, 0)),
         }
         self.reporter.log(stage, step, metrics)
+
+    def _device_metrics(self, minibatches: Sequence[Minibatch], seconds: float) -> dict[str, float]:
+        """seconds: of training in the step."""
+        devices = self.trainer.device_use()
+        flops, num_ranks = sum(minibatch.model_flops for minibatch in minibatches), self.config.parallel.world_size
+        speed = step_metrics.speed_metrics(flops, seconds, num_ranks, devices, self.config.model.dtype)
+        return speed | step_metrics.device_metrics(devices)
 
     def check_update(self, update: UpdateReport, name: str, samples: Sequence[TrainSample] = ()) -> None:
         """Keeps the batch of a skipped update as ``skipped/<name>.parquet``, and stops after too many in a row.

@@ -56,10 +56,11 @@ def _step(run: Run, step: int, samples: Sequence[TextSample], packing: PackOptio
         run.trainer.load([minibatch.frames])
         report = run.trainer.step(0, prove=False)
     assert report.update is not None
+    assert report.loss_sum is not None
     run.check_update(report.update, f"{STAGE}-{step + 1:06d}")
     metrics = {
         "sft/loss": report.loss_sum / minibatch.num_tokens,
         **step_metrics.update_metrics([report.update]),
         **minibatch.metrics,
     }
-    run.log(STAGE, step + 1, metrics, round(minibatch.num_tokens))
+    run.log(STAGE, step + 1, metrics, [minibatch])

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from moerl.algorithms.agreement import STATISTICS, summarize
 from moerl.algorithms.mismatch import mismatch_sums, ratio_quantiles, ratio_sample
-from moerl.contract.trainer import PassReport, UpdateReport
+from moerl.contract.trainer import DeviceUse, PassReport, UpdateReport
 from moerl.contract.trajectory import FinishReason, ModelSpec, Trajectory
+from moerl.telemetry.devices import peak_flops
 from moerl.telemetry.metrics import failed_reward_metric, named_reward_metric
 
 MAX_RATIO_SAMPLES = 1_000_000
@@ -53,6 +54,7 @@ class StepTotals:
         layers = spec.num_moe_layers
         self.tables: list[NDArray[np.float32]] = []
         self.updates: list[UpdateReport] = []
+        self.losses: list[float] = []
         self.verified = 0
         self.unproved = 0
         self.load_LE = torch.zeros(layers, spec.num_experts, dtype=torch.int64)
@@ -64,6 +66,8 @@ class StepTotals:
         assert report.update is not None
         self.tables.append(report.rows_RC)
         self.updates.append(report.update)
+        if report.loss_sum is not None:
+            self.losses.append(report.loss_sum)
         self.verified += report.rows_verified
         self.load_LE += torch.from_numpy(report.load_LE)
         self.agreement_LS += torch.from_numpy(report.agreement_LS)
@@ -172,6 +176,42 @@ def update_metrics(updates: Sequence[UpdateReport]) -> dict[str, float]:
         "optimizer/lr": updates[-1].learning_rate,
         "optimizer/skipped": float(sum(update.skipped for update in updates)),
     }
+
+
+def loss_metrics(losses: Sequence[float], num_tokens: int) -> dict[str, float]:
+    """Mean loss of a token; empty if the algorithm gives none of each token.
+
+    Args:
+        losses: sums over the tokens of each update. num_tokens: of all updates.
+    """
+    return {"policy/loss": sum(losses) / num_tokens} if losses else {}
+
+
+def device_metrics(devices: Sequence[DeviceUse]) -> dict[str, float]:
+    """Peak memory of the rank that had most; empty on CPUs."""
+    if not devices:
+        return {}
+    return {
+        "memory/gpu_allocated_bytes": float(max(device.allocated_bytes for device in devices)),
+        "memory/gpu_reserved_bytes": float(max(device.reserved_bytes for device in devices)),
+    }
+
+
+def speed_metrics(
+    model_flops: float, seconds: float, num_ranks: int, devices: Sequence[DeviceUse], dtype: str
+) -> dict[str, float]:
+    """Operations per second of a rank, and their share of what the slowest GPU does at most, if that is known.
+
+    Args:
+        model_flops: of the updates of a step. seconds: of training. dtype: of the trainer.
+    """
+    speed = model_flops / seconds / num_ranks
+    metrics = {"throughput/model_flops_per_second": speed}
+    peaks = [peak_flops(device.name) for device in devices]
+    known = [peak for peak in peaks if peak is not None]
+    if known and len(known) == len(peaks) and dtype == "bfloat16":
+        metrics["throughput/mfu"] = speed / min(known)
+    return metrics
 
 
 def mean_of(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -17,6 +17,7 @@ from moerl.contract.commands import (
     Load,
     PollSave,
     Prepare,
+    Profile,
     Publish,
     Reply,
     Restore,
@@ -25,10 +26,11 @@ from moerl.contract.commands import (
     Score,
     Step,
     Trace,
+    UseOfDevice,
 )
 from moerl.contract.parallel import RankCoordinates
 from moerl.contract.ports import PolicyEngine, Taken
-from moerl.contract.trainer import PassReport, Stage, Traced, sum_reports
+from moerl.contract.trainer import DeviceUse, PassReport, Stage, Traced, sum_reports
 from moerl.contract.trajectory import ModelSpec
 
 
@@ -101,6 +103,12 @@ class TrainerGroup:
     @property
     def peak_rss_bytes(self) -> Sequence[int]:
         return self._ranks.peak_rss_bytes
+
+    def device_use(self) -> Sequence[DeviceUse]:
+        return [reply.device for reply in self._ranks.ask(UseOfDevice()) if reply.device is not None]
+
+    def profile(self, step: int) -> None:
+        self._ranks.ask(Profile(step))
 
     def build(self, stage: Stage, model: Path, spec: ModelSpec, engine: PolicyEngine | None = None) -> None:
         links = self._ranks.connect(engine)

@@ -31,6 +31,7 @@ from moerl.contract.commands import (
     Load,
     PollSave,
     Prepare,
+    Profile,
     Publish,
     Reply,
     Report,
@@ -41,6 +42,7 @@ from moerl.contract.commands import (
     Start,
     Step,
     Trace,
+    UseOfDevice,
 )
 from moerl.contract.frame import WireLimits
 from moerl.contract.parallel import RankCoordinates
@@ -51,6 +53,7 @@ from moerl.models.description import CONFIG_FILE, read_model
 from moerl.ranks.devices import check_device, device_notes, shares_prompts
 from moerl.ranks.tables import as_words, local_rows, with_advantages, with_clipping
 from moerl.ranks.weights import EngineLinks, WeightSync
+from moerl.trainer import platform, profiling
 from moerl.trainer.checkpoint import CHECKPOINTS, CheckpointStore
 from moerl.trainer.hf_directory import write_model
 from moerl.trainer.losses import Drift, PolicyGradientLoss, Reference, Scorer, TextLoss
@@ -107,6 +110,7 @@ class Worker:
         self._config, self._layout, self._watch = config, layout, watch
         self._store = CheckpointStore(config.run_dir / CHECKPOINTS, config.checkpoint.keep)
         self._saver = Saver(self._store)
+        self._profiler = profiling.Profiler(config.run_dir / profiling.FOLDER)
         self._stage: Stage = "sft"
         self._policy: MegatronTrainer | None = None
         self._reference: MegatronTrainer | None = None
@@ -131,19 +135,28 @@ class Worker:
                 notes, shares = device_notes(self._config), shares_prompts(self._config)
                 return Reply(coordinates=self._trained.layout, notes=notes, shares_prompts=shares)
             case Load():
+                self._profiler.end_rollout()
                 self._load(command.number, frame)
             case Score():
-                return Reply(report=Report.of(self._score(command)))
+                with profiling.named("scoring"):
+                    return Reply(report=Report.of(self._score(command)))
             case Prepare():
-                return Reply(report=Report.of(self._prepare(command)))
+                with profiling.named("scoring"):
+                    return Reply(report=Report.of(self._prepare(command)))
             case Step():
-                return Reply(report=Report.of(self._step(command)))
+                with profiling.named("training"):
+                    return Reply(report=Report.of(self._step(command)))
+            case UseOfDevice():
+                return Reply(device=platform.device_use())
+            case Profile():
+                self._profile(command.step)
             case Trace():
                 return Reply(tables=tuple(Array.of(table) for table in self._trace(command)))
             case Publish():
                 assert self._weights is not None
                 self._version = command.version
-                return Reply(metrics=self._weights.publish(command.version, verify=command.verify))
+                with profiling.named("sync"):
+                    return Reply(metrics=self._weights.publish(command.version, verify=command.verify))
             case Save():
                 self._store.disregard(command.corrupt)
                 self._saver.save(command.checkpoint, self._trained.stage(), command.state)
@@ -163,7 +176,16 @@ class Worker:
 
     def close(self) -> None:
         """Returns when the checkpoint in flight is written. Raises `CheckpointError` where it could not be."""
+        self._profiler.drop()
         self._saver.wait()
+
+    def _profile(self, step: int) -> None:
+        """On rank 0 alone: those of a layout do the same at the same time."""
+        if self._layout.rank == 0:
+            if step:
+                self._profiler.begin(step)
+            else:
+                self._profiler.end()
 
     @property
     def _trained(self) -> MegatronTrainer:
@@ -313,7 +335,7 @@ class Worker:
     ) -> PassReport:
         layout, spec = self._trained.layout, self._trained.spec
         losses = [rows.losses_T for rows in scores if rows.losses_T is not None and layout.tensor_rank == 0]
-        loss_sum = sum(float(losses_T.double().sum()) for losses_T in losses)
+        loss_sum = sum(float(losses_T.double().sum()) for losses_T in losses) if losses else None
         rows_RC = local_rows(layout, batches, scores)
         if step is None:
             none_L, none_LE = np.zeros(0, np.int64), np.zeros((0, spec.num_experts), np.int64)

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from moerl.contract.parallel import ParallelDims
+from moerl.contract.trainer import DeviceUse
 from moerl.processes.memory import keep_freed_memory
 from moerl.trainer import uneven
 from moerl.trainer.attention import PackedAttention, replace_packed_rope
@@ -60,6 +61,16 @@ def device() -> torch.device:
 def can_share_prompts() -> bool:
     """Returns whether attention on this machine can have sequences go on from a shared one."""
     return not torch.cuda.is_available()
+
+
+def device_use() -> DeviceUse | None:
+    """Returns the peaks of this rank's GPU since the last call; None on a CPU."""
+    if not torch.cuda.is_available():
+        return None
+    name = torch.cuda.get_device_name()
+    use = DeviceUse(name, torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
+    torch.cuda.reset_peak_memory_stats()
+    return use
 
 
 def collective_backend() -> str:

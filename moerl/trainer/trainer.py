@@ -22,7 +22,7 @@ from moerl.kernels.head import Head
 from moerl.kernels.kept import KeptRows
 from moerl.kernels.vocab_parallel import VocabShard
 from moerl.models.description import ModelDescription
-from moerl.trainer import balance, batch_checksums, groups, platform, sharded_state, transfers
+from moerl.trainer import balance, batch_checksums, groups, platform, profiling, sharded_state, transfers
 from moerl.trainer.model import ModelOptions, PolicyModel
 from moerl.trainer.optimizer import Optimizer, UpdateReport
 from moerl.trainer.replay import KeepRouting, Replay, ReplaySchedule
@@ -177,7 +177,8 @@ class MegatronTrainer:
         num_rows = torch.full((), sum(int((~batch.is_pad).sum()) for batch in batches), device=platform.device())
         dist.all_reduce(num_rows, group=groups.data_and_context_group())
         report, _ = self._run(batches, loss, Replay(enforce, prove), training=True, scale=num_rows)
-        update = self.optimizer.update()
+        with profiling.named("update"):
+            update = self.optimizer.update()
         if self.options.expert_bias == "update" and not update.skipped:
             layers = [hook.moe_layer for hook in self.keep_routing.hooks]
             balance.update_expert_bias(self.model.chunks, report.expert_load_LE[layers])
@@ -195,8 +196,10 @@ class MegatronTrainer:
         """One schedule, without the update; and the routing recorded, where that was asked for."""
         rows: dict[int, RowScores] = {}
         with self.keep_routing.schedule(batches, what, training=training) as schedule:
-            self._forward_backward(schedule, batches, loss, rows, scale=scale)
-            verified = schedule.verify()
+            with profiling.named("forward and backward" if training else "forward"):
+                self._forward_backward(schedule, batches, loss, rows, scale=scale)
+            with profiling.named("proof"):
+                verified = schedule.verify()
             recorded = schedule.recorded() if what.record else None
             differing = schedule.layers_differing()
         scored = [replace(rows[i], layers_differing_T=differing[i]) for i in sorted(rows)]
@@ -219,7 +222,8 @@ class MegatronTrainer:
             index = next(microbatches)
             if self.watch is not None:
                 self.watch(index, len(batches))
-            schedule.begin(index)
+            with profiling.named("replay"):
+                schedule.begin(index)
 
             def loss_function(hidden_1tH: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
                 total, scored = loss(hidden_1tH[0], self.head, index)

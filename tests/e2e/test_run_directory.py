@@ -64,6 +64,7 @@ def test_every_step_has_its_row_with_every_metric_of_its_stage(tiny: DoneRun) ->
     named = ("reward/mean", "accuracy/mean", "response/length_mean", "policy/entropy", "policy/clip_fraction")
     named += ("policy/ratio_p01", "policy/ratio_p50", "policy/ratio_p99", "kept/size_mean", "kept/size_p99")
     named += ("experts/load_max_over_mean", "throughput/tokens_per_second", "seconds/rollout", "seconds/step")
+    named += ("policy/loss", "throughput/model_flops_per_second")
     for row in rl:
         assert {*named, *(f"mismatch/{figure}" for figure in FIGURES)} <= row.keys()
         assert row["replay/rows_verified"] > 0

@@ -9,12 +9,13 @@ import pytest
 import tiny_moe
 from policy_rows import preset
 
+from moerl.batching.cost import SequenceCost
 from moerl.batching.packing import PackOptions
-from moerl.contract.batch import BatchTotals, Microbatch
+from moerl.contract.batch import BatchTotals, Microbatch, TextSample
 from moerl.contract.batch_wire import decode_batches, encode_batches
 from moerl.contract.parallel import ParallelDims
 from moerl.errors import ContractError
-from moerl.orchestration.batches import pack_minibatch, sampled_tokens
+from moerl.orchestration.batches import pack_minibatch, pack_text_minibatch, sampled_tokens
 
 RANKS = ParallelDims(data=2).ranks()
 
@@ -54,3 +55,13 @@ def test_what_an_algorithm_says_of_all_tokens_reaches_every_rank() -> None:
     trained = [batch for frame in minibatch.frames for batch in received(frame)[0]]
     mean = np.concatenate([batch.rollout_logprobs[batch.loss_mask] for batch in trained]).mean()
     assert told[0].facts["cov_mean_logprob"] == pytest.approx(float(mean), rel=1e-6)
+
+
+def test_a_minibatch_says_what_the_model_computes_for_it_however_it_is_packed() -> None:
+    cost = SequenceCost(linear=2.0, quadratic=1.0)
+    samples = tiny_moe.make_samples(3, (8, 9, 10))
+    expected = 3 * sum(2 * rows + rows**2 for rows in (7, 8, 9))
+    for tokens in (16, 64):
+        assert pack_minibatch(samples, RANKS, PackOptions(tokens, cost=cost), "reject").model_flops == expected
+    texts = [TextSample(np.arange(length, dtype=np.int32), np.arange(length) > 0) for length in (8, 9, 10)]
+    assert pack_text_minibatch(texts, RANKS, PackOptions(64, cost=cost)).model_flops == expected

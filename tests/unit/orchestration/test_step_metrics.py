@@ -14,15 +14,18 @@ from factories import FULL, make_trajectory
 from moerl.contract.batch import TrainSample
 from moerl.contract.parallel import ParallelDims, RankCoordinates
 from moerl.contract.shares import cut_share
-from moerl.contract.trainer import ROW_COLUMNS, UpdateReport
+from moerl.contract.trainer import ROW_COLUMNS, DeviceUse, UpdateReport
 from moerl.contract.trajectory import FinishReason, Trajectory
 from moerl.orchestration.rl import _split_groups
 from moerl.orchestration.step_metrics import (
     RowTable,
+    device_metrics,
     disagreement,
     load_metrics,
+    loss_metrics,
     policy_metrics,
     rollout_metrics,
+    speed_metrics,
     update_metrics,
 )
 from moerl.ranks.tables import local_rows
@@ -163,3 +166,32 @@ def test_minibatches_hold_whole_groups_in_order() -> None:
     assert ids(1) == ["a0 a1 a2 b0 c0 c1 d0 d1 d2 e0"]
     assert ids(2) == ["a0 a1 a2 b0 c0 c1", "d0 d1 d2 e0"]
     assert ids(9) == ["a0 a1 a2", "b0", "c0 c1", "d0 d1 d2", "e0"]
+
+
+H100 = DeviceUse("NVIDIA H100 80GB HBM3", 10, 20)
+
+
+def test_the_loss_of_a_step_is_the_mean_over_the_tokens_of_its_updates() -> None:
+    assert loss_metrics([3.0, -1.0], 4) == {"policy/loss": 0.5}
+    assert loss_metrics([], 4) == {}
+
+
+def test_memory_of_gpus_is_that_of_the_rank_that_had_most() -> None:
+    found = device_metrics([H100, DeviceUse("NVIDIA H100 80GB HBM3", 30, 15)])
+    assert found == {"memory/gpu_allocated_bytes": 30.0, "memory/gpu_reserved_bytes": 20.0}
+    assert device_metrics([]) == {}
+
+
+def test_utilisation_is_the_speed_of_a_rank_over_the_peak_of_its_gpu() -> None:
+    found = speed_metrics(989e12 * 4, 8.0, 2, [H100, H100], "bfloat16")
+    assert found == {"throughput/model_flops_per_second": 989e12 / 4, "throughput/mfu": 0.25}
+    check_metrics(found)
+
+
+@pytest.mark.parametrize(
+    ("devices", "dtype"),
+    [([], "float32"), ([H100], "float32"), ([H100, DeviceUse("Tesla T4", 1, 1)], "bfloat16")],
+    ids=["cpu", "float32", "unknown"],
+)
+def test_utilisation_is_left_out_if_the_peak_is_not_known(devices: list[DeviceUse], dtype: str) -> None:
+    assert speed_metrics(6.0, 2.0, 3, devices, dtype) == {"throughput/model_flops_per_second": 1.0}

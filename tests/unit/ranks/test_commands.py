@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import numpy as np
 import pytest
 
-from moerl.contract.commands import Array, Failure, Report, Save, Step, decode_command, encode
-from moerl.contract.trainer import PassReport, UpdateReport, sum_reports
+from moerl.contract.commands import Array, Failure, Reply, Report, Save, Step, decode_command, decode_reply, encode
+from moerl.contract.trainer import DeviceUse, PassReport, UpdateReport, sum_reports
 from moerl.errors import (
     ConfigError,
     ContractError,
@@ -50,6 +52,18 @@ def test_reports_of_ranks_add_up_in_rank_order():
     np.testing.assert_array_equal(both.rows_RC, np.concatenate([report(2).rows_RC, report(3).rows_RC]))
     np.testing.assert_array_equal(both.load_LE, report(2).load_LE + report(3).load_LE)
     assert (both.loss_sum, both.rows_verified) == (1.0, 6)
+
+
+def test_ranks_without_losses_leave_those_of_others_alone():
+    without = replace(report(2), loss_sum=None)
+    assert sum_reports([without, report(3), without]).loss_sum == 0.5
+    assert sum_reports([without, without]).loss_sum is None
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(Report.of(without)), type=Report).loss_sum is None
+
+
+def test_what_a_rank_says_of_its_device_comes_out_as_it_went_in():
+    reply = Reply(device=DeviceUse("NVIDIA H100 80GB HBM3", 1 << 40, 2 << 40))
+    assert decode_reply(encode(reply)) == reply
 
 
 def test_an_array_whose_bytes_do_not_fit_its_shape_is_refused():

@@ -15,7 +15,9 @@ from ranks import Ranks
 from torch import Tensor
 
 from moerl.contract.parallel import ParallelDims
+from moerl.contract.trainer import DeviceUse
 from moerl.models.description import describe
+from moerl.trainer import platform
 
 LENGTHS = (1, 7, 2, 33, 8, 64, 3)
 
@@ -161,3 +163,18 @@ def test_tokens_are_sorted_once_where_a_rank_has_all_experts(dims: ParallelDims,
     from moerl.trainer import platform
 
     assert platform.model_overrides(dims)["moe_token_dispatcher_type"] == dispatcher
+
+
+def test_a_cpu_has_no_use_of_a_device() -> None:
+    assert platform.device_use() is None
+
+
+def test_peaks_of_a_gpu_begin_anew_once_they_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    peaks = [7, 9]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: peaks[0])
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: peaks[1])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: peaks.__setitem__(slice(None), [1, 2]))
+    assert platform.device_use() == DeviceUse("NVIDIA H200", 7, 9)
+    assert platform.device_use() == DeviceUse("NVIDIA H200", 1, 2)

@@ -1,0 +1,21 @@
+"""How fast GPUs are at most, by the name that their driver gives. Pure; any process."""
+
+from __future__ import annotations
+
+import re
+
+PEAK_FLOPS = {
+    r"A100|A800": 312e12,
+    r"H100 PCIe": 756e12,
+    r"H100 80GB HBM3|H800|H200": 989e12,
+    r"H20": 148e12,
+    r"B200": 2250e12,
+}
+"""By names of GPUs, operations per second in bfloat16, dense, as NVIDIA's data sheets say."""
+
+
+def peak_flops(device: str) -> float | None:
+    """Returns operations per second in bfloat16 of a whole GPU; None for one that is not known, or a part of one."""
+    if "MIG" in device:
+        return None
+    return next((peak for names, peak in PEAK_FLOPS.items() if re.search(rf"\b({names})\b", device)), None)
