@@ -25,20 +25,18 @@ from moerl.config.command_texts import COMMANDS, DIAGNOSE, EXPORT, REPORT, SAMPL
 from moerl.config.stop_signals import STOPPED, GraceOverError, StopRequest, stop_signals
 from moerl.config.torch_start import before_cuda, before_torch
 from moerl.errors import CheckpointError, ConfigError, MoerlError, told
-from moerl.launch.arguments import Parser, add_plan_run_arguments, bandwidth, export_parser, gib_size, verify_parser
-from moerl.launch.arguments import options_text as _options_text
+from moerl.launch.arguments import Parser, export_parser, verify_parser
 from moerl.launch.arguments import short_help as _short_help
 from moerl.launch.going_on import can_go_on, how_to_go_on, is_finished
 from moerl.launch.launchers import refuse_other_launchers
 from moerl.launch.overview import FAMILIES, LAUNCH, SGLANG, family_overview, members, overview, which_command
+from moerl.launch.run_arguments import PLAN_MEMORY, PLAN_WEIGHTS, PLANS, run_help, run_parser
 from moerl.launch.run_lock import run_lock
 from moerl.printable import printable
 
 if TYPE_CHECKING:
     from moerl.config.schema import RunConfig
 
-PLAN_MEMORY, PLAN_WEIGHTS, PLAN_RUN = "plan memory", "plan weights", "plan run"
-PLANS = (PLAN_MEMORY, PLAN_WEIGHTS, PLAN_RUN)
 _INTERRUPTED = 130  # after Ctrl-C, as shells have it
 
 
@@ -106,9 +104,9 @@ def _dispatch(arguments: list[str]) -> int:
             expected=" or ".join(members(family)) if family else f"one of {', '.join(known)}",
             remedy=which_command(command, members(family) if family else known, family),
         )
-    options = _parser(command).parse_intermixed_args(rest)
+    options = run_parser(command).parse_intermixed_args(rest)
     if options.help:
-        print(_help(command, options.config_dir, all_keys=options.all))
+        print(run_help(command, options.config_dir, all_keys=options.all))
         return 0
     return _plan(command, options) if command in PLANS else _run(command, options)
 
@@ -354,47 +352,3 @@ def _verify(arguments: list[str]) -> int:
     from moerl.orchestration.verify import run_verify
 
     return run_verify(dump, model, tolerance=options.tolerance, version=options.version)
-
-
-def _parser(command: str) -> argparse.ArgumentParser:
-    parser = Parser(prog=f"moerl {command}", add_help=False)
-    parser.takes_keys = True
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
-    parser.add_argument("--config-dir", type=Path, metavar="DIR", help="directory with config groups of your own")
-    parser.add_argument("--show-config", action="store_true", help="print the resolved configuration and stop")
-    if command == "train":
-        parser.add_argument("-m", "--multirun", action="store_true", help="a run for each value of keys with several")
-    if command in (PLAN_WEIGHTS, PLAN_RUN):
-        links = {"gather": "of a sender's link to other trainer ranks", "engine": "of its link to engines"}
-        for link, text in links.items():
-            parser.add_argument(
-                f"--{link}-gb-per-second", type=bandwidth, default=50.0, metavar="GB", help=f"{text}, 50 if not said"
-            )
-    if command == PLAN_RUN:
-        add_plan_run_arguments(parser)
-    if command == PLAN_MEMORY:
-        parser.add_argument(
-            "--gpu-memory-gib", type=gib_size, default=80.0, metavar="GIB", help="memory of one device, 80 if not said"
-        )
-    parser.add_argument("--traceback", action="store_true", help="show where an error was raised")
-    parser.add_argument("-h", "--help", action="store_true", help="show this text")
-    parser.add_argument("--all", action="store_true", help="with --help: list every key")
-    return parser
-
-
-def _help(command: str, config_dir: Path | None, *, all_keys: bool) -> str:
-    from moerl.config.help_text import RESUME_TEXT, groups_text, keys_text
-
-    about = COMMANDS[command]
-    keys = () if all_keys else about.keys
-    parts = [
-        f"usage: moerl {command} [options] [GROUP=OPTION ...] [KEY=VALUE ...]",
-        f"moerl {command}: {about.summary}.\n\n{about.text}",
-        "examples:\n" + "\n".join(f"  {line}\n      {purpose}" for line, purpose in about.examples),
-        "options:\n" + _options_text(_parser(command)),
-        groups_text(config_dir, keys),
-        keys_text(keys),
-        *([RESUME_TEXT] if not keys or command == "sft" else []),
-        *([f"  `moerl {command} --help --all` lists every key."] if keys else []),
-    ]
-    return "\n\n".join(parts)

@@ -9,13 +9,15 @@ from dataclasses import dataclass
 class Command:
     """summary: one line. text: what it does and leaves behind. examples: (command line, what it is for).
 
-    keys: keys and sections that matter for it; empty where all do.
+    keys: keys and sections that matter for it; empty where all do. first_keys: keys of a first run, which a help of one
+    screen lists; empty if there is no such help.
     """
 
     summary: str
     text: str
     examples: tuple[tuple[str, str], ...]
     keys: tuple[str, ...] = ()
+    first_keys: tuple[str, ...] = ()
 
 
 _SAMPLING = ("rollout.dtype", "rollout.max_running", "rollout.max_new_tokens")
@@ -29,21 +31,25 @@ COMMANDS = {
         "checkpoints, rollouts in Parquet, PNG curves and report.html.",
         (
             ("moerl train recipe=demo", "two minutes on two idle cores"),
+            (
+                "moerl train recipe=pretrained_small model.path=DIR task.path=my.jsonl task.reward=my_rewards:score",
+                "a small model of your own; recipe=pretrained for a large one",
+            ),
+            ("moerl train resume=runs/wide", "go on after a stop"),
             ("moerl train recipe=laptop rl.group_size=16 run_dir=runs/wide", "change what you like"),
             (
                 "moerl train task=jsonl task.path=my.jsonl task.reward=my_rewards:score sft.steps=0"
                 " evaluation.dev_problems=10 evaluation.heldout_problems=10",
                 "a task of your own, with some 200 problems and my_rewards.py in the current directory",
             ),
-            (
-                "moerl train recipe=pretrained_small model.path=DIR task.path=my.jsonl task.reward=my_rewards:score",
-                "a small model of your own; recipe=pretrained for a large one",
-            ),
-            ("moerl train resume=runs/wide", "go on after a stop"),
             ("moerl train recipe=laptop run_dir=runs/job resume=auto", "start, or go on: for a job that is requeued"),
             ("moerl train resume=runs/wide rl.steps=160", "make it longer, also when it has finished"),
             ("moerl train resume=runs/wide parallel.tensor=2", "go on in another parallel layout"),
             ("moerl train -m recipe=laptop seed=1,2,3 sweep.dir=runs/seeds", "a run for each value; docs/sweeps.md"),
+        ),
+        first_keys=(
+            *("model.path", "task.path", "task.reward", "rl.steps", "rl.prompts_per_step", "rl.group_size"),
+            *("optimizer.lr", "rollout.max_new_tokens", "parallel.expert", "trainer.microbatch_tokens", "run_dir"),
         ),
     ),
     "sft": Command(

@@ -8,6 +8,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from moerl.config.foreign_keys import counterpart
 from moerl.config.moved import moved_key
 from moerl.config.reference import CHOICES, children, config_keys, describe, meant_keys
 from moerl.errors import ConfigError
@@ -36,16 +37,26 @@ def explain(error: ValidationError) -> ConfigError:
 
 
 def unknown_key(path: str) -> ConfigError:
-    """The error for a key that does not exist, with its new name or the key that was probably meant."""
+    """The error for a key that does not exist, with its new name, the key of another trainer's, or the key that was
+    probably meant."""
     moved = moved_key(path)
     if moved is not None:
         return moved
     meant = meant_keys(path)[:3]
+    is_ours = any(key.rpartition(".")[2] == path for key in meant)
+    foreign = counterpart(path)
+    if foreign is not None and not is_ours:
+        trainer, ours = foreign
+        return ConfigError(
+            f"{path}: a key of {trainer}",
+            expected=ours,
+            remedy=f"set {ours}=VALUE; `moerl train --help --all` says what it takes",
+        )
     siblings = children(path.rpartition(".")[0])
     return ConfigError(
         f"{path}: unknown key",
         expected=f"one of {', '.join(siblings)}" if siblings else None,
-        remedy=f"did you mean {' or '.join(meant)}?" if meant else "`moerl train --help` lists all keys",
+        remedy=f"did you mean {' or '.join(meant)}?" if meant else "`moerl train --help --all` lists all keys",
     )
 
 

@@ -64,6 +64,17 @@ def keys_text(keys: Sequence[str] = ()) -> str:
     return "\n".join(lines)
 
 
+def first_keys_text(keys: Sequence[str]) -> str:
+    """Keys with their default values, a line each; what a line does not hold of a meaning is left out."""
+    composed = compose_values([])
+    known = {key.path: key for key in config_keys()}
+    lines = ["first keys (KEY=VALUE; shown with the value they have when nothing else is said):"]
+    for path in keys:
+        meaning = textwrap.shorten(known[path].description, WIDTH - _KEY_WIDTH - 4, placeholder=" ...")
+        lines += _entry(f"{path}={_default(known[path], composed)}", meaning)
+    return "\n".join(lines)
+
+
 def _heading(key: Key) -> str:
     choice = _choice(key)
     if choice is not None and choice != "embedded":

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from moerl.config.command_texts import Command
+from moerl.config.foreign_keys import counterpart
 from moerl.errors import ConfigError
 
 TOLERANCE_NATS = 1e-4
@@ -25,9 +26,21 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         remedy = f"see `{self.prog} --help`"
-        if message.startswith("unrecognized arguments: --") and self.takes_keys:
-            remedy = f"keys have no dashes, as in recipe=laptop; {remedy}"
+        unknown = message.removeprefix("unrecognized arguments: ").split()[0]
+        if self.takes_keys and unknown != message.split()[0]:
+            remedy = _meant_by(unknown, remedy)
         raise ConfigError(f"command line: {message}", remedy=remedy)
+
+
+def _meant_by(option: str, otherwise: str) -> str:
+    """Returns the remedy for an option that a command with keys does not have."""
+    if option in ("--cfg", "-c"):
+        return "`--show-config` prints the resolved configuration"
+    foreign = counterpart(option)
+    if foreign is not None:
+        trainer, ours = foreign
+        return f"{trainer} has such an option; here it is {ours}=VALUE; {otherwise}"
+    return f"keys have no dashes, as in recipe=laptop; {otherwise}" if option.startswith("--") else otherwise
 
 
 def nats(text: str) -> float:

@@ -62,14 +62,36 @@ def test_the_help_of_a_command_has_examples_options_groups_and_keys(command: str
 
 
 @pytest.mark.parametrize("command", ALL_COMMANDS)
-def test_all_keys_are_in_the_help_of_train_and_on_demand_in_that_of_others(
-    command: str, capsys: pytest.CaptureFixture[str]
-):
-    assert cli.main([*command.split(), "--help", *([] if command == "train" else ["--all"])]) == 0
+def test_all_keys_are_in_the_help_of_a_command_on_demand(command: str, capsys: pytest.CaptureFixture[str]):
+    assert cli.main([*command.split(), "--help", "--all"]) == 0
     text = capsys.readouterr().out
     assert "rl.group_size=8" in text
     assert "optimizer.beta1=" in text
     assert "resume=RUN_DIR" in text
+
+
+def test_the_help_of_train_is_a_screen_and_says_where_the_rest_is(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["train", "--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 40
+    assert lines[-1] == "  `moerl train --help --all` lists every key."
+    listed = [line.split("=")[0].strip() for line in lines[lines.index("") :] if line.startswith("    ")]
+    assert {*cli.COMMANDS["train"].first_keys, "recipe"} <= set(listed)
+
+
+@pytest.mark.parametrize("option", ["--cfg", "-c"])
+def test_the_option_of_hydra_that_shows_a_configuration_is_answered_with_ours(
+    option: str, capsys: pytest.CaptureFixture[str]
+):
+    assert cli.main(["train", "recipe=tiny", option, "job"]) == 2
+    assert "remedy: `--show-config` prints the resolved configuration" in capsys.readouterr().err
+
+
+def test_an_option_of_another_trainer_is_answered_with_our_key(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["train", "--rollout-batch-size", "8"]) == 2
+    assert "slime has such an option; here it is rl.prompts_per_step=VALUE" in capsys.readouterr().err
+    assert cli.main(["train", "--no-such-option", "8"]) == 2
+    assert "keys have no dashes" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

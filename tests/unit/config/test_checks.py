@@ -229,5 +229,4 @@ def test_sampling_ahead_needs_an_engine_beside_the_trainer_and_a_window_needs_sa
 
 def test_a_step_to_profile_that_no_run_reaches_is_refused():
     assert load_config(["recipe=tiny", "trainer.profile_steps=[1,3]"], command="train").trainer.profile_steps == [1, 3]
-    message = error("recipe=tiny", "trainer.profile_steps=[1,4]")
-    assert "trainer.profile_steps: no such step; seen: 4; expected: at most rl.steps = 3" in message
+    assert error("recipe=tiny", "trainer.profile_steps=[1,4]") == "trainer.profile_steps: no such step"

@@ -1,0 +1,49 @@
+"""Keys of other trainers, answered with ours."""
+
+from __future__ import annotations
+
+import pytest
+
+from moerl.config.foreign_keys import FOREIGN_KEYS, counterpart
+from moerl.config.load import load_config
+from moerl.config.reference import is_known
+from moerl.errors import ConfigError
+
+ALL = [(trainer, name, ours) for trainer, keys in FOREIGN_KEYS.items() for name, ours in keys.items()]
+
+
+def error(override: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(["recipe=tiny", override], command="train")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("trainer", "name", "ours"), ALL, ids=lambda value: str(value))
+def test_a_key_of_another_trainer_has_one_of_ours(trainer: str, name: str, ours: str):
+    assert is_known(ours)
+    assert not is_known(name)
+    assert counterpart(name) == (trainer, ours)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("actor_rollout_ref.rollout.n=8", "actor_rollout_ref.rollout.n: a key of verl; expected: rl.group_size"),
+        ("data.train_batch_size=8", "a key of verl; expected: rl.prompts_per_step"),
+        ("algorithm.kl_ctrl.kl_coef=0.1", "a key of verl; expected: algorithm.kl_coef"),
+        ("+actor_rollout_ref.rollout.engine_kwargs.sglang.a=1", "a key of verl; expected: rollout.server_args"),
+        ("n_samples_per_prompt=8", "a key of slime; expected: rl.group_size"),
+        ("num_generations=8", "a key of TRL; expected: rl.group_size; remedy: set rl.group_size=VALUE"),
+    ],
+)
+def test_the_error_for_a_key_of_another_trainer_names_ours(override: str, said: str):
+    assert said in error(override)
+
+
+def test_a_name_that_is_ours_in_some_section_is_answered_with_that_section():
+    assert "did you mean optimizer.lr" in error("lr=1")
+
+
+@pytest.mark.parametrize("name", ["actor_rollout_ref", "zzz", "--zzz", "trainer.foo", ""])
+def test_what_no_trainer_has_has_no_counterpart(name: str):
+    assert counterpart(name) is None
