@@ -136,7 +136,6 @@ def _get_ready(command: str, options: argparse.Namespace, stack: ExitStack) -> i
     the lock of its directory, which the stack gives back; the exit status where nothing is to be run."""
     from moerl.config.auto_resume import resolve_auto
     from moerl.config.checks import config_notes
-    from moerl.config.hub import prepare_model
     from moerl.config.load import load_config, refuse_taken_run_dir, split_resume
     from moerl.config.recipes import recipe_text
 
@@ -147,11 +146,6 @@ def _get_ready(command: str, options: argparse.Namespace, stack: ExitStack) -> i
     if options.show_config:
         _show_config(config, options)
         return 0
-    from moerl.config.placement import controller_address
-    from moerl.launch.servers import prepare_for_servers
-
-    prepare_model(config.model)
-    prepare_for_servers(config.rollout, host=controller_address(config.launch))
     lock = stack.enter_context(run_lock(config.run_dir))
     if not resume:
         refuse_taken_run_dir(config)
@@ -159,12 +153,17 @@ def _get_ready(command: str, options: argparse.Namespace, stack: ExitStack) -> i
     elif is_auto and resolved.goes_on_unchanged and is_finished(config):
         print(f"the run in {config.run_dir} is finished: nothing to do")
         return 0
+    from moerl.config.placement import controller_address
+    from moerl.launch.checks.facts import facts_of_train
+    from moerl.launch.checks.listed import refuse
+    from moerl.launch.servers import listen_for_servers
+
     for note in [*resolved.notes, *config_notes(config)]:
         print(f"note: {note}", file=sys.stderr)
+    for note in refuse(facts_of_train(config)):
+        print(f"note: {note}", file=sys.stderr)
+    listen_for_servers(config.rollout, host=controller_address(config.launch))
     before_cuda(config.trainer.tf32)
-    from moerl.orchestration.preflight import check_task
-
-    check_task(config, command)
     # Seconds, in which a stop signal is welcome, too.
     importlib.import_module("moerl.orchestration.commands")
     return config, resume, lock
@@ -195,7 +194,7 @@ def _plan(command: str, options: argparse.Namespace) -> int:
     """A plan is made for `moerl train`, and starts nothing."""
     from moerl.config.hub import say_model
     from moerl.config.load import load_plan
-    from moerl.launch.plan import plan_memory
+    from moerl.launch.plan import machine_of_plan, plan_memory
     from moerl.launch.plan_weights import GB, plan_weights
     from moerl.weights.estimate import Bandwidths
 
@@ -205,14 +204,14 @@ def _plan(command: str, options: argparse.Namespace) -> int:
         return 0
     say_model(config.model)
     if command == PLAN_MEMORY:
-        return plan_memory(config, gpu_memory_gib=options.gpu_memory_gib)
+        return plan_memory(config, machine_of_plan(options))
     bandwidths = Bandwidths(options.gather_gb_per_second * GB, options.engine_gb_per_second * GB)
     if command == PLAN_WEIGHTS:
         return plan_weights(config, bandwidths)
     from moerl.launch.calibration import Device
     from moerl.launch.plan_run import Workload, plan_run
 
-    device = Device(options.tflops, options.memory_gb_per_second, options.mfu)
+    device = Device(options.tflops, options.memory_gb_per_second, options.mfu, options.gpu_memory_gib)
     workload = Workload(options.mean_tokens, round(options.prompt_tokens))
     return plan_run(config, run_dir=options.calibrate, device=device, workload=workload, bandwidths=bandwidths)
 

@@ -9,6 +9,9 @@ from pydantic import BeforeValidator, Field
 from moerl.contract.trajectory import MAX_KEPT_IDS
 from moerl.sections import Count, Decay, FilePath, NonNegative, PassedOn, Positive, Ranks, SamplerFloatName, Section
 
+CPU_POOL_TOKENS = 65536
+"""Tokens in the pool of a server on a CPU if `rollout.max_pool_tokens` is null."""
+
 
 class SamplingConfig(Section):
     """How responses are sampled, on every engine."""

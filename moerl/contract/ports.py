@@ -250,13 +250,21 @@ class Task(Protocol):
         return [prompt.text for prompt in self.prompts("train", min(count, self.size("train")))]
 
     def check(self, *, num_demonstrations: int) -> None:
-        """Tries data and reward once, before a run starts and torch is loaded.
+        """Looks at the data once, before a run starts and torch is loaded.
 
         Args:
             num_demonstrations: training prompts that a cold start will ask demonstrations of; 0 without one.
 
         Raises:
-            ConfigError: A demonstration is missing, or the reward fails.
+            ConfigError: A demonstration is missing, or there are no prompts.
+        """
+        return
+
+    def try_rewards(self) -> None:
+        """Asks for the rewards of one response, before a run starts and torch is loaded.
+
+        Raises:
+            ConfigError: A reward fails.
         """
         return
 

@@ -59,6 +59,14 @@ def positive(text: str) -> float:
     return value
 
 
+def whole(text: str) -> int:
+    """A whole number above 0; argparse names this function where the text is none."""
+    value = int(text)
+    if value < 1:
+        raise ValueError(text)
+    return value
+
+
 def gib_size(text: str) -> float:
     """A size in GiB; argparse names this function where the text is none."""
     return positive(text)
@@ -101,7 +109,25 @@ def verify_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def add_plan_run_arguments(parser: argparse.ArgumentParser) -> None:
+def add_plan_arguments(parser: argparse.ArgumentParser, kind: str) -> None:
+    """Adds the options of `moerl plan KIND`: memory, weights or run."""
+    add = parser.add_argument
+    if kind != "memory":
+        for link, text in (
+            ("gather", "of a sender's link to other trainer ranks"),
+            ("engine", "of its link to engines"),
+        ):
+            add(f"--{link}-gb-per-second", type=bandwidth, default=50.0, metavar="GB", help=f"{text}, 50 if not said")
+    if kind != "weights":
+        add("--gpu-memory-gib", type=gib_size, default=80.0, metavar="GIB", help="memory of one device, 80 if not said")
+    if kind == "run":
+        _add_plan_run_arguments(parser)
+    elif kind == "memory":
+        add("--gpus-per-node", type=whole, default=8, metavar="N", help="devices of one machine, 8 if not said")
+        add("--host-memory-gib", type=gib_size, metavar="GIB", help="memory of one machine; shown alone if not said")
+
+
+def _add_plan_run_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `moerl plan run`."""
     parser.add_argument(
         "--calibrate", type=Path, metavar="RUN_DIR", help="take costs and lengths from this synchronous run"

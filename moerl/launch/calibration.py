@@ -17,8 +17,10 @@ from moerl.buffer.simulation import Fleet, StepCosts
 from moerl.config.checks import describe_model
 from moerl.config.load import CONFIG_FILE, load_resolved
 from moerl.config.memory import total_parameters
-from moerl.config.rollouts import EmbeddedRolloutConfig
+from moerl.config.rollouts import EmbeddedRolloutConfig, SGLangRolloutConfig
+from moerl.config.run_memory import GIB, Machine, server_problem
 from moerl.config.schema import RunConfig
+from moerl.config.server_memory import cache_token_bytes, engine_memory, pool_tokens
 from moerl.contract.disk import read_parquet
 from moerl.errors import ConfigError
 from moerl.telemetry.sinks import METRICS_FILE, read_rows
@@ -50,11 +52,12 @@ class Calibration:
 @dataclass(frozen=True, slots=True)
 class Device:
     """tflops: dense, in the precision of the weights. memory_gb_per_second: of its own memory. mfu: share of `tflops`
-    that training reaches."""
+    that training reaches. memory_gib: of its own memory."""
 
     tflops: float
     memory_gb_per_second: float
     mfu: float
+    memory_gib: float
 
 
 def calibrate(run_dir: Path) -> Calibration:
@@ -102,6 +105,26 @@ def fleet_of(config: RunConfig) -> Fleet:
     return Fleet(max(1, config.rollout.num_servers), config.rollout.max_running)
 
 
+def fleet_on(config: RunConfig, device: Device, row_tokens: float) -> Fleet:
+    """Returns the engines of a run with as many responses side by side as the caches of their servers hold.
+
+    Args:
+        row_tokens: of a sequence on average, prompt included.
+
+    Raises:
+        ConfigError: a server could not finish one response.
+    """
+    fleet, rollout = fleet_of(config), config.rollout
+    if not isinstance(rollout, SGLangRolloutConfig):
+        return fleet
+    machine = Machine(device.memory_gib * GIB)
+    problem = server_problem(config, machine)
+    if problem is not None:
+        raise problem
+    tokens = pool_tokens(rollout, engine_memory(config, describe_model(config)), machine.gpu_bytes)
+    return Fleet(fleet.engines, min(fleet.max_running, max(1, int(tokens / row_tokens))))
+
+
 def estimate(
     config: RunConfig, device: Device, publish_seconds: float, *, mean_tokens: float, prompt_tokens: int
 ) -> StepCosts:
@@ -118,7 +141,7 @@ def estimate(
     operations = device.tflops * 1e12
     memory = device.memory_gb_per_second * 1e9 * DECODE_EFFICIENCY * engine_devices
     token = cost.linear / (operations * PREFILL_EFFICIENCY * engine_devices)
-    cache_row = 4 * model.num_layers * model.num_key_value_heads * model.head_dim * (prompt_tokens + mean_tokens / 2)
+    cache_row = engine_devices * cache_token_bytes(model, engine_devices, 2) * (prompt_tokens + mean_tokens / 2)
     return StepCosts(
         decode_step=2 * total_parameters(model) / memory,
         decode_row=cache_row / memory + token,

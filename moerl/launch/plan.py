@@ -1,9 +1,11 @@
-"""``moerl plan memory``: what a rank of a layout has to hold, before a machine is asked for. Torch-free; a login node.
+"""``moerl plan memory``: what GPUs and hosts have to hold, before a machine is asked for. Torch-free; a login node.
 
-The numbers are worked out in `moerl.config.memory`; this module prints them.
+The numbers are worked out in `moerl.config.memory` and `moerl.config.run_memory`; this module prints them.
 """
 
 from __future__ import annotations
+
+import argparse
 
 from rich.console import Console
 from rich.table import Table
@@ -11,14 +13,25 @@ from rich.table import Table
 from moerl.config.checks import describe_model, layout_load
 from moerl.config.layouts import as_overrides, nearest_layouts
 from moerl.config.memory import USABLE_SHARE, RankMemory, heaviest_rank, needs_of, total_parameters
+from moerl.config.run_memory import GIB, MOMENTS_OF_A_RUN, Machine, checkpoint_bytes, fits_with, places
 from moerl.config.schema import RunConfig
 from moerl.contract.parallel import ParallelDims
+from moerl.launch.checks.facts import Facts
+from moerl.launch.checks.listed import look
 
-GIB = 2**30
+
+def machine_of_plan(options: argparse.Namespace) -> Machine:
+    """Returns the machine that the options of `moerl plan memory` describe."""
+    host = options.host_memory_gib
+    return Machine(options.gpu_memory_gib * GIB, options.gpus_per_node, host_bytes=None if host is None else host * GIB)
 
 
-def plan_memory(config: RunConfig, *, gpu_memory_gib: float) -> int:
-    """Prints the memory of the heaviest rank; exit status 0 where it fits a device of `gpu_memory_gib`, 1 where not."""
+def plan_memory(config: RunConfig, machine: Machine) -> int:
+    """Prints what the fullest GPUs and the fullest host hold; exit status 0 if all of it fits, 1 if not.
+
+    Args:
+        machine: its GPUs and hosts; for a run on CPUs there are no GPUs.
+    """
     sizes, dims, needs = describe_model(config), config.parallel.dims, needs_of(config)
     rank = heaviest_rank(sizes, dims, needs)
     console = Console(soft_wrap=True, highlight=False)
@@ -28,25 +41,38 @@ def plan_memory(config: RunConfig, *, gpu_memory_gib: float) -> int:
         f" distributed optimizer {config.trainer.distributed_optimizer}"
     )
     console.print(_table(rank, dims))
-    usable = USABLE_SHARE * gpu_memory_gib
-    total = rank.total_bytes / GIB
-    if rank.fits(gpu_memory_gib * GIB):
-        console.print(f"fits: {total:.1f} GiB of the {usable:.1f} GiB that may be filled of {gpu_memory_gib:g} GiB")
-        return 0
-    console.print(f"does not fit: {total:.1f} GiB, and {usable:.1f} GiB may be filled of {gpu_memory_gib:g} GiB")
+    console.print(_places_table(config, machine))
+    num_bytes = checkpoint_bytes(config)
+    console.print(f"a checkpoint: {num_bytes / 1e9:.1f} GB; {num_bytes / 1e9:,.0f} s at 1 GB/s of disk")
+    found = look(Facts("plan", config, machine))
+    for check in found:
+        if check.level == "yellow":
+            console.print(f"note: {check.name}: {check.seen}; remedy: {check.remedy}", markup=False)
+        elif check.level == "red":
+            console.print(
+                f"does not fit: {check.seen}; expected: {check.expected}; remedy: {check.remedy}", markup=False
+            )
+    if any(check.level == "red" and check.name == "memory of GPUs" for check in found):
+        _show_layouts(config, machine, console)
+    return 1 if any(check.level == "red" for check in found) else 0
+
+
+def _show_layouts(config: RunConfig, machine: Machine, console: Console) -> None:
+    """Prints layouts of as many devices that fit, or what else takes less memory."""
+    assert machine.gpu_bytes is not None
+    gpu_bytes, sizes, dims, needs = machine.gpu_bytes, describe_model(config), config.parallel.dims, needs_of(config)
     near = nearest_layouts(
         dims,
         sizes,
         layout_load(config),
         world_size=dims.world_size,
-        accept=lambda other: heaviest_rank(sizes, other, needs).fits(gpu_memory_gib * GIB),
+        accept=lambda other: fits_with(config, other, gpu_bytes),
     )
     for other in near:
         gib = heaviest_rank(sizes, other, needs).total_bytes / GIB
-        console.print(f"  fits with {gib:.1f} GiB: {as_overrides(other, dims)}")
+        console.print(f"  a rank of {gib:.1f} GiB fits: {as_overrides(other, dims)}")
     if not near:
         console.print(f"  no layout of {dims.world_size} devices fits: {_ways_out(config)}")
-    return 1
 
 
 def _ways_out(config: RunConfig) -> str:
@@ -76,4 +102,19 @@ def _table(rank: RankMemory, dims: ParallelDims) -> Table:
             table.add_row(name, "", f"{size / GIB:.2f}")
     table.add_section()
     table.add_row("total", f"{sum(rank.parameters.values()) / 1e6:,.1f}M", f"{rank.total_bytes / GIB:.2f}")
+    return table
+
+
+def _places_table(config: RunConfig, machine: Machine) -> Table:
+    """What is held where, at the two moments that count."""
+    table = Table(title="the fullest GPU of each kind, and the fullest host", title_justify="left")
+    for title in ("where", "what", "sampling, GiB", "training, GiB", "may be filled"):
+        table.add_column(title, justify="left" if title in ("where", "what") else "right")
+    for place in places(config, machine):
+        table.add_section()
+        for each in place.holdings:
+            sizes = (f"{each.num_bytes / GIB:.2f}" if m in each.moments else "" for m in MOMENTS_OF_A_RUN)
+            table.add_row(place.name, each.what, *sizes, "")
+        room = "not known" if place.room_bytes is None else f"{USABLE_SHARE * place.room_bytes / GIB:.1f}"
+        table.add_row(place.name, "total", *(f"{place.at(m) / GIB:.2f}" for m in MOMENTS_OF_A_RUN), room)
     return table

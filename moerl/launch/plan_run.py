@@ -15,10 +15,10 @@ from rich.progress import track
 from rich.table import Table
 
 from moerl.buffer.queue import QueueLimits
-from moerl.buffer.simulation import Simulated, StepCosts, drawn_from, long_tailed, simulate
+from moerl.buffer.simulation import Fleet, Simulated, StepCosts, drawn_from, long_tailed, simulate
 from moerl.config.layouts import as_overrides
 from moerl.config.schema import RunConfig
-from moerl.launch.calibration import Calibration, Device, calibrate, estimate, fleet_of
+from moerl.launch.calibration import Calibration, Device, calibrate, estimate, fleet_of, fleet_on
 from moerl.launch.plan_weights import update_seconds
 from moerl.weights.estimate import Bandwidths
 
@@ -52,12 +52,14 @@ def plan_run(
     """
     console = Console(soft_wrap=True, highlight=False)
     calibration = None if run_dir is None else calibrate(run_dir)
+    fleet = fleet_of(config)
     if calibration is None:
+        fleet = fleet_on(config, device, workload.prompt_tokens + workload.mean_tokens)
         publish = update_seconds(config, bandwidths)
         costs = estimate(
             config, device, publish, mean_tokens=workload.mean_tokens, prompt_tokens=workload.prompt_tokens
         )
-        console.print(_assumptions(config, device, workload))
+        console.print(_assumptions(config, device, workload, fleet))
     else:
         costs = calibration.costs
         console.print(
@@ -65,13 +67,19 @@ def plan_run(
             f" lengths of {len(calibration.lengths)} responses in its dumps"
         )
     console.print(_parts(costs))
-    console.print(_table(config, costs, lambda: _lengths(config, calibration, workload), console))
+    console.print(_table(config, fleet, costs, lambda: _lengths(config, calibration, workload), console))
     return 0
 
 
-def predict(config: RunConfig, limits: QueueLimits, costs: StepCosts, length: Callable[[], int]) -> Simulated:
-    """What a run of this configuration would do with these slots, costs and lengths."""
-    return simulate(limits, fleet_of(config), costs, group_size=config.rl.group_size, length=length)
+def predict(
+    config: RunConfig, limits: QueueLimits, costs: StepCosts, length: Callable[[], int], fleet: Fleet | None = None
+) -> Simulated:
+    """Returns what a run of this configuration would do with these slots, costs and lengths.
+
+    Args:
+        fleet: engines; None for those of the configuration, if the memory of their devices is no limit.
+    """
+    return simulate(limits, fleet or fleet_of(config), costs, group_size=config.rl.group_size, length=length)
 
 
 def _lengths(config: RunConfig, calibration: Calibration | None, workload: Workload) -> Callable[[], int]:
@@ -81,11 +89,12 @@ def _lengths(config: RunConfig, calibration: Calibration | None, workload: Workl
     return long_tailed(workload.mean_tokens, config.rollout.max_new_tokens, config.seed)
 
 
-def _assumptions(config: RunConfig, device: Device, workload: Workload) -> str:
-    fleet = fleet_of(config)
+def _assumptions(config: RunConfig, device: Device, workload: Workload, fleet: Fleet) -> str:
+    asked = config.rollout.max_running
+    limit = f" (of {asked}: more do not fit the cache)" if fleet.max_running < asked else ""
     return (
         f"{config.parallel.world_size} devices train ({as_overrides(config.parallel.dims)}), {fleet.engines} engines of"
-        f" {getattr(config.rollout, 'tensor', 1)} sample {fleet.max_running} responses each; a device has"
+        f" {getattr(config.rollout, 'tensor', 1)} sample {fleet.max_running} responses each{limit}; a device has"
         f" {device.tflops:g} TFLOP/s, {device.mfu:.0%} of which training reaches, and {device.memory_gb_per_second:g}"
         f" GB/s\nprompts of {workload.prompt_tokens} tokens, responses of {workload.mean_tokens:g} on average,"
         f" log-normal, at most {config.rollout.max_new_tokens}"
@@ -100,7 +109,9 @@ def _parts(costs: StepCosts) -> str:
     )
 
 
-def _table(config: RunConfig, costs: StepCosts, lengths: Callable[[], Callable[[], int]], console: Console) -> Table:
+def _table(
+    config: RunConfig, fleet: Fleet, costs: StepCosts, lengths: Callable[[], Callable[[], int]], console: Console
+) -> Table:
     """One row for each setting, that of the configuration marked; the same lengths in all."""
     own, per_step = config.queue_limits(), config.rl.prompts_per_step
     settings = [QueueLimits(per_step, staleness) for staleness in STALENESS]
@@ -112,7 +123,7 @@ def _table(config: RunConfig, costs: StepCosts, lengths: Callable[[], Callable[[
     base = 0.0
     rows = list(dict.fromkeys([*settings, own]))
     for limits in track(rows, "simulating", console=console, transient=True, disable=not console.is_terminal):
-        found = predict(config, limits, costs, lengths())
+        found = predict(config, limits, costs, lengths(), fleet)
         base = base or found.tokens_per_second
         table.add_row(
             str(limits.max_staleness),

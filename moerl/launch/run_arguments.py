@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moerl.config.command_texts import COMMANDS
-from moerl.launch.arguments import Parser, add_plan_run_arguments, bandwidth, gib_size, options_text
+from moerl.launch.arguments import Parser, add_plan_arguments, options_text
 
 PLAN_MEMORY, PLAN_WEIGHTS, PLAN_RUN = "plan memory", "plan weights", "plan run"
 PLANS = (PLAN_MEMORY, PLAN_WEIGHTS, PLAN_RUN)
@@ -22,20 +22,8 @@ def run_parser(command: str) -> argparse.ArgumentParser:
     parser.add_argument("--show-config", action="store_true", help="print the resolved configuration and stop")
     if command == "train":
         parser.add_argument("-m", "--multirun", action="store_true", help="a run for each value of keys with several")
-    if command in (PLAN_WEIGHTS, PLAN_RUN):
-        for link, text in (
-            ("gather", "of a sender's link to other trainer ranks"),
-            ("engine", "of its link to engines"),
-        ):
-            parser.add_argument(
-                f"--{link}-gb-per-second", type=bandwidth, default=50.0, metavar="GB", help=f"{text}, 50 if not said"
-            )
-    if command == PLAN_RUN:
-        add_plan_run_arguments(parser)
-    if command == PLAN_MEMORY:
-        parser.add_argument(
-            "--gpu-memory-gib", type=gib_size, default=80.0, metavar="GIB", help="memory of one device, 80 if not said"
-        )
+    if command in PLANS:
+        add_plan_arguments(parser, command.removeprefix("plan "))
     parser.add_argument("--traceback", action="store_true", help="show where an error was raised")
     parser.add_argument("-h", "--help", action="store_true", help="show this text")
     parser.add_argument("--all", action="store_true", help="with --help: list every key")

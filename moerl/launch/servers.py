@@ -1,4 +1,4 @@
-"""What a run needs of its SGLang servers, checked before anything of the run starts. Torch-free; first process."""
+"""Addresses of the SGLang servers of a run, before anything of the run starts. Torch-free; first process."""
 
 from __future__ import annotations
 
@@ -9,43 +9,32 @@ from urllib.parse import urlsplit
 
 from moerl.config.interfaces import interface_variables, own_address
 from moerl.config.placement import LOOPBACK_ADDRESS
-from moerl.config.rollouts import RolloutConfig, ServerRolloutConfig, SGLangRolloutConfig
+from moerl.config.rollouts import RolloutConfig, ServerRolloutConfig
 from moerl.errors import EngineError
 from moerl.rollout.fleet.endpoint import Endpoint, read_endpoint
-from moerl.rollout.sglang.install import device_of, site_packages
-from moerl.rollout.sglang.patches import verify_installation
 from moerl.rollout.sglang.server import answers_health
-from moerl.rollout.sglang.server_args import check_server_args
 
 
-def prepare_for_servers(
+def listen_for_servers(
     rollout: RolloutConfig, environment: MutableMapping[str, str] = os.environ, *, host: str = LOOPBACK_ADDRESS
 ) -> None:
-    """Checks what servers will need, and has process groups of this run listen where its servers are met.
+    """Has process groups of this run listen where its servers are met.
 
     Args:
         environment: of this process; its ranks inherit it.
         host: address of this machine for servers of our own.
 
     Raises:
-        EngineError: the servers' environment is missing or not this version's; a server file is missing or unreadable,
-            or of a server that has ended; an argument that is passed on is unknown there.
+        EngineError: a server file is missing or unreadable.
     """
     address = host
-    if isinstance(rollout, SGLangRolloutConfig):
-        device_of(rollout.environment)
-        verify_installation(site_packages(rollout.environment))
-        check_server_args(rollout.environment, rollout.server_args)
-    elif isinstance(rollout, ServerRolloutConfig):
-        endpoints = [read_endpoint(file) for file in rollout.server]
-        for endpoint in endpoints:
-            _refuse_ended(endpoint)
-        address = _met_at(endpoints)
+    if isinstance(rollout, ServerRolloutConfig):
+        address = _met_at([read_endpoint(file) for file in rollout.server])
     environment.update(interface_variables(address, environment))
 
 
-def _refuse_ended(endpoint: Endpoint) -> None:
-    """A server that starts is waited for; one whose process is gone never answers."""
+def refuse_ended(endpoint: Endpoint) -> None:
+    """Raises `EngineError` if the process of a server of this machine is gone; a server that starts is waited for."""
     parts = urlsplit(endpoint.url)
     is_here = ip_address(parts.hostname or "").is_loopback
     if is_here and endpoint.pid > 0 and not _is_running(endpoint.pid) and not answers_health(endpoint):

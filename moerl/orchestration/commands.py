@@ -16,6 +16,7 @@ from moerl.config.engine_memory import check_shared_device
 from moerl.config.hub import hub_model
 from moerl.config.load import CONFIG_FILE, dump_config
 from moerl.config.model_files import INITIAL_MODEL
+from moerl.config.problems import check_problems
 from moerl.config.schema import RunConfig
 from moerl.config.stop_signals import STOPPED, StopRequest
 from moerl.contract.disk import write_parquet
@@ -36,7 +37,6 @@ from moerl.orchestration.engines import MakeProcess, begun_early, engine_memory,
 from moerl.orchestration.evaluation import Evaluation, evaluate
 from moerl.orchestration.history import take_changes
 from moerl.orchestration.models import build_model, new_tokenizer, read_tokenizer
-from moerl.orchestration.preflight import check_problems
 from moerl.orchestration.reporting import Reporter, make_reporter
 from moerl.orchestration.rl import STAGE as RL
 from moerl.orchestration.rl import RLStage

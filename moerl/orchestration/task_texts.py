@@ -9,10 +9,10 @@ from collections.abc import Iterable, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
+from moerl.config.problems import wanted_problems
 from moerl.config.schema import RunConfig
-from moerl.contract.ports import Prompt, Task, WorkedTask
+from moerl.contract.ports import DemonstrationTask, Prompt, Task, WorkedTask
 from moerl.errors import ConfigError
-from moerl.orchestration.preflight import demonstrations, wanted_problems
 from moerl.orchestration.tokenizer import encode_checked
 
 
@@ -34,7 +34,7 @@ def check_prompts(
         _check_length(task, prompt, length, "rollout.max_new_tokens", config.rollout.max_new_tokens, max_positions)
     if command not in ("train", "sft") or config.sft.steps == 0:
         return
-    for prompt, response in demonstrations(config, task):
+    for prompt, response in _demonstrations(config, task):
         length = lengths.get(prompt.prompt_id) or len(_encoded(task, prompt, prompt.text, tokenizer))
         num_learned = len(_encoded(task, prompt, response, tokenizer)) + 1
         _check_length(task, prompt, length, "demonstration and its end", num_learned, max_positions)
@@ -74,3 +74,16 @@ def _check_length(
             expected=f"at most {max_positions} tokens",
             remedy="shorten or remove the problem, lower rollout.max_new_tokens, or take a model for longer sequences",
         )
+
+
+def _demonstrations(config: RunConfig, task: Task) -> list[tuple[Prompt, str]]:
+    """Returns what a cold start learns from. Raises `ConfigError` if the task does not have that much."""
+    if not isinstance(task, DemonstrationTask):
+        raise ConfigError(
+            "sft.steps: the task has no demonstrations to learn from",
+            seen=config.task.name,
+            expected="a task that writes worked solutions, or a JSONL with responses (task.response_key)",
+            remedy="set sft.steps=0, or give the task demonstrations",
+        )
+    prompts = task.prompts("train", config.sft.num_examples)
+    return list(zip(prompts, task.demonstrations(prompts, config.seed), strict=True))

@@ -13,7 +13,7 @@ from moerl.tasks.data.section import SetEntry, SetKeys, SetName, check_place, ch
 from moerl.tasks.data.splits import Cut
 from moerl.tasks.data.task import RowsTask
 from moerl.tasks.rewards.make import check_rewards, make_scorer
-from moerl.tasks.rewards.section import Reward, RewardName
+from moerl.tasks.rewards.section import FunctionReward, JudgeReward, Reward, RewardName
 from moerl.tasks.section import TaskSection
 
 _NOT_OPTIONS = ("conversation", "messages", "tools", "documents", "chat_template", "tokenize", "add_generation_prompt")
@@ -57,6 +57,22 @@ class DatasetTaskConfig(SetKeys, TaskSection):
     @property
     def longest_prompt(self) -> int | None:
         return self.max_prompt_tokens
+
+    @property
+    def own_functions(self) -> tuple[str, ...]:
+        return tuple(each.function for each in self.rewards.values() if isinstance(each, FunctionReward))
+
+    @property
+    def judges(self) -> tuple[str, ...]:
+        return tuple(each.url for each in self.rewards.values() if isinstance(each, JudgeReward))
+
+    @property
+    def streams(self) -> tuple[str, ...]:
+        return tuple(each.hub for each in data_sets(self, self.sets) if each.hub is not None and each.streaming)
+
+    @property
+    def hub_sets(self) -> tuple[str, ...]:
+        return tuple(each.hub for each in data_sets(self, self.sets) if each.hub is not None and not each.streaming)
 
     def open(self) -> RowsTask:
         sets = data_sets(self, self.sets)

@@ -44,6 +44,10 @@ class JsonlTaskConfig(TaskSection):
         description="Most memory of one process of the reward function, and of each that it starts; at least 128 MiB."
     )
 
+    @property
+    def own_functions(self) -> tuple[str, ...]:
+        return (self.reward,)
+
     def open(self) -> JsonlTask:
         return JsonlTask(self)
 

@@ -31,6 +31,26 @@ class TaskSection(Section):
         """Tokens; longer prompts are left out. None = none is."""
         return None
 
+    @property
+    def own_functions(self) -> tuple[str, ...]:
+        """Reward functions of the user's own code, as package.module:function."""
+        return ()
+
+    @property
+    def judges(self) -> tuple[str, ...]:
+        """Addresses of models that rewards ask."""
+        return ()
+
+    @property
+    def streams(self) -> tuple[str, ...]:
+        """Data sets of the hub that are read over the network whenever the task is opened."""
+        return ()
+
+    @property
+    def hub_sets(self) -> tuple[str, ...]:
+        """Data sets of the hub, which opening the task fetches into its cache."""
+        return ()
+
     @abstractmethod
     def open(self) -> Task:
         """The task; close it. Raises `ConfigError` where its data is unusable."""

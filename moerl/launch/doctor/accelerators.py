@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from moerl.launch.doctor.check import Check, green
+from moerl.launch.checks.gpus import Gpu, last_line
+from moerl.launch.checks.outcome import Check, green
 
 AREA = "accelerators"
-SMI_SECONDS, TORCH_SECONDS = 30.0, 300.0
+TORCH_SECONDS = 300.0
 BUSY_SHARE = 0.05
 """Of a GPU's memory, in use by others before a run starts, from which it is worth a note."""
-_QUERY = ("nvidia-smi", "--query-gpu=name,driver_version,memory.total,memory.used", "--format=csv,noheader,nounits")
-_DEVICE = Path("/dev/nvidiactl")
 _PROBE = """
 import json, torch
 cuda, nccl = torch.cuda, None
@@ -29,16 +26,6 @@ print(json.dumps({"version": torch.__version__, "cuda": torch.version.cuda, "ncc
                   "gloo": torch.distributed.is_available() and torch.distributed.is_gloo_available()}))
 """
 _ENGINES = ("transformer-engine", "transformer-engine-torch")
-
-
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    """As the driver's tool lists it. Memory in MiB."""
-
-    name: str
-    driver: str
-    total_mib: float
-    used_mib: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,28 +53,6 @@ def accelerator_checks(gpus: Sequence[Gpu] | str, torch: Torch | str, installed:
     ]
 
 
-def query_gpus(command: Sequence[str] = _QUERY) -> list[Gpu] | str:
-    """The GPUs that the driver's tool lists, none where there is no tool; a text where the tool fails."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=SMI_SECONDS)
-    except FileNotFoundError:
-        return f"{_DEVICE} is there, and no nvidia-smi" if _DEVICE.exists() else []
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"nvidia-smi: {error}"
-    if done.returncode != 0:
-        return f"nvidia-smi ended with {done.returncode}: {_last_line(done.stdout + done.stderr)}"
-    return read_gpus(done.stdout)
-
-
-def read_gpus(text: str) -> list[Gpu] | str:
-    """What `query_gpus` reads, from its output; a text where that cannot be read."""
-    try:
-        rows = [[cell.strip() for cell in row] for row in csv.reader(text.splitlines()) if row]
-        return [Gpu(name, driver, float(total), float(used)) for name, driver, total, used in rows]
-    except ValueError:
-        return f"nvidia-smi: {text[:200]!r}"
-
-
 def ask_torch(python: str = sys.executable) -> Torch | str:
     """Torch as a process of `python` sees it; a text where it cannot be imported."""
     try:
@@ -99,7 +64,7 @@ def ask_torch(python: str = sys.executable) -> Torch | str:
     try:
         return Torch(**json.loads(done.stdout))
     except (ValueError, TypeError):
-        return _last_line(done.stderr) or f"torch answered {done.stdout[:200]!r}"
+        return last_line(done.stderr) or f"torch answered {done.stdout[:200]!r}"
 
 
 def check_gpus(gpus: Sequence[Gpu] | str, torch: Torch | None) -> Check:
@@ -148,7 +113,3 @@ def check_transformer_engine(gpus: Sequence[Gpu] | str, installed: Mapping[str, 
         return green(AREA, "Transformer Engine", "absent; CPU machines need none")
     remedy = "`make gpu` in a checkout, or pip install --no-build-isolation 'moerl[gpu]'"
     return Check(AREA, "Transformer Engine", "red", "absent", "installed, where there are GPUs", remedy)
-
-
-def _last_line(text: str) -> str:
-    return (text.strip().splitlines() or [""])[-1][:300]

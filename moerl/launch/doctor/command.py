@@ -12,12 +12,16 @@ from rich.console import Console
 
 from moerl.config.command_texts import DOCTOR
 from moerl.config.load import load_plan
+from moerl.config.rollouts import ServerRolloutConfig, SGLangRolloutConfig
+from moerl.config.run_memory import Machine, checkpoint_bytes
 from moerl.config.schema import RunConfig
 from moerl.errors import ConfigError
 from moerl.launch.arguments import Parser, positive, short_help
-from moerl.launch.doctor import accelerators, machine, needs, packages, servers, shared
-from moerl.launch.doctor.accelerators import Gpu
-from moerl.launch.doctor.check import Check, worst
+from moerl.launch.checks.facts import Facts, host_bytes
+from moerl.launch.checks.gpus import Gpu, query_gpus
+from moerl.launch.checks.listed import look
+from moerl.launch.checks.outcome import Check, worst
+from moerl.launch.doctor import accelerators, machine, packages, servers, shared
 from moerl.launch.doctor.show import show
 from moerl.launch.sglang import ENVIRONMENT
 
@@ -33,7 +37,7 @@ def doctor(arguments: list[str]) -> int:
     options = parser().parse_intermixed_args(arguments)
     _check_options(options)
     config = load_plan(options.overrides, config_dir=options.config_dir) if options.overrides else None
-    gpus = accelerators.query_gpus()
+    gpus = query_gpus()
     checks = [*_installation(options, config, gpus), *_machine(options, config, gpus)]
     if options.shared is not None:
         checks += _shared(options)
@@ -73,31 +77,46 @@ def _check_options(options: argparse.Namespace) -> None:
 
 def _installation(options: argparse.Namespace, config: RunConfig | None, gpus: list[Gpu] | str) -> list[Check]:
     """Packages, accelerators, servers and keys."""
-    of_run = None if config is None else needs.environment_of(config)
-    environment = (options.env or of_run or ENVIRONMENT).resolve()
     home, hub = Path.home(), os.environ.get("HF_HOME")
     files = servers.token_files(home, Path(hub) if hub else None)
+    named = options.env or (None if config is not None and _starts_servers(config) else ENVIRONMENT)
     return [
         *packages.package_checks(),
         *accelerators.accelerator_checks(gpus, accelerators.ask_torch(), packages.installed_versions()),
-        servers.check_environment(environment, is_needed=of_run is not None, has_gpus=bool(gpus)),
+        # That of a run is looked at with the run.
+        *([] if named is None else [servers.check_environment(named.resolve(), has_gpus=bool(gpus))]),
         servers.check_server_files(servers.server_files(_runs(options, config))),
         servers.check_token_files(files),
-        servers.check_binds(servers.own_listeners(), others_are_used=config is None or needs.uses_others(config)),
+        servers.check_binds(servers.own_listeners(), others_are_used=config is None or _uses_others(config)),
     ]
 
 
 def _machine(options: argparse.Namespace, config: RunConfig | None, gpus: list[Gpu] | str) -> list[Check]:
     """Ports, disk, and what the run needs."""
-    needed = None if config is None else needs.checkpoint_bytes(config)
-    found = machine.machine_checks(_runs(options, config), options.port, needed)
+    # Those that are kept, and one more that is being written.
+    needed = None if config is None else float(checkpoint_bytes(config)) * (config.checkpoint.keep + 1)
+    found, rate = machine.machine_checks(_runs(options, config), options.port, needed)
     if config is None:
         return found
-    cores, memory = len(os.sched_getaffinity(0)), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    facts = Facts("doctor", config, grace_seconds=config.checkpoint.grace_seconds, disk_rate=rate)
+    if isinstance(gpus, str):
+        facts.unknown = f"GPUs cannot be counted: {gpus}"
+        return found + look(facts)
     # Other nodes of the look are taken to be like this one.
     nodes = options.nodes if config.launch.on == "ray" else 1
-    of_all = [] if isinstance(gpus, str) else gpus * nodes
-    return found + needs.run_checks(config, of_all, cores * nodes, memory * nodes)
+    smallest = min((gpu.total_mib * 2**20 for gpu in gpus), default=None)
+    facts.machine = Machine(smallest, len(gpus), nodes, host_bytes())
+    facts.num_gpus, facts.num_cores = len(gpus) * nodes, len(os.sched_getaffinity(0)) * nodes
+    return found + look(facts)
+
+
+def _starts_servers(config: RunConfig) -> bool:
+    return isinstance(config.rollout, SGLangRolloutConfig)
+
+
+def _uses_others(config: RunConfig) -> bool:
+    """Whether a run uses servers, or a cluster, that it does not start itself."""
+    return isinstance(config.rollout, ServerRolloutConfig) or config.launch.address is not None
 
 
 def _shared(options: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> list[Check]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from moerl.contract.files import discard, write_all
 from moerl.errors import ending
-from moerl.launch.doctor.check import Check, Level, green
+from moerl.launch.checks.outcome import Check, Level, green
 
 AREA = "machine"
 MIB, GIB = 2**20, 2**30
@@ -100,21 +100,26 @@ def check_locks(folder: Path) -> Check:
     return Check(AREA, name, "red", f"{folder}: {seen}", "a directory to write to, with flock", remedy)
 
 
-def check_disk(folder: Path, num_bytes: int = PROBE_BYTES) -> Check:
-    """Writes and removes a file, through to the disk; the rate."""
+def disk_rate(folder: Path, num_bytes: int = PROBE_BYTES) -> float:
+    """Returns bytes per second of one writer. Writes a file through to the disk, and removes it. Raises OSError."""
+    with _probe_file(folder) as path, path.open("wb", buffering=0) as file:
+        began = time.perf_counter()
+        for start in range(0, num_bytes, len(_CHUNK)):
+            write_all(file.fileno(), _CHUNK[: num_bytes - start])
+        os.fsync(file.fileno())
+        return num_bytes / (time.perf_counter() - began)
+
+
+def check_disk(folder: Path, num_bytes: int = PROBE_BYTES) -> tuple[Check, float | None]:
+    """Returns the look at the disk, and its rate in bytes per second; None if nothing could be written."""
     name = "disk"
     try:
-        with _probe_file(folder) as path, path.open("wb", buffering=0) as file:
-            began = time.perf_counter()
-            for start in range(0, num_bytes, len(_CHUNK)):
-                write_all(file.fileno(), _CHUNK[: num_bytes - start])
-            os.fsync(file.fileno())
-            seconds = time.perf_counter() - began
+        rate = disk_rate(folder, num_bytes)
     except OSError as error:
         seen = f"{folder}: {error.strerror or error}"
         remedy = "make room or raise the limit (quota, ulimit -f), or choose run_dir on another disk"
-        return Check(AREA, name, "red", seen, f"{num_bytes / MIB:g} MiB written", remedy)
-    return judge_rate(name, num_bytes / seconds, SLOW_DISK, "move runs to a faster disk, or save less often")
+        return Check(AREA, name, "red", seen, f"{num_bytes / MIB:g} MiB written", remedy), None
+    return judge_rate(name, rate, SLOW_DISK, "move runs to a faster disk, or save less often"), rate
 
 
 def check_loopback(num_bytes: int = PROBE_BYTES) -> Check:
@@ -134,10 +139,15 @@ def judge_rate(name: str, bytes_per_second: float, slow: float, remedy: str) -> 
     return green(AREA, name, seen)
 
 
-def machine_checks(folder: Path, ports: Sequence[int], needed_bytes: float | None) -> list[Check]:
-    """All looks at ports, disk and loopback. folder: where runs are written."""
-    room = [check_room(folder, needed_bytes), check_locks(folder), check_disk(folder)]
-    return [check_port_range(port_range()), *map(check_port, ports), *room, check_loopback()]
+def machine_checks(folder: Path, ports: Sequence[int], needed_bytes: float | None) -> tuple[list[Check], float | None]:
+    """Returns all looks at ports, disk and loopback, and the rate of the disk as `check_disk`.
+
+    Args:
+        folder: where runs are written.
+    """
+    disk, rate = check_disk(folder)
+    room = [check_room(folder, needed_bytes), check_locks(folder), disk]
+    return [check_port_range(port_range()), *map(check_port, ports), *room, check_loopback()], rate
 
 
 def existing(folder: Path) -> Path:

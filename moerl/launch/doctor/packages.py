@@ -15,7 +15,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from moerl.config.shipped import shipped_folder
-from moerl.launch.doctor.check import Check, green
+from moerl.launch.checks.outcome import Check, green
 
 AREA = "packages"
 LOCK = "run.lock"

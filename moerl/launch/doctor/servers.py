@@ -14,7 +14,7 @@ from pathlib import Path
 
 from moerl.errors import EngineError
 from moerl.http.keys import is_private
-from moerl.launch.doctor.check import Check, Level, fault, green
+from moerl.launch.checks.outcome import Check, Level, fault, green
 from moerl.rollout.fleet.endpoint import read_endpoint
 from moerl.rollout.sglang.install import device_of, site_packages
 from moerl.rollout.sglang.patches import verify_installation
@@ -29,26 +29,19 @@ LAUNCHERS = ("srun", "mpirun", "ssh")
 """Listen themselves, for the processes that they start."""
 
 
-def check_environment(environment: Path, *, is_needed: bool, has_gpus: bool) -> Check:
-    """The environment of SGLang servers: there, finished, a supported release with our patches and no other change.
-
-    Args:
-        is_needed: the run starts servers; otherwise one that is missing is no fault, and a broken one a note.
-    """
+def check_environment(environment: Path, *, has_gpus: bool) -> Check:
+    """The environment of SGLang servers if no run asks for one: a missing one is no fault, a broken one a note."""
     name = "SGLang environment"
-    if not environment.exists() and not is_needed:
+    if not environment.exists():
         return green(AREA, name, f"none at {environment}; rollout=sglang alone needs one")
-    level: Level = "red" if is_needed else "yellow"
     try:
         device = device_of(environment)
         patches = verify_installation(site_packages(environment))
     except EngineError as error:
-        return fault(level, AREA, name, error)
+        return fault("yellow", AREA, name, error)
     if device == "cuda" and not has_gpus:
-        remedy = (
-            "moerl sglang install --device cpu --env DIR, and rollout.environment=DIR; or run on a machine with GPUs"
-        )
-        return Check(AREA, name, level, f"{environment}: made for GPUs", "one for this machine, of CPUs", remedy)
+        remedy = "moerl sglang install --device cpu --env DIR; or run on a machine with GPUs"
+        return Check(AREA, name, "yellow", f"{environment}: made for GPUs", "one for this machine, of CPUs", remedy)
     said = f"sglang {patches.version} for {device}, patches {patches.fingerprint}, no other change"
     return green(AREA, name, said)
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec
 
 from moerl.contract.files import atomic_file
-from moerl.launch.doctor.check import Check, Level, green
+from moerl.launch.checks.outcome import Check, Level, green
 from moerl.reading import read_file
 
 AREA = "shared folder"

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moerl.launch.doctor.check import LEVELS, Check, worst
+from moerl.launch.checks.outcome import LEVELS, Check, worst
 from moerl.printable import printable
 
 

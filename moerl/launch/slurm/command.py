@@ -13,7 +13,8 @@ from rich.console import Console
 from moerl.config.auto_resume import stored_run
 from moerl.config.checks import config_notes
 from moerl.config.command_texts import LAUNCH_SLURM
-from moerl.config.hub import prepare_model, say_model
+from moerl.config.compose import compose_values
+from moerl.config.hub import say_model
 from moerl.config.load import CONFIG_FILE, dump_config, load_config
 from moerl.config.recipes import recipe_text
 from moerl.config.rollouts import EmbeddedRolloutConfig, SGLangRolloutConfig
@@ -21,11 +22,13 @@ from moerl.config.schema import RunConfig
 from moerl.errors import ConfigError
 from moerl.launch.arguments import Parser, short_help
 from moerl.launch.calibration import Device
+from moerl.launch.checks.listed import refuse
 from moerl.launch.plan import plan_memory
 from moerl.launch.plan_run import Workload, plan_run
 from moerl.launch.plan_weights import GB, plan_weights
 from moerl.launch.run_lock import run_lock
 from moerl.launch.slurm.attempts import MAX_REQUEUES
+from moerl.launch.slurm.facts import facts_of_job, machine_of_job
 from moerl.launch.slurm.script import JobSettings, render, render_report
 from moerl.launch.slurm.site import Site, load_site
 from moerl.launch.slurm.submit import latest_job, queued_jobs, refuse_queued, submit, submit_file
@@ -82,8 +85,8 @@ def launch_slurm(options: argparse.Namespace) -> int:
     """
     site = load_site(options.site)
     _refuse_resume(options.overrides)
-    config, job, script = _prepare(options, site, options.overrides)
-    for note in config_notes(config):
+    config, job, script, notes = _prepare(options, site, options.overrides)
+    for note in notes:
         print(f"note: {note}")
     if options.dry_run:
         _show(options, config, job, site, script)
@@ -109,9 +112,9 @@ def launch_sweep(options: argparse.Namespace) -> int:
     prepared: list[tuple[JobSettings, str]] = []
     notes: dict[str, list[str]] = {}
     for run in manifest.runs:
-        config, job, script = _prepare(options, site, overrides_of(run, manifest, folder))
+        _, job, script, of_run = _prepare(options, site, overrides_of(run, manifest, folder))
         prepared.append((job, script))
-        for note in config_notes(config):
+        for note in of_run:
             notes.setdefault(note, []).append(run.name)
     for note, names in notes.items():
         print(f"note: {note}" + ("" if len(names) == len(manifest.runs) else f" ({', '.join(names)})"))
@@ -151,19 +154,26 @@ def _submit_sweep(
     print(f"again, for runs that did not finish: the same line, or sweep.dir={shlex.quote(str(folder))} alone")
 
 
-def _prepare(options: argparse.Namespace, site: Site, overrides: Sequence[str]) -> tuple[RunConfig, JobSettings, str]:
-    """Configuration, job and script of one run. Raises as `launch_slurm`."""
+def _prepare(
+    options: argparse.Namespace, site: Site, overrides: Sequence[str]
+) -> tuple[RunConfig, JobSettings, str, list[str]]:
+    """Configuration, job, script and notes of one run. Raises as `launch_slurm`."""
     before = stored_run(overrides)
     known = None if before is None else before.model
     config = load_config(overrides, command="train", config_dir=options.config_dir, known_model=known)
     say_model(config.model)
-    if not (options.dry_run and config.model.hub):  # nothing large is fetched for a look
-        prepare_model(config.model)
     job = _job(options, config)
     job.check()
     _check_nodes(job, config)
-    _check_devices(config, site, job)
-    return config, job, render(job, site, _overrides(options, overrides, config, job))
+    written = str(compose_values(overrides, config_dir=options.config_dir)["rollout"].get("environment", ""))
+    keys = _overrides(options, overrides, config, job)
+    if isinstance(config.rollout, SGLangRolloutConfig) and not Path(written).is_absolute():
+        # Of this directory, wherever the job starts.
+        keys = [text for text in keys if not text.startswith("rollout.environment=")]
+        keys.append(f"rollout.environment='{config.rollout.environment}'")
+    # Nothing large is fetched for a look.
+    facts = facts_of_job(config, job, site, written, fetches=not options.dry_run)
+    return config, job, render(job, site, keys), [*config_notes(config), *refuse(facts)]
 
 
 def _refuse_resume(overrides: Sequence[str]) -> None:
@@ -225,18 +235,6 @@ def _devices(config: RunConfig) -> tuple[int, int]:
     return config.parallel.world_size, servers
 
 
-def _check_devices(config: RunConfig, site: Site, job: JobSettings) -> None:
-    trainer, servers = _devices(config)
-    there = site.gpus_per_node * job.nodes
-    if site.gpus_per_node and trainer + servers > there:
-        raise ConfigError(
-            "the run needs more GPUs than the job has",
-            seen=f"{trainer} of the trainer and {servers} of servers",
-            expected=f"at most {there}: {job.nodes} nodes with gpus_per_node {site.gpus_per_node}",
-            remedy="change parallel, rollout.servers or rollout.tensor, or the site",
-        )
-
-
 def _overrides(options: argparse.Namespace, overrides: Sequence[str], config: RunConfig, job: JobSettings) -> list[str]:
     """What `moerl train` is given: run directory and grace time are named, so that each attempt has the same."""
     given = [text for text in overrides if not text.startswith("run_dir=")]
@@ -267,13 +265,17 @@ def _show(options: argparse.Namespace, config: RunConfig, job: JobSettings, site
     head("nodes")
     print(_roles(config, job.nodes))
     head("memory")
-    plan_memory(config, gpu_memory_gib=site.gpu_memory_gib)
+    plan_memory(config, machine_of_job(job, site))
     bandwidths = Bandwidths(50.0 * GB, 50.0 * GB)
     head("bytes of a weight update")
     plan_weights(config, bandwidths)
     head("time of a step, on H100s (other devices and lengths: moerl plan run)")
     plan_run(
-        config, run_dir=None, device=Device(989.0, 3350.0, 0.3), workload=Workload(4096.0, 512), bandwidths=bandwidths
+        config,
+        run_dir=None,
+        device=Device(989.0, 3350.0, 0.3, site.gpu_memory_gib),
+        workload=Workload(4096.0, 512),
+        bandwidths=bandwidths,
     )
 
 

@@ -13,11 +13,10 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from moerl.config.shipped import shipped_folder
 from moerl.errors import ConfigError
+from moerl.launch.checks.room import GRACE_SHARE
 from moerl.launch.slurm.attempts import FOLDER
 from moerl.launch.slurm.site import Container, Site
 
-GRACE_SHARE = 0.8
-"""Of the seconds between the signal and the time limit: what the run gets to commit."""
 KILL_SHARE = 0.9
 """After this share of them a run that has not ended is killed."""
 MIN_SIGNAL_SECONDS = 60

@@ -23,6 +23,7 @@ from typing import Any
 
 import yaml
 
+from moerl.config.rollouts import CPU_POOL_TOKENS
 from moerl.config.server_environment import server_environment
 from moerl.contract.files import atomic_file, discard
 from moerl.contract.trajectory import MAX_KEPT_IDS
@@ -37,7 +38,6 @@ from moerl.rollout.sglang.patches import verify_installation
 ENDPOINT_FILE = "server.json"
 OPTIONS_FILE = "options.yaml"
 LOG_FILE = "server.log"
-CPU_POOL_TOKENS = 65536
 _POLL_SECONDS = 0.2
 _HEALTH_SECONDS = 5.0
 _RENDEZVOUS = ".rendezvous-"

@@ -68,8 +68,12 @@ class RowsTask(DemonstrationTask, ChatTask):
         return self._problems[prompt.prompt_id].place
 
     def check(self, *, num_demonstrations: int) -> None:
-        """Looks for the demonstrations, then asks for the rewards of one, or of a dummy where there is none."""
+        """Looks for the demonstrations, and for a row at all."""
         self.demonstrations(self.prompts("train", num_demonstrations), seed=0)
+        self._firsts()
+
+    def _firsts(self) -> list[Problem]:
+        """The first problem of each split that has one. Raises `ConfigError` if none has."""
         firsts = [each for split in SPLITS for each in self._of(split)[:1]]
         if not firsts:
             raise ConfigError(
@@ -78,6 +82,11 @@ class RowsTask(DemonstrationTask, ChatTask):
                 expected="problems to train on",
                 remedy="check the files and task.filters",
             )
+        return firsts
+
+    def try_rewards(self) -> None:
+        """Asks for the rewards of a demonstration, or of a dummy if there is none."""
+        firsts = self._firsts()
         first = next((each for each in firsts if each.response is not None), firsts[0])
         response = DUMMY_RESPONSE if first.response is None else first.response
         try:

@@ -21,7 +21,7 @@ from moerl.launch.calibration import Device, calibrate, estimate
 from moerl.launch.plan_run import Workload, plan_run, predict
 from moerl.weights.estimate import Bandwidths
 
-H100 = Device(989, 3350, 0.3)
+H100 = Device(989, 3350, 0.3, 80)
 LENGTHS = (4, 9, 30)
 RESPONSES = 24 * 8
 

@@ -13,22 +13,22 @@ from sglang_fake import FakeServer
 
 from moerl.config.interfaces import LOOPBACK
 from moerl.config.load import load_config
-from moerl.config.rollouts import RolloutConfig
+from moerl.config.schema import RunConfig
 from moerl.errors import EngineError
-from moerl.launch.servers import prepare_for_servers
+from moerl.launch.checks.facts import Facts
+from moerl.launch.checks.inputs import look_at_environment, look_at_server_files
+from moerl.launch.servers import listen_for_servers
 from moerl.rollout.fleet.endpoint import Endpoint, write_endpoint
 from moerl.rollout.sglang.patches import DEFAULT_RELEASE, STAMP, read_patches
 
 
-def own(environment: Path) -> RolloutConfig:
-    return load_config(
-        ["recipe=tiny", "rollout=sglang", f"rollout.environment='{environment}'"], command="train"
-    ).rollout
+def own(environment: Path) -> RunConfig:
+    return load_config(["recipe=tiny", "rollout=sglang", f"rollout.environment='{environment}'"], command="train")
 
 
-def named(*files: Path) -> RolloutConfig:
+def named(*files: Path) -> RunConfig:
     listed = ",".join(f"'{file}'" for file in files)
-    return load_config(["recipe=tiny", "rollout=sglang_server", f"rollout.server=[{listed}]"], command="train").rollout
+    return load_config(["recipe=tiny", "rollout=sglang_server", f"rollout.server=[{listed}]"], command="train")
 
 
 @pytest.fixture
@@ -80,15 +80,15 @@ def test_an_environment_that_no_server_can_be_started_from_is_refused_by_name(ki
     damage, said = BROKEN[kind]
     damage(environment)
     with pytest.raises(EngineError, match=said) as refusal:
-        prepare_for_servers(own(environment), {})
+        look_at_environment(Facts("train", own(environment)))
     assert "moerl sglang install" in str(refusal.value)
 
 
 def test_every_server_file_is_read(tmp_path: Path):
     write_endpoint(Endpoint("http://127.0.0.1:1", "key", "admin"), tmp_path / "first.json")
-    prepare_for_servers(named(tmp_path / "first.json"), {})
+    look_at_server_files(Facts("train", named(tmp_path / "first.json")))
     with pytest.raises(EngineError, match=r"second\.json: cannot be read"):
-        prepare_for_servers(named(tmp_path / "first.json", tmp_path / "second.json"), {})
+        look_at_server_files(Facts("train", named(tmp_path / "first.json", tmp_path / "second.json")))
 
 
 def ended_process() -> int:
@@ -101,16 +101,16 @@ def test_a_server_whose_process_has_ended_is_refused_and_one_that_starts_is_wait
     file, url = tmp_path / "server.json", "http://127.0.0.1:1"
     write_endpoint(Endpoint(url, "key", "admin", ended_process()), file)
     with pytest.raises(EngineError, match="has ended"):
-        prepare_for_servers(named(file), {})
+        look_at_server_files(Facts("train", named(file)))
     write_endpoint(Endpoint(url, "key", "admin", os.getpid()), file)
-    prepare_for_servers(named(file), {})
+    look_at_server_files(Facts("train", named(file)))
 
 
 def test_a_server_that_answers_is_taken_whatever_its_pid_is_called_here(tmp_path: Path):
     server, file = FakeServer(), tmp_path / "server.json"
     try:
         write_endpoint(Endpoint(server.endpoint.url, "key", "admin", ended_process()), file)
-        prepare_for_servers(named(file), {})
+        look_at_server_files(Facts("train", named(file)))
     finally:
         server.close()
 
@@ -118,10 +118,10 @@ def test_a_server_that_answers_is_taken_whatever_its_pid_is_called_here(tmp_path
 def test_process_groups_of_the_run_listen_on_loopback_unless_the_user_chose(tmp_path: Path):
     embedded = load_config(["recipe=tiny"], command="train").rollout
     inherited: dict[str, str] = {}
-    prepare_for_servers(embedded, inherited)
+    listen_for_servers(embedded, inherited)
     assert inherited == {"GLOO_SOCKET_IFNAME": LOOPBACK, "NCCL_SOCKET_IFNAME": LOOPBACK}
     chosen = {"GLOO_SOCKET_IFNAME": "eth7", "NCCL_SOCKET_IFNAME": "eth7"}
-    prepare_for_servers(embedded, chosen)
+    listen_for_servers(embedded, chosen)
     assert set(chosen.values()) == {"eth7"}
 
 
@@ -135,5 +135,5 @@ def test_process_groups_of_the_run_listen_where_a_server_on_another_machine_is_m
     for name, url in (("here", "http://127.0.0.1:1"), ("there", "http://10.1.2.3:7")):
         write_endpoint(Endpoint(url, "key", "admin"), tmp_path / f"{name}.json")
     inherited: dict[str, str] = {}
-    prepare_for_servers(named(tmp_path / "here.json", tmp_path / "there.json"), inherited)
+    listen_for_servers(named(tmp_path / "here.json", tmp_path / "there.json").rollout, inherited)
     assert inherited == {"at": "10.0.0.1"}

@@ -11,10 +11,10 @@ from transformers import PreTrainedTokenizerFast
 
 from moerl.cli import COMMANDS
 from moerl.config.load import load_config
+from moerl.config.problems import check_problems
 from moerl.config.schema import RunConfig
 from moerl.contract.ports import Task
 from moerl.errors import ConfigError
-from moerl.orchestration.preflight import check_problems
 from moerl.orchestration.task_texts import check_prompts
 from moerl.orchestration.tokenizer import build_tokenizer, make_tokenizer
 from moerl.tasks.chain_sum import ChainSumTask

@@ -64,10 +64,11 @@ moerl.tasks.__path__.append(sys.argv[1])
 from moerl.config.load import load_config
 from moerl.config.reference import describe
 from moerl.errors import ConfigError
-from moerl.orchestration.preflight import check_task
+from moerl.launch.checks.facts import Facts
+from moerl.launch.checks.listed import refuse
 task = ["recipe=tiny", "task=parity", "sft.steps=0"]
 config = load_config([*task, "task.largest=300"], command="train", config_dir=Path(sys.argv[2]))
-check_task(config, "train")
+refuse(Facts("train", config))
 print(config.task.open().prompts("dev", 2)[1].text, describe("task.largest"))
 try:
     load_config([*task, "task.largest=3"], command="train", config_dir=Path(sys.argv[2]))

@@ -7,16 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from moerl.launch.doctor.accelerators import (
-    Gpu,
-    Torch,
-    accelerator_checks,
-    ask_torch,
-    check_gpus,
-    query_gpus,
-    read_gpus,
-)
-from moerl.launch.doctor.check import Check
+from moerl.launch.checks.gpus import Gpu, query_gpus, read_gpus, usable_gpus
+from moerl.launch.checks.outcome import Check
+from moerl.launch.doctor.accelerators import Torch, accelerator_checks, ask_torch, check_gpus
 
 H100 = "NVIDIA H100 80GB HBM3, 580.65.06, 81559, 4\n"
 GPUS = [Gpu("NVIDIA H100 80GB HBM3", "580.65.06", 81559.0, 4.0)] * 2
@@ -99,3 +92,29 @@ def test_a_torch_that_cannot_be_imported_is_a_fault(tmp_path: Path) -> None:
     check = accelerator_checks([], found, {})[0]
     assert (check.name, check.level) == ("torch", "red")
     assert "libcudart.so.13" in check.seen
+
+
+def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver's tool that lists four GPUs, and torch of CUDA."""
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\nfor i in 1 2 3 4; do echo 'H100, 580.1, 81559, 0'; done\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr("moerl.launch.checks.gpus.version", lambda name: "2.13.0")
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"), [(None, 4), ("0,1", 2), ("", 0), ("-1", 0), ("0,-1,1", 1), ("GPU-a,GPU-b,GPU-c", 3)]
+)
+def test_a_run_counts_the_gpus_that_it_may_use(
+    visible: str | None, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    smi(tmp_path, monkeypatch)
+    found = usable_gpus({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
+    assert len(found) == count
+
+
+def test_a_torch_of_cpus_uses_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    smi(tmp_path, monkeypatch)
+    monkeypatch.setattr("moerl.launch.checks.gpus.version", lambda name: "2.13.0+cpu")
+    assert usable_gpus({}) == []

@@ -14,8 +14,8 @@ from rich.console import Console
 
 from moerl.cli import main
 from moerl.errors import MoerlError
+from moerl.launch.checks.outcome import Check, fault, worst
 from moerl.launch.doctor import servers
-from moerl.launch.doctor.check import Check, fault, worst
 from moerl.launch.doctor.shared import exchange
 from moerl.launch.doctor.show import lines, show, summary
 
@@ -57,7 +57,7 @@ def test_each_fault_is_a_line_with_its_remedy_and_status_1(tmp_path: Path, capsy
     text = capsys.readouterr().out
     assert status == 1
     assert f"red     machine | port {port}: 127.0.0.1:{port}: Address already in use\n" in text
-    assert "red     servers | SGLang environment: " in text
+    assert "red     run | SGLang environment: " in text
     assert f"red     shared folder | nodes that see it: {tmp_path / 'none'}: No such file" in text
     assert "        remedy: end what listens there" in text
     assert text.endswith(" 3 red\n")

@@ -49,7 +49,9 @@ def file_limit(num_bytes: int) -> Iterator[None]:
 
 
 def test_this_machine_has_no_fault_and_nothing_is_left_behind(tmp_path: Path) -> None:
-    found = machine_checks(tmp_path / "runs" / "one", [], 1.0)
+    found, rate = machine_checks(tmp_path / "runs" / "one", [], 1.0)
+    assert rate is not None
+    assert rate > 0
     assert [check for check in found if check.level == "red"] == []
     assert list(tmp_path.iterdir()) == []
 
@@ -81,7 +83,7 @@ import dataclasses, json, sys
 from pathlib import Path
 from moerl.launch.doctor.machine import check_disk, check_room
 disk = Path(sys.argv[1])
-found = [check_room(disk), check_disk(disk)]
+found = [check_room(disk), check_disk(disk)[0]]
 print(json.dumps([dataclasses.asdict(each) for each in found]))
 assert list(disk.iterdir()) == []
 """
@@ -101,7 +103,8 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
 
 def test_a_limit_on_files_is_named(tmp_path: Path) -> None:
     with file_limit(MIB):
-        found = check_disk(tmp_path, 4 * MIB)
+        found, rate = check_disk(tmp_path, 4 * MIB)
+    assert rate is None
     assert found.level == "red"
     assert "File too large" in found.seen
     assert "ulimit -f" in found.remedy
@@ -111,7 +114,7 @@ def test_a_limit_on_files_is_named(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     there = tmp_path / "file"
     there.write_text("")
-    found = [check_locks(there), check_disk(there)]
+    found = [check_locks(there), check_disk(there)[0]]
     assert [check.level for check in found] == ["red", "red"]
     assert "Not a directory" in found[0].seen
 

@@ -329,4 +329,4 @@ def test_a_reward_that_cannot_look_at_a_harmless_response_is_refused_before_the_
         f"task.path={path}", "task.prompt=question", "task.rewards.form.timeout_seconds=0.5", rewards=(*EXACT, *form)
     )
     with pytest.raises(ConfigError, match=r"task\.rewards\.form: tried before the run, it could not score"):
-        task.check(num_demonstrations=0)
+        task.try_rewards()

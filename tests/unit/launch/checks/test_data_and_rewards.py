@@ -13,10 +13,12 @@ import pytest
 
 from moerl import cli
 from moerl.config.load import load_config
+from moerl.config.problems import check_problems
 from moerl.config.schema import RunConfig
 from moerl.contract.ports import Task
-from moerl.errors import ConfigError
-from moerl.orchestration.preflight import check_problems, check_task
+from moerl.errors import ConfigError, closing
+from moerl.launch.checks.facts import Facts
+from moerl.launch.checks.inputs import look_at_data, look_at_rewards
 
 
 def opened(overrides: Sequence[str], command: str) -> tuple[RunConfig, Task]:
@@ -79,6 +81,13 @@ def echo(row, response):
     raise RuntimeError(f"tried on {row['prompt']!r} and {response!r}")
 """
 
+
+def look_at_task(config: RunConfig) -> None:
+    with closing(Facts("train", config)) as facts:
+        look_at_data(facts)
+        look_at_rewards(facts)
+
+
 FEW = (
     *("task.dev_fraction=0.2", "task.heldout_fraction=0.2", "sft.num_examples=8", "sft.batch_size=4"),
     *("evaluation.dev_problems=2", "evaluation.heldout_problems=2"),
@@ -105,8 +114,9 @@ def refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, example: RunConfig)
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         changes = {"path": path, "reward": f"my_rewards:{function}", "reward_timeout_seconds": 1.0}
         config = example.model_copy(update={"task": example.task.model_copy(update=changes)})
+        command = "eval" if rows[0].keys() == {"prompt"} else "train"
         with pytest.raises(ConfigError) as caught:
-            check_task(config, "eval" if rows[0].keys() == {"prompt"} else "train")
+            look_at_task(config.model_copy(update={"command": command}))
         said = str(caught.value).replace(f"{tmp_path}/", "")
         return re.sub(r"(my\.jsonl:|say |'|response\": \")\d+", r"\1N", said)
 

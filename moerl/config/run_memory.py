@@ -1,0 +1,309 @@
+"""Memory of a whole run: what the fullest GPU of each kind and the fullest host hold, and whether it fits. Pure.
+
+`moerl plan memory`, `moerl launch slurm`, `moerl doctor` and `moerl train` read this one table. Two moments count:
+sampling, when engines work and take new weights, and training. Colocated servers hold their share while they sample and
+nothing while the trainer works; the trainer's weights, gradients and optimizer state stay. Engines with GPUs of their
+own hold theirs all the time.
+
+**Hosts** hold a checkpoint that is being written, the copies of the weights that ranks keep for servers that come late
+(two while an update is sent), the buckets of an update that colocated servers take through host memory, the embedded
+engine, and on CPUs all the rest. Not worked out: the processes themselves, the page cache, rollouts that wait.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from moerl.config.checks import describe_model
+from moerl.config.memory import FP32, MOMENTS, USABLE_SHARE, RankMemory, heaviest_rank, needs_of, total_parameters
+from moerl.config.rollouts import EmbeddedRolloutConfig, SGLangRolloutConfig
+from moerl.config.schema import RunConfig
+from moerl.config.server_memory import engine_memory, pool_tokens, server_share
+from moerl.contract.parallel import ParallelDims
+from moerl.errors import ConfigError
+from moerl.models.description import ModelDescription
+
+GIB = 2**30
+Moment = Literal["sampling", "training"]
+MOMENTS_OF_A_RUN: tuple[Moment, ...] = ("sampling", "training")
+GPU_OF_BOTH, GPU_OF_TRAINER, GPU_OF_SERVER = "GPU of a rank and a server", "GPU of a rank", "GPU of a server"
+HOST = "host"
+SERVER_SHARE = "server: weights and cache"
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Memory that a run gets.
+
+    gpu_bytes: of one GPU; None for a run on CPUs. gpus_per_node: 0 = not known. nodes: machines. host_bytes: of one
+    machine; None = not known.
+    """
+
+    gpu_bytes: float | None
+    gpus_per_node: int = 0
+    nodes: int = 1
+    host_bytes: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """One thing in memory. moments: when it is there."""
+
+    what: str
+    num_bytes: int
+    moments: tuple[Moment, ...] = MOMENTS_OF_A_RUN
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The fullest GPU of a kind, or the fullest host. room_bytes: its memory; None = not known."""
+
+    name: str
+    holdings: tuple[Holding, ...]
+    room_bytes: float | None
+
+    def at(self, moment: Moment) -> int:
+        """Returns the bytes that are held at a moment."""
+        return sum(each.num_bytes for each in self.holdings if moment in each.moments)
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(map(self.at, MOMENTS_OF_A_RUN))
+
+    @property
+    def peak_moment(self) -> Moment:
+        return max(MOMENTS_OF_A_RUN, key=self.at)
+
+    @property
+    def fits(self) -> bool:
+        """True if it fills no more than `USABLE_SHARE` of its memory, or if that is not known."""
+        return self.room_bytes is None or self.peak_bytes <= USABLE_SHARE * self.room_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """What a run does less of than it is asked to, and what would change that."""
+
+    seen: str
+    remedy: str
+
+
+def places(config: RunConfig, machine: Machine) -> list[Place]:
+    """Returns what is held where: GPUs first, the fullest host last."""
+    sizes = describe_model(config)
+    rank = heaviest_rank(sizes, config.parallel.dims, needs_of(config)) if _trains(config) else None
+    gpus: list[Place] = []
+    if machine.gpu_bytes is not None:
+        if rank is not None:
+            gpus.append(trainer_gpu(config, sizes, rank, machine.gpu_bytes))
+        if isinstance(config.rollout, SGLangRolloutConfig) and (rank is None or not config.rollout.is_colocated):
+            gpus.append(Place(GPU_OF_SERVER, _server_holdings(config, sizes, machine.gpu_bytes), machine.gpu_bytes))
+    return [*gpus, _host(config, sizes, rank, machine)]
+
+
+def trainer_gpu(config: RunConfig, sizes: ModelDescription, rank: RankMemory, gpu_bytes: float) -> Place:
+    """Returns the GPU of a rank, with the server that shares it in a colocated run."""
+    rollout = config.rollout
+    holdings = [*rank_holdings(rank), Holding("buckets of a weight update", _buckets(config, sizes), ("sampling",))]
+    if not isinstance(rollout, SGLangRolloutConfig) or not rollout.is_colocated:
+        return Place(GPU_OF_TRAINER, tuple(holdings), gpu_bytes)
+    holdings.append(Holding(SERVER_SHARE, int(server_share(rollout) * gpu_bytes), ("sampling",)))
+    return Place(GPU_OF_BOTH, tuple(holdings), gpu_bytes)
+
+
+def rank_holdings(rank: RankMemory) -> list[Holding]:
+    """Returns what a rank holds: its state always, activations and what scoring needs while it trains."""
+    passing = ("activations", "scoring")
+    return [
+        Holding(f"rank: {name}", size, ("training",) if name in passing else MOMENTS_OF_A_RUN)
+        for name, size in rank.bytes.items()
+        if size
+    ]
+
+
+def checkpoint_bytes(config: RunConfig) -> int:
+    """Returns the bytes of one checkpoint: weights, Adam's moments, and master weights unless weights are float32."""
+    element = needs_of(config).element_bytes
+    state = element + MOMENTS + (FP32 if element < FP32 else 0)
+    return total_parameters(describe_model(config)) * state
+
+
+def gpu_problem(config: RunConfig, machine: Machine) -> ConfigError | None:
+    """Returns why the GPU of a rank does not hold what it has to; None if it does."""
+    # A server with a GPU of its own takes its share and no more.
+    gpus = [place for place in places(config, machine) if place.name in (GPU_OF_TRAINER, GPU_OF_BOTH)]
+    return next((_unfit(config, place) for place in gpus if not place.fits), None)
+
+
+def host_problem(config: RunConfig, machine: Machine) -> ConfigError | None:
+    """Returns why the fullest host does not hold what it has to; None if it does, or if its memory is not known."""
+    host = places(config, machine)[-1]
+    return None if host.fits else _unfit(config, host)
+
+
+def concurrency_limit(config: RunConfig, machine: Machine) -> Limit | None:
+    """Returns why a server works on fewer of the longest sequences than `rollout.max_running`; None if it does not."""
+    rollout = config.rollout
+    if not isinstance(rollout, SGLangRolloutConfig):
+        return None
+    engine = engine_memory(config, describe_model(config))
+    tokens = pool_tokens(rollout, engine, machine.gpu_bytes)
+    holds = tokens // engine.longest
+    if holds >= engine.side_by_side:
+        return None
+    keys = ["rollout.tensor"] if machine.gpu_bytes is not None else []
+    keys += ["rollout.memory_share"] if rollout.memory_share is not None and machine.gpu_bytes is not None else []
+    keys += ["rollout.max_pool_tokens"] if rollout.max_pool_tokens is not None or machine.gpu_bytes is None else []
+    return Limit(
+        f"the cache of a server holds {tokens:,} tokens, {holds} sequences of the longest ({engine.longest:,} tokens);"
+        f" rollout.max_running asks for {engine.side_by_side}. While responses are that long the others wait, or are"
+        " computed again",
+        f"raise {', '.join(keys)}, or set rollout.max_running={max(1, holds)}; nothing is needed if most are shorter",
+    )
+
+
+def gib(num_bytes: float) -> str:
+    """Returns bytes for people."""
+    return f"{num_bytes / GIB:.1f} GiB"
+
+
+def _trains(config: RunConfig) -> bool:
+    return config.command in ("train", "sft")
+
+
+def _buckets(config: RunConfig, sizes: ModelDescription) -> int:
+    """Two buckets; a tensor that is larger is a bucket by itself, of which the embedding is the largest."""
+    embedding = sizes.vocab_size * sizes.hidden_size * needs_of(config).element_bytes
+    return 2 * max(config.weights.bucket_bytes, embedding)
+
+
+def _server_holdings(config: RunConfig, sizes: ModelDescription, gpu_bytes: float | None) -> tuple[Holding, ...]:
+    """Of one device of a server."""
+    assert isinstance(config.rollout, SGLangRolloutConfig)
+    engine = engine_memory(config, sizes)
+    tokens = pool_tokens(config.rollout, engine, gpu_bytes)
+    cache = Holding(f"server: cache of {tokens:,} tokens", tokens * engine.token_bytes)
+    return Holding("server: weights", engine.weights_bytes), cache
+
+
+def _host(config: RunConfig, sizes: ModelDescription, rank: RankMemory | None, machine: Machine) -> Place:
+    rollout, holdings = config.rollout, list[Holding]()
+    ranks = ranks_on_node(config, machine) if rank is not None else 0
+    if rank is not None:
+        if machine.gpu_bytes is None:
+            holdings += [Holding(h.what, h.num_bytes * ranks, h.moments) for h in rank_holdings(rank)]
+        # One of several replicas stages the weights; which nodes these ranks are on is not worked out.
+        staged = ranks * (rank.bytes["weights"] + rank.bytes["optimizer state"])
+        holdings.append(Holding("checkpoint being written", min(checkpoint_bytes(config), staged)))
+        holdings += _weight_copies(config, sizes, machine)
+    if isinstance(rollout, EmbeddedRolloutConfig):
+        engine = engine_memory(config, sizes)
+        holdings.append(Holding("engine: weights", engine.weights_bytes))
+        holdings.append(Holding("engine: cache", engine.asked_bytes, ("sampling",)))
+    elif isinstance(rollout, SGLangRolloutConfig) and machine.gpu_bytes is None:
+        devices = rollout.servers * rollout.tensor
+        holdings += [Holding(h.what, h.num_bytes * devices) for h in _server_holdings(config, sizes, None)]
+    return Place(HOST, tuple(holdings), machine.host_bytes)
+
+
+def _weight_copies(config: RunConfig, sizes: ModelDescription, machine: Machine) -> list[Holding]:
+    """Copies for servers that come late, and what passes through host memory in an update."""
+    rollout, found = config.rollout, list[Holding]()
+    if isinstance(rollout, EmbeddedRolloutConfig):
+        return found
+    if rollout.keeps_weight_copy:
+        weights = total_parameters(sizes) * needs_of(config).element_bytes
+        found.append(Holding("copy of the weights for late servers", weights))
+        found.append(Holding("copy of the next weights", weights, ("sampling",)))
+    if isinstance(rollout, SGLangRolloutConfig) and rollout.is_colocated and machine.gpu_bytes is not None:
+        takers = config.weights.senders + rollout.servers * rollout.tensor
+        found.append(Holding("buckets through host memory", takers * _buckets(config, sizes), ("sampling",)))
+    return found
+
+
+def ranks_on_node(config: RunConfig, machine: Machine) -> int:
+    """Returns the ranks of the trainer on the node with most of them."""
+    world = config.parallel.world_size
+    return min(world, machine.gpus_per_node) if machine.gpus_per_node else math.ceil(world / machine.nodes)
+
+
+# --- what does not fit -----------------------------------------------------------------------------------------------
+
+
+def _unfit(config: RunConfig, place: Place) -> ConfigError:
+    assert place.room_bytes is not None
+    held = sorted((h for h in place.holdings if place.peak_moment in h.moments), key=lambda h: -h.num_bytes)
+    parts = ", ".join(f"{each.what} {each.num_bytes / GIB:.1f}" for each in held[:6])
+    seen = f"{gib(place.peak_bytes)} while {place.peak_moment}: {parts}"
+    usable = USABLE_SHARE * place.room_bytes
+    expected = f"at most {gib(usable)}, {USABLE_SHARE:.0%} of {gib(place.room_bytes)}"
+    if place.name == HOST:
+        return ConfigError(
+            "memory of a host: a run does not fit one of its machines",
+            seen=seen,
+            expected=expected,
+            remedy="take machines with more memory, fewer ranks on each of them, or fewer servers; `moerl plan memory`"
+            " shows the parts",
+        )
+    if place.name == GPU_OF_BOTH and place.at("sampling") > usable:
+        return ConfigError(
+            "rollout.memory_share: a server's share and the trainer's state do not fit one GPU together",
+            seen=seen,
+            expected=expected,
+            remedy=_share_remedy(config, place, usable),
+        )
+    return ConfigError(
+        "parallel: a rank of the trainer does not fit a GPU",
+        seen=seen,
+        expected=expected,
+        remedy="`moerl plan memory` with these keys shows the parts, and layouts that fit",
+    )
+
+
+def _share_remedy(config: RunConfig, place: Place, usable: float) -> str:
+    """The largest share that fits, if a server can work with it."""
+    assert place.room_bytes is not None
+    engine = engine_memory(config, describe_model(config))
+    server = sum(each.num_bytes for each in place.holdings if each.what == SERVER_SHARE)
+    most = math.floor(100 * (usable - (place.at("sampling") - server)) / place.room_bytes) / 100
+    least = (engine.weights_bytes + (config.rollout.max_new_tokens + 1) * engine.token_bytes) / place.room_bytes
+    if most >= least and most > 0:
+        return f"set rollout.memory_share={most:g}, or spread the trainer's state over more ranks (parallel.data)"
+    return (
+        "set rollout.placement=apart and give servers GPUs of their own, or spread the trainer's state over more ranks"
+        f" (parallel.data): a server needs {least:.2f} of each GPU that it is on"
+    )
+
+
+def server_problem(config: RunConfig, machine: Machine) -> ConfigError | None:
+    """Returns why a server could not finish one response of the greatest length; None if it could."""
+    rollout = config.rollout
+    if not isinstance(rollout, SGLangRolloutConfig):
+        return None
+    engine = engine_memory(config, describe_model(config))
+    tokens, least = pool_tokens(rollout, engine, machine.gpu_bytes), rollout.max_new_tokens + 1
+    if tokens >= least:
+        return None
+    if machine.gpu_bytes is None or (rollout.max_pool_tokens is not None and rollout.max_pool_tokens < least):
+        return ConfigError(
+            "rollout.max_pool_tokens: the pool of a server does not hold one response and its prompt",
+            seen=tokens,
+            expected=f"> rollout.max_new_tokens = {rollout.max_new_tokens}, and room for the prompt",
+            remedy=f"set rollout.max_pool_tokens={engine.longest} or more, or lower rollout.max_new_tokens",
+        )
+    share = server_share(rollout)
+    return ConfigError(
+        "rollout.tensor: the weights of a server and the cache of one response do not fit its share of a GPU",
+        seen=f"weights {gib(engine.weights_bytes)}, cache of {least} tokens {gib(least * engine.token_bytes)}",
+        expected=f"at most {gib(share * machine.gpu_bytes)}, {share:.0%} of {gib(machine.gpu_bytes)}",
+        remedy=f"raise rollout.tensor, now {rollout.tensor}"
+        + ("" if rollout.memory_share is None else f", or rollout.memory_share, now {rollout.memory_share:g}"),
+    )
+
+
+def fits_with(config: RunConfig, dims: ParallelDims, gpu_bytes: float) -> bool:
+    """Returns whether the GPU of a rank would hold this layout."""
+    sizes = describe_model(config)
+    return trainer_gpu(config, sizes, heaviest_rank(sizes, dims, needs_of(config)), gpu_bytes).fits

@@ -1,0 +1,101 @@
+"""Memory of an engine that samples: its weights, and the key-value cache of what it works on. Pure; any process.
+
+Shape legend: L = layers, t = tensor-parallel devices of a server, b = bytes of an element.
+
+**Weights** are split as SGLang splits them: attention, experts, embedding and head over t, norms and routers whole.
+
+**The cache of a token** on each device of a server:
+
+    grouped heads      2 L ceil(key-value heads / t) head_dim b      keys and values; heads are repeated where t is more
+    latent attention   L (kv_rank + rope_dim) b                      the compressed row, whole on every device
+
+**The pool** is what a server's share of a device leaves beside its weights, or `rollout.max_pool_tokens`, if that is
+less. A server with a smaller pool than all its responses need works on fewer of them at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moerl.config.memory import rank_parameters
+from moerl.config.rollouts import CPU_POOL_TOKENS, EmbeddedRolloutConfig, SGLangRolloutConfig
+from moerl.config.schema import RunConfig
+from moerl.contract.parallel import ParallelDims
+from moerl.models.description import ModelDescription
+
+OWN_SHARE = 0.8
+"""Share of a GPU that SGLang takes for weights and pool if `rollout.memory_share` is null. Its own rule (0.5.21) keeps
+some 13 GiB of 80 for activations and captured graphs, and depends on the GPU; this is a little less than it takes."""
+
+EMBEDDED_ELEMENT_BYTES = 4
+"""The embedded engine works on CPUs, and emulates 16-bit formats in float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMemory:
+    """Needs of one engine.
+
+    weights_bytes, token_bytes: of one device: its part of the weights, and of the cache of one token. longest: tokens
+    of the longest sequence, prompt included. side_by_side: sequences that the engine is asked to work on together.
+    """
+
+    weights_bytes: int
+    token_bytes: int
+    longest: int
+    side_by_side: int
+
+    @property
+    def asked_bytes(self) -> int:
+        """Cache of one device for all sequences side by side, each as long as the longest."""
+        return self.side_by_side * self.longest * self.token_bytes
+
+
+def engine_memory(config: RunConfig, sizes: ModelDescription) -> EngineMemory:
+    """Returns the needs of each engine that a run starts."""
+    rollout = config.rollout
+    tensor = rollout.tensor if isinstance(rollout, SGLangRolloutConfig) else 1
+    is_embedded = isinstance(rollout, EmbeddedRolloutConfig)
+    element = EMBEDDED_ELEMENT_BYTES if is_embedded or rollout.dtype == "float32" else 2
+    parameters = rank_parameters(sizes, ParallelDims(tensor=tensor, expert_tensor=tensor), 0)
+    return EngineMemory(
+        weights_bytes=sum(parameters.values()) * element,
+        token_bytes=cache_token_bytes(sizes, tensor, element),
+        longest=longest_sequence(config, sizes),
+        side_by_side=rollout.max_running,
+    )
+
+
+def cache_token_bytes(sizes: ModelDescription, tensor: int, element_bytes: int) -> int:
+    """Returns the cache of one token on each of `tensor` devices of a server, in bytes."""
+    if sizes.latent is not None:
+        width = sizes.latent.kv_rank + sizes.latent.rope_dim
+    else:
+        width = 2 * -(-sizes.num_key_value_heads // tensor) * sizes.head_dim
+    return sizes.num_layers * width * element_bytes
+
+
+def longest_sequence(config: RunConfig, sizes: ModelDescription) -> int:
+    """Returns the tokens of the longest sequence that a run may sample: the model, a microbatch and the longest prompt
+    that the task lets through limit it."""
+    limits = [sizes.max_positions, config.trainer.microbatch_tokens]
+    if config.task.longest_prompt is not None:
+        limits.append(config.task.longest_prompt + config.rollout.max_new_tokens)
+    return min(limits)
+
+
+def server_share(rollout: SGLangRolloutConfig) -> float:
+    """Returns the share of a GPU for a server's weights and pool."""
+    return OWN_SHARE if rollout.memory_share is None else rollout.memory_share
+
+
+def pool_tokens(rollout: SGLangRolloutConfig, engine: EngineMemory, gpu_bytes: float | None) -> int:
+    """Returns the tokens that a server's pool holds; 0 if not even the weights fit.
+
+    Args:
+        gpu_bytes: memory of one GPU; None on CPUs, where the pool has a fixed size.
+    """
+    if gpu_bytes is None:
+        return CPU_POOL_TOKENS if rollout.max_pool_tokens is None else rollout.max_pool_tokens
+    room = int(server_share(rollout) * gpu_bytes) - engine.weights_bytes
+    fits = max(0, room // engine.token_bytes)
+    return fits if rollout.max_pool_tokens is None else min(fits, rollout.max_pool_tokens)

@@ -1,0 +1,77 @@
+"""What is known of a run and of the machine that it gets, wherever one of the commands asks. Torch-free."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from moerl.config.run_memory import Machine
+from moerl.config.schema import RunConfig
+from moerl.contract.ports import Task
+from moerl.launch.checks.gpus import usable_gpus
+
+Door = Literal["train", "doctor", "dry run", "plan"]
+"""Commands by which a run comes in. train: also `moerl sft`, `rollout` and `eval`. dry run: `moerl launch slurm`, with
+--dry-run and without. plan: `moerl plan memory`."""
+DOORS: tuple[Door, ...] = ("train", "doctor", "dry run", "plan")
+
+
+@dataclass(slots=True)
+class Facts:
+    """What checks look at; `close` it.
+
+    machine, num_gpus, num_cores: of all nodes; None = not known. unknown: why the machine is not known. fetches:
+    weights of a model of the hub may be fetched now. container, python: of the nodes, if this process has others.
+    as_written: `rollout.environment` as the user wrote it. node_variables: environment variables of the job.
+    grace_seconds: between the signal to stop and the end of the run. disk_rate: bytes per second at the run directory.
+    """
+
+    door: Door
+    config: RunConfig
+    machine: Machine | None = None
+    num_gpus: int | None = None
+    num_cores: int | None = None
+    unknown: str = ""
+    fetches: bool = False
+    container: str = ""
+    python: str = ""
+    as_written: str = ""
+    node_variables: Mapping[str, str] = field(default_factory=dict[str, str])
+    grace_seconds: float | None = None
+    disk_rate: float | None = None
+    _task: Task | None = None
+
+    def task(self) -> Task:
+        """Returns the task, which is opened once. Raises `ConfigError` if its data is unusable."""
+        if self._task is None:
+            self._task = self.config.task.open()
+        return self._task
+
+    def close(self) -> None:
+        """Closes the task, if it was opened."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.close()
+
+
+def facts_of_train(config: RunConfig) -> Facts:
+    """Returns the facts of a run that starts now, in this process. Asks `nvidia-smi`."""
+    facts = Facts("train", config, fetches=True, grace_seconds=config.checkpoint.grace_seconds)
+    if config.launch.on == "ray":
+        facts.unknown = "the nodes of the Ray cluster are not known before it is met"
+        return facts
+    gpus = usable_gpus()
+    if isinstance(gpus, str):
+        facts.unknown = f"GPUs cannot be counted: {gpus}"
+        return facts
+    smallest = min((gpu.total_mib * 2**20 for gpu in gpus), default=None)
+    facts.machine = Machine(smallest, len(gpus), 1, host_bytes())
+    facts.num_gpus = len(gpus)
+    return facts
+
+
+def host_bytes() -> int:
+    """Returns the memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,170 @@
+"""Looks at what a run reads: its model, its data and rewards, and the environment of its servers. Torch-free.
+
+Each look takes `Facts` and returns a line on what it saw, or a `Note` on what it could not see from here. What a run
+could not work with is raised.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from moerl.config.checks import check_command, check_model_fits, check_run
+from moerl.config.hub import hub_model, missing_weights, prepare_model
+from moerl.config.problems import check_problems
+from moerl.config.rollouts import ServerRolloutConfig, SGLangRolloutConfig
+from moerl.errors import ConfigError, EngineError
+from moerl.launch.checks.facts import Facts
+from moerl.launch.servers import refuse_ended
+from moerl.rollout.fleet.endpoint import read_endpoint
+from moerl.rollout.sglang.install import device_of, site_packages
+from moerl.rollout.sglang.patches import verify_installation
+from moerl.rollout.sglang.server_args import check_server_args
+
+HUB_VARIABLES = ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE")
+"""Where the libraries of the hub keep what they fetch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Worth knowing, and no fault: mostly what cannot be seen from here."""
+
+    seen: str
+    expected: str
+    remedy: str
+
+
+def look_at_keys(facts: Facts) -> str:
+    """Checks the rules between keys."""
+    check_run(facts.config)
+    return f"recipe {facts.config.recipe}"
+
+
+def look_at_layout(facts: Facts) -> str:
+    """Checks the model's config.json against layout and lengths."""
+    check_model_fits(facts.config)
+    return f"{facts.config.parallel.world_size} ranks"
+
+
+def look_at_command(facts: Facts) -> str:
+    """Checks what the command needs: libraries of trackers and of Ray, files that keys name, the algorithm."""
+    check_command(facts.config, facts.config.command)
+    return f"as `moerl {facts.config.command}` takes it"
+
+
+def look_at_model(facts: Facts) -> str | Note:
+    """Checks files and tensors of the model, and its tokenizer; fetches weights of the hub where that is allowed."""
+    model = facts.config.model
+    of_hub = hub_model(model)
+    missing = [] if of_hub is None or facts.fetches else missing_weights(of_hub.folder)
+    if missing:
+        return Note(
+            f"{len(missing)} files of weights of {model.hub} are not in the cache of the hub",
+            "weights that a run finds",
+            "none is needed with a network: they are fetched before the run starts",
+        )
+    prepare_model(model)
+    return str(model.path or "the run builds it")
+
+
+def look_at_cache(facts: Facts) -> str:
+    """Checks that this process fetches to where the nodes look."""
+    config = facts.config
+    if config.model.hub is None and not config.task.hub_sets:
+        return "nothing comes from the hub"
+    for name in HUB_VARIABLES:
+        there, here = facts.node_variables.get(name), os.environ.get(name)
+        if there is not None and there != here:
+            raise ConfigError(
+                f"{name}: the job looks for what comes from the hub where it is not fetched to",
+                seen=f"{name}={here or ''} here, {there} in the job (environment of --site)",
+                expected="the same folder, on a file system that the nodes share",
+                remedy=f"export {name}={there} before `moerl launch slurm`",
+            )
+    return "fetched to where the job looks"
+
+
+def look_at_data(facts: Facts) -> str | Note:
+    """Reads the data: columns, numbers of problems, demonstrations. Fetches data sets of the hub."""
+    config, task = facts.config, facts.task()
+    check_problems(config, task, config.command)
+    learns = config.command in ("train", "sft") and config.sft.steps > 0
+    task.check(num_demonstrations=config.sft.num_examples if learns else 0)
+    if facts.door == "dry run" and config.task.streams:
+        return Note(
+            f"{', '.join(config.task.streams)}: streamed, so read over the network by the node, too",
+            "a node that reaches the hub",
+            "set streaming=false: the set is then fetched from here, before the job is submitted",
+        )
+    return ", ".join(f"{task.size(split)} {split}" for split in ("train", "dev", "heldout"))
+
+
+def look_at_rewards(facts: Facts) -> str | Note:
+    """Asks for the rewards of one response."""
+    task = facts.config.task
+    elsewhere = facts.container or facts.python
+    untried = [f"{name} runs in {elsewhere}" for name in task.own_functions if elsewhere]
+    if facts.door == "dry run":
+        untried += [f"{url} is asked from the node" for url in task.judges]
+    if untried:
+        return Note(
+            f"not tried from here: {', '.join(untried)}",
+            "rewards that can be tried",
+            "nothing: `moerl doctor` tries them on the node, before the run starts",
+        )
+    facts.task().try_rewards()
+    return "tried on one response"
+
+
+def look_at_environment(facts: Facts) -> str | Note:
+    """Proves the environment of SGLang servers: its path, release and patches, and its device."""
+    rollout = facts.config.rollout
+    if not isinstance(rollout, SGLangRolloutConfig):
+        return "the run starts no SGLang servers"
+    environment = rollout.environment
+    if facts.door == "dry run" and (facts.container or not environment.exists()):
+        return _unseen_environment(facts, environment)
+    device = device_of(environment)
+    patches = verify_installation(site_packages(environment))
+    check_server_args(environment, rollout.server_args)
+    if device == "cuda" and facts.machine is not None and facts.machine.gpu_bytes is None:
+        raise EngineError(
+            "rollout.environment: made for GPUs, and the run has none",
+            seen=f"{environment}: made for {device}",
+            expected="an environment of CPUs, or GPUs",
+            remedy="moerl sglang install --device cpu --env DIR, and rollout.environment=DIR; on SLURM gpus_per_node of"
+            " the site file asks for GPUs",
+        )
+    return f"{environment}: sglang {patches.version} for {device}, patches {patches.fingerprint}, no other change"
+
+
+def _unseen_environment(facts: Facts, environment: Path) -> Note:
+    """An environment that only the nodes can have; one that is not written as an absolute path is nowhere."""
+    where = f"in {facts.container}" if facts.container else "on the nodes alone"
+    if not Path(facts.as_written).is_absolute():
+        raise ConfigError(
+            "rollout.environment: no SGLang environment at this path, and no absolute path of the nodes"
+            if not facts.container
+            else "rollout.environment: servers run in a container, and this is no absolute path in it",
+            seen=facts.as_written,
+            expected="an environment that can be seen from here, or an absolute path " + where,
+            remedy="moerl sglang install --env DIR, and rollout.environment=/absolute/DIR",
+        )
+    return Note(
+        f"{environment}: cannot be seen from here; it has to be {where}",
+        "an environment whose patches and release can be proved",
+        "nothing: `moerl doctor` looks at it on the node, before the run starts",
+    )
+
+
+def look_at_server_files(facts: Facts) -> str:
+    """Reads the files of servers that others run."""
+    rollout = facts.config.rollout
+    if not isinstance(rollout, ServerRolloutConfig):
+        return "the run uses no servers of others"
+    for file in rollout.server:
+        endpoint = read_endpoint(file)
+        if facts.door != "dry run":
+            refuse_ended(endpoint)
+    return f"{len(rollout.server)}, each with both keys and for its owner alone"

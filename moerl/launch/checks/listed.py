@@ -1,0 +1,174 @@
+"""The one list of checks of a run, and who takes which. Torch-free; login-node safe.
+
+`moerl train` and `moerl launch slurm` end at the first that fails; `moerl doctor` and `moerl plan memory` show all.
+What a command cannot know it does not take; what it cannot see from here it says by name, as a note.
+
+`python -m moerl.launch.checks.listed` prints the table of docs/doctor.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from moerl.errors import MoerlError, closing
+from moerl.launch.checks import inputs, room
+from moerl.launch.checks.facts import DOORS, Door, Facts
+from moerl.launch.checks.inputs import Note
+from moerl.launch.checks.outcome import Check, fault, green
+
+AREA = "run"
+_STARTED: tuple[Door, ...] = ("train", "doctor", "dry run")
+
+
+@dataclass(frozen=True, slots=True)
+class RunCheck:
+    """One check.
+
+    looks_at, cost: for the documentation. doors: commands that can know it. look: returns a line on what it saw or a
+    note, and raises what a run could not work with. after: a check without which this one would fail for the same
+    reason.
+    """
+
+    name: str
+    looks_at: str
+    doors: tuple[Door, ...]
+    cost: str
+    look: Callable[[Facts], str | Note]
+    after: str = ""
+
+
+CHECKS = (
+    RunCheck("keys", "types of keys, rules between them", DOORS, "none", inputs.look_at_keys),
+    RunCheck("layout", "config.json of the model against layout and lengths", DOORS, "a file", inputs.look_at_layout),
+    RunCheck(
+        "command",
+        "libraries of trackers and Ray, files that keys name, the algorithm",
+        _STARTED,
+        "some files",
+        inputs.look_at_command,
+    ),
+    RunCheck(
+        "model",
+        "tensors and tokenizer of the model; weights of the hub are fetched by train, and before a job is submitted",
+        _STARTED,
+        "headers of files; fetching",
+        inputs.look_at_model,
+    ),
+    RunCheck(
+        "cache of the hub",
+        "the job looks for models and data sets of the hub where this process fetches them to",
+        ("dry run",),
+        "none",
+        inputs.look_at_cache,
+    ),
+    RunCheck(
+        "data",
+        "columns, number of problems, demonstrations; data sets of the hub are fetched",
+        _STARTED,
+        "all rows; fetching",
+        inputs.look_at_data,
+        after="command",
+    ),
+    RunCheck(
+        "rewards",
+        "reward functions can be imported and score one response",
+        _STARTED,
+        "one call of each",
+        inputs.look_at_rewards,
+        after="data",
+    ),
+    RunCheck(
+        "SGLang environment",
+        "path, release, patches and device of the servers' environment",
+        _STARTED,
+        "some files, one Python",
+        inputs.look_at_environment,
+    ),
+    RunCheck(
+        "server files", "server.json of servers that run elsewhere", _STARTED, "a file", inputs.look_at_server_files
+    ),
+    RunCheck("devices", "GPUs for ranks and servers; on CPUs cores", _STARTED, "`nvidia-smi`", room.look_at_devices),
+    RunCheck(
+        "memory of GPUs", "a rank, and in a colocated run its server, on one GPU", DOORS, "none", room.look_at_gpus
+    ),
+    RunCheck("memory of servers", "weights and cache of a server in its share", DOORS, "none", room.look_at_server),
+    RunCheck(
+        "memory of hosts",
+        "checkpoints, copies and on CPUs all the rest, per machine",
+        DOORS,
+        "none",
+        room.look_at_hosts,
+    ),
+    RunCheck(
+        "time of a checkpoint",
+        "bytes of a checkpoint and rate of the disk against the grace time of a signal; a note",
+        ("doctor", "dry run"),
+        "64 MiB written",
+        room.look_at_checkpoint_time,
+    ),
+)
+
+
+def refuse(facts: Facts) -> list[str]:
+    """Takes the checks of a command, up to the first that fails; closes the facts.
+
+    Returns:
+        Notes for people, a line each.
+
+    Raises:
+        MoerlError: of the first check that fails.
+    """
+    notes: list[str] = []
+    with closing(facts):
+        for check in taken_by(facts.door):
+            seen = check.look(facts)
+            if isinstance(seen, Note):
+                notes.append(f"{check.name}: {seen.seen}; expected: {seen.expected}; remedy: {seen.remedy}")
+    return notes
+
+
+def look(facts: Facts) -> list[Check]:
+    """Takes all checks of a command, and returns what each found; closes the facts."""
+    found: list[Check] = []
+    failed: set[str] = set()
+    with closing(facts):
+        for check in taken_by(facts.door):
+            if check.after in failed:
+                failed.add(check.name)
+                continue
+            outcome = _outcome(check, facts)
+            found.append(outcome)
+            if outcome.level == "red":
+                failed.add(check.name)
+    return found
+
+
+def taken_by(door: Door) -> list[RunCheck]:
+    """Returns the checks of a command, in order."""
+    return [check for check in CHECKS if door in check.doors]
+
+
+def _outcome(check: RunCheck, facts: Facts) -> Check:
+    try:
+        seen = check.look(facts)
+    except MoerlError as error:
+        return fault("red", AREA, check.name, error)
+    if isinstance(seen, Note):
+        return Check(AREA, check.name, "yellow", seen.seen, seen.expected, seen.remedy)
+    return green(AREA, check.name, seen)
+
+
+def table() -> str:
+    """Returns check x command, as Markdown."""
+    head = ["check", "looks at", *(f"`{name}`" for name in ("train", "doctor", "launch slurm", "plan memory")), "cost"]
+    rows = [head, ["---"] * len(head)]
+    for check in CHECKS:
+        rows.append(
+            [check.name, check.looks_at, *("yes" if door in check.doors else "-" for door in DOORS), check.cost]
+        )
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+if __name__ == "__main__":
+    print(table())

@@ -1,0 +1,114 @@
+"""Looks at what a run has room and time for: devices, memory of GPUs, servers and hosts, time of a checkpoint."""
+
+from __future__ import annotations
+
+import math
+
+from moerl.config.rollouts import SGLangRolloutConfig
+from moerl.config.run_memory import (
+    HOST,
+    checkpoint_bytes,
+    concurrency_limit,
+    gib,
+    gpu_problem,
+    host_problem,
+    places,
+    server_problem,
+)
+from moerl.errors import ConfigError
+from moerl.launch.checks.facts import Facts
+from moerl.launch.checks.inputs import Note
+
+GRACE_SHARE = 0.8
+"""Of the seconds between SLURM's signal and the time limit: what a run gets to commit."""
+
+
+def look_at_devices(facts: Facts) -> str | Note:
+    """Counts GPUs of ranks and servers. On CPUs a run with too few cores works, and is slow."""
+    config, gpus = facts.config, facts.num_gpus
+    trainer = config.parallel.world_size if config.command in ("train", "sft") else 0
+    servers = config.rollout.own_devices if isinstance(config.rollout, SGLangRolloutConfig) else 0
+    needed, text = trainer + servers, f"{trainer} ranks of the trainer, {servers} devices of servers"
+    if gpus is None:
+        return f"{text}; GPUs are not known here" + (f": {facts.unknown}" if facts.unknown else "")
+    if gpus:
+        if needed > gpus:
+            raise ConfigError(
+                "the run needs more GPUs than it gets",
+                seen=f"{gpus} GPUs for {text}",
+                expected=f"{needed} GPUs",
+                remedy="change parallel, rollout.servers or rollout.tensor, or take more GPUs",
+            )
+        return f"{gpus} GPUs for {text}"
+    if facts.num_cores is not None and needed > facts.num_cores:
+        return Note(
+            f"{facts.num_cores} cores for {text}", f"{needed} cores", "take fewer ranks, or a machine with more cores"
+        )
+    return f"{text}, on CPUs"
+
+
+def look_at_gpus(facts: Facts) -> str:
+    """Compares the fullest GPU of a rank with its memory."""
+    if facts.machine is None:
+        return f"not known here: {facts.unknown}"
+    if facts.machine.gpu_bytes is None:
+        return "the run is on CPUs"
+    _raise(gpu_problem(facts.config, facts.machine))
+    return "; ".join(describe_places(facts, hosts=False)) or "the run has no GPU"
+
+
+def look_at_server(facts: Facts) -> str | Note:
+    """Compares a server's share of a GPU with its weights and cache."""
+    if not isinstance(facts.config.rollout, SGLangRolloutConfig):
+        return "the run starts no SGLang servers"
+    if facts.machine is None:
+        return f"not known here: {facts.unknown}"
+    _raise(server_problem(facts.config, facts.machine))
+    limit, expected = concurrency_limit(facts.config, facts.machine), "room for all that run side by side"
+    return expected if limit is None else Note(limit.seen, expected, limit.remedy)
+
+
+def look_at_hosts(facts: Facts) -> str:
+    """Compares what the fullest host holds with its memory."""
+    if facts.machine is None:
+        return f"not known here: {facts.unknown}"
+    _raise(host_problem(facts.config, facts.machine))
+    return "; ".join(describe_places(facts, hosts=True))
+
+
+def look_at_checkpoint_time(facts: Facts) -> str | Note:
+    """Compares the time that a checkpoint takes on this disk with the grace time of a signal to stop."""
+    rate, grace, num_bytes = facts.disk_rate, facts.grace_seconds, checkpoint_bytes(facts.config)
+    if rate is None:
+        return "the disk was not measured"
+    seconds = num_bytes / rate
+    seen = f"{num_bytes / 1e9:.1f} GB at {rate / 1e6:,.0f} MB/s of one writer: {seconds:,.0f} s"
+    if grace is None:
+        return f"{seen}; checkpoint.grace_seconds is null: a signal to stop waits for it"
+    if seconds <= grace:
+        return f"{seen} of {grace:g}"
+    wanted = math.ceil(seconds)
+    return Note(
+        seen,
+        f"less than the {grace:g} s between a signal to stop and the end, in which a step ends, too",
+        f"set --signal-seconds {math.ceil(wanted / GRACE_SHARE)} or more, with a --time of twice that"
+        if facts.door == "dry run"
+        else f"set checkpoint.grace_seconds={wanted} or more, and give as much time before the kill (SLURM:"
+        f" --signal-seconds {math.ceil(wanted / GRACE_SHARE)}); ranks that write side by side may be faster",
+    )
+
+
+def describe_places(facts: Facts, *, hosts: bool) -> list[str]:
+    """Returns a line for each kind of GPU, or for the fullest host."""
+    assert facts.machine is not None
+    lines: list[str] = []
+    for place in places(facts.config, facts.machine):
+        if (place.name == HOST) == hosts:
+            room = "its memory is not known" if place.room_bytes is None else f"of {gib(place.room_bytes)}"
+            lines.append(f"{place.name}: {gib(place.peak_bytes)} while {place.peak_moment}, {room}")
+    return lines
+
+
+def _raise(problem: ConfigError | None) -> None:
+    if problem is not None:
+        raise problem
