@@ -48,12 +48,34 @@ CHECKS = (
         "some files",
         inputs.look_at_command,
     ),
+    RunCheck("devices", "GPUs for ranks and servers; on CPUs cores", _STARTED, "`nvidia-smi`", room.look_at_devices),
     RunCheck(
-        "model",
-        "tensors and tokenizer of the model; weights of the hub are fetched by train, and before a job is submitted",
+        "memory of GPUs", "a rank, and in a colocated run its server, on one GPU", DOORS, "none", room.look_at_gpus
+    ),
+    RunCheck("memory of servers", "weights and cache of a server in its share", DOORS, "none", room.look_at_server),
+    RunCheck(
+        "memory of hosts",
+        "checkpoints, copies, and on CPUs all the rest, per machine",
+        DOORS,
+        "none",
+        room.look_at_hosts,
+    ),
+    RunCheck(
+        "time of a checkpoint",
+        "bytes of a checkpoint and rate of the disk against the grace time of a signal; a note",
+        ("doctor", "dry run"),
+        "64 MiB written",
+        room.look_at_checkpoint_time,
+    ),
+    RunCheck(
+        "server files", "server.json of servers that run elsewhere", _STARTED, "a file", inputs.look_at_server_files
+    ),
+    RunCheck(
+        "SGLang environment",
+        "path, release, patches and device of the servers' environment",
         _STARTED,
-        "headers of files; fetching",
-        inputs.look_at_model,
+        "some files, one Python",
+        inputs.look_at_environment,
     ),
     RunCheck(
         "cache of the hub",
@@ -61,6 +83,13 @@ CHECKS = (
         ("dry run",),
         "none",
         inputs.look_at_cache,
+    ),
+    RunCheck(
+        "model",
+        "tensors and tokenizer of the model; weights of the hub are fetched by train, and before a job is submitted",
+        _STARTED,
+        "headers of files; fetching",
+        inputs.look_at_model,
     ),
     RunCheck(
         "data",
@@ -78,36 +107,8 @@ CHECKS = (
         inputs.look_at_rewards,
         after="data",
     ),
-    RunCheck(
-        "SGLang environment",
-        "path, release, patches and device of the servers' environment",
-        _STARTED,
-        "some files, one Python",
-        inputs.look_at_environment,
-    ),
-    RunCheck(
-        "server files", "server.json of servers that run elsewhere", _STARTED, "a file", inputs.look_at_server_files
-    ),
-    RunCheck("devices", "GPUs for ranks and servers; on CPUs cores", _STARTED, "`nvidia-smi`", room.look_at_devices),
-    RunCheck(
-        "memory of GPUs", "a rank, and in a colocated run its server, on one GPU", DOORS, "none", room.look_at_gpus
-    ),
-    RunCheck("memory of servers", "weights and cache of a server in its share", DOORS, "none", room.look_at_server),
-    RunCheck(
-        "memory of hosts",
-        "checkpoints, copies and on CPUs all the rest, per machine",
-        DOORS,
-        "none",
-        room.look_at_hosts,
-    ),
-    RunCheck(
-        "time of a checkpoint",
-        "bytes of a checkpoint and rate of the disk against the grace time of a signal; a note",
-        ("doctor", "dry run"),
-        "64 MiB written",
-        room.look_at_checkpoint_time,
-    ),
 )
+"""In order: what costs nothing comes first, so that nothing is fetched for a run that does not fit."""
 
 
 def refuse(facts: Facts) -> list[str]:

@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 from factories import QWEN3_30B, make_trajectory, write_hf_config
+from published_models import DEEPSEEK_V3
 
 from moerl.buffer.queue import QueueLimits
 from moerl.buffer.simulation import drawn_from
 from moerl.config.load import dump_config, load_plan
 from moerl.contract.disk import write_parquet
 from moerl.errors import ConfigError
-from moerl.launch.calibration import Device, calibrate, estimate
+from moerl.launch.calibration import Device, calibrate, estimate, fleet_on
 from moerl.launch.plan_run import Workload, plan_run, predict
 from moerl.weights.estimate import Bandwidths
 
@@ -149,3 +150,30 @@ def test_a_calibrated_table_names_its_run(tmp_path: Path, capsys: pytest.Capture
     assert f"costs of 19 steps of {folder}" in text
     assert "lengths of 3 responses" in text
     assert "one token: 10 ms and 1 ms per response; a prompt: 2 ms; training: 0.5 s and 0.1 ms per token" in text
+
+
+def test_responses_side_by_side_are_those_that_the_cache_of_a_server_holds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_hf_config(tmp_path, **QWEN3_30B)
+    keys = ["recipe=pretrained", f"model.path='{tmp_path}'", "rollout=sglang", "parallel.expert=8"]
+    config = load_plan([*keys, "rollout.servers=4", "rollout.memory_share=0.8"])
+    # 64 GiB less 57 of weights, at 96 KiB a token: 7.1 GiB, 77,600 tokens, sequences of 4608.
+    assert fleet_on(config, H100, 4608).max_running == 16
+    assert fleet_on(config, replace(H100, memory_gib=141), 4608).max_running == 132
+    assert fleet_on(load_plan([*keys, "rollout.tensor=4"]), H100, 4608).max_running == 256, "no more than is asked for"
+    with pytest.raises(ConfigError, match=r"rollout\.tensor: the weights of a server and the cache"):
+        fleet_on(config, replace(H100, memory_gib=48), 4608)
+    workload, bandwidths = Workload(512, 128), Bandwidths(50e9, 50e9)
+    few = load_plan([*keys, "rl.prompts_per_step=8", "rl.group_size=8", "rollout.max_running=256"])
+    plan_run(few, run_dir=None, device=H100, workload=workload, bandwidths=bandwidths)
+    assert "sample 121 responses each (of 256: more do not fit the cache)" in capsys.readouterr().out
+
+
+def test_the_compressed_cache_of_latent_attention_is_read_as_it_is(tmp_path: Path) -> None:
+    write_hf_config(tmp_path, **DEEPSEEK_V3)
+    model = [f"model.path='{tmp_path}'", "rollout.max_new_tokens=8192"]
+    config = load_plan(["recipe=pretrained", *model, "rollout=sglang", "rollout.tensor=8", "parallel.expert=8"])
+    rows = [estimate(config, H100, 1.0, mean_tokens=tokens, prompt_tokens=0).decode_row for tokens in (4096, 8192)]
+    # 61 layers of 512 + 64 numbers of two bytes, on each of eight devices: 2048 more tokens through one memory.
+    assert rows[1] - rows[0] == pytest.approx(2048 * 61 * 576 * 2 / (3350e9 * 0.6), rel=1e-6)

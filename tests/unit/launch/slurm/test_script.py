@@ -146,7 +146,7 @@ def test_a_run_that_needs_more_gpus_than_the_site_has_is_refused(
 ) -> None:
     (tmp_path / "site.yaml").write_text("gpus_per_node: 1\n")
     assert launch(tmp_path, "--site", str(tmp_path / "site.yaml"), "parallel.expert=2", "--dry-run") == 2
-    assert "seen: 2 of the trainer and 0 of servers" in capsys.readouterr().err
+    assert "seen: 1 GPUs for 2 ranks of the trainer, 0 devices of servers" in capsys.readouterr().err
 
 
 def test_without_slurm_on_the_machine_the_command_says_where_to_start_it(
@@ -170,7 +170,8 @@ def test_a_dry_run_fetches_no_weights_of_a_model_of_the_hub(
         cache.use(tmp_path / "home", address)
         assert launch(tmp_path, *keys, "--dry-run") == 0
         assert cache.files == {"config.json", "tokenizer.json"}
-        # Without it the weights come before the job is looked at.
-        assert launch(tmp_path, *keys, "--nodes", "0") == 2
+        # Without it the weights come before the job is submitted.
+        monkeypatch.setenv("PATH", str(tmp_path))
+        assert launch(tmp_path, *keys) == 2
         assert cache.files == {"config.json", "tokenizer.json", "model.safetensors"}
     assert "model owner/moe of the hub, commit " in capsys.readouterr().err

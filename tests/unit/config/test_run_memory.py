@@ -1,0 +1,137 @@
+"""What the fullest GPUs and the fullest host hold, and what does not fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from factories import QWEN3_30B, write_hf_config
+
+from moerl.config.load import load_plan
+from moerl.config.run_memory import (
+    GIB,
+    GPU_OF_BOTH,
+    GPU_OF_SERVER,
+    GPU_OF_TRAINER,
+    HOST,
+    Machine,
+    Place,
+    checkpoint_bytes,
+    concurrency_limit,
+    gpu_problem,
+    host_problem,
+    places,
+    server_problem,
+)
+from moerl.config.schema import RunConfig
+
+H100S = Machine(80 * GIB, gpus_per_node=8, nodes=2, host_bytes=1024 * GIB)
+WEIGHTS = 30.5e9 * 2
+
+
+def run(folder: Path, *overrides: str) -> RunConfig:
+    write_hf_config(folder, **QWEN3_30B)
+    return load_plan(["recipe=math", f"model.path='{folder}'", "parallel.expert=8", *overrides])
+
+
+def colocated(folder: Path, *overrides: str) -> RunConfig:
+    shared = ("rollout.placement=colocated", "rollout.tensor=2", "rollout.servers=4")
+    return run(folder, "parallel.data=16", *shared, *overrides)
+
+
+def held(place: Place) -> dict[str, int]:
+    return {each.what: each.num_bytes for each in place.holdings}
+
+
+def test_servers_with_gpus_of_their_own_are_a_place_of_their_own(tmp_path: Path) -> None:
+    config = run(tmp_path, "rollout.tensor=2", "rollout.servers=4", "parallel.data=16")
+    found = {place.name: place for place in places(config, H100S)}
+    assert list(found) == [GPU_OF_TRAINER, GPU_OF_SERVER, HOST]
+    assert found[GPU_OF_TRAINER].peak_moment == "training"
+    assert found[GPU_OF_SERVER].peak_bytes == pytest.approx(0.8 * 80 * GIB, rel=0.001)
+
+
+def test_state_and_share_of_a_colocated_server_must_fit_one_gpu_together(tmp_path: Path) -> None:
+    tight = colocated(tmp_path, "rollout.memory_share=0.4")
+    [place, _] = places(tight, H100S)
+    assert place.name == GPU_OF_BOTH
+    state = sum(held(place)[f"rank: {name}"] for name in ("weights", "gradients", "optimizer state"))
+    assert place.at("sampling") == state + held(place)["buckets of a weight update"] + 0.4 * 80 * GIB
+    # Each of them alone would fit.
+    assert place.at("training") < 0.9 * 80 * GIB
+    problem = gpu_problem(tight, H100S)
+    assert problem is not None
+    assert problem.what.startswith("rollout.memory_share: a server's share and the trainer's state")
+    assert "rollout.placement=apart" in problem.remedy
+
+
+def test_a_share_that_fits_is_proposed_if_a_server_can_work_with_it(tmp_path: Path) -> None:
+    config = colocated(tmp_path, "rollout.memory_share=0.6", "rollout.tensor=4", "parallel.data=32")
+    problem = gpu_problem(config, H100S)
+    assert problem is not None
+    assert problem.remedy.startswith("set rollout.memory_share=0.")
+    share = problem.remedy.partition(",")[0].removeprefix("set ")
+    again = colocated(tmp_path, share, "rollout.tensor=4", "parallel.data=32")
+    assert gpu_problem(again, H100S) is None
+    assert server_problem(again, H100S) is None
+
+
+def test_activations_are_not_there_while_colocated_servers_sample(tmp_path: Path) -> None:
+    [place, _] = places(colocated(tmp_path, "rollout.memory_share=0.2"), H100S)
+    moments = {each.what: each.moments for each in place.holdings}
+    assert moments["rank: activations"] == ("training",)
+    assert moments["server: weights and cache"] == ("sampling",)
+
+
+def test_a_rank_that_is_too_large_is_named_with_its_parts(tmp_path: Path) -> None:
+    problem = gpu_problem(run(tmp_path, "rollout.tensor=2"), H100S)
+    assert problem is not None
+    assert "rank: optimizer state" in str(problem.seen)
+    assert problem.expected == "at most 72.0 GiB, 90% of 80.0 GiB"
+
+
+def test_a_host_holds_checkpoints_and_copies_of_weights(tmp_path: Path) -> None:
+    config = run(tmp_path, "rollout.tensor=2", "rollout.servers=4", "parallel.data=16")
+    host = places(config, H100S)[-1]
+    found = held(host)
+    assert checkpoint_bytes(config) == pytest.approx(30.5e9 * 14, rel=0.01)
+    # Half of the ranks, of which some write the weights, too.
+    assert checkpoint_bytes(config) / 2 < found["checkpoint being written"] < checkpoint_bytes(config)
+    assert found["copy of the weights for late servers"] == pytest.approx(WEIGHTS, rel=0.01)
+    assert host.at("sampling") - host.at("training") == pytest.approx(WEIGHTS, rel=0.01)
+    assert host_problem(config, H100S) is None
+    problem = host_problem(config, Machine(80 * GIB, 8, 2, 256 * GIB))
+    assert problem is not None
+    assert "checkpoint being written" in str(problem.seen)
+
+
+def test_a_host_whose_memory_is_not_known_is_not_compared(tmp_path: Path) -> None:
+    assert host_problem(run(tmp_path), Machine(80 * GIB, 8)) is None
+
+
+def test_on_cpus_hosts_hold_ranks_and_engines() -> None:
+    config = load_plan(["recipe=tiny", "parallel.tensor=2", "rollout=sglang", "rollout.servers=2"])
+    one, both = (held(places(config, Machine(None, nodes=nodes))[-1]) for nodes in (2, 1))
+    assert both["rank: weights"] == 2 * one["rank: weights"]
+    assert "server: weights" in both
+    embedded = held(places(load_plan(["recipe=tiny"]), Machine(None))[-1])
+    assert {"engine: weights", "engine: cache"} <= embedded.keys()
+
+
+def test_a_server_that_holds_no_response_is_refused_with_what_to_raise(tmp_path: Path) -> None:
+    small = server_problem(run(tmp_path, "rollout.memory_share=0.5"), H100S)
+    assert small is not None
+    assert small.what.startswith("rollout.tensor: ")
+    assert "rollout.memory_share, now 0.5" in small.remedy
+    pool = server_problem(run(tmp_path, "rollout.max_pool_tokens=8192"), H100S)
+    assert pool is not None
+    assert pool.what.startswith("rollout.max_pool_tokens: ")
+    assert server_problem(run(tmp_path, "rollout.max_pool_tokens=8193"), H100S) is None
+
+
+def test_fewer_sequences_than_are_asked_for_are_a_limit_with_what_to_set(tmp_path: Path) -> None:
+    limit = concurrency_limit(run(tmp_path, "rollout.tensor=2"), H100S)
+    assert limit is not None
+    assert "75 sequences of the longest (10,240 tokens); rollout.max_running asks for 256" in limit.seen
+    assert "rollout.max_running=75" in limit.remedy
+    assert concurrency_limit(run(tmp_path, "rollout.tensor=2", "rollout.max_running=75"), H100S) is None

@@ -1,0 +1,373 @@
+"""The one list of checks: each broken configuration is refused by every command that can know it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import yaml
+from factories import QWEN3_30B, write_hf_config
+from omegaconf import DictConfig
+from small_hub import Cache
+
+from moerl import cli
+from moerl.config import compose
+from moerl.launch.checks.facts import DOORS, Door
+from moerl.launch.checks.gpus import Gpu
+from moerl.launch.checks.listed import CHECKS, table
+from moerl.launch.doctor import accelerators, machine, packages, servers
+from moerl.rollout.sglang.patches import DEFAULT_RELEASE, STAMP, read_patches
+
+ROOT = Path(__file__).parents[4]
+STARTED: tuple[Door, ...] = ("train", "doctor", "dry run")
+ALL: tuple[Door, ...] = DOORS
+
+REWARDS = """
+def good(row, response):
+    return 1.0
+
+def raises(row, response):
+    return row["answre"]
+
+def text(row, response):
+    return "1.0"
+"""
+FEW = (
+    *("rl.prompts_per_step=4", "sft.num_examples=8", "sft.batch_size=4"),
+    *("evaluation.dev_problems=2", "evaluation.heldout_problems=2"),
+)
+JSONL = ("recipe=tiny", *FEW, "task=jsonl", "task.path=sums.jsonl", "task.reward=my_rewards:good")
+SET = ("recipe=tiny", *FEW, "sft.steps=0", "task=dataset", "task.path=rows.jsonl")
+EXACT = ("task.rewards.right.kind=exact", "task.rewards.right.column=answer")
+BIG = ("recipe=pretrained", "model.path=big", "task=chain_sum")
+APART = (*BIG, "parallel.expert=8", "parallel.data=16", "rollout.tensor=2", "rollout.servers=4")
+COLOCATED = (*BIG, "parallel.tensor=2", "parallel.expert=8", "rollout.placement=colocated", "rollout.tensor=2")
+ENV = "rollout.environment='{env}'"
+SERVED = ("recipe=tiny", "rollout=sglang", ENV)
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A configuration that cannot work.
+
+    said: a part of the error. knows: the commands that can know it. gpus, host_gib: of the one machine and the
+    site. site: more of the site file. spoil: breaks something before a command is asked.
+    """
+
+    keys: tuple[str, ...]
+    said: str
+    knows: tuple[Door, ...] = STARTED
+    gpus: int = 0
+    host_gib: int = 4096
+    site: dict[str, object] = field(default_factory=dict[str, object])
+    spoil: Callable[[Path], object] = lambda folder: None
+
+
+def stamp(folder: Path) -> Path:
+    return next(folder.glob(f"env/lib/*/*/{STAMP}"))
+
+
+def release(folder: Path) -> Path:
+    return next(folder.glob("env/lib/*/*/sglang-*.dist-info"))
+
+
+def made_for_gpus(folder: Path) -> None:
+    (folder / "env" / "moerl-sglang.json").write_text(json.dumps({"sglang": DEFAULT_RELEASE, "device": "cuda"}))
+
+
+def wide_server_file(folder: Path) -> None:
+    file = folder / "server.json"
+    file.write_text("{}")
+    file.chmod(0o644)
+
+
+BROKEN = {
+    # Keys, layout, lengths: all four know.
+    "a misspelt key": Broken(("recipe=tiny", "rl.stepps=3"), "rl.stepps: unknown key", ALL),
+    "a wrong value": Broken(("recipe=tiny", "rl.group_size=1"), "rl.group_size: wrong value", ALL),
+    "a rule between keys": Broken(("recipe=tiny", "rl.minibatches=3"), "rl.minibatches: does not divide", ALL),
+    "a layout that the model cannot be cut into": Broken(
+        ("recipe=tiny", "parallel.tensor=3"), "parallel.tensor: ", ALL
+    ),
+    "a response that is longer than the model": Broken(
+        ("recipe=tiny", "rollout.max_new_tokens=5000", "trainer.microbatch_tokens=9000"), "no room for a prompt", ALL
+    ),
+    "no such model": Broken((*BIG, "model.path=nowhere"), "model.path: not a Hugging Face model directory", ALL),
+    "an unknown family": Broken((*BIG, "model.path=dense"), "unknown mixture-of-experts architecture", ALL),
+    # What a command needs.
+    "a greedy sampler": Broken(("recipe=tiny", "rollout.temperature=0"), "rollout.temperature: greedy"),
+    "a tracker that is not installed": Broken(
+        ("recipe=tiny", "metrics.sinks=[jsonl,trackio]"), "metrics.sinks: trackio is not installed"
+    ),
+    "no such file of the task": Broken((*JSONL, "task.path=nowhere.jsonl"), "task.path: no such file"),
+    "no such folder of a tokenizer": Broken(("recipe=tiny", "model.tokenizer=folder"), "folder: no tokenizer"),
+    "no rewards": Broken(SET, "task.rewards: there is none"),
+    # The model.
+    "a model without weights": Broken(
+        (*BIG, "rollout=embedded", "parallel.expert=8", "parallel.data=16"), "big: no weights", gpus=16
+    ),
+    # Data.
+    "a missing column": Broken((*SET, *EXACT, "task.prompt=question"), "'question' among them"),
+    "a line that is no JSON": Broken((*JSONL, "task.path=broken.jsonl"), "task.path: bad line"),
+    "too few problems": Broken((*JSONL, "rl.prompts_per_step=1000"), "rl.prompts_per_step: the task has fewer"),
+    "no demonstrations": Broken((*JSONL, "task.response_key=nothing"), "rows have no demonstration"),
+    "no row is left": Broken(
+        (*SET, *EXACT, "task.filters=[{column: answer, equals: x}]"), "the task has fewer problems"
+    ),
+    "a data set of the hub without a network": Broken(
+        (*SET, *EXACT, "task.path=null", "task.hub=owner/sums"), "task.hub: cannot read owner/sums"
+    ),
+    # Rewards.
+    "no such reward module": Broken((*JSONL, "task.reward=nowhere:good"), "No module named 'nowhere'"),
+    "no such reward function": Broken((*JSONL, "task.reward=my_rewards:nope"), "has no function 'nope'"),
+    "a reward that raises": Broken((*JSONL, "task.reward=my_rewards:raises"), "KeyError: 'answre'"),
+    "a reward that is no number": Broken((*JSONL, "task.reward=my_rewards:text"), "not a number: '1.0'"),
+    "a column of a reward that no row has": Broken((*SET, *EXACT, "task.rewards.right.column=solution"), "'solution'"),
+    # Servers.
+    "no environment of servers": Broken(
+        ("recipe=tiny", "rollout=sglang"), "rollout.environment: no SGLang environment"
+    ),
+    "an environment that was not finished": Broken(
+        SERVED, "not there", spoil=lambda folder: (folder / "env" / "moerl-sglang.json").unlink()
+    ),
+    "an environment without patches": Broken(SERVED, "not patched", spoil=lambda folder: stamp(folder).unlink()),
+    "patches of another version": Broken(
+        SERVED, "other patches", spoil=lambda folder: stamp(folder).write_text('{"fingerprint": "f"}')
+    ),
+    "a release without patches": Broken(
+        SERVED,
+        r"0.5.99",
+        spoil=lambda folder: release(folder).rename(release(folder).with_name("sglang-0.5.99.dist-info")),
+    ),
+    "an environment of GPUs on CPUs": Broken(SERVED, "made for", spoil=made_for_gpus),
+    "a relative environment in a container": Broken(
+        ("recipe=tiny", "rollout=sglang"),
+        "servers run in a container",
+        ("dry run",),
+        site={"container": {"runtime": "apptainer", "image": "moerl.sif"}},
+    ),
+    "no such server file": Broken(
+        ("recipe=tiny", "rollout=sglang_server", "rollout.server=nowhere.json"), "server file "
+    ),
+    "a server file that others may read": Broken(
+        ("recipe=tiny", "rollout=sglang_server", "rollout.server=server.json"), "server.json", spoil=wide_server_file
+    ),
+    # Where what is fetched goes.
+    "another cache of the hub on the nodes": Broken(
+        (*SET, *EXACT, "task.path=null", "task.hub=owner/sums"),
+        "HF_HOME: the job looks",
+        ("dry run",),
+        site={"environment": {"HF_HOME": "/shared/hf"}},
+    ),
+    # Devices and memory.
+    "fewer GPUs than ranks": Broken(("recipe=tiny", "parallel.tensor=2"), "needs more GPUs than it gets", gpus=1),
+    "fewer GPUs than ranks and servers": Broken(
+        ("recipe=tiny", "rollout=sglang", "rollout.servers=2", ENV), "needs more GPUs than it gets", gpus=2
+    ),
+    "a rank that does not fit": Broken((*APART, "parallel.data=8"), "a rank of the trainer does not fit", ALL, gpus=16),
+    "a colocated server and a rank that do not fit together": Broken(
+        (*COLOCATED, "rollout.memory_share=0.4"),
+        "rollout.memory_share: a server's share and the trainer's",
+        ALL,
+        gpus=8,
+    ),
+    "a share that does not hold the weights": Broken(
+        (*APART, "rollout.memory_share=0.3"), "rollout.tensor: the weights of a server", ALL, gpus=24
+    ),
+    "a host that does not hold a checkpoint": Broken(APART, "memory of a host", ALL, gpus=24, host_gib=256),
+    "a pool that does not hold a response": Broken(
+        (*APART, "rollout.max_pool_tokens=4096"), "rollout.max_pool_tokens: the pool", ALL, gpus=24
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What configurations name; nothing of SGLang is in the environment."""
+    folder = tmp_path_factory.mktemp("files")
+    (folder / "my_rewards.py").write_text(REWARDS)
+    rows = [{"prompt": f"say {i}", "response": str(i), "answer": str(i)} for i in range(60)]
+    for name in ("sums.jsonl", "rows.jsonl"):
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "broken.jsonl").write_text("{\n")
+    (folder / "folder").mkdir()
+    write_hf_config(folder / "big", **QWEN3_30B)
+    write_hf_config(folder / "dense", model_type="qwen3")
+    return folder
+
+
+_COMPOSE = compose._compose
+_KNOWN: dict[tuple[str, ...], DictConfig] = {}
+
+
+def composed_once(overrides: Sequence[str], config_dir: Path | None) -> DictConfig:
+    """`_compose`, which is given the same keys by several commands."""
+    assert config_dir is None
+    if tuple(overrides) not in _KNOWN:
+        _KNOWN[tuple(overrides)] = _COMPOSE(overrides, None)
+    return copy.deepcopy(_KNOWN[tuple(overrides)])
+
+
+Ask = Callable[[Door, Broken], tuple[int, str]]
+
+
+@pytest.fixture
+def place(tmp_path: Path, files: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current directory, with links to the files and an environment of servers that a test may break."""
+    for file in files.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    site = tmp_path / "env" / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+    for folder in (tmp_path / "env" / "bin", site / "sglang", site / f"sglang-{DEFAULT_RELEASE}.dist-info"):
+        folder.mkdir(parents=True)
+    (tmp_path / "env" / "bin" / "python").symlink_to(sys.executable)
+    (tmp_path / "env" / "pyvenv.cfg").write_text(f"home = {Path(sys.executable).parent}\n")
+    (tmp_path / "env" / "moerl-sglang.json").write_text(json.dumps({"sglang": DEFAULT_RELEASE, "device": "cpu"}))
+    (site / STAMP).write_text(json.dumps({"fingerprint": read_patches().fingerprint}))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def ask(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Ask:
+    """Status and text of a command for a configuration, on a machine that is pretended."""
+    Cache(monkeypatch).use(place / "hub", offline=True)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    # Beyond these nothing may be started or submitted.
+    monkeypatch.setitem(sys.modules, "moerl.orchestration.commands", None)
+    monkeypatch.setattr("moerl.launch.slurm.command.submit", None)
+    monkeypatch.setattr("moerl.launch.slurm.command.plan_run", lambda *_, **__: 0)
+    # Hydra takes most of the time: the same keys are composed once, and what recipes set is not told.
+    monkeypatch.setattr("moerl.config.compose._compose", composed_once)
+    monkeypatch.setattr("moerl.config.recipes.recipe_text", lambda *_: "")
+    monkeypatch.setattr("moerl.launch.slurm.command.recipe_text", lambda *_: "")
+    # What doctor looks at without a run has tests of its own.
+    monkeypatch.setattr(packages, "package_checks", list)
+    monkeypatch.setattr(accelerators, "accelerator_checks", lambda *_: [])
+    monkeypatch.setattr(accelerators, "ask_torch", lambda: "not asked")
+    monkeypatch.setattr(servers, "own_listeners", list)
+    monkeypatch.setattr(machine, "machine_checks", lambda *_: ([], 1e9))
+    monkeypatch.setattr("moerl.launch.slurm.facts.disk_rate", lambda _: 1e9)
+
+    def run(door: Door, broken: Broken) -> tuple[int, str]:
+        gpus = [Gpu("H100", "580", 81_920.0, 0.0)] * broken.gpus
+        for name in ("facts.usable_gpus", "facts.host_bytes"):
+            value = gpus if name.endswith("gpus") else broken.host_gib * 2**30
+            monkeypatch.setattr(f"moerl.launch.checks.{name}", lambda value=value: value)
+        monkeypatch.setattr("moerl.launch.doctor.command.query_gpus", lambda: gpus)
+        monkeypatch.setattr("moerl.launch.doctor.command.host_bytes", lambda: broken.host_gib * 2**30)
+        site = {"gpus_per_node": broken.gpus, "memory": f"{broken.host_gib}G", **broken.site}
+        (place / "site.yaml").write_text(yaml.safe_dump(site))
+        words = {
+            "train": ["train"],
+            "doctor": ["doctor"],
+            "dry run": ["launch", "slurm", "--time", "1:00:00", "--site", "site.yaml", "--dry-run"],
+            "plan": ["plan", "memory", "--host-memory-gib", str(broken.host_gib)],
+        }
+        keys = [key.replace("{env}", str(place / "env")) for key in broken.keys]
+        status = cli.main([*words[door], *keys, f"run_dir='{place / 'run'}'"])
+        return status, "".join(capsys.readouterr())
+
+    return run
+
+
+def test_there_are_thirty_configurations_and_more() -> None:
+    assert len(BROKEN) >= 30
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_configuration_is_refused_by_each_command_that_can_know_it(name: str, ask: Ask, place: Path) -> None:
+    broken = BROKEN[name]
+    broken.spoil(place)
+    for door in broken.knows:
+        status, text = ask(door, broken)
+        assert status in (1, 2), (door, text)
+        assert broken.said in text, (door, text)
+        assert "expected: " in text, (door, text)
+        assert "remedy: " in text, (door, text)
+        assert not (place / "run").exists(), door
+    if "plan" not in broken.knows and "train" in broken.knows:
+        status, text = ask("plan", broken)
+        assert status == 0, text
+
+
+GOOD = (
+    Broken(JSONL, ""),
+    Broken((*SET, *EXACT), ""),
+    Broken(("recipe=tiny", "parallel.tensor=2"), "", gpus=2),
+)
+
+
+@pytest.mark.parametrize("good", GOOD, ids=["jsonl", "dataset", "two GPUs"])
+def test_what_can_work_is_green_everywhere(good: Broken, ask: Ask) -> None:
+    for door in ("doctor", "dry run", "plan"):
+        status, text = ask(door, good)
+        assert status == 0, (door, text)
+    with pytest.raises(ModuleNotFoundError, match="orchestration"):  # the run would begin
+        ask("train", good)
+
+
+def test_what_a_login_node_cannot_see_is_said_by_name(ask: Ask) -> None:
+    container: dict[str, object] = {"container": {"runtime": "apptainer", "image": "moerl.sif"}}
+    keys = (*JSONL, "rollout=sglang", "rollout.environment=/opt/moerl/env")
+    for site, where in (({}, "on the nodes alone"), (container, "in the container moerl.sif")):
+        status, text = ask("dry run", Broken(keys, "", site=site))
+        assert status == 0, text
+        assert f"note: SGLang environment: /opt/moerl/env: cannot be seen from here; it has to be {where}" in text
+    assert "note: rewards: not tried from here: my_rewards:good runs in the container moerl.sif" in text
+    assert "rollout.environment=/opt/moerl/env" in text
+    judge = ("task.rewards.j.kind=judge", "task.rewards.j.url=http://10.0.0.1/v1", "task.rewards.j.model=m")
+    more = ("task.rewards.j.question='{prompt}'", "task.rewards.j.pattern='(1)'")
+    status, text = ask("dry run", Broken((*SET, *EXACT, *judge, *more), ""))
+    assert status == 0, text
+    assert "not tried from here: http://10.0.0.1/v1 is asked from the node" in text
+
+
+def test_a_job_gets_the_absolute_path_of_its_environment(
+    ask: Ask, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moerl.launch.checks.inputs.verify_installation", lambda site: read_patches())
+    status, text = ask("dry run", Broken(("recipe=tiny", "rollout=sglang", "rollout.environment=env"), ""))
+    assert status == 0, text
+    assert f"rollout.environment='\"'\"'{place}/env'\"'\"''" in text
+
+
+def test_a_checkpoint_that_takes_longer_than_the_grace_time_is_a_note_with_what_to_set(
+    ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moerl.launch.slurm.facts.disk_rate", lambda _: 1e3)
+    monkeypatch.setattr(machine, "machine_checks", lambda *_: ([], 1e3))
+    status, text = ask("dry run", Broken(JSONL, ""))
+    assert status == 0
+    found = re.search(
+        r"note: time of a checkpoint: .* at 0 MB/s of one writer: ([\d,]+) s; expected: less than the 240 s", text
+    )
+    assert found is not None, text
+    assert f"--signal-seconds {round(int(found[1].replace(',', '')) / 0.8)}"[:20] in text
+    status, text = ask("doctor", Broken((*JSONL, "checkpoint.grace_seconds=30"), ""))
+    assert (status, "yellow  run | time of a checkpoint" in text) == (0, True)
+    assert "remedy: set checkpoint.grace_seconds=" in text
+
+
+def test_doctor_shows_all_that_fails_and_what_depends_on_it_once(ask: Ask) -> None:
+    both = Broken((*JSONL, "task.path=nowhere.jsonl", "parallel.tensor=2"), "", gpus=1)
+    status, text = ask("doctor", both)
+    assert status == 1
+    assert re.findall(r"^red +run \| ([\w ]+):", text, re.MULTILINE) == ["command", "devices"]
+
+
+def test_every_check_has_a_command_that_takes_it_and_follows_what_it_depends_on() -> None:
+    names = [check.name for check in CHECKS]
+    assert len(set(names)) == len(names)
+    for check in CHECKS:
+        assert check.doors
+        assert not check.after or names.index(check.after) < names.index(check.name)
+
+
+def test_the_table_of_the_documentation_is_the_list() -> None:
+    assert table() in (ROOT / "docs" / "doctor.md").read_text()
