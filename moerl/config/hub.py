@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import httpx
 
@@ -28,6 +27,7 @@ from moerl.config.schema import ModelConfig
 from moerl.errors import ConfigError
 from moerl.printable import printable
 from moerl.telemetry.progress import HEARTBEAT_SECONDS, duration_text
+from moerl.telemetry.terminal import silent_bars
 
 SMALL_FILES = (
     "config.json",
@@ -101,7 +101,7 @@ def locate(name: str, commit: str | None = None, key: str = "model.path") -> Hub
                 revision=revision,
                 allow_patterns=list(SMALL_FILES),
                 local_files_only=not reached,
-                tqdm_class=_silent_bars(),
+                tqdm_class=silent_bars(),
             )
         )
     return HubModel(name, folder.name, folder)
@@ -151,7 +151,7 @@ def fetch_weights(model: HubModel, key: str = "model.path") -> None:
     with hub_errors(key, model.name):
         if not offline:
             with _progress(model, missing):
-                bars = None if sys.stderr.isatty() else _silent_bars()
+                bars = None if sys.stderr.isatty() else silent_bars()
                 huggingface_hub.snapshot_download(
                     model.repo, revision=model.commit, allow_patterns=missing, tqdm_class=bars
                 )
@@ -259,17 +259,6 @@ def _progress(model: HubModel, files: Sequence[str]) -> Iterator[None]:
         if teller.ident is not None:
             teller.join()
     _say(f"fetched {model.name}: {(_bytes_in(blobs) - before) / _GB:.2f} GB in {_since(began)}")
-
-
-def _silent_bars() -> type[Any]:
-    """Progress bars of the library that draw nothing: some of them draw also where there is no terminal."""
-    from huggingface_hub.utils import tqdm
-
-    class Silent(tqdm):
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            super().__init__(*arguments, **{**options, "disable": True})
-
-    return Silent
 
 
 def _since(began: float) -> str:

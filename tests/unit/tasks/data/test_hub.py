@@ -131,3 +131,20 @@ def test_scripts_of_a_set_are_never_run(answers: tuple[dict[str, Any], list[str]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert "task.hub: cannot read owner/evil" in done.stdout, done.stderr
     assert not (tmp_path / "ran").exists()
+
+
+def test_what_was_fetched_once_is_found_without_the_hub(tmp_path: Path):
+    overrides = [ASKED["both splits"], ASKED["other subset"], ASKED["revision"]]
+    sets = {"owner/sums": {"main": files("new"), "v1": files("old")}}
+    with hub(sets) as (address, _):
+        kept = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
+        kept.pop("HF_HUB_OFFLINE", None)
+        environment = {**kept, "HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "home")}
+        command = [sys.executable, "-c", CHILD, json.dumps(overrides)]
+        first = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert first.returncode == 0, first.stderr
+    # The hub is gone, as it is for a compute node; its cache is there.
+    for offline in ({}, {"HF_HUB_OFFLINE": "1"}):
+        again = subprocess.run(command, env=environment | offline, capture_output=True, text=True, check=False)
+        assert again.returncode == 0, again.stderr
+        assert again.stdout.splitlines()[-1] == first.stdout.splitlines()[-1], offline
