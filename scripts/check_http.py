@@ -36,6 +36,7 @@ EXCEPTIONS = {
     "moerl/config/hub.py:httpx": "errors that the library of the hub raises; nothing is asked",
     "moerl/config/hub_errors.py:huggingface_hub": _HUB,
     "moerl/config/hub_errors.py:httpx": "errors that the library of the hub raises; nothing is asked",
+    "moerl/tasks/data/hub_sets.py:huggingface_hub": _HUB,
     "moerl/tasks/data/sources.py:datasets": "data sets of the hub, by the hub's own library",
     "moerl/trainer/hf_directory.py:huggingface_hub": "writes files; nothing is asked",
     "moerl/tasks/rewards/schemas.py:jsonschema": "with a registry of its own, without which it would fetch addresses",

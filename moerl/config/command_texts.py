@@ -94,19 +94,26 @@ COMMANDS = {
         ),
     ),
     "plan memory": Command(
-        "compute the memory of a training rank before you ask for a machine",
-        "Prints what the heaviest rank of a layout holds, by component, and whether it fits. Starts nothing, needs no\n"
-        "GPU; reads only config.json of the model. The status is 1 if it does not fit.",
+        "compute the memory of ranks, servers and hosts before you ask for a machine",
+        "Prints what the heaviest rank of a layout holds, by component, and what the fullest GPUs and the fullest\n"
+        "host hold, servers, checkpoints and copies included; says what does not fit, with a remedy. Starts nothing,\n"
+        "needs no GPU; reads only config.json of the model. The status is 1 if something does not fit.",
         (
             (
                 "moerl plan memory recipe=pretrained model.path=DIR parallel.expert=8 parallel.data=16",
                 "sixteen devices, of which eight share the experts",
             ),
             ("moerl plan memory recipe=laptop parallel.tensor=2 --gpu-memory-gib 24", "smaller devices"),
+            (
+                "moerl plan memory recipe=laptop --gpus-per-node 4 --host-memory-gib 512",
+                "and whether a host holds its part",
+            ),
         ),
         keys=(
             *("model", "parallel", "trainer", "algorithm.kl_coef", "algorithm.kl_support", "rollout.max_new_tokens"),
             *("sft.steps", "sft.batch_size", "rl.prompts_per_step", "rl.group_size", "rl.minibatches"),
+            *("rollout.placement", "rollout.servers", "rollout.tensor", "rollout.memory_share", "rollout.max_running"),
+            *("rollout.max_pool_tokens", "weights.bucket_bytes"),
         ),
     ),
     "plan weights": Command(
@@ -268,10 +275,11 @@ CONFORMANCE = Command(
 
 LAUNCH_SLURM = Command(
     "submit a run as a job of SLURM that is requeued until the run is finished",
-    "Renders an sbatch script for `moerl train`, with what --site says of this cluster, and submits it; --dry-run\n"
-    "shows the script, the resolved configuration and the plans, and submits nothing. Before its time limit and\n"
-    "when it is preempted the run commits a checkpoint, and the job is requeued and goes on; a job that writes no new\n"
-    "checkpoint several times in a row ends as failed. Start it on a login node (docs/clusters.md).",
+    "Checks all that can be known here, renders an sbatch script for `moerl train`, with what --site says of this\n"
+    "cluster, and submits it; --dry-run shows the script, the configuration and the plans, and submits nothing.\n"
+    "Before its time limit and when it is preempted the run commits a checkpoint, and the job is requeued and goes\n"
+    "on; a job that writes no new checkpoint several times in a row ends as failed. Start it on a login node\n"
+    "(docs/clusters.md).",
     (
         ("moerl launch slurm recipe=laptop --time 1:00:00 --dry-run", "what would be submitted"),
         ("moerl launch slurm recipe=laptop run_dir=runs/job --time 1:00:00 --site site.yaml", "submit it"),

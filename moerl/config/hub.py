@@ -26,8 +26,8 @@ from moerl.config.model_tensors import check_model
 from moerl.config.schema import ModelConfig
 from moerl.errors import ConfigError
 from moerl.printable import printable
+from moerl.tasks.data.hub_sets import silent_bars
 from moerl.telemetry.progress import HEARTBEAT_SECONDS, duration_text
-from moerl.telemetry.terminal import silent_bars
 
 SMALL_FILES = (
     "config.json",

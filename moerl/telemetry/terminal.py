@@ -1,8 +1,8 @@
-"""What is shown of texts of others: so much of each; and bars that are not drawn. Any process."""
+"""What is shown of texts of others: so much of each. Any process."""
 
 from __future__ import annotations
 
-from typing import Any, TextIO
+from typing import TextIO
 
 from moerl.printable import printable
 
@@ -60,14 +60,3 @@ class ShownLines:
         text = excerpt(line.rstrip(b"\r").decode(errors="backslashreplace").expandtabs(4))
         self._left -= 1
         print(self._prefix + (text if self._left >= 0 else "more lines, which are not shown"), file=stream, flush=True)
-
-
-def silent_bars() -> type[Any]:
-    """Progress bars of the library that draw nothing: some of them draw also where there is no terminal."""
-    from huggingface_hub.utils import tqdm
-
-    class Silent(tqdm):
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            super().__init__(*arguments, **{**options, "disable": True})
-
-    return Silent

@@ -53,7 +53,7 @@ def parser() -> Parser:
     add("overrides", nargs="*", metavar="KEY=VALUE")
     add("--config-dir", type=Path, metavar="DIR", help="directory with config groups of your own")
     add("--runs", type=Path, metavar="DIR", help="where runs are written; of the run's run_dir, or runs")
-    add("--env", type=Path, metavar="DIR", help=f"environment of SGLang servers; the run's, or {ENVIRONMENT}")
+    add("--env", type=Path, metavar="DIR", help=f"an SGLang environment; {ENVIRONMENT} if no run has one")
     add("--port", type=int, action="append", default=[], metavar="N", help="look whether this port is free, too")
     add("--shared", type=Path, metavar="DIR", help="folder that all nodes should see; run this on each of them")
     add("--nodes", type=int, default=1, metavar="N", help="with --shared: wait until N nodes are seen")

@@ -21,9 +21,10 @@ from moerl.contract.parquet import LEAST_BYTES, MOST_TIMES, most_bytes, read_bat
 from moerl.errors import ConfigError
 from moerl.reading import check_depth, find_irregular
 from moerl.tasks.data.arrow_files import find_compressed
+from moerl.tasks.data.hub_sets import commit_of_set
 from moerl.tasks.data.jsonl_rows import MAX_LINE_BYTES, read_rows
 from moerl.tasks.data.section import DataSet, Split
-from moerl.telemetry.terminal import excerpt, silent_bars
+from moerl.telemetry.terminal import excerpt
 
 SHUFFLE_BUFFER = 10_000
 """Rows of a stream that are held to shuffle it."""
@@ -151,22 +152,10 @@ def _hub(data: DataSet, split: str, seed: int) -> Iterable[Any]:
             rows = library.load_dataset(name, data.subset, revision=data.revision, split=split, streaming=True)
             # Of a stream the order of its files is shuffled, too.
             return rows.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
-        commit = _commit(name, data.revision)
+        commit = commit_of_set(name, data.revision)
         # Without a network the library takes whatever its folder has of this name, of any revision and subset.
         folder = Path(library.config.HF_DATASETS_CACHE) / "moerl" / commit / quote(data.subset or "-", safe="")
         return library.load_dataset(name, data.subset, revision=commit, split=split, cache_dir=str(folder))
-
-
-def _commit(name: str, revision: str | None) -> str:
-    """Returns the commit of a data set; if the hub does not answer, the one that the cache has for the revision."""
-    import huggingface_hub
-
-    # Files that every set has one of: the cache then knows the commit.
-    files = ["README.md", ".gitattributes"]
-    folder = huggingface_hub.snapshot_download(
-        name, repo_type="dataset", revision=revision, allow_patterns=files, tqdm_class=silent_bars()
-    )
-    return Path(folder).name
 
 
 def _library() -> Any:
