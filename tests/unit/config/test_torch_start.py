@@ -16,6 +16,7 @@ from moerl.config.torch_start import TF32, before_cuda, before_torch, has_tf32
 ROOT = Path(__file__).parents[3]
 WITH_TORCH = {"moerl.__main__", "moerl.ranks.process", "moerl.rollout.beside.process"}
 WITHOUT_TORCH = {
+    "moerl.launch.checks.listed",
     *("moerl.launch.slurm.attempts", "moerl.launch.slurm.sweeps", "moerl.ranks.on_ray.nodes"),
     *("moerl.tasks.rewards.guard", "moerl.tasks.rewards.worker"),
     *("moerl.telemetry.metrics", "moerl.telemetry.trackers.process"),

@@ -11,6 +11,7 @@ from small_hub import Cache, hub
 
 from moerl.cli import main
 from moerl.errors import ConfigError
+from moerl.launch.slurm.facts import memory_bytes
 from moerl.launch.slurm.script import JobSettings, limit_seconds, render
 from moerl.launch.slurm.site import Container, Site
 
@@ -147,6 +148,27 @@ def test_a_run_that_needs_more_gpus_than_the_site_has_is_refused(
     (tmp_path / "site.yaml").write_text("gpus_per_node: 1\n")
     assert launch(tmp_path, "--site", str(tmp_path / "site.yaml"), "parallel.expert=2", "--dry-run") == 2
     assert "seen: 1 GPUs for 2 ranks of the trainer, 0 devices of servers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("200G", 200 * 2**30), ("512", 512 * 2**20), ("1500M", 1500 * 2**20), ("2T", 2 * 2**40), ("64GB", 64 * 2**30)],
+)
+def test_memory_of_a_node_is_read_as_slurm_reads_it(text: str, size: int) -> None:
+    assert memory_bytes(text) == size
+
+
+def test_all_memory_of_a_node_is_no_number_of_bytes_and_what_is_no_size_is_refused() -> None:
+    assert memory_bytes("0") is None
+    with pytest.raises(ConfigError, match="memory of the site file: no size; seen: much"):
+        memory_bytes("much")
+
+
+def test_a_run_directory_that_cannot_be_written_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    words = ["recipe=tiny", f"run_dir='{tmp_path / 'file' / 'run'}'", "--time", "30", "--dry-run"]
+    assert main(["launch", "slurm", *words]) == 2
+    assert "run_dir: cannot be written; seen: " in capsys.readouterr().err
 
 
 def test_without_slurm_on_the_machine_the_command_says_where_to_start_it(
