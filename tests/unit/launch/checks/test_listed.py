@@ -48,6 +48,10 @@ EXACT = ("task.rewards.right.kind=exact", "task.rewards.right.column=answer")
 BIG = ("recipe=pretrained", "model.path=big", "task=chain_sum")
 APART = (*BIG, "parallel.expert=8", "parallel.data=16", "rollout.tensor=2", "rollout.servers=4")
 COLOCATED = (*BIG, "parallel.tensor=2", "parallel.expert=8", "rollout.placement=colocated", "rollout.tensor=2")
+SMALL = (
+    *("recipe=pretrained_small", "task=chain_sum_short", *FEW, "sft.steps=0"),
+    *("rollout.max_new_tokens=16", "trainer.microbatch_tokens=256"),
+)
 ENV = "rollout.environment='{env}'"
 SERVED = ("recipe=tiny", "rollout=sglang", ENV)
 
@@ -109,9 +113,7 @@ BROKEN = {
     "no such folder of a tokenizer": Broken(("recipe=tiny", "model.tokenizer=folder"), "folder: no tokenizer"),
     "no rewards": Broken(SET, "task.rewards: there is none"),
     # The model.
-    "a model without weights": Broken(
-        (*BIG, "rollout=embedded", "parallel.expert=8", "parallel.data=16"), "big: no weights", gpus=16
-    ),
+    "a model without weights": Broken((*SMALL, "model.path=empty"), "empty: no weights"),
     # Data.
     "a missing column": Broken((*SET, *EXACT, "task.prompt=question"), "'question' among them"),
     "a line that is no JSON": Broken((*JSONL, "task.path=broken.jsonl"), "task.path: bad line"),
@@ -130,9 +132,7 @@ BROKEN = {
     "a reward that is no number": Broken((*JSONL, "task.reward=my_rewards:text"), "not a number: '1.0'"),
     "a column of a reward that no row has": Broken((*SET, *EXACT, "task.rewards.right.column=solution"), "'solution'"),
     # Servers.
-    "no environment of servers": Broken(
-        ("recipe=tiny", "rollout=sglang"), "rollout.environment: no SGLang environment"
-    ),
+    "no environment of servers": Broken(("recipe=tiny", "rollout=sglang"), "SGLang environment"),
     "an environment that was not finished": Broken(
         SERVED, "not there", spoil=lambda folder: (folder / "env" / "moerl-sglang.json").unlink()
     ),
@@ -199,6 +199,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "folder").mkdir()
     write_hf_config(folder / "big", **QWEN3_30B)
     write_hf_config(folder / "dense", model_type="qwen3")
+    write_hf_config(folder / "empty", max_position_embeddings=512)
     return folder
 
 
