@@ -6,21 +6,31 @@ nothing while the trainer works; the trainer's weights, gradients and optimizer 
 own hold theirs all the time.
 
 **Hosts** hold a checkpoint that is being written, the copies of the weights that ranks keep for servers that come late
-(two while an update is sent), the buckets of an update that colocated servers take through host memory, the embedded
-engine, and on CPUs all the rest. Not worked out: the processes themselves, the page cache, rollouts that wait.
+(two while an update is sent), the buckets of an update that colocated servers take through host memory, and on CPUs all
+the rest. Not worked out: the processes themselves, the page cache, rollouts that wait.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 from moerl.config.checks import describe_model
-from moerl.config.memory import FP32, MOMENTS, USABLE_SHARE, RankMemory, heaviest_rank, needs_of, total_parameters
+from moerl.config.engine_memory import check_shared_device, engine_bytes
+from moerl.config.memory import (
+    FP32,
+    MOMENTS,
+    USABLE_SHARE,
+    RankMemory,
+    heaviest_rank,
+    needs_of,
+    rank_memory,
+    total_parameters,
+)
 from moerl.config.rollouts import EmbeddedRolloutConfig, SGLangRolloutConfig
 from moerl.config.schema import RunConfig
-from moerl.config.server_memory import engine_memory, pool_tokens, server_share
+from moerl.config.server_memory import engine_needs, pool_tokens, server_share
 from moerl.contract.parallel import ParallelDims
 from moerl.errors import ConfigError
 from moerl.models.description import ModelDescription
@@ -29,6 +39,7 @@ GIB = 2**30
 Moment = Literal["sampling", "training"]
 MOMENTS_OF_A_RUN: tuple[Moment, ...] = ("sampling", "training")
 GPU_OF_BOTH, GPU_OF_TRAINER, GPU_OF_SERVER = "GPU of a rank and a server", "GPU of a rank", "GPU of a server"
+GPU_OF_ENGINE = "GPU of the embedded engine"
 HOST = "host"
 SERVER_SHARE = "server: weights and cache"
 
@@ -100,7 +111,22 @@ def places(config: RunConfig, machine: Machine) -> list[Place]:
             gpus.append(trainer_gpu(config, sizes, rank, machine.gpu_bytes))
         if isinstance(config.rollout, SGLangRolloutConfig) and (rank is None or not config.rollout.is_colocated):
             gpus.append(Place(GPU_OF_SERVER, _server_holdings(config, sizes, machine.gpu_bytes), machine.gpu_bytes))
+        engine = engine_bytes(config, sizes)
+        if engine:
+            gpus.append(_engine_gpu(config, sizes, engine, machine.gpu_bytes))
     return [*gpus, _host(config, sizes, rank, machine)]
+
+
+def _engine_gpu(config: RunConfig, sizes: ModelDescription, engine: dict[str, int], gpu_bytes: float) -> Place:
+    """Returns the GPU that the first rank and the embedded engine share; `check_shared_device` counts the same."""
+    holdings: list[Holding] = []
+    if _trains(config):
+        holdings = [
+            Holding(h.what, h.num_bytes)
+            for h in rank_holdings(rank_memory(sizes, config.parallel.dims, needs_of(config), 0))
+        ]
+    holdings += [Holding(f"engine: {name}", size) for name, size in engine.items()]
+    return Place(GPU_OF_ENGINE, tuple(holdings), gpu_bytes)
 
 
 def trainer_gpu(config: RunConfig, sizes: ModelDescription, rank: RankMemory, gpu_bytes: float) -> Place:
@@ -134,7 +160,14 @@ def gpu_problem(config: RunConfig, machine: Machine) -> ConfigError | None:
     """Returns why the GPU of a rank does not hold what it has to; None if it does."""
     # A server with a GPU of its own takes its share and no more.
     gpus = [place for place in places(config, machine) if place.name in (GPU_OF_TRAINER, GPU_OF_BOTH)]
-    return next((_unfit(config, place) for place in gpus if not place.fits), None)
+    problem = next((_unfit(config, place) for place in gpus if not place.fits), None)
+    if problem is not None or machine.gpu_bytes is None:
+        return problem
+    try:
+        check_shared_device(config, describe_model(config), int(machine.gpu_bytes))
+    except ConfigError as error:
+        return error
+    return None
 
 
 def host_problem(config: RunConfig, machine: Machine) -> ConfigError | None:
@@ -148,7 +181,7 @@ def concurrency_limit(config: RunConfig, machine: Machine) -> Limit | None:
     rollout = config.rollout
     if not isinstance(rollout, SGLangRolloutConfig):
         return None
-    engine = engine_memory(config, describe_model(config))
+    engine = engine_needs(config, describe_model(config))
     tokens = pool_tokens(rollout, engine, machine.gpu_bytes)
     holds = tokens // engine.longest
     if holds >= engine.side_by_side:
@@ -182,7 +215,7 @@ def _buckets(config: RunConfig, sizes: ModelDescription) -> int:
 def _server_holdings(config: RunConfig, sizes: ModelDescription, gpu_bytes: float | None) -> tuple[Holding, ...]:
     """Of one device of a server."""
     assert isinstance(config.rollout, SGLangRolloutConfig)
-    engine = engine_memory(config, sizes)
+    engine = engine_needs(config, sizes)
     tokens = pool_tokens(config.rollout, engine, gpu_bytes)
     cache = Holding(f"server: cache of {tokens:,} tokens", tokens * engine.token_bytes)
     return Holding("server: weights", engine.weights_bytes), cache
@@ -199,7 +232,9 @@ def _host(config: RunConfig, sizes: ModelDescription, rank: RankMemory | None, m
         holdings.append(Holding("checkpoint being written", min(checkpoint_bytes(config), staged)))
         holdings += _weight_copies(config, sizes, machine)
     if isinstance(rollout, EmbeddedRolloutConfig):
-        engine = engine_memory(config, sizes)
+        if machine.gpu_bytes is not None and engine_bytes(config, sizes):
+            return Place(HOST, tuple(holdings), machine.host_bytes)
+        engine = engine_needs(config, sizes)
         holdings.append(Holding("engine: weights", engine.weights_bytes))
         holdings.append(Holding("engine: cache", engine.asked_bytes, ("sampling",)))
     elif isinstance(rollout, SGLangRolloutConfig) and machine.gpu_bytes is None:
@@ -265,7 +300,7 @@ def _unfit(config: RunConfig, place: Place) -> ConfigError:
 def _share_remedy(config: RunConfig, place: Place, usable: float) -> str:
     """The largest share that fits, if a server can work with it."""
     assert place.room_bytes is not None
-    engine = engine_memory(config, describe_model(config))
+    engine = engine_needs(config, describe_model(config))
     server = sum(each.num_bytes for each in place.holdings if each.what == SERVER_SHARE)
     most = math.floor(100 * (usable - (place.at("sampling") - server)) / place.room_bytes) / 100
     least = (engine.weights_bytes + (config.rollout.max_new_tokens + 1) * engine.token_bytes) / place.room_bytes
@@ -282,7 +317,7 @@ def server_problem(config: RunConfig, machine: Machine) -> ConfigError | None:
     rollout = config.rollout
     if not isinstance(rollout, SGLangRolloutConfig):
         return None
-    engine = engine_memory(config, describe_model(config))
+    engine = engine_needs(config, describe_model(config))
     tokens, least = pool_tokens(rollout, engine, machine.gpu_bytes), rollout.max_new_tokens + 1
     if tokens >= least:
         return None
@@ -303,7 +338,7 @@ def server_problem(config: RunConfig, machine: Machine) -> ConfigError | None:
     )
 
 
-def fits_with(config: RunConfig, dims: ParallelDims, gpu_bytes: float) -> bool:
-    """Returns whether the GPU of a rank would hold this layout."""
-    sizes = describe_model(config)
-    return trainer_gpu(config, sizes, heaviest_rank(sizes, dims, needs_of(config)), gpu_bytes).fits
+def fits_with(config: RunConfig, dims: ParallelDims, machine: Machine) -> bool:
+    """Returns whether GPUs would hold another layout of a run."""
+    parallel = config.parallel.model_copy(update=asdict(dims))
+    return gpu_problem(config.model_copy(update={"parallel": parallel}), machine) is None

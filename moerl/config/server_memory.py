@@ -28,7 +28,7 @@ OWN_SHARE = 0.8
 some 13 GiB of 80 for activations and captured graphs, and depends on the GPU; this is a little less than it takes."""
 
 EMBEDDED_ELEMENT_BYTES = 4
-"""The embedded engine works on CPUs, and emulates 16-bit formats in float32."""
+"""On a CPU the embedded engine emulates 16-bit formats in float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,8 @@ class EngineMemory:
         return self.side_by_side * self.longest * self.token_bytes
 
 
-def engine_memory(config: RunConfig, sizes: ModelDescription) -> EngineMemory:
-    """Returns the needs of each engine that a run starts."""
+def engine_needs(config: RunConfig, sizes: ModelDescription) -> EngineMemory:
+    """Returns the needs of each server that a run starts, or of an embedded engine on a CPU."""
     rollout = config.rollout
     tensor = rollout.tensor if isinstance(rollout, SGLangRolloutConfig) else 1
     is_embedded = isinstance(rollout, EmbeddedRolloutConfig)

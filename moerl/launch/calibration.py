@@ -20,7 +20,7 @@ from moerl.config.memory import total_parameters
 from moerl.config.rollouts import EmbeddedRolloutConfig, SGLangRolloutConfig
 from moerl.config.run_memory import GIB, Machine, server_problem
 from moerl.config.schema import RunConfig
-from moerl.config.server_memory import cache_token_bytes, engine_memory, pool_tokens
+from moerl.config.server_memory import cache_token_bytes, engine_needs, pool_tokens
 from moerl.contract.disk import read_parquet
 from moerl.errors import ConfigError
 from moerl.telemetry.sinks import METRICS_FILE, read_rows
@@ -121,7 +121,7 @@ def fleet_on(config: RunConfig, device: Device, row_tokens: float) -> Fleet:
     problem = server_problem(config, machine)
     if problem is not None:
         raise problem
-    tokens = pool_tokens(rollout, engine_memory(config, describe_model(config)), machine.gpu_bytes)
+    tokens = pool_tokens(rollout, engine_needs(config, describe_model(config)), machine.gpu_bytes)
     return Fleet(fleet.engines, min(fleet.max_running, max(1, int(tokens / row_tokens))))
 
 

@@ -59,14 +59,13 @@ def plan_memory(config: RunConfig, machine: Machine) -> int:
 
 def _show_layouts(config: RunConfig, machine: Machine, console: Console) -> None:
     """Prints layouts of as many devices that fit, or what else takes less memory."""
-    assert machine.gpu_bytes is not None
-    gpu_bytes, sizes, dims, needs = machine.gpu_bytes, describe_model(config), config.parallel.dims, needs_of(config)
+    sizes, dims, needs = describe_model(config), config.parallel.dims, needs_of(config)
     near = nearest_layouts(
         dims,
         sizes,
         layout_load(config),
         world_size=dims.world_size,
-        accept=lambda other: fits_with(config, other, gpu_bytes),
+        accept=lambda other: fits_with(config, other, machine),
     )
     for other in near:
         gib = heaviest_rank(sizes, other, needs).total_bytes / GIB

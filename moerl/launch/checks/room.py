@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from moerl.config.checks import check_for_gpus
 from moerl.config.rollouts import SGLangRolloutConfig
 from moerl.config.run_memory import (
     HOST,
@@ -39,6 +40,7 @@ def look_at_devices(facts: Facts) -> str | Note:
                 expected=f"{needed} GPUs",
                 remedy="change parallel, rollout.servers or rollout.tensor, or take more GPUs",
             )
+        check_for_gpus(config)
         return f"{gpus} GPUs for {text}"
     if facts.num_cores is not None and needed > facts.num_cores:
         return Note(

@@ -11,6 +11,7 @@ from moerl.config.load import load_plan
 from moerl.config.run_memory import (
     GIB,
     GPU_OF_BOTH,
+    GPU_OF_ENGINE,
     GPU_OF_SERVER,
     GPU_OF_TRAINER,
     HOST,
@@ -135,3 +136,20 @@ def test_fewer_sequences_than_are_asked_for_are_a_limit_with_what_to_set(tmp_pat
     assert "75 sequences of the longest (10,240 tokens); rollout.max_running asks for 256" in limit.seen
     assert "rollout.max_running=75" in limit.remedy
     assert concurrency_limit(run(tmp_path, "rollout.tensor=2", "rollout.max_running=75"), H100S) is None
+
+
+def test_an_embedded_engine_is_on_the_gpu_of_the_first_rank_and_on_no_host() -> None:
+    config = load_plan(["recipe=laptop"])
+    *_, gpu, host = places(config, H100S)
+    assert gpu.name == GPU_OF_ENGINE
+    assert {"rank: weights", "engine: weights", "engine: key-value cache"} <= held(gpu).keys()
+    assert not any(what.startswith("engine") for what in held(host))
+    large = load_plan(["recipe=laptop", "rollout.max_running=9000000"])
+    problem = gpu_problem(large, H100S)
+    assert problem is not None
+    assert problem.what.startswith("rollout: the embedded engine does not fit on its GPU")
+    assert gpu_problem(config, H100S) is None
+    # 8 bits are emulated on the CPU.
+    emulated = places(load_plan(["recipe=laptop", "rollout.dtype=float8"]), H100S)
+    assert [place.name for place in emulated] == [GPU_OF_TRAINER, HOST]
+    assert "engine: weights" in held(emulated[-1])

@@ -12,7 +12,7 @@ from moerl.config.checks import describe_model
 from moerl.config.load import load_plan
 from moerl.config.rollouts import CPU_POOL_TOKENS, SGLangRolloutConfig
 from moerl.config.schema import RunConfig
-from moerl.config.server_memory import EngineMemory, cache_token_bytes, engine_memory, pool_tokens
+from moerl.config.server_memory import EngineMemory, cache_token_bytes, engine_needs, pool_tokens
 from moerl.models.description import describe
 
 GIB = 2**30
@@ -25,7 +25,7 @@ def run(folder: Path, *overrides: str) -> RunConfig:
 
 def served(config: RunConfig) -> tuple[SGLangRolloutConfig, EngineMemory]:
     assert isinstance(config.rollout, SGLangRolloutConfig)
-    return config.rollout, engine_memory(config, describe_model(config))
+    return config.rollout, engine_needs(config, describe_model(config))
 
 
 @pytest.mark.parametrize(("tensor", "heads"), [(1, 4), (2, 2), (4, 1), (8, 1)])

@@ -170,6 +170,12 @@ BROKEN = {
     "fewer GPUs than ranks and servers": Broken(
         ("recipe=tiny", "rollout=sglang", "rollout.servers=2", ENV), "needs more GPUs than it gets", gpus=2
     ),
+    "shared prompts on a GPU": Broken(
+        ("recipe=tiny", "trainer.share_prompts=true"), "cannot be shared on a GPU", gpus=1
+    ),
+    "an embedded engine that the GPU of a rank does not hold, too": Broken(
+        ("recipe=laptop", "rollout.max_running=9000000"), "rollout: the embedded engine does not fit", ALL, gpus=1
+    ),
     "a rank that does not fit": Broken((*APART, "parallel.data=8"), "a rank of the trainer does not fit", ALL, gpus=16),
     "a colocated server and a rank that do not fit together": Broken(
         (*COLOCATED, "rollout.memory_share=0.4"),
