@@ -6,6 +6,7 @@ Contestants, forward and backward of a mean over the same rows, in bfloat16, tem
   is timed apart;
 - *dense masked*: all logits, a mask, log-softmax of a masked float32 copy;
 - *full*: `score_full`, over the full vocabulary in slabs;
+- *full KL*: `kl_full` to a reference of half the logits, in slabs; *dense KL*: the same from all logits in float32;
 - *Liger-Kernel* (`LigerFusedLinearCrossEntropyLoss`) and *cut-cross-entropy* (`linear_cross_entropy`), over the full
   vocabulary as well: they know no masks. Said where they cannot be imported.
 
@@ -35,9 +36,11 @@ from _report import Result
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moerl.kernels.full import FullRows
+from moerl.kernels.full_kl import kl_full
 from moerl.kernels.head import Head, HeadInputs
 from moerl.kernels.kept import KeptRows
-from moerl.kernels.plan import Rows, ScorePlan, plan_rows
+from moerl.kernels.plan import Rows, ScorePlan, plan_full, plan_rows
 from moerl.kernels.scores import score_full, score_kept
 from moerl.kernels.vocab_parallel import VocabShard
 
@@ -88,8 +91,15 @@ class Inputs:
         )
 
     def enter(self) -> HeadInputs:
-        num_vocab = len(self.weight_VH)
-        return Head(self.weight_VH, VocabShard.from_group(num_vocab, num_vocab, None)).enter(self.hidden_TH)
+        return self._with(self.weight_VH, self.hidden_TH)
+
+    def enter_reference(self) -> HeadInputs:
+        return self._with(self.reference, self.hidden_TH.detach())
+
+    @staticmethod
+    def _with(weight_VH: Tensor, hidden_TH: Tensor) -> HeadInputs:
+        num_vocab = len(weight_VH)
+        return Head(weight_VH, VocabShard.from_group(num_vocab, num_vocab, None)).enter(hidden_TH)
 
     def keep_mask(self) -> Tensor:
         rows = KeptRows.from_csr(self.case.kept, self.case.kept.sizes > 0, self.hidden_TH.device)
@@ -109,6 +119,15 @@ class Inputs:
     def full_plan(self) -> ScorePlan:
         return plan_rows(Rows.open(self.case.target_ids_T, self.ones), self.enter())
 
+    @functools.cached_property
+    def kl_plan(self) -> FullRows:
+        rows = Rows.open(self.case.target_ids_T, self.ones)
+        return plan_full(rows, np.ones(rows.num_rows, np.bool_), self.enter())
+
+    @functools.cached_property
+    def reference(self) -> Tensor:
+        return (self.weight_VH / 2).detach()
+
     @property
     def ones(self) -> NDArray[np.float32]:
         """Temperatures, [T]."""
@@ -116,7 +135,7 @@ class Inputs:
 
 
 Contestant = Callable[[Inputs], Tensor]
-"""Returns the mean negative log-prob of the targets."""
+"""Returns the mean over rows of the negative log-prob of the target, or of the KL."""
 
 
 def kept(inputs: Inputs) -> Tensor:
@@ -131,6 +150,16 @@ def dense_masked(inputs: Inputs) -> Tensor:
 
 def full(inputs: Inputs) -> Tensor:
     return -score_full(inputs.enter(), inputs.full_plan).logprobs_T.mean()
+
+
+def full_kl(inputs: Inputs) -> Tensor:
+    return kl_full(inputs.enter(), inputs.enter_reference(), inputs.kl_plan).mean()
+
+
+def dense_kl(inputs: Inputs) -> Tensor:
+    log_p_TV = (inputs.hidden_TH.float() @ inputs.weight_VH.float().t()).log_softmax(-1)
+    log_q_TV = (inputs.hidden_TH.detach().float() @ inputs.reference.float().t()).log_softmax(-1)
+    return (log_p_TV.exp() * (log_p_TV - log_q_TV)).sum(-1).mean()
 
 
 def liger(inputs: Inputs) -> Tensor:
@@ -168,6 +197,8 @@ def check(device: str) -> Findings:
         "kept, flat": (kept, "flat"),
         "dense masked": (dense_masked, "realistic"),
         "full": (full, "realistic"),
+        "full KL": (full_kl, "realistic"),
+        "dense KL": (dense_kl, "realistic"),
     }
     left_out = []
     for name, (module, contestant) in OTHERS.items():
@@ -277,7 +308,8 @@ def table(passes: dict[str, list[Pass]], limits: dict[str, float]) -> list[Resul
 def same_losses(losses: dict[str, float]) -> list[Result]:
     """Of what scores over the full vocabulary, relative to ours; of what scores under masks, too."""
     results = []
-    for name, ours in [("dense masked", "kept, realistic"), *((other, "full") for other in OTHERS)]:
+    pairs = [("dense masked", "kept, realistic"), ("dense KL", "full KL"), *((other, "full") for other in OTHERS)]
+    for name, ours in pairs:
         if name in losses:
             apart = abs(losses[name] / losses[ours] - 1)
             holds = apart <= LOSS_LIMIT
