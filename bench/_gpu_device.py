@@ -13,7 +13,7 @@ from _gpu_checks import ROOT, CannotRunError, Findings
 from _report import Result
 from torch.cuda.nccl import version as nccl_version
 
-from moerl.launch.doctor.accelerators import query_gpus
+from moerl.launch.checks.gpus import query_gpus
 
 PACKAGES = (
     "triton",

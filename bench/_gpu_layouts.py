@@ -90,7 +90,7 @@ class Outcome:
 
 def check(device: str) -> Findings:
     lengths = long_tailed_lengths(ROWS[device], MEAN_LENGTH[device], ROW_BUDGET[device] - 2, seed=5)
-    samples = make_samples(SIZES[device], lengths, seed=6)
+    samples = make_samples(SIZES[device].spec, lengths, seed=6)
     with (
         tempfile.TemporaryDirectory() as folder,
         ThreadPoolExecutor(len(LAYOUTS) + 2 if device == "cuda" else 1) as pool,

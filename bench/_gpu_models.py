@@ -79,19 +79,23 @@ def sampled_logprobs(
 
 
 def apart_results(
-    name: str, ours: NDArray[np.float64], theirs: NDArray[np.float64], exact: NDArray[np.float64]
+    name: str,
+    ours: NDArray[np.float64],
+    theirs: NDArray[np.float64],
+    exact: NDArray[np.float64],
+    exact_in: str = "float32",
 ) -> list[Result]:
-    """Log-probs in bfloat16, ours and of transformers, against those in float32."""
+    """Log-probs in bfloat16, ours and of transformers, against those of transformers in `exact_in`."""
     mine, other = np.abs(ours - exact), np.abs(theirs - exact)
     ratio = float(mine.mean() / other.mean())
     return [
         Result(f"{name}: sampled tokens", len(exact), unit="tokens"),
-        Result(f"{name}: mean distance to float32", float(mine.mean()), unit="nats"),
-        Result(f"{name}: largest distance to float32", float(mine.max()), unit="nats"),
-        Result("transformers in bfloat16: mean distance to float32", float(other.mean()), unit="nats"),
-        Result("transformers in bfloat16: largest distance to float32", float(other.max()), unit="nats"),
+        Result(f"{name}: mean distance to {exact_in}", float(mine.mean()), unit="nats"),
+        Result(f"{name}: largest distance to {exact_in}", float(mine.max()), unit="nats"),
+        Result(f"transformers in bfloat16: mean distance to {exact_in}", float(other.mean()), unit="nats"),
+        Result(f"transformers in bfloat16: largest distance to {exact_in}", float(other.max()), unit="nats"),
         Result(
-            f"{name} / transformers in bfloat16: mean distance to float32",
+            f"{name} / transformers in bfloat16: mean distance to {exact_in}",
             ratio,
             f"<= {APART_LIMIT:g}",
             ratio <= APART_LIMIT,

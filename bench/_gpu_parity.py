@@ -24,6 +24,7 @@ from torch import Tensor
 from moerl.contract.batch import TrainSample
 from moerl.contract.parallel import RankCoordinates
 from moerl.trainer.losses import Scorer
+from moerl.trainer.trainer import MegatronTrainer
 
 ROWS = {"cuda": 4096, "cpu": 128}
 ROW_BUDGET = {"cuda": 1024, "cpu": 96}
@@ -32,7 +33,7 @@ MEAN_LENGTH = {"cuda": 200, "cpu": 40}
 
 def check(device: str) -> Findings:
     lengths = long_tailed_lengths(ROWS[device], MEAN_LENGTH[device], ROW_BUDGET[device] - 2, seed=3)
-    drawn = make_samples(SIZES[device], lengths, seed=4)
+    drawn = make_samples(SIZES[device].spec, lengths, seed=4)
     with tempfile.TemporaryDirectory() as folder:
         model = write_checkpoint(Path(folder), device)
         routes, logprobs, changed = as_only_rank(_policy, Path(folder), device, drawn)
@@ -58,12 +59,19 @@ def _policy(
     layout: RankCoordinates, folder: Path, device: str, drawn: Sequence[TrainSample]
 ) -> tuple[list[NDArray[np.integer]], list[NDArray[np.float64]], int]:
     """The policy's own experts and, with them, log-probs of every token, [S] each; exported tensors that differ."""
-    trainer = make_trainer(layout, folder, SIZES[device], "bfloat16")
+    trainer = make_trainer(layout, folder, SIZES[device].spec, "bfloat16")
     if trainer.model.head_weight().device.type != device:
         raise RuntimeError(f"the policy is on {trainer.model.head_weight().device}, not on {device}")
     routes = natural_routes(trainer, drawn, ROW_BUDGET[device])
-    samples = with_routes(drawn, routes)
-    batches = shares(trainer, samples, ROW_BUDGET[device], replay=True)
+    found = replayed_logprobs(trainer, with_routes(drawn, routes), ROW_BUDGET[device])
+    return routes, found, differing_tensors(folder, trainer.export())
+
+
+def replayed_logprobs(
+    trainer: MegatronTrainer, samples: Sequence[TrainSample], budget: int
+) -> list[NDArray[np.float64]]:
+    """The policy's log-probs of every token with the recorded experts and kept sets, proved: [S] of each sample."""
+    batches = shares(trainer, samples, budget, replay=True)
     rows = trainer.score(batches, Scorer(batches, keep_mask=True), enforce=True)
     found = [np.zeros(len(sample.trajectory)) for sample in samples]
     for batch, row in zip(batches, rows, strict=True):
@@ -71,7 +79,7 @@ def _policy(
             mine = (batch.sample_index == index) & ~batch.is_pad
             # Row t scores the token behind it.
             found[index][batch.position_ids[mine] + 1] = row.logprobs_T.double().numpy()[mine]
-    return routes, found, differing_tensors(folder, trainer.export())
+    return found
 
 
 def differing_tensors(folder: Path, exported: Iterable[tuple[str, Tensor]]) -> int:

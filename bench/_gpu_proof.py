@@ -34,10 +34,10 @@ def check(device: str) -> Findings:
 
 
 def _measure(layout: RankCoordinates, model: Path, device: str) -> Findings:
-    trainer = make_trainer(layout, model, SIZES[device], "bfloat16")
+    trainer = make_trainer(layout, model, SIZES[device].spec, "bfloat16")
     budget = ROW_BUDGET[device]
     drawn = make_samples(
-        SIZES[device], long_tailed_lengths(ROWS[device], MEAN_LENGTH[device], budget - 2, seed=3), seed=4
+        SIZES[device].spec, long_tailed_lengths(ROWS[device], MEAN_LENGTH[device], budget - 2, seed=3), seed=4
     )
     samples = with_routes(drawn, natural_routes(trainer, drawn, budget))
     packed, unrouted = (shares(trainer, samples, budget, replay=replay) for replay in (True, False))

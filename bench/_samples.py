@@ -112,12 +112,12 @@ def long_tailed_lengths(num_rows: int, mean: float, longest: int, seed: int) -> 
     return lengths
 
 
-def make_samples(sizes: Sizes, lengths: Sequence[int], seed: int) -> list[TrainSample]:
+def make_samples(spec: ModelSpec, lengths: Sequence[int], seed: int) -> list[TrainSample]:
     """Trajectories of these many rows, a quarter of each prompt; routes are random until `with_routes`."""
     rng = np.random.default_rng(seed)
     samples = []
     for index, rows in enumerate(lengths):
-        trajectory = _trajectory(rng, sizes.spec, rows + 1, f"rollout-{index}")
+        trajectory = _trajectory(rng, spec, rows + 1, f"rollout-{index}")
         advantages = rng.standard_normal(rows + 1).astype(np.float32) * trajectory.sampled
         samples.append(TrainSample(trajectory, advantages))
     return samples

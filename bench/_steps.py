@@ -26,6 +26,7 @@ from moerl.config.schema import OptimizerConfig
 from moerl.contract.batch import BatchTotals, Microbatch, TrainSample
 from moerl.contract.parallel import RankCoordinates
 from moerl.contract.shares import cut_share
+from moerl.contract.trajectory import ModelSpec
 from moerl.models.description import read_model
 from moerl.trainer.losses import PolicyGradientLoss, Scorer
 from moerl.trainer.model import ModelOptions
@@ -48,9 +49,9 @@ OPTIMIZER = OptimizerConfig(
 _GRPO = load_config(["recipe=laptop"], command="train").algorithm
 
 
-def make_trainer(layout: RankCoordinates, model: Path, sizes: Sizes, dtype: str = "float32") -> MegatronTrainer:
+def make_trainer(layout: RankCoordinates, model: Path, spec: ModelSpec, dtype: str = "float32") -> MegatronTrainer:
     return MegatronTrainer(
-        replace(read_model(model), spec=sizes.spec), layout, ModelOptions(dtype=dtype), OPTIMIZER, total_steps=1000
+        replace(read_model(model), spec=spec), layout, ModelOptions(dtype=dtype), OPTIMIZER, total_steps=1000
     )
 
 

@@ -39,6 +39,7 @@ CHECKS = (
     Check("engine", "_gpu_engine:check", 85, ("torch", "transformers"), gib=4),
     Check("collectives", "_gpu_collectives:check", 85, ("torch", "megatron.core", "transformers"), gib=4),
     Check("parity", "_gpu_parity:check", 85, _MEGATRON, _ENGINE, gib=8),
+    Check("families", "_gpu_families:check", 85, _MEGATRON, _ENGINE, gib=8),
     Check("start", "_gpu_start:check", 85, _MEGATRON, _ENGINE, gib=16),
     Check("proof", "_gpu_proof:check", 85, _MEGATRON, _ENGINE, gib=8),
     Check("layouts", "_gpu_layouts:check", 85, _MEGATRON, _ENGINE, gib=16),

@@ -63,12 +63,13 @@ class Gate:
 
 def moerl_worker(model: str, folder: str) -> None:
     from moerl.cli import main as moerl
+    from moerl.orchestration.batches import Minibatch
     from moerl.orchestration.run import Run
 
     gate, log = Gate(), Run.log
 
-    def gated(self: Run, stage: str, step: int, metrics: dict[str, float], num_tokens: int) -> None:
-        log(self, stage, step, metrics, num_tokens)
+    def gated(self: Run, stage: str, step: int, metrics: dict[str, float], minibatches: Sequence[Minibatch]) -> None:
+        log(self, stage, step, metrics, minibatches)
         gate.step(metrics["response/length_mean"])
 
     Run.log = gated  # type: ignore[method-assign]

@@ -103,14 +103,14 @@ def main() -> None:
 
 def _workload(folder: Path) -> Workload:
     lengths = long_tailed_lengths(int(0.97 * ROW_BUDGET * NUM_MICROBATCHES), mean=100, longest=ROW_BUDGET - 2, seed=3)
-    samples = make_samples(SIZES, lengths, seed=4)
+    samples = make_samples(SIZES.spec, lengths, seed=4)
     model = write_model(SIZES, folder, dtype=torch.float32, device="cpu")
     routes = on_ranks(ParallelDims(), _routes, Workload(model, samples))[0]
     return Workload(model, with_routes(samples, routes))
 
 
 def _routes(layout: RankCoordinates, workload: Workload) -> list[object]:
-    return list(natural_routes(make_trainer(layout, workload.model, SIZES), workload.samples, ROW_BUDGET))
+    return list(natural_routes(make_trainer(layout, workload.model, SIZES.spec), workload.samples, ROW_BUDGET))
 
 
 # --- layouts ---------------------------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ def _layout_results(name: str, ranks: Sequence[RankStep], rows: int) -> list[Res
 
 def _layout_steps(layout: RankCoordinates, workload: Workload, dense: bool) -> RankStep:
     before = _peak_bytes()
-    trainer = make_trainer(layout, workload.model, SIZES)
+    trainer = make_trainer(layout, workload.model, SIZES.spec)
     batches = (
         padded(workload.samples, ROW_BUDGET) if dense else shares(trainer, workload.samples, ROW_BUDGET, replay=True)
     )
@@ -165,7 +165,7 @@ def _layout_steps(layout: RankCoordinates, workload: Workload, dense: bool) -> R
 
 
 def _pairs(layout: RankCoordinates, workload: Workload, pairs: int) -> list[Result]:
-    trainer = make_trainer(layout, workload.model, SIZES)
+    trainer = make_trainer(layout, workload.model, SIZES.spec)
     samples, trained = workload.samples, num_trained(workload.samples)
     packed = shares(trainer, samples, ROW_BUDGET, replay=True)
     unrouted = shares(trainer, samples, ROW_BUDGET, replay=False)

@@ -170,10 +170,10 @@ def _measure(
     layout: RankCoordinates, model: Path, workload: Workload, peak: float | None, device: str, keep: Keep
 ) -> Measured:
     sizes, budget = workload.sizes, workload.row_budget
-    trainer = make_trainer(layout, model, sizes, "bfloat16")
+    trainer = make_trainer(layout, model, sizes.spec, "bfloat16")
     num_drawn = int(0.97 * budget * workload.num_microbatches)
     lengths = long_tailed_lengths(num_drawn, mean=workload.mean_length, longest=budget - 2, seed=3)
-    drawn = make_samples(sizes, lengths, seed=4)
+    drawn = make_samples(sizes.spec, lengths, seed=4)
     samples = with_routes(drawn, natural_routes(trainer, drawn, budget))
     trained = num_trained(samples)
     packed, unrouted = (shares(trainer, samples, budget, replay=replay) for replay in (True, False))

@@ -16,7 +16,19 @@ import pytest
 ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "scripts" / "gpu_check.sh"
 QUICK = ("kernels", "grouped")
-LONGER = ("engine", "collectives", "parity", "start", "proof", "layouts", "scoring", "rate", "slice16", "slice128")
+LONGER = (
+    "engine",
+    "collectives",
+    "parity",
+    "families",
+    "start",
+    "proof",
+    "layouts",
+    "scoring",
+    "rate",
+    "slice16",
+    "slice128",
+)
 NAMES = (*QUICK, *LONGER)
 ON_GPUS_ALONE = ("utilisation of", "cut-cross-entropy: time", "cut-cross-entropy: peak memory")
 """Results that goals name and a CPU has not."""
