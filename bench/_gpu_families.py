@@ -122,7 +122,7 @@ def _family(name: str, config_class: str, settings: Mapping[str, Any], device: s
     return [
         Result(f"{name}, float32: largest distance to float64", largest, f"<= {limit:g}", largest <= limit, "nats"),
         Result(f"{name}, float32: mean distance to float64", float(np.abs(single - exact).mean()), unit="nats"),
-        *(each for each in apart_results(name, rounded, half, exact, "float64") if each.name.startswith(name)),
+        *(each for each in apart_results(name, rounded, half, exact, exact_in="float64") if each.name.startswith(name)),
     ]
 
 

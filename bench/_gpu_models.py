@@ -83,6 +83,7 @@ def apart_results(
     ours: NDArray[np.float64],
     theirs: NDArray[np.float64],
     exact: NDArray[np.float64],
+    *,
     exact_in: str = "float32",
 ) -> list[Result]:
     """Log-probs in bfloat16, ours and of transformers, against those of transformers in `exact_in`."""
