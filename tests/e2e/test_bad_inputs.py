@@ -58,7 +58,7 @@ EARLY = {
     # Keys and values.
     f"{TINY} steps=3": "steps: unknown key; expected: one of recipe, seed,",
     f"{TINY} lr=1e-5": "did you mean optimizer.lr or sft.optimizer.lr?",
-    f"{TINY} learning_rate=1e-5": "did you mean optimizer.lr",
+    f"{TINY} learning_rate=1e-5": "a key of TRL; expected: optimizer.lr",
     f"{TINY} rl.stepps=3": "did you mean rl.steps?",
     f"{TINY} optimizer.lr": "override: not an assignment; seen: optimizer.lr",
     f"{TINY} optimizer.lr=-1": "optimizer.lr: wrong value; seen: -1 (int); expected: greater than 0",
