@@ -15,6 +15,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from moerl.contract.files import atomic_file, writing
+from moerl.reading import open_regular
 
 FOLDER = "profile"
 """In the run directory."""
@@ -65,7 +66,7 @@ class Profiler:
         with writing(file), atomic_file(file) as compressed, TemporaryDirectory(dir=file.parent) as folder:
             plain = Path(folder) / "trace.json"
             ended.export_chrome_trace(str(plain))
-            with plain.open("rb") as source, gzip.open(compressed, "wb", compresslevel=3) as target:
+            with open_regular(plain) as source, gzip.open(compressed, "wb", compresslevel=3) as target:
                 shutil.copyfileobj(source, target)
 
     def drop(self) -> None:

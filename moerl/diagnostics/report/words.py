@@ -12,7 +12,19 @@ from moerl.printable import printable
 UNITS = (
     *("nats?", "tokens?", "steps?", "versions?", "ids?", "rows?", "layers?", "rollouts?", "responses?", "runs?"),
     *("groups?", "points?", "updates?", "bytes?", "rewards?", "scores?", "prompts?", "trajector(?:y|ies)", "times"),
-    *("microbatch(?:es)?", "alerts?", "problems?", "reports?", "tokens?/s", "s", "ms", "min", "h", "[KMG]i?B"),
+    *(
+        "microbatch(?:es)?",
+        "alerts?",
+        "problems?",
+        "reports?",
+        "tokens?/s",
+        "FLOP/s",
+        "s",
+        "ms",
+        "min",
+        "h",
+        "[KMG]i?B",
+    ),
 )
 """Patterns of what stands behind a number: units of metrics, and what else pages count."""
 _EXPONENT = re.compile(r"([0-9]e-)(?=[0-9])")

@@ -33,6 +33,7 @@ NOT_SPARED = {
     "processes/spared.py": "start_spared itself",
     "ranks/on_ray/cluster.py": "a cluster of the run's own, within `sparing`",
     "ranks/on_ray/nodes.py": "a look at a cluster that is there",
+    "launch/checks/gpus.py": "asks the driver for GPUs before a run starts",
     "launch/doctor/accelerators.py": "probes of `moerl doctor`, which is no run",
     "launch/slurm/submit.py": "commands of `moerl launch slurm`, which is no run",
     "launch/sweeps/hosts.py": "a whole `moerl train`, which takes stop signals as one that a user starts",
