@@ -95,7 +95,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """What a run does less of than it is asked to, and what would change that."""
+    """A thing that a run does less of than it is asked to, and what would change that."""
 
     seen: str
     remedy: str
@@ -213,7 +213,7 @@ def _buckets(config: RunConfig, sizes: ModelDescription) -> int:
 
 
 def _server_holdings(config: RunConfig, sizes: ModelDescription, gpu_bytes: float | None) -> tuple[Holding, ...]:
-    """Of one device of a server."""
+    """Returns what one device of a server holds."""
     assert isinstance(config.rollout, SGLangRolloutConfig)
     engine = engine_needs(config, sizes)
     tokens = pool_tokens(config.rollout, engine, gpu_bytes)

@@ -169,7 +169,7 @@ class FullGradients:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadGradients:
-    """Where gradients are added up.
+    """Tensors that gradients are added to.
 
     hidden_TH: [T, H], dtype of scores, or None if there is none. head_VpH: dtype of the head, or None. is_new: nothing
     has been written to `head_VpH`, not even zeros.

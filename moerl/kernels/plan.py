@@ -90,7 +90,7 @@ class DeviceListed:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScorePlan:
-    """What `moerl.kernels.scores` scores, on the device.
+    """Rows and ids that `moerl.kernels.scores` scores, on the device.
 
     kept: the kept sets of all rows. temperatures_T: float32. open_T: bool; rows scored over the full vocabulary alone.
     listed: the ids of kept sets. full_rows: all rows scored over the full vocabulary. with_full: `full_T` was given.

@@ -22,7 +22,7 @@ class RoutedRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Choices:
-    """What a router call chose from scores_TE, and what it was to choose: own_TK, recorded_TK, int64 ids.
+    """Choices of a router call: scores_TE, what it chose from them and what it was to choose: own_TK, recorded_TK, int64 ids.
 
     routed_T: bool, rows with a recorded choice. counted_T: bool, those that statistics are of.
     """

@@ -32,7 +32,7 @@ _EXPERT_PRIME = tl.constexpr(EXPERT_PRIME)
 
 @triton.jit
 def _terms(routed, keys, layer_term, experts):
-    """What each routed pair adds to a checksum, uint64; 0 for the others."""
+    """Computes what each routed pair adds to a checksum, uint64; 0 for the others."""
     slots = (experts.to(tl.uint64) + layer_term.to(tl.uint64)) * _EXPERT_PRIME
     x = keys.to(tl.uint64, bitcast=True)[:, None] + slots[None, :]
     x = (x ^ (x >> 30)) * _MIX_1

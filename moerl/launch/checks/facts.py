@@ -20,7 +20,7 @@ DOORS: tuple[Door, ...] = ("train", "doctor", "dry run", "plan")
 
 @dataclass(slots=True)
 class Facts:
-    """What checks look at; `close` it.
+    """Facts that checks look at; `close` it.
 
     machine, num_gpus, num_cores: of all nodes; None = not known. unknown: why the machine is not known. fetches:
     weights of a model of the hub may be fetched now. container, python: of the nodes, if this process has others.

@@ -17,7 +17,7 @@ _DEVICE = Path("/dev/nvidiactl")
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """As the driver's tool lists it. Memory in MiB."""
+    """A GPU as the driver's tool lists it. Memory in MiB."""
 
     name: str
     driver: str
@@ -39,7 +39,7 @@ def query_gpus(command: Sequence[str] = _QUERY) -> list[Gpu] | str:
 
 
 def read_gpus(text: str) -> list[Gpu] | str:
-    """What `query_gpus` reads, from its output; a text where that cannot be read."""
+    """Returns the GPUs of an output of the driver's tool; a text if it cannot be read."""
     try:
         rows = [[cell.strip() for cell in row] for row in csv.reader(text.splitlines()) if row]
         return [Gpu(name, driver, float(total), float(used)) for name, driver, total, used in rows]
