@@ -22,7 +22,7 @@ class RoutedRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Choices:
-    """Choices of a router call: scores_TE, what it chose from them and what it was to choose: own_TK, recorded_TK, int64 ids.
+    """Choices of a router call: scores_TE, and int64 ids of what it chose and was to choose, own_TK and recorded_TK.
 
     routed_T: bool, rows with a recorded choice. counted_T: bool, those that statistics are of.
     """
