@@ -90,7 +90,8 @@ class TrainerScorer:
         """Log-probs of the sampled tokens of each, inside of kept sets and over the vocabulary."""
         batches = self._pack(trajectories)
         enforce = any(trajectory.routed.any() for trajectory in trajectories)
-        rows = self._trainer.score(batches, Scorer(batches, keep_mask=True, with_full=True), enforce=enforce)
+        scorer = Scorer(batches, keep_mask=True, with_full=True)
+        rows = self._trainer.score(batches, scorer, enforce=enforce, in_sets=True)
         kept = [np.zeros(len(trajectory)) for trajectory in trajectories]
         full = [np.zeros(len(trajectory)) for trajectory in trajectories]
         for index, chosen, scores in _by_sample(batches, rows):
@@ -103,7 +104,7 @@ class TrainerScorer:
     def _own_ids(self, rollouts: Sequence[DumpedRollout]) -> list[NDArray[np.int16]]:
         free = [self._trajectory(replace(rollout, expert_ids=None, routed=None), 1.0) for rollout in rollouts]
         batches = self._pack(free)
-        _, recorded = self._trainer.score_and_record(batches, Scorer(batches, keep_mask=True))
+        _, recorded = self._trainer.score_and_record(batches, Scorer(batches, keep_mask=True), in_sets=True)
         own = [np.zeros(trajectory.expert_ids.shape, np.int16) for trajectory in free]
         for batch in recorded.batches:
             assert batch.expert_ids is not None

@@ -160,7 +160,7 @@ def trainer_logprobs(trainer: MegatronTrainer, trajectories: Sequence[Trajectory
     """By a trainer that has the model to itself; float32 [S] each, nats, 0 where not sampled."""
     samples = [TrainSample(t, np.zeros(len(t), np.float32)) for t in trajectories]
     batches = pack_trajectories(samples, PackOptions(MICROBATCH_TOKENS), replay=True, uncaptured="live")
-    scores = trainer.score(batches, Scorer(batches, keep_mask=True), enforce=True)
+    scores = trainer.score(batches, Scorer(batches, keep_mask=True), enforce=True, in_sets=True)
     logprobs = [np.zeros(len(trajectory), np.float32) for trajectory in trajectories]
     for batch, rows in zip(batches, scores, strict=True):
         values_T = torch.where(torch.from_numpy(batch.loss_mask.copy()), rows.logprobs_T, 0.0).numpy()

@@ -260,7 +260,9 @@ class Worker:
         batches = self._minibatches[command.minibatch].given
         scorer = self._scorer(batches, with_full=command.full)
         with self._proving(self._trained, batches):
-            scores = self._trained.score(batches, scorer, enforce=command.enforce, prove=command.prove)
+            scores = self._trained.score(
+                batches, scorer, enforce=command.enforce, prove=command.prove, in_sets=self._in_sets or command.full
+            )
         return self._report(batches, scores)
 
     def _prepare(self, command: Prepare) -> PassReport:
@@ -268,7 +270,7 @@ class Worker:
         batches, mode = minibatch.given, config.keep_routing.mode
         if mode == "trainer":
             with self._proving(self._trained, batches):
-                report, recorded = self._trained.score_and_record(batches, self._scorer(batches))
+                report, recorded = self._trained.score_and_record(batches, self._scorer(batches), in_sets=self._in_sets)
             minibatch.batches, minibatch.traces = recorded.batches, recorded.traces
             minibatch.recorded, minibatch.proximal = report, report.rows
             if not config.algorithm.kl_in_reward:
@@ -278,7 +280,9 @@ class Worker:
         if config.algorithm.kl_in_reward:
             scorer = replace(scorer, reference=self._referred(minibatch, prove=command.prove))
         with self._proving(self._trained, batches, minibatch.traces):
-            minibatch.proximal = self._trained.score(batches, scorer, enforce=mode != "off", prove=command.prove)
+            minibatch.proximal = self._trained.score(
+                batches, scorer, enforce=mode != "off", prove=command.prove, in_sets=self._in_sets
+            )
         return self._report(batches, minibatch.proximal)
 
     def _step(self, command: Step) -> PassReport:
@@ -293,7 +297,7 @@ class Worker:
             batches = minibatch.batches = [with_advantages(batch, advantages_B) for batch in batches]
         loss = self._loss(minibatch, command)
         with self._proving(self._trained, batches, minibatch.traces):
-            report = self._trained.step(batches, loss, enforce=enforce, prove=command.prove)
+            report = self._trained.step(batches, loss, enforce=enforce, prove=command.prove, in_sets=self._in_sets)
         rows = report.rows if not minibatch.proximal else with_clipping(minibatch.proximal, report.rows)
         if minibatch.recorded is not None:
             own = minibatch.recorded
@@ -326,9 +330,13 @@ class Worker:
             hidden = self._reference.last_hidden(batches, enforce=mode != "off", prove=prove)
         return Reference(self._reference, hidden, support)
 
+    @property
+    def _in_sets(self) -> bool:
+        """True if tokens are scored in their kept sets."""
+        return self._config.keep_sampling_mask.enabled
+
     def _scorer(self, batches: Sequence[Microbatch], *, with_full: bool = False) -> Scorer:
-        keep_mask = self._config.keep_sampling_mask.enabled or with_full
-        return Scorer(batches, keep_mask=keep_mask, with_full=with_full)
+        return Scorer(batches, keep_mask=self._in_sets or with_full, with_full=with_full)
 
     def _report(
         self, batches: Sequence[Microbatch], scores: Sequence[RowScores], step: StepReport | None = None

@@ -71,13 +71,29 @@ def sums(batches: Sequence[Microbatch], kept_sums: Mapping[int, Tensor], layout:
 
 
 def first_problem(
-    batches: Sequence[Microbatch], sums_2M: Tensor, kept_sums: Mapping[int, Tensor], layout: RankCoordinates
+    batches: Sequence[Microbatch],
+    sums_2M: Tensor,
+    kept_sums: Mapping[int, Tensor],
+    layout: RankCoordinates,
+    *,
+    in_sets: bool,
 ) -> UnprovedError | None:
-    """Returns the first sum that is not that of the trajectories. sums_2M: added up over the ranks that share the rows,
-    on the CPU. Other arguments as in `sums`."""
+    """Returns the first sum that is not that of the trajectories, or that is missing.
+
+    Args:
+        sums_2M: added up over the ranks that share the rows, on the CPU. in_sets: this rank scores, and in kept sets
+            alone. Other arguments as in `sums`.
+    """
     found_2M = sums_2M.numpy().view(np.uint64)
     for microbatch, batch in enumerate(batches):
         proofs = [("the tokens that its sequences attend to", found_2M[0], batch.context_checksum)]
+        if in_sets and microbatch not in kept_sums:
+            return UnprovedError(
+                f"microbatch {microbatch} on rank {layout.rank}: its loss did not say in which kept sets it scored",
+                seen="no sets",
+                expected="`RowScores.kept`",
+                remedy="no update was applied; let the loss hand over the sets of its plan",
+            )
         if microbatch in kept_sums:
             proofs.append(("the kept sets that its tokens are scored in", found_2M[1], batch.kept_checksum))
         for what, found_M, expected in proofs:

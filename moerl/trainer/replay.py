@@ -45,13 +45,15 @@ class Replay:
     enforce: replay the recorded routing; otherwise routers choose for themselves and are only observed.
     prove: with `enforce`, take checksums of what reaches the dispatchers.
     record: keep the routers' own choices, for a later schedule to enforce. trace: keep what reaches the dispatchers row
-    by row, to find out where a proof failed; recording does that too.
+    by row, to find out where a proof failed; recording does that too. in_sets: every microbatch is to be scored in its
+    recorded kept sets, and proved to be.
     """
 
     enforce: bool = False
     prove: bool = True
     record: bool = False
     trace: bool = False
+    in_sets: bool = False
 
 
 class KeepRouting:
@@ -299,7 +301,10 @@ class ReplaySchedule:
         """
         checksums_PMl, sums_2M = self._sums_of_all_rows()
         problem = self._first_problem(checksums_PMl) if self.what.enforce or self.what.record else None
-        problem = problem or batch_checksums.first_problem(self.batches, sums_2M, self.kept_sums, self.owner.layout)
+        layout = self.owner.layout
+        problem = problem or batch_checksums.first_problem(
+            self.batches, sums_2M, self.kept_sums, layout, in_sets=self.what.in_sets and layout.is_last_stage
+        )
         _raise_together(problem)
         if not self._takes_checksums:
             return 0

@@ -131,19 +131,27 @@ class MegatronTrainer:
         return Head(weight_VpH, shard, sequence_parallel=self.layout.dims.tensor > 1)
 
     def score(
-        self, batches: Sequence[Microbatch], loss: LossFunction, *, enforce: bool, prove: bool = True
+        self,
+        batches: Sequence[Microbatch],
+        loss: LossFunction,
+        *,
+        enforce: bool,
+        prove: bool = True,
+        in_sets: bool = False,
     ) -> list[RowScores]:
         """A forward-only pass. Leaves gradients, optimizer and replay state as they were. Arguments as in `step`.
 
         Returns:
             Per microbatch on the last pipeline stage; empty elsewhere.
         """
-        report, _ = self._run(batches, loss, Replay(enforce, prove), training=False)
+        report, _ = self._run(batches, loss, Replay(enforce, prove, in_sets=in_sets), training=False)
         return report.rows
 
-    def score_and_record(self, batches: Sequence[Microbatch], loss: LossFunction) -> tuple[StepReport, RecordedRouting]:
+    def score_and_record(
+        self, batches: Sequence[Microbatch], loss: LossFunction, *, in_sets: bool = False
+    ) -> tuple[StepReport, RecordedRouting]:
         """`score` with the trainer's own routing, as a report, and that routing for later passes to enforce."""
-        report, recorded = self._run(batches, loss, Replay(record=True), training=False)
+        report, recorded = self._run(batches, loss, Replay(record=True, in_sets=in_sets), training=False)
         assert recorded is not None
         return report, recorded
 
@@ -156,13 +164,20 @@ class MegatronTrainer:
             return schedule.traced(microbatch)
 
     def step(
-        self, batches: Sequence[Microbatch], loss: LossFunction, *, enforce: bool, prove: bool = True
+        self,
+        batches: Sequence[Microbatch],
+        loss: LossFunction,
+        *,
+        enforce: bool,
+        prove: bool = True,
+        in_sets: bool = False,
     ) -> StepReport:
         """Forward, backward, proof, update.
 
         Args:
             batches: this rank's shares; equally many on every rank.
             enforce: replay recorded routing. prove: and prove, before the update, that it reached the dispatchers.
+            in_sets: tokens are to be scored in their kept sets; a loss that does not hand them over is refused.
 
         Raises:
             UnprovedError: on every rank, where on one routing was not enforced as recorded, or sequences attended to
@@ -176,7 +191,7 @@ class MegatronTrainer:
         # It stays on the device: the host goes on to the first microbatch without waiting for other ranks.
         num_rows = torch.full((), sum(int((~batch.is_pad).sum()) for batch in batches), device=platform.device())
         dist.all_reduce(num_rows, group=groups.data_and_context_group())
-        report, _ = self._run(batches, loss, Replay(enforce, prove), training=True, scale=num_rows)
+        report, _ = self._run(batches, loss, Replay(enforce, prove, in_sets=in_sets), training=True, scale=num_rows)
         with profiling.named("update"):
             update = self.optimizer.update()
         if self.options.expert_bias == "update" and not update.skipped:

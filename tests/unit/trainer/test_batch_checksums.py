@@ -16,7 +16,7 @@ from replay_steps import assert_same_weights
 
 from moerl.contract.batch import Microbatch
 from moerl.contract.kept import take_kept_sets
-from moerl.errors import ReplayError
+from moerl.errors import ReplayError, UnprovedError
 from moerl.trainer import attention
 
 LENGTHS = (20, 17, 23)
@@ -119,6 +119,28 @@ def test_a_batch_that_is_not_what_was_recorded_is_refused(
 ) -> None:
     (message,) = one_process.run(refusal, untied, change, enforce)
     assert f"microbatch 0 on rank 0: the {what} are not those of the trajectories" in message
+
+
+def refusal_of_a_silent_loss(layout: Any, path: Path) -> str:
+    trainer = tiny_moe.build(layout, path)
+    untouched = tiny_moe.exported(trainer)
+    batch, denominator = make_batch(trainer)
+    loss = tiny_moe.policy_loss(trainer, [batch], denominator)
+
+    def silent(*arguments: Any) -> Any:
+        total, rows = loss(*arguments)
+        return total, replace(rows, kept=None)
+
+    with pytest.raises(UnprovedError) as caught:
+        trainer.step([batch], silent, enforce=True, in_sets=True)
+    assert_same_weights(tiny_moe.exported(trainer), untouched)
+    trainer.step([batch], loss, enforce=True, in_sets=True)
+    return str(caught.value)
+
+
+def test_a_loss_that_does_not_say_in_which_sets_it_scored_is_refused(untied: Path, one_process: Ranks) -> None:
+    (message,) = one_process.run(refusal_of_a_silent_loss, untied)
+    assert "microbatch 0 on rank 0: its loss did not say in which kept sets it scored" in message
 
 
 def refusal_of_the_same_tokens(layout: Any, path: Path) -> str:
