@@ -31,6 +31,7 @@ VERL = {
     f"{_ACTOR}.megatron.expert_model_parallel_size": "parallel.expert",
     f"{_ACTOR}.megatron.expert_tensor_parallel_size": "parallel.expert_tensor",
     f"{_ACTOR}.megatron.override_transformer_config": "trainer.megatron",
+    f"{_ACTOR}.megatron.optimizer_offload": "trainer.optimizer_offload",
     f"{_ROLLOUT}.n": "rl.group_size",
     f"{_ROLLOUT}.name": "rollout",
     f"{_ROLLOUT}.temperature": "rollout.temperature",
@@ -97,6 +98,8 @@ SLIME = {
     "--save-interval": "checkpoint.every",
     "--eval-interval": "evaluation.every",
     "--n-samples-per-eval-prompt": "evaluation.samples",
+    "--optimizer-cpu-offload": "trainer.optimizer_offload",
+    "--optimizer-offload-fraction": "trainer.optimizer_offload",
     "--update-weight-buffer-size": "weights.bucket_bytes",
     "--wandb-project": "metrics.project",
 }

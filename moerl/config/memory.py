@@ -8,7 +8,8 @@ MLPs, embedding and head (vocabulary padded to a multiple); `expert` deals out e
 
 **State** per parameter: b of weights, 4 of the fp32 gradient buffer, 8 of Adam's moments and, where weights are bf16, 4
 of the fp32 master weight. A distributed optimizer splits moments and master over data x context ranks, of experts over
-the ranks that hold the same ones.
+the ranks that hold the same ones. The share `trainer.optimizer_offload` of moments and master lies in host memory; an
+update fetches it into two pieces on the device, of at least `PIECE_ELEMENTS` parameters or one whole tensor's part.
 
 **Activations** after Korthikanti et al. 2022 (arXiv:2205.05198), whose sum of what each layer keeps for its backward
 pass is taken here for GQA or latent attention, gated MLPs, no dropout, an attention kernel that keeps no scores, and
@@ -46,6 +47,8 @@ USABLE_SHARE = 0.9
 gradients of activations and fragmentation, which are not worked out."""
 FP32 = 4
 MOMENTS = 8
+PIECES, PIECE_ELEMENTS = 2, 2**24
+"""Pieces of an optimizer state in host memory that are on the device at once, and the least parameters of one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,7 @@ class Needs:
     """What a rank has to hold besides its part of the model.
 
     element_bytes: of weights and activations, 2 or 4. distributed_optimizer: optimizer state is split over replicas.
-    reference: a frozen copy of the weights for the KL term.
+    reference: a frozen copy of the weights for the KL term. offload: share of optimizer state in host memory.
     """
 
     microbatch_tokens: int
@@ -61,15 +64,20 @@ class Needs:
     recompute: str
     distributed_optimizer: bool
     reference: bool
+    offload: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Memory of a rank of one pipeline stage. parameters: number by component. bytes: by purpose."""
+    """Memory of a rank of one pipeline stage. parameters: number by component. bytes: by purpose, on its device.
+
+    offloaded_bytes: optimizer state in host memory.
+    """
 
     stage: int
     parameters: dict[str, int]
     bytes: dict[str, int]
+    offloaded_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -88,6 +96,7 @@ def needs_of(config: RunConfig) -> Needs:
         recompute=config.trainer.recompute,
         distributed_optimizer=config.trainer.distributed_optimizer != "off",
         reference=config.algorithm.reference_kl is not None,
+        offload=config.trainer.optimizer_offload,
     )
 
 
@@ -102,15 +111,23 @@ def rank_memory(sizes: ModelDescription, dims: ParallelDims, needs: Needs, stage
     experts, everything = parameters["experts"], sum(parameters.values())
     state = MOMENTS + (FP32 if needs.element_bytes < FP32 else 0)
     replicas = (dims.data * dims.context, dims.expert_data) if needs.distributed_optimizer else (1, 1)
+    dense, expert = -(-(everything - experts) // replicas[0]), -(-experts // replicas[1])
+    offloaded = math.ceil(needs.offload * (dense + expert))
     purposes = {
         "weights": everything * needs.element_bytes,
         "gradients": everything * FP32,
-        "optimizer state": state * (-(-(everything - experts) // replicas[0]) + -(-experts // replicas[1])),
+        "optimizer state": state * (dense + expert - offloaded),
+        "pieces of optimizer state": PIECES * state * min(offloaded, _piece_elements(parameters, dense)),
         "reference weights": everything * needs.element_bytes if needs.reference else 0,
         "activations": _activation_bytes(sizes, dims, needs, stage),
         "scoring": _scoring_bytes(sizes, dims, needs, stage),
     }
-    return RankMemory(stage, parameters, purposes)
+    return RankMemory(stage, parameters, purposes, state * offloaded)
+
+
+def _piece_elements(parameters: dict[str, int], dense: int) -> int:
+    """Returns the parameters of a piece: the embedding or head may be one tensor of all `dense` ones of a rank."""
+    return max(PIECE_ELEMENTS, min(dense, max(parameters["embedding"], parameters["head"])))
 
 
 # --- parameters ------------------------------------------------------------------------------------------------------

@@ -58,6 +58,7 @@ ADDED: dict[str, Any] = {
     "rl.weigh_prompts": "even",
     "rl.keep": None,
     "rl.keep_by": "shortest",
+    "trainer.optimizer_offload": 0.0,
     "rollout.placement": "inside",
     "rollout.record_steps": True,
     "rollout.server_args": {},

@@ -35,6 +35,7 @@ _WHY_NOT: dict[str, str | None] = {
     "trainer": _LOSS,
     "trainer.microbatch_tokens": None,
     "trainer.recompute": None,
+    "trainer.optimizer_offload": None,
     "trainer.deterministic": None,
     "trainer.tf32": None,
     "trainer.max_skipped_updates": None,

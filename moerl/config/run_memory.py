@@ -5,9 +5,10 @@ sampling, when engines work and take new weights, and training. Colocated server
 nothing while the trainer works; the trainer's weights, gradients and optimizer state stay. Engines with GPUs of their
 own hold theirs all the time.
 
-**Hosts** hold a checkpoint that is being written, the copies of the weights that ranks keep for servers that come late
-(two while an update is sent), the buckets of an update that colocated servers take through host memory, and on CPUs all
-the rest. Not worked out: the processes themselves, the page cache, rollouts that wait.
+**Hosts** hold the optimizer state that does not lie on GPUs (`trainer.optimizer_offload`), a checkpoint that is being
+written, the copies of the weights that ranks keep for servers that come late (two while an update is sent), the buckets
+of an update that colocated servers take through host memory, and on CPUs all the rest. Not worked out: the processes
+themselves, the page cache, rollouts that wait.
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ def trainer_gpu(config: RunConfig, sizes: ModelDescription, rank: RankMemory, gp
 
 def rank_holdings(rank: RankMemory) -> list[Holding]:
     """Returns what a rank holds: its state always, activations and what scoring needs while it trains."""
-    passing = ("activations", "scoring")
+    passing = ("activations", "scoring", "pieces of optimizer state")
     return [
         Holding(f"rank: {name}", size, ("training",) if name in passing else MOMENTS_OF_A_RUN)
         for name, size in rank.bytes.items()
@@ -227,8 +228,10 @@ def _host(config: RunConfig, sizes: ModelDescription, rank: RankMemory | None, m
     if rank is not None:
         if machine.gpu_bytes is None:
             holdings += [Holding(h.what, h.num_bytes * ranks, h.moments) for h in rank_holdings(rank)]
+        if rank.offloaded_bytes:
+            holdings.append(Holding("optimizer state of ranks", rank.offloaded_bytes * ranks))
         # One of several replicas stages the weights; which nodes these ranks are on is not worked out.
-        staged = ranks * (rank.bytes["weights"] + rank.bytes["optimizer state"])
+        staged = ranks * (rank.bytes["weights"] + rank.bytes["optimizer state"] + rank.offloaded_bytes)
         holdings.append(Holding("checkpoint being written", min(checkpoint_bytes(config), staged)))
         holdings += _weight_copies(config, sizes, machine)
     if isinstance(rollout, EmbeddedRolloutConfig):

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from moerl.errors import ConfigError
-from moerl.sections import Count, CountOrZero, PassedOn, Positive, Section
+from moerl.sections import Count, CountOrZero, PassedOn, Positive, Section, Share
 
 
 def bare_off(value: object) -> object:
@@ -35,6 +35,10 @@ class TrainerConfig(Section):
     distributed_optimizer: Annotated[Literal["off", "on", "overlap"], BeforeValidator(bare_off)] = Field(
         description="on = data-parallel ranks share optimizer state and master weights; overlap = the same, and"
         " gradient reduction and weight gathering overlap with computation."
+    )
+    optimizer_offload: Share = Field(
+        description="Share of the optimizer state (master weights and Adam's moments) that lies in host memory; the"
+        " update fetches it piece by piece. Needs a distributed optimizer. The digits do not change."
     )
     train_router: bool = Field(description="False freezes the routers' weights.")
     expert_bias: Literal["frozen", "update"] = Field(
@@ -64,7 +68,18 @@ class TrainerConfig(Section):
     )
 
     def check(self, *, steps: int) -> None:
-        """Checks rules against other sections. steps: of reinforcement learning. Raises `ConfigError`."""
+        """Checks rules between its keys, and against other sections. Raises `ConfigError`.
+
+        Args:
+            steps: of reinforcement learning.
+        """
+        if self.optimizer_offload and self.distributed_optimizer == "off":
+            raise ConfigError(
+                "trainer.optimizer_offload: every rank would keep the state of all replicas in host memory",
+                seen=f"optimizer_offload = {self.optimizer_offload:g}, distributed_optimizer = off",
+                expected="trainer.distributed_optimizer = on or overlap",
+                remedy="set trainer.distributed_optimizer=overlap, also with one rank, or trainer.optimizer_offload=0",
+            )
         beyond = [step for step in self.profile_steps if step > steps]
         if beyond:
             raise ConfigError(

@@ -38,7 +38,8 @@ def plan_memory(config: RunConfig, machine: Machine) -> int:
     console.print(
         f"{total_parameters(sizes) / 1e9:.1f}B parameters on {dims.world_size} devices: {as_overrides(dims)}\n"
         f"{needs.microbatch_tokens} rows per microbatch, {config.model.dtype}, recompute {config.trainer.recompute},"
-        f" distributed optimizer {config.trainer.distributed_optimizer}"
+        f" distributed optimizer {config.trainer.distributed_optimizer},"
+        f" {config.trainer.optimizer_offload:.0%} of its state in host memory"
     )
     console.print(_table(rank, dims))
     console.print(_places_table(config, machine))
@@ -83,6 +84,8 @@ def _ways_out(config: RunConfig) -> str:
         ways.append("trainer.recompute=full")
     if trainer.distributed_optimizer == "off":
         ways.append("trainer.distributed_optimizer=overlap")
+    if trainer.optimizer_offload < 1:
+        ways.append("trainer.optimizer_offload=1")
     return ", ".join(ways) + " or a smaller trainer.microbatch_tokens"
 
 

@@ -230,3 +230,10 @@ def test_sampling_ahead_needs_an_engine_beside_the_trainer_and_a_window_needs_sa
 def test_a_step_to_profile_that_no_run_reaches_is_refused():
     assert load_config(["recipe=tiny", "trainer.profile_steps=[1,3]"], command="train").trainer.profile_steps == [1, 3]
     assert error("recipe=tiny", "trainer.profile_steps=[1,4]") == "trainer.profile_steps: no such step"
+
+
+def test_optimizer_state_in_host_memory_is_split_over_replicas():
+    offload = "trainer.optimizer_offload=0.5"
+    assert error("recipe=tiny", offload).startswith("trainer.optimizer_offload: every rank would keep the state")
+    split = load_config(["recipe=tiny", offload, "trainer.distributed_optimizer=on"], command="train")
+    assert split.trainer.optimizer_offload == 0.5

@@ -181,6 +181,22 @@ def test_a_distributed_optimizer_splits_over_the_replicas_of_each_parameter():
     assert split.bytes["weights"] == rank_memory(sizes, dims, NEEDS, 0).bytes["weights"]
 
 
+def test_offloaded_state_is_in_host_memory_but_for_the_pieces_of_an_update():
+    sizes, dims = sizes_of(QWEN3_30B), ParallelDims(expert=8, data=8)
+    needs = replace(NEEDS, distributed_optimizer=True)
+    resident = rank_memory(sizes, dims, needs, 0)
+    half, whole = (rank_memory(sizes, dims, replace(needs, offload=share), 0) for share in (0.5, 1.0))
+    state = resident.bytes["optimizer state"]
+    assert (resident.offloaded_bytes, resident.bytes["pieces of optimizer state"]) == (0, 0)
+    assert half.offloaded_bytes == pytest.approx(state / 2) == half.bytes["optimizer state"]
+    assert (whole.offloaded_bytes, whole.bytes["optimizer state"]) == (state, 0)
+    # Without buckets a rank's part of the dense parameters may be one tensor's.
+    dense = sum(resident.parameters.values()) - resident.parameters["experts"]
+    assert whole.bytes["pieces of optimizer state"] == 2 * 12 * dense // 8
+    small = rank_memory(sizes_of(hf_config()), dims, replace(needs, offload=1.0), 0)
+    assert small.bytes["pieces of optimizer state"] == 2 * small.offloaded_bytes
+
+
 def test_activations_of_one_layer_are_the_sum_that_is_documented():
     sizes = replace(sizes_of(hf_config()), num_layers=1, moe_layers=(0,), shared_size=16)
     heads, key_values = 4 * sizes.head_dim, 2 * sizes.head_dim
@@ -252,6 +268,8 @@ def test_needs_are_read_from_the_configuration():
     changes = ["model.dtype=bfloat16", "trainer.recompute=full", "trainer.distributed_optimizer=overlap"]
     config = load_config([*changes, "algorithm.kl_coef=0.1", "trainer.microbatch_tokens=4096"], command="train")
     assert needs_of(config) == Needs(4096, 2, "full", distributed_optimizer=True, reference=True)
+    offloaded = load_config([*changes, "trainer.optimizer_offload=0.5"], command="train")
+    assert needs_of(offloaded).offload == 0.5
     assert needs_of(load_config([], command="train")) == Needs(
         8192, 4, "none", distributed_optimizer=False, reference=False
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,20 @@ def test_a_share_that_fits_is_proposed_if_a_server_can_work_with_it(tmp_path: Pa
     again = colocated(tmp_path, share, "rollout.tensor=4", "parallel.data=32")
     assert gpu_problem(again, H100S) is None
     assert server_problem(again, H100S) is None
+
+
+def test_full_fine_tuning_of_30b_fits_one_node_of_80_gb_with_its_optimizer_state_in_host_memory(tmp_path: Path) -> None:
+    node = replace(H100S, nodes=1)
+    keys = ("parallel.data=8", "rollout.placement=colocated", "rollout.tensor=2", "rollout.servers=4")
+    keys += ("rollout.memory_share=0.5", "rollout.max_running=24")
+    resident = gpu_problem(run(tmp_path, *keys), node)
+    assert resident is not None
+    assert "rank: optimizer state" in str(resident.seen)
+    config = run(tmp_path, *keys, "trainer.optimizer_offload=1.0")
+    assert (gpu_problem(config, node), server_problem(config, node), host_problem(config, node)) == (None, None, None)
+    host = held(places(config, node)[-1])
+    assert host["optimizer state of ranks"] == pytest.approx(12 * 30.5e9, rel=0.01)
+    assert host["checkpoint being written"] == checkpoint_bytes(config)
 
 
 def test_activations_are_not_there_while_colocated_servers_sample(tmp_path: Path) -> None:
