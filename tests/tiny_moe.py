@@ -190,13 +190,22 @@ def described(path: Path) -> ModelDescription:
 
 
 def build(
-    layout: Any, path: Path, *, total_steps: int = 8, optimizer: Any = OPTIMIZER, sharding: str = "off", **options: Any
+    layout: Any,
+    path: Path,
+    *,
+    total_steps: int = 8,
+    optimizer: Any = OPTIMIZER,
+    sharding: str = "off",
+    offload: float = 0.0,
+    **options: Any,
 ) -> Any:
     """A trainer of the model at `path` for this rank; `options` are those of `ModelOptions`."""
     from moerl.trainer.model import ModelOptions
+    from moerl.trainer.optimizer import StateOptions
     from moerl.trainer.trainer import MegatronTrainer
 
-    return MegatronTrainer(described(path), layout, ModelOptions(**options), optimizer, total_steps, sharding)
+    state = StateOptions(sharding, offload)
+    return MegatronTrainer(described(path), layout, ModelOptions(**options), optimizer, total_steps, state)
 
 
 def shares(

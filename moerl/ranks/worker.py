@@ -58,6 +58,7 @@ from moerl.trainer.checkpoint import CHECKPOINTS, CheckpointStore
 from moerl.trainer.hf_directory import write_model
 from moerl.trainer.losses import Drift, PolicyGradientLoss, Reference, Scorer, TextLoss
 from moerl.trainer.model import ModelOptions, PolicyModel
+from moerl.trainer.optimizer import StateOptions
 from moerl.trainer.replay_rows import TracedRows
 from moerl.trainer.saver import Saver
 from moerl.trainer.sharded_state import load_weights
@@ -210,7 +211,7 @@ class Worker:
             options,
             config.optimizer if is_rl else config.sft.optimizer,
             steps,
-            config.trainer.distributed_optimizer,
+            StateOptions(config.trainer.distributed_optimizer, config.trainer.optimizer_offload),
         )
         self._policy.watch = self._watch
         if not is_rl:

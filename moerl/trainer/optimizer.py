@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +13,22 @@ from torch import nn
 
 from moerl.config.schema import OptimizerConfig
 from moerl.contract.trainer import UpdateReport
+from moerl.trainer.offload import OffloadedState
+from moerl.trainer.sharded_state import optimizers_of
+
+
+@dataclass(frozen=True, slots=True)
+class StateOptions:
+    """Places of the optimizer's state."""
+
+    sharding: str = "off"
+    """off; on: state and master weights are split over data-parallel ranks; overlap: and communication runs beside the
+    computation."""
+    offload: float = 0.0
+    """Share of it in host memory; needs sharding."""
+
+
+RESIDENT = StateOptions()
 
 
 class Optimizer:
@@ -21,8 +39,7 @@ class Optimizer:
         config: their TransformerConfig; gets the hooks that Megatron's schedules call.
         options: the user's settings.
         total_steps: updates over which the learning rate decays.
-        sharding: off; on (state and master weights split over data-parallel ranks); overlap (and communication runs
-            beside the computation).
+        state: where its state is.
     """
 
     def __init__(
@@ -31,17 +48,17 @@ class Optimizer:
         config: Any,
         options: OptimizerConfig,
         total_steps: int,
-        sharding: str = "off",
+        state: StateOptions,
     ) -> None:
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.optimizer import get_megatron_optimizer
         from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-        self._config, self._overlaps = config, sharding == "overlap"
+        self._config, self._overlaps = config, state.sharding == "overlap"
         self._skipped_in_a_row = 0
         wrap = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
-            use_distributed_optimizer=sharding != "off",
+            use_distributed_optimizer=state.sharding != "off",
             overlap_grad_reduce=self._overlaps,
             overlap_param_gather=self._overlaps,
         )
@@ -53,8 +70,10 @@ class Optimizer:
         for module in self.modules:
             module.broadcast_params()
             fuse_gradients(module)
-        adam = _adam(options, config.params_dtype, sharding)
+        adam = _adam(options, config.params_dtype, state.sharding)
         self._optimizer: Any = get_megatron_optimizer(adam, self.modules)
+        parts = optimizers_of(self._optimizer) if state.offload else []
+        self._offloaded = [OffloadedState(each, state.offload) for each in parts]
         self._scheduler: Any = OptimizerParamScheduler(
             self._optimizer,
             init_lr=0.0,
@@ -105,7 +124,10 @@ class Optimizer:
         if not self._gradient_is_finite():
             self._skipped_in_a_row += 1
             return UpdateReport(0.0, learning_rate, skipped=True, skipped_in_a_row=self._skipped_in_a_row)
-        _, grad_norm, _ = self._optimizer.step()
+        with contextlib.ExitStack() as stack:
+            for each in self._offloaded:
+                stack.enter_context(each.updating())
+            _, grad_norm, _ = self._optimizer.step()
         self._scheduler.step(1)
         self._skipped_in_a_row = 0
         # Transformer Engine clips by a norm that stays on the device: it is read when all kernels are launched.
@@ -137,6 +159,11 @@ class Optimizer:
     def progress(self) -> dict[str, Any]:
         """Where the schedule and the count of skipped updates stand; plain data, the same on every rank."""
         return {"schedule": self._scheduler.state_dict(), "skipped_in_a_row": self._skipped_in_a_row}
+
+    def settle(self) -> None:
+        """Brings state in host memory to its place, after a load."""
+        for each in self._offloaded:
+            each.settle()
 
     def load_progress(self, progress: dict[str, Any]) -> None:
         """Goes on where `progress` was taken, on the schedule of this optimizer: a run that was made longer has the

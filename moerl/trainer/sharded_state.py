@@ -168,7 +168,7 @@ def load(folder: Path, chunks: Sequence[nn.Module], optimizer: Any) -> dict[str,
     """
     loaded = _read(folder, _sharded(chunks, optimizer, loading=True), whole=True)
     _fill(chunks, loaded["model"], folder)
-    for index, each in enumerate(_optimizers(optimizer)):
+    for index, each in enumerate(optimizers_of(optimizer)):
         _load_optimizer(each, loaded["optimizer"][index], loaded["adam_steps"])
     if loaded["layout"] == _layout():
         set_random_state(loaded["random_states"][dist.get_rank()])
@@ -253,8 +253,8 @@ def _sharded(chunks: Sequence[nn.Module], optimizer: Any, *, loading: bool) -> d
     """Tensors of models and optimizers with their places in the whole; all else marked as this process's own."""
     models = _sharded_models(chunks)
     optimizers = {}
-    for index, each in enumerate(_optimizers(optimizer)):
-        _make_moments(each)
+    for index, each in enumerate(optimizers_of(optimizer)):
+        make_moments(each)
         state = each.sharded_state_dict(models, is_loading=loading, metadata=_metadata())
         optimizers[index] = _own(state)
     return {"model": models, "optimizer": optimizers}
@@ -307,26 +307,24 @@ def _fill(chunks: Sequence[nn.Module], loaded: Mapping[str, Any], folder: Path) 
 # --- optimizers ------------------------------------------------------------------------------------------------------
 
 
-def _optimizers(optimizer: Any) -> list[Any]:
+def optimizers_of(optimizer: Any) -> list[Any]:
     """The optimizers of a chain (dense parameters, expert parameters) that have parameters on this rank."""
     return [each for each in getattr(optimizer, "chained_optimizers", [optimizer]) if not each.is_stub_optimizer]
 
 
-def _make_moments(optimizer: Any) -> None:
-    """Gives an optimizer that has not made a step the state it would start with, so that it has somewhere to load."""
+def make_moments(optimizer: Any) -> None:
+    """Gives parameters that have no state the one that they would start with, so that there is somewhere to load."""
     inner = optimizer.optimizer
-    if inner.state:
-        return
     optimizer.init_state_fn(inner, optimizer.config)
     if isinstance(inner, torch.optim.Adam):
         for moments in inner.state.values():
-            moments["step"] = torch.tensor(0.0)
+            moments.setdefault("step", torch.tensor(0.0))
 
 
 def _adam_steps(optimizer: Any) -> int:
     """Steps that were made: torch's Adam counts them per parameter, Transformer Engine's per group."""
     counts = set()
-    for each in _optimizers(optimizer):
+    for each in optimizers_of(optimizer):
         inner = each.optimizer
         if isinstance(inner, torch.optim.Adam):
             counts |= {int(moments["step"]) for moments in inner.state.values()}

@@ -24,7 +24,7 @@ from moerl.kernels.vocab_parallel import VocabShard
 from moerl.models.description import ModelDescription
 from moerl.trainer import balance, batch_checksums, groups, platform, profiling, sharded_state, transfers
 from moerl.trainer.model import ModelOptions, PolicyModel
-from moerl.trainer.optimizer import Optimizer, UpdateReport
+from moerl.trainer.optimizer import RESIDENT, Optimizer, StateOptions, UpdateReport
 from moerl.trainer.replay import KeepRouting, Replay, ReplaySchedule
 from moerl.trainer.replay_rows import RecordedRouting, TracedRows
 from moerl.trainer.sharded_state import StagedState
@@ -91,7 +91,7 @@ class MegatronTrainer:
         options: how to build the model.
         optimizer: optimizer settings; None for a model that is only read (a reference).
         total_steps: updates of the learning-rate schedule.
-        sharding: off, on or overlap: `TrainerConfig.distributed_optimizer`.
+        state: where the optimizer's state is.
 
     Attributes:
         layout: this rank's coordinates, with the MoE layers that it holds.
@@ -105,7 +105,7 @@ class MegatronTrainer:
         options: ModelOptions,
         optimizer: OptimizerConfig | None,
         total_steps: int = 1,
-        sharding: str = "off",
+        state: StateOptions = RESIDENT,
     ) -> None:
         self.spec, self.options = model.spec, options
         self.model = PolicyModel(model, options, layout)
@@ -118,7 +118,9 @@ class MegatronTrainer:
                 modules = [Float16Module(config, chunk) for chunk in modules]
         self.keep_routing = KeepRouting(modules, config, model.spec, layout)
         self.layout = self.keep_routing.layout
-        self.optimizer = None if optimizer is None else Optimizer(modules, config, optimizer, total_steps, sharding)
+        self.optimizer: Optimizer | None = None
+        if optimizer is not None:
+            self.optimizer = Optimizer(modules, config, optimizer, total_steps, state)
         self._modules = modules if self.optimizer is None else self.optimizer.modules
         self.watch: Callable[[int, int], None] | None = None
 
@@ -305,6 +307,7 @@ class MegatronTrainer:
         """
         assert self.optimizer is not None
         self.optimizer.load_progress(sharded_state.load(folder, self.model.chunks, self.optimizer.megatron))
+        self.optimizer.settle()
 
 
 def _on_host(scored: Sequence[RowScores], others: Sequence[Tensor]) -> tuple[list[RowScores], list[Tensor]]:

@@ -203,10 +203,11 @@ def save_and_restore(layout: Any, path: Path, folder: Path, dtype: str, recomput
 
     from moerl.trainer import sharded_state
     from moerl.trainer.model import ModelOptions
+    from moerl.trainer.optimizer import StateOptions
     from moerl.trainer.trainer import MegatronTrainer
 
     options = ModelOptions(dtype=dtype, recompute=recompute)
-    trainer = MegatronTrainer(read_model(path), layout, options, tiny_moe.OPTIMIZER, 8, sharding)
+    trainer = MegatronTrainer(read_model(path), layout, options, tiny_moe.OPTIMIZER, 8, StateOptions(sharding))
     assert trainer.optimizer is not None
     megatron = trainer.optimizer.megatron
     inner = [each.optimizer for each in getattr(megatron, "chained_optimizers", [megatron])]
