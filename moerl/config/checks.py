@@ -42,7 +42,7 @@ def check_run(config: RunConfig) -> None:
     _check_weights(config)
     _check_metrics(config)
     check_passed_on(config)
-    config.trainer.check(steps=config.rl.steps)
+    config.trainer.check(steps=config.rl.steps, is_colocated=config.rollout.is_colocated)
     check_placement(config.launch)
     config.task.check(sft_steps=config.sft.steps)
 

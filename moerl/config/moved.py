@@ -59,6 +59,7 @@ ADDED: dict[str, Any] = {
     "rl.keep": None,
     "rl.keep_by": "shortest",
     "trainer.optimizer_offload": 0.0,
+    "trainer.sleep": False,
     "rollout.placement": "inside",
     "rollout.record_steps": True,
     "rollout.server_args": {},

@@ -36,6 +36,7 @@ _WHY_NOT: dict[str, str | None] = {
     "trainer.microbatch_tokens": None,
     "trainer.recompute": None,
     "trainer.optimizer_offload": None,
+    "trainer.sleep": None,
     "trainer.deterministic": None,
     "trainer.tf32": None,
     "trainer.max_skipped_updates": None,

@@ -28,6 +28,11 @@ class SamplingConfig(Section):
     )
     min_p: Decay = Field(description="Least probability of a kept token, as a share of the most likely token's.")
 
+    @property
+    def is_colocated(self) -> bool:
+        """Whether servers of the run take turns with the trainer on its devices."""
+        return False
+
 
 class EmbeddedRolloutConfig(SamplingConfig):
     """An engine on transformers, in the controller's process or beside it."""

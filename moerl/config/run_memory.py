@@ -1,11 +1,10 @@
 """Memory of a whole run: what the fullest GPU of each kind and the fullest host hold, and whether it fits. Pure.
 
-`moerl plan memory`, `moerl launch slurm`, `moerl doctor` and `moerl train` read this one table. Two moments count:
-sampling, when engines work and take new weights, and training. Colocated servers hold their share while they sample and
-nothing while the trainer works; the trainer's weights, gradients and optimizer state stay. Engines with GPUs of their
-own hold theirs all the time.
+`moerl plan memory`, `moerl launch slurm`, `moerl doctor` and `moerl train` read this one table. Three moments count:
+engines sample; new weights are sent to them; the trainer works. What of a colocated run is on the device in each says
+`moerl.config.residence`. Trainer and engines with GPUs of their own hold theirs all the time, but for activations.
 
-**Hosts** hold the optimizer state that does not lie on GPUs (`trainer.optimizer_offload`), a checkpoint that is being
+**Hosts** hold what does not lie on GPUs (`trainer.optimizer_offload`, `trainer.sleep`), a checkpoint that is being
 written, the copies of the weights that ranks keep for servers that come late (two while an update is sent), the buckets
 of an update that colocated servers take through host memory, and on CPUs all the rest. Not worked out: the processes
 themselves, the page cache, rollouts that wait.
@@ -15,7 +14,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from typing import Literal
 
 from moerl.config.checks import describe_model
 from moerl.config.engine_memory import check_shared_device, engine_bytes
@@ -29,6 +27,7 @@ from moerl.config.memory import (
     rank_memory,
     total_parameters,
 )
+from moerl.config.residence import MOMENTS_OF_A_RUN, Moment, moments_on_device
 from moerl.config.rollouts import EmbeddedRolloutConfig, SGLangRolloutConfig
 from moerl.config.schema import RunConfig
 from moerl.config.server_memory import engine_needs, pool_tokens, server_share
@@ -37,12 +36,10 @@ from moerl.errors import ConfigError
 from moerl.models.description import ModelDescription
 
 GIB = 2**30
-Moment = Literal["sampling", "training"]
-MOMENTS_OF_A_RUN: tuple[Moment, ...] = ("sampling", "training")
 GPU_OF_BOTH, GPU_OF_TRAINER, GPU_OF_SERVER = "GPU of a rank and a server", "GPU of a rank", "GPU of a server"
 GPU_OF_ENGINE = "GPU of the embedded engine"
 HOST = "host"
-SERVER_SHARE = "server: weights and cache"
+SERVER_WEIGHTS, SERVER_CACHE, BUCKETS = "server: weights", "server: cache", "buckets of a weight update"
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,11 +130,16 @@ def _engine_gpu(config: RunConfig, sizes: ModelDescription, engine: dict[str, in
 def trainer_gpu(config: RunConfig, sizes: ModelDescription, rank: RankMemory, gpu_bytes: float) -> Place:
     """Returns the GPU of a rank, with the server that shares it in a colocated run."""
     rollout = config.rollout
-    holdings = [*rank_holdings(rank), Holding("buckets of a weight update", _buckets(config, sizes), ("sampling",))]
+    holdings = [*rank_holdings(rank), Holding(BUCKETS, _buckets(config, sizes), ("sending",))]
     if not isinstance(rollout, SGLangRolloutConfig) or not rollout.is_colocated:
         return Place(GPU_OF_TRAINER, tuple(holdings), gpu_bytes)
-    holdings.append(Holding(SERVER_SHARE, int(server_share(rollout) * gpu_bytes), ("sampling",)))
-    return Place(GPU_OF_BOTH, tuple(holdings), gpu_bytes)
+    weights, share = engine_needs(config, sizes).weights_bytes, int(server_share(rollout) * gpu_bytes)
+    holdings += [Holding(SERVER_WEIGHTS, weights), Holding(SERVER_CACHE, max(0, share - weights))]
+    shared = [
+        Holding(each.what, each.num_bytes, moments_on_device(each.what, sleeps=config.trainer.sleep))
+        for each in holdings
+    ]
+    return Place(GPU_OF_BOTH, tuple(shared), gpu_bytes)
 
 
 def rank_holdings(rank: RankMemory) -> list[Holding]:
@@ -230,6 +232,9 @@ def _host(config: RunConfig, sizes: ModelDescription, rank: RankMemory | None, m
             holdings += [Holding(h.what, h.num_bytes * ranks, h.moments) for h in rank_holdings(rank)]
         if rank.offloaded_bytes:
             holdings.append(Holding("optimizer state of ranks", rank.offloaded_bytes * ranks))
+        if config.trainer.sleep and machine.gpu_bytes is not None:
+            asleep = rank.bytes["weights"] + rank.bytes["reference weights"]
+            holdings.append(Holding("weights of ranks that sleep", asleep * ranks))
         # One of several replicas stages the weights; which nodes these ranks are on is not worked out.
         staged = ranks * (rank.bytes["weights"] + rank.bytes["optimizer state"] + rank.offloaded_bytes)
         holdings.append(Holding("checkpoint being written", min(checkpoint_bytes(config), staged)))
@@ -254,10 +259,10 @@ def _weight_copies(config: RunConfig, sizes: ModelDescription, machine: Machine)
     if rollout.keeps_weight_copy:
         weights = total_parameters(sizes) * needs_of(config).element_bytes
         found.append(Holding("copy of the weights for late servers", weights))
-        found.append(Holding("copy of the next weights", weights, ("sampling",)))
+        found.append(Holding("copy of the next weights", weights, ("sending",)))
     if isinstance(rollout, SGLangRolloutConfig) and rollout.is_colocated and machine.gpu_bytes is not None:
         takers = config.weights.senders + rollout.servers * rollout.tensor
-        found.append(Holding("buckets through host memory", takers * _buckets(config, sizes), ("sampling",)))
+        found.append(Holding("buckets through host memory", takers * _buckets(config, sizes), ("sending",)))
     return found
 
 
@@ -285,6 +290,14 @@ def _unfit(config: RunConfig, place: Place) -> ConfigError:
             remedy="take machines with more memory, fewer ranks on each of them, or fewer servers; `moerl plan memory`"
             " shows the parts",
         )
+    if place.name == GPU_OF_BOTH and place.at("sending") > max(usable, place.at("sampling")):
+        return ConfigError(
+            "rollout.tensor: the weights of a server and of the trainer do not fit one GPU together",
+            seen=seen,
+            expected=expected,
+            remedy="raise rollout.tensor, or split the trainer's weights over more ranks (parallel.expert,"
+            " parallel.tensor)",
+        )
     if place.name == GPU_OF_BOTH and place.at("sampling") > usable:
         return ConfigError(
             "rollout.memory_share: a server's share and the trainer's state do not fit one GPU together",
@@ -304,11 +317,12 @@ def _share_remedy(config: RunConfig, place: Place, usable: float) -> str:
     """The largest share that fits, if a server can work with it."""
     assert place.room_bytes is not None
     engine = engine_needs(config, describe_model(config))
-    server = sum(each.num_bytes for each in place.holdings if each.what == SERVER_SHARE)
+    server = sum(each.num_bytes for each in place.holdings if each.what in (SERVER_WEIGHTS, SERVER_CACHE))
     most = math.floor(100 * (usable - (place.at("sampling") - server)) / place.room_bytes) / 100
     least = (engine.weights_bytes + (config.rollout.max_new_tokens + 1) * engine.token_bytes) / place.room_bytes
     if most >= least and most > 0:
-        return f"set rollout.memory_share={most:g}, or spread the trainer's state over more ranks (parallel.data)"
+        rest = "" if config.trainer.sleep else ", trainer.sleep=true"
+        return f"set rollout.memory_share={most:g}{rest}, or spread the trainer's state over more ranks (parallel.data)"
     return (
         "set rollout.placement=apart and give servers GPUs of their own, or spread the trainer's state over more ranks"
         f" (parallel.data): a server needs {least:.2f} of each GPU that it is on"

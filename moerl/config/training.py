@@ -40,6 +40,10 @@ class TrainerConfig(Section):
         description="Share of the optimizer state (master weights and Adam's moments) that lies in host memory; the"
         " update fetches it piece by piece. Needs a distributed optimizer. The digits do not change."
     )
+    sleep: bool = Field(
+        description="While colocated servers sample, the trainer's weights lie in host memory; they come back for each"
+        " step. The digits do not change."
+    )
     train_router: bool = Field(description="False freezes the routers' weights.")
     expert_bias: Literal["frozen", "update"] = Field(
         description="What happens to the expert bias of models that have one (DeepSeek-V3, GLM-4.5): kept as loaded, or"
@@ -67,12 +71,20 @@ class TrainerConfig(Section):
         " name: {NAME: VALUE}. Not checked by moerl."
     )
 
-    def check(self, *, steps: int) -> None:
+    def check(self, *, steps: int, is_colocated: bool) -> None:
         """Checks rules between its keys, and against other sections. Raises `ConfigError`.
 
         Args:
             steps: of reinforcement learning.
+            is_colocated: servers of the run are on the trainer's devices.
         """
+        if self.sleep and not is_colocated:
+            raise ConfigError(
+                "trainer.sleep: no server samples on the trainer's devices meanwhile",
+                seen="sleep = true, servers elsewhere",
+                expected="rollout.placement = colocated",
+                remedy="set trainer.sleep=false, or rollout=sglang rollout.placement=colocated",
+            )
         if self.optimizer_offload and self.distributed_optimizer == "off":
             raise ConfigError(
                 "trainer.optimizer_offload: every rank would keep the state of all replicas in host memory",

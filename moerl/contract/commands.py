@@ -109,6 +109,10 @@ class Publish(Command):
     verify: bool
 
 
+class GiveBack(Command):
+    """Memory that an update alone needs goes back to the device, before servers take it."""
+
+
 class UseOfDevice(Command):
     """Peaks of the device's memory since the last time."""
 
@@ -157,6 +161,7 @@ AnyCommand = (
     | Step
     | Trace
     | Publish
+    | GiveBack
     | UseOfDevice
     | Profile
     | Save

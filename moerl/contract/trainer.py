@@ -165,6 +165,10 @@ class Trainer(Protocol):
         """After `UnprovedError`: a slow pass that says what reached the dispatchers, row by row."""
         ...
 
+    def give_back(self) -> None:
+        """Gives memory that updates alone need back to the devices, before an engine on them takes it."""
+        ...
+
     def publish(self, version: int, *, verify: bool, taken: Taken) -> Callable[[], dict[str, float]]:
         """Begins to bring the weights to the engine.
 

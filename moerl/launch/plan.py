@@ -13,7 +13,8 @@ from rich.table import Table
 from moerl.config.checks import describe_model, layout_load
 from moerl.config.layouts import as_overrides, nearest_layouts
 from moerl.config.memory import USABLE_SHARE, RankMemory, heaviest_rank, needs_of, total_parameters
-from moerl.config.run_memory import GIB, MOMENTS_OF_A_RUN, Machine, checkpoint_bytes, fits_with, places
+from moerl.config.residence import MOMENTS_OF_A_RUN
+from moerl.config.run_memory import GIB, Machine, checkpoint_bytes, fits_with, places
 from moerl.config.schema import RunConfig
 from moerl.contract.parallel import ParallelDims
 from moerl.launch.checks.facts import Facts
@@ -108,9 +109,9 @@ def _table(rank: RankMemory, dims: ParallelDims) -> Table:
 
 
 def _places_table(config: RunConfig, machine: Machine) -> Table:
-    """What is held where, at the two moments that count."""
+    """What is held where, at the moments that count."""
     table = Table(title="the fullest GPU of each kind, and the fullest host", title_justify="left")
-    for title in ("where", "what", "sampling, GiB", "training, GiB", "may be filled"):
+    for title in ("where", "what", *(f"{moment}, GiB" for moment in MOMENTS_OF_A_RUN), "may be filled"):
         table.add_column(title, justify="left" if title in ("where", "what") else "right")
     for place in places(config, machine):
         table.add_section()

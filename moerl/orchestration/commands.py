@@ -39,7 +39,7 @@ from moerl.orchestration.history import take_changes
 from moerl.orchestration.models import build_model, new_tokenizer, read_tokenizer
 from moerl.orchestration.reporting import Reporter, make_reporter
 from moerl.orchestration.rl import STAGE as RL
-from moerl.orchestration.rl import RLStage
+from moerl.orchestration.rl import RLStage, make_room
 from moerl.orchestration.rollouts import Collector, EvaluationPlan, in_request_order, sampling_params
 from moerl.orchestration.run import Run, RunStoppedError
 from moerl.orchestration.task_texts import check_prompts
@@ -96,6 +96,9 @@ def _train(run: Run, model_path: Path) -> None:
         assert engine is not None
         _check_handshake(engine.handshake().spec, run.model.spec)
         collector = _collector(config, model_path, engine, run)
+        if config.rollout.is_colocated:
+            # Building and restoring take more memory than the time in which servers sample leaves.
+            make_room(engine)
         run.build("rl", model_path, engine)
         packing = pack_options(config, start, share_prompts=run.trainer.shares_prompts)
         RLStage(run, collector, engine, packing).train()

@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from moerl.algorithms.policy import Algorithm
 from moerl.batching.packing import PackOptions
 from moerl.buffer.journal import Journal
-from moerl.config.rollouts import SGLangRolloutConfig
 from moerl.contract.batch import TrainSample
 from moerl.contract.ports import PolicyEngine, Sleeper, WorkedTask
 from moerl.contract.trainer import PassReport
@@ -245,11 +244,9 @@ class RLStage:
 
     def _make_room(self) -> None:
         """Where the engine is on the trainer's devices."""
-        rollout = self.config.rollout
-        if isinstance(rollout, SGLangRolloutConfig) and rollout.is_colocated:
-            assert isinstance(self.engine, Sleeper)
+        if self.config.rollout.is_colocated:
             with self.run.span("sleep"):
-                self.engine.sleep()
+                make_room(self.engine)
 
     @contextmanager
     def _publishing(self, version: int) -> Iterator[None]:
@@ -260,6 +257,8 @@ class RLStage:
         self._num_published, self._published_version = self._num_published + 1, version
         verify = _is_due(self.config.weights.verify, self._num_published)
         with self.run.span("weights"):
+            if self.config.rollout.is_colocated:
+                self.trainer.give_back()
             finish = self.trainer.publish(version, verify=verify, taken=self.groups.expect())
         yield
         with self.run.span("weights"):
@@ -323,6 +322,12 @@ class RLStage:
         self.run.state.evaluation_due = evaluations is None
         if evaluations is not None:
             self.run.record_evaluations(step, evaluations)
+
+
+def make_room(engine: PolicyEngine) -> None:
+    """Has an engine on the trainer's devices give its memory to the trainer until the next update."""
+    assert isinstance(engine, Sleeper)
+    engine.sleep()
 
 
 def penalised_advantages(

@@ -14,6 +14,7 @@ from moerl.contract.commands import (
     Array,
     Build,
     Export,
+    GiveBack,
     Load,
     PollSave,
     Prepare,
@@ -134,6 +135,9 @@ class TrainerGroup:
         tables = [[table.array() for table in reply.tables] for reply in self._ranks.ask(Trace(microbatch))]
         recorded = [each[1] for each in tables if len(each) > 1]
         return Traced(np.concatenate([each[0] for each in tables]), np.concatenate(recorded) if recorded else None)
+
+    def give_back(self) -> None:
+        self._ranks.ask(GiveBack())
 
     def publish(self, version: int, *, verify: bool, taken: Taken) -> Callable[[], dict[str, float]]:
         is_beside = self._ranks.take_beside(taken, verify=verify)

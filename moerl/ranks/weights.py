@@ -5,7 +5,7 @@ Runs in every trainer rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -180,9 +180,10 @@ class WeightSync:
         name = f"folder '{FOLDER}'" if config.weights.transport == "disk" else "the engine"
         self._publisher = Publisher(plan, gatherer, peers, sink, name)
 
-    def publish(self, version: int, *, verify: bool) -> dict[str, float]:
-        """Brings the trainer's weights to the engine; returns metrics. A collective; raises as `Publisher.publish`."""
-        return self._publisher.publish(self._trainer.shards(), version, verify=verify).metrics()
+    def publish(self, version: int, *, verify: bool, left: Callable[[], None] | None = None) -> dict[str, float]:
+        """Brings the trainer's weights to the engine; returns metrics. A collective; `left` and errors as of
+        `Publisher.publish`."""
+        return self._publisher.publish(self._trainer.shards(), version, verify=verify, left=left).metrics()
 
 
 class EngineLinks(msgspec.Struct, forbid_unknown_fields=True, frozen=True):

@@ -28,6 +28,7 @@ from moerl.contract.commands import (
     Build,
     Close,
     Export,
+    GiveBack,
     Load,
     PollSave,
     Prepare,
@@ -157,7 +158,10 @@ class Worker:
                 assert self._weights is not None
                 self._version = command.version
                 with profiling.named("sync"):
-                    return Reply(metrics=self._weights.publish(command.version, verify=command.verify))
+                    left = self._rest if self._config.trainer.sleep else None
+                    return Reply(metrics=self._weights.publish(command.version, verify=command.verify, left=left))
+            case GiveBack():
+                self._trained.give_back()
             case Save():
                 self._store.disregard(command.corrupt)
                 self._saver.save(command.checkpoint, self._trained.stage(), command.state)
@@ -179,6 +183,11 @@ class Worker:
         """Returns when the checkpoint in flight is written. Raises `CheckpointError` where it could not be."""
         self._profiler.drop()
         self._saver.wait()
+
+    def _rest(self) -> None:
+        for model in (self._policy, self._reference):
+            if model is not None:
+                model.rest()
 
     def _profile(self, step: int) -> None:
         """On rank 0 alone: those of a layout do the same at the same time."""

@@ -14,6 +14,7 @@ from torch import nn
 from moerl.config.schema import OptimizerConfig
 from moerl.contract.trainer import UpdateReport
 from moerl.trainer.offload import OffloadedState
+from moerl.trainer.rest import DeviceMemory
 from moerl.trainer.sharded_state import optimizers_of
 
 
@@ -70,6 +71,10 @@ class Optimizer:
         for module in self.modules:
             module.broadcast_params()
             fuse_gradients(module)
+        self._gradients = DeviceMemory((buffer.grad_data for buffer in self._buffers()), kept=False)
+        if state.offload:
+            # Master weights are made on the device, all at once, before they move: in the memory of gradients.
+            self._gradients.give_back()
         adam = _adam(options, config.params_dtype, state.sharding)
         self._optimizer: Any = get_megatron_optimizer(adam, self.modules)
         parts = optimizers_of(self._optimizer) if state.offload else []
@@ -112,11 +117,19 @@ class Optimizer:
         """Starts a step from nothing, whatever an earlier one that failed has left behind."""
         from megatron.core.distributed.finalize_model_grads import reset_model_temporary_tensors
 
+        self._gradients.take_back()
         self._install_hooks()
         reset_model_temporary_tensors(self._config, self.modules)
         for module in self.modules:
             module.zero_grad_buffer()
         self._optimizer.zero_grad()
+
+    def give_back_gradients(self) -> None:
+        """Frees the memory of gradients until the next step begins."""
+        self._gradients.give_back()
+
+    def _buffers(self) -> list[Any]:
+        return [buffer for module in self.modules for buffer in (*module.buffers, *module.expert_parallel_buffers)]
 
     def update(self) -> UpdateReport:
         """Clips, updates, advances the schedule; skips all three where any rank's gradient is not finite."""
@@ -145,8 +158,7 @@ class Optimizer:
 
     def _gradient_is_finite(self) -> bool:
         """On every rank; a collective. One value is read from the device, however many buffers there are."""
-        buffers = [buffer for module in self.modules for buffer in (*module.buffers, *module.expert_parallel_buffers)]
-        norms = torch.stack([buffer.grad_data.norm() for buffer in buffers])
+        norms = torch.stack([buffer.grad_data.norm() for buffer in self._buffers()])
         bad = (~norms.isfinite().all()).int()
         dist.all_reduce(bad, op=dist.ReduceOp.MAX)
         return not int(bad)

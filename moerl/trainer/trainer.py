@@ -27,6 +27,7 @@ from moerl.trainer.model import ModelOptions, PolicyModel
 from moerl.trainer.optimizer import RESIDENT, Optimizer, StateOptions, UpdateReport
 from moerl.trainer.replay import KeepRouting, Replay, ReplaySchedule
 from moerl.trainer.replay_rows import RecordedRouting, TracedRows
+from moerl.trainer.rest import DeviceMemory
 from moerl.trainer.sharded_state import StagedState
 from moerl.trainer.shards import local_shards
 
@@ -123,6 +124,18 @@ class MegatronTrainer:
             self.optimizer = Optimizer(modules, config, optimizer, total_steps, state)
         self._modules = modules if self.optimizer is None else self.optimizer.modules
         self.watch: Callable[[int, int], None] | None = None
+        self._weights = DeviceMemory((each for chunk in self.model.chunks for each in chunk.parameters()), kept=True)
+
+    def give_back(self) -> None:
+        """Frees the memory of gradients, and what torch keeps of activations, for others on the device."""
+        if self.optimizer is not None:
+            self.optimizer.give_back_gradients()
+        torch.cuda.empty_cache()
+
+    def rest(self) -> None:
+        """Frees the memory of the weights, too; they are in host memory until a method needs them."""
+        self._weights.give_back()
+        self.give_back()
 
     @property
     def head(self) -> Head:
@@ -160,6 +173,7 @@ class MegatronTrainer:
     def trace(self, batches: Sequence[Microbatch], microbatch: int) -> TracedRows:
         """What reaches this rank's dispatchers for one of the microbatches, row by row: a slow pass after a proof that
         failed. `microbatch` is the same on all ranks."""
+        self._weights.take_back()
         what = Replay(enforce=True, prove=False, trace=True)
         with self.keep_routing.schedule(batches, what, training=False) as schedule:
             self._forward_backward(schedule, batches, _no_loss, {})
@@ -187,6 +201,7 @@ class MegatronTrainer:
             ReplayError: a router bypassed the hook on this rank.
         """
         assert self.optimizer is not None
+        self._weights.take_back()
         self.optimizer.zero_grad()
         # Megatron divides every gradient by the global sum of `num_tokens`; the load-balancing loss needs these to be
         # the packed rows. The loss has its global denominator already, so it is multiplied by them here.
@@ -211,6 +226,7 @@ class MegatronTrainer:
         scale: Tensor | float = 0.0,
     ) -> tuple[StepReport, RecordedRouting | None]:
         """One schedule, without the update; and the routing recorded, where that was asked for."""
+        self._weights.take_back()
         rows: dict[int, RowScores] = {}
         with self.keep_routing.schedule(batches, what, training=training) as schedule:
             with profiling.named("forward and backward" if training else "forward"):
@@ -282,12 +298,14 @@ class MegatronTrainer:
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Full weights under Hugging Face names. A collective: every rank must iterate to the end."""
+        self._weights.take_back()
         if self.optimizer is not None:
             self.optimizer.finish_weights()
         return self.model.export()
 
     def shards(self) -> dict[str, Tensor]:
         """This rank's own weights, as `moerl.trainer.shards` names them; not copies. A collective."""
+        self._weights.take_back()
         if self.optimizer is not None:
             self.optimizer.finish_weights()
         return local_shards(self.model.chunks, self.layout)
@@ -295,6 +313,7 @@ class MegatronTrainer:
     def stage(self) -> StagedState:
         """A copy of model, optimizer, schedule and random state in host memory, for `Saver.save`. A collective."""
         assert self.optimizer is not None
+        self._weights.take_back()
         self.optimizer.finish_weights()
         return sharded_state.stage(self.model.chunks, self.optimizer.megatron, self.optimizer.progress())
 
@@ -306,6 +325,7 @@ class MegatronTrainer:
                 of no use any more.
         """
         assert self.optimizer is not None
+        self._weights.take_back()
         self.optimizer.load_progress(sharded_state.load(folder, self.model.chunks, self.optimizer.megatron))
         self.optimizer.settle()
 

@@ -8,7 +8,7 @@ rank, and engines keep the version they had.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -91,12 +91,20 @@ class Publisher:
         self._slot_bytes = max((bucket.num_bytes for bucket in plan.buckets if bucket.sender == rank), default=0)
         self._thread = None if sink is None else SinkThread(f"{sink_name} of rank {rank}", peers.step_seconds)
 
-    def publish(self, shards: Mapping[str, Tensor], version: int, *, verify: bool = True) -> PublishReport:
+    def publish(
+        self,
+        shards: Mapping[str, Tensor],
+        version: int,
+        *,
+        verify: bool = True,
+        left: Callable[[], None] | None = None,
+    ) -> PublishReport:
         """Hands all weights to the sinks as `version`. A collective of all trainer ranks.
 
         Args:
             shards: this rank's weights by the names of the plan; they must not change meanwhile.
             verify: compare checksums with what the engine then holds, where its sink is a `CheckedSink`.
+            left: called when `shards` are not needed any more; engines go on once all ranks have returned from it.
 
         Raises:
             WeightSyncError: on every rank: a rank holds other tensors than planned, a weight is not finite, a sink
@@ -110,6 +118,9 @@ class Publisher:
         try:
             self._peers.agree(self._begin(sender, shards, version), "begin")
             gather_seconds = self._transfer(sender, shards)
+            if left is not None:
+                left()
+                self._peers.agree(None, "memory of the weights")
             self._end(sender)
         except BaseException:
             if sender is not None:

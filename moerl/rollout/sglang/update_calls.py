@@ -1,7 +1,8 @@
 """Calls of a weight update to one SGLang server: each succeeds in time, or its error names server, step and call.
 
-Of one update, in this order: pause, wake, flush the prefix cache, label the weights as nobody's, begin; buckets
-(`channel`); end, label; continue.
+Of one update, in this order: pause, take the memory of weights, flush the prefix cache, label the weights as nobody's,
+begin; buckets (`channel`); end, label; take the memory of the cache, continue. Until the last two the trainer has its
+weights on the same device (`moerl.config.residence`).
 """
 
 from __future__ import annotations
@@ -26,14 +27,17 @@ class UpdateCalls:
 
     def __init__(self, name: str, http: SGLangHttp, seconds: float) -> None:
         self.name, self._http, self.seconds = name, http, seconds
-        self._sleeps = False
+        self._given: list[str] = []
 
     async def sleep(self) -> None:
         """Gives the memory of weights and prefix cache back until the next update. Raises as `post`."""
         await self.post("sleep", "/pause_generation", {"mode": "retract"})
         await self._label("sleep", UNSYNCED)
-        self._sleeps = True
-        await self.post("sleep", "/release_memory_occupation", {"tags": [_WEIGHTS, _CACHE]})
+        # An update that was broken off has taken a part of it back; giving the rest twice would end the server.
+        given = [tag for tag in (_WEIGHTS, _CACHE) if tag not in self._given]
+        self._given = [_WEIGHTS, _CACHE]
+        if given:
+            await self.post("sleep", "/release_memory_occupation", {"tags": given})
 
     async def begin(self) -> None:
         """Stops sampling and opens an update; one that was broken off is closed first.
@@ -45,10 +49,8 @@ class UpdateCalls:
         """
         step = "begin"
         await self.post(step, "/pause_generation", {"mode": "retract"})
-        if self._sleeps:
-            # What is there again is not what was there; the update brings all of it.
-            await self.post(step, "/resume_memory_occupation", {"tags": [_WEIGHTS, _CACHE]})
-            self._sleeps = False
+        # What is there again is not what was there; the update brings all of it.
+        await self._take_back(step, _WEIGHTS)
         await self.post(step, "/flush_cache", {})
         await self._label(step, UNSYNCED)
         try:
@@ -66,6 +68,7 @@ class UpdateCalls:
 
     async def resume(self) -> None:
         """Sampling goes on. Raises as `post`."""
+        await self._take_back("resume", _CACHE)
         await self.post("resume", "/continue_generation", {})
 
     async def post(self, step: str, path: str, body: Mapping[str, Any], seconds: float | None = None) -> None:
@@ -94,6 +97,11 @@ class UpdateCalls:
             expected=f"success within {self.seconds} s",
             remedy="look at the server's log; a server that no longer answers is started again",
         )
+
+    async def _take_back(self, step: str, tag: str) -> None:
+        if tag in self._given:
+            await self.post(step, "/resume_memory_occupation", {"tags": [tag]})
+            self._given.remove(tag)
 
     async def _label(self, step: str, version: str) -> None:
         await self.post(step, "/update_weight_version", {"new_version": version, "abort_all_requests": False})

@@ -232,6 +232,10 @@ def test_a_step_to_profile_that_no_run_reaches_is_refused():
     assert error("recipe=tiny", "trainer.profile_steps=[1,4]") == "trainer.profile_steps: no such step"
 
 
+def test_a_trainer_sleeps_only_while_servers_sample_on_its_devices():
+    assert error("recipe=tiny", "trainer.sleep=true").startswith("trainer.sleep: no server samples on the trainer's")
+
+
 def test_optimizer_state_in_host_memory_is_split_over_replicas():
     offload = "trainer.optimizer_offload=0.5"
     assert error("recipe=tiny", offload).startswith("trainer.optimizer_offload: every rank would keep the state")

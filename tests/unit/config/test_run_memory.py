@@ -9,6 +9,7 @@ import pytest
 from factories import QWEN3_30B, write_hf_config
 
 from moerl.config.load import load_plan
+from moerl.config.residence import ALWAYS, ASLEEP, moments_on_device
 from moerl.config.run_memory import (
     GIB,
     GPU_OF_BOTH,
@@ -54,11 +55,11 @@ def test_servers_with_gpus_of_their_own_are_a_place_of_their_own(tmp_path: Path)
 
 
 def test_state_and_share_of_a_colocated_server_must_fit_one_gpu_together(tmp_path: Path) -> None:
-    tight = colocated(tmp_path, "rollout.memory_share=0.4")
+    tight = colocated(tmp_path, "rollout.memory_share=0.8", "rollout.tensor=1", "rollout.servers=8")
     [place, _] = places(tight, H100S)
     assert place.name == GPU_OF_BOTH
-    state = sum(held(place)[f"rank: {name}"] for name in ("weights", "gradients", "optimizer state"))
-    assert place.at("sampling") == state + held(place)["buckets of a weight update"] + 0.4 * 80 * GIB
+    state = sum(held(place)[f"rank: {name}"] for name in ("weights", "optimizer state"))
+    assert place.at("sampling") == state + int(0.8 * 80 * GIB)
     # Each of them alone would fit.
     assert place.at("training") < 0.9 * 80 * GIB
     problem = gpu_problem(tight, H100S)
@@ -81,7 +82,7 @@ def test_a_share_that_fits_is_proposed_if_a_server_can_work_with_it(tmp_path: Pa
 def test_full_fine_tuning_of_30b_fits_one_node_of_80_gb_with_its_optimizer_state_in_host_memory(tmp_path: Path) -> None:
     node = replace(H100S, nodes=1)
     keys = ("parallel.data=8", "rollout.placement=colocated", "rollout.tensor=2", "rollout.servers=4")
-    keys += ("rollout.memory_share=0.5", "rollout.max_running=24")
+    keys += ("rollout.memory_share=0.7", "rollout.max_running=24")
     resident = gpu_problem(run(tmp_path, *keys), node)
     assert resident is not None
     assert "rank: optimizer state" in str(resident.seen)
@@ -92,11 +93,23 @@ def test_full_fine_tuning_of_30b_fits_one_node_of_80_gb_with_its_optimizer_state
     assert host["checkpoint being written"] == checkpoint_bytes(config)
 
 
-def test_activations_are_not_there_while_colocated_servers_sample(tmp_path: Path) -> None:
-    [place, _] = places(colocated(tmp_path, "rollout.memory_share=0.2"), H100S)
+@pytest.mark.parametrize("sleeps", [True, False])
+def test_a_colocated_gpu_holds_in_each_moment_what_the_table_says(sleeps: bool, tmp_path: Path) -> None:
+    keys = (f"trainer.sleep={str(sleeps).lower()}", "trainer.optimizer_offload=0.5", "algorithm.kl_coef=0.1")
+    [place, host] = places(colocated(tmp_path, "rollout.memory_share=0.5", *keys), H100S)
     moments = {each.what: each.moments for each in place.holdings}
-    assert moments["rank: activations"] == ("training",)
-    assert moments["server: weights and cache"] == ("sampling",)
+    assert moments == {what: moments_on_device(what, sleeps=sleeps) for what in ASLEEP | ALWAYS}
+    weights = held(place)["rank: weights"] + held(place)["rank: reference weights"]
+    assert held(host).get("weights of ranks that sleep", 0) == (8 * weights if sleeps else 0)
+    assert ("sampling" in moments["rank: weights"]) == (not sleeps)
+
+
+def test_weights_of_a_server_that_do_not_fit_beside_those_of_the_trainer_are_named(tmp_path: Path) -> None:
+    keys = ("trainer.optimizer_offload=1", "trainer.sleep=true", "rollout.tensor=1", "rollout.servers=8")
+    config = colocated(tmp_path, "parallel.expert=2", "rollout.memory_share=0.8", *keys)
+    problem = gpu_problem(config, H100S)
+    assert problem is not None
+    assert problem.what.startswith("rollout.tensor: the weights of a server and of the trainer")
 
 
 def test_a_rank_that_is_too_large_is_named_with_its_parts(tmp_path: Path) -> None:
@@ -114,7 +127,7 @@ def test_a_host_holds_checkpoints_and_copies_of_weights(tmp_path: Path) -> None:
     # Half of the ranks, of which some write the weights, too.
     assert checkpoint_bytes(config) / 2 < found["checkpoint being written"] < checkpoint_bytes(config)
     assert found["copy of the weights for late servers"] == pytest.approx(WEIGHTS, rel=0.01)
-    assert host.at("sampling") - host.at("training") == pytest.approx(WEIGHTS, rel=0.01)
+    assert host.at("sending") - host.at("training") == pytest.approx(WEIGHTS, rel=0.01)
     assert host_problem(config, H100S) is None
     problem = host_problem(config, Machine(80 * GIB, 8, 2, 256 * GIB))
     assert problem is not None

@@ -1,0 +1,88 @@
+"""Memory of a model that the device gives back while servers work on it. Runs in every trainer rank.
+
+Tensors and their views stay what they are; their memory goes, and comes back. Whoever reads one in between reads
+nothing: the trainer takes the memory back in every method that needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from moerl.kernels.transfer import HOST
+from moerl.trainer import platform
+
+SLAB_BYTES = 2**28
+"""Bytes of one allocation of pinned memory: a power of two, to which torch rounds them up."""
+
+
+class DeviceMemory:
+    """The memory of some tensors on the device.
+
+    Args:
+        tensors: of any shape and dtype; views of one memory count once.
+        kept: their values go to pinned host memory, and come back. Otherwise they come back as zeros.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor], *, kept: bool) -> None:
+        storages = {each.untyped_storage().data_ptr(): each for each in tensors if each.untyped_storage().nbytes()}
+        self._bytes: list[Tensor] = []
+        for each in storages.values():
+            whole = torch.empty(0, dtype=torch.uint8, device=each.device)
+            self._bytes.append(whole.set_(each.untyped_storage()))
+        self._sizes = [len(each) for each in self._bytes]
+        self._kept, self._is_there = kept, True
+        self._host: list[list[Tensor]] = []
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self._sizes)
+
+    @property
+    def is_there(self) -> bool:
+        return self._is_there
+
+    def give_back(self) -> None:
+        """Frees the memory; values that are kept are in host memory when this returns."""
+        if not self._is_there:
+            return
+        if self._kept:
+            for whole, parts in zip(self._bytes, self._host_parts(), strict=True):
+                for part, host in zip(whole.split(SLAB_BYTES), parts, strict=True):
+                    host.copy_(part, non_blocking=True)
+        if platform.device() != HOST:
+            # The copies, and what was launched before, may still read the memory.
+            torch.cuda.current_stream().synchronize()
+        for whole in self._bytes:
+            whole.untyped_storage().resize_(0)
+        self._is_there = False
+
+    def take_back(self) -> None:
+        """Has the memory again, with the values that were kept, or zeros."""
+        if self._is_there:
+            return
+        for number, (whole, size) in enumerate(zip(self._bytes, self._sizes, strict=True)):
+            whole.untyped_storage().resize_(size)
+            if not self._kept:
+                whole.zero_()
+                continue
+            for part, host in zip(whole.split(SLAB_BYTES), self._host[number], strict=True):
+                part.copy_(host, non_blocking=True)
+        self._is_there = True
+
+    def _host_parts(self) -> list[list[Tensor]]:
+        """Host memory for all bytes, made once; pinned if there is a device. Small memories share allocations."""
+        if not self._host:
+            is_pinned, left, slab = platform.device() != HOST, self.num_bytes, torch.empty(0, dtype=torch.uint8)
+            for size in self._sizes:
+                parts: list[Tensor] = []
+                for begin in range(0, size, SLAB_BYTES):
+                    length = min(SLAB_BYTES, size - begin)
+                    if len(slab) < length:
+                        slab = torch.empty(min(left, SLAB_BYTES), dtype=torch.uint8, pin_memory=is_pinned)
+                    parts.append(slab[:length])
+                    slab, left = slab[length:], left - length
+                self._host.append(parts)
+        return self._host
