@@ -46,6 +46,7 @@ CHECKS = (
     Check("scoring", "_gpu_scoring:check", 45, ("torch",), ("triton",), times=True),
     Check("rate", "_gpu_rate:check", 35, ("torch", "transformers"), times=True),
     Check("grouped", "_gpu_grouped:check", 35, ("torch",), _ENGINE, times=True),
+    Check("offload", "_gpu_offload:check", 45, _MEGATRON, _ENGINE, times=True),
     Check("slice16", "_gpu_slice:check_16", 65, _MEGATRON, _ENGINE, times=True),
     Check("slice128", "_gpu_slice:check_128", 95, _MEGATRON, _ENGINE, times=True),
 )

@@ -235,6 +235,10 @@ def _host(config: RunConfig, sizes: ModelDescription, rank: RankMemory | None, m
         if config.trainer.sleep and machine.gpu_bytes is not None:
             asleep = rank.bytes["weights"] + rank.bytes["reference weights"]
             holdings.append(Holding("weights of ranks that sleep", asleep * ranks))
+        if machine.gpu_bytes is not None and config.trainer.distributed_optimizer != "off":
+            # Every rank gets its whole part of the model, in float32: weights and both moments.
+            gathered = sum(rank.parameters.values()) * (FP32 + MOMENTS) * ranks
+            holdings.append(Holding("state gathered for a checkpoint", gathered, ("training",)))
         # One of several replicas stages the weights; which nodes these ranks are on is not worked out.
         staged = ranks * (rank.bytes["weights"] + rank.bytes["optimizer state"] + rank.offloaded_bytes)
         holdings.append(Holding("checkpoint being written", min(checkpoint_bytes(config), staged)))

@@ -110,7 +110,10 @@ class Publish(Command):
 
 
 class GiveBack(Command):
-    """Memory that an update alone needs goes back to the device, before servers take it."""
+    """Memory that an update alone needs goes back to the device, before servers take it. stage: copy the state for the
+    next `Save` before, while the weights are there."""
+
+    stage: bool
 
 
 class UseOfDevice(Command):

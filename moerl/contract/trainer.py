@@ -165,8 +165,12 @@ class Trainer(Protocol):
         """After `UnprovedError`: a slow pass that says what reached the dispatchers, row by row."""
         ...
 
-    def give_back(self) -> None:
-        """Gives memory that updates alone need back to the devices, before an engine on them takes it."""
+    def give_back(self, *, stage: bool) -> None:
+        """Gives memory that updates alone need back to the devices, before an engine on them takes it.
+
+        Args:
+            stage: copy the state for a `save` before the next update now, while the weights are on the devices.
+        """
         ...
 
     def publish(self, version: int, *, verify: bool, taken: Taken) -> Callable[[], dict[str, float]]:

@@ -103,6 +103,8 @@ def _train(run: Run, model_path: Path) -> None:
         packing = pack_options(config, start, share_prompts=run.trainer.shares_prompts)
         RLStage(run, collector, engine, packing).train()
         engine_bytes = engine_memory(engine)
+        if config.rollout.is_colocated:
+            make_room(engine)
         run.trainer.export(config.run_dir / "final_model", model_path)
         run.reporter.finish(run.summary(steps=config.rl.steps, engine_bytes=engine_bytes))
 

@@ -56,6 +56,8 @@ class RLStage:
         self.algorithm.load()
         self._num_published, self._published_version = 0, -1
         self._published, self._costs = dict[str, float](), replace(engine.costs)
+        if run.config.trainer.sleep:
+            run.clear_devices = engine.close
         self.groups = GroupSource(
             run.config, collector, run.train_prompts(), STAGE, Journal(run.config.run_dir / "journal", run.model.spec)
         )
@@ -258,7 +260,9 @@ class RLStage:
         verify = _is_due(self.config.weights.verify, self._num_published)
         with self.run.span("weights"):
             if self.config.rollout.is_colocated:
-                self.trainer.give_back()
+                # Later the weights are not on the devices, and servers leave them no room.
+                is_due = self._num_published > 1 and self.run.is_checkpoint_due(version, self.config.rl.steps)
+                self.trainer.give_back(stage=self.config.trainer.sleep and is_due)
             finish = self.trainer.publish(version, verify=verify, taken=self.groups.expect())
         yield
         with self.run.span("weights"):

@@ -68,6 +68,8 @@ class Run:
         self.quarantine = Quarantine(config.run_dir / "quarantine", config.quarantine.max_rate, spec=model.spec)
         self.stopwatch = Stopwatch()
         self.stop = StopRequest()
+        self.clear_devices: Callable[[], None] | None = None
+        """Takes the engine off the trainer's devices for good, before the checkpoint of a run that is told to stop."""
         self._started = self._last_step = time.monotonic()
         self._checkpoint: tuple[str, int, Path] | None = None
         self._saved: tuple[str, int] | None = None
@@ -188,12 +190,16 @@ class Run:
             RunStoppedError: as `stop_if_told`.
         """
         self.trainer.poll_save()
-        every = self.config.checkpoint.every
-        is_due = step == last or bool(every and step % every == 0)
+        is_due = self.is_checkpoint_due(step, last)
         if is_due:
             self.checkpoint(stage, step)
         self.stop_if_told(stage, step)
         return is_due
+
+    def is_checkpoint_due(self, step: int, last: int) -> bool:
+        """Whether the step is the last one, or one that `checkpoint.every` names."""
+        every = self.config.checkpoint.every
+        return step == last or bool(every and step % every == 0)
 
     def checkpoint(self, stage: str, step: int) -> None:
         """Begins a checkpoint: trainer state and run state as they are now."""
@@ -232,6 +238,8 @@ class Run:
         if not self.stop.signal:
             return
         if step and self._saved != (stage, step):
+            if self.clear_devices is not None:
+                self.clear_devices()
             self.checkpoint(stage, step)
         self.trainer.poll_save(wait=True)
         self.reporter.say(f"stopped after step {step} of stage {stage}")

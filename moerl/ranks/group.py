@@ -136,8 +136,8 @@ class TrainerGroup:
         recorded = [each[1] for each in tables if len(each) > 1]
         return Traced(np.concatenate([each[0] for each in tables]), np.concatenate(recorded) if recorded else None)
 
-    def give_back(self) -> None:
-        self._ranks.ask(GiveBack())
+    def give_back(self, *, stage: bool) -> None:
+        self._ranks.ask(GiveBack(stage))
 
     def publish(self, version: int, *, verify: bool, taken: Taken) -> Callable[[], dict[str, float]]:
         is_beside = self._ranks.take_beside(taken, verify=verify)

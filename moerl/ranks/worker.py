@@ -62,7 +62,7 @@ from moerl.trainer.model import ModelOptions, PolicyModel
 from moerl.trainer.optimizer import StateOptions
 from moerl.trainer.replay_rows import TracedRows
 from moerl.trainer.saver import Saver
-from moerl.trainer.sharded_state import load_weights
+from moerl.trainer.sharded_state import StagedState, load_weights
 from moerl.trainer.trainer import MegatronTrainer, RowScores, StepReport
 
 _SHARES = WireLimits(max_frame_bytes=64 << 30, max_payload_bytes=128 << 30)
@@ -120,6 +120,7 @@ class Worker:
         self._minibatches: list[_Minibatch] = []
         self._version = 0
         self._unproved: _Unproved | None = None
+        self._staged: StagedState | None = None
 
     def run(self, command: AnyCommand, frame: bytes = b"", engine: CheckedSink | None = None) -> Reply:
         """The reply to one command; called on all ranks, in the same order.
@@ -161,10 +162,12 @@ class Worker:
                     left = self._rest if self._config.trainer.sleep else None
                     return Reply(metrics=self._weights.publish(command.version, verify=command.verify, left=left))
             case GiveBack():
+                self._staged = self._trained.stage() if command.stage else None
                 self._trained.give_back()
             case Save():
                 self._store.disregard(command.corrupt)
-                self._saver.save(command.checkpoint, self._trained.stage(), command.state)
+                staged, self._staged = self._staged or self._trained.stage(), None
+                self._saver.save(command.checkpoint, staged, command.state)
             case PollSave():
                 (self._saver.wait if command.wait else self._saver.poll)()
             case Restore():
@@ -296,6 +299,7 @@ class Worker:
         return self._report(batches, minibatch.proximal)
 
     def _step(self, command: Step) -> PassReport:
+        self._staged = None  # of the weights before this step
         minibatch, enforce = self._minibatches[command.minibatch], self._config.keep_routing.mode != "off"
         batches = minibatch.batches
         if self._stage == "sft":

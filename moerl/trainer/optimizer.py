@@ -146,6 +146,11 @@ class Optimizer:
         # Transformer Engine clips by a norm that stays on the device: it is read when all kernels are launched.
         return UpdateReport(0.0 if grad_norm is None else float(grad_norm), learning_rate)
 
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of its state that are in host memory because `StateOptions.offload` says so."""
+        return sum(each.host_bytes for each in self._offloaded)
+
     def finish_weights(self) -> None:
         """Completes the gathering of updated weights that would otherwise run beside the next forward pass."""
         if self._overlaps:

@@ -31,8 +31,7 @@ def train(trainer: Any, *seeds: int) -> Run:
     for seed in seeds:
         batches = tiny_moe.mine(trainer, [make_batches(seed)] * trainer.layout.dims.data)
         norms.append(step(trainer, batches).update.grad_norm)
-    offloaded = sum(each.host_bytes for each in trainer.optimizer._offloaded)
-    return Run(norms, tiny_moe.exported(trainer), offloaded)
+    return Run(norms, tiny_moe.exported(trainer), trainer.optimizer.host_bytes)
 
 
 def train_and_go_on(layout: Any, path: Path, folder: Path, options: dict[str, Any]) -> list[tuple[Run, Run]]:
