@@ -100,7 +100,7 @@ def test_a_server_and_the_embedded_engine_sample_the_same_rollouts(served: Finis
 def test_servers_that_sleep_while_the_trainer_works_sample_the_same_rollouts(
     served: Finished, environment: Path, tmp_path: Path
 ):
-    colocated = ("rollout=sglang", "rollout.placement=colocated", "rollout.memory_share=0.4")
+    colocated = ("rollout=sglang", "rollout.placement=colocated", "rollout.memory_share=0.4", "trainer.sleep=true")
     slept = train(tmp_path / "slept", *colocated, f"rollout.environment={environment}")
     assert "lost" not in slept.output
     for step in range(1, STEPS + 1):

@@ -69,7 +69,7 @@ def test_state_and_share_of_a_colocated_server_must_fit_one_gpu_together(tmp_pat
 
 
 def test_a_share_that_fits_is_proposed_if_a_server_can_work_with_it(tmp_path: Path) -> None:
-    config = colocated(tmp_path, "rollout.memory_share=0.6", "rollout.tensor=4", "parallel.data=32")
+    config = colocated(tmp_path, "rollout.memory_share=0.8", "rollout.tensor=4", "parallel.data=32")
     problem = gpu_problem(config, H100S)
     assert problem is not None
     assert problem.remedy.startswith("set rollout.memory_share=0.")
