@@ -1,7 +1,8 @@
 """Memory of a model that the device gives back while servers work on it. Runs in every trainer rank.
 
-Tensors and their views stay what they are; their memory goes, and comes back. Whoever reads one in between reads
-nothing: the trainer takes the memory back in every method that needs it.
+Tensors and their views stay what they are; their memory goes, and comes back. Nobody may read one in between: the
+trainer takes the memory back in every method that needs it. On a CPU, where torch frees nothing that numpy has seen,
+the memory stays and is filled with NaN instead, so that the same mistakes are seen.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from moerl.trainer import platform
 
 SLAB_BYTES = 2**28
 """Bytes of one allocation of pinned memory: a power of two, to which torch rounds them up."""
+
+_NAN_BYTE = 0xFF
 
 
 class DeviceMemory:
@@ -56,7 +59,10 @@ class DeviceMemory:
             # The copies, and what was launched before, may still read the memory.
             torch.cuda.current_stream().synchronize()
         for whole in self._bytes:
-            whole.untyped_storage().resize_(0)
+            if whole.is_cuda:
+                whole.untyped_storage().resize_(0)
+            else:
+                whole.fill_(_NAN_BYTE)
         self._is_there = False
 
     def take_back(self) -> None:
@@ -64,7 +70,8 @@ class DeviceMemory:
         if self._is_there:
             return
         for number, (whole, size) in enumerate(zip(self._bytes, self._sizes, strict=True)):
-            whole.untyped_storage().resize_(size)
+            if whole.is_cuda:
+                whole.untyped_storage().resize_(size)
             if not self._kept:
                 whole.zero_()
                 continue
