@@ -25,6 +25,7 @@ SITES = {
         sbatch=["--comment=a run", "--nice=10"],
     ),
     "apptainer": Site(container=Container(runtime="apptainer", image="a b.sif", mounts=["/tmp"])),
+    "pyxis": Site(container=Container(runtime="pyxis", image="a b.sqsh", mounts=["/tmp", "/home"])),
     "enroot": Site(container=Container(runtime="enroot", image="a.sqsh", mounts=["/tmp:/tmp"])),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from moerl.config.run_memory import Machine
@@ -24,6 +25,7 @@ class Facts:
 
     machine, num_gpus, num_cores: of all nodes; None = not known. unknown: why the machine is not known. fetches:
     weights of a model of the hub may be fetched now. container, python: of the nodes, if this process has others.
+    runtime, shown: of the container: its kind, and folders that it shows at their own place.
     as_written: `rollout.environment` as the user wrote it. node_variables: environment variables of the job.
     grace_seconds: between the signal to stop and the end of the run. disk_rate: bytes per second at the run directory.
     """
@@ -36,6 +38,8 @@ class Facts:
     unknown: str = ""
     fetches: bool = False
     container: str = ""
+    runtime: str = ""
+    shown: tuple[Path, ...] = ()
     python: str = ""
     as_written: str = ""
     node_variables: Mapping[str, str] = field(default_factory=dict[str, str])

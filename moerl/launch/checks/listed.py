@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from moerl.errors import MoerlError, closing
-from moerl.launch.checks import inputs, room
+from moerl.launch.checks import containers, inputs, room
 from moerl.launch.checks.facts import DOORS, Door, Facts
 from moerl.launch.checks.inputs import Note
 from moerl.launch.checks.outcome import Check, fault, green
@@ -76,6 +76,13 @@ CHECKS = (
         _STARTED,
         "some files, one Python",
         inputs.look_at_environment,
+    ),
+    RunCheck(
+        "container",
+        "SLURM has the plugin pyxis if the site file asks for it; mounts show the model and the cache of the hub",
+        ("dry run",),
+        "`srun --help`",
+        containers.look_at_container,
     ),
     RunCheck(
         "cache of the hub",

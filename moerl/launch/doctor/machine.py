@@ -15,6 +15,7 @@ from pathlib import Path
 
 from moerl.contract.files import discard, write_all
 from moerl.errors import ending
+from moerl.launch.checks.containers import has_pyxis
 from moerl.launch.checks.outcome import Check, Level, green
 
 AREA = "machine"
@@ -131,6 +132,14 @@ def check_loopback(num_bytes: int = PROBE_BYTES) -> Check:
     return judge_rate("loopback", rate, SLOW_LOOPBACK, "end what keeps the cores busy")
 
 
+def check_slurm(pyxis: bool | str) -> Check:
+    """Returns the look at SLURM's srun. pyxis: as `has_pyxis` answers."""
+    if isinstance(pyxis, str):
+        return Check(AREA, "SLURM", "yellow", pyxis, "srun that lists its options", "mend the configuration of SLURM")
+    with_it = "runtime: pyxis of a site file works" if pyxis else "runtime: pyxis of a site file needs it"
+    return green(AREA, "SLURM", f"srun {'with' if pyxis else 'without'} the plugin pyxis; {with_it}")
+
+
 def judge_rate(name: str, bytes_per_second: float, slow: float, remedy: str) -> Check:
     """A measured rate; slow is worth a note and never a fault, because load passes."""
     seen = f"{bytes_per_second / 1e6:,.0f} MB/s"
@@ -140,14 +149,15 @@ def judge_rate(name: str, bytes_per_second: float, slow: float, remedy: str) -> 
 
 
 def machine_checks(folder: Path, ports: Sequence[int], needed_bytes: float | None) -> tuple[list[Check], float | None]:
-    """Returns all looks at ports, disk and loopback, and the rate of the disk as `check_disk`.
+    """Returns all looks at ports, disk, loopback and SLURM if it is here, and the rate of the disk as `check_disk`.
 
     Args:
         folder: where runs are written.
     """
     disk, rate = check_disk(folder)
     room = [check_room(folder, needed_bytes), check_locks(folder), disk]
-    return [check_port_range(port_range()), *map(check_port, ports), *room, check_loopback()], rate
+    slurm = [] if shutil.which("srun") is None else [check_slurm(has_pyxis())]
+    return [check_port_range(port_range()), *map(check_port, ports), *room, check_loopback(), *slurm], rate
 
 
 def existing(folder: Path) -> Path:

@@ -10,7 +10,8 @@ from moerl.config.schema import RunConfig
 from moerl.errors import ConfigError
 from moerl.launch.checks.facts import Facts
 from moerl.launch.doctor.machine import disk_rate, existing
-from moerl.launch.slurm.script import JobSettings
+from moerl.launch.slurm.containers import shown_folders
+from moerl.launch.slurm.script import JobSettings, folders_of_job
 from moerl.launch.slurm.site import Site
 
 _MEMORY = re.compile(r"(?P<number>\d+)(?P<unit>[KMGT]?)B?", re.IGNORECASE)
@@ -45,6 +46,8 @@ def facts_of_job(config: RunConfig, job: JobSettings, site: Site, written: str, 
         unknown="gpus_per_node of the site file",
         fetches=fetches,
         container="" if site.container is None else f"the container {site.container.image}",
+        runtime="" if site.container is None else site.container.runtime,
+        shown=() if site.container is None else shown_folders(site.container, folders_of_job(job)),
         python="" if site.python in (None, sys.executable) else f"{site.python} on the node",
         as_written=written,
         node_variables=site.environment,

@@ -15,7 +15,8 @@ from moerl.config.shipped import shipped_folder
 from moerl.errors import ConfigError
 from moerl.launch.checks.room import GRACE_SHARE
 from moerl.launch.slurm.attempts import FOLDER
-from moerl.launch.slurm.site import Container, Site
+from moerl.launch.slurm.containers import container_start
+from moerl.launch.slurm.site import Site
 
 KILL_SHARE = 0.9
 """After this share of them a run that has not ended is killed."""
@@ -98,14 +99,18 @@ def limit_seconds(text: str) -> int:
 
 
 def render(job: JobSettings, site: Site, overrides: Sequence[str]) -> str:
-    """The script.
+    """Returns the script.
 
     Args:
         overrides: of `moerl train`, `run_dir` and the grace time included, `resume` left out.
+
+    Raises:
+        ConfigError: the container cannot mount a folder.
     """
     return _render(
         "train.sbatch.j2" if job.nodes == 1 else "train_ray.sbatch.j2",
         site,
+        folders_of_job(job),
         options=_options(job, site),
         run_dir=job.run_dir,
         max_requeues=job.max_requeues,
@@ -115,6 +120,12 @@ def render(job: JobSettings, site: Site, overrides: Sequence[str]) -> str:
         num_nodes=job.nodes,
         overrides=overrides,
     )
+
+
+def folders_of_job(job: JobSettings) -> list[Path]:
+    """Returns folders that a container shows at their own place. Processes of Ray on a node meet in its /tmp, of which
+    each container of enroot has one of its own."""
+    return [job.working_dir, job.run_dir, *([Path("/tmp")] if job.nodes > 1 else [])]
 
 
 def render_report(sweep_dir: Path, site: Site) -> str:
@@ -129,24 +140,31 @@ def render_report(sweep_dir: Path, site: Site) -> str:
         *(f"--{name}={value}" for name, value in asked.items() if value is not None),
         *_more_options(site),
     ]
-    return _render("sweep_report.sbatch.j2", site, options=options, sweep_dir=sweep_dir)
+    return _render("sweep_report.sbatch.j2", site, [Path.cwd(), sweep_dir], options=options, sweep_dir=sweep_dir)
 
 
-def _render(template: str, site: Site, **values: object) -> str:
+def _render(template: str, site: Site, folders: Sequence[Path], **values: object) -> str:
+    """Renders a template. folders: that a container shows; commands run in the first."""
     environment = Environment(
         loader=FileSystemLoader(shipped_folder("templates") / "slurm"),
         undefined=StrictUndefined,
         keep_trailing_newline=True,
         autoescape=False,
     )
-    environment.filters["quote"] = lambda value: shlex.quote(str(value))
+    environment.filters["quote"] = _quote
     return environment.get_template(template).render(
         modules=site.modules,
         environment=site.environment,
-        prefix="".join(f"{shlex.quote(word)} " for word in _prefix(site.container)),
+        commands=container_start(site.container, [*site.environment], folders),
         python=site.python or ("python" if site.container else sys.executable),
         **values,
     )
+
+
+def _quote(value: object) -> str:
+    """Quotes a word as a shell needs it; one with a comma, too, which looks like a mistake in a list of words."""
+    text = str(value)
+    return f"'{text}'" if (quoted := shlex.quote(text)) == text and "," in text else quoted
 
 
 def _options(job: JobSettings, site: Site) -> list[str]:
@@ -180,14 +198,3 @@ def _options(job: JobSettings, site: Site) -> list[str]:
 def _more_options(site: Site) -> list[str]:
     # sbatch reads the words of these lines as a shell does.
     return [re.sub(r"=(.*\s.*)$", r'="\1"', option) for option in site.sbatch]
-
-
-def _prefix(container: Container | None) -> list[str]:
-    """What stands before a command that runs in the container."""
-    if container is None:
-        return []
-    if container.runtime == "apptainer":
-        mounts = ["--bind", ",".join(container.mounts)] if container.mounts else []
-        return ["apptainer", "exec", "--nv", *mounts, *container.arguments, container.image]
-    mounts = [word for mount in container.mounts for word in ("--mount", mount)]
-    return ["enroot", "start", *mounts, *container.arguments, container.image]

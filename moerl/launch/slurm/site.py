@@ -70,12 +70,16 @@ Option = Annotated[str, AfterValidator(_option)]
 class Container(Section):
     """The image that commands of moerl run in."""
 
-    runtime: Literal["enroot", "apptainer"] = Field(
-        description="enroot = `enroot start`; apptainer = `apptainer exec --nv`. Signals reach the run alone, which"
-        " steps of pyxis (srun --container-image) do not offer: start such an image with enroot."
+    runtime: Literal["enroot", "apptainer", "pyxis"] = Field(
+        description="enroot = `enroot start`; apptainer = `apptainer exec --nv`; pyxis = steps of"
+        " `srun --container-image`, with SLURM's plugin pyxis."
     )
     image: Line = Field(description="Image file, or what else the runtime's command takes.")
-    mounts: list[Word] = Field(default=[], description="Folders that the container sees, each FROM:TO or PATH.")
+    mounts: list[Word] = Field(
+        default=[],
+        description="Folders that the container sees, each FROM:TO or PATH. The run directory, and the one that the job"
+        " is submitted from, are mounted if none of these shows them.",
+    )
     arguments: list[Line] = Field(default=[], description="More options of the runtime's command.")
 
 

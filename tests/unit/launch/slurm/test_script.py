@@ -77,14 +77,15 @@ def test_what_a_site_asks_for_is_in_the_script(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("runtime", "start"),
+    ("runtime", "options", "start"),
     [
-        ("apptainer", "apptainer exec --nv --bind /data,/home:/home --ipc moerl.sif python -m moerl train"),
-        ("enroot", "enroot start --mount /data --mount /home:/home --ipc moerl.sif python -m moerl train"),
+        ("apptainer", "--bind /data --bind /home:/home --bind {} --ipc moerl.sif env --chdir={})\n", ""),
+        ("enroot", "--mount /data --mount /home:/home --mount {} --ipc moerl.sif env --chdir={})\n", ""),
+        ("pyxis", "--container-workdir={1} --ipc)\n", '--nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME" '),
     ],
 )
 def test_commands_of_moerl_run_in_the_container_and_those_of_slurm_do_not(
-    tmp_path: Path, runtime: str, start: str
+    tmp_path: Path, runtime: str, options: str, start: str
 ) -> None:
     container = Container(
         runtime=runtime,  # type: ignore[arg-type]
@@ -93,8 +94,9 @@ def test_commands_of_moerl_run_in_the_container_and_those_of_slurm_do_not(
         arguments=["--ipc"],
     )
     script = render(job(tmp_path), Site(container=container), ["recipe=tiny"])
-    assert f'train=({start} "${{keys[@]}}" resume=auto)\n' in script
-    assert script.count(f"{runtime} ") == 3, "doctor, train and attempts"
+    assert options.format(tmp_path, tmp_path) in script
+    assert f'train=("${{inside[@]}}" {start}python -m moerl train "${{keys[@]}}" resume=auto)\n' in script
+    assert script.count('"${inside[@]}"') == 3, "doctor, train and attempts"
 
 
 def test_a_dry_run_shows_script_configuration_nodes_and_plans_and_leaves_nothing(

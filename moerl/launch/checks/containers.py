@@ -1,0 +1,76 @@
+"""Looks at the container of a job, from where the job is submitted. Torch-free; starts `srun --help` alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from moerl.config.hub import hub_model
+from moerl.config.schema import RunConfig
+from moerl.errors import ConfigError
+from moerl.launch.checks.facts import Facts
+from moerl.launch.checks.gpus import last_line
+from moerl.launch.checks.inputs import Note
+
+SRUN_SECONDS = 30.0
+PYXIS_OPTION = "--container-image"
+"""An option of srun that SLURM's plugin pyxis alone adds."""
+_HELP = ("srun", "--help")
+
+
+def has_pyxis(command: Sequence[str] = _HELP) -> bool | str:
+    """Returns whether srun has the options of pyxis; a text if srun is not here or does not say it."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=SRUN_SECONDS)
+    except FileNotFoundError:
+        return "no srun on this machine"
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"srun: {error}"
+    if done.returncode != 0:
+        return f"srun ended with {done.returncode}: {last_line(done.stdout + done.stderr)}"
+    return PYXIS_OPTION in done.stdout
+
+
+def look_at_container(facts: Facts) -> str | Note:
+    """Checks that SLURM has the plugin that a container of pyxis needs, and that the container shows what is read.
+
+    Raises:
+        ConfigError: srun has no option of pyxis.
+    """
+    if not facts.container:
+        return "commands run on the nodes themselves"
+    pyxis = has_pyxis() if facts.runtime == "pyxis" else True
+    if pyxis is False:
+        raise ConfigError(
+            "container.runtime of the site file: this SLURM has no pyxis",
+            seen=f"`srun --help` does not list {PYXIS_OPTION}",
+            expected="the plugin pyxis, where the job is submitted and on its nodes",
+            remedy="set runtime to enroot or apptainer, or ask whoever runs this cluster for pyxis",
+        )
+    if isinstance(pyxis, str):
+        return Note(
+            f"cannot be asked for pyxis: {pyxis}", f"`srun --help` with {PYXIS_OPTION}", "run this where SLURM is"
+        )
+    hidden = [str(path) for path in _read(facts.config) if not any(path.is_relative_to(each) for each in facts.shown)]
+    if hidden:
+        return Note(
+            f"no mount of {facts.container} shows {', '.join(hidden)}",
+            "folders of the model and of the hub's cache inside of the container, at the same place",
+            "add them to `mounts` of the site file, or set HF_HOME to a folder that is mounted; nothing, if settings of"
+            " the cluster mount them",
+        )
+    return f"{facts.container} shows what is read"
+
+
+def _read(config: RunConfig, environment: Mapping[str, str] = os.environ) -> Iterator[Path]:
+    """Yields folders on the node that a run reads its model and data sets of the hub from."""
+    of_hub = hub_model(config.model)
+    if of_hub is not None:
+        yield of_hub.folder
+    elif config.model.path is not None:
+        yield Path(config.model.path).absolute()
+    if config.task.hub_sets:
+        home = environment.get("HF_HOME") or Path.home() / ".cache" / "huggingface"
+        yield Path(environment.get("HF_DATASETS_CACHE") or Path(home) / "datasets").absolute()

@@ -1,0 +1,131 @@
+"""Starts of commands of a job in a container, and the environment variables that arrive there. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from moerl.errors import ConfigError
+from moerl.launch.slurm.site import Container
+
+PASSED = (
+    # The hub, its token included, and the libraries that read it.
+    *("HF_*", "HUGGING_FACE_*", "TRANSFORMERS_*", "TOKENIZERS_*"),
+    # GPUs and what connects them.
+    *("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_*", "CUDA_LAUNCH_BLOCKING", "CUDA_CACHE_*", "NVIDIA_*", "NCCL_*", "GLOO_*"),
+    *("UCX_*", "TP_SOCKET_IFNAME"),
+    # Libraries that compute, and their threads.
+    *("TORCH_*", "PYTORCH_*", "TORCHINDUCTOR_*", "TRITON_*", "NVTE_*", "FLASHINFER_*", "SGLANG_*", "SGL_*"),
+    *("OMP_*", "GOMP_*", "KMP_*", "MKL_*", "NUMBA_*"),
+    # The job, its processes, and us.
+    *("SLURM_*", "SLURMD_NODENAME", "MASTER_*", "RAY_*", "MOERL_*"),
+    # Trackers, and the way out.
+    *("WANDB_*", "MLFLOW_*", "TRACKIO_*", "*_proxy", "*_PROXY"),
+)
+"""Environment variables that commands in a container get, as patterns of a shell's `case`. Those of `environment` of
+the site file come with them. Paths of programs and libraries (PATH, LD_LIBRARY_PATH, CUDA_HOME) and HOME are those of
+the image."""
+
+# Runs where the command starts, in a step of SLURM in the step: a process has the variables of its own node. No value
+# stands on a command line, which everybody on a node can read.
+_ENROOT = """\
+passed=()
+for name in $(compgen -e); do
+  case $name in {patterns}) ;; *) continue ;; esac
+  case ${{!name}} in *"
+"*) echo "error: $name has several lines, and enroot passes one; make it one line, or unset it" >&2; exit 2 ;; esac
+  passed+=(--env "$name")
+done
+exec enroot start "${{passed[@]}}" "$@"
+"""
+_APPTAINER = """\
+for name in $(compgen -e); do
+  case $name in {patterns}) export "APPTAINERENV_$name=${{!name}}" ;; esac
+done
+exec apptainer exec --nv "$@"
+"""
+_PYXIS = """\
+passed=""
+for name in $(compgen -e); do
+  case $name in {patterns}) passed+=${{passed:+,}}$name ;; esac
+done
+exec srun --overlap --export=ALL --cpu-bind=none --container-env="$passed" "$@"
+"""
+_SCRIPTS = {"enroot": _ENROOT, "apptainer": _APPTAINER, "pyxis": _PYXIS}
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Shell text before commands of a job.
+
+    inside: words of the array `inside`, which the texts name; empty without a container. here: before a command on this
+    node. step: of a step of SLURM, without numbers of nodes and tasks. in_step: before a command in such a step.
+    """
+
+    inside: tuple[str, ...] = ()
+    here: str = ""
+    step: str = "srun --overlap --export=ALL --cpu-bind=none"
+    in_step: str = ""
+
+
+def container_start(container: Container | None, variables: Sequence[str], folders: Sequence[Path]) -> Start:
+    """Returns how commands start, in a container if the site has one.
+
+    Args:
+        variables: names that the site file sets.
+        folders: absolute ones that are the same inside; commands run in the first.
+
+    Raises:
+        ConfigError: a folder cannot be mounted, because of its name.
+    """
+    if container is None:
+        return Start()
+    script = _SCRIPTS[container.runtime].format(patterns="|".join([*PASSED, *variables]))
+    words, mounts = ("bash", "-c", script, "inside"), _mounts(container, folders)
+    array = '"${inside[@]}"'
+    if container.runtime == "pyxis":
+        shown = (f"--container-mounts={','.join(mounts)}", f"--container-workdir={folders[0]}")
+        inside = (*words, f"--container-image={container.image}", *shown, *container.arguments)
+        return Start(inside, f'{array} --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME" ', step=array)
+    # enroot starts in the home of the image, apptainer in another folder if this one is not mounted.
+    shown = (*_mount_options(container, mounts), *container.arguments, container.image)
+    return Start((*words, *shown, "env", f"--chdir={folders[0]}"), f"{array} ", in_step=f"{array} ")
+
+
+def shown_folders(container: Container, folders: Sequence[Path]) -> tuple[Path, ...]:
+    """Returns what a container shows at its own place. Apptainer shows the home, too, unless a site forbids it.
+
+    Raises:
+        ConfigError: as `container_start`.
+    """
+    home = (Path.home(),) if container.runtime == "apptainer" else ()
+    return (*map(_target, _mounts(container, folders)), *home)
+
+
+def _mount_options(container: Container, mounts: Sequence[str]) -> list[str]:
+    option = "--bind" if container.runtime == "apptainer" else "--mount"
+    return [word for mount in mounts for word in (option, mount)]
+
+
+def _mounts(container: Container, folders: Sequence[Path]) -> list[str]:
+    """Returns the mounts of the site file, and the folders that none of them shows at their own place."""
+    mounts = [*container.mounts]
+    for folder in folders:
+        if any(folder.is_relative_to(_target(mount)) for mount in mounts):
+            continue
+        if folder == Path(folder.anchor) or {",", ":"} & set(str(folder)):
+            raise ConfigError(
+                "container: a folder that it cannot mount",
+                seen=folder,
+                expected="another one than /, and a path without , and :",
+                remedy="submit from another directory, or choose another run_dir",
+            )
+        mounts.append(str(folder))
+    return mounts
+
+
+def _target(mount: str) -> Path:
+    """Returns the folder inside of the container."""
+    source, _, target = mount.partition(":")
+    return Path(target.partition(":")[0] or source)
