@@ -320,7 +320,7 @@ def _diagnose(arguments: list[str]) -> int:
     try:
         return run_diagnose(options)
     except Exception as error:  # process boundary: status 1 would be a fault of the dump
-        if isinstance(error, MoerlError | OSError) and not options.traceback:
+        if isinstance(error, MoerlError | OSError | ModuleNotFoundError) and not options.traceback:
             raise
         _print_traceback(type(error), error, error.__traceback__)
         return 2

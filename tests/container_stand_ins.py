@@ -1,9 +1,10 @@
-"""Stand-ins for enroot, apptainer and pyxis, and for the commands of SLURM that a job's script calls: shell scripts that
-keep and drop environment variables as the real ones do (as their documentation and source say: enroot 3.5 and later,
-apptainer 1.3, pyxis 0.20), and start the command of an image that is a folder. They mount and isolate nothing.
+"""Stand-ins for enroot, apptainer and pyxis, and for the commands of SLURM that a job's script calls.
 
-enroot starts in another folder, keeps nothing but variables of the image and `--env`, and drops ENROOT_*. apptainer keeps
-all, none with --cleanenv; variables of the image win, and over them APPTAINERENV_*. srun passes all unless
+They are shell scripts that keep and drop environment variables as the documentation and the source of the real ones
+say, and start the command of an image that is a folder. They mount and isolate nothing.
+
+enroot starts in another folder, keeps nothing but variables of the image and `--env`, and drops ENROOT_*. apptainer
+keeps all, none with --cleanenv; variables of the image win, and over them APPTAINERENV_*. srun passes all unless
 SLURM_EXPORT_ENV forbids it; with --container-image variables of the image win but over those of --container-env. It
 passes signals on to all processes of its tasks, and ends what they leave behind.
 """

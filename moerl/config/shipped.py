@@ -1,10 +1,14 @@
-"""Folders of the repository that a wheel carries: configs, patches and templates. Torch-free."""
+"""Folders of the repository that a wheel carries: configs, patches and templates; and what it cannot ask for.
+Torch-free."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import moerl
+
+BRIDGE = "megatron-bridge==0.6.2"
+"""A requirement of ours that no metadata name: it is installed without what it declares (requirements/bridge.in)."""
 
 
 def shipped_folder(name: str) -> Path:

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+from moerl.config.shipped import BRIDGE
 from moerl.errors import ConfigError
 from moerl.trainer import platform
 
@@ -71,7 +72,7 @@ def import_bridge() -> Any:
             "megatron-bridge is not installed",
             seen=str(error),
             expected="megatron-bridge 0.6.2, which moerl cannot declare: it demands packages for CUDA alone",
-            remedy="pip install --no-deps megatron-bridge==0.6.2",
+            remedy=f"pip install --no-deps {BRIDGE}",
         ) from error
     return module.AutoBridge
 

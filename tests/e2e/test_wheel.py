@@ -35,15 +35,16 @@ def test_an_installed_wheel_finds_its_configs_and_reward_worker(tmp_path: Path) 
     shown = moerl("train", "--show-config", "recipe=tiny", cwd=elsewhere, path=[site], command=command)
     assert shown.status == 0, shown.output
     assert yaml.safe_load(shown.output)["recipe"] == "tiny"
-    kinds = (".py", ".yaml", ".patch", ".txt", ".j2")
+    kinds = (".py", ".yaml", ".patch", ".txt", ".j2", ".sbatch")
     packed = {path.relative_to(site / "moerl") for path in (site / "moerl").rglob("*") if path.suffix in kinds}
-    # Configs, templates and the patches of SGLang stand beside the package in a checkout, and in it in a wheel.
+    # Configs, templates, patches and scripts for SLURM stand beside the package in a checkout, and in it in a wheel.
     here = {
         path.relative_to(parent)
         for parent, folder in (
             (ROOT / "moerl", ROOT / "moerl"),
             (ROOT, ROOT / "configs"),
             (ROOT, ROOT / "patches"),
+            (ROOT, ROOT / "scripts" / "slurm"),
             (ROOT, ROOT / "templates"),
         )
         for path in folder.rglob("*")

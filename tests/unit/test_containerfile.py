@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import re
 import tomllib
+from pathlib import Path
 
 import pytest
 from named_things import ROOT, make_targets
+
+from moerl.launch.slurm.script import JobSettings, render, render_report
+from moerl.launch.slurm.site import Container, Site
 
 TEXT = (ROOT / "Containerfile").read_text(encoding="utf-8")
 LINES = re.sub(r"\\\n", " ", "\n".join(line for line in TEXT.splitlines() if not line.startswith("#"))).splitlines()
@@ -29,7 +33,12 @@ def test_what_is_copied_is_in_the_repository() -> None:
 def test_what_is_copied_is_all_that_a_wheel_and_set_up_need() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
-    needed = {*wheel["packages"], *wheel["force-include"], *project["project"]["license-files"], "README.md"}
+    needed = {
+        *wheel["packages"],
+        *(name.split("/")[0] for name in wheel["force-include"]),
+        *project["project"]["license-files"],
+        "README.md",
+    }
     prerequisites = re.findall(r"^\.venv/\.ready: (.+)$", MAKEFILE, re.MULTILINE)[0].split()
     needed |= {name.split("/")[0] for name in prerequisites}
     assert needed | {"Makefile", "pyproject.toml"} <= copied()
@@ -48,6 +57,27 @@ def test_targets_and_variables_of_make_exist() -> None:
     assert {call[0] for call in calls} <= make_targets()
     variables = {word.partition("=")[0] for call in calls for word in call[1:]}
     assert variables == {name for name in variables if re.search(rf"^{name} \?=", MAKEFILE, re.MULTILINE)}
+
+
+@pytest.mark.parametrize("runtime", ["enroot", "apptainer", "pyxis"])
+def test_what_a_job_calls_in_the_container_is_in_the_image(runtime: str) -> None:
+    container = Container(runtime=runtime, image="moerl.sqsh")  # type: ignore[arg-type]
+    job = JobSettings("run", 2, "1:00:00", 300, 3, Path("/runs/one"), Path("/runs"))
+    text = render(job, Site(container=container), []) + render_report(Path("/runs"), Site(container=container))
+    modules = set(re.findall(r"(?<=python -m )[\w.]+", text))
+    assert {"moerl", "ray.scripts.scripts", "moerl.ranks.on_ray.nodes", "moerl.launch.slurm.sweeps"} <= modules
+    for name in modules:
+        if name.startswith("ray."):
+            assert re.search(r'pip install .*--editable "\.\[ray\]"', TEXT)
+        else:
+            file = name.replace(".", "/")
+            assert "moerl" in copied()
+            assert (ROOT / f"{file}.py").is_file() or (ROOT / file / "__main__.py").is_file(), name
+    # `python` is that of the set-up, and the first on the PATH; nothing runs before a command.
+    [path] = [line for line in arguments("ENV") if line.startswith("PATH=")]
+    assert path.startswith(f"PATH={arguments('WORKDIR')[0]}/.venv/bin:")
+    assert arguments("ENTRYPOINT") == ["[]"]
+    assert set(re.findall(r'(?m)^ *"\$\{inside\[@\]\}" (?!-)(\w+)', text)) <= {"python"}
 
 
 def test_the_image_is_of_the_cuda_that_the_locked_torch_is_built_for() -> None:

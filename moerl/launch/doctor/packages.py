@@ -14,15 +14,17 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
-from moerl.config.shipped import shipped_folder
+from moerl.config.shipped import BRIDGE, shipped_folder
 from moerl.launch.checks.outcome import Check, green
 
 AREA = "packages"
 LOCK = "run.lock"
 _ENTRY = re.compile(r"^(?P<name>[A-Za-z0-9._-]+)==(?P<version>[^ ;\\]+)(?: *; *(?P<marker>[^\\]+?))? *\\?$")
-_AGAIN = "install again: `make setup` in a checkout, or `pip install` of the same wheel in a fresh environment"
-_BESIDE = "megatron-bridge"
-"""Needed, and in no list of requirements of ours: it is installed without what it declares (requirements/bridge.in)."""
+_AGAIN = (
+    "install again: `make setup` in a checkout; else `pip install` of the same wheel in a fresh environment, then"
+    f" `pip install --no-deps {BRIDGE}`"
+)
+_BESIDE = canonicalize_name(Requirement(BRIDGE).name)
 
 
 def package_checks() -> list[Check]:
@@ -94,7 +96,7 @@ def check_python(version: tuple[int, int]) -> Check:
 
 def check_pins(requirements: Sequence[str], installed: Mapping[str, str]) -> Check:
     """Every package that moerl asks for is there, at a version that it takes."""
-    asked = map(Requirement, [*requirements, _BESIDE])
+    asked = map(Requirement, [*requirements, BRIDGE])
     wrong = [each for each in asked if _applies(each) and not _is_met(each, installed)]
     if not wrong:
         torch, core = installed.get("torch", "-"), installed.get("megatron-core", "-")

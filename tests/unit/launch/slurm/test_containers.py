@@ -146,7 +146,9 @@ def test_a_folder_that_a_container_cannot_mount_is_refused(folder: str) -> None:
 def test_the_report_of_a_sweep_runs_in_the_container_too(programs: StandIns, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(programs.folder.parent)
     script = programs.folder / "report.sbatch"
-    script.write_text(render_report(Path("/sweep"), Site(container=Container(runtime="pyxis", image=str(programs.image)))))
+    script.write_text(
+        render_report(Path("/sweep"), Site(container=Container(runtime="pyxis", image=str(programs.image))))
+    )
     status, output = programs.run(script, EXPORTED)
     assert status == 0, output
     assert programs.seen("moerl.launch.slurm.sweeps-0")["HF_TOKEN"] == EXPORTED["HF_TOKEN"]

@@ -1,0 +1,64 @@
+"""Looks at the container of a job, with stand-ins for srun."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from factories import write_hf_config
+
+from moerl.config.load import load_plan
+from moerl.errors import ConfigError
+from moerl.launch.checks import containers
+from moerl.launch.checks.containers import has_pyxis, look_at_container
+from moerl.launch.checks.facts import Facts
+from moerl.launch.checks.inputs import Note
+from moerl.launch.doctor.machine import check_slurm
+
+LISTS = ("echo", "      --container-image=[USER@][REGISTRY#]IMAGE[:TAG]|PATH")
+LISTS_NOT = ("echo", "      --container=PATH")
+
+
+def facts(runtime: str, *keys: str, shown: tuple[Path, ...] = ()) -> Facts:
+    config = load_plan(["recipe=tiny", *keys])
+    return Facts("dry run", config, container="the container a.sqsh", runtime=runtime, shown=shown)
+
+
+def test_srun_says_whether_pyxis_is_there() -> None:
+    assert has_pyxis(LISTS) is True
+    assert has_pyxis(LISTS_NOT) is False
+    assert has_pyxis(("/no/srun",)) == "no srun on this machine"
+    assert has_pyxis(("sh", "-c", "echo no configuration >&2; exit 1")) == "srun ended with 1: no configuration"
+
+
+def test_a_site_without_pyxis_is_refused_and_one_that_cannot_be_asked_is_a_note(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(containers.has_pyxis, "__defaults__", (LISTS_NOT,))
+    with pytest.raises(ConfigError, match="this SLURM has no pyxis; seen: `srun --help` does not list"):
+        look_at_container(facts("pyxis"))
+    assert isinstance(look_at_container(facts("enroot")), str)
+    monkeypatch.setattr(containers.has_pyxis, "__defaults__", (("/no/srun",),))
+    seen = look_at_container(facts("pyxis"))
+    assert isinstance(seen, Note)
+    assert seen.seen == "cannot be asked for pyxis: no srun on this machine"
+    monkeypatch.setattr(containers.has_pyxis, "__defaults__", (LISTS,))
+    assert look_at_container(facts("pyxis")) == "the container a.sqsh shows what is read"
+
+
+def test_a_model_that_no_mount_shows_is_a_note(tmp_path: Path) -> None:
+    write_hf_config(tmp_path / "model", max_position_embeddings=512)
+    keys = ("model=pretrained", f"model.path='{tmp_path / 'model'}'")
+    hidden = look_at_container(facts("enroot", *keys, shown=(tmp_path / "runs",)))
+    assert isinstance(hidden, Note)
+    assert hidden.seen == f"no mount of the container a.sqsh shows {tmp_path / 'model'}"
+    assert look_at_container(facts("enroot", *keys, shown=(tmp_path,))) == "the container a.sqsh shows what is read"
+
+
+def test_a_run_without_a_container_is_not_looked_at() -> None:
+    assert look_at_container(Facts("dry run", load_plan(["recipe=tiny"]))) == "commands run on the nodes themselves"
+
+
+def test_doctor_says_what_srun_can() -> None:
+    assert [check_slurm(pyxis).level for pyxis in (True, False, "srun ended with 1")] == ["green", "green", "yellow"]
+    assert check_slurm(False).seen == "srun without the plugin pyxis; runtime: pyxis of a site file needs it"

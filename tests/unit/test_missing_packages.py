@@ -1,0 +1,136 @@
+"""Commands if packages are not installed: without torch and its like, and in an environment of the wheel alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from named_things import COMMAND_NAMES, ROOT
+
+EVERY_COMMAND = '''
+import contextlib, io, json, sys, traceback
+
+hidden, commands = json.loads(sys.argv[1])
+
+class Hiding:
+    """A finder that does not find what is named."""
+    def __init__(self, finder):
+        self._finder = finder
+    def __getattr__(self, name):
+        return getattr(self._finder, name)
+    def find_spec(self, name, path=None, target=None):
+        return None if name.partition(".")[0] in hidden else self._finder.find_spec(name, path, target)
+
+sys.meta_path[:] = [Hiding(finder) for finder in sys.meta_path]
+from moerl.__main__ import main
+
+if hidden:
+    from moerl.launch.doctor import accelerators
+    accelerators.ask_torch.__defaults__ = ("/no/python",)
+done = {}
+for command in commands:
+    out, err = io.StringIO(), io.StringIO()
+    sys.argv = ["moerl", *command.split()]
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            status = main()
+        except BaseException:
+            status = "raised"
+            traceback.print_exc(file=err)
+    done[command] = [status, out.getvalue(), err.getvalue()]
+print(json.dumps(done))
+'''
+HEAVY = ("torch", "megatron", "transformers", "ray", "transformer_engine", "sglang")
+Done = dict[str, tuple[int, str, str]]
+"""Status, output and errors of each command."""
+REACH = {
+    "train": "train recipe=tiny run_dir=train",
+    "sft": "sft recipe=tiny run_dir=sft",
+    "rollout": "rollout recipe=tiny run_dir=rollout",
+    "eval": "eval recipe=tiny run_dir=eval",
+    "plan memory": "plan memory recipe=tiny",
+    "plan weights": "plan weights recipe=tiny",
+    "plan run": "plan run recipe=tiny",
+    "launch slurm": "launch slurm recipe=tiny run_dir=job --time 30 --dry-run",
+    "doctor": "doctor recipe=tiny",
+    "diagnose": "diagnose dump --model model",
+    "sglang install": "sglang install --env env --python /no/python",
+    "sglang check": "sglang check --env env",
+    "serve": "serve --model model --folder served --env env",
+    "verify": "verify dump --model model",
+    "export": "export none --output out",
+    "conformance": "conformance --embedded --model model",
+    **{name: f"{name} none" for name in ("status", "report", "samples", "watch")},
+}
+"""Of each command one that gets as far as it can without what it needs."""
+WORK = {"plan memory", "plan weights", "plan run", "launch slurm"}
+"""Commands that end well without torch."""
+NEED = {"train", "sft", "diagnose"}
+"""Commands that get to the import of torch."""
+
+
+def run_all(hidden: tuple[str, ...], commands: list[str], folder: Path, *options: str) -> Done:
+    """Runs commands in one process."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(folder)}
+    words = [sys.executable, "-W", "ignore", *options, "-c", EVERY_COMMAND, json.dumps([hidden, commands])]
+    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def without_torch(tmp_path_factory: pytest.TempPathFactory) -> Done:
+    folder = tmp_path_factory.mktemp("without_torch")
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text("{}")
+    (folder / "dump").write_bytes(b"")
+    return run_all(HEAVY, [*REACH.values(), *(f"{name} --help" for name in COMMAND_NAMES), "--help"], folder)
+
+
+def test_every_command_is_tried() -> None:
+    assert set(REACH) == COMMAND_NAMES
+
+
+def test_no_command_ends_in_a_traceback_without_the_heavy_packages(
+    without_torch: Done,
+) -> None:
+    for command, (status, _, errors) in without_torch.items():
+        assert status != "raised", f"{command}: {errors}"
+        assert "Traceback" not in errors, f"{command}: {errors}"
+        if status not in (0, 1):
+            assert errors.splitlines()[-1].startswith("error: "), f"{command}: {errors}"
+
+
+def test_help_plans_and_dry_runs_work_without_the_heavy_packages(
+    without_torch: Done,
+) -> None:
+    work = {"--help", *(f"{name} --help" for name in COMMAND_NAMES), *(REACH[name] for name in WORK)}
+    assert {command: without_torch[command][2] for command in work if without_torch[command][0] != 0} == {}
+
+
+def test_a_command_that_needs_torch_says_so_in_one_sentence(without_torch: Done) -> None:
+    for name in NEED:
+        status, _, errors = without_torch[REACH[name]]
+        assert status == 2, errors
+        assert f"error: {name}: a package is not installed; seen: no module " in errors, errors
+        assert "`make setup` in a checkout; else pip install" in errors
+
+
+def test_doctor_lists_what_is_missing_and_does_not_fail_itself(
+    without_torch: Done,
+) -> None:
+    status, shown, errors = without_torch[REACH["doctor"]]
+    assert status == 1, errors
+    assert "red     accelerators | torch: " in shown
+
+
+def test_every_command_names_a_missing_package_where_nothing_but_the_wheel_is_installed(tmp_path: Path) -> None:
+    # -S: no packages at all.
+    for command, (status, _, errors) in run_all((), [*REACH.values(), "--help"], tmp_path, "-S").items():
+        assert status == 2, f"{command}: {errors}"
+        assert errors.startswith(f"error: {command.split()[0]}: a package is not installed; seen: no module "), errors
+        assert errors.count("\n") == 1
