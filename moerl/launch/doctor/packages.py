@@ -24,7 +24,7 @@ _AGAIN = (
     "install again: `make setup` in a checkout; else `pip install` of the same wheel in a fresh environment, then"
     f" `pip install --no-deps {BRIDGE}`"
 )
-_BESIDE = canonicalize_name(Requirement(BRIDGE).name)
+_BESIDE: str = canonicalize_name(Requirement(BRIDGE).name)
 
 
 def package_checks() -> list[Check]:
@@ -82,7 +82,7 @@ def exact_names(requirements: Sequence[str]) -> set[str]:
         for each in map(Requirement, requirements)
         if any(part.operator == "==" for part in each.specifier)
     }
-    return pinned | {_BESIDE}
+    return {*pinned, _BESIDE}
 
 
 def check_python(version: tuple[int, int]) -> Check:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from moerl.config.shipped import BRIDGE
 from moerl.launch.doctor.packages import (
     check_chain,
     check_lock,
@@ -120,3 +121,8 @@ def test_what_an_extra_needs_is_named() -> None:
 @pytest.mark.parametrize(("version", "level"), [((3, 12), "green"), ((3, 11), "red"), ((3, 13), "red")])
 def test_python_3_12_alone_will_do(version: tuple[int, int], level: str) -> None:
     assert check_python(version).level == level
+
+
+def test_the_remedy_for_a_missing_megatron_bridge_installs_the_release_of_the_lock() -> None:
+    assert BRIDGE in (ROOT / "requirements" / "bridge.in").read_text().splitlines()
+    assert f"pip install --no-deps {BRIDGE}`" in check_pins([], {}).remedy

@@ -32,8 +32,10 @@ EXPORTED = {
 }
 """Exported before the job was submitted, or by SLURM."""
 OF_THE_NODE = {"LD_LIBRARY_PATH": "/host/lib", "CUDA_HOME": "/host/cuda", "HOME": "/host/home"}
-OF_THE_IMAGE = {"LD_LIBRARY_PATH": "/image/lib", "CUDA_HOME": "/image/cuda", "HF_HOME": "/image", "HOME": "/image/home"}
-OF_THE_IMAGE |= {"NVIDIA_VISIBLE_DEVICES": "all", "OMP_NUM_THREADS": "1"}
+OF_THE_IMAGE = {
+    **{"LD_LIBRARY_PATH": "/image/lib", "CUDA_HOME": "/image/cuda", "HF_HOME": "/image", "HOME": "/image/home"},
+    **{"NVIDIA_VISIBLE_DEVICES": "all", "OMP_NUM_THREADS": "1"},
+}
 
 
 @pytest.fixture
