@@ -115,7 +115,7 @@ case $2 in moerl|*attempts) name=$2-$3-$SLURM_PROCID ;; *) name=$2-$SLURM_PROCID
 { env -0; printf 'PWD_INSIDE=%s\\0' "$(pwd -P)"; } >"SEEN/.$name" && mv "SEEN/.$name" "SEEN/$name"
 case "$2 $3" in
   *"attempts begin") echo "SEEN/attempt-001.log" ;;
-  *"attempts end") exit "$(cat SEEN/status 2>/dev/null || echo 0)" ;;
+  *"attempts end") exit "$5" ;;
   "moerl train") [ ! -e SEEN/long ] || { trap 'exit 75' USR1; touch SEEN/started; while :; do sleep 0.05; done; } ;;
 esac
 """
@@ -143,7 +143,6 @@ class StandIns:
     def stop(self, script: Path, variables: Mapping[str, str]) -> int:
         """Runs a job's script, tells its shell to stop while the run goes on, and returns the status."""
         (self.folder / "seen" / "long").touch()
-        (self.folder / "seen" / "status").write_text("75")
         with self._shell(script, variables) as shell:
             eventually((self.folder / "seen" / "started").exists)
             shell.send_signal(signal.SIGUSR1)
