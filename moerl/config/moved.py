@@ -74,11 +74,13 @@ ADDED: dict[str, Any] = {
     "evaluation.samples": 0,
     "evaluation.temperature": 1.0,
     "evaluation.top_p": 1.0,
+    "task.thinking_end": None,
 }
 """Keys that runs of before do not have, with the values by which they behave as they did."""
 _NEW_SECTIONS = ("buffer", "launch", "metrics")
 _ONLY_WHERE = {
     "task": ("name", "jsonl"),
+    "task.thinking_end": ("name", "dataset"),
     "rollout": ("engine", "embedded"),
     "rollout.server_args": ("engine", "sglang"),
     "algorithm": ("name", "grpo"),

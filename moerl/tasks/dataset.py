@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -49,6 +49,10 @@ class DatasetTaskConfig(SetKeys, TaskSection):
     )
     rewards: dict[RewardName, Reward] = Field(description="Rewards by name; what is trained on is their weighted sum.")
     accuracy: str | None = Field(description="Name of the reward that is reported as accuracy; null = the first.")
+    thinking_end: Annotated[str, Field(min_length=1)] | None = Field(
+        description="Text that ends thinking, for example </think>: rewards see what follows the last of it, and nothing"
+        " of a response without it; null = all of a response."
+    )
 
     @property
     def template_options(self) -> Mapping[str, Any]:
@@ -78,7 +82,8 @@ class DatasetTaskConfig(SetKeys, TaskSection):
         sets = data_sets(self, self.sets)
         scorer = make_scorer(self.rewards, self.accuracy)
         cut = Cut(self.dev_fraction, self.heldout_fraction, self.shuffle_seed, self.text_as)
-        return RowsTask(sets, cut, scorer, response_keys=f"task.response={self.response!r}")
+        keys = f"task.response={self.response!r}"
+        return RowsTask(sets, cut, scorer, response_keys=keys, thinking_end=self.thinking_end)
 
     def check(self, *, sft_steps: int) -> None:
         for data in data_sets(self, self.sets):
@@ -97,6 +102,13 @@ class DatasetTaskConfig(SetKeys, TaskSection):
                 seen=taken[0],
                 expected="a variable that the template reads, such as enable_thinking",
                 remedy="leave it away: messages and tools come from the rows",
+            )
+        if self.thinking_end is not None and self.chat_options.get("enable_thinking") is False:
+            raise ConfigError(
+                "task.thinking_end: the prompt ends thinking already, and no response would have a reward",
+                seen=f"{self.thinking_end!r} with task.chat_options.enable_thinking=false",
+                expected="one of them",
+                remedy="set task.thinking_end=null",
             )
         check_rewards(self.rewards, self.accuracy)
 

@@ -25,7 +25,12 @@ from moerl.cli import main
 from moerl.config.compose import config_groups
 from moerl.telemetry.metrics import METRICS
 
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "patches").rglob("*.md")])
+PAGES = sorted(
+    [
+        *ROOT.glob("*.md"),
+        *(page for folder in ("docs", "examples", "patches") for page in (ROOT / folder).rglob("*.md")),
+    ]
+)
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^ *```.*?^ *```$", re.DOTALL | re.MULTILINE)
 CODE = re.compile(r"`([^`\n]+)`")
@@ -115,6 +120,8 @@ def test_options_of_config_groups_that_a_page_names_exist(page: Path) -> None:
     }
     own = {
         ("recipe", "sort"),
+        ("recipe", "chat_sums"),
+        ("recipe", "short"),
         ("recipe", "mine"),
         ("recipe", "laptob"),
     }  # the reader's own, and one misspelt on purpose

@@ -27,13 +27,22 @@ class RowsTask(DemonstrationTask, ChatTask):
         sets: read at once.
         scorer: gives the rewards; closed with the task.
         response_keys: what a user sets to name the column of demonstrations.
+        thinking_end: rewards see what follows the last of it; None = all of a response.
     """
 
     open_vocabulary = True
     """The texts of this task may hold any character."""
 
-    def __init__(self, sets: Sequence[DataSet], cut: Cut, scorer: Scorer, *, response_keys: str) -> None:
-        self._scorer, self._response_keys = scorer, response_keys
+    def __init__(
+        self,
+        sets: Sequence[DataSet],
+        cut: Cut,
+        scorer: Scorer,
+        *,
+        response_keys: str,
+        thinking_end: str | None = None,
+    ) -> None:
+        self._scorer, self._response_keys, self._thinking_end = scorer, response_keys, thinking_end
         found = [split_set(data, cut) for data in sets]
         self._notes = [each.describe() for each in found]
         self._splits: dict[str, list[Problem]] = {split: join(found, split, cut.seed) for split in SPLITS}
@@ -61,7 +70,14 @@ class RowsTask(DemonstrationTask, ChatTask):
     def reward(self, prompt: Prompt, response: str, finish_reason: FinishReason) -> Future[dict[str, float]]:
         """What the rewards say of the text, whatever the finish reason. `RewardError` where one of them fails, with the
         row: the sample has no reward, which is not a reward of 0. `ConfigError` where none can be given."""
-        return self._scorer.score(prompt, self.place(prompt), response)
+        if self._thinking_end is not None:
+            # A response that is cut off in its thinking has no answer, whatever it drafted.
+            _, end, after = response.rpartition(self._thinking_end)
+            response = after if end else ""
+        return self._score(prompt, response)
+
+    def _score(self, prompt: Prompt, answer: str) -> Future[dict[str, float]]:
+        return self._scorer.score(prompt, self.place(prompt), answer)
 
     def place(self, prompt: Prompt) -> str:
         """The file and line, or the set and row, of a prompt."""
@@ -90,7 +106,7 @@ class RowsTask(DemonstrationTask, ChatTask):
         first = next((each for each in firsts if each.response is not None), firsts[0])
         response = DUMMY_RESPONSE if first.response is None else first.response
         try:
-            rewards = self.reward(first.prompt, response, FinishReason.STOP).result()
+            rewards = self._score(first.prompt, response).result()
         except RewardError as error:
             raise ConfigError(
                 f"task.reward: tried before the run, {error.what}",

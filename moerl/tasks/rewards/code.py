@@ -58,9 +58,12 @@ def code(
 
     def score(row: Mapping[str, Any], response: str) -> dict[str, float]:
         tests = read_tests(row.get(column), column)
-        program = program_of(response)
-        outcomes = [_test(program, test, program_seconds, program_memory_bytes) for test in tests]
-        passed = outcomes.count("passed") / len(outcomes)
+        program, outcomes = program_of(response), list[str]()
+        for test in tests:
+            outcomes.append(_test(program, test, program_seconds, program_memory_bytes))
+            if outcomes[-1] != "passed" and not partial:
+                break  # the rest changes nothing
+        passed = outcomes.count("passed") / len(tests)
         found = {"reward": passed if partial else float(passed == 1.0), "accuracy": float(passed == 1.0)}
         # The first that went wrong says how the program ended.
         worst = next((each for each in outcomes if each != "passed"), "passed")
@@ -76,15 +79,18 @@ def program_of(response: str) -> str:
 
 
 def read_tests(value: object, column: str) -> list[tuple[str, str] | str]:
-    """Tests of a row: Python, or inputs with the outputs that they must give.
+    """Returns the tests of a row: Python, or inputs with the outputs that they must give.
 
     Raises:
-        ValueError: It has none, or they have another form.
+        ValueError: It has none, they have another form, or they call a function by name.
     """
     found: Any = value
     if isinstance(found, str) and found.lstrip().startswith(("[", "{")):
         found = json.loads(found)
+    if isinstance(found, Mapping) and "test_cases" in found:
+        found = found["test_cases"]
     if isinstance(found, Mapping) and {"inputs", "outputs"} <= found.keys():
+        _check_reads_input(found, column)
         pairs = zip(found["inputs"], found["outputs"], strict=True)
         found = [{"input": given, "output": wanted} for given, wanted in pairs]
     if isinstance(found, str) and found.strip():
@@ -92,8 +98,22 @@ def read_tests(value: object, column: str) -> list[tuple[str, str] | str]:
     if isinstance(found, list) and found and all(isinstance(each, str) for each in found):
         return ["\n".join(found)]
     if isinstance(found, list) and found and all(isinstance(each, Mapping) for each in found):
+        for each in found:
+            _check_reads_input(each, column)
         return [(str(each["input"]), str(each["output"])) for each in found]
     raise ValueError(f"column {column!r} has no tests: {str(value)[:80]!r}")
+
+
+def _check_reads_input(test: Mapping[str, Any], column: str) -> None:
+    """Refuses a test whose input is arguments of a function: as standard input it would fail every right program.
+
+    Raises:
+        ValueError: It names a function, or calls itself functional.
+    """
+    kind = test.get("type") or test.get("testtype") or "stdin"
+    if test.get("fn_name") or kind not in ("stdin", "stdin_stdout"):
+        named = test.get("fn_name") or kind
+        raise ValueError(f"column {column!r} has tests that call a function ({named}); write them as Python")
 
 
 def _test(program: str, test: tuple[str, str] | str, seconds: float, memory_bytes: int) -> str:

@@ -287,6 +287,10 @@ def test_no_rows_at_all_is_said_before_the_run(open_task: Open, tmp_path: Path):
         (["task.filters=[{colum: x}]"], "task.filters.0.colum"),
         (["task.dev_fraction=0.5", "task.heldout_fraction=0.5"], "nothing is left to train on"),
         (["task.chat_options.messages=1"], "task.chat_options.messages: not an option"),
+        (
+            ["task.chat_options.enable_thinking=false", "task.thinking_end='</think>'"],
+            "task.thinking_end: the prompt ends thinking already",
+        ),
         (["task.accuracy=left"], "task.accuracy: no such reward; seen: left; expected: right"),
         (["task.rewards.right.weight=0.0"], "task.rewards: nothing is trained on"),
         (["task.rewards.right.kind=exat"], "task.rewards.right.kind: unknown kind; seen: exat; expected: 'function'"),
@@ -320,6 +324,18 @@ def test_the_task_rewards_by_name_and_sum(open_task: Open, tmp_path: Path):
     assert rewards == {"reward": 1.0, "accuracy": 1.0, "right": 1.0, "form": 0.0, **unscored}
     rewards = task.reward(prompt, "#### 9", FinishReason.STOP).result()
     assert rewards == {"reward": 0.25, "accuracy": 0.0, "right": 0.0, "form": 1.0, **unscored}
+
+
+def test_rewards_see_what_follows_the_thinking_and_nothing_of_one_that_was_cut_off(open_task: Open, tmp_path: Path):
+    path = write(tmp_path / "rows.jsonl", math_rows(30))
+    pattern = "task.rewards.right.answer_pattern='#### (.+)'"
+    task = open_task(f"task.path={path}", "task.prompt=question", pattern, "task.thinking_end='</think>'")
+    task.try_rewards()
+    [prompt] = task.prompts("train", 1)
+    answer = prompt.facts["answer"].rpartition(" ")[2]
+    responses = (f"hm</think>\n{answer}", f"a</think>b</think>{answer}", f"{answer}</think>", answer, "")
+    found = [task.reward(prompt, each, FinishReason.STOP).result()["reward"] for each in responses]
+    assert found == [1.0, 1.0, 0.0, 0.0, 0.0]
 
 
 def test_a_reward_that_cannot_look_at_a_harmless_response_is_refused_before_the_run(open_task: Open, tmp_path: Path):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from moerl.tasks.rewards.code import OUTCOMES, code, program_of, read_tests, run_program
+from moerl.tasks.rewards.code import OUTCOMES, Run, code, program_of, read_tests, run_program
 
 GIB = 1 << 30
 
@@ -139,6 +141,40 @@ def test_a_row_without_tests_fails_and_is_no_reward_of_zero(value: object):
 
 def test_inputs_and_outputs_in_two_lists_are_pairs():
     assert read_tests({"inputs": ["1"], "outputs": ["2"]}, "tests") == [("1", "2")]
+
+
+@pytest.mark.parametrize("wrap", [lambda cases: cases, json.dumps, lambda cases: {"test_cases": cases}])
+@pytest.mark.parametrize("more", [{}, {"fn_name": None, "type": "stdin_stdout"}, {"testtype": "stdin"}])
+def test_cases_of_standard_input_are_read_as_sets_of_the_hub_have_them(wrap: Callable[..., Any], more: dict[str, Any]):
+    assert read_tests(wrap([{"input": "1\n", "output": "2\n", **more}]), "tests") == [("1\n", "2\n")]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [{"input": "1", "output": "2", "fn_name": "add", "type": "stdin_stdout"}],
+        [{"input": "1", "output": "2"}, {"input": "1", "output": "2", "testtype": "functional"}],
+        {"test_cases": [{"input": "[1]", "output": "2", "type": "function_call"}]},
+        {"inputs": [[1]], "outputs": [2], "fn_name": "add"},
+    ],
+)
+def test_tests_that_call_a_function_are_a_fault_of_the_row(value: object):
+    with pytest.raises(ValueError, match="tests that call a function"):
+        read_tests(value, "tests")
+
+
+def test_after_a_test_that_fails_the_rest_is_run_only_for_a_share(monkeypatch: pytest.MonkeyPatch):
+    asked: list[str] = []
+
+    def run(program: str, given: str, *_: Any) -> Run:
+        asked.append(given)
+        return Run("passed", given, "")
+
+    monkeypatch.setattr("moerl.tasks.rewards.code.run_program", run)
+    tests = [{"input": each, "output": wanted} for each, wanted in (("1", "1"), ("2", "-"), ("3", "3"))]
+    assert (score("", tests)["reward"], asked) == (0.0, ["1", "2"])
+    asked.clear()
+    assert (score("", tests, partial=True)["reward"], asked) == (pytest.approx(2 / 3), ["1", "2", "3"])
 
 
 def test_a_program_under_way_ends_with_its_reward(tmp_path: Path):
