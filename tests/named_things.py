@@ -49,6 +49,9 @@ def unknown_tests(codes: list[str]) -> list[str]:
 MADE = {"runs", "dist", "build"}
 """Folders that runs and builds make: what is in them is nobody's promise."""
 
+OTHERS = ("examples/converters/", "examples/grpo_trainer/")
+"""Folders of NeMo-RL and of verl, which have examples, too."""
+
 
 def unknown_files(codes: list[str], page: Path) -> list[str]:
     """Paths into this repository, written without placeholders, at which there is nothing."""
@@ -63,6 +66,8 @@ def _is_here(path: str, page: Path) -> bool:
 
 def _looks_like_ours(path: str) -> bool:
     if not re.fullmatch(r"[\w./-]+", path) or "/" not in path or Path(path).suffix not in SUFFIXES:
+        return False
+    if path.startswith(OTHERS):
         return False
     first = path.split("/")[0]
     return first not in MADE and any((folder / first).is_dir() for folder in (ROOT, ROOT / "moerl", ROOT / "tests"))

@@ -1,7 +1,7 @@
 """Samples with a sampler that is not moerl's, and writes rollouts.jsonl and the model, policy.
 
-The sampler has a fault: it draws at temperature 0.6 and logs log-probs at temperature 1. Your own program would read the
-rollouts of your system in place of `sample`; `write` is what it needs of moerl's format.
+The sampler has a fault: it draws at temperature 0.6 and logs log-probs at temperature 1. Your own program would read
+the rollouts of your system in place of `sample`; `write` is what it needs of moerl's format.
 """
 
 import json

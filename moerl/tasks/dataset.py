@@ -50,8 +50,8 @@ class DatasetTaskConfig(SetKeys, TaskSection):
     rewards: dict[RewardName, Reward] = Field(description="Rewards by name; what is trained on is their weighted sum.")
     accuracy: str | None = Field(description="Name of the reward that is reported as accuracy; null = the first.")
     thinking_end: Annotated[str, Field(min_length=1)] | None = Field(
-        description="Text that ends thinking, for example </think>: rewards see what follows the last of it, and nothing"
-        " of a response without it; null = all of a response."
+        description="Text that ends thinking, for example </think>: rewards see what follows the last of it, and"
+        " nothing of a response without it; null = all of a response."
     )
 
     @property
