@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from example_commands import keys_of
 from moerl_runs import DoneRun, moerl
 from run_checks import assert_the_same, processes_of, rank_processes
 from slurm_cluster import Cluster
@@ -46,7 +47,8 @@ def test_a_run_whose_node_is_lost_goes_on_on_another_one(
 
 
 IMPORTS = [Path(each) for each in sys.path]
-OVER_BOTH = ("recipe=tiny", "rl.steps=4", "parallel.data=2", "launch.on=ray")
+OVER_BOTH = keys_of("slurm_two_nodes")
+assert OVER_BOTH[-1] == "launch.on=ray"
 
 
 def raylets() -> set[str]:
