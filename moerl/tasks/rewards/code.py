@@ -113,7 +113,9 @@ def _check_reads_input(test: Mapping[str, Any], column: str) -> None:
     kind = test.get("type") or test.get("testtype") or "stdin"
     if test.get("fn_name") or kind not in ("stdin", "stdin_stdout"):
         named = test.get("fn_name") or kind
-        raise ValueError(f"column {column!r} has tests that call a function ({named}); write them as Python")
+        raise ValueError(
+            f"column {column!r} has tests that call a function, or are of an unknown kind ({named}); write them as Python"
+        )
 
 
 def _test(program: str, test: tuple[str, str] | str, seconds: float, memory_bytes: int) -> str:

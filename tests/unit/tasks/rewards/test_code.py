@@ -159,7 +159,7 @@ def test_cases_of_standard_input_are_read_as_sets_of_the_hub_have_them(wrap: Cal
     ],
 )
 def test_tests_that_call_a_function_are_a_fault_of_the_row(value: object):
-    with pytest.raises(ValueError, match="tests that call a function"):
+    with pytest.raises(ValueError, match="tests that call a function, or are of an unknown kind"):
         read_tests(value, "tests")
 
 
