@@ -114,7 +114,8 @@ def _check_reads_input(test: Mapping[str, Any], column: str) -> None:
     if test.get("fn_name") or kind not in ("stdin", "stdin_stdout"):
         named = test.get("fn_name") or kind
         raise ValueError(
-            f"column {column!r} has tests that call a function, or are of an unknown kind ({named}); write them as Python"
+            f"column {column!r} has tests that call a function, or are of an unknown kind ({named});"
+            " write them as Python"
         )
 
 
