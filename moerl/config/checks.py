@@ -16,6 +16,7 @@ from moerl.config.passed_on import check_passed_on, passed_on_notes
 from moerl.config.placement import check_placement, check_ray
 from moerl.config.rollouts import EmbeddedRolloutConfig, SGLangRolloutConfig
 from moerl.config.schema import RunConfig
+from moerl.config.server_layout import check_experts_of_server
 from moerl.config.trackers import check_trackers
 from moerl.contract.trajectory import MAX_KEPT_IDS
 from moerl.errors import ConfigError
@@ -38,6 +39,7 @@ def check_run(config: RunConfig) -> None:
         _check_sizes(config, describe_architecture(config.model.architecture))
     _check_buffer(config)
     _check_colocated(config)
+    check_experts_of_server(config.rollout, None)
     _check_precision(config)
     _check_weights(config)
     _check_metrics(config)
@@ -226,6 +228,7 @@ def layout_load(config: RunConfig) -> Load:
 def _check_sizes(config: RunConfig, sizes: ModelDescription) -> None:
     """The layout fits the model, and the longest response leaves room for a prompt."""
     _check_layout(config, sizes)
+    check_experts_of_server(config.rollout, sizes)
     longest = config.rollout.max_new_tokens
     if longest >= sizes.max_positions:
         where = sizes.where("max_positions" if sizes.folder is None else "max_position_embeddings")
@@ -270,13 +273,6 @@ def _check_colocated(config: RunConfig) -> None:
             seen=f"max_staleness {config.buffer.max_staleness}, rollout.placement colocated",
             expected="0",
             remedy="set buffer.max_staleness=0, or rollout.placement=apart",
-        )
-    if config.launch.on == "ray":
-        raise ConfigError(
-            "rollout.placement: Ray gives each rank and each server GPUs of its own",
-            seen="rollout.placement colocated, launch.on ray",
-            expected="one machine, launch.on=local",
-            remedy="set launch.on=local, or rollout.placement=apart",
         )
     if rollout.memory_share is None:
         raise ConfigError(

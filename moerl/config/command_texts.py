@@ -112,8 +112,8 @@ COMMANDS = {
         keys=(
             *("model", "parallel", "trainer", "algorithm.kl_coef", "algorithm.kl_support", "rollout.max_new_tokens"),
             *("sft.steps", "sft.batch_size", "rl.prompts_per_step", "rl.group_size", "rl.minibatches"),
-            *("rollout.placement", "rollout.servers", "rollout.tensor", "rollout.memory_share", "rollout.max_running"),
-            *("rollout.max_pool_tokens", "weights.bucket_bytes"),
+            *("rollout.placement", "rollout.servers", "rollout.tensor", "rollout.expert", "rollout.memory_share"),
+            *("rollout.max_running", "rollout.max_pool_tokens", "weights.bucket_bytes"),
         ),
     ),
     "plan weights": Command(

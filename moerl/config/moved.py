@@ -63,6 +63,7 @@ ADDED: dict[str, Any] = {
     "rollout.placement": "inside",
     "rollout.record_steps": True,
     "rollout.server_args": {},
+    "rollout.expert": 1,
     "buffer.max_staleness": 0,
     "buffer.window": 1,
     "buffer.when_stale": "wait",
@@ -83,6 +84,7 @@ _ONLY_WHERE = {
     "task.thinking_end": ("name", "dataset"),
     "rollout": ("engine", "embedded"),
     "rollout.server_args": ("engine", "sglang"),
+    "rollout.expert": ("engine", "sglang"),
     "algorithm": ("name", "grpo"),
 }
 """By added key, or by section, which value of which key of the section it is for."""

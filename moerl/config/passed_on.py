@@ -20,6 +20,7 @@ NOT_CHECKED = "not checked by moerl"
 SERVER_KEYS = {
     **dict.fromkeys(("model_path", "model", "tokenizer_path"), "model.path"),
     **dict.fromkeys(("tp_size", "tensor_parallel_size"), "rollout.tensor"),
+    **dict.fromkeys(("ep_size", "expert_parallel_size", "ep"), "rollout.expert"),
     "dtype": "rollout.dtype",
     "max_running_requests": "rollout.max_running",
     "max_total_tokens": "rollout.max_pool_tokens",
@@ -32,10 +33,13 @@ SERVER_KEYS = {
 _ADDRESS = "a server of a run listens on a private address and a free port, with keys of its own"
 _ONE_MACHINE = "a server's ranks are on one machine, and meet in a file"
 _CONTRACT = "rollouts need it as it is"
+_EXPERTS = "experts stay where they were loaded, one copy of each: weight updates and checksums count on it"
 SERVER_FIXED = {
     **dict.fromkeys(("host", "port", "api_key", "admin_api_key"), _ADDRESS),
     **dict.fromkeys(("dist_init_addr", "nccl_init_addr", "nccl_port", "nnodes", "node_rank"), _ONE_MACHINE),
     **dict.fromkeys(("enable_return_routed_experts", "sampling_backend", "sampling_mask_max_tokens"), _CONTRACT),
+    **dict.fromkeys(("enable_eplb", "init_expert_location", "ep_num_redundant_experts"), _EXPERTS),
+    **dict.fromkeys(("ep_dispatch_algorithm", "elastic_ep_backend"), _EXPERTS),
     **dict.fromkeys(("skip_tokenizer_init", "skip_server_warmup"), "servers get and give token ids"),
     "json_model_override_args": "it bounds the ids that are sampled",
     "weight_version": "it is the policy version",

@@ -15,6 +15,7 @@ from moerl.errors import ConfigError
 LOOPBACK_ADDRESS = "127.0.0.1"
 TOKEN_MODE, TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
 """Variables by which Ray asks for a token, and has one."""
+_GPUS = "CUDA_VISIBLE_DEVICES"
 _QUIET = {"RAY_USAGE_STATS_ENABLED": "0"}
 _LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """Ray then takes the loopback address for that of this machine, as it does on other systems, and listens there alone.
@@ -72,6 +73,16 @@ def set_ray_variables(launch: LaunchConfig, environment: MutableMapping[str, str
         environment.update({**_LOOPBACK, TOKEN_MODE: "token", TOKEN: secrets.token_hex(32)})
     elif launch.address.rpartition(":")[0] in ("localhost", LOOPBACK_ADDRESS):
         environment.update(_LOOPBACK)
+
+
+def shown_gpus(environment: Mapping[str, str] = os.environ) -> str:
+    """Returns the GPUs that this process is shown, as CUDA_VISIBLE_DEVICES names them; empty if nothing says it."""
+    return environment.get(_GPUS, "")
+
+
+def show_gpus(gpus: str, environment: MutableMapping[str, str] = os.environ) -> None:
+    """Shows these GPUs, and no others, to the processes that this one starts from now on."""
+    environment[_GPUS] = gpus
 
 
 def forget_token(launch: LaunchConfig, environment: MutableMapping[str, str] = os.environ) -> None:

@@ -22,7 +22,7 @@ _LOSS = "the loss would change in the middle of a run"
 _SAMPLES = "what is sampled would change in the middle of a run"
 _OF_SERVING = (
     *("max_running", "max_new_tokens", "start_seconds", "response_seconds", "probe_seconds"),
-    *("servers", "environment", "tensor", "max_pool_tokens", "memory_share", "server"),
+    *("servers", "environment", "tensor", "expert", "max_pool_tokens", "memory_share", "server"),
     "server_args",
 )
 _WHY_NOT: dict[str, str | None] = {

@@ -75,7 +75,11 @@ class SGLangRolloutConfig(_ServedRolloutConfig):
     environment: FilePath = Field(
         description="Server's environment, made by `moerl sglang install`; decides the device."
     )
-    tensor: Ranks = Field(description="Tensor-parallel ranks of a server.")
+    tensor: Ranks = Field(description="Tensor-parallel ranks of a server, all on one machine.")
+    expert: Ranks = Field(
+        description="Groups of a server's ranks that share its experts: each has some of them, cut over the group's"
+        " ranks. 1 = every rank has a part of every expert."
+    )
     max_pool_tokens: Count | None = Field(
         description="Tokens in a server's key-value pool; null = as memory allows, 65536 on CPU."
     )

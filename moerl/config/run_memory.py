@@ -250,7 +250,7 @@ def _host(config: RunConfig, sizes: ModelDescription, rank: RankMemory | None, m
         holdings.append(Holding("engine: weights", engine.weights_bytes))
         holdings.append(Holding("engine: cache", engine.asked_bytes, ("sampling",)))
     elif isinstance(rollout, SGLangRolloutConfig) and machine.gpu_bytes is None:
-        devices = rollout.servers * rollout.tensor
+        devices = _server_devices_on_node(config, machine)
         holdings += [Holding(h.what, h.num_bytes * devices) for h in _server_holdings(config, sizes, None)]
     return Place(HOST, tuple(holdings), machine.host_bytes)
 
@@ -265,9 +265,19 @@ def _weight_copies(config: RunConfig, sizes: ModelDescription, machine: Machine)
         found.append(Holding("copy of the weights for late servers", weights))
         found.append(Holding("copy of the next weights", weights, ("sending",)))
     if isinstance(rollout, SGLangRolloutConfig) and rollout.is_colocated and machine.gpu_bytes is not None:
-        takers = config.weights.senders + rollout.servers * rollout.tensor
+        takers = config.weights.senders + _server_devices_on_node(config, machine)
         found.append(Holding("buckets through host memory", takers * _buckets(config, sizes), ("sending",)))
     return found
+
+
+def _server_devices_on_node(config: RunConfig, machine: Machine) -> int:
+    """Returns the devices of servers on the node with most of them: all, unless they share those of ranks."""
+    rollout = config.rollout
+    assert isinstance(rollout, SGLangRolloutConfig)
+    servers = rollout.servers
+    if rollout.is_colocated:
+        servers = min(servers, ranks_on_node(config, machine) // rollout.tensor)
+    return servers * rollout.tensor
 
 
 def ranks_on_node(config: RunConfig, machine: Machine) -> int:

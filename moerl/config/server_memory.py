@@ -1,8 +1,10 @@
 """Memory of an engine that samples: its weights, and the key-value cache of what it works on. Pure; any process.
 
-Shape legend: L = layers, t = tensor-parallel devices of a server, b = bytes of an element.
+Shape legend: L = layers, t = tensor-parallel devices of a server, e = groups of them that share its experts, b = bytes
+of an element.
 
-**Weights** are split as SGLang splits them: attention, experts, embedding and head over t, norms and routers whole.
+**Weights** are split as SGLang splits them: attention, embedding and head over t, norms and routers whole; each of e
+groups has an e-th of the experts, each cut over the t / e devices of the group.
 
 **The cache of a token** on each device of a server:
 
@@ -56,7 +58,9 @@ def engine_needs(config: RunConfig, sizes: ModelDescription) -> EngineMemory:
     tensor = rollout.tensor if isinstance(rollout, SGLangRolloutConfig) else 1
     is_embedded = isinstance(rollout, EmbeddedRolloutConfig)
     element = EMBEDDED_ELEMENT_BYTES if is_embedded or rollout.dtype == "float32" else 2
-    parameters = rank_parameters(sizes, ParallelDims(tensor=tensor, expert_tensor=tensor), 0)
+    expert = rollout.expert if isinstance(rollout, SGLangRolloutConfig) else 1
+    dims = ParallelDims(tensor=tensor, expert=expert, expert_tensor=tensor // expert)
+    parameters = rank_parameters(sizes, dims, 0)
     return EngineMemory(
         weights_bytes=sum(parameters.values()) * element,
         token_bytes=cache_token_bytes(sizes, tensor, element),

@@ -59,6 +59,7 @@ def _add_server_options(add: Callable[..., argparse.Action]) -> None:
     add("--host", default="127.0.0.1", metavar="IP", help="loopback or private address, 127.0.0.1")
     add("--port", type=int, default=0, metavar="N", help="a free one by default")
     add("--tensor", type=int, default=1, metavar="N", help="tensor-parallel ranks, 1")
+    add("--expert", type=int, default=1, metavar="N", help="groups of these that share the experts, 1")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of weights and activations, bfloat16")
     add("--max-running", type=int, default=64, metavar="N", help="requests side by side, 64")
     add("--max-pool-tokens", type=int, metavar="N", help="tokens in the key-value pool; as memory allows by default")
@@ -111,6 +112,7 @@ def _serve(options: argparse.Namespace) -> int:
         environment=options.env.resolve(),
         device=options.device,
         tensor=options.tensor,
+        expert=options.expert,
         dtype=options.dtype,
         max_running=options.max_running,
         max_pool_tokens=options.max_pool_tokens,

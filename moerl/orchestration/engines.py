@@ -179,6 +179,7 @@ def _launchers(config: RunConfig, model: ModelDescription, version: int, launche
         environment=rollout.environment,
         device=device_of(rollout.environment),
         tensor=rollout.tensor,
+        expert=rollout.expert,
         dtype=rollout.dtype,
         max_running=rollout.max_running,
         max_pool_tokens=rollout.max_pool_tokens,

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from moerl.config.placement import set_ray_variables
+from moerl.config.rollouts import SGLangRolloutConfig
 from moerl.config.schema import RunConfig
 from moerl.config.threads import engine_threads
 from moerl.contract.ports import Task
@@ -40,15 +41,22 @@ def open_trainer(
 
 
 def server_launcher(config: RunConfig, options: ServerOptions, folder: Path, start_seconds: float) -> ServerLauncher:
-    """A server of a run whose trainer is open: on this machine, or on a node of its Ray cluster.
+    """Returns a server of a run whose trainer is open: on this machine, or on a node of its Ray cluster, in a colocated
+    run on that of the ranks whose devices it shares.
 
     Args:
         folder, start_seconds: as of `OwnServer`.
+
+    Raises:
+        EngineError: no node has as many ranks as the server has devices.
     """
     if config.launch.on == "ray":
         from moerl.ranks.on_ray.servers import RemoteServer
+        from moerl.ranks.on_ray.shared import ranks_of_server
 
-        return RemoteServer(options, folder, start_seconds)
+        rollout = config.rollout
+        is_colocated = isinstance(rollout, SGLangRolloutConfig) and rollout.is_colocated
+        return RemoteServer(options, folder, start_seconds, ranks_of_server(options) if is_colocated else ())
     return OwnServer(options, folder, start_seconds)
 
 

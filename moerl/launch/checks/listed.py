@@ -52,6 +52,13 @@ CHECKS = (
     RunCheck(
         "memory of GPUs", "a rank, and in a colocated run its server, on one GPU", DOORS, "none", room.look_at_gpus
     ),
+    RunCheck(
+        "nodes of servers",
+        "a server's GPUs are on one node, in a colocated run those of ranks",
+        DOORS,
+        "none",
+        room.look_at_nodes,
+    ),
     RunCheck("memory of servers", "weights and cache of a server in its share", DOORS, "none", room.look_at_server),
     RunCheck(
         "memory of hosts",

@@ -16,6 +16,8 @@ from moerl.config.run_memory import (
     places,
     server_problem,
 )
+from moerl.config.schema import RunConfig
+from moerl.config.server_layout import check_nodes_of_servers
 from moerl.errors import ConfigError
 from moerl.launch.checks.facts import Facts
 from moerl.launch.checks.inputs import Note
@@ -27,7 +29,7 @@ GRACE_SHARE = 0.8
 def look_at_devices(facts: Facts) -> str | Note:
     """Counts GPUs of ranks and servers. On CPUs a run with too few cores works, and is slow."""
     config, gpus = facts.config, facts.num_gpus
-    trainer = config.parallel.world_size if config.command in ("train", "sft") else 0
+    trainer = _ranks(config)
     servers = config.rollout.own_devices if isinstance(config.rollout, SGLangRolloutConfig) else 0
     needed, text = trainer + servers, f"{trainer} ranks of the trainer, {servers} devices of servers"
     if gpus is None:
@@ -47,6 +49,22 @@ def look_at_devices(facts: Facts) -> str | Note:
             f"{facts.num_cores} cores for {text}", f"{needed} cores", "take fewer ranks, or a machine with more cores"
         )
     return f"{text}, on CPUs"
+
+
+def look_at_nodes(facts: Facts) -> str:
+    """Looks whether each server finds its GPUs on one node."""
+    rollout, machine = facts.config.rollout, facts.machine
+    if not isinstance(rollout, SGLangRolloutConfig):
+        return "the run starts no SGLang servers"
+    if machine is None:
+        return f"not known here: {facts.unknown}"
+    if machine.gpu_bytes is None or not machine.gpus_per_node:
+        return "the run is on CPUs" if machine.gpu_bytes is None else "GPUs of a node are not known here"
+    # `moerl plan memory` is not told how many nodes there are.
+    nodes = None if facts.door == "plan" else machine.nodes
+    ranks = facts.config.parallel.world_size if rollout.is_colocated else _ranks(facts.config)
+    check_nodes_of_servers(rollout, ranks=ranks, gpus_per_node=machine.gpus_per_node, nodes=nodes)
+    return f"{rollout.servers} servers of {rollout.tensor} GPUs, each on one node of {machine.gpus_per_node}"
 
 
 def look_at_gpus(facts: Facts) -> str:
@@ -109,6 +127,11 @@ def describe_places(facts: Facts, *, hosts: bool) -> list[str]:
             room = "its memory is not known" if place.room_bytes is None else f"of {gib(place.room_bytes)}"
             lines.append(f"{place.name}: {gib(place.peak_bytes)} while {place.peak_moment}, {room}")
     return lines
+
+
+def _ranks(config: RunConfig) -> int:
+    """Returns the ranks of the trainer."""
+    return config.parallel.world_size if config.command in ("train", "sft") else 0
 
 
 def _raise(problem: ConfigError | None) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from moerl.config.interfaces import interface_variables
+from moerl.config.placement import shown_gpus
 from moerl.contract.commands import decode_reply
 from moerl.processes.channel import receive, send
 from moerl.processes.parent import die_with
@@ -37,10 +38,9 @@ class RankActor:
     def facts(self) -> bytes:
         """`Facts`, as JSON."""
         context = ray.get_runtime_context()
-        address = ray.util.get_node_ip_address()
-        return msgspec.json.encode(
-            Facts(context.get_node_id(), address, socket.gethostname(), Versions.here(), tokens.is_token_auth_enabled())
-        )
+        address, asks = ray.util.get_node_ip_address(), tokens.is_token_auth_enabled()
+        facts = Facts(context.get_node_id(), address, socket.gethostname(), Versions.here(), asks, shown_gpus())
+        return msgspec.json.encode(facts)
 
     def listen(self) -> bytes:
         """Of rank 0: where the ranks meet, at a port that is free on its node."""

@@ -27,6 +27,7 @@ from moerl.ranks.on_ray.cluster import Cluster, has_gpus
 from moerl.ranks.on_ray.held import abandon_all
 from moerl.ranks.on_ray.library import ActorUnavailableError, GetTimeoutError, RayError, first_line, ray
 from moerl.ranks.on_ray.messages import Facts, Place, Versions
+from moerl.ranks.on_ray.shared import note_ranks
 from moerl.ranks.replies import CLOSING_SECONDS, GRACE_SECONDS, check_replies, lost, ranks_have_ended
 
 START_SECONDS = 300.0
@@ -145,6 +146,7 @@ class Actors:
         for rank, answer in zip(self._ranks, self._call("facts", START_SECONDS), strict=True):
             rank.facts = msgspec.json.decode(answer, type=Facts)
             _check_node(rank.rank, rank.facts)
+        note_ranks([rank.facts for rank in self._ranks if rank.facts is not None])
         rendezvous = self._call("listen", START_SECONDS, only=1)[0].decode()
         places = [msgspec.json.encode(self._place(rank, config)) for rank in self._ranks]
         self._call("start", START_SECONDS, places)

@@ -26,13 +26,15 @@ class Versions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class Facts(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """Of the node that an actor is on. asks_token: its Ray lets nobody in without one."""
+    """Of the node that an actor is on. asks_token: its Ray lets nobody in without one. gpus: those that Ray shows the
+    actor, as CUDA_VISIBLE_DEVICES names them."""
 
     node_id: str
     address: str
     host: str
     versions: Versions
     asks_token: bool
+    gpus: str
 
     @property
     def node(self) -> str:

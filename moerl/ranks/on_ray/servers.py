@@ -1,4 +1,7 @@
-"""SGLang servers of a run as actors: each on a node that has room for it, replaced on another one where that is lost.
+"""SGLang servers of a run as actors: each on a node that has room for it, replaced on another one if that is lost.
+
+A server that shares the devices of ranks (`moerl.ranks.on_ray.shared`) is on their node, also when it is replaced. Ray
+counts these devices once, for the ranks.
 
 The actor is the parent of the server's process, which ends with it; the actor ends with the controller, or its node's
 Ray. Keys and address come to the controller in the server's file in the run directory, not through Ray.
@@ -9,16 +12,19 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from moerl.config.placement import show_gpus
 from moerl.errors import EngineError
 from moerl.processes.parent import die_with
 from moerl.ranks.on_ray.held import hold
-from moerl.ranks.on_ray.library import GetTimeoutError, RayError, ray
+from moerl.ranks.on_ray.library import GetTimeoutError, OnNode, RayError, ray
+from moerl.ranks.on_ray.messages import Facts
 from moerl.rollout.fleet.endpoint import Endpoint, read_endpoint
 from moerl.rollout.sglang.launchers import OwnServer
 from moerl.rollout.sglang.server import ENDPOINT_FILE, ServerOptions
@@ -39,13 +45,20 @@ class ServerActor:
         """The address of the actor's node."""
         return str(ray.util.get_node_ip_address()).encode()
 
-    def open(self, options: bytes, folder: bytes, start_seconds: float) -> bytes:
-        """Starts the server, and returns an empty answer when it is ready, else why it is not. `options`: JSON."""
+    def open(self, options: bytes, folder: bytes, start_seconds: float, gpus: str) -> bytes:
+        """Starts the server, and returns an empty answer when it is ready, else why it is not.
+
+        Args:
+            options: JSON.
+            gpus: to be shown to the server; empty leaves it those that Ray has given the actor.
+        """
         told = msgspec.json.decode(options, type=ServerOptions, dec_hook=lambda kind, text: kind(text))
         here = replace(told, host=ray.util.get_node_ip_address())
         if told.device != "cpu":
-            # Ray shows this process its own GPUs alone.
+            # This process sees no others than the server's.
             here = replace(here, first_device=0)
+        if gpus:
+            show_gpus(gpus)
         self._server = OwnServer(here, Path(folder.decode()), start_seconds)
         try:
             self._server.open()
@@ -61,15 +74,17 @@ class ServerActor:
 
 
 class RemoteServer:
-    """A `ServerLauncher`: a server on whatever node of the cluster has room.
+    """A `ServerLauncher`: a server on whatever node of the cluster has room, or on that of some ranks.
 
     Args:
         options: as of `OwnServer`; the host is that of the node. folder: in a file system that all nodes see.
         start_seconds: longest start-up.
+        ranks: whose devices the server has, too; empty for devices of its own.
     """
 
-    def __init__(self, options: ServerOptions, folder: Path, start_seconds: float) -> None:
+    def __init__(self, options: ServerOptions, folder: Path, start_seconds: float, ranks: Sequence[Facts] = ()) -> None:
         self._options, self._folder, self._start_seconds = options, folder.absolute(), start_seconds
+        self._ranks, self._gpus = ranks, ",".join(rank.gpus for rank in ranks) if options.device != "cpu" else ""
         self._lock, self._is_closed = threading.Lock(), False
         self._opening = threading.Lock()
         self._actor: Any = None
@@ -98,7 +113,8 @@ class RemoteServer:
         try:
             node = ray.get(actor.node.remote(), timeout=PLACE_SECONDS).decode()
             options = msgspec.json.encode(self._options, enc_hook=str)
-            problem = ray.get(actor.open.remote(options, str(self._folder).encode(), self._start_seconds)).decode()
+            folder = str(self._folder).encode()
+            problem = ray.get(actor.open.remote(options, folder, self._start_seconds, self._gpus)).decode()
         except GetTimeoutError as error:
             seen = f"no node with room within {PLACE_SECONDS:g} s"
             raise self._failure(seen, "add nodes, or take fewer servers") from error
@@ -113,13 +129,16 @@ class RemoteServer:
             if self._is_closed:
                 raise EngineError("the launcher of SGLang servers is closed", remedy="make another one")
             self._end(wait=True)
-            count = float(self._options.tensor)
-            need = {"num_gpus": 0.0, "num_cpus": count}
-            if self._options.device != "cpu":
-                need = {"num_gpus": count, "num_cpus": 0.0}
-            options = {**need, "scheduling_strategy": "SPREAD", "max_restarts": 0, "max_task_retries": 0}
+            options = {**self._place(), "max_restarts": 0, "max_task_retries": 0}
             self._actor = ray.remote(ServerActor).options(**options).remote()
             return self._actor
+
+    def _place(self) -> dict[str, Any]:
+        """What the actor asks Ray for."""
+        if self._ranks:
+            return {"num_gpus": 0.0, "num_cpus": 0.0, "scheduling_strategy": OnNode(self._ranks[0].node_id, soft=False)}
+        kind, other = ("num_cpus", "num_gpus") if self._options.device == "cpu" else ("num_gpus", "num_cpus")
+        return {kind: float(self._options.tensor), other: 0.0, "scheduling_strategy": "SPREAD"}
 
     def _end(self, *, wait: bool) -> None:
         actor, self._actor = self._actor, None

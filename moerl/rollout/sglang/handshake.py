@@ -16,6 +16,14 @@ from moerl.rollout.sglang.patches import releases
 UNSYNCED = "none"
 """Label of weights that the trainer did not send: tokens that they sampled can never be read as the policy's."""
 
+_EXPERTS_STAY = {
+    "enable_eplb": False,
+    "ep_num_redundant_experts": 0,
+    "init_expert_location": "trivial",
+    "ep_dispatch_algorithm": None,
+}
+"""Options of a server whose experts are in the checkpoint's order, one copy of each."""
+
 _REINSTALL = "start the server from an environment made by `moerl sglang install` of this version of moerl"
 
 
@@ -44,6 +52,8 @@ class ServerFacts:
 
     version: release of SGLang. policy_version: of the weights it holds, -1 where none were sent yet.
     num_ranks: of its tensor parallelism. device: cuda or cpu. dtype: of its weights and activations.
+    places_experts: options, under SGLang's names, that give experts other places than the checkpoint's order, or
+    several.
     """
 
     version: str
@@ -56,6 +66,7 @@ class ServerFacts:
     sampling_mask_max_tokens: int
     speculative_algorithm: str | None
     hierarchical_cache: bool
+    places_experts: tuple[str, ...]
 
 
 def read_facts(info: Mapping[str, Any], weight_version: str) -> ServerFacts:
@@ -84,6 +95,7 @@ def read_facts(info: Mapping[str, Any], weight_version: str) -> ServerFacts:
             sampling_mask_max_tokens=int(info["sampling_mask_max_tokens"]),
             speculative_algorithm=info["speculative_algorithm"],
             hierarchical_cache=bool(info["enable_hierarchical_cache"]),
+            places_experts=tuple(name for name, usual in _EXPERTS_STAY.items() if info[name] != usual),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise _refusal("handshake", f"{type(error).__name__}: {error}", "the facts of a patched server") from error
@@ -154,6 +166,7 @@ def check_options(facts: ServerFacts) -> None:
         ("--sampling-mask-max-tokens", facts.sampling_mask_max_tokens, MAX_KEPT_IDS, "the largest kept set"),
         ("--speculative-algorithm", facts.speculative_algorithm, None, "it returns no kept sets"),
         ("--enable-hierarchical-cache", facts.hierarchical_cache, False, "its hits return wrong routing rows"),
+        ("places of experts", facts.places_experts, (), "updates and checksums count on one copy in order"),
     ]
     for option, seen, expected, why in pairs:
         if seen != expected:

@@ -71,6 +71,7 @@ class ServerOptions:
 
     model: Hugging Face directory. environment: made by `moerl sglang install`. device: cuda or cpu.
     tensor: tensor-parallel ranks, each on a GPU (or core) of its own, from the one with number `first_device` on.
+    expert: groups of these ranks that share the experts.
     dtype: of weights and activations. max_running: requests side by side.
     max_pool_tokens: tokens in the key-value pool; None takes what memory allows on GPUs, `CPU_POOL_TOKENS` on CPU.
     memory_share: of a GPU's memory, for weights and pool; None leaves it to SGLang. sleeps: it can give that back.
@@ -85,6 +86,7 @@ class ServerOptions:
     environment: Path
     device: str = "cuda"
     tensor: int = 1
+    expert: int = 1
     first_device: int = 0
     dtype: str = "bfloat16"
     max_running: int = 64
@@ -236,6 +238,7 @@ def launch_options(options: ServerOptions, port: int) -> dict[str, Any]:
         "device": options.device,
         "dtype": options.dtype,
         "tensor-parallel-size": options.tensor,
+        "expert-parallel-size": options.expert,
         "max-running-requests": options.max_running,
         "weight-version": UNSYNCED if options.policy_version < 0 else str(options.policy_version),
         "enable-return-routed-experts": True,

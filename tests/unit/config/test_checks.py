@@ -68,12 +68,17 @@ def error(*overrides: str, command: str = "train") -> str:
         ),
         (["rollout=sglang", "rollout.placement=colocated"], "rollout.memory_share: what a colocated server may take"),
         (
-            ["rollout=sglang", "rollout.placement=colocated", "rollout.memory_share=0.4", "launch.on=ray"],
-            "rollout.placement: Ray gives each rank",
-        ),
-        (
             ["rollout=sglang", "rollout.placement=colocated", "rollout.memory_share=0.4", "rollout.servers=2"],
             "rollout.servers: more devices than the trainer has",
+        ),
+        (["rollout=sglang", "rollout.tensor=4", "rollout.expert=3"], "rollout.expert: no divisor of the ranks"),
+        (
+            ["rollout=sglang", "rollout.tensor=32", "rollout.expert=32"],
+            "rollout.expert: does not divide the experts of the model",
+        ),
+        (
+            ["rollout=sglang", "rollout.tensor=1030", "rollout.expert=2"],
+            "rollout.expert: an expert cannot be cut evenly",
         ),
         (["rollout=sglang", "rollout.dtype=float8"], "rollout.dtype: 8 bits are emulated in the embedded engine"),
     ],

@@ -74,6 +74,9 @@ def test_what_moerl_sets_without_a_key_is_refused_with_the_reason():
     assert "set by moerl; seen: 1; expected: no value: a server of a run" in error(
         *SERVED, "rollout.server_args.port=1"
     )
+    assert "set by moerl; seen: True; expected: no value: experts stay" in error(
+        *SERVED, "rollout.server_args.enable_eplb=true"
+    )
     assert "set by moerl; seen: 0.1; expected: no value: the loss" in error(
         "recipe=tiny", "trainer.megatron.hidden_dropout=0.1"
     )
@@ -112,9 +115,15 @@ def test_a_run_that_goes_on_takes_other_server_args_and_the_same_settings_of_meg
 
 def test_runs_of_before_pass_nothing_on_and_share_nothing(tmp_path: Path):
     values = yaml.safe_load(dump_config(load(*SERVED)))
-    del values["rollout"]["server_args"], values["trainer"]["megatron"], values["trainer"]["profile_steps"]
+    del (
+        values["rollout"]["server_args"],
+        values["rollout"]["expert"],
+        values["trainer"]["megatron"],
+        values["trainer"]["profile_steps"],
+    )
     (tmp_path / CONFIG_FILE).write_text(yaml.safe_dump(values))
     load(f"resume={tmp_path}", "rollout.server_args.attention_backend=fa3")
     config = load(f"resume={tmp_path}")
-    assert config.model_dump()["rollout"]["server_args"] == {}
+    rollout = config.model_dump()["rollout"]
+    assert (rollout["server_args"], rollout["expert"]) == ({}, 1)
     assert (config.trainer.megatron, config.trainer.profile_steps) == ({}, [])

@@ -112,6 +112,18 @@ def test_weights_of_a_server_that_do_not_fit_beside_those_of_the_trainer_are_nam
     assert problem.what.startswith("rollout.tensor: the weights of a server and of the trainer")
 
 
+def test_a_host_counts_the_colocated_servers_of_its_own_ranks(tmp_path: Path) -> None:
+    eight = ("rollout.memory_share=0.2", "rollout.servers=8")
+    buckets = [
+        held(places(colocated(tmp_path, *eight), Machine(80 * GIB, gpus, host_bytes=1024 * GIB))[-1])[
+            "buckets through host memory"
+        ]
+        for gpus in (16, 8, 7)
+    ]
+    # Senders of all nodes, and sixteen, eight and six devices.
+    assert [each / buckets[0] for each in buckets] == pytest.approx([1.0, 9 / 17, 7 / 17])
+
+
 def test_a_rank_that_is_too_large_is_named_with_its_parts(tmp_path: Path) -> None:
     problem = gpu_problem(run(tmp_path, "rollout.tensor=2"), H100S)
     assert problem is not None

@@ -48,6 +48,11 @@ def test_weights_are_split_over_the_devices_of_a_server(tmp_path: Path) -> None:
     assert wide.weights_bytes == 2 * one
 
 
+def test_experts_of_groups_take_as_much_of_a_device_as_experts_that_are_cut(tmp_path: Path) -> None:
+    cut, groups = (served(run(tmp_path, "rollout.tensor=4", f"rollout.expert={n}"))[1].weights_bytes for n in (1, 4))
+    assert cut == groups == pytest.approx(30.5e9 * 2 / 4, rel=0.02)
+
+
 def test_the_longest_sequence_is_that_of_the_task_the_microbatch_or_the_model(tmp_path: Path) -> None:
     assert served(run(tmp_path))[1].longest == 2048 + 8192
     assert served(run(tmp_path, "task.max_prompt_tokens=null"))[1].longest == 20480

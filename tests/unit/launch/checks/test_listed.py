@@ -176,6 +176,17 @@ BROKEN = {
     "an embedded engine that the GPU of a rank does not hold, too": Broken(
         ("recipe=laptop", "rollout.max_running=9000000"), "rollout: the embedded engine does not fit", ALL, gpus=1
     ),
+    "a server that is larger than a node": Broken(
+        (*APART, "rollout.tensor=16"), "rollout.tensor: more ranks of a server than GPUs of a node", ("plan",)
+    ),
+    "colocated servers that would be on two nodes": Broken(
+        (*COLOCATED, "parallel.data=8", "rollout.memory_share=0.1", "rollout.tensor=3", "rollout.servers=5"),
+        "rollout.servers: a server would be on two nodes",
+        ("plan",),
+    ),
+    "experts that a server cannot share": Broken(
+        (*APART, "rollout.expert=3"), "rollout.expert: no divisor of the ranks of a server", ALL, gpus=24
+    ),
     "a rank that does not fit": Broken((*APART, "parallel.data=8"), "a rank of the trainer does not fit", ALL, gpus=16),
     "a colocated server and a rank that do not fit together": Broken(
         (*COLOCATED, "rollout.memory_share=0.4"),

@@ -271,6 +271,8 @@ def test_a_server_of_another_precision_is_refused_and_left(fake: FakeServer, eng
         ({"sampling_mask_max_tokens": 512}, "--sampling-mask-max-tokens"),
         ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm"),
         ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache"),
+        ({"enable_eplb": True}, "places of experts; seen: .*enable_eplb"),
+        ({"ep_dispatch_algorithm": "fake"}, "places of experts; seen: .*ep_dispatch_algorithm"),
     ],
 )
 def test_a_server_with_unfit_options_is_refused_by_name(info, message: str, fake: FakeServer, connect):

@@ -36,6 +36,8 @@ def test_every_server_captures_routes_samples_in_torch_and_labels_its_weights(de
     assert ("sleep-on-idle" in chosen) == (device == "cpu")
     assert ("min-free-slots-delay" in chosen) == (device == "cpu")
     assert "json-model-override-args" not in chosen
+    assert chosen["expert-parallel-size"] == 1
+    assert launch_options(options(device=device, tensor=4, expert=2), 99)["expert-parallel-size"] == 2
 
 
 def test_a_pool_on_cpu_is_bounded_and_one_on_gpus_takes_what_there_is():
