@@ -102,7 +102,8 @@ def test_a_server_is_with_its_rank_also_as_it_is_replaced_and_samples_what_one_m
     assert all(row["quarantine/count"] == 0 for row in steps)
     # In float32, where the weights agree; each was sent while nobody trained.
     assert all(row["mismatch/logprob_abs_max"] <= 1e-5 for row in steps)
-    command = (sys.executable, "-m", "moerl")
-    finished = moerl("train", *KEYS, "rl.steps=1", f"run_dir='{alone}'", command=command, path=[*map(Path, sys.path)])
+    command, imports = (sys.executable, "-m", "moerl"), [*map(Path, sys.path)]
+    keys = (*KEYS, "rl.steps=1", f"run_dir='{alone}'")
+    finished = moerl("train", *keys, command=command, path=imports, timeout_seconds=LONG)
     assert finished.status == 0, finished.output
     assert tokens_of(run_dir, 1) == tokens_of(alone, 1)

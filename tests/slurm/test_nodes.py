@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import sglang_live
 from example_commands import keys_of
 from moerl_runs import DoneRun, moerl
 from run_checks import assert_the_same, processes_of, rank_processes
@@ -17,6 +18,9 @@ from slurm_jobs import TRAIN, check, submit
 from moerl.config.interfaces import own_address
 from moerl.launch.slurm.script import JobSettings, render
 from moerl.launch.slurm.site import Site
+from moerl.rollout.fleet.endpoint import read_endpoint
+from moerl.rollout.sglang.server import ENDPOINT_FILE
+from moerl.telemetry.sinks import read_rows
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
 
@@ -91,6 +95,33 @@ def test_a_run_over_two_nodes_is_stopped_requeued_and_ends_with_the_metrics_of_l
     looks = sorted(job.run_dir.glob("slurm/*.doctor"))
     assert len(looks) == 2
     assert all("nodes that see it: 2 of 2" in look.read_text() for look in looks)
+
+
+COLOCATED = (
+    *("recipe=tiny", "num_threads=2", "rl.steps=2", "parallel.data=2", "launch.on=ray", "rollout=sglang"),
+    *("rollout.placement=colocated", "rollout.memory_share=0.4", "rollout.servers=2"),
+    f"rollout.environment={sglang_live.ENVIRONMENT}",
+)
+LONG = 1500.0
+"""For a job with two servers, on a busy machine."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * LONG)
+@pytest.mark.skipif(not sglang_live.ENVIRONMENT.exists(), reason="no environment of SGLang servers: make sglang")
+def test_each_node_of_a_colocated_run_has_the_server_of_its_rank(two_nodes: Cluster, tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="Ray is not installed: pip install moerl[ray]")
+    job = submit(two_nodes, tmp_path / "run", *COLOCATED, "--nodes", "2", "--time", "50")
+    metrics = job.run_dir / "metrics.jsonl"
+    two_nodes.wait_until(lambda: metrics.exists() and '"rl", "step": 1' in metrics.read_text(), job.job_id, LONG)
+    assert [node_of(pid) for _, pid in sorted(rank_processes(job.run_dir).items())] == ["n1", "n2"]
+    servers = [read_endpoint(job.run_dir / "sglang" / name / ENDPOINT_FILE) for name in ("0", "1")]
+    assert [node_of(server.pid) for server in servers] == ["n1", "n2"]
+    two_nodes.wait_for(job.job_id, "COMPLETED", seconds=LONG)
+    assert job.ends() == [(0, 0)]
+    steps = [row for row in read_rows(metrics) if row["stage"] == "rl"]
+    assert [row["step"] for row in steps] == [1, 2]
+    assert all(row["seconds/sleep"] > 0.0 and row["mismatch/logprob_abs_max"] <= 1e-5 for row in steps)
 
 
 def test_shellcheck_finds_nothing_in_a_script_for_two_nodes_and_slurm_takes_it(

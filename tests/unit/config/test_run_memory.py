@@ -27,6 +27,7 @@ from moerl.config.run_memory import (
     server_problem,
 )
 from moerl.config.schema import RunConfig
+from moerl.config.server_layout import check_nodes_of_servers
 
 H100S = Machine(80 * GIB, gpus_per_node=8, nodes=2, host_bytes=1024 * GIB)
 WEIGHTS = 30.5e9 * 2
@@ -110,6 +111,15 @@ def test_weights_of_a_server_that_do_not_fit_beside_those_of_the_trainer_are_nam
     problem = gpu_problem(config, H100S)
     assert problem is not None
     assert problem.what.startswith("rollout.tensor: the weights of a server and of the trainer")
+
+
+def test_30b_fits_two_nodes_with_a_colocated_server_on_each(tmp_path: Path) -> None:
+    shared = ("rollout.tensor=8", "rollout.servers=2", "rollout.memory_share=0.25", "launch.on=ray")
+    for experts in (1, 8):
+        config = colocated(tmp_path, *shared, f"rollout.expert={experts}")
+        assert gpu_problem(config, H100S) is None
+        assert server_problem(config, H100S) is None
+        check_nodes_of_servers(config.rollout, ranks=16, gpus_per_node=8, nodes=2)
 
 
 def test_a_host_counts_the_colocated_servers_of_its_own_ranks(tmp_path: Path) -> None:
