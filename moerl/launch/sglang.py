@@ -11,6 +11,7 @@ from pathlib import Path
 
 from moerl.config.hub import model_directory
 from moerl.config.model_tensors import check_weights
+from moerl.errors import ConfigError
 from moerl.launch.arguments import Parser, options_text
 from moerl.launch.overview import SGLANG
 from moerl.rollout.fleet.endpoint import read_endpoint, require_private
@@ -102,6 +103,13 @@ async def _shake_hands(server_file: Path) -> ServerFacts:
 
 def _serve(options: argparse.Namespace) -> int:
     require_private(options.host)
+    if options.tensor % options.expert:
+        raise ConfigError(
+            "--expert: no divisor of --tensor",
+            seen=f"--expert {options.expert}, --tensor {options.tensor}",
+            expected=f"a divisor of {options.tensor}",
+            remedy=f"give --expert {options.tensor}, or leave it away",
+        )
     model = model_directory(options.model, "--model")
     check_weights(model)
     stop = threading.Event()

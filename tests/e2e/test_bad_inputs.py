@@ -170,6 +170,7 @@ EARLY = {
     f"{TINY} rollout=sglang_server rollout.server=nowhere.json": "server file ",
     "sglang check --env nowhere": "SGLang environment ",
     "serve --model model --folder served": "model: no weights",
+    "serve --model model --folder served --tensor 4 --expert 3": "--expert: no divisor of --tensor",
     "serve": "the following arguments are required: --model, --folder",
     # Plans and tools.
     "plan memory recipe=laptop --gpu-memory-gib -1": "--gpu-memory-gib: invalid gib_size value",

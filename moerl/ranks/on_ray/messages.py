@@ -34,7 +34,8 @@ class Facts(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     host: str
     versions: Versions
     asks_token: bool
-    gpus: str
+    # A node with another version of moerl may not say it; that it is another is then what is said.
+    gpus: str = ""
 
     @property
     def node(self) -> str:
