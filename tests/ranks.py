@@ -167,6 +167,9 @@ def _import_and_fork(connection: socket.socket, parent: int, first: str) -> None
     import_bridge()
     importlib.import_module("moerl.trainer.trainer")
     torch.set_num_threads(1)
+    # A fork has torch's pool without its threads. The first thread that computes in the fork replaces the pool; a
+    # second one that comes meanwhile dies of "Invalid thread pool!", as workers of gloo did. Here only one thread runs.
+    os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
     # Ranks that end are nobody's to wait for.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:

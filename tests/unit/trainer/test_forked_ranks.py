@@ -1,0 +1,32 @@
+"""The ranks of tests are forks of a process that has computed with torch."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from ranks import Ranks
+
+
+def exit_status_of_a_fork(layout: Any) -> int:
+    """The number of threads that a fork has asked torch for before its first statement, as its exit status."""
+    import torch
+
+    asked = 0
+
+    def set_num_threads(number: int) -> None:
+        nonlocal asked
+        asked += number
+
+    before, torch.set_num_threads = torch.set_num_threads, set_num_threads
+    try:
+        process = os.fork()
+        if process == 0:
+            os._exit(asked)
+    finally:
+        torch.set_num_threads = before
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+
+
+def test_a_fork_renews_the_pool_of_threads_before_a_second_thread_can_ask_for_it(one_process: Ranks) -> None:
+    assert one_process.run(exit_status_of_a_fork) == [1]
