@@ -23,6 +23,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from waiting import Work, output_of
+
 ENVIRONMENT = {
     # One thread: sums in a fixed order, and nothing that a fork could lose.
     "OMP_NUM_THREADS": "1",
@@ -80,7 +82,10 @@ class Runs:
                 "output": str(self._output),
             }
         )
-        if not self._connection.poll(START_SECONDS + timeout_seconds):
+        work = Work()
+        while not self._connection.poll(0.05):
+            if work.seconds() < START_SECONDS + timeout_seconds:
+                continue
             raise TimeoutError(f"moerl {' '.join(arguments)}: no answer; {self._output.read_text()[-4000:]}")
         status = self._connection.recv()
         output = self._output.read_text()
@@ -131,7 +136,7 @@ def moerl(
         text=True,
     ) as process:
         try:
-            output, _ = process.communicate(timeout=timeout_seconds)
+            output, _ = output_of(process, timeout_seconds)
         finally:
             process.terminate()
     return Finished(process.returncode, output)
@@ -240,9 +245,9 @@ def _import_everything() -> None:
 
 
 def _wait(child: int, timeout_seconds: float) -> int | None:
-    """The exit status, None where the time ran out and the child was killed."""
-    deadline = time.monotonic() + timeout_seconds
-    while time.monotonic() < deadline:
+    """The exit status, None if so many seconds of work were too few and the child was killed."""
+    work = Work()
+    while work.seconds() < timeout_seconds:
         pid, status = os.waitpid(child, os.WNOHANG)
         if pid:
             return os.waitstatus_to_exitcode(status)

@@ -32,6 +32,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from waiting import Work
+
 RANK_ENV = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 
 
@@ -55,7 +57,10 @@ class Ranks:
         timeout_seconds: float = 120.0,
         **sizes: int,
     ) -> list[Any]:
-        """Results by rank; the exception of a rank is raised again here with that rank's traceback as a note."""
+        """Results by rank; the exception of a rank is raised again here with that rank's traceback as a note.
+
+        timeout_seconds: of work (`waiting.Work`), after which `TimeoutError` says where each rank is.
+        """
         if not self._processes:
             for rank in range(self.world_size):
                 self._start(rank)
@@ -67,7 +72,6 @@ class Ranks:
             "args": pickle.dumps(args),
             "sizes": sizes,
             "rendezvous": f"file://{self._folder}/rendezvous{self._calls}",
-            "timeout_seconds": timeout_seconds,
         }
         for connection in self._connections:
             connection.send(call)
@@ -92,7 +96,7 @@ class Ranks:
 
     def _answers(self, timeout_seconds: float) -> list[dict[str, Any]]:
         answers: dict[int, dict[str, Any]] = {}
-        deadline = time.monotonic() + timeout_seconds + 10
+        work = Work()
         while len(answers) < self.world_size:
             for rank, connection in enumerate(self._connections):
                 if rank not in answers and connection.poll(0.01):
@@ -102,9 +106,17 @@ class Ranks:
                         raise RuntimeError(f"rank {rank} died: {self._output(rank)}") from None
             if any("error" in answer for answer in answers.values()):
                 return sorted(answers.values(), key=lambda answer: "error" not in answer)
-            if time.monotonic() > deadline:
+            if work.seconds() > timeout_seconds:
+                self._write_tracebacks()
                 raise TimeoutError("\n".join(f"rank {rank}: {self._output(rank)}" for rank in range(self.world_size)))
         return [answers[rank] for rank in range(self.world_size)]
+
+    def _write_tracebacks(self) -> None:
+        """Adds to each rank's output where its threads are."""
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process, signal.SIGUSR1)
+        time.sleep(1.0)
 
     def _output(self, rank: int) -> str:
         return (self._folder / f"output{rank}").read_text()[-4000:]
@@ -170,6 +182,7 @@ def _import_and_fork(connection: socket.socket, parent: int, first: str) -> None
     # A fork has torch's pool without its threads. The first thread that computes in the fork replaces the pool; a
     # second one that comes meanwhile dies of "Invalid thread pool!", as workers of gloo did. Here only one thread runs.
     os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
+    faulthandler.register(signal.SIGUSR1)
     # Ranks that end are nobody's to wait for.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
@@ -227,7 +240,6 @@ def _fork_main(connection: Connection, parents_end: Connection, rank: int, world
     with contextlib.suppress(EOFError):
         while True:
             call = connection.recv()
-            faulthandler.dump_traceback_later(call["timeout_seconds"], exit=True)
             try:
                 layout = layout or _layout(call, rank, world_size)
                 function = getattr(_module(modules, call), call["function"])
@@ -235,7 +247,6 @@ def _fork_main(connection: Connection, parents_end: Connection, rank: int, world
                 answer = {"value": pickle.dumps(function(layout, *args))}
             except BaseException as error:  # noqa: BLE001 - process boundary: the caller raises it again
                 answer = {"error": _portable(error), "traceback": f"in rank {rank}:\n{traceback.format_exc()}"}
-            faulthandler.cancel_dump_traceback_later()
             connection.send(answer)
 
 

@@ -17,7 +17,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from moerl_runs import ENVIRONMENT
-from waiting import eventually
+from waiting import eventually, run
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "shellcheck")
 START_SECONDS = 60.0
@@ -143,15 +143,7 @@ class Cluster:
 
     def call(self, *command: str, check: bool = True, cwd: Path | None = None) -> str:
         """What a command printed."""
-        done = subprocess.run(
-            command,
-            env=self.environment,
-            cwd=cwd,
-            capture_output=True,
-            text=True,
-            timeout=COMMAND_SECONDS,
-            check=False,
-        )
+        done = run(command, COMMAND_SECONDS, env=self.environment, cwd=cwd)
         assert done.returncode == 0 or not check, f"{' '.join(command)}: {done.stdout}{done.stderr}{self.logs()}"
         return done.stdout
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm_cluster import Cluster
+from waiting import run
 
 ROOT = Path(__file__).parents[1]
 TRAIN = ["recipe=tiny", "rl.steps=4"]
@@ -59,23 +60,16 @@ class Submitted:
 def launch(
     slurm: Cluster, run_dir: Path, *arguments: str, site: str = SITE, place: str | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """`moerl launch slurm` with ten minutes of time, on one node unless `arguments` say more.
+    """`moerl launch slurm` with an hour of time, on one node unless `arguments` say more.
 
     place: the word that names the directory; `run_dir=` if not said.
     """
     run_dir.parent.mkdir(parents=True, exist_ok=True)
     site_file = run_dir.parent / "site.yaml"
     site_file.write_text(site)
-    limits = ("--time", "10", "--signal-seconds", "60", "--site", str(site_file))
-    return subprocess.run(
-        [sys.executable, "-m", "moerl", "launch", "slurm", place or f"run_dir='{run_dir}'", *limits, *arguments],
-        env=slurm.environment,
-        cwd=run_dir.parent,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    limits = ("--time", "60", "--signal-seconds", "60", "--site", str(site_file))
+    command = [sys.executable, "-m", "moerl", "launch", "slurm", place or f"run_dir='{run_dir}'", *limits, *arguments]
+    return run(command, 300, env=slurm.environment, cwd=run_dir.parent)
 
 
 def submit(slurm: Cluster, run_dir: Path, *arguments: str, site: str = SITE) -> Submitted:

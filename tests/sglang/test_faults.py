@@ -18,6 +18,7 @@ import sglang_live
 from safetensors.torch import load_file
 from sglang_proxy import SPOILERS, spoiling
 from sglang_reference import Reference, make_requests
+from waiting import Work
 
 from moerl.contract.ports import RolloutRecord
 from moerl.contract.trajectory import Trajectory
@@ -79,9 +80,9 @@ class Own:
         return {record.rollout_id: Trajectory(**record.values) for record in records}
 
     def wait_until_healthy(self) -> None:
-        deadline = time.monotonic() + sglang_live.START_SECONDS
+        work = Work()
         while set(self.engine.states.values()) != {State.HEALTHY}:
-            assert time.monotonic() < deadline, self.engine.states
+            assert work.seconds() < sglang_live.START_SECONDS, self.engine.states
             time.sleep(0.2)
 
 

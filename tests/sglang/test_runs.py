@@ -23,6 +23,7 @@ import sglang_live
 from listening import listening, open_to_others
 from report_pages import needs_chromium, report_of_page
 from transformers import AutoTokenizer
+from waiting import output_of
 
 from moerl.contract.disk import read_parquet
 from moerl.contract.trajectory import Trajectory
@@ -73,7 +74,7 @@ def train(folder: Path, *overrides: str, steps: int = STEPS, fault: Callable[[in
                 fault(read_endpoint(folder / "sglang" / "0" / "server.json").pid)
                 break
             time.sleep(0.02)
-        output = process.communicate(timeout=500)[0]
+        output, _ = output_of(process, 500)
     assert process.returncode == 0, output
     return Finished(folder, output, found)
 

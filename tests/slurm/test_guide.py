@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +13,9 @@ import pytest
 from example_commands import EXAMPLES, command_of
 from slurm_cluster import Cluster
 from slurm_jobs import ROOT, Submitted
+from waiting import run
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(3600)]
 
 
 def blocks() -> list[str]:
@@ -37,14 +37,7 @@ def shell_in(folder: Path, slurm: Cluster) -> Callable[[str], str]:
     environment = {**slurm.environment, "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
 
     def shell(line: str) -> str:
-        done = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", line],
-            cwd=folder,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
+        done = run(["bash", "-euo", "pipefail", "-c", line], 300, cwd=folder, env=environment)
         assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
         return done.stdout
 

@@ -22,7 +22,7 @@ from moerl.rollout.fleet.endpoint import read_endpoint
 from moerl.rollout.sglang.server import ENDPOINT_FILE
 from moerl.telemetry.sinks import read_rows
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(3600)]
 
 
 ADDRESS = own_address("192.0.2.1", 9)

@@ -13,7 +13,7 @@ from slurm_jobs import check, launch
 
 from moerl.launch.sweeps.manifest import read_manifest
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(3600)]
 SWEPT = (
     "recipe=tiny",
     "rl.steps=2",

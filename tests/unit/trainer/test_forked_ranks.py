@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import Any
 
+import pytest
 from ranks import Ranks
 
 
@@ -30,3 +32,14 @@ def exit_status_of_a_fork(layout: Any) -> int:
 
 def test_a_fork_renews_the_pool_of_threads_before_a_second_thread_can_ask_for_it(one_process: Ranks) -> None:
     assert one_process.run(exit_status_of_a_fork) == [1]
+
+
+def wait_for_nobody(layout: Any) -> None:
+    time.sleep(600)
+
+
+def test_a_rank_that_hangs_is_ended_and_says_where_it_was() -> None:
+    ranks = Ranks(1)
+    with pytest.raises(TimeoutError, match="in wait_for_nobody"):
+        ranks.run(wait_for_nobody, timeout_seconds=0.5)
+    ranks.close()
