@@ -15,6 +15,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from waiting import Work
+
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 SECONDS = 60.0
 
@@ -46,17 +48,19 @@ class Page:
         if self._session:
             message["sessionId"] = self._session
         os.write(self._send, json.dumps(message).encode() + b"\0")
-        deadline = time.monotonic() + SECONDS
-        while (answer := self._next(deadline)).get("id") != self._number:
+        work = Work()
+        while (answer := self._next(work)).get("id") != self._number:
             self._record(answer)
         if "error" in answer:
             raise RuntimeError(f"{method}: {answer['error']}")
         return answer["result"]
 
-    def _next(self, deadline: float) -> dict[str, Any]:
+    def _next(self, work: Work) -> dict[str, Any]:
         while b"\0" not in self._buffer:
-            if not select.select([self._receive], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                raise TimeoutError("Chromium did not answer")
+            if not select.select([self._receive], [], [], 0.05)[0]:
+                if work.seconds() > SECONDS:
+                    raise TimeoutError("Chromium did not answer")
+                continue
             data = os.read(self._receive, 1 << 20)
             if not data:
                 raise ConnectionError("Chromium ended")
@@ -79,9 +83,9 @@ class Page:
         """Loads a report's page, and waits until its charts are drawn."""
         address = path.resolve().as_uri()
         self.call("Page.navigate", url=address)
-        deadline = time.monotonic() + SECONDS
+        work = Work()
         while not self.evaluate("document.documentElement?.dataset.ready === 'yes'"):
-            if time.monotonic() > deadline:
+            if work.seconds() > SECONDS:
                 raise TimeoutError(f"the page was not ready; console: {self.log}")
             time.sleep(0.05)
         self.requests = [each for each in self.requests if each != address and not each.startswith("data:")]

@@ -2,11 +2,35 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import waiting
+
+TESTS = Path(__file__).parents[1]
+OF_THE_CLOCK = {
+    "chaos_campaign.py": "it disturbs for so many minutes",
+    "chaos_disturbances.py": "a disturbance comes at a moment of a run",
+    "unit/tasks/rewards/test_child.py": "the time limit under test is in seconds",
+}
+"""Files that may compare the clock with a deadline, and why."""
+
+
+def compares_the_clock(file: Path) -> bool:
+    text = file.read_text()
+    nodes = ast.walk(ast.parse(text)) if "monotonic()" in text else ()
+    compared = [
+        ast.unparse(side) for node in nodes if isinstance(node, ast.Compare) for side in (node.left, *node.comparators)
+    ]
+    return "time.monotonic()" in compared
+
+
+def test_no_other_test_has_a_deadline_of_its_own() -> None:
+    found = {str(file.relative_to(TESTS)) for file in TESTS.rglob("*.py") if compares_the_clock(file)}
+    assert found == set(OF_THE_CLOCK), "use `eventually`, `run` or `Work` of tests/waiting.py"
 
 
 @pytest.mark.parametrize(("share", "looks"), [(1.0, 5), (0.25, 20)])

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import eventually
 
 from moerl.tasks.rewards.code import OUTCOMES, Run, code, program_of, read_tests, run_program
 
@@ -187,10 +187,7 @@ def test_a_program_under_way_ends_with_its_reward(tmp_path: Path):
     finally:
         process.close()
     assert (rewards["reward"], rewards[UNSCORED]) == (0.0, 1.0)
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline and _sandboxes():
-        time.sleep(0.05)
-    assert not _sandboxes()
+    eventually(lambda: not _sandboxes(), 10.0)
 
 
 def _sandboxes() -> list[str]:

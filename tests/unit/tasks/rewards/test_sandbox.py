@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from pathlib import Path
 
 import pytest
 from cheating_programs import CHEATS, TESTS
+from waiting import eventually
 
 from moerl.tasks.rewards.code import run_program
 
@@ -222,10 +222,7 @@ def test_a_program_is_gone_when_its_time_is_over(tmp_path: Path):
     )
     before = set(os.listdir("/proc"))
     assert run_program(program, "", 1.0, GIB, "f()").outcome == "timeout"
-    deadline = time.monotonic() + 10
-    while (left := _sandboxes_of(os.getpid(), before)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not left
+    eventually(lambda: not _sandboxes_of(os.getpid(), before), 10.0)
 
 
 def _sandboxes_of(starter: int, before: set[str]) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, wait
 from pathlib import Path
@@ -26,9 +25,14 @@ def length(row, response):
         raise KeyError("no such dish")
     return {"reward": len(response) / 10, "blanks": float(response.count(" "))}
 
+waiting = 0
+
 async def slow(row, response):
+    global waiting
+    waiting += 1
     await asyncio.sleep(1.0)
-    return 1.0
+    seen, waiting = waiting, waiting - 1
+    return float(seen)
 
 def second(row, response):
     time.sleep(0.05)
@@ -87,12 +91,9 @@ def test_one_reward_that_fails_fails_the_sum_and_is_named_and_counted(make: Make
 
 def test_async_functions_of_a_batch_wait_together(make: Make):
     scorer = make(slow=function("slow", workers=1, batch_size=64))
-    began = time.monotonic()
     futures = [scorer.score(PROMPT, "a:1", str(i)) for i in range(64)]
-    wait(futures)
-    # One after the other they take 64 seconds.
-    assert time.monotonic() - began < 30
-    assert all(future.result()["reward"] == 1.0 for future in futures)
+    # The first may be a batch of its own; the others come while it waits.
+    assert max(future.result()["reward"] for future in futures) > 8
 
 
 class _Held:
