@@ -21,10 +21,19 @@ from moerl.kernels.vocab_parallel import VocabShard
 VOCAB, PADDED, WIDTH = 37, 40, 24
 WHOLE = VocabShard.from_group(VOCAB, PADDED, None)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+AT_LENGTH = (pytest.mark.slow,) if INTERPRETED else ()
+"""Marks of what `make test` leaves out with Triton's interpreter, and `make test-slow` runs."""
 NEVER, ALWAYS = 0.001, 1000
 """Values of DENSE_ADVANTAGE that make all ids rare, or all common."""
 BFLOAT16 = 2**-7 if INTERPRETED else 2**-8
 """Relative error of one rounding to bfloat16: Triton's interpreter truncates, a GPU rounds to nearest."""
+
+
+def at_length[Test](test: Test) -> Test:
+    """Marks a test as what `AT_LENGTH` says."""
+    for mark in AT_LENGTH:
+        test = mark(test)
+    return test
 
 
 @dataclass

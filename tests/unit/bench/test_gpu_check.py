@@ -9,6 +9,7 @@ import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -63,6 +64,7 @@ def cannot(device):
 
 def keeps(device):
     keep(Findings([Result("a part", 1.0)]))
+    Path(os.environ["PLANTED_PID"]).write_text(str(os.getpid()))
     time.sleep(600)
 
 def meets(device, mine="first", other="second"):
@@ -111,6 +113,18 @@ def planted(gpu_check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     return make
 
 
+@pytest.fixture
+def a_hang_is_long(gpu_check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock of limits stands still until a planted check has written that it hangs, and is 20 seconds on then."""
+
+    def monotonic() -> float:
+        pid = tmp_path / "pid"
+        return 20.0 if pid.exists() and pid.read_text() else 0.0
+
+    checks = importlib.import_module("_gpu_checks")
+    monkeypatch.setattr(checks, "time", SimpleNamespace(monotonic=monotonic, sleep=time.sleep))
+
+
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in LONGER)])
 def test_a_check_passes_on_a_cpu(name: str, gpu_check: Any) -> None:
     (check,) = [each for each in gpu_check.CHECKS if each.name == name]
@@ -134,6 +148,7 @@ def test_checks_of_correctness_that_run_side_by_side_fit_into_a_gpu_of_80_gib_to
     assert sum(check.gib for check in gpu_check.CHECKS if not check.times) <= gpu_check.DEVICE_SHARE * 80
 
 
+@pytest.mark.usefixtures("a_hang_is_long")
 def test_checks_that_fail_hang_or_crash_are_named_and_the_others_run(
     gpu_check: Any, planted: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,6 +170,7 @@ def test_checks_that_fail_hang_or_crash_are_named_and_the_others_run(
     assert is_gone(int((tmp_path / "pid").read_text()))
 
 
+@pytest.mark.usefixtures("a_hang_is_long")
 def test_what_a_check_measured_before_it_was_killed_is_kept(gpu_check: Any, planted: Any) -> None:
     outcome = gpu_check.run_check(planted("keeps", 20.0), "cpu")
     assert (outcome.state, outcome.reason) == ("FAILED", "not done within its 20 s")

@@ -18,7 +18,7 @@ from moerl.kernels import routing
 from moerl.kernels.mixing import mix
 from moerl.kernels.routing_inputs import Choices, RoutedRows
 
-SIZES = [(1, 4, 2), (37, 8, 2), (130, 6, 3), (50, 128, 8), (7, 3, 3), (300, 160, 6)]
+SIZES = [(1, 4, 2), (37, 8, 2), (130, 6, 3), (50, 128, 8), (7, 3, 3), (70, 160, 6)]
 """Rows, experts, experts per token."""
 
 
