@@ -1,12 +1,18 @@
-"""The device of a rank: what it can do, and what a user should know about it. Runs in every trainer rank."""
+"""The place of a rank: its device, what that can do and what a user should know about it; its node. Runs in every
+trainer rank."""
 
 from __future__ import annotations
+
+import socket
+from pathlib import Path
 
 import torch
 
 from moerl.config.checks import check_for_gpus
 from moerl.config.schema import RunConfig
 from moerl.config.torch_start import has_tf32
+from moerl.errors import ConfigError
+from moerl.models.description import CONFIG_FILE
 from moerl.trainer import platform
 
 
@@ -38,3 +44,20 @@ def device_notes(config: RunConfig) -> list[str]:
     if config.trainer.share_prompts == "auto" and not platform.can_share_prompts():
         notes.append("prompts are not shared (trainer.share_prompts=auto): attention on a GPU knows no shared rows")
     return notes
+
+
+def model_on_this_node(model: str) -> Path:
+    """Returns the model's directory.
+
+    Raises:
+        ConfigError: the node of this rank does not have it.
+    """
+    folder = Path(model)
+    if not (folder / CONFIG_FILE).is_file():
+        raise ConfigError(
+            "model.path: the node of this rank does not see the model's directory",
+            seen=f"no {folder / CONFIG_FILE} on {socket.gethostname()}",
+            expected="the directory as the controller sees it",
+            remedy="keep it on a file system that all nodes share, at one path; for a model of the hub, HF_HOME",
+        )
+    return folder

@@ -6,7 +6,6 @@ the controller's choices. Runs in every trainer rank, in the controller's own pr
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -49,9 +48,9 @@ from moerl.contract.frame import WireLimits
 from moerl.contract.parallel import RankCoordinates
 from moerl.contract.ports import CheckedSink
 from moerl.contract.trainer import PassReport, Stage
-from moerl.errors import ConfigError, UnprovedError
-from moerl.models.description import CONFIG_FILE, read_model
-from moerl.ranks.devices import check_device, device_notes, shares_prompts
+from moerl.errors import UnprovedError
+from moerl.models.description import read_model
+from moerl.ranks.devices import check_device, device_notes, model_on_this_node, shares_prompts
 from moerl.ranks.tables import as_words, local_rows, with_advantages, with_clipping
 from moerl.ranks.weights import EngineLinks, WeightSync
 from moerl.trainer import platform, profiling
@@ -210,7 +209,7 @@ class Worker:
     def _build(self, command: Build, engine: CheckedSink | None) -> None:
         config, self._stage = self._config, command.stage
         torch.set_num_threads(rank_threads(config, command.stage))
-        model = replace(read_model(_on_this_node(command.model)), spec=command.spec)
+        model = replace(read_model(model_on_this_node(command.model)), spec=command.spec)
         self._minibatches, self._reference, self._weights = [], None, None
         # The model before goes first: two of them need not fit.
         self._policy = None
@@ -256,7 +255,7 @@ class Worker:
 
     def _rewrite(self, command: Rewrite) -> None:
         model = PolicyModel(
-            read_model(_on_this_node(command.model)),
+            read_model(model_on_this_node(command.model)),
             self._model_options(self._config.sft.moe_aux_loss_coef),
             self._layout,
         )
@@ -392,16 +391,3 @@ class Worker:
         tables = [failed.model.trace(failed.batches, number)]
         tables += [failed.traces[number]] if failed.traces else []
         return [as_words(table, self._layout.rank) for table in tables]
-
-
-def _on_this_node(model: str) -> Path:
-    """The model's directory. Raises `ConfigError` where the node of this rank does not have it."""
-    folder = Path(model)
-    if not (folder / CONFIG_FILE).is_file():
-        raise ConfigError(
-            "model.path: the node of this rank does not see the model's directory",
-            seen=f"no {folder / CONFIG_FILE} on {socket.gethostname()}",
-            expected="the directory as the controller sees it",
-            remedy="keep it on a file system that all nodes share, at one path; for a model of the hub, HF_HOME",
-        )
-    return folder
