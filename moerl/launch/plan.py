@@ -110,8 +110,8 @@ def _table(rank: RankMemory, dims: ParallelDims) -> Table:
 
 def _places_table(config: RunConfig, machine: Machine) -> Table:
     """What is held where, at the moments that count."""
-    table = Table(title="the fullest GPU of each kind, and the fullest host", title_justify="left")
-    for title in ("where", "what", *(f"{moment}, GiB" for moment in MOMENTS_OF_A_RUN), "may be filled"):
+    table = Table(title="the fullest GPU of each kind, and the fullest host, GiB", title_justify="left")
+    for title in ("where", "what", *MOMENTS_OF_A_RUN, "may be filled"):
         table.add_column(title, justify="left" if title in ("where", "what") else "right")
     for place in places(config, machine):
         table.add_section()

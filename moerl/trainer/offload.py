@@ -5,10 +5,7 @@ by piece into two slots on the device, updates them there with the same optimize
 state back: the next piece arrives, and the one before leaves, while one is computed. Adam works element by element, so
 the digits are those of a resident state.
 
-Megatron's `HybridDeviceOptimizer` (megatron-core 0.19.2) is not used: it updates on the CPU with another Adam than the
-device's; loading a checkpoint makes a step with random gradients that changes the weights (`dummy_step`) and fails for
-float32 parameters (`_update_fp32_params_by_new_state`); on a CPU it looks for copies that it has not made
-(`_set_sub_optimizer_grads`); and its master weights are not pinned. Goes when these are mended.
+Megatron's own way is another one, and is not used (docs/decisions/optimizer-offload.md).
 """
 
 from __future__ import annotations

@@ -33,6 +33,7 @@ EXAMINED = {
     "moerl/processes/admission.py: close": "a socket",
     "moerl/processes/spared.py: pthread_sigmask": "the mask that there was",
     "moerl/reading.py: close": "a descriptor that was just opened",
+    "moerl/trainer/offload.py: setattr": "an attribute that there was",
     "moerl/ranks/worker.py: _Unproved": "a record",
     "moerl/rollout/conformance/servers.py: close": "a client, asynchronously",
     "moerl/rollout/embedded.py: _close_run": "two assignments under a lock",

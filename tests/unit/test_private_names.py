@@ -58,6 +58,7 @@ PRIVATE = (
         ("sharded_state_dict",),
         ("keep_only_main_replica",),
     ),
+    Private(f"{_CORE}.optimizer.distrib_optimizer", "DistributedOptimizer._copy_main_params_to_model_params"),
     Private(_ROPE, "_apply_rotary_pos_emb_bshd", ("t", "freqs"), ("rotary_interleaved", "mla_rotary_interleaved")),
     Private(_ROPE, "_apply_rotary_pos_emb_thd", ("t", "cu_seqlens", "freqs"), ("cp_group", "multi_latent_attention")),
     Private(
