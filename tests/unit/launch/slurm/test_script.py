@@ -199,3 +199,9 @@ def test_a_dry_run_fetches_no_weights_of_a_model_of_the_hub(
         assert launch(tmp_path, *keys) == 2
         assert cache.files == {"config.json", "tokenizer.json", "model.safetensors"}
     assert "model owner/moe of the hub, commit " in capsys.readouterr().err
+
+
+def test_workers_of_ray_start_when_the_head_is_part_of_its_cluster(tmp_path: Path) -> None:
+    script = render(JobSettings("run", 2, "10", 60, 0, tmp_path, tmp_path), Site(), ["recipe=tiny"])
+    order = [script.index(part) for part in ("--head ", "if come 1 &&", '--address="$address"', 'come "$num_nodes"')]
+    assert order == sorted(order)
