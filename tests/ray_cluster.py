@@ -6,6 +6,7 @@ many CPUs, or ``remove`` one that is not the first. It ends, and the cluster wit
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import os
 import secrets
@@ -16,8 +17,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import pytest
+
 from moerl.processes.parent import die_with
 
+_SPEC = importlib.util.find_spec("ray")
+needs_ray = pytest.mark.skipif(
+    # The folder `tests/ray` is imported as a package if there is no other one.
+    _SPEC is None or _SPEC.origin is None,
+    reason="needs Ray: pip install moerl[ray]",
+)
 START_SECONDS = 240.0
 
 

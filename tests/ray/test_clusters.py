@@ -20,7 +20,6 @@ from run_checks import rank_processes
 from waiting import eventually, is_alive
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(1200)]
-pytest.importorskip("ray", reason="Ray is not installed: pip install moerl[ray]")
 
 LONG = 900.0
 KEYS = ("recipe=tiny", "parallel.data=2")

@@ -21,7 +21,6 @@ from waiting import eventually, is_alive
 from moerl.buffer.ledger import LEDGER_FILE, Ledger
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(1200)]
-pytest.importorskip("ray", reason="Ray is not installed: pip install moerl[ray]")
 
 LONG = 900.0
 # The ranks fill the first node, and the engine waits for another one with two CPUs.

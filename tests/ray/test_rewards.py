@@ -18,7 +18,6 @@ from waiting import eventually
 from moerl.buffer.ledger import LEDGER_FILE, Ledger
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(1200)]
-pytest.importorskip("ray", reason="Ray is not installed: pip install moerl[ray]")
 
 LONG = 900.0
 

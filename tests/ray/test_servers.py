@@ -30,7 +30,6 @@ pytestmark = [
     pytest.mark.timeout(1800),
     pytest.mark.skipif(not ENVIRONMENT.exists(), reason="no environment of SGLang servers: make sglang"),
 ]
-pytest.importorskip("ray", reason="Ray is not installed: pip install moerl[ray]")
 LONG, STEPS = 1500.0, 16
 
 

@@ -11,6 +11,7 @@ import pytest
 import sglang_live
 from example_commands import keys_of
 from moerl_runs import DoneRun, moerl
+from ray_cluster import needs_ray
 from run_checks import assert_the_same, processes_of, rank_processes
 from slurm_cluster import Cluster
 from slurm_jobs import TRAIN, check, submit
@@ -72,10 +73,10 @@ def node_of(pid: int) -> str:
     return name
 
 
+@needs_ray
 def test_a_run_over_two_nodes_is_stopped_requeued_and_ends_with_the_metrics_of_local_processes(
     two_nodes: Cluster, tmp_path: Path
 ) -> None:
-    pytest.importorskip("ray", reason="Ray is not installed: pip install moerl[ray]")
     local, before = tmp_path / "local", raylets()
     finished = moerl(
         "train", *OVER_BOTH[:-1], f"run_dir='{local}'", command=(sys.executable, "-m", "moerl"), path=IMPORTS
