@@ -14,7 +14,8 @@ from moerl.config.memory import total_parameters
 from moerl.config.model_files import INITIAL_MODEL, check_tokenizer
 from moerl.config.passed_on import check_passed_on, passed_on_notes
 from moerl.config.placement import check_placement, check_ray
-from moerl.config.rollouts import EmbeddedRolloutConfig, SGLangRolloutConfig
+from moerl.config.rollout_checks import check_rollout
+from moerl.config.rollouts import SGLangRolloutConfig
 from moerl.config.schema import RunConfig
 from moerl.config.server_layout import check_experts_of_server
 from moerl.config.trackers import check_trackers
@@ -37,10 +38,9 @@ def check_run(config: RunConfig) -> None:
         _check_layout(config, None)
     else:
         _check_sizes(config, describe_architecture(config.model.architecture))
-    _check_buffer(config)
+    check_rollout(config)
     _check_colocated(config)
     check_experts_of_server(config.rollout, None)
-    _check_precision(config)
     _check_weights(config)
     _check_metrics(config)
     check_passed_on(config)
@@ -251,18 +251,6 @@ def _check_lengths(config: RunConfig) -> None:
         )
 
 
-def _check_buffer(config: RunConfig) -> None:
-    config.queue_limits()
-    rollout = config.rollout
-    if config.buffer.max_staleness and isinstance(rollout, EmbeddedRolloutConfig) and rollout.placement == "inside":
-        raise ConfigError(
-            "buffer.max_staleness: the engine and the trainer take turns in one process, nothing runs ahead",
-            seen=f"max_staleness {config.buffer.max_staleness}, rollout.placement inside",
-            expected="an engine of its own process",
-            remedy="set rollout.placement=beside or rollout=sglang, or buffer.max_staleness=0",
-        )
-
-
 def _check_colocated(config: RunConfig) -> None:
     rollout = config.rollout
     if not isinstance(rollout, SGLangRolloutConfig) or not rollout.is_colocated:
@@ -288,16 +276,6 @@ def _check_colocated(config: RunConfig) -> None:
             seen=f"{rollout.servers} servers of {rollout.tensor}, {ranks} ranks of the trainer",
             expected=f"at most {ranks} devices",
             remedy="choose smaller rollout.servers or rollout.tensor, or rollout.placement=apart",
-        )
-
-
-def _check_precision(config: RunConfig) -> None:
-    if config.rollout.dtype == "float8" and config.rollout.engine != "embedded":
-        raise ConfigError(
-            "rollout.dtype: 8 bits are emulated in the embedded engine on a CPU alone",
-            seen=f"dtype float8, engine {config.rollout.engine}",
-            expected="float32 or bfloat16",
-            remedy="set rollout.dtype=bfloat16, or rollout=embedded",
         )
 
 

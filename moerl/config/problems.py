@@ -27,14 +27,15 @@ def check_problems(config: RunConfig, task: Task, command: str) -> None:
 
 
 def wanted_problems(config: RunConfig, command: str) -> list[tuple[str, str, int]]:
-    """(configuration key, split, number of problems) that a command asks of the task."""
+    """Returns (configuration key, split, number of problems) that a command asks of the task. Without an engine none are
+    sampled or measured."""
     evaluation, wanted = config.evaluation, []
-    if command in ("train", "rollout"):
+    if command in ("train", "rollout") and config.has_engine:
         wanted.append(("rl.prompts_per_step", "train", config.rl.prompts_per_step))
     if command in ("train", "sft") and config.sft.steps > 0:
         wanted.append(("sft.num_examples", "train", config.sft.num_examples))
-    if command == "train":
+    if command == "train" and config.has_engine:
         wanted.append(("evaluation.dev_problems", "dev", evaluation.dev_problems))
-    if command != "rollout":
+    if command != "rollout" and config.has_engine:
         wanted.append(("evaluation.heldout_problems", "heldout", evaluation.heldout_problems))
     return wanted

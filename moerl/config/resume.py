@@ -54,6 +54,7 @@ _WHY_NOT: dict[str, str | None] = {
     "buffer": None,
     "rollout": "another engine needs other keys, and rounds differently",
     **dict.fromkeys(f"rollout.{name}" for name in _OF_SERVING),
+    "rollout.path": "which groups come next is counted in these dumps",
     "rollout.placement": None,
     "rollout.record_steps": None,
     "rollout.dtype": _SAMPLES,

@@ -133,6 +133,28 @@ class ServerRolloutConfig(_ServedRolloutConfig):
         return self.num_servers > 1
 
 
+class DumpsRolloutConfig(SamplingConfig):
+    """Rollouts read from dumps; no engine is started.
+
+    `temperature`, `top_p`, `top_k` and `min_p` are those of responses whose dump says nothing of them. The other keys of
+    sampling are those of the recipe, and have no effect.
+    """
+
+    engine: Literal["dumps"] = Field(description="Engine that samples; dumps = none.")
+    path: FilePath = Field(
+        description="Dumps to train from: a run directory, a directory of files of one format, or a file."
+    )
+
+    @property
+    def num_servers(self) -> int:
+        return 0
+
+    @property
+    def keeps_weight_copy(self) -> bool:
+        return False
+
+
 RolloutConfig = Annotated[
-    EmbeddedRolloutConfig | SGLangRolloutConfig | ServerRolloutConfig, Field(discriminator="engine")
+    EmbeddedRolloutConfig | SGLangRolloutConfig | ServerRolloutConfig | DumpsRolloutConfig,
+    Field(discriminator="engine"),
 ]

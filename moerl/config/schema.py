@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field
 
 from moerl.algorithms.registry import AlgorithmConfig
 from moerl.buffer.queue import QueueLimits
-from moerl.config.rollouts import RolloutConfig
+from moerl.config.rollouts import DumpsRolloutConfig, RolloutConfig
 from moerl.config.training import TrainerConfig, bare_off
 from moerl.contract.parallel import ParallelDims, smallest_data
 from moerl.sections import (
@@ -357,6 +357,11 @@ class RunConfig(Section):
     quarantine: QuarantineConfig = Field(description="Quarantine.")
     launch: LaunchConfig = Field(description="Where ranks run.")
     metrics: MetricsConfig = Field(description="Where metrics go.")
+
+    @property
+    def has_engine(self) -> bool:
+        """Whether an engine samples; False if rollouts are read from dumps."""
+        return not isinstance(self.rollout, DumpsRolloutConfig)
 
     def queue_limits(self) -> QueueLimits:
         """Raises `ConfigError` where no batch could be full."""

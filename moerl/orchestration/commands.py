@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from moerl.buffer.journal import Journal
 from moerl.config.checks import describe_model
 from moerl.config.engine_memory import check_shared_device
 from moerl.config.hub import hub_model
@@ -32,9 +33,11 @@ from moerl.models.description import ModelDescription, read_model
 from moerl.orchestration.batches import pack_options
 from moerl.orchestration.chat import write_prompts
 from moerl.orchestration.cold_start import cold_start
+from moerl.orchestration.dump_source import DumpSource
 from moerl.orchestration.ends import describe_ends, read_ends
 from moerl.orchestration.engines import MakeProcess, begun_early, engine_memory, open_engine
 from moerl.orchestration.evaluation import Evaluation, evaluate
+from moerl.orchestration.groups import GroupSource
 from moerl.orchestration.history import take_changes
 from moerl.orchestration.models import build_model, new_tokenizer, read_tokenizer
 from moerl.orchestration.reporting import Reporter, make_reporter
@@ -42,6 +45,7 @@ from moerl.orchestration.rl import STAGE as RL
 from moerl.orchestration.rl import RLStage, make_room
 from moerl.orchestration.rollouts import Collector, EvaluationPlan, in_request_order, sampling_params
 from moerl.orchestration.run import Run, RunStoppedError
+from moerl.orchestration.source import Live
 from moerl.orchestration.task_texts import check_prompts
 from moerl.orchestration.tokenizer import num_ids
 from moerl.ranks.libraries import quiet_libraries
@@ -86,6 +90,9 @@ def _train(run: Run, model_path: Path) -> None:
             # Of the newest checkpoint come all weights but those of a reference.
             for_its_weights = run.position[0] != RL or config.algorithm.reference_kl is not None
             model_path = cold_start(run, model_path, for_its_weights=for_its_weights)
+        if not config.has_engine:
+            _train_from_dumps(run, model_path)
+            return
         run.reporter.begin_part("start of the engine")
         start = replace(run.model, folder=model_path)
         engine = run.unless_stopped(
@@ -101,12 +108,29 @@ def _train(run: Run, model_path: Path) -> None:
             make_room(engine)
         run.build("rl", model_path, engine)
         packing = pack_options(config, start, share_prompts=run.trainer.shares_prompts)
-        RLStage(run, collector, engine, packing).train()
+        journal = Journal(config.run_dir / "journal", run.model.spec)
+        source = GroupSource(config, collector, run.train_prompts(), RL, journal)
+        RLStage(run, source, packing, config.rl.steps, Live(engine, collector)).train()
         engine_bytes = engine_memory(engine)
         if config.rollout.is_colocated:
             make_room(engine)
         run.trainer.export(config.run_dir / "final_model", model_path)
         run.reporter.finish(run.summary(steps=config.rl.steps, engine_bytes=engine_bytes))
+
+
+def _train_from_dumps(run: Run, model_path: Path) -> None:
+    """Trains on the rollouts of `rollout.path`, with no engine."""
+    config = run.config
+    run.reporter.begin_part("a look over the dumps")
+    source = DumpSource(config, run.model, run.quarantine, run.reporter.say)
+    for line in source.describe():
+        run.reporter.say(line)
+    run.leave_if_told()
+    run.build("rl", model_path)
+    packing = pack_options(config, replace(run.model, folder=model_path), share_prompts=run.trainer.shares_prompts)
+    RLStage(run, source, packing, source.num_steps, None).train()
+    run.trainer.export(config.run_dir / "final_model", model_path)
+    run.reporter.finish(run.summary(steps=source.num_steps))
 
 
 def _open_engine(run: Run, model: ModelDescription, version: int, process: MakeProcess) -> PolicyEngine:

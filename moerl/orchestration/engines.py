@@ -14,7 +14,7 @@ from torch import Tensor
 from moerl.config.model_files import stored_tensors
 from moerl.config.model_tensors import check_weights
 from moerl.config.placement import controller_address
-from moerl.config.rollouts import EmbeddedRolloutConfig, ServerRolloutConfig, SGLangRolloutConfig
+from moerl.config.rollouts import DumpsRolloutConfig, EmbeddedRolloutConfig, ServerRolloutConfig, SGLangRolloutConfig
 from moerl.config.schema import RunConfig
 from moerl.config.threads import engine_threads
 from moerl.contract.ports import PolicyEngine
@@ -85,7 +85,7 @@ def open_engine(
         ConfigError: the directory does not hold the weights of its model.
     """
     rollout = config.rollout
-    assert model.folder is not None
+    assert model.folder is not None and not isinstance(rollout, DumpsRolloutConfig)
     check_weights(model.folder)
     if isinstance(rollout, EmbeddedRolloutConfig):
         engine = _embedded(config, rollout, model, version, process)

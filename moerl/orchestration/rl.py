@@ -3,7 +3,8 @@
     prompts -> engine -> trajectories -> rewards -> packed batch -> trainer step -> weights -> engine
                      (routing and kept sets ride on the trajectory; both are enforced in the step)
 
-Runs in the controller, on ports alone: it knows neither Megatron nor which engine samples.
+Runs in the controller, on ports alone: it knows neither Megatron nor which engine samples, nor whether one does: groups
+may come from dumps.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from numpy.typing import NDArray
 
 from moerl.algorithms.policy import Algorithm
 from moerl.batching.packing import PackOptions
-from moerl.buffer.journal import Journal
 from moerl.contract.batch import TrainSample
 from moerl.contract.ports import PolicyEngine, Sleeper, WorkedTask
 from moerl.contract.trainer import PassReport
@@ -28,10 +28,10 @@ from moerl.orchestration import step_metrics
 from moerl.orchestration.ahead import Ahead
 from moerl.orchestration.batches import Minibatch, pack_minibatch, sampled_tokens
 from moerl.orchestration.evaluation import Evaluation, evaluate
-from moerl.orchestration.groups import GroupSource
 from moerl.orchestration.replay_report import explained
-from moerl.orchestration.rollouts import Collector, rewarded, with_advantages
+from moerl.orchestration.rollouts import rewarded, with_advantages
 from moerl.orchestration.run import Run
+from moerl.orchestration.source import Live, Source
 from moerl.telemetry.metrics import table_metrics
 from moerl.trainer import profiling
 
@@ -43,28 +43,27 @@ class RLStage:
 
     Args:
         run: the run this stage belongs to; its trainer is built for this stage.
-        collector: asks the engine.
-        engine: takes the weights.
+        source: gives the groups.
         packing: how sequences share microbatches.
+        steps: of the stage; `rl.steps`, or fewer if the source has no more.
+        live: the engine; None if the groups come from dumps: no weights are published then, and nothing is evaluated.
     """
 
-    def __init__(self, run: Run, collector: Collector, engine: PolicyEngine, packing: PackOptions) -> None:
+    def __init__(self, run: Run, source: Source, packing: PackOptions, steps: int, live: Live | None) -> None:
         self.run, self.config, self.trainer = run, run.config, run.trainer
-        self.collector, self.engine, self.packing = collector, engine, packing
+        self.groups, self.packing, self.steps, self.live = source, packing, steps, live
         self.enforce = run.config.keep_routing.mode != "off"
         self.algorithm = run.config.algorithm
         self.algorithm.load()
         self._num_published, self._published_version = 0, -1
-        self._published, self._costs = dict[str, float](), replace(engine.costs)
-        if run.config.trainer.sleep:
-            run.clear_devices = engine.close
-        self.groups = GroupSource(
-            run.config, collector, run.train_prompts(), STAGE, Journal(run.config.run_dir / "journal", run.model.spec)
-        )
+        self._published = dict[str, float]()
+        self._costs = None if live is None else replace(live.engine.costs)
+        if run.config.trainer.sleep and live is not None:
+            run.clear_devices = live.engine.close
 
     def train(self) -> None:
         """Runs the stage from its start or its last checkpoint."""
-        run, steps = self.run, self.config.rl.steps
+        run, steps = self.run, self.steps
         first_step = run.restore(STAGE)
         self.groups.restore(run.state.groups, first_step)
         self.groups.recover()
@@ -132,8 +131,9 @@ class RLStage:
         return minibatches or []
 
     def _sample(self, step: int) -> list[Minibatch]:
-        collector, trajectories = self.collector, self.groups.batch()
-        if self.run.is_dump_due(step + 1):
+        trajectories = self.groups.batch()
+        if self.live is not None and self.run.is_dump_due(step + 1):
+            collector = self.live.collector
             texts = [collector.response(t) for t in trajectories]
             self.run.dump(step + 1, trajectories, texts, [collector.prompt(t) for t in trajectories])
         return self._ahead.packed(trajectories)
@@ -157,7 +157,7 @@ class RLStage:
         run, config = self.run, self.config
         due = step == 0 or (config.mismatch.every and (step + 1) % config.mismatch.every == 0)
         table: dict[str, dict[str, float]] = {}
-        if due or step + 1 == config.rl.steps:
+        if due or step + 1 == self.steps:
             with run.span("mismatch"):
                 table = self._mismatch_table(minibatches)
             run.state.mismatch = table
@@ -180,11 +180,12 @@ class RLStage:
         metrics |= step_metrics.loss_metrics(totals.losses, round(sum(each.num_tokens for each in minibatches)))
         metrics |= step_metrics.mean_of([minibatch.metrics for minibatch in minibatches])
         metrics |= {
-            "weights/version": float(self._published_version),
             "quarantine/count": float(self.run.quarantine.num_refused),
-            **step_metrics.failed_rewards(self.collector.take_failed_rewards()),
             **self.groups.metrics,
         }
+        if self.live is not None:
+            metrics["weights/version"] = float(self._published_version)
+            metrics |= step_metrics.failed_rewards(self.live.collector.take_failed_rewards())
         return metrics
 
     def _update(self, minibatches: Sequence[Minibatch], step: int) -> step_metrics.StepTotals:
@@ -247,8 +248,9 @@ class RLStage:
     def _make_room(self) -> None:
         """Where the engine is on the trainer's devices."""
         if self.config.rollout.is_colocated:
+            assert self.live is not None
             with self.run.span("sleep"):
-                make_room(self.engine)
+                make_room(self.live.engine)
 
     @contextmanager
     def _publishing(self, version: int) -> Iterator[None]:
@@ -256,6 +258,9 @@ class RLStage:
 
         An engine that samples beside the training takes them beside the next step.
         """
+        if self.live is None:
+            yield
+            return
         self._num_published, self._published_version = self._num_published + 1, version
         verify = _is_due(self.config.weights.verify, self._num_published)
         with self.run.span("weights"):
@@ -272,8 +277,10 @@ class RLStage:
 
     def _update_costs(self) -> dict[str, float]:
         """Metrics of the updates since the last step."""
+        if self.live is None or self._costs is None:
+            return {}
         metrics, self._published = dict(self._published), {}
-        before, self._costs = self._costs, replace(self.engine.costs)
+        before, self._costs = self._costs, replace(self.live.engine.costs)
         for each in fields(before):
             metrics[f"weights/{each.name}"] = getattr(self._costs, each.name) - getattr(before, each.name)
         return metrics
@@ -282,9 +289,9 @@ class RLStage:
 
     def _evaluate_cold_start(self, first_step: int) -> None:
         """Before the first update: dev and held-out accuracy, and the latter when made to show the work."""
-        collector = self.collector
-        if first_step > 0:
+        if first_step > 0 or self.live is None:
             return
+        collector = self.live.collector
         dev, heldout = self.config.evaluation.dev_problems, self.config.evaluation.heldout_problems
 
         def measure() -> dict[str, Evaluation]:
@@ -301,9 +308,9 @@ class RLStage:
 
     def _evaluate(self, step: int) -> None:
         """On dev problems when due; on the held-out problems after the last step."""
-        sizes, is_last, collector = self.config.evaluation, step == self.config.rl.steps, self.collector
-        if not self._is_evaluation_due(step):
+        if self.live is None or not self._is_evaluation_due(step):
             return
+        sizes, is_last, collector = self.config.evaluation, step == self.steps, self.live.collector
 
         def measure() -> dict[str, Evaluation]:
             evaluations = {"dev": evaluate(collector, "dev", sizes.dev_problems, version=step)}
@@ -316,7 +323,7 @@ class RLStage:
 
     def _is_evaluation_due(self, step: int) -> bool:
         every = self.config.evaluation.every
-        return step == self.config.rl.steps or (every > 0 and step % every == 0)
+        return step == self.steps or (every > 0 and step % every == 0)
 
     def _record(self, step: int, measure: Callable[[], dict[str, Evaluation]]) -> None:
         """Records what `measure` finds; a run told to stop meanwhile measures when it goes on."""

@@ -227,8 +227,9 @@ class Worker:
         self._policy.watch = self._watch
         if not is_rl:
             return
-        links = msgspec.json.decode(command.links, type=EngineLinks) if command.links else EngineLinks()
-        self._weights = WeightSync(config, model, self._policy, engine, links)
+        if config.has_engine:
+            links = msgspec.json.decode(command.links, type=EngineLinks) if command.links else EngineLinks()
+            self._weights = WeightSync(config, model, self._policy, engine, links)
         if config.algorithm.reference_kl is not None:
             self._reference = MegatronTrainer(model, self._layout, options, None)
 

@@ -48,8 +48,10 @@ class Parts:
     trainer_logprobs: Mapping[str, object] = field(default_factory=dict)
     trainer_expert_ids: NDArray[np.int32] | None = None
     labels: Mapping[str, object] = field(default_factory=dict)
-    """group, engine, prompt, response."""
+    """group, engine, prompt, response, finish_reason."""
     step: int = -1
+    rewards: Mapping[str, object] = field(default_factory=dict)
+    kept_logmass: object = None
 
 
 def build(parts: Parts, moe_layers: Sequence[int] | None) -> DumpedRollout:
@@ -84,6 +86,11 @@ def build(parts: Parts, moe_layers: Sequence[int] | None) -> DumpedRollout:
         trainer_expert_ids=None if trainer_ids is None else select_layers(_no_negatives(trainer_ids), moe_layers),
         step=parts.step,
         says_temperature=parts.temperatures is not None,
+        says_top_p=parts.top_ps is not None,
+        rewards={name: number(value, f"reward {name!r}") for name, value in parts.rewards.items() if value is not None},
+        kept_logmass=None
+        if parts.kept_logmass is None
+        else window.logprobs(parts.kept_logmass, "log-masses of kept sets", sampled),
         **{name: text(value, name) for name, value in parts.labels.items()},
     )
 

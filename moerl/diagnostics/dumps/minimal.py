@@ -37,6 +37,8 @@ COLUMNS: dict[str, pa.DataType] = {
     "group": pa.string(),
     "engine": pa.string(),
     "step": pa.int32(),
+    "reward": pa.float64(),
+    "finish_reason": pa.string(),
     "prompt": pa.string(),
     "response": pa.string(),
     "token_ids": _INTS,
@@ -53,6 +55,7 @@ COLUMNS: dict[str, pa.DataType] = {
     "routed": _FLAGS,
     "kept_offsets": pa.list_(pa.int64()),
     "kept_ids": _INTS,
+    "kept_logmass": _FLOATS,
     "prefix_versions": _INTS,
     **dict.fromkeys(SCORER_COLUMNS.values(), _FLOATS),
     "trainer_expert_ids": _INTS,
@@ -127,8 +130,9 @@ def _row(rollout: DumpedRollout) -> dict[str, Any]:
         )
     row: dict[str, Any] = dict.fromkeys(COLUMNS)
     same = ("name", "group", "engine", "step", "prompt", "response", "token_ids", "sampled", "rollout_logprobs")
-    more = ("temperatures", "top_ps", "policy_versions", "turns", "routed", "prefix_versions")
+    more = ("temperatures", "top_ps", "policy_versions", "turns", "routed", "prefix_versions", "kept_logmass")
     row |= {name: getattr(rollout, name) for name in same + more}
+    row |= {"reward": rollout.rewards.get("reward"), "finish_reason": rollout.finish_reason or None}
     row |= {SCORER_COLUMNS[scorer]: values for scorer, values in rollout.trainer_logprobs.items()}
     for prefix, ids in (("", rollout.expert_ids), ("trainer_", rollout.trainer_expert_ids)):
         if ids is not None:
@@ -170,8 +174,10 @@ def _parts(row: Mapping[str, Any], where: str) -> Parts:
             ("trainer_num_layers", "trainer_experts_per_token"),
             ("num_layers", "experts_per_token"),
         ),
-        labels={name: row.get(name) for name in ("group", "engine", "prompt", "response")},
+        labels={name: row.get(name) for name in ("group", "engine", "prompt", "response", "finish_reason")},
         step=-1 if step is None else integer(step, "step", least=-1),
+        rewards={"reward": row.get("reward")},
+        kept_logmass=row.get("kept_logmass"),
     )
 
 

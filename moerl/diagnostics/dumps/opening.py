@@ -83,6 +83,27 @@ def open_dumps(
     return joined(opened)
 
 
+def own_files(path: Path) -> list[Path]:
+    """Returns the files of a dump of moerl in order, which can be read by themselves; none if it is of another format.
+
+    Raises:
+        ConfigError: there is no dump, or a file is damaged, or one is of another format than the first.
+    """
+    files = [file for each in files_of(path, lambda file: file.suffix) for file in each.files]
+    if not _is_ours(files[0]):
+        return []
+    other = next((file for file in files if not _is_ours(file)), None)
+    if other is not None:
+        raise _other_format(other, "another format", own.FORMAT, files[0])
+    return files
+
+
+def _is_ours(file: Path) -> bool:
+    with open_regular(file) as stream:
+        start = stream.read(4)
+    return start == b"PAR1" and VERSION_KEY in parquet.footer_of(file).metadata
+
+
 def _several(path: Path, kinds: Sequence[str]) -> ConfigError:
     return ConfigError(
         f"DUMP: files of several formats in {path}",
@@ -101,13 +122,17 @@ def _read(
         found, first = first or _format(file, load), None
         name = name or found.name
         if found.name != name:
-            raise ConfigError(
-                f"DUMP: files of several formats in {file.parent}",
-                seen=f"{file.name}: {found.name}",
-                expected=f"{name}, as {files[0].name} is",
-                remedy="name one of the files, or move those of the other format",
-            )
+            raise _other_format(file, found.name, name, files[0])
         yield from found.read(file, reading)
+
+
+def _other_format(file: Path, seen: str, name: str, first: Path) -> ConfigError:
+    return ConfigError(
+        f"DUMP: files of several formats in {file.parent}",
+        seen=f"{file.name}: {seen}",
+        expected=f"{name}, as {first.name} is",
+        remedy="name one of the files, or move those of the other format",
+    )
 
 
 def _format(file: Path, load: slime.TorchFile | None) -> Format:

@@ -22,11 +22,16 @@ def read(file: Path, reading: Reading) -> Iterator[DumpedRollout]:
     """Raises `ContractError` where the file, or a trajectory of it, is not sound."""
     trajectories = read_parquet(file)
     texts = [row for _, row in rows(file, TEXTS)]
-    named = re.fullmatch(r"step-(\d{1,9})", file.stem)
-    step = int(named[1]) if named else -1
+    step = step_of(file)
     for index, trajectory in enumerate(trajectories):
         prompt, response = (texts[index].get(name, "") for name in TEXTS)
         yield reading.unique(_rollout(trajectory, step, prompt, response))
+
+
+def step_of(file: Path) -> int:
+    """Returns the step that a run dumped into this file; -1 if its name is none of a step."""
+    named = re.fullmatch(r"step-(\d{1,9})", file.stem)
+    return int(named[1]) if named else -1
 
 
 def _rollout(trajectory: Trajectory, step: int, prompt: str, response: str) -> DumpedRollout:
@@ -52,4 +57,8 @@ def _rollout(trajectory: Trajectory, step: int, prompt: str, response: str) -> D
         step=step,
         prompt=prompt,
         response=response,
+        rewards=trajectory.rewards,
+        finish_reason=str(trajectory.finish_reason),
+        kept_logmass=trajectory.kept_logmass,
+        trajectory=trajectory,
     )

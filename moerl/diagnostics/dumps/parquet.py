@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,9 @@ import pyarrow as pa
 from moerl.contract import parquet
 from moerl.contract.footers import Footer
 from moerl.errors import ConfigError
+
+_ROWS = 1024
+"""Rows that are read at a time where few columns are."""
 
 _MAX_GROUP_VALUES = 1 << 30
 """Most values of a column of a row group: a row may hold all of them."""
@@ -53,6 +56,23 @@ def rows(file: Path, names: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]
             for row in range(batch.num_rows):
                 yield f"{file.name} row {index}", {name: _value(batch.column(name)[row]) for name in batch.schema.names}
                 index += 1
+
+
+def columns(file: Path, names: Collection[str]) -> dict[str, list[Any]]:
+    """Returns whole columns as Python values, and reads nothing else of the file.
+
+    Raises:
+        ConfigError: the file is damaged, or has no such column.
+    """
+    found: dict[str, list[Any]] = {name: [] for name in names}
+    with _reading(file):
+        for batch in parquet.read_batches(file, rows=_ROWS, columns=names):
+            missing = sorted(set(names) - set(batch.schema.names))
+            if missing:
+                raise damaged(file, f"no column {missing[0]}")
+            for name, values in found.items():
+                values.extend(batch.column(name).to_pylist())
+    return found
 
 
 @contextmanager

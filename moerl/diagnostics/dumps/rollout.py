@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from moerl.contract.fields import KeptSets
+from moerl.contract.trajectory import KeptSets, Trajectory
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,7 +36,11 @@ class DumpedRollout:
     trainer_logprobs: float32 [S], nats, 0 where not sampled: the log-probs of the other side, by scorer. Names of
         `moerl.telemetry.metrics.SCORERS`, or "trainer" where the dump does not say what was kept.
     trainer_expert_ids: int32 [S - 1, L, K], the experts that the trainer's routers chose; None where not dumped.
-    prompt, response: texts, empty where the dump has none. says_temperature: False if `temperatures` are assumed.
+    prompt, response: texts, empty where the dump has none. says_temperature, says_top_p: False if
+    `temperatures` or `top_ps` are assumed.
+    rewards: by name, `reward` is the one that is trained; finish_reason: a value of the contract's; kept_logmass: float32
+    [S], nats. Empty, or None, if the dump says nothing of them.
+    trajectory: the rollout of a dump of ours, as the contract has it; None for others.
     """
 
     name: str
@@ -59,6 +63,11 @@ class DumpedRollout:
     prompt: str = ""
     response: str = ""
     says_temperature: bool = True
+    says_top_p: bool = True
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    finish_reason: str = ""
+    kept_logmass: NDArray[np.float32] | None = None
+    trajectory: Trajectory | None = None
 
     def __len__(self) -> int:
         """S, the number of tokens."""

@@ -44,6 +44,10 @@ _NAMES = {
 """Rollout dumps name a sample's value in the singular, train dumps after the column that it was cut from."""
 
 
+_FINISHED = {"completed": "stop", "truncated": "length", "aborted": "abort"}
+"""A sample's status, in the words of the contract."""
+
+
 def kind_of(payload: object, file: Path) -> str:
     """Which of the dumps was loaded. Raises `ConfigError` where it is none."""
     if isinstance(payload, dict):
@@ -141,9 +145,18 @@ def _parts(sample: Mapping[str, Any], step: int, position: int, reading: Reading
             "group": sample.get("group_index"),
             "prompt": prompt if isinstance(prompt, str) else None,
             "response": sample.get("response"),
+            "finish_reason": _FINISHED.get(str(sample.get("status"))),
         },
         step=step,
+        rewards=_rewards(sample.get("reward")),
     )
+
+
+def _rewards(reward: object) -> Mapping[str, object]:
+    """Numbers by name; a reward function may return several, of which a key of the run picks one that the dump does not
+    name: only one that is called `reward` is it."""
+    named = reward if isinstance(reward, Mapping) else {"reward": reward}
+    return {str(name): value for name, value in named.items() if type(value) in (int, float)}
 
 
 def _versions(versions: object, mask: object, length: int, reading: Reading) -> Any:

@@ -1,0 +1,257 @@
+"""Groups for the loop from dumps: no engine, the same contract, quarantine, ledger and checkpoints. Runs in the controller.
+
+The rollouts of a step are read when it begins. Their versions and ages are those that were recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from moerl.buffer.flow import age_metrics
+from moerl.buffer.ledger import Ledger
+from moerl.buffer.lengths import Lengths
+from moerl.buffer.queue import age
+from moerl.config.rollouts import DumpsRolloutConfig
+from moerl.config.schema import RunConfig
+from moerl.contract.ports import RolloutRecord, Taken
+from moerl.contract.quarantine import Quarantine
+from moerl.contract.trajectory import Trajectory
+from moerl.diagnostics.dumps import own
+from moerl.diagnostics.dumps.records import record_of
+from moerl.diagnostics.dumps.rollout import DumpedRollout
+from moerl.diagnostics.dumps.survey import (
+    DumpedGroup,
+    Survey,
+    batches,
+    check_fits,
+    describe_unusable,
+    rollouts_behind,
+    survey,
+)
+from moerl.errors import CheckpointError, ContractError, MoerlError
+from moerl.models.description import ModelDescription
+from moerl.orchestration.groups import NOT_KEPT
+from moerl.orchestration.rollouts import sampling_params
+from moerl.orchestration.selection import filtered_for, select
+from moerl.orchestration.torch_dumps import load_torch
+
+
+class DumpSource:
+    """A source of groups that reads `rollout.path`. Used from one thread.
+
+    A group that is filtered, or of which no rollout is admitted, is not replaced: its batch is smaller.
+
+    Args:
+        model: that is trained.
+        quarantine: admits every rollout; where those are kept that break the contract.
+        say: takes lines for people.
+
+    Attributes:
+        metrics: of the latest batch.
+
+    Raises:
+        ConfigError: the dump cannot be read, or does not fit model and settings.
+    """
+
+    overlaps = False
+
+    def __init__(
+        self, config: RunConfig, model: ModelDescription, quarantine: Quarantine, say: Callable[[str], None]
+    ) -> None:
+        assert isinstance(config.rollout, DumpsRolloutConfig)
+        self._config, self._model, self._quarantine, self._say = config, model, quarantine, say
+        self._path, self._sampling = config.rollout.path, sampling_params(config.rollout, seed=0)
+        self.limits, self.metrics = config.queue_limits(), dict[str, float]()
+        self._survey = survey(self._path, model, load_torch)
+        check_fits(self._survey, config, model)
+        self._batches = batches(self._survey, config)
+        self._done, self.ledger, self._lengths = 0, Ledger(), Lengths()
+        self._rollouts: Iterator[DumpedRollout] = iter(())
+        self._batch: list[tuple[int, int, int]] = []
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that the run makes: `rl.steps`, or as many as the dump has groups for."""
+        return min(self._config.rl.steps, len(self._batches))
+
+    def describe(self) -> list[str]:
+        """Returns what a user should know of the dump, a line each."""
+        found, wanted = self._survey, self._config.rl.steps
+        lines = [
+            f"rollouts: {self._path}, a {found.format} with {found.num_rollouts} rollouts in {len(found.groups)} groups,"
+            f" enough for {len(self._batches)} steps; no engine is started, nothing is evaluated"
+        ]
+        if self.num_steps < wanted:
+            lines.append(f"the dumps end after step {self.num_steps}, and so does the run; rl.steps = {wanted}")
+        if left := len(found.groups) - sum(map(len, self._batches)):
+            lines.append(f"note: the last {left} groups of the dump make no whole step, and are left out")
+        if not found.says_sampling:
+            lines.append(
+                "note: the dump does not say how all rollouts were sampled; taken from the settings of the run:"
+                f" temperature {self._sampling.temperature}, top_p {self._sampling.top_p}"
+            )
+        if unusable := describe_unusable(found.unusable):
+            lines.append(f"WARNING: rows of the dump that cannot be used: {unusable}")
+        return lines
+
+    # --- batches -----------------------------------------------------------------------------------------------------
+
+    def batch(self) -> list[Trajectory]:
+        """Returns the trajectories of the next step, group by group in the order of the dump.
+
+        Raises:
+            MoerlError: no rollout is left, or a token is older than the limits allow.
+            ContractError: a file is damaged, or too many rollouts were refused.
+        """
+        groups, first = self._batches[self._done], sum(map(len, self._batches[: self._done]))
+        read = [[next(self._rollouts) for _ in range(group.size)] for group in groups]
+        version = self._trained_version([rollout for group in read for rollout in group])
+        refused_before, chosen = self._quarantine.num_refused, list[Trajectory]()
+        ids = [rollout.name for group in read for rollout in group]
+        self._quarantine.expect(ids)
+        self._batch = []
+        for number, rollouts in enumerate(read, first):
+            self.ledger.issue(number, len(rollouts))
+            trajectories = self._admitted(number, rollouts, version)
+            kept = self._kept(number, trajectories)
+            self._batch += [(number, len(trajectories) - len(kept), len(kept))] if kept else []
+            chosen += kept
+        self._quarantine.forget(ids)
+        self._check(groups, chosen, self._quarantine.num_refused - refused_before)
+        versions = [trajectory.policy_versions[trajectory.sampled].tolist() for trajectory in chosen]
+        self._check_ages(max(age(version, each) for each in versions))
+        self._lengths.train(trajectory.num_sampled for trajectory in chosen)
+        if warning := self._lengths.warning():
+            self._say(warning)
+        self.metrics = {
+            **self._lengths.metrics(),
+            **age_metrics(version, versions, histogram=self.limits.max_staleness > 0),
+            "groups/filtered": float(self.ledger.filtered.total()),
+        }
+        return chosen
+
+    def _trained_version(self, rollouts: Sequence[DumpedRollout]) -> int:
+        """Returns the version that the batch is trained with: that of the run that wrote it, if the file is of a step of
+        ours. Other dumps do not say it: it is the newest of the batch, or the steps of this run, if these are more."""
+        step = self._batches[self._done][0].step
+        if self._survey.format == own.FORMAT and step > 0:
+            return step - 1
+        return max(self._done, *(int(rollout.policy_versions.max()) for rollout in rollouts))
+
+    def _admitted(self, number: int, rollouts: Sequence[DumpedRollout], version: int) -> list[Trajectory]:
+        """Returns the trajectories of a group that keep the contract; the others are in quarantine and in the ledger."""
+        admitted: list[Trajectory] = []
+        for rollout in rollouts:
+            trajectory = self._admit(rollout, version)
+            if trajectory is None:
+                self.ledger.quarantine(number, self._quarantine.refusal_of(rollout.name).reason)
+            else:
+                admitted.append(trajectory)
+        self._lengths.offer(number, (trajectory.num_sampled for trajectory in admitted))
+        return admitted
+
+    def _admit(self, rollout: DumpedRollout, version: int) -> Trajectory | None:
+        try:
+            record = record_of(rollout, self._model.spec, self._sampling)
+        except ContractError as error:
+            values = {"token_ids": rollout.token_ids, "rewards": dict(rollout.rewards)}
+            newest = int(rollout.policy_versions.max())
+            refused = RolloutRecord(rollout.name, rollout.engine, newest, values)
+            self._quarantine.refuse(refused, error, trainer_version=version)
+            return None
+        return self._quarantine.admit(record, trainer_version=version)
+
+    def _kept(self, number: int, trajectories: list[Trajectory]) -> list[Trajectory]:
+        """Returns what `rl.filters` and `rl.keep` leave of a group; dumps of a run hold what they left there."""
+        loop = self._config.rl
+        if trajectories and (reason := filtered_for(trajectories, loop.filters)):
+            self.ledger.filter(number, reason)
+            return []
+        return select(trajectories, loop.keep, loop.keep_by, (self._config.seed, number))
+
+    def _check(self, groups: Sequence[DumpedGroup], chosen: Sequence[Trajectory], num_refused: int) -> None:
+        """Says how many rollouts were refused. Raises `MoerlError` if none is left to train."""
+        step, size = self._done + 1, sum(group.size for group in groups)
+        cause = f"{num_refused} of {size} rollouts refused; the first: {self._quarantine.first_refusal}"
+        if not chosen:
+            raise MoerlError(
+                f"step {step}: no rollout of the dump is left to train",
+                seen=cause if num_refused else f"all {len(groups)} groups filtered by rl.filters",
+                expected="at least one",
+                remedy=f"correct the cause; what was refused is in {self._quarantine.folder}",
+            )
+        if num_refused:
+            self._say(f"step {step}: {cause}; kept in {self._quarantine.folder}")
+
+    def _check_ages(self, oldest: int) -> None:
+        if oldest > self.limits.max_age:
+            raise MoerlError(
+                f"step {self._done + 1}: a token of the dump is older than the settings allow",
+                seen=f"{oldest} versions",
+                expected=f"at most {self.limits.max_age}: {self.limits.formula}",
+                remedy=f"set buffer.max_staleness={oldest} if you mean to train on it (also for a run that goes on)",
+            )
+
+    def trained(self) -> None:
+        for number, num_left_out, num_trained in self._batch:
+            self.ledger.leave_out(number, num_left_out, NOT_KEPT)
+            self.ledger.train(number, num_trained)
+        self._batch = []
+        self._done += 1
+        self.ledger.check()
+
+    # --- checkpoints -------------------------------------------------------------------------------------------------
+
+    def snapshot(self) -> dict[str, Any]:
+        last = self._batches[self._done - 1][-1].name if self._done else ""
+        return {
+            "ledger": self.ledger.snapshot(),
+            "lengths": self._lengths.snapshot(()),
+            "dumps": {"steps": self._done, "last_group": last},
+        }
+
+    def restore(self, snapshot: Mapping[str, Any], step: int) -> None:
+        """Takes over the state of a checkpoint.
+
+        Raises:
+            CheckpointError: the dump is no longer what was trained.
+        """
+        if snapshot:
+            self.ledger = Ledger.restored(snapshot["ledger"])
+        self._lengths, self._done = Lengths.restored(snapshot.get("lengths", {})), step
+        wanted = snapshot["dumps"]["last_group"] if snapshot else ""
+        here = self._batches[step - 1][-1].name if 0 < step <= len(self._batches) else ""
+        if here != wanted:
+            raise CheckpointError(
+                "rollout.path: the dump has changed since the checkpoint",
+                seen=f"group {here!r} at the end of step {step}" if here else f"{len(self._batches)} steps",
+                expected=f"group {wanted!r}, which was trained last",
+                remedy="restore the dump, or start a new run",
+            )
+        num_read = sum(group.size for groups in self._batches[:step] for group in groups)
+        self._rollouts = rollouts_behind(self._path, self._survey, self._model, num_read, load_torch)
+
+    # --- parts of the port that belong to an engine ------------------------------------------------------------------
+
+    def recover(self) -> None:
+        """Has nothing to take back: what was not trained is read again."""
+
+    def upcoming(self) -> None:
+        """Nothing is read ahead."""
+
+    def expect(self) -> Taken:
+        raise AssertionError("a run from dumps publishes no weights")
+
+    def settle(self) -> None:
+        """Waits for nothing."""
+
+    def committed(self, step: int, snapshot: Mapping[str, Any]) -> None:
+        """Has no journal to shorten."""
+
+    def finished(self) -> None:
+        """Has no journal to clear."""
+
+    def close(self) -> None:
+        """Drops the file that is being read."""
+        self._rollouts = iter(())
