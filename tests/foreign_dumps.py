@@ -70,7 +70,7 @@ def same(left: DumpedRollout, right: DumpedRollout, *, but: Sequence[str] = ()) 
     """Asserts that two rollouts agree in every field but those named, dtypes included; a dump that does not say
     temperatures says so."""
     for each in fields(DumpedRollout):
-        if each.name not in (*but, "says_temperature"):
+        if each.name not in (*but, "says_temperature", "says_top_p"):
             _same(getattr(left, each.name), getattr(right, each.name), each.name)
 
 

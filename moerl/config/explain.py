@@ -47,11 +47,11 @@ def unknown_key(path: str) -> ConfigError:
     foreign = counterpart(path)
     if foreign is not None and not is_ours:
         trainer, ours = foreign
-        return ConfigError(
-            f"{path}: a key of {trainer}",
-            expected=ours,
-            remedy=f"set {ours}=VALUE; `moerl train --help --all` says what it takes",
-        )
+        setting = ours if "=" in ours else f"{ours}=VALUE"
+        remedy = f"set {setting}; `moerl train --help --all` says what it takes"
+        if ours.startswith("moerl "):
+            remedy = f"run `{ours}`, a command of its own; `{ours} --help` says what it takes"
+        return ConfigError(f"{path}: a key of {trainer}", expected=ours, remedy=remedy)
     siblings = children(path.rpartition(".")[0])
     return ConfigError(
         f"{path}: unknown key",

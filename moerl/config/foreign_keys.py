@@ -52,6 +52,8 @@ VERL = {
     "trainer.total_epochs": "rl.steps",
     "trainer.save_freq": "checkpoint.every",
     "trainer.test_freq": "evaluation.every",
+    "trainer.val_only": "moerl eval",
+    "trainer.rollout_data_dir": "dump.rollouts_every",
     "trainer.project_name": "metrics.project",
     "trainer.logger": "metrics.sinks",
     "trainer.default_local_dir": "run_dir",
@@ -104,6 +106,10 @@ SLIME = {
     "--optimizer-offload-fraction": "trainer.optimizer_offload",
     "--update-weight-buffer-size": "weights.bucket_bytes",
     "--wandb-project": "metrics.project",
+    "--save-debug-rollout-data": "dump.rollouts_every",
+    "--load-debug-rollout-data": "rollout.path",
+    "--debug-train-only": "rollout=dumps",
+    "--debug-rollout-only": "moerl rollout",
 }
 
 TRL = {
@@ -130,7 +136,8 @@ TRL = {
 }
 
 FOREIGN_KEYS = {"verl": VERL, "slime": SLIME, "TRL": TRL}
-"""By trainer, its keys and ours. Values need not mean the same: `--help --all` says what ours takes."""
+"""By trainer, its keys and ours: a key, a `GROUP=OPTION`, or a command of its own. Values need not mean the same:
+`--help --all` says what ours takes."""
 
 
 def counterpart(name: str) -> tuple[str, str] | None:

@@ -14,17 +14,23 @@ def check_rollout(config: RunConfig) -> None:
     _check_dumps(config)
 
 
+def require_engine(config: RunConfig, command: str) -> None:
+    """Raises `ConfigError` if rollouts come from dumps. command: what an engine is needed for."""
+    if not config.has_engine:
+        raise ConfigError(
+            f"rollout: {command} needs an engine",
+            seen="rollout=dumps",
+            expected="an engine that samples",
+            remedy="set rollout=embedded or rollout=sglang; dumps are for moerl train",
+        )
+
+
 def _check_dumps(config: RunConfig) -> None:
     """Checks that nothing is asked of a run from dumps that only an engine could do."""
     if not isinstance(config.rollout, DumpsRolloutConfig):
         return
     if config.command != "train":
-        raise ConfigError(
-            f"rollout: moerl {config.command} needs an engine",
-            seen="rollout=dumps",
-            expected="an engine that samples",
-            remedy="set rollout=embedded or rollout=sglang; dumps are for moerl train",
-        )
+        require_engine(config, f"moerl {config.command}")
     rl = config.rl
     if rl.weigh_prompts != "even" or rl.skip_above is not None or rl.skip_below is not None:
         raise ConfigError(
@@ -55,5 +61,3 @@ def _check_precision(config: RunConfig) -> None:
             expected="float32 or bfloat16",
             remedy="set rollout.dtype=bfloat16, or rollout=embedded",
         )
-
-

@@ -136,8 +136,8 @@ class ServerRolloutConfig(_ServedRolloutConfig):
 class DumpsRolloutConfig(SamplingConfig):
     """Rollouts read from dumps; no engine is started.
 
-    `temperature`, `top_p`, `top_k` and `min_p` are those of responses whose dump says nothing of them. The other keys of
-    sampling are those of the recipe, and have no effect.
+    `temperature`, `top_p`, `top_k` and `min_p` are those of responses whose dump says nothing of them. The other keys
+    of sampling are those of the recipe, and have no effect.
     """
 
     engine: Literal["dumps"] = Field(description="Engine that samples; dumps = none.")

@@ -210,7 +210,8 @@ def _trains(config: RunConfig) -> bool:
 
 
 def _buckets(config: RunConfig, sizes: ModelDescription) -> int:
-    """Two buckets, if there is an engine that takes weights; a tensor that is larger is a bucket by itself, of which the embedding is the largest."""
+    """Two buckets, if there is an engine that takes weights; a tensor that is larger is a bucket by itself, of which
+    the embedding is the largest."""
     if not config.has_engine:
         return 0
     embedding = sizes.vocab_size * sizes.hidden_size * needs_of(config).element_bytes

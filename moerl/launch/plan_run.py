@@ -17,6 +17,7 @@ from rich.table import Table
 from moerl.buffer.queue import QueueLimits
 from moerl.buffer.simulation import Fleet, Simulated, StepCosts, drawn_from, long_tailed, simulate
 from moerl.config.layouts import as_overrides
+from moerl.config.rollout_checks import require_engine
 from moerl.config.schema import RunConfig
 from moerl.launch.calibration import Calibration, Device, calibrate, estimate, fleet_of, fleet_on
 from moerl.launch.plan_weights import update_seconds
@@ -48,8 +49,9 @@ def plan_run(
         run_dir: a run whose costs and lengths are taken; without one they are worked out from `device` and `workload`.
 
     Raises:
-        ConfigError: `run_dir` cannot be used.
+        ConfigError: `run_dir` cannot be used, or no engine samples.
     """
+    require_engine(config, "moerl plan run")
     console = Console(soft_wrap=True, highlight=False)
     calibration = None if run_dir is None else calibrate(run_dir)
     fleet = fleet_of(config)

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from moerl.config.checks import describe_model
 from moerl.config.layouts import as_overrides
+from moerl.config.rollout_checks import require_engine
 from moerl.config.rollouts import EmbeddedRolloutConfig
 from moerl.config.schema import RunConfig
 from moerl.rollout.sglang.invitation import PIECE_BYTES
@@ -25,7 +26,8 @@ _SHOWN = 16
 
 
 def plan_weights(config: RunConfig, bandwidths: Bandwidths) -> int:
-    """Prints the plan; exit status 0."""
+    """Prints the plan; exit status 0. Raises `ConfigError` if no engine takes weights."""
+    require_engine(config, "moerl plan weights")
     dims = config.parallel.dims
     plan = make_plan(model_manifest(describe_model(config), dims), PlanOptions.of(config))
     num_servers = _num_servers(config)

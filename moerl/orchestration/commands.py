@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -30,6 +31,7 @@ from moerl.contract.trajectory import ModelSpec, SamplingParams
 from moerl.diagnostics.summary import SUMMARY_FILE
 from moerl.errors import EngineError, closing
 from moerl.models.description import ModelDescription, read_model
+from moerl.orchestration import step_metrics
 from moerl.orchestration.batches import pack_options
 from moerl.orchestration.chat import write_prompts
 from moerl.orchestration.cold_start import cold_start
@@ -166,7 +168,8 @@ def _train_supervised(run: Run, model_path: Path) -> None:
 
 
 def run_rollout(config: RunConfig) -> int:
-    """Samples `rl.group_size` responses to each of `rl.prompts_per_step` prompts and dumps them."""
+    """Samples `rl.group_size` responses to each of `rl.prompts_per_step` prompts, dumps them for `rollout=dumps`, and
+    sums them up."""
     with _open_reader(config, "rollout") as (collector, reporter):
         prompts = collector.task.prompts("train", config.rl.prompts_per_step)
         requests = collector.requests(
@@ -182,8 +185,19 @@ def run_rollout(config: RunConfig) -> int:
         texts = [collector.response(t) for t in trajectories]
         with writing(path):
             write_parquet(path, trajectories, texts=texts, prompts=[collector.prompt(t) for t in trajectories])
-        accuracy = sum(t.rewards["accuracy"] for t in trajectories) / len(trajectories)
+        metrics = step_metrics.rollout_metrics(trajectories) | step_metrics.failed_rewards(
+            collector.take_failed_rewards()
+        )
+        metrics["quarantine/count"] = float(collector.quarantine.num_refused)
+        with writing(path.with_suffix(".json")), atomic_file(path.with_suffix(".json")) as file:
+            file.write_text(json.dumps(metrics, indent=1) + "\n")
+        accuracy = metrics.get("accuracy/mean", float("nan"))
         reporter.say(f"{len(trajectories)} rollouts, accuracy {accuracy:.3f}, written to {path}")
+        reporter.say(
+            f"reward {metrics['reward/mean']:.3f}, {metrics['response/length_mean']:.1f} tokens,"
+            f" {metrics['response/truncated']:.0%} cut off, {collector.quarantine.num_refused} refused; to train on them:"
+            f" moerl train rollout=dumps rollout.path={path}"
+        )
     return 0
 
 

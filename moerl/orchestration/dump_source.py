@@ -1,6 +1,7 @@
-"""Groups for the loop from dumps: no engine, the same contract, quarantine, ledger and checkpoints. Runs in the controller.
+"""Groups for the loop from dumps, with no engine: the same contract, quarantine, ledger and checkpoints.
 
-The rollouts of a step are read when it begins. Their versions and ages are those that were recorded.
+The rollouts of a step are read when it begins. Their versions and ages are those that were recorded. Runs in the
+controller.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from moerl.diagnostics.dumps.records import record_of
 from moerl.diagnostics.dumps.rollout import DumpedRollout
 from moerl.diagnostics.dumps.survey import (
     DumpedGroup,
-    Survey,
     batches,
     check_fits,
     describe_unusable,
@@ -79,7 +79,7 @@ class DumpSource:
         """Returns what a user should know of the dump, a line each."""
         found, wanted = self._survey, self._config.rl.steps
         lines = [
-            f"rollouts: {self._path}, a {found.format} with {found.num_rollouts} rollouts in {len(found.groups)} groups,"
+            f"rollouts: {self._path} ({found.format}): {found.num_rollouts} rollouts in {len(found.groups)} groups,"
             f" enough for {len(self._batches)} steps; no engine is started, nothing is evaluated"
         ]
         if self.num_steps < wanted:
@@ -132,15 +132,15 @@ class DumpSource:
         return chosen
 
     def _trained_version(self, rollouts: Sequence[DumpedRollout]) -> int:
-        """Returns the version that the batch is trained with: that of the run that wrote it, if the file is of a step of
-        ours. Other dumps do not say it: it is the newest of the batch, or the steps of this run, if these are more."""
+        """Returns the version that the batch is trained with: that of the run that wrote it, if the file is of a step
+        of ours. Other dumps do not say it: it is the newest of the batch, or the steps of this run if they are more."""
         step = self._batches[self._done][0].step
         if self._survey.format == own.FORMAT and step > 0:
             return step - 1
         return max(self._done, *(int(rollout.policy_versions.max()) for rollout in rollouts))
 
     def _admitted(self, number: int, rollouts: Sequence[DumpedRollout], version: int) -> list[Trajectory]:
-        """Returns the trajectories of a group that keep the contract; the others are in quarantine and in the ledger."""
+        """Returns the trajectories of a group that keep the contract; the ledger has the others as quarantined."""
         admitted: list[Trajectory] = []
         for rollout in rollouts:
             trajectory = self._admit(rollout, version)

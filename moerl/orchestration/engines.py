@@ -85,7 +85,8 @@ def open_engine(
         ConfigError: the directory does not hold the weights of its model.
     """
     rollout = config.rollout
-    assert model.folder is not None and not isinstance(rollout, DumpsRolloutConfig)
+    assert model.folder is not None
+    assert not isinstance(rollout, DumpsRolloutConfig), "a run from dumps opens no engine"
     check_weights(model.folder)
     if isinstance(rollout, EmbeddedRolloutConfig):
         engine = _embedded(config, rollout, model, version, process)

@@ -48,7 +48,8 @@ class Parts:
     trainer_logprobs: Mapping[str, object] = field(default_factory=dict)
     trainer_expert_ids: NDArray[np.int32] | None = None
     labels: Mapping[str, object] = field(default_factory=dict)
-    """group, engine, prompt, response, finish_reason."""
+    """group, engine, prompt, response."""
+    finish_reason: object = None
     step: int = -1
     rewards: Mapping[str, object] = field(default_factory=dict)
     kept_logmass: object = None
@@ -64,6 +65,7 @@ def build(parts: Parts, moe_layers: Sequence[int] | None) -> DumpedRollout:
     trainer_ids = parts.trainer_expert_ids
     if trainer_ids is not None and len(trainer_ids) != len(token_ids) - 1:
         raise RowError("the trainer's expert ids: not a row for each token but the last", trainer_ids)
+    labels: dict[str, Any] = {name: text(value, name) for name, value in parts.labels.items()}
     return DumpedRollout(
         name=parts.name,
         token_ids=token_ids,
@@ -87,11 +89,12 @@ def build(parts: Parts, moe_layers: Sequence[int] | None) -> DumpedRollout:
         step=parts.step,
         says_temperature=parts.temperatures is not None,
         says_top_p=parts.top_ps is not None,
+        finish_reason=text(parts.finish_reason, "finish reason"),
         rewards={name: number(value, f"reward {name!r}") for name, value in parts.rewards.items() if value is not None},
         kept_logmass=None
         if parts.kept_logmass is None
         else window.logprobs(parts.kept_logmass, "log-masses of kept sets", sampled),
-        **{name: text(value, name) for name, value in parts.labels.items()},
+        **labels,
     )
 
 

@@ -17,6 +17,9 @@ from moerl.diagnostics.dumps.rollout import Dump, DumpedRollout, Unusable
 from moerl.errors import ConfigError
 from moerl.reading import open_regular
 
+_ZIP = b"PK\x03\x04"
+"""First bytes of a file of torch.save."""
+
 _NUM_TRIED = 64
 """Lines that are tried until one tells the format."""
 
@@ -98,6 +101,12 @@ def own_files(path: Path) -> list[Path]:
     return files
 
 
+def needs_torch(path: Path) -> bool:
+    """Returns True if the files of a dump were written by torch.save. Raises `ConfigError` if there is no dump."""
+    with open_regular(files_of(path, lambda file: file.suffix)[0].files[0]) as stream:
+        return stream.read(4) == _ZIP
+
+
 def _is_ours(file: Path) -> bool:
     with open_regular(file) as stream:
         start = stream.read(4)
@@ -140,7 +149,7 @@ def _format(file: Path, load: slime.TorchFile | None) -> Format:
         start = stream.read(4096)
     if start.startswith(b"PAR1"):
         return _parquet(file)
-    if start.startswith(b"PK\x03\x04"):
+    if start.startswith(_ZIP):
         return _zip(file, load)
     if start[:1] == b"\x80":
         raise refused.pickled(file)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -27,16 +28,16 @@ _FIELDS = tuple(field.name for field in fields(Trajectory))
 
 
 def record_of(rollout: DumpedRollout, spec: ModelSpec, sampling: SamplingParams) -> RolloutRecord:
-    """Returns what a rollout holds, for a quarantine to admit. Nothing is made up: what the dump does not say is missing,
-    and rows without routes count as not captured.
+    """Returns what a rollout holds, for a quarantine to admit. Nothing is made up: what the dump does not say is
+    missing, and rows without routes count as not captured.
 
     Args:
         spec: the model's, for dumps that do not name theirs.
         sampling: for dumps that say nothing of how they were sampled; top-k and min-p for all that are not ours.
 
     Raises:
-        ContractError: `expert_id_out_of_range`, of an id that no type of the contract holds; `missing_field`, if there is
-            no reward.
+        ContractError: `expert_id_out_of_range`, of an id that no type of the contract holds; `missing_field`, if there
+            is no reward.
     """
     if "reward" not in rollout.rewards:
         raise ContractError(
@@ -84,7 +85,7 @@ def _turns(rollout: DumpedRollout, sampling: SamplingParams) -> list[Turn]:
     settings = np.stack([rollout.turns, rollout.sampled, rollout.temperatures, rollout.top_ps])
     starts = [0, *(np.flatnonzero((settings[:, 1:] != settings[:, :-1]).any(axis=0)) + 1).tolist(), len(rollout)]
     turns: list[Turn] = []
-    for start, end in zip(starts, starts[1:], strict=False):
+    for start, end in pairwise(starts):
         if not rollout.sampled[start]:
             turns.append(Turn(start, end, TurnKind.OBSERVATION if turns else TurnKind.PROMPT))
             continue

@@ -36,10 +36,10 @@ class DumpedRollout:
     trainer_logprobs: float32 [S], nats, 0 where not sampled: the log-probs of the other side, by scorer. Names of
         `moerl.telemetry.metrics.SCORERS`, or "trainer" where the dump does not say what was kept.
     trainer_expert_ids: int32 [S - 1, L, K], the experts that the trainer's routers chose; None where not dumped.
-    prompt, response: texts, empty where the dump has none. says_temperature, says_top_p: False if
-    `temperatures` or `top_ps` are assumed.
-    rewards: by name, `reward` is the one that is trained; finish_reason: a value of the contract's; kept_logmass: float32
-    [S], nats. Empty, or None, if the dump says nothing of them.
+    prompt, response: texts, empty where the dump has none. says_temperature, says_top_p: False if `temperatures` or
+    `top_ps` are assumed.
+    rewards: by name; `reward` is the one that is trained. finish_reason: a value of the contract's. kept_logmass:
+    float32 [S], nats. Empty, or None, if the dump says nothing of them.
     trajectory: the rollout of a dump of ours, as the contract has it; None for others.
     """
 

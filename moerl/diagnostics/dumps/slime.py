@@ -145,8 +145,8 @@ def _parts(sample: Mapping[str, Any], step: int, position: int, reading: Reading
             "group": sample.get("group_index"),
             "prompt": prompt if isinstance(prompt, str) else None,
             "response": sample.get("response"),
-            "finish_reason": _FINISHED.get(str(sample.get("status"))),
         },
+        finish_reason=_FINISHED.get(str(sample.get("status"))),
         step=step,
         rewards=_rewards(sample.get("reward")),
     )

@@ -54,7 +54,7 @@ class Survey:
         """The next rollout.
 
         Raises:
-            ConfigError: it has no group, or is not beside the others of its group or step, or steps are mixed with none.
+            ConfigError: it has no group, or steps fall, or some rollouts have a step and others none.
         """
         self.longest, self.num_rollouts = max(self.longest, num_tokens), self.num_rollouts + 1
         if not group:
@@ -69,7 +69,9 @@ class Survey:
             self.groups[-1] = DumpedGroup(step, group, last.size + 1)
             return
         if last is not None and (last.step < 0) != (step < 0):
-            raise _out_of_order(f"step {step} behind step {last.step}, -1: none", "a step for each rollout, or for none")
+            raise _out_of_order(
+                f"step {step} behind step {last.step}, -1: none", "a step for each rollout, or for none"
+            )
         if last is not None and last.step > step:
             raise _out_of_order(f"step {step} behind step {last.step}", "steps in ascending order")
         self.groups.append(DumpedGroup(step, group, 1))
@@ -86,7 +88,9 @@ class Survey:
         seen: set[tuple[int, str]] = set()
         for group in self.groups:
             if (group.step, group.name) in seen:
-                raise _out_of_order(f"group {group.name!r} in several places", "the rollouts of a group one behind another")
+                raise _out_of_order(
+                    f"group {group.name!r} in several places", "the rollouts of a group one behind another"
+                )
             seen.add((group.step, group.name))
 
 
@@ -132,15 +136,13 @@ def rollouts_behind(
             del paths[0]
     if not paths:
         return iter(())
-    dumps = open_dumps(
-        paths, moe_layers=model.moe_layers, experts_per_token=model.spec.experts_per_token, load=load
-    )
+    dumps = open_dumps(paths, moe_layers=model.moe_layers, experts_per_token=model.spec.experts_per_token, load=load)
     return islice(chain.from_iterable(dump.rollouts for dump in dumps), num_read, None)
 
 
 def batches(survey: Survey, config: RunConfig) -> list[list[DumpedGroup]]:
-    """Returns the groups of each step: those of a step of the dump, or `rl.prompts_per_step` in order if it has no steps.
-    What is left at the end of such a dump makes no batch.
+    """Returns the groups of each step: those of a step of the dump, or `rl.prompts_per_step` in order if it has no
+    steps. What is left at the end of such a dump makes no batch.
 
     Raises:
         ConfigError: the dump does not fit the settings of the run.
@@ -197,7 +199,7 @@ def check_fits(survey: Survey, config: RunConfig, model: ModelDescription) -> No
             "quarantine.max_rate: too many rows of the dump cannot be used",
             seen=describe_unusable(survey.unusable),
             expected=f"at most a share of {config.quarantine.max_rate} of {lost + survey.num_rollouts} rows",
-            remedy="correct the cause, see docs/dump_formats.md, or raise quarantine.max_rate if the rest is what you want",
+            remedy="correct the cause (docs/dump_formats.md), or raise quarantine.max_rate to train on the rest",
         )
     batches(survey, config)
 
@@ -219,10 +221,16 @@ def _survey_others(path: Path, model: ModelDescription, load: TorchFile | None) 
 
 
 def _spec(file: Path, values: Sequence[object]) -> ModelSpec:
-    *numbers, fingerprint = values
-    if not all(type(each) is int for each in numbers) or not isinstance(fingerprint, str):
+    layers, chosen, experts, vocabulary, fingerprint = values
+    if not (
+        isinstance(layers, int)
+        and isinstance(chosen, int)
+        and isinstance(experts, int)
+        and isinstance(vocabulary, int)
+        and isinstance(fingerprint, str)
+    ):
         raise damaged(file, f"a model of {values}")
-    return ModelSpec(*(each for each in numbers if isinstance(each, int)), fingerprint)
+    return ModelSpec(layers, chosen, experts, vocabulary, fingerprint)
 
 
 def _sizes(spec: ModelSpec) -> tuple[int, int, int]:

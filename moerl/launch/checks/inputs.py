@@ -10,10 +10,12 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from moerl.config.checks import check_command, check_model_fits, check_run
+from moerl.config.checks import check_command, check_model_fits, check_run, describe_model
 from moerl.config.hub import hub_model, missing_weights, prepare_model
 from moerl.config.problems import check_problems
-from moerl.config.rollouts import ServerRolloutConfig, SGLangRolloutConfig
+from moerl.config.rollouts import DumpsRolloutConfig, ServerRolloutConfig, SGLangRolloutConfig
+from moerl.diagnostics.dumps.opening import needs_torch
+from moerl.diagnostics.dumps.survey import batches, check_fits, survey
 from moerl.errors import ConfigError, EngineError
 from moerl.launch.checks.facts import Facts
 from moerl.launch.servers import refuse_ended
@@ -113,8 +115,33 @@ def look_at_rewards(facts: Facts) -> str | Note:
             "rewards that can be tried",
             "nothing: `moerl doctor` tries them on the node, before the run starts",
         )
+    if not facts.config.has_engine:
+        return "not asked for: the dumps hold them"
     facts.task().try_rewards()
     return "tried on one response"
+
+
+def look_at_dumps(facts: Facts) -> str | Note:
+    """Looks over the dumps that a run trains on: format, model, groups and steps."""
+    config = facts.config
+    if not isinstance(config.rollout, DumpsRolloutConfig):
+        return "the run samples"
+    path, model = config.rollout.path, describe_model(config)
+    if facts.door == "dry run" and not path.exists():
+        return Note(
+            f"{path}: cannot be seen from here",
+            "dumps that can be looked over",
+            "nothing if the nodes have it: `moerl doctor` looks at it there, before the run starts",
+        )
+    if needs_torch(path):
+        return Note(
+            f"{path}: files of torch.save, which are not read before the run starts",
+            "dumps that can be looked over",
+            "nothing: the run looks over them first",
+        )
+    found = survey(path, model)
+    check_fits(found, config, model)
+    return f"{found.format}: {len(found.groups)} groups for {len(batches(found, config))} steps"
 
 
 def look_at_environment(facts: Facts) -> str | Note:

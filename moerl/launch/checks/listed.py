@@ -106,6 +106,13 @@ CHECKS = (
         inputs.look_at_model,
     ),
     RunCheck(
+        "dumps",
+        "format, model, groups and steps of the dumps that a run trains on",
+        _STARTED,
+        "some columns; all of foreign ones",
+        inputs.look_at_dumps,
+    ),
+    RunCheck(
         "data",
         "columns, number of problems, demonstrations; data sets of the hub are fetched",
         _STARTED,
