@@ -68,9 +68,10 @@ def make_dumped(
 
 def same(left: DumpedRollout, right: DumpedRollout, *, but: Sequence[str] = ()) -> None:
     """Asserts that two rollouts agree in every field but those named, dtypes included; a dump that does not say
-    temperatures says so."""
+    temperatures says so. Rewards and ends, which few dumps have, are not compared."""
+    few_have = ("says_temperature", "says_top_p", "rewards", "finish_reason")
     for each in fields(DumpedRollout):
-        if each.name not in (*but, "says_temperature", "says_top_p"):
+        if each.name not in (*but, *few_have):
             _same(getattr(left, each.name), getattr(right, each.name), each.name)
 
 
@@ -129,7 +130,7 @@ def _sample(rollout: DumpedRollout, index: int, routes: Any) -> dict[str, Any]:
         "response": rollout.response,
         "response_length": len(rollout) - start,
         "label": None,
-        "reward": 1.0,
+        "reward": rollout.rewards.get("reward", 1.0),
         "loss_mask": rollout.sampled[start:].astype(int).tolist(),
         "weight_versions": _versions(rollout),
         "rollout_log_probs": rollout.rollout_logprobs[start:].tolist(),

@@ -194,7 +194,8 @@ def read_config(file: Path) -> dict[str, Any]:
             "model.path: not a Hugging Face model directory",
             seen=file.parent,
             expected="a directory with config.json",
-            remedy="give the directory that holds config.json and the weights",
+            remedy="give the directory that holds config.json and the weights; of a run: RUN_DIR/final_model, or what"
+            " `moerl export RUN_DIR --output DIR` writes of a checkpoint",
         )
     try:
         values, irregular = read_json(file), find_irregular(file.parent)

@@ -195,17 +195,20 @@ def run_rollout(config: RunConfig) -> int:
         reporter.say(f"{len(trajectories)} rollouts, accuracy {accuracy:.3f}, written to {path}")
         reporter.say(
             f"reward {metrics['reward/mean']:.3f}, {metrics['response/length_mean']:.1f} tokens,"
-            f" {metrics['response/truncated']:.0%} cut off, {collector.quarantine.num_refused} refused; to train on them:"
-            f" moerl train rollout=dumps rollout.path={path}"
+            f" {metrics['response/truncated']:.0%} cut off, {collector.quarantine.num_refused} refused; to train on"
+            f" them: moerl train rollout=dumps rollout.path={path}"
         )
     return 0
 
 
 def run_eval(config: RunConfig) -> int:
-    """Greedy accuracy on the held-out problems."""
+    """Measures accuracy on the held-out problems, greedily and by samples, with its interval."""
     with _open_reader(config, "eval") as (collector, reporter):
         heldout = evaluate(collector, "heldout", config.evaluation.heldout_problems, version=0)
         reporter.evaluated(0, {"final": heldout}, {})
+        if "accuracy" in heldout.scores:
+            accuracy, low, high = heldout.scores["accuracy"]
+            reporter.say(f"  accuracy {accuracy:.3f}, with 95 % certainty in [{low:.3f}, {high:.3f}]")
         reporter.say(f"the numbers are in {config.run_dir / METRICS_FILE}")
     return 0
 

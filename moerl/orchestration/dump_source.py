@@ -86,11 +86,10 @@ class DumpSource:
             lines.append(f"the dumps end after step {self.num_steps}, and so does the run; rl.steps = {wanted}")
         if left := len(found.groups) - sum(map(len, self._batches)):
             lines.append(f"note: the last {left} groups of the dump make no whole step, and are left out")
-        if not found.says_sampling:
-            lines.append(
-                "note: the dump does not say how all rollouts were sampled; taken from the settings of the run:"
-                f" temperature {self._sampling.temperature}, top_p {self._sampling.top_p}"
-            )
+        if found.format != own.FORMAT:
+            unsaid = ("top_k", "min_p") if found.says_sampling else ("temperature", "top_p", "top_k", "min_p")
+            taken = ", ".join(f"rollout.{name} = {getattr(self._sampling, name)}" for name in unsaid)
+            lines.append(f"note: the dump does not say how rollouts were sampled, so these settings hold: {taken}")
         if unusable := describe_unusable(found.unusable):
             lines.append(f"WARNING: rows of the dump that cannot be used: {unusable}")
         return lines

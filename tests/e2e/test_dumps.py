@@ -1,0 +1,65 @@
+"""One half without the other: training from dumps, with no engine, and rollouts without a trainer."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+from moerl_runs import DoneRun, Runs, Sums, rows
+
+UNKNOWN_TO_DUMPS = re.compile(r"weights/|groups/waiting|tokens/left_out")
+"""Metrics of engines and of what waits for them."""
+
+
+def trained(run: Path) -> list[dict[str, Any]]:
+    """The rows of both stages, without what only a run with an engine has."""
+    return [
+        {name: value for name, value in row.items() if not UNKNOWN_TO_DUMPS.match(name)}
+        for row in rows(run)
+        if row["stage"] != "evaluation"
+    ]
+
+
+def test_training_from_the_dumps_of_a_run_gives_its_digits_also_when_it_is_killed_twice(
+    forked: Runs, sums: Sums, undisturbed: DoneRun, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    arguments = [*sums.train(run), "rollout=dumps", f"rollout.path='{undisturbed.folder}'"]
+    for call in (4, 3):  # updates; checkpoints are written after steps of two
+        fault = "kill", {"place": "moerl.trainer.optimizer:Optimizer.update", "call": 6 + call, "after": False}
+        killed = forked.run(*arguments, fault=fault, path=[sums.folder])
+        assert killed.status in (-signal.SIGKILL, 0), killed.output
+        arguments = ["train", f"resume={run}"]
+    finished = forked.run(*arguments, path=[sums.folder])
+    assert finished.status == 0, finished.output
+    assert "no engine is started" in finished.output
+    assert trained(run) == trained(undisturbed.folder)
+    for model in ("cold_start", "final_model"):
+        weights, expected = (folder / model / "model.safetensors" for folder in (run, undisturbed.folder))
+        assert weights.read_bytes() == expected.read_bytes()
+    assert not (run / "rollouts").exists()
+
+
+def test_rollouts_without_a_trainer_are_summed_up_and_can_be_trained(
+    forked: Runs, tiny: DoneRun, tmp_path: Path
+) -> None:
+    model = ["recipe=tiny", "model=pretrained", f"model.path='{tiny.folder / 'final_model'}'"]
+    sampled = tmp_path / "sampled"
+    finished = forked.run("rollout", *model, f"run_dir='{sampled}'")
+    assert finished.status == 0, finished.output
+    summary = json.loads((sampled / "rollouts/rollouts.json").read_text())
+    assert {"reward/mean", "accuracy/mean", "response/length_mean", "kept/size_mean"} <= summary.keys()
+    run, path = tmp_path / "run", re.findall(r"rollout=dumps (rollout.path=\S+)", finished.output)
+    finished = forked.run("train", *model, "sft.steps=0", f"run_dir='{run}'", "rollout=dumps", *path)
+    assert finished.status == 0, finished.output
+    assert "the dumps end after step 1, and so does the run; rl.steps = 3" in finished.output
+    (row,) = rows(run)
+    assert {name: row[name] for name in summary} == summary
+    assert row["staleness/age_max"] == 0
+    assert (
+        "the run in"
+        in forked.run("train", *model, "sft.steps=0", f"run_dir='{run}'", "rollout=dumps", *path, "resume=auto").output
+    )
