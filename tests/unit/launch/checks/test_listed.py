@@ -52,6 +52,7 @@ SMALL = (
     *("recipe=pretrained_small", "task=chain_sum_short", *FEW, "sft.steps=0"),
     *("rollout.max_new_tokens=16", "trainer.microbatch_tokens=256"),
 )
+DUMPS = ("recipe=tiny", "rollout=dumps")
 ENV = "rollout.environment='{env}'"
 SERVED = ("recipe=tiny", "rollout=sglang", ENV)
 
@@ -131,6 +132,15 @@ BROKEN = {
     "a reward that raises": Broken((*JSONL, "task.reward=my_rewards:raises"), "KeyError: 'answre'"),
     "a reward that is no number": Broken((*JSONL, "task.reward=my_rewards:text"), "not a number: '1.0'"),
     "a column of a reward that no row has": Broken((*SET, *EXACT, "task.rewards.right.column=solution"), "'solution'"),
+    # Dumps.
+    "no such dumps": Broken((*DUMPS, "rollout.path=nowhere"), "DUMP: no rollouts", ("train", "doctor")),
+    "dumps without groups": Broken((*DUMPS, "rollout.path=ungrouped.jsonl"), "rollouts without a group"),
+    "dumps of another number of groups": Broken(
+        (*DUMPS, "rollout.path=one_group.jsonl"), "rl.prompts_per_step: the dump has another number"
+    ),
+    "a choice of prompts, of dumps": Broken(
+        (*DUMPS, "rollout.path=one_group.jsonl", "rl.skip_above=0.9"), "a run from dumps chooses no prompts", ALL
+    ),
     # Servers.
     "no environment of servers": Broken(("recipe=tiny", "rollout=sglang"), "SGLang environment"),
     "an environment that was not finished": Broken(
@@ -213,6 +223,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("sums.jsonl", "rows.jsonl"):
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "broken.jsonl").write_text("{\n")
+    dumped = {"token_ids": [5, 6, 7], "response_length": 2, "rollout_logprobs": [-1.0, -1.0]}
+    (folder / "ungrouped.jsonl").write_text(json.dumps(dumped))
+    (folder / "one_group.jsonl").write_text(json.dumps({**dumped, "group": "a"}))
     (folder / "folder").mkdir()
     write_hf_config(folder / "big", **QWEN3_30B)
     write_hf_config(folder / "dense", model_type="qwen3")
