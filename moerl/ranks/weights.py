@@ -5,7 +5,7 @@ Runs in every trainer rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -167,7 +167,7 @@ class WeightSync:
         engine: CheckedSink | None,
         links: EngineLinks,
     ) -> None:
-        self._trainer = trainer
+        self._trainer, self._sleeps = trainer, config.trainer.sleep
         rank = trainer.layout.rank
         peers = Peers(rank, platform.device(), config.weights.step_seconds)
         options = PlanOptions.of(config)
@@ -180,10 +180,20 @@ class WeightSync:
         name = f"folder '{FOLDER}'" if config.weights.transport == "disk" else "the engine"
         self._publisher = Publisher(plan, gatherer, peers, sink, name)
 
-    def publish(self, version: int, *, verify: bool, left: Callable[[], None] | None = None) -> dict[str, float]:
-        """Brings the trainer's weights to the engine; returns metrics. A collective; `left` and errors as of
-        `Publisher.publish`."""
-        return self._publisher.publish(self._trainer.shards(), version, verify=verify, left=left).metrics()
+    def publish(self, version: int, *, verify: bool, reference: MegatronTrainer | None) -> dict[str, float]:
+        """Brings the trainer's weights to the engine; returns metrics. A collective; raises as `Publisher.publish`.
+
+        Args:
+            reference: rests with the trainer from the end of sending on, if `trainer.sleep` is true.
+        """
+        resting = [each for each in (self._trainer, reference) if each is not None and self._sleeps]
+
+        def left() -> None:
+            for each in resting:
+                each.rest()
+
+        after = left if resting else None
+        return self._publisher.publish(self._trainer.shards(), version, verify=verify, left=after).metrics()
 
 
 class EngineLinks(msgspec.Struct, forbid_unknown_fields=True, frozen=True):

@@ -158,8 +158,9 @@ class Worker:
                 assert self._weights is not None
                 self._version = command.version
                 with profiling.named("sync"):
-                    left = self._rest if self._config.trainer.sleep else None
-                    return Reply(metrics=self._weights.publish(command.version, verify=command.verify, left=left))
+                    reference = self._reference
+                    metrics = self._weights.publish(command.version, verify=command.verify, reference=reference)
+                    return Reply(metrics=metrics)
             case GiveBack():
                 self._staged = self._trained.stage() if command.stage else None
                 self._trained.give_back()
@@ -185,11 +186,6 @@ class Worker:
         """Returns when the checkpoint in flight is written. Raises `CheckpointError` where it could not be."""
         self._profiler.drop()
         self._saver.wait()
-
-    def _rest(self) -> None:
-        for model in (self._policy, self._reference):
-            if model is not None:
-                model.rest()
 
     def _profile(self, step: int) -> None:
         """On rank 0 alone: those of a layout do the same at the same time."""
@@ -255,11 +251,8 @@ class Worker:
                 pass
 
     def _rewrite(self, command: Rewrite) -> None:
-        model = PolicyModel(
-            read_model(model_on_this_node(command.model)),
-            self._model_options(self._config.sft.moe_aux_loss_coef),
-            self._layout,
-        )
+        options = self._model_options(self._config.sft.moe_aux_loss_coef)
+        model = PolicyModel(read_model(model_on_this_node(command.model)), options, self._layout)
         load_weights(Path(command.checkpoint), model.chunks)
         self._write_model(Path(command.folder), Path(command.model), model)
 
