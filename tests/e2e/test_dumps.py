@@ -58,7 +58,6 @@ def test_rollouts_without_a_trainer_are_summed_up_and_can_be_trained(
     assert "the dumps end after step 1, and so does the run; rl.steps = 3" in finished.output
     (row,) = rows(run)
     assert {name: row[name] for name in summary} == summary
-    assert row["staleness/age_max"] == 0
     assert (
         "the run in"
         in forked.run("train", *model, "sft.steps=0", f"run_dir='{run}'", "rollout=dumps", *path, "resume=auto").output
