@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,11 +30,9 @@ BFLOAT16 = 2**-7 if INTERPRETED else 2**-8
 """Relative error of one rounding to bfloat16: Triton's interpreter truncates, a GPU rounds to nearest."""
 
 
-def at_length[Test](test: Test) -> Test:
+def at_length[Test: Callable[..., None]](test: Test) -> Test:
     """Marks a test as what `AT_LENGTH` says."""
-    for mark in AT_LENGTH:
-        test = mark(test)
-    return test
+    return pytest.mark.slow(test) if INTERPRETED else test
 
 
 @dataclass

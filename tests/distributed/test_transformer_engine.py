@@ -246,9 +246,11 @@ def fused_weights(layout: Any, path: Path, sharding: str) -> tuple[set[str], set
     """Names of weights whose gradients are added up inside of products; of all others; of the first without a place
     for that."""
     from moerl.trainer.model import ModelOptions
+    from moerl.trainer.optimizer import StateOptions
     from moerl.trainer.trainer import MegatronTrainer
 
-    trainer = MegatronTrainer(read_model(path), layout, ModelOptions(dtype="bfloat16"), tiny_moe.OPTIMIZER, 8, sharding)
+    options, state = ModelOptions(dtype="bfloat16"), StateOptions(sharding)
+    trainer = MegatronTrainer(read_model(path), layout, options, tiny_moe.OPTIMIZER, 8, state)
     (chunk,) = trainer.model.chunks
     fusing = [(n, m) for n, m in chunk.named_modules() if getattr(m, "fuse_wgrad_accumulation", False)]
     fused: dict[str, Any] = {

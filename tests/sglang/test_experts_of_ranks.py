@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import families
@@ -68,7 +68,7 @@ def send(server: SGLangServer, folder: Path, version: int) -> None:
     sglang_live.over_http(server.endpoint, update)
 
 
-def experts_of(records: Mapping[str, str]) -> set[int]:
+def experts_of(records: Iterable[str]) -> set[int]:
     """Numbers of the experts that a rank holds something of."""
     return {int(name.split(".experts.")[1].split(".")[0]) for name in records if ".experts." in name}
 

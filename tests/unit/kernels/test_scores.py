@@ -76,8 +76,10 @@ MIXES = {
 
 
 # Each way of adding with one mix that has it all, and each mix once.
-PAIRS = {("mixed", NEVER), ("mixed", 4), ("mixed", ALWAYS), ("one_row", NEVER), ("open_tail", NEVER)}
-PAIRS |= {("all_listed", ALWAYS), ("all_open", 4)}
+PAIRS = {
+    *(("mixed", each) for each in (NEVER, 4, ALWAYS)),
+    *(("one_row", NEVER), ("open_tail", NEVER), ("all_listed", ALWAYS), ("all_open", 4)),
+}
 
 
 @pytest.mark.parametrize(
