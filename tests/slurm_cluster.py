@@ -14,10 +14,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 
 from moerl_runs import ENVIRONMENT
 from waiting import eventually, run
+
+from moerl.processes.parent import die_with
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "shellcheck")
 START_SECONDS = 60.0
@@ -202,6 +205,8 @@ class Cluster:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
+            # The test process may be killed, and then closes nothing.
+            preexec_fn=partial(die_with, os.getpid()),
         )
 
     def _step_daemons(self) -> list[int]:
