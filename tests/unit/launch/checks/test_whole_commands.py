@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,30 +11,12 @@ import pytest
 from asked_commands import Ask, Broken
 from factories import QWEN3_30B, write_hf_config, write_hf_model
 from small_hub import Cache, hub
+from whole_commands import COMMANDS, ROWS, keys_of
 
 from moerl.rollout.sglang.patches import DEFAULT_RELEASE, read_patches
 
-ROOT = Path(__file__).parents[4]
-PAGE = (
-    (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8").partition("## Whole commands\n")[2].partition("\n## ")[0]
-)
-COMMANDS = [shlex.split(block.replace("\\\n", " ")) for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)]
-ROWS = [
-    [cell.strip() for cell in row]
-    for row in re.findall(
-        r"^\| (one|two) nodes? of 8 x (\d+) GB \|[^|]+\|[^|]+\| ([\d., ]+) \| ([\d.]*) ?\| ([\d.,]+) \|$",
-        PAGE,
-        re.MULTILINE,
-    )
-]
 GIB_OF = {"80": 80, "141": 139}
 """What a GPU of so many GB has."""
-
-
-def keys_of(words: list[str]) -> tuple[str, ...]:
-    """Returns the keys of a command, with data that are here."""
-    keys = [word for word in words if re.match(r"[a-z_.]+=", word) and not word.startswith("run_dir=")]
-    return tuple("task.path=rows.jsonl" if key.startswith("task.path=") else key for key in keys)
 
 
 @pytest.fixture(scope="module")
