@@ -12,6 +12,7 @@ import pytest
 from factories import SPEC, make_trajectory
 from foreign_dumps import make_dumped, write_slime
 
+from moerl.cli import main
 from moerl.config.checks import describe_model
 from moerl.config.load import load_config
 from moerl.config.schema import RunConfig
@@ -182,6 +183,12 @@ def test_commands_that_need_an_engine_refuse_dumps(command: str, tmp_path: Path)
         load_config(["recipe=tiny", "rollout=dumps", f"rollout.path='{tmp_path}'"], command=command)
 
 
+@pytest.mark.parametrize("plan", ["weights", "run"])
+def test_plans_of_engines_refuse_dumps(plan: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["plan", plan, "recipe=tiny", "rollout=dumps", f"rollout.path='{tmp_path}'"]) == 2
+    assert f"rollout: moerl plan {plan} needs an engine" in capsys.readouterr().err
+
+
 # --- dumps of others -------------------------------------------------------------------------------------------------
 
 
@@ -215,7 +222,8 @@ def test_the_minimal_schema_is_trained_as_it_says(tmp_path: Path):
         ({"version": -1}, "version_negative"),
         ({"kept": make_dumped(np.random.default_rng(0)).kept}, "missing_field"),
         ({"top_ps": np.full(8, 0.5, np.float32)}, "kept_set_missing"),
-        ({"expert_ids": np.full((7, 2, 2), 300, np.int32)}, "expert_id_out_of_range"),
+        # As bytes they would be 1 and 2.
+        ({"expert_ids": np.tile(np.int32([257, 258]), (7, 2, 1))}, "expert_id_out_of_range"),
     ],
 )
 def test_what_a_dump_of_others_lacks_is_refused_by_name(changes: dict[str, Any], reason: str, tmp_path: Path):
