@@ -161,7 +161,7 @@ def test_a_missing_value_is_named():
     assert "model.path: no value given" in error("model=pretrained")
 
 
-NEED_A_MODEL = {"pretrained", "pretrained_small", "math", "code"}
+NEED_A_MODEL = {"pretrained", "pretrained_small", "math", "code", "gsm8k", "code_problems"}
 NEED_ROWS = {"math", "code", "math_small"}
 
 
