@@ -11,7 +11,7 @@ Megatron's own way is another one, and is not used (docs/decisions/optimizer-off
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -126,7 +126,8 @@ class OffloadedState:
         device = platform.device()
         groups = self._inner.param_groups
         counted = self._step_on(groups, self._resident)
-        size, names = max(piece.num_elements for piece in self._pieces), list(self._offloaded[0].homes)
+        size = max(piece.num_elements for piece in self._pieces)
+        names = dict.fromkeys(name for each in self._offloaded for name in each.homes)
         slots = [_Slot(size, names, device) for _ in range(PIECES)]
         computing, fetching, returning = torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()
         # The slots' memory may still be read by what was launched before.
@@ -212,7 +213,7 @@ class _Piece:
 class _Slot:
     """Room on the device for one piece: float32, a row for each kind of tensor. free: event from which it is."""
 
-    def __init__(self, num_elements: int, names: Sequence[str], device: torch.device) -> None:
+    def __init__(self, num_elements: int, names: Iterable[str], device: torch.device) -> None:
         self._rows = {name: torch.empty(num_elements, device=device) for name in names}
         self.free: Any = None
 

@@ -74,3 +74,13 @@ def test_state_in_host_memory_gives_the_digits_of_a_resident_one_and_goes_on_fro
     # Moments, and masters of weights in 16 bits.
     total = sum(weight.size for weight in results[0][0][0].weights.values())
     assert results[0][2][0].host_bytes >= total * (12 if dtype == "bfloat16" else 8)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("sharding", ["on", "overlap"])
+@pytest.mark.parametrize("expert", [1, 2])
+def test_two_ranks_have_the_digits_of_a_resident_state(
+    expert: int, sharding: str, untied: Path, tmp_path: Path, two_processes: Ranks
+) -> None:
+    options = {"dtype": "bfloat16", "sharding": sharding}
+    check_digits(two_processes.run(train_and_go_on, untied, tmp_path, options, expert=expert))
