@@ -31,7 +31,6 @@ pytestmark = [
     pytest.mark.timeout(1800),
     pytest.mark.skipif(not ENVIRONMENT.exists(), reason="no environment of SGLang servers: make sglang"),
 ]
-pytest.importorskip("ray", reason="Ray is not installed: pip install moerl[ray]")
 
 LONG, STEPS = 1500.0, 4
 KEYS = ("recipe=tiny", "num_threads=2", "parallel.data=2", f"rl.steps={STEPS}")

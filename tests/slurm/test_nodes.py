@@ -107,11 +107,11 @@ LONG = 1500.0
 """For a job with two servers, on a busy machine."""
 
 
+@needs_ray
 @pytest.mark.slow
 @pytest.mark.timeout(2 * LONG)
 @pytest.mark.skipif(not sglang_live.ENVIRONMENT.exists(), reason="no environment of SGLang servers: make sglang")
 def test_each_node_of_a_colocated_run_has_the_server_of_its_rank(two_nodes: Cluster, tmp_path: Path) -> None:
-    pytest.importorskip("ray", reason="Ray is not installed: pip install moerl[ray]")
     job = submit(two_nodes, tmp_path / "run", *COLOCATED, "--nodes", "2", "--time", "50")
     metrics = job.run_dir / "metrics.jsonl"
     two_nodes.wait_until(lambda: metrics.exists() and '"rl", "step": 1' in metrics.read_text(), job.job_id, LONG)
