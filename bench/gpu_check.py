@@ -43,11 +43,11 @@ CHECKS = (
     Check("start", "_gpu_start:check", 85, _MEGATRON, _ENGINE, gib=16),
     Check("proof", "_gpu_proof:check", 85, _MEGATRON, _ENGINE, gib=8),
     Check("layouts", "_gpu_layouts:check", 85, _MEGATRON, _ENGINE, gib=16),
-    Check("scoring", "_gpu_scoring:check", 45, ("torch",), ("triton",), times=True),
-    Check("rate", "_gpu_rate:check", 35, ("torch", "transformers"), times=True),
-    Check("grouped", "_gpu_grouped:check", 35, ("torch",), _ENGINE, times=True),
-    Check("offload", "_gpu_offload:check", 45, _MEGATRON, _ENGINE, times=True),
-    Check("slice16", "_gpu_slice:check_16", 65, _MEGATRON, _ENGINE, times=True),
+    Check("scoring", "_gpu_scoring:check", 35, ("torch",), ("triton",), times=True),
+    Check("rate", "_gpu_rate:check", 30, ("torch", "transformers"), times=True),
+    Check("grouped", "_gpu_grouped:check", 30, ("torch",), _ENGINE, times=True),
+    Check("offload", "_gpu_offload:check", 25, _MEGATRON, _ENGINE, times=True),
+    Check("slice16", "_gpu_slice:check_16", 60, _MEGATRON, _ENGINE, times=True),
     Check("slice128", "_gpu_slice:check_128", 95, _MEGATRON, _ENGINE, times=True),
 )
 """Those that run side by side, then those that run alone, in this order."""

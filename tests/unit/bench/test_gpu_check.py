@@ -20,6 +20,7 @@ QUICK = ("kernels", "grouped")
 LONGER = (
     "engine",
     "collectives",
+    "offload",
     "parity",
     "families",
     "start",

@@ -33,6 +33,7 @@ NOT_SPARED = {
     "processes/spared.py": "start_spared itself",
     "ranks/on_ray/cluster.py": "a cluster of the run's own, within `sparing`",
     "ranks/on_ray/nodes.py": "a look at a cluster that is there",
+    "launch/checks/containers.py": "asks SLURM for its plugin before a job is submitted",
     "launch/checks/gpus.py": "asks the driver for GPUs before a run starts",
     "launch/doctor/accelerators.py": "probes of `moerl doctor`, which is no run",
     "launch/slurm/submit.py": "commands of `moerl launch slurm`, which is no run",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,6 +45,8 @@ def test_a_whole_command_fits_its_machines(
     (place / "python" / "ray").mkdir(parents=True)
     (place / "python" / "ray" / "__init__.py").touch()
     monkeypatch.syspath_prepend(str(place / "python"))
+    # Other tests leave the folder tests/ray there.
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
     # Its files are those of a release that only the nodes have.
     monkeypatch.setattr("moerl.launch.checks.inputs.verify_installation", lambda site: read_patches())
     (place / "rows.jsonl").unlink()
