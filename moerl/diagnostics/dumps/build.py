@@ -89,8 +89,8 @@ def build(parts: Parts, moe_layers: Sequence[int] | None) -> DumpedRollout:
         step=parts.step,
         says_temperature=parts.temperatures is not None,
         says_top_p=parts.top_ps is not None,
-        finish_reason=text(parts.finish_reason, "finish reason"),
-        rewards={name: number(value, f"reward {name!r}") for name, value in parts.rewards.items() if value is not None},
+        finish_reason=parts.finish_reason if isinstance(parts.finish_reason, str) else "",
+        rewards={name: value for name, value in map(_reward, parts.rewards.items()) if value is not None},
         kept_logmass=None
         if parts.kept_logmass is None
         else window.logprobs(parts.kept_logmass, "log-masses of kept sets", sampled),
@@ -231,3 +231,13 @@ def spread_turns(values: Sequence[int], sampled: NDArray[np.bool_]) -> NDArray[n
     spans: Any = np.cumsum(np.isin(np.arange(len(sampled)), starts)) - 1
     out[sampled] = np.array(values, np.int32)[spans[sampled]]
     return out
+
+
+def _reward(item: tuple[str, object]) -> tuple[str, float | None]:
+    """Returns a reward by name; None for what is no finite number. Diagnoses read no rewards: their rows stay usable, and
+    training misses the reward by name."""
+    name, value = item
+    try:
+        return name, number(value, f"reward {name!r}")
+    except RowError:
+        return name, None

@@ -14,16 +14,19 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from factories import SPEC
 from foreign_dumps import make_dumped, same, write_lines, write_skyrl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moerl.contract.fields import KeptSets
+from moerl.contract.trajectory import SamplingParams
 from moerl.diagnostics.dumps.minimal import write_minimal
 from moerl.diagnostics.dumps.opening import open_dump
+from moerl.diagnostics.dumps.records import record_of
 from moerl.diagnostics.dumps.refused import CONVERTER
 from moerl.diagnostics.dumps.rollout import DumpedRollout
-from moerl.errors import ConfigError
+from moerl.errors import ConfigError, ContractError
 
 LINE: dict[str, Any] = {"token_ids": [5, 6, 7], "rollout_logprobs": [-1.0, -2.0], "response_length": 2}
 
@@ -189,3 +192,18 @@ def test_the_lines_of_the_documentation_are_read(tmp_path: Path) -> None:
     assert not dump.unusable.counts
     assert isinstance(found[-1].kept, KeptSets)
     assert found[-1].expert_ids is not None
+
+
+@pytest.mark.parametrize(
+    "said", [{"reward": float("nan")}, {"reward": True}, {"reward": {"a": 1}}, {"finish_reason": {"type": "stop"}}]
+)
+def test_a_reward_or_an_end_that_only_training_reads_costs_no_row(said: dict[str, Any], tmp_path: Path) -> None:
+    row = {"token_ids": [5, 6, 7], "response_length": 2, "rollout_logprobs": [-1.0, -1.0], **said}
+    write_lines(tmp_path / "dump.jsonl", [row])
+    dump = open_dump(tmp_path / "dump.jsonl")
+    [rollout] = dump.rollouts
+    assert not dump.unusable.counts
+    assert (rollout.rewards, rollout.finish_reason) == ({}, "")
+    sampling = SamplingParams(temperature=1.0, top_p=1.0, top_k=None, min_p=0.0, seed=0)
+    with pytest.raises(ContractError, match="missing_field"):
+        record_of(rollout, SPEC, sampling)
