@@ -234,7 +234,7 @@ def spread_turns(values: Sequence[int], sampled: NDArray[np.bool_]) -> NDArray[n
 
 
 def _reward(item: tuple[str, object]) -> tuple[str, float | None]:
-    """Returns a reward by name; None for what is no finite number: diagnoses read no rewards, and training misses it."""
+    """Returns a reward by name; None for what is no finite number. Training then misses it; diagnoses read none."""
     name, value = item
     try:
         return name, number(value, f"reward {name!r}")
