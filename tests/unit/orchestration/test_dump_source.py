@@ -223,7 +223,7 @@ def test_the_minimal_schema_is_trained_as_it_says(tmp_path: Path):
         ({"kept": make_dumped(np.random.default_rng(0)).kept}, "missing_field"),
         ({"top_ps": np.full(8, 0.5, np.float32)}, "kept_set_missing"),
         # As bytes they would be 1 and 2.
-        ({"expert_ids": np.tile(np.int32([257, 258]), (7, 2, 1))}, "expert_id_out_of_range"),
+        ({"expert_ids": np.tile(np.array([257, 258], np.int32), (7, 2, 1))}, "expert_id_out_of_range"),
     ],
 )
 def test_what_a_dump_of_others_lacks_is_refused_by_name(changes: dict[str, Any], reason: str, tmp_path: Path):
