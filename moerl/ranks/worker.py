@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -28,6 +27,7 @@ from moerl.contract.commands import (
     Build,
     Close,
     Export,
+    Hold,
     Load,
     PollSave,
     Prepare,
@@ -35,6 +35,7 @@ from moerl.contract.commands import (
     Publish,
     Reply,
     Report,
+    Resend,
     Restore,
     Rewrite,
     Save,
@@ -46,13 +47,13 @@ from moerl.contract.commands import (
 )
 from moerl.contract.frame import WireLimits
 from moerl.contract.parallel import RankCoordinates
-from moerl.contract.ports import CheckedSink
+from moerl.contract.ports import PolicyEngine
 from moerl.contract.trainer import PassReport, Stage
 from moerl.errors import ConfigError, UnprovedError
 from moerl.models.description import CONFIG_FILE, read_model
 from moerl.ranks.devices import check_device, device_notes, shares_prompts
 from moerl.ranks.tables import as_words, local_rows, with_advantages, with_clipping
-from moerl.ranks.weights import EngineLinks, WeightSync
+from moerl.ranks.weights import WeightSync
 from moerl.trainer import platform, profiling
 from moerl.trainer.checkpoint import CHECKPOINTS, CheckpointStore
 from moerl.trainer.hf_directory import write_model
@@ -116,15 +117,14 @@ class Worker:
         self._reference: MegatronTrainer | None = None
         self._weights: WeightSync | None = None
         self._minibatches: list[_Minibatch] = []
-        self._version = 0
         self._unproved: _Unproved | None = None
 
-    def run(self, command: AnyCommand, frame: bytes = b"", engine: CheckedSink | None = None) -> Reply:
+    def run(self, command: AnyCommand, frame: bytes = b"", engine: PolicyEngine | None = None) -> Reply:
         """The reply to one command; called on all ranks, in the same order.
 
         Args:
             frame: that follows `Load`.
-            engine: with `Build`, in the engine's own process: takes the weights that this rank sends.
+            engine: with `Build`, in the engine's own process: takes the buckets that this rank sends.
 
         Raises:
             MoerlError: as the method of this name of `moerl.contract.trainer.Trainer`.
@@ -152,11 +152,10 @@ class Worker:
                 self._profile(command.step)
             case Trace():
                 return Reply(tables=tuple(Array.of(table) for table in self._trace(command)))
-            case Publish():
+            case Publish() | Hold() | Resend():
                 assert self._weights is not None
-                self._version = command.version
                 with profiling.named("sync"):
-                    return Reply(metrics=self._weights.publish(command.version, verify=command.verify))
+                    return self._weights.run(command)
             case Save():
                 self._store.disregard(command.corrupt)
                 self._saver.save(command.checkpoint, self._trained.stage(), command.state)
@@ -175,9 +174,16 @@ class Worker:
         return Reply()
 
     def close(self) -> None:
-        """Returns when the checkpoint in flight is written. Raises `CheckpointError` where it could not be."""
+        """Leaves the receivers of weights; returns when the checkpoint in flight is written. Raises `CheckpointError`
+        if it could not be."""
         self._profiler.drop()
+        self._leave_receivers()
         self._saver.wait()
+
+    def _leave_receivers(self) -> None:
+        weights, self._weights = self._weights, None
+        if weights is not None:
+            weights.close()
 
     def _profile(self, step: int) -> None:
         """On rank 0 alone: those of a layout do the same at the same time."""
@@ -194,11 +200,12 @@ class Worker:
 
     # --- models ------------------------------------------------------------------------------------------------------
 
-    def _build(self, command: Build, engine: CheckedSink | None) -> None:
+    def _build(self, command: Build, engine: PolicyEngine | None) -> None:
         config, self._stage = self._config, command.stage
         torch.set_num_threads(rank_threads(config, command.stage))
         model = replace(read_model(_on_this_node(command.model)), spec=command.spec)
-        self._minibatches, self._reference, self._weights = [], None, None
+        self._leave_receivers()
+        self._minibatches, self._reference = [], None
         # The model before goes first: two of them need not fit.
         self._policy = None
         is_rl = command.stage == "rl"
@@ -215,8 +222,7 @@ class Worker:
         self._policy.watch = self._watch
         if not is_rl:
             return
-        links = msgspec.json.decode(command.links, type=EngineLinks) if command.links else EngineLinks()
-        self._weights = WeightSync(config, model, self._policy, engine, links)
+        self._weights = WeightSync(config, model, self._policy, engine, command.receiver)
         if config.algorithm.reference_kl is not None:
             self._reference = MegatronTrainer(model, self._layout, options, None)
 
@@ -309,7 +315,8 @@ class Worker:
         if self._reference is not None and not algorithm.kl_in_reward:
             scorer = replace(scorer, reference=self._referred(minibatch, prove=command.prove))
         if algorithm.interpolates_proximal and command.minibatch > 0:
-            drift = Drift(self._version, self._config.rl.minibatches, command.minibatch)
+            assert self._weights is not None
+            drift = Drift(self._weights.version, self._config.rl.minibatches, command.minibatch)
         return PolicyGradientLoss(
             scorer,
             algorithm,
