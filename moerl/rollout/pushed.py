@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from moerl.contract.commands import ReceiverAddress
-from moerl.errors import MoerlError, WeightSyncError
+from moerl.errors import MoerlError, WeightSyncError, closing
 from moerl.processes.admission import Admission, connect
 from moerl.rollout.shared_memory import Place, SharedMemory, fill, lay_out, tensor_at
 
@@ -78,24 +78,23 @@ class BucketReceiver:
 
     def _serve(self, connection: Connection, end: socket.socket) -> None:
         # The sender is gone, or this is closed.
-        with (
-            connection,
-            contextlib.closing(_Room()) as room,
-            contextlib.suppress(OSError, EOFError, msgspec.MsgspecError),
-        ):
+        with connection, closing(_Room()) as room, contextlib.suppress(OSError, EOFError, msgspec.MsgspecError):
             while True:
                 bucket = msgspec.msgpack.decode(connection.recv_bytes(), type=_Bucket)
-                try:
-                    flat = room.of(bucket, connection)
-                    with self._taking:
-                        self._take(bucket.version, ((place.name, tensor_at(flat, place)) for place in bucket.places))
-                    problem = ""
-                except Exception as error:  # noqa: BLE001 - process boundary: the sender raises it
-                    problem = str(error) if isinstance(error, MoerlError) else f"{type(error).__name__}: {error}"
-                connection.send_bytes(problem.encode())
+                connection.send_bytes(self._problem_with(bucket, room, connection).encode())
         with self._lock:
             self._sockets.remove(end)
             end.close()
+
+    def _problem_with(self, bucket: _Bucket, room: _Room, connection: Connection) -> str:
+        """Hands a bucket to the engine; returns why it was not taken, or nothing."""
+        try:
+            flat = room.of(bucket, connection)
+            with self._taking:
+                self._take(bucket.version, ((place.name, tensor_at(flat, place)) for place in bucket.places))
+        except Exception as error:  # noqa: BLE001 - process boundary: the sender raises it
+            return str(error) if isinstance(error, MoerlError) else f"{type(error).__name__}: {error}"
+        return ""
 
 
 class PushingSink:

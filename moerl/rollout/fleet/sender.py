@@ -23,34 +23,33 @@ class Sender:
         weight_set: what may come.
         receivers: to whom it goes.
         bucket_bytes: what is kept is sent in buckets of up to this size; a tensor that is larger is sent alone.
+
+    Attributes:
+        weight_set: takes the buckets of the set that was begun, in any one thread, and returns them for `send`.
     """
 
     def __init__(self, weight_set: WeightSet, receivers: Receivers, bucket_bytes: int) -> None:
-        self._set, self._receivers, self._bucket_bytes = weight_set, receivers, bucket_bytes
+        self.weight_set, self._receivers, self._bucket_bytes = weight_set, receivers, bucket_bytes
         self._num_sent = 0
         self._taken: dict[str, Tensor | None] = {}
         self._held: tuple[int, dict[str, Tensor | None]] = -1, {}
 
     async def begin(self, version: int, targets: Sequence[Target]) -> None:
         """Starts a set, which goes to these servers and to no others; one that was never taken is forgotten."""
-        self._set.begin(version)
+        self.weight_set.begin(version)
         self._num_sent, self._taken = 0, {}
         self._receivers.failed()
         self._receivers.replace(targets)
 
-    def keep(self, bucket: Iterable[tuple[str, Tensor]]) -> Bucket:
-        """As `WeightSet.receive`. From any thread, while nothing else is asked of this sender."""
-        return self._set.receive(bucket)
-
     async def send(self, bucket: Bucket, targets: Sequence[Target] | None = None) -> None:
-        """Sends what `keep` or `held` returned to these servers, or to those of `begin`. Servers that fail are the
-        engine's concern."""
+        """Sends what the set or `held` returned to these servers, or to those of `begin`. `failed` names servers that
+        fail."""
         number, self._num_sent = self._num_sent, self._num_sent + 1
         await self._receivers.send(bucket, number, None if targets is None else {target.key for target in targets})
 
     def take(self, version: int) -> Collection[str]:
         """Closes the set; returns the names of the tensors in it. Raises as `WeightSet.part`."""
-        self._taken = self._set.part(version)
+        self._taken = self.weight_set.part(version)
         return self._taken.keys()
 
     def hold(self, version: int) -> None:
@@ -64,7 +63,7 @@ class Sender:
         Raises:
             WeightSyncError: it is of another version, or no copy is kept.
         """
-        self._set.drop()
+        self.weight_set.drop()
         self._receivers.failed()
         held_version, tensors = self._held
         if held_version != version:
@@ -92,7 +91,7 @@ class Sender:
 
     async def close(self) -> None:
         """Leaves the servers."""
-        self._set.drop()
+        self.weight_set.drop()
         await self._receivers.close()
 
 

@@ -68,7 +68,7 @@ class LocalSender:
         """Keeps and sends tensors, and returns when they were sent. Raises as `WeightSet.receive`."""
         parts = buckets(tensors, self._bucket_bytes)
         while (bucket := await asyncio.to_thread(next, parts, None)) is not None:
-            needed = await asyncio.to_thread(self._sender.keep, bucket)
+            needed = await asyncio.to_thread(self._sender.weight_set.receive, bucket)
             if needed:
                 await self._sender.send(needed)
 

@@ -51,7 +51,7 @@ class ServersSink:
 
     def receive(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Keeps and sends one bucket. Servers that fail are named by `failed`. Raises as `WeightSet.receive`."""
-        self._run(self._sender.send(self._sender.keep(tensors)))
+        self._run(self._sender.send(self._sender.weight_set.receive(tensors)))
 
     def end_update(self) -> None:
         """Closes the part. Raises as `WeightSet.part`."""
