@@ -29,7 +29,8 @@ class Engine:
 
     def __init__(self, calls: list[Any]) -> None:
         self.calls = calls
-        self.at, self.problem = "", None
+        self.at = ""
+        self.problem: Exception | None = None
         self.go_on = threading.Event()
 
     def _pass(self, call: str, *more: Any) -> None:
