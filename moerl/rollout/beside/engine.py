@@ -175,16 +175,11 @@ class BesideEngine:
     def receive(self, tensors: Iterable[tuple[str, Any]]) -> None:
         """Pushes one bucket from this process."""
         version = self._require_update()
-        with self._updating:
-            try:
-                if self._pushing is None:
-                    self._pushing = PushingSink(self.receiver)
-                self._pushing.begin_update(version)
-                self._pushing.receive(tensors)
-            except WeightSyncError:
-                if self._has_ended:
-                    raise self._gone() from None
-                raise
+        with self._updating, undoing(self._check_alive):
+            if self._pushing is None:
+                self._pushing = PushingSink(self.receiver)
+            self._pushing.begin_update(version)
+            self._pushing.receive(tensors)
 
     def end_update(self) -> None:
         version = self._require_update()
@@ -254,6 +249,10 @@ class BesideEngine:
         self._answers.put(None)
         for call in list(self._calls.values()):
             call.frames.put(None)
+
+    def _check_alive(self) -> None:
+        if self._has_ended:
+            raise self._gone()
 
     def _gone(self) -> EngineError:
         return EngineError(
