@@ -125,8 +125,9 @@ def _publication(layout: RankCoordinates, model: ModelDescription, device: str) 
     assert model.folder is not None
     loaded = load_model(model.folder, dtype=torch.bfloat16).to(device)
     engine = EmbeddedEngine(loaded, model.spec, engine_id="engine", max_running=1)
-    # Compares the checksums of both sides, and raises where they differ.
-    report = _publish(plan, on_device, engine, platform.device())
+    report = _publish(plan, on_device, engine, platform.device(), engine.held_dtypes())
+    # Raises if the checksums of both sides differ.
+    engine.verify({name: value for name, value in report.checksums.items() if value is not None})
     version = engine.handshake().policy_version
     return [
         _equal(f"published tensors, {len(plan.buckets)} buckets", here.tensors.items(), there.tensors.items()),
@@ -136,9 +137,15 @@ def _publication(layout: RankCoordinates, model: ModelDescription, device: str) 
     ]
 
 
-def _publish(plan: SyncPlan, shards: Mapping[str, Tensor], sink: Any, device: torch.device) -> PublishReport:
+def _publish(
+    plan: SyncPlan,
+    shards: Mapping[str, Tensor],
+    sink: Any,
+    device: torch.device,
+    dtypes: Mapping[str, str] | None = None,
+) -> PublishReport:
     peers = Peers(0, device, STEP_SECONDS)
-    return Publisher(plan, SenderGather(plan, peers), peers, sink).publish(shards, 1)
+    return Publisher(plan, SenderGather(plan, peers), peers, sink).publish(shards, 1, dtypes)
 
 
 def _sender_group(device: str) -> list[Result]:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor
 
+from moerl.contract.commands import Target
 from moerl.contract.ports import RolloutRequest
 from moerl.contract.trajectory import FinishReason, Lineage, ModelSpec, SamplingParams
 from moerl.errors import ContractError, EngineError, WeightSyncError
@@ -19,7 +20,7 @@ from moerl.rollout.fleet.backend import Answer, Attempt, Bucket, KeyRefusedError
 from moerl.rollout.fleet.endpoint import Endpoint
 from moerl.rollout.fleet.engine import FleetEngine
 from moerl.rollout.fleet.options import EngineOptions
-from moerl.rollout.fleet.receivers import Target, attempt
+from moerl.rollout.fleet.receivers import attempt
 from moerl.rollout.fleet.segments import Segment, first_row
 
 SPEC = ModelSpec(num_moe_layers=2, experts_per_token=2, num_experts=8, vocab_size=50, fingerprint="fake")

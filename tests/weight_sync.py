@@ -77,5 +77,17 @@ def publisher_of(plan: Any, rank: int, sink: Any, gatherer: Any = None, step_sec
     return Publisher(plan, kind(plan, peers), peers, sink)
 
 
-def publish(trainer: Any, plan: Any, sink: Any, version: int = 0, **options: Any) -> Any:
-    return publisher_of(plan, trainer.layout.rank, sink).publish(trainer.shards(), version, **options)
+def publish(trainer: Any, plan: Any, sink: Any, version: int = 0) -> Any:
+    """Publishes to a sink, an engine's or another, as `publish_checked`."""
+    return publish_checked(publisher_of(plan, trainer.layout.rank, sink), trainer.shards(), version, sink)
+
+
+def publish_checked(publisher: Any, shards: Any, version: int, sink: Any, *, verify: bool = True) -> Any:
+    """Publishes to a sink and has it compare what it then holds with the checksums of what was sent, if it can."""
+    from moerl.contract.ports import CheckedSink
+
+    dtypes = sink.held_dtypes() if verify and isinstance(sink, CheckedSink) else None
+    report = publisher.publish(shards, version, dtypes)
+    if dtypes is not None:
+        sink.verify(report.checksums)
+    return report

@@ -62,14 +62,39 @@ class Array(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
         return np.frombuffer(self.data, dtype.newbyteorder("<")).astype(dtype).reshape(self.shape)
 
 
+class ReceiverAddress(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """Address at which the process of an engine takes buckets of weights."""
+
+    host: str
+    port: int
+    key: bytes
+    """Both sides prove that they know it."""
+    shares_memory: bool
+    """Senders are on its machine: it reads their memory. Else tensors go over the connection."""
+
+    def __repr__(self) -> str:
+        return f"ReceiverAddress(host={self.host!r}, port={self.port})"
+
+
+class Target(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """A server as senders of weights reach it."""
+
+    key: str
+    """Of the engine's connection to it; a server that took its place has another."""
+    name: str
+    """For messages."""
+    address: dict[str, Any]
+    """As `ServerBackend.address`."""
+
+
 class Build(Command):
-    """links: how senders reach the engine, `moerl.ranks.weights.EngineLinks` as JSON; empty in the engine's process,
-    and where there is no engine."""
+    """receiver: of the engine's process, for senders that push weights there; None if they reach the engine in another
+    way, and without an engine."""
 
     stage: Stage
     model: str
     spec: ModelSpec
-    links: str = ""
+    receiver: ReceiverAddress | None = None
 
 
 class Load(Command):
@@ -105,8 +130,26 @@ class Trace(Command):
 
 
 class Publish(Command):
+    """Senders push this version to receivers whose updates are open."""
+
     version: int
-    verify: bool
+    dtypes: dict[str, str] | None
+    """As `CheckedSink.held_dtypes` of the engine, for checksums; None if no checksums are wanted."""
+    targets: tuple[Target, ...] = ()
+    """The engine's servers, if senders send to servers."""
+
+
+class Hold(Command):
+    """From now on this version is what senders keep for servers that come late."""
+
+    version: int
+
+
+class Resend(Command):
+    """Senders send what they keep, which is this version, to servers whose updates are open."""
+
+    version: int
+    targets: tuple[Target, ...]
 
 
 class GiveBack(Command):
@@ -165,6 +208,8 @@ AnyCommand = (
     | Trace
     | Publish
     | GiveBack
+    | Hold
+    | Resend
     | UseOfDevice
     | Profile
     | Save
@@ -270,7 +315,9 @@ class Failure(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 class Reply(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """Of one rank, to one command. progress: microbatches begun, and of how many, while the command goes on; such a
     reply is not the last. peak_rss_bytes: of the rank's process. notes, shares_prompts: in the reply to `Build`, what
-    a user should know about the rank's device, and whether prompts are shared there."""
+    a user should know about the rank's device, and whether prompts are shared there. checksums: in the reply to
+    `Publish`, by name of the tensors that the rank sent; None if none was wanted. failed: servers that are out of the
+    update, by key, and why."""
 
     progress: tuple[int, int] | None = None
     failure: Failure | None = None
@@ -282,6 +329,8 @@ class Reply(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     peak_rss_bytes: int = 0
     notes: list[str] = []
     shares_prompts: bool = False
+    checksums: dict[str, int | None] = {}
+    failed: dict[str, str] = {}
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -100,10 +100,11 @@ class RolloutEngine(Protocol):
 
 
 class WeightSink(Protocol):
-    """Receives whole sets of HF-named weights: how they get from a sender of the trainer to engines.
+    """Receiver of whole sets of HF-named weights: an engine, which the controller begins and ends, or a sender's way to
+    an engine.
 
-    Every sender has a sink and calls it from one thread. Where there are several senders, the sinks of all have ended
-    before that of the first sender does, which takes the version into use.
+    Every sender has a sink and calls it from one thread. The sinks of all other senders have ended before that of the
+    first one does. A sender's sink that only carries buckets does nothing at begin and end.
     """
 
     def begin_update(self, version: int) -> None:
@@ -124,7 +125,15 @@ class WeightSink(Protocol):
 
 
 Taken = Callable[[Exception | None], None]
-"""Told that an engine holds an update, which was checked where that was asked for; or why it does not."""
+"""Called when an engine holds an update, which was checked if that was asked for; with an error if it does not."""
+
+
+def check_version(version: int) -> None:
+    """Raises `WeightSyncError` if a policy version is none."""
+    if version < 0:
+        raise WeightSyncError(
+            "weight update: policy version", seen=version, expected="at least 0", remedy="number updates from 0 upwards"
+        )
 
 
 def not_taken(seconds: float) -> WeightSyncError:
@@ -156,20 +165,6 @@ class CheckedSink(WeightSink, Protocol):
         Raises:
             WeightSyncError: the tensors that differ, where nothing is left that serves.
         """
-        ...
-
-
-@runtime_checkable
-class ReadsMemory(Protocol):
-    """A sink that reads tensors from memory which processes of this machine can write to."""
-
-    @property
-    def memory(self) -> str:
-        """The file that is this memory; empty where there is none here."""
-        ...
-
-    def receive_written(self, what: bytes) -> None:
-        """As `receive`, of tensors that were written there; what: where, in the words of the sink's own writer."""
         ...
 
 

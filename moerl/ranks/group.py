@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from moerl.config.schema import RunConfig
 from moerl.contract.commands import (
     AnyCommand,
     Array,
@@ -19,8 +20,6 @@ from moerl.contract.commands import (
     PollSave,
     Prepare,
     Profile,
-    Publish,
-    Reply,
     Restore,
     Rewrite,
     Save,
@@ -33,58 +32,18 @@ from moerl.contract.parallel import RankCoordinates
 from moerl.contract.ports import PolicyEngine, Taken
 from moerl.contract.trainer import DeviceUse, PassReport, Stage, Traced, sum_reports
 from moerl.contract.trajectory import ModelSpec
-
-
-class Ranks(Protocol):
-    """Where the ranks of a trainer run: a placement. One that is new implements this."""
-
-    @property
-    def peak_rss_bytes(self) -> Sequence[int]:
-        """As `Trainer.peak_rss_bytes`."""
-        ...
-
-    def connect(self, engine: PolicyEngine | None) -> str:
-        """Has the ranks' weights reach an engine from the next `Build` on; the links that this command takes."""
-        ...
-
-    def take_beside(self, taken: Taken, *, verify: bool) -> bool:
-        """Has the engine take the next update while the ranks go on, where it can.
-
-        Args:
-            taken: called from any thread once it has, with the first problem it had.
-            verify: as the `Publish` that follows has it.
-        """
-        ...
-
-    def ask(self, command: AnyCommand, frames: Sequence[bytes] = ()) -> list[Reply]:
-        """Has every rank run a command; the replies in rank order.
-
-        Args:
-            frames: with `Load`, one for each rank.
-
-        Raises:
-            MoerlError: what a rank raised, or it is gone or silent. Ranks that cannot go on are ended.
-        """
-        ...
-
-    def tell(self, command: AnyCommand, frames: Sequence[bytes] = ()) -> None:
-        """As `ask`, without waiting. `replies` comes before the next command, which waits for them otherwise."""
-        ...
-
-    def replies(self) -> list[Reply]:
-        """Those to the command that ranks were told. Raises as `ask`."""
-        ...
-
-    def close(self) -> None:
-        """Ends the ranks; after an error at once."""
-        ...
+from moerl.errors import ending
+from moerl.ranks.port import Ranks
+from moerl.ranks.senders import RanksInTurn
+from moerl.ranks.updates import LedUpdates
 
 
 class TrainerGroup:
     """`moerl.contract.trainer.Trainer` over any placement of its ranks."""
 
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
+    def __init__(self, config: RunConfig, ranks: Ranks) -> None:
+        self._config, self._ranks = config, RanksInTurn(ranks)
+        self._updates: LedUpdates | None = None
         self._coordinates: tuple[RankCoordinates, ...] = ()
         self._notes: tuple[str, ...] = ()
         self._shares_prompts = False
@@ -112,8 +71,11 @@ class TrainerGroup:
         self._ranks.ask(Profile(step))
 
     def build(self, stage: Stage, model: Path, spec: ModelSpec, engine: PolicyEngine | None = None) -> None:
-        links = self._ranks.connect(engine)
-        replies = self._ranks.ask(Build(stage, str(model), spec, links))
+        self._close_updates()
+        if engine is not None:
+            self._updates = LedUpdates(self._config, self._ranks, engine)
+        receiver = None if self._updates is None else self._updates.receiver
+        replies = self._ranks.ask(Build(stage, str(model), spec, receiver))
         self._coordinates = tuple(reply.coordinates for reply in replies if reply.coordinates is not None)
         # Ranks have devices of one kind.
         self._notes, self._shares_prompts = tuple(replies[0].notes), replies[0].shares_prompts
@@ -140,17 +102,8 @@ class TrainerGroup:
         self._ranks.ask(GiveBack(stage))
 
     def publish(self, version: int, *, verify: bool, taken: Taken) -> Callable[[], dict[str, float]]:
-        is_beside = self._ranks.take_beside(taken, verify=verify)
-        self._ranks.tell(Publish(version, verify))
-
-        def finish() -> dict[str, float]:
-            # As rank 0, a sender, saw it.
-            metrics = self._ranks.replies()[0].metrics
-            if not is_beside:
-                taken(None)
-            return metrics
-
-        return finish
+        assert self._updates is not None, "a stage without an engine"
+        return self._updates.publish(version, verify=verify, taken=taken)
 
     def save(self, name: str, state: dict[str, Any], corrupt: Sequence[str] = ()) -> None:
         self._ranks.ask(Save(name, state, list(corrupt)))
@@ -168,7 +121,13 @@ class TrainerGroup:
         self._ranks.ask(Rewrite(str(model), str(checkpoint), str(folder)))
 
     def close(self) -> None:
-        self._ranks.close()
+        with ending(self._close_updates):
+            self._ranks.close()
+
+    def _close_updates(self) -> None:
+        updates, self._updates = self._updates, None
+        if updates is not None:
+            updates.close()
 
     def _report(self, command: AnyCommand) -> PassReport:
         reports = [reply.report.report() for reply in self._ranks.ask(command) if reply.report is not None]

@@ -1,4 +1,4 @@
-"""One rank in the controller's own process: nothing is copied, and a debugger sees everything."""
+"""One rank in the controller's own process: no command or bucket is encoded, and a debugger sees everything."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 
 from moerl.config.schema import RunConfig
 from moerl.contract.commands import AnyCommand, Reply
-from moerl.contract.ports import PolicyEngine, Taken
+from moerl.contract.ports import PolicyEngine
 from moerl.errors import ending
 from moerl.ranks.worker import Worker
 from moerl.trainer import groups
 
 
 class InProcess:
-    """`moerl.ranks.group.Ranks` for one rank. A command that hangs is the process's own: there is no deadline.
+    """`moerl.ranks.port.Ranks` for one rank. A command that hangs is the process's own: there is no deadline.
 
     Args:
         watch: told as a microbatch begins how many began before it, and of how many.
@@ -29,12 +29,9 @@ class InProcess:
     def peak_rss_bytes(self) -> Sequence[int]:
         return ()
 
-    def connect(self, engine: PolicyEngine | None) -> str:
+    def adopt(self, engine: PolicyEngine | None) -> bool:
         self._engine = engine
-        return ""
-
-    def take_beside(self, taken: Taken, *, verify: bool) -> bool:
-        return False
+        return True
 
     def tell(self, command: AnyCommand, frames: Sequence[bytes] = ()) -> None:
         self._replies = self.ask(command, frames)

@@ -12,8 +12,9 @@ from moerl.config.schema import RunConfig
 from moerl.config.threads import engine_threads
 from moerl.contract.ports import Task
 from moerl.errors import closing
-from moerl.ranks.group import Ranks, TrainerGroup
+from moerl.ranks.group import TrainerGroup
 from moerl.ranks.in_process import InProcess
+from moerl.ranks.port import Ranks
 from moerl.ranks.processes import Processes
 from moerl.rollout.beside.local import EngineProcess, LocalProcess
 from moerl.rollout.fleet.backend import ServerLauncher
@@ -36,7 +37,7 @@ def open_trainer(
     Raises:
         CheckpointError: the checkpoint in flight at the end could not be written.
     """
-    with closing(TrainerGroup(_place(config, watch, lock))) as trainer:
+    with closing(TrainerGroup(config, _place(config, watch, lock))) as trainer:
         yield trainer
 
 

@@ -18,12 +18,11 @@ from moerl.config.interfaces import interface_variables
 from moerl.config.schema import RunConfig
 from moerl.contract.commands import AnyCommand, Close, Reply, Start, decode_reply, encode
 from moerl.contract.files import discard
-from moerl.contract.ports import PolicyEngine, Taken
+from moerl.contract.ports import PolicyEngine
 from moerl.errors import MoerlError, ending, undoing
 from moerl.processes.channel import Inbox, Outbox
 from moerl.processes.parent import new_rendezvous
 from moerl.ranks.child import PROGRAM, Child, describe_output, log_of, rank_variables, remove_empty_folders
-from moerl.ranks.links import Links
 from moerl.ranks.replies import CLOSING_SECONDS, GRACE_SECONDS, check_replies, lost, ranks_have_ended
 
 
@@ -44,7 +43,7 @@ class _Rank:
 
 
 class Processes:
-    """`moerl.ranks.group.Ranks` as processes of this machine. Call from the main thread.
+    """`moerl.ranks.port.Ranks` as processes of this machine. Called by one thread at a time.
 
     Args:
         watch: told as a microbatch of rank 0 begins how many began before it, and of how many.
@@ -53,7 +52,7 @@ class Processes:
 
     def __init__(self, config: RunConfig, watch: Callable[[int, int], None], lock: int | None = None) -> None:
         self._watch, self._seconds = watch, config.trainer.command_seconds
-        self._links, self._has_ended = Links(config), False
+        self._has_ended = False
         self._meeting = new_rendezvous(config.run_dir)
         self._ranks: list[_Rank] = []
         self._told = ""
@@ -69,11 +68,8 @@ class Processes:
     def peak_rss_bytes(self) -> Sequence[int]:
         return [rank.peak_rss_bytes for rank in self._ranks]
 
-    def connect(self, engine: PolicyEngine | None) -> str:
-        return self._links.connect(engine)
-
-    def take_beside(self, taken: Taken, *, verify: bool) -> bool:
-        return self._links.take_beside(taken, verify=verify)
+    def adopt(self, engine: PolicyEngine | None) -> bool:
+        return False
 
     def tell(self, command: AnyCommand, frames: Sequence[bytes] = ()) -> None:
         self._tell([command] * len(self._ranks), frames)
@@ -178,7 +174,6 @@ class Processes:
         self._has_ended = True
         for rank in self._ranks:
             rank.child.end()
-        self._links.close()
         discard(self._meeting)
         remove_empty_folders([rank.child.log for rank in self._ranks])
 

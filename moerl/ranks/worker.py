@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -28,6 +27,7 @@ from moerl.contract.commands import (
     Close,
     Export,
     GiveBack,
+    Hold,
     Load,
     PollSave,
     Prepare,
@@ -35,6 +35,7 @@ from moerl.contract.commands import (
     Publish,
     Reply,
     Report,
+    Resend,
     Restore,
     Rewrite,
     Save,
@@ -46,13 +47,13 @@ from moerl.contract.commands import (
 )
 from moerl.contract.frame import WireLimits
 from moerl.contract.parallel import RankCoordinates
-from moerl.contract.ports import CheckedSink
+from moerl.contract.ports import PolicyEngine
 from moerl.contract.trainer import PassReport, Stage
 from moerl.errors import UnprovedError
 from moerl.models.description import read_model
 from moerl.ranks.devices import check_device, device_notes, model_on_this_node, shares_prompts
 from moerl.ranks.tables import as_words, local_rows, with_advantages, with_clipping
-from moerl.ranks.weights import EngineLinks, WeightSync
+from moerl.ranks.weights import WeightSync
 from moerl.trainer import platform, profiling
 from moerl.trainer.checkpoint import CHECKPOINTS, CheckpointStore
 from moerl.trainer.hf_directory import write_model
@@ -117,16 +118,15 @@ class Worker:
         self._reference: MegatronTrainer | None = None
         self._weights: WeightSync | None = None
         self._minibatches: list[_Minibatch] = []
-        self._version = 0
         self._unproved: _Unproved | None = None
         self._staged: StagedState | None = None
 
-    def run(self, command: AnyCommand, frame: bytes = b"", engine: CheckedSink | None = None) -> Reply:
+    def run(self, command: AnyCommand, frame: bytes = b"", engine: PolicyEngine | None = None) -> Reply:
         """The reply to one command; called on all ranks, in the same order.
 
         Args:
             frame: that follows `Load`.
-            engine: with `Build`, in the engine's own process: takes the weights that this rank sends.
+            engine: with `Build`, in the engine's own process: takes the buckets that this rank sends.
 
         Raises:
             MoerlError: as the method of this name of `moerl.contract.trainer.Trainer`.
@@ -154,13 +154,8 @@ class Worker:
                 self._profile(command.step)
             case Trace():
                 return Reply(tables=tuple(Array.of(table) for table in self._trace(command)))
-            case Publish():
-                assert self._weights is not None
-                self._version = command.version
-                with profiling.named("sync"):
-                    reference = self._reference
-                    metrics = self._weights.publish(command.version, verify=command.verify, reference=reference)
-                    return Reply(metrics=metrics)
+            case Publish() | Hold() | Resend():
+                return self._sync(command)
             case GiveBack():
                 self._staged = self._trained.stage() if command.stage else None
                 self._trained.give_back()
@@ -183,9 +178,26 @@ class Worker:
         return Reply()
 
     def close(self) -> None:
-        """Returns when the checkpoint in flight is written. Raises `CheckpointError` where it could not be."""
+        """Leaves the receivers of weights; returns when the checkpoint in flight is written. Raises `CheckpointError`
+        if it could not be."""
         self._profiler.drop()
+        self._leave_receivers()
         self._saver.wait()
+
+    def _sync(self, command: Publish | Hold | Resend) -> Reply:
+        """With `trainer.sleep` the models rest once published: the engine goes on after the replies of all ranks."""
+        assert self._weights is not None
+        with profiling.named("sync"):
+            reply = self._weights.run(command)
+            for model in (self._policy, self._reference):
+                if model is not None and isinstance(command, Publish) and self._config.trainer.sleep:
+                    model.rest()
+        return reply
+
+    def _leave_receivers(self) -> None:
+        weights, self._weights = self._weights, None
+        if weights is not None:
+            weights.close()
 
     def _profile(self, step: int) -> None:
         """On rank 0 alone: those of a layout do the same at the same time."""
@@ -202,11 +214,12 @@ class Worker:
 
     # --- models ------------------------------------------------------------------------------------------------------
 
-    def _build(self, command: Build, engine: CheckedSink | None) -> None:
+    def _build(self, command: Build, engine: PolicyEngine | None) -> None:
         config, self._stage = self._config, command.stage
         torch.set_num_threads(rank_threads(config, command.stage))
         model = replace(read_model(model_on_this_node(command.model)), spec=command.spec)
-        self._minibatches, self._reference, self._weights = [], None, None
+        self._leave_receivers()
+        self._minibatches, self._reference = [], None
         # The model before goes first: two of them need not fit.
         self._policy = None
         is_rl = command.stage == "rl"
@@ -224,8 +237,7 @@ class Worker:
         if not is_rl:
             return
         if config.has_engine:
-            links = msgspec.json.decode(command.links, type=EngineLinks) if command.links else EngineLinks()
-            self._weights = WeightSync(config, model, self._policy, engine, links)
+            self._weights = WeightSync(config, model, self._policy, engine, command.receiver)
         if config.algorithm.reference_kl is not None:
             self._reference = MegatronTrainer(model, self._layout, options, None)
 
@@ -316,7 +328,8 @@ class Worker:
         if self._reference is not None and not algorithm.kl_in_reward:
             scorer = replace(scorer, reference=self._referred(minibatch, prove=command.prove))
         if algorithm.interpolates_proximal and command.minibatch > 0:
-            drift = Drift(self._version, self._config.rl.minibatches, command.minibatch)
+            version = 0 if self._weights is None else self._weights.version
+            drift = Drift(version, self._config.rl.minibatches, command.minibatch)
         return PolicyGradientLoss(
             scorer,
             algorithm,

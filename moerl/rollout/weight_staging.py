@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moerl.contract.ports import check_version
 from moerl.errors import WeightSyncError
 
 _GATE_UP = ".experts.gate_up_proj"
@@ -59,13 +60,7 @@ class WeightStaging:
     """
 
     def __init__(self, model: nn.Module, version: int, dtypes: Mapping[str, torch.dtype]) -> None:
-        if version < 0:
-            raise WeightSyncError(
-                "weight update: policy version",
-                seen=version,
-                expected="at least 0",
-                remedy="number updates from 0 upwards",
-            )
+        check_version(version)
         self.version = version
         self._tied = _tied_names(model)
         self._live = {n: t for n, t in model.state_dict().items() if n not in self._tied}

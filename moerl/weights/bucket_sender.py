@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from moerl.contract.ports import CheckedSink, WeightSink
+from moerl.contract.ports import WeightSink
 from moerl.errors import WeightSyncError
 from moerl.kernels.checksum import checksums
 from moerl.weights.bucket import WeightBucket
@@ -38,13 +38,14 @@ class SinkThread:
     Args:
         name: of the sink, for errors.
         step_seconds: how long each call may take.
+        thread_name: for those who look at threads.
     """
 
-    def __init__(self, name: str, step_seconds: float) -> None:
+    def __init__(self, name: str, step_seconds: float, thread_name: str = "weight-sink") -> None:
         self.name, self.step_seconds = name, step_seconds
         self._calls: queue.SimpleQueue[Call] = queue.SimpleQueue()
         self._current = ""
-        threading.Thread(target=self._work, name="weight-sink", daemon=True).start()
+        threading.Thread(target=self._work, name=thread_name, daemon=True).start()
 
     def submit(self, doing: str, run: Callable[[], None]) -> Call:
         call = Call(doing, run)
@@ -79,26 +80,34 @@ class SinkThread:
 class BucketSender:
     """One update from a sender to its sink.
 
-    slot_bytes: of the largest bucket. Slots that grew would leave what they were behind in the allocator.
+    Args:
+        slot_bytes: of the largest bucket. Slots that grew would leave their old room behind in the allocator.
+        dtypes: as `CheckedSink.held_dtypes` of the engine; None if no checksums are wanted.
+
+    Attributes:
+        checksums: of every tensor that was sent, by checkpoint name; None if none are wanted.
     """
 
     def __init__(
-        self, sink: WeightSink, thread: SinkThread, device: torch.device, slot_bytes: int, *, verify: bool
+        self,
+        sink: WeightSink,
+        thread: SinkThread,
+        device: torch.device,
+        slot_bytes: int,
+        dtypes: Mapping[str, str] | None,
     ) -> None:
         self._sink, self._thread = sink, thread
         self._slots = [torch.empty(slot_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
         self._sent: list[Call] = []
         self._num_settled = 0
         self._is_abandoned = self._has_failed = False
-        self._checked = sink if verify and isinstance(sink, CheckedSink) else None
-        self._dtypes: Mapping[str, str] = {}
-        self._checksums: dict[str, int] = {}
+        self._dtypes = dtypes
+        self.checksums: dict[str, int | None] = {}
         self.num_tensors = 0
         self.num_bytes = 0
         self.wait_seconds = 0.0
         self.send_seconds = 0.0
         self.end_seconds = 0.0
-        self.check_seconds = 0.0
 
     def abandon(self) -> None:
         """What the thread has not begun by now it leaves out; then the sink forgets the update. Waits for nothing."""
@@ -107,13 +116,9 @@ class BucketSender:
 
     def begin(self, version: int) -> BaseException | None:
         """Opens the update."""
-
-        def run() -> None:
-            if self._checked is not None:
-                self._dtypes = self._ask("held_dtypes", self._checked.held_dtypes)
-            self._ask("begin_update", lambda: self._sink.begin_update(version))
-
-        return self._call(f"begin_update({version})", run)
+        return self._call(
+            f"begin_update({version})", lambda: self._ask("begin_update", lambda: self._sink.begin_update(version))
+        )
 
     def slot(self, num_bytes: int) -> Tensor:
         """Room for the next bucket, where `settle(1)` found no problem: that of the bucket before last."""
@@ -134,18 +139,10 @@ class BucketSender:
         return problem
 
     def end(self) -> BaseException | None:
-        """Ends the update: the engine takes the version into use."""
+        """Ends the update: the sink has all buckets."""
         start = time.perf_counter()
         problem = self._call("end_update", lambda: self._ask("end_update", self._sink.end_update))
         self.end_seconds = time.perf_counter() - start
-        return problem
-
-    def check(self) -> BaseException | None:
-        """Compares what the engine then holds, where it can say so."""
-        start = time.perf_counter()
-        checked = self._checked
-        problem = None if checked is None else self._call("verify", lambda: checked.verify(self._checksums))
-        self.check_seconds = time.perf_counter() - start
         return problem
 
     # --- in the thread of the sink -----------------------------------------------------------------------------------
@@ -177,8 +174,11 @@ class BucketSender:
         start = time.perf_counter()
         _refuse_infinite(bucket)
         self._ask(bucket.bucket.label, lambda: self._sink.receive(bucket))
-        if self._checked is not None:
-            self._checksums |= checksums(_cast(bucket, self._dtypes))
+        self.checksums |= (
+            dict.fromkeys(entry.name for entry in bucket.bucket.entries)
+            if self._dtypes is None
+            else checksums(_cast(bucket, self._dtypes))
+        )
         self.num_tensors += len(bucket.bucket.entries)
         self.num_bytes += bucket.bucket.num_bytes
         self.send_seconds += time.perf_counter() - start

@@ -153,7 +153,13 @@ def versions(folder: Path) -> list[int]:
 
 
 def read_version(folder: Path, version: int) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a version, after all its files were found to be those that were written.
+    """Yields the tensors of a version. Raises as `read_buckets`."""
+    for bucket in read_buckets(folder, version):
+        yield from bucket
+
+
+def read_buckets(folder: Path, version: int) -> Iterator[list[tuple[str, Tensor]]]:
+    """Yields a version bucket by bucket, as senders wrote it, after all its files were found to be those written.
 
     Raises:
         WeightSyncError: a file is missing, cut or changed, or the folder is of another version. Nothing was yielded.
@@ -165,8 +171,7 @@ def read_version(folder: Path, version: int) -> Iterator[tuple[str, Tensor]]:
     for name in files:
         if name.endswith(".safetensors"):
             with safe_open(path / name, framework="pt") as handle:
-                for key in handle.keys():  # noqa: SIM118 - the handle is no mapping
-                    yield key, handle.get_tensor(key)
+                yield [(key, handle.get_tensor(key)) for key in handle.keys()]  # noqa: SIM118 - it is no mapping
 
 
 def _check(path: Path, version: int) -> list[str]:

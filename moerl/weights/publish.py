@@ -1,8 +1,9 @@
-"""A weight update from trainer to engines: gather, hand over, check, one version at a time. Runs in every trainer rank.
+"""A trainer rank's part of a weight update: gather, hand over, one version at a time. Runs in every trainer rank.
 
-While a sender's sink takes one bucket (in a thread of its own), the next one is gathered into the other of two slots.
-Between two buckets all ranks agree to go on: a sink that has failed or does not come back ends the update on every
-rank, and engines keep the version they had.
+The controller begins and ends the update of the engine around it (`moerl.ranks.updates`). While a sender's sink takes
+one bucket (in a thread of its own), the next one is gathered into the other of two slots. Between two buckets all ranks
+agree to go on: a sink that has failed or does not come back ends the update on every rank, and engines keep the version
+they had.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class PublishReport:
 
     num_tensors, num_bytes: that this rank handed to its sink. total_bytes: that all ranks did. received_bytes,
     needed_bytes: as in `SenderGather`. gather_seconds: without waiting for a free slot. send_seconds: of the sink
-    taking buckets. end_seconds: of its end. check_seconds: of comparing checksums. seconds: of all.
+    taking buckets. end_seconds: of its end. seconds: of all. checksums: as of `BucketSender`.
     """
 
     version: int
@@ -41,8 +42,8 @@ class PublishReport:
     gather_seconds: float
     send_seconds: float
     end_seconds: float
-    check_seconds: float
     seconds: float
+    checksums: Mapping[str, int | None]
 
     def metrics(self) -> dict[str, float]:
         """For a run's log, by the names of docs/metrics.md."""
@@ -52,7 +53,6 @@ class PublishReport:
             "weights/gather_seconds": self.gather_seconds,
             "weights/send_seconds": self.send_seconds,
             "weights/end_seconds": self.end_seconds,
-            "weights/check_seconds": self.check_seconds,
         }
 
 
@@ -92,35 +92,26 @@ class Publisher:
         self._thread = None if sink is None else SinkThread(f"{sink_name} of rank {rank}", peers.step_seconds)
 
     def publish(
-        self,
-        shards: Mapping[str, Tensor],
-        version: int,
-        *,
-        verify: bool = True,
-        left: Callable[[], None] | None = None,
+        self, shards: Mapping[str, Tensor], version: int, dtypes: Mapping[str, str] | None = None
     ) -> PublishReport:
         """Hands all weights to the sinks as `version`. A collective of all trainer ranks.
 
         Args:
             shards: this rank's weights by the names of the plan; they must not change meanwhile.
-            verify: compare checksums with what the engine then holds, where its sink is a `CheckedSink`.
-            left: called when `shards` are not needed any more; engines go on once all ranks have returned from it.
+            dtypes: what the engine rounds each tensor to (`CheckedSink.held_dtypes`), for the checksums in the report;
+                None if no checksums are wanted.
 
         Raises:
             WeightSyncError: on every rank: a rank holds other tensors than planned, a weight is not finite, a sink
-                refused or did not come back, or a rank is gone; engines keep their version. Or checksums disagree; that
-                engine then serves nothing.
+                refused or did not come back, or a rank is gone.
         """
         start = time.perf_counter()
         sender = None
         if self._sink is not None and self._thread is not None:
-            sender = BucketSender(self._sink, self._thread, self._peers.device, self._slot_bytes, verify=verify)
+            sender = BucketSender(self._sink, self._thread, self._peers.device, self._slot_bytes, dtypes)
         try:
             self._peers.agree(self._begin(sender, shards, version), "begin")
             gather_seconds = self._transfer(sender, shards)
-            if left is not None:
-                left()
-                self._peers.agree(None, "memory of the weights")
             self._end(sender)
         except BaseException:
             if sender is not None:
@@ -136,9 +127,20 @@ class Publisher:
             gather_seconds=gather_seconds,
             send_seconds=0.0 if sender is None else sender.send_seconds,
             end_seconds=0.0 if sender is None else sender.end_seconds,
-            check_seconds=0.0 if sender is None else sender.check_seconds,
             seconds=time.perf_counter() - start,
+            checksums={} if sender is None else sender.checksums,
         )
+
+    def ask_sink(self, doing: str, run: Callable[[], None]) -> None:
+        """Has the sink's thread do something between two updates. On a sender.
+
+        Raises:
+            WeightSyncError: it failed, or took longer than a step may.
+        """
+        assert self._thread is not None
+        problem = self._thread.wait(self._thread.submit(doing, run))
+        if problem is not None:
+            raise problem
 
     def _begin(self, sender: BucketSender | None, shards: Mapping[str, Tensor], version: int) -> BaseException | None:
         try:
@@ -169,12 +171,11 @@ class Publisher:
         return seconds
 
     def _end(self, sender: BucketSender | None) -> None:
-        """The first sender comes last: its sink takes the version into use."""
+        """The first sender comes last: its sink may complete what all have sent."""
         is_first = self._peers.rank == self._plan.options.senders[0]
         for now in (False, True):
             mine = sender if is_first == now else None
             self._peers.agree(None if mine is None else mine.end(), "end")
-            self._peers.agree(None if mine is None else mine.check(), "checksums")
 
 
 def _no_slot(num_bytes: int) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import families
 import msgspec
@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM
 from moerl.batching.packing import PackOptions, pack_for_ranks
 from moerl.batching.rows import Padding
 from moerl.contract.batch import Microbatch
+from moerl.contract.commands import AnyCommand, Hold, Publish, Reply
 from moerl.contract.parallel import ParallelDims
 from moerl.contract.trajectory import ModelSpec, SamplingParams, Trajectory
 from moerl.models.description import read_model
@@ -145,20 +146,27 @@ def test_a_server_holds_the_export_of_every_step_and_answers_greedily_as_transfo
     assert [problem for result in results for problem in result] == []
 
 
+class NothingHeld:
+    """Ranks without a copy of what they sent: no server of this test comes late."""
+
+    def ask(self, command: AnyCommand) -> list[Reply]:
+        assert isinstance(command, Hold)
+        return []
+
+
 def train_and_sync_from_two_senders(
     layout: Any, case: Case, spec: ModelSpec, batches: list[list[Microbatch]], endpoints: list[Endpoint]
 ) -> tuple[list[str], int]:
-    """Versions 0 and 1, checked by the engine as in a run; then what every server holds against the export. Problems,
-    and the bytes that this rank sent of the last version."""
+    """Versions 0 and 1, led by the first rank in place of a controller, checked by the engine as in a run; then what
+    every server holds against the export. Problems, and the bytes that this rank sent of the last version."""
 
     from moerl.contract.shares import cut_share
     from moerl.kernels.checksum import checksums
-    from moerl.ranks.weights import EngineAndSender
-    from moerl.rollout.fleet.senders import Introduction
-    from moerl.rollout.fleet.shard_sender import ShardSender
+    from moerl.ranks.senders import RankSenders, RanksInTurn
+    from moerl.rollout.fleet.servers_sink import ServersSink
     from moerl.rollout.sglang.channel import open_channel
     from moerl.trainer import platform
-    from moerl.trainer.collectives import share_bytes
+    from moerl.trainer.collectives import all_gather_bytes, share_bytes
     from moerl.trainer.losses import TextLoss
     from moerl.trainer.model import ModelOptions
     from moerl.trainer.trainer import MegatronTrainer
@@ -168,21 +176,37 @@ def train_and_sync_from_two_senders(
     denominator = tiny_moe.num_trained([batch for part in batches for batch in part])
     plan = weight_sync.plan_for(trainer, case.folder, senders=2)
     shapes = {name: tuple(t.shape) for name, t in load_file(case.folder / "model.safetensors").items()}
+    open_ours = partial(open_channel, device=platform.device())
+    sink = ServersSink(shapes, open_ours, 1 << 20, keeps_copy=True, together=False)
+    publisher = weight_sync.publisher_of(plan, layout.rank, sink)
+    senders = RankSenders(RanksInTurn(cast(Any, NothingHeld())))
     engine, problems, said = None, [], []
     if layout.is_main:
         model = ModelFacts(spec, moe_layer_indices(families.FAMILIES[case.family].config().to_dict()))
         engine = sglang_live.connect(
             *endpoints, model=model, version=-1, shapes=shapes, dtype=case.dtype, say=said.append
         )
-    introduction = b"" if engine is None else msgspec.json.encode(engine.share(plan.options.senders, 90.0))
-    told = msgspec.json.decode(share_bytes(introduction), type=Introduction)
-    sender = ShardSender(layout.rank, told, shapes, partial(open_channel, device=platform.device()), 90.0)
-    sink = sender if engine is None else EngineAndSender(engine, sender)
-    publisher = weight_sync.publisher_of(plan, layout.rank, sink)
+        engine.send_by(senders)
     num_bytes = 0
     for version in range(2):
         trainer.step(local, TextLoss(local, spec.vocab_size, denominator), enforce=True)
-        num_bytes = publisher.publish(trainer.shards(), version, verify=True).num_bytes
+        begun = b""
+        if engine is not None:
+            dtypes = dict(engine.held_dtypes())
+            engine.begin_update(version)
+            begun = msgspec.json.encode(Publish(version, dtypes, senders.targets))
+        told = msgspec.json.decode(share_bytes(begun), type=Publish)
+        sink.targets = told.targets
+        report = publisher.publish(trainer.shards(), version, told.dtypes)
+        num_bytes = report.num_bytes
+        reply = Reply(checksums=dict(report.checksums), failed=sink.failed())
+        replies = [msgspec.json.decode(each, type=Reply) for each in all_gather_bytes(msgspec.json.encode(reply))]
+        if engine is not None:
+            senders.published(replies)
+            engine.end_update()
+            engine.verify(
+                {name: value for each in replies for name, value in each.checksums.items() if value is not None}
+            )
     expected = checksums((name, tensor.clone()) for name, tensor in trainer.export())
     if engine is not None:
         for endpoint in endpoints:
@@ -190,6 +214,7 @@ def train_and_sync_from_two_senders(
             problems += [f"{endpoint.url}: {name}" for name, value in expected.items() if held[name] != value]
         problems += [*said, *(f"{name} is {state}" for name, state in engine.states.items() if state != "healthy")]
         engine.close()
+    publisher.ask_sink("close", sink.close)
     return problems, num_bytes
 
 

@@ -18,10 +18,9 @@ import msgspec
 
 from moerl.config.schema import RunConfig
 from moerl.contract.commands import AnyCommand, Close, Reply, Start, decode_reply, encode
-from moerl.contract.ports import PolicyEngine, Taken
+from moerl.contract.ports import PolicyEngine
 from moerl.errors import ConfigError, MoerlError, TrainerError, ending, undoing
 from moerl.ranks.child import describe_output, log_of, rank_variables, remove_empty, remove_empty_folders
-from moerl.ranks.links import Links
 from moerl.ranks.on_ray.actor import RankActor
 from moerl.ranks.on_ray.cluster import Cluster, has_gpus
 from moerl.ranks.on_ray.held import abandon_all
@@ -94,7 +93,7 @@ class _Rank:
 
 
 class Actors:
-    """`moerl.ranks.group.Ranks` as actors. Call from the main thread.
+    """`moerl.ranks.port.Ranks` as actors. Called by one thread at a time.
 
     Args:
         watch: told as a microbatch of rank 0 begins how many began before it, and of how many.
@@ -110,7 +109,7 @@ class Actors:
             raise TrainerError(
                 "a rank of this run directory is still at work", seen=f"{held[0]} is locked", remedy="end it first"
             )
-        self._links, self._ranks, self._told = Links(config), list[_Rank](), ""
+        self._ranks, self._told = list[_Rank](), ""
         self._cluster = Cluster(config)
         with undoing(self._end):  # an interrupt, too, leaves none behind
             for rank, options in enumerate(self._cluster.reserve(size)):
@@ -121,11 +120,8 @@ class Actors:
     def peak_rss_bytes(self) -> Sequence[int]:
         return [rank.peak_rss_bytes for rank in self._ranks]
 
-    def connect(self, engine: PolicyEngine | None) -> str:
-        return self._links.connect(engine)
-
-    def take_beside(self, taken: Taken, *, verify: bool) -> bool:
-        return self._links.take_beside(taken, verify=verify)
+    def adopt(self, engine: PolicyEngine | None) -> bool:
+        return False
 
     def tell(self, command: AnyCommand, frames: Sequence[bytes] = ()) -> None:
         self._tell([command] * len(self._ranks), frames)
@@ -272,7 +268,6 @@ class Actors:
         for rank in self._ranks if ray.is_initialized() else ():
             ray.kill(rank.actor)
         _wait_until_free([log for log in self._logs if log.exists()])
-        self._links.close()
         self._cluster.close()
         for log in self._logs:
             remove_empty(log)

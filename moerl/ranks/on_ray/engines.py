@@ -1,7 +1,7 @@
 """The process of an embedded engine as the child of an actor, on whatever node of the cluster has room for it.
 
-The actor hands messages on in both directions and lays weights into the memory that it shares with the process, which
-ends with it; the actor ends with the controller, or its node's Ray.
+The actor hands messages on in both directions; the process ends with it, and the actor with the controller, or its
+node's Ray. Senders of weights reach the process themselves.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from moerl.processes.parent import die_with
 from moerl.ranks.on_ray.held import hold
 from moerl.ranks.on_ray.library import ActorUnavailableError, GetTimeoutError, RayError, first_line, ray
 from moerl.rollout.beside.local import CLOSING_SECONDS, LocalProcess
-from moerl.rollout.beside.shared import SharedMemory, Written
 
 PLACE_SECONDS = 300.0
 """For an actor to find a node and start."""
@@ -47,12 +46,6 @@ class EngineActor:
         assert self._process is not None
         with contextlib.suppress(OSError):
             self._process.send(message)
-        return b""
-
-    def put(self, content: bytes) -> bytes:
-        """Lays this into the shared memory."""
-        assert self._process is not None
-        self._process.memory.fill(content)
         return b""
 
     def messages(self) -> Iterator[bytes]:
@@ -86,7 +79,7 @@ class RemoteProcess:
     """
 
     def __init__(self, log: Path, num_threads: int) -> None:
-        self._memory, self._is_abandoned = SharedMemory(), False
+        self._is_abandoned, self.is_here = False, False
         self._has_ended, self._end_was_seen = threading.Event(), threading.Event()
         # A node other than the ranks', where there is one with room.
         options = {"num_cpus": float(num_threads), "scheduling_strategy": "SPREAD", "max_restarts": 0}
@@ -94,7 +87,7 @@ class RemoteProcess:
         self._actor: Any = made.options(**options).remote()
         hold(self)
         try:
-            self._node = ray.get(self._actor.start.remote(str(log.absolute()).encode()), timeout=PLACE_SECONDS).decode()
+            self.host = ray.get(self._actor.start.remote(str(log.absolute()).encode()), timeout=PLACE_SECONDS).decode()
         except RayError as error:
             self._end_was_seen.set()
             self.abandon()
@@ -122,29 +115,16 @@ class RemoteProcess:
             self._end_was_seen.set()
             raise EOFError from error
 
-    @property
-    def memory_path(self) -> str:
-        return ""
-
-    def put(self, tensors: Iterable[tuple[str, Any]]) -> Written:
-        self._check()
-        places = self._memory.put(tensors)
-        try:
-            ray.get(self._actor.put.remote(ray.put(self._memory.content())))
-        except RayError as error:
-            raise ConnectionError(first_line(error)) from error
-        return Written(places, self._memory.num_bytes)
-
     def describe_end(self) -> str:
         if self._is_abandoned:
-            return f"it was ended with the ranks, on node {self._node}"
+            return f"it was ended with the ranks, on node {self.host}"
         try:
             how = ray.get(self._actor.describe_end.remote(), timeout=2 * CLOSING_SECONDS).decode()
         except ActorUnavailableError:
             how = "its actor cannot be reached any more"
         except RayError as error:
             how = f"its actor ended: {first_line(error)}"
-        return f"{how}, on node {self._node}"
+        return f"{how}, on node {self.host}"
 
     def close(self) -> None:
         if not self._is_abandoned:
@@ -168,4 +148,4 @@ class RemoteProcess:
             raise BrokenPipeError("the process has ended")
 
     def release(self) -> None:
-        self._memory.close()
+        """Nothing is shared with the process."""

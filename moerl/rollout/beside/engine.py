@@ -13,7 +13,17 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from moerl.contract.ports import EngineInfo, InterruptCosts, ReportedLayers, RolloutRecord, RolloutRequest
+import msgspec
+
+from moerl.contract.commands import ReceiverAddress
+from moerl.contract.ports import (
+    EngineInfo,
+    InterruptCosts,
+    ReportedLayers,
+    RolloutRecord,
+    RolloutRequest,
+    check_version,
+)
 from moerl.contract.wire import decode_records
 from moerl.errors import EngineError, WeightSyncError, undoing
 from moerl.rollout.beside.local import EngineProcess
@@ -29,7 +39,7 @@ from moerl.rollout.beside.messages import (
     encode,
 )
 from moerl.rollout.beside.served import ENGINE_ID
-from moerl.rollout.beside.shared import decode_written
+from moerl.rollout.pushed import PushingSink
 from moerl.rollout.requests import check_requests
 
 
@@ -52,6 +62,7 @@ class BesideEngine:
         unfinished: rollout ids of the latest `generate` call to end that yielded no record.
         costs: of weight updates, summed up.
         description, is_on_device: as of `EmbeddedEngine`.
+        receiver: where senders push buckets of an update that was begun here.
 
     Raises:
         EngineError: the model cannot be loaded, or the process ended.
@@ -67,12 +78,18 @@ class BesideEngine:
         # Of what goes out; and of an update, whose calls may come from any thread.
         self._sending, self._updating = threading.Lock(), threading.Lock()
         self._has_ended = self._is_closed = False
+        self._staged: int | None = None
+        self._dtypes: Mapping[str, str] = {}
+        self._pushing: PushingSink | None = None
         self._reader = threading.Thread(target=self._read, name="engine-records", daemon=True)
         self._reader.start()
         with undoing(self.close):  # an interrupt, too, leaves no process behind
+            start = msgspec.structs.replace(start, host=process.host, shares_memory=process.is_here)
             told = self._ask(start, EngineError)
         self._layer_numbers, self._max_positions = tuple(told.layer_numbers), told.max_positions
         self.description, self.is_on_device = told.description, told.is_on_device
+        assert told.receiver is not None
+        self.receiver: ReceiverAddress = told.receiver
 
     def handshake(self) -> EngineInfo:
         return EngineInfo(ENGINE_ID, self._spec, self._version, ReportedLayers.MOE, self._layer_numbers)
@@ -137,6 +154,8 @@ class BesideEngine:
         """Ends the process. Calls that wait for records raise `EngineError`."""
         if not self._is_closed:
             self._is_closed = True
+            if self._pushing is not None:
+                self._pushing.close()
             with contextlib.suppress(EngineError):
                 self._send(Close())
             self._process.close()
@@ -146,37 +165,38 @@ class BesideEngine:
     # --- weights -----------------------------------------------------------------------------------------------------
 
     def begin_update(self, version: int) -> None:
-        self._update(Update("begin", version=version))
-        self._staged = version
+        """Begins an update; one that was never ended is forgotten. Returns before the process has begun it, which it
+        does after a decoding step: buckets wait there."""
+        check_version(version)
+        with self._updating:
+            self._send(Update("begin", version=version))
+            self._staged = version
 
     def receive(self, tensors: Iterable[tuple[str, Any]]) -> None:
-        with self._updating:
-            try:
-                written = self._process.put(tensors)
-            except OSError as error:
-                raise self._gone() from error
-            self._ask(Update("receive", num_bytes=written.num_bytes, places=written.places), WeightSyncError)
-
-    @property
-    def memory(self) -> str:
-        return self._process.memory_path
-
-    def receive_written(self, what: bytes) -> None:
-        """As `ReadsMemory.receive_written`, of what a `SharedMemory` wrote, in another process."""
-        written = decode_written(what)
-        self._update(Update("receive", num_bytes=written.num_bytes, places=written.places))
+        """Pushes one bucket from this process."""
+        version = self._require_update()
+        with self._updating, undoing(self._check_alive):
+            if self._pushing is None:
+                self._pushing = PushingSink(self.receiver)
+            self._pushing.begin_update(version)
+            self._pushing.receive(tensors)
 
     def end_update(self) -> None:
+        version = self._require_update()
+        self._staged = None
         told = self._update(Update("end"))
-        self._version = self._staged
+        self._version = version
         self.costs.interrupted, self.costs.stalled_seconds = told.interrupted, told.stalled_seconds
 
     def abandon_update(self) -> None:
-        if not self._has_ended:
-            self._update(Update("abandon"))
+        self._staged = None
+        self._update(Update("abandon"))
 
     def held_dtypes(self) -> Mapping[str, str]:
-        return self._update(Update("held_dtypes")).dtypes
+        # Asked once: an answer waits for a decoding step.
+        if not self._dtypes:
+            self._dtypes = self._update(Update("held_dtypes")).dtypes
+        return self._dtypes
 
     def verify(self, sent: Mapping[str, int]) -> None:
         """As `CheckedSink.verify`; new requests are refused after weights that differ."""
@@ -185,6 +205,11 @@ class BesideEngine:
         except WeightSyncError:
             self._version = -1
             raise
+
+    def _require_update(self) -> int:
+        if self._staged is None:
+            raise WeightSyncError("weight update: none is open", remedy="call begin_update first")
+        return self._staged
 
     def _update(self, update: Update) -> Answer:
         with self._updating:
@@ -224,6 +249,10 @@ class BesideEngine:
         self._answers.put(None)
         for call in list(self._calls.values()):
             call.frames.put(None)
+
+    def _check_alive(self) -> None:
+        if self._has_ended:
+            raise self._gone()
 
     def _gone(self) -> EngineError:
         return EngineError(

@@ -8,16 +8,15 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from moerl.contract.files import discard
 from moerl.processes.channel import receive, send
 from moerl.processes.parent import CONTROLLER
 from moerl.processes.spared import start_spared
 from moerl.rollout.beside.messages import Close, encode
-from moerl.rollout.beside.shared import SharedMemory, Written
 
 # -P: a torch.py or json.py in the user's directory is not what we import.
 PROGRAM = (sys.executable, "-P", "-m", "moerl.rollout.beside.process")
@@ -37,12 +36,13 @@ class EngineProcess(Protocol):
         ...
 
     @property
-    def memory_path(self) -> str:
-        """The file that is the memory which `put` writes to; empty where it is on another machine."""
+    def host(self) -> str:
+        """Address at which senders of weights reach the process."""
         ...
 
-    def put(self, tensors: Iterable[tuple[str, Any]]) -> Written:
-        """Copies tensors to where the process finds them. `OSError` where the process is gone."""
+    @property
+    def is_here(self) -> bool:
+        """True if the process, and so every sender of weights, is on this machine."""
         ...
 
     def describe_end(self) -> str:
@@ -54,7 +54,7 @@ class EngineProcess(Protocol):
         ...
 
     def release(self) -> None:
-        """Gives up what was shared with the process, which has ended. Nobody is in `receive` any more."""
+        """Gives up the connection to the process, which has ended. Nobody is in `receive` any more."""
         ...
 
 
@@ -67,14 +67,15 @@ class LocalProcess:
     """
 
     def __init__(self, log: Path, environment: Mapping[str, str] | None = None) -> None:
-        self._log, self.memory = log, SharedMemory()
+        self._log = log
+        self.host, self.is_here = "127.0.0.1", True
         self._socket, theirs = socket.socketpair()
         log.parent.mkdir(parents=True, exist_ok=True)
         with theirs, log.open("ab") as output:
             self._process = start_spared(
-                [*PROGRAM, str(theirs.fileno()), str(self.memory.descriptor)],
+                [*PROGRAM, str(theirs.fileno())],
                 env={**(os.environ if environment is None else environment), CONTROLLER: str(os.getpid())},
-                pass_fds=(theirs.fileno(), self.memory.descriptor),
+                pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -89,13 +90,6 @@ class LocalProcess:
 
     def receive(self) -> tuple[bytes, bytes]:
         return receive(self._socket)
-
-    @property
-    def memory_path(self) -> str:
-        return self.memory.path
-
-    def put(self, tensors: Iterable[tuple[str, Any]]) -> Written:
-        return Written(self.memory.put(tensors), self.memory.num_bytes)
 
     def describe_end(self) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -118,7 +112,6 @@ class LocalProcess:
 
     def release(self) -> None:
         self._socket.close()
-        self.memory.close()
         if self._log.exists() and self._log.stat().st_size == 0:
             discard(self._log)
 

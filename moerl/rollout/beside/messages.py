@@ -1,7 +1,10 @@
-"""What the controller and the engine's process say to each other. MessagePack, no pickle; tensors lie in shared memory.
+"""Messages between the controller and the engine's process. MessagePack, no pickle.
 
     controller -> engine    Start once; then Generate, Abort, Update, Close
-    engine -> controller    Answer to Start and to every Update; Records while it samples, in a frame of trajectories
+    engine -> controller    Answer to Start and to every Update but `begin`; Records while it samples, in a frame of
+                            trajectories
+
+Tensors come from senders, by `moerl.rollout.pushed`.
 
 Torch-free.
 """
@@ -12,6 +15,7 @@ from typing import Literal
 
 import msgspec
 
+from moerl.contract.commands import ReceiverAddress
 from moerl.contract.ports import RolloutRequest
 from moerl.contract.trajectory import ModelSpec
 
@@ -22,7 +26,7 @@ class _Message(msgspec.Struct, forbid_unknown_fields=True, tag_field="kind"):
 
 class Start(_Message, tag="start"):
     """folder: the model's. version: of its weights, -1 where the engine waits for a first update. record_steps: as
-    `rollout.record_steps`."""
+    `rollout.record_steps`. host, shares_memory: as of `BucketReceiver`."""
 
     folder: str
     dtype: str
@@ -31,6 +35,8 @@ class Start(_Message, tag="start"):
     num_threads: int
     version: int
     record_steps: bool = True
+    host: str = "127.0.0.1"
+    shares_memory: bool = True
 
 
 class Generate(_Message, tag="generate"):
@@ -46,25 +52,11 @@ class Abort(_Message, tag="abort"):
     rollout_ids: list[str]
 
 
-class Place(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """Where a tensor lies in the shared memory; offset: in bytes."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-
-
 class Update(_Message, tag="update"):
-    """One call of a `CheckedSink`, or a question for the memory that the process took.
+    """One call of a `CheckedSink`, or a question for the memory that the process took."""
 
-    num_bytes: of the shared memory, which may have grown.
-    """
-
-    do: Literal["begin", "receive", "end", "abandon", "held_dtypes", "verify", "memory"]
+    do: Literal["begin", "end", "abandon", "held_dtypes", "verify", "memory"]
     version: int = -1
-    num_bytes: int = 0
-    places: list[Place] = []
     checksums: dict[str, int] = {}
 
 
@@ -75,7 +67,8 @@ class Close(_Message, tag="close"):
 class Answer(_Message, tag="answer"):
     """problem: what was raised, empty where nothing was; is_sync: whether it is a `WeightSyncError`.
 
-    layer_numbers, max_positions: of the model, in the answer to `Start`; description, is_on_device: of the engine.
+    layer_numbers, max_positions: of the model, in the answer to `Start`; description, is_on_device: of the engine;
+    receiver: where it takes buckets of weights.
     costs: as `InterruptCosts`. peak_rss_bytes: of the process.
     """
 
@@ -89,6 +82,7 @@ class Answer(_Message, tag="answer"):
     interrupted: int = 0
     stalled_seconds: float = 0.0
     peak_rss_bytes: int = 0
+    receiver: ReceiverAddress | None = None
 
 
 class Records(_Message, tag="records"):

@@ -1,7 +1,6 @@
-"""The engine's process: ``python -m moerl.rollout.beside.process SOCKET MEMORY``, started by `BesideEngine`.
+"""The engine's process: ``python -m moerl.rollout.beside.process SOCKET``, started by `BesideEngine`.
 
-SOCKET and MEMORY are descriptors: of the connection to the controller, and of the memory that weights come in. Ends
-when told to, or with the controller.
+SOCKET is the descriptor of the connection to the controller. Ends when told to, or with the controller.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ def main() -> int:
 
     with socket.socket(fileno=int(sys.argv[1])) as connection, contextlib.suppress(EOFError, BrokenPipeError):
         # Without a controller there is nobody to tell.
-        return serve(connection, int(sys.argv[2]))
+        return serve(connection)
     return 0
 
 

@@ -1,18 +1,23 @@
 """Work of the engine's process once it has torch: it samples, and takes weights between two tokens.
 
-One thread: between two decoding steps it takes what the controller has said, requests and weights alike.
+main thread       samples; between two decoding steps it handles what the controller said: requests, and begin and end
+                  of weight updates
+weight-buckets    one thread for each sender of weights: stages buckets beside sampling, and waits for `begin`, which
+                  the main thread may still have before it
 """
 
 from __future__ import annotations
 
 import select
 import socket
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from moerl.contract.ports import RolloutRecord, RolloutRequest
 from moerl.contract.wire import encode_trajectories
@@ -30,29 +35,27 @@ from moerl.rollout.beside.messages import (
     decode_for_engine,
     encode,
 )
-from moerl.rollout.beside.shared import SharedMemory
 from moerl.rollout.embedded import EmbeddedEngine
 from moerl.rollout.loading import load_sampler
+from moerl.rollout.pushed import BucketReceiver
 from moerl.telemetry.spans import peak_rss_bytes
 
 ENGINE_ID = "embedded-0"
 _PATIENCE_SECONDS = 0.005
-"""How long the next call of a weight update is waited for before sampling goes on: the trainer waits for the answer to
-each of them, and would wait for a decoding step every time."""
+"""How long the next call of a weight update is waited for before sampling goes on: the controller waits for the answer
+to each of them, and would wait for a decoding step every time."""
+_BEGIN_SECONDS = 300.0
+"""How long a bucket waits for the begin of its update: longer than a decoding step may take."""
 
 
-def serve(connection: socket.socket, memory: int) -> int:
-    """Loads the engine that the controller describes, and samples until told to end. Returns the exit status.
-
-    Args:
-        memory: descriptor of the memory that weights come in.
-    """
+def serve(connection: socket.socket) -> int:
+    """Loads the engine that the controller describes, and samples until told to end. Returns the exit status."""
     start = decode_for_engine(receive(connection)[0])
     if isinstance(start, Close):
         return 0
     assert isinstance(start, Start)
     try:
-        served = _Served(connection, SharedMemory(memory), start)
+        served = _Served(connection, start)
     except Exception as error:  # noqa: BLE001 - the process boundary: the controller raises it
         send(connection, encode(_problem(error)))
         return 1
@@ -68,11 +71,11 @@ def _problem(error: Exception) -> Answer:
 class _Served:
     """The engine, and who asked for which rollout."""
 
-    def __init__(self, connection: socket.socket, memory: SharedMemory, start: Start) -> None:
+    def __init__(self, connection: socket.socket, start: Start) -> None:
         keep_freed_memory()
         torch.set_num_threads(start.num_threads)
         model = load_sampler(Path(start.folder), start.dtype)
-        self._connection, self._memory = connection, memory
+        self._connection = connection
         self._engine = engine = EmbeddedEngine(
             model,
             start.spec,
@@ -82,6 +85,8 @@ class _Served:
             record_steps=start.record_steps,
         )
         self._call_of: dict[str, int] = {}
+        self._updates = OpenUpdate(engine)
+        receiver = BucketReceiver(self._updates.take, start.host, shares_memory=start.shares_memory)
         numbers = list(self._engine.handshake().layer_numbers)
         max_positions = int(model.config.max_position_embeddings)
         answer = Answer(
@@ -89,6 +94,7 @@ class _Served:
             max_positions=max_positions,
             description=engine.description,
             is_on_device=engine.is_on_device,
+            receiver=receiver.address,
         )
         send(connection, encode(answer))
 
@@ -111,9 +117,11 @@ class _Served:
                     aborted = [r.lineage.rollout_id for r in found if r.lineage.rollout_id in rollout_ids]
                     found = [r for r in found if r.lineage.rollout_id not in aborted]
                     self._tell_of_unfinished(aborted)
+                case Update(do="begin", version=version):
+                    self._updates.begin(version)
                 case Update() as update:
                     send(self._connection, encode(self._update(update)))
-                    patience = 0.0 if update.do in ("verify", "abandon") else _PATIENCE_SECONDS
+                    patience = _PATIENCE_SECONDS if update.do in ("held_dtypes", "end") else 0.0
                 case Close():
                     return None
                 case Start():
@@ -124,21 +132,16 @@ class _Served:
         engine, dtypes = self._engine, dict[str, str]()
         try:
             match update.do:
-                case "begin":
-                    engine.begin_update(update.version)
-                case "receive":
-                    self._memory.map(update.num_bytes)
-                    engine.receive((place.name, self._memory.view(place)) for place in update.places)
                 case "end":
-                    engine.end_update()
+                    self._updates.end()
                 case "abandon":
-                    engine.abandon_update()
+                    self._updates.abandon()
                 case "held_dtypes":
                     dtypes = dict(engine.held_dtypes())
                 case "verify":
                     engine.verify(update.checksums)
-                case "memory":
-                    pass  # every answer has it
+                case "memory" | "begin":
+                    pass  # every answer has the memory; `begin` has no answer
         except Exception as error:  # noqa: BLE001 - the process boundary: the controller raises it
             return _problem(error)
         costs = engine.costs
@@ -164,6 +167,63 @@ class _Served:
     def _tell_of_unfinished(self, rollout_ids: Sequence[str]) -> None:
         for name in rollout_ids:
             send(self._connection, encode(Records(self._call_of.pop(name), without=[name])))
+
+
+class OpenUpdate:
+    """The engine's update, which the main thread of this process begins and ends while threads of senders bring
+    buckets."""
+
+    def __init__(self, engine: EmbeddedEngine) -> None:
+        self._engine = engine
+        self._changed = threading.Condition()
+        self._version = -1
+        self._problem: Exception | None = None
+
+    def begin(self, version: int) -> None:
+        """Begins an update. What is wrong with it is raised by `take` and `end`: nobody waits for an answer."""
+        self._problem = None
+        try:
+            self._engine.begin_update(version)
+        except Exception as error:  # noqa: BLE001 - raised to whoever brings or ends it
+            self._problem = error
+        self._set(version)
+
+    def take(self, version: int, bucket: Iterable[tuple[str, Tensor]]) -> None:
+        """Stages a bucket of this version, once its update has begun.
+
+        Raises:
+            WeightSyncError: it does not begin, or could not.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._version == version, _BEGIN_SECONDS):
+                raise WeightSyncError(
+                    "weight update: a bucket of an update that did not begin",
+                    seen=f"version {version}; open is {self._version}",
+                    expected=f"its begin within {_BEGIN_SECONDS:g} s",
+                    remedy="see logs/engine.log and the output of the controller",
+                )
+        self._check()
+        self._engine.receive(bucket)
+
+    def end(self) -> None:
+        """As `WeightSink.end_update`."""
+        self._set(-1)
+        self._check()
+        self._engine.end_update()
+
+    def abandon(self) -> None:
+        """As `WeightSink.abandon_update`."""
+        self._set(-1)
+        self._engine.abandon_update()
+
+    def _set(self, version: int) -> None:
+        with self._changed:
+            self._version = version
+            self._changed.notify_all()
+
+    def _check(self) -> None:
+        if self._problem is not None:
+            raise self._problem
 
 
 class _Unchecked(SimpleNamespace):

@@ -16,16 +16,24 @@ from typing import Any
 
 from torch import Tensor
 
-from moerl.contract.ports import EngineInfo, InterruptCosts, ReportedLayers, RolloutRecord, RolloutRequest
+from moerl.contract.commands import Target
+from moerl.contract.ports import (
+    EngineInfo,
+    InterruptCosts,
+    ReportedLayers,
+    RolloutRecord,
+    RolloutRequest,
+    check_version,
+)
 from moerl.errors import EngineError, WeightSyncError, note_later, undoing
 from moerl.rollout.fleet.backend import Connect, ModelFacts, ServerLauncher, WeightChannel
 from moerl.rollout.fleet.fleet import Fleet, first_error, stale_server
 from moerl.rollout.fleet.options import EngineOptions, Interrupt
-from moerl.rollout.fleet.receivers import Receivers, Target
+from moerl.rollout.fleet.receivers import Receivers
 from moerl.rollout.fleet.replica import Replica, State
 from moerl.rollout.fleet.request_loop import Call, RequestLoop, Rollout
 from moerl.rollout.fleet.sender import Sender
-from moerl.rollout.fleet.senders import Introduction, Senders
+from moerl.rollout.fleet.senders import AllSenders, LocalSender
 from moerl.rollout.fleet.updates import Updates, require_server
 from moerl.rollout.fleet.weight_set import WeightSet
 from moerl.rollout.requests import check_requests
@@ -73,7 +81,8 @@ class FleetEngine:
         )
         weight_set = WeightSet(options.shapes, options.tied, keeps_copy=options.keeps_copy)
         receivers = Receivers(self._open_channel, together=True)
-        self._updates = Updates(options.shapes, Sender(weight_set, receivers, options.bucket_bytes))
+        sender = Sender(weight_set, receivers, options.bucket_bytes)
+        self._updates = Updates(options.shapes, LocalSender(sender, options.bucket_bytes))
         self._fleet = Fleet(launchers, connect, options, self._bring_up)
         # Calls of one update come one after the other, whatever threads they come from.
         self._turn = asyncio.Lock()
@@ -154,8 +163,8 @@ class FleetEngine:
         """Sends one bucket of tensors under their checkpoint names.
 
         Raises:
-            WeightSyncError: no update is open; a tensor is unknown, misshapen, or came before; or senders in other
-                processes send the set.
+            WeightSyncError: no update is open; a tensor is unknown, misshapen, or came before; or trainer ranks send
+                the set.
         """
         self._wait(self._receive(tensors))
 
@@ -172,7 +181,7 @@ class FleetEngine:
 
     def abandon_update(self) -> None:
         """Instead of `end_update`: servers get back what they held before, and sampling goes on. After it, instead of
-        `verify`: sampling goes on. A closed engine has none open: senders may leave after it."""
+        `verify`: sampling goes on. A closed engine has none open."""
         if not self._loop.is_closed():
             self._wait(self._abandon())
 
@@ -188,38 +197,10 @@ class FleetEngine:
         """
         self._wait(self._verify(sent))
 
-    def share(self, ranks: Sequence[int], seconds: float, host: str = "127.0.0.1") -> Introduction:
-        """From the next update on these trainer ranks send every set of weights: each makes a `ShardSender` with what
-        this returns. This process sends nothing and keeps no tensors; it opens and ends updates (`updating`). Once,
-        before the first update of the trainer.
-
-        Args:
-            ranks: of all senders.
-            seconds, host: as in `Senders`.
-        """
-        senders = Senders(ranks, seconds, self._options, host)
-        self._updates.share(senders)
-        return senders.introduction
-
-    @contextlib.contextmanager
-    def updating(self, version: int, *, verify: bool) -> Iterator[None]:
-        """Around the time in which all senders send a set: begins the update, then ends it, or abandons it where
-        anything is raised.
-
-        Args:
-            verify: compare what servers hold with the checksums that the senders computed; they must verify, too.
-
-        Raises:
-            WeightSyncError: as `begin_update`, `end_update` and `verify`.
-        """
-        with undoing(self.abandon_update):
-            if verify:
-                self.held_dtypes()
-            self.begin_update(version)
-            yield
-            self.end_update()
-            if verify:
-                self.verify({})
+    def send_by(self, senders: AllSenders) -> None:
+        """From the next update on these send every set of weights, and this process sends nothing and keeps no tensors.
+        Call it before the first update of the trainer."""
+        self._updates.send_by(senders)
 
     def close(self) -> None:
         """Gives up what is under way and leaves the servers; those that launchers have started are stopped."""
@@ -291,11 +272,11 @@ class FleetEngine:
         async with self._turn:
             if self._awaits_check:
                 await self._resume()
-            await self._updates.stage(version)
+            check_version(version)
             if not self._updates.is_open:
                 await self._interrupt()
             with self._losing():
-                await self._updates.begin(lambda: self._fleet.current)
+                await self._updates.begin(version, lambda: self._fleet.current)
 
     async def _interrupt(self) -> None:
         """Until servers may be paused."""

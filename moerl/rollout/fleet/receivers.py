@@ -4,21 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterable
-from dataclasses import dataclass
-from typing import Any
 
+from moerl.contract.commands import Target
 from moerl.errors import WeightSyncError
 from moerl.rollout.fleet.backend import Bucket, WeightChannel, WeightGroup
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """A server as senders reach it. key: of the engine's connection to it; a server that took its place has another.
-    address: as `ServerBackend.address`."""
-
-    key: str
-    name: str
-    address: dict[str, Any]
 
 
 class Receivers:

@@ -1,51 +1,25 @@
 """Weight updates of an engine's servers: begun, ended, checked, repeated for servers that come late. In its event loop.
 
-Senders send the tensors: one in this process where the trainer runs here, else trainer ranks in other processes. Each
-keeps what it sent, so that a server that takes the place of a lost one, or was away, gets the set before it gets
-requests. An incomplete set leaves mixed weights on servers; they get the set before it again.
+Senders send the tensors: trainer ranks, or one in this process (`moerl.rollout.fleet.senders`). Each keeps what it
+sent, so that a server that takes the place of a lost one, or was away, gets the set before it gets requests. An
+incomplete set leaves mixed weights on servers; they get the set before it again.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import Literal, Protocol
 
 from torch import Tensor
 
+from moerl.contract.commands import Target
 from moerl.errors import WeightSyncError
 from moerl.rollout.fleet.backend import ServerBackend
-from moerl.rollout.fleet.receivers import Target, attempt
+from moerl.rollout.fleet.receivers import attempt
 from moerl.rollout.fleet.replica import Replica
-from moerl.rollout.fleet.sender import Sender
-from moerl.rollout.fleet.senders import Command, Reply
-from moerl.rollout.fleet.weight_set import check_version, check_whole
+from moerl.rollout.fleet.senders import AllSenders, LocalSender, Part
+from moerl.rollout.fleet.weight_set import check_whole
 from moerl.rollout.weight_difference import weight_difference
-
-
-class AllSenders(Protocol):
-    """The senders of one engine, wherever they run; see `Senders`."""
-
-    async def ask(self, command: Command) -> list[Reply]: ...
-
-    async def close(self) -> None: ...
-
-
-class LocalSender:
-    """The one sender of a trainer in this process."""
-
-    def __init__(self, sender: Sender) -> None:
-        self.sender = sender
-
-    async def ask(self, command: Command) -> list[Reply]:
-        """The one reply; raises WeightSyncError where the sender could not do it."""
-        reply = await self.sender.do(command, lambda: None)
-        if reply.problem:
-            raise WeightSyncError(f"weight update: {command.do!r} failed", seen=reply.problem)
-        return [reply]
-
-    async def close(self) -> None:
-        await self.sender.close()
 
 
 class Updates:
@@ -56,14 +30,14 @@ class Updates:
 
     Args:
         shapes: as in `EngineOptions`.
-        sender: in this process; until `share`.
+        sender: of this process; until `send_by`.
 
     Attributes:
         held: version that servers should hold; None before the first update.
         is_open: an update has begun and not ended.
     """
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], sender: Sender) -> None:
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], sender: LocalSender) -> None:
         self.held: int | None = None
         self.is_open = False
         self._shapes = shapes
@@ -73,35 +47,24 @@ class Updates:
         self._targets: dict[str, Replica] = {}  # by key: a server that takes the place of one is not in its update
         # Held from the beginning to the end of an update, and while a late server is brought up.
         self._lock = asyncio.Lock()
-        self._senders: AllSenders = LocalSender(sender)
-        self._holders = self._senders
-        self._checksums: dict[str, int | None] = {}
-        self._told_dtypes = False
+        self._local = sender
+        self._senders: AllSenders = sender
+        self._holders: AllSenders = sender
+        self._names: set[str] = set()
         self._failed: list[tuple[Replica, WeightSyncError]] = []
 
-    def share(self, senders: AllSenders) -> None:
+    def send_by(self, senders: AllSenders) -> None:
         """From the next update on these send every set, and this process sends nothing. Until its end the sender here
         keeps what it holds."""
-        self._senders, self._told_dtypes = senders, False
-
-    async def stage(self, version: int) -> None:
-        """Makes room for a set; one that was never ended is forgotten. Servers go on.
-
-        Raises:
-            WeightSyncError: not a version.
-        """
-        check_version(version)
-        self._version = version
-        if isinstance(self._senders, LocalSender):
-            await self._senders.sender.begin_set(version)
+        self._senders = senders
 
     def failed(self) -> list[tuple[Replica, WeightSyncError]]:
         """The servers that are out of the update since this was asked last, and why."""
         failed, self._failed = self._failed, []
         return failed
 
-    async def begin(self, replicas: Callable[[], Sequence[Replica]]) -> None:
-        """Starts the update of the replicas that are current when it can begin.
+    async def begin(self, version: int, replicas: Callable[[], Sequence[Replica]]) -> None:
+        """Starts the update of the replicas that are current when it can begin; one that was never ended is forgotten.
 
         Raises:
             WeightSyncError: a sender is gone. Call `give_up` then.
@@ -109,27 +72,27 @@ class Updates:
         if not self.is_open:
             await self._lock.acquire()
             self.is_open = True
+        self._version = version
         self._targets = {replica.key: replica for replica in replicas()}
         await self._on_all(lambda server: server.begin_update())
-        await self._tell(self._senders, "begin", self._version)
-        self._told_dtypes = self._dtypes is not None
+        await self._senders.begin(version, self._reached())
 
     async def receive(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Keeps and sends tensors, and returns when they were sent.
 
         Raises:
-            WeightSyncError: as `Sender.receive`; or senders in other processes send the set.
+            WeightSyncError: as `WeightSet.receive`; or trainer ranks send the set.
         """
-        if not isinstance(self._senders, LocalSender):
+        if self._senders is not self._local:
             raise WeightSyncError(
                 "weight update: a bucket in the engine's process",
                 expected="buckets of its senders alone",
-                remedy="give the bucket to a ShardSender",
+                remedy="have a trainer rank send the bucket",
             )
         try:
-            await self._senders.sender.receive(tensors)
+            await self._local.receive(tensors)
         finally:
-            self._drop(self._senders.sender.failed())
+            self._drop(self._local.failed())
 
     async def end(self) -> None:
         """Takes the set into use; sampling waits for `resume`.
@@ -138,12 +101,13 @@ class Updates:
             WeightSyncError: the set is incomplete, or a sender is gone. Call `give_up` then.
         """
         version = self._version
-        replies = await self._tell(self._senders, "take", version)
-        check_whole([reply.checksums for reply in replies], self._shapes)
-        await self._tell(self._senders, "hold", version)
+        parts = await self._senders.take(version)
+        self._drop_failed(parts)
+        check_whole([part.names for part in parts], self._shapes)
+        await self._senders.hold(version)
         await self._on_all(lambda server: server.end_update(version))
         self.held, self._holders = version, self._senders
-        self._checksums = {name: value for reply in replies for name, value in reply.checksums.items()}
+        self._names = {name for part in parts for name in part.names}
         self._close()
 
     async def resume(self, replicas: Sequence[Replica]) -> None:
@@ -198,7 +162,7 @@ class Updates:
     async def _send_held(self, version: int) -> None:
         """A whole update of the targets to what they should hold, and sampling."""
         await self._on_all(lambda server: server.begin_update())
-        await self._tell(self._holders, "send", version)
+        self._drop_failed(await self._holders.send(version, self._reached()))
         await self._on_all(lambda server: server.end_update(version))
         await self._on_all(_resume)
 
@@ -209,23 +173,21 @@ class Updates:
         return self._dtypes
 
     def sent(self, checksums: Mapping[str, int]) -> None:
-        """Checksums of the set that was taken into use last, beside those that its senders computed.
+        """Takes the checksums of the set that was taken into use last.
 
         Raises:
             WeightSyncError: no update was taken, or a tensor was sent that has none.
         """
         if self.held is None:
             raise WeightSyncError("weight update: none was taken", remedy="call begin_update first")
-        sent = self._checksums | dict(checksums)
-        known = {name: value for name, value in sent.items() if value is not None}
-        if unknown := sorted(sent.keys() - known.keys()):
+        if unknown := sorted(self._names - checksums.keys()):
             raise WeightSyncError(
                 "weight update: tensors without a checksum of their sender",
-                seen=f"{len(unknown)} of {len(sent)}, the first is {unknown[0]!r}",
+                seen=f"{len(unknown)} of {len(self._names)}, the first is {unknown[0]!r}",
                 expected="a checksum of every tensor that was sent",
                 remedy="let the trainer verify the versions that the engine verifies",
             )
-        self._sent = self.held, known
+        self._sent = self.held, checksums
 
     async def check(self, replica: Replica) -> WeightSyncError | None:
         """What of the set in use a server does not hold; None also where checksums of it are not known."""
@@ -237,7 +199,7 @@ class Updates:
             return error
 
     async def close(self) -> None:
-        """Leaves the senders, and those in this process the servers."""
+        """Leaves the senders; the one in this process leaves the servers."""
         await self._senders.close()
         if self._holders is not self._senders:
             await self._holders.close()
@@ -248,23 +210,14 @@ class Updates:
         errors = await asyncio.gather(*(attempt(step, server) for server in servers.values()))
         self._drop({key: str(error) for key, error in zip(servers, errors, strict=True) if error is not None})
 
-    async def _tell(
-        self, senders: AllSenders, do: Literal["begin", "take", "hold", "send"], version: int
-    ) -> list[Reply]:
-        """What senders do for the servers that are still in the update; those that fail there are out of it.
-
-        Raises:
-            WeightSyncError: as `Senders.ask`.
-        """
+    def _reached(self) -> list[Target]:
+        """The servers that are still in the update, for senders."""
         servers = {key: self._server(key) for key in self._targets}
-        targets = tuple(
-            Target(key, self._targets[key].name, dict(server.address)) for key, server in servers.items() if server
-        )
-        dtypes = {} if self._told_dtypes else dict(self._dtypes or {})
-        replies = await senders.ask(Command(do, version=version, targets=targets, dtypes=dtypes))
-        for reply in replies:
-            self._drop(reply.failed)
-        return replies
+        return [Target(key, self._targets[key].name, dict(server.address)) for key, server in servers.items() if server]
+
+    def _drop_failed(self, parts: Sequence[Part]) -> None:
+        for part in parts:
+            self._drop(part.failed)
 
     def _server(self, key: str) -> ServerBackend | None:
         """None where it was lost meanwhile."""

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 import torch
 from torch import Tensor
 
+from moerl.contract.ports import check_version
 from moerl.errors import WeightSyncError
 
 _REMEDY = "send the whole checkpoint of the served model once"
@@ -56,10 +57,9 @@ class WeightSet:
                 needed.append((name, tensor.detach()))
         return needed
 
-    @property
-    def version(self) -> int:
-        """Of the set that was begun last; -1 before the first."""
-        return self._version
+    def drop(self) -> None:
+        """Forgets the open set."""
+        self._tensors = None
 
     def part(self, version: int) -> dict[str, Tensor | None]:
         """The tensors that have come, in the order of the checkpoint, without tied ones; None where no copy is kept.
@@ -88,14 +88,6 @@ class WeightSet:
 
 def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-
-
-def check_version(version: int) -> None:
-    """Raises WeightSyncError where it is none."""
-    if version < 0:
-        raise WeightSyncError(
-            "weight update: policy version", seen=version, expected="at least 0", remedy="count updates from 0"
-        )
 
 
 def check_whole(names: Collection[Collection[str]], shapes: Mapping[str, object]) -> None:

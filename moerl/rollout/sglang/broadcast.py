@@ -23,7 +23,7 @@ from torch import Tensor
 
 from moerl.errors import WeightSyncError
 from moerl.rollout.sglang.invitation import Invitation
-from moerl.rollout.sglang.sender_group import GroupOptions, LostRank, SenderGroup, flattened
+from moerl.rollout.sglang.sender_group import GroupOptions, LostRank, SenderGroup, flat_view, flattened
 
 _PIECES_SHARE = 0.25
 """Of a step's time: how long one piece, and forming a group, may take."""
@@ -90,7 +90,10 @@ class Broadcast:
         Returns:
             By key, the receivers that failed and why. All others have loaded the bucket.
         """
-        flat, failed = await asyncio.to_thread(flattened, bucket), {}
+        failed: dict[str, WeightSyncError] = {}
+        # A gathered bucket lies so already; a copy takes long, and others may wait for this event loop.
+        is_flat = flat_view(bucket) is not None
+        flat = flattened(bucket) if is_flat else await asyncio.to_thread(flattened, bucket)
         left, is_sent = dict(receivers), False
         while left and not is_sent:
             problems = await self._form(left, number)

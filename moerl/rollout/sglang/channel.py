@@ -14,10 +14,10 @@ import msgspec
 import torch
 
 from moerl.config.interfaces import own_address
+from moerl.contract.commands import Target
 from moerl.errors import WeightSyncError
 from moerl.rollout.fleet.backend import Bucket
 from moerl.rollout.fleet.endpoint import Endpoint
-from moerl.rollout.fleet.receivers import Target
 from moerl.rollout.sglang.broadcast import Broadcast, BroadcastOptions
 from moerl.rollout.sglang.http import SGLangHttp
 from moerl.rollout.sglang.invitation import Invitation

@@ -157,12 +157,24 @@ class SenderGroup:
 
 
 def flattened(bucket: Sequence[tuple[str, Tensor]]) -> Tensor:
-    """uint8 [bytes of all]: the tensors behind one another; without a copy where they lie so already."""
-    parts = [tensor.reshape(-1).view(torch.uint8) for _, tensor in bucket]
+    """uint8 [bytes of all]: the tensors behind one another; without a copy if they lie so already."""
+    flat = flat_view(bucket)
+    return torch.cat([_bytes_of(tensor) for _, tensor in bucket]) if flat is None else flat
+
+
+def flat_view(bucket: Sequence[tuple[str, Tensor]]) -> Tensor | None:
+    """uint8 [bytes of all]: the memory of tensors that lie behind one another; None if they do not."""
+    if not all(tensor.is_contiguous() for _, tensor in bucket):
+        return None
+    parts = [_bytes_of(tensor) for _, tensor in bucket]
     first, size = parts[0], sum(part.numel() for part in parts)
     end = first.data_ptr()
     for part in parts:
         if part.data_ptr() != end or part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
-            return torch.cat(parts)
+            return None
         end += part.numel()
     return first.as_strided((size,), (1,))
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)

@@ -81,14 +81,11 @@ def test_ranks_in_processes_of_their_own_have_the_precision_in_their_environment
 
 def test_what_a_rank_notes_is_said_once() -> None:
     class Ranks:
-        def connect(self, engine: object) -> str:
-            return ""
-
-        def ask(self, command: Build) -> list[Reply]:
+        def ask(self, command: Build, frames: object) -> list[Reply]:
             return [Reply(notes=["trainer on a GPU"], shares_prompts=command.stage == "rl")]
 
     said: list[str] = []
-    trainer = TrainerGroup(cast(Any, Ranks()))
+    trainer = TrainerGroup(config_of(), cast(Any, Ranks()))
     run = cast(
         Any,
         SimpleNamespace(

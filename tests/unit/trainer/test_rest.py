@@ -97,27 +97,3 @@ def test_a_trainer_that_rests_before_every_request_gives_the_digits_of_one_that_
 ) -> None:
     ((never, rests),) = one_process.run(work_with_and_without_rest, untied, tmp_path, options)
     assert rests == never
-
-
-def publish_and_rest(layout: Any, path: Path) -> tuple[list[str], bool, float]:
-    from weight_sync import KeepingSink, plan_for, publish
-
-    trainer = tiny_moe.build(layout, path)
-    sink = KeepingSink()
-
-    def left() -> None:
-        trainer.rest()
-        sink.calls.append("left")
-
-    publish(trainer, plan_for(trainer, path), sink, 1, verify=False, left=left)
-    is_away = all(bool(p.isnan().all()) for p in trainer.model.chunks[0].parameters())
-    received = {name: tensor.float().numpy() for name, tensor in sink.tensors.items()}
-    return sink.calls, is_away, tiny_moe.largest_difference(received, tiny_moe.exported(trainer))
-
-
-def test_weights_are_away_before_an_engine_goes_on_with_those_that_were_sent(untied: Path, one_process: Ranks) -> None:
-    ((calls, is_away, difference),) = one_process.run(publish_and_rest, untied)
-    assert calls[0] == "begin 1"
-    assert calls[-3:] == ["bucket", "left", "end"]
-    assert is_away
-    assert difference == 0.0

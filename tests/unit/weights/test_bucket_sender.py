@@ -43,7 +43,7 @@ def bucket(number: int) -> WeightBucket:
 
 def test_buckets_that_wait_behind_one_in_the_sink_are_left_out_of_an_abandoned_update():
     sink = SlowSink()
-    bucket_sender = BucketSender(sink, SinkThread("sink", 20.0), torch.device("cpu"), 8, verify=False)
+    bucket_sender = BucketSender(sink, SinkThread("sink", 20.0), torch.device("cpu"), 8, None)
     assert bucket_sender.begin(0) is None
     bucket_sender.send(bucket(0))
     bucket_sender.send(bucket(1))

@@ -16,7 +16,6 @@ from ranks import Ranks
 from torch import Tensor
 
 from moerl.contract.parallel import ParallelDims
-from moerl.contract.ports import CheckedSink
 from moerl.errors import EngineError, WeightSyncError
 from moerl.kernels.checksum import checksums
 from moerl.models.description import ModelDescription, describe
@@ -42,8 +41,8 @@ def random_shards(plan: SyncPlan, rank: int, seed: int = 0) -> dict[str, Tensor]
     return {name: torch.randn(shape, generator=generator) for name, shape in plan.shard_shapes(rank).items()}
 
 
-def publish_in(rank: int, plan: SyncPlan, shards: Mapping[str, Tensor], sink: Any, **options: Any) -> Any:
-    return weight_sync.publisher_of(plan, rank, sink).publish(shards, 7, **options)
+def publish_in(rank: int, plan: SyncPlan, shards: Mapping[str, Tensor], sink: Any, *, verify: bool = True) -> Any:
+    return weight_sync.publish_checked(weight_sync.publisher_of(plan, rank, sink), shards, 7, sink, verify=verify)
 
 
 class Held(weight_sync.KeepingSink):
@@ -88,6 +87,7 @@ def run_alone(one_process: Ranks) -> Callable[[Any], Any]:
 def order_of_calls(plan: SyncPlan, shards: dict[str, Tensor]) -> Any:
     sink = weight_sync.KeepingSink()
     report = publish_in(0, plan, shards, sink)
+    assert report.checksums == dict.fromkeys(sink.tensors)
     return sink.calls, report, len(plan.buckets), len(sink.tensors), sum(t.nbytes for t in sink.tensors.values())
 
 
@@ -194,7 +194,6 @@ def harmed(plan: SyncPlan, shards: dict[str, Tensor]) -> list[Any]:
     found = []
     for harm in (flip_a_bit, swap_experts, lose_one):
         sink = Held(harm)
-        assert isinstance(sink, CheckedSink)
         found.append((*outcome(plan, shards, sink), sink.distrusted))
         unchecked = Held(harm)
         publish_in(0, plan, shards, unchecked, verify=False)
@@ -338,12 +337,12 @@ def harm_an_engine(layout: Any, path: Path) -> list[str]:
         engine = engine_of(path, kind)
         publisher = weight_sync.publisher_of(plan, layout.rank, engine)
         with pytest.raises(WeightSyncError) as error:
-            publisher.publish(trainer.shards(), 3)
+            weight_sync.publish_checked(publisher, trainer.shards(), 3, engine)
         assert engine.handshake().policy_version == -1
         with pytest.raises(EngineError, match=r"experts\.5\.down_proj"):
             engine.generate([])
         engine.harmed = False
-        publisher.publish(trainer.shards(), 3)
+        weight_sync.publish_checked(publisher, trainer.shards(), 3, engine)
         assert engine.handshake().policy_version == 3
         assert list(engine.generate([])) == []
         found.append(str(error.value))
@@ -387,7 +386,7 @@ def sync_twice(layout: Any, path: Path) -> list[bool]:
     held, reports = [], []
     for version, factor in ((0, 1.0), (1, 1.0), (2, 2.0)):
         shards = {name: tensor * factor for name, tensor in trainer.shards().items()}
-        reports.append(publisher.publish(shards, version))
+        reports.append(weight_sync.publish_checked(publisher, shards, version, engine))
         assert engine.handshake().policy_version == version
         held.append({name: tensor.clone() for name, tensor in held_tensors(engine._model, engine._dtypes)})
     assert len({(report.num_tensors, report.num_bytes, report.received_bytes) for report in reports}) == 1

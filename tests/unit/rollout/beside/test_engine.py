@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from conformance_cases import ENGINES, TIED, checkpoint, collect, make_requests
 from waiting import is_alive
 
@@ -23,8 +22,8 @@ from moerl.kernels.checksum import checksums
 from moerl.rollout.beside.engine import BesideEngine
 from moerl.rollout.beside.local import LocalProcess, dismiss
 from moerl.rollout.beside.messages import Start
-from moerl.rollout.beside.shared import SharedMemory, Written, encode_written
 from moerl.rollout.embedded import EmbeddedEngine
+from moerl.rollout.pushed import PushingSink
 
 SUBJECT = ENGINES["beside"]
 
@@ -112,16 +111,33 @@ def test_weights_are_swapped_in_between_two_tokens_and_every_token_names_its_ver
     assert engine.handshake().policy_version == versions[-1]
 
 
-def test_weights_may_be_written_by_another_process_of_the_machine(engine: BesideEngine) -> None:
+def test_a_sender_pushes_buckets_while_responses_are_sampled_also_before_the_process_has_begun_the_update(
+    engine: BesideEngine,
+) -> None:
+    send_weights(engine, 0, 5)
     tensors = {name: tensor for name, tensor in checkpoint(SUBJECT.model(1)) if name not in TIED}
-    theirs = SharedMemory.of(engine.memory)
+    sink = PushingSink(engine.receiver)
+    pushed = threading.Event()
+
+    def push() -> None:
+        sink.begin_update(6)
+        for part in (list(tensors.items())[::2], list(tensors.items())[1::2]):
+            sink.receive(part)
+        pushed.set()
+
+    thread = threading.Thread(target=push)
+    thread.start()
+    assert not pushed.wait(0.2)
+    records = engine.generate(long_requests(8, "meanwhile"))
     engine.begin_update(6)
-    for part in (list(tensors.items())[::2], list(tensors.items())[1::2]):
-        places = theirs.put(part)
-        engine.receive_written(encode_written(Written(places, theirs.num_bytes)))
+    thread.join(60.0)
+    assert pushed.is_set()
     engine.end_update()
     engine.verify(checksums(tensors.items()))
-    theirs.close()
+    assert len(list(records)) == 8
+    with pytest.raises(WeightSyncError, match="none is open"):
+        engine.receive(tensors.items())
+    sink.close()
 
 
 def test_the_process_says_how_much_memory_it_took(engine: BesideEngine) -> None:
@@ -191,16 +207,3 @@ def test_a_process_that_no_engine_was_made_of_ends_and_leaves_nothing(tmp_path: 
     dismiss(process)
     assert not is_alive(process.pid)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_shared_memory_holds_tensors_of_every_dtype_and_grows() -> None:
-    memory = SharedMemory()
-    for size in (3, 1000):
-        tensors = {"a": torch.randn(size, 5).T, "b": torch.randn(size).bfloat16(), "c": torch.zeros(0, 4)}
-        places = memory.put(tensors.items())
-        other = SharedMemory(os.dup(memory.descriptor))
-        other.map(memory.num_bytes)
-        for place in places:
-            assert torch.equal(other.view(place), tensors[place.name])
-        other.close()
-    memory.close()

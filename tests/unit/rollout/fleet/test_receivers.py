@@ -7,12 +7,11 @@ from collections.abc import Coroutine, Mapping
 from typing import Any
 
 import pytest
-from fleet_fake import options
 
+from moerl.contract.commands import Target
 from moerl.errors import WeightSyncError
 from moerl.rollout.fleet.backend import Bucket
-from moerl.rollout.fleet.receivers import Receivers, Target
-from moerl.rollout.fleet.senders import Senders
+from moerl.rollout.fleet.receivers import Receivers
 
 BUCKET: Bucket = [("a", None)]
 
@@ -131,10 +130,3 @@ def test_servers_that_no_group_can_be_made_with_have_failed(error: Exception, ma
         assert str(error) in receivers.failed()["a"]
 
     run(update())
-
-
-@pytest.mark.parametrize(("ranks", "together"), [([3], True), ([0, 1], False)])
-def test_a_sender_is_told_whether_it_is_the_only_one(ranks: list[int], together: bool):
-    senders = Senders(ranks, 1.0, options())
-    assert senders.introduction.together is together
-    run(senders.close())

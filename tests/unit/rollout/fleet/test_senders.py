@@ -1,36 +1,97 @@
-"""Sets of weights that two senders in other processes send to the same servers; live ones are in `tests/sglang`."""
+"""Sets of weights that two trainer ranks send to the same servers; live ones are in `tests/sglang`."""
 
 from __future__ import annotations
 
-import asyncio
-import socket
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any, cast
 
 import pytest
 import torch
-from fleet_fake import FLOAT32, FakeLauncher, FakeServer, Network, options
-from strangers import SAYINGS, calling
+from fleet_fake import FakeLauncher, FakeServer, Network
 from torch import Tensor
 from waiting import eventually
 
-from moerl.errors import EngineError, WeightSyncError
+from moerl.contract.commands import AnyCommand, Hold, Reply, Resend
+from moerl.errors import TrainerError, WeightSyncError, undoing
 from moerl.kernels.checksum import checksums
-from moerl.processes import admission
-from moerl.rollout.fleet import senders
+from moerl.ranks.senders import RankSenders, RanksInTurn
 from moerl.rollout.fleet.engine import FleetEngine
-from moerl.rollout.fleet.senders import Command, Introduction, Reply, Senders
-from moerl.rollout.fleet.shard_sender import ShardSender
+from moerl.rollout.fleet.servers_sink import ServersSink
 
 FIRST = {"a": torch.zeros(2, 3)}
 SECOND = {"b": torch.ones(4), "c": torch.ones(2)}
 PARTS = (FIRST, SECOND)
 SHAPES = {name: tuple(tensor.shape) for part in PARTS for name, tensor in part.items()}
-RANKS = (0, 3)
 WHOLE_7 = {"a": 7.0, "b": 8.0, "c": 8.0}
 Part = Mapping[str, Tensor]
+
+
+class FakeRanks:
+    """Ranks that are senders alone. lost: what the next command raises."""
+
+    peak_rss_bytes = ()
+
+    def __init__(self, network: Network) -> None:
+        self.sinks = [
+            ServersSink(SHAPES, network.channel_of_part, 1 << 20, keeps_copy=True, together=False) for _ in PARTS
+        ]
+        self.lost: Exception | None = None
+
+    def publish(
+        self, version: int, targets: Sequence[Any], parts: Sequence[Part], checked: Sequence[bool]
+    ) -> list[Reply]:
+        """As ranks do with `Publish`, tensor by tensor."""
+        replies = []
+        for sink, part, is_checked in zip(self.sinks, parts, checked, strict=True):
+            sink.targets = targets
+            sink.begin_update(version)
+            for each in part.items():
+                sink.receive([each])
+            sink.end_update()
+            sums = checksums(part.items()) if is_checked else dict.fromkeys(part)
+            replies.append(Reply(checksums=dict(sums), failed=sink.failed()))
+        return replies
+
+    def ask(self, command: AnyCommand, frames: Sequence[bytes] = ()) -> list[Reply]:
+        if self.lost is not None:
+            raise self.lost
+        for sink in self.sinks:
+            if isinstance(command, Hold):
+                sink.hold(command.version)
+            elif isinstance(command, Resend):
+                for bucket in sink.held(command.version, command.targets):
+                    sink.resend(bucket, command.targets)
+        return [Reply(failed=sink.failed()) for sink in self.sinks]
+
+
+class Led:
+    """An engine whose updates two ranks send, as the controller leads them."""
+
+    def __init__(self, engine: FleetEngine, network: Network) -> None:
+        self.engine, self.ranks = engine, FakeRanks(network)
+        self.senders = RankSenders(RanksInTurn(cast(Any, self.ranks)))
+        engine.send_by(self.senders)
+
+    def send(
+        self,
+        version: int,
+        value: float = 0.0,
+        parts: Sequence[Part] = PARTS,
+        checked: Sequence[bool] | None = None,
+    ) -> None:
+        """checked: the senders that compute checksums; None if the update is not checked."""
+        changed = [{name: tensor + value for name, tensor in part.items()} for part in parts]
+        with undoing(self.engine.abandon_update):
+            if checked is not None:
+                self.engine.held_dtypes()
+            self.engine.begin_update(version)
+            replies = self.ranks.publish(version, self.senders.targets, changed, checked or (False, False))
+            self.senders.published(replies)
+            self.engine.end_update()
+            if checked is not None:
+                sums = {name: value for reply in replies for name, value in reply.checksums.items()}
+                self.engine.verify({name: value for name, value in sums.items() if value is not None})
 
 
 @pytest.fixture
@@ -38,229 +99,170 @@ def engine_on(engine_on: Callable[..., FleetEngine]) -> Callable[..., FleetEngin
     return partial(engine_on, shapes=SHAPES, version=-1)
 
 
-MakeSender = Callable[..., ShardSender]
-
-
 @pytest.fixture
-def shard_sender(network: Network) -> MakeSender:
-    def make(introduction: Introduction, rank: int = RANKS[1], seconds: float = 20.0) -> ShardSender:
-        return ShardSender(rank, introduction, SHAPES, network.channel_of_part, seconds)
-
-    return make
-
-
-@pytest.fixture
-def shared(shard_sender: MakeSender) -> Callable[[FleetEngine], tuple[FleetEngine, list[ShardSender]]]:
-    """From an engine to it and its senders."""
-
-    def share(engine: FleetEngine) -> tuple[FleetEngine, list[ShardSender]]:
-        introduction = engine.share(RANKS, 20.0)
-        return engine, [shard_sender(introduction, rank) for rank in RANKS]
-
-    return share
-
-
-@pytest.fixture
-def two(servers: list[FakeServer], engine_on, shared) -> tuple[FleetEngine, list[ShardSender]]:
+def two(servers: list[FakeServer], engine_on, network: Network) -> Led:
     """An engine on two servers, the first of which has a spare one, and its senders."""
-    return shared(engine_on(FakeLauncher(servers[0], servers[2]), servers[1]))
-
-
-def publish(made: Sequence[ShardSender], version: int, value: float, parts: Sequence[Part], *, verify: bool) -> None:
-    """What trainer ranks do between the engine's begin and end."""
-    for sender, part in zip(made, parts, strict=True):
-        if verify:
-            sender.held_dtypes()
-        sender.begin_update(version)
-        for name, tensor in part.items():
-            sender.receive([(name, tensor + value)])
-        sender.end_update()
-        if verify:
-            sender.verify(checksums((name, tensor + value) for name, tensor in part.items()))
-
-
-def send(
-    engine: FleetEngine,
-    made: Sequence[ShardSender],
-    version: int,
-    value: float = 0.0,
-    parts: Sequence[Part] = PARTS,
-    *,
-    verify: bool = False,
-) -> None:
-    with engine.updating(version, verify=verify):
-        publish(made, version, value, parts, verify=verify)
+    return Led(engine_on(FakeLauncher(servers[0], servers[2]), servers[1]), network)
 
 
 def values(server: FakeServer) -> dict[str, float]:
     return {name: float(tensor.reshape(-1)[0]) for name, tensor in server.held.items()}
 
 
-def test_servers_hold_the_parts_of_all_senders_as_one_version(two, servers):
-    engine, made = two
+def test_servers_hold_the_parts_of_all_senders_as_one_version(two: Led, servers):
     for version in (3, 4):
-        send(engine, made, version, float(version))
+        two.send(version, float(version))
         whole = {"a": version + 0.0, "b": version + 1.0, "c": version + 1.0}
         assert values(servers[0]) == values(servers[1]) == whole
         assert servers[0].weight_version == servers[1].weight_version == version
-    assert engine.handshake().policy_version == 4
+    assert two.engine.handshake().policy_version == 4
 
 
-def test_the_engines_process_sends_nothing_and_keeps_no_tensors(two, servers):
-    engine, made = two
-    send(engine, made, 3)
+def test_the_engines_process_sends_nothing_and_keeps_no_tensors(two: Led, servers):
+    two.send(3)
     steps = [step for step in servers[0].steps if "join" in step or "bucket" in step]
     assert sorted(steps) == ["part bucket 0", "part bucket 0", "part bucket 1", "part join", "part join"]
-    assert engine._updates._holders is engine._updates._senders
-    engine.begin_update(4)
+    assert two.engine._updates._holders is two.senders
+    two.engine.begin_update(4)
     with pytest.raises(WeightSyncError, match="a bucket in the engine's process"):
-        engine.receive([("a", FIRST["a"])])
-    engine.abandon_update()
+        two.engine.receive([("a", FIRST["a"])])
+    two.engine.abandon_update()
 
 
-def test_a_server_that_comes_late_gets_all_parts(two, servers):
-    engine, made = two
+def test_a_bucket_of_the_trainer_is_sent_as_it_is_and_what_is_kept_in_buckets_of_the_largest_size(
+    servers, engine_on, network: Network
+):
+    led = Led(engine_on(servers[0]), network)
+    for sink in led.ranks.sinks:
+        sink._sender._bucket_bytes = 1
+    led.ranks.publish = lambda version, targets, parts, checked: [_publish_at_once(led.ranks, version, targets, parts)]
+    led.send(3)
+    assert sorted(step for step in servers[0].steps if "bucket" in step) == ["part bucket 0"]
+    servers[0].steps.clear()
+    led.engine.begin_update(4)
+    led.engine.abandon_update()
+    assert sorted(step for step in servers[0].steps if "bucket" in step) == [f"part bucket {n}" for n in range(3)]
+
+
+def _publish_at_once(ranks: FakeRanks, version: int, targets: Sequence[Any], parts: Sequence[Part]) -> Reply:
+    """The first sender sends everything, in one bucket."""
+    whole = {name: tensor for part in parts for name, tensor in part.items()}
+    del ranks.sinks[1:]
+    [sink] = ranks.sinks
+    sink.targets = targets
+    sink.begin_update(version)
+    sink.receive(whole.items())
+    sink.end_update()
+    return Reply(checksums=dict.fromkeys(whole), failed=sink.failed())
+
+
+def test_a_server_that_comes_late_gets_all_parts(two: Led, servers):
     servers[0].fail("end")
-    send(engine, made, 3, 7.0)
-    eventually(lambda: set(engine.states.values()) == {"healthy"})
+    two.send(3, 7.0)
+    eventually(lambda: set(two.engine.states.values()) == {"healthy"})
     assert values(servers[2]) == values(servers[1]) == WHOLE_7
-    send(engine, made, 4, 9.0)
+    two.send(4, 9.0)
     assert values(servers[2]) == values(servers[1]) == {"a": 9.0, "b": 10.0, "c": 10.0}
 
 
 def test_a_server_that_comes_late_before_the_first_set_of_the_senders_gets_what_the_engine_sent(
-    servers, engine_on, shared
+    servers, engine_on, network: Network
 ):
     engine = engine_on(FakeLauncher(servers[0], servers[2]), servers[1])
     engine.begin_update(3)
     engine.receive([(name, tensor + 7.0) for part in PARTS for name, tensor in part.items()])
     servers[0].fail("end")
     engine.end_update()
-    engine, made = shared(engine)
+    led = Led(engine, network)
     eventually(lambda: set(engine.states.values()) == {"healthy"})
     assert values(servers[2]) == values(servers[1]) == WHOLE_7
-    send(engine, made, 4, 9.0)
+    led.send(4, 9.0)
     assert values(servers[2]) == {"a": 9.0, "b": 10.0, "c": 10.0}
 
 
 @pytest.mark.parametrize("step", ["join", "bucket 0", "bucket 1"])
 def test_a_server_that_one_sender_cannot_reach_is_replaced_while_the_other_has_the_update(
-    step: str, two, servers, said: list[str]
+    step: str, two: Led, servers, said: list[str]
 ):
-    engine, made = two
     servers[0].fail(f"part {step}")
-    send(engine, made, 3, 7.0)
+    two.send(3, 7.0)
     assert "lost" in said[0]
     assert f"part {step} failed" in said[0]
-    eventually(lambda: set(engine.states.values()) == {"healthy"})
+    eventually(lambda: set(two.engine.states.values()) == {"healthy"})
     assert values(servers[2]) == values(servers[1]) == WHOLE_7
 
 
-def test_an_update_that_a_rank_breaks_off_brings_all_parts_back(two, servers):
-    engine, made = two
-    send(engine, made, 3, 7.0)
+def test_an_update_that_a_rank_breaks_off_brings_all_parts_back(two: Led, servers):
+    two.send(3, 7.0)
     with pytest.raises(WeightSyncError, match="'x'"):
-        send(engine, made, 4, 50.0, (FIRST, {"b": SECOND["b"], "x": SECOND["b"]}))
+        two.send(4, 50.0, (FIRST, {"b": SECOND["b"], "x": SECOND["b"]}))
     assert values(servers[0]) == values(servers[1]) == WHOLE_7
-    assert engine.handshake().policy_version == 3
+    assert two.engine.handshake().policy_version == 3
 
 
 @pytest.mark.parametrize(
     ("parts", "named"),
     [(({}, SECOND), "'a'"), ((FIRST, {"b": SECOND["b"]}), "'c'"), ((FIRST | SECOND, SECOND), "two senders")],
 )
-def test_parts_that_are_not_a_whole_set_are_refused_and_undone(parts, named: str, two, servers):
-    engine, made = two
-    send(engine, made, 3, 7.0)
+def test_parts_that_are_not_a_whole_set_are_refused_and_undone(parts, named: str, two: Led, servers):
+    two.send(3, 7.0)
     with pytest.raises(WeightSyncError, match=named):
-        send(engine, made, 4, 9.0, parts)
+        two.send(4, 9.0, parts)
     assert values(servers[0]) == values(servers[1]) == WHOLE_7
-    assert engine.handshake().policy_version == 3
+    assert two.engine.handshake().policy_version == 3
 
 
-def test_a_bucket_that_comes_after_an_update_was_given_up_is_not_sent(two, servers):
-    engine, made = two
-    send(engine, made, 3, 7.0)
-    engine.begin_update(4)
-    made[1].begin_update(4)
-    engine.abandon_update()
+def test_a_bucket_that_comes_after_an_update_was_given_up_is_not_sent(two: Led, servers):
+    two.send(3, 7.0)
+    two.engine.begin_update(4)
+    two.ranks.sinks[1].begin_update(4)
+    two.engine.abandon_update()
     with pytest.raises(WeightSyncError, match="none is open"):
-        made[1].receive([("b", SECOND["b"] + 50.0)])
+        two.ranks.sinks[1].receive([("b", SECOND["b"] + 50.0)])
     assert values(servers[0]) == values(servers[1]) == WHOLE_7
 
 
-def test_a_bucket_of_an_earlier_update_is_not_sent_in_the_next_one(two, servers):
-    engine, made = two
-    send(engine, made, 3, 7.0)
-    engine.begin_update(4)
-    made[1].begin_update(4)
-    engine.abandon_update()
-    engine.begin_update(5)
-    with pytest.raises(WeightSyncError, match="version 4"):
-        made[1].receive([("b", SECOND["b"] + 50.0)])
-    engine.abandon_update()
-    assert values(servers[0]) == values(servers[1]) == WHOLE_7
-
-
-def test_a_set_of_another_version_than_the_engine_began_is_refused(two):
-    engine, made = two
-    send(engine, made, 3, 7.0)
-    engine.begin_update(4)
-    for sender in made:
-        sender.begin_update(5)
-    with pytest.raises(WeightSyncError, match=r"rank 0.*version 5"):
-        engine.end_update()
-
-
-def test_a_server_that_failed_at_a_sender_is_replaced_also_where_the_set_is_not_whole(two, servers):
-    engine, made = two
-    send(engine, made, 3, 7.0)
+def test_a_server_that_failed_at_a_sender_is_replaced_also_if_the_set_is_not_whole(two: Led, servers):
+    two.send(3, 7.0)
     servers[0].fail("part bucket 0")
     with pytest.raises(WeightSyncError, match="'a'"):
-        send(engine, made, 4, 9.0, ({}, SECOND))
-    eventually(lambda: set(engine.states.values()) == {"healthy"})
+        two.send(4, 9.0, ({}, SECOND))
+    eventually(lambda: set(two.engine.states.values()) == {"healthy"})
     assert values(servers[2]) == values(servers[1]) == WHOLE_7
 
 
 def test_a_server_that_failed_before_an_update_was_given_up_is_in_use_again_once_it_has_all_parts(
-    two, servers, said: list[str]
+    two: Led, servers, said: list[str]
 ):
-    engine, made = two
-    send(engine, made, 3, 7.0)
+    two.send(3, 7.0)
     servers[0].fail("part bucket 0")
-    engine.begin_update(4)
-    made[1].begin_update(4)
-    made[1].receive([("b", SECOND["b"])])
+    two.engine.begin_update(4)
+    sink = two.ranks.sinks[1]
+    sink.targets = two.senders.targets
+    sink.begin_update(4)
+    sink.receive([("b", SECOND["b"])])
     servers[0].before.clear()
-    engine.abandon_update()
+    two.engine.abandon_update()
     assert said == []
     assert values(servers[0]) == values(servers[1]) == WHOLE_7
 
 
-def test_a_part_of_another_version_is_never_sent_to_a_late_server(two, servers):
-    engine, made = two
-    send(engine, made, 3, 7.0)
-    made[1]._sender._held = 4, made[1]._sender._held[1]
+def test_a_part_of_another_version_is_never_sent_to_a_late_server(two: Led):
+    two.send(3, 7.0)
+    sender = two.ranks.sinks[1]._sender
+    sender._held = 4, sender._held[1]
     with pytest.raises(WeightSyncError, match="version 4"):
-        engine._wait(engine._updates.bring_up(engine._fleet.replicas[1]))
+        two.engine._wait(two.engine._updates.bring_up(two.engine._fleet.replicas[1]))
 
 
-def test_a_tensor_of_two_senders_is_refused(two):
-    engine, made = two
-    with pytest.raises(WeightSyncError, match="two senders"):
-        send(engine, made, 3, 0.0, (FIRST | SECOND, SECOND))
-
-
-def test_a_tensor_that_the_model_does_not_have_is_refused_at_its_sender(two):
-    engine, made = two
-    engine.begin_update(3)
-    made[1].begin_update(3)
+def test_a_tensor_that_the_model_does_not_have_is_refused_at_its_sender(two: Led):
+    two.engine.begin_update(3)
+    two.ranks.sinks[1].begin_update(3)
     with pytest.raises(WeightSyncError, match="'x'"):
-        made[1].receive([("x", torch.ones(1))])
+        two.ranks.sinks[1].receive([("x", torch.ones(1))])
 
 
-def test_checksums_of_all_parts_are_compared(two, servers, said: list[str]):
-    engine, made = two
+def test_checksums_of_all_parts_are_compared(two: Led, servers, said: list[str]):
     is_spoilt = iter([True])
 
     def digests() -> Mapping[str, int]:
@@ -269,99 +271,28 @@ def test_checksums_of_all_parts_are_compared(two, servers, said: list[str]):
         return checksums((name, t + add if name == "b" else t) for name, t in servers[0].held.items())
 
     servers[0].digests = digests
-    answers: list[Mapping[str, str]] = []
-    asks = threading.Thread(target=lambda: answers.append(made[1].held_dtypes()))  # before the engine has begun
-    asks.start()
-    send(engine, made, 3, 7.0, verify=True)
-    asks.join()
-    assert answers == [FLOAT32]
-    eventually(lambda: set(engine.states.values()) == {"healthy"})
+    two.send(3, 7.0, checked=(True, True))
+    eventually(lambda: set(two.engine.states.values()) == {"healthy"})
     assert "'b'" in said[0]
     assert "1 of 3 checksums differ" in said[0]
     assert values(servers[0]) == WHOLE_7
 
 
-def test_a_tensor_whose_sender_computed_no_checksum_is_refused(two):
-    engine, made = two
-    engine.held_dtypes()
-    engine.begin_update(3)
-    publish(made[:1], 3, 0.0, PARTS[:1], verify=True)
-    publish(made[1:], 3, 0.0, PARTS[1:], verify=False)
-    engine.end_update()
+def test_a_tensor_whose_sender_computed_no_checksum_is_refused(two: Led):
     with pytest.raises(WeightSyncError, match="without a checksum"):
-        engine.verify({})
+        two.send(3, checked=(True, False))
 
 
-def test_a_sender_that_is_gone_ends_the_update_in_an_error_that_names_it(servers, engine_on):
-    engine = engine_on(servers[0])
-    senders.connect(engine.share([3], 20.0), 3, 20.0).close()
-    with pytest.raises(WeightSyncError, match="rank 3, a sender"):
-        engine.begin_update(3)
+def test_senders_that_are_gone_end_the_update_and_leave_no_server_in_use(two: Led):
+    two.send(3, 7.0)
+    two.ranks.lost = TrainerError("rank 1 was lost")
+    with pytest.raises(WeightSyncError, match="rank 1 was lost"):
+        two.send(4, 9.0)
+    assert "healthy" not in two.engine.states.values()
 
 
-def test_a_sender_that_never_comes_ends_the_update_in_an_error_that_names_it(servers, engine_on):
-    engine = engine_on(servers[0])
-    engine.share([3], 0.1)
-    with pytest.raises(WeightSyncError, match=r"rank 3, a sender.*no connection"):
-        engine.begin_update(3)
-
-
-def test_a_sender_waits_for_the_engine_no_longer_than_a_step_may_take(servers, engine_on, shard_sender):
-    sender = shard_sender(engine_on(servers[0]).share([3], 20.0), seconds=5.0)
-    sender._seconds = 0.05
-    with pytest.raises(WeightSyncError, match="has not begun"):
-        sender.held_dtypes()
-
-
-@pytest.fixture
-def one() -> Iterator[Senders]:
-    made = Senders([3], 20.0, options())
-    yield made
-    asyncio.run(made.close())
-
-
-def ask(all_senders: Senders, command: Command) -> list[Reply]:
-    return asyncio.run(all_senders.ask(command))
-
-
-def test_strangers_are_turned_away_and_senders_still_come_in(one: Senders, shard_sender):
-    known = one.introduction
-    with pytest.raises(WeightSyncError, match="AuthenticationError"):
-        shard_sender(replace(known, key=b"another key"))
-    with socket.create_connection((known.host, known.port)):  # says nothing, and does not leave
-        shard_sender(known, rank=4)  # knows the key, but nobody waits for it
-        shard_sender(known).begin_update(3)
-        assert [set(reply.checksums) for reply in ask(one, Command("take", version=3))] == [set()]
-
-
-@pytest.mark.parametrize("said", SAYINGS.values(), ids=SAYINGS.keys())
-def test_many_strangers_keep_no_sender_out(said: bytes, one: Senders, shard_sender, monkeypatch):
-    monkeypatch.setattr(admission, "HANDSHAKE_SECONDS", 600.0)
-    known = one.introduction
-    with calling(known.host, known.port, said, count=100):
-        shard_sender(known).begin_update(3)
-        assert [set(reply.checksums) for reply in ask(one, Command("take", version=3))] == [set()]
-
-
-def test_senders_are_listened_for_at_private_addresses_alone():
-    with pytest.raises(EngineError, match="server address"):
-        Senders([3], 20.0, options(), host="0.0.0.0")
-
-
-def test_the_key_does_not_show_in_messages(one: Senders):
-    assert repr(one.introduction.key) not in repr(one.introduction)
-
-
-def test_a_reply_that_comes_too_late_is_not_taken_for_the_next_one(one: Senders, shard_sender):
-    sender = shard_sender(one.introduction)
-    eventually(one._is_complete.is_set)
-    one._seconds = 0.2
-    sender._wait(sender._sender._lock.acquire())
-    with pytest.raises(WeightSyncError, match="nothing for"):
-        ask(one, Command("begin", version=3))
-    one._seconds = 20.0
-    sender._loop.call_soon_threadsafe(sender._sender._lock.release)
-    eventually(lambda: sender._sender._open_version == 3)  # it does what it was told, late
-    sender.begin_update(3)
-    sender.receive([("b", SECOND["b"])])
-    assert [set(reply.checksums) for reply in ask(one, Command("take", version=3))] == [{"b"}]
+def test_a_sink_leaves_the_servers_which_keep_running(two: Led, servers):
+    two.send(3, 7.0)
+    for sink in two.ranks.sinks:
+        sink.close()
+    assert values(servers[0]) == WHOLE_7

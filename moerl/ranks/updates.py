@@ -1,0 +1,161 @@
+"""Weight updates of a run's engine, led by the controller: begin, publish, end. Runs in the controller.
+
+    main thread       `begin_update` of the engine; `Publish` to all ranks; waits for their replies
+    weight-updates    calls the engine, one call after the other: begin, end, verify, or abandon
+    ranks             push buckets to the engine's receivers, and return the checksums of what they sent
+
+The main thread waits for each call of the engine, `weights.step_seconds` at most, and for the replies,
+`trainer.command_seconds` at most. An engine in a process of its own ends an update while the ranks are in their next
+step; then the loop waits for it, before it samples with the new weights. If ranks or the engine fail, the update is
+abandoned and the engine keeps the version it had, unless its error says otherwise.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from moerl.config.placement import controller_address
+from moerl.config.schema import RunConfig
+from moerl.contract.commands import Publish, ReceiverAddress, Reply
+from moerl.contract.ports import PolicyEngine, Taken
+from moerl.errors import WeightSyncError, undoing
+from moerl.ranks.senders import RankSenders, RanksInTurn
+from moerl.ranks.weights import FOLDER
+from moerl.rollout.beside.engine import BesideEngine
+from moerl.rollout.fleet.engine import FleetEngine
+from moerl.rollout.pushed import BucketReceiver
+from moerl.weights.bucket_sender import SinkThread
+from moerl.weights.disk import read_buckets
+
+_ABANDON_SECONDS = 2.0
+
+
+class LedUpdates:
+    """The updates of one engine.
+
+    Args:
+        config: of the run.
+        ranks: that publish.
+        engine: takes the weights. Closed by its owner.
+
+    Attributes:
+        receiver: of the engine, for `Build`; None if ranks reach the engine in another way.
+    """
+
+    def __init__(self, config: RunConfig, ranks: RanksInTurn, engine: PolicyEngine) -> None:
+        self._ranks, self._engine = ranks, engine
+        self._thread = SinkThread("the engine", config.weights.step_seconds, "weight-updates")
+        self._folder: Path | None = config.run_dir / FOLDER if config.weights.transport == "disk" else None
+        is_here = ranks.adopt(engine)
+        self._senders = self._own = None
+        self.receiver: ReceiverAddress | None = None
+        # While ranks elsewhere train, such an engine can take what they have sent.
+        self._ends_later = isinstance(engine, BesideEngine) and not is_here
+        if self._folder is not None:
+            return
+        if isinstance(engine, FleetEngine):
+            self._senders = RankSenders(ranks)
+            engine.send_by(self._senders)
+        elif isinstance(engine, BesideEngine):
+            self.receiver = None if is_here else engine.receiver
+        elif not is_here:
+            host = controller_address(config.launch)
+            take = lambda version, bucket: engine.receive(bucket)  # noqa: E731 - begun before ranks are told
+            self._own = BucketReceiver(take, host, shares_memory=config.launch.on == "local")
+            self.receiver = self._own.address
+
+    def publish(self, version: int, *, verify: bool, taken: Taken) -> Callable[[], dict[str, float]]:
+        """As `Trainer.publish`."""
+        with undoing(self._abandon):
+            dtypes = self._call("held_dtypes", self._engine.held_dtypes) if verify else None
+            if self._folder is None:
+                self._call(f"begin_update({version})", lambda: self._engine.begin_update(version))
+            targets = () if self._senders is None else self._senders.targets
+            self._ranks.tell(Publish(version, None if dtypes is None else dict(dtypes), targets))
+        return lambda: self._finish(version, dtypes, taken)
+
+    def close(self) -> None:
+        """Ends what this process listens at."""
+        if self._own is not None:
+            self._own.close()
+
+    def _finish(self, version: int, dtypes: Mapping[str, str] | None, taken: Taken) -> dict[str, float]:
+        with undoing(self._abandon):
+            replies = self._ranks.replies()
+            if self._senders is not None:
+                self._senders.published(replies)
+            sent = None if dtypes is None else _sent(replies)
+            # As rank 0, a sender, saw it.
+            metrics = {**replies[0].metrics, "weights/check_seconds": 0.0}
+            if self._ends_later:
+                self._thread.submit("end_update", lambda: taken(_problem_of(lambda: self._end(version, sent))))
+                return metrics
+            metrics["weights/end_seconds"] += self._timed("end_update", lambda: self._take(version))
+            if sent is not None:
+                metrics["weights/check_seconds"] = self._timed("verify", lambda: self._engine.verify(sent))
+        taken(None)
+        return metrics
+
+    # --- in the thread of updates ------------------------------------------------------------------------------------
+
+    def _end(self, version: int, sent: Mapping[str, int] | None) -> None:
+        self._take(version)
+        if sent is not None:
+            self._engine.verify(sent)
+
+    def _take(self, version: int) -> None:
+        """Has the engine take a version into use; from the disk it gets all of it here."""
+        if self._folder is not None:
+            self._engine.begin_update(version)
+            for bucket in read_buckets(self._folder, version):
+                self._engine.receive(bucket)
+        self._engine.end_update()
+
+    def _timed(self, doing: str, run: Callable[[], None]) -> float:
+        start = time.perf_counter()
+        self._call(doing, run)
+        return time.perf_counter() - start
+
+    def _call[T](self, doing: str, run: Callable[[], T]) -> T:
+        """What a call of the engine returned.
+
+        Raises:
+            WeightSyncError: it failed, or took longer than a step may.
+        """
+        returned: list[T] = []
+        problem = self._thread.wait(self._thread.submit(doing, lambda: returned.append(run())))
+        if problem is None:
+            return returned[0]
+        if not isinstance(problem, Exception):
+            raise problem
+        raise WeightSyncError(
+            f"weight update: the engine failed in {doing}",
+            seen=f"{type(problem).__name__}: {problem}",
+            expected="a whole update",
+            remedy="see to the engine; it keeps the version it had, unless it says otherwise",
+        ) from problem
+
+    def _abandon(self) -> None:
+        """Has the engine forget the update, and waits a moment for its answer: it may be gone, or hang.
+
+        Raises:
+            Exception: of the engine.
+        """
+        call = self._thread.submit("abandon_update", self._engine.abandon_update)
+        if call.done.wait(_ABANDON_SECONDS) and call.problem is not None:
+            raise call.problem
+
+
+def _sent(replies: Sequence[Reply]) -> dict[str, int]:
+    """The checksums of all senders."""
+    return {name: value for reply in replies for name, value in reply.checksums.items() if value is not None}
+
+
+def _problem_of(run: Callable[[], None]) -> Exception | None:
+    try:
+        run()
+    except Exception as problem:  # noqa: BLE001 - thread boundary: the loop raises it
+        return problem
+    return None

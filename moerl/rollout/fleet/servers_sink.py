@@ -1,0 +1,85 @@
+"""A trainer rank's way of buckets to the servers of an engine. Runs in a sender, in the thread that calls its sink."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from moerl.contract.commands import Target
+from moerl.rollout.fleet.backend import Bucket, WeightChannel
+from moerl.rollout.fleet.receivers import Receivers
+from moerl.rollout.fleet.sender import Sender
+from moerl.rollout.fleet.weight_set import WeightSet
+
+
+class ServersSink:
+    """A `WeightSink` that sends this rank's part of every set to servers, and keeps it for those that come late.
+
+    The engine begins and ends the updates of servers, around those of this sink. Between two updates its event loop
+    stands still: connections that lie idle meanwhile are not used again.
+
+    Args:
+        shapes, keeps_copy: as in `EngineOptions`.
+        open_channel: of the servers' backend.
+        bucket_bytes: as of `Sender`.
+        together: as of `Receivers`.
+
+    Attributes:
+        targets: the servers that the next update goes to.
+    """
+
+    def __init__(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        open_channel: Callable[[Target], WeightChannel],
+        bucket_bytes: int,
+        *,
+        keeps_copy: bool,
+        together: bool,
+    ) -> None:
+        weight_set = WeightSet(shapes, {}, keeps_copy=keeps_copy)
+        self._sender = Sender(weight_set, Receivers(open_channel, together=together), bucket_bytes)
+        self._loop, self._version = asyncio.new_event_loop(), -1
+        self.targets: Sequence[Target] = ()
+
+    def begin_update(self, version: int) -> None:
+        self._version = version
+        self._run(self._sender.begin(version, self.targets))
+
+    def receive(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Keeps and sends one bucket. Servers that fail are named by `failed`. Raises as `WeightSet.receive`."""
+        self._run(self._sender.send(self._sender.weight_set.receive(tensors)))
+
+    def end_update(self) -> None:
+        """Closes the part. Raises as `WeightSet.part`."""
+        self._sender.take(self._version)
+
+    def abandon_update(self) -> None:
+        """Nothing: the engine has the version before sent again."""
+
+    def hold(self, version: int) -> None:
+        """As `Sender.hold`."""
+        self._sender.hold(version)
+
+    def held(self, version: int, targets: Sequence[Target]) -> list[Bucket]:
+        """As `Sender.held`."""
+        return self._run(self._sender.held(version, targets))
+
+    def resend(self, bucket: Bucket, targets: Sequence[Target]) -> None:
+        """Sends a bucket of `held` to these servers."""
+        self._run(self._sender.send(bucket, targets))
+
+    def failed(self) -> dict[str, str]:
+        """As `Receivers.failed`."""
+        return self._sender.failed()
+
+    def close(self) -> None:
+        """Leaves the servers, which keep running."""
+        self._run(self._sender.close())
+        self._loop.close()
+
+    def _run[T](self, work: Coroutine[Any, Any, T]) -> T:
+        return self._loop.run_until_complete(work)

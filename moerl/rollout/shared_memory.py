@@ -1,0 +1,91 @@
+"""Tensors in a flat piece of memory, of which processes of one machine may share some. Linux; any process."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterable, Sequence
+
+import msgspec
+import torch
+from torch import Tensor
+
+_ALIGNMENT = 64
+
+
+class Place(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """Where a tensor lies in a flat piece of memory; offset: in bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+def lay_out(tensors: Sequence[tuple[str, Tensor]]) -> tuple[list[Place], int]:
+    """Returns places for tensors behind one another, and the bytes that all take."""
+    places, end = list[Place](), 0
+    for name, tensor in tensors:
+        offset = -(-end // _ALIGNMENT) * _ALIGNMENT
+        places.append(Place(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), offset))
+        end = offset + tensor.numel() * tensor.element_size()
+    return places, end
+
+
+def fill(flat: Tensor, places: Sequence[Place], tensors: Sequence[tuple[str, Tensor]]) -> None:
+    """Copies tensors to their places in uint8 [bytes]."""
+    for place, (_, tensor) in zip(places, tensors, strict=True):
+        tensor_at(flat, place).copy_(tensor)
+
+
+def tensor_at(flat: Tensor, place: Place) -> Tensor:
+    """Returns the tensor at a place in uint8 [bytes], a view of them."""
+    dtype = getattr(torch, place.dtype)
+    num_bytes = dtype.itemsize * int(torch.Size(place.shape).numel())
+    if not num_bytes:
+        return torch.empty(place.shape, dtype=dtype)
+    return flat[place.offset : place.offset + num_bytes].view(dtype).view(place.shape)
+
+
+class SharedMemory:
+    """An anonymous file of the kernel, seen by every process that has its descriptor; gone with the last of them.
+
+    Args:
+        descriptor: of one that another process made; None for a new one.
+    """
+
+    def __init__(self, descriptor: int | None = None) -> None:
+        self.descriptor = os.memfd_create("moerl-weights") if descriptor is None else descriptor
+        self._flat = torch.empty(0, dtype=torch.uint8)
+
+    @classmethod
+    def of(cls, path: str) -> SharedMemory:
+        """That of another process. `OSError` where there is none."""
+        return cls(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+
+    @property
+    def path(self) -> str:
+        """Where other processes of this user find it, as long as this one keeps it."""
+        return f"/proc/{os.getpid()}/fd/{self.descriptor}"
+
+    def put(self, tensors: Iterable[tuple[str, Tensor]]) -> tuple[list[Place], int]:
+        """Copies tensors in, from the start of the memory, which grows as needed; returns as `lay_out`."""
+        held = [(name, tensor.detach()) for name, tensor in tensors]
+        places, num_bytes = lay_out(held)
+        # Never made shorter: another process may see more of it, and a write behind its end kills that process.
+        if num_bytes > os.fstat(self.descriptor).st_size:
+            os.ftruncate(self.descriptor, num_bytes)
+        fill(self.mapped(num_bytes), places, held)
+        return places, num_bytes
+
+    def mapped(self, num_bytes: int) -> Tensor:
+        """Returns the memory, uint8 of so many bytes at least; it is written over by the next `put`."""
+        if num_bytes > self._flat.numel():
+            # The mapping lives as long as a tensor that shows a part of it.
+            self._flat = torch.frombuffer(mmap.mmap(self.descriptor, num_bytes), dtype=torch.uint8)
+        return self._flat
+
+    def close(self) -> None:
+        """Gives the memory up in this process."""
+        self._flat = torch.empty(0, dtype=torch.uint8)
+        os.close(self.descriptor)
