@@ -75,6 +75,12 @@ def set_ray_variables(launch: LaunchConfig, environment: MutableMapping[str, str
         environment.update(_LOOPBACK)
 
 
+def without_ray(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Returns the variables without Ray's own, its token first of all: for a child of an actor, which is no part of the
+    cluster."""
+    return {name: value for name, value in environment.items() if not name.startswith("RAY_")}
+
+
 def shown_gpus(environment: Mapping[str, str] = os.environ) -> str:
     """Returns the GPUs that this process is shown, as CUDA_VISIBLE_DEVICES names them; empty if nothing says it."""
     return environment.get(_GPUS, "")

@@ -7,11 +7,12 @@ import os
 import signal
 import sys
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 
 from moerl.processes.spared import ignore_stop_signals
 
-CONTROLLER = "MOERL_CONTROLLER_PID"
+_PARENT = "MOERL_CONTROLLER_PID"
 """Variable with the id of the process that a child dies with."""
 _PR_SET_PDEATHSIG = 1
 
@@ -20,6 +21,16 @@ def new_rendezvous(folder: Path) -> Path:
     """A file of its own in `folder` for torch.distributed to meet in: unlike a port, nobody else can take it. Not made
     yet."""
     return folder.resolve() / f".rendezvous-{uuid.uuid4().hex}"
+
+
+def child_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Returns the variables of a child of this process that calls `belong_to_parent`; None = those of this process."""
+    return {**(os.environ if environment is None else environment), _PARENT: str(os.getpid())}
+
+
+def belong_to_parent() -> None:
+    """Calls `belong_to` with the process that made `child_environment`."""
+    belong_to(int(os.environ[_PARENT]))
 
 
 def belong_to(parent: int) -> None:

@@ -8,7 +8,6 @@ Receives a command, runs it, replies with its report or its error; ends when tol
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import sys
 import traceback
@@ -18,11 +17,11 @@ from moerl.contract.commands import AnyCommand, Close, Failure, Reply, Start, de
 from moerl.errors import MoerlError
 from moerl.printable import printable
 from moerl.processes.channel import receive, send
-from moerl.processes.parent import CONTROLLER, belong_to
+from moerl.processes.parent import belong_to_parent
 
 
 def main() -> int:
-    belong_to(int(os.environ[CONTROLLER]))
+    belong_to_parent()
     before_torch()
     with socket.socket(fileno=int(sys.argv[1])) as connection, contextlib.suppress(EOFError, BrokenPipeError):
         # Without a controller there is nobody to tell.

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 
@@ -21,8 +20,9 @@ from moerl.contract.files import discard
 from moerl.contract.ports import PolicyEngine
 from moerl.errors import MoerlError, ending, undoing
 from moerl.processes.channel import Inbox, Outbox
+from moerl.processes.child import Child, describe_output
 from moerl.processes.parent import new_rendezvous
-from moerl.ranks.child import PROGRAM, Child, describe_output, log_of, rank_variables, remove_empty_folders
+from moerl.ranks.child import PROGRAM, log_of, rank_variables, remove_empty_folders
 from moerl.ranks.replies import CLOSING_SECONDS, GRACE_SECONDS, check_replies, lost, ranks_have_ended
 
 
@@ -59,7 +59,7 @@ class Processes:
         with undoing(self._end):  # an interrupt, too, leaves none behind
             for rank in range(config.parallel.world_size):
                 log, held = log_of(config.run_dir, rank), () if lock is None else (lock,)
-                self._ranks.append(_Rank(rank, Child(PROGRAM, _environment(config, rank), log, inherited=held)))
+                self._ranks.append(_Rank(rank, Child(PROGRAM, log, _environment(config, rank), inherited=held)))
             text, rendezvous = config.model_dump_json(), f"file://{self._meeting}"
             self._tell([Start(text, rank.rank, rendezvous, len(self._ranks)) for rank in self._ranks])
             self.replies()
@@ -84,8 +84,7 @@ class Processes:
                 self.ask(Close())
                 deadline = time.monotonic() + CLOSING_SECONDS
                 for rank in self._ranks:
-                    with contextlib.suppress(subprocess.TimeoutExpired):  # it is killed below
-                        rank.child.process.wait(max(0.1, deadline - time.monotonic()))
+                    rank.child.wait(max(0.1, deadline - time.monotonic()))
 
     # --- one command -------------------------------------------------------------------------------------------------
 
@@ -173,7 +172,8 @@ class Processes:
         """Kills what still runs, and clears up."""
         self._has_ended = True
         for rank in self._ranks:
-            rank.child.end()
+            rank.child.kill()
+            rank.child.release()
         discard(self._meeting)
         remove_empty_folders([rank.child.log for rank in self._ranks])
 

@@ -17,11 +17,12 @@ from pathlib import Path
 import msgspec
 
 from moerl.config.interfaces import interface_variables
-from moerl.config.placement import shown_gpus
+from moerl.config.placement import shown_gpus, without_ray
 from moerl.contract.commands import decode_reply
 from moerl.processes.channel import receive, send
+from moerl.processes.child import Child
 from moerl.processes.parent import die_with
-from moerl.ranks.child import PROGRAM, Child
+from moerl.ranks.child import PROGRAM
 from moerl.ranks.on_ray.library import ray, tokens
 from moerl.ranks.on_ray.messages import Facts, Place, Versions
 from moerl.ranks.replies import CLOSING_SECONDS, GRACE_SECONDS
@@ -56,12 +57,11 @@ class RankActor:
         log = Path(told.log)
         log.parent.mkdir(parents=True, exist_ok=True)
         given = () if self._listener is None else (self._listener.fileno(),)
-        # What is Ray's own, its token first of all, is not the rank's.
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        environment = without_ray()
         environment |= interface_variables(ray.util.get_node_ip_address(), environment) | told.environment
         with log.open("ab") as held:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._child = Child(PROGRAM, environment, log, given=given, inherited=(held.fileno(),))
+            self._child = Child(PROGRAM, log, environment, given=given, inherited=(held.fileno(),))
         if self._listener is not None:
             self._listener.close()
         return b""

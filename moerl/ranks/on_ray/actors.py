@@ -20,7 +20,8 @@ from moerl.config.schema import RunConfig
 from moerl.contract.commands import AnyCommand, Close, Reply, Start, decode_reply, encode
 from moerl.contract.ports import PolicyEngine
 from moerl.errors import ConfigError, MoerlError, TrainerError, ending, undoing
-from moerl.ranks.child import describe_output, log_of, rank_variables, remove_empty, remove_empty_folders
+from moerl.processes.child import describe_output, remove_empty
+from moerl.ranks.child import log_of, rank_variables, remove_empty_folders
 from moerl.ranks.on_ray.actor import RankActor
 from moerl.ranks.on_ray.cluster import Cluster, has_gpus
 from moerl.ranks.on_ray.held import abandon_all

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from moerl.config.placement import without_ray
 from moerl.errors import EngineError
 from moerl.processes.parent import die_with
 from moerl.ranks.on_ray.held import hold
@@ -36,9 +37,7 @@ class EngineActor:
 
     def start(self, log: bytes) -> bytes:
         """Starts the process; returns the address of the node."""
-        # What is Ray's own, its token first of all, is not the engine's.
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-        self._process = LocalProcess(Path(log.decode()), environment)
+        self._process = LocalProcess(Path(log.decode()), without_ray())
         return str(ray.util.get_node_ip_address()).encode()
 
     def send(self, message: bytes) -> bytes:

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
-import socket
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-from moerl.contract.files import discard
 from moerl.processes.channel import receive, send
-from moerl.processes.parent import CONTROLLER
-from moerl.processes.spared import start_spared
+from moerl.processes.child import Child, describe_output, module_program
 from moerl.rollout.beside.messages import Close, encode
 
-# -P: a torch.py or json.py in the user's directory is not what we import.
-PROGRAM = (sys.executable, "-P", "-m", "moerl.rollout.beside.process")
+PROGRAM = module_program("moerl.rollout.beside.process")
 CLOSING_SECONDS = 10.0
 
 
@@ -62,58 +54,33 @@ class LocalProcess:
     """An `EngineProcess` on this machine.
 
     Args:
-        log: where its output goes; removed at the end if nothing was written.
-        environment: of the process; None = ours.
+        log: file of its output; removed at the end if nothing was written.
+        environment: of the process; None = that of this process.
     """
 
     def __init__(self, log: Path, environment: Mapping[str, str] | None = None) -> None:
-        self._log = log
         self.host, self.is_here = "127.0.0.1", True
-        self._socket, theirs = socket.socketpair()
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with theirs, log.open("ab") as output:
-            self._process = start_spared(
-                [*PROGRAM, str(theirs.fileno())],
-                env={**(os.environ if environment is None else environment), CONTROLLER: str(os.getpid())},
-                pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
+        self._child = Child(PROGRAM, log, environment)
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        return self._child.pid
 
     def send(self, message: bytes) -> None:
-        send(self._socket, message)
+        send(self._child.socket, message)
 
     def receive(self) -> tuple[bytes, bytes]:
-        return receive(self._socket)
+        return receive(self._child.socket)
 
     def describe_end(self) -> str:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(CLOSING_SECONDS)
-        code = self._process.returncode
-        how = "it closed its connection" if code is None else f"it ended with status {code}"
-        if code is not None and code < 0:
-            how = f"killed by {signal.Signals(-code).name}"
-        wrote = self._log.exists() and self._log.stat().st_size > 0
-        return f"process {self._process.pid}: {how}; " + (f"its output is in {self._log}" if wrote else "no output")
+        how = self._child.describe_end(CLOSING_SECONDS)
+        return f"process {self.pid}: {how}; {describe_output(self._child.log)}"
 
     def close(self) -> None:
-        if self._process.returncode is not None:
-            return
-        try:
-            self._process.wait(CLOSING_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._child.wait(CLOSING_SECONDS)
 
     def release(self) -> None:
-        self._socket.close()
-        if self._log.exists() and self._log.stat().st_size == 0:
-            discard(self._log)
+        self._child.release()
 
 
 def dismiss(process: EngineProcess) -> None:

@@ -6,16 +6,15 @@ SOCKET is the descriptor of the connection to the controller. Ends when told to,
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import sys
 
 from moerl.config.torch_start import before_torch
-from moerl.processes.parent import CONTROLLER, belong_to
+from moerl.processes.parent import belong_to_parent
 
 
 def main() -> int:
-    belong_to(int(os.environ[CONTROLLER]))
+    belong_to_parent()
     before_torch()
     # Takes seconds, in which the controller does other things.
     from moerl.rollout.beside.served import serve

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import socket
 import sys
 import traceback
@@ -17,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from moerl.processes.channel import receive, send
-from moerl.processes.parent import CONTROLLER, belong_to
+from moerl.processes.parent import belong_to_parent
 from moerl.telemetry.trackers.mlflow_tracker import MlflowTracker
 from moerl.telemetry.trackers.tracker import Opening, Tracker
 from moerl.telemetry.trackers.trackio_tracker import TrackioTracker
@@ -27,7 +26,7 @@ MAKERS: dict[str, Callable[[], Tracker]] = {"wandb": WandbTracker, "mlflow": Mlf
 
 
 def main() -> int:
-    belong_to(int(os.environ[CONTROLLER]))
+    belong_to_parent()
     warnings.filterwarnings("ignore", category=SyntaxWarning)  # of a library that is compiled for the first time
     with socket.socket(fileno=int(sys.argv[2])) as connection, contextlib.suppress(EOFError, BrokenPipeError):
         # Without a controller there is nobody to tell.

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import select
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -15,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from moerl.processes.channel import receive, send
-from moerl.processes.parent import CONTROLLER
-from moerl.processes.spared import start_spared
+from moerl.processes.child import Child, module_program
 from moerl.reading import read_text
 from moerl.telemetry.metrics import check_metrics
 from moerl.telemetry.trackers.tracker import Opening
@@ -65,23 +60,13 @@ class TrackerSink:
         self.is_new = not self._id_file.exists()
         if not self.is_new:
             opening = replace(opening, run_id=read_text(self._id_file).strip())
-        folder.mkdir(parents=True, exist_ok=True)
-        self._socket, theirs = socket.socketpair()
-        with theirs, self.log.open("ab") as output:
-            self._process = start_spared(
-                # -P: a module of the current directory does not take the place of a library.
-                [sys.executable, "-P", "-m", "moerl.telemetry.trackers.process", name, str(theirs.fileno())],
-                env={**environment, CONTROLLER: str(os.getpid())},
-                pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
+        self._child = Child(module_program("moerl.telemetry.trackers.process", name), self.log, environment)
+        self._socket = self._child.socket
         self._opening: Opening | None = opening
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        return self._child.pid
 
     def open(self) -> None:
         """Returns when the tracker takes rows; the id of its run is stored by then."""
@@ -115,12 +100,8 @@ class TrackerSink:
         """Ends the process as it is."""
         self._socket.close()
         if self._opening is not None:
-            self._process.kill()
-        try:
-            self._process.wait(timeout=END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            self._child.kill()
+        self._child.wait(END_SECONDS)
 
     def _write(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
         if select.select([self._socket], [], [], 0.0)[0]:  # nothing is due: an error, or the end of the process

@@ -17,8 +17,9 @@ from used_names import places_of, used_names
 from waiting import eventually, is_alive
 
 from moerl.orchestration.templates import Templates
+from moerl.processes.child import Child
 from moerl.processes.spared import STOP_SIGNALS, start_spared
-from moerl.ranks.child import PROGRAM, Child
+from moerl.ranks.child import PROGRAM
 from moerl.rollout.beside.local import LocalProcess, dismiss
 from moerl.rollout.beside.messages import Close, encode
 from moerl.rollout.sglang import server as sglang
@@ -104,15 +105,13 @@ def test_a_signal_that_ends_the_start_of_a_child_ends_the_child(monkeypatch: pyt
 
 # --- each kind of child ---------------------------------------------------------------------------------------------
 
-KINDS = {
+KINDS: dict[str, str | tuple[str, ...]] = {
     "orchestration/templates.py": "test_a_process_of_chat_templates_is_spared",
-    "ranks/child.py": "test_a_rank_is_spared",
-    "rollout/beside/local.py": "test_an_engine_of_its_own_is_spared",
+    "processes/child.py": ("test_a_rank_is_spared", "test_an_engine_of_its_own_is_spared", "test_a_tracker_is_spared"),
     "rollout/sglang/install.py": "test_the_question_for_packages_of_an_environment_is_spared",
     "rollout/sglang/server.py": "test_a_server_is_spared_with_its_processes_whatever_handlers_it_sets",
     "tasks/rewards/child.py": "test_a_reward_is_spared_and_what_it_starts_is_not",
     "tasks/rewards/code.py": "test_a_program_that_is_scored_is_spared",
-    "telemetry/trackers/sink.py": "test_a_tracker_is_spared",
 }
 """Files that start children, and the tests below of the programs that these are."""
 
@@ -121,7 +120,11 @@ def test_every_kind_of_child_has_its_test() -> None:
     assert places_of({"moerl.processes.spared.start_spared"}) == KINDS.keys()
     # Ray's own processes: `tests/ray/test_clusters.py`.
     assert places_of({"moerl.processes.spared.sparing"}) == {"ranks/on_ray/cluster.py"}
-    assert set(KINDS.values()) <= globals().keys()
+    tests = [name for names in KINDS.values() for name in ([names] if isinstance(names, str) else names)]
+    assert {*tests} <= globals().keys()
+    # Each program of a `Child` is one of the three.
+    programs = {"ranks/child.py", "rollout/beside/local.py", "telemetry/trackers/sink.py"}
+    assert places_of({"moerl.processes.child.module_program"}) == programs
 
 
 def signals_of(pid: int, field: str) -> set[int]:
@@ -138,9 +141,10 @@ def ignores_all(pid: int) -> bool:
 
 def test_a_rank_is_spared(tmp_path: Path) -> None:
     with signals_to_children():
-        child = Child(PROGRAM, os.environ, tmp_path / "log")
-        eventually(lambda: ignores_all(child.process.pid), 60)
-    child.end()
+        child = Child(PROGRAM, tmp_path / "log")
+        eventually(lambda: ignores_all(child.pid), 60)
+    child.kill()
+    child.release()
     assert not (tmp_path / "log").exists()
 
 

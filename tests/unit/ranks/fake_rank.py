@@ -16,11 +16,11 @@ from pathlib import Path
 from moerl.contract.commands import Close, Failure, Reply, decode_command, encode
 from moerl.errors import CheckpointError, UnprovedError
 from moerl.processes.channel import receive, send
-from moerl.processes.parent import CONTROLLER, belong_to
+from moerl.processes.parent import belong_to_parent
 
 
 def main() -> None:
-    belong_to(int(os.environ[CONTROLLER]))
+    belong_to_parent()
     rank = os.environ["RANK"]
     parts = json.loads(Path("fake.json").read_text())
     Path(f"pid-{rank}").write_text(str(os.getpid()))
