@@ -1,6 +1,6 @@
-"""Which network interface of this machine others are met on. Torch-free; any process.
+"""Choice of the network interface on which this machine meets others. Torch-free; any process.
 
-Where nobody names an interface, gloo listens on that of the host name and NCCL on the first that is no loopback. Either
+If nobody names an interface, gloo listens on that of the host name and NCCL on the first that is no loopback. Either
 may be public.
 """
 
