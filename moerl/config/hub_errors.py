@@ -17,7 +17,7 @@ HOW = "or give the directory of a copy"
 
 @contextmanager
 def hub_errors(key: str, name: str) -> Iterator[None]:
-    """Raises errors of the library as `ConfigError`s. key: by which the model was given. name: of the model."""
+    """Raises errors of the library as `ConfigError`s. key: key or option that names the model, for messages."""
     from huggingface_hub import errors
 
     kinds: tuple[tuple[type[Exception], Callable[[str, str, Any], ConfigError]], ...] = (

@@ -53,7 +53,7 @@ PIECES, PIECE_ELEMENTS = 2, 2**24
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Settings that decide, beside its part of the model, how much memory a rank needs.
+    """Settings that decide, besides its part of the model, how much memory a rank needs.
 
     element_bytes: of weights and activations, 2 or 4. distributed_optimizer: optimizer state is split over replicas.
     reference: the rank has a frozen copy of the weights for the KL term. offload: share of optimizer state in host

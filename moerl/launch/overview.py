@@ -31,7 +31,7 @@ LAUNCH = {"launch slurm": LAUNCH_SLURM.summary}
 
 
 def summaries() -> dict[str, str]:
-    """Returns by command, in a line, what it does."""
+    """Returns what each command does, in a line, by the command's name."""
     commands = COMMANDS | {
         "doctor": DOCTOR,
         "status": STATUS,

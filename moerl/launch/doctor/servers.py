@@ -23,7 +23,7 @@ from moerl.rollout.sglang.server import ENDPOINT_FILE
 AREA = "servers"
 _LISTENS = "0A"
 PROGRAMS = re.compile(r"(?:^|/)(moerl|sglang|raylet|gcs_server)(?:$|[.:])|^(ray)::|/site-packages/(ray)/")
-"""Pattern in a word of a command line whose process has its sockets looked at; the group is the program's name."""
+"""Pattern of programs whose sockets are checked, in a word of a command line; the group is the program's name."""
 
 LAUNCHERS = ("srun", "mpirun", "ssh")
 """Listen themselves, for the processes that they start."""
