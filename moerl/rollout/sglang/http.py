@@ -21,7 +21,7 @@ from moerl.rollout.fleet.backoff import NUM_ATTEMPTS, backoff
 from moerl.rollout.fleet.endpoint import Endpoint
 
 MAX_FACTS_BYTES = 1 << 22
-"""Of an answer about the server itself; `/server_info` takes 36 KB, and 20 KB more for every data-parallel rank."""
+"""Bytes of the longest answer about a server: `/server_info` takes 36 KB, and 20 KB more per data-parallel rank."""
 
 _JSON_OBJECT = msgspec.json.Decoder(dict[str, Any])
 
