@@ -76,7 +76,7 @@ def rank_variables(config: RunConfig) -> dict[str, str]:
 
 
 def describe_output(log: Path) -> str:
-    """Where the output of a rank is."""
+    """Says, for errors, where the output of a rank is."""
     wrote = log.exists() and log.stat().st_size > 0
     return f"its output is in {log}" if wrote else "it wrote nothing"
 
