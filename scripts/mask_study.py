@@ -1,4 +1,4 @@
-"""Measures what a sampling mask repairs, by top-p: trainer against sampler with and without the mask, in real runs.
+"""Study of what a sampling mask repairs, by top-p: trainer against sampler with and without the mask, in real runs.
 
     python scripts/mask_study.py --runs runs/mask_study --json study.json
 
