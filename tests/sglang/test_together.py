@@ -1,4 +1,4 @@
-"""What CPU servers compute for many sequences in one call, against one by one. In their environment, serving nobody."""
+"""Results of CPU servers for many sequences in one call, against one by one. In their environment, without a server."""
 
 from __future__ import annotations
 

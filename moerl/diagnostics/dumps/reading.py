@@ -1,4 +1,4 @@
-"""What the readers of all formats share: options, counts of unusable rows, notes, names and version numbers."""
+"""Shared state of the readers of all formats: options, counts of unusable rows, notes, names and version numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a command asks of its task, refused before anything starts."""
+"""Checks of a command on its task: problems are refused before anything starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said of a task before torch is loaded: problems, demonstrations, and one reward."""
+"""Checks of a task before torch is loaded: problems, demonstrations, and one reward."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
 
 @pytest.fixture
 def refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, example: RunConfig) -> Callable[..., str]:
-    """What is said of a reward function and rows; numbers of rows as N."""
+    """Makes a function that returns the refusal of a reward function and rows, with N for the numbers of rows."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_rewards.py").write_text(REWARDS)
 

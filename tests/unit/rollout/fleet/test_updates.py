@@ -228,7 +228,7 @@ def sampling(
 
 
 def versions(records: list[RolloutRecord]) -> list[set[int]]:
-    """Of the sampled tokens of each."""
+    """Returns the policy versions of the sampled tokens of each record."""
     made = [Trajectory(**record.values) for record in records]
     return [set(trajectory.policy_versions[trajectory.sampled].tolist()) for trajectory in made]
 
