@@ -89,6 +89,7 @@ class Tallies:
         self._slices: dict[tuple[str, str], _Sum] = defaultdict(_Sum)
         self.num_rollouts = self.num_rows = 0
         self.d: list[NDArray[np.float32]] = []
+        self.names: list[str] = []
 
     # --- adding ------------------------------------------------------------------------------------------------------
 
@@ -114,6 +115,7 @@ class Tallies:
             differing_R = self._add_routes(rollout, own_ids, margins)
         if d_T is not None:
             self.d.append(np.asarray(d_T, np.float32))
+            self.names.append(rollout.name)
             self._add_gaps(rollout, np.abs(d_T))
         if differing_R is not None:
             self._add_kinds(rollout, differing_R)
