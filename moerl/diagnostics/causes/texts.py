@@ -50,7 +50,9 @@ CAUSES = {
     "empty_responses": CauseText(
         "empty responses", "Look at aborted requests, length limits and stop tokens of the engine, and at loss masks."
     ),
-    "weights": CauseText("other weights or arithmetic", "Compare checksums of the engine's weights."),
+    "weights": CauseText(
+        "other weights or arithmetic", "Compare checksums of the engine's weights, and the temperature that is said."
+    ),
     "precision": CauseText("rounding", "Nothing: this is what the arithmetic of this dtype makes."),
     "unexplained": CauseText("unexplained", "Give checkpoints of other versions, or a dump with routes and kept sets."),
 }

@@ -20,7 +20,7 @@ from moerl.diagnostics.dumps.rollout import DumpedRollout
 from moerl.diagnostics.report.data import Evidence
 from moerl.diagnostics.scoring import Question
 
-COARSE = (0.25, 0.35, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.11, 1.25, 1.43, 1.67, 2.0, 2.8, 4.0)
+COARSE = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.11, 1.25, 1.43, 1.67, 2.0)
 """Temperature factors of the first look."""
 SAME_FACTOR = 0.03
 """A factor within this of 1 is no other temperature."""
