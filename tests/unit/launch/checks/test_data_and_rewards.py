@@ -49,6 +49,8 @@ def test_a_command_that_asks_for_more_problems_than_there_are_is_refused_by_key(
 
 def test_demonstrations_are_counted_only_where_a_cold_start_needs_them() -> None:
     check_problems(*opened(["sft.steps=0", "sft.num_examples=201"], "train"), "train")
+    with pytest.raises(ConfigError, match=r"^sft\.num_examples: "):
+        check_problems(*opened(["sft.steps=1", "sft.num_examples=201"], "train"), "train")
 
 
 REWARDS = """

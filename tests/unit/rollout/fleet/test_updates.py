@@ -123,6 +123,7 @@ def test_a_sender_may_leave_after_the_engine_was_closed(servers, engine_on):
     send(engine, 3)
     engine.close()
     engine.abandon_update()
+    assert servers[0].weight_version == 3
 
 
 def test_a_call_waits_for_an_update_that_is_under_way(servers, engine_on):
