@@ -230,9 +230,6 @@ def _engine_of(rollout: DumpedRollout, planting: Planting) -> DumpedRollout:
     return replace(planting.old, name=rollout.name, group=rollout.group, engine=rollout.engine)
 
 
-REST = frozenset({"unexplained", "weights"})
-"""Causes that say nothing but that there is a gap."""
-
 FAULTS: Mapping[str, tuple[Change, frozenset[str]]] = {
     name: (change, frozenset(causes.split()))
     for name, change, causes in (

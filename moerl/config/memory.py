@@ -107,7 +107,7 @@ def heaviest_rank(sizes: ModelDescription, dims: ParallelDims, needs: Needs) -> 
 
 
 def rank_memory(sizes: ModelDescription, dims: ParallelDims, needs: Needs, stage: int) -> RankMemory:
-    """The memory of a rank of pipeline stage `stage`, from 0. `shape` must be one that the model can be cut into."""
+    """The memory of a rank of pipeline stage `stage`, from 0. The model can be cut as `dims` say."""
     parameters = rank_parameters(sizes, dims, stage)
     experts, everything = parameters["experts"], sum(parameters.values())
     state = MOMENTS + (FP32 if needs.element_bytes < FP32 else 0)

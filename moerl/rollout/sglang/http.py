@@ -58,7 +58,7 @@ class SGLangHttp:
         return decoded(path, await self._call("GET", path, None, MAX_FACTS_BYTES), _JSON_OBJECT.decode)
 
     async def admin(self, path: str, body: Mapping[str, Any]) -> None:
-        """A call that only the controller may make; its answer is not looked at. Repeated: use for calls that may be.
+        """Makes a call with the admin key; its answer is not looked at. Repeated: use for calls that may be.
 
         Raises:
             EngineError: as `get`.
@@ -79,7 +79,7 @@ class SGLangHttp:
         Args:
             max_bytes: the longest answer that can be one to this body.
             timeout_seconds: where it is another than for all calls.
-            admin: only the controller may make it.
+            admin: with the admin key.
 
         Raises:
             TransportError: another attempt may succeed.
