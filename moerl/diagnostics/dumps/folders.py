@@ -16,6 +16,7 @@ _TRAINED, _EVERY = "effective", "all"
 _EVALUATION = re.compile(r"(?:eval_|val_data_step)\d+$")
 """Ends of names: slime's and miles' evaluations, and NeMo-RL's, which are texts alone."""
 _MAX_NAMED = 5
+_BY_NAME = ", read if named"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +95,13 @@ class _Folder:
         """Says which files were left out; those that describe one that is read, under its name, are not named."""
         said: list[str] = []
         if self.evaluations:
-            said.append(f"{_counted(len(self.evaluations), 'file')} of evaluations ({names_of(self.evaluations)})")
+            named = _BY_NAME if self.evaluations[0].suffix == ".pt" else ""
+            count = _counted(len(self.evaluations), "file")
+            said.append(f"{count} of evaluations ({names_of(self.evaluations)}){named}")
         read = {file.stem for files in self.kinds.values() for file in files}
         if others := [file for file in self.others if file.stem not in read]:
             said.append(f"{_counted(len(others), 'file')} of no known format ({names_of(others)})")
-        return " and ".join(said)
+        return "; ".join(said)
 
 
 def _in_folders(path: Path, kind_of: Callable[[Path], str]) -> tuple[list[Files], NotADumpError | None]:
@@ -120,7 +123,7 @@ def _in_folders(path: Path, kind_of: Callable[[Path], str]) -> tuple[list[Files]
             read.append(folder)
         elif folder.kinds:
             files = [file for several in folder.kinds.values() for file in several]
-            left.append(f"{_counted(len(files), 'file')} of {folder.path} ({names_of(files)})")
+            left.append(f"{_counted(len(files), 'file')} of {folder.path} ({names_of(files)}){_BY_NAME}")
     left = [*(note for folder in read if (note := folder.note())), *left]
     sets = [files for folder in read for files in folder.kinds.values()]
     return [Files(files, _left_out(left) if number == 0 else "") for number, files in enumerate(sets)], refused
@@ -152,14 +155,14 @@ def _of_prime_rl(path: Path) -> list[Files]:
     read = [file for subsets in steps.values() for file in _trained(subsets)]
     read = _sorted(read) or [subsets[_EVERY] for subsets in steps.values()]
     used = {file.parent.parent for file in read}
-    unused = [file for step, subsets in steps.items() for file in subsets.values() if file not in read]
+    unused = [file for file in training if file not in set(read)]
     left: list[str] = []
     if evaluations:
-        left.append(f"{_counted(len(evaluations), 'file')} of evaluations (eval)")
+        left.append(f"{_counted(len(evaluations), 'file')} of evaluations ({evaluations[0]}){_BY_NAME}")
     if pending := [file for file in unused if file.parent.parent not in used]:
-        left.append(f"{_counted(len(pending), 'step')} without {_TRAINED} traces ({pending[0]})")
+        left.append(f"{_counted(len(pending), 'step')} without {_TRAINED} traces ({pending[0]}){_BY_NAME}")
     if beside := [file for file in unused if file.parent.parent in used and file.parent.name != _EVERY]:
-        left.append(f"{_counted(len(beside), 'file')} beside {_TRAINED} traces ({beside[0]})")
+        left.append(f"{_counted(len(beside), 'file')} beside {_TRAINED} traces ({beside[0]}){_BY_NAME}")
     sets = [Files(read, _left_out(left))] if read else []
     exports = _sorted(path.glob("**/step_*/rank_*.jsonl"))
     return [*sets, Files(exports)] if exports else sets
@@ -173,7 +176,7 @@ def _trained(subsets: dict[str, Path]) -> list[Path]:
 
 
 def _left_out(said: Sequence[str]) -> str:
-    return f"left out: {'; '.join(said)}; name one to read it" if said else ""
+    return f"left out: {'; '.join(said)}" if said else ""
 
 
 def names_of(files: Sequence[Path]) -> str:

@@ -131,7 +131,7 @@ def test_evaluations_in_a_folder_are_left_out_and_that_is_said(tmp_path: Path) -
     write_slime(tmp_path / "rollout_data" / "eval_4.pt", two())
     dump = open_any_dump(tmp_path)
     assert len(list(dump.rollouts)) == 2
-    assert "left out: 1 file of evaluations (eval_4.pt); name one to read it" in dump.notes
+    assert "left out: 1 file of evaluations (eval_4.pt), read if named" in dump.notes
     assert len(list(open_any_dump(tmp_path / "rollout_data" / "eval_4.pt").rollouts)) == 2
 
 
@@ -149,7 +149,7 @@ def test_files_that_are_no_dumps_are_left_out_and_named(tmp_path: Path) -> None:
     said: list[str] = []
     (dump,) = open_any_dumps([tmp_path], say=said.append)
     assert len(list(dump.rollouts)) == 2
-    note = "left out: 2 files of no known format (batch.pkl, config.json); name one to read it"
+    note = "left out: 2 files of no known format (batch.pkl, config.json)"
     assert note in dump.notes
     assert said == [f"{tmp_path}: {note}"]
 

@@ -47,7 +47,7 @@ def test_validations_in_a_log_directory_of_nemo_rl_are_left_out_and_that_is_said
     dump = open_dump(tmp_path)
     assert [each.step for each in dump.rollouts] == [11, 11, 12, 12]
     named = "val_data_step11.jsonl, val_data_step12.jsonl"
-    assert f"left out: 2 files of evaluations ({named}); name one to read it" in dump.notes
+    assert f"left out: 2 files of evaluations ({named})" in dump.notes
 
 
 def test_a_directory_without_any_dump_is_refused_by_its_first_file(tmp_path: Path) -> None:

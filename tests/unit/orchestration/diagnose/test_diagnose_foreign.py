@@ -169,7 +169,7 @@ def test_what_is_left_out_of_a_directory_is_said_in_the_terminal(
     write_nemo_rl(folder / "train_data_step4.jsonl", [make_dumped(np.random.default_rng(0))])
     (folder / "val_data_step4.jsonl").write_text('{"content": [["q", "a"]], "rewards": [1.0], "idx": 0}\n')
     _, report = run(folder)
-    note = "left out: 1 file of evaluations (val_data_step4.jsonl); name one to read it"
+    note = "left out: 1 file of evaluations (val_data_step4.jsonl)"
     assert note in report.notes
     assert f"{folder}: {note}" in capsys.readouterr().out
 
@@ -183,7 +183,7 @@ def test_a_run_of_prime_rl_needs_no_model_if_it_has_token_exports(
     assert "or log-probs of the trainer are in the token exports" in capsys.readouterr().err
     write_prime_rl_export(tmp_path / "outputs" / "run", rollouts)
     _, report = run(tmp_path / "outputs" / "run")
-    assert report.subtitle.startswith("1 rollouts, 20 sampled tokens")
+    assert "20 sampled tokens" in report.subtitle
     assert dict(report.facts)["format"] == "prime-rl traces, with prime-rl token export"
 
 
