@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from moerl.diagnostics.dumps.refused import NotADumpError
-from moerl.errors import ConfigError
+from moerl.errors import ConfigError, MoerlError
 
 _ENDINGS = (".parquet", ".jsonl", ".json", ".pt", ".pkl")
 _FOLDERS = ("rollouts", "rollout_data", "train_data", ".", "dashboard_columns")
@@ -67,11 +67,15 @@ class _Folder:
     kinds: dict[str, list[Path]] = field(default_factory=dict[str, list[Path]])
     evaluations: list[Path] = field(default_factory=list[Path])
     others: list[Path] = field(default_factory=list[Path])
-    refused: NotADumpError | None = None
+    refused: MoerlError | None = None
 
     @classmethod
-    def of(cls, path: Path, kind_of: Callable[[Path], str]) -> _Folder:
-        """Sorts the files of a directory by the kind of the first of each name; numbers do not count."""
+    def of(cls, path: Path, kind_of: Callable[[Path], str], *, is_read: bool = True) -> _Folder:
+        """Sorts the files of a directory by the kind of the first of each name; numbers do not count.
+
+        Args:
+            is_read: whether these files are read; if not, damaged ones have no kind.
+        """
         if not path.is_dir():
             return cls(path)
         files = _sorted(file for file in path.iterdir() if file.suffix in _ENDINGS and file.name[0] != ".")
@@ -79,13 +83,16 @@ class _Folder:
         named: dict[str, list[Path]] = {}
         for file in training:
             named.setdefault(re.sub(r"\d+", "#", file.name), []).append(file)
-        if len(named) == 1 and training[0].suffix == ".pt":
-            return cls(path, {"": training}, _without(files, training))  # read when it is opened, and not before
-        kinds, others, refused = dict[str, list[Path]](), list[Path](), None
+        if is_read and len(named) == 1 and training[0].suffix == ".pt":
+            return cls(path, {"": training}, _without(files, training))  # loaded when it is opened, and not before
+        kinds, others = dict[str, list[Path]](), list[Path]()
+        refused: MoerlError | None = None
         for several in named.values():
             try:
                 kinds.setdefault(kind_of(several[0]), []).extend(several)
-            except NotADumpError as error:
+            except MoerlError as error:
+                if is_read and not isinstance(error, NotADumpError):
+                    raise
                 others += several
                 refused = refused or error
         kinds = {kind: _sorted(each) for kind, each in kinds.items()}
@@ -104,10 +111,10 @@ class _Folder:
         return "; ".join(said)
 
 
-def _in_folders(path: Path, kind_of: Callable[[Path], str]) -> tuple[list[Files], NotADumpError | None]:
+def _in_folders(path: Path, kind_of: Callable[[Path], str]) -> tuple[list[Files], MoerlError | None]:
     """Returns the files of the first of `_FOLDERS` that has some, by kind, train data behind rollouts; and why a file
     is not read, if one is not."""
-    refused: NotADumpError | None = None
+    refused: MoerlError | None = None
     names = iter(_FOLDERS)
     for name in names:
         first = _Folder.of(path / name, kind_of)
@@ -118,8 +125,9 @@ def _in_folders(path: Path, kind_of: Callable[[Path], str]) -> tuple[list[Files]
         return [], refused
     read, left = [first], list[str]()
     for name in names:
-        folder = _Folder.of(path / name, _leniently(kind_of))
-        if first.path.name == "rollout_data" and name == "train_data":
+        is_read = first.path.name == "rollout_data" and name == "train_data"
+        folder = _Folder.of(path / name, kind_of, is_read=is_read)
+        if is_read:
             read.append(folder)
         elif folder.kinds:
             files = [file for several in folder.kinds.values() for file in several]
@@ -127,18 +135,6 @@ def _in_folders(path: Path, kind_of: Callable[[Path], str]) -> tuple[list[Files]
     left = [*(note for folder in read if (note := folder.note())), *left]
     sets = [files for folder in read for files in folder.kinds.values()]
     return [Files(files, _left_out(left) if number == 0 else "") for number, files in enumerate(sets)], refused
-
-
-def _leniently(kind_of: Callable[[Path], str]) -> Callable[[Path], str]:
-    """For files that are not read: damaged ones have no kind."""
-
-    def kind(file: Path) -> str:
-        try:
-            return kind_of(file)
-        except ConfigError as error:
-            raise NotADumpError(error.what) from error
-
-    return kind
 
 
 def _of_prime_rl(path: Path) -> list[Files]:

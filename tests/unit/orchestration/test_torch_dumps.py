@@ -165,9 +165,13 @@ def test_dumps_in_another_folder_of_a_run_are_left_out_and_named(tmp_path: Path)
     _write_details(tmp_path, two())
     (tmp_path / "dashboard_columns").mkdir()
     write_miles_columns(tmp_path / "dashboard_columns" / "rollout_4.parquet", two())
+    torch.save({"model": {}}, tmp_path / "model.pt")
+    (tmp_path / "cut.json").write_text("{")
     dump = open_any_dump(tmp_path)
     assert len(list(dump.rollouts)) == 2
-    assert any("dashboard_columns (rollout_4.parquet)" in note for note in dump.notes)
+    (note,) = (note for note in dump.notes if note.startswith("left out: "))
+    assert note.endswith("dashboard_columns (rollout_4.parquet), read if named")
+    assert "model.pt" not in note
 
 
 def test_train_data_alone_count_samples_of_several_ranks_once(tmp_path: Path) -> None:
