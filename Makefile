@@ -40,6 +40,7 @@ lint: setup
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/check_sizes.py
 	$(BIN)/python scripts/check_http.py
+	$(BIN)/python scripts/check_words.py
 	$(BIN)/pyright
 
 test: setup sglang

@@ -1,4 +1,4 @@
-"""What the results of `gpu_check.py` were made on: device, driver, versions, commit and time. A check of its own."""
+"""Device of the results of `gpu_check.py`, with driver, versions, commit and time. A check of its own."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _versions() -> str:
 
 
 def _commit() -> str:
-    """Of this folder, with a plus where files have changed since."""
+    """Returns the commit of this repository, with a plus if its working tree has changes; "unknown" if git fails."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(ROOT), *arguments]

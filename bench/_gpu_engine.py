@@ -106,7 +106,7 @@ def speed(model: ModelDescription, device: str, *, record: bool) -> Result:
 
 
 def rollouts(model: ModelDescription, dtype: torch.dtype, device: str, *, record: bool = True) -> list[Trajectory]:
-    """What the engine samples, in the order of the requests."""
+    """Returns the trajectories that the engine samples, in the order of the requests."""
     engine, asked = engine_of(model, dtype, device, record=record), requests(device)
     found = {record.rollout_id: Trajectory(**record.values) for record in engine.generate(asked)}
     engine.close()

@@ -68,7 +68,7 @@ class Way:
     finish: Callable[[], None]
     """Adds gradients that autograd has left to ``main_grad``."""
     main_grads: Callable[[], list[Tensor]]
-    """Of both layers, [E, in, out] each."""
+    """Function that returns ``main_grad`` of both layers, [E, in, out] each."""
 
 
 def draw(setting: Setting, num_groups: int, device: str) -> tuple[Tensor, list[int], list[Tensor]]:
@@ -146,7 +146,7 @@ def transformer_engine(sizes: Sequence[int], weights: Sequence[Tensor], *, fused
     import transformer_engine.pytorch as te  # pyright: ignore[reportMissingImports] - for GPUs alone
 
     def weights_of(module: nn.Module) -> list[Any]:
-        """Of each group, with a ``main_grad``."""
+        """Returns the weight of each group; each has a ``main_grad``."""
         return list(module.parameters())
 
     modules: list[nn.Module] = []

@@ -36,9 +36,9 @@ from moerl.kernels.vocab_parallel import VocabShard
 PATHS = {"rare": 1e-6, "common": 1e6}
 """Values of DENSE_ADVANTAGE that make every listed id rare, or common."""
 SCORE_LIMIT = 1e-5
-"""Of sums in float32, whatever the inputs."""
+"""Largest error of sums in float32, whatever the dtype of the inputs."""
 COMMON_BFLOAT16_LIMIT = 1e-4
-"""Of scores from a matrix product of bfloat16 numbers, in whatever order the library adds."""
+"""Largest error of scores from a matrix product of bfloat16 numbers: the library may add in any order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +221,7 @@ def exact(case: Case) -> Exact:
 
 
 def gradients(logprobs_T: Tensor, entropy_T: Tensor, leaves: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Of a loss that weighs rows differently."""
+    """Returns the gradients of a loss that weighs rows differently."""
     weights_T = torch.linspace(-1.0, 2.0, len(logprobs_T), device=logprobs_T.device, dtype=logprobs_T.dtype)
     return torch.autograd.grad(((logprobs_T - 0.1 * entropy_T) * weights_T).sum(), leaves)
 

@@ -55,7 +55,7 @@ MEAN_LENGTH = {"cuda": 200, "cpu": 40}
 BUCKET_BYTES = {"cuda": 4 << 20, "cpu": 1 << 14}
 STEP_SECONDS = 60.0
 NORM_LIMIT = 2.0**-6
-"""Of the norm of the gradient: four roundings to bfloat16."""
+"""Largest relative difference of gradient norms: four roundings to bfloat16."""
 
 # Moves weights by more than they are rounded; eps keeps Adam from turning the rounding of small gradients into steps.
 OPTIMIZER = OptimizerConfig(
@@ -73,7 +73,7 @@ OPTIMIZER = OptimizerConfig(
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one rank says of its step.
+    """Report of one rank on its step.
 
     rows: float64 [R, 3], sample, position and log-prob of its rows; over all ranks every row once. rows_verified: of
     the proof. grad_norm: before clipping. changed: exported tensors that differ from the loaded ones, published: those

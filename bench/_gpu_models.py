@@ -58,14 +58,14 @@ def write_checkpoint(folder: Path, device: str) -> ModelDescription:
 
 
 def read_checkpoint(folder: Path, device: str) -> ModelDescription:
-    """What `write_checkpoint` has written."""
+    """Reads the model that `write_checkpoint` wrote."""
     return replace(read_model(folder), spec=SIZES[device].spec)
 
 
 def replays(
     model: ModelDescription, trajectories: Sequence[Trajectory], dtype: torch.dtype, device: str
 ) -> list[Replayed]:
-    """What transformers makes of the trajectories with their experts and kept sets."""
+    """Replays the trajectories with transformers, with their recorded experts and kept sets."""
     judge = TransformersReplay(model, dtype=dtype, device=torch.device(device))
     return [judge.replay(trajectory) for trajectory in trajectories]
 
@@ -73,7 +73,7 @@ def replays(
 def sampled_logprobs(
     trajectories: Sequence[Trajectory], logprobs: Sequence[NDArray[np.floating]]
 ) -> NDArray[np.float64]:
-    """Those of the sampled tokens of all trajectories; `logprobs` has one row per token of each."""
+    """Returns the log-probs of the sampled tokens of all trajectories; `logprobs` has one value per token of each."""
     rows = [each[t.sampled].astype(np.float64) for t, each in zip(trajectories, logprobs, strict=True)]
     return np.concatenate(rows)
 

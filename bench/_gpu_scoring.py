@@ -70,7 +70,7 @@ SETTINGS = {"cuda": Setting(4096, NUM_VOCAB, 2048, 7), "cpu": Setting(64, 1024, 
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """What all contestants score."""
+    """Inputs that all contestants score."""
 
     hidden_TH: Tensor
     weight_VH: Tensor
@@ -231,7 +231,8 @@ def goals(device: str) -> dict[str, float]:
 
 
 def plan_seconds(inputs: Inputs) -> float:
-    """Of checking and sorting the sets, without the transfer's time on the device; the shortest of three."""
+    """Measures how long the host checks and sorts the sets, without the transfer's time on the device; the shortest of
+    three times."""
     seconds = []
     for _ in range(3):
         start = time.perf_counter()
@@ -306,7 +307,7 @@ def table(passes: dict[str, list[Pass]], limits: dict[str, float]) -> list[Resul
 
 
 def same_losses(losses: dict[str, float]) -> list[Result]:
-    """Of what scores over the full vocabulary, relative to ours; of what scores under masks, too."""
+    """Compares losses of other methods with ours, relatively: under masks, of the KL, over the full vocabulary."""
     results = []
     pairs = [("dense masked", "kept, realistic"), ("dense KL", "full KL"), *((other, "full") for other in OTHERS)]
     for name, ours in pairs:

@@ -18,7 +18,8 @@ from moerl.errors import ConfigError
 
 PAIRS = {128: 6, 16: 10}
 MIN_GIB = {128: 75.0, 16: 30.0}
-"""Of GPU memory: 3 billion parameters with gradients, master weights and moments take 54, those with 16 experts 18."""
+"""GiB of GPU memory that a slice needs, by its number of experts. Its parameters with gradients, master weights and
+moments take 54 with 128 experts (3 billion parameters), 18 with 16 experts."""
 TINY = Workload(
     SIZES["cpu"],
     row_budget=48,

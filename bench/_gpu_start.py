@@ -23,7 +23,7 @@ from _gpu_checks import ROOT, Findings
 from _report import Result
 
 STEPS = 2
-"""Of GRPO."""
+"""Steps of GRPO."""
 _FEW = ("sft.steps=3", f"rl.steps={STEPS}", "evaluation.dev_problems=16", "evaluation.heldout_problems=16")
 _SMALL = ("sft.batch_size=8", "sft.num_examples=64", "rl.prompts_per_step=2", "rl.group_size=2")
 RECIPES = {"tiny": (), "laptop": _FEW, "demo": _FEW}
@@ -90,7 +90,8 @@ def output(run: Run) -> str:
 
 
 def results_of(run: Run) -> list[Result]:
-    """Whether it ended well, what was proved, and its times."""
+    """Returns the results of a run: whether it ended well and proved every update, metrics not finite, rows proved, and
+    times."""
     status = run.process.returncode
     file = run.folder / "metrics.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []

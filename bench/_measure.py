@@ -93,7 +93,7 @@ def _finish() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What one step does: torch operations called, bytes of their outputs, and floating-point operations of products.
+    """Work of one step: torch operations called, bytes of their outputs, and floating-point operations of products.
 
     Views count as operations without bytes of their own.
     """

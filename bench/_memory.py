@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """What one pass took. peak_bytes: most bytes of tensors alive at a time beyond those before the pass, the excluded
+    """Cost of one pass. peak_bytes: most bytes of tensors alive at a time beyond those before the pass, the excluded
     gradient not counted. cpu_seconds: CPU time of this process."""
 
     wall_seconds: float

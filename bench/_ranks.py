@@ -28,7 +28,7 @@ ENVIRONMENT = {
 def on_ranks(
     dims: ParallelDims, function: Callable[..., Any], *args: Any, before: Callable[[], None] | None = None
 ) -> list[Any]:
-    """What ``function(layout, *args)`` returns on each rank of the layout, in rank order.
+    """Calls ``function(layout, *args)`` on each rank of the layout, a process each; returns the results in rank order.
 
     Args:
         before: is called in each process before it joins the groups.
@@ -58,7 +58,7 @@ def on_ranks(
 
 
 def as_only_rank(function: Callable[..., Any], *args: Any) -> Any:
-    """What ``function(layout, *args)`` returns in this process, which is the one rank meanwhile."""
+    """Calls ``function(layout, *args)`` in this process, which is the only rank meanwhile; returns the result."""
     import torch
 
     from moerl.trainer import groups

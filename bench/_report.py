@@ -1,4 +1,4 @@
-"""What every benchmark shares: results with a goal, repeated timing, one table, one JSON file."""
+"""Tools of every benchmark: results with a goal, repeated timing, one table, one JSON file."""
 
 from __future__ import annotations
 

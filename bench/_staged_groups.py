@@ -95,7 +95,7 @@ class StagedGroup(dist.ProcessGroup):
     def allgather(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, outputs: Any, inputs: Any, *options: Any
     ) -> _Work:
-        """As NCCL's, also of parts that differ in size."""
+        """Gathers the parts of all ranks; parts may differ in size, as with NCCL."""
         (parts,), (mine,) = outputs, inputs
         longest = max(part.numel() for part in parts)
         if all(part.numel() == longest for part in parts):
@@ -111,7 +111,7 @@ class StagedGroup(dist.ProcessGroup):
     def reduce_scatter(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, outputs: Any, inputs: Any, options: Any
     ) -> _Work:
-        """As NCCL's, also of parts that differ in size."""
+        """Sums the parts over all ranks and gives each rank its own; parts may differ in size, as with NCCL."""
         (parts,) = inputs
         if len({part.numel() for part in parts}) == 1:
             return self.staged("reduce_scatter", (outputs, inputs, options), {})

@@ -1,4 +1,4 @@
-"""What the trainer benchmarks share: a trainer, its batches and its steps, and the routes of the model itself.
+"""Tools of the trainer benchmarks: a trainer, its batches and its steps, and the routes of the model itself.
 
 Runs in trainer ranks. Shape legend: S = tokens of a trajectory, T = packed rows, L = MoE layers, E = experts,
 K = experts per token.

@@ -30,7 +30,7 @@ CPU_PATIENCE = 4.0
 CPU_GIB = 8.0
 """Memory for tiny checks that run side by side on a CPU."""
 DEVICE_SHARE = 0.9
-"""Of the device's memory, for checks that run side by side."""
+"""Share of the device's memory for checks that run side by side."""
 _MEGATRON = ("torch", "megatron.core", "megatron.bridge", "transformers")
 _ENGINE = ("transformer_engine",)
 _DEVICE = Check("device", "_gpu_device:check", 120)
@@ -50,7 +50,7 @@ CHECKS = (
     Check("slice16", "_gpu_slice:check_16", 60, _MEGATRON, _ENGINE, times=True),
     Check("slice128", "_gpu_slice:check_128", 95, _MEGATRON, _ENGINE, times=True),
 )
-"""Those that run side by side, then those that run alone, in this order."""
+"""Checks in their order: those that run side by side, then those that run alone."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ NUM_ROWS, NUM_PAIRS, GOAL, DEVICE = 8192, 11, 20.0, "cpu"
 
 @dataclass(frozen=True)
 class Wire:
-    """What arrives: sizes uint16 [T] and byte planes of ids; and the rows as arrays of their own."""
+    """Kept sets as they arrive: sizes uint16 [T] and byte planes of ids; and the rows as arrays of their own."""
 
     sizes: memoryview
     ids: memoryview

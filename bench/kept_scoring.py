@@ -49,7 +49,7 @@ MIB = 2**20
 
 @dataclass
 class Inputs:
-    """What all contestants score; kept sets by name of their sizes."""
+    """Inputs that all contestants score. cases, targets: by the name of the sets' sizes."""
 
     hidden_TH: Tensor
     weight_VH: Tensor
@@ -73,7 +73,7 @@ class Inputs:
         )
 
     def gradients(self, logprobs_T: Tensor) -> tuple[Tensor, ...]:
-        """Of hidden states and head, for a loss that weighs rows differently."""
+        """Returns the log-probs, and gradients of hidden states and head for a loss that weighs rows differently."""
         weights_T = torch.linspace(-1.0, 2.0, len(logprobs_T))
         return (
             logprobs_T.detach(),
@@ -241,7 +241,8 @@ def _pair_seconds(inputs: HeadInputs, plan: pairs.Pairs) -> float:
 
 
 def head_gradient(weight_VH: Tensor) -> list[Result]:
-    """What every contestant makes, [V, H]: its size, and the CPU time of filling one with zeros."""
+    """Measures the gradient of the head, [V, H], which every contestant makes: its size, and the CPU time of filling it
+    with zeros."""
     with torch.no_grad():
         taken = measure_pass(lambda: [torch.zeros_like(weight_VH)], excluded=0)
     name = "the head's own gradient, made by all"

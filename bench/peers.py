@@ -32,7 +32,7 @@ DRAWS = 2000
 
 
 def cpu_seconds() -> float:
-    """Of this process and of the living ones that it started."""
+    """Returns the CPU time of this process and of its living descendants."""
     parents: dict[int, tuple[int, float]] = {}
     for file in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has ended meanwhile

@@ -90,7 +90,7 @@ def answer_body(trajectory: Trajectory) -> bytes:
 
 
 def read_answer(body: bytes, request: RolloutRequest) -> RolloutRecord:
-    """As the backend of SGLang servers does."""
+    """Reads an answer as the backend of SGLang servers does."""
     bounds = answer_bounds(request, 0, SPEC)
     meta = read_meta(body, bounds)
     answer = decode_compact(meta["compact_answer"], bounds.payload_bytes)

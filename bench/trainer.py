@@ -65,7 +65,7 @@ LAYOUT_STEPS = 3
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What every rank gets."""
+    """Model and samples for every rank."""
 
     model: Path
     samples: list[TrainSample]

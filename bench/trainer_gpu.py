@@ -66,7 +66,7 @@ class Workload:
     utilisation_goal: float
     """Least share of the peak."""
     goals: bool = True
-    """Whether results are held against goals; few pairs tell too little."""
+    """True if results have goals; False for few pairs, whose ratios are too uncertain."""
     num_microbatches: int = 4
     steps: int = 5
     """Steps that are timed by themselves."""

@@ -52,7 +52,7 @@ RELAY = "sglang/srt/weight_sync/relay.py"
 
 
 class Link:
-    """What goes out of one process: pieces one after the other, each for as long as the link's speed takes."""
+    """Outgoing link of one process: sends pieces one after the other, each for as long as the link's speed takes."""
 
     def __init__(self) -> None:
         self._pieces: queue.SimpleQueue[tuple[int, Callable[[], None]]] = queue.SimpleQueue()

@@ -169,7 +169,7 @@ class Update:
 
 
 def random_shards(plan: SyncPlan, rank: int) -> dict[str, Tensor]:
-    """What a rank holds, in bfloat16."""
+    """Returns random shards for a rank, in bfloat16."""
     torch.manual_seed(rank)
     return {name: torch.randn(shape).bfloat16() for name, shape in plan.shard_shapes(rank).items()}
 

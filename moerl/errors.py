@@ -32,7 +32,7 @@ class MoerlError(Exception):
         super().__init__(self.what)
 
     def add_note(self, note: str) -> None:
-        """As for every exception; logs of servers are quoted in notes."""
+        """Adds a note, with control characters made visible: notes quote logs of servers."""
         super().add_note(printable(note))
 
     def __str__(self) -> str:

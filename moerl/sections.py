@@ -1,4 +1,4 @@
-"""What sections of a configuration are made of: their base, numbers with their bounds, and paths. Torch-free.
+"""Parts of every section of a configuration: the base, numbers with their bounds, and paths. Torch-free.
 
 Below every package, so that each can describe its own settings.
 """
@@ -21,7 +21,7 @@ UNSHOWN = "unshown"
 """Type of a `PydanticCustomError` about a value that may hold a secret: no error shows it."""
 
 LARGEST_INT = 2**40
-"""Of a number without a bound of its own: far above any use, and safe in the arithmetic of all libraries."""
+"""Bound of a number without one of its own: far above any use, and safe in the arithmetic of all libraries."""
 
 Count = Annotated[int, Field(ge=1, le=LARGEST_INT)]
 CountOrZero = Annotated[int, Field(ge=0, le=LARGEST_INT)]

@@ -23,7 +23,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def excesses(path: str, text: str) -> Iterator[tuple[str, str]]:
-    """What of a file is over a cap: where, as in `EXCEPTIONS`, and what is wrong."""
+    """Yields what is over a cap in a file, each with its key for `EXCEPTIONS`."""
     num_lines = len(text.splitlines())
     if num_lines > MAX_FILE_LINES:
         yield path, f"{num_lines} lines, at most {MAX_FILE_LINES}"
@@ -46,7 +46,7 @@ def _num_parameters(function: Function) -> int:
 
 
 def problems(root: Path) -> list[str]:
-    """What is over a cap without an exception, and exceptions that nothing needs."""
+    """Returns what is over a cap without an exception, and exceptions that are no longer needed."""
     files = sorted(file for folder in FOLDERS for file in (root / folder).rglob("*.py"))
     found = [
         excess

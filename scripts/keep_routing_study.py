@@ -58,7 +58,7 @@ COLLAPSED = 0.75
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """What one run has of its own: sampler's dtype, buffer.max_staleness, keep_routing.mode, correction."""
+    """Settings in which runs differ: rollout.dtype (noise), buffer.max_staleness, keep_routing.mode and correction."""
 
     noise: str
     staleness: int
@@ -147,7 +147,7 @@ def _moerl(arguments: Sequence[str], run: Path) -> None:
 
 
 def results(runs: Path, seeds: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """What each finished run measured, with the arm and the seed."""
+    """Yields the measurements of each finished run, with its arm and seed."""
     for arm in (arm for part in PARTS for arm in part):
         for seed in seeds:
             run = runs / f"seed-{seed}" / arm.name
@@ -187,7 +187,7 @@ def _short(value: float) -> float:
 
 
 def collapsed(accuracy: Sequence[float]) -> bool:
-    """Whether a curve of sampled accuracy ended far below its best."""
+    """Tells whether a curve of sampled accuracy ended far below its best."""
     smooth = _running_mean(accuracy)
     return bool(smooth[-1] < COLLAPSED * smooth.max())
 

@@ -1,11 +1,11 @@
-"""What a sampling mask repairs, by top-p: trainer against sampler with the mask kept and not, in real runs.
+"""Study of what a sampling mask repairs, by top-p: trainer against sampler with and without the mask, in real runs.
 
     python scripts/mask_study.py --runs runs/mask_study --json study.json
 
 One cold start, then `moerl train recipe=mask_study rollout.top_p=P` for each P. Every step scores its rollouts with the
 weights that sampled them, recorded routing enforced, over the whole vocabulary and inside the recorded kept sets; the
-means over steps are shown. What is in `--runs` already is used again. Keys of `moerl train` given first hold for all
-runs.
+means over steps are shown. A cold start and finished runs in `--runs` are used again. Keys of `moerl train` given
+first hold for all runs.
 """
 
 from __future__ import annotations

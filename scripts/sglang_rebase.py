@@ -78,7 +78,7 @@ def _commit(repository: Path, release: Path, version: str) -> None:
 
 
 def _print_pins(folder: Path, old: str, new: str) -> None:
-    """What the newer release needs otherwise: for cpu/requirements.txt, cpu/packages.txt and pythons.txt."""
+    """Prints changed requirements of the newer release, for cpu/requirements.txt, cpu/packages.txt and pythons.txt."""
     needs = [set(_needs(folder / version / f"sglang-{version}.dist-info" / "METADATA")) for version in (old, new)]
     for sign, lines in (("-", needs[0] - needs[1]), ("+", needs[1] - needs[0])):
         for line in sorted(lines):

@@ -58,7 +58,7 @@ class Broken:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What configurations name; nothing of SGLang is in the environment."""
+    """Writes the files that configurations name."""
     folder = tmp_path_factory.mktemp("files")
     (folder / "my_rewards.py").write_text(REWARDS)
     rows = [{"prompt": f"say {i}", "response": str(i), "answer": str(i)} for i in range(60)]

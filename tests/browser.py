@@ -114,7 +114,7 @@ class Page:
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
 
     def scheme(self, name: str) -> None:
-        """What the system prefers: light or dark."""
+        """Sets the colour scheme that the system prefers: light or dark."""
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": name}])
 
     def screenshot(self, path: Path, *, whole: bool = False) -> None:

@@ -90,7 +90,7 @@ VARIANTS = (
 
 @dataclass
 class Tally:
-    """What was done to the runs of a variant, and what did not hold of them."""
+    """Counts of what was done to the runs of a variant, and the promises that they broke."""
 
     variant: str
     runs: int = 0
@@ -186,7 +186,7 @@ def spec_of(run: Path) -> ModelSpec | None:
 
 
 def problems_of(run: Path, variant: Variant, promised: dict[str, bytes]) -> list[str]:
-    """What does not hold of a run that is done."""
+    """Returns what is wrong with a finished run: its ledger, its steps, ages, and trained rollouts."""
     problems: list[str] = []
     ledger = Ledger.restored(json.loads((run / LEDGER_FILE).read_text()))
     ended = ledger.trained + ledger.filtered.total() + ledger.quarantined.total()

@@ -1,4 +1,4 @@
-"""What `chaos_campaign.py` does to runs: to one of their processes, to all of them, to their directory and ports."""
+"""Disturbances of `chaos_campaign.py`: of one process of a run, of all its processes, of its directory and ports."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Life:
         self._ends.callback(undo)
 
     def problems(self) -> list[str]:
-        """What does not hold of how it ended, when that is known."""
+        """Returns what is wrong with the end of the run, once the run has ended."""
         assert self.finished is not None
         said, status, problems = self.finished.output, self.finished.status, list[str]()
         harmless = [each for each in self.done if each.startswith(("STOP", "strangers"))]
@@ -182,7 +182,7 @@ OF_RUNS: Sequence[Callable[[random.Random, Life, int], str]] = (
 """Disturbances of all of a run, or of what its controller writes."""
 
 _MAGIC, _PREFIX = b"GRUP", struct.Struct("<4sIIQ")
-"""Of a record of the journal: magic, checksum, bytes of header and frame; a checksum follows."""
+"""Magic of a record of the journal, and its prefix: magic, checksum, bytes of header and frame; a checksum follows."""
 
 
 def tear(rng: random.Random, run: Path) -> str:

@@ -43,7 +43,7 @@ CHATML_THINKING = """
     {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
 {%- endif %}
 """
-"""As Qwen3's: thinking of earlier turns is dropped, `enable_thinking=false` closes it at the start of an answer."""
+"""Template like Qwen3's: thinking of earlier turns is dropped; `enable_thinking=false` closes it in a new answer."""
 
 BARS_THINKING = """
 {%- set ns = namespace(system='') -%}
@@ -61,7 +61,7 @@ BARS_THINKING = """
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<｜Assistant｜><think>\\n' -}}{%- endif -%}
 """
-"""As DeepSeek-R1's: no end behind a question, thinking opened by the template itself, and a start of the text."""
+"""Template like DeepSeek-R1's: no end behind a question, thinking opened by the template, and a start of the text."""
 
 DATED = """
 {%- if not date_string is defined %}{%- set date_string = strftime_now('%d %b %Y') %}{%- endif %}
@@ -71,7 +71,7 @@ DATED = """
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
 """
-"""As Llama 3.1's: the date is that of today unless one is given."""
+"""Template like Llama 3.1's: the date is that of today unless one is given."""
 
 NO_SYSTEM = """
 {%- if messages[0].role == 'system' %}{{- raise_exception('System role not supported') }}{%- endif %}
@@ -80,7 +80,7 @@ NO_SYSTEM = """
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
 """
-"""As Gemma's: a system message is an error."""
+"""Template like Gemma's: a system message is an error."""
 
 SPECIAL = ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<think>", "</think>")
 

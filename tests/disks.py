@@ -23,11 +23,11 @@ def full_disk(room_bytes: int) -> Iterator[None]:
 
 
 class PowerLoss:
-    """What a file system may have lost of files that were renamed, had the power gone at any moment: by the calls of
+    """Record of what a file system could lose of renamed files if the power failed at any moment, from the calls of
     `os.fsync`, `os.rename` and `os.replace`.
 
     Attributes:
-        renamed: what got its final name, in order.
+        renamed: final names in the order in which files and directories got them.
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ def _key(status: os.stat_result) -> tuple[int, int]:
 
 
 def _content(path: Path) -> object:
-    """What `fsync` of a file or of a directory writes."""
+    """Returns what `fsync` writes: the bytes of a file, the names in a directory."""
     return frozenset(os.listdir(path)) if path.is_dir() else path.read_bytes()
 
 

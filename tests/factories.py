@@ -114,7 +114,7 @@ QWEN3_30B: dict[str, Any] = {
     "max_position_embeddings": 40960,
     "rope_theta": 1000000.0,
 }
-"""What decides sizes in the published config of Qwen3-30B-A3B."""
+"""Fields of the published config of Qwen3-30B-A3B that decide sizes."""
 
 
 def hf_config(**changes: Any) -> dict[str, Any]:

@@ -22,6 +22,6 @@ def make_sink(folder: Path, failure: str = "", opening: Opening = OPENING, answe
 
 
 def told(folder: Path, kind: str = "row") -> list[Any]:
-    """What the library was told: of this kind alone."""
+    """Returns the messages of one kind that the fake library received."""
     lines = [json.loads(line) for line in (folder / "told.jsonl").read_text().splitlines()]
     return [line[kind] for line in lines if kind in line]

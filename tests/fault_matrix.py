@@ -40,8 +40,8 @@ from moerl.diagnostics.scoring import Question, Scored
 
 @dataclass(frozen=True, slots=True)
 class Planting:
-    """What a fault may look at. others: all rollouts. scored: this one by its own model, and by older weights. old:
-    what the engine sampled with those."""
+    """Inputs of a fault. others: all rollouts. scored, stale: scores of this rollout by its own model and by older
+    weights. old: the rollout that the engine sampled with the older weights."""
 
     rng: np.random.Generator
     others: Sequence[DumpedRollout]
@@ -229,9 +229,6 @@ def _replaced_tokens(rollout: DumpedRollout, planting: Planting) -> DumpedRollou
 def _engine_of(rollout: DumpedRollout, planting: Planting) -> DumpedRollout:
     return replace(planting.old, name=rollout.name, group=rollout.group, engine=rollout.engine)
 
-
-REST = frozenset({"unexplained", "weights"})
-"""Of which nothing is known but that it is there."""
 
 FAULTS: Mapping[str, tuple[Change, frozenset[str]]] = {
     name: (change, frozenset(causes.split()))

@@ -59,8 +59,8 @@ def tell(place: str, *, signal_name: str, call: int = 1, after: bool = False) ->
 def tell_everyone(
     place: str, *, signal_names: Sequence[str] = ("SIGTERM",), call: int = 1, after: bool = False
 ) -> None:
-    """As `tell`, several signals, and to all processes of this run; it says to which. They are one request, however
-    long the machine holds this process up between them."""
+    """Sends several signals to all processes of this run at one call of `place` (see `tell`), and prints their process
+    ids. The signals are one request, however long the machine delays this process between them."""
     stop_signals.TOGETHER_SECONDS = math.inf
 
     def tell() -> None:

@@ -248,7 +248,7 @@ class FakeLauncher:
 
 
 class Network:
-    """Where fake servers are found."""
+    """Network of fake servers."""
 
     def __init__(self, servers: Iterable[FakeServer]) -> None:
         self._servers = {server.endpoint.url: server for server in servers}

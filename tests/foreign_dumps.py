@@ -120,7 +120,7 @@ def _versions(rollout: DumpedRollout) -> list[str]:
 
 
 def _sample(rollout: DumpedRollout, index: int, routes: Any) -> dict[str, Any]:
-    """What slime and miles have in common."""
+    """Returns the fields that samples of slime and miles share."""
     start = rollout.num_prompt
     return {
         "group_index": int(rollout.group),
@@ -336,7 +336,7 @@ def write_sglang(
 
 
 def write_verl_texts(path: Path, rollouts: Rollouts) -> None:
-    """What verl writes with a rollout_data_dir: {step}.jsonl."""
+    """Writes texts as verl does with a rollout_data_dir: {step}.jsonl."""
     lines = [{"input": each.prompt, "output": each.response, "gts": "2", "score": 1.0, "step": 4} for each in rollouts]
     write_lines(path, lines)
 
@@ -368,7 +368,7 @@ def skyrl_batch(rollouts: Rollouts) -> dict[str, Any]:
 
 
 def write_skyrl(path: Path, rollouts: Rollouts) -> None:
-    """What SkyRL writes with dump_data_batch: a pickle."""
+    """Writes a pickle as SkyRL does with dump_data_batch."""
     path.write_bytes(pickle.dumps(skyrl_batch(rollouts)))
 
 

@@ -47,7 +47,7 @@ _PROMPT_FREES = {
 
 @dataclass
 class Tally:
-    """What became of the inputs of one target. escaped: errors that are no `MoerlError`, with the input's number.
+    """Results of the inputs of one target. escaped: errors that are no `MoerlError`, with the input's number.
 
     peak_over_limit: memory that the process took beyond the input's while it was read, over the limit of the reader.
     """

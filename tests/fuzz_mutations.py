@@ -82,7 +82,7 @@ PLAIN: list[Any] = [
     "", "a", "stop", "prompt", "sampled", "é" * 5, "a" * 5000, "\x00", "\u202e", "reward", b"", b"\0", b"\xff" * 32,
     [], [0], [[]], {}, {"a": 1}, {"": None}, [None] * 40,
 ]  # fmt: skip
-"""What msgpack holds."""
+"""Values that msgpack can have."""
 
 
 def changed(rng: Rng, document: Any) -> Any:

@@ -1,7 +1,7 @@
-"""What is fuzzed: nine ways for bytes, files and objects of strangers to come in, each given one input at a time.
+"""Targets of fuzzing: nine ways for bytes, files and objects of strangers to come in, each given one input at a time.
 
-An attack makes one input from a random generator; what it returns hands the input over and says what became of it.
-Anything raised then that is no `MoerlError` is for the campaign to count.
+An attack makes one input from a random generator. It returns a function that hands the input over and returns the
+outcome. The campaign counts errors of this function that are no `MoerlError`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from moerl.rollout.fleet.segments import trajectory_values
 from moerl.rollout.sglang.answers import VersionSpan, decode_compact, read_segment
 
 LIMIT_BYTES = 1 << 24
-"""What every reader is told to accept at most."""
+"""Limit in bytes of every reader."""
 
 LIMITS = WireLimits(max_frame_bytes=LIMIT_BYTES, max_payload_bytes=LIMIT_BYTES)
 _BOMB_BYTES = LIMIT_BYTES - (1 << 16)
@@ -300,7 +300,7 @@ def constructor(_: Path) -> Attack:
 
 
 def usable(trajectory: Trajectory) -> Trajectory:
-    """What was accepted can be sent: it comes back as it is but for numbers that became floats."""
+    """Checks that an accepted trajectory can be encoded and decoded again; returns it."""
     (back,) = decode_trajectories(encode_trajectories([trajectory]), spec=trajectory.spec)
     assert len(trajectory.temperatures) == len(back)
     return trajectory

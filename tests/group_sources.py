@@ -21,7 +21,7 @@ from moerl.orchestration.rollouts import Outcome
 
 PROMPTS = [Prompt(f"p{i}", f"{i}+1=") for i in range(12)]
 Answer = Callable[[str, int], Trajectory | None]
-"""What becomes of a rollout, by its id and the version: None where it is refused."""
+"""Function that returns a rollout by its id and the version; None if the rollout is refused."""
 
 
 def answer(
@@ -73,7 +73,7 @@ class FakeCollector:
 
 SAMPLING = SamplingParams()
 FOLDERS: list[Path] = []
-"""Of the test that runs."""
+"""Folder of the running test, as the only entry."""
 
 
 def source(answers: Answer, *overrides: str) -> tuple[GroupSource, FakeCollector]:

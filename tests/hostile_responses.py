@@ -38,4 +38,4 @@ SLOW = {
     "an expansion": r"\boxed{((x+1)^{1000}+1)^{1000}}",
     "memory": "x = [0] * 10**10",
 }
-"""Those that take long before something stops them."""
+"""Responses that take long before something stops them."""

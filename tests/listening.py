@@ -1,4 +1,4 @@
-"""Which addresses a tree of processes listens on, as the kernel says (Linux)."""
+"""Addresses that a tree of processes listens on, according to the kernel (Linux)."""
 
 from __future__ import annotations
 

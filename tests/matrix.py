@@ -1,4 +1,4 @@
-"""What the matrix of layouts runs in its ranks, and how far a layout may be from one process.
+"""Steps of the matrix of layouts, which run in its ranks, and limits of a layout's distance from one process.
 
 Every sample has rows without captured routing (the trainer's own router decides there), and every third one was drawn
 from the full vocabulary. Updates are plain SGD: a rounding error of a gradient stays one in the weights.
@@ -109,7 +109,7 @@ def step(trainer: Any, samples: Sequence[Any], **options: Any) -> dict[str, Any]
 
 
 def facts(trainer: Any, batches: Sequence[Any], report: Any, denominator: float) -> dict[str, Any]:
-    """What a rank knows about a step; `total` puts all ranks' together."""
+    """Returns a rank's facts about a step; `total` combines the facts of all ranks."""
     rows = report.rows if tiny_moe.speaks(trainer) else []
     differing = tiny_moe.row_table(trainer, batches, [row.layers_differing_T for row in report.rows])
     return {

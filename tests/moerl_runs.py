@@ -95,7 +95,7 @@ class Runs:
 
     @property
     def pid(self) -> int:
-        """Of the process that forks; 0 before the first run."""
+        """Id of the process that forks; 0 before the first run."""
         return self._process.pid if self._process is not None else 0
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What texts about this repository may name: files, tests, commands, keys, modules and what they define. Torch-free."""
+"""Names that texts about this repository may use: of files, tests, commands, keys, modules, and in them. Torch-free."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _looks_like_ours(path: str) -> bool:
 
 
 def unknown_commands(codes: list[str]) -> list[str]:
-    """What stands behind `moerl` and is no command."""
+    """Returns the words behind `moerl` that are no command."""
     wrong = []
     for code in codes:
         for words in re.findall(r"(?:^|[$`] ?|bin/)moerl((?: +[a-z]+){1,2})(?![\w.=/])", code):

@@ -47,7 +47,7 @@ def loss_and_gradient(batch: Batch, algorithm: Any) -> tuple[float, Matrix]:
 
 
 def weights(batch: Batch, algorithm: Any) -> Matrix:
-    """What each token's objective is multiplied with; 0 where nothing is trained."""
+    """Returns the factor of each token's objective; 0 if the token is not trained."""
     out = np.zeros(batch.mask.shape)
     for i, advantage in enumerate(batch.advantages):
         trained = batch.trained(i)
@@ -86,7 +86,7 @@ def _loss(batch: Batch, algorithm: Any, frozen: Matrix) -> complex:
 
 
 def _objective(algorithm: Any, logprob: complex, log: complex, logs: Sequence[complex], advantage: float) -> complex:
-    """What is maximised, of one token; `logs` are the log-ratios of its response."""
+    """Returns the maximised objective of one token; `logs` are the log-ratios of its response."""
     match algorithm.name:
         case "grpo":
             return _clipped(algorithm, log, advantage)
@@ -122,7 +122,7 @@ def _cut(algorithm: Any, log: complex, advantage: float) -> complex:
 
 
 def advantages(rewards: Matrix, groups: Sequence[int], num_tokens: Sequence[int], algorithm: Any) -> list[float]:
-    """Of each rollout, from the rewards of its group."""
+    """Returns the advantage of each rollout, from the rewards of its group."""
     out: list[float] = []
     for i, reward in enumerate(rewards.tolist()):
         group = [other for other, name in zip(rewards.tolist(), groups, strict=True) if name == groups[i]]

@@ -88,7 +88,7 @@ def sample(
 
 
 def dumped(trajectory: Trajectory, *, engine: str) -> DumpedRollout:
-    """What a dump that says everything says of a trajectory."""
+    """Returns a trajectory as a dump has it that records everything."""
     top_ps = np.ones(len(trajectory), np.float32)
     for turn in trajectory.turns:
         if turn.sampling is not None:

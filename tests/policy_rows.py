@@ -68,7 +68,7 @@ def policy_rows(trainer_T: Tensor, *, lengths: Sequence[int] | None = None, **gi
 
 
 def facts_of_presets(tokens: SampledTokens, **changes: Any) -> dict[str, float]:
-    """What every preset that wants to know something of the batch says of these tokens."""
+    """Returns the facts of the batch that the presets clip_cov and kl_cov compute from these tokens."""
     return {
         key: value
         for name in ("clip_cov", "kl_cov")

@@ -63,7 +63,7 @@ _FREE = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided
 
 
 class MixedDevicesError(RuntimeError):
-    """What a GPU would refuse."""
+    """Error of an operation that a GPU would refuse."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +76,8 @@ class Synchronisation:
 
 
 class Seen:
-    """What happened since the start, or since `clear`. num_operations: on the device, without views, allocations and
-    those of stand-ins: about as many launches."""
+    """Events since the start, or since `clear`. num_operations: operations on the device, without views, allocations
+    and those of stand-ins: about as many launches."""
 
     def __init__(self) -> None:
         self.synchronisations: list[Synchronisation] = []
@@ -87,7 +87,7 @@ class Seen:
         self.synchronisations, self.num_operations = [], 0
 
     def of(self, *modules: str) -> list[Synchronisation]:
-        """Those of modules whose names begin with one of these."""
+        """Returns the synchronisations of modules whose names begin with one of these."""
         return [each for each in self.synchronisations if each.module.startswith(modules)]
 
     def table(self) -> str:
@@ -302,12 +302,12 @@ class _Mode(TorchDispatchMode):
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    """Those with memory of their own: a sparse one is made of others."""
+    """Returns the tensors with memory of their own: a sparse tensor is made of others."""
     return [each for each in tree_leaves(tree) if isinstance(each, Tensor) and each.layout == torch.strided]
 
 
 def _target(args: Any, kwargs: Any) -> tuple[torch.device | None, Any, Any]:
-    """Where `Tensor.to` goes, and its other arguments."""
+    """Returns the device that `Tensor.to` moves to, or None if the tensor stays, and the other arguments."""
     kwargs = dict(kwargs)
     first = args[0] if args else kwargs.pop("device", kwargs.pop("other", None))
     if isinstance(first, Tensor):

@@ -1,4 +1,4 @@
-"""What decides sizes in published configs of models that are too large to run in tests."""
+"""Fields that decide sizes, from published configs of models that are too large to run in tests."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class NodesOfRay:
 
     @property
     def pid(self) -> int:
-        """Of the process that all nodes are children of."""
+        """Id of the process that is the parent of all nodes."""
         return self._process.pid
 
     def add_node(self, cpus: int) -> None:

@@ -67,7 +67,7 @@ class PlainReceiver:
         self.loaded.append(answers[0])
 
     def fail(self, at: str, how: str = "error") -> None:
-        """What its first rank does when it joins, or takes a bucket: at its beginning, at the third piece, or at its
+        """Makes the first rank fail when it joins, or takes a bucket: at its beginning, at the third piece, or at its
         end. how: error, SIGKILL or SIGSTOP."""
         self._connections[0].send(("fail", (at, how)))
         self._connections[0].recv()

@@ -1,4 +1,4 @@
-"""What holds of every page of a report of a real run or dump, seen in a real browser."""
+"""Checks of every page of a report of a real run or dump, in a real browser."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ def strip(text: str, num_tokens: int) -> Strip:
 
 
 def long_report(num_steps: int = 10_000, num_layers: int = 48, num_metrics: int = 100) -> Report:
-    """What a long run of a deep model leaves: `num_metrics` metrics of every step, all layers."""
+    """Builds the report of a long run of a deep model: `num_metrics` metrics of every step, all layers."""
     generator = random.Random(1)
     names = [
         "mismatch/logprob_abs_mean",

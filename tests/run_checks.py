@@ -1,4 +1,4 @@
-"""What tests compare runs by."""
+"""Comparisons of runs, and searches for their processes."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def server_info(**changes: Any) -> dict[str, Any]:
 
 
 def of_release(release: str) -> dict[str, Any]:
-    """What a server of a release says, with its patches."""
+    """Returns the server info of a patched server of a release."""
     report = contract_report(fingerprint=read_patches(release).fingerprint)
     return server_info(version=release, internal_states=[{"contract": report}])
 

@@ -54,6 +54,6 @@ def rename_release(environment: Path, version: str) -> None:
 
 
 def _info(environment: Path) -> Path:
-    """What pip knows of the release in it."""
+    """Returns the folder of pip's metadata of the installed release."""
     (info,) = site_packages(environment).glob("sglang-*.dist-info")
     return info

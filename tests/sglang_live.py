@@ -31,13 +31,13 @@ from moerl.rollout.sglang.launchers import OwnServer
 from moerl.rollout.sglang.server import ServerOptions, SGLangServer
 
 ENVIRONMENT = Path(os.environ.get("MOERL_SGLANG_ENV", Path(__file__).parents[1] / ".venv-sglang")).absolute()
-"""Where `make sglang` makes the servers' environment, of whichever release."""
+"""Folder in which `make sglang` makes the servers' environment, of whichever release."""
 
 START_SECONDS = 500.0
 """Far more than a server takes on a busy machine."""
 
 DEEPSEEK_PUBLISHED = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
-"""What DeepSeek's published configurations have and the class of transformers has not; SGLang needs it."""
+"""Fields of DeepSeek's published configurations that the class of transformers lacks; SGLang needs them."""
 
 
 @contextmanager
@@ -60,7 +60,7 @@ def post(endpoint: Endpoint, path: str, body: Mapping[str, Any], *, key: str | N
 def over_http[T](
     endpoint: Endpoint, ask: Callable[[SGLangHttp], Coroutine[Any, Any, T]], *, max_connections: int = 1
 ) -> T:
-    """What the client of a server answers."""
+    """Calls a server through our client and returns the answer."""
 
     async def run() -> T:
         http = SGLangHttp(endpoint, max_connections=max_connections, timeout_seconds=60.0)

@@ -145,7 +145,7 @@ class Cluster:
             self._ends.close()
 
     def call(self, *command: str, check: bool = True, cwd: Path | None = None) -> str:
-        """What a command printed."""
+        """Runs a command and returns its stdout; `check` requires status 0."""
         done = run(command, COMMAND_SECONDS, env=self.environment, cwd=cwd)
         assert done.returncode == 0 or not check, f"{' '.join(command)}: {done.stdout}{done.stderr}{self.logs()}"
         return done.stdout
@@ -160,7 +160,7 @@ class Cluster:
         return dict(row.split() for row in rows if row)
 
     def job(self, job: str) -> dict[str, str]:
-        """What ``scontrol show job`` says; of arrays, each task has an id of its own."""
+        """Returns the fields of ``scontrol show job``; of arrays, each task has an id of its own."""
         text = self.call("scontrol", "--oneliner", "show", "job", job)
         return dict(field.split("=", 1) for field in re.split(r"\s+(?=[A-Za-z:/]+=)", text.strip()) if "=" in field)
 

@@ -37,7 +37,7 @@ class Submitted:
         return self.slurm.job(self.job_id)
 
     def told(self) -> str:
-        """What the batch shell printed, and the logs of all attempts."""
+        """Returns what the batch shell printed, and the logs of all attempts."""
         files = sorted((self.run_dir / "slurm").glob("*.log"))
         return "\n".join(f"{file.name}:\n{file.read_text()}" for file in files)
 

@@ -52,7 +52,7 @@ def hub(
 
 
 def client_environment(address: str, home: Path, **others: str) -> dict[str, str]:
-    """Of a process that asks the hub at `address` and has its cache in `home`."""
+    """Returns the environment of a process that asks the hub at `address` and has its cache in `home`."""
     kept = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
     kept.pop("HF_HUB_OFFLINE", None)
     return {**kept, "HF_ENDPOINT": address, "HF_HOME": str(home), **others}
@@ -73,7 +73,7 @@ class Cache:
             monkeypatch.delenv(name.lower(), raising=False)
 
     def use(self, home: Path, address: str = "", *, offline: bool = False) -> None:
-        """As a new process with this environment would; without an address the hub stays."""
+        """Sets cache and hub as the environment of a new process would; without an address the hub stays."""
         self.home = home
         self._patch.setattr(constants, "HF_HUB_CACHE", str(home / "hub"))
         self._patch.setattr(constants, "HF_HUB_OFFLINE", offline)

@@ -290,7 +290,7 @@ def exported(trainer: Any) -> dict[str, np.ndarray]:
 
 
 def gradients(trainer: Any) -> dict[str, np.ndarray]:
-    """What the last step left in Megatron's gradient buffers, by Megatron's names."""
+    """Returns copies of Megatron's gradient buffers after the last step, by Megatron's names."""
     return {name: p.main_grad.float().numpy().copy() for name, p in trainer.model.chunks[0].named_parameters()}
 
 
@@ -310,6 +310,6 @@ def save(trainer: Any, folder: Path, name: str) -> Path:
 
 
 def checkpoint_state(name: str) -> dict[str, Any]:
-    """What the manifest of the checkpoint `name` has to say of it."""
+    """Returns the state that the manifest of the checkpoint `name` has to have."""
     _, stage, step = name.split("-")
     return {"stage": stage, "step": int(step)}

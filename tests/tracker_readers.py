@@ -1,4 +1,4 @@
-"""What a tracker has stored, read with its own library: ``python tests/tracker_readers.py NAME FOLDER``.
+"""Stored points of a tracker, read with its own library: ``python tests/tracker_readers.py NAME FOLDER``.
 
 Prints JSON: `points`, of [metric, step, value] in the order of their rows; `config`; `runs`, the ids. In a process of
 its own, because the libraries change the process that imports them.
@@ -20,7 +20,7 @@ PROJECT = "moerl"
 
 
 def stored(name: str, folder: Path) -> dict[str, Any]:
-    """What `name` has stored in its folder of a run directory."""
+    """Reads what the tracker `name` has stored in its folder of a run directory, in a process of its own."""
     command = [sys.executable, __file__, name, str(folder)]
     environment = {**os.environ, "TRACKIO_DIR": str(folder), "MLFLOW_DISABLE_TELEMETRY": "true"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)

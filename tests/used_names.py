@@ -1,4 +1,4 @@
-"""What the library uses of what it imports, for rules about what may be used where."""
+"""Names that the library uses of what it imports, for rules about which code may use them."""
 
 from __future__ import annotations
 

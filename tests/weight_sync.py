@@ -33,7 +33,7 @@ class KeepingSink:
             self.tensors[name] = tensor.clone()
 
     def abandon_update(self) -> None:
-        """What was received stays here for the test to look at."""
+        """Keeps the received tensors for the test to look at."""
 
     def end_update(self) -> None:
         self.calls.append("end")

@@ -76,12 +76,12 @@ def group_advantages(
 
 
 def pass_at_k_advantages(rewards_B: Tensor, group_index_B: Tensor, k: int) -> Tensor:
-    """What each rollout adds to the best of k: the mean of `max(r_i, max(S)) - max(S)` over all sets S of k - 1 others
-    of its group. float32 [B], computed in float64.
+    """Returns what each rollout adds to the best of k: the mean of `max(r_i, max(S)) - max(S)` over all sets S of k - 1
+    others of its group. float32 [B], computed in float64.
 
-    The mean over rollouts of k times these, with the gradients of their log-probs, is an unbiased gradient of E[max of
-    k rewards], with binary rewards pass@k, with a leave-one-out baseline (PKPO: Walder and Karkhanis 2025,
-    arXiv:2505.15201). Never negative. Where k is the size of the group, the best rollout gets its lead over the second,
+    The mean over rollouts of k times these numbers, with the gradients of their log-probs, is an unbiased gradient of
+    E[max of k rewards], with binary rewards pass@k, with a leave-one-out baseline (PKPO: Walder and Karkhanis 2025,
+    arXiv:2505.15201). Never negative. If k is the size of the group, the best rollout gets its lead over the second,
     and the others 0.
 
     Args:

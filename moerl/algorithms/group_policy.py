@@ -1,13 +1,13 @@
-"""What the built-in algorithms have in common: advantages, corrections, KL and reduction. Each adds its objective.
+"""Common base of the built-in algorithms: advantages, corrections, KL and reduction. Each algorithm adds its objective.
 
     loss_t = w_t objective_t + kl_coef KL_t - entropy_coef entropy_t
     loss   = reduction of loss_t over the trained tokens of the batch
 
 Log-ratios are of two kinds. The ratio r of an objective compares the weights being trained with those that the batch
-met (`trainer - proximal`) and has a gradient. The weight w compares these with the engine that sampled (`proximal -
-rollout`) and has none. All are inside the support that each token was drawn from. Denominators count every trained
-token or sequence, also where a correction gives it the weight 0: what is dropped makes the step smaller, and moves no
-other token's share.
+met (`trainer - proximal`) and has a gradient. The weight w compares the weights that the batch met with the engine that
+sampled (`proximal - rollout`) and has no gradient. All are inside the support that each token was drawn from.
+Denominators count every trained token or sequence, also those to which a correction gives the weight 0: what is dropped
+makes the step smaller, and moves no other token's share.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class GroupPolicy(AlgorithmSection):
                 )
 
     def _contradictions(self, group_size: int, minibatches: int) -> Iterator[tuple[bool, tuple[str, ...], str]]:
-        """Whether keys contradict each other, which, and what would go together."""
+        """Yields, for each rule, whether its keys contradict each other, these keys, and what would go together."""
         yield from (
             (
                 self.whiten and self.normalize_std,

@@ -22,7 +22,7 @@ Level = Literal["token", "sequence", "geometric", "off"]
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Of importance weights. drops: what lies outside becomes 0; else it becomes the bound."""
+    """Bounds of importance weights. drops: weights outside become 0; else they become the bound."""
 
     floor: float
     cap: float

@@ -61,13 +61,13 @@ class PolicyRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PolicyLoss:
-    """What an algorithm makes of a microbatch.
+    """Result of an algorithm on a microbatch.
 
     loss: scalar, differentiable; this rank's part of the loss of the batch. Parts are added over microbatches, context-
         and data-parallel ranks, so a mean divides by numbers of the whole batch: `token_mean` and `PolicyRows.totals`.
-    losses_T: float32; loss of each token before any denominator. clipped_T: bool; where the gradient was cut. All are
-        for reports; None where there is no such thing. weights_T: float32, the correction of each token, 0 where it is
-        left out; None where there is none.
+    losses_T: float32; loss of each token before any denominator. clipped_T: bool; True if the gradient of the token was
+    cut. weights_T: float32; correction of each token, 0 on tokens that are left out. These three are for reports; None
+    if the algorithm has none.
     """
 
     loss: Tensor
@@ -81,7 +81,7 @@ class PolicyObjective(Protocol):
 
     @property
     def reference_kl(self) -> KLSupport | None:
-        """What `PolicyRows.kl_T` sums over; None where no KL is wanted, and so no reference model is built."""
+        """Ids that `PolicyRows.kl_T` sums over; None if no KL is wanted, and so no reference model is built."""
         ...
 
     def compute_loss(self, rows: PolicyRows) -> PolicyLoss:
@@ -99,10 +99,10 @@ class SampledTokens:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RewardedBatch:
-    """What advantages are made from; one entry per rollout.
+    """Input of the computation of advantages; one entry per rollout.
 
     rewards_B: float32. group_index_B: int64; rollouts of one prompt have the same. episode_index_B: int64; rollouts
-    that are parts of one episode have the same. num_tokens_B: int64; sampled tokens. truncated_B: bool; True where the
+    that are parts of one episode have the same. num_tokens_B: int64; sampled tokens. truncated_B: bool; True if the
     response was cut off at its longest length.
     kl_B: float32, exact KL to the reference of the weights that the batch met, summed over the tokens of each rollout;
     None unless `Algorithm.kl_in_reward`.
@@ -121,7 +121,7 @@ class Algorithm(PolicyObjective, Protocol):
 
     @property
     def kl_in_reward(self) -> bool:
-        """Whether advantages are computed from `RewardedBatch.kl_B`."""
+        """True if advantages are computed from `RewardedBatch.kl_B`."""
         ...
 
     def compute_advantages(self, batch: RewardedBatch) -> Tensor:

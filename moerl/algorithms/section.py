@@ -27,16 +27,16 @@ class AlgorithmSection(Section):
 
     @property
     def kl_in_reward(self) -> bool:
-        """Whether `compute_advantages` needs `RewardedBatch.kl_B`, which costs a pass over the batch beforehand."""
+        """True if `compute_advantages` needs `RewardedBatch.kl_B`, which costs a pass over the batch beforehand."""
         return False
 
     @property
     def interpolates_proximal(self) -> bool:
-        """Whether the log-probs that the batch met are interpolated after its first update, not computed before it."""
+        """True if the log-probs that a batch met are interpolated after its first update, not computed before it."""
         return False
 
     def describe(self) -> str:
-        """What is computed, with the numbers in force; printed as a run starts."""
+        """Describes the computation, with the numbers in force; printed as a run starts."""
         return str(self.name)
 
     def check(self, *, group_size: int, minibatches: int) -> None:

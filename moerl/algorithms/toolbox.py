@@ -1,4 +1,4 @@
-"""What algorithms are made of, in one place: types of the seam and building blocks. Loads torch.
+"""Types and building blocks of algorithms, in one place. Loads torch.
 
 A built-in algorithm imports it inside its methods, because its settings are read before torch is loaded. A loss of a
 user's own imports it as usual: ``from moerl.algorithms.toolbox import PolicyLoss, token_mean``.

@@ -60,7 +60,7 @@ def _search_here() -> None:
 
 
 def _find(module: str) -> ModuleSpec | None:
-    """Where a module is, found without importing its packages."""
+    """Finds a module without importing its packages; None if there is none."""
     _search_here()
     path, spec, parts = None, None, module.split(".")
     for depth in range(1, len(parts) + 1):

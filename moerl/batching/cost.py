@@ -1,4 +1,4 @@
-"""What a sequence costs to train on, as a function of its length. Plain numbers; any process.
+"""Cost of training on a sequence, as a function of its length. Plain numbers; any process.
 
 Attention makes cost grow faster than length, so packs of equal length are not equally long to run.
 """

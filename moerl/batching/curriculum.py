@@ -1,4 +1,4 @@
-"""Which prompt comes next where that depends on how often its earlier groups were right. Pure; runs in the controller.
+"""Choice of the next prompt by how often its earlier groups were right. Pure; runs in the controller.
 
 An epoch is the seeded order of `moerl.batching.order`. The cursor walks through it, and takes prompts or passes over
 them.
@@ -17,15 +17,15 @@ FORGET_EPOCHS = 4
 """After so many epochs a prompt comes again whatever was known of it: the policy is another one by then."""
 
 SMALLEST_WEIGHT = 0.1
-"""Of a prompt that is always or never solved."""
+"""Smallest chance under `Choice.by_variance`: that of a prompt that is always or never solved."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Which prompts are taken, by the share of right responses in their latest group.
+    """Rule by which prompts are taken, from the share p of right responses in their latest group.
 
-    skip_above, skip_below: those beyond are passed over; None = none is. by_variance: those between are taken with the
-    chance 4 p (1 - p), `SMALLEST_WEIGHT` at least.
+    skip_above, skip_below: prompts beyond are passed over; None = none is. by_variance: other prompts are taken with
+    the chance 4 p (1 - p), `SMALLEST_WEIGHT` at least.
     """
 
     skip_above: float | None = None
@@ -38,7 +38,7 @@ class Choice:
         return self.skip_above is None and self.skip_below is None and not self.by_variance
 
     def chance(self, rate: float) -> float:
-        """Of a prompt with this share of right responses."""
+        """Returns the chance to take a prompt with this share of right responses."""
         if self.skip_above is not None and rate > self.skip_above:
             return 0.0
         if self.skip_below is not None and rate < self.skip_below:

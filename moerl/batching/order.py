@@ -1,5 +1,4 @@
-"""Which items a step works on, as a pure function of seed and step: nothing to store, nothing to lose at
-resume.
+"""Items that a step works on, as a pure function of seed and step: nothing to store, nothing to lose at resume.
 
 Runs in the controller.
 """

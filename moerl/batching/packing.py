@@ -24,10 +24,10 @@ from moerl.contract.trajectory import ModelSpec
 from moerl.errors import ConfigError, ContractError
 
 Uncaptured = Literal["reject", "live"]
-"""What happens to rows without captured routing: the batch is refused, or the trainer's own router decides there."""
+"""Treatment of rows without captured routing: the batch is refused, or the trainer's own router decides there."""
 
 _PARTS_OF_A_RANK = 8
-"""Where several ranks have to be balanced, samples that share rows are no more than such a part of a rank's."""
+"""Parts of a rank's rows: if several ranks have to be balanced, samples that share rows take up at most one part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ def _num_shared(batch: Microbatch) -> int:
 
 
 def _most_rows(num_rows: Sequence[int], num_ranks: int, options: PackOptions) -> int:
-    """Of a family: it fits into a microbatch, and ranks can be balanced with it."""
+    """Returns the most rows that a family may have: it fits into a microbatch, and ranks can be balanced with it."""
     total = sum(num_rows)
     return min(options.token_budget, total // (_PARTS_OF_A_RANK * num_ranks) if num_ranks > 1 else total)
 

@@ -313,7 +313,7 @@ def _check_routed(trajectory: Trajectory) -> None:
 
 
 def _checksums(sequences: Sequence[Rows], spec: ModelSpec) -> NDArray[np.uint64]:
-    """Of what was recorded, not of what was packed: they are to prove that."""
+    """Returns checksums of the routing as recorded, not as packed: they are to prove the packed routing."""
     if not sequences:
         return np.zeros(spec.num_moe_layers, np.uint64)
     expert_ids = [rows.expert_ids for rows in sequences if rows.expert_ids is not None]

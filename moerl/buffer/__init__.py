@@ -1,1 +1,1 @@
-"""What waits between engines and trainer: groups of rollouts, their slots and order, and where each of them ended."""
+"""Queue between engines and trainer: groups of rollouts, their slots and order, and an account of how each ended."""

@@ -1,4 +1,4 @@
-"""What flows through the queue, batch by batch: ages, versions, waste, and how long engines had nothing to do.
+"""Metrics of the flow through the queue, batch by batch: ages, versions, waste, and how long engines had nothing to do.
 
 Pure but for the clock it is given; runs in the controller.
 """

@@ -1,4 +1,4 @@
-"""Where every rollout that was asked for ended: trained, filtered, quarantined, or still pending.
+"""Account of the end of every rollout that was asked for: trained, filtered, quarantined, or still pending.
 
 A rollout contributes to at most one step. The ledger is committed with the weights, so what a checkpoint says was
 trained is in its weights, and nothing else is. Pure; runs in the controller.
@@ -68,7 +68,7 @@ class Ledger:
             self.filtered[reason] += self._take(number, count)
 
     def filter(self, number: int, reason: str) -> None:
-        """What is left of a group is not trained on."""
+        """Counts the rollouts of a group that have not ended as filtered: none of them is trained on."""
         self.filtered[reason] += self._take(number, self.pending_of(number))
 
     def train(self, number: int, count: int) -> None:
@@ -106,7 +106,7 @@ class Ledger:
             )
 
     def snapshot(self) -> dict[str, Any]:
-        """What a checkpoint keeps; plain JSON."""
+        """Returns the state that a checkpoint keeps, as plain JSON."""
         return {
             "issued": self.issued,
             "trained": self.trained,

@@ -33,7 +33,7 @@ class Lengths:
         self._offered.extend((number, length) for length in lengths)
 
     def train(self, lengths: Iterable[int]) -> None:
-        """Of responses in a batch."""
+        """Takes the lengths of the responses in a batch."""
         self._trained.extend(lengths)
 
     @property
@@ -48,7 +48,7 @@ class Lengths:
         return float(np.abs(np.subtract(*shares)).max())
 
     def warning(self) -> str:
-        """What a user should know, the first time that the distance is far; empty otherwise."""
+        """Returns a warning the first time that `distance` is above `FAR` over `MIN_RESPONSES` or more; else empty."""
         has_few = min(len(self._offered), len(self._trained)) < MIN_RESPONSES
         if self._has_warned or has_few or self.distance <= FAR:
             return ""

@@ -88,7 +88,7 @@ class QueueLimits:
 
     @property
     def formula(self) -> str:
-        """What `max_age` is, as messages say it."""
+        """Formula of `max_age`, for messages."""
         return "max_staleness" if self.drops else "max_staleness + ceil((window - 1) / prompts_per_step)"
 
 
@@ -204,8 +204,8 @@ class GroupQueue:
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
     def snapshot(self) -> dict[str, Any]:
-        """What a checkpoint keeps between two steps; plain JSON. What is taken was trained, and whoever goes on from
-        there gives engines its weights first."""
+        """Returns the state that a checkpoint between two steps keeps, as plain JSON. Groups of a batch count as
+        released: they were trained, and a run that goes on from the checkpoint gives engines its weights first."""
         return {
             "next_number": self.next_number,
             "open": self.numbers(GroupState.RUNNING, GroupState.FINISHED),

@@ -50,7 +50,7 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """What a run would do, without its first quarter.
+    """Results of a simulated run, without its first quarter.
 
     step_seconds: mean. tokens_per_second: trained. trainer_waits: share of time without a batch. engines_wait: share of
     time without a response, mean over engines. age_max, age_mean: of trained groups by their oldest token, in versions.
@@ -198,7 +198,7 @@ class _Simulation:
             heapq.heappush(self.events, (engine.next_end, next(self.order), index, engine.stamp))
 
     def _end_response(self, index: int) -> bool:
-        """Whether it was the last of its group."""
+        """Ends the next response of an engine; returns whether the response was the last of its group."""
         engine = self.engines[index]
         engine.advance(self.now)
         _, _, response = heapq.heappop(engine.running)

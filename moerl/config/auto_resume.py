@@ -1,7 +1,7 @@
 """``resume=auto``: goes on with the run in `run_dir` where there is one, and starts it where there is none. Torch-free.
 
 What a requeued job needs: the command line that started a run also goes on with it. Runs in the command line; ranks get
-what it was resolved to, because the run directory looks different once rank 0 has begun.
+what it was resolved to, because the run directory looks different once the controller has begun.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ def _check_own_tokenizer(config: RunConfig) -> None:
 
 
 def config_notes(config: RunConfig) -> list[str]:
-    """What a user should know about a configuration that is allowed; one line each, to be printed and logged."""
+    """Returns notes for the user on a configuration that is allowed; one line each, to be printed and logged."""
     notes = passed_on_notes(config)
     rollout = config.rollout
     cuts = rollout.top_p < 1.0 or rollout.min_p > 0.0 or rollout.top_k is not None
@@ -215,7 +215,8 @@ def describe_model(config: RunConfig) -> ModelDescription:
 
 
 def layout_load(config: RunConfig) -> Load:
-    """What the layout is fed with: the token budget, and the sequences of the smallest optimizer step."""
+    """Returns the load of the layout: the token budget of a microbatch, and the sequences of the smallest optimizer
+    step."""
     rl, sft = config.rl, config.sft
     steps = []
     if config.command != "sft":

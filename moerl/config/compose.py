@@ -30,7 +30,7 @@ from moerl.reading import find_irregular
 CONFIGS = shipped_folder("configs")
 
 DEFAULT_RECIPE = "laptop"
-"""As the defaults of `configs/config.yaml` say."""
+"""Recipe that the defaults of `configs/config.yaml` name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +61,8 @@ class SweptOverrides:
 
 @dataclass(frozen=True, slots=True)
 class RecipeValues:
-    """What a recipe sets. groups: the option it takes of each config group. keys: by dotted path, its value of each key
-    that is not what it would be without the recipe."""
+    """Groups and keys that a recipe sets. groups: the option it takes of each config group. keys: by dotted path, the
+    value of each key that would have another one without the recipe."""
 
     groups: dict[str, str]
     keys: dict[str, Any]
@@ -86,7 +86,8 @@ def compose_values(
 
 
 def recipe_values(recipe: str, config_dir: Path | None = None) -> RecipeValues:
-    """What a recipe sets beyond the base configuration and the options it takes. Raises `ConfigError`."""
+    """Returns the options that a recipe takes of config groups, and the keys that it sets beyond these and the base
+    configuration. Raises `ConfigError`."""
     with _configuration_errors():
         composed = _compose([f"recipe={recipe}"], config_dir, with_hydra=True)
         choices = composed.hydra.runtime.choices

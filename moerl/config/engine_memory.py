@@ -17,7 +17,7 @@ PROMPT_TOKENS = 128
 PREFILL_TOKENS = 16384
 """Prompt tokens of one pass: as `moerl.rollout.schedule`."""
 LOGIT_BYTES = 24
-"""Of a logit that is sampled from: itself in float32, its rank, its exponential and their sums."""
+"""Bytes of a logit that is sampled from: itself in float32, its rank, its exponential and their sums."""
 _GIB = 2**30
 
 

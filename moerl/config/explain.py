@@ -147,4 +147,4 @@ _REWARDS: dict[str, type[BaseModel]] = {
     get_args(model.model_fields["kind"].annotation)[0]: model for model in get_args(get_args(Reward)[0])
 }
 _TAGS = dict(key.split(".") for key in CHOICES)
-"""Of the sections that come in several kinds, the key that says which."""
+"""Key that says of which kind a section is, by section; only sections that come in several kinds."""

@@ -86,7 +86,7 @@ def _heading(key: Key) -> str:
 
 
 def _choice(key: Key) -> str | None:
-    """Of a section that comes in several kinds: the first kind that has the key."""
+    """Finds the first kind of a section that has the key; None if the section does not come in several kinds."""
     for names in CHOICES.values():
         for name, owner in names.items():
             if owner == key.owner:

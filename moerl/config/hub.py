@@ -108,7 +108,8 @@ def locate(name: str, commit: str | None = None, key: str = "model.path") -> Hub
 
 
 def _ask(repo: str, revision: str, key: str, name: str) -> bool:
-    """Whether the hub can be asked. Raises `ConfigError` where it has no safetensors files of the model."""
+    """Asks the hub about a model; returns False if it may not be asked or does not answer. Raises `ConfigError` if the
+    model has no safetensors files."""
     import huggingface_hub
     from huggingface_hub.errors import OfflineModeIsEnabled
 
@@ -266,7 +267,7 @@ def _since(began: float) -> str:
 
 
 def _bytes_in(folder: Path) -> int:
-    """Of the files of a folder; those that are renamed meanwhile count as nothing."""
+    """Counts the bytes of the files in a folder; those that are renamed meanwhile count as nothing."""
     total = 0
     for name in os.listdir(folder) if folder.is_dir() else []:
         try:

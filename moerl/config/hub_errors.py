@@ -1,4 +1,4 @@
-"""What `huggingface_hub` raises as it looks for a model or fetches one, as `ConfigError`s. Torch-free."""
+"""Errors of `huggingface_hub` as it looks for a model or fetches one, as `ConfigError`s. Torch-free."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HOW = "or give the directory of a copy"
 
 @contextmanager
 def hub_errors(key: str, name: str) -> Iterator[None]:
-    """What the library raises, as `ConfigError`."""
+    """Raises errors of the library as `ConfigError`s. key: key or option that names the model, for messages."""
     from huggingface_hub import errors
 
     kinds: tuple[tuple[type[Exception], Callable[[str, str, Any], ConfigError]], ...] = (

@@ -1,7 +1,7 @@
-"""Which network interface of this machine others are met on. Torch-free; any process.
+"""Choice of the network interface on which this machine meets others. Torch-free; any process.
 
-Where nobody names an interface, gloo listens on that of the host name and NCCL on the first that is no loopback. Either
-may be public.
+If nobody names an interface, gloo listens on the one of the host name, and NCCL on the first that is no loopback.
+Either may be public.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which parallel layouts Megatron-Core can run, and which valid ones are near one that it cannot. Pure; any process.
+"""Parallel layouts that Megatron-Core can run, and valid ones near one that it cannot. Pure; any process.
 
 The rules are those of megatron-core 0.19.2 (`initialize_model_parallel`, `TransformerConfig`, linear, attention and MoE
 layers), said before anything starts and in the words of the configuration:
@@ -8,7 +8,7 @@ layers), said before anything starts and in the words of the configuration:
     tensor                  divides  heads, dense, shared and latent widths; key-value heads divide it or it them
     expert                  divides  experts;   expert_tensor  divides  the width of an expert
     pipeline  is at most  layers;   virtual_pipeline > 1 needs pipeline > 1
-    pipeline x virtual_pipeline  divides  layers where virtual_pipeline > 1
+    pipeline x virtual_pipeline  divides  layers if virtual_pipeline > 1
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ LARGEST_CONTEXT = 64
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a layout has to be fed with. microbatch_tokens: budget of a packed microbatch. samples: sequences of the
-    smallest optimizer step."""
+    """Work for a layout. microbatch_tokens: budget of a packed microbatch. samples: sequences of the smallest optimizer
+    step."""
 
     microbatch_tokens: int
     samples: int

@@ -53,10 +53,11 @@ PIECES, PIECE_ELEMENTS = 2, 2**24
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a rank has to hold besides its part of the model.
+    """Settings that decide, besides its part of the model, how much memory a rank needs.
 
     element_bytes: of weights and activations, 2 or 4. distributed_optimizer: optimizer state is split over replicas.
-    reference: a frozen copy of the weights for the KL term. offload: share of optimizer state in host memory.
+    reference: the rank has a frozen copy of the weights for the KL term. offload: share of optimizer state in host
+    memory.
     """
 
     microbatch_tokens: int
@@ -89,7 +90,7 @@ class RankMemory:
 
 
 def needs_of(config: RunConfig) -> Needs:
-    """What the configuration of a run asks of a rank."""
+    """Returns the needs of a rank by the configuration of a run."""
     return Needs(
         microbatch_tokens=config.trainer.microbatch_tokens,
         element_bytes=2 if config.model.dtype == "bfloat16" else 4,
@@ -106,7 +107,7 @@ def heaviest_rank(sizes: ModelDescription, dims: ParallelDims, needs: Needs) -> 
 
 
 def rank_memory(sizes: ModelDescription, dims: ParallelDims, needs: Needs, stage: int) -> RankMemory:
-    """The memory of a rank of pipeline stage `stage`, from 0. `shape` must be one that the model can be cut into."""
+    """The memory of a rank of pipeline stage `stage`, from 0. The model can be cut as `dims` say."""
     parameters = rank_parameters(sizes, dims, stage)
     experts, everything = parameters["experts"], sum(parameters.values())
     state = MOMENTS + (FP32 if needs.element_bytes < FP32 else 0)
@@ -164,7 +165,7 @@ def _stage_layers(sizes: ModelDescription, dims: ParallelDims, stage: int) -> li
 
 
 def _attention_parameters(sizes: ModelDescription, tensor: int) -> int:
-    """Of one layer, its inner norms included."""
+    """Counts the attention's parameters of one layer on a rank, its inner norms included."""
     h, heads = sizes.hidden_size, sizes.num_attention_heads
     latent = sizes.latent
     if latent is not None:
@@ -185,7 +186,8 @@ def _attention_parameters(sizes: ModelDescription, tensor: int) -> int:
 
 
 def _activation_bytes(sizes: ModelDescription, dims: ParallelDims, needs: Needs, stage: int) -> int:
-    """What the stage keeps between forward and backward, and the one block that is being worked out again."""
+    """Returns the bytes that a stage keeps between forward and backward, and those of the one block that it works out
+    again at a time."""
     layers, moe = _stage_layers(sizes, dims, stage), set(sizes.moe_layers)
     kept = sum(_kept_by_layer(sizes, dims, needs, is_moe=layer in moe) for layer in layers)
     again = 0
@@ -240,7 +242,8 @@ def _mlp_bytes(sizes: ModelDescription, dims: ParallelDims, needs: Needs, *, is_
 
 
 def _scoring_bytes(sizes: ModelDescription, dims: ParallelDims, needs: Needs, stage: int) -> int:
-    """What log-probs and their gradients take on the last stage, tokens without a kept set among them."""
+    """Returns the bytes of log-probs and their gradients on the last stage, for tokens without a kept set, too; 0 for
+    other stages."""
     if stage != dims.pipeline - 1:
         return 0
     n, h, columns = _rows(dims, needs), sizes.hidden_size, math.ceil(sizes.vocab_size / dims.tensor)

@@ -1,6 +1,6 @@
-"""Which tensors a model's config needs, and whether a Hugging Face directory holds them. Torch-free; any process.
+"""Tensors that a model's config needs; refuses a Hugging Face directory without them. Torch-free; any process.
 
-Names and shapes are those of published checkpoints. A directory may hold more than is needed where nothing is lost:
+Names and shapes are those of published checkpoints. A directory may hold more than is needed if nothing is lost:
 multi-token-prediction heads, which are kept and not trained; rotary frequencies, which follow from the config; scales
 of FP8 weights; a head that is tied to the embedding. Anything else belongs to a model that would not be computed, and
 is refused.

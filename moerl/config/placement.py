@@ -1,4 +1,4 @@
-"""What `launch` needs of this machine, and which address the ranks of a run meet its controller at. Torch-free."""
+"""Needs of `launch` on this machine, and the address at which ranks of a run meet its controller. Torch-free."""
 
 from __future__ import annotations
 

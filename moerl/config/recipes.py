@@ -1,4 +1,6 @@
-"""What a recipe sets, in a few lines: shown when a run starts and by ``--show-config``. Torch-free."""
+"""Groups and keys that a recipe sets, in a few lines: shown when a run starts, by ``--show-config`` and by
+`moerl launch slurm --dry-run`. Torch-free.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a colocated run is where, and when: the one table of what sleeps. Pure; any process.
+"""Places of a colocated run's memory at each moment of a step: the one table of what sleeps. Pure; any process.
 
 `moerl.config.run_memory` counts by it; docs/sglang.md prints it. A step has three moments: servers sample; the new
 weights are sent to them; the trainer works on the rollouts. `trainer.sleep` decides two rows;

@@ -1,6 +1,6 @@
-"""What may change when a run goes on, and why the rest may not. Torch-free; the command line and every rank.
+"""Keys that may change when a run goes on, and why others may not. Torch-free; the command line and every rank.
 
-A key may change where it decides how long a run is, how it is watched and kept, or how fast it works: other parallel
+A key may change if it decides how long a run is, how it is watched and kept, or how fast it works: other parallel
 sizes, microbatches, threads and servers change what is learned by rounding alone.
 """
 
@@ -127,7 +127,7 @@ def changed_keys(before: RunConfig, now: RunConfig) -> list[Change]:
 
 
 def change_note(change: Change, config: RunConfig) -> str:
-    """What a change brings with it besides, empty where that is nothing. config: with the change."""
+    """Says what else a change brings with it; returns an empty text if it brings nothing. config: with the change."""
     schedules = {
         "rl.steps": ("optimizer", config.optimizer),
         "sft.steps": ("sft.optimizer", config.sft.optimizer),

@@ -30,7 +30,7 @@ class SamplingConfig(Section):
 
     @property
     def is_colocated(self) -> bool:
-        """Whether servers of the run take turns with the trainer on its devices."""
+        """True if servers of the run take turns with the trainer on its devices."""
         return False
 
 
@@ -53,7 +53,7 @@ class EmbeddedRolloutConfig(SamplingConfig):
 
 
 class _ServedRolloutConfig(SamplingConfig):
-    """What holds for every SGLang server."""
+    """Keys of all SGLang servers, whoever starts them."""
 
     start_seconds: Positive = Field(description="Longest time until a server is ready.")
     response_seconds: Positive = Field(description="Longest time from asking for a response to having it.")

@@ -53,7 +53,7 @@ class ArchitectureConfig(Section):
 
 
 class ModelConfig(Section):
-    """Which model is trained: one of `path` and `architecture`."""
+    """Model that is trained: one of `path` and `architecture`."""
 
     path: FilePath | None = Field(
         description="Hugging Face directory, or OWNER/NAME[@REVISION] of the hub, to start from; null builds"
@@ -167,7 +167,7 @@ class RLConfig(Section):
 
 
 class BufferConfig(Section):
-    """What waits between sampling and training."""
+    """Buffer of groups between sampling and training."""
 
     max_staleness: CountOrZero = Field(
         description="Versions that sampling may run ahead of training; 0 = each step waits for its own responses."
@@ -298,7 +298,7 @@ class DumpConfig(Section):
 
 
 class MetricsConfig(Section):
-    """Where metrics go."""
+    """Destinations of metrics."""
 
     sinks: list[Literal["jsonl", "tensorboard", "wandb", "mlflow", "trackio"]] = Field(
         description="Files and trackers that get every row: jsonl (always) and tensorboard in the run directory; wandb,"
@@ -317,7 +317,7 @@ class QuarantineConfig(Section):
 
 
 class LaunchConfig(Section):
-    """Where the ranks of the trainer run."""
+    """Placement of the trainer's ranks."""
 
     on: Literal["local", "ray"] = Field(
         description="local = on this machine: one rank in the process of the run, several as its child processes; ray ="
@@ -360,7 +360,7 @@ class RunConfig(Section):
 
     @property
     def has_engine(self) -> bool:
-        """Whether an engine samples; False if rollouts are read from dumps."""
+        """True if an engine samples; False if rollouts are read from dumps."""
         return not isinstance(self.rollout, DumpsRolloutConfig)
 
     def queue_limits(self) -> QueueLimits:

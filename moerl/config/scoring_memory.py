@@ -18,7 +18,7 @@ PASS_ROWS = 4096
 CHUNK_NUMBERS = 1 << 24
 """Logits that are scored at a time."""
 _CHUNK_BYTES = 40
-"""Of a logit that is scored: itself, and log-probs, sets and sorts in float64."""
+"""Bytes of a logit that is scored: itself, and log-probs, sets and sorts in float64."""
 
 
 @dataclass(frozen=True, slots=True)

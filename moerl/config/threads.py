@@ -12,12 +12,13 @@ from moerl.contract.trainer import Stage
 
 
 def engine_threads(config: RunConfig) -> int:
-    """Of the embedded engine: half of them beside the trainer, at least 1; all on a Ray node of its own."""
+    """Returns the threads of the embedded engine: half of the run's, at least 1, if it works beside the trainer on one
+    machine; else all, in turns with the trainer or on a Ray node of its own."""
     return max(1, config.num_threads // 2) if _engine_is_beside(config) else config.num_threads
 
 
 def rank_threads(config: RunConfig, stage: Stage) -> int:
-    """Of each rank of the trainer in a stage, at least 1: an equal part of what the engine leaves."""
+    """Returns the threads of each trainer rank in a stage, at least 1: an equal part of what the engine leaves."""
     left = config.num_threads
     if stage == "rl" and _engine_is_beside(config):
         left -= engine_threads(config)

@@ -1,7 +1,7 @@
-"""What the trackers of `metrics.sinks` need: their libraries, and the environment of their processes. Torch-free.
+"""Needs of the trackers of `metrics.sinks`: their libraries, and the environment of their processes. Torch-free.
 
-Whether a tracker sends anything is its library's own setting. Where the user has made none, it stays on this machine:
-what it stores lies in the run directory, and it asks nobody anything.
+A setting of its library decides whether a tracker sends anything. If the user has made none, the tracker stays on this
+machine: it stores everything in the run directory, and asks nobody anything.
 """
 
 from __future__ import annotations

@@ -92,10 +92,10 @@ class Microbatch:
 
 @dataclass(frozen=True, slots=True)
 class BatchTotals:
-    """What a batch of one optimizer step holds, over all microbatches and ranks.
+    """Totals of a batch of one optimizer step, over all microbatches and ranks.
 
-    num_tokens: trained tokens. num_sequences: sequences with at least one of them. facts: what else the algorithm wants
-    to know of the whole batch, finite numbers by name.
+    num_tokens: trained tokens. num_sequences: sequences with at least one trained token. facts: further numbers about
+    the whole batch that the algorithm wants to know, finite, by name.
     """
 
     num_tokens: float
@@ -104,7 +104,7 @@ class BatchTotals:
 
     @classmethod
     def of(cls, batches: Iterable[Microbatch]) -> BatchTotals:
-        """Of whole microbatches, not shares, of all data-parallel ranks; each sample is in one of them."""
+        """Returns the totals of whole microbatches, not shares, of all data-parallel ranks; each sample is in one."""
         num_tokens = num_sequences = 0
         for batch in batches:
             num_tokens += int(batch.loss_mask.sum())

@@ -1,4 +1,4 @@
-"""What the controller tells a worker rank, and what comes back: typed messages, no pickle. Torch-free; any process.
+"""Typed messages between the controller and worker ranks, no pickle. Torch-free; any process.
 
 A command may be followed by a frame (`moerl.contract.batch_wire`), a byte string of its own. Arrays travel as their
 bytes with dtype and shape, which are compared before anything is built.
@@ -80,11 +80,11 @@ class Target(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """A server as senders of weights reach it."""
 
     key: str
-    """Of the engine's connection to it; a server that took its place has another."""
+    """Key of the engine's connection to this server; a server that replaces this one has another key."""
     name: str
     """For messages."""
     address: dict[str, Any]
-    """As `ServerBackend.address`."""
+    """Address of the server, as in `ServerBackend.address`."""
 
 
 class Build(Command):
@@ -134,7 +134,7 @@ class Publish(Command):
 
     version: int
     dtypes: dict[str, str] | None
-    """As `CheckedSink.held_dtypes` of the engine, for checksums; None if no checksums are wanted."""
+    """Dtypes of the engine for checksums, as in `CheckedSink.held_dtypes`; None if no checksums are wanted."""
     targets: tuple[Target, ...] = ()
     """The engine's servers, if senders send to servers."""
 
@@ -313,9 +313,9 @@ class Failure(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class Reply(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """Of one rank, to one command. progress: microbatches begun, and of how many, while the command goes on; such a
-    reply is not the last. peak_rss_bytes: of the rank's process. notes, shares_prompts: in the reply to `Build`, what
-    a user should know about the rank's device, and whether prompts are shared there. checksums: in the reply to
+    """Reply of one rank to one command. progress: microbatches begun, and of how many, while the command goes on; such
+    a reply is not the last. peak_rss_bytes: of the rank's process. notes, shares_prompts: in the reply to `Build`, what
+    a user should know about the rank's device, and whether the rank shares prompts. checksums: in the reply to
     `Publish`, by name of the tensors that the rank sent; None if none was wanted. failed: servers that are out of the
     update, by key, and why."""
 

@@ -41,7 +41,7 @@ DERIVED: dict[str, tuple[pa.DataType, Callable[[Trajectory], Any]]] = {
     "min_policy_version": (pa.int32(), lambda t: int(t.policy_versions[t.sampled].min())),
     "max_policy_version": (pa.int32(), lambda t: int(t.policy_versions.max())),
 }
-"""What follows from the arrays, for people."""
+"""Columns that follow from the arrays, for people who read a dump."""
 
 SCALARS: dict[str, tuple[pa.DataType, Callable[[Trajectory], Any]]] = {
     **{name: (pa.string(), lambda t, name=name: getattr(t.lineage, name)) for name in LINEAGE[:-1]},

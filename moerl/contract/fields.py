@@ -1,4 +1,4 @@
-"""What a trajectory is made of: the facts about model, sampling and turns, and all fields before they are checked.
+"""Parts of a trajectory: the facts about model, sampling and turns, and all fields before they are checked.
 
 Shape legend: S = tokens of the trajectory, L = MoE layers (dense layers are not counted), K = experts per token,
 E = experts, V = vocabulary size. Pure data: numpy only, no torch. `moerl.contract.invariants` checks these fields;
@@ -93,7 +93,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Lineage:
-    """Where a trajectory comes from. `rollout_id` is unique and the same for every attempt at the same rollout."""
+    """Origin of a trajectory. `rollout_id` is unique and the same for every attempt at the same rollout."""
 
     rollout_id: str
     prompt_id: str

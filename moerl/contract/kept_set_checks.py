@@ -53,7 +53,7 @@ def _check_offsets(trajectory: TrajectoryFields) -> None:
 
 
 def _check_truncation(trajectory: TrajectoryFields, sizes: NDArray[np.int64]) -> None:
-    """Which tokens list a kept set, and how long it may be, given how their turn was sampled."""
+    """Checks which tokens list a kept set, and how long each set is, given how the turn was sampled."""
     truncated, largest = trajectory.truncated, np.zeros(len(trajectory), np.int64)
     for turn in trajectory.turns:
         if turn.sampling is not None:

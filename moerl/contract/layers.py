@@ -1,4 +1,4 @@
-"""Which columns of an engine's expert ids are the model's MoE layers: agreed in the handshake, never guessed.
+"""Columns of an engine's expert ids that are the model's MoE layers: agreed in the handshake, never guessed.
 
 Some engines report every decoder layer, others the MoE layers alone; with a dense layer in front the two differ by a
 shift that no shape check finds when layers are otherwise alike. Pure data; any process.
@@ -50,13 +50,13 @@ class LayerSelection:
 
 
 def select_layers(info: EngineInfo, num_layers: int, moe_layers: tuple[int, ...]) -> LayerSelection:
-    """What to take of the expert ids of the engine that gave this handshake.
+    """Returns the columns to take of the expert ids of the engine that gave this handshake.
 
     Args:
         num_layers: decoder layers of the model. moe_layers: those with experts, from 0, ascending.
 
     Raises:
-        EngineError: it reports other layers than it says, or than the model has.
+        EngineError: the engine reports other layers than it says, or than the model has.
     """
     announced = {ReportedLayers.ALL: tuple(range(num_layers)), ReportedLayers.MOE: moe_layers}
     expected = announced[info.reported_layers]

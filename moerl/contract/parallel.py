@@ -137,7 +137,7 @@ class RankCoordinates:
 
     @property
     def is_main(self) -> bool:
-        """True on rank 0, which hosts the embedded engine and writes the run directory."""
+        """True on rank 0, the main rank."""
         return self.rank == 0
 
     @property

@@ -64,7 +64,7 @@ def safe_repr(value: object) -> str:
 
 
 def from_plain(value: Any) -> Any:
-    """What `to_plain` made msgpack types of; a value without a plain form is a map `{"repr": text}`."""
+    """Restores a value from the output of `to_plain`; one without a plain form becomes a map `{"repr": text}`."""
     if isinstance(value, list):
         return [from_plain(item) for item in value]
     if not isinstance(value, dict):

@@ -31,8 +31,8 @@ class RolloutRequest:
 
 
 class ReportedLayers(StrEnum):
-    """Of which decoder layers an engine reports expert ids: of all (what dense ones carry means nothing), or of the MoE
-    layers alone."""
+    """Decoder layers of which an engine reports expert ids: all (ids of dense layers mean nothing), or the MoE layers
+    alone."""
 
     ALL = "all"
     MOE = "moe"
@@ -57,10 +57,10 @@ class EngineInfo:
 
 @dataclass(slots=True)
 class InterruptCosts:
-    """What weight updates cost sampling, summed up since the engine was made. Sampled tokens are never thrown away.
+    """Costs of weight updates for sampling, summed up since the engine was made. Sampled tokens are never thrown away.
 
-    interrupted: rollouts under way when an update began. recomputed_tokens: whose keys and values were computed again.
-    stalled_seconds: between the last token of the old weights' and the first that the new ones could sample.
+    interrupted: rollouts under way when an update began. recomputed_tokens: tokens whose keys and values were computed
+    again. stalled_seconds: between the last token of the old weights and the first that the new ones could sample.
     """
 
     interrupted: int = 0
@@ -70,9 +70,9 @@ class InterruptCosts:
 
 @dataclass(frozen=True, slots=True)
 class RolloutRecord:
-    """What an engine adapter delivers before the contract has looked at it: `Trajectory` field values by name.
+    """Record of an engine adapter before the contract has checked it: `Trajectory` field values by name.
 
-    refusal: why an answer could not be read, where that is so; `values` is then what arrived, for the quarantine.
+    refusal: why an answer could not be read, else None; with a refusal, `values` is what arrived, for the quarantine.
     """
 
     rollout_id: str
@@ -237,7 +237,7 @@ class Task(Protocol):
         ...
 
     def place(self, prompt: Prompt) -> str:
-        """Where a prompt comes from, for messages: a line of a file, or its id."""
+        """Returns the origin of a prompt for messages: a line of a file, or the prompt's id."""
         return prompt.prompt_id
 
     def tokenizer_texts(self, count: int) -> list[str]:
@@ -264,7 +264,7 @@ class Task(Protocol):
         return
 
     def notes(self) -> list[str]:
-        """What a user should know of the data: sizes, what was left out. One line each."""
+        """Returns what a user should know about the data: sizes, what was left out. One line each."""
         return []
 
     def close(self) -> None:
@@ -287,7 +287,7 @@ class ChatTask(Task, Protocol):
 
     @property
     def has_chats(self) -> bool:
-        """Whether any prompt is made of messages."""
+        """True if any prompt is made of messages."""
         ...
 
     def write_prompts(self, write: Callable[[Prompt], Prompt | None]) -> None:

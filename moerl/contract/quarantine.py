@@ -156,7 +156,7 @@ class Quarantine:
         return found or Refusal(str(Reason.WRONG_TYPE), "a record whose rollout id is no text")
 
     def counters(self) -> dict[str, int]:
-        """What a checkpoint keeps: refused records by reason code, and `admitted`."""
+        """Returns the counts that a checkpoint keeps: refused records by reason code, and `admitted`."""
         return {**self.counts, "admitted": self.num_admitted}
 
     def count_again(self, num_admitted: int, reasons: Iterable[str]) -> None:

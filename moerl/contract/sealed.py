@@ -41,7 +41,7 @@ def seal(folder: Path) -> None:
 
 
 def find_damage(folder: Path) -> str | None:
-    """What is wrong with a sealed folder; None where every file is what was written."""
+    """Returns what is wrong with a sealed folder; None if every file is what was written."""
     try:
         return _find_damage(folder)
     except OSError as error:

@@ -52,6 +52,6 @@ def is_sealed(data: bytes) -> bool:
 
 
 def _value_at(footer: bytes) -> int:
-    """Where the digest stands in a footer; -1 where there is none. The last one: statistics come before metadata."""
+    """Returns the place of the last digest in a footer (statistics come before metadata); -1 if there is none."""
     at = footer.rfind(_MARK)
     return at if at < 0 else at + len(_MARK)

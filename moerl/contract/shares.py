@@ -107,9 +107,9 @@ def routing_bytes(batches: Sequence[Microbatch]) -> int:
 
 
 def own_routing_bytes(batches: Sequence[Microbatch], layout: RankCoordinates) -> float:
-    """What of `routing_bytes` a rank cannot do without: the rows of samples in its own slice and layers.
+    """Returns the part of `routing_bytes` that a rank cannot do without: samples' rows in the rank's slice and layers.
 
-    batches: its shares, as `cut_share` made them or a frame brought them.
+    batches: the rank's shares, as `cut_share` made them or a frame brought them.
     """
     total = 0.0
     for batch in batches:

@@ -29,10 +29,10 @@ Stage = Literal["sft", "rl"]
 
 @dataclass(frozen=True, slots=True)
 class UpdateReport:
-    """What one update did.
+    """Report of one update.
 
-    grad_norm: before clipping; 0 where the update was skipped. learning_rate: the one that was used. skipped: the
-    gradient was not finite, so weights, moments and schedule are as they were. skipped_in_a_row: up to this one.
+    grad_norm: before clipping; 0 if the update was skipped. learning_rate: the one that was used. skipped: the gradient
+    was not finite, so weights, moments and schedule are as they were. skipped_in_a_row: updates, up to this one.
     """
 
     grad_norm: float
@@ -87,9 +87,9 @@ def sum_reports(reports: Sequence[PassReport]) -> PassReport:
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """What reached the dispatchers for one microbatch, over all ranks: int64 [R, 6], columns `WORDS`.
+    """Rows that reached the dispatchers for one microbatch, over all ranks: int64 [R, 6], columns `WORDS`.
 
-    recorded: the same of the pass whose own routing is kept; None where the trajectories' routing is.
+    recorded: such rows of the pass whose own routing is kept; None if the trajectories' routing is kept.
     """
 
     dispatched: NDArray[np.int64]
@@ -105,17 +105,17 @@ class Trainer(Protocol):
 
     @property
     def coordinates(self) -> Sequence[RankCoordinates]:
-        """What part of a batch each rank computes on, in rank order; known after `build`."""
+        """Coordinates of each rank, which decide its part of a batch, in rank order; known after `build`."""
         ...
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether batches are packed with shared prompts (`trainer.share_prompts`); known after `build`."""
+        """True if batches are packed with shared prompts (`trainer.share_prompts`); known after `build`."""
         ...
 
     @property
     def notes(self) -> Sequence[str]:
-        """What a user should know about the device of the ranks, a line each; known after `build`."""
+        """Notes for the user about the device of the ranks, a line each; known after `build`."""
         ...
 
     @property

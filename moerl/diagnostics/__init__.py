@@ -1,1 +1,1 @@
-"""What a run leaves behind for people: curves, a summary, the closing lines. Torch-free."""
+"""Reports for people about runs and dumps: findings, alerts, charts, tables, summaries. Torch-free."""

@@ -1,4 +1,5 @@
-"""What in the rows of a run should make somebody look. Pure functions on rows of `metrics.jsonl`; torch-free.
+"""Alerts from the rows of a run, for problems that a person should look at. Pure functions on rows of `metrics.jsonl`;
+torch-free.
 
 Runs in the controller, after each step, and in `moerl watch`.
 """
@@ -23,7 +24,7 @@ GAP_FLOOR = 2e-3
 """Nats: a gap below it is arithmetic in 16 bits, whatever it was before."""
 
 FAR_SHARE = 0.1
-"""Of tokens whose two probabilities are apart by more than a factor of two, F(2)."""
+"""Largest F(2) without an alert. F(2): share of tokens whose two probabilities differ by more than a factor of two."""
 
 _RL = STAGES[1]
 _GAP, _FAR = "mismatch/logprob_abs_mean", "mismatch/share_above_ln2"
@@ -43,7 +44,7 @@ class Alert:
 
 
 def active_alerts(rows: Sequence[Mapping[str, Any]]) -> list[Alert]:
-    """What is alarming at the last of these rows.
+    """Returns the alerts that are active at the last of these rows.
 
     Args:
         rows: of reinforcement learning or of all stages, in order; the last `HISTORY` of the former count.
@@ -62,7 +63,7 @@ class Announcer:
         self._said: frozenset[str] = frozenset()
 
     def new(self, active: Sequence[Alert]) -> list[Alert]:
-        """Those of the active ones that were not active the time before."""
+        """Returns the active alerts whose kind was not active in the last call."""
         fresh = [alert for alert in active if alert.kind not in self._said]
         self._said = frozenset(alert.kind for alert in active)
         return fresh

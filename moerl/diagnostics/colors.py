@@ -12,7 +12,7 @@ PALETTE = ("#0072b2", "#c65102", "#00805a", "#a6488b", "#80640a", "#5a6772", "#0
 BLUE, ORANGE, GREEN, PINK, OCHRE, GREY, TEAL, PURPLE = PALETTE
 
 TRAINED, ROLLOUTS, EVALUATION = BLUE, ORANGE, GREEN
-"""What the trainer computed in the step; what was sampled for training; greedy responses of an evaluation."""
+"""Colours of the trainer's values in a step, responses sampled for training, and greedy responses of an evaluation."""
 NOTHING_KEPT, EXPERTS, MASKS, REST = PURPLE, PINK, TEAL, GREY
 """The gap with nothing kept; what other experts make of it; what sampling masks make; what is left with both kept."""
 

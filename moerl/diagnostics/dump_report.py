@@ -9,9 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moerl.diagnostics.causes.diagnosis import Diagnosis
+from moerl.diagnostics.causes.faults import LEAST_TOKENS
 from moerl.diagnostics.causes.gaps import Assumption, Bootstrap, Differences, Plan
 from moerl.diagnostics.causes.routes import Place, route_table
-from moerl.diagnostics.causes.texts import CAUSES
+from moerl.diagnostics.causes.texts import CAUSES, OPEN
 from moerl.diagnostics.dumps.build import EMPTY
 from moerl.diagnostics.dumps.rollout import DumpedRollout, Unusable
 from moerl.diagnostics.report.data import (
@@ -30,10 +31,10 @@ from moerl.diagnostics.report.data import (
     Unread,
     Verdict,
 )
+from moerl.diagnostics.report.run_findings import FAR_SHARE, GAP_FAULT, GAP_NOTE
 from moerl.diagnostics.tallies import Tallies
-from moerl.diagnostics.trainer_side import FACT, distances, said, sampled_gaps, scorer_of_trainer, trainer_gaps
+from moerl.diagnostics.trainer_side import FACT, FAR_LOG_RATIO, TrainerSide, sampled_gaps, scorer_of_trainer
 
-FAR_LOG_RATIO = float(np.log(2.0))
 MAX_STRIP_TOKENS = 400
 REPAIRED = ", repaired"
 """Put behind names of what is shown with every fault taken back, beside the dump as it came."""
@@ -87,22 +88,23 @@ def report_of_diagnosis(diagnosis: Diagnosis, facts: DumpFacts) -> Report:
         table = {name: each for name, each in table.items() if name in ("neither", "kept_sets")}
     ours = {name: gaps.differences(each) for name, each in table.items()}
     figures = {name: mismatch_figures(each.d_N) for name, each in ours.items()}
-    theirs = distances(gaps.rollouts, ours)
-    for name, nats in theirs.items():
-        figures[name]["trainer_distance"] = nats
-    if theirs:
-        figures["trainer"] = mismatch_figures(trainer_gaps(gaps.rollouts))
+    findings, trainer = diagnosis.findings, TrainerSide(gaps, table, final, diagnosis.own_floor)
+    has_trainer = bool(trainer.there())
+    if has_trainer:
+        findings = (*findings, *trainer.findings())
+        for name, nats in trainer.distances().items():
+            figures[name]["trainer_distance"] = nats
+        figures["trainer"] = mismatch_figures(trainer.from_engine())
     if any(finding.level == "fault" for finding in diagnosis.findings):
         figures["repaired"] = mismatch_figures(diagnosis.residual.d_N)
     figures["floor"] = {"logprob_abs_mean": diagnosis.floor}
-    trainer = ((FACT, said(gaps.rollouts, theirs)),) if theirs else ()
     return Report(
         title=f"Routing mismatch of {facts.name}",
         subtitle=f"{len(gaps.rollouts)} rollouts, {gaps.starts[-1]:,} sampled tokens, scored by {scorer.name}",
-        verdict=verdict(diagnosis.findings, diagnosis.decompositions, diagnosis.floor),
-        facts=(*facts.facts, *trainer),
+        verdict=verdict(findings, diagnosis.decompositions, diagnosis.floor),
+        facts=(*facts.facts, *([(FACT, trainer.said())] if has_trainer else [])),
         decompositions=diagnosis.decompositions,
-        findings=(*diagnosis.findings, *_empty(facts.unusable)),
+        findings=(*findings, *_empty(facts.unusable)),
         scorers=figures,
         steps=_steps(gaps.rollouts, came.d.d_N, came.d.starts),
         layers=came.tallies.layers(),
@@ -169,38 +171,40 @@ def verdict(findings: Sequence[Finding], decompositions: Sequence[Decomposition]
     """Returns two sentences: what is wrong and how sure, what to change. In order is a dump without faults of which
     everything is explained."""
     faults = [finding for finding in findings if finding.level == "fault"]
-    aged = next((finding for finding in findings if finding.cause == "staleness"), None)
-    left = [finding for finding in findings if finding.cause == "unexplained"]
+    left = [finding for finding in findings if finding.cause in OPEN and finding.level == "note"]
     and_rest = "".join(f" {finding.title[0].upper()}{finding.title[1:]}." for finding in left)
     gap = decompositions[0].total.value
     if faults:
-        named = "; ".join(
-            f"{finding.title} ({finding.confidence}, {finding.share:.0%} of the gap as recorded)"
-            for finding in faults[:3]
-        )
+        named = "; ".join(f"{finding.title} ({_how_sure(finding)})" for finding in faults[:3])
         more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
         remedies = list(dict.fromkeys(finding.remedy for finding in faults[:3]))
         return Verdict("fault", f"{named[0].upper()}{named[1:]}{more}.{and_rest}", " ".join(remedies))
-    if aged is not None:
-        text = f"{aged.title[0].upper()}{aged.title[1:]}; that makes {aged.share:.0%} of the gap as recorded."
-        return Verdict("note", text + and_rest, aged.remedy)
     unsaid = next((finding for finding in findings if finding.cause == "temperature_unsaid"), None)
     if unsaid is not None:
         text = f"The dump does not say its temperature: {unsaid.title}."
         return Verdict("note", text + and_rest, unsaid.remedy)
     if left:
-        return Verdict("note", f"No known cause fits, and not all of the gap is rounding.{and_rest}", left[0].remedy)
+        remedies = dict.fromkeys(finding.remedy for finding in left)
+        return Verdict("note", f"Not all is explained.{and_rest}", " ".join(remedies))
     shares = {share.cause: share.nats.value for share in decompositions[0].shares}
     parts = [f"{shares[c] / gap:.0%} by {name}" for c, name in _KEPT if shares.get(c, 0.0) > 0.0 and gap > 0.0]
     left = decompositions[-1].total.value
     if not {"masks", "routing"} & shares.keys():
-        text = f"Engine and model are {gap:.1e} nats apart; the dump holds neither routes nor kept sets to explain it."
-        return Verdict("note", text, "Dump routes and kept sets: without them nothing can be told apart.")
+        text = (
+            f"Nothing is wrong that shows: engine and model are {left:.1e} nats apart, which is rounding, and the other"
+            f" experts that rounding chooses ({floor:.1e})."
+        )
+        return Verdict("good", text, "Dump routes and kept sets: with them, smaller faults show.")
     text = (
         f"Nothing is wrong with this record: with what it keeps enforced, engine and model are {left:.1e} nats apart,"
         f" which is rounding ({floor:.1e})."
     )
     return Verdict("good", text, f"Keep enforcing it: without, the gap is {gap:.1e} nats, made {' and '.join(parts)}.")
+
+
+def _how_sure(finding: Finding) -> str:
+    """Returns how sure a fault is, and its part of the gap if it has one."""
+    return finding.confidence + (f", {finding.share:.0%} of the gap as recorded" if finding.share else "")
 
 
 _KEPT = (("routing", "own routing"), ("masks", "sampling masks"))
@@ -220,22 +224,25 @@ def report_of_policies(
     total = Bootstrap.of(starts).mean(np.abs(d))
     zero = Interval(0.0, 0.0, 0.0)
     parts = (Share("unexplained", "not taken apart without a model", total),)
-    figures = mismatch_figures(d)
-    far = figures["share_above_ln2"]
+    figures, findings = mismatch_figures(d), _as_dumped(d, starts, total, tallies.names)
     text = (
-        f"Trainer and engine are {total.value:.1e} nats apart, and {far:.1%} of the tokens by more than a factor of 2."
+        f"Trainer and engine are {total.value:.1e} nats apart, and {figures['share_above_ln2']:.1%} of the tokens by"
+        f" more than a factor of 2{'' if findings else f'; below {GAP_NOTE:g} nats it is healthy'}."
     )
-    advice = "Give the model with --model to learn the causes." if far > 0.0 or total.value > 1e-3 else "Nothing to do."
+    is_fault = any(finding.level == "fault" for finding in findings)
+    level = "fault" if is_fault else "note" if findings else "good"
+    advice = findings[0].remedy if findings else "Nothing to do. With --model smaller faults show."
+    text += "".join(f" {each.title[0].upper()}{each.title[1:]}." for each in findings if each.rollouts)
     sampled_d = [sampled_gaps(rollout) for rollout in rollouts]
     sample_starts = np.cumsum([0, *map(len, sampled_d)])
     joined = np.concatenate(sampled_d)
     return Report(
         title=f"Routing mismatch of {facts.name}",
         subtitle=f"{tallies.num_rollouts:,} rollouts, {len(d):,} sampled tokens, both policies as dumped",
-        verdict=Verdict("note" if far <= 0.1 else "fault", text, advice),
+        verdict=Verdict(level, text, advice),
         facts=facts.facts,
         decompositions=(Decomposition("as dumped", total if total.value else zero, parts),),
-        findings=_empty(facts.unusable),
+        findings=(*findings, *_empty(facts.unusable)),
         scorers={scorer_of_trainer(rollouts[0]): figures},
         steps=_steps(rollouts, joined, sample_starts),
         layers=tallies.layers(),
@@ -247,6 +254,33 @@ def report_of_policies(
         unusable=_unread(facts.unusable),
         notes=facts.notes,
     )
+
+
+def _as_dumped(
+    d: NDArray[np.float64], starts: NDArray[np.int64], total: Interval, names: Sequence[str]
+) -> list[Finding]:
+    """Returns a finding if the gap of two policies, or that of single rollouts, is more than a healthy one."""
+    far = float((np.abs(d) > FAR_LOG_RATIO).mean())
+    remedy = "Give the model with --model to learn the causes."
+    if total.value >= GAP_NOTE or far > FAR_SHARE:
+        is_fault = total.value >= GAP_FAULT or far > FAR_SHARE
+        title = f"trainer and engine are {total.value:.1e} nats apart"
+        evidence = (Evidence("mean |d|", f"{total.value:.2e} nats", f"below {GAP_NOTE:g}"),)
+        level = "fault" if is_fault else "note"
+        return [Finding("unexplained", level, "certain", title, remedy, total, 1.0, evidence)]
+    counts = np.diff(starts)
+    means = np.add.reduceat(np.abs(d), starts[:-1]) / counts
+    odd = np.flatnonzero((counts >= LEAST_TOKENS) & (means >= GAP_FAULT)).tolist()
+    if not odd:
+        return []
+    nats = float((means * counts)[odd].sum() / counts.sum())
+    are = "is" if len(odd) == 1 else "are"
+    title = f"{len(odd)} of {len(counts)} rollouts {are} {float(means[odd].mean()):.1e} nats apart"
+    evidence = (Evidence("rollouts", ", ".join(names[number] for number in odd[:8])),)
+    of_them, part = Interval(nats, nats, nats), min(1.0, nats / max(total.value, 1e-12))
+    return [
+        Finding("unexplained", "note", "certain", title, remedy, of_them, part, evidence, tuple(names[i] for i in odd))
+    ]
 
 
 def _steps(rollouts: Sequence[DumpedRollout], d_N: NDArray[np.float64], starts: NDArray[np.int64]) -> tuple[Step, ...]:

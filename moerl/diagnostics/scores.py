@@ -29,7 +29,7 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def final_answer(response: str) -> str:
-    """What responses are counted by in a vote: the last ``\\boxed{...}``, else the last number, else the last line."""
+    """Returns the answer that a vote counts: the last ``\\boxed{...}``, else the last number, else the last line."""
     boxed = _BOXED.findall(response)
     if boxed:
         return "".join(str(boxed[-1]).split())
@@ -62,7 +62,7 @@ def majority_at_k(answers: Sequence[str], correct: Sequence[bool], k: int, seed:
 
 
 def interval(scores: Sequence[float] | NDArray[np.float64], seed: int = 0) -> tuple[float, float]:
-    """Where the mean lies with 95 %: percentiles of the means of problems drawn with repetition (bootstrap)."""
+    """Returns a 95 % interval of the mean: percentiles of the means of problems drawn with repetition (bootstrap)."""
     values = np.asarray(scores, float)
     rng = np.random.default_rng(seed)
     means = [values[rng.integers(0, len(values), len(values))].mean() for _ in range(RESAMPLES)]

@@ -18,10 +18,10 @@ from moerl.diagnostics.dumps.rollout import DumpedRollout
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is asked beside the plain score.
+    """Scores that a scorer is asked for.
 
-    factors: log-probs at the dump's temperatures times each of these. top_ps: and inside of sets that a top-p filter
-    would have kept.
+    factors: log-probs at the dump's temperatures times each of these. top_ps: also log-probs inside of the sets that a
+    top-p filter with each of these would have kept.
     """
 
     factors: tuple[float, ...] = (1.0,)

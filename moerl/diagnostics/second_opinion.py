@@ -1,4 +1,4 @@
-"""What `moerl verify` finds: log-probs of three implementations beside one another, and routing layer by layer.
+"""Findings of `moerl verify`: log-probs of several implementations pair by pair, and routing layer by layer.
 
 Torch-free: numpy in, numbers and tables out. Shape legend: S = tokens of a trajectory, L, K as in the data contract.
 """

@@ -1,4 +1,4 @@
-"""`summary.json` and the closing lines of a run. Torch-free; runs in rank 0."""
+"""`summary.json` and the closing lines of a run. Torch-free; runs in the controller."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from moerl.diagnostics.report.data import Histogram, Interval, Layer, LayerMap, 
 
 MAX_SWAPS = 24
 MAX_COLUMNS = 64
-"""Of a map of layers; later ones share the last."""
+"""Most columns of the layer maps by position and by turn; later ones share the last. The map by step has all steps."""
 MARGIN_BINS = 24
 CHUNK_ROWS = 4096
 
@@ -60,12 +60,12 @@ class _Sum:
 
 
 class Tallies:
-    """Of one dump.
+    """Sums over the rollouts of one dump.
 
     Args:
-        num_layers, num_experts, top_k: of the model; 0 layers where no routes are compared.
-        classes: by token id, the class of a token; empty where there is no tokenizer.
-        current_version: the newest policy version, ages count from it; -1 where not known.
+        num_layers, num_experts, top_k: of the model; 0 layers if no routes are compared.
+        classes: by token id, the class of a token; empty without a tokenizer.
+        current_version: the newest policy version, from which ages count; -1 if it is not known.
     """
 
     def __init__(
@@ -89,6 +89,7 @@ class Tallies:
         self._slices: dict[tuple[str, str], _Sum] = defaultdict(_Sum)
         self.num_rollouts = self.num_rows = 0
         self.d: list[NDArray[np.float32]] = []
+        self.names: list[str] = []
 
     # --- adding ------------------------------------------------------------------------------------------------------
 
@@ -114,6 +115,7 @@ class Tallies:
             differing_R = self._add_routes(rollout, own_ids, margins)
         if d_T is not None:
             self.d.append(np.asarray(d_T, np.float32))
+            self.names.append(rollout.name)
             self._add_gaps(rollout, np.abs(d_T))
         if differing_R is not None:
             self._add_kinds(rollout, differing_R)
@@ -260,7 +262,7 @@ class Tallies:
         )
 
     def slices(self) -> tuple[Slice, ...]:
-        """Those of which there are several."""
+        """Returns the slices of every criterion that has several; a single slice would only repeat the whole."""
         count = Counter(by for by, _ in self._slices)
         return tuple(
             Slice(
@@ -275,7 +277,7 @@ class Tallies:
         )
 
     def histograms(self) -> tuple[Histogram, ...]:
-        """Of d, and of margins where experts differ and where they do not."""
+        """Returns a histogram of d, and one of router margins with rows whose experts differ apart from the others."""
         found: list[Histogram] = []
         if self.d:
             d = np.concatenate(self.d)

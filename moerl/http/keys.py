@@ -25,7 +25,7 @@ PIECE = 8
 HIDDEN = "[key]"
 
 _KEY = re.compile(r"[!-~]{1,4096}")
-"""What fits into a header as it is."""
+"""Pattern of a key that fits into a header as it is."""
 
 _UNIT = re.compile(r"\\u00[0-9a-f]{2}|\\x[0-9a-f]{2}|%[0-9a-f]{2}|&#?[0-9a-z]{1,6};|\\.|.", re.DOTALL | re.IGNORECASE)
 """One character, or one that JSON, Python, a URL or HTML has escaped."""

@@ -158,8 +158,8 @@ def _device_sums(slabs: Slabs, columns_R: Tensor) -> tuple[RunningSums, Tensor]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FullGradients:
-    """What the backward pass of `full_row_scores` needs: `log sum exp` and entropies of the forward pass, and the
-    gradients of log-probs and entropies, None where there is none; all [R]."""
+    """Inputs of the backward pass of `full_row_scores`: `log sum exp` and entropies of the forward pass, and the
+    gradients of log-probs and entropies, None if there is none; all [R]."""
 
     log_sum_R: Tensor
     entropy_R: Tensor

@@ -95,6 +95,6 @@ class Segments:
             yield span, Segments(self.positions_P[span], self.rows_P[span], self.columns_U[start:end], offsets)
 
     def slots(self) -> Tensor:
-        """Which of the U ids each pair has, [P]."""
+        """Returns for each pair the number of its id among the U ids, [P]."""
         sizes_U = self.offsets_U1.diff()
         return torch.repeat_interleave(sizes_U, output_size=len(self))

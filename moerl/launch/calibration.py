@@ -1,4 +1,4 @@
-"""What the parts of a step cost: fitted to the metrics of a run, or worked out from devices. Torch-free."""
+"""Costs of the parts of a step: fitted to the metrics of a run, or worked out from figures of devices. Torch-free."""
 
 from __future__ import annotations
 

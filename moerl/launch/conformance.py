@@ -16,7 +16,7 @@ EMBEDDED = "embedded:"
 
 @dataclass(frozen=True, slots=True)
 class ConformanceOptions:
-    """What is tested, and how.
+    """Options of `moerl conformance`: the engine to test, and how.
 
     url, server_file, embedded: one of them is set. model: reference, None without. checks: in order.
     """
@@ -49,10 +49,10 @@ def parser() -> Parser:
 
 
 def read_options(arguments: list[str]) -> ConformanceOptions | None:
-    """What the command line says; None where it asked for help, which is printed.
+    """Reads the command line. If it asks for help, prints the help and returns None.
 
     Raises:
-        ConfigError: it is wrong: no such engine, model or check.
+        ConfigError: there is no such engine, model or check, or --update-weights lacks --model.
     """
     if {"-h", "--help"} & set(arguments):
         print(short_help("moerl conformance ENGINE [options]", CONFORMANCE, parser()))

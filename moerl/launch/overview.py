@@ -1,4 +1,4 @@
-"""Which commands there are, for `moerl --help` and for what resembles a command. Torch-free."""
+"""List of the commands, for `moerl --help` and for messages about unknown ones. Torch-free."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LAUNCH = {"launch slurm": LAUNCH_SLURM.summary}
 
 
 def summaries() -> dict[str, str]:
-    """What each command does, in a line."""
+    """Returns what each command does, in a line, by the command's name."""
     commands = COMMANDS | {
         "doctor": DOCTOR,
         "status": STATUS,
@@ -59,7 +59,7 @@ def members(family: str) -> list[str]:
 
 
 def family_overview(family: str) -> str:
-    """What `moerl plan` and `moerl sglang` print."""
+    """Returns the text that `moerl plan`, `moerl sglang` and `moerl launch` print."""
     each = summaries()
     lines = [f"  moerl {name:<16}{each[name]}" for name in members(family)]
     about = f"`moerl {family} COMMAND --help` explains a command."
@@ -67,7 +67,7 @@ def family_overview(family: str) -> str:
 
 
 def overview() -> str:
-    """What `moerl --help` prints."""
+    """Returns the text that `moerl --help` prints."""
     each = summaries()
     lines = [f"  {name:<16}{summary}" for name, summary in each.items()]
     return "\n".join(

@@ -77,7 +77,7 @@ def _show_layouts(config: RunConfig, machine: Machine, console: Console) -> None
 
 
 def _ways_out(config: RunConfig) -> str:
-    """What takes less memory and is not in force yet."""
+    """Lists, for a message, what takes less memory on a device and is not in force yet."""
     trainer, ways = config.trainer, ["take more of them"]
     if config.model.dtype != "bfloat16":
         ways.append("model.dtype=bfloat16")
@@ -109,7 +109,7 @@ def _table(rank: RankMemory, dims: ParallelDims) -> Table:
 
 
 def _places_table(config: RunConfig, machine: Machine) -> Table:
-    """What is held where, at the moments that count."""
+    """Makes the table of what the fullest GPUs and the fullest host hold at each moment of a run."""
     table = Table(title="the fullest GPU of each kind, and the fullest host, GiB", title_justify="left")
     for title in ("where", "what", *MOMENTS_OF_A_RUN, "may be filled"):
         table.add_column(title, justify="left" if title in ("where", "what") else "right")

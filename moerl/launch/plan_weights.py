@@ -78,7 +78,8 @@ def _num_servers(config: RunConfig) -> int:
 
 
 def _host_copy(config: RunConfig, loads: list[SenderLoad]) -> str:
-    """What ranks keep for servers that come late: their part of the weights, and of the next ones while they send."""
+    """Says how much host memory copies of the weights for servers that come late take: those of the sender that sends
+    most, or of the engine's process if weights go through a disk."""
     if isinstance(config.rollout, EmbeddedRolloutConfig):
         return "host copies of the weights: none (no servers)"
     if not config.rollout.keeps_weight_copy:

@@ -75,7 +75,7 @@ def _report_sweep(folder: Path, output: Path | None) -> int:
 
 
 def _swept_run(folder: Path, run: SweepRun, page: Path) -> SweptRun:
-    """What one run of a sweep wrote. Raises `MoerlError` where its files cannot be read."""
+    """Reads what one run of a sweep wrote. Raises `MoerlError` if its files cannot be read."""
     run_dir = folder / run.name
     own_page = run_dir / PAGE_FILE
     link = str(own_page.relative_to(page.parent)) if own_page.exists() and own_page.is_relative_to(page.parent) else ""

@@ -59,9 +59,9 @@ def _release(run_dir: Path, descriptor: int, *, is_new: bool) -> None:
 
 
 def holder(run_dir: Path) -> str:
-    """Which process and host hold the lock of a run directory; empty where nobody does.
+    """Says which process and host hold the lock of a run directory; returns an empty text if nobody does.
 
-    Ranks of a process that was just killed get time to be gone, too.
+    Waits up to `LEAVING_SECONDS` for ranks whose process was just killed.
     """
     start = time.monotonic()
     while True:
@@ -178,7 +178,8 @@ def _named(run_dir: Path) -> tuple[int, str] | None:
 
 
 def _is_gone(run_dir: Path) -> bool:
-    """Whether the process that took the lock was on this host and is no more: whoever holds it was started by it."""
+    """Returns whether the process that took the lock was on this host and has ended. If the lock is not free then, a
+    process that it started holds it."""
     named = _named(run_dir)
     if named is None or named[1] != socket.gethostname():
         return False

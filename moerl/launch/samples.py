@@ -16,7 +16,7 @@ from moerl.telemetry.terminal import excerpt, excerpt_lines
 
 USAGE = "moerl samples RUN_DIR [--of FILE] [--set NAME] [--by COLUMN] [--count N] [--best | --worst]"
 SHOWN_CHARACTERS = 2000
-"""Of a prompt, and of a response."""
+"""Characters shown of a prompt, and of a response, at most."""
 
 
 def parser() -> argparse.ArgumentParser:

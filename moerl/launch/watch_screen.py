@@ -80,7 +80,7 @@ _LINES = (
     _Column("quarantined", _QUARANTINED, "{:,.0f}", 0, ""),
     _Column("tokens/s", _SPEED, "{:,.0f}", 0, ""),
 )
-"""What has a line of its own on the screen."""
+"""Figures with a line of their own on the screen."""
 
 
 _TABLE_LEGEND = (

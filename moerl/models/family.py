@@ -1,4 +1,4 @@
-"""What a record of a model family holds, and the parts that families share.
+"""Record of a model family, and the parts that families share.
 
 Torch-free; any process. A family is a Hugging Face `model_type`; its record is a file of `moerl.models.families`. From
 the record follow the description of a model (`moerl.models.description`), the checkpoint's and Megatron's tensors,
@@ -129,7 +129,7 @@ NO_ATTENTION_BIAS = is_rule("attention_bias", False, False, "the bridge drops th
 
 
 def equal_heads(reason: str) -> Rule:
-    """As many key-value heads as query heads."""
+    """Returns the rule that there are as many key-value heads as query heads."""
     return Rule(
         ("num_key_value_heads", "num_attention_heads"),
         lambda config: config["num_key_value_heads"] == config["num_attention_heads"],

@@ -1,5 +1,5 @@
-"""What DeepSeek-V3 and GLM-4.5 share: sigmoid scores with an expert bias, groups of experts, shared experts, and dense
-layers in front. Torch-free; any process.
+"""Rules and settings that DeepSeek-V3 and GLM-4.5 share: sigmoid scores with an expert bias, groups of experts, shared
+experts, and dense layers in front. Torch-free; any process.
 """
 
 from __future__ import annotations

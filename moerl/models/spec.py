@@ -83,13 +83,13 @@ def moe_layer_indices(config: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 MAX_SIZE = {"": 2**31 - 1, "num_hidden_layers": 2**16, "num_experts_per_tok": 2**16}
-"""Of a size, and of those that something is counted by; far above any model."""
+"""Largest value by key, "" for all sizes without one of their own; far above any model."""
 
 _LAYER_RULES = ("num_hidden_layers", "decoder_sparse_step", "mlp_only_layers", "first_k_dense_replace")
 
 
 def _facts(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """What changes the function a model computes. Not training-only fields, dtypes or versions."""
+    """Returns the facts that change the function a model computes; no training-only fields, dtypes or versions."""
     sizes = {name: _positive(config, name) for name in family.sizes}
     optional = {name: config.get(name) for name in family.optional_sizes}
     switches = {name: bool(config.get(name, default)) for name, default in family.switches.items()}

@@ -24,7 +24,7 @@ from moerl.models.description import ModelDescription
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Minibatch:
-    """What one optimizer step works on.
+    """Encoded microbatches of one optimizer step.
 
     frames: one for each rank. totals: of all ranks. metrics: of packing and cutting. model_flops: operations that the
     model needs for forward and backward passes over all sequences, shared prompts counted for each.
@@ -80,7 +80,8 @@ def pack_minibatch(
 
 
 def sampled_tokens(samples: Sequence[TrainSample]) -> SampledTokens:
-    """What an algorithm's facts are made from."""
+    """Returns advantages and rollout log-probs of the sampled tokens, for the facts of an algorithm
+    (`Algorithm.batch_facts`)."""
 
     def of_all(arrays: Iterable[NDArray[np.float32]]) -> torch.Tensor:
         chosen = zip(arrays, samples, strict=True)

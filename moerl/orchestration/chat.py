@@ -18,7 +18,7 @@ from moerl.tasks.section import TaskSection
 from moerl.telemetry.terminal import excerpt
 
 SHOWN_CHARACTERS = 600
-"""Of the prompt that a run shows at its start."""
+"""Most characters of the prompt that a run shows at its start."""
 
 _QUESTION, _ANSWER, _THOUGHT = "moerl-question", "moerl-answer", "moerl-thought"
 _THINKING = f"<think>\n{_THOUGHT}\n</think>\n\n{_ANSWER}"
@@ -72,7 +72,7 @@ class ChatTemplate:
         return text
 
     def notes(self) -> list[str]:
-        """What the template does to further turns, one line each; it does not touch a single question."""
+        """Returns what the template does to further turns, one line each; a single question is not affected."""
         found = []
         first = [{"role": "user", "content": _QUESTION}]
         more = [*first, {"role": "assistant", "content": _THINKING}, {"role": "user", "content": _QUESTION}]

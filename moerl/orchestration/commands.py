@@ -136,7 +136,7 @@ def _train_from_dumps(run: Run, model_path: Path) -> None:
 
 
 def _open_engine(run: Run, model: ModelDescription, version: int, process: MakeProcess) -> PolicyEngine:
-    """As `open_engine`, with the run's own servers where its ranks are."""
+    """Calls `open_engine`; the run's own servers start on this machine or on its Ray cluster."""
     return open_engine(run.config, model, version, run.reporter.say, partial(server_launcher, run.config), process)
 
 
@@ -289,7 +289,7 @@ def _write_config(config: RunConfig) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """What a command that only reads a model shares with a run."""
+    """Parts of a command that only reads a model; `_collector` takes them in place of a `Run`."""
 
     task: Task
     tokenizer: PreTrainedTokenizerBase

@@ -34,7 +34,8 @@ _BUCKET_BYTES = 1 << 28
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What is tested: one of `embedded` (a model directory), `server_file` and `url`. model: of the reference."""
+    """Engine under test: one of `embedded` (a model directory), `server_file` and `url`. model: directory of the
+    reference."""
 
     url: str = ""
     server_file: Path | None = None
@@ -138,7 +139,8 @@ def _server(target: Target) -> Subject:
 
 
 def _upstream(endpoint: Endpoint, says: ServerSays, folder: Path | None) -> Subject:
-    """Which model it serves must be known: such a server does not say how many layers and experts there are."""
+    """Returns a server without our patches. Raises `ConfigError` if the config.json of its model is not on this
+    machine: such a server does not say how many layers and experts there are."""
     served = folder or Path(says.model_path)
     if not (served / "config.json").is_file():
         raise ConfigError(

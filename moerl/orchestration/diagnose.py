@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from moerl.config.model_tensors import check_weights
 from moerl.contract.files import writing
 from moerl.diagnostics.causes.diagnosis import Diagnosis, diagnose
+from moerl.diagnostics.causes.texts import OPEN
 from moerl.diagnostics.dump_report import DumpFacts, report_of_diagnosis, report_of_policies
 from moerl.diagnostics.dumps.join import TRAINER_ELSEWHERE
 from moerl.diagnostics.dumps.rollout import Dump, DumpedRollout, Unusable
@@ -64,7 +65,7 @@ def run_diagnose(options: argparse.Namespace) -> int:
     _print(report, output)
     if report.verdict.level == "fault":
         return 1
-    return UNEXPLAINED if any(finding.cause == "unexplained" for finding in report.findings) else 0
+    return UNEXPLAINED if any(finding.cause in OPEN for finding in report.findings) else 0
 
 
 def _write(options: argparse.Namespace, progress: ProgressDisplay) -> tuple[Report, Path]:
@@ -116,6 +117,7 @@ def _by_model(
     sample, total = _spread(fits, options.rollouts, options.tokens)
     sample = [_drawn_so(rollout, options.temperature, options.top_p) for rollout in sample]
     _require_some(sample, dumps, unusable)
+    checkpoints, described = _used_first(checkpoints, described, sample)
     name = options.dtype or str(model.hf_config.get("dtype") or model.hf_config.get("torch_dtype") or "float32")
     if name not in DTYPES:
         raise ConfigError("--dtype: of the scorer", seen=name, expected=f"one of {', '.join(DTYPES)}")
@@ -142,6 +144,16 @@ def _by_model(
         ],
     )
     return report_of_diagnosis(found, facts), found
+
+
+def _used_first(
+    checkpoints: Sequence[Checkpoint], described: Sequence[ModelDescription], sample: Sequence[DumpedRollout]
+) -> tuple[list[Checkpoint], list[ModelDescription]]:
+    """Returns checkpoints whose version no rollout names behind the others: rounding is measured on the first one."""
+    named = {int(rollout.policy_versions.max()) for rollout in sample}
+    unused = [each.version is not None and each.version not in named for each in checkpoints]
+    order = sorted(range(len(checkpoints)), key=unused.__getitem__)
+    return [checkpoints[i] for i in order], [described[i] for i in order]
 
 
 def _drawn_so(rollout: DumpedRollout, temperature: float | None, top_p: float | None) -> DumpedRollout:

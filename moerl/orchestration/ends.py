@@ -1,4 +1,4 @@
-"""Which tokens end a response: those that a model directory names anywhere, as every engine is told them."""
+"""Tokens that end a response: all that any file of a model directory names; every engine gets all of them."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ SERVER_FOLDER = "sglang"
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
-"""What is not in a checkpoint whose model ties its embeddings, and what it is a copy of."""
+"""Tensor that a checkpoint leaves out if its model ties its embeddings -> tensor that it is a copy of."""
 
 
 OwnLauncher = Callable[[ServerOptions, Path, float], ServerLauncher]

@@ -23,7 +23,7 @@ from moerl.telemetry.terminal import excerpt_lines
 GREEDY_SAMPLE = -1
 """Number of a greedy response in a table; samples count from 0."""
 SHOWN_CHARACTERS = 2000
-"""Of the prompt and of the response of a sample."""
+"""Most characters of the prompt, and of the response, of a sample that is shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ def evaluate(collector: Collector, split: str, count: int, *, version: int, work
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What is asked of the engine, but for how."""
+    """Problems of one evaluation and the collector that asks the engine; `responses` adds the way of sampling."""
 
     collector: Collector
     prompts: Sequence[Prompt]

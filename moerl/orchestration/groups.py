@@ -74,7 +74,7 @@ class GroupSource:
 
     @property
     def overlaps(self) -> bool:
-        """Whether groups are sampled while others are trained."""
+        """True if groups are sampled while others are trained."""
         return self.limits.max_staleness > 0
 
     def batch(self) -> list[Trajectory]:
@@ -341,7 +341,7 @@ class GroupSource:
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
     def snapshot(self) -> dict[str, Any]:
-        """What a checkpoint keeps between two steps; plain JSON."""
+        """Returns the state that a checkpoint between two steps keeps, as plain JSON."""
         with self._state:
             queue, ledger = self._queue.snapshot(), self.ledger.snapshot()
             kept = {"queue": queue, "ledger": ledger, "lengths": self._lengths.snapshot(queue["open"])}

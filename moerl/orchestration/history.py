@@ -1,6 +1,7 @@
-"""What was changed while a run was stopped: ``history.jsonl`` in the run directory. Runs in the controller.
+"""Log of configuration keys that were changed while a run was stopped: ``history.jsonl`` in the run directory. Runs in
+the controller.
 
-One row per changed key: when, from which stage and step on, the values before and now, and what that brings with it.
+One row per changed key: time, last stage and step with the old value, old and new value, and what the change brings.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class PromptChoice:
         return cls(Curriculum(choice, len(prompts), loop.prompts_per_step, config.seed), prompts)
 
     def prompt(self, number: int) -> Prompt:
-        """Of a group: chosen when first asked for."""
+        """Returns the prompt of a group; chooses it at the first call for this group."""
         if number not in self._chosen:
             self._chosen[number] = self._curriculum.next()
         return self._prompts[self._chosen[number]]
@@ -42,7 +42,7 @@ class PromptChoice:
             self._curriculum.learn(self._index[trajectories[0].lineage.prompt_id], sum(right) / len(right))
 
     def metrics(self) -> dict[str, float]:
-        """Of the run so far."""
+        """Returns metrics of the run so far."""
         rates = [rate for rate, _ in self._curriculum.rates.values()]
         mean = {"curriculum/rate_mean": sum(rates) / len(rates)} if rates else {}
         return {"curriculum/passed": float(self._curriculum.num_passed), **mean}

@@ -49,11 +49,11 @@ def explained(trainer: Trainer, samples: Sequence[TrainSample]) -> Iterator[None
 def first_difference(
     traced_R6: NDArray[np.int64], samples: Sequence[TrainSample], recorded_R6: NDArray[np.int64] | None = None
 ) -> str:
-    """Which traced row is the first, by trajectory, position and layer, that is not the recorded one.
+    """Describes the first traced row, by trajectory, position and layer, that differs from the recorded one.
 
     Args:
-        traced_R6: table of `WORDS` of what the ranks dispatched.
-        recorded_R6: the same of what was recorded, where that is not the trajectories' routing.
+        traced_R6: table of `WORDS` of the rows that the ranks dispatched.
+        recorded_R6: such a table of recorded rows, if the trainer's own routing is kept; None if the trajectories' is.
     """
     for sample in samples:
         trajectory = sample.trajectory

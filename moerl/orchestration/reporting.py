@@ -1,5 +1,5 @@
-"""What a run tells people: progress, `metrics.jsonl`, TensorBoard, trackers, plots, reports,
-`summary.json`, the closing lines.
+"""Reports of a run to people: progress, `metrics.jsonl`, TensorBoard, trackers, plots, reports, `summary.json`, the
+closing lines.
 
 Runs in the controller.
 """
@@ -28,7 +28,7 @@ from moerl.telemetry.trackers.sink import TrackerSink
 
 
 class Reporter(Protocol):
-    """What stages report. Steps count from 1; an evaluation's step is the number of RL steps before it."""
+    """Receiver of what stages report. Steps count from 1; an evaluation's step is the number of RL steps before it."""
 
     def __enter__(self) -> Reporter: ...
 
@@ -53,7 +53,7 @@ class Reporter(Protocol):
         ...
 
     def begin_part(self, title: str) -> None:
-        """What the run is doing from now on, for who watches a long step."""
+        """Says what the run is doing from now on, for users who watch a long step."""
         ...
 
     def within(self, done: int, total: int, tokens: int = 0) -> None:

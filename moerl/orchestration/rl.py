@@ -246,7 +246,7 @@ class RLStage:
     # --- engine ------------------------------------------------------------------------------------------------------
 
     def _make_room(self) -> None:
-        """Where the engine is on the trainer's devices."""
+        """Has an engine on the trainer's devices give its memory to the trainer; does nothing for other engines."""
         if self.config.rollout.is_colocated:
             assert self.live is not None
             with self.run.span("sleep"):
@@ -359,12 +359,12 @@ def penalised_advantages(
 
 
 def is_proved(verify: str | int, update: int) -> bool:
-    """Whether `keep_routing.verify` asks for a proof before an update; updates of a run count from 1."""
+    """Returns whether `keep_routing.verify` asks for a proof before an update; updates of a run count from 1."""
     return _is_due(verify, update)
 
 
 def _is_due(every: str | int, number: int) -> bool:
-    """Whether the `number`-th time, from 1, is one of those that an option with every, off or N names."""
+    """Returns whether an option (every, off, or N for each N-th time) selects the `number`-th time, from 1."""
     return every == "every" or (isinstance(every, int) and number % every == 0)
 
 

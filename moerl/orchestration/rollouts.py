@@ -40,7 +40,7 @@ class _Pending:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outcome:
-    """What became of a rollout: a trajectory with its rewards, or why it is in quarantine."""
+    """Result of a rollout: a trajectory with its rewards, or the reason why it is in quarantine."""
 
     rollout_id: str
     trajectory: Trajectory | None = None
@@ -165,14 +165,14 @@ class Collector:
         version: Callable[[], int],
         prefixes: Mapping[str, str],
     ) -> Generator[Outcome]:
-        """What became of each request, in the order in which they finished.
+        """Yields the outcome of each request: of refused answers at once, of all others in the order of their answers.
 
-        Sampling waits for no reward: each is asked for when its answer comes, and taken in that order once it is done.
-        Answers that break the contract, and those whose reward fails, go to quarantine. Rewards that nobody will take
-        are cancelled. Calls may overlap.
+        Sampling waits for no reward: rewards are asked for when an answer comes, and taken in the order of the answers
+        once they are done. Answers that break the contract, and answers whose reward fails, go to quarantine. Rewards
+        that nobody will take are cancelled. Calls may overlap.
 
         Args:
-            version: the trainer's, when an answer comes.
+            version: returns the trainer's version; called for each answer and each reward.
 
         Raises:
             MoerlError: too many were refused.
@@ -274,7 +274,8 @@ def in_request_order(trajectories: Sequence[Trajectory], requests: Sequence[Roll
 
 
 def rewarded(trajectories: Sequence[Trajectory]) -> RewardedBatch:
-    """What advantages of these trajectories are made from. One without an episode is an episode of its own."""
+    """Returns the batch that advantages of these trajectories are computed from. A trajectory without an episode is an
+    episode of its own."""
 
     def numbered(names: list[str]) -> torch.Tensor:
         number = {name: i for i, name in enumerate(dict.fromkeys(names))}

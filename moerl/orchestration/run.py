@@ -42,15 +42,15 @@ class RunStoppedError(Exception):
 
 
 class Run:
-    """What the stages of a run share.
+    """State and services that the stages of a run share.
 
     Args:
         model: that is trained.
-        reporter: where metrics and progress go.
+        reporter: takes metrics and progress.
 
     Attributes:
-        quarantine: where what breaks the contract goes.
-        stop: whether this process was told to stop; whoever opens the run puts the process's own here.
+        quarantine: takes records that break the contract.
+        stop: request to stop this process; whoever opens the run puts the process's own here.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Run:
 
     @property
     def wall_seconds(self) -> float:
-        """Of the whole run, resumed processes included."""
+        """Seconds of the whole run, earlier processes of a resumed run included."""
         return self.state.wall_seconds + time.monotonic() - self._started
 
     @property
@@ -143,7 +143,7 @@ class Run:
             )
 
     def _trace_of_a_checkpoint(self) -> str | None:
-        """What only a run that has written a checkpoint leaves; None without any such trace."""
+        """Returns, in words, a trace that only a run with a checkpoint leaves; None if there is none."""
         last = self._store.last_written()
         if last is not None:
             return f"{last} was written"
@@ -197,7 +197,7 @@ class Run:
         return is_due
 
     def is_checkpoint_due(self, step: int, last: int) -> bool:
-        """Whether the step is the last one, or one that `checkpoint.every` names."""
+        """Returns whether a checkpoint follows a step: `checkpoint.every` names the step, or the step is the last."""
         every = self.config.checkpoint.every
         return step == last or bool(every and step % every == 0)
 

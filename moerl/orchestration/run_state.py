@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of a run beside weights. Plain data; any process."""
+"""State of a run that a checkpoint keeps beside weights. Plain data; any process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ STAGE_ORDER = ("sft", "rl")
 
 @dataclass(slots=True)
 class RunState:
-    """What a checkpoint keeps beside weights; plain JSON.
+    """State of a run that a checkpoint keeps beside weights; plain JSON.
 
     tokens_trained: tokens with a loss, all stages. wall_seconds: of earlier processes of this run.
     evaluations: by name (cold_start, cold_start_worked, dev, final), the latest of each.
@@ -34,7 +34,7 @@ class RunState:
 
 
 def find_state_problem(stored: dict[str, Any]) -> str | None:
-    """What keeps a run from going on with the state of a checkpoint; None where nothing does."""
+    """Returns why a run cannot go on with the state of a checkpoint; None if it can."""
     if stored.get("stage") not in STAGE_ORDER:
         return f"no stage of a run: {stored.get('stage')!r:.40}"
     state = stored.get("run")

@@ -1,4 +1,4 @@
-"""Which groups are trained, and which of their responses, where more are sampled than that. Pure; runs in the
+"""Selection of the groups that are trained, and of responses in a group, if more are sampled. Pure; runs in the
 controller."""
 
 from __future__ import annotations

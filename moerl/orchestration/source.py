@@ -27,7 +27,7 @@ class Source(Protocol):
 
     @property
     def overlaps(self) -> bool:
-        """Whether groups are sampled while others are trained."""
+        """True if groups are sampled while others are trained."""
         ...
 
     def restore(self, snapshot: Mapping[str, Any], step: int) -> None:

@@ -48,7 +48,7 @@ class RowTable:
 
 
 class StepTotals:
-    """What the updates of one step add up to, over all ranks."""
+    """Totals of the updates of one step, over all ranks."""
 
     def __init__(self, spec: ModelSpec) -> None:
         layers = spec.num_moe_layers

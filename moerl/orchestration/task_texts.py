@@ -1,4 +1,4 @@
-"""Whether the texts of a task fit the tokenizer and the model, checked before anything is trained or sampled.
+"""Check that the texts of a task fit the tokenizer and the model, before anything is trained or sampled.
 
 Runs in the controller.
 """
@@ -41,7 +41,8 @@ def check_prompts(
 
 
 def _prompts(config: RunConfig, task: Task, command: str) -> Iterable[Prompt]:
-    """What a command samples responses to; a training run comes to every training prompt, given enough steps."""
+    """Yields the prompts that a command samples responses to; a training run comes to all training prompts, given
+    enough steps."""
     for key, split, count in wanted_problems(config, command):
         if key != "sft.num_examples":
             whole_split = command == "train" and split == "train"

@@ -38,7 +38,7 @@ class Trackers:
 
     @property
     def names(self) -> list[str]:
-        """Those that are not left out."""
+        """Names of the trackers that are not left out."""
         return [sink.name for sink in self._sinks]
 
     def open(self) -> None:

@@ -78,11 +78,11 @@ def read_dump(dump: Path) -> list[Trajectory]:
 
 
 def select_version(trajectories: Sequence[Trajectory], version: int | None) -> list[Trajectory]:
-    """Those sampled throughout by one policy version; says how many are left out.
+    """Returns the trajectories that one policy version sampled throughout; prints how many are left out.
 
-    A Hugging Face directory does not record its version, so which one it holds is the caller's word, and the
-    comparison shows whether it is true. A trajectory that met a weight update on its way is left out whole: its later
-    tokens attend to keys and values of the older weights, which no model computes again.
+    A Hugging Face directory does not record its version: the caller names the version in the directory, and the
+    comparison shows whether that is true. A trajectory that was under way during a weight update is left out whole: its
+    later tokens attend to keys and values of the older weights, which no model computes again.
 
     Raises:
         ConfigError: several versions and none named, or no trajectory of the one named.

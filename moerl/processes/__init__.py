@@ -1,1 +1,1 @@
-"""What ties processes of a run together: they die with their parent, and talk over sockets. Torch-free."""
+"""Processes of a run and the ties between them: they die with their parent, and talk over sockets. Torch-free."""

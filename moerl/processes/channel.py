@@ -14,7 +14,7 @@ _READ_BYTES = 1 << 20
 
 
 class Outbox:
-    """What is still to be sent to one rank."""
+    """Bytes that are still to be sent to one rank."""
 
     def __init__(self) -> None:
         self._parts: list[memoryview] = []
@@ -39,7 +39,7 @@ class Outbox:
 
 
 class Inbox:
-    """What has come from one rank. Raises `EOFError` where it has closed its end."""
+    """Bytes that have come from one rank. Raises `EOFError` if the rank has closed its end."""
 
     def __init__(self) -> None:
         self._data = bytearray()

@@ -1,4 +1,4 @@
-"""What ties processes that belong together: where they meet, and that a child dies with its parent. Torch-free."""
+"""Ties between processes of a run: where they meet, and that a child dies with its parent. Torch-free."""
 
 from __future__ import annotations
 

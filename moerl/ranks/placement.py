@@ -1,4 +1,4 @@
-"""Where the ranks of a run's trainer are placed. Runs in the controller."""
+"""Placement of the ranks of a run's trainer, of its servers and engine. Runs in the controller."""
 
 from __future__ import annotations
 

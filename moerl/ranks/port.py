@@ -10,11 +10,11 @@ from moerl.contract.ports import PolicyEngine
 
 
 class Ranks(Protocol):
-    """Where the ranks of a trainer run: a placement. One that is new implements this."""
+    """Ranks of a trainer, in one placement. A new placement implements this."""
 
     @property
     def peak_rss_bytes(self) -> Sequence[int]:
-        """As `Trainer.peak_rss_bytes`."""
+        """Peak resident memory of the ranks' processes, as in `Trainer.peak_rss_bytes`."""
         ...
 
     def adopt(self, engine: PolicyEngine | None) -> bool:
@@ -37,11 +37,12 @@ class Ranks(Protocol):
         ...
 
     def tell(self, command: AnyCommand, frames: Sequence[bytes] = ()) -> None:
-        """As `ask`, without waiting. `replies` comes before the next command, which waits for them otherwise."""
+        """Sends a command as `ask` does, without waiting for the replies. Call `replies` before the next command;
+        otherwise that command waits for them."""
         ...
 
     def replies(self) -> list[Reply]:
-        """Those to the command that ranks were told. Raises as `ask`."""
+        """Waits for the replies to the command that `tell` sent, and returns them. Raises the errors of `ask`."""
         ...
 
     def close(self) -> None:

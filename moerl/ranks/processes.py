@@ -8,7 +8,6 @@ error here that names it; the others are killed. On Linux ranks also die with th
 from __future__ import annotations
 
 import contextlib
-import os
 import selectors
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ from moerl.contract.ports import PolicyEngine
 from moerl.errors import MoerlError, ending, undoing
 from moerl.processes.channel import Inbox, Outbox
 from moerl.processes.child import Child, describe_output
-from moerl.processes.parent import new_rendezvous
+from moerl.processes.parent import child_environment, new_rendezvous
 from moerl.ranks.child import PROGRAM, log_of, rank_variables, remove_empty_folders
 from moerl.ranks.replies import CLOSING_SECONDS, GRACE_SECONDS, check_replies, lost, ranks_have_ended
 
@@ -180,7 +179,7 @@ class Processes:
 
 def _environment(config: RunConfig, rank: int) -> dict[str, str]:
     return {
-        **os.environ,
+        **child_environment(),
         **interface_variables("127.0.0.1"),
         **rank_variables(config),
         "RANK": str(rank),

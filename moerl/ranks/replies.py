@@ -1,4 +1,4 @@
-"""What the replies of all ranks to a command amount to: their error, or none. Runs in the controller."""
+"""Replies of all ranks to a command, summed up: as their error, or none. Runs in the controller."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class RanksInTurn:
             return self._ranks.ask(command, frames)
 
     def tell(self, command: AnyCommand, frames: Sequence[bytes] = ()) -> None:
-        """As `Ranks.tell`. Other threads wait until this one has called `replies`."""
+        """Does the same as `Ranks.tell`. Other threads wait until this thread has called `replies`."""
         with contextlib.ExitStack() as undo:
             self._turn.acquire()
             undo.callback(self._turn.release)
@@ -64,7 +64,8 @@ class RanksInTurn:
             self._turn.release()
 
     def ask_aside(self, command: AnyCommand) -> list[Reply]:
-        """As `ask`, from a thread other than the loop's. If ranks are lost, the loop's next command raises that.
+        """Does the same as `ask`, from a thread other than the main one. The main thread's next command raises the
+        error if ranks are lost.
 
         Raises:
             WeightSyncError: ranks are lost, or one of them failed.
@@ -80,7 +81,7 @@ class RanksInTurn:
                 raise WeightSyncError(f"weight update: {error.what}", seen=error.seen, remedy=error.remedy) from error
 
     def close(self) -> None:
-        """As `Ranks.close`. What another thread has asked for is waited for a while."""
+        """Does the same as `Ranks.close`; before, waits `GRACE_SECONDS` at most for the command of another thread."""
         has_turn = self._turn.acquire(timeout=GRACE_SECONDS)
         try:
             self._ranks.close()

@@ -67,7 +67,7 @@ class LedUpdates:
             self.receiver = self._own.address
 
     def publish(self, version: int, *, verify: bool, taken: Taken) -> Callable[[], dict[str, float]]:
-        """As `Trainer.publish`."""
+        """Implements `Trainer.publish`."""
         with undoing(self._abandon):
             dtypes = self._call("held_dtypes", self._engine.held_dtypes) if verify else None
             if self._folder is None:
@@ -119,10 +119,10 @@ class LedUpdates:
         return time.perf_counter() - start
 
     def _call[T](self, doing: str, run: Callable[[], T]) -> T:
-        """What a call of the engine returned.
+        """Makes a call of the engine in the thread for it; waits for the call and returns its result.
 
         Raises:
-            WeightSyncError: it failed, or took longer than a step may.
+            WeightSyncError: the call failed, or took longer than a step may.
         """
         returned: list[T] = []
         problem = self._thread.wait(self._thread.submit(doing, lambda: returned.append(run())))

@@ -134,7 +134,7 @@ def _sink(
     engine: PolicyEngine | None,
     receiver: ReceiverAddress | None,
 ) -> WeightSink:
-    """Where the sender `rank` hands its part of the weights."""
+    """Returns the sink to which the sender `rank` hands its part of the weights."""
     if config.weights.transport == "disk":
         return DiskSink(config.run_dir / FOLDER, rank=rank, senders=senders)
     rollout = config.rollout

@@ -66,7 +66,7 @@ from moerl.trainer.sharded_state import StagedState, load_weights
 from moerl.trainer.trainer import MegatronTrainer, RowScores, StepReport
 
 _SHARES = WireLimits(max_frame_bytes=64 << 30, max_payload_bytes=128 << 30)
-"""Of a frame that the controller made: thousands of long trajectories with the routing of every token."""
+"""Limits of a frame that the controller made: thousands of long trajectories with the routing of every token."""
 
 
 @dataclass(slots=True, eq=False)
@@ -392,7 +392,7 @@ class Worker:
             raise
 
     def _trace(self, command: Trace) -> list[NDArray[np.int64]]:
-        """What reached this rank's dispatchers; and what was recorded, where that is the trainer's own routing."""
+        """Returns the rows that reached this rank's dispatchers, and those recorded if its own routing is kept."""
         assert self._unproved is not None, "no proof has failed"
         failed, number = self._unproved, command.microbatch
         tables = [failed.model.trace(failed.batches, number)]

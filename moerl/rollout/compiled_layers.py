@@ -27,10 +27,10 @@ from moerl.rollout.layer_kernels import dense_layer, last_norm, layer
 
 
 def knows_layers_of(model: PreTrainedModel, dtype: torch.dtype | None) -> bool:
-    """Whether `CompiledLayers` compute what the model does.
+    """Returns whether `CompiledLayers` compute what the model does.
 
     Args:
-        dtype: what the model's numbers are rounded to (`moerl.rollout.rounding`), None where they are not.
+        dtype: the type that the model's numbers are rounded to (`moerl.rollout.rounding`), None if they are not.
     """
     # A class that goes on from this one may compute anything.
     if type(model) is not Qwen3MoeForCausalLM or model.device.type != "cpu" or has_eight_bit_products(model):
@@ -151,7 +151,8 @@ def _shared(parameter: Tensor) -> NDArray[np.float32]:
 
 
 def _weights(block: Any) -> tuple[tuple[NDArray[np.float32], ...], tuple[NDArray[np.float32], ...]]:
-    """Of a decoder layer, as `moerl.rollout.layer_kernels.layer` takes them."""
+    """Returns the weights of a decoder layer, as `moerl.rollout.layer_kernels.layer` takes them, or `dense_layer` there
+    if it has no experts."""
     attention, mlp = block.self_attn, block.mlp
     projections = attention.q_proj, attention.k_proj, attention.v_proj, attention.q_norm, attention.k_norm
     of_attention = (block.input_layernorm, *projections, attention.o_proj)

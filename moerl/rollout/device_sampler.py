@@ -53,7 +53,7 @@ class Drawn(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Kinds:
-    """Which rows there are: all that shapes and operations of a step depend on.
+    """Kinds of rows in a step: all of their parameters that shapes and operations of the step depend on.
 
     width: candidates of a row with a finite top-k, a power of two or V; 0 if there is no such row. any_open: some row
     has the full vocabulary. any_top_p: some row has a top-p below 1.

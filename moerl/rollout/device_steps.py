@@ -79,7 +79,7 @@ class DeviceSteps:
         return self._rounded_rows(num_running, self._num_slots)
 
     def cache(self, num_slots: int, max_tokens: int) -> SlotCache:
-        """As `Steps.cache`; every run has the same, which only grows."""
+        """Returns the cache of all runs, whose room for tokens only grows (`Steps.cache`)."""
         self._cache.max_tokens = max(self._cache.max_tokens, _whole(max_tokens))
         return self._cache
 

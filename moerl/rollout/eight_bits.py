@@ -62,7 +62,7 @@ def round_operands(model: PreTrainedModel) -> None:
 
 
 def has_eight_bit_products(model: PreTrainedModel) -> bool:
-    """Whether `round_operands` was called for it."""
+    """Returns whether `round_operands` was called for a model."""
     return getattr(model, _MARK, False)
 
 

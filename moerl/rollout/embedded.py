@@ -125,11 +125,14 @@ class EmbeddedEngine:
         return self._generate(deque(requests))
 
     def stream(self, take: Take) -> Iterator[list[RolloutRecord]]:
-        """As `generate`, of requests that come while others are sampled; yields what each step finished.
+        """Samples requests that come while others are sampled; yields the records that each step finished.
 
         Args:
-            take: where requests come from, checked (`moerl.rollout.requests`). Where it is told that there is nothing
-                to do, it may wait. Weights may be updated and rollouts aborted in it.
+            take: returns new requests, checked (`moerl.rollout.requests`). It may wait if its argument is True: nothing
+                is left to sample. It may update weights and abort rollouts.
+
+        Raises:
+            EngineError: another `generate` or `stream` is not finished.
         """
         run = self._open_run(deque(), num_slots=self._max_running)
         try:

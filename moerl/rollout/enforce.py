@@ -85,7 +85,7 @@ class EnforcedRouting:
         self._ids_RLK, self._routed_R = ids_RLK, routed_R
 
     def end(self) -> Tensor:
-        """What the routers chose by themselves in that pass, on its hidden states: int64 [R, L, K].
+        """Ends the pass; returns what the routers chose by themselves, on its hidden states: int64 [R, L, K].
 
         Raises:
             EngineError: a layer did not use the experts that `begin` named, or did not run on every row.
@@ -104,8 +104,8 @@ class EnforcedRouting:
         return own_RLK
 
     def margins(self) -> Tensor:
-        """Of that pass: score of the last expert that the routers chose less that of the best one left out, in the
-        units in which the family ranks; float32 [R, L]."""
+        """Returns the margins of the last pass: score of the last expert that the routers chose less that of the best
+        one left out, in the units in which the family ranks; float32 [R, L], 0 if no expert is left out."""
         return torch.stack(self._margins, dim=1)
 
     def _keep_logits(self, layer: int, gate: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:

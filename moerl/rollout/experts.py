@@ -86,8 +86,8 @@ def every_expert(module: Any, hidden_RH: Tensor, ids_RK: Tensor, weights_RK: Ten
 
 
 def _places(experts_C: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Where each of C choices goes when they are sorted by expert, int64 [C], and where the rows of each expert end,
-    int32 [num_experts]: each has whole blocks of rows (`moerl.rollout.blocks`)."""
+    """Sorts C choices by expert; returns the place of each, int64 [C], and the end of each expert's rows, int32
+    [num_experts]. Every expert has whole blocks of rows (`moerl.rollout.blocks`)."""
     order = experts_C.argsort()
     counts_E = torch.bincount(experts_C, minlength=num_experts)
     sizes_E = (counts_E + ROWS - 1) // ROWS * ROWS

@@ -1,4 +1,4 @@
-"""Where a model of the embedded engine is: on the CPU of the host, or on a device. Runs inside the rollout engine."""
+"""Device of the embedded engine's model: the CPU of the host, or a GPU. Runs inside the rollout engine."""
 
 from __future__ import annotations
 

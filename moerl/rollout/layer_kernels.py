@@ -338,7 +338,7 @@ def gated_mlp(stream: Any, weights: Any, settings: Any) -> None:
 
 @njit(error_model="numpy", cache=True, nogil=True)
 def dense_layer(stream: Any, places: Any, cache: Any, weights: Any, settings: Any) -> None:
-    """As `layer`, where there are no experts; weights: of attention as there, those of `gated_mlp`."""
+    """Computes a layer without experts, as `layer` does; weights: of attention as there, and those of `gated_mlp`."""
     of_attention, of_mlp = weights
     self_attention(stream, places, cache, of_attention, settings)
     gated_mlp(stream, of_mlp, settings)

@@ -152,7 +152,7 @@ class PushingSink:
 
 
 class _Room:
-    """Where the buckets of one sender lie: its memory, or as much of this process's as the largest one takes."""
+    """Memory for the buckets of one sender: the sender's own, or as much of this process's as the largest one takes."""
 
     def __init__(self) -> None:
         self._memory: SharedMemory | None = None

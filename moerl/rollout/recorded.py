@@ -68,7 +68,8 @@ class CudaGraphs(Unrecorded):
         self._pool: Any = torch.cuda.graph_pool_handle()
 
     def record(self, step: Step) -> Step:
-        """As `Recorder.record`. Raises `EngineError` if the step cannot be recorded."""
+        """Records the step as a graph; returns what replays it (`Recorder.record`). Raises `EngineError` if the step
+        cannot be recorded."""
         current, other = torch.cuda.current_stream(self._device), torch.cuda.Stream(self._device)
         other.wait_stream(current)
         with torch.cuda.stream(other):

@@ -1,6 +1,6 @@
-"""What the embedded engine refuses to sample, checked before anything runs; which prompts are alike; their room.
+"""Checks of requests before anything is sampled, on any engine; distinct prompts and room for the embedded engine.
 
-Runs inside the embedded rollout engine. Torch-free.
+Runs inside the rollout engine. Torch-free.
 """
 
 from __future__ import annotations

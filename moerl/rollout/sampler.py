@@ -85,12 +85,12 @@ class RowParams:
 
 @dataclass(frozen=True, slots=True)
 class SamplerOutput:
-    """What one step sampled.
+    """Samples of one step.
 
     token_ids: int64 [N]. rollout_logprobs, kept_logmass: float32 [N], nats, as in the data contract (both 0 for a
     greedy row). truncated: bool [N]. kept_ids: int32 [nnz], the kept sets of the truncated rows one after the
-    other, ascending within a row; kept_sizes: int64 [N], 0 where nothing was cut. Without capture the last three
-    are empty, and kept_logmass is 0.
+    other, ascending within a row; kept_sizes: int64 [N], 0 if nothing was cut. Without capture no row is truncated,
+    kept_ids is empty, and kept_sizes and kept_logmass are 0.
     """
 
     token_ids: Tensor

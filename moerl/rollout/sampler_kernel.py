@@ -22,7 +22,7 @@ _SUMS = {"reassoc", "contract", "nsz"}
 
 
 class Cuts(NamedTuple):
-    """What is asked of N rows.
+    """Sampling parameters of N rows.
 
     temperature: float32 [N]. top_p, min_p: float64 [N]. top_k: int64 [N], at least 1. greedy: bool [N].
     """
@@ -35,9 +35,9 @@ class Cuts(NamedTuple):
 
 
 class Draws(NamedTuple):
-    """What is written.
+    """Results for N rows, which `sample_rows` writes.
 
-    token_ids: int64 [N]. logprobs, kept_mass: float32 [N]. log_z: float32 [N], not finite where the row is broken.
+    token_ids: int64 [N]. logprobs, kept_mass: float32 [N]. log_z: float32 [N], not finite if the row is broken.
     kept_sizes: int64 [N]. kept_ids: int32, room for all kept sets one after the other.
     """
 

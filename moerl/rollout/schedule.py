@@ -1,4 +1,4 @@
-"""What of the embedded engine's requests is under way: those that wait, those that run, and who enters when.
+"""Schedule of the embedded engine: requests that wait, requests that run, and how many are prefilled next.
 
 Runs inside the embedded rollout engine.
 """

@@ -14,7 +14,7 @@ _ALIGNMENT = 64
 
 
 class Place(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """Where a tensor lies in a flat piece of memory; offset: in bytes."""
+    """Place of a tensor in a flat piece of memory; offset: in bytes."""
 
     name: str
     dtype: str
@@ -65,7 +65,7 @@ class SharedMemory:
 
     @property
     def path(self) -> str:
-        """Where other processes of this user find it, as long as this one keeps it."""
+        """Path by which other processes of this user open the memory, as long as this process keeps it."""
         return f"/proc/{os.getpid()}/fd/{self.descriptor}"
 
     def put(self, tensors: Iterable[tuple[str, Tensor]]) -> tuple[list[Place], int]:

@@ -33,7 +33,7 @@ _PER_TOKEN = (
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one forward pass sampled for m rows; the arrays of `moerl.rollout.sampler.SamplerOutput`, on the host."""
+    """Samples of one forward pass for m rows; the arrays of `moerl.rollout.sampler.SamplerOutput`, on the host."""
 
     token_ids: NDArray[np.int64]
     rollout_logprobs: NDArray[np.float32]

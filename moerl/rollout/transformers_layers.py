@@ -29,7 +29,7 @@ class TransformersLayers:
     def decode(
         self, tokens: NDArray[np.int64], positions: NDArray[np.int64], cache: SlotCache
     ) -> tuple[Tensor, NDArray[np.int64]]:
-        """As `moerl.rollout.compiled_layers.CompiledLayers.decode`."""
+        """Does the same as `moerl.rollout.compiled_layers.CompiledLayers.decode`."""
         at = torch.from_numpy(positions).to(self._model.device)
         num_tokens = int(positions.max()) + 1
         cache.begin_decode(at, num_tokens)
@@ -39,7 +39,8 @@ class TransformersLayers:
     def prefill(
         self, prompts: Sequence[NDArray[np.int64]], slots: NDArray[np.int64], cache: SlotCache
     ) -> tuple[Tensor, NDArray[np.int64]]:
-        """As `moerl.rollout.compiled_layers.CompiledLayers.prefill`; expert ids past the end of a prompt are any.
+        """Does the same as `moerl.rollout.compiled_layers.CompiledLayers.prefill`; expert ids past the end of a prompt
+        can be any.
 
         Prompts are padded on the right.
         """

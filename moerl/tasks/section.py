@@ -1,4 +1,4 @@
-"""What a task says of its own settings: its keys, the rules between them, and how to open the task. Torch-free."""
+"""Base of a task's own settings: its keys, the rules between them, and how to open the task. Torch-free."""
 
 from __future__ import annotations
 

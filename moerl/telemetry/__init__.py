@@ -1,1 +1,1 @@
-"""What a run reports while it runs: metrics, where they go, time spans and progress. Torch-free."""
+"""Reports of a run while it runs: metrics and their sinks, time spans and progress. Torch-free."""

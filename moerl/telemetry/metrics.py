@@ -271,7 +271,7 @@ METRICS: dict[str, Metric] = {metric.name: metric for metric in _ALL}
 
 
 LAYER_METRICS = ("disagreement", "jaccard", "margin_at_flips", "margin_elsewhere", "live_rows")
-"""What a row of ``layers.jsonl`` holds, one number per MoE layer; meanings as of ``routing/...``."""
+"""Metrics in a row of ``layers.jsonl``, one number per MoE layer each; meanings as of ``routing/...``."""
 
 
 def check_layer_metrics(metrics: Mapping[str, Sequence[float]]) -> None:
@@ -286,7 +286,7 @@ def check_layer_metrics(metrics: Mapping[str, Sequence[float]]) -> None:
 
 
 def is_reward_name(name: str) -> bool:
-    """Whether a task may call a reward so: up to 64 letters, digits and the characters ``_ . -``."""
+    """Returns whether a task may give a reward this name: up to 64 letters, digits and the characters ``_ . -``."""
     return re.fullmatch(r"[\w.\-]{1,64}", name) is not None
 
 
@@ -301,7 +301,7 @@ def failed_reward_metric(name: str) -> str:
 
 
 def is_registered(name: str) -> bool:
-    """Whether a metric is registered, by its name or as a metric of a named reward."""
+    """Returns whether a metric is registered, by its name or as a metric of a named reward."""
     if name in METRICS:
         return True
     stem = name.removeprefix("reward/").rpartition("/")[0]

@@ -1,4 +1,7 @@
-"""What a user watches: a live display on a terminal, heartbeat lines everywhere else. Runs in rank 0 only."""
+"""Progress for a user who watches: a live display on a terminal, heartbeat lines everywhere else.
+
+Runs in the controller, and in `moerl diagnose`.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ PARTS = {
     "evaluation": "evaluation, responses",
     "checkpoint": "checkpoint",
 }
-"""What a user reads while a span (`moerl.telemetry.spans`) is under way."""
+"""Texts for the user while a span (`moerl.telemetry.spans`) is under way, by name of the span."""
 STAGE_TITLES = {"sft": "cold start", "rl": "reinforcement learning"}
 
 
@@ -89,7 +92,7 @@ class Pace:
 
 
 class Part:
-    """Where a step is: what it is doing since when, and how much of that is done. Any thread may ask."""
+    """Part of a step: what it is, since when, and how much of it is done. Any thread may ask for its `text`."""
 
     def __init__(self, title: str, now: float) -> None:
         self._title, self._began = title, now

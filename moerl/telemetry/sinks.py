@@ -1,4 +1,4 @@
-"""Where metrics go: `metrics.jsonl` and TensorBoard events. Torch-free; runs in rank 0 only.
+"""Sinks of metrics: `metrics.jsonl` and TensorBoard events. Torch-free; runs in the controller.
 
 Rows are appended in the order in which they happen: the cold start, then reinforcement learning with evaluations in
 between. Going on from a checkpoint first drops every row after it, so that a file never tells a step twice.

@@ -1,4 +1,4 @@
-"""What is shown of texts of others: so much of each. Any process."""
+"""Excerpts of foreign texts, for a terminal. Any process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SHOWN_LINES = 100
 """Lines of one source that are shown; what comes after them is left out."""
 
 SHOWN_CHARACTERS = 300
-"""Of one line."""
+"""Characters of one line that are shown."""
 
 
 def excerpt(text: str, limit: int = SHOWN_CHARACTERS) -> str:

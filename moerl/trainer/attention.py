@@ -62,7 +62,7 @@ class _Group:
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """What the rows of this context-parallel rank are in the packed sequences of a microbatch.
+    """Places of this context-parallel rank's rows in the packed sequences of a microbatch.
 
     positions: int64 [t], in their sequences. groups: all sequences. order: int64 [t], where each row's result is among
     those of the groups. turns: cosines and sines of RoPE at these positions, float32 [t, 1, D] each, by the angles that
@@ -85,7 +85,7 @@ class PackedRows:
     def of(
         cls, cu_seqlens: NDArray[np.integer], prefix_of: NDArray[np.integer] | None, size: int, rank: int
     ) -> PackedRows:
-        """Of context-parallel rank `rank` of `size`. Arguments as in `Microbatch`."""
+        """Returns the rows of context-parallel rank `rank` of `size`. Arguments as in `Microbatch`."""
         starts, lengths = cu_seqlens[:-1].astype(np.int64), np.diff(cu_seqlens).astype(np.int64)
         before = prefix_lengths(cu_seqlens, prefix_of)
         all_positions = np.arange(int(cu_seqlens[-1])) - np.repeat(starts - before, lengths)

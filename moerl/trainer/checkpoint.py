@@ -32,16 +32,16 @@ HASHING_THREADS = 8
 """Files that are read side by side; hashing lets other threads run."""
 
 Facts = dict[str, dict[str, Any]]
-"""Of files, by their path inside the checkpoint: `bytes` and `blake2b`."""
+"""Sizes (`bytes`) and hashes (`blake2b`) of files, by their path inside the checkpoint."""
 
 _NAME = re.compile(r"(\d+)-([a-z]+)-(\d{6,})", re.ASCII)
 _PARTIAL = re.compile(r"\.(.+)\.partial", re.ASCII)
 
 
 class CheckpointName(NamedTuple):
-    """What a checkpoint's directory is called; sorts in the order of writing.
+    """Name of a checkpoint's directory; names sort in the order of writing.
 
-    order: of the stage in a run, from 0. step: that the stage has made.
+    order: of the stage in a run, from 0. step: steps that the stage has made.
     """
 
     order: int
@@ -105,7 +105,7 @@ class CheckpointStore:
         return path
 
     def partial(self, name: str) -> Path:
-        """Where a checkpoint lies while it is written."""
+        """Returns the directory of a checkpoint while it is written."""
         return self.folder / f".{name}.partial"
 
     def commit(self, name: str, state: dict[str, Any], files: Mapping[str, Any]) -> Path:
@@ -191,12 +191,12 @@ class CheckpointStore:
         self._corrupt |= set(names)
 
     def names(self) -> list[str]:
-        """Of every checkpoint, valid or not, in the order of writing."""
+        """Returns the names of all checkpoints, valid or not, in the order of writing."""
         return checkpoint_names(self.folder)
 
 
 def find_problem(path: Path) -> str | None:
-    """What is wrong with a checkpoint directory; None where it is valid."""
+    """Returns what is wrong with a checkpoint directory; None if it is valid."""
     try:
         manifest = _read_manifest(path)
         files = _listed_files(manifest)
@@ -212,7 +212,7 @@ def find_problem(path: Path) -> str | None:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """What the loop stored in the manifest of a checkpoint in which `find_problem` found none."""
+    """Returns the state that the loop stored in the manifest of a checkpoint in which `find_problem` found none."""
     return _read_manifest(path)["state"]
 
 

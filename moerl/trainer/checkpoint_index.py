@@ -32,7 +32,7 @@ from moerl.errors import CheckpointError
 
 
 class Box(msgspec.Struct, array_like=True, frozen=True):
-    """Which part of a tensor a shard is. shape: of the whole tensor. dtype: its name in torch."""
+    """Part of a tensor that a shard has. shape: of the whole tensor. dtype: its name in torch."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]

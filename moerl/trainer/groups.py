@@ -65,7 +65,7 @@ def start(
 
 
 def _store(rendezvous: str, rank: int, world_size: int, listener: int | None) -> dist.Store:
-    """Where the ranks find one another."""
+    """Returns the store through which the ranks find one another."""
     if world_size == 1:
         return dist.HashStore()
     url = urlsplit(rendezvous)

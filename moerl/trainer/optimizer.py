@@ -97,7 +97,8 @@ class Optimizer:
         self._install_hooks()
 
     def _install_hooks(self) -> None:
-        """What Megatron's schedules call; a schedule that failed half-way leaves some of them switched off."""
+        """Sets the functions that Megatron's schedules call; again before each step, because a schedule that failed
+        half-way leaves some of them switched off."""
         from megatron.core.distributed import finalize_model_grads
 
         config, one = self._config, len(self.modules) == 1
@@ -174,7 +175,7 @@ class Optimizer:
         return self._optimizer
 
     def progress(self) -> dict[str, Any]:
-        """Where the schedule and the count of skipped updates stand; plain data, the same on every rank."""
+        """Returns the state of the schedule and the count of skipped updates; plain data, the same on every rank."""
         return {"schedule": self._scheduler.state_dict(), "skipped_in_a_row": self._skipped_in_a_row}
 
     def settle(self) -> None:

@@ -12,7 +12,8 @@ from moerl.trainer.collectives import all_gather_bytes, to_bytes, to_tensor
 
 
 def gather_random_states() -> list[dict[str, Any]]:
-    """Of every rank: torch's generators and those that Megatron keeps for parallel regions."""
+    """Gathers the random states of all ranks: of torch's generators, and those that Megatron keeps for parallel
+    regions."""
     mine = {
         "cpu": torch.get_rng_state(),
         "device": torch.cuda.get_rng_state().cpu() if torch.cuda.is_available() else None,

@@ -40,7 +40,7 @@ PHASES = ("forward", "recompute")
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What a schedule does at the routers.
+    """Options of a schedule: what it does at the routers.
 
     enforce: replay the recorded routing; otherwise routers choose for themselves and are only observed.
     prove: with `enforce`, take checksums of what reaches the dispatchers.
@@ -139,7 +139,7 @@ class ReplaySchedule:
         self._rows: dict[int, LocalRows] = {}
 
     def find_unusable_routing(self) -> UnprovedError | None:
-        """What keeps a batch from being replayed, if anything (`moerl.trainer.replay_checks`)."""
+        """Returns the error of a batch that cannot be replayed (`moerl.trainer.replay_checks`); None if all can."""
         layers = [hook.moe_layer for hook in self.owner.hooks]
         return find_unusable_routing(
             self.batches, layers, self.owner.spec, self.owner.layout, enforce=self.what.enforce
@@ -192,10 +192,10 @@ class ReplaySchedule:
         self.live_rows_L[hook.moe_layer] += rows.num_live
 
     def _place(self, hook: RouterHook) -> tuple[int, int]:
-        """Which microbatch and phase a routing call belongs to.
+        """Returns the microbatch and the phase of a routing call.
 
-        A checkpointed region runs first without gradients and again, with them, in the backward pass. That is told
-        apart from a forward-only pass by the schedule, which says whether a backward pass will come.
+        A checkpointed region runs first without gradients and again, with them, in the backward pass. A forward-only
+        pass runs without gradients, too: `training` tells whether a backward pass will come.
         """
         if not (self.training and self.owner.recomputes):
             if self.current is None:
@@ -262,7 +262,8 @@ class ReplaySchedule:
         return RecordedRouting(batches, [self.traced(microbatch) for microbatch in range(len(self.batches))])
 
     def traced(self, microbatch: int) -> TracedRows:
-        """What reached this rank's dispatchers in the forward pass of a microbatch, after `Replay.trace`."""
+        """Returns the rows that reached this rank's dispatchers in the forward pass of a microbatch, after a schedule
+        with `Replay.trace` or `Replay.record`."""
         rows, batch, layout = self._rows[microbatch], self.batches[microbatch], self.owner.layout
         keys, positions = routing_checksums.row_origins(batch, layout.dims.context, layout.context_rank)
         mine = routing_slice(batch, layout)

@@ -1,7 +1,7 @@
-"""What keeps a rank's microbatches from being replayed, found where it receives them, before any router runs.
+"""Checks, before any router runs, that the microbatches that a rank has received can be replayed.
 
 Runs in every trainer rank. What a trajectory guarantees is checked again here: a row that repeats an expert, or names
-one that does not exist, would end one rank in a dispatcher and leave the others waiting for it.
+one that does not exist, would end one rank in a dispatcher and leave the other ranks waiting for that rank.
 Shape legend: t routing rows of this rank, l its MoE layers, K experts per token.
 """
 
@@ -23,11 +23,14 @@ from moerl.trainer.replay_rows import routing_slice
 def find_unusable_routing(
     batches: Sequence[Microbatch], layers: Sequence[int], spec: ModelSpec, layout: RankCoordinates, *, enforce: bool
 ) -> UnprovedError | None:
-    """What keeps a batch from being replayed; None where each has a target for every input row, and checksums.
+    """Returns the error of a microbatch that cannot be replayed; None if all can.
+
+    Every input row needs expert ids that exist, every captured row distinct ones, every microbatch their checksums, and
+    every sequence a key of its own.
 
     Args:
         batches: this rank's shares. layers: its MoE layers, as indices among those of the model.
-        enforce: recorded routing is needed; where False, what there is of it is only compared with.
+        enforce: recorded routing is needed; if False, it may be missing, and is only compared with.
     """
     for microbatch, batch in enumerate(batches):
         if enforce and (batch.expert_ids is None or batch.routing_checksums is None):

@@ -21,10 +21,10 @@ from moerl.trainer import platform, routing_checksums, transfers
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TracedRows:
-    """What reached the dispatchers, row by row, without pad rows.
+    """Rows that reached the dispatchers, without pad rows.
 
     keys: uint64 [r], salt of the row's rollout. positions: int64 [r]. moe_layers: int64 [l]. checksums_rl: uint64,
-    `moerl.contract.routing.row_checksums` of what was dispatched. routed_r: bool; False where the row was left to the
+    `moerl.contract.routing.row_checksums` of what was dispatched. routed_r: bool; False if the row was left to the
     router.
     """
 

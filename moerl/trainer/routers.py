@@ -21,7 +21,7 @@ OwnTopK = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 class Listener(Protocol):
-    """What is open around a forward(-backward) schedule."""
+    """Schedule that is open around a forward(-backward) pass; `RouterHook` calls it at every router."""
 
     def route(self, hook: RouterHook, scores_tE: Tensor, own_topk: OwnTopK) -> tuple[Tensor, Tensor]: ...
 

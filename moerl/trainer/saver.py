@@ -32,7 +32,7 @@ THREAD_NAME = "checkpoint-writer"
 
 
 class _Described(msgspec.Struct):
-    """What a rank says of its files."""
+    """Report of a rank on its files."""
 
     files: Facts
     problem: str = ""
@@ -165,7 +165,7 @@ class Saver:
         return [msgspec.json.decode(each, type=_Described) for each in gathered]
 
     def _commit(self, name: str, state: dict[str, Any], described: Sequence[_Described]) -> str:
-        """What went wrong, empty where the checkpoint is there."""
+        """Commits the checkpoint, on the main rank; returns what went wrong, empty if nothing did."""
         problems = [each.problem for each in described if each.problem]
         if problems:
             return "; ".join(problems)

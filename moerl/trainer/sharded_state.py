@@ -113,14 +113,14 @@ def write(staged: StagedState, folder: Path, group: dist.ProcessGroup) -> list[P
 
 
 class _Written(msgspec.Struct):
-    """What a rank says of its files; a problem where it could not write them."""
+    """Report of a rank on its files; a problem if the rank could not write them."""
 
     shards: list[Shard]
     problem: str = ""
 
 
 def _room(folder: Path, staged: StagedState) -> str:
-    """Of a full disk torch's archive writer says no more than that it could not go on."""
+    """Says whether the disk is full: torch's archive writer only says that it could not go on."""
     free = shutil.disk_usage(folder.parent).free
     room = "the disk is full" if free < staged.num_bytes else "the disk has room"
     return f"{room}: {free} bytes free"
@@ -142,7 +142,7 @@ def _index_problem(everyone: Sequence[_Written], folder: Path) -> str:
 
 
 def _causes(error: CheckpointException) -> str:
-    """Which ranks failed and why, in one line."""
+    """Says which ranks failed and why, in one line."""
     causes = [f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in sorted(error.failures.items())]
     return " ".join("; ".join(causes).split())[:1000]
 
@@ -215,7 +215,7 @@ def _read(folder: Path, state: dict[str, Any], *, whole: bool) -> dict[str, Any]
 
 
 class _Read(msgspec.Struct):
-    """What a rank says of its reading. names: the tensors that it asked for."""
+    """Report of a rank on its reading. names: the tensors that the rank asked for."""
 
     names: set[str]
     problem: str = ""
@@ -261,7 +261,7 @@ def _sharded(chunks: Sequence[nn.Module], optimizer: Any, *, loading: bool) -> d
 
 
 def _metadata() -> dict[str, Any]:
-    """What decides how Megatron's modules and optimizers name and cut their tensors."""
+    """Returns the settings by which Megatron's modules and optimizers name and cut their tensors."""
     return {
         # Layers keep names of their own, so pipeline stages need not hold layers of one kind.
         "non_homogeneous_layers": True,

@@ -75,7 +75,8 @@ def whole_name(name: str, layer_numbers: Sequence[int], *, first_expert: int = 0
 
 
 def _weights(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """What is published: a head that is tied to the embedding is not, wherever there is a copy of it."""
+    """Yields names and tensors of the published weights. A head tied to the embedding is left out, also on ranks that
+    have a copy of the embedding for it."""
     tied = model.share_embeddings_and_output_weights
     for name, parameter in model.named_parameters():
         if not (tied and name == "output_layer.weight"):

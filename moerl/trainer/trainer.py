@@ -171,8 +171,8 @@ class MegatronTrainer:
         return report, recorded
 
     def trace(self, batches: Sequence[Microbatch], microbatch: int) -> TracedRows:
-        """What reaches this rank's dispatchers for one of the microbatches, row by row: a slow pass after a proof that
-        failed. `microbatch` is the same on all ranks."""
+        """Returns the rows that reach this rank's dispatchers for one of the microbatches: a slow pass after a proof
+        that failed. `microbatch` is the same on all ranks."""
         self._weights.take_back()
         what = Replay(enforce=True, prove=False, trace=True)
         with self.keep_routing.schedule(batches, what, training=False) as schedule:
@@ -282,7 +282,8 @@ class MegatronTrainer:
             )
 
     def last_hidden(self, batches: Sequence[Microbatch], *, enforce: bool, prove: bool = True) -> list[Tensor]:
-        """What the language-model head gets, per microbatch, without gradient: all that a reference model is for.
+        """Returns the inputs of the language-model head, per microbatch, without gradient: all that a reference model
+        is for.
 
         [T / tensor, H] each on the last pipeline stage; empty elsewhere. Losses let them enter `head` one microbatch at
         a time.

@@ -38,7 +38,7 @@ class AllGather:
         self._room: dict[int, Tensor] = {}
 
     def gather(self, shards: Mapping[str, Tensor], take_slot: TakeSlot) -> Iterator[WeightBucket | None]:
-        """As `SenderGather.gather`."""
+        """Does the same as `SenderGather.gather`."""
         self.received_bytes = 0
         for buckets in self._rounds:
             mine, self._until = None, self._peers.until()

@@ -13,7 +13,7 @@ from moerl.weights.plan import Bucket, SyncPlan
 from moerl.weights.shards import Piece
 
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
-"""Of parameters, by the bytes of one."""
+"""Dtypes of parameters, by the bytes of one value."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,8 @@ class SinkThread:
         return call
 
     def wait(self, call: Call) -> BaseException | None:
-        """What the call raised; an error of its own where it is not done in time, counted from when it began."""
+        """Waits for a call; returns what the call raised, or an error of its own after `step_seconds`, counted from the
+        beginning of the call, or from now if the call has not begun."""
         begun = call.started or time.monotonic()
         if call.done.wait(max(0.0, begun + self.step_seconds - time.monotonic())):
             return call.problem
@@ -110,7 +111,7 @@ class BucketSender:
         self.end_seconds = 0.0
 
     def abandon(self) -> None:
-        """What the thread has not begun by now it leaves out; then the sink forgets the update. Waits for nothing."""
+        """Has the thread leave out what it has not begun, and then the sink forget the update. Waits for nothing."""
         self._is_abandoned = True
         self._thread.submit("abandon_update", self._sink.abandon_update)
 

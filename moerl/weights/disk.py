@@ -75,7 +75,8 @@ class DiskSink:
         self._partial.mkdir(parents=True, exist_ok=True)
 
     def abandon_update(self) -> None:
-        """What is on disk of it has no version's name; the next update writes over it."""
+        """Forgets the files of the update. They stay on disk, in a folder without a version's name; the next update to
+        the same version writes over them."""
         self._files = {}
 
     def receive(self, tensors: Iterable[tuple[str, Any]]) -> None:

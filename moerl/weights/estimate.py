@@ -30,7 +30,7 @@ class Bandwidths:
 
 @dataclass(frozen=True, slots=True)
 class SenderLoad:
-    """What one sender does. num_bytes: of its buckets. received_bytes: what of them it does not hold."""
+    """Load of one sender. num_bytes: of its buckets. received_bytes: of its buckets, from other ranks."""
 
     rank: int
     num_buckets: int

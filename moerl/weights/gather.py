@@ -144,11 +144,11 @@ class SenderGather:
 
 
 def _nothing() -> None:
-    """What is left to do for bytes that arrived where they belong."""
+    """Does nothing: bytes that were sent, or arrived in their place, need no further step."""
 
 
 def _part_of(rank: int, buckets: list[Bucket], chunk_bytes: int) -> _Round:
-    """What `rank` does in the round of these buckets."""
+    """Returns the part of `rank` in the round of these buckets."""
     mine, own_pieces = None, ()
     lines: list[list[_Transfer]] = []
     for bucket in buckets:

@@ -30,7 +30,7 @@ Owners = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class HeldShard:
-    """What one rank publishes of one Megatron tensor. dtype: as torch names it, without ``torch.``."""
+    """Shard of a Megatron tensor that one rank publishes. dtype: as torch names it, without ``torch.``."""
 
     name: str
     shape: Shape
@@ -84,7 +84,7 @@ def model_manifest(model: ModelDescription, dims: ParallelDims, *, split_latents
 
 
 def encode_shards(shards: Mapping[str, Any]) -> bytes:
-    """What a rank says of the tensors that it publishes, by name."""
+    """Encodes names, shapes and dtypes of the tensors that a rank publishes."""
     held = [HeldShard(name, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in shards.items()]
     return msgspec.json.encode(held)
 

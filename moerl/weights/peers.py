@@ -188,7 +188,7 @@ class Peers:
             return
 
     def _heard(self, key: str) -> str:
-        """What was said under a key; nothing where nobody has, or the store is gone."""
+        """Returns what a rank has said under a key; empty if none has, or the store is gone."""
         try:
             store, name = _get_default_store(), f"{self._prefix}/{key}"
             return store.get(name).decode() if store.check([name]) else ""
@@ -196,7 +196,7 @@ class Peers:
             return ""
 
     def _listen(self, seconds: float) -> str:
-        """What a rank that knows more has said about why contact was lost."""
+        """Waits `seconds` at most for a rank to say why contact was lost; returns what it said, or an empty text."""
         until = time.monotonic() + seconds
         while not (text := self._heard("lost")) and time.monotonic() < until:
             time.sleep(_LISTEN_SECONDS / 10)

@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 CHUNKS_PER_BUCKET = 32
 CHUNKS_IN_FLIGHT = 4
-"""Of a rank, sent and received ones together."""
+"""Most chunks of a rank on their way at a time, sent and received ones together."""
 Gather = Literal["sender", "allgather"]
 Kind = Literal["dense", "expert"]
 
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """What decides a plan besides model and layout.
+    """Settings that decide a plan besides model and layout.
 
     senders: the ranks that hand buckets to engines, in rank order. item_bytes: of a parameter, 2 or 4.
     bucket_bytes: see the module.
@@ -51,7 +51,7 @@ class PlanOptions:
 
     @classmethod
     def of(cls, config: RunConfig) -> PlanOptions:
-        """What the configuration of a run asks for."""
+        """Returns the options for the configuration of a run."""
         weights = config.weights
         return cls(
             senders=choose_senders(config.parallel.dims, weights.senders),
@@ -83,7 +83,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What one rank contributes to a bucket, in the order of the bucket. Pieces are no larger than a chunk."""
+    """Contribution of one rank to a bucket, in the order of the bucket. Pieces are no larger than a chunk."""
 
     source: int
     pieces: tuple[Piece, ...]
@@ -142,7 +142,7 @@ class SyncPlan:
     buckets: tuple[Bucket, ...]
 
     def rounds(self) -> list[list[Bucket]]:
-        """What is gathered side by side: the k-th bucket of every sender, in the order of senders."""
+        """Returns for each k the buckets gathered side by side: the k-th of every sender, in the order of senders."""
         count = max((bucket.number + 1 for bucket in self.buckets), default=0)
         rounds: list[list[Bucket]] = [[] for _ in range(count)]
         for bucket in self.buckets:
@@ -251,8 +251,9 @@ def _add_pieces(
 
 
 def _order(published: PublishedTensor, block: int, turn: int, options: PlanOptions) -> tuple[int, ...]:
-    """Where a block of a tensor stands in its stage: experts by owner, so that what a sender holds stays together and
-    arrives in one piece; for all-gathering in turns of their owners, so that all contribute alike to a bucket."""
+    """Returns the key that sorts the blocks of a stage: experts by owner, so that the experts of a sender stay together
+    and arrive in one piece; for all-gathering in turns of their owners, so that all owners contribute alike to a
+    bucket."""
     tensor = published.tensor
     if tensor.expert is None:
         return ()

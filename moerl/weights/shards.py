@@ -54,7 +54,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Ownership:
-    """Which ranks of a layout hold what of a model."""
+    """Ranks of a layout that hold the tensors of a model."""
 
     dims: ParallelDims
     num_layers: int

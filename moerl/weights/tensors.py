@@ -1,4 +1,4 @@
-"""Which Megatron tensors a model has, and of which rows of Hugging Face tensors each is made. Torch-free; any process.
+"""Megatron tensors of a model, and the rows of Hugging Face tensors that each is made of. Torch-free; any process.
 
 A Megatron tensor is named here by its place in the whole model, whatever stage, chunk or kind of module holds it:
 

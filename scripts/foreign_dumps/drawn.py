@@ -1,4 +1,4 @@
-"""What the dumps hold: a few conversations with everything that a system can record of them, drawn once.
+"""Contents of the dumps: a few conversations with everything that a system can record of them, drawn once.
 
 A model of three layers, the first of them dense, with two of eight experts. The dense layer's routes are zeros, as
 SGLang reports them.
@@ -25,7 +25,7 @@ _SHAPES: tuple[tuple[tuple[int, ...], tuple[int, ...], str], ...] = (
 
 @dataclass(frozen=True)
 class Answer:
-    """What an engine answered: tokens, log-probs and kept sets of R tokens, and the version that sampled them."""
+    """Answer of an engine: tokens, log-probs and kept sets of R tokens, and the version that sampled them."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -55,7 +55,7 @@ class Conversation:
         return [token for _, tokens in self.spans() for token in tokens]
 
     def spans(self) -> list[tuple[Answer | None, list[int]]]:
-        """What follows on what, with the answer where the tokens are one's."""
+        """Returns the parts of the conversation in order: tokens, with the answer that sampled them or None."""
         spans: list[tuple[Answer | None, list[int]]] = [(None, self.prompt)]
         for number, answer in enumerate(self.answers):
             spans += [(None, self.tools[number - 1])] if number else []
@@ -70,7 +70,7 @@ def conversations() -> list[Conversation]:
 
 
 def meta_info(conversation: Conversation, number: int, top_p_names: tuple[str, str] | None = None) -> dict[str, Any]:
-    """Of SGLang's answer number `number`, which was sampled with all before it as its prompt.
+    """Builds the meta_info of SGLang's answer `number`, whose prompt was all that came before it.
 
     top_p_names: of kept ids and of their offsets, in the layout of slime's patch; None leaves them out.
     """
@@ -95,7 +95,7 @@ def meta_info(conversation: Conversation, number: int, top_p_names: tuple[str, s
 
 
 def stored() -> dict[str, Any]:
-    """As JSON, for those who read the dumps."""
+    """Returns the drawn conversations as JSON, for tests that read the dumps."""
     return {
         "num_layers": NUM_LAYERS,
         "experts_per_token": EXPERTS_PER_TOKEN,
@@ -139,7 +139,7 @@ def _nearby(rng: np.random.Generator, answer: Answer) -> list[float]:
 
 
 def _floats(values: np.ndarray) -> list[float]:
-    """As float32 has them, so that no system rounds what another does not."""
+    """Rounds values to float32, so that all systems store the same numbers."""
     return values.astype(np.float32).tolist()
 
 

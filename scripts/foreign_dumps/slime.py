@@ -43,7 +43,7 @@ def _sample(kind: Any, args: Any, conversation: Conversation, index: int) -> Any
 
 
 def _write_train(rollout_data: Any, samples: list[Any], conversations: list[Conversation], path: Path) -> None:
-    """What one rank, which is alone, has of a step after it."""
+    """Writes the train dump that slime's only rank has after a step."""
     without_code_of("slime.backends", "slime.backends.megatron_utils")
     train_data: Any = importlib.import_module("slime.observability.train_data_utils")
     parallel: Any = importlib.import_module("megatron.core.parallel_state")

@@ -70,7 +70,7 @@ def write(package: str, file: Path) -> None:
 
 
 def differences(new: Any, old: Any, tolerance: float = TOLERANCE, where: str = "") -> Iterator[str]:
-    """What of two files is not the same. Numbers are, if they differ by at most so much."""
+    """Yields the differences of two files. Numbers are equal if they differ by at most the tolerance."""
     if isinstance(new, dict) and isinstance(old, dict):
         for key in sorted(set(new) | set(old)):
             if key in new and key in old:

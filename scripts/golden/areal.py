@@ -10,7 +10,7 @@ from scripts.golden.stand_ins import stand_in_for, without_code_of
 
 REQUIRES = ("areal==1.0.4",)
 VERSION = 5
-"""Of the weights being trained."""
+"""Version of the weights being trained."""
 
 CLIP = {"eps_clip": 0.2, "eps_clip_higher": 0.28}
 SEQUENCE = {"eps_clip": 0.03, "eps_clip_higher": 0.04, "importance_sampling_level": "sequence"}

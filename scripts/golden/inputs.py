@@ -1,4 +1,4 @@
-"""What every package gets: log-probs, advantages, rewards and masks, in float64, the same for all of them."""
+"""Inputs of every package: log-probs, advantages, rewards and masks, in float64, the same for all of them."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def drawn(seed: int = 0) -> Inputs:
 
 
 def plain(values: Tensor) -> list[Any]:
-    """As lists; masks as 0 and 1."""
+    """Converts a tensor to nested lists; masks become 0 and 1."""
     return (values.long() if values.dtype == torch.bool else values.detach()).tolist()
 
 

@@ -24,7 +24,7 @@ def sglang_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangSe
 
 @pytest.fixture(autouse=True)
 def _one_thread(one_thread: None) -> None:
-    """Of every test in this folder."""
+    """Makes every test in this folder compute with one thread."""
 
 
 @pytest.fixture(

@@ -21,7 +21,7 @@ def _long(count: int) -> list[RolloutRequest]:
 def _cut_short(
     engine: Engine, requests: list[RolloutRequest], rollout_ids: list[str] | None = None
 ) -> dict[str, Trajectory]:
-    """What comes of a call of which the named rollouts, or all, are aborted after its first record."""
+    """Aborts the named rollouts of a call, or all, after its first record. Returns trajectories by rollout id."""
     iterator = engine.generate(requests)
     records = [next(iterator)]
     engine.abort(rollout_ids)

@@ -1,4 +1,4 @@
-"""What an answer says: lineage, versions, routing, log-probs and kept sets, held against plain transformers."""
+"""Contents of answers: lineage, versions, routing, log-probs and kept sets, compared with plain transformers."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_top_p_alone_gets_the_finite_top_k_of_the_contract(build: Build):
 
 
 def test_sharp_distributions_keep_all_that_top_k_and_min_p_allow(build: Build):
-    """Where a few tokens have nearly all of the mass, a float32 sum over the others exceeds 1 before its end."""
+    """Gives a few tokens nearly all of the mass, so that a float32 sum over the others exceeds 1 before its end."""
     sharp = SamplingParams(temperature=0.1, top_k=40)
     kinds = [sharp, replace(sharp, min_p=1e-30), replace(sharp, top_p=0.9)]
     requests = [replace(r, sampling=replace(kinds[i % 3], seed=i)) for i, r in enumerate(make_requests(12))]

@@ -1,4 +1,4 @@
-"""Where an answer ends, and how long prompts may be."""
+"""Ends of answers, and lengths of prompts."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ def test_nothing_pickled_goes_from_rank_to_rank(
 
 
 def random_numbers(layout: Any, path: Path, folder: Path, *, load: bool) -> list[float]:
-    """What this rank draws next, after saving or loading."""
+    """Returns the random numbers that this rank draws next, after it saved or loaded a checkpoint."""
     trainer = tiny_moe.build(layout, path)
     torch.manual_seed(100 + layout.rank)
     if load:

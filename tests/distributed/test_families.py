@@ -21,7 +21,7 @@ from moerl.models.description import read_model
 
 LENGTHS = (5, 30, 17, 41, 9, 24)
 SEQUENCE_MULTIPLE = 8
-"""Of packed sequences: enough for two zig-zag chunks on two context ranks, cut again over two tensor ranks."""
+"""Multiple of packed sequences: enough for two zig-zag chunks on two context ranks, cut again over two tensor ranks."""
 
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "one": (1, {}),
@@ -83,7 +83,7 @@ def real_rows(batch: Microbatch, scores: Any) -> tuple[np.ndarray, ...]:
 
 
 class Expected:
-    """What transformers computes on the same weights and sequences."""
+    """Log-probs and norm of the gradient that transformers computes on the same weights and sequences."""
 
     def __init__(self, path: Path, name: str, samples: list[Any]) -> None:
         judge = families.Judge(path, FAMILIES[name])

@@ -1,4 +1,4 @@
-"""What else a step can be, in layouts: several updates per batch, KL to a reference, text, batches that do not fill the
+"""Further kinds of steps in layouts: several updates per batch, KL to a reference, text, batches that do not fill the
 ranks; and steps after something went wrong."""
 
 from __future__ import annotations

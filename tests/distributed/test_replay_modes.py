@@ -35,7 +35,8 @@ def make_samples(seed: int) -> list[Any]:
 
 
 def record_scores(trainer: Any) -> list[dict[str, Any]]:
-    """What every router ranks in its forward calls, with the rows that it ranks; by a spy between hook and schedule."""
+    """Records what every router ranks in its forward calls, with the rows that it ranks, by a spy between hook and
+    schedule. Returns the list of records."""
     from moerl.trainer.replay import FORWARD, ReplaySchedule
 
     seen: list[dict[str, Any]] = []
@@ -236,7 +237,7 @@ class FakeTrainer:
 
 
 def explanation(ranks: list[dict[str, Any]]) -> str:
-    """What a controller says of the errors of all ranks."""
+    """Returns the controller's explanation of the errors of all ranks."""
     trainer, error = FakeTrainer(ranks), first_error([rank["error"] for rank in ranks])
     with pytest.raises(ReplayError) as caught, explained(cast(Any, trainer), tiny_moe.make_samples(34, LENGTHS)):
         raise error

@@ -111,7 +111,7 @@ def test_shared_rows_are_computed_and_proved_once(
 
 
 def refused(layout: Any, path: Path) -> str:
-    """What is said of a step in which one shared row has the experts of another."""
+    """Returns the refusal of a step in which two shared rows have exchanged their experts."""
     trainer = matrix.build(layout, path, Case(1))
     batches, denominator = tiny_moe.shares(
         trainer, make_groups(7), token_budget=1024, uncaptured="live", share_prompts=True

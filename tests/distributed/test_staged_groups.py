@@ -33,7 +33,7 @@ def staged_processes() -> Iterator[Ranks]:
 
 
 def collectives(layout: Any) -> dict[str, list[list[float]]]:
-    """What every kind of call brings to this rank; rank r gives 0, 1, 2, 3 and 10 r."""
+    """Makes every kind of call and returns what this rank receives; rank r gives 0, 1, 2, 3, each plus 10 r."""
     rank, other = layout.rank, 1 - layout.rank
     mine = torch.arange(4.0) + 10 * rank
     total, mean, shown = mine.clone(), mine.clone().double(), mine.clone()

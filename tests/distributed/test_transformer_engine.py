@@ -148,7 +148,7 @@ class Chooser:
 
 
 def choose_for_routers(layout: Any, path: Path) -> dict[str, Any]:
-    """What reaches the dispatchers of this rank's MoE layers where a hook chooses."""
+    """Returns what reaches the dispatchers of this rank's MoE layers if a hook chooses the experts."""
     trainer, chooser = trainer_of(layout, path), Chooser()
     for hook in trainer.keep_routing.hooks:
         hook.schedule = chooser
@@ -198,7 +198,7 @@ def held_by(trainer: Any, optimizers: list[Any]) -> dict[str, Tensor]:
 
 
 def save_and_restore(layout: Any, path: Path, folder: Path, dtype: str, recompute: str, sharding: str) -> list[str]:
-    """What is not the same after weights and moments were written, set to 0 and restored; the optimizers' classes."""
+    """Writes weights and moments, sets them to 0, restores them. Returns differences and the optimizers' classes."""
     import torch.distributed as dist
 
     from moerl.trainer import sharded_state

@@ -1,4 +1,4 @@
-"""What our plans gather is what Megatron-Bridge exports, bit for bit, in every layout and family."""
+"""Tensors that our plans gather, equal bit for bit to the export of Megatron-Bridge, in every layout and family."""
 
 from __future__ import annotations
 

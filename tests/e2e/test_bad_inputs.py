@@ -1,4 +1,4 @@
-"""What a newcomer may type by mistake: each is one line that names it, before torch is loaded where it can be known."""
+"""Mistakes of a newcomer: each gives one line that names it, before torch is loaded if it can be known then."""
 
 from __future__ import annotations
 

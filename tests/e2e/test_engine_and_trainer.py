@@ -11,7 +11,7 @@ from ranks import Ranks
 
 
 def sample(path: Path, *, temperature: float, top_p: float) -> list[Any]:
-    """What the embedded engine samples with the model at `path`: 12 rollouts with their routes and kept sets."""
+    """Samples 12 rollouts, with their routes and kept sets, with the embedded engine and the model at `path`."""
     import torch
     from transformers import AutoModelForCausalLM
 

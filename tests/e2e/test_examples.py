@@ -27,7 +27,7 @@ LIMIT_SECONDS = 1500
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the command of an example does.
+    """Expected outcome of the command of an example.
 
     less: added to `moerl`, so that CI waits for seconds. status: of its end. leaves: a file that it writes. said:
     a part of its output, with `less` too.

@@ -1,4 +1,4 @@
-"""What goes wrong between engine and trainer is refused by name, before any update."""
+"""Faults in a run: wrong data between engine and trainer is named and trains nothing; full disks lose nothing."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ WRONG_ROUTING: dict[str, tuple[Fault, int, list[str]]] = {
         ["error: the router of layer 2 is dead: it would get no gradient"],
     ),
 }
-"""What is wrong, in how many RL steps nothing was yet, and what the run says."""
+"""Faults in routing by name: the fault, the number of RL steps before its effect, and what the run says."""
 
 
 @pytest.mark.parametrize(("fault", "num_right", "said"), WRONG_ROUTING.values(), ids=WRONG_ROUTING)

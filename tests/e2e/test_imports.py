@@ -1,4 +1,4 @@
-"""What the processes of a run import, and what is settled before: seen by a hook in each of them."""
+"""Imports of the processes of a run, and settings made before those, seen by a hook in each process."""
 
 from __future__ import annotations
 

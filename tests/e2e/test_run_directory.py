@@ -1,4 +1,4 @@
-"""What a run leaves behind, read with the tools that people have."""
+"""Contents of a run directory, read with common tools."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import pytest
 
 TUTORIAL = Path(__file__).parents[2] / "docs" / "tutorial.md"
 STAND_INS = {"make demo": "moerl train recipe=tiny run_dir=runs/demo-stand-in"}
-"""What runs in the place of commands that take minutes or need the checkout."""
+"""Stand-ins for commands that take minutes or need the checkout."""
 
 LIMIT_SECONDS = 1500
 _BLOCK = re.compile(r"(?:^<!-- (?P<note>[^>]*) -->\n)?^```bash\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE)

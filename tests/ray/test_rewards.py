@@ -110,7 +110,7 @@ def trained(sums: Sums, run_dir: Path, *keys: str, variables: Mapping[str, str] 
 
 
 def nodes_of(sums: Sums) -> set[str]:
-    """Of the calls so far, but for those in the controller's own processes."""
+    """Returns the nodes (pids of raylets) of the calls so far, without calls in the controller's own processes."""
     file = sums.folder / "nodes.txt"
     return set(file.read_text().split()) - {"0"} if file.exists() else set()
 

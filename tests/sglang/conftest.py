@@ -24,7 +24,7 @@ FAMILY = families.FAMILIES["qwen3_moe"]
 
 @pytest.fixture(autouse=True)
 def _one_thread(one_thread: None) -> None:
-    """Of every test in this folder."""
+    """Makes every test in this folder compute with one thread."""
 
 
 @pytest.fixture(scope="session")

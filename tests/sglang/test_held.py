@@ -1,4 +1,4 @@
-"""What live servers say that they hold, against checksums of the checkpoint; layouts that no CPU server has, too."""
+"""Weights that live servers report, against checksums of the checkpoint; layouts that no CPU server has, too."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def other_release(environment: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def refusal_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """What a command that fails writes."""
+    """Runs a command that fails; returns what it writes to stderr."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         assert main(arguments) != 0

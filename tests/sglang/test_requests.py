@@ -1,4 +1,4 @@
-"""What a live server makes of a request: seeds, aborts, keys, fields. What any engine promises: `tests/conformance`."""
+"""Requests to a live server: seeds, aborts, keys, fields. Promises of any engine: `tests/conformance`."""
 
 from __future__ import annotations
 

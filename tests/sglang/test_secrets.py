@@ -1,4 +1,4 @@
-"""What a live server tells those who may only sample, and what it leaves on the disk: neither key is in it."""
+"""Secrecy of a live server's keys: no answer to the sampling key, error or log shows one; files are the owner's."""
 
 from __future__ import annotations
 

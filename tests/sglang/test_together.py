@@ -1,4 +1,4 @@
-"""What CPU servers compute for many sequences in one call, against one by one. In their environment, serving nobody."""
+"""Results of CPU servers for many sequences in one call, against one by one. In their environment, without a server."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ torch.manual_seed(0)
 linears, linear = [], native.F.linear
 native.F.linear = lambda *a, **k: linears.append(1) or linear(*a, **k)
 layer = types.SimpleNamespace(
-    num_experts=6, w13_weight=torch.randn(6, 2 * 24, 16), w2_weight=torch.randn(6, 16, 24)
+    num_experts=6, moe_ep_size=1, w13_weight=torch.randn(6, 2 * 24, 16), w2_weight=torch.randn(6, 16, 24)
 )
 config = types.SimpleNamespace(apply_router_weight_on_input=False, activation="silu", gemm1_alpha=None)
 

@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(3600)]
 
 
 ADDRESS = own_address("192.0.2.1", 9)
-"""Of this machine in its network: Ray has no cluster of several nodes on the loopback address."""
+"""Address of this machine in its network: Ray has no cluster of several nodes on the loopback address."""
 
 
 @pytest.fixture

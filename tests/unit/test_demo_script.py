@@ -23,7 +23,7 @@ def program(path: Path, text: str) -> None:
 
 
 def demo(folder: Path, gpu: str, *, absent: bool = False) -> list[str]:
-    """What the script says and runs, with programs that only say that they were called."""
+    """Runs the script with programs that only say that they were called; returns its lines of output."""
     program(folder / "python", PYTHON)
     program(folder / "moerl", '#!/bin/sh\necho "moerl $*"\n')
     program(folder / "make", '#!/bin/sh\necho "make $*"\n')

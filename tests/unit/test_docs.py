@@ -1,4 +1,4 @@
-"""What the pages for readers point at exists: files, headings, tests, commands, recipes and keys. Torch-free."""
+"""References on the pages for readers: to files, headings, tests, commands, recipes and keys. Torch-free."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ MESSAGES = re.findall(
     text_of(ROOT / "docs" / "troubleshooting.md") if (ROOT / "docs" / "troubleshooting.md").exists() else "",
     re.MULTILINE,
 )
-"""Of the page on troubleshooting: commands that end before anything starts, and what they print."""
+"""Messages on the page on troubleshooting: commands that end before anything starts, and what they print."""
 
 
 @pytest.fixture

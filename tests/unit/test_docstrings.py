@@ -1,4 +1,4 @@
-"""What docstrings and comments point at exists: files, tests, commands, keys, modules and what they define."""
+"""References in docstrings and comments: to files, tests, commands, keys, modules and what they define."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ REACH = {
     "conformance": "conformance --embedded --model model",
     **{name: f"{name} none" for name in ("status", "report", "samples", "watch")},
 }
-"""Of each command one that gets as far as it can without what it needs."""
+"""Arguments by command, with which it gets as far as it can without what it needs."""
 WORK = {"plan memory", "plan weights", "plan run", "launch slurm"}
 """Commands that end well without torch."""
 NEED = {"train", "sft", "diagnose"}

@@ -148,7 +148,7 @@ def members_of(owner: ast.AST, name: str) -> Iterator[ast.AST]:
 
 
 def parameters(node: ast.AST) -> list[str]:
-    """Of a function, without `self`; the fields of a class."""
+    """Returns the parameters of a function, without `self`, or the fields of a class."""
     match node:
         case ast.FunctionDef() | ast.AsyncFunctionDef():
             each = node.args

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from moerl.diagnostics.causes.accounts import Accounts
 from moerl.diagnostics.causes.apart import ROUNDING, Apart, odd_rollouts, tokens_apart
-from moerl.diagnostics.causes.faults import CLEAN, FEW, Fault, Ground, changed, repairing
+from moerl.diagnostics.causes.faults import CLEAN, FEW, MOST_FLOOR, Fault, Ground, changed, repairing
 from moerl.diagnostics.causes.gaps import Assumption, Bootstrap, Change, Differences, Gaps, Plan, Repair
 from moerl.diagnostics.causes.masks import containment, shifted, with_tokens
 from moerl.diagnostics.causes.records import Records, search_records
@@ -24,7 +24,7 @@ from moerl.diagnostics.causes.texts import CAUSES
 from moerl.diagnostics.causes.values import Search, oversized_sets
 from moerl.diagnostics.dumps.rollout import DumpedRollout
 from moerl.diagnostics.report.data import Confidence, Decomposition, Evidence, Finding, Interval
-from moerl.diagnostics.scoring import Question, Scorer
+from moerl.diagnostics.scoring import Question, Scored, Scorer
 
 FLOOR_ROLLOUTS = 16
 """Rollouts that the floor is measured on."""
@@ -32,8 +32,6 @@ MAX_NAMED = 8
 """Rollouts of a finding whose names are said."""
 LEAST_FLOOR = 1e-6
 """Nats; a dump stores log-probs in float32."""
-MOST_FLOOR = 0.1
-"""Nats, above which rounding is too coarse to call anything sound beside it. Models in bfloat16 have 0.002 to 0.03."""
 ROUNDS = 2
 """Searches one after the other: a fault of values may hide one of the record, and the other way round."""
 
@@ -41,12 +39,14 @@ ROUNDS = 2
 @dataclass(frozen=True, slots=True, eq=False)
 class Diagnosis:
     """Causes of a gap. gaps: with all scores. final: the plan under which the least is left. as_recorded: the one of
-    the dump as it came. floor: nats that rounding makes. residual: d under `final`. faults: with their rollouts."""
+    the dump as it came. floor: nats that rounding makes in the mean of the rollouts. own_floor: the same if each side
+    has the experts of its own routers. residual: d under `final`. faults: with their rollouts."""
 
     gaps: Gaps
     final: list[Assumption]
     as_recorded: list[Assumption]
     floor: float
+    own_floor: float
     residual: Differences
     decompositions: tuple[Decomposition, ...]
     findings: tuple[Finding, ...]
@@ -72,18 +72,19 @@ def diagnose(
     """
     gaps = Gaps(rollouts, scorers)
     some = rollouts[:FLOOR_ROLLOUTS]
-    fine = max(LEAST_FLOOR, measure_floor(some, scorers[0], floor_scorer))
-    rounding = fine if half is None else max(fine, measure_floor(some, half, scorers[0]))
-    ground = Ground(gaps, Bootstrap.of(gaps.starts), rounding)
+    fine, own_fine = measure_floor(some, scorers[0], floor_scorer)
+    coarse = (fine, own_fine) if half is None else measure_floor(some, half, scorers[0])
+    rounding, own_rounding = max(fine, coarse[0]), max(own_fine, coarse[1])
+    ground = Ground(gaps, Bootstrap.of(gaps.starts), rounding, own_rounding)
     masks = _mask_faults(ground)
     inputs, values, records = _search(ground, Search(ground, edits), masks)
     residual = gaps.differences(records.plan)
-    level_R = np.full(len(rollouts), rounding)
+    level_R = ground.floors
     for fault in records.faults:
         if fault.cause == "foreign_routes":
-            level_R[fault.of_R] = max(rounding, records.own_level)
+            level_R[fault.of_R] = max(own_rounding, records.own_level)
     version = scorers[0].version if len(scorers) == 1 else None
-    groups = tokens_apart(rollouts, residual, rounding, version)
+    groups = tokens_apart(rollouts, residual, float(ground.floors.mean()), version)
     accounts = Accounts(ground, records.plan, level_R, groups)
     nothing = accounts.nothing_kept([*inputs, *values], masks)
     prompts = [fault for fault in inputs if fault.cause == "template"]
@@ -94,12 +95,13 @@ def diagnose(
     told = _Told(ground, recorded, residual, level_R, odd_R if 2 * odd_R.sum() <= len(odd_R) else odd_R & False)
     findings = [*told.faults(faults, parts), *told.groups(groups)]
     findings = sorted(findings, key=lambda finding: -finding.nats.value)
-    findings += _top_p_finding(gaps, records.plan) + told.rest(fine) + told.odd()
+    findings += _top_p_finding(gaps, records.plan) + told.rest(fine, own_fine) + told.odd()
     return Diagnosis(
         gaps,
         records.plan,
         accounts.raw(),
-        rounding,
+        float(ground.floors.mean()),
+        own_rounding,
         residual,
         (nothing, recorded),
         tuple(findings),
@@ -125,14 +127,19 @@ def _search(ground: Ground, search: Search, masks: Sequence[Fault]) -> tuple[lis
     return inputs, values, records
 
 
-def measure_floor(rollouts: Sequence[DumpedRollout], scorer: Scorer, finer: Scorer) -> float:
-    """Mean |difference| of log-probs of one model in two arithmetics, with the same experts; nats."""
+def measure_floor(rollouts: Sequence[DumpedRollout], scorer: Scorer, finer: Scorer) -> tuple[float, float]:
+    """Returns the mean |difference| of log-probs of one model in two arithmetics, nats: with the same experts, and with
+    those that its routers choose in each; `LEAST_FLOOR` at least, and the second not less than the first."""
     plain = [replace(rollout, expert_ids=None, routed=None, kept=None) for rollout in rollouts]
     own = scorer.score(plain, Question())
     same = [replace(r, expert_ids=s.own_ids.astype(np.int32)) for r, s in zip(plain, own, strict=True)]
-    one, other = scorer.score(same, Question()), finer.score(same, Question())
+    with_same = _mean_difference(scorer.score(same, Question()), finer.score(same, Question()))
+    return with_same, max(with_same, _mean_difference(own, finer.score(plain, Question())))
+
+
+def _mean_difference(one: Sequence[Scored], other: Sequence[Scored]) -> float:
     parts = [np.abs(a.full_TF - b.full_TF)[:, 0] for a, b in zip(one, other, strict=True)]
-    return float(np.concatenate(parts).mean())
+    return max(LEAST_FLOOR, float(np.concatenate(parts).mean()))
 
 
 def _mask_faults(ground: Ground) -> list[Fault]:
@@ -200,7 +207,10 @@ _NOTES = ("staleness", "unexplained", "precision", "temperature_unsaid")
 """Causes that may be as somebody wants them."""
 _WHAT = {
     "bad_engine": ("engine {} does not sample as the others do", "mean |d| of engine {}"),
-    "staleness": ("tokens of age {} (versions): their weights were others", "mean |d| of tokens of age {}"),
+    "staleness": (
+        "tokens of age {} (versions) were sampled by weights that were not given",
+        "mean |d| of tokens of age {}",
+    ),
     "turn_apart": ("tokens of turn {} are not scored as those of other turns", "mean |d| of turn {}"),
     "depth_apart": ("tokens {} deep in their context are apart from the others", "mean |d| at a depth of {}"),
 }
@@ -259,6 +269,8 @@ class _Told:
             )
             is_closed = self.rounding_times() < CLEAN and shares[cause].low > 0.5 * shares[cause].value
             confidence: Confidence = "certain" if is_closed else "likely"
+            if cause == "staleness":  # nothing but their age speaks for it
+                confidence = "possible"
             found.append(self._finding(cause, confidence, title.format(names), shares[cause], evidence))
         return found
 
@@ -273,15 +285,18 @@ class _Told:
         level = float((self.level_R * counts)[~self.odd_R].sum() / counts[~self.odd_R].sum())
         return left / level
 
-    def rest(self, fine: float) -> list[Finding]:
+    def rest(self, fine: float, own_fine: float) -> list[Finding]:
         """Returns what no cause explains, if it is more than rounding; or rounding to 16 bits, if the model has more.
 
-        fine: nats that rounding of the model's own dtype makes.
+        fine, own_fine: nats that rounding of the model's own dtype makes, as `measure_floor` returns them.
         """
         nats_of = {share.cause: share.nats for share in self.recorded.shares}
-        if self.ground.floor > MOST_FLOOR:
-            nats, most = self.ground.floor, f"at most {MOST_FLOOR:g}"
-            title = f"this arithmetic alone makes {nats:.1e} nats, too much to tell anything beside it"
+        has_R = np.array([rollout.expert_ids is not None for rollout in self.ground.rollouts])
+        fine = float(np.where(has_R, fine, own_fine)[~self.odd_R].mean())
+        nats, most = float(self.ground.floors.max()), f"at most {MOST_FLOOR:g}"
+        if nats > MOST_FLOOR:
+            without = "" if nats == self.ground.floor else ", if each side chooses its experts"
+            title = f"this arithmetic alone makes {nats:.1e} nats{without}, too much to tell anything beside it"
             seen = Evidence("mean difference to a finer arithmetic, nats", f"{nats:.2e}", most)
             return [self._finding("unexplained", "certain", title, nats_of["precision"], (seen,))]
         times, level = self.rounding_times(), float(self.level_R[~self.odd_R].mean())
@@ -310,7 +325,8 @@ class _Told:
         nats = float(mean * counts[self.odd_R].sum() / counts.sum())
         names = self._names(self.odd_R)
         count = f"{len(names)} of {len(self.odd_R)} rollouts"
-        title = f"{count} are {mean / level:.0f} times rounding apart, and nothing explains them"
+        are, them = ("is", "it") if len(names) == 1 else ("are", "them")
+        title = f"{count} {are} {mean / level:.0f} times rounding apart, and nothing explains {them}"
         seen = Evidence("their mean |d|", f"{mean:.2e} nats", f"{level:.1e} (rounding)")
         evidence = (seen, self._whose(self.odd_R, names))
         return [self._finding("unexplained", "likely", title, Interval(nats, nats, nats), evidence, names)]

@@ -18,6 +18,8 @@ from moerl.diagnostics.report.data import Evidence
 
 CLEAN = 2.0
 """Times the floor, up to which what is left is called rounding (docs/routing_mismatch.md has that of sound dumps)."""
+MOST_FLOOR = 0.1
+"""Nats, above which rounding is too coarse to call anything sound beside it. Models in bfloat16 have 0.002 to 0.03."""
 ODD = 4.0
 """Times the floor, above which one rollout of `LEAST_TOKENS` is odd. Sound ones stay under 3."""
 LEAST_TOKENS = 16
@@ -61,11 +63,19 @@ def _with_repair(repair: Repair, assumption: Assumption) -> Assumption:
 
 @dataclass(frozen=True, slots=True)
 class Ground:
-    """Rollouts, and a measure for them. floor: mean |d| that rounding makes, nats."""
+    """Rollouts, and a measure for them."""
 
     gaps: Gaps
     bootstrap: Bootstrap
     floor: float
+    """Mean |d| that rounding makes with the same experts, nats."""
+    own_floor: float
+    """The same if each side has the experts of its own routers: rounding decides ties between experts, too."""
+
+    @property
+    def floors(self) -> NDArray[np.float64]:
+        """Mean |d| of a sound rollout, nats: without recorded routes nobody knows the experts of the engine."""
+        return np.array([self.own_floor if each.expert_ids is None else self.floor for each in self.rollouts])
 
     @property
     def rollouts(self) -> Sequence[DumpedRollout]:
@@ -73,7 +83,7 @@ class Ground:
 
     def odd(self, means_R: NDArray[np.float64]) -> NDArray[np.bool_]:
         """Rollouts that are not sound by themselves. means_R: mean |d|."""
-        return (means_R > ODD * self.floor) & self.are_long
+        return (means_R > ODD * self.floors) & self.are_long
 
     @property
     def are_long(self) -> NDArray[np.bool_]:
@@ -94,15 +104,15 @@ class Ground:
         gains_R = one.means - other.means
         clear = self._clear(one.means, gains_R, may_R)
         if clear.any():  # the fault is there: what is too short to show it by itself may have it, too
-            clear |= may_R & (gains_R > CLEAR_PART * one.means) & (gains_R > self.floor)
+            clear |= may_R & (gains_R > CLEAR_PART * one.means) & (gains_R > self.floors)
         rest = may_R & ~clear
         if not rest.any():
             return clear
         gained, of_them = (self.bootstrap.mean(each, rest) for each in (one.sizes - other.sizes, one.sizes))
         is_few = rest.sum() < FEW * may_R.sum()
-        if (is_few or not part) and (gains_R[rest] < -OVER_FLOOR * self.floor).any():
+        if (is_few or not part) and (gains_R < -OVER_FLOOR * self.floors)[rest].any():
             return clear
-        least = OVER_FLOOR * self.floor if part else 0.0
+        least = OVER_FLOOR * float(self.floors[rest].mean()) if part else 0.0
         limit = least if is_few else max(part * of_them.value, least)
         return may_R.copy() if gained.value > limit and (is_few or gained.low > 0) else clear
 

@@ -127,14 +127,20 @@ class Gaps:
             scored |= zip(chosen, self._some(chosen, plan, question), strict=True)
         return [scored[number] for number in range(len(plan))]
 
+    def logprobs(self, plan: Plan) -> list[NDArray[np.float64]]:
+        """Returns the model's log-probs of the sampled tokens by rollout, float64, nats."""
+        found: list[NDArray[np.float64]] = []
+        for assumption, score in zip(plan, self.as_planned(plan), strict=True):
+            if assumption.kept == "listed":
+                found.append(score.kept_TF[:, 0])
+            else:
+                found.append(score.full_TF[:, 0] if assumption.kept == "full" else score.rebuilt_TP[:, 0])
+        return found
+
     def differences(self, plan: Plan) -> Differences:
         """d of every sampled token."""
         parts: list[NDArray[np.float64]] = []
-        for assumption, score, rollout in zip(plan, self.as_planned(plan), self.repaired(plan), strict=True):
-            if assumption.kept == "listed":
-                logprobs_T = score.kept_TF[:, 0]
-            else:
-                logprobs_T = score.full_TF[:, 0] if assumption.kept == "full" else score.rebuilt_TP[:, 0]
+        for logprobs_T, rollout in zip(self.logprobs(plan), self.repaired(plan), strict=True):
             said_T = rollout.rollout_logprobs[rollout.sampled].astype(np.float64)
             parts.append(np.where(np.isnan(said_T), 0.0, logprobs_T - said_T))
         return Differences(np.concatenate(parts), self.starts)

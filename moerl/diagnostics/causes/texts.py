@@ -37,16 +37,24 @@ CAUSES = {
     "mask_misses": CauseText("tokens outside of their sets", "Take sets from the sampler's own final weights."),
     "hidden_masks": CauseText("unlisted sampling masks", "Have the engine return its kept sets."),
     "full_logprobs": CauseText("log-probs before the filter", "Return log-probs under the filtered distribution."),
+    "trainer_temperature": CauseText("the trainer's temperature", "Divide the trainer's logits by the temperature."),
     "temperature": CauseText("another temperature", "Return log-probs after temperature, and say the one in force."),
     "temperature_unsaid": CauseText("the temperature", "Say it: --temperature, or in the dump."),
     "top_p": CauseText("another top-p", "Say the sampling parameters that are in force."),
     "stale_weights": CauseText("weights of another version", "Check weights after each update (weights.verify)."),
-    "staleness": CauseText("staleness", "Lower buffer.max_staleness, or correct for it."),
+    "staleness": CauseText("staleness", "Give the weights of these versions, too: --model DIRECTORY@VERSION."),
+    "trainer_apart": CauseText(
+        "the trainer", "Compare the trainer's weights, temperature and kept sets of that step with the engine's."
+    ),
     "template": CauseText("other prompt tokens", "Send the engine token ids, rendered once, and train on the same."),
     "empty_responses": CauseText(
         "empty responses", "Look at aborted requests, length limits and stop tokens of the engine, and at loss masks."
     ),
-    "weights": CauseText("other weights or arithmetic", "Compare checksums of the engine's weights."),
+    "weights": CauseText(
+        "other weights or arithmetic", "Compare checksums of the engine's weights, and the temperature that is said."
+    ),
     "precision": CauseText("rounding", "Nothing: this is what the arithmetic of this dtype makes."),
     "unexplained": CauseText("unexplained", "Give checkpoints of other versions, or a dump with routes and kept sets."),
 }
+OPEN = ("unexplained", "staleness", "trainer_apart")
+"""Causes of notes after which nobody can say that the dump is in order."""

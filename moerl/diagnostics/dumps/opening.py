@@ -41,7 +41,7 @@ def open_dump(
     experts_per_token: int | None = None,
     load: slime.TorchFile | None = None,
 ) -> Dump:
-    """As `open_dumps`, of one path: what it holds is one dump."""
+    """Opens the one dump at `path`, as `open_dumps` does."""
     (dump,) = open_dumps([path], moe_layers=moe_layers, experts_per_token=experts_per_token, load=load)
     return dump
 

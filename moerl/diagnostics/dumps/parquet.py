@@ -21,7 +21,7 @@ _MAX_GROUP_VALUES = 1 << 30
 
 
 def footer_of(file: Path) -> Footer:
-    """What the file says of itself. Raises `ConfigError` where it is damaged."""
+    """Returns the footer of the file. Raises `ConfigError` if the file is damaged."""
     with _reading(file):
         return parquet.footer_of(file)
 

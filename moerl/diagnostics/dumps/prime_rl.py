@@ -31,7 +31,7 @@ EXPORT_REQUIRED = frozenset({"token_ids", "loss_mask", "inference_logprobs", "tr
 EXPORT_NOTES = ("prime-rl writes no routes, kept sets, policy versions or sampling parameters into its token exports",)
 
 DECIMALS = 4
-"""Of log-probs in a record of verifiers since 0.4."""
+"""Decimals of log-probs in a record of verifiers since 0.4."""
 
 _MAX_BRANCHES = 1024
 """Most sequences of a trace."""

@@ -1,4 +1,4 @@
-"""What the readers of all formats share: options, counts of unusable rows, notes, names and version numbers."""
+"""Shared state of the readers of all formats: options, counts of unusable rows, notes, names and version numbers."""
 
 from __future__ import annotations
 
@@ -77,8 +77,12 @@ class VersionNumbers:
     _numeric: bool | None = None
 
     def number(self, version: object) -> int:
-        """-1 for a text among numbers, or None. Raises `RowError`."""
-        if version is None:
+        """Returns -1 for None, for a text among numbers, and for SGLang's name of weights that were never updated.
+
+        Raises:
+            RowError: it is neither text nor integer.
+        """
+        if version is None or version == "default":
             return -1
         if type(version) is int:
             version = str(version) if abs(version) <= MAX_INT else None

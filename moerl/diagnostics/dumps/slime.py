@@ -50,7 +50,7 @@ _FINISHED = {"completed": "stop", "truncated": "length", "aborted": "abort"}
 
 
 def kind_of(payload: object, file: Path) -> str:
-    """Which of the dumps was loaded. Raises `ConfigError` where it is none."""
+    """Returns the kind of the loaded dump: `ROLLOUTS` or `TRAIN`. Raises `ConfigError` if the payload is neither."""
     if isinstance(payload, dict):
         samples = payload.get("samples")
         if isinstance(payload.get("rollout_data"), dict):

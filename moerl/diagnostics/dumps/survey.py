@@ -35,7 +35,7 @@ class DumpedGroup:
 
 @dataclass(slots=True)
 class Survey:
-    """What a dump has for training.
+    """Contents of a dump that training can use.
 
     groups: in order. longest: tokens of the longest rollout. specs: models of our own dumps. sizes: of our own dumps,
     rollouts by file. says_sampling: False if a rollout does not say its temperature or top-p.

@@ -17,7 +17,7 @@ from moerl.diagnostics.colors import PALETTE, colors_of
 from moerl.diagnostics.report.thinning import thinned_points
 
 COLORS = tuple(f"var(--c{number})" for number in range(8))
-"""Of `PALETTE`, as the page's theme has them."""
+"""Colours of `PALETTE` as CSS variables, whose values the theme of the page sets."""
 HEAT = tuple(f"var(--h{number})" for number in range(7))
 HEAT_STEPS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
 """Shares at which the colour of a heat map changes; the same on every page, so that pages can be compared."""
@@ -56,7 +56,7 @@ CONFIG: dict[str, Any] = {
     },
     "range": {"category": list(COLORS)},
 }
-"""What all charts share."""
+"""Vega-Lite configuration of all charts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What each figure of a report means, and what other systems call it. Torch-free; any process."""
+"""Definitions of the figures in a report, with their names in other systems. Torch-free; any process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a reader wants to know of a run at first: reward, accuracy, and the gap with what it is to be measured by.
+"""Headlines of a run's report: reward, accuracy, and the mismatch gap with values to compare the gap with.
 
 Pure; torch-free; any process.
 """

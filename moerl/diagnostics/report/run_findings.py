@@ -1,4 +1,4 @@
-"""What the numbers of a run say about its mismatch: findings, and the verdict from them. Pure; torch-free."""
+"""Findings about the mismatch of a run, from its numbers, and the verdict from the findings. Pure; torch-free."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def thinned_points(ys: Sequence[float], limit: int) -> list[int]:
 
 
 def thinned_steps(steps: Sequence[Step], limit: int) -> tuple[Step, ...]:
-    """Of each metric at most `limit` values (`thinned_points`), and the steps that have one."""
+    """Keeps at most `limit` values of each metric (`thinned_points`), and drops the steps that have no value left."""
     if len(steps) <= limit:
         return tuple(steps)
     kept: list[dict[str, float]] = [{} for _ in steps]

@@ -1,4 +1,4 @@
-"""What is known of a run and of the machine that it gets, wherever one of the commands asks. Torch-free."""
+"""Facts about a run and the machine that it gets, the same for the checks of every command. Torch-free."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from moerl.rollout.sglang.patches import verify_installation
 from moerl.rollout.sglang.server_args import check_server_args
 
 HUB_VARIABLES = ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE")
-"""Where the libraries of the hub keep what they fetch."""
+"""Variables that name the folders in which libraries of the hub keep what they fetch."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What one look found. Imports nothing of the other modules of this folder."""
+"""Outcome of one look. Imports nothing of the other modules of this folder."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def green(area: str, name: str, seen: str) -> Check:
 
 
 def fault(level: Level, area: str, name: str, error: MoerlError) -> Check:
-    """What an error says, as the outcome of a look."""
+    """Makes the outcome of a look from the error that it raised."""
     seen = error.what if error.seen is None else f"{error.what}: {error.seen}"
     return Check(area, name, level, seen, error.expected or "", error.remedy or "mend what is named")
 

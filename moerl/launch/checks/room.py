@@ -23,7 +23,7 @@ from moerl.launch.checks.facts import Facts
 from moerl.launch.checks.inputs import Note
 
 GRACE_SHARE = 0.8
-"""Of the seconds between SLURM's signal and the time limit: what a run gets to commit."""
+"""Share of the seconds between SLURM's signal and the time limit that a run gets to commit."""
 
 
 def look_at_devices(facts: Facts) -> str | Note:

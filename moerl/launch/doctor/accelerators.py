@@ -15,7 +15,7 @@ from moerl.launch.checks.outcome import Check, green
 AREA = "accelerators"
 TORCH_SECONDS = 300.0
 BUSY_SHARE = 0.05
-"""Of a GPU's memory, in use by others before a run starts, from which it is worth a note."""
+"""Share of a GPU's memory that others may use before a run starts; more is worth a note."""
 _PROBE = """
 import json, torch
 cuda, nccl = torch.cuda, None
@@ -30,7 +30,8 @@ _ENGINES = ("transformer-engine", "transformer-engine-torch")
 
 @dataclass(frozen=True, slots=True)
 class Torch:
-    """What torch says of itself. cuda, nccl: versions it was built with, None without. gpus: that it can use."""
+    """Facts that torch reports about itself. cuda, nccl: versions, None if it was built without. gpus: number that it
+    can use."""
 
     version: str
     cuda: str | None

@@ -115,7 +115,7 @@ def _starts_servers(config: RunConfig) -> bool:
 
 
 def _uses_others(config: RunConfig) -> bool:
-    """Whether a run uses servers, or a cluster, that it does not start itself."""
+    """Returns whether a run uses servers, or a Ray cluster, that it does not start itself."""
     return isinstance(config.rollout, ServerRolloutConfig) or config.launch.address is not None
 
 

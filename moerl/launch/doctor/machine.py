@@ -52,7 +52,7 @@ def port_range() -> str:
 
 
 def check_port(port: int, host: str = "127.0.0.1") -> Check:
-    """Whether a port is free."""
+    """Checks that a port is free."""
     try:
         with socket.socket() as probe:
             # As servers do, so that one that has just ended is not in the way.
@@ -85,7 +85,7 @@ def check_room(folder: Path, needed_bytes: float | None = None) -> Check:
 
 
 def check_locks(folder: Path) -> Check:
-    """Whether a run directory can be locked, so that no second run writes there."""
+    """Checks that a run directory can be locked, so that no second run writes there."""
     name = "file locks"
     try:
         with _probe_file(folder) as path, path.open("wb") as one, path.open("wb") as other:

@@ -50,7 +50,7 @@ def installed_versions() -> dict[str, str]:
 
 
 def own_requirements() -> list[str]:
-    """What moerl asks for: of pyproject.toml in a checkout, else as the wheel says."""
+    """Returns the packages that moerl requires: from pyproject.toml in a checkout, else from the wheel's metadata."""
     project = shipped_folder("pyproject.toml")
     if project.is_file():
         return read_pins(project)

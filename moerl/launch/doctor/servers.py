@@ -23,7 +23,7 @@ from moerl.rollout.sglang.server import ENDPOINT_FILE
 AREA = "servers"
 _LISTENS = "0A"
 PROGRAMS = re.compile(r"(?:^|/)(moerl|sglang|raylet|gcs_server)(?:$|[.:])|^(ray)::|/site-packages/(ray)/")
-"""What a word of a command line has if the sockets of the process are looked at; the group is the program's name."""
+"""Pattern of programs whose sockets are checked, in a word of a command line; the group is the program's name."""
 
 LAUNCHERS = ("srun", "mpirun", "ssh")
 """Listen themselves, for the processes that they start."""
@@ -60,7 +60,8 @@ def check_server_files(files: Iterable[Path]) -> Check:
 
 
 def server_files(folder: Path) -> list[Path]:
-    """Those of servers below a folder of runs, as `moerl serve` and runs with servers of their own write them."""
+    """Lists the files of servers below a folder of runs, as `moerl serve` and runs with servers of their own write
+    them."""
     return sorted(path for depth in ("*", "*/*", "*/sglang/*") for path in folder.glob(f"{depth}/{ENDPOINT_FILE}"))
 
 
@@ -78,7 +79,7 @@ def check_token_files(files: Sequence[Path]) -> Check:
 
 
 def token_files(home: Path, hub: Path | None) -> list[Path]:
-    """Where the libraries of a run keep tokens. hub: the folder of the Hugging Face hub, where it is set."""
+    """Lists the paths at which libraries of a run keep tokens. hub: folder of the Hugging Face hub, if it is set."""
     return [
         (hub or home / ".cache" / "huggingface") / "token",
         home / ".netrc",
@@ -97,10 +98,11 @@ class Listener:
 
 
 def check_binds(listeners: Iterable[Listener], *, others_are_used: bool = True) -> Check:
-    """Whether processes of ours can be reached at all addresses of the machine.
+    """Checks that no process of ours listens on all addresses of the machine.
 
     Args:
-        others_are_used: False for a run that starts what it needs: others are then worth knowing of, and no fault.
+        others_are_used: False for a run that starts its own servers and cluster: a process that listens on all
+            addresses is then worth knowing of, and no fault.
     """
     here = list(listeners)
     wide = [each for each in here if ipaddress.ip_address(each.host).is_unspecified]
@@ -130,7 +132,8 @@ def own_listeners(programs: re.Pattern[str] = PROGRAMS) -> list[Listener]:
 
 
 def program_of(words: Sequence[str], programs: re.Pattern[str] = PROGRAMS) -> str | None:
-    """Which of the programs a command line is of; None if of none. A launcher's has that of another process in it."""
+    """Returns the program that a command line runs; None if it is none of these. A launcher's command line, which has
+    that of another process in it, is none."""
     if Path(words[0]).name in LAUNCHERS:
         return None
     match = next((match for word in words if (match := programs.search(word))), None)

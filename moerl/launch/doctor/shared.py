@@ -1,4 +1,4 @@
-"""Whether several nodes see one folder, and how far their clocks are apart. Each node runs this; nobody leads.
+"""Check that several nodes see one folder, and of how far their clocks are apart. Each node runs this; nobody leads.
 
 A node keeps one file in ``FOLDER/.moerl-doctor/``: its name, its clock as it wrote, and what it heard of the others.
 Hearing is: own clock, when a new file of another node was first seen, less the clock in it. That is the difference of
@@ -36,9 +36,9 @@ FORGOTTEN_SECONDS = 3600.0
 
 
 class Probe(msgspec.Struct, forbid_unknown_fields=True):
-    """What a node keeps in the folder. clock: seconds since 1970, as it wrote. look: of this start of the command, as
-    no other has. waits: it goes on until it has seen others. heard: by the look of other nodes, the smallest difference
-    of clock that was seen."""
+    """Content of a node's file in the folder. clock: seconds since 1970, as the node wrote. look: id of this start of
+    the command. waits: the node goes on until it has seen others. heard: by the look of other nodes, the smallest
+    difference of clocks that this node saw."""
 
     node: str
     host: str
@@ -60,7 +60,7 @@ class Seen:
 
 @dataclass(slots=True)
 class Exchange:
-    """What a look brought. nodes: expected, this one included. others: by name. unreadable: names of files."""
+    """Result of a look. nodes: expected, this one included. others: by name. unreadable: names of files."""
 
     me: Probe
     nodes: int
@@ -106,12 +106,12 @@ def exchange(
 
 
 def shared_checks(done: Exchange) -> list[Check]:
-    """What a look says: who was seen, and the clocks."""
+    """Returns the checks of a look: of the nodes that were seen, and of their clocks."""
     return [check_presence(done), check_clocks(done)]
 
 
 def check_presence(done: Exchange) -> Check:
-    """Whether all nodes that were expected see the folder."""
+    """Checks that as many nodes as expected see the folder."""
     name = "nodes that see it"
     names = sorted([done.me.node, *(seen.probe.node for seen in done.present)])
     seen = f"{len(names)} of {max(done.nodes, len(names))}: {', '.join(names)}"

@@ -1,4 +1,4 @@
-"""What was found, for people and for scripts: a table on a terminal, lines elsewhere, or JSON."""
+"""Findings of the looks, for people and for scripts: a table on a terminal, lines elsewhere, or JSON."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class Job:
         return (checkpoint_names(self.run_dir / CHECKPOINTS) or [""])[-1]
 
     def attempts(self) -> list[dict[str, Any]]:
-        """What was written when attempts began, of all jobs at this run.
+        """Returns the rows that were written when attempts began, of all jobs of this run.
 
         Raises:
             MoerlError: the file is damaged.
@@ -80,7 +80,7 @@ class Job:
 
 
 def last_attempt(run_dir: Path) -> dict[str, Any] | None:
-    """What was written last of a run's attempts: that one began, or how it ended; None before the first.
+    """Returns the last row about a run's attempts: that one began, or how it ended; None before the first.
 
     Raises:
         MoerlError: the file is damaged.

@@ -236,7 +236,8 @@ def _devices(config: RunConfig) -> tuple[int, int]:
 
 
 def _overrides(options: argparse.Namespace, overrides: Sequence[str], config: RunConfig, job: JobSettings) -> list[str]:
-    """What `moerl train` is given: run directory and grace time are named, so that each attempt has the same."""
+    """Returns the arguments of `moerl train`. They name the run directory, and the grace time if the configuration has
+    none, so that each attempt has the same. Raises `ConfigError` if the grace time is too long for the job."""
     given = [text for text in overrides if not text.startswith("run_dir=")]
     if config.checkpoint.grace_seconds is None:
         given.append(f"checkpoint.grace_seconds={job.grace_seconds}")
@@ -280,7 +281,7 @@ def _show(options: argparse.Namespace, config: RunConfig, job: JobSettings, site
 
 
 def _roles(config: RunConfig, nodes: int) -> str:
-    """What runs where."""
+    """Says which processes run on which nodes."""
     trainer, _ = _devices(config)
     rollout = config.rollout
     if isinstance(rollout, EmbeddedRolloutConfig):

@@ -1,4 +1,4 @@
-"""What a login node knows of a job before it is submitted: of the site file, and of the disk. Torch-free."""
+"""Facts about a job that a login node knows before it is submitted: from the site file and the disk. Torch-free."""
 
 from __future__ import annotations
 

@@ -26,13 +26,13 @@ _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<parts>\d+(?::\d+){0,2})")
 
 @dataclass(frozen=True, slots=True)
 class JobSettings:
-    """What one job asks for.
+    """Settings of one job.
 
     Args:
         time: limit, as SLURM writes it.
-        signal_seconds: before the limit, when the run is told to stop.
+        signal_seconds: before the limit, when SLURM signals the run to stop.
         max_requeues: how often in a row the job is requeued without a new checkpoint.
-        working_dir: where it was submitted; relative paths start there.
+        working_dir: folder in which it was submitted; relative paths start there.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""What a site's SLURM asks for: one YAML file (`--site`), validated before anything else. Torch-free."""
+"""Settings of a site's SLURM: one YAML file (`--site`), validated before anything else. Torch-free."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def submit(job: JobSettings, script: str, *, after: Sequence[str] = ()) -> str:
 
 
 def submit_file(script: Path, *, after: Sequence[str] = ()) -> str:
-    """As `submit`, of a script that is there."""
+    """Submits a script that is written already; returns the job's id. Arguments and errors as those of `submit`."""
     _check_slurm()
     dependency = [f"--dependency=afterany:{':'.join(after)}"] if after else []
     return _ask("sbatch", "--parsable", *dependency, str(script)).strip().partition(";")[0]

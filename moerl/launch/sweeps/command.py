@@ -34,8 +34,7 @@ _SET_BY_SWEEPS = ("run_dir", "resume")
 
 @dataclass(frozen=True, slots=True)
 class SweepOptions:
-    """What a command line says of the sweep itself. folder, jobs: None where they are not said. overrides: of its
-    runs."""
+    """Options of a sweep on a command line. folder, jobs: None if they are not given. overrides: of its runs."""
 
     folder: Path | None
     jobs: int | None

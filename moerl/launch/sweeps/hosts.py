@@ -1,4 +1,4 @@
-"""Where the runs of a sweep run: a protocol, and this machine. A scheduler's queue is another implementation of it."""
+"""Hosts of the runs of a sweep: a protocol, and its implementation for this machine."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Ended:
 
 
 class RunHost(Protocol):
-    """Where runs run. The sweep calls it from one thread; it decides nothing about which runs there are."""
+    """Host of runs. The sweep calls it from one thread, and alone decides which runs it starts."""
 
     @property
     def slots(self) -> int:

@@ -45,7 +45,7 @@ class Manifest(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def new_manifest(swept: SweptOverrides, config_dir: Path | None) -> Manifest:
-    """Of a sweep that has not begun."""
+    """Makes the manifest of a sweep that has not begun."""
     values = [dict(zip(swept.keys, point, strict=True)) for point in swept.points]
     runs = [SweepRun(_name(number, each), each) for number, each in enumerate(values)]
     folder = None if config_dir is None else str(config_dir.resolve())

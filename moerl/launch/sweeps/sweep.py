@@ -21,7 +21,8 @@ POLL_SECONDS = 0.1
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
 _ERROR = re.compile(r"(?:\[rank\d+\]: )?(error: .*|[\w.]*(?:Error|Exception): .*)$")
-"""What moerl says of an error, and the last line of a traceback, as torch prints it where there are ranks."""
+"""Line in which moerl reports an error, or the last one of a traceback; torch prints the rank before it, if there are
+several."""
 _TOLD_TO_STOP = (STOPPED, INTERRUPTED)
 
 
@@ -132,7 +133,7 @@ def job_of(run: SweepRun, manifest: Manifest, folder: Path) -> Job:
 
 
 def overrides_of(run: SweepRun, manifest: Manifest, folder: Path) -> list[str]:
-    """Of one run, `resume` left out."""
+    """Returns the overrides of one run, without `resume`."""
     run_dir = str(folder / run.name).replace("'", "\\'")
     return [*manifest.common, *run.overrides, f"run_dir='{run_dir}'"]
 

@@ -44,7 +44,7 @@ class RankActor:
         return msgspec.json.encode(facts)
 
     def listen(self) -> bytes:
-        """Of rank 0: where the ranks meet, at a port that is free on its node."""
+        """Opens, for rank 0, a free port of its node at which the ranks meet; returns the address."""
         address = ray.util.get_node_ip_address()
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.create_server((address, 0), family=family, backlog=1024)

@@ -30,7 +30,8 @@ REACH_SECONDS = 10.0
 PLACE_SECONDS = 60.0
 """For all ranks to have a place on the nodes."""
 _LONGEST_FOLDER = 24
-"""Of the folder for temporary files: Ray adds 75 characters to it for its sockets, whose paths have at most 107."""
+"""Most characters in the path of the folder for temporary files: Ray adds 75 to this path for its sockets, whose paths
+have at most 107."""
 
 
 class Cluster:
@@ -111,7 +112,7 @@ class Cluster:
 
 
 def _cpus_of_engines(config: RunConfig) -> int:
-    """What the actors of the run's engines ask for, if they are on CPUs."""
+    """Returns how many CPUs the actors of the run's engines ask for, if the engines are on CPUs."""
     rollout = config.rollout
     if isinstance(rollout, SGLangRolloutConfig):
         return rollout.servers * rollout.tensor
@@ -127,7 +128,7 @@ def _knock(address: str) -> None:
 
 
 def has_gpus() -> bool:
-    """Whether the cluster that this process is part of has a GPU."""
+    """Returns whether the cluster that this process is part of has a GPU."""
     return ray.cluster_resources().get("GPU", 0.0) >= 1.0
 
 

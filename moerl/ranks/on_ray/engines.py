@@ -48,7 +48,7 @@ class EngineActor:
         return b""
 
     def messages(self) -> Iterator[bytes]:
-        """What the process says, message and frame, until it ends."""
+        """Yields the messages of the process, each encoded with its frame, until the process ends."""
         assert self._process is not None
         with contextlib.suppress(EOFError, OSError):
             while True:

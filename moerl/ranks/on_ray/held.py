@@ -1,4 +1,4 @@
-"""What a run has on its Ray cluster besides ranks: ended before the connection to Ray, which all share, is given up."""
+"""Registry of what has actors on a run's Ray cluster besides ranks: ended before the shared connection is given up."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Held(Protocol):
 
 
 _held: WeakSet[Held] = WeakSet()
-"""Of this process."""
+"""Owners of actors in this process."""
 
 
 def hold(held: Held) -> None:

@@ -25,6 +25,6 @@ GetTimeoutError: type[Exception] = _exceptions.GetTimeoutError
 
 
 def first_line(error: Exception) -> str:
-    """What an error of Ray says, without the pages that follow."""
+    """Returns the first line of an error of Ray, without the pages that follow."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__

@@ -1,4 +1,4 @@
-"""What the controller tells the actor of a rank besides commands, and what it learns of it: JSON, no pickle of ours."""
+"""Messages between the controller and the actor of a rank besides commands: JSON, no pickle of ours."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 
 
 class Versions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """What all processes of a run must have in common."""
+    """Versions that all processes of a run must have in common."""
 
     python: str
     ray: str
@@ -26,8 +26,8 @@ class Versions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class Facts(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """Of the node that an actor is on. asks_token: its Ray lets nobody in without one. gpus: those that Ray shows the
-    actor, as CUDA_VISIBLE_DEVICES names them."""
+    """Facts about the node that an actor is on. asks_token: Ray on this node lets nobody in without a token. gpus:
+    those that Ray shows the actor, as CUDA_VISIBLE_DEVICES names them."""
 
     node_id: str
     address: str
@@ -43,7 +43,7 @@ class Facts(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class Place(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """Of a rank. log: file for its output. environment: variables of its process, besides those of the node."""
+    """Settings of a rank's process. log: file for its output. environment: its variables besides those of the node."""
 
     log: str
     environment: dict[str, str]

@@ -29,7 +29,7 @@ _PRINTED_BYTES = 1 << 20
 
 
 class _Said(msgspec.Struct, forbid_unknown_fields=True):
-    """What came of a request: the reply as JSON, or how the process was lost; and what was printed meanwhile."""
+    """Answer to a request: the reply as JSON, or how the process was lost; and what was printed meanwhile."""
 
     printed: bytes
     reply: bytes = b""
@@ -80,14 +80,14 @@ class RewardHost:
         return msgspec.msgpack.encode(said)
 
     def end(self, number: int) -> bytes:
-        """As `Child.end`."""
+        """Calls `Child.end` of a process, if the process is still there."""
         found = self._children.get(number)
         if found is not None:
             found[0].end()
         return b""
 
     def kill(self, number: int) -> bytes:
-        """As `Child.kill`; what was printed to the end."""
+        """Calls `Child.kill` of a process; returns what the process printed to the end."""
         child, kept = self._children.pop(number)
         child.kill()
         return kept.take()

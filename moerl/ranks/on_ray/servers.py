@@ -100,7 +100,7 @@ class RemoteServer:
             self._end(wait=True)
 
     def abandon(self) -> None:
-        """As `close`, at once. Afterwards nothing here waits for Ray."""
+        """Does the same as `close` without waiting for the server. Afterwards nothing here waits for Ray."""
         with self._lock:
             self._is_closed = True
             self._end(wait=False)
@@ -134,7 +134,7 @@ class RemoteServer:
             return self._actor
 
     def _place(self) -> dict[str, Any]:
-        """What the actor asks Ray for."""
+        """Returns the options by which the actor asks Ray for a node and devices."""
         if self._ranks:
             return {"num_gpus": 0.0, "num_cpus": 0.0, "scheduling_strategy": OnNode(self._ranks[0].node_id, soft=False)}
         kind, other = ("num_cpus", "num_gpus") if self._options.device == "cpu" else ("num_gpus", "num_cpus")

@@ -13,7 +13,7 @@ from moerl.ranks.on_ray.messages import Facts
 from moerl.rollout.sglang.server import ServerOptions
 
 _ranks: list[Facts] = []
-"""Of the run of this process, in rank order."""
+"""Ranks of the run of this process, in rank order."""
 
 
 def note_ranks(ranks: Sequence[Facts]) -> None:

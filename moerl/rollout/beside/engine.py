@@ -199,7 +199,7 @@ class BesideEngine:
         return self._dtypes
 
     def verify(self, sent: Mapping[str, int]) -> None:
-        """As `CheckedSink.verify`; new requests are refused after weights that differ."""
+        """Has the process compare weights (`CheckedSink.verify`). If they differ, new requests are refused."""
         try:
             self._update(Update("verify", checksums=dict(sent)))
         except WeightSyncError:
@@ -234,7 +234,8 @@ class BesideEngine:
             raise self._gone() from error
 
     def _read(self) -> None:
-        """What the process says, until it ends."""
+        """Hands answers and records of the process to the calls that wait for them; runs in a thread of its own until
+        the process ends."""
         with contextlib.suppress(EOFError, OSError):
             while True:
                 message, frame = self._process.receive()

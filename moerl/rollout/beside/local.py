@@ -38,7 +38,7 @@ class EngineProcess(Protocol):
         ...
 
     def describe_end(self) -> str:
-        """Which process it was, and how it ended."""
+        """Returns a text that says which process it was, and how it ended."""
         ...
 
     def close(self) -> None:

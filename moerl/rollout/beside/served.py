@@ -206,13 +206,13 @@ class OpenUpdate:
         self._engine.receive(bucket)
 
     def end(self) -> None:
-        """As `WeightSink.end_update`."""
+        """Ends the update (`WeightSink.end_update`). Raises the error of `begin`, if it had one."""
         self._set(-1)
         self._check()
         self._engine.end_update()
 
     def abandon(self) -> None:
-        """As `WeightSink.abandon_update`."""
+        """Abandons the update (`WeightSink.abandon_update`)."""
         self._set(-1)
         self._engine.abandon_update()
 

@@ -138,7 +138,7 @@ def kept_sets_are_bounded(bench: Bench) -> str:
 
 
 _TokenCheck = Callable[[Ask, int, Any, ModelSpec], None]
-"""Of one sampled token: the request, the token, its kept set, the model."""
+"""Check of one sampled token. Takes the request, the token, its kept set and the model; raises `FailedCheckError`."""
 
 
 def _each_token(bench: Bench, name: str, demand: _TokenCheck) -> str:

@@ -1,4 +1,4 @@
-"""What checks ask with: prompts, sampling, tolerances, comparisons. Torch-free; any process."""
+"""Tools of the checks: prompts, sampling, tolerances, comparisons. Torch-free; any process."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class FailedCheckError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Tolerances:
-    """What rounding may do between two computations of the same tokens.
+    """Differences that rounding may cause between two computations of the same tokens.
 
     routes: share of rows, times layers, whose experts may differ. nats: largest difference of two log-probs.
     """
@@ -165,7 +165,7 @@ class RouteComparison:
         self.add(what, rows_of(seen)[:count], rows_of(expected)[:count])
 
     def finish(self) -> str:
-        """What was compared.
+        """Returns a line with how many rows, times layers, were compared, and how many of them differ.
 
         Raises:
             FailedCheckError: more differ than rounding explains.

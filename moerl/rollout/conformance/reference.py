@@ -34,8 +34,8 @@ class TransformersJudge:
 
 
 def _comparable(answer: Answer) -> Answer:
-    """What other checks ask for, the order of kept ids, rounding above 0 and versions, does not keep an answer from
-    being compared."""
+    """Sorts kept ids, limits log-probs to 0 and sets versions to 0: other checks look at these, and faults in them must
+    not keep an answer from being compared."""
     ordered = None if answer.kept_sets is None else tuple(np.sort(ids) for ids in answer.kept_sets)
     versions = np.zeros(len(answer.token_ids), np.int32)
     logs = (None if part is None else np.minimum(part, 0.0) for part in (answer.logprobs, answer.kept_logmass))

@@ -1,4 +1,4 @@
-"""What a person or a script reads of the checks. Torch-free; any process."""
+"""Results of the checks, as lines for people and as JSON for scripts. Torch-free; any process."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ _TOP_K = 4
 
 @dataclass(frozen=True, slots=True)
 class _Draws:
-    """What was drawn of one distribution: the log-prob of each token that came up, nats."""
+    """Draws from one distribution. logprobs: of each token that came up, nats."""
 
     sampling: SamplingParams
     logprobs: dict[int, float]

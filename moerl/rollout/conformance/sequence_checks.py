@@ -27,7 +27,7 @@ _MAX_LONG_PROMPT = 10_000
 """Longer than the pieces that servers prefill at a time by default (8192)."""
 
 _MAX_POOL = 16_384
-"""Of a key-value pool that is filled on purpose."""
+"""Tokens of the largest key-value pool that a check fills on purpose."""
 
 _MAX_REQUESTS = 96
 

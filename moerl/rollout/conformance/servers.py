@@ -32,9 +32,9 @@ Update = Callable[[Sequence[Ask]], AcrossUpdate]
 
 @dataclass(frozen=True, slots=True)
 class ServerSays:
-    """What a server says of itself, with our patches or without. report: of our patches, None without them.
+    """Facts that a server reports about itself, with our patches or without. report: of our patches, None without them.
 
-    model_path: where it has its model from. policy_version: label of its weights.
+    model_path: of the model that it loaded. policy_version: label of its weights.
     """
 
     dtype: str
@@ -51,11 +51,11 @@ class Dialect(Protocol):
     """How a kind of server is asked, and what its answers mean."""
 
     def body(self, ask: Ask, request_id: str) -> Mapping[str, Any]:
-        """Of `/generate`."""
+        """Returns the body of a request to `/generate`."""
         ...
 
     def max_bytes(self, ask: Ask) -> int:
-        """Of its answer."""
+        """Returns the length of the longest possible answer to a request."""
         ...
 
     def read(self, ask: Ask, content: bytes) -> Answer | None:
@@ -121,7 +121,7 @@ class ServerSubject:
 
 
 def over_http[T](endpoint: Endpoint, seconds: float, ask: Callable[[SGLangHttp], Coroutine[Any, Any, T]]) -> T:
-    """What comes of calls to a server. Raises EngineError where one fails."""
+    """Makes calls to a server in an event loop of their own; returns their result. Raises EngineError if one fails."""
 
     async def run() -> T:
         known = replace(endpoint, api_key=endpoint.api_key or NO_KEY)

@@ -41,12 +41,12 @@ class Ask:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Answer:
-    """What the engine said, unchecked.
+    """Answer of an engine, unchecked.
 
     token_ids: int [T]. finish_reason: stop, length or abort. expert_ids: int [R, L, K], as many as came.
     logprobs: float [T], of the distribution that was sampled from. kept_logmass: float [T].
-    kept_sets: int arrays, one per token as they came; empty where nothing is listed. versions: int [T].
-    cached_tokens: of the prompt, from a prefix cache. retractions: how often the request was.
+    kept_sets: int arrays, one per token as they came; empty if nothing is listed. versions: int [T].
+    cached_tokens: tokens of the prompt from a prefix cache. retractions: how often the request was retracted.
     """
 
     token_ids: NDArray[Any]
@@ -62,10 +62,10 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class SubjectFacts:
-    """What an engine says about itself, or its model says about it.
+    """Facts about an engine, from the engine itself or from its model.
 
     name: for people. max_tokens: prompt and new tokens of one request. dtype: of weights and activations.
-    pool_tokens: that its key-value pool holds; None where it does not say, 0 where it has none.
+    pool_tokens: tokens of its key-value pool; None if the engine does not say, 0 if it has no pool.
     """
 
     name: str

@@ -29,7 +29,8 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What came of one check. what: what was seen, or the reason; seen, expected: of a check that failed."""
+    """Result of one check. what: what the check saw, or why it failed or could not ask. seen, expected: empty unless it
+    failed."""
 
     check: str
     asks: str

@@ -1,8 +1,8 @@
-"""What a kind of server offers the fleet. A backend is a folder of its own beside `fleet`:
+"""Interface of the fleet to a kind of server. A backend is a folder of its own beside `fleet`:
 
-connect        from an address to a `ServerBackend`; refuses a server that is not what the trainer needs
-launchers      where servers come from
-open_channel   the way of weights to a server from another process than the engine's
+connect        makes a `ServerBackend` of an address; refuses a server that is not what the trainer needs
+launchers      start servers, or wait for servers that somebody else starts
+open_channel   opens a way for weights to a server from another process than the engine's
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class KeyRefusedError(EngineError):
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What the trainer's model is. moe_layers: indices of its MoE layers among its decoder layers."""
+    """Facts about the trainer's model. moe_layers: indices of its MoE layers among its decoder layers."""
 
     spec: ModelSpec
     moe_layers: tuple[int, ...]
@@ -137,7 +137,7 @@ class ServerBackend(Protocol):
 
     @property
     def address(self) -> Mapping[str, Any]:
-        """What `open_channel` in another process needs; JSON."""
+        """Address of the server, with all that `open_channel` in another process needs; JSON."""
         ...
 
     async def ask(self, attempt: Attempt) -> Reply:
@@ -161,7 +161,8 @@ class ServerBackend(Protocol):
         ...
 
     async def policy_version(self) -> int:
-        """Of the weights that it holds now; -1 for nobody's. Raises EngineError where it does not say."""
+        """Asks for the version of the server's weights; returns -1 if they have none. Raises EngineError if it does not
+        say."""
         ...
 
     async def sleep(self) -> None:

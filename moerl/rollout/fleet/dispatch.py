@@ -1,4 +1,4 @@
-"""Which server gets a request. Pure; runs in the engine's event loop."""
+"""Choice of the server that gets a request. Pure; runs in the engine's event loop."""
 
 from __future__ import annotations
 

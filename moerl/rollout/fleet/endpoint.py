@@ -1,7 +1,7 @@
-"""Where a server listens and which keys open it; kept in a file that only its owner can read.
+"""Address and keys of a server, kept in a file that only its owner can read.
 
-`moerl serve` writes it, clients read it. The admin key opens what changes a server (aborts, pauses, weight updates) and
-is the controller's alone; the other key lets one sample.
+Whoever starts a server writes the file, clients read it. The admin key opens what changes a server (aborts, pauses,
+weight updates): the controller has it, and so have ranks that send weights. With the other key one can sample.
 """
 
 from __future__ import annotations

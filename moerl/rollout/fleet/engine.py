@@ -92,11 +92,13 @@ class FleetEngine:
 
     @property
     def states(self) -> dict[str, State]:
-        """Of every server, by name."""
+        """States of all servers, by name."""
         return {replica.name: replica.state for replica in self._fleet.replicas}
 
     def handshake(self) -> EngineInfo:
-        """What the engine is; its version is -1 before the first update. Waits for a server where all are lost.
+        """Returns what the engine is. Waits for a server if all are lost.
+
+        Its version is -1 before the first update, unless servers started with weights of a version.
 
         Raises:
             EngineError: all servers are given up.

@@ -59,7 +59,7 @@ class Fleet:
 
     @property
     def current(self) -> list[Replica]:
-        """Those that hold the current weights."""
+        """Servers that hold the current weights."""
         return [replica for replica in self.replicas if replica.is_current]
 
     # --- servers -----------------------------------------------------------------------------------------------------
@@ -333,7 +333,8 @@ class Fleet:
         task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """What nobody expected ends the call under way: nothing may wait for a server that nobody looks after."""
+        """Forgets a task that ended. If it raised, all that wait for a server get its error, now and later: nothing may
+        wait for a server that nobody looks after."""
         self._work.discard(task)
         if not task.cancelled() and task.exception() is not None:
             self._crash = task.exception()

@@ -8,8 +8,9 @@ from enum import StrEnum
 
 
 class Interrupt(StrEnum):
-    """What a weight update does to responses under way. drain: it waits for them. abort_resume: they are cut short, and
-    asked for again behind what they have. retract: the server computes them again with the new weights and goes on."""
+    """Treatment of responses under way by a weight update. drain: it waits for them. abort_resume: they are cut short,
+    and asked for again behind the tokens that they have. retract: the server computes the keys and values of these
+    tokens again with the new weights, and goes on."""
 
     DRAIN = "drain"
     ABORT_RESUME = "abort_resume"

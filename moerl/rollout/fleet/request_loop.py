@@ -98,7 +98,8 @@ class RequestLoop:
         await self.cut_short(rollouts)
 
     async def cut_all_short(self, rollouts: Sequence[Rollout]) -> None:
-        """As `cut_short`, until no request is under way; what is cut short goes on once it is asked for again."""
+        """Repeats `cut_short` until no request is under way. Rollouts that were cut short go on when they are asked for
+        again."""
         self.epoch += 1
         self.is_cutting = True
         idle = asyncio.ensure_future(self._fleet.require_idle())
@@ -236,7 +237,7 @@ class RequestLoop:
 
 
 def _finished(rollout: Rollout) -> FinishReason | None:
-    """What had finished a rollout when it was cut short; None where it was not finished."""
+    """Returns what finished a rollout, by its tokens: a stop id at the end, or the full length; None if neither did."""
     if rollout.segments and rollout.segments[-1].token_ids[-1] in rollout.request.stop_ids:
         return FinishReason.STOP
     return FinishReason.LENGTH if rollout.num_sampled == rollout.request.max_new_tokens else None

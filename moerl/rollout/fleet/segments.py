@@ -37,9 +37,10 @@ class Segment:
 
 
 def first_row(request: RolloutRequest, num_before: int) -> int:
-    """Of which input on an answer brings rows of routing, `num_before` tokens being sampled already: `R` begins there.
+    """Returns the index of the first input whose row of routing an answer brings, with `num_before` tokens sampled
+    before it: `R` begins there.
 
-    The last of those tokens has no row yet: it was never an input.
+    The last of these tokens has no row yet: it was never an input.
     """
     return len(request.prompt_ids) + num_before - 1 if num_before else 0
 

@@ -86,7 +86,7 @@ class Sender:
         return list(buckets(kept.items(), self._bucket_bytes))
 
     def failed(self) -> dict[str, str]:
-        """As `Receivers.failed`."""
+        """Returns the servers that have failed since the last call, by key, and why."""
         return self._receivers.failed()
 
     async def close(self) -> None:

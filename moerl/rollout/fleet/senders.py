@@ -20,10 +20,10 @@ from moerl.rollout.fleet.sender import Sender, buckets
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one sender did of an update."""
+    """One sender's part of an update."""
 
     names: Collection[str] = ()
-    """Of the tensors that it sent."""
+    """Names of the tensors that the sender sent."""
     failed: Mapping[str, str] = field(default_factory=dict)
     """Servers that are out of the update, by key, and why."""
 

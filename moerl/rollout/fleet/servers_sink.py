@@ -61,11 +61,11 @@ class ServersSink:
         """Nothing: the engine has the version before sent again."""
 
     def hold(self, version: int) -> None:
-        """As `Sender.hold`."""
+        """Keeps the set that was taken last, which is of this version, for `held`."""
         self._sender.hold(version)
 
     def held(self, version: int, targets: Sequence[Target]) -> list[Bucket]:
-        """As `Sender.held`."""
+        """Returns what is kept, in buckets, to `resend` to these servers. Raises as `Sender.held`."""
         return self._run(self._sender.held(version, targets))
 
     def resend(self, bucket: Bucket, targets: Sequence[Target]) -> None:
@@ -73,7 +73,7 @@ class ServersSink:
         self._run(self._sender.send(bucket, targets))
 
     def failed(self) -> dict[str, str]:
-        """As `Receivers.failed`."""
+        """Returns the servers that have failed since the last call, by key, and why."""
         return self._sender.failed()
 
     def close(self) -> None:

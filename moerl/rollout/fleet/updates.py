@@ -190,7 +190,8 @@ class Updates:
         self._sent = self.held, checksums
 
     async def check(self, replica: Replica) -> WeightSyncError | None:
-        """What of the set in use a server does not hold; None also where checksums of it are not known."""
+        """Compares a server's tensors with the checksums of the set in use. Returns an error that names the tensors
+        which differ, or says why the server did not answer; None if all agree, or if no checksums are known."""
         if self._sent is None or self._sent[0] != self.held:
             return None
         try:

@@ -24,7 +24,7 @@ from moerl.errors import ContractError
 from moerl.rollout.fleet.segments import Segment, first_row
 
 SCHEMA = 1
-"""Of the compact field; the server reports the one it writes."""
+"""Schema of the compact field that is read here; a server reports the one that it writes."""
 
 _MAX_VALUES = 32
 """In the map of a compact field, keys counted; it has 17."""
@@ -150,7 +150,7 @@ def read_all_rows(
 
 
 def finish_reason(meta: Mapping[str, Any]) -> FinishReason:
-    """What ended the answer.
+    """Returns what ended an answer.
 
     Raises:
         ContractError: the server named no reason that the contract knows.

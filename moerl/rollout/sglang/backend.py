@@ -38,7 +38,8 @@ class SGLangConnect:
     model: ModelFacts
     options: EngineOptions
     releases: set[str] = field(default_factory=set[str])
-    """Of the servers so far: one, since a lost server's requests are repeated by another and give the same tokens."""
+    """Release of the servers so far: one, since another server repeats a lost one's requests and must give the same
+    tokens."""
 
     async def __call__(self, name: str, endpoint: Endpoint) -> SGLangBackend:
         options = self.options

@@ -19,13 +19,13 @@ _PAYLOAD_HEAD_BYTES = 1 << 10
 """Names and lengths of the fields of a compact answer."""
 
 _META_BYTES, _META_VALUES = 1 << 16, 1 << 8
-"""Of `meta_info` without its spans of versions and its compact field."""
+"""Bytes and values of `meta_info` at most, without its spans of versions and its compact field."""
 
 _SPAN_BYTES, _SPAN_VALUES = 64, 8
-"""Of one span of versions; there are T at most."""
+"""Bytes and values of one span of versions at most; there are T at most."""
 
 _TOKEN_BYTES = 5
-"""Of one of `output_ids`, which come beside the compact field."""
+"""Bytes of one of the `output_ids`, which come beside the compact field, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +43,10 @@ class _Reply(msgspec.Struct):
 
 
 def answer_bounds(request: RolloutRequest, num_before: int, spec: ModelSpec) -> AnswerBounds:
-    """Of an answer that goes on behind `num_before` sampled tokens.
+    """Works out the bounds of an answer that goes on behind `num_before` sampled tokens.
 
-    The payload holds T ids and log-probs of 4 bytes, where something is cut T more log-probs, T sizes and as many kept
-    ids as the sampler may keep, and R x L x K expert ids.
+    The payload holds T ids and log-probs of 4 bytes, R x L x K expert ids, and, if sampling cuts anything, T more
+    log-probs, T sizes and as many kept ids as the sampler may keep.
     """
     num_tokens = request.max_new_tokens - num_before
     num_rows = len(request.prompt_ids) + request.max_new_tokens - 1 - first_row(request, num_before)

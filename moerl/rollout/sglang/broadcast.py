@@ -26,9 +26,9 @@ from moerl.rollout.sglang.invitation import Invitation
 from moerl.rollout.sglang.sender_group import GroupOptions, LostRank, SenderGroup, flat_view, flattened
 
 _PIECES_SHARE = 0.25
-"""Of a step's time: how long one piece, and forming a group, may take."""
+"""Share of a bucket's time limit that one piece may take, and that forming a group may take."""
 _REST_SHARE = 1.25
-"""Of a piece's time: how long others are waited for once one has failed. They give up in one such time."""
+"""Time limits of a piece that the sender waits for other calls once one has failed; receivers give up within one."""
 
 _NO_GROUP = "Failed to initialize custom process group"
 """In the answer of a receiver that could not join; the cause may be another one that did not come."""
@@ -143,7 +143,8 @@ class Broadcast:
         return self._problems(out, receivers, outcomes, f"bucket {number}"), is_sent
 
     async def _side_by_side(self, calls: Sequence[Awaitable[None]]) -> list[Exception | None]:
-        """What each call raised; `NoAnswer` for those that were not waited for any longer."""
+        """Runs calls side by side; returns the error of each, None for success, and `NoAnswer` for a call that did not
+        end in time."""
         tasks = [asyncio.ensure_future(call) for call in calls]
         pending, until = set(tasks), time.monotonic() + self._options.seconds
         try:

@@ -28,9 +28,9 @@ _CLOSE_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class ChannelAddress:
-    """What a process needs to send weights to a server.
+    """Address of a server for a process that sends weights to it.
 
-    num_ranks: of the server. backend: gloo or nccl. seconds: for each step of an update.
+    num_ranks: of the server. backend: gloo or nccl. seconds: that each step of an update may take.
     """
 
     endpoint: Endpoint

@@ -1,4 +1,4 @@
-"""What the trainer asks of one SGLang server, call by call. Runs in the engine's event loop.
+"""Calls to one SGLang server. Runs in the engine's event loop, and in `moerl sglang check`.
 
 Tokens go in and come out as ids; the server has no tokenizer. Every request carries its own seed, and a prefix-cache
 key of the weights' version: entries of other weights are never hit.
@@ -60,7 +60,7 @@ class ServerClient:
         return facts
 
     async def policy_version(self) -> int:
-        """Of the weights that it holds; -1 where it says that they are nobody's. Asked once.
+        """Asks once for the version of the server's weights; returns -1 if it says that they have none.
 
         Raises:
             EngineError: no answer in time, or no version.

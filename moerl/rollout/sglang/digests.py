@@ -1,4 +1,4 @@
-"""What weights a server computes with, tensor by tensor, as its own ranks see it. Runs in the engine's process.
+"""Checksums of the weights that a server computes with, by tensor, from its own ranks. Runs in the engine's process.
 
 Each tensor-parallel rank answers with checksums of the parts that it holds, under the checkpoint's names
 (`patches/sglang`, 0009); parts add up, copies must agree, and together they must cover every tensor.
@@ -25,7 +25,7 @@ _NAMED = 5
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What a server must hold.
+    """Tensors that a server must hold.
 
     shapes: of every tensor, by its name in the checkpoint. num_ranks: of the server.
     tied: tensors that are another one's, each with that one's name.
@@ -164,12 +164,16 @@ def _clip(part: _Part, shape: tuple[int, ...]) -> _Part:
 
 
 def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:
-    """As `moerl.kernels.checksum` sees a tensor."""
+    """Returns the rows and columns of a tensor, as `moerl.kernels.checksum` counts them."""
     return (shape[0] if shape else 1, math.prod(shape[1:]))
 
 
 def _agreed(name: str, parts: Sequence[_Part]) -> list[_Part]:
-    """Of every region one part; all that hold it say the same."""
+    """Returns one part for every region of a tensor.
+
+    Raises:
+        WeightSyncError: copies of a region differ, or dtypes of parts.
+    """
     first: dict[tuple[tuple[int, int], tuple[int, int]], _Part] = {}
     for part in parts:
         other = first.setdefault((part.rows, part.columns), part)

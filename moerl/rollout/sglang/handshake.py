@@ -1,4 +1,4 @@
-"""What a server says about itself, compared with what the trainer needs. Pure functions on parsed JSON."""
+"""Facts that a server reports about itself, compared with what the trainer needs. Pure functions on parsed JSON."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ class ContractReport(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """What the client keeps of a server.
+    """Facts about a server, from its handshake.
 
-    version: release of SGLang. policy_version: of the weights it holds, -1 where none were sent yet.
+    version: release of SGLang. policy_version: of the weights that the server holds, -1 if they have none.
     num_ranks: of its tensor parallelism. device: cuda or cpu. dtype: of its weights and activations.
     places_experts: options, under SGLang's names, that give experts other places than the checkpoint's order, or
     several.

@@ -21,7 +21,7 @@ from moerl.rollout.fleet.backoff import NUM_ATTEMPTS, backoff
 from moerl.rollout.fleet.endpoint import Endpoint
 
 MAX_FACTS_BYTES = 1 << 22
-"""Of an answer about the server itself; `/server_info` takes 36 KB, and 20 KB more for every data-parallel rank."""
+"""Bytes of the longest answer about a server: `/server_info` takes 36 KB, and 20 KB more per data-parallel rank."""
 
 _JSON_OBJECT = msgspec.json.Decoder(dict[str, Any])
 
@@ -58,7 +58,7 @@ class SGLangHttp:
         return decoded(path, await self._call("GET", path, None, MAX_FACTS_BYTES), _JSON_OBJECT.decode)
 
     async def admin(self, path: str, body: Mapping[str, Any]) -> None:
-        """A call that only the controller may make; its answer is not looked at. Repeated: use for calls that may be.
+        """Makes a call with the admin key; its answer is not looked at. Repeated: use for calls that may be.
 
         Raises:
             EngineError: as `get`.
@@ -79,7 +79,7 @@ class SGLangHttp:
         Args:
             max_bytes: the longest answer that can be one to this body.
             timeout_seconds: where it is another than for all calls.
-            admin: only the controller may make it.
+            admin: with the admin key.
 
         Raises:
             TransportError: another attempt may succeed.

@@ -120,7 +120,7 @@ def device_of(environment: Path) -> str:
 
 
 def site_packages(environment: Path) -> Path:
-    """Where the environment's packages lie.
+    """Returns the folder of the environment's packages.
 
     Raises:
         EngineError: it has no interpreter that runs.

@@ -1,11 +1,11 @@
-"""What a server needs to take weights in one process group with others. Torch-free."""
+"""Invitation of a server to a process group in which it takes weights, together with others. Torch-free."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 PIECE_BYTES = 1 << 20
-"""Of the pieces of a bucket that servers pass on to one another."""
+"""Bytes of a piece of a bucket; servers pass pieces on to one another."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from moerl.rollout.sglang.server import ServerOptions, SGLangServer, answers_hea
 
 _POLL_SECONDS = 0.5
 _NUM_STARTS = 3
-"""Of a server that finds a port taken; those of several that start side by side can collide."""
+"""Starts at most of a server that finds a port taken: servers that start side by side can choose the same one."""
 
 
 class OwnServer:

@@ -20,7 +20,8 @@ from moerl.rollout.sglang.http import SGLangHttp
 
 PATH = "/generate_many"
 HEAD = struct.Struct("<III")
-"""Of a frame: place of its request in the call, status, bytes of content; as an answer to the request alone."""
+"""Head of a frame: place of its request in the call, then status and bytes of content, as in an answer to the request
+alone."""
 
 _MOST_TOGETHER = 64
 """Requests of one call: more would gain nothing, and are lost together where a connection is."""
@@ -75,7 +76,7 @@ class ManyAnswers:
         return content
 
     async def close(self) -> None:
-        """What is under way fails."""
+        """Cancels all calls; the requests under way in them fail."""
         tasks = {*self._calls.values(), *self._aborts}
         for task in tasks:
             task.cancel()

@@ -67,7 +67,7 @@ runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """What is served, and how.
+    """Options of a server: the model that it serves, and how.
 
     model: Hugging Face directory. environment: made by `moerl sglang install`. device: cuda or cpu.
     tensor: tensor-parallel ranks, each on a GPU (or core) of its own, from the one with number `first_device` on.

@@ -56,8 +56,8 @@ def problem(data: DataSet, row: Row, *, text_as: str) -> Problem:
 
 
 def stays(data: DataSet, row: Row) -> bool:
-    """Whether a row meets every filter. Raises `ConfigError` where it does not have a filter's column, or one that
-    cannot be compared."""
+    """Returns whether a row meets every filter. Raises `ConfigError` if the row lacks a filter's column, or a filter
+    cannot compare the value there."""
     for number, each in enumerate(data.filters or ()):
         value = _column(data, row, f"filters[{number}].column", each.column)
         if value is None:

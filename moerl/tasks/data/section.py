@@ -1,4 +1,4 @@
-"""What a configuration says of data sets: where their rows are, which columns mean what, which rows are left out.
+"""Settings of data sets: where their rows are, which columns mean what, which rows are left out.
 
 Torch-free; any process.
 """
@@ -19,7 +19,7 @@ SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_\-]{0,63}$")]
 
 
 class RowFilter(Section):
-    """Which rows stay: those that meet every condition that is given."""
+    """Filter of rows: a row stays if it meets every condition given here."""
 
     column: Column = Field(description="Column that is looked at.")
     equals: Scalar | None = Field(default=None, description="Its value.")
@@ -31,7 +31,7 @@ class RowFilter(Section):
 
 
 class SetKeys(Section):
-    """Where the rows of a set are, and what their columns mean. In an entry of `sets`, null = as for all sets."""
+    """Place of the rows of a set, and the meaning of their columns. In an entry of `sets`, null = as for all sets."""
 
     path: FilePath | None = Field(
         default=None,

@@ -1,7 +1,7 @@
-"""Which problem is of which split, in which order, and how often. Pure but for the reading; runs in the controller.
+"""Splits of problems, their order, and their repetitions. Pure but for the reading; runs in the controller.
 
-No prompt is in two splits: those that are cut out of one set are told apart by a hash of the prompt, and what a set's
-own held-out split shares with its training split is left out of the latter.
+No prompt is in two splits of a set: splits that are cut out of its training rows are told apart by a hash of the
+prompt, and prompts that the set's own held-out split shares with its training split are left out of the latter.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from moerl.tasks.data.sources import read_set
 
 SPLITS: tuple[Split, ...] = ("train", "dev", "heldout")
 _READ_FIRST: tuple[Split, ...] = ("heldout", "dev", "train")
-"""Where a prompt is in several splits of a set, it stays in the first of these."""
+"""Order of reading: a prompt in several splits of a set stays in the first of these."""
 
 MAX_EPOCH = 1 << 24
 """Prompts of one epoch, those that a weight repeats counted each time."""

@@ -17,7 +17,7 @@ from moerl.tasks.rewards.scorer import Scorer
 from moerl.telemetry.terminal import excerpt
 
 DUMMY_RESPONSE = "This text tries the reward function; no model wrote it."
-"""What rewards are tried on where no row has a demonstration."""
+"""Response on which rewards are tried if no row has a demonstration."""
 
 
 class RowsTask(DemonstrationTask, ChatTask):
@@ -68,8 +68,9 @@ class RowsTask(DemonstrationTask, ChatTask):
         return [each.prompt for each in problems[:count]]
 
     def reward(self, prompt: Prompt, response: str, finish_reason: FinishReason) -> Future[dict[str, float]]:
-        """What the rewards say of the text, whatever the finish reason. `RewardError` where one of them fails, with the
-        row: the sample has no reward, which is not a reward of 0. `ConfigError` where none can be given."""
+        """Asks for the rewards of the text, whatever the finish reason. The future raises `RewardError`, with the row,
+        if one of the rewards fails: the sample then has no reward, which is not a reward of 0. It raises `ConfigError`
+        if none can be given."""
         if self._thinking_end is not None:
             # A response that is cut off in its thinking has no answer, whatever it drafted.
             _, end, after = response.rpartition(self._thinking_end)
@@ -188,5 +189,5 @@ class RowsTask(DemonstrationTask, ChatTask):
 
 
 def _texts(prompt: Prompt) -> list[str]:
-    """What a tokenizer will have to encode of a prompt."""
+    """Returns the texts of a prompt that a tokenizer will have to encode."""
     return [prompt.text] if prompt.chat is None else [str(each["content"]) for each in prompt.chat.messages]

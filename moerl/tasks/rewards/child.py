@@ -243,7 +243,7 @@ class RewardChild:
 
 
 def where(frames: Sequence[Frame]) -> str:
-    """Where a user's code was: the innermost line that is of no library, and the innermost of all. "" where unknown.
+    """Says where a user's code was: the innermost line that is of no library, and the innermost of all. "" if unknown.
 
     Args:
         frames: innermost first.

@@ -109,7 +109,7 @@ def _part(key: str, reward: section.Reward) -> RewardPart:
 
 
 def _settings(key: str, reward: section.ProcessKeys) -> dict[str, Any]:
-    """What is particular to the kind, for its maker."""
+    """Returns the settings that only rewards of this kind have, for the function that makes the reward."""
     settings = reward.model_dump(exclude={"kind", *section.ProcessKeys.model_fields})
     if isinstance(reward, section.JsonReward):
         del settings["file"]

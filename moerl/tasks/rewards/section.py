@@ -1,4 +1,4 @@
-"""What a configuration says of rewards: kinds by name, each with its keys. Torch-free; any process."""
+"""Settings of rewards: kinds by name, each with its keys. Torch-free; any process."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ AnswerPattern = Annotated[str, Field(min_length=1), AfterValidator(_has_group)]
 
 
 class RewardKeys(Section):
-    """What every reward has."""
+    """Keys of every reward."""
 
     weight: Weight = Field(default=1.0, description="Its factor in the sum that is trained on; 0 = it is logged alone.")
     workers: Annotated[int, Field(ge=1, le=1024)] = Field(
@@ -54,7 +54,7 @@ class RewardKeys(Section):
 
 
 class ProcessKeys(RewardKeys):
-    """What rewards in processes of their own have."""
+    """Keys of every reward that runs in processes of its own."""
 
     memory_bytes: Annotated[int, Field(ge=2**27)] = Field(
         default=8 << 30, description="Most memory of one of the processes, and of each that it starts."
@@ -126,7 +126,7 @@ class CodeReward(ProcessKeys):
 
 
 class JudgeReward(RewardKeys):
-    """What a language model behind an OpenAI-compatible address says of the response."""
+    """Score that a language model behind an OpenAI-compatible address gives the response."""
 
     kind: Literal["judge"]
     url: Annotated[str, AfterValidator(_is_address)] = Field(description="Address that ends in /v1.")

@@ -49,7 +49,7 @@ _repr = reprlib.Repr(maxstring=120, maxother=120, maxdict=6, maxlist=6)
 
 
 class NotARewardError(Exception):
-    """What a function returned is not a reward."""
+    """Error of a function whose result is not a reward."""
 
 
 def load_function(name: str) -> Callable[..., Any]:

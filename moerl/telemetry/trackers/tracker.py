@@ -1,4 +1,4 @@
-"""What a tracker is to the process that runs it. Torch-free.
+"""Port of a tracker, for the process that runs it. Torch-free.
 
 A library of a tracker brings threads, processes, exit handlers and requests of its own, and some of them drop rows
 without an error. Each runs in a process of its own (`moerl.telemetry.trackers.process`), which says what fails.
@@ -13,10 +13,10 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """What a tracker is told first.
+    """Facts that a tracker gets first.
 
     project: that the run belongs to. name: of the run. config: the resolved configuration, plain data.
-    run_id: the tracker's own of an earlier process of this run; None begins a new one.
+    run_id: id that the tracker gave an earlier process of this run; None begins a new run.
     """
 
     project: str

@@ -149,7 +149,7 @@ def test_pass_at_k_of_binary_rewards_has_the_gradient_of_the_chance_that_one_of_
 def test_an_episode_of_several_rollouts_counts_once_in_its_group(
     batch: tuple[torch.Tensor, torch.Tensor], baseline, normalize: bool, times: int
 ) -> None:
-    """As if each episode were one rollout; and with rewards of their own, against the mean of each other episode."""
+    """Gives every rollout of an episode the advantage that the episode would have as one rollout."""
     rewards, groups = batch
     plain = group_advantages(rewards, groups, normalize_std=normalize, baseline=baseline)
     parts = torch.arange(len(rewards)) % times + 1

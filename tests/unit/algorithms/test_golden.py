@@ -290,7 +290,7 @@ def gradient_of(case: str, algorithm: GroupPolicy, rows: PolicyRows) -> tuple[fl
     ],
 )
 def test_covariances_choose_the_tokens_that_verl_chooses(case: str, changes: dict[str, Any]) -> None:
-    """Where the sampler's log-probs are the trainer's, which verl takes; and all that may be left out are."""
+    """Takes the trainer's log-probs for the sampler's, as verl does. In clip_cov every eligible token is left out."""
     rows = rows_of(f"verl / loss: {case}")
     rows = replace(rows, rollout_logprobs_T=rows.trainer_logprobs_T.detach())
     algorithm = preset(case, **OFF, **TOKENS, **changes)

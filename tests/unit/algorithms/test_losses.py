@@ -44,7 +44,7 @@ LARGE = [71.0, 88.0, 89.0, 500.0, 1e30, math.inf]
 
 
 def far_token(log_ratio: float, advantage: float, rollout: float = 0.0) -> tuple[float, float, bool]:
-    """As `one_token`, in float32 and through GRPO, weighted by importance with a cap of 2."""
+    """Does the same as `one_token`, in float32 and through GRPO, weighted by importance with a cap of 2."""
     trainer = torch.tensor([log_ratio], requires_grad=True)
     rows = policy_rows(trainer, rollout_T=torch.tensor([rollout]), advantages_T=torch.tensor([advantage]))
     loss = grpo(clip_low=0.2, clip_high=0.3, importance_cap=2.0).compute_loss(rows)

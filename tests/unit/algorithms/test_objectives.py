@@ -211,7 +211,7 @@ def test_microbatches_add_up_to_the_batch(name: str, reduction: str) -> None:
 
 
 def test_clip_cov_leaves_out_the_share_that_it_was_told_to() -> None:
-    """Of 4,000 tokens, a tenth of those whose covariance lies between the bounds, whatever their order."""
+    """Leaves out about 80 of 4,000 tokens, 2 %, all with a covariance between the bounds."""
     generator = torch.Generator().manual_seed(5)
     advantages_T, rollout_T = torch.randn(2, 4000, generator=generator).double()
     algorithm = preset("clip_cov", cov_share=0.02, cov_low=0.5, cov_high=1.5)

@@ -1,4 +1,4 @@
-"""What cannot be packed is refused by name."""
+"""Samples that cannot be packed: each is refused by name."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def long_tailed(num: int, seed: int) -> list[int]:
 
 
 def filling(num_rows: int, seed: int) -> list[int]:
-    """As many of these lengths as make `num_rows` rows: a batch gathered to a number of tokens."""
+    """Returns lengths that make just under `num_rows` rows together: a batch gathered to a number of tokens."""
     lengths = long_tailed(num_rows // 1000, seed)
     return lengths[: int(np.searchsorted(np.cumsum(lengths), num_rows))]
 

@@ -1,4 +1,4 @@
-"""What the benchmark of a busy core concludes from seconds of steps."""
+"""Conclusions of the benchmark of a busy core from seconds of steps."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def goals(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def outcomes(goals: Any) -> list[Any]:
-    """Of three checks: one that measured, one that failed without results, one that was not run."""
+    """Makes outcomes of three checks: one that measured, one that failed without results, one that was not run."""
     checks, report = importlib.import_module("_gpu_checks"), importlib.import_module("_report")
     results = [report.Result("fast: time", 0.0011), report.Result("slow: time", 0.0022), report.Result("share", 0.3)]
     return [

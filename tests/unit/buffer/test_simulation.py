@@ -66,7 +66,7 @@ def test_steps_that_engines_are_not_told_of_take_no_time_for_weights_and_interru
 
 
 def test_tokens_may_cost_nothing() -> None:
-    """As a fit to few steps may say, which takes all of it for the prompts' cost."""
+    """Covers fits to few steps, which may attribute all of the cost to prompts."""
     costs = StepCosts(0.0, 0.0, 3.0, 5.0, 0.0, 1.0)
     found = simulate(QueueLimits(2), Fleet(1, 4), costs, group_size=2, length=always(10, 20), num_steps=8)
     assert found.step_seconds == pytest.approx(4 * 3 + 5 + 1)

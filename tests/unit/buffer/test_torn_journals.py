@@ -27,7 +27,7 @@ def read(folder: Path) -> list[int]:
 
 
 def resumed(folder: Path, *numbers: int, step: int = 0) -> Journal:
-    """As a run that goes on does it: reads first."""
+    """Opens a journal as a resumed run does, which reads first; then appends groups."""
     journal = Journal(folder, SPEC)
     journal.read()
     journal.begin(step)
@@ -206,7 +206,7 @@ def test_whatever_is_appended_torn_and_resumed_exactly_the_whole_groups_come_bac
 
 
 def surviving(records: dict[int, bytes], data: bytes) -> dict[int, bytes]:
-    """Those of the records, which were written one after the other, that are whole in `data`."""
+    """Returns the records that are whole in `data`, to which they were written one after the other."""
     kept, at = dict[int, bytes](), 0
     for number, record in records.items():
         if data[at : at + len(record)] == record:

@@ -47,7 +47,7 @@ def keys(name: str, *others: str) -> list[str]:
 
 
 def begin(name: str, run_dir: str = "run") -> Told:
-    """What the command line does as a run starts."""
+    """Does what the command line does as a run starts."""
     config = load_config(keys(name, f"run_dir={run_dir}"), command="train")
     prepare_model(config.model)
     config.run_dir.mkdir()

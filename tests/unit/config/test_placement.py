@@ -1,4 +1,4 @@
-"""What `launch` asks of this machine before anything starts."""
+"""Conditions of `launch` on this machine, checked before anything starts."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ MODELS = {
     "DeepSeek-V3": DEEPSEEK_V3,
 }
 GIB_OF = {80: 80, 141: 139}
-"""What a GPU of so many GB has."""
+"""GiB of a GPU by its nominal GB."""
 ROWS = [
     [cell.strip() for cell in row]
     for row in re.findall(

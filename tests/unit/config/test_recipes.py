@@ -1,4 +1,4 @@
-"""What a recipe sets, that it is shown, and that a model which exists is not trained with the demo's by accident."""
+"""Recipes: their settings, how they are shown, and the guard against training an existing model with the demo's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may change when a run goes on, and what is said about the rest."""
+"""Settings that may change when a run goes on, and messages about the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the fullest GPUs and the fullest host hold, and what does not fit."""
+"""Memory of the fullest GPUs and of the fullest host, and parts that do not fit."""
 
 from __future__ import annotations
 

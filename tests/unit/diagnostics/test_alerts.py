@@ -1,4 +1,4 @@
-"""What in the rows of a run is alarming, and what is not."""
+"""Alerts from the rows of a run."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def checksum_of(tensor: Tensor) -> int:
 
 
 def by_definition(tensor: Tensor, first_row: int = 0, first_column: int = 0) -> int:
-    """Of a part of a matrix, or of a vector."""
+    """Computes the checksum of a vector, or of a part of a matrix, by its definition."""
     bits = tensor.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
     total = 0
     for r, row in enumerate(bits[:, None].flatten(1).tolist(), first_row):

@@ -1,4 +1,4 @@
-"""What a pass asks of a GPU, at the size of a real head: tensors on `meta`, where whoever asks for a value fails.
+"""Work of a pass on a GPU, at the size of a real head: tensors on `meta`, which fail if somebody asks for a value.
 
 Kernels are counted instead of launched.
 """

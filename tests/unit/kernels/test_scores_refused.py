@@ -1,4 +1,4 @@
-"""What no score is given for."""
+"""Inputs for which scoring raises an error."""
 
 from __future__ import annotations
 

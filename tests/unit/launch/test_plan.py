@@ -1,4 +1,4 @@
-"""What `moerl plan memory` prints."""
+"""Output of `moerl plan memory`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `moerl plan run` prints, and the runs that it can be calibrated with."""
+"""Output of `moerl plan run`, and the runs that it can be calibrated with."""
 
 from __future__ import annotations
 

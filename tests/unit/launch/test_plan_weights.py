@@ -1,4 +1,4 @@
-"""What `moerl plan weights` prints."""
+"""Output of `moerl plan weights`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run says at once about its servers."""
+"""Checks of a run's servers at its start."""
 
 from __future__ import annotations
 

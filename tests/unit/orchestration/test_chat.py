@@ -32,7 +32,7 @@ def ended() -> Iterator[None]:
 
 ROOT = Path(__file__).parents[3]
 RUNS = re.compile(r"apply_chat_template\(|render_jinja_template\(|SandboxedEnvironment\(|find_undeclared_variables\(")
-"""What parses or runs a template: parsing works out what is constant in it."""
+"""Calls that parse or run a template: parsing computes what is constant in it."""
 
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
 USER = {"role": "user", "content": "What is 3 < 4? Ünïcode 🙂\n"}

@@ -1,4 +1,4 @@
-"""What a command does about the GPU of this machine."""
+"""Use of this machine's GPU by a command."""
 
 from __future__ import annotations
 

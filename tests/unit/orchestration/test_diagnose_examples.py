@@ -77,7 +77,7 @@ def _write_run(folder: Path, model: Path, rollouts: list[DumpedRollout]) -> None
 
 
 def _expanded(argument: str) -> list[str]:
-    """As a shell does."""
+    """Expands wildcards as a shell does."""
     return sorted(map(str, Path().glob(argument))) if "*" in argument else [argument]
 
 

@@ -1,4 +1,4 @@
-"""Which tokens end a response, and that they do."""
+"""Tokens that end a response."""
 
 from __future__ import annotations
 

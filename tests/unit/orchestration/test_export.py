@@ -1,4 +1,4 @@
-"""Which checkpoint an export takes."""
+"""Checkpoint that an export takes."""
 
 from __future__ import annotations
 

@@ -27,13 +27,13 @@ HOLDS = {
     "prime_rl/rollouts/step_4/train/effective/traces.jsonl": {VERSIONS},
     "prime_rl/token_exports/step_4/rank_0.jsonl": {TRAINER},
 }
-"""What each has besides tokens, what was sampled, and its log-probs."""
+"""Contents of each dump besides tokens, flags of sampled tokens, and their log-probs."""
 ROUNDED = "prime_rl/rollouts/step_4/train/effective/traces.jsonl"
 ONE_VERSION_OF_AN_EPISODE = ROUNDED
 
 
 def spans(conversation: dict[str, Any]) -> list[tuple[dict[str, Any] | None, list[int]]]:
-    """What was given and what was answered, in turn."""
+    """Returns the given and the answered tokens in turn, with the answer or None."""
     found: list[tuple[dict[str, Any] | None, list[int]]] = [(None, conversation["prompt"])]
     for number, answer in enumerate(conversation["answers"]):
         found += [(None, conversation["tools"][number - 1])] if number else []

@@ -50,7 +50,7 @@ def test_tokens_that_are_not_there_are_not_removed(rng: np.random.Generator):
 
 
 class Tokenizer:
-    """Of a chat model: a template whose answer opens with tokens 7 and 8."""
+    """Tokenizer of a chat model: a template whose answer opens with tokens 7 and 8."""
 
     bos_token_id, special_tokens_map = 1, {"bos_token": "1"}
     chat_template = "{{ bos_token }} 5 6{% if add_generation_prompt %} 7 8{% endif %}"

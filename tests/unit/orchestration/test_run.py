@@ -1,4 +1,4 @@
-"""What a run does about updates that the optimizer skipped, and with which stored states it can go on."""
+"""Reaction of a run to updates that the optimizer skipped, and stored states with which a run can go on."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from moerl.orchestration.run_state import RunState, find_state_problem
 
 
 class FakeRun:
-    """As much of a run as a skipped update needs: two may be skipped in a row."""
+    """Parts of a run that a skipped update needs: two updates may be skipped in a row."""
 
     def __init__(self, run_dir: Path) -> None:
         self.config = SimpleNamespace(run_dir=run_dir, trainer=SimpleNamespace(max_skipped_updates=2))

@@ -1,4 +1,4 @@
-"""What a command asks of its task, refused before anything starts."""
+"""Checks of a command on its task: problems are refused before anything starts."""
 
 from __future__ import annotations
 
@@ -98,6 +98,7 @@ def test_every_training_prompt_is_checked_without_a_cold_start_too(open_jsonl: O
 def test_prompts_that_a_command_never_reads_do_not_matter(open_jsonl: Open):
     opened = with_row(open_jsonl, "heldout", "say é")
     check_prompts(*opened, tokenizer(any_text=False), "rollout", max_positions=64)
+    assert "the tokenizer cannot represent a text" in refusal(opened, any_text=False)
 
 
 def test_a_prompt_that_just_fits_is_accepted(open_jsonl: Open):

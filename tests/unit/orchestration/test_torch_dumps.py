@@ -103,7 +103,7 @@ def test_routes_of_one_dump_and_log_probs_of_the_other_come_together(tmp_path: P
 
 
 def _write_details(folder: Path, rollouts: list[DumpedRollout], step: int = 4) -> None:
-    """As slime's --dump-details does."""
+    """Writes dumps as slime's --dump-details does."""
     for name in ("rollout_data", "train_data"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     write_slime(folder / "rollout_data" / f"{step}.pt", rollouts, rollout_id=step)

@@ -1,4 +1,4 @@
-"""What becomes of a run whose trackers fail, and what a tracker that comes later is told."""
+"""Runs whose trackers fail, and runs that get another tracker when they go on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is freed stays with the process: counted in pages that the system had to give again."""
+"""Freed memory, which stays with the process: counted in pages that the system had to give again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the ranks of a run are."""
+"""Places of a run's ranks: in the controller, or in processes of their own."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ FAKE = (sys.executable, str(Path(__file__).with_name("fake_rank.py")))
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where fake ranks run and leave their traces. None is alive afterwards."""
+    """Makes the folder in which fake ranks run and leave their traces; checks at the end that no rank is alive."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(processes, "PROGRAM", FAKE)
     monkeypatch.setattr(processes, "GRACE_SECONDS", 0.5)

@@ -1,4 +1,4 @@
-"""What a rank says of its device, and what it refuses there before it loads anything."""
+"""Notes of a rank about its device, and refusals there before the rank loads anything."""
 
 from __future__ import annotations
 

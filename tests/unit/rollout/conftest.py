@@ -12,7 +12,7 @@ MakeModel = Callable[..., Qwen3MoeForCausalLM]
 
 @pytest.fixture(autouse=True)
 def _one_thread(one_thread: None) -> None:
-    """Of every test in this folder."""
+    """Makes every test in this folder compute with one thread."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What the embedded engine samples for a request on a CPU is the same bits whoever is sampled with it."""
+"""Tokens of the embedded engine on a CPU: the same bits for a request, whichever requests are sampled with it."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class Operations(TorchDispatchMode):
 
 
 def indices_of(func: Any, args: Sequence[Any]) -> list[Tensor]:
-    """Those of an indexing operation: a mask of them is looked at on the host."""
+    """Returns the index tensors of an indexing operation: the host has to look at a mask among them."""
     is_index = any(name in str(func) for name in ("aten.index.", "aten.index_put", "aten._index_put"))
     return [each for each in args[1] if each is not None] if is_index else []
 

@@ -23,7 +23,7 @@ from moerl.rollout.weight_staging import checkpoint_views
 
 @pytest.fixture(autouse=True, params=["compiled layers", "layers of transformers"])
 def _layers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of every test in this file, where the engine can do both."""
+    """Runs every test in this file with compiled layers, if the engine has them, and with those of transformers."""
     if request.param != "compiled layers":
         monkeypatch.setattr(steps_of_model, "knows_layers_of", lambda model, dtype: False)
 

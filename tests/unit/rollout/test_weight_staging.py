@@ -11,7 +11,7 @@ from moerl.rollout.weight_staging import WeightStaging, held_dtypes
 
 
 def _checkpoint(model, folder: Path) -> dict[str, torch.Tensor]:
-    """What `save_pretrained` writes, under the names it writes."""
+    """Returns the tensors that `save_pretrained` writes, under the names it writes."""
     model.save_pretrained(folder)
     return load_file(folder / "model.safetensors")
 

@@ -1,4 +1,4 @@
-"""What a user watches while a run goes on."""
+"""Progress display of a run."""
 
 from __future__ import annotations
 

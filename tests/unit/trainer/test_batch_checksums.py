@@ -1,4 +1,4 @@
-"""What a sequence attends to and what a token is scored in is proved before the update; other than that is refused."""
+"""Proof before the update of the rows that a sequence attends to and of the sets that tokens are scored in."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def with_targets_inside(batch: Microbatch, kept: Any) -> Microbatch:
 
 
 def refusal(layout: Any, path: Path, change: Callable[[Microbatch], Microbatch], enforce: bool) -> str:
-    """What is said of a step over a changed batch, which applies nothing; the batch itself is trained."""
+    """Returns the refusal of a step over a changed batch, which applies nothing; then trains the batch itself."""
     trainer = tiny_moe.build(layout, path)
     untouched = tiny_moe.exported(trainer)
     batch, denominator = make_batch(trainer)

@@ -18,7 +18,7 @@ def coordinates(layout: Any) -> RankCoordinates:
 
 
 def refused(layout: Any) -> str:
-    """What a rank says of the coordinates of the next one."""
+    """Returns a rank's refusal of the coordinates of the next rank."""
     wrong = RankCoordinates(layout.dims, (layout.rank + 1) % layout.dims.world_size)
     with pytest.raises(ConfigError) as caught:
         groups._check_numbering(wrong)

@@ -19,7 +19,7 @@ MANY_PIECES = 2**13
 
 @dataclass(frozen=True)
 class Run:
-    """What a trainer did: gradient norms by step, its weights at the end, and bytes of its state in host memory."""
+    """Results of a trainer: gradient norms by step, its weights at the end, and bytes of its state in host memory."""
 
     norms: list[float]
     weights: dict[str, np.ndarray]

@@ -1,4 +1,4 @@
-"""What stands in for CUDA-only parts of Megatron computes the same. In a rank: the stand-ins are process-wide."""
+"""Stand-ins for CUDA-only parts of Megatron, which compute the same. In a rank: the stand-ins are process-wide."""
 
 from __future__ import annotations
 

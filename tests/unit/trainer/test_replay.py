@@ -23,7 +23,8 @@ def take_the_hook_out(trainer: Any) -> Callable[[], None]:
 
 
 def take_the_hook_out_in_the_second_microbatch(trainer: Any) -> Callable[[], None]:
-    """As a fused path that is taken for some shapes only."""
+    """Removes a router's replay hook after its first call, like a fused path that is taken for some shapes only.
+    Returns the function that puts it back."""
     router = trainer.model.chunks[0].decoder.layers[2].mlp.router
     routing, hook, calls = router.routing, router.router_replay, []
 

@@ -1,4 +1,4 @@
-"""Which routers of a live model are tapped, as which MoE layers; and which are refused."""
+"""Routers of a live model that are tapped, as which MoE layers; and routers that are refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moerl.errors import ReplayError
 
 
 def plain_config(**changes: Any) -> SimpleNamespace:
-    """Of a TransformerConfig what hooks read."""
+    """Makes the part of a TransformerConfig that hooks read."""
     settings = {
         "moe_router_fusion": False,
         "moe_router_load_balancing_type": "none",

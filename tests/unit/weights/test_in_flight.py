@@ -34,7 +34,8 @@ def requests() -> list[RolloutRequest]:
 
 
 def run_in_flight(layout: Any, path: Path) -> tuple[list[Any], dict[int, dict[str, torch.Tensor]], list[int]]:
-    """What the engine recorded, the weights of each version, and how many requests ran when one was published."""
+    """Publishes versions while an engine samples. Returns what the engine recorded, the weights of each version, and
+    how many requests ran at each of these updates."""
     from transformers import AutoModelForCausalLM
 
     from moerl.rollout.embedded import EmbeddedEngine

@@ -63,7 +63,7 @@ class Versioned(weight_sync.KeepingSink):
 
 
 def attempt(publisher: Any, shards: Mapping[str, Tensor], version: int) -> str:
-    """What this rank is told; empty where the update succeeds."""
+    """Publishes a version; returns the error of this rank, empty if the update succeeds."""
     try:
         publisher.publish(shards, version)
     except WeightSyncError as error:
@@ -84,7 +84,8 @@ class FaultyRanks:
         self.processes = [context.Process(target=faulty_rank, args=(rank, *arguments)) for rank in range(4)]
 
     def told(self) -> dict[int, tuple[str, str, int]]:
-        """What each surviving rank was told by the failed update and by another one, and the version then served."""
+        """Runs the ranks. Returns, by surviving rank, the errors of the failed update and of another one, and the
+        version then served."""
         before = dict(os.environ)
         os.environ.update(RANK_ENV)
         try:

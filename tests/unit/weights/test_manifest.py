@@ -29,7 +29,7 @@ def model_of(family: str, **changes: Any) -> ModelDescription:
 
 
 def statements(manifest: Manifest) -> list[dict[str, Any]]:
-    """What ranks with these weights would say: stand-ins for tensors by name."""
+    """Returns the statements of ranks with these weights: stand-ins for tensors by name."""
     dtypes = {t.tensor.name: "float32" if t.tensor.element == "float32" else "bfloat16" for t in manifest.tensors}
     return [
         {

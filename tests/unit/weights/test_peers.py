@@ -17,7 +17,7 @@ from moerl.errors import EngineError, MoerlError, WeightSyncError
 
 
 def quote(layout: Any) -> list[str]:
-    """What each rank is told where rank 1 has a problem, and where nobody has one."""
+    """Returns the errors of this rank if rank 1 has a problem, and if no rank has one."""
     peers = weight_sync.peers_of(layout.rank)
     told = []
     for problem in (EngineError("no room", seen=3), None, EngineError("no time")):
@@ -83,7 +83,7 @@ class LateWork:
 
 
 def meet_late(layout: Any, problem: Exception | None) -> str:
-    """What becomes of it on rank 0. Peers are built on all ranks, as often."""
+    """Returns the error of late work on rank 0, empty if it counts. Peers are built on all ranks, as often."""
     peers = weight_sync.peers_of(layout.rank)
     if layout.rank > 0:
         return ""

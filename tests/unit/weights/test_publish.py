@@ -233,7 +233,7 @@ def test_a_sender_needs_a_sink(run_alone: Callable[[Any], Any]):
 
 
 def failing(layout: Any) -> list[str]:
-    """What each rank is told when the sink of rank 0 refuses, at every stage; then a whole update."""
+    """Returns the errors of this rank if the sink of rank 0 refuses, at every stage; then publishes a whole update."""
     told, rank = [], layout.rank
     plan = tiny_plan(ParallelDims(pipeline=2))
     shards = random_shards(plan, rank)

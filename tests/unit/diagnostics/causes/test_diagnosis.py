@@ -138,8 +138,9 @@ def test_tokens_of_older_weights_are_staleness_where_the_versions_are_known(grou
     found = ground.diagnose(mixed)
     assert causes(found) == set()
     (finding,) = found.findings
-    assert (finding.cause, finding.level) == ("staleness", "note")
-    assert finding.title == "tokens of age 1 (versions): their weights were others"
+    assert (finding.cause, finding.level, finding.confidence) == ("staleness", "note", "possible")
+    assert finding.title == "tokens of age 1 (versions) were sampled by weights that were not given"
+    assert "--model DIRECTORY@VERSION" in finding.remedy
     assert share_of(found, "staleness") > 0.8
     assert_adds_up(found)
 

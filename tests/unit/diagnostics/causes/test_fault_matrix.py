@@ -33,9 +33,9 @@ EDITS = [
 ]
 PASSES = {"named", "unexplained", "small"}
 MAY_BE_SMALL = {"top-p 0.6 said", "noise of 0.05 nats", "tokens replaced", "stale prefix", "sets late"}
-"""Of which one rollout of twenty is within rounding, or which cost nothing."""
+"""Faults whose gap is within rounding if they are in one rollout of twenty, or that cause no gap."""
 UNNAMED = {"tokens replaced", "older weights", "noise of 0.05 nats", "log-probs 0.3 too low"}
-"""Which no repair takes back: unexplained, in some rollouts."""
+"""Faults that no repair takes back: unexplained, in some rollouts."""
 
 
 def chosen_of(ground: Ground, share: float, seed: int = 0) -> list[int]:
@@ -45,7 +45,7 @@ def chosen_of(ground: Ground, share: float, seed: int = 0) -> list[int]:
 
 
 def verdict_on(ground: Ground, name: str, chosen: list[int], seed: int = 0) -> str:
-    """What is said of a dump with this fault in these rollouts."""
+    """Returns the judgement on the diagnosis of a dump with this fault in these rollouts."""
     found = ground.diagnose(planted(name, ground, chosen, seed), edits=EDITS)
     return judged(name, found, chosen, _recorded(found) - _recorded(_of_clean(ground)))
 
@@ -212,6 +212,6 @@ def test_a_fault_is_named_in_every_format(
 
 
 def _sampled_so(rollout: DumpedRollout) -> DumpedRollout:
-    """As `--temperature` and `--top-p` have it: these formats do not say it."""
+    """Sets the sampling parameters that `--temperature` and `--top-p` would set: these formats do not record them."""
     said = {"temperatures": SAMPLING.temperature, "top_ps": SAMPLING.top_p}
     return replace(rollout, **{name: np.where(rollout.sampled, each, 1.0) for name, each in said.items()})

@@ -169,7 +169,7 @@ FOREIGN = foreign_rows()
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Where a row has objects and lists, and what is in them, but the numbers of long lists."""
+    """Returns the paths of all values in a row, at any depth; of each list, those of its first two elements alone."""
     inner = value.items() if isinstance(value, dict) else enumerate(value[:2]) if isinstance(value, list) else ()
     return [path] * bool(path) + [each for key, item in inner for each in places(item, (*path, key))]
 

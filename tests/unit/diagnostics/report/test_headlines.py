@@ -1,4 +1,4 @@
-"""What stands at the top of a run's page: reward, accuracy, and the gap with what it is to be measured by."""
+"""Headlines of a run's page: reward, accuracy, and the mismatch gap with values to compare the gap with."""
 
 from __future__ import annotations
 

@@ -236,7 +236,7 @@ def luminance(color: str) -> float:
 
 
 def contrast(one: str, other: str) -> float:
-    """As WCAG 2.2 defines it."""
+    """Returns the contrast ratio of WCAG 2.2."""
     low, high = sorted((luminance(one), luminance(other)))
     return (high + 0.05) / (low + 0.05)
 

@@ -1,4 +1,4 @@
-"""What a run's page takes from the files of the run directory."""
+"""Contents of a run's page that come from the files of the run directory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said of a task before torch is loaded: problems, demonstrations, and one reward."""
+"""Checks of a task before torch is loaded: problems, demonstrations, and one reward."""
 
 from __future__ import annotations
 
@@ -49,6 +49,8 @@ def test_a_command_that_asks_for_more_problems_than_there_are_is_refused_by_key(
 
 def test_demonstrations_are_counted_only_where_a_cold_start_needs_them() -> None:
     check_problems(*opened(["sft.steps=0", "sft.num_examples=201"], "train"), "train")
+    with pytest.raises(ConfigError, match=r"^sft\.num_examples: "):
+        check_problems(*opened(["sft.steps=1", "sft.num_examples=201"], "train"), "train")
 
 
 REWARDS = """
@@ -105,7 +107,7 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
 
 @pytest.fixture
 def refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, example: RunConfig) -> Callable[..., str]:
-    """What is said of a reward function and rows; numbers of rows as N."""
+    """Makes a function that returns the refusal of a reward function and rows, with N for the numbers of rows."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_rewards.py").write_text(REWARDS)
 

@@ -17,12 +17,12 @@ from whole_commands import COMMANDS, ROWS, keys_of
 from moerl.rollout.sglang.patches import DEFAULT_RELEASE, read_patches
 
 GIB_OF = {"80": 80, "141": 139}
-"""What a GPU of so many GB has."""
+"""GiB of a GPU by its nominal GB."""
 
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Of a hub that has the small files of the model."""
+    """Yields the address of a hub that has the small files of the model."""
     folder = tmp_path_factory.mktemp("model")
     write_hf_model(folder)
     write_hf_config(folder, **QWEN3_30B)

@@ -1,4 +1,4 @@
-"""Whether a job is worth another attempt, by the checkpoints that its run wrote."""
+"""Attempts of a job: another one is worthwhile or not, by the checkpoints that its run wrote."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a job's environment reaches commands in a container, through stand-ins that drop it as the real ones do."""
+"""Environment of a job in a container, through stand-ins that drop the same parts of it as the real programs."""
 
 from __future__ import annotations
 

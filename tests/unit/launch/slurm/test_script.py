@@ -1,4 +1,4 @@
-"""What `moerl launch slurm` writes, shows and refuses; that SLURM takes it is seen in `tests/slurm/`."""
+"""Files, output and refusals of `moerl launch slurm`; that SLURM takes the script is tested in `tests/slurm/`."""
 
 from __future__ import annotations
 

@@ -59,7 +59,8 @@ def test_the_trainers_log_probs_stand_beside_the_engines_and_ours(
     assert figures["trainer"]["logprob_abs_mean"] > 1e-3
     assert f"1 of {len(clean)} rollouts is not in the train data" in report.notes
     fact = dict(report.facts)["the trainer's log-probs"]
-    assert f"nearest to ours with {SCORERS[near]}" in fact
+    assert f"from ours {figures[near]['trainer_distance']:.1e} with {SCORERS[near]}, " in fact
+    assert "cannot be told" not in fact
     assert fact.endswith(f"; in {len(clean) - 1} of {len(clean)} rollouts")
     assert f"the trainer's log-probs: {fact}" in capsys.readouterr().out
     assert "Trainer less this scorer" in (tmp_path / "page.html").read_text()
@@ -109,9 +110,7 @@ def test_empty_responses_are_noted_without_a_model_too_and_a_dump_of_them_alone_
     silent = replace(rollouts[0], sampled=rollouts[0].sampled & False)
     write_nemo_rl(tmp_path / "train_data_step4.jsonl", [silent, *rollouts])
     _, report = run(tmp_path / "train_data_step4.jsonl")
-    assert [each.title for each in report.findings] == [
-        "1 rollout has an empty response, or one without sampled tokens"
-    ]
+    assert report.findings[-1].title == "1 rollout has an empty response, or one without sampled tokens"
     write_nemo_rl(tmp_path / "train_data_step5.jsonl", [silent])
     assert cli.main(["diagnose", str(tmp_path / "train_data_step5.jsonl")]) == 2
     assert f"no rollout that can be used; seen: {EMPTY}" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""What the engine's process does between two decoding steps, and what becomes of buckets meanwhile."""
+"""Work of the engine's process between two decoding steps, and buckets that arrive meanwhile."""
 
 from __future__ import annotations
 

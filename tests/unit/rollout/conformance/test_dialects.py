@@ -1,4 +1,4 @@
-"""What an SGLang server without our patches answers, as it is read."""
+"""Answers of an SGLang server without our patches, as they are read."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ E = FAMILY.spec().num_experts
 
 @pytest.fixture(autouse=True)
 def _one_thread(one_thread: None) -> None:
-    """Of every test in this file."""
+    """Makes every test in this file compute with one thread."""
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +190,7 @@ def test_routes_that_depend_on_the_batch_are_found(subject: Subject):
 
 
 def test_routes_computed_again_under_new_weights_are_found(subject: Subject):
-    """As upstream's retraction does: old tokens, log-probs and versions, with routes of the new weights."""
+    """Keeps old tokens, log-probs and versions, with routes of the new weights, as upstream's retraction does."""
     broken = FaultInjection(subject)
 
     def damage(ask: Ask, answer: Answer) -> Answer:

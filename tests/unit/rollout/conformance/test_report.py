@@ -1,4 +1,4 @@
-"""What people and scripts read of the checks."""
+"""Reports of the checks, for people and scripts."""
 
 from __future__ import annotations
 

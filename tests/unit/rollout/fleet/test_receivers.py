@@ -1,4 +1,4 @@
-"""Which servers a sender sends to together, and what happens to those that fail."""
+"""Servers that a sender sends to together, and servers that fail."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Channel:
 
 
 class Made:
-    """What receivers made and left."""
+    """Groups that receivers made, and servers that they closed or abandoned."""
 
     def __init__(self) -> None:
         self.groups: list[Group] = []

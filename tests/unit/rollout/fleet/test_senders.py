@@ -41,7 +41,7 @@ class FakeRanks:
     def publish(
         self, version: int, targets: Sequence[Any], parts: Sequence[Part], checked: Sequence[bool]
     ) -> list[Reply]:
-        """As ranks do with `Publish`, tensor by tensor."""
+        """Sends tensor by tensor, as ranks do at the command `Publish`."""
         replies = []
         for sink, part, is_checked in zip(self.sinks, parts, checked, strict=True):
             sink.targets = targets

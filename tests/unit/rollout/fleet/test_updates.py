@@ -123,6 +123,7 @@ def test_a_sender_may_leave_after_the_engine_was_closed(servers, engine_on):
     send(engine, 3)
     engine.close()
     engine.abandon_update()
+    assert servers[0].weight_version == 3
 
 
 def test_a_call_waits_for_an_update_that_is_under_way(servers, engine_on):
@@ -228,7 +229,7 @@ def sampling(
 
 
 def versions(records: list[RolloutRecord]) -> list[set[int]]:
-    """Of the sampled tokens of each."""
+    """Returns the policy versions of the sampled tokens of each record."""
     made = [Trajectory(**record.values) for record in records]
     return [set(trajectory.policy_versions[trajectory.sampled].tolist()) for trajectory in made]
 

@@ -27,7 +27,7 @@ def request(sampling: SamplingParams, num_prompt: int, num_new: int) -> RolloutR
 
 
 def longest_answer(asked: RolloutRequest, num_before: int, spec: ModelSpec) -> dict[str, Any]:
-    """Of numbers that cannot be compressed, with a version for each token and full kept sets."""
+    """Makes an answer of numbers that cannot be compressed, with a version for each token and full kept sets."""
     draws = np.random.default_rng(0)
     count = asked.max_new_tokens - num_before
     kept = min(asked.sampling.effective_top_k or 0, spec.vocab_size)

@@ -18,7 +18,7 @@ from moerl.rollout.sglang.broadcast import Broadcast, BroadcastOptions, NoAnswer
 from moerl.rollout.sglang.sender_group import flattened
 
 NUM_VALUES = 2 << 20
-"""Of a bucket: float32, 8 pieces."""
+"""Values of a bucket: float32, 8 pieces."""
 
 
 def bucket(value: float) -> list[tuple[str, Tensor]]:

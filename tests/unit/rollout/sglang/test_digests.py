@@ -1,4 +1,4 @@
-"""What a server says that it holds: parts that add up, copies that agree, tensors that are whole."""
+"""Weights that a server reports: parts that add up, copies that agree, tensors that are whole."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MODEL = ServedModel({name: tuple(tensor.shape) for name, tensor in TENSORS.items
 
 
 def record(name: str, first_row: int, end_row: int, first_column: int, end_column: int, checksum: str = "") -> str:
-    """What a rank says of a part: the checksum of the tensor with zeros everywhere else."""
+    """Makes a rank's record of a part: its checksum is that of the tensor with zeros everywhere else."""
     tensor = TENSORS[name]
     part = torch.zeros_like(tensor[:, None].flatten(1))
     region = slice(first_row, end_row), slice(first_column, end_column)

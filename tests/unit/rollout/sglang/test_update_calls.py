@@ -1,4 +1,4 @@
-"""What a server on the trainer's devices is told to give and take, and when."""
+"""Calls by which a server on the trainer's devices releases memory and takes it back, in their order."""
 
 from __future__ import annotations
 

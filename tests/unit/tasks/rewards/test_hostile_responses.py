@@ -34,7 +34,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "judge": {"pattern": "score (.)", "question": "{prompt} {response}", "model": "judge"},
     "function": {"function": "harmless:length"},
 }
-"""What a kind has beside, or in place of, the keys that many have."""
+"""Keys of a kind beside, or in place of, those of `COMMON`."""
 COMMON = {"column": "answer", "pattern": BACKTRACKS}
 
 

@@ -1,4 +1,4 @@
-"""What a reward may be called: its name becomes a metric beside those of the sum and of the reported one."""
+"""Names that a reward may have: each becomes a metric beside those of the sum and of the reported reward."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ Open = Callable[..., RewardPool]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Where calls say that they are under way; the current module path has the functions."""
+    """Makes the folder in which calls say that they are under way, and beside it the module with the functions."""
     (tmp_path / "meets.py").write_text(MEETS)
     (tmp_path / "calls").mkdir()
     return tmp_path / "calls"

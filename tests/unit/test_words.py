@@ -1,0 +1,67 @@
+"""First words of docstrings, reads of environment variables, and the tool that checks both."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def check_words() -> Any:
+    spec = importlib.util.spec_from_file_location("check_words", ROOT / "scripts" / "check_words.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_no_docstring_is_a_riddle_and_the_environment_is_read_where_it_may_be(check_words: Any):
+    assert check_words.problems(ROOT) == []
+    assert "$(BIN)/python scripts/check_words.py\n" in (ROOT / "Makefile").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ('"""What it holds."""\n', 1),
+        ('class A:\n    """Of a run."""\n', 2),
+        ('def f():\n    """`Where` it is."""\n', 2),
+        ('async def f():\n    """\n    Those of a run.\n    """\n', 2),
+        ('class A:\n    size: int\n    """Which is large."""\n', 3),
+        ('SIZE = 1\n"""As of the model."""\n', 2),
+    ],
+)
+def test_a_docstring_that_begins_with_a_banned_word_is_found(text: str, line: int, check_words: Any):
+    assert [found for found, _ in check_words.riddles(text)] == [line]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['"""Whereabouts of a run."""\n', '"""Offers it."""\n', 'SIZE = "what"\n', 'f()\n"""what"""\n', '""""""\n'],
+)
+def test_other_texts_pass(text: str, check_words: Any):
+    assert list(check_words.riddles(text)) == []
+
+
+@pytest.mark.parametrize(
+    "line", ["os.environ['HOME']", "os.getenv('HOME')", "from os import environ", "f(os.environ.get('A'))"]
+)
+def test_a_read_of_the_environment_is_found_outside_of_its_places(
+    line: str, check_words: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(check_words, "EXCEPTIONS", {})
+    for folder in ("config", "launch", "ranks"):
+        (tmp_path / "moerl" / folder).mkdir(parents=True)
+        (tmp_path / "moerl" / folder / "a.py").write_text(f"{line}\n")
+    assert [each.split(":")[0] for each in check_words.problems(tmp_path)] == ["moerl/ranks/a.py"]
+
+
+def test_an_exception_that_nothing_needs_is_named(check_words: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(check_words, "EXCEPTIONS", {"moerl/a.py": "a reason"})
+    assert check_words.problems(tmp_path) == ["moerl/a.py: no longer needed; remove its exception"]
