@@ -166,7 +166,7 @@ class _Known:
         return next((each for each in same if each.name == rollout.name), same[0]) if same else None
 
     def num_left(self) -> int:
-        """Samples that belong to no rollout."""
+        """Returns how many samples belong to no rollout."""
         return sum((key, each.step) not in self.found for key, several in self.by_tokens.items() for each in several)
 
     def check_end(self) -> None:

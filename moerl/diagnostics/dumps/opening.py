@@ -173,7 +173,7 @@ def _check_named_once(opened: Sequence[_Opened]) -> None:
 def _read(
     opened: _Opened, reading: Reading, load: slime.TorchFile | None, seen: SeenRollouts | None
 ) -> Iterator[DumpedRollout]:
-    """One file after the other; no more than one is held in memory."""
+    """Reads one file after the other; no more than one is held in memory."""
     files, name = opened.files.files, opened.format.name
     first: Format | None = opened.format
     for file in files:

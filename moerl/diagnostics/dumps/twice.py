@@ -34,7 +34,7 @@ def same_step(one: int, other: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a rollout was first seen. logprob: sum over its sampled tokens, nats."""
+    """Place of a rollout that was seen first. logprob: sum over its sampled tokens, nats."""
 
     file: Path
     step: int

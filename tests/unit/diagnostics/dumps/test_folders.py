@@ -20,13 +20,13 @@ UNSAID = ("name", "temperatures", "top_ps", "expert_ids", "routed", "kept", "ste
 
 
 def two(seed: int = 5) -> list[DumpedRollout]:
-    """Rollouts of 40 sampled tokens: nobody samples them twice."""
+    """Returns rollouts of 40 sampled tokens, which nobody samples twice."""
     rng = np.random.default_rng(seed)
     return [make_dumped(rng, name="a", spans=(3, 40)), make_dumped(rng, name="b", spans=(4, 20, 3, 20))]
 
 
 def rounded(rollouts: list[DumpedRollout]) -> list[DumpedRollout]:
-    """As verifiers writes traces."""
+    """Returns rollouts with log-probs as verifiers writes them into traces."""
     return [replace(each, rollout_logprobs=each.rollout_logprobs.round(4)) for each in rollouts]
 
 
