@@ -12,10 +12,15 @@ from pathlib import Path
 
 from moerl.errors import MoerlError, ending, undoing
 
+_MEND = "make room, or mend what is named, and go on from the last checkpoint"
+
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
+def writing(path: Path, remedy: str = _MEND) -> Iterator[None]:
     """Names the file or folder that could not be written, in the place of an error of the operating system.
+
+    Args:
+        remedy: what to do then, outside of a run that has checkpoints.
 
     Raises:
         MoerlError: the file system refused.
@@ -27,7 +32,7 @@ def writing(path: Path) -> Iterator[None]:
             f"cannot write {path}",
             seen=error.strerror or str(error),
             expected="room and the right to write there",
-            remedy="make room, or mend what is named, and go on from the last checkpoint",
+            remedy=remedy,
         ) from error
 
 

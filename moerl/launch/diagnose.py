@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import tempfile
 from pathlib import Path
 
 from moerl.buffer.ledger import LEDGER_FILE
@@ -106,4 +107,28 @@ def check_arguments(options: argparse.Namespace) -> None:
             seen=options.output,
             expected="a name that ends in .html",
             remedy="add .html",
+        )
+    for ending in (".html", ".json", ".parquet"):
+        _check_writable(options.output.resolve().with_suffix(ending))
+
+
+def _check_writable(file: Path) -> None:
+    """Raises `ConfigError` if a file cannot be written; leaves nothing. Folders that are missing are made later."""
+    folder = next(parent for parent in file.parents if parent.exists())
+    reason = ""
+    if file.is_dir():
+        reason = "a directory has that name"
+    elif not folder.is_dir():
+        reason = f"{folder} is no directory"
+    else:
+        try:
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            reason = f"{folder}: {error.strerror or error}"
+    if reason:
+        raise ConfigError(
+            f"--output: cannot write {file}",
+            seen=reason,
+            expected="a file in a directory that this user may write to",
+            remedy="name another page with --output, or mend what is named",
         )

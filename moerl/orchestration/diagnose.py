@@ -20,6 +20,7 @@ from moerl.contract.files import writing
 from moerl.diagnostics.causes.diagnosis import Diagnosis, diagnose
 from moerl.diagnostics.causes.texts import OPEN
 from moerl.diagnostics.dump_report import DumpFacts, report_of_diagnosis, report_of_policies
+from moerl.diagnostics.dumps.join import TRAINER_ELSEWHERE
 from moerl.diagnostics.dumps.rollout import Dump, DumpedRollout, Unusable
 from moerl.diagnostics.report.data import Report
 from moerl.diagnostics.report.page import write_report
@@ -38,6 +39,8 @@ from moerl.trainer.model import DTYPES
 
 UNEXPLAINED = 3
 """Exit status; 2 is that of a wrong command line, and of files that are wrong or cannot be read."""
+_ELSEWHERE = "make room or mend what is named, or name another page with --output, and diagnose again"
+"""Remedy if the page, or a file beside it, cannot be written."""
 _BACKENDS = {"hf": "transformers", "trainer": "the Megatron trainer"}
 
 
@@ -74,15 +77,16 @@ def _write(options: argparse.Namespace, progress: ProgressDisplay) -> tuple[Repo
         options.dumps,
         moe_layers=described[0].moe_layers if described else None,
         experts_per_token=described[0].spec.experts_per_token if described else None,
+        say=progress.note,
     )
     output = options.output.resolve()
     if described:
         report, found = _by_model(opened, checkpoints, described, options, progress)
-        with writing(output.with_suffix(".parquet")):
+        with writing(output.with_suffix(".parquet"), _ELSEWHERE):
             write_rollout_table(found, output.with_suffix(".parquet"))
     else:
         report = _by_policies(opened, options, progress)
-    with writing(output):
+    with writing(output, _ELSEWHERE):
         write_report(report, output)
     return report, output
 
@@ -238,11 +242,12 @@ def _by_policies(dumps: Sequence[Dump], options: argparse.Namespace, progress: P
     if tallies is None:
         if not unusable.counts:
             _require_some([], dumps, unusable)
+        elsewhere = dict.fromkeys(note for dump in dumps for note in dump.notes if note in TRAINER_ELSEWHERE)
         raise ConfigError(
             "--model: the dump has no log-probs of the trainer",
             seen="; ".join(unusable.counts),
             expected="a model to score with",
-            remedy="name the Hugging Face directory of the policy with --model",
+            remedy="; or ".join(["name the Hugging Face directory of the policy with --model", *elsewhere]),
         )
     return report_of_policies(sample, tallies, _facts(dumps, options.dumps, unusable, total, total), differing)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torch.serialization import add_safe_globals, clear_safe_globals, get_safe_globals
 
 from moerl.diagnostics.dumps.opening import open_dumps
-from moerl.diagnostics.dumps.refused import refused_globals, unknown
+from moerl.diagnostics.dumps.refused import damaged, refused_globals
 from moerl.diagnostics.dumps.rollout import Dump
 from moerl.errors import ConfigError
 
@@ -29,10 +29,14 @@ _MAX_PICKLE_BYTES = 2 << 30
 
 
 def open_any_dumps(
-    paths: Sequence[Path], *, moe_layers: Sequence[int] | None = None, experts_per_token: int | None = None
+    paths: Sequence[Path],
+    *,
+    moe_layers: Sequence[int] | None = None,
+    experts_per_token: int | None = None,
+    say: Callable[[str], None] | None = None,
 ) -> list[Dump]:
     """Opens as `moerl.diagnostics.dumps.opening.open_dumps`, files of torch.save included."""
-    return open_dumps(paths, moe_layers=moe_layers, experts_per_token=experts_per_token, load=load_torch)
+    return open_dumps(paths, moe_layers=moe_layers, experts_per_token=experts_per_token, load=load_torch, say=say)
 
 
 def load_torch(file: Path) -> Any:
@@ -58,7 +62,7 @@ def load_torch(file: Path) -> Any:
         MemoryError,
     ) as error:
         # What torch's unpickler raises on bytes that are no pickle depends on the bytes.
-        raise unknown(file, f"a damaged file of torch.save: {type(error).__name__}: {_reason(error)}") from error
+        raise damaged(file, f"a damaged file of torch.save: {type(error).__name__}: {_reason(error)}") from error
     return _arrays(loaded)
 
 
@@ -88,7 +92,7 @@ def _check_parts(file: Path) -> None:
         with zipfile.ZipFile(file) as archive:
             parts = archive.infolist()
     except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError) as error:
-        raise unknown(file, f"a damaged zip file: {error}") from error
+        raise damaged(file, f"a damaged zip file: {error}") from error
     large = max((part.file_size for part in parts if part.filename.endswith(".pkl")), default=0)
     if any(part.compress_type != zipfile.ZIP_STORED for part in parts) or large > _MAX_PICKLE_BYTES:
         raise ConfigError(

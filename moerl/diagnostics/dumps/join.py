@@ -1,128 +1,238 @@
-"""Log-probs of the trainer from train data, put beside the rollouts of another dump. numpy only; any process."""
+"""Log-probs of the trainer from the dump of the trainer's side, put beside the rollouts of another dump. numpy only;
+any process."""
 
 from __future__ import annotations
 
-import hashlib
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from moerl.diagnostics.dumps import slime
-from moerl.diagnostics.dumps.rollout import Dump, DumpedRollout
+import numpy as np
+from numpy.typing import NDArray
+
+from moerl.diagnostics.dumps import prime_rl, slime
+from moerl.diagnostics.dumps.rollout import Dump, DumpedRollout, turns_of
+from moerl.diagnostics.dumps.twice import same_step, tokens_key
 from moerl.errors import ConfigError
 
 _MAX_STEPS_SAID = 8
 
+TRAINER_ELSEWHERE = (slime.TRAINER_ELSEWHERE, prime_rl.TRAINER_ELSEWHERE)
+"""Notes of dumps of which the trainer's log-probs are in another."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """Dump of the trainer's side. format, name: of it; name for people. rollouts: format of the dumps that it belongs
+    to, empty if any. elsewhere: their note, which is wrong beside it. expected, remedy: for files that do not fit."""
+
+    format: str
+    name: str
+    rollouts: str
+    elsewhere: str
+    expected: str
+    remedy: str
+
+
+_SIDES = (
+    _Side(
+        slime.TRAIN,
+        "train data",
+        "",
+        slime.TRAINER_ELSEWHERE,
+        "samples with the same tokens, loss mask and log-probs of the engine",
+        "name the two files that one run wrote with the same rollout_id, or one of them alone",
+    ),
+    _Side(
+        prime_rl.EXPORT,
+        "token exports",
+        prime_rl.TRACES,
+        prime_rl.TRAINER_ELSEWHERE,
+        "sequences with the same tokens and log-probs of the engine",
+        "name the traces and the token exports of the same steps of one run, or one of them alone",
+    ),
+)
+
+
+def belong_together(formats: Collection[str]) -> bool:
+    """Returns whether a directory may hold these formats: rollouts and their trainer's side."""
+    return set(formats) in ({slime.ROLLOUTS, slime.TRAIN}, {prime_rl.TRACES, prime_rl.EXPORT})
+
 
 def joined(dumps: Sequence[Dump]) -> list[Dump]:
-    """Returns the dumps of rollouts, each rollout with the trainer's log-probs that train data has of it.
+    """Returns the dumps of rollouts, each rollout with the trainer's log-probs that train data, or token exports, have
+    of it.
 
     slime and miles write routes into one dump and the trainer's log-probs into another. A rollout and its train data
     have the same tokens, the same sampled tokens, the same log-probs of the engine and, if both say one, the same
-    step. Train data are read at once, and what they say of the trainer is held in memory. Without train data, or with
-    nothing else, the dumps come back as they are.
+    step. prime-rl rounds log-probs in traces, and trains tokens that several paths share once: a rollout gets log-probs
+    and sampled tokens of its export. The trainer's side is read at once, and what it says of the trainer is held in
+    memory. Without it, or with nothing else, the dumps come back as they are.
 
     Raises:
-        ConfigError: the train data have no log-probs of the trainer; or, when the last dump has been read, they belong
-            to none of the rollouts.
+        ConfigError: train data have no log-probs of the trainer; or, when the last dump has been read, they belong to
+            none of the rollouts.
     """
-    trains = [dump for dump in dumps if dump.format == slime.TRAIN]
-    others = [dump for dump in dumps if dump.format != slime.TRAIN]
-    if not trains or not others:
-        return list(dumps)
-    known = _Known()
+    found = list(dumps)
+    for side in _SIDES:
+        found = _with_side(found, side)
+    return found
+
+
+def is_joined(format: str, formats: Collection[str]) -> bool:
+    """Returns whether a dump of the first format is put beside others: it has no rollouts of its own then."""
+    return any(side.format == format and any(_takes(side, other) for other in formats) for side in _SIDES)
+
+
+def _takes(side: _Side, format: str) -> bool:
+    return format == side.rollouts if side.rollouts else format != side.format
+
+
+def _with_side(dumps: list[Dump], side: _Side) -> list[Dump]:
+    trains = [dump for dump in dumps if dump.format == side.format]
+    others = [dump for dump in dumps if dump.format != side.format]
+    places = [place for place, dump in enumerate(others) if _takes(side, dump.format)]
+    if not trains or not places:
+        return dumps
+    known = _Known(side)
+    first = others[places[0]]
     for train in trains:
         for rollout in train.rollouts:
             known.add(rollout)
-        others[0].unusable.add_all(train.unusable, "train data: ")
-    known.check(others[0])
-    ends = [False] * (len(others) - 1) + [True]
-    return [_with_trainer(dump, known, is_last) for dump, is_last in zip(others, ends, strict=True)]
+        first.unusable.add_all(train.unusable, f"{side.name}: ")
+    known.check(first)
+    for place in places:
+        others[place] = _with_trainer(others[place], known, place == places[-1])
+    return others
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Sample:
+    """Parts of a `DumpedRollout` of the trainer's side."""
+
+    name: str
+    step: int
+    sampled: NDArray[np.bool_]
+    rollout_logprobs: NDArray[np.float32]
+    trainer_logprobs: Mapping[str, NDArray[np.float32]]
 
 
 @dataclass(slots=True)
 class _Known:
-    """Rows of train data, by the tokens of a rollout, and how many rollouts they belonged to."""
+    """Samples of the trainer's side, by the tokens of a rollout, and how many rollouts they belonged to."""
 
-    by_tokens: defaultdict[bytes, list[DumpedRollout]] = field(default_factory=lambda: defaultdict(list))
+    side: _Side
+    by_tokens: defaultdict[bytes, list[_Sample]] = field(default_factory=lambda: defaultdict(list))
     steps: set[int] = field(default_factory=set)
     rollout_steps: set[int] = field(default_factory=set)
     num_samples: int = 0
     num_matched: int = 0
     num_other_logprobs: int = 0
+    found: set[tuple[bytes, int]] = field(default_factory=set)
 
     def add(self, rollout: DumpedRollout) -> None:
         """Keeps a sample; ranks that hold a part of the model alone write some without log-probs of the trainer."""
         self.num_samples += 1
         if rollout.trainer_logprobs:
             self.steps.add(rollout.step)
-            self.by_tokens[_key(rollout)].append(replace(rollout, kept=None, prompt="", response=""))
+            self.by_tokens[self._key(rollout)].append(
+                _Sample(rollout.name, rollout.step, rollout.sampled, rollout.rollout_logprobs, rollout.trainer_logprobs)
+            )
 
     def check(self, dump: Dump) -> None:
         if not self.by_tokens:
-            reasons = "; ".join(reason for reason in dump.unusable.counts if reason.startswith("train data: "))
+            name = self.side.name
+            reasons = "; ".join(reason for reason in dump.unusable.counts if reason.startswith(f"{name}: "))
             raise ConfigError(
-                "DUMP: train data without log-probs of the trainer",
+                f"DUMP: {name} without log-probs of the trainer",
                 seen=f"{self.num_samples} samples without log_probs" + (f"; {reasons}" if reasons else ""),
-                expected="log_probs of the samples, which slime and miles compute before the update",
-                remedy="name the train data of the last pipeline stage, or the dump of rollouts alone",
+                expected="log_probs of the samples, which slime and miles compute before the update"
+                if self.side.format == slime.TRAIN
+                else "sequences with trainer_logprobs",
+                remedy="name the train data of the last pipeline stage, or the dump of rollouts alone"
+                if self.side.format == slime.TRAIN
+                else "name the traces alone",
             )
 
-    def find(self, rollout: DumpedRollout) -> DumpedRollout | None:
+    def find(self, rollout: DumpedRollout) -> _Sample | None:
         """Returns the sample of this rollout, the one with its name if there are several."""
         self.rollout_steps.add(rollout.step)
-        same_tokens = [each for each in self.by_tokens.get(_key(rollout), ()) if _same_step(each, rollout)]
-        same = [each for each in same_tokens if (each.rollout_logprobs == rollout.rollout_logprobs).all()]
+        key = self._key(rollout)
+        same_tokens = [each for each in self.by_tokens.get(key, ()) if same_step(each.step, rollout.step)]
+        same = [each for each in same_tokens if self._fits(each, rollout)]
         self.num_other_logprobs += bool(same_tokens) and not same
         self.num_matched += bool(same)
+        self.found.update((key, each.step) for each in same)
         return next((each for each in same if each.name == rollout.name), same[0]) if same else None
+
+    def num_left(self) -> int:
+        """Returns how many samples belong to no rollout."""
+        return sum((key, each.step) not in self.found for key, several in self.by_tokens.items() for each in several)
 
     def check_end(self) -> None:
         if self.num_matched:
             return
-        seen = f"rollouts of {_steps(self.rollout_steps)}, train data of {_steps(self.steps)}, no sample in both"
+        name = self.side.name
+        seen = f"rollouts of {self._said(self.rollout_steps)}, {name} of {self._said(self.steps)}, no sample in both"
         if self.num_other_logprobs:
-            seen += (
-                f"; {self.num_other_logprobs} rollouts have the tokens of a sample and other log-probs of the engine"
-            )
+            have = "rollout has" if self.num_other_logprobs == 1 else "rollouts have"
+            seen += f"; {self.num_other_logprobs} {have} the tokens of a sample and other log-probs of the engine"
         raise ConfigError(
-            "DUMP: rollouts and train data do not fit together",
+            f"DUMP: rollouts and {name} do not fit together",
             seen=seen,
-            expected="samples with the same tokens, loss mask and log-probs of the engine",
-            remedy="name the two files that one run wrote with the same rollout_id, or one of them alone",
+            expected=self.side.expected,
+            remedy=self.side.remedy,
         )
+
+    def _key(self, rollout: DumpedRollout) -> bytes:
+        return tokens_key(rollout if self.side.format == slime.TRAIN else replace(rollout, sampled=_NOTHING))
+
+    def _fits(self, sample: _Sample, rollout: DumpedRollout) -> bool:
+        if self.side.format == slime.TRAIN:
+            return bool((sample.rollout_logprobs == rollout.rollout_logprobs).all())
+        here = sample.sampled
+        near = np.abs(sample.rollout_logprobs - rollout.rollout_logprobs)[here] <= 0.51 * 10.0**-prime_rl.DECIMALS
+        return bool(rollout.sampled[here].all() and near.all())
+
+    def _said(self, steps: set[int]) -> str:
+        word = "rollout_id" if self.side.format == slime.TRAIN else "step"
+        said = [str(step) for step in sorted(steps) if step >= 0]
+        more = f" and {len(said) - _MAX_STEPS_SAID} more" if len(said) > _MAX_STEPS_SAID else ""
+        return f"{word} {', '.join(said[:_MAX_STEPS_SAID])}{more}" if said else f"no {word}"
+
+
+_NOTHING: NDArray[np.bool_] = np.zeros(0, np.bool_)
 
 
 def _with_trainer(dump: Dump, known: _Known, is_last: bool) -> Dump:
-    notes = [note for note in dump.notes if note != slime.TRAINER_ELSEWHERE]
-    return Dump(f"{dump.format}, with {slime.TRAIN}", _matched(dump, known, notes, is_last), dump.unusable, notes)
+    notes = [note for note in dump.notes if note != known.side.elsewhere]
+    rollouts = _matched(dump, known, notes, is_last)
+    return Dump(f"{dump.format}, with {known.side.format}", rollouts, dump.unusable, notes)
 
 
 def _matched(dump: Dump, known: _Known, notes: list[str], is_last: bool) -> Iterator[DumpedRollout]:
-    missing, total = 0, 0
+    missing, total, side = 0, 0, known.side
     for rollout in dump.rollouts:
         total += 1
         found = known.find(rollout)
         missing += found is None
-        yield rollout if found is None else replace(rollout, trainer_logprobs=found.trainer_logprobs)
-    notes += [note for note in dump.notes if note not in (*notes, slime.TRAINER_ELSEWHERE)]
+        yield rollout if found is None else _trained(rollout, found)
+    wrong = (side.elsewhere,) if missing else (side.elsewhere, prime_rl.ROUNDED)
+    notes += [note for note in dump.notes if note not in (*notes, *wrong)]
     if is_last:
         known.check_end()
     if missing:
-        notes.append(f"{missing} of {total} rollouts are not in the train data")
+        notes.append(f"{missing} of {total} rollouts {'is' if missing == 1 else 'are'} not in the {side.name}")
+    if is_last and (left := known.num_left()):
+        are = "sample is" if left == 1 else "samples are"
+        notes.append(f"{left} {are} in the {side.name} alone, and left out")
 
 
-def _key(rollout: DumpedRollout) -> bytes:
-    digest = hashlib.blake2b(rollout.token_ids.tobytes(), digest_size=16)
-    digest.update(rollout.sampled.tobytes())
-    return digest.digest()
-
-
-def _same_step(one: DumpedRollout, other: DumpedRollout) -> bool:
-    return one.step == other.step or -1 in (one.step, other.step)
-
-
-def _steps(steps: set[int]) -> str:
-    said = [str(step) for step in sorted(steps) if step >= 0]
-    more = f" and {len(said) - _MAX_STEPS_SAID} more" if len(said) > _MAX_STEPS_SAID else ""
-    return f"rollout_id {', '.join(said[:_MAX_STEPS_SAID])}{more}" if said else "no rollout_id"
+def _trained(rollout: DumpedRollout, sample: _Sample) -> DumpedRollout:
+    """Returns a rollout with what the trainer's side has of it. Only token exports have other sampled tokens."""
+    rollout = replace(rollout, rollout_logprobs=sample.rollout_logprobs, trainer_logprobs=sample.trainer_logprobs)
+    if (sample.sampled == rollout.sampled).all():
+        return rollout
+    sampled = sample.sampled
+    versions = np.where(sampled, rollout.policy_versions, -1).astype(np.int32)
+    return replace(rollout, sampled=sampled, turns=turns_of(sampled), policy_versions=versions)

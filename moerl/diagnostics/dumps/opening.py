@@ -10,10 +10,11 @@ from pathlib import Path
 
 from moerl.contract.dump_columns import VERSION_KEY
 from moerl.diagnostics.dumps import jsonl, minimal, nemo_rl, own, parquet, prime_rl, refused, sglang_raw, slime
-from moerl.diagnostics.dumps.folders import files_of
-from moerl.diagnostics.dumps.join import joined
+from moerl.diagnostics.dumps.folders import Files, files_of, names_of
+from moerl.diagnostics.dumps.join import belong_together, is_joined, joined
 from moerl.diagnostics.dumps.reading import Reading
 from moerl.diagnostics.dumps.rollout import Dump, DumpedRollout, Unusable
+from moerl.diagnostics.dumps.twice import SeenRollouts
 from moerl.errors import ConfigError
 from moerl.reading import open_regular
 
@@ -51,39 +52,63 @@ def open_dumps(
     moe_layers: Sequence[int] | None = None,
     experts_per_token: int | None = None,
     load: slime.TorchFile | None = None,
+    say: Callable[[str], None] | None = None,
 ) -> list[Dump]:
     """The rollouts of dumps, which are read when they are asked for; unusable ones are counted. Train data of slime and
-    miles are joined to the rollouts of the other dumps.
+    miles are joined to the rollouts of the other dumps, token exports of prime-rl to its traces.
 
     Args:
         paths: each a file, or a directory of them: a run directory, or one of files of one format, or of rollouts and
-            train data of slime or miles.
+            train data of slime or miles, or of traces and token exports of prime-rl.
         moe_layers: which layers of the model are MoE layers, ascending; picks them where a dump has routes of all.
         experts_per_token: for formats whose routes are flat.
         load: reads what torch.save wrote; `moerl.orchestration.torch_dumps.open_any_dumps` brings it.
+        say: takes a line for each path of which files are left out.
 
     Raises:
-        ConfigError: there is no dump, or it is of no known format, or refused, or train data have nothing of the
-            trainer. While it is read also where a later file is damaged or of another format, and at the end if train
-            data fit no rollout.
+        ConfigError: there is no dump, or it is of no known format, or refused, or a file is named twice, or train data
+            have nothing of the trainer. While it is read also where a later file is damaged or of another format, or
+            a rollout stands in two files, and at the end if train data fit no rollout.
         ContractError: while it is read, where a dump of moerl is not sound.
     """
     if moe_layers is not None and (not moe_layers or min(moe_layers) < 0):
         raise ConfigError(
             "moe_layers: not layers of a model", seen=list(moe_layers), expected="at least one index, none negative"
         )
-    opened: list[Dump] = []
+    found: list[_Opened] = []
     for path in paths:
-        sets = files_of(path, lambda file: _format(file, load).name)
-        for files in sets:
-            first = _format(files.files[0], load)
-            notes = [*first.notes, *([files.note] if files.note else [])]
-            reading = Reading(moe_layers=moe_layers, experts_per_token=experts_per_token, notes=notes)
-            opened.append(Dump(first.name, _read(files.files, first, reading, load), reading.unusable, reading.notes))
-        kinds = [dump.format for dump in opened[-len(sets) :]]
-        if len(kinds) > 1 and set(kinds) != {slime.ROLLOUTS, slime.TRAIN}:
-            raise _several(path, kinds)
+        sets = [
+            _Opened(path, files, _format(files.files[0], load))
+            for files in files_of(path, lambda file: _format(file, load).name)
+        ]
+        formats = {each.format.name for each in sets}
+        if len(formats) > 1 and not belong_together(formats):
+            raise _several(path, sets)
+        found += sets
+    _check_named_once(found)
+    formats, seen = {each.format.name for each in found}, SeenRollouts()
+    opened: list[Dump] = []
+    for each in found:
+        notes = [*each.format.notes, *([each.files.note] if each.files.note else [])]
+        reading = Reading(moe_layers=moe_layers, experts_per_token=experts_per_token, notes=notes)
+        beside = each.format.name != slime.TRAIN and is_joined(each.format.name, formats)
+        if say is not None and each.files.note:
+            say(f"{each.path}: {each.files.note}")
+        opened.append(
+            Dump(
+                each.format.name, _read(each, reading, load, None if beside else seen), reading.unusable, reading.notes
+            )
+        )
     return joined(opened)
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """Files of one format. path: the one that was named. format: of the first file."""
+
+    path: Path
+    files: Files
+    format: Format
 
 
 def own_files(path: Path) -> list[Path]:
@@ -92,7 +117,7 @@ def own_files(path: Path) -> list[Path]:
     Raises:
         ConfigError: there is no dump, or a file is damaged, or one is of another format than the first.
     """
-    files = [file for each in files_of(path, lambda file: file.suffix) for file in each.files]
+    files = [file for each in files_of(path, _kind_without_torch) for file in each.files]
     if not _is_ours(files[0]):
         return []
     other = next((file for file in files if not _is_ours(file)), None)
@@ -102,8 +127,16 @@ def own_files(path: Path) -> list[Path]:
 
 
 def needs_torch(path: Path) -> bool:
-    """Returns True if the files of a dump were written by torch.save. Raises `ConfigError` if there is no dump."""
-    with open_regular(files_of(path, lambda file: file.suffix)[0].files[0]) as stream:
+    """Returns True if files of a dump were written by torch.save. Raises `ConfigError` if there is no dump."""
+    return any(_is_zip(each.files[0]) for each in files_of(path, _kind_without_torch))
+
+
+def _kind_without_torch(file: Path) -> str:
+    return "torch.save" if _is_zip(file) else _format(file, None).name
+
+
+def _is_zip(file: Path) -> bool:
+    with open_regular(file) as stream:
         return stream.read(4) == _ZIP
 
 
@@ -113,26 +146,47 @@ def _is_ours(file: Path) -> bool:
     return start == b"PAR1" and VERSION_KEY in parquet.footer_of(file).metadata
 
 
-def _several(path: Path, kinds: Sequence[str]) -> ConfigError:
+def _several(path: Path, sets: Sequence[_Opened]) -> ConfigError:
     return ConfigError(
         f"DUMP: files of several formats in {path}",
-        seen=", ".join(kinds),
-        expected="files of one format, or rollouts and train data of slime or miles",
+        seen="; ".join(f"{each.format.name} ({names_of(each.files.files)})" for each in sets),
+        expected="files of one format, or rollouts and train data of slime or miles, or traces and token exports of"
+        " prime-rl",
         remedy="name the files of one of them",
     )
 
 
+def _check_named_once(opened: Sequence[_Opened]) -> None:
+    named: dict[Path, Path] = {}
+    for each in opened:
+        for file in each.files.files:
+            if (target := file.resolve()) in named:
+                raise ConfigError(
+                    "DUMP: a file is named twice",
+                    seen=f"{named[target]} and {file}",
+                    expected="each file once, by itself or by its directory",
+                    remedy="leave one of the two out",
+                )
+            named[target] = file
+
+
 def _read(
-    files: Sequence[Path], first: Format | None, reading: Reading, load: slime.TorchFile | None
+    opened: _Opened, reading: Reading, load: slime.TorchFile | None, seen: SeenRollouts | None
 ) -> Iterator[DumpedRollout]:
-    """One file after the other; no more than one is held in memory."""
-    name = ""
+    """Reads one file after the other; no more than one is held in memory."""
+    files, name = opened.files.files, opened.format.name
+    first: Format | None = opened.format
     for file in files:
         found, first = first or _format(file, load), None
-        name = name or found.name
         if found.name != name:
             raise _other_format(file, found.name, name, files[0])
-        yield from found.read(file, reading)
+        rollouts = found.read(file, reading)
+        if seen is None:
+            yield from rollouts
+        elif name == slime.TRAIN:
+            yield from seen.once(file, rollouts, reading.notes)
+        else:
+            yield from seen.checked(file, rollouts, reading.notes)
 
 
 def _other_format(file: Path, seen: str, name: str, first: Path) -> ConfigError:
@@ -174,7 +228,7 @@ def _zip(file: Path, load: slime.TorchFile | None) -> Format:
         with zipfile.ZipFile(file) as archive:
             names = archive.namelist()
     except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError) as error:
-        raise refused.unknown(file, f"a damaged zip file: {error}") from error
+        raise refused.damaged(file, f"a damaged zip file: {error}") from error
     if not any(name.endswith("data.pkl") for name in names):
         raise refused.unknown(file, f"a zip file of {', '.join(names[:5])}"[:300])
     if load is None:
@@ -199,7 +253,7 @@ def _json(file: Path) -> Format:
         if tried + unread.counts.total() >= _NUM_TRIED:
             break
     seen = f"JSON with the keys {', '.join(keys[:12])}"[:300] if keys else f"no JSON object: {unread.examples}"[:300]
-    raise refused.unknown(file, seen)
+    raise (refused.damaged if jsonl.NOT_JSON in unread.counts else refused.unknown)(file, seen)
 
 
 def _format_of_row(row: jsonl.Row, file: Path) -> Format | None:

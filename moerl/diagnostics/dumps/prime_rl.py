@@ -18,15 +18,19 @@ from moerl.diagnostics.dumps.rollout import DumpedRollout
 from moerl.diagnostics.dumps.values import RowError, flags, floats, integer, ints
 
 TRACES = "prime-rl traces"
-TRACE_NOTES = (
-    "prime-rl writes no routes, kept sets, sampling parameters or log-probs of the trainer into its traces; its token "
-    "exports (trainer.enable_token_export) have the latter",
+TRAINER_ELSEWHERE = (
+    "log-probs of the trainer are in the token exports (trainer.enable_token_export): name their directory beside the "
+    "traces"
 )
+"""Note of traces that have no token exports beside them."""
+TRACE_NOTES = ("prime-rl writes no routes, kept sets or sampling parameters into its traces", TRAINER_ELSEWHERE)
+ROUNDED = "log-probs are rounded to four decimals, as verifiers writes traces: gaps below 5e-5 do not show"
+"""Note of traces."""
 EXPORT = "prime-rl token export"
 EXPORT_REQUIRED = frozenset({"token_ids", "loss_mask", "inference_logprobs", "trainer_logprobs"})
 EXPORT_NOTES = ("prime-rl writes no routes, kept sets, policy versions or sampling parameters into its token exports",)
 
-_DECIMALS = 4
+DECIMALS = 4
 """Decimals of log-probs in a record of verifiers since 0.4."""
 
 _MAX_BRANCHES = 1024
@@ -119,8 +123,8 @@ def _branch(path: list[Row], name: str, episode: Row, step: int, reading: Readin
     if not token_ids:
         raise RowError("token ids: none in any message", f"{len(path)} messages")
     written = [value for node in path for value in node.get("logprobs") or []]
-    if any(written) and all(round(value, _DECIMALS) == value for value in written):
-        reading.note("log-probs are rounded to four decimals, as verifiers writes traces: gaps below 5e-5 do not show")
+    if any(written) and all(round(value, DECIMALS) == value for value in written):
+        reading.note(ROUNDED)
     return Parts(
         name=name,
         token_ids=token_ids,

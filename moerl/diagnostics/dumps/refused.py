@@ -11,9 +11,16 @@ CONVERTER = Path(__file__).with_name("converter.py.txt")
 
 _REMEDY = f"run a copy of {CONVERTER} where the dump was made, and read what it writes; see docs/dump_formats.md"
 
+_KNOWN = "a dump of moerl, slime, miles, NeMo-RL or prime-rl, answers of SGLang, or the minimal schema"
 
-def pickled(file: Path) -> ConfigError:
-    return ConfigError(
+
+class NotADumpError(ConfigError):
+    """A file that is of no known format, or of one that is not read; in a directory it is left out, which a note says.
+    A damaged file is none."""
+
+
+def pickled(file: Path) -> NotADumpError:
+    return NotADumpError(
         f"DUMP: {file} is a pickle, and reading one runs the code in it",
         seen="the first byte of a pickle (SkyRL's batches, verl's DataProto, an old torch.save)",
         expected="a file of data: see docs/dump_formats.md",
@@ -21,8 +28,8 @@ def pickled(file: Path) -> ConfigError:
     )
 
 
-def texts_only(file: Path) -> ConfigError:
-    return ConfigError(
+def texts_only(file: Path) -> NotADumpError:
+    return NotADumpError(
         f"DUMP: {file} holds texts alone, as verl's trainer.rollout_data_dir writes them",
         seen="input, output and score",
         expected="token ids and the log-probs under which they were sampled",
@@ -40,10 +47,9 @@ def refused_globals(file: Path, reason: str) -> ConfigError:
     )
 
 
-def unknown(file: Path, seen: str) -> ConfigError:
-    return ConfigError(
-        f"DUMP: {file} is of no known format",
-        seen=seen,
-        expected="a dump of moerl, slime, miles, NeMo-RL or prime-rl, answers of SGLang, or the minimal schema",
-        remedy=_REMEDY,
-    )
+def unknown(file: Path, seen: str) -> NotADumpError:
+    return NotADumpError(f"DUMP: {file} is of no known format", seen=seen, expected=_KNOWN, remedy=_REMEDY)
+
+
+def damaged(file: Path, seen: str) -> ConfigError:
+    return ConfigError(f"DUMP: {file} is of no known format", seen=seen, expected=_KNOWN, remedy=_REMEDY)

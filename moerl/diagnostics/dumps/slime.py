@@ -15,6 +15,7 @@ import numpy as np
 from moerl.diagnostics.dumps import parquet
 from moerl.diagnostics.dumps.build import Parts, spread_turns
 from moerl.diagnostics.dumps.reading import Reading
+from moerl.diagnostics.dumps.refused import NotADumpError
 from moerl.diagnostics.dumps.rollout import DumpedRollout
 from moerl.diagnostics.dumps.values import MAX_INT, RowError, flags, integer, routes, text
 from moerl.errors import ConfigError
@@ -56,7 +57,7 @@ def kind_of(payload: object, file: Path) -> str:
             return TRAIN
         if isinstance(samples, list):
             return TRAIN if "dp_shards" in payload else ROLLOUTS
-    raise ConfigError(
+    raise NotADumpError(
         f"DUMP: {file} is no dump of slime or miles",
         seen=f"keys {', '.join(map(str, list(payload)[:12]))}"[:300]
         if isinstance(payload, dict)

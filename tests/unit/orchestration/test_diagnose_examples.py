@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,9 +21,11 @@ from foreign_dumps import (
     write_slime_train,
 )
 from planted_faults import SAMPLING, sample, write_moe
+from transformers import AutoModelForCausalLM
 
 from moerl import cli
 from moerl.config.command_texts import DIAGNOSE
+from moerl.config.model_tensors import check_weights
 from moerl.diagnostics.dumps.minimal import write_minimal
 from moerl.diagnostics.dumps.rollout import DumpedRollout
 from moerl.diagnostics.report.data import read_report
@@ -99,6 +102,24 @@ def test_a_command_of_the_help_or_the_page_gives_a_diagnosis(
 def test_there_are_commands_for_each_system() -> None:
     for name in ("runs/wide", "rollout_12.pt", "12_*.pt", "train_data_step12", "token_exports", "rollouts/step_12"):
         assert any(name in command for command in COMMANDS), name
+
+
+@pytest.mark.parametrize("size", ["10GB", "100KB"])
+def test_weights_that_prime_rl_broadcast_become_a_model_by_the_line_of_the_page(tmp_path: Path, written: Path, size):
+    """The base model has other shards, in number and in name, than the broadcast."""
+    (line,) = (line for line in PAGE.read_text().splitlines() if "broadcasts/step_11/" in line)
+    broadcast = tmp_path / "outputs" / "run" / "broadcasts" / "step_11"
+    model = AutoModelForCausalLM.from_pretrained(written / "policy_11", dtype="auto")
+    model.save_pretrained(tmp_path / "BASE_MODEL", max_shard_size="60KB")
+    model.save_pretrained(broadcast, max_shard_size=size)
+    assert len(list((tmp_path / "BASE_MODEL").glob("*.safetensors"))) > len(list(broadcast.glob("*.safetensors")))
+    for file in ("config.json", "generation_config.json"):
+        (broadcast / file).unlink(missing_ok=True)
+    (broadcast / "STABLE").touch()
+    subprocess.run(["/bin/sh", "-c", line], cwd=tmp_path, check=True)
+    check_weights(tmp_path / "policy_11")
+    for file in broadcast.iterdir():
+        assert (tmp_path / "policy_11" / file.name).read_bytes() == file.read_bytes()
 
 
 def test_a_directory_of_all_steps_needs_no_model(tmp_path: Path):

@@ -20,6 +20,7 @@ from foreign_dumps import (
     open_any_dump,
     same,
     write_miles,
+    write_miles_columns,
     write_miles_train,
     write_nemo_rl,
     write_slime,
@@ -98,7 +99,7 @@ def test_routes_of_one_dump_and_log_probs_of_the_other_come_together(tmp_path: P
     for left, right in zip(found[:2], rollouts[:2], strict=True):
         same(left, right, but=UNSAID)
     assert not found[2].trainer_logprobs
-    assert dump.notes[-1] == "1 of 3 rollouts are not in the train data"
+    assert dump.notes[-1] == "1 of 3 rollouts is not in the train data"
 
 
 def _write_details(folder: Path, rollouts: list[DumpedRollout], step: int = 4) -> None:
@@ -130,8 +131,64 @@ def test_evaluations_in_a_folder_are_left_out_and_that_is_said(tmp_path: Path) -
     write_slime(tmp_path / "rollout_data" / "eval_4.pt", two())
     dump = open_any_dump(tmp_path)
     assert len(list(dump.rollouts)) == 2
-    assert "1 files of evaluations (eval_N) were left out; name one to read it" in dump.notes
+    assert "left out: 1 file of evaluations (eval_4.pt), read if named" in dump.notes
     assert len(list(open_any_dump(tmp_path / "rollout_data" / "eval_4.pt").rollouts)) == 2
+
+
+def test_rollouts_of_two_systems_in_one_folder_are_refused_with_the_names_of_their_files(tmp_path: Path) -> None:
+    write_slime(tmp_path / "rollout_12.pt", two())
+    write_nemo_rl(tmp_path / "train_data_step12.jsonl", two())
+    with pytest.raises(ConfigError, match=r"several formats.*rollout_12\.pt.*train_data_step12\.jsonl.*name the files"):
+        open_any_dump(tmp_path)
+
+
+def test_files_that_are_no_dumps_are_left_out_and_named(tmp_path: Path) -> None:
+    write_slime(tmp_path / "12.pt", two())
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "batch.pkl").write_bytes(pickle.dumps(1))
+    said: list[str] = []
+    (dump,) = open_any_dumps([tmp_path], say=said.append)
+    assert len(list(dump.rollouts)) == 2
+    note = "left out: 2 files of no known format (batch.pkl, config.json)"
+    assert note in dump.notes
+    assert said == [f"{tmp_path}: {note}"]
+
+
+def test_a_damaged_file_in_a_folder_is_an_error_and_not_left_out(tmp_path: Path) -> None:
+    write_slime(tmp_path / "rollout_12.pt", two())
+    (tmp_path / "train_12.pt").write_bytes((tmp_path / "rollout_12.pt").read_bytes()[:900])
+    with pytest.raises(ConfigError, match=r"train_12\.pt.*damaged zip file"):
+        open_any_dump(tmp_path)
+
+
+def test_dumps_in_another_folder_of_a_run_are_left_out_and_named(tmp_path: Path) -> None:
+    _write_details(tmp_path, two())
+    (tmp_path / "dashboard_columns").mkdir()
+    write_miles_columns(tmp_path / "dashboard_columns" / "rollout_4.parquet", two())
+    torch.save({"model": {}}, tmp_path / "model.pt")
+    (tmp_path / "cut.json").write_text("{")
+    dump = open_any_dump(tmp_path)
+    assert len(list(dump.rollouts)) == 2
+    (note,) = (note for note in dump.notes if note.startswith("left out: "))
+    assert note.endswith("dashboard_columns (rollout_4.parquet), read if named")
+    assert "model.pt" not in note
+
+
+def test_train_data_alone_count_samples_of_several_ranks_once(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        write_miles_train(tmp_path / f"4_{rank}.pt", two())
+    write_miles_train(tmp_path / "4_2.pt", [make_dumped(np.random.default_rng(9), name="c")])
+    dump = open_any_dump(tmp_path)
+    assert len(list(dump.rollouts)) == 3
+    assert "samples that several ranks wrote count once: 2 of 4_1.pt were read before" in dump.notes
+
+
+def test_train_data_of_no_rollout_are_counted(tmp_path: Path) -> None:
+    write_slime(tmp_path / "rollout.pt", two()[:1])
+    write_slime_train(tmp_path / "train.pt", two())
+    dump = open_any_dump(tmp_path)
+    assert len(list(dump.rollouts)) == 1
+    assert "1 sample is in the train data alone, and left out" in dump.notes
 
 
 def test_ranks_of_miles_that_hold_the_same_samples_or_none_of_the_trainer_are_joined_once(tmp_path: Path) -> None:

@@ -9,7 +9,14 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from foreign_dumps import make_dumped, write_nemo_rl, write_slime, write_slime_train
+from foreign_dumps import (
+    make_dumped,
+    write_nemo_rl,
+    write_prime_rl_export,
+    write_prime_rl_traces,
+    write_slime,
+    write_slime_train,
+)
 from planted_faults import SAMPLING, Diagnosed, layer_late, scorer
 
 from moerl import cli
@@ -50,7 +57,7 @@ def test_the_trainers_log_probs_stand_beside_the_engines_and_ours(
     near, far = {"own": ("kept_sets", "both"), "recorded": ("both", "kept_sets")}[routing]
     assert figures[near]["trainer_distance"] < 1e-5 < figures[far]["trainer_distance"]
     assert figures["trainer"]["logprob_abs_mean"] > 1e-3
-    assert f"1 of {len(clean)} rollouts are not in the train data" in report.notes
+    assert f"1 of {len(clean)} rollouts is not in the train data" in report.notes
     fact = dict(report.facts)["the trainer's log-probs"]
     assert f"from ours {figures[near]['trainer_distance']:.1e} with {SCORERS[near]}, " in fact
     assert "cannot be told" not in fact
@@ -107,6 +114,76 @@ def test_empty_responses_are_noted_without_a_model_too_and_a_dump_of_them_alone_
     write_nemo_rl(tmp_path / "train_data_step5.jsonl", [silent])
     assert cli.main(["diagnose", str(tmp_path / "train_data_step5.jsonl")]) == 2
     assert f"no rollout that can be used; seen: {EMPTY}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("page", "said"), [("page.txt/page.html", "is no directory"), ("page.html", "has that name")])
+@pytest.mark.parametrize("beside", [".html", ".json", ".parquet"])
+def test_a_page_that_cannot_be_written_is_refused_before_anything_is_read(
+    tmp_path: Path, page: str, said: str, beside: str, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "page.txt").touch()
+    (tmp_path / "page").with_suffix(beside).mkdir()
+    (tmp_path / "dump.jsonl").touch()
+    assert cli.main(["diagnose", str(tmp_path / "dump.jsonl"), "--output", str(tmp_path / page)]) == 2
+    told = capsys.readouterr()
+    assert "--output: cannot write" in told.err
+    assert said in told.err
+    assert "name another page with --output" in told.err
+    assert "checkpoint" not in told.err
+    assert not told.out
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="no directory that nobody can write to")
+def test_a_directory_that_nobody_can_write_to_is_refused_and_one_that_is_missing_is_made(
+    tmp_path: Path, run: Diagnosed, capsys: pytest.CaptureFixture[str]
+):
+    write_nemo_rl(tmp_path / "train_data_step4.jsonl", [make_dumped(np.random.default_rng(0))])
+    named = ["diagnose", str(tmp_path / "train_data_step4.jsonl"), "--output"]
+    assert cli.main([*named, "/proc/page.html"]) == 2
+    assert "--output: cannot write /proc/page.html; seen: /proc: " in capsys.readouterr().err
+    cli.main([*named, str(tmp_path / "new" / "folder" / "page.html")])
+    assert sorted(each.name for each in (tmp_path / "new" / "folder").iterdir()) == ["page.html", "page.json"]
+
+
+def test_a_disk_that_fills_meanwhile_is_said_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    write_nemo_rl(tmp_path / "train_data_step4.jsonl", [make_dumped(np.random.default_rng(0))])
+    monkeypatch.setattr(diagnose_command, "write_report", full)
+    assert cli.main(["diagnose", str(tmp_path / "train_data_step4.jsonl"), "--output", str(tmp_path / "p.html")]) == 2
+    told = capsys.readouterr().err
+    assert "No space left" in told
+    assert "name another page with --output" in told
+    assert "checkpoint" not in told
+
+
+def test_what_is_left_out_of_a_directory_is_said_in_the_terminal(
+    tmp_path: Path, run: Diagnosed, capsys: pytest.CaptureFixture[str]
+):
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    write_nemo_rl(folder / "train_data_step4.jsonl", [make_dumped(np.random.default_rng(0))])
+    (folder / "val_data_step4.jsonl").write_text('{"content": [["q", "a"]], "rewards": [1.0], "idx": 0}\n')
+    _, report = run(folder)
+    note = "left out: 1 file of evaluations (val_data_step4.jsonl)"
+    assert note in report.notes
+    assert f"{folder}: {note}" in capsys.readouterr().out
+
+
+def test_a_run_of_prime_rl_needs_no_model_if_it_has_token_exports(
+    tmp_path: Path, run: Diagnosed, capsys: pytest.CaptureFixture[str]
+):
+    rollouts = [make_dumped(np.random.default_rng(0), name="a", spans=(3, 20))]
+    write_prime_rl_traces(tmp_path / "outputs" / "run", rollouts)
+    assert cli.main(["diagnose", str(tmp_path / "outputs"), "--output", str(tmp_path / "page.html")]) == 2
+    assert "or log-probs of the trainer are in the token exports" in capsys.readouterr().err
+    write_prime_rl_export(tmp_path / "outputs" / "run", rollouts)
+    _, report = run(tmp_path / "outputs" / "run")
+    assert "20 sampled tokens" in report.subtitle
+    assert dict(report.facts)["format"] == "prime-rl traces, with prime-rl token export"
 
 
 @pytest.mark.parametrize(

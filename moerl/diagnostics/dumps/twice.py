@@ -1,0 +1,101 @@
+"""Rollouts that stand in two of the files that were named, and would count twice. numpy only; any process."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from moerl.diagnostics.dumps.rollout import DumpedRollout
+from moerl.errors import ConfigError
+
+CERTAIN_NATS = 20.0
+"""Surprise of a rollout, less the sum of its log-probs, above which nobody samples it twice: once in 5e8."""
+
+_ROUNDING_NATS = 5.1e-5
+"""By which log-probs of one token differ if one of two files has four decimals of them."""
+
+
+def tokens_key(rollout: DumpedRollout) -> bytes:
+    """Returns a digest of the tokens and of which of them were sampled."""
+    digest = hashlib.blake2b(rollout.token_ids.tobytes(), digest_size=16)
+    digest.update(rollout.sampled.tobytes())
+    return digest.digest()
+
+
+def same_step(one: int, other: int) -> bool:
+    """Returns whether two steps are the same, or one is not said."""
+    return one == other or -1 in (one, other)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Place of a rollout that was seen first. logprob: sum over its sampled tokens, nats."""
+
+    file: Path
+    step: int
+    logprob: float
+
+
+class SeenRollouts:
+    """Rollouts that were read, by their tokens, over all files of a command."""
+
+    def __init__(self) -> None:
+        self._places: dict[bytes, _Place] = {}
+        self._samples: dict[bytes, Path] = {}
+
+    def checked(self, file: Path, rollouts: Iterator[DumpedRollout], notes: list[str]) -> Iterator[DumpedRollout]:
+        """Yields the rollouts of a file. Equal ones within a file are taken as they are.
+
+        Args:
+            notes: takes one if all rollouts may be in other files, and are too likely to be sure of it.
+
+        Raises:
+            ConfigError: a rollout stands in another file of the same step, or of none.
+        """
+        total, both, other = 0, 0, file
+        for rollout in rollouts:
+            total += 1
+            logprob = float(rollout.rollout_logprobs[rollout.sampled].sum(dtype=np.float64))
+            key, place = tokens_key(rollout), _Place(file, rollout.step, logprob)
+            first = self._places.setdefault(key, place)
+            if not same_step(first.step, rollout.step):
+                self._places[key] = place
+            elif first.file != file and abs(first.logprob - logprob) <= _ROUNDING_NATS * rollout.num_sampled:
+                if -logprob > CERTAIN_NATS:
+                    raise _twice(rollout, first.file, file)
+                both, other = both + 1, first.file
+            yield rollout
+        if total and both == total:
+            notes.append(
+                f"each rollout of {file} has the tokens and log-probs of one of {other}: by chance if answers are"
+                " short; else they count twice, and one of the files is enough"
+            )
+
+    def once(self, file: Path, samples: Iterator[DumpedRollout], notes: list[str]) -> Iterator[DumpedRollout]:
+        """Yields the samples of train data of a rank that no other rank has written. notes: takes one if some were."""
+        dropped = 0
+        for sample in samples:
+            digest = hashlib.blake2b(tokens_key(sample), digest_size=16)
+            digest.update(re.sub(r"#\d+$", "", sample.name).encode())
+            for logprobs in (sample.rollout_logprobs, *sample.trainer_logprobs.values()):
+                digest.update(logprobs.tobytes())
+            if self._samples.setdefault(digest.digest(), file) == file:
+                yield sample
+            else:
+                dropped += 1
+        if dropped:
+            notes.append(f"samples that several ranks wrote count once: {dropped} of {file.name} were read before")
+
+
+def _twice(rollout: DumpedRollout, first: Path, file: Path) -> ConfigError:
+    return ConfigError(
+        "DUMP: a rollout stands in two files",
+        seen=f"{rollout.name}, with the same tokens and log-probs in {first} and {file}",
+        expected="each rollout once",
+        remedy="name one of the two files, or the one that has log-probs of the trainer, or move a copy away",
+    )
