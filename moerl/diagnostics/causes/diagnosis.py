@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from moerl.diagnostics.causes.accounts import Accounts
 from moerl.diagnostics.causes.apart import ROUNDING, Apart, odd_rollouts, tokens_apart
-from moerl.diagnostics.causes.faults import CLEAN, FEW, MOST_FLOOR, Fault, Ground, changed, repairing
+from moerl.diagnostics.causes.faults import CLEAN, FEW, MOST_FLOOR, OVER_FLOOR, Fault, Ground, changed, repairing
 from moerl.diagnostics.causes.gaps import Assumption, Bootstrap, Change, Differences, Gaps, Plan, Repair
 from moerl.diagnostics.causes.masks import containment, shifted, with_tokens
 from moerl.diagnostics.causes.records import Records, search_records
@@ -180,7 +180,9 @@ def _mask_shifts(ground: Ground, shifts: Sequence[int], outside_R: NDArray[np.bo
 
     changes = {shift: repairing(Repair(f"masks {shift:+d}", partial(shifted, shift=shift), "sets")) for shift in shifts}
     filled_R = means(_FILLED)
-    better = {shift: listed_R & (means(changes[shift]) < filled_R) for shift in shifts}
+    # By chance a moved set may fit a little better than the own one with its token.
+    least_R = OVER_FLOOR * ground.floors
+    better = {shift: listed_R & (filled_R - means(changes[shift]) > least_R) for shift in shifts}
     fits = {shift: outside_R & listed_R & _holds(rollouts, shift) for shift in shifts}
     fits_R = np.any([*fits.values()], axis=0)
     left_R, faults = outside_R & listed_R, list[Fault]()
