@@ -180,14 +180,15 @@ def _mask_shifts(ground: Ground, shifts: Sequence[int], outside_R: NDArray[np.bo
 
     changes = {shift: repairing(Repair(f"masks {shift:+d}", partial(shifted, shift=shift), "sets")) for shift in shifts}
     filled_R = means(_FILLED)
-    # By chance a moved set may fit a little better than the own one with its token.
-    least_R = OVER_FLOOR * ground.floors
-    better = {shift: listed_R & (filled_R - means(changes[shift]) > least_R) for shift in shifts}
+    gains = {shift: filled_R - means(changes[shift]) for shift in shifts}
+    better = {shift: listed_R & (gains[shift] > 0) for shift in shifts}
+    # Without a place that holds all tokens, a little is chance.
+    clearly = {shift: better[shift] & (gains[shift] > OVER_FLOOR * ground.floors) for shift in shifts}
     fits = {shift: outside_R & listed_R & _holds(rollouts, shift) for shift in shifts}
     fits_R = np.any([*fits.values()], axis=0)
     left_R, faults = outside_R & listed_R, list[Fault]()
     for shift in sorted(shifts, key=lambda shift: -int((better[shift] & fits[shift]).sum())):
-        of_R = left_R & better[shift] & (fits[shift] | ~fits_R)
+        of_R = left_R & ((better[shift] & fits[shift]) | (clearly[shift] & ~fits_R))
         if of_R.any():
             of_R |= left_R & fits[shift]
         if of_R.sum() > (1.0 - FEW) * listed_R.sum():
