@@ -260,9 +260,9 @@ def _conformance(arguments: list[str]) -> int:
     options = read_options(arguments)
     if options is None:
         return 0
-    from moerl.orchestration.conformance import Target, run_conformance
+    from moerl.orchestration.conformance import EngineUnderTest, run_conformance
 
-    target = Target(options.url, options.server_file, options.embedded, options.model, options.updates_weights)
+    target = EngineUnderTest(options.url, options.server_file, options.embedded, options.model, options.updates_weights)
     return run_conformance(target, options.checks, prints_json=options.as_json)
 
 

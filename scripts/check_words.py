@@ -1,9 +1,10 @@
-"""First words of docstrings, and reads of environment variables, checked by `make lint`: ``python
+"""First words of docstrings, names of classes, and reads of environment variables, checked by `make lint`: ``python
 scripts/check_words.py``. Standard library alone.
 
 A docstring begins with a verb or a noun: one that begins with a word of `FIRST_WORDS` is a riddle without its
-neighbours. Environment variables are read in the places of `READERS`, so that what a process takes from outside is
-known; exceptions stand in `EXCEPTIONS`, each with its reason.
+neighbours. A public class name of the product is defined in one module only, so that a search for it finds one class.
+Environment variables are read in the places of `READERS`, so that what a process takes from outside is known;
+exceptions stand in `EXCEPTIONS`, each with its reason.
 """
 
 from __future__ import annotations
@@ -45,6 +46,13 @@ def _text(statement: ast.stmt) -> str | None:
     return value.value if isinstance(value, ast.Constant) and isinstance(value.value, str) else None
 
 
+def classes(text: str) -> Iterator[tuple[int, str]]:
+    """Yields the line and the name of each public class of a module."""
+    for statement in ast.parse(text).body:
+        if isinstance(statement, ast.ClassDef) and not statement.name.startswith("_"):
+            yield statement.lineno, statement.name
+
+
 def reads(text: str) -> Iterator[int]:
     """Yields the lines that name the environment of the process."""
     for node in ast.walk(ast.parse(text)):
@@ -59,11 +67,16 @@ def reads(text: str) -> Iterator[int]:
 
 def problems(root: Path) -> list[str]:
     """Returns the places that break a rule, and exceptions that nothing needs."""
-    found, excepted = list[str](), set[str]()
+    found, excepted, defined = list[str](), set[str](), dict[str, str]()
     for file in sorted(file for folder in FOLDERS for file in (root / folder).rglob("*.py")):
         path, text = file.relative_to(root).as_posix(), file.read_text(encoding="utf-8")
         found += [f"{path}:{line}: begins with '{word}': begin with a verb or a noun" for line, word in riddles(text)]
-        if not path.startswith("moerl/") or path.startswith(READERS):
+        if not path.startswith("moerl/"):
+            continue
+        for line, name in classes(text):
+            if (first := defined.setdefault(name, f"{path}:{line}")) != f"{path}:{line}":
+                found.append(f"{path}:{line}: {first} defines a class {name}, too: give one a name said in full")
+        if path.startswith(READERS):
             continue
         lines = list(reads(text))
         if lines and path in EXCEPTIONS:
@@ -75,5 +88,6 @@ def problems(root: Path) -> list[str]:
 
 if __name__ == "__main__":
     lines = problems(Path(__file__).parents[1])
-    print("\n".join(lines) or "words: docstrings begin with a verb or a noun; the environment is read where it may be")
+    passed = "docstrings begin with a verb or a noun; class names are unique; the environment is read where it may be"
+    print("\n".join(lines) or f"words: {passed}")
     sys.exit(bool(lines))

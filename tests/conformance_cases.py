@@ -22,7 +22,7 @@ from moerl.contract.trajectory import Lineage, ModelSpec, Trajectory
 from moerl.models.spec import moe_layer_indices, spec_from_hf_config
 from moerl.rollout.beside.engine import BesideEngine
 from moerl.rollout.beside.local import LocalProcess
-from moerl.rollout.beside.messages import Start
+from moerl.rollout.beside.messages import StartEngine
 from moerl.rollout.embedded import EmbeddedEngine
 from moerl.rollout.fleet.backend import ModelFacts
 
@@ -94,7 +94,7 @@ def _embedded(subject: Subject, request: pytest.FixtureRequest, max_running: int
 def _beside(subject: Subject, request: pytest.FixtureRequest, max_running: int) -> Engine:
     folder = request.getfixturevalue("tmp_path")
     subject.model(0).save_pretrained(folder / "model")
-    start = Start(str(folder / "model"), "float32", subject.spec, max_running, num_threads=1, version=0)
+    start = StartEngine(str(folder / "model"), "float32", subject.spec, max_running, num_threads=1, version=0)
     return BesideEngine(start, LocalProcess(folder / "engine.log"))
 
 

@@ -16,7 +16,7 @@ from moerl.contract.ports import RolloutRequest
 from moerl.contract.trajectory import FinishReason, Lineage, ModelSpec, SamplingParams
 from moerl.errors import ContractError, EngineError, WeightSyncError
 from moerl.kernels.checksum import checksums
-from moerl.rollout.fleet.backend import Answer, Attempt, Bucket, KeyRefusedError, ModelFacts, TransportError
+from moerl.rollout.fleet.backend import Attempt, AttemptResult, Bucket, KeyRefusedError, ModelFacts, TransportError
 from moerl.rollout.fleet.endpoint import Endpoint
 from moerl.rollout.fleet.engine import FleetEngine
 from moerl.rollout.fleet.options import EngineOptions
@@ -30,14 +30,14 @@ _NUMBERS = itertools.count()
 
 @dataclass(frozen=True)
 class FakeReply:
-    content: Answer | ContractError
+    content: AttemptResult | ContractError
     raw: Mapping[str, Any] = field(default_factory=lambda: {"fake": b"what arrived"})
 
     @property
     def is_aborted(self) -> bool:
-        return isinstance(self.content, Answer) and self.content.reason is FinishReason.ABORT
+        return isinstance(self.content, AttemptResult) and self.content.reason is FinishReason.ABORT
 
-    def decode(self) -> Answer:
+    def decode(self) -> AttemptResult:
         if isinstance(self.content, ContractError):
             raise self.content
         return self.content
@@ -49,7 +49,7 @@ def reply(attempt: Attempt, version: int, count: int | None = None) -> FakeReply
     reason = FinishReason.LENGTH if count is None else FinishReason.ABORT
     count = request.max_new_tokens - num_before if count is None else count
     if count == 0:
-        return FakeReply(Answer(reason, None))
+        return FakeReply(AttemptResult(reason, None))
     ids = np.arange(1, count + 1, dtype=np.int32)
     num_rows = len(request.prompt_ids) + num_before + count - 1 - first_row(request, num_before)
     cuts = request.sampling.cuts
@@ -62,7 +62,7 @@ def reply(attempt: Attempt, version: int, count: int | None = None) -> FakeReply
         kept_ids=np.stack([ids, ids + 1], 1).reshape(-1) if cuts else np.zeros(0, np.int32),
         expert_ids=np.tile(np.array([1, 5], np.uint8), (num_rows, 2, 1)),
     )
-    return FakeReply(Answer(reason, segment))
+    return FakeReply(AttemptResult(reason, segment))
 
 
 class FakeServer:

@@ -17,7 +17,7 @@ from moerl.contract import Prompt, RolloutRequest, Trajectory
 from moerl.contract.quarantine import Quarantine, Refusal
 from moerl.contract.trajectory import Lineage, SamplingParams
 from moerl.orchestration.groups import GroupSource
-from moerl.orchestration.rollouts import Outcome
+from moerl.orchestration.rollouts import RolloutOutcome
 
 PROMPTS = [Prompt(f"p{i}", f"{i}+1=") for i in range(12)]
 Answer = Callable[[str, int], Trajectory | None]
@@ -59,12 +59,14 @@ class FakeCollector:
 
     def outcomes(
         self, prompts: Sequence[Prompt], requests: Sequence[RolloutRequest], version: Callable[[], int], _: object
-    ) -> Generator[Outcome]:
+    ) -> Generator[RolloutOutcome]:
         ids = [request.lineage.rollout_id for request in requests]
         self.asked.append(ids)
         for name in sorted(ids):
             found = self._answers(name, version())
-            yield Outcome(name, found, None if found is not None else Refusal("routing_rows", "routing_rows in x, 7"))
+            yield RolloutOutcome(
+                name, found, None if found is not None else Refusal("routing_rows", "routing_rows in x, 7")
+            )
 
     def tell_refused(self, purpose: str, num_refused: int, num_asked: int, first: str) -> None:
         assert bool(first) == bool(num_refused)

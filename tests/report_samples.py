@@ -15,10 +15,10 @@ from moerl.diagnostics.report.data import (
     Layer,
     LayerMap,
     Report,
+    ReportStep,
     Sample,
     Share,
     Slice,
-    Step,
     Strip,
     StripToken,
     Swap,
@@ -96,7 +96,7 @@ def full_report(text: str = "an ordinary text", *, num_layers: int = 6) -> Repor
             text: {"logprob_abs_mean": 0.003},
         },
         steps=tuple(
-            Step(
+            ReportStep(
                 n,
                 {
                     "mismatch/logprob_abs_mean": 0.01 + 0.001 * n,
@@ -170,7 +170,7 @@ def long_report(num_steps: int = 10_000, num_layers: int = 48, num_metrics: int 
     names += [f"reward/metric_{n}/mean" for n in range(num_metrics - len(names))]
     noise = [generator.random() for _ in range(997)]
     steps = tuple(
-        Step(n, {name: math.sqrt(n) + noise[(n * 31 + 7 * k) % 997] for k, name in enumerate(names)})
+        ReportStep(n, {name: math.sqrt(n) + noise[(n * 31 + 7 * k) % 997] for k, name in enumerate(names)})
         for n in range(1, num_steps + 1)
     )
     columns = tuple(str(n) for n in range(1, num_steps + 1))

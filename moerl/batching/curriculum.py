@@ -17,11 +17,11 @@ FORGET_EPOCHS = 4
 """After so many epochs a prompt comes again whatever was known of it: the policy is another one by then."""
 
 SMALLEST_WEIGHT = 0.1
-"""Smallest chance under `Choice.by_variance`: that of a prompt that is always or never solved."""
+"""Smallest chance under `CurriculumRule.by_variance`: that of a prompt that is always or never solved."""
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class CurriculumRule:
     """Rule by which prompts are taken, from the share p of right responses in their latest group.
 
     skip_above, skip_below: prompts beyond are passed over; None = none is. by_variance: other prompts are taken with
@@ -57,7 +57,7 @@ class Curriculum:
         rates: by prompt, the share of right responses in its latest group, and the epoch of that.
     """
 
-    choice: Choice
+    choice: CurriculumRule
     num_prompts: int
     block: int
     seed: int

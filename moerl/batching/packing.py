@@ -14,8 +14,8 @@ import numpy as np
 
 from moerl.batching.cost import SequenceCost
 from moerl.batching.partition import Pack, plan_packs
-from moerl.batching.prefixes import Family, alone, find_families, find_text_families
-from moerl.batching.rows import Padding, Rows, build_microbatch, text_rows, trajectory_rows
+from moerl.batching.prefixes import PrefixFamily, alone, find_families, find_text_families
+from moerl.batching.rows import Padding, SequenceRows, build_microbatch, text_rows, trajectory_rows
 from moerl.contract.batch import Microbatch, TextSample, TrainSample
 from moerl.contract.reasons import Reason
 from moerl.contract.routing import rollout_key
@@ -90,7 +90,7 @@ def pack_for_ranks(
     if options.share_prompts:
         families = find_families(samples, options.padding, _most_rows(num_rows, num_ranks, options))
 
-    def rows(index: int) -> Rows:
+    def rows(index: int) -> SequenceRows:
         return trajectory_rows(samples[index], index, replay=replay, uncaptured=uncaptured)
 
     return _pack(families, num_rows, rows, num_ranks, options, spec if replay else None)
@@ -154,9 +154,9 @@ def _most_rows(num_rows: Sequence[int], num_ranks: int, options: PackOptions) ->
 
 
 def _pack(
-    families: Sequence[Family],
+    families: Sequence[PrefixFamily],
     num_rows: Sequence[int],
-    rows_of: Callable[[int], Rows],
+    rows_of: Callable[[int], SequenceRows],
     num_ranks: int,
     options: PackOptions,
     spec: ModelSpec | None,
@@ -166,7 +166,7 @@ def _pack(
     costs = [family.cost(num_rows, options.padding, options.cost) for family in families]
 
     def build(pack: Pack) -> Microbatch:
-        sequences: list[Rows] = []
+        sequences: list[SequenceRows] = []
         for family in (families[i] for i in pack):
             sequences += family.sequences([rows_of(i) for i in family.members], len(sequences))
         return build_microbatch(sequences, options.padding, spec)

@@ -15,14 +15,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from moerl.batching.cost import SequenceCost
-from moerl.batching.rows import Padding, Rows
+from moerl.batching.rows import Padding, SequenceRows
 from moerl.contract.batch import TrainSample
 from moerl.contract.routing import shared_key
 from moerl.contract.trajectory import Trajectory
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class PrefixFamily:
     """Samples that are packed together. members: their indices, ascending. num_shared: rows that all begin with; 0 for
     a sample alone."""
 
@@ -38,7 +38,7 @@ class Family:
         shared = cost(self.num_shared)
         return shared + sum(cost(padding.padded(num_rows[i])) - shared for i in self.members)
 
-    def sequences(self, rows: Sequence[Rows], before: int) -> list[Rows]:
+    def sequences(self, rows: Sequence[SequenceRows], before: int) -> list[SequenceRows]:
         """The sequences that are packed for it.
 
         Args:
@@ -51,12 +51,12 @@ class Family:
         return [shared, *(each.after(self.num_shared, before, key) for each in rows)]
 
 
-def alone(num_samples: int) -> list[Family]:
+def alone(num_samples: int) -> list[PrefixFamily]:
     """Every sample with all of its rows."""
-    return [Family((index,)) for index in range(num_samples)]
+    return [PrefixFamily((index,)) for index in range(num_samples)]
 
 
-def find_families(samples: Sequence[TrainSample], padding: Padding, most_rows: int) -> list[Family]:
+def find_families(samples: Sequence[TrainSample], padding: Padding, most_rows: int) -> list[PrefixFamily]:
     """Samples that begin with the same rows, in families of at most `most_rows` rows where they can be divided.
 
     Shared rows are a multiple of `padding.sequence`, so that no padding comes between a prompt and its responses.
@@ -80,7 +80,7 @@ def find_families(samples: Sequence[TrainSample], padding: Padding, most_rows: i
     return sorted(families, key=lambda family: family.members)
 
 
-def find_text_families(texts: Sequence[Rows], padding: Padding, most_rows: int) -> list[Family]:
+def find_text_families(texts: Sequence[SequenceRows], padding: Padding, most_rows: int) -> list[PrefixFamily]:
     """The same of supervised texts, which share what all of them begin with: an instruction, say. No routing is
     recorded for them."""
     unlearned = [int(text.loss_mask.argmax()) for text in texts]
@@ -92,7 +92,7 @@ def find_text_families(texts: Sequence[Rows], padding: Padding, most_rows: int) 
     return _divided(range(len(texts)), num_shared, [len(text) for text in texts], most_rows)
 
 
-def _divided(members: Sequence[int], num_shared: int, rows: Sequence[int], most_rows: int) -> list[Family]:
+def _divided(members: Sequence[int], num_shared: int, rows: Sequence[int], most_rows: int) -> list[PrefixFamily]:
     parts: list[list[int]] = []
     size = most_rows
     for index, num_rows in zip(members, rows, strict=True):
@@ -102,7 +102,7 @@ def _divided(members: Sequence[int], num_shared: int, rows: Sequence[int], most_
             size = num_shared
         parts[-1].append(index)
         size += own
-    return [Family(tuple(part), num_shared if len(part) > 1 else 0) for part in parts]
+    return [PrefixFamily(tuple(part), num_shared if len(part) > 1 else 0) for part in parts]
 
 
 def _num_shared(trajectory: Trajectory, padding: Padding) -> int:

@@ -51,7 +51,7 @@ class Padding:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Rows:
+class SequenceRows:
     """One sequence of T input rows. Fields as in `Microbatch`, over this sequence alone.
 
     prefix: index of the sequence that comes before it, or -1. recorded: what checksums are of; not packed.
@@ -85,17 +85,17 @@ class Rows:
         """Position of its first row."""
         return self.recorded.num_shared
 
-    def until(self, stop: int, key: int) -> Rows:
+    def until(self, stop: int, key: int) -> SequenceRows:
         """Returns the rows before `stop`, none of which is scored, as a sequence of their own under the salt `key`."""
         recorded = Recorded(key, self.recorded.tokens[:stop], KeptSets.empty(0))
         return self._part(slice(0, stop), recorded=recorded)
 
-    def after(self, start: int, prefix: int, key: int) -> Rows:
+    def after(self, start: int, prefix: int, key: int) -> SequenceRows:
         """Returns the rows from `start` on, which go on from the sequence `prefix` of the salt `key`."""
         recorded = replace(self.recorded, num_shared=start, shared_key=key)
         return self._part(slice(start, len(self)), recorded=recorded, prefix=prefix)
 
-    def _part(self, rows: slice, **changes: Any) -> Rows:
+    def _part(self, rows: slice, **changes: Any) -> SequenceRows:
         parts = {name: getattr(self, name)[rows] for name in _PER_ROW}
         experts = None if self.expert_ids is None else self.expert_ids[rows]
         kept = slice_kept_sets(self.kept, rows.start, rows.stop)
@@ -115,7 +115,9 @@ _PER_ROW = (
 )
 
 
-def trajectory_rows(sample: TrainSample, sample_index: int, *, replay: bool, uncaptured: str = "reject") -> Rows:
+def trajectory_rows(
+    sample: TrainSample, sample_index: int, *, replay: bool, uncaptured: str = "reject"
+) -> SequenceRows:
     """The S - 1 rows of a trajectory, with its routing where `replay`.
 
     uncaptured: what happens to rows without captured routing, as in `pack_for_ranks`.
@@ -124,7 +126,7 @@ def trajectory_rows(sample: TrainSample, sample_index: int, *, replay: bool, unc
     _check_trainable(sample)
     if replay and uncaptured == "reject":
         _check_routed(trajectory)
-    return Rows(
+    return SequenceRows(
         input_ids=trajectory.token_ids[:-1],
         target_ids=trajectory.token_ids[1:],
         loss_mask=trajectory.sampled[1:],
@@ -141,7 +143,7 @@ def trajectory_rows(sample: TrainSample, sample_index: int, *, replay: bool, unc
     )
 
 
-def text_rows(sample: TextSample, sample_index: int) -> Rows:
+def text_rows(sample: TextSample, sample_index: int) -> SequenceRows:
     """The S - 1 rows of a supervised sequence."""
     num_tokens = len(sample.token_ids)
     if num_tokens < 2:
@@ -171,7 +173,7 @@ def text_rows(sample: TextSample, sample_index: int) -> Rows:
     return _plain_rows(sample.token_ids[:-1], sample.token_ids[1:], sample.loss_mask[1:], sample_index)
 
 
-def build_microbatch(sequences: Sequence[Rows], padding: Padding, spec: ModelSpec | None) -> Microbatch:
+def build_microbatch(sequences: Sequence[SequenceRows], padding: Padding, spec: ModelSpec | None) -> Microbatch:
     """One microbatch of the sequences in their order, padded; of pad rows alone where there are no sequences.
 
     Pad rows at the end of a sequence belong to it: positions go on and it keeps its key. Over the whole microbatch, pad
@@ -221,7 +223,7 @@ def build_microbatch(sequences: Sequence[Rows], padding: Padding, spec: ModelSpe
 class _Filler:
     """Writes the rows of `sequences`, one behind the other, to where `is_real`, bool [T]; pad rows keep a default."""
 
-    sequences: Sequence[Rows]
+    sequences: Sequence[SequenceRows]
     is_real: NDArray[np.bool_]
 
     def __call__(self, name: str, dtype: Any, default: float) -> NDArray[Any]:
@@ -253,11 +255,11 @@ def _plain_rows(
     target_ids: NDArray[np.integer],
     loss_mask: NDArray[np.bool_],
     sample_index: int,
-) -> Rows:
+) -> SequenceRows:
     """Rows that no trajectory stands behind."""
     num_rows = len(input_ids)
     zeros = np.zeros(num_rows, np.float32)
-    return Rows(
+    return SequenceRows(
         input_ids=input_ids,
         target_ids=target_ids,
         loss_mask=loss_mask,
@@ -312,7 +314,7 @@ def _check_routed(trajectory: Trajectory) -> None:
         )
 
 
-def _checksums(sequences: Sequence[Rows], spec: ModelSpec) -> NDArray[np.uint64]:
+def _checksums(sequences: Sequence[SequenceRows], spec: ModelSpec) -> NDArray[np.uint64]:
     """Returns checksums of the routing as recorded, not as packed: they are to prove the packed routing."""
     if not sequences:
         return np.zeros(spec.num_moe_layers, np.uint64)

@@ -41,7 +41,7 @@ class StepCosts:
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
+class SimulatedFleet:
     """engines: side by side. max_running: responses that an engine decodes together."""
 
     engines: int
@@ -140,7 +140,7 @@ class _Engine:
 
 class _Simulation:
     def __init__(
-        self, limits: QueueLimits, fleet: Fleet, costs: StepCosts, group_size: int, length: Callable[[], int]
+        self, limits: QueueLimits, fleet: SimulatedFleet, costs: StepCosts, group_size: int, length: Callable[[], int]
     ) -> None:
         self.limits, self.costs, self.group_size, self.length = limits, costs, group_size, length
         self.queue, self.groups = GroupQueue(limits), dict[int, _Group]()
@@ -253,7 +253,7 @@ class _Simulation:
 
 def simulate(
     limits: QueueLimits,
-    fleet: Fleet,
+    fleet: SimulatedFleet,
     costs: StepCosts,
     *,
     group_size: int,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 
 from moerl.config.architecture import describe_architecture
-from moerl.config.layouts import Load, layout_problems, propose
+from moerl.config.layouts import LayoutLoad, layout_problems, propose
 from moerl.config.memory import total_parameters
 from moerl.config.model_files import INITIAL_MODEL, check_tokenizer
 from moerl.config.passed_on import check_passed_on, passed_on_notes
@@ -214,7 +214,7 @@ def describe_model(config: RunConfig) -> ModelDescription:
     return read_model(config.model.path)
 
 
-def layout_load(config: RunConfig) -> Load:
+def layout_load(config: RunConfig) -> LayoutLoad:
     """Returns the load of the layout: the token budget of a microbatch, and the sequences of the smallest optimizer
     step."""
     rl, sft = config.rl, config.sft
@@ -223,7 +223,7 @@ def layout_load(config: RunConfig) -> Load:
         steps.append(rl.prompts_per_step * rl.trained_size // rl.minibatches)
     if sft.steps > 0:
         steps.append(sft.batch_size)
-    return Load(config.trainer.microbatch_tokens, min(steps, default=sft.batch_size))
+    return LayoutLoad(config.trainer.microbatch_tokens, min(steps, default=sft.batch_size))
 
 
 def _check_sizes(config: RunConfig, sizes: ModelDescription) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
+class CommandText:
     """summary: one line. text: what it does and leaves behind. examples: (command line, what it is for).
 
     keys: keys and sections that matter for it; empty where all do. first_keys: keys of a first run, which a help of one
@@ -24,7 +24,7 @@ _SAMPLING = ("rollout.dtype", "rollout.max_running", "rollout.max_new_tokens")
 
 
 COMMANDS = {
-    "train": Command(
+    "train": CommandText(
         "post-train a model: cold start where the recipe has one, then reinforcement learning",
         "Builds or loads the model, runs the cold start, trains with reinforcement learning and evaluates on fresh\n"
         "problems. The run directory then holds the resolved config, metrics.jsonl, TensorBoard events, summary.json,\n"
@@ -52,7 +52,7 @@ COMMANDS = {
             *("optimizer.lr", "rollout.max_new_tokens", "parallel.expert", "trainer.microbatch_tokens", "run_dir"),
         ),
     ),
-    "sft": Command(
+    "sft": CommandText(
         "only the cold start: supervised fine-tuning on the task's demonstrations",
         "Builds or loads the model, trains it on demonstrations that the task writes (or your JSONL holds), and\n"
         "saves it as a Hugging Face directory in the run directory.",
@@ -65,7 +65,7 @@ COMMANDS = {
             *("evaluation.heldout_problems", "rollout.max_running", "rollout.max_new_tokens", "checkpoint"),
         ),
     ),
-    "rollout": Command(
+    "rollout": CommandText(
         "sample responses from a saved model, score them and write them to Parquet",
         "Samples group_size responses to prompts_per_step prompts, with routing and kept sets, and writes them to the\n"
         "run directory. Nothing is trained.",
@@ -79,7 +79,7 @@ COMMANDS = {
             *("task", "quarantine.max_rate"),
         ),
     ),
-    "eval": Command(
+    "eval": CommandText(
         "measure a saved model on held-out problems",
         "Answers the held-out problems greedily, and with evaluation.samples=N by N samples each, and prints\n"
         "accuracy, pass@k and majority@k, by set. The run directory holds the numbers and a table of all responses.",
@@ -93,7 +93,7 @@ COMMANDS = {
             *("evaluation.samples", "evaluation.temperature", "evaluation.top_p"),
         ),
     ),
-    "plan memory": Command(
+    "plan memory": CommandText(
         "compute the memory of ranks, servers and hosts before you ask for a machine",
         "Prints what the heaviest rank of a layout holds, by component, and what the fullest GPUs and the fullest\n"
         "host hold, servers, checkpoints and copies included; says what does not fit, with a remedy. Starts nothing,\n"
@@ -116,7 +116,7 @@ COMMANDS = {
             *("rollout.max_running", "rollout.max_pool_tokens", "weights.bucket_bytes"),
         ),
     ),
-    "plan weights": Command(
+    "plan weights": CommandText(
         "compute what a weight update sends over which link, and how long it takes",
         "Prints the buckets, the ranks that hand them to engines, the bytes of each and the time at given bandwidths.\n"
         "Starts nothing, needs no GPU; reads only config.json of the model.",
@@ -138,7 +138,7 @@ COMMANDS = {
         ),
         keys=("model.path", "model.dtype", "parallel", "weights", "rollout.servers", "rollout.server"),
     ),
-    "plan run": Command(
+    "plan run": CommandText(
         "predict step time, idle shares and ages with more or less staleness",
         "Simulates engines and trainer around the real queue, with costs worked out from devices or fitted to a run,\n"
         "and prints a row for each setting of buffer. Starts nothing, needs no GPU.",
@@ -157,14 +157,14 @@ COMMANDS = {
     ),
 }
 
-STATUS = Command(
+STATUS = CommandText(
     "show where a run is and what became of every rollout that it asked for",
     "Reads the run directory alone, while the run goes on or after it ended: whether a process holds it, checkpoints,\n"
     "steps, and the ledger of rollouts by their end: trained, filtered, quarantined, pending.",
     (("moerl status runs/wide", "of a run in this directory"),),
 )
 
-REPORT = Command(
+REPORT = CommandText(
     "write a page on how far sampler and trainer are apart, and why",
     "Reads the metrics of a run directory, while the run goes on or after it ended, and writes one HTML file that\n"
     "needs no network, and the same numbers as report.json: a verdict, the gap split into routing and sampling masks,\n"
@@ -177,7 +177,7 @@ REPORT = Command(
     ),
 )
 
-DIAGNOSE = Command(
+DIAGNOSE = CommandText(
     "find out why a dump's log-probs are not the trainer's, whichever system wrote it",
     "Reads rollout dumps of moerl, slime, miles, NeMo-RL, prime-rl or SGLang, or any other as docs/dump_formats.md\n"
     "says, scores a sample of them with the model, and names the causes of the gap with what each makes of it: routes\n"
@@ -196,7 +196,7 @@ DIAGNOSE = Command(
     ),
 )
 
-SAMPLES = Command(
+SAMPLES = CommandText(
     "show responses of a run: the best and the worst, by set, by step",
     "Reads the dumped rollouts and the tables of evaluations in a run directory, and prints responses with their\n"
     "prompts and rewards, those with the highest and those with the lowest reward first.",
@@ -207,7 +207,7 @@ SAMPLES = Command(
     ),
 )
 
-EXPORT = Command(
+EXPORT = CommandText(
     "write the weights of a run's checkpoint as a Hugging Face directory",
     "Reads one checkpoint of a run in one process, whatever layout wrote it, and writes config, tokenizer and\n"
     "safetensors to a new directory. The run may go on meanwhile. Read only run directories that you trust.",
@@ -217,7 +217,7 @@ EXPORT = Command(
     ),
 )
 
-VERIFY = Command(
+VERIFY = CommandText(
     "compare a run's dumped rollouts with transformers and with the trainer",
     "Replays rollouts with the recorded experts and kept sets through transformers and through the Megatron trainer,\n"
     "one after the other in one process, and compares both with the engine's log-probs: a table per MoE layer and one\n"
@@ -231,7 +231,7 @@ VERIFY = Command(
     ),
 )
 
-DOCTOR = Command(
+DOCTOR = CommandText(
     "look at an installation and a machine before a run, and say what to mend",
     "Looks at packages, GPUs, servers, keys, sockets, ports, disk and, with keys of a run, at what that run needs.\n"
     "Each look is green, yellow (a run works, and this is worth knowing) or red, with what was seen, what was\n"
@@ -248,7 +248,7 @@ DOCTOR = Command(
     ),
 )
 
-WATCH = Command(
+WATCH = CommandText(
     "show how a run goes while it goes: rewards, mismatch, coverage, queue, alerts",
     "Reads the run directory alone: the last steps, the mismatch as trained and as a table, rows without captured\n"
     "routing, staleness, queue, rollouts by their end, throughput and time left, and what is alarming. Refreshes as\n"
@@ -259,7 +259,7 @@ WATCH = Command(
     ),
 )
 
-CONFORMANCE = Command(
+CONFORMANCE = CommandText(
     "check any rollout engine against the data contract, and say what passes, what fails and why",
     "Asks an engine for routes, kept sets, log-probs and seeds in the ways in which they go wrong: batches, prefix\n"
     "caches, long prompts, retraction, aborts, resumed answers, turns. ENGINE is http://HOST:PORT of an SGLang\n"
@@ -273,7 +273,7 @@ CONFORMANCE = Command(
     ),
 )
 
-LAUNCH_SLURM = Command(
+LAUNCH_SLURM = CommandText(
     "submit a run as a job of SLURM that is requeued until the run is finished",
     "Checks all that can be known here, renders an sbatch script for `moerl train`, with what --site says of this\n"
     "cluster, and submits it; --dry-run shows the script, the configuration and the plans, and submits nothing.\n"

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from moerl.config.compose import CONFIGS, compose_values, config_groups
-from moerl.config.reference import CHOICES, Key, config_keys
+from moerl.config.reference import CHOICES, ConfigKey, config_keys
 
 WIDTH = 110
 _KEY_WIDTH = 46
@@ -75,7 +75,7 @@ def first_keys_text(keys: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def _heading(key: Key) -> str:
+def _heading(key: ConfigKey) -> str:
     choice = _choice(key)
     if choice is not None and choice != "embedded":
         section, _, _ = key.path.partition(".")
@@ -85,7 +85,7 @@ def _heading(key: Key) -> str:
     return key.path.rpartition(".")[0] or "run"
 
 
-def _choice(key: Key) -> str | None:
+def _choice(key: ConfigKey) -> str | None:
     """Finds the first kind of a section that has the key; None if the section does not come in several kinds."""
     for names in CHOICES.values():
         for name, owner in names.items():
@@ -98,7 +98,7 @@ def _tag(section: str) -> str:
     return next(key for key in CHOICES if key.startswith(f"{section}."))
 
 
-def _default(key: Key, composed: dict[str, Any]) -> str:
+def _default(key: ConfigKey, composed: dict[str, Any]) -> str:
     values: Any = composed
     path = key.path
     choice = _choice(key)

@@ -26,7 +26,7 @@ LARGEST_CONTEXT = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class LayoutLoad:
     """Work for a layout. microbatch_tokens: budget of a packed microbatch. samples: sequences of the smallest optimizer
     step."""
 
@@ -63,7 +63,7 @@ def as_overrides(dims: ParallelDims, asked: ParallelDims | None = None) -> str:
 
 
 def layout_problems(
-    dims: ParallelDims, sizes: ModelDescription | None = None, load: Load | None = None
+    dims: ParallelDims, sizes: ModelDescription | None = None, load: LayoutLoad | None = None
 ) -> list[BrokenRule]:
     """The rules that a layout breaks, none where Megatron can run it.
 
@@ -155,7 +155,7 @@ def _divided(sizes: ModelDescription) -> Iterator[tuple[str, str, int]]:
     yield "expert_tensor", "moe_intermediate_size", sizes.moe_intermediate_size
 
 
-def _of_load(dims: ParallelDims, load: Load) -> Iterator[BrokenRule]:
+def _of_load(dims: ParallelDims, load: LayoutLoad) -> Iterator[BrokenRule]:
     if load.microbatch_tokens < dims.row_multiple:
         yield BrokenRule(
             "parallel.context" if dims.context > 1 else "parallel.tensor",
@@ -178,7 +178,7 @@ def _of_load(dims: ParallelDims, load: Load) -> Iterator[BrokenRule]:
 def nearest_layouts(
     asked: ParallelDims,
     sizes: ModelDescription,
-    load: Load | None = None,
+    load: LayoutLoad | None = None,
     *,
     world_size: int | None = None,
     accept: Callable[[ParallelDims], bool] = lambda dims: True,
@@ -220,7 +220,7 @@ def _order(asked: ParallelDims, dims: ParallelDims) -> tuple[float, float, tuple
 
 
 def _valid_dims(
-    asked: ParallelDims, sizes: ModelDescription, load: Load | None, world_size: int | None
+    asked: ParallelDims, sizes: ModelDescription, load: LayoutLoad | None, world_size: int | None
 ) -> Iterator[ParallelDims]:
     """Every valid layout of `world_size` processes; where that is None, with the asked data size, the smallest, or as
     many replicas as the asked processes hold."""
@@ -264,7 +264,7 @@ def _divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
-def propose(asked: ParallelDims, sizes: ModelDescription, load: Load | None = None) -> str:
+def propose(asked: ParallelDims, sizes: ModelDescription, load: LayoutLoad | None = None) -> str:
     """The remedy for a layout that cannot run: near layouts that can, as overrides; empty where there is none."""
     near = nearest_layouts(asked, sizes, load)
     return "; or ".join(f"{as_overrides(dims, asked)} ({dims.world_size} processes)" for dims in near)

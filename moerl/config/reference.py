@@ -29,7 +29,7 @@ _PLAIN_NAMES = {int: "int", float: "float", bool: "bool", str: "text", Path: "pa
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
+class ConfigKey:
     """One key that can be set.
 
     path: dotted path. type_name: what it takes, for example ``int >= 1``. description: the meaning.
@@ -42,7 +42,7 @@ class Key:
     owner: str
 
 
-def config_keys() -> list[Key]:
+def config_keys() -> list[ConfigKey]:
     """Every leaf key of `RunConfig` that can be set, in the order of the schema; the keys of all tasks are listed."""
     return [key for key in _walk(RunConfig, "") if key.path != COMMAND_KEY]
 
@@ -113,7 +113,7 @@ def describe(path: str) -> str:
     return next((key.description for key in config_keys() if key.path == path), "")
 
 
-def _walk(model: type[BaseModel], prefix: str) -> Iterator[Key]:
+def _walk(model: type[BaseModel], prefix: str) -> Iterator[ConfigKey]:
     for name, info in model.model_fields.items():
         path = f"{prefix}{name}"
         models = _models(info.annotation)
@@ -127,7 +127,7 @@ def _walk(model: type[BaseModel], prefix: str) -> Iterator[Key]:
             type_name = _type_name(info.annotation, info.metadata)
             if path in CHOICES:
                 type_name = " | ".join(CHOICES[path])
-            yield Key(path, type_name, info.description or "", model.__name__)
+            yield ConfigKey(path, type_name, info.description or "", model.__name__)
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:

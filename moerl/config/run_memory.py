@@ -66,7 +66,7 @@ class Holding:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class MemoryPlace:
     """The fullest GPU of a kind, or the fullest host. room_bytes: its memory; None = not known."""
 
     name: str
@@ -99,23 +99,25 @@ class Limit:
     remedy: str
 
 
-def places(config: RunConfig, machine: Machine) -> list[Place]:
+def places(config: RunConfig, machine: Machine) -> list[MemoryPlace]:
     """Returns what is held where: GPUs first, the fullest host last."""
     sizes = describe_model(config)
     rank = heaviest_rank(sizes, config.parallel.dims, needs_of(config)) if _trains(config) else None
-    gpus: list[Place] = []
+    gpus: list[MemoryPlace] = []
     if machine.gpu_bytes is not None:
         if rank is not None:
             gpus.append(trainer_gpu(config, sizes, rank, machine.gpu_bytes))
         if isinstance(config.rollout, SGLangRolloutConfig) and (rank is None or not config.rollout.is_colocated):
-            gpus.append(Place(GPU_OF_SERVER, _server_holdings(config, sizes, machine.gpu_bytes), machine.gpu_bytes))
+            gpus.append(
+                MemoryPlace(GPU_OF_SERVER, _server_holdings(config, sizes, machine.gpu_bytes), machine.gpu_bytes)
+            )
         engine = engine_bytes(config, sizes)
         if engine:
             gpus.append(_engine_gpu(config, sizes, engine, machine.gpu_bytes))
     return [*gpus, _host(config, sizes, rank, machine)]
 
 
-def _engine_gpu(config: RunConfig, sizes: ModelDescription, engine: dict[str, int], gpu_bytes: float) -> Place:
+def _engine_gpu(config: RunConfig, sizes: ModelDescription, engine: dict[str, int], gpu_bytes: float) -> MemoryPlace:
     """Returns the GPU that the first rank and the embedded engine share; `check_shared_device` counts the same."""
     holdings: list[Holding] = []
     if _trains(config):
@@ -124,22 +126,22 @@ def _engine_gpu(config: RunConfig, sizes: ModelDescription, engine: dict[str, in
             for h in rank_holdings(rank_memory(sizes, config.parallel.dims, needs_of(config), 0))
         ]
     holdings += [Holding(f"engine: {name}", size) for name, size in engine.items()]
-    return Place(GPU_OF_ENGINE, tuple(holdings), gpu_bytes)
+    return MemoryPlace(GPU_OF_ENGINE, tuple(holdings), gpu_bytes)
 
 
-def trainer_gpu(config: RunConfig, sizes: ModelDescription, rank: RankMemory, gpu_bytes: float) -> Place:
+def trainer_gpu(config: RunConfig, sizes: ModelDescription, rank: RankMemory, gpu_bytes: float) -> MemoryPlace:
     """Returns the GPU of a rank, with the server that shares it in a colocated run."""
     rollout = config.rollout
     holdings = [*rank_holdings(rank), Holding(BUCKETS, _buckets(config, sizes), ("sending",))]
     if not isinstance(rollout, SGLangRolloutConfig) or not rollout.is_colocated:
-        return Place(GPU_OF_TRAINER, tuple(holdings), gpu_bytes)
+        return MemoryPlace(GPU_OF_TRAINER, tuple(holdings), gpu_bytes)
     weights, share = engine_needs(config, sizes).weights_bytes, int(server_share(rollout) * gpu_bytes)
     holdings += [Holding(SERVER_WEIGHTS, weights), Holding(SERVER_CACHE, max(0, share - weights))]
     shared = [
         Holding(each.what, each.num_bytes, moments_on_device(each.what, sleeps=config.trainer.sleep))
         for each in holdings
     ]
-    return Place(GPU_OF_BOTH, tuple(shared), gpu_bytes)
+    return MemoryPlace(GPU_OF_BOTH, tuple(shared), gpu_bytes)
 
 
 def rank_holdings(rank: RankMemory) -> list[Holding]:
@@ -227,7 +229,7 @@ def _server_holdings(config: RunConfig, sizes: ModelDescription, gpu_bytes: floa
     return Holding("server: weights", engine.weights_bytes), cache
 
 
-def _host(config: RunConfig, sizes: ModelDescription, rank: RankMemory | None, machine: Machine) -> Place:
+def _host(config: RunConfig, sizes: ModelDescription, rank: RankMemory | None, machine: Machine) -> MemoryPlace:
     rollout, holdings = config.rollout, list[Holding]()
     ranks = ranks_on_node(config, machine) if rank is not None else 0
     if rank is not None:
@@ -248,14 +250,14 @@ def _host(config: RunConfig, sizes: ModelDescription, rank: RankMemory | None, m
         holdings += _weight_copies(config, sizes, machine)
     if isinstance(rollout, EmbeddedRolloutConfig):
         if machine.gpu_bytes is not None and engine_bytes(config, sizes):
-            return Place(HOST, tuple(holdings), machine.host_bytes)
+            return MemoryPlace(HOST, tuple(holdings), machine.host_bytes)
         engine = engine_needs(config, sizes)
         holdings.append(Holding("engine: weights", engine.weights_bytes))
         holdings.append(Holding("engine: cache", engine.asked_bytes, ("sampling",)))
     elif isinstance(rollout, SGLangRolloutConfig) and machine.gpu_bytes is None:
         devices = _server_devices_on_node(config, machine)
         holdings += [Holding(h.what, h.num_bytes * devices) for h in _server_holdings(config, sizes, None)]
-    return Place(HOST, tuple(holdings), machine.host_bytes)
+    return MemoryPlace(HOST, tuple(holdings), machine.host_bytes)
 
 
 def _weight_copies(config: RunConfig, sizes: ModelDescription, machine: Machine) -> list[Holding]:
@@ -292,7 +294,7 @@ def ranks_on_node(config: RunConfig, machine: Machine) -> int:
 # --- what does not fit -----------------------------------------------------------------------------------------------
 
 
-def _unfit(config: RunConfig, place: Place) -> ConfigError:
+def _unfit(config: RunConfig, place: MemoryPlace) -> ConfigError:
     assert place.room_bytes is not None
     held = sorted((h for h in place.holdings if place.peak_moment in h.moments), key=lambda h: -h.num_bytes)
     parts = ", ".join(f"{each.what} {each.num_bytes / GIB:.1f}" for each in held[:6])
@@ -330,7 +332,7 @@ def _unfit(config: RunConfig, place: Place) -> ConfigError:
     )
 
 
-def _share_remedy(config: RunConfig, place: Place, usable: float) -> str:
+def _share_remedy(config: RunConfig, place: MemoryPlace, usable: float) -> str:
     """The largest share that fits, if a server can work with it."""
     assert place.room_bytes is not None
     engine = engine_needs(config, describe_model(config))

@@ -221,7 +221,7 @@ AnyCommand = (
 )
 
 
-class Report(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+class RankPassReport(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """Mirrors `PassReport`, of one rank."""
 
     rows: Array
@@ -322,7 +322,7 @@ class Reply(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     progress: tuple[int, int] | None = None
     failure: Failure | None = None
     coordinates: RankCoordinates | None = None
-    report: Report | None = None
+    report: RankPassReport | None = None
     tables: tuple[Array, ...] = ()
     metrics: dict[str, float] = {}
     device: DeviceUse | None = None

@@ -23,9 +23,9 @@ from moerl.diagnostics.report.data import (
     Interval,
     LayerMap,
     Report,
+    ReportStep,
     Share,
     Slice,
-    Step,
     Strip,
     StripToken,
     Unread,
@@ -283,14 +283,16 @@ def _as_dumped(
     ]
 
 
-def _steps(rollouts: Sequence[DumpedRollout], d_N: NDArray[np.float64], starts: NDArray[np.int64]) -> tuple[Step, ...]:
+def _steps(
+    rollouts: Sequence[DumpedRollout], d_N: NDArray[np.float64], starts: NDArray[np.int64]
+) -> tuple[ReportStep, ...]:
     """One for each training step of the dump, where it says several."""
     numbers = np.repeat([rollout.step for rollout in rollouts], np.diff(starts))
     found = np.unique(numbers[numbers >= 0]).tolist()
     if len(found) < 2:
         return ()
     return tuple(
-        Step(step, {f"mismatch/{name}": value for name, value in mismatch_figures(d_N[numbers == step]).items()})
+        ReportStep(step, {f"mismatch/{name}": value for name, value in mismatch_figures(d_N[numbers == step]).items()})
         for step in found
     )
 

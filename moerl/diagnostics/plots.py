@@ -31,7 +31,7 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Chart:
+class MetricChart:
     """One chart: a file name, a title, the unit of its values, and its curves."""
 
     name: str
@@ -43,8 +43,10 @@ class Chart:
 
 
 CHARTS = (
-    Chart("reward", "Reward", "mean reward per response", (Line("rl", "reward/mean", "sampled responses", ROLLOUTS),)),
-    Chart(
+    MetricChart(
+        "reward", "Reward", "mean reward per response", (Line("rl", "reward/mean", "sampled responses", ROLLOUTS),)
+    ),
+    MetricChart(
         "accuracy",
         "Accuracy",
         "share of right answers",
@@ -54,10 +56,10 @@ CHARTS = (
         ),
         is_share=True,
     ),
-    Chart(
+    MetricChart(
         "length", "Response length", "mean tokens", (Line("rl", "response/length_mean", "sampled responses", ROLLOUTS),)
     ),
-    Chart(
+    MetricChart(
         "mismatch",
         "Sampler against trainer",
         "mean |log-prob difference| in nats",
@@ -98,14 +100,14 @@ def _points(rows: Sequence[dict[str, Any]], line: Line) -> tuple[list[int], list
     return [row["step"] for row in chosen], [row[line.metric] for row in chosen]
 
 
-def _draw_single(rows: Sequence[dict[str, Any]], chart: Chart, path: Path) -> Path:
+def _draw_single(rows: Sequence[dict[str, Any]], chart: MetricChart, path: Path) -> Path:
     figure = new_figure(7.0, 4.2)
     _draw(figure.subplots(), rows, chart)
     figure.savefig(path, dpi=130)
     return path
 
 
-def _draw_overview(rows: Sequence[dict[str, Any]], charts: Sequence[Chart], path: Path, title: str) -> None:
+def _draw_overview(rows: Sequence[dict[str, Any]], charts: Sequence[MetricChart], path: Path, title: str) -> None:
     figure = new_figure(12.0, 7.6 if len(charts) > 2 else 4.2)
     columns = min(2, len(charts))
     axes = figure.subplots(-(-len(charts) // 2), columns, squeeze=False).flatten()
@@ -129,7 +131,7 @@ def new_figure(width: float, height: float):
     return figure
 
 
-def _draw(axis: Axes, rows: Sequence[dict[str, Any]], chart: Chart) -> None:
+def _draw(axis: Axes, rows: Sequence[dict[str, Any]], chart: MetricChart) -> None:
     from matplotlib.ticker import MaxNLocator, PercentFormatter
 
     drawn = 0

@@ -49,7 +49,7 @@ class Scored:
     margins: NDArray[np.float32]
 
 
-class Scorer(Protocol):
+class RolloutScorer(Protocol):
     """A model that scores rollouts.
 
     name: of it, for people. version: policy version of its weights, None where nobody said. num_moe_layers,

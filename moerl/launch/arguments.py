@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import NoReturn
 
-from moerl.config.command_texts import Command
+from moerl.config.command_texts import CommandText
 from moerl.config.foreign_keys import counterpart
 from moerl.errors import ConfigError
 
@@ -144,7 +144,7 @@ def _add_plan_run_arguments(parser: argparse.ArgumentParser) -> None:
         )
 
 
-def short_help(usage: str, command: Command, parser: argparse.ArgumentParser) -> str:
+def short_help(usage: str, command: CommandText, parser: argparse.ArgumentParser) -> str:
     """The help of a command that reads no configuration."""
     examples = "\n".join(f"  {line}\n      {purpose}" for line, purpose in command.examples)
     about = f"{parser.prog}: {command.summary}.\n\n{command.text}"

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moerl.batching.cost import sequence_flops
-from moerl.buffer.simulation import Fleet, StepCosts
+from moerl.buffer.simulation import SimulatedFleet, StepCosts
 from moerl.config.checks import describe_model
 from moerl.config.load import CONFIG_FILE, load_resolved
 from moerl.config.memory import total_parameters
@@ -100,12 +100,12 @@ def calibrate(run_dir: Path) -> Calibration:
     return Calibration(costs, lengths, statistics.mean(_column(rows, "seconds/step")), len(rows))
 
 
-def fleet_of(config: RunConfig) -> Fleet:
+def fleet_of(config: RunConfig) -> SimulatedFleet:
     """The engines of a run."""
-    return Fleet(max(1, config.rollout.num_servers), config.rollout.max_running)
+    return SimulatedFleet(max(1, config.rollout.num_servers), config.rollout.max_running)
 
 
-def fleet_on(config: RunConfig, device: Device, row_tokens: float) -> Fleet:
+def fleet_on(config: RunConfig, device: Device, row_tokens: float) -> SimulatedFleet:
     """Returns the engines of a run with as many responses side by side as the caches of their servers hold.
 
     Args:
@@ -122,7 +122,7 @@ def fleet_on(config: RunConfig, device: Device, row_tokens: float) -> Fleet:
     if problem is not None:
         raise problem
     tokens = pool_tokens(rollout, engine_needs(config, describe_model(config)), machine.gpu_bytes)
-    return Fleet(fleet.engines, min(fleet.max_running, max(1, int(tokens / row_tokens))))
+    return SimulatedFleet(fleet.engines, min(fleet.max_running, max(1, int(tokens / row_tokens))))
 
 
 def estimate(

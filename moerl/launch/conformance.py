@@ -9,7 +9,7 @@ from moerl.config.command_texts import CONFORMANCE
 from moerl.config.hub import model_directory
 from moerl.errors import ConfigError
 from moerl.launch.arguments import Parser, short_help
-from moerl.rollout.conformance.suite import CHECKS, Check
+from moerl.rollout.conformance.suite import CHECKS, ConformanceCheck
 
 EMBEDDED = "embedded:"
 
@@ -25,7 +25,7 @@ class ConformanceOptions:
     server_file: Path | None
     embedded: Path | None
     model: Path | None
-    checks: tuple[Check, ...]
+    checks: tuple[ConformanceCheck, ...]
     updates_weights: bool
     as_json: bool
 
@@ -97,7 +97,7 @@ def _model(option: str, given: str) -> Path:
     return folder
 
 
-def _checks(names: list[str] | None) -> tuple[Check, ...]:
+def _checks(names: list[str] | None) -> tuple[ConformanceCheck, ...]:
     known = {check.name: check for check in CHECKS}
     for name in names or ():
         if name not in known:

@@ -15,7 +15,7 @@ from rich.progress import track
 from rich.table import Table
 
 from moerl.buffer.queue import QueueLimits
-from moerl.buffer.simulation import Fleet, Simulated, StepCosts, drawn_from, long_tailed, simulate
+from moerl.buffer.simulation import Simulated, SimulatedFleet, StepCosts, drawn_from, long_tailed, simulate
 from moerl.config.layouts import as_overrides
 from moerl.config.rollout_checks import require_engine
 from moerl.config.schema import RunConfig
@@ -74,7 +74,11 @@ def plan_run(
 
 
 def predict(
-    config: RunConfig, limits: QueueLimits, costs: StepCosts, length: Callable[[], int], fleet: Fleet | None = None
+    config: RunConfig,
+    limits: QueueLimits,
+    costs: StepCosts,
+    length: Callable[[], int],
+    fleet: SimulatedFleet | None = None,
 ) -> Simulated:
     """Returns what a run of this configuration would do with these slots, costs and lengths.
 
@@ -91,7 +95,7 @@ def _lengths(config: RunConfig, calibration: Calibration | None, workload: Workl
     return long_tailed(workload.mean_tokens, config.rollout.max_new_tokens, config.seed)
 
 
-def _assumptions(config: RunConfig, device: Device, workload: Workload, fleet: Fleet) -> str:
+def _assumptions(config: RunConfig, device: Device, workload: Workload, fleet: SimulatedFleet) -> str:
     asked = config.rollout.max_running
     limit = f" (of {asked}: more do not fit the cache)" if fleet.max_running < asked else ""
     return (
@@ -112,7 +116,11 @@ def _parts(costs: StepCosts) -> str:
 
 
 def _table(
-    config: RunConfig, fleet: Fleet, costs: StepCosts, lengths: Callable[[], Callable[[], int]], console: Console
+    config: RunConfig,
+    fleet: SimulatedFleet,
+    costs: StepCosts,
+    lengths: Callable[[], Callable[[], int]],
+    console: Console,
 ) -> Table:
     """One row for each setting, that of the configuration marked; the same lengths in all."""
     own, per_step = config.queue_limits(), config.rl.prompts_per_step

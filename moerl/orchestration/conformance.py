@@ -18,8 +18,8 @@ from moerl.rollout.conformance.bench import Bench
 from moerl.rollout.conformance.dialects import PatchedDialect, UpstreamDialect
 from moerl.rollout.conformance.report import as_json, conforms, counts, verdict_lines
 from moerl.rollout.conformance.servers import NO_KEY, ServerSays, ServerSubject, Update, look_at, spec_of_report
-from moerl.rollout.conformance.subject import AcrossUpdate, Ask, Judge, Subject, SubjectFacts
-from moerl.rollout.conformance.suite import CHECKS, Check, Verdict, run_checks
+from moerl.rollout.conformance.subject import AcrossUpdate, Ask, ReferenceJudge, Subject, SubjectFacts
+from moerl.rollout.conformance.suite import CHECKS, CheckResult, ConformanceCheck, run_checks
 from moerl.rollout.fleet.backend import ModelFacts
 from moerl.rollout.fleet.endpoint import Endpoint, read_endpoint
 from moerl.rollout.sglang.handshake import read_version
@@ -33,7 +33,7 @@ _BUCKET_BYTES = 1 << 28
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class EngineUnderTest:
     """Engine under test: one of `embedded` (a model directory), `server_file` and `url`. model: directory of the
     reference."""
 
@@ -44,7 +44,9 @@ class Target:
     updates_weights: bool = False
 
 
-def run_conformance(target: Target, checks: Sequence[Check] = CHECKS, *, prints_json: bool = False) -> int:
+def run_conformance(
+    target: EngineUnderTest, checks: Sequence[ConformanceCheck] = CHECKS, *, prints_json: bool = False
+) -> int:
     """Prints what passes, what fails and why.
 
     Returns:
@@ -60,8 +62,8 @@ def run_conformance(target: Target, checks: Sequence[Check] = CHECKS, *, prints_
     return 0 if conforms(verdicts) else 1
 
 
-def _run(bench: Bench, checks: Sequence[Check], *, prints_json: bool) -> list[Verdict]:
-    name, verdicts = bench.subject.facts.name, list[Verdict]()
+def _run(bench: Bench, checks: Sequence[ConformanceCheck], *, prints_json: bool) -> list[CheckResult]:
+    name, verdicts = bench.subject.facts.name, list[CheckResult]()
     if not prints_json:
         print(f"{name}\n")
     for verdict in run_checks(bench, checks):
@@ -72,7 +74,7 @@ def _run(bench: Bench, checks: Sequence[Check], *, prints_json: bool) -> list[Ve
     return verdicts
 
 
-def open_subject(target: Target) -> tuple[Subject, Judge | None]:
+def open_subject(target: EngineUnderTest) -> tuple[Subject, ReferenceJudge | None]:
     """The engine, and the reference where a model is given.
 
     Raises:
@@ -98,7 +100,7 @@ def _embedded(folder: Path, *, updates_weights: bool) -> Subject:
     return embedded_subject(model, "float32", weights)
 
 
-def _judge(folder: Path, spec: ModelSpec) -> Judge:
+def _judge(folder: Path, spec: ModelSpec) -> ReferenceJudge:
     """Raises ConfigError where the model is not the one under test."""
     model = _described(folder, spec)
     check_weights(folder)
@@ -123,7 +125,7 @@ def _described(folder: Path, spec: ModelSpec) -> ModelDescription:
 # --- servers ---------------------------------------------------------------------------------------------------------
 
 
-def _server(target: Target) -> Subject:
+def _server(target: EngineUnderTest) -> Subject:
     if target.server_file is not None:
         endpoint = read_endpoint(target.server_file)
     else:

@@ -29,7 +29,7 @@ from moerl.diagnostics.tallies import Tallies
 from moerl.diagnostics.trainer_side import FACT, sampled_gaps
 from moerl.errors import ConfigError
 from moerl.models.description import CONFIG_FILE, ModelDescription, read_model
-from moerl.orchestration.dump_scorers import Checkpoint, Models, ScoringOptions, split_version
+from moerl.orchestration.dump_scorers import HuggingFaceCheckpoint, Models, ScoringOptions, split_version
 from moerl.orchestration.prompt_edits import load_tokenizer, prompt_edits
 from moerl.orchestration.torch_dumps import open_any_dumps
 from moerl.printable import printable
@@ -71,7 +71,7 @@ def run_diagnose(options: argparse.Namespace) -> int:
 def _write(options: argparse.Namespace, progress: ProgressDisplay) -> tuple[Report, Path]:
     """Writes the page and what is beside it."""
     progress.begin_part("reading, rollouts")
-    checkpoints = [Checkpoint(*split_version(named)) for named in options.model]
+    checkpoints = [HuggingFaceCheckpoint(*split_version(named)) for named in options.model]
     described = [_described(checkpoint) for checkpoint in checkpoints]
     opened = open_any_dumps(
         options.dumps,
@@ -91,7 +91,7 @@ def _write(options: argparse.Namespace, progress: ProgressDisplay) -> tuple[Repo
     return report, output
 
 
-def _described(checkpoint: Checkpoint) -> ModelDescription:
+def _described(checkpoint: HuggingFaceCheckpoint) -> ModelDescription:
     if not (checkpoint.folder / CONFIG_FILE).is_file():
         raise ConfigError(
             "--model: no Hugging Face model", seen=checkpoint.folder, expected="a directory with a config.json"
@@ -105,7 +105,7 @@ def _described(checkpoint: Checkpoint) -> ModelDescription:
 
 def _by_model(
     dumps: Sequence[Dump],
-    checkpoints: Sequence[Checkpoint],
+    checkpoints: Sequence[HuggingFaceCheckpoint],
     described: Sequence[ModelDescription],
     options: argparse.Namespace,
     progress: ProgressDisplay,
@@ -147,8 +147,8 @@ def _by_model(
 
 
 def _used_first(
-    checkpoints: Sequence[Checkpoint], described: Sequence[ModelDescription], sample: Sequence[DumpedRollout]
-) -> tuple[list[Checkpoint], list[ModelDescription]]:
+    checkpoints: Sequence[HuggingFaceCheckpoint], described: Sequence[ModelDescription], sample: Sequence[DumpedRollout]
+) -> tuple[list[HuggingFaceCheckpoint], list[ModelDescription]]:
     """Returns checkpoints whose version no rollout names behind the others: rounding is measured on the first one."""
     named = {int(rollout.policy_versions.max()) for rollout in sample}
     unused = [each.version is not None and each.version not in named for each in checkpoints]

@@ -17,7 +17,7 @@ import torch
 from moerl.config.hub import hub_name, model_directory
 from moerl.config.memory import total_parameters
 from moerl.config.scoring_memory import plan_scoring
-from moerl.diagnostics.scoring import Scorer
+from moerl.diagnostics.scoring import RolloutScorer
 from moerl.errors import ConfigError, closing
 from moerl.models.description import ModelDescription
 from moerl.orchestration.rescoring import HeldModels, TransformersScorer
@@ -30,7 +30,7 @@ _FINER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.flo
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class HuggingFaceCheckpoint:
     """A Hugging Face directory, and the policy version that it holds, None where nobody said."""
 
     folder: Path
@@ -85,14 +85,14 @@ class Models:
     """Scorers of the named checkpoints, newest first."""
 
     held: HeldModels
-    checkpoints: Sequence[Checkpoint]
+    checkpoints: Sequence[HuggingFaceCheckpoint]
     described: Sequence[ModelDescription]
     options: ScoringOptions
 
     @classmethod
     def planned(
         cls,
-        checkpoints: Sequence[Checkpoint],
+        checkpoints: Sequence[HuggingFaceCheckpoint],
         described: Sequence[ModelDescription],
         options: ScoringOptions,
         longest: int,
@@ -137,7 +137,7 @@ class Models:
         return self.of(0, torch.bfloat16) if self.held.dtype is torch.float32 else None
 
     @contextlib.contextmanager
-    def scorers(self) -> Iterator[list[Scorer]]:
+    def scorers(self) -> Iterator[list[RolloutScorer]]:
         """One for each checkpoint."""
         dtype = self.options.dtype
         if self.options.backend == "hf":
@@ -148,5 +148,5 @@ class Models:
             yield [trainer]
 
 
-def _name(checkpoint: Checkpoint) -> str:
+def _name(checkpoint: HuggingFaceCheckpoint) -> str:
     return checkpoint.folder.name if checkpoint.version is None else f"version {checkpoint.version}"

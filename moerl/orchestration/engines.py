@@ -23,7 +23,7 @@ from moerl.models.description import ModelDescription
 from moerl.orchestration.models import make_engine
 from moerl.rollout.beside.engine import BesideEngine
 from moerl.rollout.beside.local import EngineProcess, LocalProcess, dismiss
-from moerl.rollout.beside.messages import Start
+from moerl.rollout.beside.messages import StartEngine
 from moerl.rollout.embedded import EmbeddedEngine
 from moerl.rollout.fleet.backend import ModelFacts, ServerLauncher
 from moerl.rollout.fleet.engine import FleetEngine
@@ -129,7 +129,7 @@ def _embedded(
             version=version,
             record_steps=rollout.record_steps,
         )
-    start = Start(
+    start = StartEngine(
         folder=str(model.folder),
         dtype=rollout.dtype,
         spec=model.spec,

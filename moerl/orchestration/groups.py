@@ -22,7 +22,7 @@ from moerl.contract.ports import Prompt, RolloutRequest, Taken, not_taken
 from moerl.contract.trajectory import Trajectory
 from moerl.errors import closing
 from moerl.orchestration.prompt_choice import PromptChoice
-from moerl.orchestration.rollouts import Collector, Outcome, in_request_order, sampling_params
+from moerl.orchestration.rollouts import Collector, RolloutOutcome, in_request_order, sampling_params
 from moerl.orchestration.selection import check_fills_up, filtered_for, select
 
 NOT_KEPT = "not_kept"
@@ -242,7 +242,7 @@ class GroupSource:
         collector, version = self._collector, self.version
         requests = {number: self._requests(number) for number in numbers}
         number_of = {r.lineage.rollout_id: number for number, group in requests.items() for r in group}
-        found: dict[int, list[Outcome]] = {number: [] for number in numbers}
+        found: dict[int, list[RolloutOutcome]] = {number: [] for number in numbers}
         num_tokens, num_refused, first = 0, 0, ""
         prompts = [self._prompt(number) for number in numbers]
         asked = [request for group in requests.values() for request in group]
@@ -273,7 +273,7 @@ class GroupSource:
         if not self.overlaps:
             self._collector.watch(done, total, tokens)
 
-    def _take(self, number: int, requests: Sequence[RolloutRequest], outcomes: Sequence[Outcome]) -> None:
+    def _take(self, number: int, requests: Sequence[RolloutRequest], outcomes: Sequence[RolloutOutcome]) -> None:
         """A group whose rollouts have all come."""
         trajectories = in_request_order([o.trajectory for o in outcomes if o.trajectory is not None], requests)
         refused = dict.fromkeys((r.lineage.rollout_id for r in requests), "no_answer")

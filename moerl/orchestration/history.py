@@ -27,7 +27,7 @@ STEPS = {"sft.steps": "sft", "rl.steps": "rl"}
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class HistoryRow:
     """time: ISO 8601, UTC. stage, step: the last one with the old value. note: what the change brings, or empty."""
 
     time: str
@@ -58,20 +58,20 @@ def take_changes(config: RunConfig, stage: str, step: int, reporter: Reporter) -
     for row in before:
         reporter.say(f"changed earlier, {row.time}: {row}")
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    rows = [Row(now, stage, step, each.key, each.old, each.new, change_note(each, config)) for each in changes]
+    rows = [HistoryRow(now, stage, step, each.key, each.old, each.new, change_note(each, config)) for each in changes]
     for row in rows:
         reporter.say(f"changed: {row}")
     if rows:
         _write(config.run_dir / HISTORY_FILE, [*before, *rows])
 
 
-def read_history(run_dir: Path) -> list[Row]:
+def read_history(run_dir: Path) -> list[HistoryRow]:
     """The rows so far, none where nothing was ever changed. Raises `CheckpointError` for a damaged file."""
     path = run_dir / HISTORY_FILE
     if not path.exists():
         return []
     try:
-        return [Row(**json.loads(line)) for line in read_text(path).splitlines()]
+        return [HistoryRow(**json.loads(line)) for line in read_text(path).splitlines()]
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(
             f"{path} cannot be read",
@@ -91,6 +91,6 @@ def _check_steps(change: Change, stage: str, step: int) -> None:
         )
 
 
-def _write(path: Path, rows: Sequence[Row]) -> None:
+def _write(path: Path, rows: Sequence[HistoryRow]) -> None:
     with atomic_file(path) as temporary:
         temporary.write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows), encoding="utf-8")

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from moerl.batching.curriculum import Choice, Curriculum
+from moerl.batching.curriculum import Curriculum, CurriculumRule
 from moerl.config.schema import RunConfig
 from moerl.contract.ports import Prompt
 from moerl.contract.trajectory import Trajectory
@@ -24,7 +24,7 @@ class PromptChoice:
     def of(cls, config: RunConfig, prompts: Sequence[Prompt]) -> PromptChoice | None:
         """That of a run; None where every prompt comes once in an epoch."""
         loop = config.rl
-        choice = Choice(loop.skip_above, loop.skip_below, loop.weigh_prompts == "variance")
+        choice = CurriculumRule(loop.skip_above, loop.skip_below, loop.weigh_prompts == "variance")
         if choice.is_even:
             return None
         return cls(Curriculum(choice, len(prompts), loop.prompts_per_step, config.seed), prompts)

@@ -77,12 +77,12 @@ class HeldModels:
 
 
 class TransformersScorer:
-    """`moerl.diagnostics.scoring.Scorer` on a transformers model.
+    """`moerl.diagnostics.scoring.RolloutScorer` on a transformers model.
 
     Args:
         held: holds its weights. model: of a Hugging Face directory. dtype: of the arithmetic, to which weights of
             another dtype are turned layer by layer; log-probs are computed in float64 from its logits. name, version:
-            as in `Scorer`.
+            as in `RolloutScorer`.
     """
 
     offers_top_ps = True
@@ -103,7 +103,7 @@ class TransformersScorer:
 
     @torch.inference_mode()
     def score(self, rollouts: Sequence[DumpedRollout], question: Question) -> list[Scored]:
-        """Scores as `Scorer` says.
+        """Scores as `RolloutScorer` says.
 
         Raises:
             EngineError: the model's routers are unknown, or a layer did not use the experts that it was told.

@@ -39,7 +39,7 @@ class _Pending:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Outcome:
+class RolloutOutcome:
     """Result of a rollout: a trajectory with its rewards, or the reason why it is in quarantine."""
 
     rollout_id: str
@@ -164,7 +164,7 @@ class Collector:
         requests: Sequence[RolloutRequest],
         version: Callable[[], int],
         prefixes: Mapping[str, str],
-    ) -> Generator[Outcome]:
+    ) -> Generator[RolloutOutcome]:
         """Yields the outcome of each request: of refused answers at once, of all others in the order of their answers.
 
         Sampling waits for no reward: rewards are asked for when an answer comes, and taken in the order of the answers
@@ -184,7 +184,7 @@ class Collector:
         try:
             for answer in self.engine.generate(requests):
                 checked = self._checked(answer, version())
-                if isinstance(checked, Outcome):
+                if isinstance(checked, RolloutOutcome):
                     yield checked
                     continue
                 record, trajectory = checked
@@ -201,7 +201,7 @@ class Collector:
                 each.rewards.cancel()
         self.quarantine.forget(ids)
 
-    def _checked(self, answer: RolloutRecord, version: int) -> Outcome | tuple[RolloutRecord, Trajectory]:
+    def _checked(self, answer: RolloutRecord, version: int) -> RolloutOutcome | tuple[RolloutRecord, Trajectory]:
         """An answer as the contract has it: the record and its trajectory, or why it was refused."""
         try:
             if answer.refusal is not None:
@@ -215,11 +215,11 @@ class Collector:
             return self._refused(record)
         return record, trajectory
 
-    def _refused(self, record: RolloutRecord) -> Outcome:
+    def _refused(self, record: RolloutRecord) -> RolloutOutcome:
         name: object = record.rollout_id
-        return Outcome(name if type(name) is str else "", refusal=self.quarantine.refusal_of(name))
+        return RolloutOutcome(name if type(name) is str else "", refusal=self.quarantine.refusal_of(name))
 
-    def _rewarded(self, pending: _Pending, version: int) -> Outcome:
+    def _rewarded(self, pending: _Pending, version: int) -> RolloutOutcome:
         """Waits for the rewards."""
         try:
             trajectory = pending.trajectory.with_rewards(pending.rewards.result())
@@ -233,7 +233,7 @@ class Collector:
         except ContractError as error:
             self.quarantine.withdraw(pending.record, error, trainer_version=version)
             return self._refused(pending.record)
-        return Outcome(pending.record.rollout_id, trajectory)
+        return RolloutOutcome(pending.record.rollout_id, trajectory)
 
     def take_failed_rewards(self) -> dict[str, int]:
         """By name of the reward, on how many responses it failed since this was asked before."""

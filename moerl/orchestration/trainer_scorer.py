@@ -32,10 +32,10 @@ _LISTED = SamplingParams(top_p=0.5)
 
 
 class TrainerScorer:
-    """`moerl.diagnostics.scoring.Scorer` on the trainer. Close it: it holds the process groups.
+    """`moerl.diagnostics.scoring.RolloutScorer` on the trainer. Close it: it holds the process groups.
 
     Args:
-        dtype: of weights and arithmetic, as the trainer names it. name, version: as in `Scorer`.
+        dtype: of weights and arithmetic, as the trainer names it. name, version: as in `RolloutScorer`.
     """
 
     offers_top_ps = False
@@ -53,7 +53,7 @@ class TrainerScorer:
         groups.stop()
 
     def score(self, rollouts: Sequence[DumpedRollout], question: Question) -> list[Scored]:
-        """Scores as `Scorer` says; margins are zeros, and `own_ids` those of a pass in which the routers are free.
+        """Scores as `RolloutScorer` says; margins are zeros, and `own_ids` come from a pass with free routers.
 
         Raises:
             ContractError: a rollout breaks the data contract. ReplayError: routing was not enforced as it was told.

@@ -33,8 +33,8 @@ from moerl.contract.commands import (
     Prepare,
     Profile,
     Publish,
+    RankPassReport,
     Reply,
-    Report,
     Resend,
     Restore,
     Rewrite,
@@ -141,13 +141,13 @@ class Worker:
                 self._load(command.number, frame)
             case Score():
                 with profiling.named("scoring"):
-                    return Reply(report=Report.of(self._score(command)))
+                    return Reply(report=RankPassReport.of(self._score(command)))
             case Prepare():
                 with profiling.named("scoring"):
-                    return Reply(report=Report.of(self._prepare(command)))
+                    return Reply(report=RankPassReport.of(self._prepare(command)))
             case Step():
                 with profiling.named("training"):
-                    return Reply(report=Report.of(self._step(command)))
+                    return Reply(report=RankPassReport.of(self._step(command)))
             case UseOfDevice():
                 return Reply(device=platform.device_use())
             case Profile():

@@ -26,7 +26,7 @@ from torch import Tensor
 from moerl.contract.commands import ReceiverAddress
 from moerl.errors import MoerlError, WeightSyncError, closing
 from moerl.processes.admission import Admission, connect
-from moerl.rollout.shared_memory import Place, SharedMemory, fill, lay_out, tensor_at
+from moerl.rollout.shared_memory import SharedMemory, TensorPlace, fill, lay_out, tensor_at
 
 TakeBucket = Callable[[int, Iterable[tuple[str, Tensor]]], None]
 """Called with the version of the update and tensors by checkpoint name, which are written over after it returns."""
@@ -34,7 +34,7 @@ TakeBucket = Callable[[int, Iterable[tuple[str, Tensor]]], None]
 
 class _Bucket(msgspec.Struct, forbid_unknown_fields=True):
     version: int
-    places: list[Place]
+    places: list[TensorPlace]
     num_bytes: int
     """That the tensors take together: in the memory, or as many bytes follow."""
     memory: str = ""

@@ -13,7 +13,7 @@ from torch import Tensor
 _ALIGNMENT = 64
 
 
-class Place(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+class TensorPlace(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """Place of a tensor in a flat piece of memory; offset: in bytes."""
 
     name: str
@@ -22,23 +22,23 @@ class Place(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     offset: int
 
 
-def lay_out(tensors: Sequence[tuple[str, Tensor]]) -> tuple[list[Place], int]:
+def lay_out(tensors: Sequence[tuple[str, Tensor]]) -> tuple[list[TensorPlace], int]:
     """Returns places for tensors behind one another, and the bytes that all take."""
-    places, end = list[Place](), 0
+    places, end = list[TensorPlace](), 0
     for name, tensor in tensors:
         offset = -(-end // _ALIGNMENT) * _ALIGNMENT
-        places.append(Place(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), offset))
+        places.append(TensorPlace(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), offset))
         end = offset + tensor.numel() * tensor.element_size()
     return places, end
 
 
-def fill(flat: Tensor, places: Sequence[Place], tensors: Sequence[tuple[str, Tensor]]) -> None:
+def fill(flat: Tensor, places: Sequence[TensorPlace], tensors: Sequence[tuple[str, Tensor]]) -> None:
     """Copies tensors to their places in uint8 [bytes]."""
     for place, (_, tensor) in zip(places, tensors, strict=True):
         tensor_at(flat, place).copy_(tensor)
 
 
-def tensor_at(flat: Tensor, place: Place) -> Tensor:
+def tensor_at(flat: Tensor, place: TensorPlace) -> Tensor:
     """Returns the tensor at a place in uint8 [bytes], a view of them."""
     dtype = getattr(torch, place.dtype)
     num_bytes = dtype.itemsize * int(torch.Size(place.shape).numel())
@@ -68,7 +68,7 @@ class SharedMemory:
         """Path by which other processes of this user open the memory, as long as this process keeps it."""
         return f"/proc/{os.getpid()}/fd/{self.descriptor}"
 
-    def put(self, tensors: Iterable[tuple[str, Tensor]]) -> tuple[list[Place], int]:
+    def put(self, tensors: Iterable[tuple[str, Tensor]]) -> tuple[list[TensorPlace], int]:
         """Copies tensors in, from the start of the memory, which grows as needed; returns as `lay_out`."""
         held = [(name, tensor.detach()) for name, tensor in tensors]
         places, num_bytes = lay_out(held)

@@ -80,7 +80,7 @@ class ChainSumTaskConfig(TaskSection):
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class SolutionStep:
     """One step of a worked solution: `left` `operator` `right` = `result`."""
 
     left: int
@@ -92,7 +92,7 @@ class Step:
         return f"{self.left}{self.operator}{self.right}={self.result}"
 
 
-def solve(expression: str) -> list[Step]:
+def solve(expression: str) -> list[SolutionStep]:
     """The steps that evaluate ``a + b - c ...`` (tokens separated by blanks) from left to right."""
     tokens = expression.split()
     running = int(tokens[0])
@@ -100,7 +100,7 @@ def solve(expression: str) -> list[Step]:
     for operator, text in zip(tokens[1::2], tokens[2::2], strict=True):
         right = int(text)
         result = running + right if operator == "+" else running - right
-        steps.append(Step(running, operator, right, result))
+        steps.append(SolutionStep(running, operator, right, result))
         running = result
     return steps
 

@@ -95,7 +95,7 @@ class JsonlTask(RowsTask):
         super().__init__(
             [data],
             Cut(config.dev_fraction, config.heldout_fraction, None, "raw"),
-            scorer.Scorer([scorer.Part("", 1.0, ProcessReward(pool))]),
+            scorer.RewardScorer([scorer.WeightedReward("", 1.0, ProcessReward(pool))]),
             response_keys=f"task.response_key={config.response_key!r}",
         )
 

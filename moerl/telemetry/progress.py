@@ -91,7 +91,7 @@ class Pace:
         return {**metrics, _THROUGHPUT: self._tokens / self._seconds}
 
 
-class Part:
+class ProgressPart:
     """Part of a step: what it is, since when, and how much of it is done. Any thread may ask for its `text`."""
 
     def __init__(self, title: str, now: float) -> None:
@@ -168,7 +168,7 @@ class HeartbeatProgress:
         self._pace = Pace(0, 0, 0.0)
         self._last: float | None = None
         self._last_line = clock()
-        self._part: Part | None = None
+        self._part: ProgressPart | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._beat_until_ended, name="heartbeat", daemon=True)
 
@@ -208,7 +208,7 @@ class HeartbeatProgress:
         self.note(f"{self._stage} {step}/{self._total}  {figures_text(metrics)}{eta}")
 
     def begin_part(self, title: str) -> None:
-        self._part = Part(title, self._clock())
+        self._part = ProgressPart(title, self._clock())
 
     def within(self, done: int, total: int, tokens: int = 0) -> None:
         if self._part is not None:
@@ -250,7 +250,7 @@ class LiveProgress:
         )
         self._task: TaskID | None = None
         self._pace = Pace(0, 0, 0.0)
-        self._part: Part | None = None
+        self._part: ProgressPart | None = None
         self._bars.part = self._part_text
 
     def _part_text(self) -> str:
@@ -277,7 +277,7 @@ class LiveProgress:
         self._bars.update(self._task, completed=step, left=f"ETA {duration_text(left)}" if left else "")
 
     def begin_part(self, title: str) -> None:
-        self._part = Part(title, self._clock())
+        self._part = ProgressPart(title, self._clock())
 
     def within(self, done: int, total: int, tokens: int = 0) -> None:
         if self._part is not None:

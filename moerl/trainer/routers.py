@@ -20,7 +20,7 @@ OwnTopK = Callable[[Tensor], tuple[Tensor, Tensor]]
 """Megatron's own choice: scores [T, E] -> (values, ids), both [T, K]."""
 
 
-class Listener(Protocol):
+class RouterListener(Protocol):
     """Schedule that is open around a forward(-backward) pass; `RouterHook` calls it at every router."""
 
     def route(self, hook: RouterHook, scores_tE: Tensor, own_topk: OwnTopK) -> tuple[Tensor, Tensor]: ...
@@ -40,7 +40,7 @@ class RouterHook:
     index: int
     moe_layer: int
     layer_number: int
-    schedule: Listener | None = None
+    schedule: RouterListener | None = None
     pending: deque[int] = field(default_factory=deque)
     active: tuple[int, int] | None = None
 

@@ -22,7 +22,7 @@ from moerl.weights.bucket import WeightBucket
 
 
 @dataclass(slots=True, eq=False)
-class Call:
+class SinkCall:
     """One call of a sink. doing: what it is, for errors. problem: what it raised. started: by `time.monotonic`."""
 
     doing: str
@@ -43,16 +43,16 @@ class SinkThread:
 
     def __init__(self, name: str, step_seconds: float, thread_name: str = "weight-sink") -> None:
         self.name, self.step_seconds = name, step_seconds
-        self._calls: queue.SimpleQueue[Call] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[SinkCall] = queue.SimpleQueue()
         self._current = ""
         threading.Thread(target=self._work, name=thread_name, daemon=True).start()
 
-    def submit(self, doing: str, run: Callable[[], None]) -> Call:
-        call = Call(doing, run)
+    def submit(self, doing: str, run: Callable[[], None]) -> SinkCall:
+        call = SinkCall(doing, run)
         self._calls.put(call)
         return call
 
-    def wait(self, call: Call) -> BaseException | None:
+    def wait(self, call: SinkCall) -> BaseException | None:
         """Waits for a call; returns what the call raised, or an error of its own after `step_seconds`, counted from the
         beginning of the call, or from now if the call has not begun."""
         begun = call.started or time.monotonic()
@@ -99,7 +99,7 @@ class BucketSender:
     ) -> None:
         self._sink, self._thread = sink, thread
         self._slots = [torch.empty(slot_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
-        self._sent: list[Call] = []
+        self._sent: list[SinkCall] = []
         self._num_settled = 0
         self._is_abandoned = self._has_failed = False
         self._dtypes = dtypes

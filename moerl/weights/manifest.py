@@ -55,7 +55,7 @@ class PublishedTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
+class WeightManifest:
     """Everything that an update brings, in the order of the model's layers."""
 
     dims: ParallelDims
@@ -71,7 +71,7 @@ class Manifest:
         return {each.tensor.name: each.shard_shape for each in held}
 
 
-def model_manifest(model: ModelDescription, dims: ParallelDims, *, split_latents: bool = False) -> Manifest:
+def model_manifest(model: ModelDescription, dims: ParallelDims, *, split_latents: bool = False) -> WeightManifest:
     """The manifest of all weights of a model in a layout, from sizes alone. split_latents: as in `model_tensors`."""
     owner = Ownership(dims, model.num_layers, model.num_experts)
     stages = owner.stage_of_layers()
@@ -80,7 +80,7 @@ def model_manifest(model: ModelDescription, dims: ParallelDims, *, split_latents
         stage, ways = owner.stage(tensor, stages), owner.ways(tensor)
         owners = tuple(tuple(owner.holders(tensor, stage, shard)) for shard in range(ways))
         published.append(PublishedTensor(tensor if ways > 1 else replace(tensor, split=Split.WHOLE), owners))
-    return Manifest(dims, tuple(published))
+    return WeightManifest(dims, tuple(published))
 
 
 def encode_shards(shards: Mapping[str, Any]) -> bytes:
@@ -89,7 +89,7 @@ def encode_shards(shards: Mapping[str, Any]) -> bytes:
     return msgspec.json.encode(held)
 
 
-def merge_shards(model: ModelDescription, dims: ParallelDims, ranks: Sequence[bytes]) -> Manifest:
+def merge_shards(model: ModelDescription, dims: ParallelDims, ranks: Sequence[bytes]) -> WeightManifest:
     """The manifest of what all ranks say, in rank order, each as `encode_shards` wrote it.
 
     Raises:
@@ -121,7 +121,7 @@ def merge_shards(model: ModelDescription, dims: ParallelDims, ranks: Sequence[by
             raise _unfit(f"slices {sorted(slices)} of '{name}'", f"{ways} slices")
         owners = tuple(tuple(slices[number]) for number in range(ways))
         published.append(PublishedTensor(replace(tensor, split=split), owners))
-    return Manifest(dims, tuple(published))
+    return WeightManifest(dims, tuple(published))
 
 
 def _axis(tensor: MegatronTensor, dims: ParallelDims) -> int:

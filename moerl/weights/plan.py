@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Literal
 
 from moerl.contract.parallel import ParallelDims
 from moerl.errors import ConfigError
-from moerl.weights.manifest import Manifest, Owners, PublishedTensor
+from moerl.weights.manifest import Owners, PublishedTensor, WeightManifest
 from moerl.weights.shards import Piece, shard_pieces
 from moerl.weights.tensors import FLOAT32_BYTES
 
@@ -137,7 +137,7 @@ class Bucket:
 class SyncPlan:
     """The whole schedule."""
 
-    manifest: Manifest
+    manifest: WeightManifest
     options: PlanOptions
     buckets: tuple[Bucket, ...]
 
@@ -183,7 +183,7 @@ def choose_senders(dims: ParallelDims, count: int) -> tuple[int, ...]:
     return tuple(senders)
 
 
-def make_plan(manifest: Manifest, options: PlanOptions) -> SyncPlan:
+def make_plan(manifest: WeightManifest, options: PlanOptions) -> SyncPlan:
     """The schedule for what a trainer publishes. Deterministic: every rank makes the same."""
     targets: dict[str, _Target] = {}
     turns: Counter[tuple[int, str, Owners]] = Counter()

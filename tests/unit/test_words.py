@@ -1,4 +1,4 @@
-"""First words of docstrings, reads of environment variables, and the tool that checks both."""
+"""First words of docstrings, names of classes, reads of environment variables, and the tool that checks them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def check_words() -> Any:
     return module
 
 
-def test_no_docstring_is_a_riddle_and_the_environment_is_read_where_it_may_be(check_words: Any):
+def test_the_repository_keeps_all_rules(check_words: Any):
     assert check_words.problems(ROOT) == []
     assert "$(BIN)/python scripts/check_words.py\n" in (ROOT / "Makefile").read_text(encoding="utf-8")
 
@@ -47,6 +47,23 @@ def test_a_docstring_that_begins_with_a_banned_word_is_found(text: str, line: in
 )
 def test_other_texts_pass(text: str, check_words: Any):
     assert list(check_words.riddles(text)) == []
+
+
+def test_a_public_class_name_of_two_modules_is_found_with_both_places(
+    check_words: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(check_words, "EXCEPTIONS", {})
+    texts = {
+        "moerl/config/a.py": "class Row:\n    class Inner: ...\nclass _Own: ...\n",
+        "moerl/ranks/b.py": "class _Own: ...\nclass Inner: ...\nclass Row: ...\n",
+        "tests/c.py": "class Row: ...\n",
+    }
+    for path, text in texts.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    assert check_words.problems(tmp_path) == [
+        "moerl/ranks/b.py:3: moerl/config/a.py:1 defines a class Row, too: give one a name said in full"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from moerl.diagnostics.causes.texts import CAUSES
 from moerl.diagnostics.causes.values import Search, oversized_sets
 from moerl.diagnostics.dumps.rollout import DumpedRollout
 from moerl.diagnostics.report.data import Confidence, Decomposition, Evidence, Finding, Interval
-from moerl.diagnostics.scoring import Question, Scored, Scorer
+from moerl.diagnostics.scoring import Question, RolloutScorer, Scored
 
 FLOOR_ROLLOUTS = 16
 """Rollouts that the floor is measured on."""
@@ -56,11 +56,11 @@ class Diagnosis:
 
 def diagnose(
     rollouts: Sequence[DumpedRollout],
-    scorers: Sequence[Scorer],
-    floor_scorer: Scorer,
+    scorers: Sequence[RolloutScorer],
+    floor_scorer: RolloutScorer,
     edits: Sequence[tuple[Repair, str]] = (),
     *,
-    half: Scorer | None = None,
+    half: RolloutScorer | None = None,
 ) -> Diagnosis:
     """Finds the causes of the gap of these rollouts.
 
@@ -127,7 +127,9 @@ def _search(ground: Ground, search: Search, masks: Sequence[Fault]) -> tuple[lis
     return inputs, values, records
 
 
-def measure_floor(rollouts: Sequence[DumpedRollout], scorer: Scorer, finer: Scorer) -> tuple[float, float]:
+def measure_floor(
+    rollouts: Sequence[DumpedRollout], scorer: RolloutScorer, finer: RolloutScorer
+) -> tuple[float, float]:
     """Returns the mean |difference| of log-probs of one model in two arithmetics, nats: with the same experts, and with
     those that its routers choose in each; `LEAST_FLOOR` at least, and the second not less than the first."""
     plain = [replace(rollout, expert_ids=None, routed=None, kept=None) for rollout in rollouts]

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from moerl.diagnostics.causes.routes import enforceable
 from moerl.diagnostics.dumps.rollout import DumpedRollout
 from moerl.diagnostics.report.data import Interval
-from moerl.diagnostics.scoring import Question, Scored, Scorer
+from moerl.diagnostics.scoring import Question, RolloutScorer, Scored
 from moerl.errors import EngineError
 
 RESAMPLES = 400
@@ -97,7 +97,7 @@ class Gaps:
     """
 
     rollouts: Sequence[DumpedRollout]
-    scorers: Sequence[Scorer]
+    scorers: Sequence[RolloutScorer]
     question: Question = field(default_factory=Question)
     _scored: dict[tuple[object, ...], Scored] = field(default_factory=dict)
     _repaired: dict[tuple[object, ...], DumpedRollout] = field(default_factory=dict)

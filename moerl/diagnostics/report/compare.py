@@ -10,7 +10,7 @@ from moerl.diagnostics.report.data import Finding, Report, Verdict
 from moerl.diagnostics.report.figures import Named
 from moerl.diagnostics.report.page import write_html
 from moerl.diagnostics.report.run_findings import GAP_NOTE, RECENT
-from moerl.diagnostics.report.sections import Section, figure
+from moerl.diagnostics.report.sections import PageSection, figure
 from moerl.diagnostics.report.words import brief, escaped, percent, table
 
 RATIO_NOTE, RATIO_FAULT, MIN_DIFFERENCE = 1.25, 2.0, 1e-3
@@ -136,25 +136,25 @@ def _facts(reports: Sequence[Named]) -> str:
     return table(head, rows, "What differs is bold.", texts=len(head)) if rows else ""
 
 
-def _verdicts(reports: Sequence[Named]) -> Section:
+def _verdicts(reports: Sequence[Named]) -> PageSection:
     boxes = "".join(
         f'<article class="card level-{report.verdict.level}">'
         f'<p class="badge">{sections.LEVELS[report.verdict.level]}</p>'
         f"<h3>{escaped(name)}</h3><p>{escaped(report.verdict.text)}</p><p>{escaped(report.verdict.advice)}</p></article>"
         for name, report in reports
     )
-    return Section("verdicts", "Verdict of each", f'<div class="cards">{boxes}</div>')
+    return PageSection("verdicts", "Verdict of each", f'<div class="cards">{boxes}</div>')
 
 
-def _gaps(reports: Sequence[Named]) -> Section | None:
+def _gaps(reports: Sequence[Named]) -> PageSection | None:
     chart = figures.decomposition(reports)
     if chart is None:
         return None
     gaps = [(name, each) for name, report in reports for each in report.decompositions]
-    return Section("gap", "The gaps and their parts", figure(chart) + sections.decomposition_table(gaps), (chart,))
+    return PageSection("gap", "The gaps and their parts", figure(chart) + sections.decomposition_table(gaps), (chart,))
 
 
-def _scorers(reports: Sequence[Named]) -> Section | None:
+def _scorers(reports: Sequence[Named]) -> PageSection | None:
     scorers = list(dict.fromkeys(scorer for _, report in reports for scorer in report.scorers))
     rows: list[list[str]] = []
     for scorer in scorers:
@@ -163,15 +163,15 @@ def _scorers(reports: Sequence[Named]) -> Section | None:
             cells = [sections.scorer_cell(values, key) for values in of_each]
             rows.append([escaped(scorer), escaped(sections.figure_title(key)), *cells])
     head = ("scorer", "figure", *(escaped(name) for name, _ in reports))
-    return Section("scorers", "Scorers", table(head, rows, texts=2)) if rows else None
+    return PageSection("scorers", "Scorers", table(head, rows, texts=2)) if rows else None
 
 
-def _steps(reports: Sequence[Named]) -> Section | None:
+def _steps(reports: Sequence[Named]) -> PageSection | None:
     chart = figures.over_steps(reports)
-    return chart and Section("steps", "Over steps", figure(chart), (chart,))
+    return chart and PageSection("steps", "Over steps", figure(chart), (chart,))
 
 
-def _layers(reports: Sequence[Named]) -> Section | None:
+def _layers(reports: Sequence[Named]) -> PageSection | None:
     chart = figures.layers_side_by_side(reports)
     if chart is None:
         return None
@@ -181,4 +181,4 @@ def _layers(reports: Sequence[Named]) -> Section | None:
     head = ("MoE layer", *(escaped(name) for name, _ in reports))
     caption = "Rows with other experts."
     body = figure(chart) + f"<details><summary>Table of all layers</summary>{table(head, rows, caption)}</details>"
-    return Section("layers", "Layers", body, (chart,))
+    return PageSection("layers", "Layers", body, (chart,))

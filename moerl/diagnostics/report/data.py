@@ -109,7 +109,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ReportStep:
     """One training step, or one policy version of a dump. metrics: by name of `moerl.telemetry.metrics`, without
     those that are missing."""
 
@@ -224,7 +224,7 @@ class Report:
     decompositions: tuple[Decomposition, ...] = ()
     findings: tuple[Finding, ...] = ()
     scorers: dict[str, dict[str, float]] = field(default_factory=dict)
-    steps: tuple[Step, ...] = ()
+    steps: tuple[ReportStep, ...] = ()
     layers: tuple[Layer, ...] = ()
     maps: tuple[LayerMap, ...] = ()
     swaps: tuple[Swap, ...] = ()

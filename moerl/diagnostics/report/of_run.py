@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from moerl.diagnostics.report.data import Decomposition, Layer, LayerMap, Report, Sample, Share, Step, Unread
+from moerl.diagnostics.report.data import Decomposition, Layer, LayerMap, Report, ReportStep, Sample, Share, Unread
 from moerl.diagnostics.report.headlines import headlines_of
 from moerl.diagnostics.report.run_findings import RECENT, RunSettings, Seen, certain, findings_of, verdict_of
 from moerl.diagnostics.report.thinning import joined_columns, thinned_steps
@@ -136,7 +136,7 @@ def _scorers(row: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     return {scorer: values for scorer, values in found.items() if values}
 
 
-def _steps(rows: Sequence[Mapping[str, Any]]) -> list[Step]:
+def _steps(rows: Sequence[Mapping[str, Any]]) -> list[ReportStep]:
     """Rows of reinforcement learning; numbers of evaluations join their step under names of their own."""
     steps: dict[int, dict[str, float]] = {}
     for row in rows:
@@ -147,7 +147,7 @@ def _steps(rows: Sequence[Mapping[str, Any]]) -> list[Step]:
         elif row["stage"] == "evaluation":
             found = {EVALUATED[name]: float(row[name]) for name in EVALUATED if name in row}
             steps.setdefault(row["step"], {}).update(found)
-    return [Step(step, metrics) for step, metrics in sorted(steps.items())]
+    return [ReportStep(step, metrics) for step, metrics in sorted(steps.items())]
 
 
 def _layers(layers: Sequence[Mapping[str, Any]]) -> tuple[Layer, ...]:

@@ -20,7 +20,7 @@ from moerl.diagnostics.report import sections
 from moerl.diagnostics.report.charts import CONFIG, Chart
 from moerl.diagnostics.report.data import Report, Strip, encode_report
 from moerl.diagnostics.report.run_top import headlines, learning, samples
-from moerl.diagnostics.report.sections import Section
+from moerl.diagnostics.report.sections import PageSection
 from moerl.diagnostics.report.strips import strip_data, strip_section
 from moerl.diagnostics.report.words import escaped, unbroken
 from moerl.printable import printable
@@ -63,7 +63,7 @@ def write_html(
     path: Path,
     titles: tuple[str, str],
     tops: tuple[str, str],
-    parts: Sequence[Section],
+    parts: Sequence[PageSection],
     strips: Sequence[Strip] = (),
 ) -> None:
     """Writes a page.
@@ -111,7 +111,7 @@ def _chart_data(chart: Chart) -> list[dict[str, Any]]:
     ]
 
 
-def _document(titles: tuple[str, str], tops: tuple[str, str], parts: Sequence[Section], data: str) -> str:
+def _document(titles: tuple[str, str], tops: tuple[str, str], parts: Sequence[PageSection], data: str) -> str:
     style, vega, script = (_asset(name) for name in ("page.css", "vega.js", "page.js"))
     title, subtitle = (unbroken(escaped(text)) for text in titles)
     top, facts = map(unbroken, tops)

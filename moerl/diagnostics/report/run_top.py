@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from moerl.diagnostics.report import figures
 from moerl.diagnostics.report.data import Headline, Report
-from moerl.diagnostics.report.sections import LEVELS, Section, figure
+from moerl.diagnostics.report.sections import LEVELS, PageSection, figure
 from moerl.diagnostics.report.words import escaped
 
 
@@ -42,7 +42,7 @@ def samples(report: Report) -> str:
     )
 
 
-def learning(report: Report) -> Section | None:
+def learning(report: Report) -> PageSection | None:
     """Returns the chart of reward and accuracy of a run; a dump says nothing of them."""
     chart = figures.learning(report) if report.headlines else None
-    return chart and Section("learning", "Reward and accuracy", figure(chart), (chart,))
+    return chart and PageSection("learning", "Reward and accuracy", figure(chart), (chart,))

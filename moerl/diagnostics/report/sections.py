@@ -24,7 +24,7 @@ _SHARES = ("share_outside_tenth", "share_above_ln2", "tokens_with_different_expe
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
+class PageSection:
     """name: of the anchor. title: of the heading and in the list of contents; neither where it is empty."""
 
     name: str
@@ -78,7 +78,7 @@ def facts_list(facts: Sequence[tuple[str, str]]) -> str:
     return f'<dl class="facts">{pairs}</dl>' if facts else ""
 
 
-def gap(report: Report) -> Section | None:
+def gap(report: Report) -> PageSection | None:
     """The gap decomposed."""
     chart = figures.decomposition([("", report)])
     if chart is None:
@@ -88,7 +88,7 @@ def gap(report: Report) -> Section | None:
         "<p class=\"lead\">How far the trainer's log-prob of a sampled token is from the sampler's (d), and what makes"
         " it. Parts add up to their gap; one below zero makes the others' gap smaller.</p>"
     )
-    return Section("gap", "The gap and its parts", lead + figure(chart) + tables + published(report), (chart,))
+    return PageSection("gap", "The gap and its parts", lead + figure(chart) + tables + published(report), (chart,))
 
 
 def published(report: Report) -> str:
@@ -132,13 +132,13 @@ def decomposition_table(gaps: Sequence[tuple[str, Decomposition]]) -> str:
     return table(("gap", "part", "nats", "share"), rows, note, texts=2)
 
 
-def findings(report: Report) -> Section | None:
+def findings(report: Report) -> PageSection | None:
     """Cards, faults first."""
     if not report.findings:
         return None
     order = {"fault": 0, "note": 1, "good": 2}
     cards = "".join(_card(each) for each in sorted(report.findings, key=lambda each: order[each.level]))
-    return Section("findings", "Findings", f'<div class="cards">{cards}</div>')
+    return PageSection("findings", "Findings", f'<div class="cards">{cards}</div>')
 
 
 def _card(finding: Finding) -> str:
@@ -157,7 +157,7 @@ def _card(finding: Finding) -> str:
     )
 
 
-def scorers(report: Report) -> Section | None:
+def scorers(report: Report) -> PageSection | None:
     """Figures by scorer."""
     if not report.scorers:
         return None
@@ -174,7 +174,7 @@ def scorers(report: Report) -> Section | None:
         '<p class="lead">The same tokens and weights, scored with more or less of the record enforced. The gap between'
         " <em>neither</em> and <em>both</em> is what the two guarantees remove.</p>"
     )
-    return Section("scorers", "Scorers", lead + table(head, rows))
+    return PageSection("scorers", "Scorers", lead + table(head, rows))
 
 
 def figure_title(key: str) -> str:
@@ -192,13 +192,13 @@ def scorer_cell(values: Mapping[str, float], key: str) -> str:
     return percent(values[key]) if key in _SHARES else number(values[key])
 
 
-def over_steps(report: Report) -> Section | None:
+def over_steps(report: Report) -> PageSection | None:
     """Any metric over steps."""
     chart = figures.over_steps([("", report)])
-    return chart and Section("steps", "Over steps", figure(chart), (chart,))
+    return chart and PageSection("steps", "Over steps", figure(chart), (chart,))
 
 
-def layers(report: Report) -> Section | None:
+def layers(report: Report) -> PageSection | None:
     """Heat maps, and one layer by hand."""
     charts = [chart for chart in (figures.layer_maps(report), figures.single_layers(report)) if chart]
     body = "".join(figure(chart) for chart in charts)
@@ -213,14 +213,14 @@ def layers(report: Report) -> Section | None:
     if not body:
         return None
     lead = '<p class="lead">Where the trainer\'s own router would have chosen other experts than the record says.</p>'
-    return Section("layers", "Layers", lead + body, tuple(charts))
+    return PageSection("layers", "Layers", lead + body, tuple(charts))
 
 
 def _or_dash(value: float | None, form: Callable[[float], str] = number) -> str:
     return "-" if value is None else form(value)
 
 
-def margins(report: Report) -> Section | None:
+def margins(report: Report) -> PageSection | None:
     """Score margins by layer, and histograms."""
     charts = [chart for chart in (figures.margins(report), figures.histograms(report)) if chart]
     lead = (
@@ -228,10 +228,10 @@ def margins(report: Report) -> Section | None:
         " are a fault: other weights, other inputs or routes of other rows.</p>"
     )
     body = lead + "".join(figure(chart) for chart in charts)
-    return Section("margins", "Margins at flips", body, tuple(charts)) if charts else None
+    return PageSection("margins", "Margins at flips", body, tuple(charts)) if charts else None
 
 
-def swaps(report: Report) -> Section | None:
+def swaps(report: Report) -> PageSection | None:
     """Experts that replace one another."""
     if not report.swaps:
         return None
@@ -241,14 +241,14 @@ def swaps(report: Report) -> Section | None:
     rows = [_swap_row(each) for each in shown]
     head = ("MoE layer", "recorded expert", "own expert", "rows", "share of the layer's flips")
     body = table(head, rows[:15]) + (folded(f"{len(rows) - 15} more", table(head, rows[15:])) if rows[15:] else "")
-    return Section("swaps", "Which experts swap", body + note)
+    return PageSection("swaps", "Which experts swap", body + note)
 
 
 def _swap_row(swap: Swap) -> list[str]:
     return [str(swap.layer), str(swap.recorded), str(swap.own), f"{swap.count:,}", percent(swap.share)]
 
 
-def slices(report: Report) -> Section | None:
+def slices(report: Report) -> PageSection | None:
     """Tokens by kind."""
     if not report.slices:
         return None
@@ -265,20 +265,20 @@ def slices(report: Report) -> Section | None:
     ]
     head = ("by", "slice", "tokens", "mean |d|, nats", "rows with other experts")
     body = (figure(chart) if chart else "") + folded("Table of all slices", table(head, rows, texts=2))
-    return Section("slices", "Slices", body, (chart,) if chart else ())
+    return PageSection("slices", "Slices", body, (chart,) if chart else ())
 
 
-def unusable(report: Report) -> Section | None:
+def unusable(report: Report) -> PageSection | None:
     """Rows left out, by reason."""
     if not report.unusable:
         return None
     rows = [
         [escaped(each.reason), f"<code>{escaped(each.example)}</code>", f"{each.count:,}"] for each in report.unusable
     ]
-    return Section("unusable", "Unusable rows", table(("reason", "example", "rows"), rows, texts=2))
+    return PageSection("unusable", "Unusable rows", table(("reason", "example", "rows"), rows, texts=2))
 
 
-def definitions() -> Section:
+def definitions() -> PageSection:
     """Every figure: formula, source, and its names elsewhere."""
     parts: list[str] = []
     for each in DEFINITIONS:
@@ -290,11 +290,13 @@ def definitions() -> Section:
         pairs += [("elsewhere", "<br>".join(named))] if named else []
         inner = "".join(f"<dt>{name}</dt><dd>{text}</dd>" for name, text in pairs)
         parts.append(folded(escaped(each.title), f"<dl>{inner}</dl>"))
-    return Section("definitions", "Definitions", f'<div class="definitions">{"".join(parts)}</div>')
+    return PageSection("definitions", "Definitions", f'<div class="definitions">{"".join(parts)}</div>')
 
 
-def notes(report: Report) -> Section | None:
+def notes(report: Report) -> PageSection | None:
     """Limits of the numbers."""
     if not report.notes:
         return None
-    return Section("notes", "Notes", "<ul>" + "".join(f"<li>{escaped(each)}</li>" for each in report.notes) + "</ul>")
+    return PageSection(
+        "notes", "Notes", "<ul>" + "".join(f"<li>{escaped(each)}</li>" for each in report.notes) + "</ul>"
+    )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from moerl.diagnostics.report.data import Strip
-from moerl.diagnostics.report.sections import Section
+from moerl.diagnostics.report.sections import PageSection
 from moerl.diagnostics.report.words import escaped
 
 MAX_STRIPS = 24
@@ -23,7 +23,7 @@ _LEGEND = (
 )
 
 
-def strip_section(strips: Sequence[Strip]) -> Section | None:
+def strip_section(strips: Sequence[Strip]) -> PageSection | None:
     """The view of one trajectory, chosen by hand; what it shows is in `strip_data`."""
     if not strips:
         return None
@@ -46,7 +46,7 @@ def strip_section(strips: Sequence[Strip]) -> Section | None:
         '<p class="token-line" aria-live="polite"></p>'
         '<div class="tokens" role="listbox" aria-label="tokens of the trajectory"></div></div>'
     )
-    return Section("strip", "Token by token", body + "".join(f'<p class="quiet">{note}</p>' for note in notes))
+    return PageSection("strip", "Token by token", body + "".join(f'<p class="quiet">{note}</p>' for note in notes))
 
 
 def _shown(strips: Sequence[Strip]) -> list[Strip]:

@@ -16,7 +16,7 @@ from moerl.diagnostics.report import sections
 from moerl.diagnostics.report.charts import MAX_POINTS, Chart, Choice, Column, page_colors, short
 from moerl.diagnostics.report.data import Verdict
 from moerl.diagnostics.report.page import write_html
-from moerl.diagnostics.report.sections import Section, figure
+from moerl.diagnostics.report.sections import PageSection, figure
 from moerl.diagnostics.report.words import brief, escaped, number, table
 from moerl.telemetry.metrics import METRICS
 
@@ -174,7 +174,7 @@ def _groups(runs: Sequence[SweptRun], keys: Sequence[str]) -> list[tuple[dict[st
     return [(dict(zip(keys, values, strict=True)), members) for values, members in found.items()]
 
 
-def _finals(report: SweepReport) -> Section | None:
+def _finals(report: SweepReport) -> PageSection | None:
     metrics = [metric for metric in _FINALS if any(metric in each.finals for each in report.settings)]
     if not metrics:
         return None
@@ -187,7 +187,7 @@ def _finals(report: SweepReport) -> Section | None:
         " over seeds, and [smallest, largest].</p>"
     )
     head = ("setting", "runs", *(escaped(_FINALS[metric]) for metric in metrics))
-    return Section("finals", "Final numbers", lead + table(head, rows))
+    return PageSection("finals", "Final numbers", lead + table(head, rows))
 
 
 def _count(setting: Setting, report: SweepReport) -> str:
@@ -201,7 +201,7 @@ def _cell(value: Spread | None) -> str:
     return number(value.mean) + (f" [{number(value.low)}, {number(value.high)}]" if value.runs > 1 else "")
 
 
-def _runs(keys: Sequence[str], runs: Sequence[SweptRun]) -> Section:
+def _runs(keys: Sequence[str], runs: Sequence[SweptRun]) -> PageSection:
     rows = [
         [
             f'<a href="{escaped(run.page)}">{escaped(run.name)}</a>' if run.page else escaped(run.name),
@@ -213,12 +213,12 @@ def _runs(keys: Sequence[str], runs: Sequence[SweptRun]) -> Section:
         for run in runs
     ]
     head = ("run", *map(escaped, keys), "state", "steps", _FINALS[REWARD], ACCURACY)
-    return Section("runs", "Runs", table(head, rows, texts=2 + len(keys)))
+    return PageSection("runs", "Runs", table(head, rows, texts=2 + len(keys)))
 
 
 def _curves(
     name: str, title: str, metrics: Sequence[str], keys: Sequence[str], runs: Sequence[SweptRun]
-) -> Section | None:
+) -> PageSection | None:
     """Means over steps by the values of each swept key, and by setting, with the range over runs."""
     ways = [(f"by {key}", [key]) for key in sorted(keys, key=lambda key: key == SEED)]
     others = [key for key in keys if key != SEED]
@@ -236,7 +236,7 @@ def _curves(
     if not choices:
         return None
     chart = Chart(name, tuple(choices), "curves", tuple(groups))
-    return Section(name, title, figure(chart), (chart,))
+    return PageSection(name, title, figure(chart), (chart,))
 
 
 def _choice(metric: str, how: str, groups: Sequence[tuple[Mapping[str, str], Sequence[SweptRun]]]) -> Choice | None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from moerl.diagnostics.report.data import LayerMap, Step
+from moerl.diagnostics.report.data import LayerMap, ReportStep
 
 
 def thinned_points(ys: Sequence[float], limit: int) -> list[int]:
@@ -22,7 +22,7 @@ def thinned_points(ys: Sequence[float], limit: int) -> list[int]:
     return sorted(chosen)
 
 
-def thinned_steps(steps: Sequence[Step], limit: int) -> tuple[Step, ...]:
+def thinned_steps(steps: Sequence[ReportStep], limit: int) -> tuple[ReportStep, ...]:
     """Keeps at most `limit` values of each metric (`thinned_points`), and drops the steps that have no value left."""
     if len(steps) <= limit:
         return tuple(steps)
@@ -32,7 +32,7 @@ def thinned_steps(steps: Sequence[Step], limit: int) -> tuple[Step, ...]:
         values = [steps[place].metrics[name] for place in places]
         for at in thinned_points(values, limit):
             kept[places[at]][name] = values[at]
-    return tuple(Step(step.step, metrics) for step, metrics in zip(steps, kept, strict=True) if metrics)
+    return tuple(ReportStep(step.step, metrics) for step, metrics in zip(steps, kept, strict=True) if metrics)
 
 
 def joined_columns(each: LayerMap, limit: int) -> LayerMap:

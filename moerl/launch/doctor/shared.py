@@ -49,7 +49,7 @@ class Probe(msgspec.Struct, forbid_unknown_fields=True):
 
 
 @dataclass(slots=True)
-class Seen:
+class SeenNode:
     """Another node. hears: smallest (own clock - its clock as written). present: it runs beside this look."""
 
     probe: Probe
@@ -65,11 +65,11 @@ class Exchange:
     me: Probe
     nodes: int
     seconds: float
-    others: dict[str, Seen] = field(default_factory=dict[str, Seen])
+    others: dict[str, SeenNode] = field(default_factory=dict[str, SeenNode])
     unreadable: set[str] = field(default_factory=set[str])
 
     @property
-    def present(self) -> list[Seen]:
+    def present(self) -> list[SeenNode]:
         """Nodes that take part."""
         return [seen for seen in self.others.values() if seen.present]
 
@@ -146,7 +146,7 @@ def check_clocks(done: Exchange) -> Check:
     return Check(AREA, "clocks", level, f"against {done.me.node}: {seen}", f"{NOTE_SECONDS:g} s apart at most", remedy)
 
 
-def skew_of(me: Probe, seen: Seen) -> tuple[float, float]:
+def skew_of(me: Probe, seen: SeenNode) -> tuple[float, float]:
     """Its clock less ours, and by how much that is uncertain, both in seconds; uncertain by 0 where one direction alone
     was heard, and the value is a lower bound, 0 at least."""
     hears_me = seen.probe.heard.get(me.look)
@@ -179,7 +179,7 @@ def _take_in(done: Exchange, probe: Probe, hears: float, age: float) -> None:
     if before is None or before.probe.look != probe.look:
         # One that waits writes again and again. One that came and went counts, if it was within the time that we wait.
         is_new = not probe.waits and abs(age) <= done.seconds
-        done.others[probe.node] = Seen(probe, age, hears, present=is_new)
+        done.others[probe.node] = SeenNode(probe, age, hears, present=is_new)
     elif before.probe.clock != probe.clock:
         before.probe, before.hears, before.age_seconds = probe, min(before.hears, hears), age
         before.present = True

@@ -56,7 +56,7 @@ _SCRIPTS = {"enroot": _ENROOT, "apptainer": _APPTAINER, "pyxis": _PYXIS}
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class CommandPrefixes:
     """Shell text before commands of a job.
 
     inside: words of the array `inside`, which the texts name; empty without a container. here: before a command on this
@@ -69,7 +69,7 @@ class Start:
     in_step: str = ""
 
 
-def container_start(container: Container | None, variables: Sequence[str], folders: Sequence[Path]) -> Start:
+def container_start(container: Container | None, variables: Sequence[str], folders: Sequence[Path]) -> CommandPrefixes:
     """Returns how commands start, in a container if the site has one.
 
     Args:
@@ -80,17 +80,17 @@ def container_start(container: Container | None, variables: Sequence[str], folde
         ConfigError: a folder cannot be mounted, because of its name.
     """
     if container is None:
-        return Start()
+        return CommandPrefixes()
     script = _SCRIPTS[container.runtime].format(patterns="|".join([*PASSED, *variables]))
     words, mounts = ("bash", "-c", script, "inside"), _mounts(container, folders)
     array = '"${inside[@]}"'
     if container.runtime == "pyxis":
         shown = (f"--container-mounts={','.join(mounts)}", f"--container-workdir={folders[0]}")
         inside = (*words, f"--container-image={container.image}", *shown, *container.arguments)
-        return Start(inside, f'{array} --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME" ', step=array)
+        return CommandPrefixes(inside, f'{array} --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME" ', step=array)
     # enroot starts in the home of the image, apptainer in another folder if this one is not mounted.
     shown = (*_mount_options(container, mounts), *container.arguments, container.image)
-    return Start((*words, *shown, "env", f"--chdir={folders[0]}"), f"{array} ", in_step=f"{array} ")
+    return CommandPrefixes((*words, *shown, "env", f"--chdir={folders[0]}"), f"{array} ", in_step=f"{array} ")
 
 
 def shown_folders(container: Container, folders: Sequence[Path]) -> tuple[Path, ...]:

@@ -23,7 +23,7 @@ LOCAL_PROGRAM = (sys.executable, "-P", "-c", _PROGRAM)
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class SweepJob:
     """One run to start. name: no other of the sweep has it. arguments: of `moerl`; they go on with the run where there
     is one, so a job may be started again. log: gets what it prints, behind what is there."""
 
@@ -48,7 +48,7 @@ class RunHost(Protocol):
         """Runs that may be under way at the same time, 1 at least."""
         ...
 
-    def start(self, job: Job) -> None:
+    def start(self, job: SweepJob) -> None:
         """Begins a run, or hands it to whoever will, and returns at once. OSError where that is refused."""
         ...
 
@@ -81,7 +81,7 @@ class LocalHost:
     def slots(self) -> int:
         return self._jobs
 
-    def start(self, job: Job) -> None:
+    def start(self, job: SweepJob) -> None:
         job.log.parent.mkdir(parents=True, exist_ok=True)
         with job.log.open("ab") as output:
             self._processes[job.name] = subprocess.Popen(

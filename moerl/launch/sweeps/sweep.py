@@ -11,7 +11,7 @@ from pathlib import Path
 from moerl.config.stop_signals import STOPPED, StopRequest
 from moerl.diagnostics.summary import SUMMARY_FILE
 from moerl.errors import ending
-from moerl.launch.sweeps.hosts import Ended, Job, RunHost
+from moerl.launch.sweeps.hosts import Ended, RunHost, SweepJob
 from moerl.launch.sweeps.manifest import Manifest, State, SweepRun, write_manifest
 from moerl.reading import open_regular
 from moerl.telemetry.terminal import excerpt
@@ -125,11 +125,11 @@ def state_after(status: int, *, was_told: bool) -> State:
     return "stopped" if status in _TOLD_TO_STOP or (status < 0 and was_told) else "failed"
 
 
-def job_of(run: SweepRun, manifest: Manifest, folder: Path) -> Job:
+def job_of(run: SweepRun, manifest: Manifest, folder: Path) -> SweepJob:
     """The command line of one run: it starts the run, or goes on with it."""
     options = [] if manifest.config_dir is None else ["--config-dir", manifest.config_dir]
     overrides = [*overrides_of(run, manifest, folder), "resume=auto"]
-    return Job(run.name, ["train", *options, *overrides], folder / LOGS / f"{run.name}.log")
+    return SweepJob(run.name, ["train", *options, *overrides], folder / LOGS / f"{run.name}.log")
 
 
 def overrides_of(run: SweepRun, manifest: Manifest, folder: Path) -> list[str]:

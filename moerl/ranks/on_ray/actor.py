@@ -24,7 +24,7 @@ from moerl.processes.child import Child
 from moerl.processes.parent import die_with
 from moerl.ranks.child import PROGRAM
 from moerl.ranks.on_ray.library import ray, tokens
-from moerl.ranks.on_ray.messages import Facts, Place, Versions
+from moerl.ranks.on_ray.messages import NodeFacts, RankProcessSettings, Versions
 from moerl.ranks.replies import CLOSING_SECONDS, GRACE_SECONDS
 
 
@@ -37,10 +37,10 @@ class RankActor:
         self._child: Child | None = None
 
     def facts(self) -> bytes:
-        """`Facts`, as JSON."""
+        """`NodeFacts`, as JSON."""
         context = ray.get_runtime_context()
         address, asks = ray.util.get_node_ip_address(), tokens.is_token_auth_enabled()
-        facts = Facts(context.get_node_id(), address, socket.gethostname(), Versions.here(), asks, shown_gpus())
+        facts = NodeFacts(context.get_node_id(), address, socket.gethostname(), Versions.here(), asks, shown_gpus())
         return msgspec.json.encode(facts)
 
     def listen(self) -> bytes:
@@ -52,8 +52,9 @@ class RankActor:
         return f"tcp://{host}:{self._listener.getsockname()[1]}".encode()
 
     def start(self, place: bytes) -> bytes:
-        """Starts the rank's process; `place`: `Place`, as JSON. The log is locked as long as the process lives."""
-        told = msgspec.json.decode(place, type=Place)
+        """Starts the rank's process; `place`: `RankProcessSettings`, as JSON. The log is locked as long as the process
+        lives."""
+        told = msgspec.json.decode(place, type=RankProcessSettings)
         log = Path(told.log)
         log.parent.mkdir(parents=True, exist_ok=True)
         given = () if self._listener is None else (self._listener.fileno(),)

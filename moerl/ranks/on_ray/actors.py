@@ -26,7 +26,7 @@ from moerl.ranks.on_ray.actor import RankActor
 from moerl.ranks.on_ray.cluster import Cluster, has_gpus
 from moerl.ranks.on_ray.held import abandon_all
 from moerl.ranks.on_ray.library import ActorUnavailableError, GetTimeoutError, RayError, first_line, ray
-from moerl.ranks.on_ray.messages import Facts, Place, Versions
+from moerl.ranks.on_ray.messages import NodeFacts, RankProcessSettings, Versions
 from moerl.ranks.on_ray.shared import note_ranks
 from moerl.ranks.replies import CLOSING_SECONDS, GRACE_SECONDS, check_replies, lost, ranks_have_ended
 
@@ -48,7 +48,7 @@ class _Rank:
         self.rank, self.log = rank, log
         # One thing: Ray's decorators are untyped.
         self.actor: Any = ray.remote(RankActor).options(**options).remote()
-        self.facts: Facts | None = None
+        self.facts: NodeFacts | None = None
         self.reply: Reply | None = None
         self.gone = ""
         self.peak_rss_bytes = 0
@@ -141,7 +141,7 @@ class Actors:
 
     def _start(self, config: RunConfig) -> None:
         for rank, answer in zip(self._ranks, self._call("facts", START_SECONDS), strict=True):
-            rank.facts = msgspec.json.decode(answer, type=Facts)
+            rank.facts = msgspec.json.decode(answer, type=NodeFacts)
             _check_node(rank.rank, rank.facts)
         note_ranks([rank.facts for rank in self._ranks if rank.facts is not None])
         rendezvous = self._call("listen", START_SECONDS, only=1)[0].decode()
@@ -160,7 +160,7 @@ class Actors:
         node_id = rank.facts.node_id
         return [each for each in self._ranks if each.facts is not None and each.facts.node_id == node_id]
 
-    def _place(self, rank: _Rank, config: RunConfig) -> Place:
+    def _place(self, rank: _Rank, config: RunConfig) -> RankProcessSettings:
         size = len(self._ranks)
         local = 0 if has_gpus() else self._beside(rank).index(rank)
         environment = {
@@ -169,7 +169,7 @@ class Actors:
             "WORLD_SIZE": str(size),
             **rank_variables(config),
         }
-        return Place(str(rank.log.absolute()), environment)
+        return RankProcessSettings(str(rank.log.absolute()), environment)
 
     def _call(
         self, method: str, seconds: float, arguments: Sequence[bytes] = (), only: int | None = None
@@ -275,7 +275,7 @@ class Actors:
         remove_empty_folders(self._logs)
 
 
-def _check_node(rank: int, facts: Facts) -> None:
+def _check_node(rank: int, facts: NodeFacts) -> None:
     """Raises `ConfigError` where a node has other versions than this one, or lets in anybody."""
     here = Versions.here()
     if facts.versions != here:

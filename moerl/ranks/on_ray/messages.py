@@ -25,7 +25,7 @@ class Versions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
         return f"Python {self.python}, Ray {self.ray}, moerl {self.moerl}, torch {self.torch}"
 
 
-class Facts(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+class NodeFacts(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """Facts about the node that an actor is on. asks_token: Ray on this node lets nobody in without a token. gpus:
     those that Ray shows the actor, as CUDA_VISIBLE_DEVICES names them."""
 
@@ -42,7 +42,7 @@ class Facts(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
         return f"node {self.address} ({self.host})"
 
 
-class Place(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+class RankProcessSettings(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """Settings of a rank's process. log: file for its output. environment: its variables besides those of the node."""
 
     log: str

@@ -80,14 +80,14 @@ class RewardHost:
         return msgspec.msgpack.encode(said)
 
     def end(self, number: int) -> bytes:
-        """Calls `Child.end` of a process, if the process is still there."""
+        """Calls `ChildProcess.end` of a process, if the process is still there."""
         found = self._children.get(number)
         if found is not None:
             found[0].end()
         return b""
 
     def kill(self, number: int) -> bytes:
-        """Calls `Child.kill` of a process; returns what the process printed to the end."""
+        """Calls `ChildProcess.kill` of a process; returns what the process printed to the end."""
         child, kept = self._children.pop(number)
         child.kill()
         return kept.take()
@@ -143,7 +143,7 @@ class RewardHosts:
 
 
 class RemoteChild:
-    """A `Child` on a node of the cluster. It works in this process's directory, which that node sees, too.
+    """A `ChildProcess` on a node of the cluster. It works in this process's directory, which that node sees, too.
 
     Args:
         host, number: of the process there. node: its address, for messages.

@@ -24,7 +24,7 @@ from moerl.errors import EngineError
 from moerl.processes.parent import die_with
 from moerl.ranks.on_ray.held import hold
 from moerl.ranks.on_ray.library import GetTimeoutError, OnNode, RayError, ray
-from moerl.ranks.on_ray.messages import Facts
+from moerl.ranks.on_ray.messages import NodeFacts
 from moerl.rollout.fleet.endpoint import Endpoint, read_endpoint
 from moerl.rollout.sglang.launchers import OwnServer
 from moerl.rollout.sglang.server import ENDPOINT_FILE, ServerOptions
@@ -82,7 +82,9 @@ class RemoteServer:
         ranks: whose devices the server has, too; empty for devices of its own.
     """
 
-    def __init__(self, options: ServerOptions, folder: Path, start_seconds: float, ranks: Sequence[Facts] = ()) -> None:
+    def __init__(
+        self, options: ServerOptions, folder: Path, start_seconds: float, ranks: Sequence[NodeFacts] = ()
+    ) -> None:
         self._options, self._folder, self._start_seconds = options, folder.absolute(), start_seconds
         self._ranks, self._gpus = ranks, ",".join(rank.gpus for rank in ranks) if options.device != "cpu" else ""
         self._lock, self._is_closed = threading.Lock(), False

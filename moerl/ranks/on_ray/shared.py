@@ -9,19 +9,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moerl.errors import EngineError
-from moerl.ranks.on_ray.messages import Facts
+from moerl.ranks.on_ray.messages import NodeFacts
 from moerl.rollout.sglang.server import ServerOptions
 
-_ranks: list[Facts] = []
+_ranks: list[NodeFacts] = []
 """Ranks of the run of this process, in rank order."""
 
 
-def note_ranks(ranks: Sequence[Facts]) -> None:
+def note_ranks(ranks: Sequence[NodeFacts]) -> None:
     """Notes where the ranks of the run of this process are, in rank order."""
     _ranks[:] = ranks
 
 
-def ranks_of_server(options: ServerOptions) -> list[Facts]:
+def ranks_of_server(options: ServerOptions) -> list[NodeFacts]:
     """Returns the ranks whose devices a server shares.
 
     Args:

@@ -29,11 +29,11 @@ from moerl.errors import EngineError, WeightSyncError, undoing
 from moerl.rollout.beside.local import EngineProcess
 from moerl.rollout.beside.messages import (
     Abort,
-    Answer,
-    Close,
+    CloseEngine,
+    EngineAnswer,
+    FinishedRollouts,
     Generate,
-    Records,
-    Start,
+    StartEngine,
     Update,
     decode_for_controller,
     encode,
@@ -68,13 +68,13 @@ class BesideEngine:
         EngineError: the model cannot be loaded, or the process ended.
     """
 
-    def __init__(self, start: Start, process: EngineProcess) -> None:
+    def __init__(self, start: StartEngine, process: EngineProcess) -> None:
         self._spec, self._version, self._process = start.spec, start.version, process
         self.unfinished: list[str] = []
         self.costs = InterruptCosts()
         self._calls: dict[int, _Call] = {}
         self._num_calls = 0
-        self._answers: queue.SimpleQueue[Answer | None] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[EngineAnswer | None] = queue.SimpleQueue()
         # Of what goes out; and of an update, whose calls may come from any thread.
         self._sending, self._updating = threading.Lock(), threading.Lock()
         self._has_ended = self._is_closed = False
@@ -157,7 +157,7 @@ class BesideEngine:
             if self._pushing is not None:
                 self._pushing.close()
             with contextlib.suppress(EngineError):
-                self._send(Close())
+                self._send(CloseEngine())
             self._process.close()
             self._reader.join()
             self._process.release()
@@ -211,13 +211,13 @@ class BesideEngine:
             raise WeightSyncError("weight update: none is open", remedy="call begin_update first")
         return self._staged
 
-    def _update(self, update: Update) -> Answer:
+    def _update(self, update: Update) -> EngineAnswer:
         with self._updating:
             return self._ask(update, WeightSyncError)
 
     # --- the process -------------------------------------------------------------------------------------------------
 
-    def _ask(self, message: Start | Update, kind: type[EngineError | WeightSyncError]) -> Answer:
+    def _ask(self, message: StartEngine | Update, kind: type[EngineError | WeightSyncError]) -> EngineAnswer:
         self._send(message)
         answer = self._answers.get()
         if answer is None:
@@ -226,7 +226,7 @@ class BesideEngine:
             raise (WeightSyncError if answer.is_sync else kind)(answer.problem)
         return answer
 
-    def _send(self, message: Start | Generate | Abort | Update | Close) -> None:
+    def _send(self, message: StartEngine | Generate | Abort | Update | CloseEngine) -> None:
         try:
             with self._sending:
                 self._process.send(encode(message))
@@ -240,9 +240,9 @@ class BesideEngine:
             while True:
                 message, frame = self._process.receive()
                 match decode_for_controller(message):
-                    case Answer() as answer:
+                    case EngineAnswer() as answer:
                         self._answers.put(answer)
-                    case Records(number, without):
+                    case FinishedRollouts(number, without):
                         call = self._calls.get(number)
                         if call is not None:
                             call.frames.put((frame, without))

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from moerl.processes.channel import receive, send
 from moerl.processes.child import Child, describe_output, module_program
-from moerl.rollout.beside.messages import Close, encode
+from moerl.rollout.beside.messages import CloseEngine, encode
 
 PROGRAM = module_program("moerl.rollout.beside.process")
 CLOSING_SECONDS = 10.0
@@ -86,6 +86,6 @@ class LocalProcess:
 def dismiss(process: EngineProcess) -> None:
     """Ends a process that no engine was made of."""
     with contextlib.suppress(OSError):
-        process.send(encode(Close()))
+        process.send(encode(CloseEngine()))
     process.close()
     process.release()

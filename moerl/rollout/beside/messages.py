@@ -1,8 +1,8 @@
 """Messages between the controller and the engine's process. MessagePack, no pickle.
 
-    controller -> engine    Start once; then Generate, Abort, Update, Close
-    engine -> controller    Answer to Start and to every Update but `begin`; Records while it samples, in a frame of
-                            trajectories
+    controller -> engine    StartEngine once; then Generate, Abort, Update, CloseEngine
+    engine -> controller    EngineAnswer to StartEngine and to every Update but `begin`; FinishedRollouts while it
+                            samples, in a frame of trajectories
 
 Tensors come from senders, by `moerl.rollout.pushed`.
 
@@ -24,7 +24,7 @@ class _Message(msgspec.Struct, forbid_unknown_fields=True, tag_field="kind"):
     pass
 
 
-class Start(_Message, tag="start"):
+class StartEngine(_Message, tag="start"):
     """folder: the model's. version: of its weights, -1 where the engine waits for a first update. record_steps: as
     `rollout.record_steps`. host, shares_memory: as of `BucketReceiver`."""
 
@@ -60,15 +60,15 @@ class Update(_Message, tag="update"):
     checksums: dict[str, int] = {}
 
 
-class Close(_Message, tag="close"):
+class CloseEngine(_Message, tag="close"):
     """The engine ends."""
 
 
-class Answer(_Message, tag="answer"):
+class EngineAnswer(_Message, tag="answer"):
     """problem: what was raised, empty where nothing was; is_sync: whether it is a `WeightSyncError`.
 
-    layer_numbers, max_positions: of the model, in the answer to `Start`; description, is_on_device: of the engine;
-    receiver: where it takes buckets of weights.
+    layer_numbers, max_positions: of the model, in the answer to `StartEngine`; description, is_on_device: of the
+    engine; receiver: where it takes buckets of weights.
     costs: as `InterruptCosts`. peak_rss_bytes: of the process.
     """
 
@@ -85,15 +85,15 @@ class Answer(_Message, tag="answer"):
     receiver: ReceiverAddress | None = None
 
 
-class Records(_Message, tag="records"):
+class FinishedRollouts(_Message, tag="records"):
     """Rollouts of a call that finished in one step, in the frame; without: aborted ones that never got a token."""
 
     call: int
     without: list[str] = []
 
 
-ToEngine = Start | Generate | Abort | Update | Close
-ToController = Answer | Records
+ToEngine = StartEngine | Generate | Abort | Update | CloseEngine
+ToController = EngineAnswer | FinishedRollouts
 
 encode = msgspec.msgpack.Encoder().encode
 _for_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)

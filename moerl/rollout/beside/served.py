@@ -26,11 +26,11 @@ from moerl.processes.channel import receive, send
 from moerl.processes.memory import keep_freed_memory
 from moerl.rollout.beside.messages import (
     Abort,
-    Answer,
-    Close,
+    CloseEngine,
+    EngineAnswer,
+    FinishedRollouts,
     Generate,
-    Records,
-    Start,
+    StartEngine,
     Update,
     decode_for_engine,
     encode,
@@ -51,9 +51,9 @@ _BEGIN_SECONDS = 300.0
 def serve(connection: socket.socket) -> int:
     """Loads the engine that the controller describes, and samples until told to end. Returns the exit status."""
     start = decode_for_engine(receive(connection)[0])
-    if isinstance(start, Close):
+    if isinstance(start, CloseEngine):
         return 0
-    assert isinstance(start, Start)
+    assert isinstance(start, StartEngine)
     try:
         served = _Served(connection, start)
     except Exception as error:  # noqa: BLE001 - the process boundary: the controller raises it
@@ -63,15 +63,15 @@ def serve(connection: socket.socket) -> int:
     return 0
 
 
-def _problem(error: Exception) -> Answer:
+def _problem(error: Exception) -> EngineAnswer:
     text = str(error) if isinstance(error, MoerlError) else f"{type(error).__name__}: {error}"
-    return Answer(problem=text or type(error).__name__, is_sync=isinstance(error, WeightSyncError))
+    return EngineAnswer(problem=text or type(error).__name__, is_sync=isinstance(error, WeightSyncError))
 
 
 class _Served:
     """The engine, and who asked for which rollout."""
 
-    def __init__(self, connection: socket.socket, start: Start) -> None:
+    def __init__(self, connection: socket.socket, start: StartEngine) -> None:
         keep_freed_memory()
         torch.set_num_threads(start.num_threads)
         model = load_sampler(Path(start.folder), start.dtype)
@@ -89,7 +89,7 @@ class _Served:
         receiver = BucketReceiver(self._updates.take, start.host, shares_memory=start.shares_memory)
         numbers = list(self._engine.handshake().layer_numbers)
         max_positions = int(model.config.max_position_embeddings)
-        answer = Answer(
+        answer = EngineAnswer(
             layer_numbers=numbers,
             max_positions=max_positions,
             description=engine.description,
@@ -122,13 +122,13 @@ class _Served:
                 case Update() as update:
                     send(self._connection, encode(self._update(update)))
                     patience = _PATIENCE_SECONDS if update.do in ("held_dtypes", "end") else 0.0
-                case Close():
+                case CloseEngine():
                     return None
-                case Start():
+                case StartEngine():
                     raise AssertionError("started twice")
         return found
 
-    def _update(self, update: Update) -> Answer:
+    def _update(self, update: Update) -> EngineAnswer:
         engine, dtypes = self._engine, dict[str, str]()
         try:
             match update.do:
@@ -145,7 +145,7 @@ class _Served:
         except Exception as error:  # noqa: BLE001 - the process boundary: the controller raises it
             return _problem(error)
         costs = engine.costs
-        return Answer(
+        return EngineAnswer(
             dtypes=dtypes,
             interrupted=costs.interrupted,
             stalled_seconds=costs.stalled_seconds,
@@ -160,13 +160,13 @@ class _Served:
             values = {"rewards": {}, "scores": {}, **record.values}
             by_call.setdefault(self._call_of.pop(record.rollout_id), []).append(_Unchecked(**values))
         for call, trajectories in by_call.items():
-            send(self._connection, encode(Records(call)), encode_trajectories(trajectories))
+            send(self._connection, encode(FinishedRollouts(call)), encode_trajectories(trajectories))
         left, self._engine.unfinished = self._engine.unfinished, []
         self._tell_of_unfinished(left)
 
     def _tell_of_unfinished(self, rollout_ids: Sequence[str]) -> None:
         for name in rollout_ids:
-            send(self._connection, encode(Records(self._call_of.pop(name), without=[name])))
+            send(self._connection, encode(FinishedRollouts(self._call_of.pop(name), without=[name])))
 
 
 class OpenUpdate:

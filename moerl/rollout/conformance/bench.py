@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moerl.contract.trajectory import SamplingParams
-from moerl.rollout.conformance.subject import Answer, Ask, CannotAskError, Judge, Subject
+from moerl.rollout.conformance.subject import Answer, Ask, CannotAskError, ReferenceJudge, Subject
 
 GREEDY = SamplingParams(temperature=0.0)
 KINDS = (
@@ -59,7 +59,7 @@ class Bench:
 
     subject: Subject
     run_id: str
-    judge: Judge | None = None
+    judge: ReferenceJudge | None = None
     updates_weights: bool = False
 
     @property

@@ -1,4 +1,4 @@
-"""transformers in float32 on a CPU as the `Judge` of an engine's answers. In the process of `moerl conformance`."""
+"""transformers in float32 on a CPU as the `ReferenceJudge` of an engine's answers. Runs in `moerl conformance`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks against another implementation of the same model. Torch-free; the `Judge` is the caller's.
+"""Checks against another implementation of the same model. Torch-free; the `ReferenceJudge` is the caller's.
 
 Each returns what it saw, or raises `FailedCheckError` or `CannotAskError`. Any process.
 """

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from moerl.printable import printable
-from moerl.rollout.conformance.suite import Outcome, Verdict
+from moerl.rollout.conformance.suite import CheckResult, Outcome
 
 SCHEMA = "moerl-conformance-1"
 
@@ -16,7 +16,7 @@ _NAME, _OUTCOME = 20, 17
 """Widths of columns."""
 
 
-def verdict_lines(verdict: Verdict) -> list[str]:
+def verdict_lines(verdict: CheckResult) -> list[str]:
     """A row of the table; what was asked, seen and expected below it where the check failed."""
     lines = [f"{verdict.check:<{_NAME}}{verdict.outcome.upper():<{_OUTCOME}}{verdict.what}"]
     if verdict.outcome == Outcome.FAIL:
@@ -25,13 +25,13 @@ def verdict_lines(verdict: Verdict) -> list[str]:
     return [printable(line) for line in lines]
 
 
-def counts(verdicts: Sequence[Verdict]) -> str:
+def counts(verdicts: Sequence[CheckResult]) -> str:
     """The last line."""
     number = Counter(verdict.outcome for verdict in verdicts)
     return ", ".join(f"{number[outcome]} {outcome}" for outcome in Outcome)
 
 
-def as_json(engine: str, verdicts: Sequence[Verdict]) -> str:
+def as_json(engine: str, verdicts: Sequence[CheckResult]) -> str:
     """One document: schema, engine, whether it conforms, and every verdict."""
     document = {
         "schema": SCHEMA,
@@ -42,6 +42,6 @@ def as_json(engine: str, verdicts: Sequence[Verdict]) -> str:
     return json.dumps(document, indent=1)
 
 
-def conforms(verdicts: Sequence[Verdict]) -> bool:
+def conforms(verdicts: Sequence[CheckResult]) -> bool:
     """No check failed."""
     return all(verdict.outcome != Outcome.FAIL for verdict in verdicts)

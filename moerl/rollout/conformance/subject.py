@@ -125,7 +125,7 @@ class Judged:
     logprobs: NDArray[np.float64]
 
 
-class Judge(Protocol):
+class ReferenceJudge(Protocol):
     """An implementation of the same model that the engine's answers are compared with."""
 
     def judge(self, ask: Ask, answer: Answer) -> Judged:

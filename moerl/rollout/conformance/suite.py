@@ -19,7 +19,7 @@ class Outcome(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class ConformanceCheck:
     """name: stable, for scripts. asks: what it asks, one sentence. run: returns what it saw."""
 
     name: str
@@ -28,7 +28,7 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class CheckResult:
     """Result of one check. what: what the check saw, or why it failed or could not ask. seen, expected: empty unless it
     failed."""
 
@@ -41,58 +41,78 @@ class Verdict:
 
 
 CHECKS = (
-    Check("answers", "Is each request answered with as many tokens as asked for?", answer_checks.answers_come),
-    Check("stop-ids", "Does a stop id end an answer, and stay in it?", answer_checks.stop_ids_end),
-    Check("seeds", "Do equal seeds give equal tokens, whatever runs beside?", sampling_checks.seeds_reproduce),
-    Check("routing-there", "Are there routes?", answer_checks.routes_are_there),
-    Check(
+    ConformanceCheck(
+        "answers", "Is each request answered with as many tokens as asked for?", answer_checks.answers_come
+    ),
+    ConformanceCheck("stop-ids", "Does a stop id end an answer, and stay in it?", answer_checks.stop_ids_end),
+    ConformanceCheck(
+        "seeds", "Do equal seeds give equal tokens, whatever runs beside?", sampling_checks.seeds_reproduce
+    ),
+    ConformanceCheck("routing-there", "Are there routes?", answer_checks.routes_are_there),
+    ConformanceCheck(
         "routing-rows",
         "Has every input token one row, prompts too, and the last token none?",
         answer_checks.routes_have_rows,
     ),
-    Check("routing-shape", "Are routes [S-1, MoE layers, experts per token]?", answer_checks.routes_have_shape),
-    Check("routing-experts", "Are expert ids in range, and distinct in a row?", answer_checks.routes_have_experts),
-    Check("batch", "Are routes the same alone and in a mixed batch?", sequence_checks.batches_change_nothing),
-    Check(
+    ConformanceCheck(
+        "routing-shape", "Are routes [S-1, MoE layers, experts per token]?", answer_checks.routes_have_shape
+    ),
+    ConformanceCheck(
+        "routing-experts", "Are expert ids in range, and distinct in a row?", answer_checks.routes_have_experts
+    ),
+    ConformanceCheck(
+        "batch", "Are routes the same alone and in a mixed batch?", sequence_checks.batches_change_nothing
+    ),
+    ConformanceCheck(
         "prefix-cache",
         "Do hits of a prefix cache bring whole and equal routes?",
         sequence_checks.prefix_hits_change_nothing,
     ),
-    Check(
+    ConformanceCheck(
         "long-prompts",
         "Are routes of long prompts, prefilled in pieces, whole and right?",
         sequence_checks.long_prompts_are_whole,
     ),
-    Check(
+    ConformanceCheck(
         "retraction",
         "Does a request that is retracted and computed again keep its routes?",
         sequence_checks.retractions_change_nothing,
     ),
-    Check("abort", "Does an aborted request keep what it has, aligned?", sequence_checks.aborts_keep_what_there_is),
-    Check("resume", "Does an answer go on behind a prefix, routes aligned?", sequence_checks.resumed_answers_go_on),
-    Check("turns", "Do several turns have each row once?", sequence_checks.turns_have_each_row_once),
-    Check(
+    ConformanceCheck(
+        "abort", "Does an aborted request keep what it has, aligned?", sequence_checks.aborts_keep_what_there_is
+    ),
+    ConformanceCheck(
+        "resume", "Does an answer go on behind a prefix, routes aligned?", sequence_checks.resumed_answers_go_on
+    ),
+    ConformanceCheck("turns", "Do several turns have each row once?", sequence_checks.turns_have_each_row_once),
+    ConformanceCheck(
         "weight-update",
         "Has each token the version and the routes of the weights that sampled it?",
         sequence_checks.updates_keep_versions_and_routes,
     ),
-    Check("kept-there", "Has every cut token a kept set, and no other?", answer_checks.kept_sets_are_there),
-    Check("kept-token", "Is the sampled token in its kept set?", answer_checks.kept_sets_hold_the_token),
-    Check("kept-order", "Are kept ids in range and strictly ascending?", answer_checks.kept_sets_are_ordered),
-    Check("kept-size", "Are kept sets no larger than top-k, greedy ones single?", answer_checks.kept_sets_are_bounded),
-    Check("logprobs", "Are log-probs at most 0, and 0 in a kept set of one?", answer_checks.logprobs_are_negative),
-    Check("temperature", "Is temperature applied before the cut?", sampling_checks.temperature_is_honoured),
-    Check("top-k", "Is top-k honoured, and renormalised?", sampling_checks.top_k_is_honoured),
-    Check("top-p", "Is top-p honoured, and renormalised?", sampling_checks.top_p_is_honoured),
-    Check("min-p", "Is min-p honoured, and renormalised?", sampling_checks.min_p_is_honoured),
-    Check("greedy", "Does temperature 0 take the most likely token?", sampling_checks.greedy_is_greedy),
-    Check("contract", "Does the trainer's contract accept the answers?", answer_checks.contract_accepts),
-    Check(
+    ConformanceCheck("kept-there", "Has every cut token a kept set, and no other?", answer_checks.kept_sets_are_there),
+    ConformanceCheck("kept-token", "Is the sampled token in its kept set?", answer_checks.kept_sets_hold_the_token),
+    ConformanceCheck(
+        "kept-order", "Are kept ids in range and strictly ascending?", answer_checks.kept_sets_are_ordered
+    ),
+    ConformanceCheck(
+        "kept-size", "Are kept sets no larger than top-k, greedy ones single?", answer_checks.kept_sets_are_bounded
+    ),
+    ConformanceCheck(
+        "logprobs", "Are log-probs at most 0, and 0 in a kept set of one?", answer_checks.logprobs_are_negative
+    ),
+    ConformanceCheck("temperature", "Is temperature applied before the cut?", sampling_checks.temperature_is_honoured),
+    ConformanceCheck("top-k", "Is top-k honoured, and renormalised?", sampling_checks.top_k_is_honoured),
+    ConformanceCheck("top-p", "Is top-p honoured, and renormalised?", sampling_checks.top_p_is_honoured),
+    ConformanceCheck("min-p", "Is min-p honoured, and renormalised?", sampling_checks.min_p_is_honoured),
+    ConformanceCheck("greedy", "Does temperature 0 take the most likely token?", sampling_checks.greedy_is_greedy),
+    ConformanceCheck("contract", "Does the trainer's contract accept the answers?", answer_checks.contract_accepts),
+    ConformanceCheck(
         "reference-routes",
         "Are routes those of transformers?",
         reference_checks.routes_are_those_of_the_reference,
     ),
-    Check(
+    ConformanceCheck(
         "reference-logprobs",
         "Are log-probs those of transformers, with the recorded experts and kept sets?",
         reference_checks.logprobs_are_those_of_the_reference,
@@ -100,19 +120,19 @@ CHECKS = (
 )
 
 
-def run_checks(bench: Bench, checks: Sequence[Check] = CHECKS) -> Iterator[Verdict]:
+def run_checks(bench: Bench, checks: Sequence[ConformanceCheck] = CHECKS) -> Iterator[CheckResult]:
     """Runs checks one after the other; yields as each is done."""
     for check in checks:
         yield _run(bench, check)
 
 
-def _run(bench: Bench, check: Check) -> Verdict:
+def _run(bench: Bench, check: ConformanceCheck) -> CheckResult:
     try:
-        return Verdict(check.name, check.asks, Outcome.PASS, check.run(bench))
+        return CheckResult(check.name, check.asks, Outcome.PASS, check.run(bench))
     except CannotAskError as error:
-        return Verdict(check.name, check.asks, Outcome.CANNOT_ASK, str(error))
+        return CheckResult(check.name, check.asks, Outcome.CANNOT_ASK, str(error))
     except FailedCheckError as error:
-        return Verdict(check.name, check.asks, Outcome.FAIL, error.what, error.seen, error.expected)
+        return CheckResult(check.name, check.asks, Outcome.FAIL, error.what, error.seen, error.expected)
     except MoerlError as error:
         # The engine refused, or its answer cannot be read.
-        return Verdict(check.name, check.asks, Outcome.FAIL, error.what, error.seen or "", error.expected or "")
+        return CheckResult(check.name, check.asks, Outcome.FAIL, error.what, error.seen or "", error.expected or "")

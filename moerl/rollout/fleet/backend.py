@@ -54,14 +54,14 @@ class Attempt:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class AttemptResult:
     """reason: what ended the attempt. segment: what was sampled; None where nothing was."""
 
     reason: FinishReason
     segment: Segment | None
 
 
-class Reply(Protocol):
+class AttemptReply(Protocol):
     """An answer to an attempt as it arrived."""
 
     @property
@@ -74,7 +74,7 @@ class Reply(Protocol):
         """For the quarantine, where the answer cannot be read."""
         ...
 
-    def decode(self) -> Answer:
+    def decode(self) -> AttemptResult:
         """Raises ContractError where the answer cannot be read."""
         ...
 
@@ -140,7 +140,7 @@ class ServerBackend(Protocol):
         """Address of the server, with all that `open_channel` in another process needs; JSON."""
         ...
 
-    async def ask(self, attempt: Attempt) -> Reply:
+    async def ask(self, attempt: Attempt) -> AttemptReply:
         """Raises TransportError where no whole answer came, KeyRefusedError, or EngineError where it was refused."""
         ...
 

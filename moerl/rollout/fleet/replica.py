@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import Any
 
 from moerl.errors import EngineError, MoerlError
-from moerl.rollout.fleet.backend import Attempt, Reply, ServerBackend, ServerLauncher, TransportError
+from moerl.rollout.fleet.backend import Attempt, AttemptReply, ServerBackend, ServerLauncher, TransportError
 
 
 class State(StrEnum):
@@ -74,7 +74,7 @@ class Replica:
             self.struck_at = time.monotonic()
         return self.strikes
 
-    async def ask(self, attempt: Attempt) -> Reply:
+    async def ask(self, attempt: Attempt) -> AttemptReply:
         """The answer to an attempt.
 
         Raises:

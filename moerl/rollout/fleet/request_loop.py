@@ -16,7 +16,7 @@ from typing import Any
 from moerl.contract.ports import InterruptCosts, RolloutRecord, RolloutRequest
 from moerl.contract.trajectory import FinishReason, ModelSpec
 from moerl.errors import ContractError, EngineError
-from moerl.rollout.fleet.backend import Attempt, KeyRefusedError, Reply, TransportError, new_request_id
+from moerl.rollout.fleet.backend import Attempt, AttemptReply, KeyRefusedError, TransportError, new_request_id
 from moerl.rollout.fleet.backoff import NUM_ATTEMPTS, backoff
 from moerl.rollout.fleet.fleet import MAX_LOSSES, Fleet, stale_server
 from moerl.rollout.fleet.replica import Replica
@@ -155,7 +155,7 @@ class RequestLoop:
             values = trajectory_values(rollout.request, rollout.segments, reason, self._spec)
             self._deliver(call, rollout, replica, values, None)
 
-    async def _ask(self, replica: Replica, rollout: Rollout) -> Reply | None:
+    async def _ask(self, replica: Replica, rollout: Rollout) -> AttemptReply | None:
         """The answer to one attempt; None where there is none, and the server is looked after.
 
         Raises:
@@ -184,7 +184,7 @@ class RequestLoop:
         self._fleet.answered(replica)
         return reply
 
-    def _require_answer(self, rollout: Rollout, replica: Replica, reply: Reply) -> None:
+    def _require_answer(self, rollout: Rollout, replica: Replica, reply: AttemptReply) -> None:
         """An answer that was cut short though neither user nor update asked for it is none."""
         is_cut = self.is_cutting or rollout.epoch != self.epoch
         if reply.is_aborted and not rollout.is_aborted and not is_cut:
@@ -195,7 +195,7 @@ class RequestLoop:
                 remedy="look at its log",
             )
 
-    def _read(self, rollout: Rollout, replica: Replica, reply: Reply) -> FinishReason | None:
+    def _read(self, rollout: Rollout, replica: Replica, reply: AttemptReply) -> FinishReason | None:
         """Adds what an answer brought; what finished the rollout, None where it is to go on.
 
         Raises:

@@ -11,7 +11,7 @@ import torch
 
 from moerl.contract.trajectory import FinishReason, ModelSpec
 from moerl.errors import EngineError
-from moerl.rollout.fleet.backend import Answer, Attempt, ModelFacts, ServerLauncher
+from moerl.rollout.fleet.backend import Attempt, AttemptResult, ModelFacts, ServerLauncher
 from moerl.rollout.fleet.endpoint import Endpoint
 from moerl.rollout.fleet.engine import FleetEngine
 from moerl.rollout.fleet.options import EngineOptions
@@ -79,16 +79,16 @@ class SGLangReply:
     def raw(self) -> Mapping[str, Any]:
         return {"meta_info": self.meta}
 
-    def decode(self) -> Answer:
+    def decode(self) -> AttemptResult:
         """Raises ContractError where the answer cannot be read."""
         reason = finish_reason(self.meta)
         if reason == FinishReason.ABORT and "compact_answer" not in self.meta:
-            return Answer(reason, None)
+            return AttemptResult(reason, None)
         answer = decode_compact(self.meta.get("compact_answer"), self.bounds.payload_bytes)
         if num_sampled(answer) == 0:
-            return Answer(reason, None)
+            return AttemptResult(reason, None)
         num_before, spans = len(self.attempt.sampled_ids), version_spans(self.meta)
-        return Answer(reason, read_segment(self.attempt.request, answer, spans, num_before, self.spec))
+        return AttemptResult(reason, read_segment(self.attempt.request, answer, spans, num_before, self.spec))
 
 
 class SGLangBackend:

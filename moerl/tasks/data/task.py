@@ -13,7 +13,7 @@ from moerl.tasks.data.rows import Problem
 from moerl.tasks.data.section import DataSet
 from moerl.tasks.data.splits import SPLITS, Cut, join, rewritten, split_set
 from moerl.tasks.rewards.process import UNSCORED, MakeChild
-from moerl.tasks.rewards.scorer import Scorer
+from moerl.tasks.rewards.scorer import RewardScorer
 from moerl.telemetry.terminal import excerpt
 
 DUMMY_RESPONSE = "This text tries the reward function; no model wrote it."
@@ -37,7 +37,7 @@ class RowsTask(DemonstrationTask, ChatTask):
         self,
         sets: Sequence[DataSet],
         cut: Cut,
-        scorer: Scorer,
+        scorer: RewardScorer,
         *,
         response_keys: str,
         thinking_end: str | None = None,

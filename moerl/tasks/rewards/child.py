@@ -70,7 +70,7 @@ class ChildLostError(Exception):
         self.late, self.out_of_memory, self.from_outside = late, out_of_memory, from_outside
 
 
-class Child(Protocol):
+class ChildProcess(Protocol):
     """One process, here or on another node. Belongs to one thread; any thread may `end` it."""
 
     def ask(
@@ -89,7 +89,7 @@ class Child(Protocol):
 
 
 class RewardChild:
-    """A `Child` on this machine.
+    """A `ChildProcess` on this machine.
 
     Args:
         memory_bytes: that it, and each process it starts, may take.

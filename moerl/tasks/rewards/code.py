@@ -43,7 +43,7 @@ _OF_TESTS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ProgramResult:
     """End of a program, or of its tests: one of `OUTCOMES`, the program's standard output, and last words."""
 
     outcome: str
@@ -132,7 +132,7 @@ def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
-def run_program(program: str, given: str, seconds: float, memory_bytes: int, tests: str = "") -> Run:
+def run_program(program: str, given: str, seconds: float, memory_bytes: int, tests: str = "") -> ProgramResult:
     """Runs Python in a sandbox of its own, and leaves nothing behind.
 
     Args:
@@ -160,7 +160,7 @@ def run_program(program: str, given: str, seconds: float, memory_bytes: int, tes
     if tests and returned == outcomes.UNUSED:
         raise ValueError(f"the tests use nothing of the program, and pass with any: {tests[:80]!r}")
     by_code = _OF_TESTS if tests else _OF_PROGRAM
-    return Run("timeout" if returned is None else by_code.get(returned, "error"), output, said[-500:])
+    return ProgramResult("timeout" if returned is None else by_code.get(returned, "error"), output, said[-500:])
 
 
 def _run(outside: Path, files: Sequence[str], seconds: float, memory_bytes: int) -> tuple[int | None, bool]:

@@ -12,7 +12,7 @@ from moerl.reading import read_json
 from moerl.tasks.rewards import section
 from moerl.tasks.rewards.pool import RewardPool
 from moerl.tasks.rewards.process import MakeChild, RewardProcess
-from moerl.tasks.rewards.scorer import Part, RewardPart, Rewards, Scorer
+from moerl.tasks.rewards.scorer import RewardPart, Rewards, RewardScorer, WeightedReward
 
 _MAKERS = {
     "math": "moerl.tasks.rewards.builtin:math",
@@ -44,14 +44,16 @@ class ProcessReward:
         self._pool.close()
 
 
-def make_scorer(rewards: Mapping[str, section.Reward], accuracy: str | None) -> Scorer:
+def make_scorer(rewards: Mapping[str, section.Reward], accuracy: str | None) -> RewardScorer:
     """All rewards of a configuration by name. accuracy: the one that is reported as it; None = the first.
 
     Raises:
         ConfigError: A file that one names cannot be read.
     """
-    parts = [Part(name, reward.weight, _part(f"task.rewards.{name}", reward)) for name, reward in rewards.items()]
-    return Scorer(parts, accuracy or parts[0].name)
+    parts = [
+        WeightedReward(name, reward.weight, _part(f"task.rewards.{name}", reward)) for name, reward in rewards.items()
+    ]
+    return RewardScorer(parts, accuracy or parts[0].name)
 
 
 def check_rewards(rewards: Mapping[str, section.Reward], accuracy: str | None) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from moerl.errors import ConfigError, RewardError
-from moerl.tasks.rewards.child import MAX_REPLY_BYTES, Child, ChildLostError, RewardChild, where
+from moerl.tasks.rewards.child import MAX_REPLY_BYTES, ChildLostError, ChildProcess, RewardChild, where
 from moerl.telemetry.metrics import is_reward_name
 from moerl.telemetry.terminal import ShownLines, excerpt
 
@@ -29,7 +29,7 @@ PLAIN_RESPONSE = "1"
 UNSCORED = "unscored"
 """Name beside the rewards of a built-in kind: 1 where they are 0 because the call failed by the response's fault."""
 
-MakeChild = Callable[[int, ShownLines], Child]
+MakeChild = Callable[[int, ShownLines], ChildProcess]
 """Starts a process that may take so many bytes, and shows what it prints."""
 
 _EXPECTED = "a finite number, or a mapping of names to finite numbers that holds 'reward'"
@@ -76,7 +76,7 @@ class RewardProcess:
         self._memory_bytes = memory_bytes
         self._is_builtin = settings is not None
         self._make_child: MakeChild = RewardChild
-        self._child: Child | None = None
+        self._child: ChildProcess | None = None
         self._is_stopped = False
         self._shown = ShownLines("reward function: ")
 
@@ -197,7 +197,7 @@ class RewardProcess:
         if child is not None:
             child.end()
 
-    def _running(self) -> Child:
+    def _running(self) -> ChildProcess:
         """The process; starts it where there is none."""
         if self._child is None:
             self._child = self._make_child(self._memory_bytes, self._shown)
@@ -208,7 +208,7 @@ class RewardProcess:
                 raise
         return self._child
 
-    def _import(self, child: Child) -> None:
+    def _import(self, child: ChildProcess) -> None:
         # Another thread that found no process yet to end has left a note.
         if self._is_stopped:
             raise self._not_imported("the task is closed")

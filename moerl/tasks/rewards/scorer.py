@@ -41,7 +41,7 @@ class RewardPart(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class WeightedReward:
     """One reward of several. name: empty where it is the only one, and its rewards are taken as they are."""
 
     name: str
@@ -49,7 +49,7 @@ class Part:
     source: RewardPart
 
 
-class Scorer:
+class RewardScorer:
     """All rewards of a task.
 
     Args:
@@ -57,7 +57,7 @@ class Scorer:
         accuracy: the part whose accuracy is reported.
     """
 
-    def __init__(self, parts: Sequence[Part], accuracy: str = "") -> None:
+    def __init__(self, parts: Sequence[WeightedReward], accuracy: str = "") -> None:
         self._parts, self._accuracy = parts, accuracy
 
     def score(self, prompt: Prompt, place: str, response: str) -> Future[Rewards]:
@@ -128,7 +128,7 @@ def _share(weight: float, rewards: Rewards) -> float:
 class _Sum(Future[Rewards]):
     """Done once all parts are; to cancel it is to cancel them."""
 
-    def __init__(self, scorer: Scorer, prompt: Prompt, place: str, response: str) -> None:
+    def __init__(self, scorer: RewardScorer, prompt: Prompt, place: str, response: str) -> None:
         super().__init__()
         self._scorer, self._asked = scorer, (prompt, place, response)
         self._lock = threading.Lock()

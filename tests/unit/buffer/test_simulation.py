@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moerl.buffer.queue import QueueLimits
-from moerl.buffer.simulation import Fleet, Simulated, StepCosts, drawn_from, long_tailed, simulate
+from moerl.buffer.simulation import Simulated, SimulatedFleet, StepCosts, drawn_from, long_tailed, simulate
 
 COSTS = StepCosts(decode_step=1.0, decode_row=0.0, prefill_row=0.0, train_step=30.0, train_token=0.0, publish=2.0)
 
@@ -21,7 +21,7 @@ def always(*lengths: int) -> Callable[[], int]:
 
 
 def test_without_staleness_a_step_is_the_sum_of_its_parts() -> None:
-    found = simulate(QueueLimits(4), Fleet(1, 8), COSTS, group_size=2, length=always(10, 20), num_steps=8)
+    found = simulate(QueueLimits(4), SimulatedFleet(1, 8), COSTS, group_size=2, length=always(10, 20), num_steps=8)
     assert found.step_seconds == pytest.approx(20 + 30 + 2)
     assert found.trainer_waits == pytest.approx(20 / 52)
     assert found.engines_wait == pytest.approx(32 / 52)
@@ -31,11 +31,11 @@ def test_without_staleness_a_step_is_the_sum_of_its_parts() -> None:
 
 def test_what_a_response_adds_to_a_token_and_a_prompt_to_a_step_is_counted() -> None:
     costs = StepCosts(1.0, 0.5, 3.0, 1.0, 0.25, 0.0)
-    found = simulate(QueueLimits(2), Fleet(1, 4), costs, group_size=2, length=always(10), num_steps=8)
+    found = simulate(QueueLimits(2), SimulatedFleet(1, 4), costs, group_size=2, length=always(10), num_steps=8)
     # Four responses: 12 s of prompts, 10 tokens at 3 s, 40 trained tokens.
     assert found.step_seconds == pytest.approx(4 * 3 + 10 * (1 + 4 * 0.5) + 1 + 40 * 0.25)
     # Two at a time: each turn has 6 s of prompts and 10 tokens at 2 s.
-    in_turns = simulate(QueueLimits(2), Fleet(1, 2), costs, group_size=2, length=always(10), num_steps=8)
+    in_turns = simulate(QueueLimits(2), SimulatedFleet(1, 2), costs, group_size=2, length=always(10), num_steps=8)
     assert in_turns.step_seconds == pytest.approx(2 * (2 * 3 + 10 * 2) + 1 + 10)
 
 
@@ -44,7 +44,7 @@ def test_what_an_update_interrupts_is_computed_again():
 
     def step_seconds(recompute_token: float) -> float:
         costs = StepCosts(1.0, 0.0, 0.0, 5.0, 0.0, 0.0, recompute_token=recompute_token)
-        return simulate(limits, Fleet(1, 2), costs, group_size=1, length=always(10), num_steps=16).step_seconds
+        return simulate(limits, SimulatedFleet(1, 2), costs, group_size=1, length=always(10), num_steps=16).step_seconds
 
     # Two responses of 10 tokens are 5 s apart, and trained one after the other in 5 s each.
     assert step_seconds(0.0) == pytest.approx((10 + 5) / 2)
@@ -57,7 +57,7 @@ def test_steps_that_engines_are_not_told_of_take_no_time_for_weights_and_interru
 
     def run(update_every: int) -> Simulated:
         limits = QueueLimits(1, max_staleness=3, update_every=update_every)
-        return simulate(limits, Fleet(1, 4), costs, group_size=1, length=always(1), num_steps=16)
+        return simulate(limits, SimulatedFleet(1, 4), costs, group_size=1, length=always(1), num_steps=16)
 
     # Engines wait for the trainer.
     assert [run(every).step_seconds for every in (1, 2, 4)] == pytest.approx([5 + 2, 5 + 2 / 2, 5 + (2 + 1) / 4])
@@ -68,16 +68,20 @@ def test_steps_that_engines_are_not_told_of_take_no_time_for_weights_and_interru
 def test_tokens_may_cost_nothing() -> None:
     """Covers fits to few steps, which may attribute all of the cost to prompts."""
     costs = StepCosts(0.0, 0.0, 3.0, 5.0, 0.0, 1.0)
-    found = simulate(QueueLimits(2), Fleet(1, 4), costs, group_size=2, length=always(10, 20), num_steps=8)
+    found = simulate(QueueLimits(2), SimulatedFleet(1, 4), costs, group_size=2, length=always(10, 20), num_steps=8)
     assert found.step_seconds == pytest.approx(4 * 3 + 5 + 1)
-    ahead = simulate(QueueLimits(2, max_staleness=1), Fleet(1, 4), costs, group_size=2, length=always(10), num_steps=8)
+    ahead = simulate(
+        QueueLimits(2, max_staleness=1), SimulatedFleet(1, 4), costs, group_size=2, length=always(10), num_steps=8
+    )
     assert 12 <= ahead.step_seconds < found.step_seconds
 
 
 def test_with_staleness_a_step_takes_as_long_as_the_slower_side() -> None:
     def step_seconds(tokens: int) -> float:
         limits = QueueLimits(4, max_staleness=1)
-        return simulate(limits, Fleet(1, 16), COSTS, group_size=2, length=always(tokens), num_steps=8).step_seconds
+        return simulate(
+            limits, SimulatedFleet(1, 16), COSTS, group_size=2, length=always(tokens), num_steps=8
+        ).step_seconds
 
     assert step_seconds(20) == pytest.approx(32)
     # Two steps' worth is sampled at once, 100 s for both.
@@ -86,7 +90,9 @@ def test_with_staleness_a_step_takes_as_long_as_the_slower_side() -> None:
 
 def test_a_slow_response_holds_up_less_with_a_window_and_nothing_where_the_old_are_dropped() -> None:
     def run(limits: QueueLimits) -> tuple[float, float]:
-        found = simulate(limits, Fleet(1, 64), COSTS, group_size=1, length=always(*[20] * 37, 150), num_steps=120)
+        found = simulate(
+            limits, SimulatedFleet(1, 64), COSTS, group_size=1, length=always(*[20] * 37, 150), num_steps=120
+        )
         assert found.age_max <= limits.max_age
         return found.step_seconds, found.left_out
 
@@ -120,7 +126,7 @@ def test_no_simulated_age_is_above_the_bound_and_no_time_is_lost(
 ) -> None:
     limits = QueueLimits(per_step, staleness, 1 if drops else window, drops, min(every, staleness + 1))
     found = simulate(
-        limits, Fleet(engines, running), COSTS, group_size=2, length=drawn_from(lengths, seed=1), num_steps=12
+        limits, SimulatedFleet(engines, running), COSTS, group_size=2, length=drawn_from(lengths, seed=1), num_steps=12
     )
     assert found.age_max <= limits.max_age
     # Of the nine steps after the first quarter.

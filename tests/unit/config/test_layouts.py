@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moerl.config.layouts import (
-    Load,
+    LayoutLoad,
     as_overrides,
     distance,
     layout_problems,
@@ -26,7 +26,7 @@ DENSE_FIRST = replace(PLAIN, moe_layers=(1, 2, 3), intermediate_size=60, shared_
 LATENT = replace(PLAIN, latent=LatentAttention(6, 8, 8, 4, 8), num_attention_heads=8, num_key_value_heads=3)
 
 
-def keys(dims: ParallelDims, sizes: ModelDescription | None = PLAIN, load: Load | None = None) -> list[str]:
+def keys(dims: ParallelDims, sizes: ModelDescription | None = PLAIN, load: LayoutLoad | None = None) -> list[str]:
     return [problem.key.removeprefix("parallel.") for problem in layout_problems(dims, sizes, load)]
 
 
@@ -48,7 +48,7 @@ def keys(dims: ParallelDims, sizes: ModelDescription | None = PLAIN, load: Load 
     ids=lambda dims: as_overrides(dims),
 )
 def test_what_megatron_runs_is_accepted(dims: ParallelDims):
-    assert keys(dims, load=Load(64, 8)) == []
+    assert keys(dims, load=LayoutLoad(64, 8)) == []
 
 
 @pytest.mark.parametrize(
@@ -77,11 +77,11 @@ def test_each_rule_names_the_size_to_change(dims: ParallelDims, sizes: ModelDesc
 
 
 def test_the_load_must_reach_every_rank():
-    assert keys(ParallelDims(data=4), load=Load(64, 3)) == ["data"]
-    assert keys(ParallelDims(tensor=2), load=Load(2, 1)) == []
-    assert keys(ParallelDims(tensor=2), load=Load(1, 1)) == ["tensor"]
-    assert keys(ParallelDims(tensor=2, context=2), load=Load(8, 1)) == []
-    assert keys(ParallelDims(tensor=2, context=2), load=Load(7, 1)) == ["context"]
+    assert keys(ParallelDims(data=4), load=LayoutLoad(64, 3)) == ["data"]
+    assert keys(ParallelDims(tensor=2), load=LayoutLoad(2, 1)) == []
+    assert keys(ParallelDims(tensor=2), load=LayoutLoad(1, 1)) == ["tensor"]
+    assert keys(ParallelDims(tensor=2, context=2), load=LayoutLoad(8, 1)) == []
+    assert keys(ParallelDims(tensor=2, context=2), load=LayoutLoad(7, 1)) == ["context"]
 
 
 def test_without_a_model_only_the_sizes_among_themselves_are_looked_at():
@@ -93,7 +93,7 @@ def test_without_a_model_only_the_sizes_among_themselves_are_looked_at():
 
 AXES = st.sampled_from([1, 2, 3, 4, 6, 8])
 DIMS = st.builds(ParallelDims, AXES, AXES, st.sampled_from([1, 2, 3]), AXES, AXES, st.sampled_from([1, 2, 3, 4]), AXES)
-LOADS = st.builds(Load, st.integers(1, 40), st.integers(1, 10))
+LOADS = st.builds(LayoutLoad, st.integers(1, 40), st.integers(1, 10))
 
 
 @st.composite
@@ -121,7 +121,7 @@ def splits(total: int, ranks: int) -> bool:
     return sum(total // ranks for _ in range(ranks)) == total
 
 
-def megatron_takes(dims: ParallelDims, sizes: ModelDescription, load: Load) -> bool:
+def megatron_takes(dims: ParallelDims, sizes: ModelDescription, load: LayoutLoad) -> bool:
     """The rules again, by dealing out ranks, heads, layers, experts and rows."""
     world = list(itertools.product(*(range(n) for n in (dims.pipeline, dims.data, dims.context, dims.tensor))))
     stage = [rank for rank in world if rank[0] == 0]
@@ -160,14 +160,14 @@ def rows_fit(rows: int, dims: ParallelDims) -> bool:
 
 @settings(max_examples=400, deadline=None)
 @given(DIMS, models(), LOADS)
-def test_the_rules_agree_with_dealing_everything_out(dims: ParallelDims, sizes: ModelDescription, load: Load):
+def test_the_rules_agree_with_dealing_everything_out(dims: ParallelDims, sizes: ModelDescription, load: LayoutLoad):
     assert (not layout_problems(dims, sizes, load)) == megatron_takes(dims, sizes, load)
 
 
 @settings(max_examples=60, deadline=None)
 @given(DIMS, models(), LOADS)
 def test_only_valid_layouts_are_proposed_and_a_valid_one_is_its_own_nearest(
-    dims: ParallelDims, sizes: ModelDescription, load: Load
+    dims: ParallelDims, sizes: ModelDescription, load: LayoutLoad
 ):
     near = nearest_layouts(dims, sizes, load)
     assert all(megatron_takes(candidate, sizes, load) for candidate in near)
@@ -191,8 +191,8 @@ def test_layouts_of_as_many_processes_come_first_and_nearer_ones_before_others()
 
 def test_a_size_without_any_valid_layout_is_answered_by_other_sizes():
     asked = ParallelDims(tensor=5)
-    assert nearest_layouts(asked, PLAIN, Load(64, 4), world_size=5) == []
-    assert [dims.world_size for dims in nearest_layouts(asked, PLAIN, Load(64, 4))] == [4, 4, 4]
+    assert nearest_layouts(asked, PLAIN, LayoutLoad(64, 4), world_size=5) == []
+    assert [dims.world_size for dims in nearest_layouts(asked, PLAIN, LayoutLoad(64, 4))] == [4, 4, 4]
 
 
 def test_a_further_condition_is_kept():

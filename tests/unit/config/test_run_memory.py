@@ -18,7 +18,7 @@ from moerl.config.run_memory import (
     GPU_OF_TRAINER,
     HOST,
     Machine,
-    Place,
+    MemoryPlace,
     checkpoint_bytes,
     concurrency_limit,
     gpu_problem,
@@ -43,7 +43,7 @@ def colocated(folder: Path, *overrides: str) -> RunConfig:
     return run(folder, "parallel.data=16", *shared, *overrides)
 
 
-def held(place: Place) -> dict[str, int]:
+def held(place: MemoryPlace) -> dict[str, int]:
     return {each.what: each.num_bytes for each in place.holdings}
 
 

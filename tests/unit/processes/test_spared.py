@@ -21,7 +21,7 @@ from moerl.processes.child import Child
 from moerl.processes.spared import STOP_SIGNALS, start_spared
 from moerl.ranks.child import PROGRAM
 from moerl.rollout.beside.local import LocalProcess, dismiss
-from moerl.rollout.beside.messages import Close, encode
+from moerl.rollout.beside.messages import CloseEngine, encode
 from moerl.rollout.sglang import server as sglang
 from moerl.rollout.sglang.install import site_packages
 from moerl.tasks.rewards.child import RewardChild
@@ -154,7 +154,7 @@ def test_an_engine_of_its_own_is_spared(tmp_path: Path) -> None:
         process = LocalProcess(tmp_path / "log")
         eventually(lambda: ignores_all(process.pid), 60)
         # It may not have imported torch yet, for which `dismiss` waits a few seconds alone.
-        process.send(encode(Close()))
+        process.send(encode(CloseEngine()))
         eventually(lambda: not is_alive(process.pid), 120)
         dismiss(process)
     assert "it ended with status 0" in process.describe_end()

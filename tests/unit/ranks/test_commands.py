@@ -8,7 +8,17 @@ import msgspec
 import numpy as np
 import pytest
 
-from moerl.contract.commands import Array, Failure, Reply, Report, Save, Step, decode_command, decode_reply, encode
+from moerl.contract.commands import (
+    Array,
+    Failure,
+    RankPassReport,
+    Reply,
+    Save,
+    Step,
+    decode_command,
+    decode_reply,
+    encode,
+)
 from moerl.contract.trainer import DeviceUse, PassReport, UpdateReport, sum_reports
 from moerl.errors import (
     ConfigError,
@@ -41,7 +51,7 @@ def test_commands_come_out_as_they_went_in():
 
 def test_a_report_survives_the_way_bit_for_bit_also_without_rows():
     for each in (report(0), report(5)):
-        message = msgspec.msgpack.decode(msgspec.msgpack.encode(Report.of(each)), type=Report).report()
+        message = msgspec.msgpack.decode(msgspec.msgpack.encode(RankPassReport.of(each)), type=RankPassReport).report()
         for name in ("rows_RC", "load_LE", "agreement_LS", "live_rows_L"):
             np.testing.assert_array_equal(getattr(message, name), getattr(each, name), strict=True)
         assert (message.loss_sum, message.rows_verified, message.update) == (0.5, 3, each.update)
@@ -58,7 +68,9 @@ def test_ranks_without_losses_leave_those_of_others_alone():
     without = replace(report(2), loss_sum=None)
     assert sum_reports([without, report(3), without]).loss_sum == 0.5
     assert sum_reports([without, without]).loss_sum is None
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(Report.of(without)), type=Report).loss_sum is None
+    assert (
+        msgspec.msgpack.decode(msgspec.msgpack.encode(RankPassReport.of(without)), type=RankPassReport).loss_sum is None
+    )
 
 
 def test_what_a_rank_says_of_its_device_comes_out_as_it_went_in():

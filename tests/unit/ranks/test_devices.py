@@ -9,7 +9,7 @@ import pytest
 
 from moerl.errors import ConfigError, EngineError
 from moerl.orchestration.engines import first_devices
-from moerl.ranks.on_ray.messages import Facts, Versions
+from moerl.ranks.on_ray.messages import NodeFacts, Versions
 from moerl.ranks.on_ray.shared import groups_on_nodes, note_ranks, ranks_of_server
 from moerl.ranks.start import check_gpus
 from moerl.rollout.sglang.server import ServerOptions
@@ -67,7 +67,7 @@ def five_ranks() -> Iterator[None]:
     """Two on one node, three on another; the last one has no GPU."""
     nodes, gpus = ["a", "a", "b", "b", "b"], ["4", "5", "GPU-x", "1", ""]
     each = zip(nodes, gpus, strict=True)
-    note_ranks([Facts(node, f"10.0.0.{ord(node)}", node, VERSIONS, True, gpu) for node, gpu in each])
+    note_ranks([NodeFacts(node, f"10.0.0.{ord(node)}", node, VERSIONS, True, gpu) for node, gpu in each])
     yield
     note_ranks([])
 

@@ -11,7 +11,7 @@ from families import FAMILIES
 from moerl.contract.parallel import ParallelDims
 from moerl.errors import WeightSyncError
 from moerl.models.description import ModelDescription, describe
-from moerl.weights.manifest import Manifest, encode_shards, merge_shards, model_manifest
+from moerl.weights.manifest import WeightManifest, encode_shards, merge_shards, model_manifest
 from moerl.weights.plan import PlanOptions, make_plan
 
 LAYOUTS = [
@@ -28,7 +28,7 @@ def model_of(family: str, **changes: Any) -> ModelDescription:
     return describe(FAMILIES[family].config(**changes).to_dict(), family)
 
 
-def statements(manifest: Manifest) -> list[dict[str, Any]]:
+def statements(manifest: WeightManifest) -> list[dict[str, Any]]:
     """Returns the statements of ranks with these weights: stand-ins for tensors by name."""
     dtypes = {t.tensor.name: "float32" if t.tensor.element == "float32" else "bfloat16" for t in manifest.tensors}
     return [
@@ -40,7 +40,7 @@ def statements(manifest: Manifest) -> list[dict[str, Any]]:
     ]
 
 
-def merged(model: ModelDescription, dims: ParallelDims, ranks: list[dict[str, Any]]) -> Manifest:
+def merged(model: ModelDescription, dims: ParallelDims, ranks: list[dict[str, Any]]) -> WeightManifest:
     return merge_shards(model, dims, [encode_shards(rank) for rank in ranks])
 
 

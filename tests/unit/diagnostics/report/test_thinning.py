@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moerl.diagnostics.report.data import LayerMap, Step
+from moerl.diagnostics.report.data import LayerMap, ReportStep
 from moerl.diagnostics.report.thinning import joined_columns, thinned_points, thinned_steps
 
 LIMIT = 400
@@ -21,7 +21,7 @@ def test_thinning_keeps_both_ends_and_every_spike() -> None:
 
 def test_each_metric_keeps_its_own_steps() -> None:
     steps = [
-        Step(
+        ReportStep(
             n, {"a": 9.0 if n == 700 else 1.0, "b": -9.0 if n == 801 else 1.0} | ({"rare": 2.0} if n % 50 == 0 else {})
         )
         for n in range(1, 2001)
@@ -36,7 +36,7 @@ def test_each_metric_keeps_its_own_steps() -> None:
 
 
 def test_a_short_run_keeps_every_step() -> None:
-    steps = [Step(n, {"a": float(n)}) for n in range(LIMIT)]
+    steps = [ReportStep(n, {"a": float(n)}) for n in range(LIMIT)]
     assert thinned_steps(steps, LIMIT) == tuple(steps)
 
 

@@ -13,7 +13,7 @@ from waiting import eventually, is_alive
 from moerl.config.compose import expand_sweep
 from moerl.config.stop_signals import STOPPED, StopRequest
 from moerl.diagnostics.summary import SUMMARY_FILE
-from moerl.launch.sweeps.hosts import LOCAL_PROGRAM, Job, LocalHost
+from moerl.launch.sweeps.hosts import LOCAL_PROGRAM, LocalHost, SweepJob
 from moerl.launch.sweeps.manifest import Manifest, new_manifest, read_manifest
 from moerl.launch.sweeps.sweep import Sweep, exit_status, job_of, last_words
 
@@ -150,7 +150,7 @@ def test_no_more_runs_than_slots_are_under_way(tmp_path: Path) -> None:
     class Counting(LocalHost):
         most = 0
 
-        def start(self, job: Job) -> None:
+        def start(self, job: SweepJob) -> None:
             super().start(job)
             self.most = max(self.most, len(self._processes))
 
@@ -191,9 +191,9 @@ WAITING = LOCAL_PROGRAM[-1].replace(
 STARTER = """
 import os, sys, time
 from pathlib import Path
-from moerl.launch.sweeps.hosts import LOCAL_PROGRAM, Job, LocalHost
+from moerl.launch.sweeps.hosts import LOCAL_PROGRAM, LocalHost, SweepJob
 log = Path(sys.argv[1])
-LocalHost(1, (sys.executable, "-c", sys.argv[2])).start(Job("one", [], log))
+LocalHost(1, (sys.executable, "-c", sys.argv[2])).start(SweepJob("one", [], log))
 while not log.read_text().endswith("\\n"):
     time.sleep(0.01)
 os.kill(os.getpid(), 9)

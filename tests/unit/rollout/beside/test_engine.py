@@ -21,15 +21,15 @@ from moerl.errors import EngineError, WeightSyncError
 from moerl.kernels.checksum import checksums
 from moerl.rollout.beside.engine import BesideEngine
 from moerl.rollout.beside.local import LocalProcess, dismiss
-from moerl.rollout.beside.messages import Start
+from moerl.rollout.beside.messages import StartEngine
 from moerl.rollout.embedded import EmbeddedEngine
 from moerl.rollout.pushed import PushingSink
 
 SUBJECT = ENGINES["beside"]
 
 
-def start_of(folder: Path) -> Start:
-    return Start(str(folder), "float32", SUBJECT.spec, max_running=16, num_threads=1, version=0)
+def start_of(folder: Path) -> StartEngine:
+    return StartEngine(str(folder), "float32", SUBJECT.spec, max_running=16, num_threads=1, version=0)
 
 
 def open_engine(place: Path, model: str = "model") -> BesideEngine:

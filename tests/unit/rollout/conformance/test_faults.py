@@ -16,8 +16,8 @@ from moerl.models.description import read_model
 from moerl.rollout.conformance.bench import Bench
 from moerl.rollout.conformance.embedded import embedded_subject
 from moerl.rollout.conformance.reference import TransformersJudge
-from moerl.rollout.conformance.subject import Answer, Ask, Judge, Subject
-from moerl.rollout.conformance.suite import CHECKS, Outcome, Verdict, run_checks
+from moerl.rollout.conformance.subject import Answer, Ask, ReferenceJudge, Subject
+from moerl.rollout.conformance.suite import CHECKS, CheckResult, Outcome, run_checks
 from moerl.rollout.conformance.weights import RenumberedWeights
 from moerl.trainer.hf_directory import checkpoint_shapes
 
@@ -44,11 +44,11 @@ def subject(folder: Path) -> Iterator[Subject]:
 
 
 @pytest.fixture(scope="module")
-def judge(folder: Path) -> Judge:
+def judge(folder: Path) -> ReferenceJudge:
     return TransformersJudge(read_model(folder))
 
 
-def verdict_of(bench: Bench, name: str) -> Verdict:
+def verdict_of(bench: Bench, name: str) -> CheckResult:
     (verdict,) = run_checks(bench, [check for check in CHECKS if check.name == name])
     return verdict
 
@@ -165,7 +165,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("fault", DAMAGES)
-def test_a_damaged_answer_fails_its_check(fault: str, subject: Subject, judge: Judge):
+def test_a_damaged_answer_fails_its_check(fault: str, subject: Subject, judge: ReferenceJudge):
     name, damage = DAMAGES[fault]
     pool = 160 if name == "retraction" else None
     broken = FaultInjection(subject, damage, pool_tokens=pool)
@@ -175,7 +175,9 @@ def test_a_damaged_answer_fails_its_check(fault: str, subject: Subject, judge: J
 
 
 @pytest.mark.parametrize("fault", CHANGES)
-def test_an_engine_that_does_something_else_than_asked_fails_its_check(fault: str, subject: Subject, judge: Judge):
+def test_an_engine_that_does_something_else_than_asked_fails_its_check(
+    fault: str, subject: Subject, judge: ReferenceJudge
+):
     name, change = CHANGES[fault]
     verdict = verdict_of(Bench(FaultInjection(subject, change=change), "faults", judge), name)
     assert verdict.outcome == Outcome.FAIL, verdict

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 
 from moerl.rollout.conformance.report import as_json, conforms, counts, verdict_lines
-from moerl.rollout.conformance.suite import CHECKS, Outcome, Verdict
+from moerl.rollout.conformance.suite import CHECKS, CheckResult, Outcome
 
-PASS = Verdict("answers", "Are there answers?", Outcome.PASS, "12 answers")
-LACKS = Verdict("batch", "Are routes the same?", Outcome.CANNOT_ASK, "the engine returns no routes")
-FAIL = Verdict("routing-rows", "Has every token a row?", Outcome.FAIL, "rows\x1b[2J", "3", "4")
+PASS = CheckResult("answers", "Are there answers?", Outcome.PASS, "12 answers")
+LACKS = CheckResult("batch", "Are routes the same?", Outcome.CANNOT_ASK, "the engine returns no routes")
+FAIL = CheckResult("routing-rows", "Has every token a row?", Outcome.FAIL, "rows\x1b[2J", "3", "4")
 
 
 def test_names_of_checks_are_unique_and_their_questions_end_as_such():

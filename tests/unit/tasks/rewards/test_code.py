@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from waiting import eventually
 
-from moerl.tasks.rewards.code import OUTCOMES, Run, code, program_of, read_tests, run_program
+from moerl.tasks.rewards.code import OUTCOMES, ProgramResult, code, program_of, read_tests, run_program
 
 GIB = 1 << 30
 
@@ -166,9 +166,9 @@ def test_tests_that_call_a_function_are_a_fault_of_the_row(value: object):
 def test_after_a_test_that_fails_the_rest_is_run_only_for_a_share(monkeypatch: pytest.MonkeyPatch):
     asked: list[str] = []
 
-    def run(program: str, given: str, *_: Any) -> Run:
+    def run(program: str, given: str, *_: Any) -> ProgramResult:
         asked.append(given)
-        return Run("passed", given, "")
+        return ProgramResult("passed", given, "")
 
     monkeypatch.setattr("moerl.tasks.rewards.code.run_program", run)
     tests = [{"input": each, "output": wanted} for each, wanted in (("1", "1"), ("2", "-"), ("3", "3"))]

@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 from moerl.contract.ports import Prompt
 from moerl.errors import RewardError
 from moerl.tasks.rewards.make import make_scorer
-from moerl.tasks.rewards.scorer import Scorer
+from moerl.tasks.rewards.scorer import RewardScorer
 from moerl.tasks.rewards.section import Reward
 
 KINDS = {get_args(each.model_fields["kind"].annotation)[0]: each for each in get_args(get_args(Reward)[0])}
@@ -58,16 +58,16 @@ def judge_url() -> Iterator[str]:
     server.server_close()
 
 
-Make = Callable[..., Scorer]
+Make = Callable[..., RewardScorer]
 
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, judge_url: str) -> Iterator[Make]:
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "harmless.py").write_text("def length(row, response):\n    return 0.0 * len(response)\n")
-    made: list[Scorer] = []
+    made: list[RewardScorer] = []
 
-    def begin(kind: str, **keys: Any) -> Scorer:
+    def begin(kind: str, **keys: Any) -> RewardScorer:
         fields = KINDS[kind].model_fields
         settings = {
             "timeout_seconds": 2.0,
@@ -86,7 +86,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, judge_url: str) -> Ite
         scorer.close()
 
 
-def check_rewarded(scorer: Scorer, responses: dict[str, str]) -> None:
+def check_rewarded(scorer: RewardScorer, responses: dict[str, str]) -> None:
     prompt = Prompt("a:1", "1 + x =", {**ROW, "schema": json.dumps(SCHEMA)})
     futures = {name: scorer.score(prompt, "a:1", response) for name, response in responses.items()}
     wait(futures.values())

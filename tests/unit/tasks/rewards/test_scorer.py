@@ -14,7 +14,7 @@ from moerl.errors import RewardError
 from moerl.tasks.rewards.make import ProcessReward, make_scorer
 from moerl.tasks.rewards.pool import RewardPool
 from moerl.tasks.rewards.process import MakeChild, RewardProcess
-from moerl.tasks.rewards.scorer import Part, Scorer
+from moerl.tasks.rewards.scorer import RewardScorer, WeightedReward
 from moerl.tasks.rewards.section import ExactReward, FunctionReward, RegexReward, Reward
 
 FUNCTIONS = """
@@ -39,16 +39,16 @@ def second(row, response):
     return 1.0
 """
 PROMPT = Prompt("a:1", "2 + 3 =", {"answer": "5"})
-Make = Callable[..., Scorer]
+Make = Callable[..., RewardScorer]
 
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "dishes.py").write_text(FUNCTIONS)
-    made: list[Scorer] = []
+    made: list[RewardScorer] = []
 
-    def begin(accuracy: str | None = None, **rewards: Reward) -> Scorer:
+    def begin(accuracy: str | None = None, **rewards: Reward) -> RewardScorer:
         made.append(make_scorer(rewards, accuracy))
         return made[-1]
 
@@ -117,7 +117,7 @@ class _Held:
 
 def test_a_reward_that_raises_in_the_run_itself_fails_one_sample():
     part = _Held()
-    asked = Scorer([Part("a", 1.0, part)], "a").score(PROMPT, "set:7", "\ud800")
+    asked = RewardScorer([WeightedReward("a", 1.0, part)], "a").score(PROMPT, "set:7", "\ud800")
     part.futures[0].set_exception(UnicodeEncodeError("utf-8", "\ud800", 0, 1, "surrogates not allowed"))
     with pytest.raises(RewardError, match=r"reward a: the reward raised at set:7; seen: UnicodeEncodeError: .*row: "):
         asked.result()
@@ -137,7 +137,7 @@ def test_no_response_escapes_a_penalty_by_being_unscored(make: Make):
 
 def test_a_cancelled_sum_cancels_its_parts_and_a_cancelled_part_its_sum():
     parts = [_Held(), _Held()]
-    scorer = Scorer([Part("a", 1.0, parts[0]), Part("b", 1.0, parts[1])], "a")
+    scorer = RewardScorer([WeightedReward("a", 1.0, parts[0]), WeightedReward("b", 1.0, parts[1])], "a")
     first, second = (scorer.score(PROMPT, "a:1", "") for _ in range(2))
     assert first.cancel()
     assert [part.futures[0].cancelled() for part in parts] == [True, True]
