@@ -149,7 +149,7 @@ def _get_ready(command: str, options: argparse.Namespace, stack: ExitStack) -> i
     lock = stack.enter_context(run_lock(config.run_dir))
     if not resume:
         refuse_taken_run_dir(config)
-        print(recipe_text(options.overrides, options.config_dir, COMMANDS[command].keys))
+        print(recipe_text(options.overrides, options.config_dir, COMMANDS[command].keys), flush=True)
     elif is_auto and resolved.goes_on_unchanged and is_finished(config):
         print(f"the run in {config.run_dir} is finished: nothing to do")
         return 0

@@ -99,8 +99,8 @@ class RewardChild:
 
     def __init__(self, memory_bytes: int, shown: ShownLines, folder: Path | None = None) -> None:
         faults, theirs = os.pipe()
-        worker = [sys.executable, "-P", str(_WORKER), str(theirs)]
-        # -P keeps the folder of this package off the child's import path.
+        # -P keeps the folder of this package off the child's import path; -u shows what is printed when it is.
+        worker = [sys.executable, "-P", "-u", str(_WORKER), str(theirs)]
         self._process = start_spared(
             [sys.executable, "-I", "-S", str(_GUARD), str(os.getpid()), str(theirs), str(memory_bytes), *worker],
             stdin=subprocess.PIPE,
