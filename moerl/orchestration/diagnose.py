@@ -79,15 +79,16 @@ def _write(options: argparse.Namespace, progress: ProgressDisplay) -> tuple[Repo
         experts_per_token=described[0].spec.experts_per_token if described else None,
         say=progress.note,
     )
-    output = options.output.resolve()
+    output, found = options.output.resolve(), None
     if described:
         report, found = _by_model(opened, checkpoints, described, options, progress)
-        with writing(output.with_suffix(".parquet"), _ELSEWHERE):
-            write_rollout_table(found, output.with_suffix(".parquet"))
     else:
         report = _by_policies(opened, options, progress)
-    with writing(output, _ELSEWHERE):
+    with writing(output, _ELSEWHERE):  # makes the folder
         write_report(report, output)
+    if found is not None:
+        with writing(output.with_suffix(".parquet"), _ELSEWHERE):
+            write_rollout_table(found, output.with_suffix(".parquet"))
     return report, output
 
 

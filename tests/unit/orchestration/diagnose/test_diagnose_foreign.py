@@ -145,6 +145,13 @@ def test_a_directory_that_nobody_can_write_to_is_refused_and_one_that_is_missing
     assert sorted(each.name for each in (tmp_path / "new" / "folder").iterdir()) == ["page.html", "page.json"]
 
 
+def test_a_table_goes_to_a_directory_that_is_missing_too(tmp_path: Path, model: Path, clean: list[DumpedRollout]):
+    write_minimal(tmp_path / "dump.parquet", clean)
+    page = tmp_path / "new" / "folder" / "page.html"
+    assert cli.main(["diagnose", str(tmp_path / "dump.parquet"), "--model", f"{model}@3", "--output", str(page)]) == 0
+    assert sorted(each.name for each in page.parent.iterdir()) == ["page.html", "page.json", "page.parquet"]
+
+
 def test_a_disk_that_fills_meanwhile_is_said_with_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
