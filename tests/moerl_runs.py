@@ -226,9 +226,17 @@ def _serve(connection: Connection, parent: int, *, is_refused_as_others: bool) -
         connection.send(_wait(child, call["timeout_seconds"]))
 
 
+_PR_SET_SECUREBITS, _NOROOT = 28, 0b11
+"""SECBIT_NOROOT, and its lock."""
+
+
 def _give_capabilities_up() -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    # Without this, programs that root starts have all of them again.
+    if os.geteuid() == 0 and libc.prctl(_PR_SET_SECUREBITS, _NOROOT, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl")
     version_3, no_capabilities = struct.pack("Ii", 0x20080522, 0), bytes(24)
-    if ctypes.CDLL(None, use_errno=True).capset(version_3, no_capabilities):
+    if libc.capset(version_3, no_capabilities):
         raise OSError(ctypes.get_errno(), "capset")
 
 
