@@ -57,7 +57,7 @@ def reads(text: str) -> Iterator[int]:
     """Yields the lines that name the environment of the process."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Attribute):
-            is_read = node.attr in _NAMES and ast.unparse(node.value) == "os"
+            is_read = node.attr in _NAMES  # under whatever name `os` was imported
         else:
             names = node.names if isinstance(node, ast.ImportFrom) and node.module == "os" else ()
             is_read = any(each.name in _NAMES for each in names)

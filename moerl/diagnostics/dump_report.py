@@ -232,6 +232,9 @@ def report_of_policies(
     is_fault = any(finding.level == "fault" for finding in findings)
     level = "fault" if is_fault else "note" if findings else "good"
     advice = findings[0].remedy if findings else "Nothing to do. With --model smaller faults show."
+    if not d.any():
+        level, text = "note", "The trainer's log-probs are the engine's, digit for digit: this dump compares nothing."
+        advice = "Unless both sides compute alike to the last bit, dump the log-probs that the trainer computes itself."
     text += "".join(f" {each.title[0].upper()}{each.title[1:]}." for each in findings if each.rollouts)
     sampled_d = [sampled_gaps(rollout) for rollout in rollouts]
     sample_starts = np.cumsum([0, *map(len, sampled_d)])

@@ -307,7 +307,7 @@ def _print(report: Report, output: Path) -> None:
         parts = ", ".join(
             f"{share.label} {share.nats.value:.1e}" for share in decomposition.shares if abs(share.nats.value) > 0
         )
-        print(f"gap {decomposition.name}: {decomposition.total.value:.1e} nats = {parts}")
+        print(f"gap {decomposition.name}: {decomposition.total.value:.1e} nats" + (f" = {parts}" if parts else ""))
     for name, value in report.facts:
         if name == FACT:
             print(f"{name}: {value}")

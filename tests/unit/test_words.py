@@ -67,7 +67,8 @@ def test_a_public_class_name_of_two_modules_is_found_with_both_places(
 
 
 @pytest.mark.parametrize(
-    "line", ["os.environ['HOME']", "os.getenv('HOME')", "from os import environ", "f(os.environ.get('A'))"]
+    "line",
+    ["os.environ['HOME']", "import os as o; o.getenv('HOME')", "from os import environ", "f(os.environ.get('A'))"],
 )
 def test_a_read_of_the_environment_is_found_outside_of_its_places(
     line: str, check_words: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

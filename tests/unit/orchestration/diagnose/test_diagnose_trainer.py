@@ -212,3 +212,13 @@ def test_without_a_model_one_rollout_that_is_apart_is_not_hidden_by_the_others(t
     assert (status, report.verdict.level) == (3, "note")
     assert report.findings[0].rollouts == ("7",)
     assert "1 of 12 rollouts is 2.0e-01 nats apart" in report.verdict.text
+
+
+def test_log_probs_that_are_the_engines_digit_for_digit_are_no_proof_of_anything(tmp_path: Path, run: Diagnosed):
+    rng = np.random.default_rng(0)
+    rollouts = [make_dumped(rng, name=str(number), spans=(3, 37)) for number in range(4)]
+    copied = [replace(rollout, trainer_logprobs={"trainer": rollout.rollout_logprobs}) for rollout in rollouts]
+    write_minimal(tmp_path / "dump.parquet", copied)
+    status, report = run(tmp_path / "dump.parquet")
+    assert (status, report.verdict.level) == (0, "note")
+    assert "compares nothing" in report.verdict.text
