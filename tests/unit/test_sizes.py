@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-ROOT = Path(__file__).parents[2]
+from lint_scripts import ROOT, load_script
 
 
 @pytest.fixture(scope="module")
 def check_sizes() -> Any:
-    spec = importlib.util.spec_from_file_location("check_sizes", ROOT / "scripts" / "check_sizes.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("check_sizes")
 
 
 def test_the_caps_of_the_tool_are_those_that_the_page_states(check_sizes: Any):

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-ROOT = Path(__file__).parents[2]
+from lint_scripts import ROOT, load_script
 
 
 @pytest.fixture(scope="module")
 def check_words() -> Any:
-    spec = importlib.util.spec_from_file_location("check_words", ROOT / "scripts" / "check_words.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("check_words")
 
 
 def test_the_repository_keeps_all_rules(check_words: Any):
