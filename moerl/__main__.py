@@ -3,7 +3,9 @@ the command line is loaded: a package that is not installed is an error of one l
 
 from __future__ import annotations
 
+import re
 import sys
+from importlib import metadata
 
 from moerl.errors import MoerlError
 from moerl.printable import printable
@@ -25,13 +27,29 @@ def main() -> int:
 
 def _explain(name: str) -> MoerlError:
     """Returns the error for a module that no installed package has."""
+    extra = _extra_of(name)
+    wheel = f"the wheel of moerl with its extra `{extra}`" if extra else "the wheel of moerl with what it needs"
+    doctor = "`moerl doctor` lists what is missing; --traceback shows who asked for it"
     return MoerlError(
         f"{sys.argv[1] if len(sys.argv) > 1 else 'moerl'}: a package is not installed",
         seen=f"no module {name} for {sys.executable}",
         expected="the packages that moerl needs, in one environment",
-        remedy="`make setup` in a checkout; else pip install the wheel of moerl with what it needs. `moerl doctor`"
-        " lists what is missing; --traceback shows who asked for it",
+        remedy=f"`make setup` in a checkout; else pip install {wheel}. {doctor}",
     )
+
+
+def _extra_of(name: str) -> str:
+    """Returns the extra that brings a module, "" if none does or moerl has no metadata."""
+    package = name.partition(".")[0].replace("_", "-")
+    try:
+        requirements = metadata.requires("moerl") or []
+    except metadata.PackageNotFoundError:
+        return ""
+    for text in requirements:
+        extra = re.search(r"extra == '(\w+)'", text)
+        if extra and re.match(rf"{re.escape(package)}(-core)?(?![\w.-])", text):
+            return extra[1]
+    return ""
 
 
 if __name__ == "__main__":

@@ -8,6 +8,6 @@ compile() {
         --custom-compile-command "make lock" "$@"
 }
 compile requirements/build.in -o requirements/build.lock
-compile pyproject.toml requirements/bridge.in --extra dev --constraint requirements/build.lock -o requirements/run.lock
+compile pyproject.toml requirements/bridge.in --extra dev --extra train --constraint requirements/build.lock -o requirements/run.lock
 compile requirements/transformer_engine.in --no-deps -o requirements/transformer_engine.lock
 compile requirements/gpu.in --no-deps -o requirements/gpu.lock

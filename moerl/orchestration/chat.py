@@ -7,15 +7,16 @@ prompts are written once, before anything is trained, and a run that goes on mus
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from moerl.contract.ports import Chat, ChatTask, Prompt, Task
 from moerl.errors import ConfigError
 from moerl.orchestration.templates import FailedTemplateError, Templates, request_of
 from moerl.tasks.section import TaskSection
 from moerl.telemetry.terminal import excerpt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 SHOWN_CHARACTERS = 600
 """Most characters of the prompt that a run shows at its start."""

@@ -19,6 +19,7 @@ from moerl.config.model_tensors import check_weights
 from moerl.contract.files import writing
 from moerl.diagnostics.causes.diagnosis import Diagnosis, diagnose
 from moerl.diagnostics.causes.texts import OPEN
+from moerl.diagnostics.checkpoints import HuggingFaceCheckpoint, split_version
 from moerl.diagnostics.dump_report import DumpFacts, report_of_diagnosis, report_of_policies
 from moerl.diagnostics.dumps.join import TRAINER_ELSEWHERE
 from moerl.diagnostics.dumps.rollout import Dump, DumpedRollout, Unusable
@@ -29,13 +30,10 @@ from moerl.diagnostics.tallies import Tallies
 from moerl.diagnostics.trainer_side import FACT, sampled_gaps
 from moerl.errors import ConfigError
 from moerl.models.description import CONFIG_FILE, ModelDescription, read_model
-from moerl.orchestration.dump_scorers import HuggingFaceCheckpoint, Models, ScoringOptions, split_version
 from moerl.orchestration.prompt_edits import load_tokenizer, prompt_edits
 from moerl.orchestration.torch_dumps import open_any_dumps
 from moerl.printable import printable
-from moerl.ranks.libraries import quiet_libraries
 from moerl.telemetry.progress import ProgressDisplay, make_progress
-from moerl.trainer.model import DTYPES
 
 UNEXPLAINED = 3
 """Exit status; 2 is that of a wrong command line, and of files that are wrong or cannot be read."""
@@ -111,6 +109,11 @@ def _by_model(
     options: argparse.Namespace,
     progress: ProgressDisplay,
 ) -> tuple[Report, Diagnosis]:
+    # Torch loads only if there is a model: a dump with both policies needs none.
+    from moerl.orchestration.dump_scorers import Models, ScoringOptions
+    from moerl.ranks.libraries import quiet_libraries
+    from moerl.trainer.model import DTYPES
+
     quiet_libraries()
     model, unusable = described[0], Unusable()
     positions = int(model.hf_config.get("max_position_embeddings") or 1 << 30)

@@ -9,16 +9,15 @@ import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import torch
 
-from moerl.config.hub import hub_name, model_directory
 from moerl.config.memory import total_parameters
 from moerl.config.scoring_memory import plan_scoring
+from moerl.diagnostics.checkpoints import HuggingFaceCheckpoint
 from moerl.diagnostics.scoring import RolloutScorer
-from moerl.errors import ConfigError, closing
+from moerl.errors import closing
 from moerl.models.description import ModelDescription
 from moerl.orchestration.rescoring import HeldModels, TransformersScorer
 from moerl.orchestration.trainer_scorer import TrainerScorer
@@ -27,33 +26,6 @@ from moerl.trainer import platform
 from moerl.trainer.model import DTYPES
 
 _FINER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
-
-
-@dataclass(frozen=True, slots=True)
-class HuggingFaceCheckpoint:
-    """A Hugging Face directory, and the policy version that it holds, None where nobody said."""
-
-    folder: Path
-    version: int | None
-
-
-def split_version(named: str) -> tuple[Path, int | None]:
-    """The directory and the policy version of `HF_DIR[@VERSION]`; a directory whose name holds an @ is one. A model of
-    the hub is fetched; behind its name, digits alone are a policy version, and anything else is a revision.
-
-    Raises:
-        ConfigError: there is no such model, or the version is no number.
-    """
-    before, at, version = named.rpartition("@")
-    if Path(named).is_dir() or not at:
-        return model_directory(named, "--model"), None
-    if version.isdecimal():
-        return model_directory(before, "--model"), int(version)
-    if hub_name(named) is None or Path(before).is_dir():
-        raise ConfigError(
-            "--model: version", seen=version, expected="a policy version, a whole number", remedy="HF_DIR@12"
-        )
-    return model_directory(named, "--model"), None
 
 
 @dataclass(frozen=True, slots=True)

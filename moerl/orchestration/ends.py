@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from moerl.errors import ConfigError
 from moerl.orchestration.templates import FailedTemplateError, request_of, write_once
 from moerl.reading import read_json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _FILES = ("generation_config.json", "config.json")
 _ANSWER = "moerl-answer"

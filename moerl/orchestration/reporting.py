@@ -23,7 +23,8 @@ from moerl.orchestration.evaluation import Evaluation
 from moerl.orchestration.trackers import Trackers, start_trackers
 from moerl.telemetry.metrics import check_layer_metrics, check_metrics, named_reward_metric
 from moerl.telemetry.progress import make_progress
-from moerl.telemetry.sinks import LAYERS_FILE, METRICS_FILE, JsonlSink, MetricSink, TensorBoardSink, read_rows
+from moerl.telemetry.sinks import LAYERS_FILE, METRICS_FILE, JsonlSink, MetricSink, read_rows
+from moerl.telemetry.tensorboard import TensorBoardSink
 from moerl.telemetry.trackers.sink import TrackerSink
 
 

@@ -6,14 +6,16 @@ Runs in the controller.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from moerl.config.problems import wanted_problems
 from moerl.config.schema import RunConfig
 from moerl.contract.ports import DemonstrationTask, Prompt, Task, WorkedTask
 from moerl.errors import ConfigError
 from moerl.orchestration.tokenizer import encode_checked
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def check_prompts(

@@ -14,13 +14,14 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from subprocess import PIPE
-from typing import IO, Any, Self
-
-from transformers import PreTrainedTokenizerBase
+from typing import IO, TYPE_CHECKING, Any, Self
 
 from moerl.errors import ConfigError
 from moerl.processes.spared import SparedProcess, start_spared
 from moerl.telemetry.terminal import excerpt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 SECONDS = 30.0
 """Longest time for one text. Templates of models take milliseconds."""

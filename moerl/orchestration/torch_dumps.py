@@ -1,4 +1,5 @@
-"""Dumps that torch.save wrote (slime, miles), and every other: the way in for commands that may load torch.
+"""Dumps that torch.save wrote (slime, miles), and every other: the way in for commands that may load torch, which is
+loaded with the first file that needs it.
 
 Nothing is unpickled but what torch allows with `weights_only`, and numeric numpy arrays.
 """
@@ -13,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch.serialization import add_safe_globals, clear_safe_globals, get_safe_globals
 
 from moerl.diagnostics.dumps.opening import open_dumps
 from moerl.diagnostics.dumps.refused import damaged, refused_globals
@@ -45,6 +44,8 @@ def load_torch(file: Path) -> Any:
     Raises:
         ConfigError: the file is damaged or compressed, or holds anything but data.
     """
+    import torch
+
     _check_parts(file)
     try:
         with _only(_allowed()):
@@ -69,6 +70,8 @@ def load_torch(file: Path) -> Any:
 @contextlib.contextmanager
 def _only(allowed: Sequence[Any]) -> Iterator[None]:
     """Beside torch's own: other libraries of this process, Megatron among them, add classes to one list for all."""
+    from torch.serialization import add_safe_globals, clear_safe_globals, get_safe_globals
+
     before = get_safe_globals()
     clear_safe_globals()
     add_safe_globals(list(allowed))
@@ -132,6 +135,8 @@ def _mapped(sample: Any) -> Any:
 
 def _array(value: Any) -> Any:
     """A tensor as an array, bfloat16 as float32; all else as it is. A tensor that has no such form is left as it is."""
+    import torch
+
     if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.is_quantized or value.is_meta:
         return value
     wide = value.detach()

@@ -1,4 +1,4 @@
-"""Sinks of metrics: `metrics.jsonl` and TensorBoard events. Torch-free; runs in the controller.
+"""Sinks of metrics: a port, and `metrics.jsonl`. Torch-free; runs in the controller.
 
 Rows are appended in the order in which they happen: the cold start, then reinforcement learning with evaluations in
 between. Going on from a checkpoint first drops every row after it, so that a file never tells a step twice.
@@ -8,21 +8,9 @@ from __future__ import annotations
 
 import json
 import os
-import socket
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TextIO
-
-from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
-from tensorboard.compat.proto.summary_pb2 import (
-    Summary,  # pyright: ignore[reportAttributeAccessIssue]
-    SummaryMetadata,  # pyright: ignore[reportAttributeAccessIssue]
-)
-from tensorboard.compat.proto.tensor_pb2 import TensorProto  # pyright: ignore[reportAttributeAccessIssue]
-from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto  # pyright: ignore[reportAttributeAccessIssue]
-from tensorboard.compat.proto.types_pb2 import DT_STRING  # pyright: ignore[reportAttributeAccessIssue]
-from tensorboard.summary.writer.record_writer import RecordWriter
 
 from moerl.reading import open_regular
 from moerl.telemetry.metrics import STAGES, check_metrics
@@ -83,7 +71,7 @@ class JsonlSink:
             self._rewrite(read_rows(path))
 
     def write(self, stage: str, step: int, metrics: Mapping[str, Any]) -> None:
-        _check_stage(stage)
+        check_stage(stage)
         self._check(metrics)
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -97,7 +85,7 @@ class JsonlSink:
             os.fsync(self._file.fileno())
 
     def truncate_after(self, stage: str, step: int, *, evaluated: bool = True) -> None:
-        _check_position(stage)
+        check_position(stage)
         self.close()
         if not self._path.exists():
             return
@@ -146,72 +134,13 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-class TensorBoardSink:
-    """Writes scalars to one TensorBoard folder per stage under `directory`."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._writers: dict[str, RecordWriter] = {}
-
-    def write(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
-        _check_stage(stage)
-        check_metrics(metrics)
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
-        self._add(stage, Event(step=step, summary=Summary(value=values)))
-
-    def write_text(self, stage: str, step: int, tag: str, text: str) -> None:
-        """Writes a text, which TensorBoard reads as Markdown."""
-        _check_stage(stage)
-        about = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
-        tensor = TensorProto(dtype=DT_STRING, string_val=[text.encode()], tensor_shape=TensorShapeProto())
-        self._add(
-            stage, Event(step=step, summary=Summary(value=[Summary.Value(tag=tag, metadata=about, tensor=tensor)]))
-        )
-
-    def sync(self) -> None:
-        for writer in self._writers.values():
-            writer.flush()
-
-    def truncate_after(self, stage: str, step: int, *, evaluated: bool = True) -> None:
-        """Marks a restart in every stage's events: TensorBoard then hides what is at or after its step."""
-        _check_position(stage)
-        for name in STAGES:
-            if not (self._directory / name).is_dir() or (stage == "rl" and name == "sft"):
-                continue
-            first_dropped = step + 1 if name == stage or (stage, name) == ("rl", "evaluation") else 0
-            if name == "evaluation" and not evaluated:
-                first_dropped = max(0, first_dropped - 1)
-            self._add(name, Event(step=first_dropped, session_log=SessionLog(status=SessionLog.START)))
-
-    def close(self) -> None:
-        for writer in self._writers.values():
-            writer.close()
-        self._writers.clear()
-
-    def _add(self, stage: str, event: Event) -> None:
-        if stage not in self._writers:
-            self._writers[stage] = self._open(stage)
-        event.wall_time = time.time()
-        self._writers[stage].write(event.SerializeToString())
-        # At once, in this thread: TensorBoard's own writer loses the error of a full disk in another one.
-        self._writers[stage].flush()
-
-    def _open(self, stage: str) -> RecordWriter:
-        folder = self._directory / stage
-        folder.mkdir(parents=True, exist_ok=True)
-        # TensorBoard reads the files of a folder in the order of their names.
-        seconds, nanoseconds = divmod(time.time_ns(), 10**9)
-        name = f"events.out.tfevents.{seconds:010d}.{nanoseconds:09d}.{socket.gethostname()}.{os.getpid()}"
-        writer = RecordWriter((folder / name).open("xb"))
-        writer.write(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
-        return writer
-
-
-def _check_stage(stage: str) -> None:
+def check_stage(stage: str) -> None:
+    """Raises `ValueError` for a stage that is not registered."""
     if stage not in STAGES:
         raise ValueError(f"stage {stage!r} is not one of {STAGES}")
 
 
-def _check_position(stage: str) -> None:
+def check_position(stage: str) -> None:
+    """Raises `ValueError` for a stage without checkpoints, to which no run goes back."""
     if stage not in ("sft", "rl"):
         raise ValueError(f"cannot go back to stage {stage!r}; expected sft or rl")

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 import yaml
-from moerl_runs import moerl
+from moerl_runs import DoneRun, moerl
 
 ROOT = Path(__file__).parents[2]
-PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
+PIP = ("-m", "pip", "--disable-pip-version-check", "--quiet")
 
 
-def pip(*arguments: str | Path) -> None:
-    done = subprocess.run([*PIP, *map(str, arguments)], capture_output=True, text=True, timeout=300)
+def pip(*arguments: str | Path, python: str | Path = sys.executable) -> None:
+    done = subprocess.run([python, *PIP, *map(str, arguments)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
 
 
@@ -54,3 +54,33 @@ def test_an_installed_wheel_finds_its_configs_and_reward_worker(tmp_path: Path) 
     where = "import moerl, sys; sys.exit(moerl.__file__)"
     used = moerl(cwd=elsewhere, path=[site], command=(sys.executable, "-c", where))
     assert used.output.strip() == str(site / "moerl" / "__init__.py")
+
+
+@pytest.mark.slow
+def test_a_wheel_without_extras_plans_and_reads_and_says_what_else_needs_which(tmp_path: Path, tiny: DoneRun) -> None:
+    """Slow because all packages come from the package index."""
+    pip("wheel", "--no-deps", "--wheel-dir", tmp_path, ROOT)
+    [wheel] = tmp_path.glob("moerl-*.whl")
+    venv, page = tmp_path / "venv", tmp_path / "page.html"
+    python = venv / "bin" / "python"
+    subprocess.run([sys.executable, "-m", "venv", venv], check=True, timeout=120)
+    pip("install", wheel, python=python)
+    assert not [*venv.glob("lib/python*/site-packages/torch")]
+    for command in (
+        "--help",
+        "plan memory recipe=tiny",
+        "plan weights recipe=tiny",
+        "plan run recipe=tiny",
+        "train --show-config recipe=tiny",
+        f"status {tiny.folder}",
+        f"samples {tiny.folder}",
+        f"watch --once {tiny.folder}",
+        f"report {tiny.folder} --output {page}",
+        f"diagnose {ROOT}/tests/golden/dumps/nemo_rl/train_data_step4.jsonl --output {page}",
+    ):
+        done = moerl(*command.split(), cwd=tmp_path, command=(str(python), "-m", "moerl"))
+        assert done.status == 0, f"{command}: {done.output}"
+    for command, extra in (("train recipe=tiny", "tasks"), (f"verify {tiny.folder}", "hf"), ("doctor", "train")):
+        done = moerl(*command.split(), cwd=tmp_path, command=(str(python), "-m", "moerl"))
+        assert done.status != 0
+        assert f"extra `{extra}`" in done.output, done.output

@@ -33,9 +33,10 @@ def locked() -> dict[str, Requirement]:
 def asked_for() -> list[str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     lines = [line for file in sorted(REQUIREMENTS.glob("*.in")) for line in file.read_text().splitlines()]
+    extras = project["project"]["optional-dependencies"]
     return [
         *project["project"]["dependencies"],
-        *project["project"]["optional-dependencies"]["dev"],
+        *(text for name in ("tasks", "hf", "train", "dev") for text in extras[name] if not text.startswith("moerl[")),
         *project["build-system"]["requires"],
         *(line for line in lines if line and not line.startswith("#")),
     ]

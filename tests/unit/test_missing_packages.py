@@ -1,4 +1,4 @@
-"""Commands if packages are not installed: without torch and its like, and in an environment of the wheel alone."""
+"""Commands if packages are not installed: without torch and its like, without all extras, and without any package."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 from named_things import COMMAND_NAMES, ROOT
+from packaging.requirements import Requirement
 
 EVERY_COMMAND = '''
 import contextlib, io, json, sys, traceback
@@ -45,6 +47,11 @@ for command in commands:
 print(json.dumps(done))
 '''
 HEAVY = ("torch", "megatron", "transformers", "ray", "transformer_engine", "sglang")
+EXTRAS = (
+    *("tokenizers", "safetensors", "einops", "numba", "matplotlib", "tensorboard"),
+    *("datasets", "math_verify", "reasoning_gym"),
+)
+"""Modules of the extras of moerl besides `HEAVY`."""
 Done = dict[str, tuple[int, str, str]]
 """Status, output and errors of each command."""
 REACH = {
@@ -69,8 +76,10 @@ REACH = {
 """Arguments by command, with which it gets as far as it can without what it needs."""
 WORK = {"plan memory", "plan weights", "plan run", "launch slurm"}
 """Commands that end well without torch."""
-NEED = {"train", "sft", "diagnose"}
+NEED = {"train", "sft"}
 """Commands that get to the import of torch."""
+POLICIES = f"diagnose {ROOT}/tests/golden/dumps/nemo_rl/train_data_step4.jsonl --output page.html"
+TORCH_FILE = f"diagnose {ROOT}/tests/golden/dumps/slime/train.pt --output page.html"
 
 
 def run_all(hidden: tuple[str, ...], commands: list[str], folder: Path, *options: str) -> Done:
@@ -89,6 +98,16 @@ def without_torch(tmp_path_factory: pytest.TempPathFactory) -> Done:
     (folder / "model" / "config.json").write_text("{}")
     (folder / "dump").write_bytes(b"")
     return run_all(HEAVY, [*REACH.values(), *(f"{name} --help" for name in COMMAND_NAMES), "--help"], folder)
+
+
+@pytest.fixture(scope="module")
+def without_extras(tmp_path_factory: pytest.TempPathFactory) -> Done:
+    folder = tmp_path_factory.mktemp("without_extras")
+    return run_all(
+        (*HEAVY, *EXTRAS),
+        [*REACH.values(), POLICIES, TORCH_FILE, *(f"{name} --help" for name in COMMAND_NAMES)],
+        folder,
+    )
 
 
 def test_every_command_is_tried() -> None:
@@ -118,6 +137,32 @@ def test_a_command_that_needs_torch_says_so_in_one_sentence(without_torch: Done)
         assert status == 2, errors
         assert f"error: {name}: a package is not installed; seen: no module " in errors, errors
         assert "`make setup` in a checkout; else pip install" in errors
+
+
+def test_modules_of_all_extras_are_hidden() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    named = [
+        Requirement(text).name
+        for name in ("tasks", "hf", "train", "ray")
+        for text in project["optional-dependencies"][name]
+    ]
+    modules = {name.removesuffix("-core").replace("-", "_") for name in named} - {"moerl"}
+    assert modules <= {*HEAVY, *EXTRAS}
+
+
+def test_plans_help_and_diagnoses_of_two_policies_need_no_extra(without_extras: Done) -> None:
+    for command in ("plan memory", "plan weights", "plan run"):
+        assert without_extras[REACH[command]][0] == 0, without_extras[REACH[command]]
+    status, shown, errors = without_extras[POLICIES]
+    assert (status, "report: " in shown) == (0, True), errors
+    assert {name for name in COMMAND_NAMES if without_extras[f"{name} --help"][0] != 0} == set()
+
+
+def test_a_command_names_the_extra_that_it_needs(without_extras: Done) -> None:
+    for command, extra in ((REACH["train"], "tasks"), (REACH["launch slurm"], "tasks"), (TORCH_FILE, "hf")):
+        status, _, errors = without_extras[command]
+        assert status == 2, errors
+        assert f"else pip install the wheel of moerl with its extra `{extra}`" in errors, errors
 
 
 def test_doctor_lists_what_is_missing_and_does_not_fail_itself(

@@ -19,10 +19,12 @@ from moerl.launch.checks.outcome import Check, green
 
 AREA = "packages"
 LOCK = "run.lock"
+RUN_EXTRAS = ("tasks", "hf", "train")
+"""Extras without which no run starts; `train` asks for the others."""
 _ENTRY = re.compile(r"^(?P<name>[A-Za-z0-9._-]+)==(?P<version>[^ ;\\]+)(?: *; *(?P<marker>[^\\]+?))? *\\?$")
 _AGAIN = (
-    "install again: `make setup` in a checkout; else `pip install` of the same wheel in a fresh environment, then"
-    f" `pip install --no-deps {BRIDGE}`"
+    "install again: `make setup` in a checkout; else `pip install` of the same wheel with its extra `train` in a fresh"
+    f" environment, then `pip install --no-deps {BRIDGE}`"
 )
 _BESIDE: str = canonicalize_name(Requirement(BRIDGE).name)
 
@@ -50,16 +52,21 @@ def installed_versions() -> dict[str, str]:
 
 
 def own_requirements() -> list[str]:
-    """Returns the packages that moerl requires: from pyproject.toml in a checkout, else from the wheel's metadata."""
+    """Returns the packages that a run requires: from pyproject.toml in a checkout, else from the wheel's metadata."""
     project = shipped_folder("pyproject.toml")
     if project.is_file():
         return read_pins(project)
-    return [text for text in importlib.metadata.requires("moerl") or [] if "extra ==" not in text]
+    asked = map(Requirement, importlib.metadata.requires("moerl") or [])
+    named = [each for each in asked if any(_applies(each, extra) for extra in ("", *RUN_EXTRAS))]
+    # A wheel lists what `train` asks for with the others' packages among it.
+    return [*dict.fromkeys(f"{each.name}{_extras(each)}{each.specifier}" for each in named if each.name != "moerl")]
 
 
 def read_pins(project: Path) -> list[str]:
-    """`project.dependencies` of a pyproject.toml."""
-    return [*tomllib.loads(project.read_text())["project"]["dependencies"]]
+    """Returns what a run requires of a pyproject.toml: its dependencies, and those of the extras of a run."""
+    table = tomllib.loads(project.read_text())["project"]
+    extras = [text for name in RUN_EXTRAS for text in table["optional-dependencies"][name]]
+    return [*table["dependencies"], *(text for text in extras if Requirement(text).name != "moerl")]
 
 
 def read_lock(lock: Path) -> dict[str, str]:
@@ -171,6 +178,10 @@ def _same(installed: str, locked: str) -> bool:
         return Version(installed).public == Version(locked).public
     except InvalidVersion:
         return installed == locked
+
+
+def _extras(requirement: Requirement) -> str:
+    return f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else ""
 
 
 def _wanted(requirement: Requirement) -> str:

@@ -9,7 +9,8 @@ import pytest
 from disks import power_may_go
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from moerl.telemetry.sinks import JsonlSink, MetricSink, TensorBoardSink, read_rows
+from moerl.telemetry.sinks import JsonlSink, MetricSink, read_rows
+from moerl.telemetry.tensorboard import TensorBoardSink
 
 
 def write_a_run(sink: MetricSink, *, rl_steps: int = 4) -> None:

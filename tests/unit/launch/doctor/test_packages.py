@@ -92,8 +92,8 @@ def test_a_package_that_is_missing_or_too_old_is_named() -> None:
     del installed["pyarrow"]
     found = check_pins(own_requirements(), installed)
     assert found.level == "red"
-    assert found.seen == "megatron-core 0.16.1, pyarrow missing"
-    assert found.expected == "megatron-core==0.19.2, pyarrow>=26"
+    assert found.seen == "pyarrow missing, megatron-core 0.16.1"
+    assert found.expected == "pyarrow>=26, megatron-core==0.19.2"
 
 
 def test_megatron_bridge_is_asked_for_though_no_list_names_it() -> None:

@@ -20,6 +20,7 @@ from small_hub import Cache, commit_of, hub
 
 from moerl import cli
 from moerl.config.scoring_memory import ScoringMemory
+from moerl.diagnostics.checkpoints import split_version
 from moerl.diagnostics.dumps.minimal import write_minimal
 from moerl.diagnostics.dumps.rollout import DumpedRollout
 from moerl.diagnostics.report.data import Report
@@ -27,7 +28,6 @@ from moerl.diagnostics.report.words import unbroken
 from moerl.diagnostics.scoring import Question
 from moerl.models.description import read_model
 from moerl.orchestration import dump_scorers, rescoring
-from moerl.orchestration.dump_scorers import split_version
 from moerl.orchestration.trainer_scorer import TrainerScorer
 from moerl.telemetry.progress import HeartbeatProgress
 

@@ -1,0 +1,36 @@
+"""Checkpoints that `moerl diagnose` is given: which directory, and which policy version. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from moerl.config.hub import hub_name, model_directory
+from moerl.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class HuggingFaceCheckpoint:
+    """A Hugging Face directory, and the policy version that it holds, None where nobody said."""
+
+    folder: Path
+    version: int | None
+
+
+def split_version(named: str) -> tuple[Path, int | None]:
+    """The directory and the policy version of `HF_DIR[@VERSION]`; a directory whose name holds an @ is one. A model of
+    the hub is fetched; behind its name, digits alone are a policy version, and anything else is a revision.
+
+    Raises:
+        ConfigError: there is no such model, or the version is no number.
+    """
+    before, at, version = named.rpartition("@")
+    if Path(named).is_dir() or not at:
+        return model_directory(named, "--model"), None
+    if version.isdecimal():
+        return model_directory(before, "--model"), int(version)
+    if hub_name(named) is None or Path(before).is_dir():
+        raise ConfigError(
+            "--model: version", seen=version, expected="a policy version, a whole number", remedy="HF_DIR@12"
+        )
+    return model_directory(named, "--model"), None
