@@ -33,11 +33,14 @@ _LIVE, _QUARANTINE = "routing/live_rows", "quarantine/count"
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """kind: one of a kind is active at a time. text: what is wrong, with numbers. remedy: where to look."""
+    """A problem that a person should look at."""
 
     kind: str
+    """Key of the problem; at most one alert of a kind is active."""
     text: str
+    """The problem in one line, with its step and numbers."""
     remedy: str
+    """Advice on what to look at, or how to cure it."""
 
     def __str__(self) -> str:
         return f"{self.text}; {self.remedy}"
@@ -47,7 +50,7 @@ def active_alerts(rows: Sequence[Mapping[str, Any]]) -> list[Alert]:
     """Returns the alerts that are active at the last of these rows.
 
     Args:
-        rows: of reinforcement learning or of all stages, in order; the last `HISTORY` of the former count.
+        rows: in order; the last `HISTORY` rows of reinforcement learning count, others are ignored.
     """
     recent = [row for row in rows if row["stage"] == _RL][-HISTORY:]
     if not recent:
@@ -57,7 +60,7 @@ def active_alerts(rows: Sequence[Mapping[str, Any]]) -> list[Alert]:
 
 
 class Announcer:
-    """Says each alert once until it has cleared."""
+    """Filter that passes each kind of alert once until it has cleared."""
 
     def __init__(self) -> None:
         self._said: frozenset[str] = frozenset()
@@ -70,7 +73,7 @@ class Announcer:
 
 
 def _coverage(rows: Sequence[Mapping[str, Any]]) -> Alert | None:
-    """Rows without captured routing: there are some now, and more than in the rows before."""
+    """Returns an alert if there are rows without captured routing, and more than in the rows before."""
     values = _values(rows, _LIVE)
     if not values or values[-1] == 0.0 or _is_settled(values):
         return None
@@ -83,13 +86,14 @@ def _coverage(rows: Sequence[Mapping[str, Any]]) -> Alert | None:
 
 
 def _is_settled(values: Sequence[float]) -> bool:
-    """A share of rows that an engine never captures is no news: as many for a window, twice at most."""
+    """Returns True if all rows of a window had some, and the last two rows at most twice their median: a share of rows
+    that an engine never captures is no news."""
     before = values[:-1][-WINDOW:]
     return len(before) == WINDOW and min(before) > 0.0 and max(values[-2:]) <= 2.0 * median(before)
 
 
 def _quarantine(rows: Sequence[Mapping[str, Any]]) -> Alert | None:
-    """Trajectories were refused within the window."""
+    """Returns an alert if trajectories were refused within the window."""
     values = _values(rows, _QUARANTINE)[-WINDOW - 1 :]
     if not values:
         return None
@@ -106,7 +110,7 @@ def _quarantine(rows: Sequence[Mapping[str, Any]]) -> Alert | None:
 
 
 def _gap(rows: Sequence[Mapping[str, Any]]) -> Alert | None:
-    """The mismatch as trained: the median of a window against that of the window before it."""
+    """Returns an alert if the median mismatch as trained of a window is far above that of the window before it."""
     values = _values(rows, _GAP)[-HISTORY:]
     if len(values) < HISTORY:
         return None

@@ -17,19 +17,19 @@ from moerl.diagnostics.report.data import Decomposition, Interval, Share
 
 @dataclass(frozen=True, slots=True)
 class Accounts:
-    """Sums of parts. Every part is a difference of two mean |d|, so that they add up to the whole.
-
-    recorded: enforces repaired records, everything else put right, too. level_R: mean |d| of each rollout that its
-    arithmetic, and its routing if its record is of no use, make by themselves, nats. groups: tokens that are apart.
-    """
+    """Sums of parts. Every part is a difference of two mean |d|, so that the parts add up to the whole."""
 
     ground: Ground
+    """Rollouts with their scores, and the floor."""
     recorded: Plan
+    """Plan that enforces repaired records, everything else put right, too."""
     level_R: NDArray[np.float64]
+    """Nats: mean |d| that the arithmetic of each rollout makes, and its routing if its record is of no use."""
     groups: Sequence[Apart]
+    """Tokens that are apart; no token is in two groups."""
 
     def raw(self) -> list[Assumption]:
-        """The dump as it came, its record enforced where there is one."""
+        """Returns the plan of the dump as it came: its record is enforced if it has one, and its kept sets count."""
         return [
             Assumption(
                 "own" if rollout.expert_ids is None else "recorded", "full" if rollout.kept is None else "listed"
@@ -60,7 +60,7 @@ class Accounts:
     def _chain(
         self, faults: Sequence[Fault], first: NDArray[np.float64]
     ) -> tuple[dict[int, NDArray[np.float64]], NDArray[np.float64]]:
-        """By how much each fault that is taken back lowers |d| of every token, and what is left."""
+        """Returns by how much each fault lowers |d| of every token when it is taken back, and |d| after all of them."""
         sizes, parts = first, dict[int, NDArray[np.float64]]()
         for number, fault in enumerate(faults):
             after = self.ground.gaps.differences(changed(self.raw(), faults[: number + 1])).sizes
@@ -69,8 +69,8 @@ class Accounts:
         return parts, sizes
 
     def nothing_kept(self, values: Sequence[Fault], masks: Sequence[Fault]) -> Decomposition:
-        """From own routing over the vocabulary: faults of values first, then masks and routing, in the mean of both
-        orders."""
+        """Returns the sum that starts from own routing over the vocabulary: faults of values first, then masks and
+        routing, in the mean of both orders."""
         gaps = self.ground.gaps
         base = gaps.plan(Assumption())
         first = sizes = gaps.differences(base).sizes
@@ -91,7 +91,7 @@ class Accounts:
         return self._closed("nothing kept", first, b, parts)
 
     def _enforced(self, plan: Plan) -> list[Assumption]:
-        """The plan with the experts of repaired records."""
+        """Returns the plan with the experts of repaired records."""
         return [
             replace(each, routing=record.routing, repairs=record.repairs)
             for each, record in zip(plan, self.recorded, strict=True)
@@ -100,7 +100,8 @@ class Accounts:
     def _closed(
         self, name: str, first: NDArray[np.float64], last: NDArray[np.float64], parts: dict[str, NDArray[np.float64]]
     ) -> Decomposition:
-        """Adds what is left: tokens that are apart, rounding up to its level, and the rest."""
+        """Returns the sum of these parts and of what is left: tokens that are apart, rounding up to its level, and the
+        rest."""
         rest = last.copy()
         for group in self.groups:
             excess = np.zeros_like(rest)

@@ -1,7 +1,7 @@
-"""Tokens whose gap is apart from that of the others when everything else is put right: of older weights, of one engine,
-of late turns, deep in the context. And single rollouts that are.
+"""Tokens whose gap is apart from that of the others when everything else is put right: those of older weights, of one
+engine, of late turns, or deep in the context. Also single rollouts that are apart.
 
-Torch-free. Shape legend: N = sampled tokens of all rollouts.
+Torch-free. Shape legend: N = sampled tokens of all rollouts, R = rollouts.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from moerl.diagnostics.causes.gaps import Differences
 from moerl.diagnostics.dumps.rollout import DumpedRollout
 
 FAR = 3.0
-"""Times the gap of the others."""
+"""Times the gap of the others, above which tokens are apart."""
 ROUNDING = 5.0
-"""Times the floor, by which tokens are apart from others, or what is left is called a fault."""
+"""Times the floor, by which tokens are apart from others, or above which a remaining gap is called a fault."""
 LEAST_ROLLOUTS = 3
 ERRORS = 4.0
 """Standard errors, over rollouts."""
@@ -29,18 +29,22 @@ DEPTHS = (1 << 10, 1 << 12, 1 << 13, 1 << 14, 1 << 15, 1 << 16, 1 << 17)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Apart:
-    """cause: "staleness", "bad_engine", "turn_apart" or "depth_apart". name: of the engine, the turn or the depth, or
-    the ages. tokens_N: bool. mean, others: mean |d| of these tokens and of the others, nats."""
+    """Tokens that are apart from the others for one cause."""
 
     cause: str
+    """Key of `CAUSES`: "staleness", "bad_engine", "turn_apart" or "depth_apart"."""
     name: str
+    """Name of the engine, number of the turn, the depth as `depth_names` has it, or the ages in versions."""
     tokens_N: NDArray[np.bool_]
+    """True for the tokens of this group."""
     mean: float
+    """Mean |d| of these tokens, nats, in the mean of the rollouts that have some."""
     others: float
+    """The same of the other tokens; the floor if too few rollouts have others ("staleness" alone)."""
 
 
 def depth_names(positions: NDArray[np.integer]) -> NDArray[np.str_]:
-    """The depth of the context at these positions, such as "8K to 16K"."""
+    """Returns the depth of the context at these positions, such as "8K to 16K"."""
     bounds = [0, *DEPTHS]
     names = [f"{low >> 10}K to {high >> 10}K" for low, high in zip(bounds, DEPTHS, strict=False)]
     names.append(f"{DEPTHS[-1] >> 10}K and more")
@@ -48,8 +52,8 @@ def depth_names(positions: NDArray[np.integer]) -> NDArray[np.str_]:
 
 
 def odd_rollouts(residual: Differences, level_R: NDArray[np.float64], groups: Sequence[Apart]) -> NDArray[np.bool_]:
-    """Returns rollouts that are odd by themselves, whatever the mean of all. Tokens of groups that are apart do not
-    count. level_R: mean |d| that is no fault, nats."""
+    """Returns bool [R]: rollouts that are odd by themselves, whatever the mean of all. Tokens of groups that are apart
+    do not count. level_R: mean |d| that is no fault, nats."""
     left = ~np.any([group.tokens_N for group in groups], axis=0) if groups else np.ones(len(residual.d_N), bool)
     counts = np.add.reduceat(left.astype(np.int64), residual.starts[:-1])
     sums = np.add.reduceat(np.where(left, residual.sizes, 0.0), residual.starts[:-1])
@@ -59,7 +63,8 @@ def odd_rollouts(residual: Differences, level_R: NDArray[np.float64], groups: Se
 def tokens_apart(
     rollouts: Sequence[DumpedRollout], residual: Differences, floor: float, version: int | None
 ) -> list[Apart]:
-    """version: of the weights that scored; None where nobody said, or where there are several."""
+    """Returns the groups of tokens that are apart: by age first, then by engine, depth and turn. version: of the
+    weights that scored; None if nobody said, or if there are several."""
     aged = None if version is None else _aged(rollouts, residual, floor, version)
     left = np.ones(len(residual.d_N), bool) if aged is None else ~aged.tokens_N
     found = [] if aged is None else [aged]
@@ -94,7 +99,8 @@ def _aged(rollouts: Sequence[DumpedRollout], residual: Differences, floor: float
 def _named(
     cause: str, names_N: NDArray[np.str_], residual: Differences, floor: float, left: NDArray[np.bool_]
 ) -> list[Apart]:
-    """Groups of tokens that are apart from all other groups; none if that is the greater part of them."""
+    """Returns the groups of tokens that are apart from all other groups; none if that is the greater part of the
+    groups."""
     names = sorted(set(names_N.tolist()))
     apart: list[Apart] = []
     for name in names:
@@ -105,7 +111,7 @@ def _named(
 
 
 def _means(residual: Differences, chosen_N: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """Mean |d| of the chosen tokens of every rollout that has some."""
+    """Returns mean |d| of the chosen tokens of every rollout that has some."""
     counts = np.add.reduceat(chosen_N.astype(np.int64), residual.starts[:-1])
     sums = np.add.reduceat(np.where(chosen_N, residual.sizes, 0.0), residual.starts[:-1])
     return sums[counts > 0] / counts[counts > 0]

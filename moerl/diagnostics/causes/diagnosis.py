@@ -1,8 +1,8 @@
 """The causes of a dump's gap, each with its size and its rollouts, and the gap as a sum of parts. Torch-free.
 
 Order of the search: kept sets by themselves (no model needed), prompt tokens, log-probs and weights with the model's
-own routing, the record beside that routing, then temperature and supports with everything enforced; once more if that
-left rollouts odd; then what sets tokens apart. A fault may be in all rollouts or in some.
+own routing, the record against that routing, then temperature and supports with everything enforced; once more if that
+left rollouts odd; then the causes that set tokens apart. A fault may be in all rollouts or in some.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from moerl.diagnostics.scoring import Question, RolloutScorer, Scored
 FLOOR_ROLLOUTS = 16
 """Rollouts that the floor is measured on."""
 MAX_NAMED = 8
-"""Rollouts of a finding whose names are said."""
+"""Rollouts of a finding whose names are printed, at most."""
 LEAST_FLOOR = 1e-6
 """Nats; a dump stores log-probs in float32."""
 ROUNDS = 2
@@ -38,20 +38,28 @@ ROUNDS = 2
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Diagnosis:
-    """Causes of a gap. gaps: with all scores. final: the plan under which the least is left. as_recorded: the one of
-    the dump as it came. floor: nats that rounding makes in the mean of the rollouts. own_floor: the same if each side
-    has the experts of its own routers. residual: d under `final`. faults: with their rollouts."""
+    """Causes of a gap."""
 
     gaps: Gaps
+    """All rollouts and their scores."""
     final: list[Assumption]
+    """The plan under which the least is left."""
     as_recorded: list[Assumption]
+    """The plan of the dump as it came."""
     floor: float
+    """Nats that rounding makes in the mean of the rollouts."""
     own_floor: float
+    """The same if each side has the experts of its own routers."""
     residual: Differences
+    """Differences under `final`."""
     decompositions: tuple[Decomposition, ...]
+    """Sums of parts: nothing kept, then as recorded."""
     findings: tuple[Finding, ...]
+    """Findings with a cause by size; then top-p, the unexplained rest and odd rollouts."""
     faults: tuple[Fault, ...]
+    """Faults with the rollouts that have them."""
     route_agreement: tuple[float, float] | None
+    """As `Records.agreement`."""
 
 
 def diagnose(
@@ -67,8 +75,8 @@ def diagnose(
     Args:
         rollouts: at least one, with distinct names. scorers: at least one; several for several policy versions.
         floor_scorer: the weights of the first scorer in a finer arithmetic.
-        edits: repairs of the tokens of prompts to try, each with what it says is wrong.
-        half: these weights in 16 bits, where the scorers compute in more: an engine may well do so.
+        edits: repairs of the tokens of prompts to try, each with the title of its fault.
+        half: these weights in 16 bits, if the scorers compute in more: an engine may compute in 16 bits.
     """
     gaps = Gaps(rollouts, scorers)
     some = rollouts[:FLOOR_ROLLOUTS]
@@ -145,7 +153,8 @@ def _mean_difference(one: Sequence[Scored], other: Sequence[Scored]) -> float:
 
 
 def _mask_faults(ground: Ground) -> list[Fault]:
-    """Kept sets that do not hold their token: those of another one, if the log-probs fit them, or without it."""
+    """Returns the faults of kept sets that do not hold their token: sets of another token, if the log-probs fit them,
+    or sets without their token."""
     rollouts = ground.rollouts
     held = [containment([rollout]) for rollout in rollouts]
     outside_R = np.array([each.num_outside > 0 for each in held])
@@ -167,9 +176,9 @@ def _share_outside(rollouts: Sequence[DumpedRollout], of_R: NDArray[np.bool_]) -
 
 
 def _mask_shifts(ground: Ground, shifts: Sequence[int], outside_R: NDArray[np.bool_]) -> list[Fault]:
-    """Sets of another token, in those rollouts whose log-probs fit them better than their own sets with the token in
-    them; and in those whose sets all hold their tokens there, if others have this shift. If that is nearly all, also in
-    those whose sets hold their tokens by chance."""
+    """Returns sets of another token, in those rollouts whose log-probs fit them better than their own sets with the
+    token in them; and in those whose moved sets all hold their tokens, if others have this shift. If that is nearly
+    all, also in those whose sets hold their tokens by chance."""
     if not shifts:
         return []
     rollouts = ground.rollouts
@@ -204,12 +213,12 @@ def _mask_shifts(ground: Ground, shifts: Sequence[int], outside_R: NDArray[np.bo
 
 
 def _holds(rollouts: Sequence[DumpedRollout], shift: int) -> NDArray[np.bool_]:
-    """Tells the rollouts whose moved sets all hold their tokens, bool [rollouts]."""
+    """Returns bool [rollouts]: all moved sets of the rollout hold their tokens."""
     return np.array([not containment([shifted(rollout, shift)]).num_outside for rollout in rollouts])
 
 
 _NOTES = ("staleness", "unexplained", "precision", "temperature_unsaid")
-"""Causes that may be as somebody wants them."""
+"""Causes whose findings are notes: somebody may want them."""
 _WHAT = {
     "bad_engine": ("engine {} does not sample as the others do", "mean |d| of engine {}"),
     "staleness": (
@@ -224,7 +233,7 @@ _WHAT = {
 
 @dataclass(frozen=True, slots=True)
 class _Told:
-    """Findings: what is said of faults, of tokens that are apart, and of what is left.
+    """Findings on faults, on tokens that are apart, and on the gap that is left.
 
     level_R: nats of each rollout that are no fault. odd_R: rollouts that are odd by themselves, if most are not.
     """
@@ -280,7 +289,8 @@ class _Told:
         return found
 
     def rounding_times(self) -> float:
-        """Returns the gap that is left and not taken apart, in times of what is no fault; odd rollouts do not count."""
+        """Returns the gap that is left and not taken apart, in times of the level that is no fault; odd rollouts do not
+        count."""
         nats_of = {share.cause: share.nats.value for share in self.recorded.shares}
         left = nats_of["unexplained"] + nats_of["precision"]
         counts = np.diff(self.residual.starts)
@@ -322,7 +332,7 @@ class _Told:
         return [self._finding("precision", "likely", title, nats_of["precision"], (seen,))]
 
     def odd(self) -> list[Finding]:
-        """Returns the rollouts that are odd: a mean over all may hide them."""
+        """Returns a finding on the rollouts that are odd: a mean over all may hide them."""
         if not self.odd_R.any():
             return []
         counts = np.diff(self.residual.starts)
@@ -350,13 +360,13 @@ class _Told:
         return Finding(cause, level, confidence, title, CAUSES[cause].remedy, nats, part, evidence, names)
 
     def _names(self, of_R: NDArray[np.bool_]) -> tuple[str, ...]:
-        """Names of these rollouts; none if they are all."""
+        """Returns the names of these rollouts; none if they are all."""
         if of_R.all():
             return ()
         return tuple(self.ground.rollouts[i].name for i in np.flatnonzero(of_R).tolist())
 
     def _whose(self, of_R: NDArray[np.bool_], names: Sequence[str]) -> Evidence:
-        """Names of rollouts, and the engine or policy version that has just these."""
+        """Returns the names of rollouts, and the engine, policy version or group that has just these, as evidence."""
         said = ", ".join(names[:MAX_NAMED]) + (", ..." if len(names) > MAX_NAMED else "")
         rollouts = self.ground.rollouts
         for what, values in (

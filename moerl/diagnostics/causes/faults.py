@@ -17,9 +17,9 @@ from moerl.diagnostics.dumps.rollout import DumpedRollout
 from moerl.diagnostics.report.data import Evidence
 
 CLEAN = 2.0
-"""Times the floor, up to which what is left is called rounding (docs/routing_mismatch.md has that of sound dumps)."""
+"""Times the floor, up to which the gap left is called rounding (docs/routing_mismatch.md has that of sound dumps)."""
 MOST_FLOOR = 0.1
-"""Nats, above which rounding is too coarse to call anything sound beside it. Models in bfloat16 have 0.002 to 0.03."""
+"""Nats, above which rounding is too coarse to call anything sound. Models in bfloat16 have 0.002 to 0.03."""
 ODD = 4.0
 """Times the floor, above which one rollout of `LEAST_TOKENS` is odd. Sound ones stay under 3."""
 LEAST_TOKENS = 16
@@ -28,20 +28,25 @@ CLEAR_PART = 0.5
 MOST = 0.7
 """Part of the gap of a rollout that a change closes if it is right, and nothing else is wrong with it."""
 OVER_FLOOR = 0.5
-"""Times the floor, that it must close."""
+"""Times the floor, that a change must close."""
 FEW = 0.25
-"""Share of rollouts that follow the others if a change does them good, too."""
+"""Share of rollouts below which they are few: they follow the others if a change does them good, too."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fault:
-    """One fault. change: takes it back. of_R: bool, the rollouts that have it."""
+    """A fault that was found, with the change that takes it back."""
 
     cause: str
+    """Key of `CAUSES`."""
     title: str
+    """The fault in one line."""
     evidence: tuple[Evidence, ...]
+    """Measurements that show the fault."""
     change: Change
+    """Takes the fault back in the assumption of a rollout that has it."""
     of_R: NDArray[np.bool_]
+    """True for the rollouts that have it."""
 
 
 def changed(plan: Plan, faults: Sequence[Fault]) -> list[Assumption]:
@@ -53,7 +58,7 @@ def changed(plan: Plan, faults: Sequence[Fault]) -> list[Assumption]:
 
 
 def repairing(repair: Repair) -> Change:
-    """The change that adds a repair."""
+    """Returns the change that adds a repair."""
     return partial(_with_repair, repair)
 
 
@@ -63,10 +68,12 @@ def _with_repair(repair: Repair, assumption: Assumption) -> Assumption:
 
 @dataclass(frozen=True, slots=True)
 class Ground:
-    """Rollouts, and a measure for them."""
+    """Rollouts with their scores, and the gap that is no fault."""
 
     gaps: Gaps
+    """All rollouts and their scores."""
     bootstrap: Bootstrap
+    """Resampled rollouts behind all intervals."""
     floor: float
     """Mean |d| that rounding makes with the same experts, nats."""
     own_floor: float
@@ -82,23 +89,23 @@ class Ground:
         return self.gaps.rollouts
 
     def odd(self, means_R: NDArray[np.float64]) -> NDArray[np.bool_]:
-        """Rollouts that are not sound by themselves. means_R: mean |d|."""
+        """Returns bool [R]: rollouts that are not sound by themselves. means_R: mean |d|."""
         return (means_R > ODD * self.floors) & self.are_long
 
     @property
     def are_long(self) -> NDArray[np.bool_]:
-        """Rollouts of so many tokens that each says something by itself."""
+        """bool [R]: rollouts of so many tokens that each rollout says something by itself."""
         return np.diff(self.gaps.starts) >= LEAST_TOKENS
 
     def helped(
         self, before: Plan, after: Plan, may_R: NDArray[np.bool_], part: float = CLEAR_PART
     ) -> NDArray[np.bool_]:
-        """Rollouts, of those that may, of which a change closes a clear part of the gap: each by itself, or all that
-        are left together.
+        """Returns the rollouts, of those that may, of which a change closes a clear part of the gap: each by itself, or
+        all that are left together.
 
         Args:
-            part: of the gap, that must be closed of those that are left together. If they are few, or if any part is
-                enough, the change must hurt none of them: sound rollouts may be among them.
+            part: share of the gap that must be closed of the rollouts that are left together. If these are few, or if
+                `part` is 0, the change must hurt none of them: sound rollouts may be among them.
         """
         one, other = self.gaps.differences(before), self.gaps.differences(after)
         gains_R = one.means - other.means
@@ -119,22 +126,22 @@ class Ground:
     def _clear(
         self, means_R: NDArray[np.float64], gains_R: NDArray[np.float64], may_R: NDArray[np.bool_]
     ) -> NDArray[np.bool_]:
-        """Odd rollouts that a change helps by themselves. One among many that it does not help is chance, unless
-        nearly all of its gap is closed."""
+        """Returns the odd rollouts that a change helps by themselves. One among many that it does not help is chance,
+        unless nearly all of its gap is closed."""
         odd = self.odd(means_R) & may_R
         clear = odd & (gains_R > CLEAR_PART * means_R)
         return clear if 2 * clear.sum() >= odd.sum() else clear & (gains_R > MOST * means_R)
 
     def closed(self, before: Plan, after: Plan) -> float:
-        """Nats by which the mean gap of all shrinks."""
+        """Returns the nats by which the mean gap of all rollouts shrinks."""
         return self.gaps.differences(before).mean - self.gaps.differences(after).mean
 
     def seen(self, of_R: NDArray[np.bool_], before: Plan, after: Plan) -> Evidence:
-        """The gap of these rollouts, before and after."""
+        """Returns the gap of these rollouts, before and after, as evidence."""
         one, other = (self.mean_of(self.gaps.differences(plan), of_R) for plan in (before, after))
         return Evidence("mean |d| as the dump says, and put right", f"{one:.2e}, {other:.2e} nats")
 
     def mean_of(self, differences: Differences, of_R: NDArray[np.bool_]) -> float:
-        """Mean |d| of the tokens of these rollouts."""
+        """Returns the mean |d| of the tokens of these rollouts; 0 without rollouts."""
         of_N = np.repeat(of_R, np.diff(self.gaps.starts))
         return float(differences.sizes[of_N].mean()) if of_N.any() else 0.0

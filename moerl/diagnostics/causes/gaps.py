@@ -26,32 +26,31 @@ RESAMPLES = 400
 
 @dataclass(frozen=True, slots=True)
 class Repair:
-    """A change of rollouts that takes a fault back.
-
-    name: unique. apply: pure; the number of sampled tokens stays; a log-prob that it makes NaN is not looked at.
-    of: what it changes alone. One of routes holds every such repair before it.
-    """
+    """A change of rollouts that takes a fault back."""
 
     name: str
+    """Unique among repairs: scores are kept by it."""
     apply: Callable[[DumpedRollout], DumpedRollout]
+    """Pure; keeps the number of sampled tokens. A log-prob that it makes NaN is not looked at."""
     of: Literal["tokens", "sets", "log-probs", "routes"] = "tokens"
+    """The only part that it changes. A repair of "routes" contains every such repair before it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Assumption:
-    """How a rollout is scored.
-
-    routing: with the experts of the (repaired) dump, filled up with the model's own, or with the model's own. kept:
-    inside of its kept sets, over the vocabulary, or inside of sets that a top-p filter of this value would have kept.
-    factor: times the temperatures of the dump. weights: number of the scorer; None: the one whose version the dump
-    names. repairs: in order, one of routes last.
-    """
+    """A way to score a rollout."""
 
     routing: Literal["own", "recorded"] = "own"
+    """Experts of the (repaired) dump, filled up with the model's own, if "recorded"; the model's own if "own"."""
     kept: Literal["listed", "full"] | float = "full"
+    """Support: its kept sets if "listed", the vocabulary if "full", or sets that a top-p filter of this value would
+    have kept."""
     factor: float = 1.0
+    """Times the temperatures of the dump."""
     weights: int | None = None
+    """Number of the scorer; None: the one whose version the dump names."""
     repairs: tuple[Repair, ...] = ()
+    """In order; at most one of "routes", the last."""
 
     def with_repair(self, repair: Repair) -> Assumption:
         routes = [each for each in self.repairs if each.of == "routes"]
@@ -60,19 +59,18 @@ class Assumption:
 
 
 Plan = Sequence[Assumption]
-"""One for each rollout."""
+"""One assumption for each rollout."""
 Change = Callable[[Assumption], Assumption]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Differences:
-    """d = model's log-prob less the rollout's, of every sampled token, rollout after rollout.
-
-    d_N: float64, nats; 0 for a token whose log-prob a repair took out. starts: int64 [rollouts + 1].
-    """
+    """Differences d = model's log-prob less the rollout's, of every sampled token, rollout after rollout."""
 
     d_N: NDArray[np.float64]
+    """float64, nats; 0 for a token whose log-prob a repair made NaN."""
     starts: NDArray[np.int64]
+    """int64 [rollouts + 1]: rollout r has the tokens from starts[r] to starts[r + 1]."""
 
     @property
     def sizes(self) -> NDArray[np.float64]:
@@ -91,14 +89,15 @@ class Differences:
 
 @dataclass(slots=True)
 class Gaps:
-    """Scores rollouts under assumptions, each combination of experts, repairs and weights once.
-
-    scorers: at least one. A rollout is scored by the one whose version it names, unless its assumption says another.
-    """
+    """Scores of rollouts under assumptions; each combination of experts, repairs, weights and question is scored
+    once."""
 
     rollouts: Sequence[DumpedRollout]
+    """Rollouts as the dump has them; at least one."""
     scorers: Sequence[RolloutScorer]
+    """At least one. A rollout is scored by the one whose version it names, unless its assumption says another."""
     question: Question = field(default_factory=Question)
+    """Temperature factors and top-p values that are asked for if a plan names no others."""
     _scored: dict[tuple[object, ...], Scored] = field(default_factory=dict)
     _repaired: dict[tuple[object, ...], DumpedRollout] = field(default_factory=dict)
 
@@ -107,7 +106,7 @@ class Gaps:
         return np.cumsum([0, *(rollout.num_sampled for rollout in self.rollouts)])
 
     def plan(self, assumption: Assumption) -> list[Assumption]:
-        """Returns the same for all."""
+        """Returns this assumption for all rollouts."""
         return [assumption] * len(self.rollouts)
 
     def repaired(self, plan: Plan) -> list[DumpedRollout]:
@@ -115,11 +114,11 @@ class Gaps:
         return [self._repair(number, assumption.repairs) for number, assumption in enumerate(plan)]
 
     def scores(self, plan: Plan, question: Question | None = None) -> list[Scored]:
-        """By rollout; `kept` and `factor` are not looked at."""
+        """Returns the scores by rollout; `kept` and `factor` of the plan are ignored."""
         return self._some(range(len(plan)), plan, self.question if question is None else question)
 
     def as_planned(self, plan: Plan) -> list[Scored]:
-        """By rollout; first factor and first top-p are those of the plan."""
+        """Returns the scores by rollout; their first factor and first top-p are those of the plan."""
         asked = [self._question(assumption) for assumption in plan]
         scored: dict[int, Scored] = {}
         for question in dict.fromkeys(asked):
@@ -138,7 +137,7 @@ class Gaps:
         return found
 
     def differences(self, plan: Plan) -> Differences:
-        """d of every sampled token."""
+        """Returns d of every sampled token."""
         parts: list[NDArray[np.float64]] = []
         for logprobs_T, rollout in zip(self.logprobs(plan), self.repaired(plan), strict=True):
             said_T = rollout.rollout_logprobs[rollout.sampled].astype(np.float64)
@@ -150,7 +149,7 @@ class Gaps:
         return [scored.own_ids for scored in self.scores([replace(each, routing="own") for each in plan])]
 
     def scorer_of(self, rollout: DumpedRollout) -> int:
-        """The number of the scorer whose version sampled the last token, else the first one."""
+        """Returns the number of the scorer that has the newest policy version of the rollout, else 0."""
         version = int(rollout.policy_versions.max())
         return next((i for i, scorer in enumerate(self.scorers) if scorer.version == version), 0)
 
@@ -221,13 +220,12 @@ class Gaps:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bootstrap:
-    """Resampled rollouts, the same ones for every quantity, so that intervals of parts and their sum fit together.
-
-    counts_BR: float64, how often a rollout is in a sample. starts: of the tokens of rollouts.
-    """
+    """Resampled rollouts, the same ones for every quantity, so that intervals of parts and their sum fit together."""
 
     counts_BR: NDArray[np.float64]
+    """How often each rollout is in each of B = `RESAMPLES` samples."""
     starts: NDArray[np.int64]
+    """int64 [rollouts + 1], as in `Differences`."""
 
     @classmethod
     def of(cls, starts: NDArray[np.int64], seed: int = 0) -> Bootstrap:
@@ -236,7 +234,8 @@ class Bootstrap:
         return cls(rng.multinomial(num, np.full(num, 1.0 / num), RESAMPLES).astype(np.float64), starts)
 
     def mean(self, values_N: NDArray[np.float64], of_R: NDArray[np.bool_] | None = None) -> Interval:
-        """Mean of a quantity over all tokens, or over those of some rollouts, at least one."""
+        """Returns the mean of a quantity over all tokens, or over those of some rollouts, at least one, with its 95 %
+        interval."""
         sums_R = np.add.reduceat(values_N, self.starts[:-1])
         counts_R = np.diff(self.starts).astype(np.float64)
         if of_R is not None:

@@ -15,17 +15,18 @@ SHIFTS = (0, -1, 1, -2, 2)
 
 @dataclass(frozen=True, slots=True)
 class Containment:
-    """Counts. num_listed: sampled tokens with a listed set. num_outside: of them, those that are not in theirs.
-    best_shift: token t is most often in the set of token t + best_shift.
-    """
+    """Counts of tokens and their kept sets."""
 
     num_listed: int
+    """Sampled tokens with a listed set."""
     num_outside: int
+    """Tokens of `num_listed` that are not in their sets."""
     best_shift: int
+    """Token t is most often in the set of token t + best_shift; 0: in its own."""
 
 
 def containment(rollouts: Sequence[DumpedRollout]) -> Containment:
-    """Counts over all rollouts with kept sets."""
+    """Counts over all rollouts that have kept sets."""
     inside, listed = dict.fromkeys(SHIFTS, 0), dict.fromkeys(SHIFTS, 0)
     for rollout in rollouts:
         if rollout.kept is None:
@@ -46,7 +47,7 @@ def containment(rollouts: Sequence[DumpedRollout]) -> Containment:
 
 
 def shifted(rollout: DumpedRollout, shift: int) -> DumpedRollout:
-    """Token t gets the set of token t + shift; sets of tokens that were not sampled go."""
+    """Gives token t the set of token t + shift, and drops sets of tokens that were not sampled."""
     if rollout.kept is None:
         return rollout
     offsets, ids = rollout.kept.offsets, rollout.kept.ids
@@ -60,7 +61,7 @@ def shifted(rollout: DumpedRollout, shift: int) -> DumpedRollout:
 
 
 def with_tokens(rollout: DumpedRollout) -> DumpedRollout:
-    """Every listed set with its token."""
+    """Adds its token to every listed set."""
     if rollout.kept is None:
         return rollout
     rows = np.split(rollout.kept.ids, rollout.kept.offsets[1:-1])

@@ -1,8 +1,8 @@
-"""Records of routes beside the model's own choice: which rollouts have a fault, and which. Torch-free.
+"""Records of routes against the model's own choice: which rollouts have a fault, and which fault. Torch-free.
 
 First all rollouts with a record are searched together, then those that are still odd under it, as long as that brings
-some nearer, then each of the rest alone. What no repair mends, and the model's own choice does, is no record of these
-tokens.
+some nearer, then each of the rest alone. A record that no repair mends, though the model's own choice fits, is none of
+these tokens.
 """
 
 from __future__ import annotations
@@ -21,28 +21,27 @@ from moerl.diagnostics.dumps.rollout import DumpedRollout
 from moerl.diagnostics.report.data import Evidence
 
 MAX_IN_VAIN = 6
-"""Rollouts that are searched alone, one after the other, without a fault that is named: then no more of them are."""
+"""Rollouts in a row that are searched alone and show no fault, after which the search ends."""
 OWN_FITS = 0.5
 """Times the gap of the record, below which that of the model's own choice shows the record to be at fault."""
 
 
 @dataclass(slots=True)
 class Records:
-    """Result of the search.
-
-    plan: enforces repaired records. faults: in the order of their repairs. own_level: mean |d| of sound rollouts under
-    the model's own choice, nats; 0 without. agreement: mean Jaccard of the record with the model's own choice, as it is
-    and repaired; None without routes.
-    """
+    """Result of the search."""
 
     plan: list[Assumption]
+    """Plan that enforces repaired records."""
     faults: list[Fault] = field(default_factory=list)
+    """Faults in the order of their repairs."""
     own_level: float = 0.0
+    """Mean |d| of sound rollouts under the model's own choice, nats; 0 without sound records."""
     agreement: tuple[float, float] | None = None
+    """Mean Jaccard of the record with the model's own choice, as recorded and repaired; None without routes."""
 
 
 def search_records(ground: Ground, start: Plan) -> Records:
-    """start: with the model's own routing, everything else put right."""
+    """Finds the faults of recorded routes. start: plan with the model's own routing, everything else put right."""
     gaps = ground.gaps
     rollouts = gaps.repaired(start)
     has_R = np.array([rollout.expert_ids is not None for rollout in rollouts])
@@ -82,14 +81,14 @@ class _Search:
         return changed(self.enforced, self.faults)
 
     def suspect(self) -> NDArray[np.bool_]:
-        """Rollouts that are odd under their record as far as it is repaired, and far less under the model's own choice:
-        the record is at fault."""
+        """Returns bool [R]: rollouts that are odd under their record as far as it is repaired, and far less under the
+        model's own choice: the record is at fault."""
         means_R = self.ground.gaps.differences(self.plan()).means
         return self.ground.odd(means_R) & self.has_R & (self.own_R < OWN_FITS * means_R)
 
     def together(self, of_R: NDArray[np.bool_]) -> bool:
-        """Searches these rollouts anew, from their record as it came. Returns True if a fault was found that brings
-        some that are odd clearly nearer."""
+        """Searches these rollouts anew, from their record as it came. Returns True if a fault was found whose repair
+        brings some odd rollouts clearly nearer."""
         self.searched += 1
         chosen = [self.rollouts[i] for i in np.flatnonzero(of_R).tolist()]
         own = {self.rollouts[i].name: self.own[i] for i in np.flatnonzero(of_R).tolist()}
@@ -130,12 +129,12 @@ class _Search:
         return gained.value > 0 and gained.low > 0
 
     def foreign(self) -> None:
-        """Leaves to the model what is still suspect."""
+        """Adds faults for the records that are still suspect: the model's own choice replaces them."""
         of_R = self.suspect()
         if not of_R.any():
             return
         means_R = self.ground.gaps.differences(self.plan()).means
-        # What is too short to be suspect by itself may be so beside others.
+        # A rollout too short to be suspect by itself may share the fault of others.
         of_R |= self.has_R & (means_R > ODD * self.ground.floor) & (self.own_R < OWN_FITS * means_R)
         owners = {i: self._owner(i) for i in np.flatnonzero(of_R).tolist()}
         exchanged = of_R & np.array([owners.get(i) is not None for i in range(len(of_R))])
@@ -157,7 +156,7 @@ class _Search:
             self.faults.append(Fault("foreign_routes", title, evidence, _with_own, those))
 
     def _owner(self, number: int) -> str | None:
-        """The name of the rollout whose tokens the record fits in its generated rows, if there is one."""
+        """Returns the name of the rollout whose tokens the record fits in its generated rows; None if there is none."""
         record = self.rollouts[number]
         assert record.expert_ids is not None
         best, owner = POOR, None

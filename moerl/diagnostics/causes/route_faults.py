@@ -1,7 +1,7 @@
 """Faults of recorded routes, one after the other, each with the repair that takes it back. Torch-free.
 
-A search takes rollouts whose records are thought to have the same faults. A fault that does not show in all of them
-leaves the others out of the rest of the search.
+A search takes rollouts whose records are thought to have the same faults. Rollouts that do not show a fault leave the
+search when it is repaired.
 """
 
 from __future__ import annotations
@@ -38,29 +38,33 @@ from moerl.diagnostics.report.data import Evidence
 CLEARLY = 6.0
 """Standard errors, over rollouts, of a difference that is believed."""
 MANY_LAYERS = 3
-"""MoE layers from which on a row that is equal to the one before it in all of them is no chance."""
+"""MoE layers from which on a row that equals the one before it in all layers is no chance."""
 
 LEAST_REPEATS = 3
 """Repeated rows of a rollout that are no chance."""
 
 Rows = Callable[[DumpedRollout], NDArray[np.bool_]]
-"""Chooses rows of a rollout, bool [S - 1]."""
+"""Choice of rows of a rollout, bool [S - 1]."""
 Judge = Callable[[Repair, Repair, Collection[str]], bool]
-"""Tells if the second repair brings rollouts of these names clearly nearer to the model than the first one."""
+"""Judgement: True if the second repair brings rollouts of these names clearly nearer to the model than the first."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RouteFault:
-    """cause: key of `moerl.diagnostics.causes.texts`. repair: takes back this fault and those before it. names: of the
-    rollouts that have it."""
+    """A fault of recorded routes."""
 
     cause: str
+    """Key of `CAUSES`."""
     title: str
+    """The fault in one line."""
     evidence: tuple[Evidence, ...]
+    """Measurements that show the fault."""
     repair: Repair
+    """Takes back this fault and those before it."""
     names: frozenset[str]
+    """Names of the rollouts that have it."""
     is_judged: bool = False
-    """It was believed for what its repair does to the mean of these rollouts, not counted in each of them."""
+    """True if its repair brought the mean of these rollouts nearer; False if it was counted in each of them."""
 
 
 @dataclass(slots=True)
@@ -97,11 +101,8 @@ def _apply(state: _State, rollout: DumpedRollout) -> DumpedRollout:
 def search_routes(
     rollouts: Sequence[DumpedRollout], own: OwnIds, num_experts: int, judge: Judge, label: str = ""
 ) -> list[RouteFault]:
-    """Returns all faults of the routes of these rollouts, at least one, each with a record.
-
-    Args:
-        own: the model's own choice for each of them. label: makes names of repairs unique.
-    """
+    """Returns all faults of the routes of these rollouts, at least one, each with a record. own: the model's own choice
+    for each of them. label: makes names of repairs unique."""
     search = _Search(list(rollouts), _State(own, num_experts, label), judge)
     for look in (search.broken_rows, search.moved, search.repeated_rows, search.layers, search.stale_prefix):
         look()
@@ -124,7 +125,7 @@ class _Search:
         state: _State | None = None,
         is_judged: bool = False,
     ) -> None:
-        """Takes a fault. Where its repair would change records that do not have it, those leave the search."""
+        """Adds a fault. If it comes with a new state, rollouts that do not have the fault leave the search."""
         if state is not None:
             self.state = state
             self.rollouts = [rollout for rollout in self.rollouts if rollout.name in names]
@@ -134,14 +135,14 @@ class _Search:
     def _propose(
         self, cause: str, title: str, evidence: Sequence[Evidence], names: Collection[str], state: _State
     ) -> bool:
-        """Takes a fault that the judge sees, too."""
+        """Adds a fault if the judge sees it, too; returns whether it does."""
         if not names or not self.judge(self.state.repair(), state.repair(), names):
             return False
         self._take(cause, title, evidence, names, state, is_judged=True)
         return True
 
     def broken_rows(self) -> None:
-        """Rows that name an expert twice, or one that is not there; a dump without such rows has no such fault."""
+        """Finds rows with an expert twice, or one that does not exist, and records of another K."""
         top_k = self.state.shape[2]
         wrong_k = {r.name for r in self.rollouts if r.expert_ids is not None and r.expert_ids.shape[2] != top_k}
         if wrong_k:
@@ -176,7 +177,7 @@ class _Search:
             self._take("blank_layer", title, evidence, names, self.state.but(dead=list(layers)))
 
     def repeated_rows(self) -> None:
-        """Rows that repeat the row before them, and are not what the model chooses twice."""
+        """Finds rows that repeat the row before them, though the model does not choose the same twice."""
         if self.state.shape[1] < MANY_LAYERS:
             return
         choose = partial(_repeated, self.state)
@@ -190,7 +191,7 @@ class _Search:
             self._propose("route_repeats", "rows of the routes repeat the row before them", (seen,), names, state)
 
     def moved(self) -> None:
-        """Rows or layers that stand in another place, with or without other numbers."""
+        """Finds rows or layers at another place, with or without other numbers."""
         state, shape = self.state, self.state.shape
         layers = [layer for layer in range(shape[1]) if layer not in state.dead]
         place, best, recorded = best_place(self.rollouts, state.own, layers)
@@ -253,7 +254,7 @@ class _Search:
         return {rollout.name for rollout in self.rollouts}
 
     def _renumbered_place(self, layers: Sequence[int], place: Place, best: float) -> tuple[Place, float]:
-        """A place where the record agrees once experts are renumbered, where that is clearly better."""
+        """Returns a place at which the record agrees clearly better once experts are renumbered, else `place`."""
         for row in (0, -1, 1):
             for layer_shift in (0, -1, 1):
                 there = Place(row, layer_shift)
@@ -264,7 +265,7 @@ class _Search:
         return place, best
 
     def layers(self) -> None:
-        """Layers whose experts have other numbers, and layers whose record agrees with nothing."""
+        """Finds layers whose experts have other numbers, and layers whose record agrees with nothing."""
         if not self.rollouts:
             return
         state = self.state
@@ -298,7 +299,7 @@ class _Search:
             self._propose("blank_layer", title, evidence, self._all(), dead)
 
     def stale_prefix(self) -> None:
-        """Rows of prompts, or rows that the dump calls cached, that flip far more often than the others."""
+        """Finds rows of prompts, or rows that the dump calls cached, that flip far more often than the others."""
         flips: dict[str, list[tuple[str, float, float]]] = {"prompt": [], "cached": []}
         chosen: dict[str, Rows] = {"cached": _cached_rows, "prompt": _prompt_rows}
         alive = [layer for layer in range(self.state.shape[1]) if layer not in self.state.dead]
@@ -333,7 +334,7 @@ class _Search:
 
 
 def _broken(rollout: DumpedRollout, num_experts: int) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Two of bool [R, L]: rows that are no routes; of them, those that name an expert that is not there."""
+    """Returns two of bool [R, L]: rows that are no routes; of them, those with an expert that does not exist."""
     assert rollout.expert_ids is not None
     ids = rollout.expert_ids
     routed = np.ones(len(ids), bool) if rollout.routed is None else rollout.routed
@@ -346,7 +347,7 @@ def _repeated(state: _State, rollout: DumpedRollout) -> NDArray[np.bool_]:
 
 
 def _renumbered(compared: Compared, layer: int, state: _State) -> float:
-    """Mean agreement of a layer after renumbering, or as it is."""
+    """Returns the mean agreement of a layer after renumbering, or as it is."""
     mapping = renumbering(compared, layer, state.num_experts)
     there = compared.there_nL[:, layer]
     if not there.any():
@@ -356,7 +357,7 @@ def _renumbered(compared: Compared, layer: int, state: _State) -> float:
 
 
 def _outliers(agreement: NDArray[np.float64], layers: Sequence[int]) -> list[int]:
-    """Layers that agree less than half as well as the others."""
+    """Returns the layers that agree less than half as well as the others."""
     if len(layers) < 2:
         return []
     found: list[int] = []
@@ -368,12 +369,12 @@ def _outliers(agreement: NDArray[np.float64], layers: Sequence[int]) -> list[int
 
 
 def _prompt_rows(rollout: DumpedRollout) -> NDArray[np.bool_]:
-    """Rows that predict no sampled token, before the first one that does."""
+    """Returns bool [S - 1]: rows before the first one that predicts a sampled token."""
     return np.arange(len(rollout) - 1) < rollout.num_prompt - 1
 
 
 def _cached_rows(rollout: DumpedRollout) -> NDArray[np.bool_]:
-    """Rows whose cached keys and values the dump calls older than the tokens that follow them."""
+    """Returns bool [S - 1]: rows whose cached keys and values the dump calls older than the first sampled token."""
     if rollout.prefix_versions is None:
         return np.zeros(len(rollout) - 1, bool)
     first = rollout.policy_versions[rollout.sampled][0]
@@ -382,12 +383,12 @@ def _cached_rows(rollout: DumpedRollout) -> NDArray[np.bool_]:
 
 
 def _or_zero(compared: Compared) -> NDArray[np.float64]:
-    """Agreement [n, L], 0 where there is no record."""
+    """Returns the agreement [n, L], 0 without a record."""
     return np.where(compared.there_nL, compared.agreement(), 0.0)
 
 
 def _by(shift: int, what: str) -> str:
-    """That recorded rows stand `shift` later than they should."""
+    """Returns the words for rows or layers that stand `shift` later than they should."""
     return f"{abs(shift)} {what}{'s' if abs(shift) > 1 else ''} too {'late' if shift > 0 else 'early'}"
 
 

@@ -1,8 +1,8 @@
-"""Recorded routes beside those that a model's own routers choose: are they of this row, this layer, these experts?
+"""Recorded routes against those that a model's own routers choose: are they of this row, this layer, these experts?
 
-A sound record agrees with the model's own choice but where rounding flips it. A record that is shifted, renumbered,
-dead or stale in a part agrees with it somewhere else, or nowhere. Torch-free. Shape legend: n = rows looked at,
-R = rows of a record, L = MoE layers, K = experts per token, E = experts.
+A sound record agrees with the model's own choice unless rounding flips it. A record that is shifted, renumbered, dead
+or stale in a part agrees with it at another place, or at none. Torch-free. Shape legend: n = rows looked at, R = rows
+of a record, L = MoE layers, K = experts per token, E = experts.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from numpy.typing import NDArray
 from moerl.diagnostics.dumps.rollout import DumpedRollout
 
 MAX_ROWS = 4000
-"""Rows that a search looks at."""
+"""Rows that a comparison looks at, about."""
 ROW_SHIFTS = (0, -1, 1, -2, 2, -3, 3)
 LAYER_SHIFTS = (0, -1, 1, -2, 2)
 CLEAR = 0.1
-"""How much better another place must agree before the recorded one is doubted."""
+"""Mean Jaccard by which another place must agree better before the recorded one is doubted."""
 POOR = 0.6
-"""Mean agreement below which a record may stand elsewhere and have other numbers, too."""
+"""Mean agreement below which a record may be at another place and have other numbers, too."""
 SOUND = 0.9
-"""Mean agreement below which a record that stands where it should is looked at."""
+"""Mean agreement below which a record at its own place is looked at."""
 
 OwnIds = Mapping[str, NDArray[np.int16]]
 """The model's own choice, [S - 1, L, K], by the name of the rollout."""
@@ -32,21 +32,23 @@ OwnIds = Mapping[str, NDArray[np.int16]]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Place of the routes of row r and layer l in a record: at row r + row, counted from its start or, with
-    `from_end`, so that last rows meet; at layer l + layer, or at order[l].
-
-    generated: rows of the prompt, before the first sampled token, stand where they should.
-    """
+    """Place in a record of the routes of row r and layer l."""
 
     row: int = 0
+    """They are at row r + row."""
     layer: int = 0
+    """They are at layer l + layer."""
     from_end: bool = False
+    """Rows are counted so that last rows meet, instead of first rows."""
     generated: bool = False
+    """Rows of the prompt, before the first sampled token, are not moved."""
     order: tuple[int, ...] | None = None
+    """Recorded layer of each MoE layer, instead of `layer`; None: `layer` counts."""
 
 
 def jaccard(recorded: NDArray[np.integer], own: NDArray[np.integer]) -> NDArray[np.float64]:
-    """Similarity of two sets of K experts each, along the last axis; experts that are named twice count once."""
+    """Returns the similarity of two sets of K experts each, along the last axis; experts that are named twice count
+    once."""
     shared = (own[..., :, None] == recorded[..., None, :]).any(-1).sum(-1)
     return shared / (2 * own.shape[-1] - shared)
 
@@ -59,7 +61,8 @@ def placed(
     place: Place,
     num_prompt: int = 0,
 ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-    """int32 [num_rows, num_layers, K], -1 where the record has nothing there; bool [num_rows, num_layers]."""
+    """Returns ids, int32 [num_rows, num_layers, K], -1 if the record has nothing there; and whether it has something,
+    bool [num_rows, num_layers]."""
     first = place.row + (len(ids_RLK) - num_rows if place.from_end else 0)
     rows, layers = np.arange(num_rows) + first, np.arange(num_layers) + place.layer
     if place.generated:
@@ -77,28 +80,31 @@ def placed(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Compared:
-    """Rows of several rollouts in one place. recorded, own: [n, L, K]. there_nL: bool, there is a record, and it names
-    distinct experts. rollout_n: number of the rollout."""
+    """Rows of several rollouts at one place."""
 
     recorded: NDArray[np.int32]
+    """[n, L, K], the record; -1 if there is none."""
     own: NDArray[np.int16]
+    """[n, L, K], the model's own choice."""
     there_nL: NDArray[np.bool_]
+    """True if there is a record, and it names distinct experts."""
     rollout_n: NDArray[np.int64]
+    """Number of the rollout that the row is of."""
 
     def agreement(self) -> NDArray[np.float64]:
-        """Jaccard; nan where there is no record."""
+        """Returns the Jaccard similarity, [n, L]; nan without a record."""
         agreement = jaccard(self.recorded, self.own)
         agreement[~self.there_nL] = np.nan
         return agreement
 
     def mean(self, layers: Sequence[int]) -> float:
-        """Over these layers; 0 where nothing is there."""
+        """Returns the mean agreement over these layers; 0 without any record."""
         values = self.agreement()[:, list(layers)]
         return 0.0 if np.isnan(values).all() else float(np.nanmean(values))
 
 
 def compare(rollouts: Sequence[DumpedRollout], own: OwnIds, place: Place, *, max_rows: int = MAX_ROWS) -> Compared:
-    """Rows of all rollouts with routes, evenly thinned to about `max_rows`."""
+    """Compares rows of all rollouts with routes, evenly thinned to about `max_rows`."""
     with_routes = [(i, rollout) for i, rollout in enumerate(rollouts) if rollout.expert_ids is not None]
     total = sum(len(rollout) - 1 for _, rollout in with_routes)
     stride = max(1, -(-total // max_rows))
@@ -116,7 +122,7 @@ def compare(rollouts: Sequence[DumpedRollout], own: OwnIds, place: Place, *, max
 def route_table(
     rollout: DumpedRollout, shape: tuple[int, ...], place: Place
 ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-    """`placed` for a rollout whose model has this shape, [S - 1, L, K]; a record of another K is no record."""
+    """Returns `placed` for a rollout whose model has this shape, [S - 1, L, K]; a record of another K is no record."""
     assert rollout.expert_ids is not None
     num_rows, num_layers, top_k = shape
     if rollout.expert_ids.shape[2] != top_k:
@@ -126,13 +132,13 @@ def route_table(
 
 
 def is_distinct(ids: NDArray[np.int32]) -> NDArray[np.bool_]:
-    """bool [...]: the K experts of a row are distinct."""
+    """Returns bool [...]: the K experts of a row are distinct, and none is negative."""
     ordered = np.sort(ids, axis=-1)
     return (ordered[..., 1:] != ordered[..., :-1]).all(-1) & (ordered[..., 0] >= 0)
 
 
 def completed(ids: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Rows that name experts twice get the first other experts in their place, as padding in a trainer does."""
+    """Fills up rows that name experts twice with the first other experts, as padding in a trainer does."""
     rows, whole = ids.reshape(-1, ids.shape[-1]).copy(), is_distinct(ids).reshape(-1)
     for row in np.flatnonzero(~whole):
         named = list(dict.fromkeys(expert for expert in rows[row].tolist() if expert >= 0))
@@ -142,7 +148,7 @@ def completed(ids: NDArray[np.int32]) -> NDArray[np.int32]:
 
 
 def constant_layers(compared: Compared) -> list[int]:
-    """Layers whose record says the same for (nearly) every row, while the model's own choice differs."""
+    """Returns the layers whose record says the same for (nearly) every row, while the model's own choice differs."""
     found: list[int] = []
     for layer in range(compared.recorded.shape[1]):
         ids = np.sort(compared.recorded[:, layer], axis=-1)
@@ -160,7 +166,7 @@ def _share_of_commonest(rows: NDArray[np.integer]) -> float:
 
 
 def candidate_places(rollouts: Sequence[DumpedRollout], num_layers: int) -> list[Place]:
-    """The recorded place first."""
+    """Returns the places to try, the recorded place first."""
     records = [(rollout.expert_ids, len(rollout) - 1) for rollout in rollouts if rollout.expert_ids is not None]
     surplus = {ids.shape[1] - num_layers for ids, _ in records}
     layers = sorted({*LAYER_SHIFTS, *surplus, *(extra // 2 for extra in surplus)}, key=abs)
@@ -171,9 +177,9 @@ def candidate_places(rollouts: Sequence[DumpedRollout], num_layers: int) -> list
 
 
 def best_place(rollouts: Sequence[DumpedRollout], own: OwnIds, layers: Sequence[int]) -> tuple[Place, float, float]:
-    """The place that agrees best over these layers, its agreement, and that of the recorded place.
+    """Returns the place that agrees best over these layers, its agreement, and that of the recorded place.
 
-    The recorded place stays where no other is clearly better.
+    The recorded place is returned unless another is clearly better.
     """
     shape = next(iter(own.values())).shape
     scores = {
@@ -188,8 +194,8 @@ def best_place(rollouts: Sequence[DumpedRollout], own: OwnIds, layers: Sequence[
 
 
 def layer_order(rollouts: Sequence[DumpedRollout], own: OwnIds, place: Place) -> tuple[int, ...] | None:
-    """The recorded layer of each MoE layer, one to one, under which they agree best at the rows of this place; None if
-    the record has fewer layers, or that is the order as recorded."""
+    """Returns the recorded layer of each MoE layer, one to one, under which they agree best at the rows of this place;
+    None if the record has fewer layers, or that is the order as recorded."""
     num_layers = next(iter(own.values())).shape[1]
     widths = {rollout.expert_ids.shape[1] for rollout in rollouts if rollout.expert_ids is not None}
     if min(widths) < num_layers:
@@ -209,8 +215,8 @@ def layer_order(rollouts: Sequence[DumpedRollout], own: OwnIds, place: Place) ->
 
 
 def repeats(rollout: DumpedRollout, own: NDArray[np.int16] | None) -> NDArray[np.bool_]:
-    """bool [S - 1]: rows that are equal to the one before in every layer, though the model chooses other experts for
-    the two. rollout: with a record of the model's shape."""
+    """Returns bool [S - 1]: rows that are equal to the one before in every layer, though the model chooses other
+    experts for the two. rollout: with a record of the model's shape."""
     repeated = np.zeros(len(rollout) - 1, bool)
     ids = rollout.expert_ids
     if ids is None or own is None or len(ids) != len(own) or len(ids) < 2:
@@ -221,10 +227,10 @@ def repeats(rollout: DumpedRollout, own: NDArray[np.int16] | None) -> NDArray[np
 
 
 def renumbering(compared: Compared, layer: int, num_experts: int) -> NDArray[np.int32] | None:
-    """int32 [E], the expert of the model by recorded number, where that makes a record of a layer that agrees poorly
-    agree well; None where it does not.
+    """Returns int32 [E], the expert of the model by recorded number, if that makes the record of a layer agree clearly
+    better and well; None if not.
 
-    The number that most often stands where a recorded one does, among those not taken by a surer pair.
+    A recorded number gets the expert that most often occurs with it, among those not in a surer pair.
     """
     there = compared.there_nL[:, layer]
     recorded, own = compared.recorded[there, layer], compared.own[there, layer].astype(np.int64)
@@ -251,11 +257,11 @@ def apply_routes(
     dead: Sequence[int],
     own_rows: NDArray[np.bool_] | None = None,
 ) -> DumpedRollout:
-    """Moves and renumbers the record of a rollout. Ids are -1 wherever nothing sound is recorded.
+    """Moves and renumbers the record of a rollout. Ids are -1 if nothing sound is recorded for a row and layer.
 
     Args:
-        shape: [S - 1, L, K] of the model. dead: layers that hold nothing sound. own_rows: bool [S - 1], rows that do
-            not.
+        shape: [S - 1, L, K] of the model. dead: layers that hold nothing sound. own_rows: bool [S - 1], rows that hold
+            nothing sound.
     """
     if rollout.expert_ids is None:
         return rollout
@@ -272,7 +278,8 @@ def apply_routes(
 
 def enforceable(rollout: DumpedRollout, own: NDArray[np.int16], num_experts: int) -> DumpedRollout:
     """Returns the rollout with a record [S - 1, L, K] that can be enforced: from its start, with the model's own choice
-    where it names nothing that exists. Rows that name experts twice are filled up as padding in a trainer does."""
+    for rows and layers whose ids do not all exist. Rows that name experts twice are filled up as padding in a trainer
+    does."""
     ids, there = route_table(rollout, own.shape, Place())
     there &= (ids >= 0).all(-1) & (ids < num_experts).all(-1)
     filled = np.where(there[..., None], ids, own.astype(np.int32))

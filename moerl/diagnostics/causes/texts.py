@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class CauseText:
-    """label: short, for bars and tables. remedy: one sentence."""
+    """Texts of a cause for people."""
 
     label: str
+    """A few words, for bars and tables."""
     remedy: str
+    """One sentence: the cure."""
 
 
 CAUSES = {

@@ -25,34 +25,41 @@ COARSE = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.11, 1.25, 1.43, 1.67, 2.0)
 SAME_FACTOR = 0.03
 """A factor within this of 1 is no other temperature."""
 TOP_PS = (0.7, 0.8, 0.9, 0.95, 0.98)
-"""Values of top-p that unlisted sets are looked for with."""
+"""Values of top-p that are tried for sets that the dump does not list."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidate:
-    """A fault that may be there. may_R: bool, the rollouts that it can be in."""
+    """A fault that may be there."""
 
     cause: str
+    """Key of `CAUSES`."""
     title: str
+    """The fault in one line."""
     change: Change
+    """Takes the fault back in the assumption of a rollout."""
     may_R: NDArray[np.bool_]
+    """True for the rollouts that the fault can be in."""
     evidence: tuple[Evidence, ...] = ()
+    """Measurements beyond the gap before and after the change."""
 
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """edits: repairs of tokens to try, with what each says is wrong."""
+    """Search for the faults of values."""
 
     ground: Ground
+    """Rollouts with their scores, and the gap that is no fault."""
     edits: Sequence[tuple[Repair, str]] = ()
+    """Repairs of tokens to try, each with the title of its fault."""
 
     def inputs(self, start: Plan) -> list[Fault]:
-        """Prompts that are not those of the engine, log-probs that are not of their tokens, weights that are not those
-        of the version."""
+        """Returns the faults of inputs: prompts that are not those of the engine, log-probs that are not of their
+        tokens, weights that are not those of the version."""
         return self._greedy(start, lambda now: [*self._tokens(now), *self._logprobs(), *self._weights(now)])
 
     def distributions(self, start: Plan) -> list[Fault]:
-        """Temperatures and kept sets that are not as said."""
+        """Returns the faults of distributions: temperatures and kept sets that are not as the dump says."""
         return self._greedy(start, lambda now: [*self._temperature(now), *self._supports(now)])
 
     def _greedy(self, start: Plan, candidates: Callable[[Plan], list[Candidate]]) -> list[Fault]:
@@ -83,7 +90,7 @@ class Search:
             yield Candidate("template", title, repairing(repair), ~tried)
 
     def _logprobs(self) -> Iterator[Candidate]:
-        # Of a single token nothing would be left to look at.
+        # A single token would have no log-prob left after the shift.
         has_two = np.array([rollout.num_sampled > 1 for rollout in self.ground.rollouts])
         for shift in (1, -1):
             title = f"log-probs are those of the token {'before' if shift > 0 else 'after'}"
@@ -139,7 +146,7 @@ class Search:
         yield Candidate("temperature", title, partial(_with, factor=factor), unset, (seen,))
 
     def _gaps_by_factor(self, now: Plan, factors: tuple[float, ...]) -> NDArray[np.float64]:
-        """Mean |d| of each rollout at each of these factors, [factors, rollouts]."""
+        """Returns mean |d| of each rollout at each of these factors, [factors, rollouts]."""
         gaps: list[NDArray[np.float64]] = []
         scores = self.ground.gaps.scores(now, Question(factors=factors))
         for assumption, scored, rollout in zip(now, scores, self.ground.gaps.repaired(now), strict=True):
@@ -170,7 +177,8 @@ def _with(assumption: Assumption, **changes: object) -> Assumption:
 
 
 def with_logprobs_of(rollout: DumpedRollout, *, shift: int) -> DumpedRollout:
-    """Each sampled token gets the log-prob of the one `shift` sampled tokens later; the last ones have none."""
+    """Gives each sampled token the log-prob of the one `shift` sampled tokens later; tokens without such a one get
+    NaN."""
     tokens = np.flatnonzero(rollout.sampled)
     said, moved = rollout.rollout_logprobs[tokens], np.full(len(tokens), np.nan, np.float32)
     if shift > 0:
@@ -183,7 +191,7 @@ def with_logprobs_of(rollout: DumpedRollout, *, shift: int) -> DumpedRollout:
 
 
 def without_zeros(rollout: DumpedRollout) -> DumpedRollout:
-    """Sampled tokens with log-prob 0 have none."""
+    """Replaces log-probs of 0 of sampled tokens by NaN."""
     zero = rollout.sampled & (rollout.rollout_logprobs == 0)
     return replace(rollout, rollout_logprobs=np.where(zero, np.float32(np.nan), rollout.rollout_logprobs))
 
