@@ -1,6 +1,7 @@
-"""A rollout from what a format says of it: lengths are matched, layers selected, kept sets put in order. numpy only.
+"""A rollout from the values that a format has of it: lengths are matched, layers selected, kept sets put in order.
+numpy only.
 
-Shape legend: S = tokens, N = the last tokens that the format says things of (its response, tools included), R = rows of
+Shape legend: S = tokens, N = the last tokens that the format has values of (its response, tools included), R = rows of
 routing, L = layers, K = experts per token.
 """
 
@@ -23,40 +24,55 @@ EMPTY = "response: empty, or without sampled tokens"
 
 @dataclass(slots=True)
 class Parts:
-    """Values that a format has of a rollout, unchecked but for routes. By token: S elements, or N, of the last N.
-
-    num_response: N, or None where the format has no such number. sampled: by token; None for all of the last N.
-    temperatures, top_ps: by token, or one number. versions: int32 by sampled turn, by token, or one for all.
-    expert_ids, trainer_expert_ids: int32 [R, L, K]. first_row: the row of `expert_ids` that comes first; those before
-    were not recorded. kept: offsets (S + 1 or N + 1) and ids.
-    """
+    """Values that a format has of a rollout, unchecked but for routes. Values by token have S elements, or N, of the
+    last N tokens. None: the format has no such value."""
 
     name: str
+    """Name for people; need not be unique."""
     token_ids: object
+    """Integers [S]."""
     rollout_logprobs: object
+    """Numbers by token, nats."""
     num_response: object = None
+    """N; None: N = S."""
     sampled: object = None
+    """Flags by token; None: all of the last N."""
     temperatures: object = None
+    """Numbers by token, or one number."""
     top_ps: object = None
+    """Numbers by token, or one number."""
     policy_versions: object = None
+    """Integers by token, or one integer; -1: not said."""
     turns: object = None
+    """Integers by token; None: a turn ends when `sampled` changes."""
     expert_ids: NDArray[np.int32] | None = None
+    """int32 [R, L, K] as recorded; a row of negative ids alone was not captured."""
     first_row: int = 0
+    """Row of the first of `expert_ids`; those before it were not recorded."""
     routed: object = None
+    """Flags by row, from row 0; False: not captured."""
     kept: tuple[object, object] | None = None
+    """Offsets (S + 1 or N + 1) and ids."""
     prefix_versions: object = None
+    """Integers by token, or one integer; -1: not cached or not said."""
     trainer_logprobs: Mapping[str, object] = field(default_factory=dict)
+    """Numbers by token, nats, by scorer."""
     trainer_expert_ids: NDArray[np.int32] | None = None
+    """int32 [S - 1, L, K]."""
     labels: Mapping[str, object] = field(default_factory=dict)
-    """group, engine, prompt, response."""
+    """Texts: group, engine, prompt, response."""
     finish_reason: object = None
+    """Text; anything else counts as none."""
     step: int = -1
+    """Training step; -1: not said."""
     rewards: Mapping[str, object] = field(default_factory=dict)
+    """By name; values that are no finite numbers are dropped."""
     kept_logmass: object = None
+    """Numbers by token, nats."""
 
 
 def build(parts: Parts, moe_layers: Sequence[int] | None) -> DumpedRollout:
-    """The rollout. Raises `RowError` for the first thing that cannot be read."""
+    """Returns the rollout. Raises `RowError` for the first value that cannot be read."""
     token_ids = ints(parts.token_ids, "token ids")
     window = _Window.of(len(token_ids), parts.num_response)
     sampled = window.sampled(parts.sampled)
@@ -99,9 +115,9 @@ def build(parts: Parts, moe_layers: Sequence[int] | None) -> DumpedRollout:
 
 
 def select_layers(expert_ids: NDArray[np.int32], moe_layers: Sequence[int] | None) -> NDArray[np.int32]:
-    """Routes of the MoE layers, where all layers have some; otherwise what is there.
+    """Returns the routes of the MoE layers if there are routes of all layers; otherwise those that there are.
 
-    moe_layers: the model's, counted among all its layers; None where there is no model.
+    moe_layers: the model's, counted among all its layers; None if there is no model.
     """
     if moe_layers is None or expert_ids.shape[1] <= max(moe_layers):
         return expert_ids
@@ -111,7 +127,7 @@ def select_layers(expert_ids: NDArray[np.int32], moe_layers: Sequence[int] | Non
 def _recorded(
     parts: Parts, moe_layers: Sequence[int] | None
 ) -> tuple[NDArray[np.int32] | None, NDArray[np.bool_] | None]:
-    """Routes from row 0 on, and which rows were recorded. A row of negative ids alone was not."""
+    """Returns the routes from row 0 on, and which rows were recorded. A row of negative ids alone was not."""
     if parts.expert_ids is None:
         return None, None
     found = select_layers(parts.expert_ids, moe_layers)
@@ -140,7 +156,7 @@ def _no_negatives(expert_ids: NDArray[np.int32]) -> NDArray[np.int32]:
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """The last `num_response` of `num_tokens` tokens; the two are equal where the format has no response length."""
+    """The last `num_response` of `num_tokens` tokens; the two are equal if the format has no response length."""
 
     num_tokens: int
     num_response: int
@@ -157,7 +173,7 @@ class _Window:
         return cls(num_tokens, length)
 
     def spread[T: np.generic](self, values: NDArray[T], name: str, fill: float = 0) -> NDArray[T]:
-        """[S] of what has S or N elements."""
+        """Returns [S] of a value with S or N elements."""
         if len(values) == self.num_tokens:
             return values
         if len(values) != self.num_response:
@@ -179,7 +195,7 @@ class _Window:
         return sampled
 
     def logprobs(self, value: object, name: str, sampled: NDArray[np.bool_]) -> NDArray[np.float32]:
-        """float32 [S]; 0 where not sampled, finite elsewhere."""
+        """Returns float32 [S]; 0 where not sampled, finite elsewhere."""
         values = self.spread(floats(value, name), name)
         values = np.where(sampled, values, np.float32(0))
         if not np.isfinite(values).all():
@@ -188,7 +204,7 @@ class _Window:
         return values
 
     def setting(self, value: object, name: str, sampled: NDArray[np.bool_]) -> NDArray[np.float32]:
-        """float32 [S] of a sampling parameter; 1 where not sampled or not said."""
+        """Returns float32 [S] of a sampling parameter; 1 where not sampled or not said."""
         if value is None:
             return np.ones(self.num_tokens, np.float32)
         if isinstance(value, list) or (isinstance(value, np.ndarray) and value.ndim):
@@ -202,7 +218,7 @@ class _Window:
         return values
 
     def versions(self, value: object, name: str) -> NDArray[np.int32]:
-        """int32 [S]; -1 where not said."""
+        """Returns int32 [S]; -1 if not said."""
         if value is None:
             return np.full(self.num_tokens, -1, np.int32)
         if isinstance(value, list) or (isinstance(value, np.ndarray) and value.ndim):
@@ -210,7 +226,7 @@ class _Window:
         return np.full(self.num_tokens, integer(value, name, least=-1), np.int32)
 
     def kept(self, offsets: object, ids: object) -> KeptSets:
-        """Kept sets by token; ids of a set come in ascending order."""
+        """Returns the kept sets by token; ids of a set come in ascending order."""
         starts = ints(offsets, "offsets of kept sets", most=MAX_IDS).astype(np.int64)
         found = ints(ids, "ids of kept sets", most=MAX_IDS)
         sound = len(starts) > 0 and starts[0] == 0 and starts[-1] == len(found) and (np.diff(starts) >= 0).all()
@@ -223,7 +239,8 @@ class _Window:
 
 
 def spread_turns(values: Sequence[int], sampled: NDArray[np.bool_]) -> NDArray[np.int32] | None:
-    """int32 [S]: one value for each sampled span, -1 elsewhere; None where there are not as many spans as values."""
+    """Returns int32 [S]: one value for each sampled span, -1 elsewhere; None if there are not as many spans as
+    values."""
     starts = np.flatnonzero(sampled & ~np.concatenate([[False], sampled[:-1]]))
     if len(starts) != len(values):
         return None
@@ -234,7 +251,8 @@ def spread_turns(values: Sequence[int], sampled: NDArray[np.bool_]) -> NDArray[n
 
 
 def _reward(item: tuple[str, object]) -> tuple[str, float | None]:
-    """Returns a reward by name; None for what is no finite number. Training then misses it; diagnoses read none."""
+    """Returns a reward by name; None instead of a value that is no finite number: training reports it as missing,
+    diagnoses read no rewards."""
     name, value = item
     try:
         return name, number(value, f"reward {name!r}")

@@ -21,10 +21,12 @@ _BY_NAME = ", read if named"
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """Files of one dump, in the order of the numbers in their names. note: what was left out, for people."""
+    """Files of one dump."""
 
     files: list[Path]
+    """In the order of the numbers in their names; at least one."""
     note: str = ""
+    """Files that were left out, for people; empty if none."""
 
 
 def files_of(path: Path, kind_of: Callable[[Path], str]) -> list[Files]:
@@ -60,8 +62,8 @@ def files_of(path: Path, kind_of: Callable[[Path], str]) -> list[Files]:
 
 @dataclass(frozen=True, slots=True)
 class _Folder:
-    """Files of one directory by kind. evaluations, others: those that are not read. refused: why the first other is
-    not."""
+    """Files of one directory by kind. evaluations, others: files that are not read. refused: the reason of the first of
+    `others`."""
 
     path: Path
     kinds: dict[str, list[Path]] = field(default_factory=dict[str, list[Path]])
@@ -195,6 +197,6 @@ def _sorted(files: Iterable[Path]) -> list[Path]:
 
 
 def _natural(file: Path) -> list[tuple[int, int, str]]:
-    """Sorts step_10 after step_9."""
+    """Returns a key that sorts step_10 after step_9."""
     parts = re.split(r"(\d+)", str(file))
     return [(1, int(part), "") if part.isdecimal() and part.isascii() else (0, 0, part) for part in parts]

@@ -1,5 +1,5 @@
-"""Log-probs of the trainer from the dump of the trainer's side, put beside the rollouts of another dump. numpy only;
-any process."""
+"""Log-probs of the trainer from the dump of the trainer's side, joined to the rollouts of another dump. numpy only; any
+process."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from moerl.errors import ConfigError
 _MAX_STEPS_SAID = 8
 
 TRAINER_ELSEWHERE = (slime.TRAINER_ELSEWHERE, prime_rl.TRAINER_ELSEWHERE)
-"""Notes of dumps of which the trainer's log-probs are in another."""
+"""Notes of dumps whose trainer log-probs are in another dump."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """Dump of the trainer's side. format, name: of it; name for people. rollouts: format of the dumps that it belongs
-    to, empty if any. elsewhere: their note, which is wrong beside it. expected, remedy: for files that do not fit."""
+    """Dump of the trainer's side. format: its name. name: for people. rollouts: format of the dumps that it belongs to,
+    empty if any. elsewhere: their note, which is dropped when it is joined. expected, remedy: for files that do not
+    fit."""
 
     format: str
     name: str
@@ -55,7 +56,7 @@ _SIDES = (
 
 
 def belong_together(formats: Collection[str]) -> bool:
-    """Returns whether a directory may hold these formats: rollouts and their trainer's side."""
+    """Returns True if a directory may hold these formats: rollouts and their trainer's side."""
     return set(formats) in ({slime.ROLLOUTS, slime.TRAIN}, {prime_rl.TRACES, prime_rl.EXPORT})
 
 
@@ -64,10 +65,10 @@ def joined(dumps: Sequence[Dump]) -> list[Dump]:
     of it.
 
     slime and miles write routes into one dump and the trainer's log-probs into another. A rollout and its train data
-    have the same tokens, the same sampled tokens, the same log-probs of the engine and, if both say one, the same
-    step. prime-rl rounds log-probs in traces, and trains tokens that several paths share once: a rollout gets log-probs
-    and sampled tokens of its export. The trainer's side is read at once, and what it says of the trainer is held in
-    memory. Without it, or with nothing else, the dumps come back as they are.
+    have the same tokens, the same sampled tokens, the same log-probs of the engine and, if both say one, the same step.
+    prime-rl rounds log-probs in traces, and trains tokens that several paths share once: a rollout gets log-probs and
+    sampled tokens of its export. The trainer's side is read at once, and its log-probs stay in memory. Dumps without a
+    trainer's side, or a trainer's side alone, come back as they are.
 
     Raises:
         ConfigError: train data have no log-probs of the trainer; or, when the last dump has been read, they belong to
@@ -80,7 +81,8 @@ def joined(dumps: Sequence[Dump]) -> list[Dump]:
 
 
 def is_joined(format: str, formats: Collection[str]) -> bool:
-    """Returns whether a dump of the first format is put beside others: it has no rollouts of its own then."""
+    """Returns True if a dump of the first format is joined to dumps of the others: it has no rollouts of its own
+    then."""
     return any(side.format == format and any(_takes(side, other) for other in formats) for side in _SIDES)
 
 
@@ -131,7 +133,8 @@ class _Known:
     found: set[tuple[bytes, int]] = field(default_factory=set)
 
     def add(self, rollout: DumpedRollout) -> None:
-        """Keeps a sample; ranks that hold a part of the model alone write some without log-probs of the trainer."""
+        """Keeps a sample that has log-probs of the trainer; ranks that hold only a part of the model write some
+        without."""
         self.num_samples += 1
         if rollout.trainer_logprobs:
             self.steps.add(rollout.step)

@@ -13,7 +13,7 @@ from moerl.errors import ConfigError
 from moerl.reading import open_regular, read_file
 
 MAX_LINE_BYTES = 256 << 20
-"""Longest line, and largest JSON file that is no lines; decoded it takes some ten times as much."""
+"""Longest line, and largest JSON file without lines; decoded it takes some ten times as much."""
 
 TOO_LONG, NOT_JSON, NO_OBJECT = "line too long", "not JSON", "not a JSON object"
 
@@ -21,9 +21,11 @@ type Row = dict[str, Any]
 
 
 def rows(file: Path, unusable: Unusable) -> Iterator[tuple[str, Row]]:
-    """The objects of a JSON lines file, or of a JSON file that is one object or a list of them, with their place.
+    """Yields the objects of a JSON lines file, or of a JSON file that is one object or a list of them, with their
+    place.
 
-    What is none is counted. NaN and Infinity, which JSON does not know and Python writes, are read as such.
+    Entries that are no objects are counted. NaN and Infinity, which JSON does not know and Python writes, are read as
+    such.
     """
     with open_regular(file) as stream:
         start = stream.read(4096).lstrip()[:1]
@@ -76,7 +78,7 @@ def _listed(file: Path, stream: BinaryIO) -> Iterator[tuple[str, Any]]:
 
 
 def _whole(file: Path) -> Any:
-    """The one value of a JSON file of several lines; None where it is something else."""
+    """Returns the one value of a JSON file of several lines; None if the file is something else."""
     if file.stat().st_size > MAX_LINE_BYTES:
         return None
     try:
@@ -86,7 +88,7 @@ def _whole(file: Path) -> Any:
 
 
 def decode(data: bytes) -> Any:
-    """One JSON value. Raises `ValueError`, also for one that is nested too deep."""
+    """Returns one JSON value. Raises `ValueError`, also for one that is nested too deep."""
     try:
         return json.loads(data)
     except RecursionError as error:

@@ -1,7 +1,7 @@
 """The minimal schema: one row per rollout, flat columns, as Parquet or JSON lines (docs/dump_formats.md).
 
-Lists by token have S elements, or N where `response_length` N says that the last N tokens are meant. A column that is
-missing or null says nothing.
+Lists by token have S elements, or N for the last N tokens if `response_length` is N. A column that is missing or null
+says nothing.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def write_minimal(path: Path | str, rollouts: Iterable[DumpedRollout]) -> None:
     """Writes rollouts in the minimal schema, one after the other; the file appears whole or not at all.
 
     Args:
-        path: ends with `.parquet` or `.jsonl`; replaced where it exists.
+        path: ends with `.parquet` or `.jsonl`; replaced if it exists.
 
     Raises:
         ConfigError: another ending, or log-probs of a scorer that has no column.
@@ -119,7 +119,7 @@ def _write_parquet(file: Path, rollouts: Iterable[DumpedRollout]) -> None:
 
 
 def _row(rollout: DumpedRollout) -> dict[str, Any]:
-    """The value of every column; None where the rollout says nothing."""
+    """Returns the value of every column; None if the rollout does not have it."""
     unknown = sorted(set(rollout.trainer_logprobs) - set(SCORER_COLUMNS))
     if unknown:
         raise ConfigError(
@@ -183,7 +183,8 @@ def _parts(row: Mapping[str, Any], where: str) -> Parts:
 
 
 def _routes(row: Mapping[str, Any], column: str, *shapes: tuple[str, str]) -> np.ndarray | None:
-    """Routes of a flat column; the first pair of columns that is there says how many layers and experts per token."""
+    """Returns the routes of a flat column; the first pair of columns that is there says how many layers and experts per
+    token."""
     if row.get(column) is None:
         return None
     named = [shape for shape in shapes if row.get(shape[0]) is not None] or [shapes[0]]

@@ -46,7 +46,7 @@ def _parts(row: Row, step: int, where: str) -> Parts:
 
 
 def _single(value: object, name: str) -> object:
-    """The only element of a list of one, or what stands there without such a list."""
+    """Returns the only element of a list of one, or the value itself if it is no such list."""
     if isinstance(value, list) and len(value) == 1:
         return value[0]
     if isinstance(value, list) and value and isinstance(value[0], list):
@@ -55,7 +55,7 @@ def _single(value: object, name: str) -> object:
 
 
 def _cut(value: object, length: int, padded: int, name: str) -> object:
-    """The first `length` of `padded` values."""
+    """Returns the first `length` of `padded` values."""
     value = _single(value, name)
     if not isinstance(value, list):
         raise RowError(f"{name}: missing" if value is None else f"{name}: not a list", value)
@@ -65,7 +65,7 @@ def _cut(value: object, length: int, padded: int, name: str) -> object:
 
 
 def _texts(content: object) -> dict[str, object]:
-    """Texts of the messages: the first is the prompt."""
+    """Returns the texts of the messages: the first is the prompt."""
     messages = _single(content, "content") if isinstance(content, list) else content
     if isinstance(messages, str):
         return {"response": messages}

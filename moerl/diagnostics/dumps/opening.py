@@ -1,4 +1,4 @@
-"""Opens a dump of any format that is known: told by content, not by the file's name. Torch-free; any process."""
+"""Opens a dump of any known format: the content decides on the format, not the file's name. Torch-free; any process."""
 
 from __future__ import annotations
 
@@ -27,11 +27,14 @@ _NUM_TRIED = 64
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """Format of one file. name: for people. read: its rollouts. notes: what every dump of the format leaves open."""
+    """Format of one file."""
 
     name: str
+    """For people; equal for all files of one format."""
     read: Callable[[Path, Reading], Iterator[DumpedRollout]]
+    """Yields the rollouts of a file."""
     notes: tuple[str, ...] = ()
+    """Sentences on what no dump of the format says."""
 
 
 def open_dump(
@@ -54,22 +57,23 @@ def open_dumps(
     load: slime.TorchFile | None = None,
     say: Callable[[str], None] | None = None,
 ) -> list[Dump]:
-    """The rollouts of dumps, which are read when they are asked for; unusable ones are counted. Train data of slime and
+    """Returns dumps whose rollouts are read when they are asked for; unusable ones are counted. Train data of slime and
     miles are joined to the rollouts of the other dumps, token exports of prime-rl to its traces.
 
     Args:
         paths: each a file, or a directory of them: a run directory, or one of files of one format, or of rollouts and
             train data of slime or miles, or of traces and token exports of prime-rl.
-        moe_layers: which layers of the model are MoE layers, ascending; picks them where a dump has routes of all.
+        moe_layers: which layers of the model are MoE layers, ascending; selects them if a dump has routes of all
+            layers.
         experts_per_token: for formats whose routes are flat.
-        load: reads what torch.save wrote; `moerl.orchestration.torch_dumps.open_any_dumps` brings it.
-        say: takes a line for each path of which files are left out.
+        load: reads files of torch.save; `moerl.orchestration.torch_dumps.open_any_dumps` brings it.
+        say: called with a line for each path of which files are left out.
 
     Raises:
         ConfigError: there is no dump, or it is of no known format, or refused, or a file is named twice, or train data
-            have nothing of the trainer. While it is read also where a later file is damaged or of another format, or
-            a rollout stands in two files, and at the end if train data fit no rollout.
-        ContractError: while it is read, where a dump of moerl is not sound.
+            have nothing of the trainer. Raised while rollouts are read if a later file is damaged or of another format,
+            or a rollout stands in two files, and at the end if train data fit no rollout.
+        ContractError: raised while rollouts are read if a dump of moerl is not sound.
     """
     if moe_layers is not None and (not moe_layers or min(moe_layers) < 0):
         raise ConfigError(

@@ -19,7 +19,7 @@ FORMAT = "moerl dump"
 
 
 def read(file: Path, reading: Reading) -> Iterator[DumpedRollout]:
-    """Raises `ContractError` where the file, or a trajectory of it, is not sound."""
+    """Yields the rollouts. Raises `ContractError` if the file, or a trajectory of it, is not sound."""
     trajectories = read_parquet(file)
     texts = [row for _, row in rows(file, TEXTS)]
     step = step_of(file)

@@ -14,10 +14,10 @@ from moerl.contract.footers import Footer
 from moerl.errors import ConfigError
 
 _ROWS = 1024
-"""Rows that are read at a time where few columns are."""
+"""Rows that are read at a time if only a few columns are read."""
 
 _MAX_GROUP_VALUES = 1 << 30
-"""Most values of a column of a row group: a row may hold all of them."""
+"""Most values of a column of a row group: a single row may contain all of them."""
 
 
 def footer_of(file: Path) -> Footer:
@@ -27,13 +27,14 @@ def footer_of(file: Path) -> Footer:
 
 
 def columns_of(file: Path) -> list[str]:
-    """Names of the columns. Raises `ConfigError` where the file is damaged."""
+    """Returns the names of the columns. Raises `ConfigError` if the file is damaged."""
     with _reading(file):
         return parquet.columns_of(file)
 
 
 def rows(file: Path, names: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Rows with their place: lists as arrays, all else as Python values; columns that the file lacks are left out.
+    """Yields rows with their place: lists as arrays, all else as Python values; columns that the file lacks are left
+    out.
 
     A single NaN is a null: pandas writes a missing number so.
 

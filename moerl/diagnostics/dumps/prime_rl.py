@@ -22,7 +22,7 @@ TRAINER_ELSEWHERE = (
     "log-probs of the trainer are in the token exports (trainer.enable_token_export): name their directory beside the "
     "traces"
 )
-"""Note of traces that have no token exports beside them."""
+"""Note of traces without token exports."""
 TRACE_NOTES = ("prime-rl writes no routes, kept sets or sampling parameters into its traces", TRAINER_ELSEWHERE)
 ROUNDED = "log-probs are rounded to four decimals, as verifiers writes traces: gaps below 5e-5 do not show"
 """Note of traces."""
@@ -81,7 +81,7 @@ def read_traces(file: Path, reading: Reading) -> Iterator[DumpedRollout]:
 
 
 def _paths(nodes: object) -> Iterator[list[Row]]:
-    """Messages from a root to each leaf, one path after the other."""
+    """Returns the messages from a root to each leaf, one path after the other."""
     if not nodes or not isinstance(nodes, list) or not all(isinstance(node, dict) for node in nodes):
         raise RowError("messages of a trace: missing", nodes)
     parents = [node.get("parent") for node in nodes]
@@ -137,7 +137,8 @@ def _branch(path: list[Row], name: str, episode: Row, step: int, reading: Readin
 
 
 def _version(episode: Row, reading: Reading) -> int:
-    """The one version of an episode; -1 where the policy changed on its way, for the dump does not say where."""
+    """Returns the one version of an episode; -1 if none is said, or if the policy changed on the way: the dump does not
+    say at which token."""
     span = _inner(_inner(_inner(episode, "run"), "work"), "policy")
     start, end = _inner(span, "start"), _inner(span, "end")
     if type(start) is not int or type(end) is not int:

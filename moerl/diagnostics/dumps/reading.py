@@ -12,30 +12,30 @@ from moerl.diagnostics.dumps.values import MAX_INT, RowError, shown
 
 @dataclass(slots=True)
 class Reading:
-    """A dump that is being read.
-
-    moe_layers: the model's MoE layers among all its layers; None where there is no model.
-    experts_per_token: for routes that come flat; None where there is no model.
-    """
+    """A dump that is being read."""
 
     moe_layers: Sequence[int] | None = None
+    """The model's MoE layers, counted among all its layers; None if there is no model."""
     experts_per_token: int | None = None
+    """For routes that come flat; None if there is no model."""
     unusable: Unusable = field(default_factory=Unusable)
+    """Rows that could not be read so far."""
     notes: list[str] = field(default_factory=list)
+    """Sentences for people, each once."""
     versions: VersionNumbers = field(default_factory=lambda: VersionNumbers())
+    """Version strings that were seen, and their numbers."""
     _seen: dict[str, int] = field(default_factory=dict)
 
     def note(self, text: str) -> None:
-        """Says something once."""
+        """Adds a note once."""
         if text not in self.notes:
             self.notes.append(text)
 
     def take(self, where: str, make: Callable[[], Parts]) -> Iterator[DumpedRollout]:
-        """The one rollout of a row, or none and a count of why.
+        """Yields the one rollout of a row; or none, and counts the reason, with the row's place for people.
 
         Args:
-            where: the row, for people.
-            make: finds its parts; may raise `RowError`.
+            make: finds the parts of the row; may raise `RowError`.
         """
         try:
             rollout = build(make(), self.moe_layers)
@@ -45,12 +45,12 @@ class Reading:
             yield self.unique(rollout)
 
     def unique(self, rollout: DumpedRollout) -> DumpedRollout:
-        """The rollout, under a name that no other of the dump has."""
+        """Returns the rollout, under a name that no other of the dump has."""
         name = self._unique(rollout.name)
         return rollout if name == rollout.name else replace(rollout, name=name)
 
     def version_numbers(self, versions: Iterable[object]) -> list[int]:
-        """Numbers of version strings. Raises `RowError` for what is neither text nor integer."""
+        """Returns the numbers of version strings. Raises `RowError` for a version that is neither text nor integer."""
         numbers = [self.versions.number(each) for each in versions]
         if self.versions.names:
             known = ", ".join(f"{number}: {shown(name)}" for name, number in list(self.versions.names.items())[:8])
@@ -68,16 +68,15 @@ _NUMBERED = "policy versions are texts here and were numbered"
 
 @dataclass(slots=True)
 class VersionNumbers:
-    """Version strings as numbers: their own where the first is one, else in order of appearance.
-
-    names: numbers by text, where the first was not numeric.
-    """
+    """Version strings as numbers: their own if the first is a number, else in order of appearance."""
 
     names: dict[str, int] = field(default_factory=dict)
+    """Numbers by text; empty if the first was a number."""
     _numeric: bool | None = None
 
     def number(self, version: object) -> int:
-        """Returns -1 for None, for a text among numbers, and for SGLang's name of weights that were never updated.
+        """Returns the number of a version; -1 for None, for a text among numbers, and for SGLang's name of weights that
+        were never updated.
 
         Raises:
             RowError: it is neither text nor integer.

@@ -28,12 +28,12 @@ _FIELDS = tuple(field.name for field in fields(Trajectory))
 
 
 def record_of(rollout: DumpedRollout, spec: ModelSpec, sampling: SamplingParams) -> RolloutRecord:
-    """Returns what a rollout holds, for a quarantine to admit. Nothing is made up: what the dump does not say is
-    missing, and rows without routes count as not captured.
+    """Returns the record of a rollout, for a quarantine to admit. Nothing is made up: fields that the dump does not
+    have are missing, and rows without routes count as not captured.
 
     Args:
         spec: the model's, for dumps that do not name theirs.
-        sampling: for dumps that say nothing of how they were sampled; top-k and min-p for all that are not ours.
+        sampling: for dumps that do not say how they were sampled; top-k and min-p for all that are not ours.
 
     Raises:
         ContractError: `expert_id_out_of_range`, of an id that no type of the contract holds; `missing_field`, if there
@@ -81,7 +81,7 @@ def _values(rollout: DumpedRollout, spec: ModelSpec, sampling: SamplingParams) -
 
 
 def _turns(rollout: DumpedRollout, sampling: SamplingParams) -> list[Turn]:
-    """A turn for each number; one whose settings change within it is several."""
+    """Returns a turn for each number; a turn whose settings change within it becomes several."""
     settings = np.stack([rollout.turns, rollout.sampled, rollout.temperatures, rollout.top_ps])
     starts = [0, *(np.flatnonzero((settings[:, 1:] != settings[:, :-1]).any(axis=0)) + 1).tolist(), len(rollout)]
     turns: list[Turn] = []

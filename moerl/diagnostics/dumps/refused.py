@@ -7,16 +7,19 @@ from pathlib import Path
 from moerl.errors import ConfigError
 
 CONVERTER = Path(__file__).with_name("converter.py.txt")
-"""A script to copy and to run where such a dump was made: it writes the minimal schema."""
+"""A script to copy to the machine where such a dump was made, and to run there: it writes the minimal schema."""
 
-_REMEDY = f"run a copy of {CONVERTER} where the dump was made, and read what it writes; see docs/dump_formats.md"
+_REMEDY = (
+    f"run a copy of {CONVERTER} on the machine where the dump was made, and read what it writes;"
+    " see docs/dump_formats.md"
+)
 
 _KNOWN = "a dump of moerl, slime, miles, NeMo-RL or prime-rl, answers of SGLang, or the minimal schema"
 
 
 class NotADumpError(ConfigError):
-    """A file that is of no known format, or of one that is not read; in a directory it is left out, which a note says.
-    A damaged file is none."""
+    """A file that is of no known format, or of one that is not read. In a directory it is left out, and a note names
+    it. A damaged file is none."""
 
 
 def pickled(file: Path) -> NotADumpError:
@@ -38,7 +41,7 @@ def texts_only(file: Path) -> NotADumpError:
 
 
 def refused_globals(file: Path, reason: str) -> ConfigError:
-    """reason: what torch says of it."""
+    """Returns the error. reason: torch's message."""
     return ConfigError(
         f"DUMP: {file} holds more than data, and loading it whole could run code",
         seen=reason,

@@ -1,7 +1,7 @@
-"""Answers of SGLang's /generate as they came, each with the `input_ids` that were asked with.
+"""Answers of SGLang's /generate as they came, each with the `input_ids` of its request.
 
-Routes are base64 of int32 [S - 1 - start, all layers, K]; the log-prob under the restricted distribution is taken where
-the answer has it.
+Routes are base64 of int32 [S - 1 - start, all layers, K]; the log-prob under the restricted distribution is used if the
+answer has it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from moerl.errors import ConfigError
 FORMAT = "SGLang answers"
 NOTES = (
     "temperature and top-p are read from `sampling_params` beside an answer, and taken as 1 without it",
-    "log-probs are those inside the kept set where an answer has `output_token_sampling_logprobs`, else those before "
+    "log-probs are those inside the kept set if an answer has `output_token_sampling_logprobs`, else those before "
     "top-p and top-k",
 )
 
@@ -77,7 +77,7 @@ def _parts(row: Row, where: str, reading: Reading) -> Parts:
 
 
 def _pairs(value: object, name: str, *, first_is_none: bool = False) -> tuple[list[int], list[float]]:
-    """Ids and log-probs of a list of [log-prob, id, text]; the first token of a prompt has no log-prob."""
+    """Returns the ids and log-probs of a list of [log-prob, id, text]; the first token of a prompt has no log-prob."""
     if not isinstance(value, list) or not value:
         raise RowError(f"{name}: missing", value)
     if not all(isinstance(each, list) and len(each) >= 2 for each in value):
@@ -89,7 +89,7 @@ def _pairs(value: object, name: str, *, first_is_none: bool = False) -> tuple[li
 
 
 def _kept(meta: Row, output_ids: list[int]) -> tuple[tuple[object, object] | None, list[float] | None]:
-    """Kept sets, and log-probs of the sampled tokens inside them; None each where the answer has none."""
+    """Returns the kept sets, and the log-probs of the sampled tokens inside them; None each if the answer has none."""
     sets, logprobs = meta.get("output_token_sampling_mask"), meta.get("output_token_sampling_logprobs")
     kept = None
     if sets is not None:
@@ -109,7 +109,7 @@ def _kept(meta: Row, output_ids: list[int]) -> tuple[tuple[object, object] | Non
 
 
 def _own(logprobs: Any, ids: list[int], token: int) -> Any:
-    """The sampled token's log-prob of those of its whole kept set."""
+    """Returns the sampled token's log-prob out of those of its whole kept set."""
     if not isinstance(logprobs, list):
         return logprobs
     if len(logprobs) != len(ids) or token not in ids:
@@ -118,7 +118,7 @@ def _own(logprobs: Any, ids: list[int], token: int) -> Any:
 
 
 def _routes(row: Row, meta: Row, num_tokens: int, reading: Reading) -> tuple[NDArray[np.int32] | None, int]:
-    """int32 [rows, layers, K] and the number of the first row."""
+    """Returns int32 [rows, layers, K], None without routes, and the number of the first row."""
     encoded = meta.get("routed_experts")
     if encoded is None:
         return None, 0

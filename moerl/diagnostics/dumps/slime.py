@@ -1,7 +1,7 @@
 """slime and miles: rollout and train dumps (torch.save), and miles' `dashboard_columns` (Parquet).
 
 `moerl.orchestration.torch_dumps` loads the former: nothing here needs torch. Values by token are of the response, which
-has tools' tokens in it; routes have a row for every token but the last and, of slime and miles alike, for all layers.
+has tools' tokens in it; routes have a row for every token but the last and, in dumps of both, are of all layers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SETTINGS = "slime and miles write no sampling parameters into dumps: temperatur
 TRAINER_ELSEWHERE = (
     "log-probs of the trainer are in the train data (--save-debug-train-data): name that file beside this one"
 )
-"""Note of a dump of rollouts that has no train data beside it."""
+"""Note of a dump of rollouts without its train data."""
 NOTES = {
     ROLLOUTS: (_SETTINGS, TRAINER_ELSEWHERE),
     TRAIN: (_SETTINGS, "slime and miles take routes out of their train data before they write it"),
@@ -68,7 +68,7 @@ def kind_of(payload: object, file: Path) -> str:
 
 
 def read(payload: Mapping[str, Any], file: Path, reading: Reading) -> Iterator[DumpedRollout]:
-    """payload: what `TorchFile` loaded from the file, and `kind_of` has seen."""
+    """Yields the rollouts. payload: loaded from the file by a `TorchFile`, and accepted by `kind_of`."""
     rollout_id = payload.get("rollout_id")
     step = int(rollout_id) if type(rollout_id) is int and 0 <= rollout_id <= MAX_INT else -1
     for position, sample in enumerate(_samples(payload, file)):
@@ -154,16 +154,17 @@ def _parts(sample: Mapping[str, Any], step: int, position: int, reading: Reading
 
 
 def _rewards(reward: object) -> Mapping[str, object]:
-    """Numbers by name; a reward function may return several, of which a key of the run picks one that the dump does not
-    name: only one that is called `reward` is it."""
+    """Returns numbers by name. A reward function may return several, and a key of the run, which the dump does not
+    name, picks one: only one that is called `reward` is trained on."""
     named = reward if isinstance(reward, Mapping) else {"reward": reward}
     return {str(name): value for name, value in named.items() if type(value) in (int, float)}
 
 
 def _versions(versions: object, mask: object, length: int, reading: Reading) -> Any:
-    """One version for all tokens, or by token of the response; None where they cannot be told apart.
+    """Returns one version for all tokens, or by token of the response; None if they cannot be assigned to tokens.
 
-    A version was noted at the end of each answer, so as many as there are sampled spans belong to them in order.
+    A version was noted at the end of each answer, so if there are as many as sampled spans, they belong to them in
+    order.
     """
     if versions is None or (isinstance(versions, list) and not versions):
         return None

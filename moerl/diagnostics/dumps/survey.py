@@ -1,6 +1,6 @@
-"""A look over a dump that is to be trained: its groups, in order, and which of them make a step. Any process.
+"""A look over a dump that is to be trained on: its groups, in order, and which of them make a step. Any process.
 
-Of our own dumps a few columns are read, of others all of it.
+Only a few columns are read of dumps of moerl, of others everything.
 """
 
 from __future__ import annotations
@@ -26,32 +26,39 @@ _COLUMNS = ("rollout_id", "group_id", "num_tokens", *SPEC)
 
 @dataclass(frozen=True, slots=True)
 class DumpedGroup:
-    """The responses to one prompt. step: of the run that wrote them, -1 if the dump does not say."""
+    """The responses to one prompt that follow each other in a dump."""
 
     step: int
+    """Step of the run that wrote them; -1 if the dump does not say."""
     name: str
+    """Name of the group."""
     size: int
+    """Rollouts in it."""
 
 
 @dataclass(slots=True)
 class Survey:
-    """Contents of a dump that training can use.
-
-    groups: in order. longest: tokens of the longest rollout. specs: models of our own dumps. sizes: of our own dumps,
-    rollouts by file. says_sampling: False if a rollout does not say its temperature or top-p.
-    """
+    """Contents of a dump that training can use."""
 
     format: str
+    """Name of the format, for people."""
     groups: list[DumpedGroup] = field(default_factory=list)
+    """In the order of the dump."""
     longest: int = 0
+    """Tokens of the longest rollout."""
     num_rollouts: int = 0
+    """Rollouts that can be used."""
     specs: set[ModelSpec] = field(default_factory=set)
+    """Models that dumps of moerl name; empty for other formats."""
     sizes: dict[Path, int] = field(default_factory=dict)
+    """Rollouts by file of dumps of moerl; empty for other formats."""
     unusable: Unusable = field(default_factory=Unusable)
+    """Rows that cannot be read; none in dumps of moerl, which are refused instead."""
     says_sampling: bool = True
+    """False if a rollout does not say its temperature or top-p."""
 
     def add(self, step: int, group: str, num_tokens: int) -> None:
-        """The next rollout.
+        """Adds the next rollout.
 
         Raises:
             ConfigError: it has no group, or steps fall, or some rollouts have a step and others none.
@@ -98,7 +105,7 @@ def survey(path: Path, model: ModelDescription, load: TorchFile | None = None) -
     """Looks over a dump.
 
     Args:
-        model: picks its MoE layers where a dump has routes of all.
+        model: selects its MoE layers if a dump has routes of all layers.
         load: reads files of torch.save.
 
     Raises:

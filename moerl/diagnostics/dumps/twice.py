@@ -1,4 +1,4 @@
-"""Rollouts that stand in two of the files that were named, and would count twice. numpy only; any process."""
+"""Rollouts that stand in two of the named files, and would count twice. numpy only; any process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CERTAIN_NATS = 20.0
 """Surprise of a rollout, less the sum of its log-probs, above which nobody samples it twice: once in 5e8."""
 
 _ROUNDING_NATS = 5.1e-5
-"""By which log-probs of one token differ if one of two files has four decimals of them."""
+"""Most by which log-probs of one token differ if one of two files has four decimals of them."""
 
 
 def tokens_key(rollout: DumpedRollout) -> bytes:
@@ -28,7 +28,7 @@ def tokens_key(rollout: DumpedRollout) -> bytes:
 
 
 def same_step(one: int, other: int) -> bool:
-    """Returns whether two steps are the same, or one is not said."""
+    """Returns True if two steps are the same, or one is not said."""
     return one == other or -1 in (one, other)
 
 
@@ -49,10 +49,10 @@ class SeenRollouts:
         self._samples: dict[bytes, Path] = {}
 
     def checked(self, file: Path, rollouts: Iterator[DumpedRollout], notes: list[str]) -> Iterator[DumpedRollout]:
-        """Yields the rollouts of a file. Equal ones within a file are taken as they are.
+        """Yields the rollouts of a file. Equal ones within a file are not refused.
 
         Args:
-            notes: takes one if all rollouts may be in other files, and are too likely to be sure of it.
+            notes: gets one if all rollouts may be in other files, and are too likely to be sure of it.
 
         Raises:
             ConfigError: a rollout stands in another file of the same step, or of none.
@@ -77,7 +77,8 @@ class SeenRollouts:
             )
 
     def once(self, file: Path, samples: Iterator[DumpedRollout], notes: list[str]) -> Iterator[DumpedRollout]:
-        """Yields the samples of train data of a rank that no other rank has written. notes: takes one if some were."""
+        """Yields the samples of a rank's train data that no other rank has written. notes: gets one if some were
+        dropped."""
         dropped = 0
         for sample in samples:
             digest = hashlib.blake2b(tokens_key(sample), digest_size=16)

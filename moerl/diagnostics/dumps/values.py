@@ -20,14 +20,14 @@ MAX_IDS = 1 << 28
 """Most expert ids, or ids of kept sets, of one rollout."""
 
 _MAX_LISTED = 1 << 26
-"""The same, where they come in lists of lists."""
+"""The same for ids that come in lists of lists."""
 
 MAX_INT = (1 << 31) - 1
 _MAX_SHOWN = 60
 
 
 class RowError(Exception):
-    """A row cannot be used. reason: short, without numbers. seen: what is there instead."""
+    """A row that cannot be used. reason: short, without numbers. seen: the value found instead."""
 
     def __init__(self, reason: str, seen: object) -> None:
         super().__init__(reason)
@@ -36,7 +36,7 @@ class RowError(Exception):
 
 
 def shown(value: object) -> str:
-    """A value in at most a few dozen characters; of what may be large, its type and length."""
+    """Returns a value in at most a few dozen characters; of values that may be large, type and length."""
     if isinstance(value, np.ndarray):
         return f"an array {value.dtype} {list(value.shape)}"
     if isinstance(value, str | bytes | int | float | None):
@@ -50,7 +50,7 @@ def shown(value: object) -> str:
 
 
 def ints(value: object, name: str, *, most: int = MAX_TOKENS, least: int = 0) -> NDArray[np.int32]:
-    """int32 [n] of a list or array of integers in [least, 2^31). Raises `RowError`."""
+    """Returns int32 [n] of a list or array of integers in [least, 2^31). Raises `RowError`."""
     array = _one_dimension(value, name, most)
     if isinstance(array, list):
         if not set(map(type, array)) <= {int}:
@@ -65,7 +65,7 @@ def ints(value: object, name: str, *, most: int = MAX_TOKENS, least: int = 0) ->
 
 
 def in_range(array: NDArray[Any], name: str, least: int = 0) -> NDArray[np.int32]:
-    """The integers as int32. Raises `RowError` for one that is not in [least, 2^31)."""
+    """Returns the integers as int32. Raises `RowError` for one that is not in [least, 2^31)."""
     if array.size:
         low, high = int(array.min()), int(array.max())
         if low < least or high > MAX_INT:
@@ -75,7 +75,7 @@ def in_range(array: NDArray[Any], name: str, least: int = 0) -> NDArray[np.int32
 
 
 def floats(value: object, name: str, *, most: int = MAX_TOKENS) -> NDArray[np.float32]:
-    """float32 [n] of a list or array of numbers, not finite ones too. Raises `RowError`."""
+    """Returns float32 [n] of a list or array of numbers, not finite ones too. Raises `RowError`."""
     array = _one_dimension(value, name, most)
     if isinstance(array, list):
         if not set(map(type, array)) <= {int, float}:
@@ -91,7 +91,7 @@ def floats(value: object, name: str, *, most: int = MAX_TOKENS) -> NDArray[np.fl
 
 
 def flags(value: object, name: str, *, most: int = MAX_TOKENS) -> NDArray[np.bool_]:
-    """bool [n] of a list or array of booleans, or of numbers that are 0 or 1. Raises `RowError`."""
+    """Returns bool [n] of a list or array of booleans, or of numbers that are 0 or 1. Raises `RowError`."""
     array = _one_dimension(value, name, most)
     if isinstance(array, list):
         if not set(map(type, array)) <= {bool, int, float}:
@@ -105,7 +105,7 @@ def flags(value: object, name: str, *, most: int = MAX_TOKENS) -> NDArray[np.boo
 
 
 def routes(value: object, name: str) -> NDArray[np.int32]:
-    """int32 [R, L, K] of an array, or of lists of lists of lists; negative ids stay. Raises `RowError`."""
+    """Returns int32 [R, L, K] of an array, or of lists of lists of lists; negative ids stay. Raises `RowError`."""
     if isinstance(value, np.ndarray):
         if value.ndim != 3 or value.dtype.kind not in "iu" or value.size > MAX_IDS:
             raise RowError(f"{name}: not rows of layers of ids", value)
@@ -118,7 +118,7 @@ def routes(value: object, name: str) -> NDArray[np.int32]:
 
 
 def flat_routes(value: object, name: str, num_layers: int, experts_per_token: int) -> NDArray[np.int32]:
-    """int32 [R, L, K] of flat ids. Raises `RowError` where they do not divide into rows."""
+    """Returns int32 [R, L, K] of flat ids. Raises `RowError` if they do not divide into rows."""
     ids = ints(value, name, most=MAX_IDS, least=-MAX_INT)
     width = num_layers * experts_per_token
     if width == 0 or len(ids) % width:
@@ -127,7 +127,8 @@ def flat_routes(value: object, name: str, num_layers: int, experts_per_token: in
 
 
 def integer(value: object, name: str, *, least: int = 0) -> int:
-    """One integer in [least, 2^31); 3.0 is one: pandas writes it so beside a missing one. Raises `RowError`."""
+    """Returns one integer in [least, 2^31); 3.0 is one: pandas writes it so if another is missing. Raises
+    `RowError`."""
     if isinstance(value, np.integer) or (
         isinstance(value, np.ndarray) and value.ndim == 0 and value.dtype.kind in "iu"
     ):
@@ -143,7 +144,7 @@ _LARGEST = float(np.finfo(np.float32).max)  # compares with integers of any size
 
 
 def number(value: object, name: str) -> float:
-    """One finite number. Raises `RowError`."""
+    """Returns one finite number. Raises `RowError`."""
     if isinstance(value, np.number) or (
         isinstance(value, np.ndarray) and value.ndim == 0 and value.dtype.kind in "fiu"
     ):
@@ -154,7 +155,7 @@ def number(value: object, name: str) -> float:
 
 
 def text(value: object, name: str) -> str:
-    """A text, or the decimal of an integer; empty for None. Raises `RowError`."""
+    """Returns a text, or the decimal of an integer; empty for None. Raises `RowError`."""
     if value is None:
         return ""
     if isinstance(value, np.integer):
@@ -187,7 +188,7 @@ def _lists(value: object, name: str, most: int) -> list[Any]:
 
 
 def _children(parents: Sequence[object], name: str) -> list[Any]:
-    """The elements of lists that are all equally long."""
+    """Returns the elements of lists that are all equally long."""
     lists = [_lists(each, name, MAX_TOKENS) for each in parents]
     lengths = {len(each) for each in lists}
     if len(lengths) > 1:
