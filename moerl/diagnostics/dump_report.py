@@ -37,27 +37,30 @@ from moerl.diagnostics.trainer_side import FACT, FAR_LOG_RATIO, TrainerSide, sam
 
 MAX_STRIP_TOKENS = 400
 REPAIRED = ", repaired"
-"""Put behind names of what is shown with every fault taken back, beside the dump as it came."""
+"""Suffix of names of results with every fault taken back, next to those of the dump as it came."""
 
 
 @dataclass(frozen=True, slots=True)
 class DumpFacts:
-    """Facts about a dump beside its numbers.
-
-    name: of the dump. facts: for the page. notes: what its format leaves open. unusable: rows that were not used.
-    texts: by token id, what a token decodes to; classes: by token id. Both empty without a tokenizer.
-    """
+    """Facts about a dump for its report, next to the numbers."""
 
     name: str
+    """Name of the dump."""
     facts: tuple[tuple[str, str], ...]
+    """Names and values for the page, in order."""
     notes: tuple[str, ...]
+    """Sentences on what its format does not say."""
     unusable: Unusable
+    """Rows that were not used."""
     texts: Sequence[str] = ()
+    """Text of each token id; empty without a tokenizer."""
     classes: Sequence[str] = ()
+    """Class of each token id; empty without a tokenizer."""
 
 
 def mismatch_figures(d: NDArray[np.floating]) -> dict[str, float]:
-    """Metrics of a scorer, names as of `mismatch/<scorer>/...`: d = trainer log-prob less rollout log-prob, nats."""
+    """Returns the metrics of a scorer, names as of `mismatch/<scorer>/...`: d = trainer log-prob less rollout log-prob,
+    nats."""
     d = d.astype(np.float64)
     ratio = np.exp(np.clip(d, -20.0, 20.0))
     return {
@@ -71,7 +74,7 @@ def mismatch_figures(d: NDArray[np.floating]) -> dict[str, float]:
 
 
 def report_of_diagnosis(diagnosis: Diagnosis, facts: DumpFacts) -> Report:
-    """The report of a dump that a model has scored."""
+    """Returns the report of a dump that a model has scored."""
     gaps, final = diagnosis.gaps, diagnosis.final
     scorer, recorded = gaps.scorers[0], diagnosis.as_recorded
     came = _view(diagnosis, recorded, facts, "")
@@ -120,7 +123,7 @@ def report_of_diagnosis(diagnosis: Diagnosis, facts: DumpFacts) -> Report:
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """Rollouts under a plan, beside the model's own routing on their tokens. label: put behind names.
+    """Rollouts under a plan, with the model's own routing on their tokens. label: suffix of names.
 
     d: of the plan. differing: layers that differ by row, of each rollout; None without a record.
     """
@@ -146,7 +149,7 @@ class _View:
 
 
 def _view(diagnosis: Diagnosis, plan: Plan, facts: DumpFacts, label: str) -> _View:
-    """The record from its start, as far as it has rows and layers of the model."""
+    """Returns the view of a plan. Records count from their start, as far as they have rows and layers of the model."""
     gaps, scorer = diagnosis.gaps, diagnosis.gaps.scorers[0]
     newest = max((each.version for each in gaps.scorers if each.version is not None), default=-1)
     tallies = Tallies(
@@ -168,8 +171,8 @@ def _view(diagnosis: Diagnosis, plan: Plan, facts: DumpFacts, label: str) -> _Vi
 
 
 def verdict(findings: Sequence[Finding], decompositions: Sequence[Decomposition], floor: float) -> Verdict:
-    """Returns two sentences: what is wrong and how sure, what to change. In order is a dump without faults of which
-    everything is explained."""
+    """Returns two sentences: the faults and how sure they are, and what to change. A dump is in order if it has no
+    fault and everything is explained."""
     faults = [finding for finding in findings if finding.level == "fault"]
     left = [finding for finding in findings if finding.cause in OPEN and finding.level == "note"]
     and_rest = "".join(f" {finding.title[0].upper()}{finding.title[1:]}." for finding in left)
@@ -213,7 +216,7 @@ _KEPT = (("routing", "own routing"), ("masks", "sampling masks"))
 def report_of_policies(
     rollouts: Sequence[DumpedRollout], tallies: Tallies, facts: DumpFacts, differing: Mapping[str, NDArray[np.int64]]
 ) -> Report:
-    """The report of a dump that brings the trainer's log-probs, without a model.
+    """Returns the report of a dump that brings the trainer's log-probs, without a model.
 
     Args:
         rollouts: a sample, each with `trainer_logprobs`, for steps and strips. tallies: of the whole dump. differing:
@@ -289,7 +292,7 @@ def _as_dumped(
 def _steps(
     rollouts: Sequence[DumpedRollout], d_N: NDArray[np.float64], starts: NDArray[np.int64]
 ) -> tuple[ReportStep, ...]:
-    """One for each training step of the dump, where it says several."""
+    """Returns a step for each training step of the dump if it names several; else none."""
     numbers = np.repeat([rollout.step for rollout in rollouts], np.diff(starts))
     found = np.unique(numbers[numbers >= 0]).tolist()
     if len(found) < 2:
@@ -307,7 +310,7 @@ def _strips(
     differing: Sequence[NDArray[np.int64] | None],
     texts: Sequence[str],
 ) -> tuple[Strip, ...]:
-    """The rollout with the largest mean |d|, a typical one, and the one with the smallest."""
+    """Returns the rollout with the largest mean |d|, a typical one, and the one with the smallest."""
     means = np.add.reduceat(np.abs(d_N), starts[:-1]) / np.diff(starts)
     order = np.argsort(means)
     chosen = {int(order[-1]): "largest gap", int(order[len(order) // 2]): "typical", int(order[0]): "smallest gap"}

@@ -21,25 +21,36 @@ OVERVIEW_FILE = "curves.png"
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One curve: a metric of a stage. `label` goes into the legend; `marked` draws the points (rare ones)."""
+    """One curve: a metric of a stage."""
 
     stage: str
+    """Stage of the rows that it is drawn from."""
     metric: str
+    """Name of the metric in `metrics.jsonl`."""
     label: str
+    """Text of the legend."""
     color: str
+    """Hexadecimal colour of the curve."""
     marked: bool = False
+    """True draws the points, too: for metrics of few rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class MetricChart:
-    """One chart: a file name, a title, the unit of its values, and its curves."""
+    """One chart with its curves."""
 
     name: str
+    """File name without ending."""
     title: str
+    """Title above the chart."""
     unit: str
+    """Title of the vertical axis, with the unit."""
     lines: tuple[Line, ...]
+    """Curves, drawn one over the other."""
     is_share: bool = False
+    """True: values are in [0, 1], shown as percentages."""
     is_log: bool = False
+    """True: the vertical axis is logarithmic if all values are positive."""
 
 
 CHARTS = (
@@ -78,11 +89,11 @@ def draw_curves(metrics_path: Path, directory: Path, title: str = "") -> list[Pa
 
     Args:
         metrics_path: a run's `metrics.jsonl`.
-        directory: where the PNGs go; made if needed.
+        directory: folder of the PNGs; made if needed.
         title: of the overview, for example the name of the run.
 
     Returns:
-        The files written, the overview first; empty where there is nothing to draw.
+        The files written, the overview first; empty if there is nothing to draw.
     """
     rows = read_rows(metrics_path)
     charts = [chart for chart in CHARTS if any(_points(rows, line)[0] for line in chart.lines)]
@@ -95,7 +106,7 @@ def draw_curves(metrics_path: Path, directory: Path, title: str = "") -> list[Pa
 
 
 def _points(rows: Sequence[dict[str, Any]], line: Line) -> tuple[list[int], list[float]]:
-    """Steps and values of a curve."""
+    """Returns steps and values of a curve."""
     chosen = [row for row in rows if row["stage"] == line.stage and line.metric in row]
     return [row["step"] for row in chosen], [row[line.metric] for row in chosen]
 
@@ -121,7 +132,7 @@ def _draw_overview(rows: Sequence[dict[str, Any]], charts: Sequence[MetricChart]
 
 
 def new_figure(width: float, height: float):
-    """A figure of its own canvas: no pyplot, so no state is shared with the caller."""
+    """Returns a figure of its own canvas: no pyplot, so no state is shared with the caller."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -163,7 +174,7 @@ def _draw(axis: Axes, rows: Sequence[dict[str, Any]], chart: MetricChart) -> Non
 
 
 def _whole_decades(axis: Axes, low: float, high: float) -> None:
-    """A logarithmic axis that starts and ends at a power of ten."""
+    """Makes the axis logarithmic, from a power of ten to a power of ten."""
     from matplotlib.ticker import NullFormatter
 
     axis.set_yscale("log")

@@ -8,18 +8,22 @@ from typing import Literal
 Measure = Literal["k3", "logprob_abs_mean"]
 
 MEASURES: dict[Measure, str] = {"k3": "KL, k3", "logprob_abs_mean": "mean |d|, nats"}
-"""Names of measures, as of `mismatch/<scorer>/...`, and what they are called in a table. They do not compare: |d| is of
-first order in the difference of log-probs, k3 of second."""
+"""Measures by name, as of `mismatch/<scorer>/...`, with their titles in a table. They do not compare: |d| is of first
+order in the difference of log-probs, k3 of second."""
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """One figure. setting: model, and the two sides. source: URL of where it stands."""
+    """One published figure."""
 
     measure: Measure
+    """Key of `MEASURES`."""
     value: float
+    """Nats."""
     setting: str
+    """Model, and the two sides."""
     source: str
+    """URL of the text that has it."""
 
 
 _R3 = "https://arxiv.org/abs/2510.11370"
@@ -37,4 +41,4 @@ PUBLISHED = (
     Published("logprob_abs_mean", 0.011, "Qwen3-4B (dense), vLLM and Megatron, 30 steps", _VIME),
     Published("logprob_abs_mean", 0.036, "Qwen3-4B (dense), SGLang and Megatron, grown to this by step 30", _VIME),
 )
-"""By measure. A figure without a source that can be looked up has no place here."""
+"""Figures by measure. A figure without a source that can be looked up has no place here."""

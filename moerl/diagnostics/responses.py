@@ -10,7 +10,7 @@ from typing import Any
 from moerl.contract.parquet import columns_of, read_batches
 
 FOLDERS = ("rollouts", "evaluations")
-"""In a run directory."""
+"""Folders of a run directory that hold responses."""
 REWARD = "reward_reward"
 """Column of the reward that was trained on."""
 _READ_ROWS = 1000
@@ -27,7 +27,7 @@ def response_files(run_dir: Path) -> list[Path]:
 
 
 def _step(path: Path) -> int:
-    """The number in the name of a file (`step-000040`, `dev-000040`); 0 without one."""
+    """Returns the number in the name of a file (`step-000040`, `dev-000040`); 0 without one."""
     found = re.search(r"-(\d+)", path.stem)
     return int(found[1]) if found else 0
 

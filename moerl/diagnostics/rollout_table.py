@@ -1,4 +1,4 @@
-"""A table of the rollouts of a diagnosis, one row each, beside the report. Torch-free."""
+"""A table of the rollouts of a diagnosis, one row each, next to the report. Torch-free."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scores of an evaluation: pass@k, majority@k and their intervals, from what each response was worth. Pure; numpy."""
+"""Scores of an evaluation: pass@k, majority@k and their intervals, from the worth of each response. Pure; numpy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """The chance that at least one of k responses is right, without bias: ``1 - C(n - c, k) / C(n, k)``.
+    """Returns the chance that at least one of k responses is right, without bias: ``1 - C(n - c, k) / C(n, k)``.
 
     Chen et al. 2021, arXiv:2107.03374. num_samples: n >= k. num_correct: c of them.
     """
@@ -40,10 +40,10 @@ def final_answer(response: str) -> str:
 
 
 def majority_at_k(answers: Sequence[str], correct: Sequence[bool], k: int, seed: int = 0) -> float:
-    """The chance that the answer most of k responses give is right.
+    """Returns the chance that the answer most of k responses give is right.
 
-    k of them are drawn without repetition, `RESAMPLES` times, or all taken once where k is all; ties are shared evenly.
-    An answer is as right as the responses that give it.
+    k of them are drawn without repetition, `RESAMPLES` times, or all of them once if k is their number; ties are shared
+    evenly. An answer is as right as the responses that give it.
 
     Args:
         answers: of each response, as `final_answer` has them. correct: whether it is right.
@@ -71,6 +71,6 @@ def interval(scores: Sequence[float] | NDArray[np.float64], seed: int = 0) -> tu
 
 
 def powers_up_to(most: int) -> list[int]:
-    """1, 2, 4, ... and `most` itself."""
+    """Returns 1, 2, 4, ... and `most` itself."""
     powers = [1 << i for i in range(most.bit_length()) if 1 << i <= most]
     return powers if most in powers else [*powers, most]

@@ -19,36 +19,39 @@ from moerl.contract.trajectory import Trajectory
 from moerl.printable import printable
 
 _NUMBERS_WIDTH = 120
-"""Columns of the table of trajectories beside the names, which must not be cut: a user looks them up."""
+"""Columns of the table of trajectories without the names, which must not be cut: a user looks them up."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """|difference of log-probs| over the sampled tokens of one trajectory, nats; nan where one of them is not finite.
-
-    worst_token: index of the token with the largest.
-    """
+    """|difference of log-probs| over the sampled tokens of one trajectory, nats."""
 
     largest: float
+    """nan if any log-prob is not finite."""
     mean: float
+    """nan if any log-prob is not finite."""
     worst_token: int
+    """Index, in the trajectory, of the token with the largest; the first that is not finite, if any."""
 
     def within(self, tolerance: float) -> bool:
-        """False for nan as well."""
+        """Returns True if the largest is within the tolerance; False for nan."""
         return self.largest <= tolerance
 
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryOpinion:
-    """One trajectory: `differences` by the names of the two implementations, in the order in which they were given."""
+    """Differences of one trajectory between implementations."""
 
     rollout_id: str
+    """Name of the trajectory, printable."""
     num_sampled: int
+    """Sampled tokens."""
     differences: Mapping[tuple[str, str], Difference]
+    """By the names of the two implementations, in the order in which they were given."""
 
     @property
     def worst_token(self) -> int:
-        """Index of the token where two implementations are farthest apart."""
+        """Index of the token at which two implementations are farthest apart."""
         return max(self.differences.values(), key=lambda each: (math.isnan(each.largest), each.largest)).worst_token
 
     def within(self, tolerance: float) -> bool:
@@ -57,24 +60,23 @@ class TrajectoryOpinion:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerOpinion:
-    """Per MoE layer, over the captured rows of all trajectories.
-
-    num_rows: captured rows, the same in every layer. num_live: rows without captured routing, left to the router.
-    differing_L: float64, share of rows whose natural experts are not the recorded ones, as sets.
-    jaccard_L: float64, mean of |natural and recorded| / |natural or recorded|.
-    """
+    """Routing per MoE layer, over the captured rows of all trajectories."""
 
     num_rows: int
+    """Captured rows, the same in every layer."""
     num_live: int
+    """Rows without captured routing, left to the router."""
     differing_L: NDArray[np.float64]
+    """float64, share of rows whose natural experts are not the recorded ones, as sets."""
     jaccard_L: NDArray[np.float64]
+    """float64, mean of |natural and recorded| / |natural or recorded|."""
 
 
 def compare_logprobs(trajectory: Trajectory, logprobs: Mapping[str, NDArray[np.floating]]) -> TrajectoryOpinion:
-    """Every pair of implementations.
+    """Compares every pair of implementations.
 
     Args:
-        logprobs: by implementation, [S] in nats; read where the trajectory was sampled.
+        logprobs: by implementation, [S] in nats; only those of sampled tokens are read.
     """
     sampled = np.flatnonzero(trajectory.sampled)
     differences = {
@@ -93,7 +95,7 @@ def _difference(one: NDArray[np.floating], other: NDArray[np.floating], tokens: 
 
 
 def compare_routing(trajectories: Sequence[Trajectory], own_ids: Sequence[NDArray[np.int64]]) -> LayerOpinion:
-    """Recorded experts against those the routers would have chosen, as sets.
+    """Compares recorded experts with those that the routers would have chosen, as sets.
 
     Args:
         own_ids: per trajectory int64 [S-1, L, K].
@@ -113,7 +115,7 @@ def compare_routing(trajectories: Sequence[Trajectory], own_ids: Sequence[NDArra
 
 
 def print_opinions(opinions: Sequence[TrajectoryOpinion], layers: LayerOpinion, tolerance: float) -> None:
-    """Both tables, and one line that says what they come to, with the names of the trajectories outside."""
+    """Prints both tables, a line for each pair of implementations, and the trajectories outside the tolerance."""
     width = _NUMBERS_WIDTH + max(len(opinion.rollout_id) for opinion in opinions)
     console = Console(width=width, highlight=False, markup=False)
     console.print(_layer_table(layers))

@@ -18,37 +18,43 @@ SKILL_STANDARD_ERRORS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """The numbers of a finished run.
-
-    heldout_accuracy_*: greedy accuracy in [0, 1] on `heldout_problems` problems that nothing else looked at; None where
-        it was not measured. cold_start_worked: the cold start made to show its work.
-    response_length_*: mean greedy response, tokens.
-    mismatch_first, mismatch: the first and the last mismatch table: figures per scorer
-        (`moerl.telemetry.metrics.SCORERS`), by metric name. Sampling sharpens in training, so the first is the larger.
-    wall_seconds: of all processes that worked on the run, one after the other.
-    peak_rss_bytes: of the controller, the ranks and an embedded engine, summed up.
-    steps: batches of rollouts trained on. tokens_trained: tokens whose loss was part of an update.
-    """
+    """The numbers of a finished run."""
 
     recipe: str
+    """Name of the recipe."""
     seed: int
+    """Seed of the run."""
     steps: int
+    """Batches of rollouts trained on."""
     tokens_trained: int
+    """Tokens whose loss was part of an update."""
     wall_seconds: float
+    """Sum over all processes that worked on the run, one after the other."""
     peak_rss_bytes: int
+    """Sum over the controller, the ranks and an embedded engine."""
     heldout_problems: int
+    """Problems that nothing else looked at, behind each accuracy."""
     heldout_accuracy_cold_start: float | None = None
+    """Greedy accuracy in [0, 1]; None if not measured."""
     heldout_accuracy_cold_start_worked: float | None = None
+    """Greedy accuracy of the cold start made to show its work; None if not measured."""
     heldout_accuracy_final: float | None = None
+    """Greedy accuracy of the final model; None if not measured."""
     response_length_cold_start: float | None = None
+    """Mean greedy response, tokens; None if not measured."""
     response_length_final: float | None = None
+    """Mean greedy response, tokens; None if not measured."""
     num_quarantined: int = 0
+    """Trajectories that broke the data contract."""
     mismatch_first: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """First mismatch table: figures per scorer (`moerl.telemetry.metrics.SCORERS`), by metric name. Sampling sharpens
+    in training, so the first is larger than the last."""
     mismatch: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Last mismatch table, like the first."""
 
     @property
     def shows_skill(self) -> bool:
-        """True where the final model beats the worked cold start by more than chance would explain.
+        """True if the final model beats the worked cold start by more than chance would explain.
 
         With accuracies p, q on n problems each, the standard error of the difference, taken as independent, is
         sqrt((p (1 - p) + q (1 - q)) / n).
@@ -70,7 +76,7 @@ def write_summary(summary: RunSummary, run_dir: Path) -> Path:
 
 
 def closing_lines(summary: RunSummary, run_dir: Path) -> list[str]:
-    """The last lines of a run: what was learned, what it took, where everything is."""
+    """Returns the last lines of a run: accuracy, mismatch, cost and the run directory."""
     cost = (
         f"{summary.steps} steps, {summary.tokens_trained:,} tokens trained in {summary.wall_seconds / 60:.1f} minutes"
         f" ({summary.tokens_trained / summary.wall_seconds:,.0f} tokens/s, start and evaluations included),"
@@ -99,7 +105,7 @@ def _length_lines(summary: RunSummary) -> list[str]:
 
 
 def _verdict(summary: RunSummary) -> list[str]:
-    """Behaviour or skill: what the gain over the cold start is made of."""
+    """Returns a line on what the gain over the cold start is made of: behaviour or skill."""
     worked, final = summary.heldout_accuracy_cold_start_worked, summary.heldout_accuracy_final
     if worked is None or final is None:
         return []
@@ -114,7 +120,7 @@ def _verdict(summary: RunSummary) -> list[str]:
 
 
 def _mismatch_lines(summary: RunSummary) -> list[str]:
-    """The mismatch table of the first and the last step, a line for each scorer."""
+    """Returns the mismatch table of the first and the last step, a line for each scorer."""
     tables = {"first step": summary.mismatch_first, "last step": summary.mismatch}
     figures = {
         scorer: [table.get(scorer, {}).get("mismatch/logprob_abs_mean") for table in tables.values()]

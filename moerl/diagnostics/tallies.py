@@ -24,7 +24,7 @@ CHUNK_ROWS = 4096
 
 
 def expert_bits(ids: NDArray[np.integer], num_experts: int) -> NDArray[np.uint64]:
-    """uint64 [..., W]: bit e is set where expert e is among the K of the last axis; ids out of range set none."""
+    """Returns uint64 [..., W]: bit e is set if expert e is among the K of the last axis; ids out of range set none."""
     words = -(-num_experts // 64)
     bits = np.zeros((*ids.shape[:-1], words), np.uint64)
     for k in range(ids.shape[-1]):
@@ -103,11 +103,12 @@ class Tallies:
         """Adds one rollout.
 
         Args:
-            own_ids: [S - 1, L, K], what the model's routers chose; None without a model.
-            d_T: of the sampled tokens, nats; None where nothing scored them. margins: [S - 1, L].
+            own_ids: [S - 1, L, K], the choice of the model's routers; None without a model.
+            d_T: of the sampled tokens, nats; None if nothing scored them. margins: [S - 1, L].
 
         Returns:
-            Layers that differ by row, int64 [S - 1]; -1 where no route is recorded. None without routes.
+            Number of layers that differ by row, int64 [S - 1]; -1 for rows without a recorded route. None without
+                routes.
         """
         self.num_rollouts += 1
         differing_R = None
@@ -225,7 +226,7 @@ class Tallies:
     # --- results -----------------------------------------------------------------------------------------------------
 
     def layers(self) -> tuple[Layer, ...]:
-        """Per MoE layer; empty where no routes were compared."""
+        """Returns a `Layer` per MoE layer; empty if no routes were compared."""
         if not self.num_rows:
             return ()
         rows = np.maximum(1, self._rows_L)
@@ -243,7 +244,7 @@ class Tallies:
         )
 
     def maps(self) -> tuple[LayerMap, ...]:
-        """By position, turn and step, where there are several columns."""
+        """Returns the maps by position, turn and step, of those that have several columns."""
         maps: list[LayerMap] = []
         for name, columns in self._maps.items():
             if len(columns) < 2:
@@ -255,7 +256,7 @@ class Tallies:
         return tuple(maps)
 
     def swaps(self) -> tuple[Swap, ...]:
-        """The commonest, of rows that differ in one expert."""
+        """Returns the commonest swaps, of rows that differ in one expert."""
         return tuple(
             Swap(layer, lost, taken, count, float(count / max(1, self._flips_L[layer])))
             for (layer, lost, taken), count in self._swaps.most_common(MAX_SWAPS)
@@ -296,7 +297,7 @@ class Tallies:
 
 
 def _only_bit(words: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """int64 [n]: the number of the one bit that is set in words [n, W]; -1 where none or several are."""
+    """Returns int64 [n]: the number of the one bit that is set in words [n, W]; -1 if none or several are."""
     counts = np.bitwise_count(words).sum(-1)
     word = words.argmax(-1)
     value = words[np.arange(len(words)), word]

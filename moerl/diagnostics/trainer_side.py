@@ -1,4 +1,4 @@
-"""The trainer's log-probs that a dump brings, beside the engine's and those of our own scoring. Torch-free."""
+"""The trainer's log-probs that a dump brings, against the engine's and those of our own scoring. Torch-free."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moerl.diagnostics.report.run_findings import FAR_SHARE
 from moerl.telemetry.metrics import SCORERS
 
 FACT = "the trainer's log-probs"
-"""Name of the fact that `TrainerSide.said` is the value of."""
+"""Name of the fact whose value is `TrainerSide.said`."""
 FAR_LOG_RATIO = float(np.log(2.0))
 WITH_ENGINE = 0.5
 """Times the trainer's distance from the model, below which its distance from the engine is small."""
@@ -32,30 +32,30 @@ def scorer_of_trainer(rollout: DumpedRollout) -> str:
 
 
 def sampled_gaps(rollout: DumpedRollout) -> NDArray[np.float64]:
-    """d of the sampled tokens from the log-probs that the dump brings, float64 [T], nats."""
+    """Returns d of the sampled tokens from the log-probs that the dump brings, float64 [T], nats."""
     theirs = rollout.trainer_logprobs[scorer_of_trainer(rollout)]
     return (theirs.astype(np.float64) - rollout.rollout_logprobs)[rollout.sampled]
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerSide:
-    """The trainer's log-probs beside those of scorers. Shape legend: H = rollouts that have the trainer's.
-
-    gaps: with the scores of all rollouts. plans: by the names of `SCORERS`, of the dump as it came. final: the plan
-    after all repairs. floor: nats that rounding makes if each side has the experts of its own routers.
-    """
+    """The trainer's log-probs against those of scorers. Shape legend: H = rollouts that have the trainer's."""
 
     gaps: Gaps
+    """All rollouts and their scores."""
     plans: Mapping[str, Plan]
+    """Plans of the dump as it came, by the names of `SCORERS`."""
     final: Plan
+    """The plan after all repairs."""
     floor: float
+    """Nats that rounding makes if each side has the experts of its own routers."""
 
     def there(self) -> list[int]:
         """Returns the numbers of the rollouts that have the trainer's log-probs."""
         return [number for number, rollout in enumerate(self.gaps.rollouts) if rollout.trainer_logprobs]
 
     def from_engine(self) -> NDArray[np.float64]:
-        """The trainer's log-probs less the engine's, of all sampled tokens of those rollouts."""
+        """Returns the trainer's log-probs less the engine's, of all sampled tokens of those rollouts."""
         return np.concatenate([sampled_gaps(self.gaps.rollouts[number]) for number in self.there()])
 
     def distances(self) -> dict[str, float]:
@@ -106,7 +106,7 @@ class TrainerSide:
         return [self._apart(chosen, float(np.concatenate(chosen).mean()), names)]
 
     def _from(self, plan: Plan) -> list[NDArray[np.float64]]:
-        """|the trainer's log-probs less those of a plan|, of the sampled tokens of each rollout, [H]."""
+        """Returns |the trainer's log-probs less those of a plan|, of the sampled tokens of each rollout, [H]."""
         ours = self.gaps.logprobs(plan)
         found: list[NDArray[np.float64]] = []
         for number in self.there():

@@ -59,7 +59,7 @@ class Diagnosis:
     faults: tuple[Fault, ...]
     """Faults with the rollouts that have them."""
     route_agreement: tuple[float, float] | None
-    """As `Records.agreement`."""
+    """Mean Jaccard of the record, as `Records.agreement`; None without routes."""
 
 
 def diagnose(

@@ -61,65 +61,78 @@ CONFIG: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column of a chart's data table. key: of the rows. form: "number", "percent" or "text"."""
+    """One column of a chart's data table."""
 
     key: str
+    """Key of the rows."""
     title: str
+    """Heading of the column."""
     form: str = "number"
+    """Form of its values: "number", "percent" or "text"."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One drawing.
-
-    caption: what it shows, in a sentence that stands for the drawing. spec: without data.
-    blocks: rows, block by block: for each key a list of values, or one value that all rows of the block have.
-    """
+    """One drawing."""
 
     label: str
+    """Name in the list of choices."""
     caption: str
+    """One sentence that says what the drawing shows, and stands for it."""
     spec: dict[str, Any]
+    """Vega-Lite specification without data."""
     blocks: tuple[dict[str, Any], ...]
+    """Rows, block by block: for each key a list of values, or one value that all rows of the block have."""
     columns: tuple[Column, ...]
+    """Columns of the table of its rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A figure of the page: one drawing of several, chosen by hand. ask: the name of what is chosen.
-
-    groups: heading of each choice in the list, or none.
-    """
+    """A figure of the page: one drawing of several, chosen by hand."""
 
     name: str
+    """Unique on its page."""
     choices: tuple[Choice, ...]
+    """At least one; the first is shown until another is chosen."""
     ask: str = ""
+    """Label of the list of choices ("metric"), which is shown for several choices only."""
     groups: tuple[str, ...] = ()
+    """Heading of each choice in the list; empty: no headings."""
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One line: values at xs, both [n]. color: of `page_colors`."""
+    """One line: values at xs."""
 
     name: str
+    """Name in the legend."""
     xs: Sequence[float]
+    """[n]."""
     ys: Sequence[float]
+    """[n]."""
     color: str = COLORS[0]
+    """Colour as of `page_colors`."""
 
 
 @dataclass(frozen=True, slots=True)
 class LineStyle:
-    """How lines are drawn. y_title: with the unit. percent: values are shares. from_zero: the axis begins there, and is
-    never logarithmic."""
+    """Axes of a chart of lines."""
 
     x_title: str
+    """Title of the horizontal axis."""
     y_title: str
+    """Title of the vertical axis, with the unit."""
     percent: bool = False
+    """True: values are shares in [0, 1]."""
     from_zero: bool = False
+    """True: the vertical axis begins at zero, and is never logarithmic."""
     height: int = 300
+    """Pixels."""
 
 
 def short(values: Sequence[float] | NDArray[np.float64]) -> list[float]:
-    """Five significant digits, which no drawing can show."""
+    """Returns the values with five significant digits, more than a drawing can show."""
     return [float(f"{value:.5g}") for value in values]
 
 
@@ -129,14 +142,14 @@ def page_colors(keys: Iterable[str]) -> dict[str, str]:
 
 
 def band_of(share: float) -> str:
-    """The name of a share's colour in a heat map."""
+    """Returns the name of a share's colour in a heat map."""
     return HEAT_BANDS[bisect.bisect_left(HEAT_STEPS, share)]
 
 
 def lines(
     curves: Sequence[Curve], style: LineStyle, limit: int = MAX_POINTS
 ) -> tuple[dict[str, Any], tuple[dict[str, Any], ...]]:
-    """The specification and the rows of curves over a number, each of at most `limit` points."""
+    """Returns the specification and the rows of curves over a number, each of at most `limit` points."""
     values = [y for curve in curves for y in curve.ys]
     from_zero = style.percent or style.from_zero
     is_log = not from_zero and min(values) > 0.0 and max(values) > 20.0 * min(values)
@@ -184,7 +197,7 @@ def _color(domain: Sequence[str], colors: Sequence[str]) -> dict[str, Any]:
 
 
 def stacked(num_bars: int, colors: Mapping[str, str]) -> dict[str, Any]:
-    """Horizontal bars of parts; rows: bar, series, nats, order. colors: of each part, in their order."""
+    """Returns horizontal bars of parts; rows: bar, series, nats, order. colors: of each part, in their order."""
     return {
         "width": "container",
         "height": 50 * num_bars,
@@ -204,7 +217,7 @@ def stacked(num_bars: int, colors: Mapping[str, str]) -> dict[str, Any]:
 
 
 def heat(num_layers: int, x_title: str) -> dict[str, Any]:
-    """Rectangles by layer and column; rows: layer, column, share, band (`band_of`)."""
+    """Returns rectangles by layer and column; rows: layer, column, share, band (`band_of`)."""
     return {
         "width": "container",
         "height": max(120, min(640, 26 * num_layers)),
@@ -228,7 +241,7 @@ def heat(num_layers: int, x_title: str) -> dict[str, Any]:
 
 
 def grouped(x_title: str, domain: Sequence[str]) -> dict[str, Any]:
-    """Bars side by side in bins; rows: series, bin, count, share. domain: the series."""
+    """Returns bars side by side in bins; rows: series, bin, count, share. domain: the series."""
     legend = {"legend": None if len(domain) == 1 else {"title": None, "symbolType": "square"}}
     return {
         "width": "container",
@@ -251,7 +264,7 @@ def grouped(x_title: str, domain: Sequence[str]) -> dict[str, Any]:
 
 
 def ranges(x_title: str, num_rows: int) -> dict[str, Any]:
-    """Points with intervals by name; rows: name, value, low, high."""
+    """Returns points with intervals by name; rows: name, value, low, high."""
     form = ".3~g"
     y = {"field": "name", "type": "nominal", "title": None, "sort": None}
     tooltip: list[dict[str, str]] = [{"field": "name"}]

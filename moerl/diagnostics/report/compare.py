@@ -22,7 +22,8 @@ _PREFERRED = ("as trained", "as recorded", "as dumped", "nothing kept")
 
 
 def write_comparison(reports: Sequence[Named], path: Path) -> Verdict:
-    """Writes one page of two reports or more, whose names must differ; returns its verdict. OSError where it cannot."""
+    """Writes one page of two reports or more, whose names must differ; returns its verdict. Raises `OSError` if it
+    cannot."""
     parts = (
         _verdicts(reports),
         _gaps(reports),
@@ -40,7 +41,7 @@ def write_comparison(reports: Sequence[Named], path: Path) -> Verdict:
 
 
 def gap_of(report: Report) -> tuple[str, float] | None:
-    """The gap that reports are compared by: what it is, and mean |d| in nats."""
+    """Returns the gap that reports are compared by: its name, and mean |d| in nats; None without one."""
     totals = {each.name: each.total.value for each in report.decompositions}
     for name in _PREFERRED:
         if name in totals:
@@ -66,7 +67,8 @@ def _gaps_of(reports: Sequence[Named]) -> list[tuple[str, Report, tuple[str, flo
 
 
 def verdict_of(reports: Sequence[Named]) -> Verdict:
-    """Returns what differs, and the remedy of what the worst has and the best has not. Faults outrank agreement."""
+    """Returns the difference between the reports, and the remedy of the worst finding that only the worst report has.
+    Faults outrank agreement."""
     verdict = _difference(reports)
     worst_name, worst = max(reports, key=lambda each: _RANKS[each[1].verdict.level])
     if _RANKS[worst.verdict.level] <= _RANKS[verdict.level] or worst.verdict.level == "good":
@@ -104,7 +106,8 @@ def _difference(reports: Sequence[Named]) -> Verdict:
 
 
 def _most_different(best: Report, worst: Report, name: str) -> str:
-    """The part of the gap `name` that differs most between two reports, as a clause; empty where it has one part."""
+    """Returns the part of the gap `name` that differs most between two reports, as a clause; empty if it has one
+    part."""
     parts: list[dict[str, float]] = []
     for report in (best, worst):
         shares = next((each.shares for each in report.decompositions if each.name == name), ())
@@ -118,14 +121,14 @@ def _most_different(best: Report, worst: Report, name: str) -> str:
 
 
 def _only_there(best: Report, worst: Report) -> Finding | None:
-    """The heaviest finding of `worst` that is not in order there, and that `best` has not at this level."""
+    """Returns the heaviest finding of `worst` that is not in order there, and that `best` has not at this level."""
     of_best = {(each.cause, each.level) for each in best.findings}
     candidates = [each for each in worst.findings if each.level != "good" and (each.cause, each.level) not in of_best]
     return max(candidates, key=lambda each: (each.level == "fault", each.nats.value), default=None)
 
 
 def _facts(reports: Sequence[Named]) -> str:
-    """Facts in a table; those that differ are marked."""
+    """Returns facts in a table; those that differ are marked."""
     names = list(dict.fromkeys(key for _, report in reports for key, _ in report.facts))
     rows: list[list[str]] = []
     for key in names:

@@ -13,23 +13,24 @@ _D = "d = log p_trainer(token) - log p_rollout(token), in nats, over sampled tok
 
 @dataclass(frozen=True, slots=True)
 class Definition:
-    """One figure.
-
-    metric: its name in `moerl.telemetry.metrics`, whose meaning is shown; empty for a figure of reports alone.
-    source: the paper or text that the formula is from; empty where it is plain arithmetic.
-    elsewhere: its name in other systems, by `SYSTEMS`; the text says where the value is not the same.
-    """
+    """One figure of a report."""
 
     title: str
+    """Name on the page."""
     metric: str
+    """Name in `moerl.telemetry.metrics`; empty for a figure of reports alone."""
     formula: str
+    """Formula in plain text."""
     source: str = ""
+    """Paper or text that the formula is from; empty for plain arithmetic."""
     meaning: str = ""
+    """Meaning in a line; empty: that of the metric."""
     elsewhere: tuple[tuple[str, str], ...] = ()
+    """Names in other systems, by `SYSTEMS`; the text says if the value is not the same."""
 
     @property
     def says(self) -> str:
-        """Returns the meaning, in a line."""
+        """The meaning, in a line."""
         return self.meaning or METRICS[self.metric].meaning
 
 
@@ -69,7 +70,7 @@ DEFINITIONS = (
     Definition(
         "Mean ratio",
         "mismatch/ratio_mean",
-        "mean of exp(d); 1 where trainer and sampler agree, and also where differences cancel",
+        "mean of exp(d); 1 if trainer and sampler agree, and also if differences cancel",
         elsewhere=(
             ("verl", "rollout_corr/ppl_ratio (of responses, not of tokens)"),
             ("TRL", "sampling/importance_sampling_ratio/mean"),
@@ -110,10 +111,10 @@ DEFINITIONS = (
     Definition(
         "Margin at flips",
         "routing/margin_at_flips",
-        "mean of s(k) - s(k+1) where the sets differ; s(i): the i-th largest score of the trainer's router",
+        "mean of s(k) - s(k+1) over rows where the sets differ; s(i): the i-th largest score of the trainer's router",
         meaning="a small margin at flips, and a larger one elsewhere, is rounding; a large margin at flips is a fault",
     ),
-    Definition("Margin elsewhere", "routing/margin_elsewhere", "the same where the sets are equal"),
+    Definition("Margin elsewhere", "routing/margin_elsewhere", "the same over rows where the sets are equal"),
     Definition(
         "Effective sample size",
         "policy/effective_sample_share",
@@ -130,10 +131,10 @@ DEFINITIONS = (
         meaning="mean |d| of four scorers, split among the guarantees; the parts add up to the gap with nothing kept",
     ),
 )
-"""In the order of the page."""
+"""Definitions in the order of the page."""
 
 
 def definition_of(metric: str) -> Definition | None:
-    """The definition of a metric; that of `mismatch/k3` for ``mismatch/<scorer>/k3``."""
+    """Returns the definition of a metric; that of `mismatch/k3` for ``mismatch/<scorer>/k3``; None if there is none."""
     stem = metric if metric.count("/") < 2 else "/".join((metric.split("/")[0], metric.split("/")[-1]))
     return next((each for each in DEFINITIONS if each.metric == stem), None)

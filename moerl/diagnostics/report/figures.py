@@ -35,12 +35,12 @@ from moerl.diagnostics.report.words import brief, percent
 from moerl.telemetry.metrics import METRICS, SCORERS
 
 Named = tuple[str, Report]
-"""A report and the name that its curves get; empty where it is alone."""
+"""A report and the name that its curves get; empty if it is alone."""
 
 _BY_SCORER = ("logprob_abs_mean", "k3", "share_above_ln2")
 _TRAINED = "as trained"
 _SAMPLED = ("reward", "accuracy", "response", "groups")
-"""First words of metrics of what was sampled."""
+"""First words of metrics of sampled responses."""
 _LEARNING = {
     "Reward": {
         "reward/mean": "sampled for training",
@@ -52,11 +52,11 @@ _LEARNING = {
         "heldout/accuracy": "greedy, held-out problems",
     },
 }
-"""Figures of the chart of what was learned: metrics of a step, and what their curves are called."""
+"""Figures of the chart of learning: metrics of a step, and the names of their curves."""
 
 
 def decomposition(reports: Sequence[Named]) -> Chart | None:
-    """Stacked bars, one for each gap of each report."""
+    """Returns stacked bars, one for each gap of each report."""
     bars = [(name, each) for name, report in reports for each in report.decompositions]
     if not bars:
         return None
@@ -89,7 +89,7 @@ def _of(name: str, what: str) -> str:
 
 
 def over_steps(reports: Sequence[Named]) -> Chart | None:
-    """Every metric over steps; first those by scorer."""
+    """Returns every metric over steps; first those by scorer."""
     names = sorted({name for _, report in reports for step in report.steps for name in step.metrics})
     of_report = _report_colors(reports)
     limit = max(60, min(MAX_POINTS, MAX_ALL_POINTS // max(1, len(names) * len(reports))))
@@ -119,7 +119,7 @@ def over_steps(reports: Sequence[Named]) -> Chart | None:
 
 
 def learning(report: Report) -> Chart | None:
-    """Reward and accuracy over steps: of the responses that are trained on, and of evaluations."""
+    """Returns reward and accuracy over steps: of the responses that are trained on, and of evaluations."""
     choices: list[Choice] = []
     for figure, ways in _LEARNING.items():
         curves = [curve for key, name in ways.items() if (curve := _curve(report, key, name, _meant(key)))]
@@ -129,12 +129,12 @@ def learning(report: Report) -> Chart | None:
 
 
 def _report_colors(reports: Sequence[Named]) -> dict[str, str]:
-    """The colour of each report, by name; none where a report is alone, because its curves have meanings then."""
+    """Returns the colour of each report, by name; none for a single report, because its curves have meanings then."""
     return page_colors(name for name, _ in reports) if len(reports) > 1 else {}
 
 
 def _meant(metric: str) -> str:
-    """The colour of a metric: of its scorer, of what was sampled, or else of what was trained."""
+    """Returns the colour of a metric: of its scorer, of sampled responses, or else of values as trained."""
     first, second, *_ = f"{metric}/".split("/")
     found = second if first == "mismatch" and second in SCORERS else "sampled" if first in _SAMPLED else first
     key = found if found in MEANINGS else _TRAINED
@@ -169,13 +169,13 @@ def _step_choice(label: str, metric: str, curves: Sequence[Curve], limit: int, *
 
 
 def layer_maps(report: Report) -> Chart | None:
-    """A heat map for each `LayerMap`, columns averaged where there are many."""
+    """Returns a heat map for each `LayerMap`; columns are averaged if there are many."""
     choices = [_map_choice(each, _columns(report)) for each in report.maps if each.differing]
     return Chart("maps", tuple(choices), "map") if choices else None
 
 
 def _columns(report: Report) -> int:
-    """How many columns of each map are drawn."""
+    """Returns how many columns of each map are drawn."""
     num_layers = sum(len(each.differing) for each in report.maps)
     return max(12, min(MAX_COLUMNS, MAX_CELLS // max(1, num_layers)))
 
@@ -208,7 +208,7 @@ def _map_choice(each: LayerMap, limit: int) -> Choice:
 
 
 def single_layers(report: Report) -> Chart | None:
-    """One layer of one map as a curve."""
+    """Returns each layer of each map as a drawing of its own."""
     choices: list[Choice] = []
     groups: list[str] = []
     for each in report.maps:
@@ -253,11 +253,12 @@ def _bars_spec(x_title: str, largest: float) -> dict[str, object]:
 
 
 def margins(report: Report) -> Chart | None:
-    """Score gap of the last chosen expert to the next, by layer, where the choice differs and where it does not."""
+    """Returns the score gap of the last chosen expert to the next, by layer, of rows where the choice differs and of
+    the others."""
     colors = page_colors(("experts differ", "experts agree"))
     series = {
-        ("experts differ", "where the choice differs"): [(each.layer, each.margin_at_flips) for each in report.layers],
-        ("experts agree", "where it is equal"): [(each.layer, each.margin_elsewhere) for each in report.layers],
+        ("experts differ", "rows where experts differ"): [(each.layer, each.margin_at_flips) for each in report.layers],
+        ("experts agree", "rows where they agree"): [(each.layer, each.margin_elsewhere) for each in report.layers],
     }
     curves = [
         Curve(name, [x for x, y in points if y is not None], [y for _, y in points if y is not None], colors[key])
@@ -274,7 +275,7 @@ def margins(report: Report) -> Chart | None:
 
 
 def layers_side_by_side(reports: Sequence[Named]) -> Chart | None:
-    """Share of differing rows by layer, a curve for each report."""
+    """Returns the share of differing rows by layer, a curve for each report."""
     colors = page_colors(name for name, _ in reports)
     curves = [
         Curve(name, [each.layer for each in report.layers], [each.differing for each in report.layers], colors[name])
@@ -292,7 +293,7 @@ def layers_side_by_side(reports: Sequence[Named]) -> Chart | None:
 
 
 def histograms(report: Report) -> Chart | None:
-    """One drawing for each histogram; heights are shares of the series' rows."""
+    """Returns one drawing for each histogram; heights are shares of the series' rows."""
     choices = [_histogram_choice(each) for each in report.histograms if any(map(sum, each.counts.values()))]
     return Chart("histograms", tuple(choices), "histogram") if choices else None
 
@@ -312,7 +313,7 @@ def _histogram_choice(each: Histogram) -> Choice:
 
 
 def slices(report: Report) -> Chart | None:
-    """The gap of each kind of token with its interval, one drawing for each way to slice."""
+    """Returns the gap of each kind of token with its interval, one drawing for each way to slice."""
     ways: dict[str, list[Slice]] = {}
     for each in report.slices:
         if each.gap is not None:

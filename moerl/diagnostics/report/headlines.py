@@ -13,7 +13,7 @@ from moerl.diagnostics.report.run_findings import GAP_FAULT, GAP_NOTE, RECENT, S
 from moerl.diagnostics.report.words import brief
 
 ACCURACIES = (("heldout/accuracy", "held-out problems"), ("accuracy/mean", "dev problems"))
-"""Metrics of evaluations, the most telling first, and what they are measured on."""
+"""Metrics of evaluations, the most telling first, and the names of their problems."""
 _ROUNDING = {"float32": "float32 rounding of the same weights makes about 1e-07 nats"}
 _ROUNDING_16 = f"16-bit rounding makes 0.001 to {GAP_NOTE:g} nats"
 
@@ -56,7 +56,7 @@ def _gap(seen: Seen) -> Headline | None:
     notes = [f"mean |log-prob difference| of trainer and sampler; healthy below {GAP_NOTE:g} nats", rounding]
     floor = seen.part("unexplained")
     if seen.gap and seen.settings.routing != "off" and seen.settings.masks:
-        # What is kept is the floor by itself: that it is once its floor would say nothing.
+        # With both kept, the gap is its own floor: "1.0 times its floor" would say nothing.
         notes.insert(1, f"with nothing kept it would be {brief(seen.total)} nats")
     elif floor > 0.0 and seen.trained_at_table is not None:
         times = seen.trained_at_table / floor

@@ -20,9 +20,9 @@ TRAINED = "trained"
 LABELS = {"routing": "experts not kept", "masks": "sampling masks not kept", "unexplained": "the rest, with both kept"}
 _GAP = "logprob_abs_mean"
 MAX_STEPS = 400
-"""Values of each metric, and columns of the map over steps: what a page can show. The files of the run have all."""
+"""Values of each metric, and columns of the map over steps, that a page can show. The files of the run have all."""
 _LEFT_OUT = ("seconds/", "memory/", "lengths/", "data/", "packing/", "weights/", "waiting/", "throughput/", "tokens/")
-"""Metrics that say nothing about the mismatch."""
+"""Metrics that do not concern the mismatch."""
 EVALUATED = {"accuracy/mean": "evaluation/accuracy/mean", "reward/mean": "evaluation/reward/mean"} | {
     "heldout/accuracy": "heldout/accuracy"
 }
@@ -31,21 +31,26 @@ EVALUATED = {"accuracy/mean": "evaluation/accuracy/mean", "reward/mean": "evalua
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """Parts of a page of a run besides its rows. facts: name and value, above those from the rows. samples,
-    samples_from: as of a `Report`."""
+    """Parts of a page of a run besides its rows."""
 
     title: str
+    """Title of the page."""
     subtitle: str
+    """Line below the title."""
     facts: tuple[tuple[str, str], ...] = ()
+    """Names and values, above those from the rows."""
     settings: RunSettings = field(default_factory=RunSettings)
+    """Settings that findings need."""
     samples: tuple[Sample, ...] = ()
+    """Samples as of a `Report`."""
     samples_from: str = ""
+    """Source of the samples, as of a `Report`."""
 
 
 def report_of_run(
     rows: Sequence[Mapping[str, Any]], layers: Sequence[Mapping[str, Any]], about: About
 ) -> Report | None:
-    """The report; None where no step of reinforcement learning is done.
+    """Returns the report; None if no step of reinforcement learning is done.
 
     Args:
         rows: of `metrics.jsonl`, in order. layers: of `layers.jsonl`.
@@ -85,20 +90,22 @@ def _has_table(row: Mapping[str, Any]) -> bool:
 
 
 def _parts(row: Mapping[str, Any]) -> tuple[float, float, float]:
-    """Nats of routing, of masks, and of the rest: each guarantee is added first and last, and the mean is taken."""
+    """Returns the nats of routing, of masks, and of the rest: each guarantee is added first and last, and the mean is
+    taken."""
     neither, kept_sets, experts, both = (float(row[f"mismatch/{scorer}/{_GAP}"]) for scorer in SCORERS)
     return ((neither - experts) + (kept_sets - both)) / 2, ((neither - kept_sets) + (experts - both)) / 2, both
 
 
 def nothing_kept(row: Mapping[str, Any]) -> Decomposition:
-    """The gap of a row with a mismatch table, own routing and full vocabulary."""
+    """Returns the gap of a row with a mismatch table, own routing and full vocabulary."""
     names = zip(LABELS.items(), _parts(row), strict=True)
     shares = tuple(Share(cause, label, certain(nats)) for (cause, label), nats in names)
     return Decomposition("nothing kept", certain(float(row[f"mismatch/neither/{_GAP}"])), shares)
 
 
 def as_trained(row: Mapping[str, Any], settings: RunSettings) -> tuple[Decomposition, ...]:
-    """The gap of the same row as it was trained: the parts of guarantees that were not kept, and the rest of it."""
+    """Returns the gap of the same row as it was trained: the parts of guarantees that were not kept, and the rest of
+    it; none if the settings are not known."""
     total = row.get(f"mismatch/{_GAP}")
     if total is None or settings.routing is None or settings.masks is None:
         return ()
@@ -126,7 +133,7 @@ def _facts(rl: Sequence[Mapping[str, Any]], trained: Sequence[float]) -> list[tu
 
 
 def _scorers(row: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Metrics by scorer, names without their prefix."""
+    """Returns metrics by scorer, names without their prefix."""
     found: dict[str, dict[str, float]] = {TRAINED: {}} | {scorer: {} for scorer in SCORERS}
     for name, value in row.items():
         first, *rest = name.split("/")
@@ -137,7 +144,8 @@ def _scorers(row: Mapping[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def _steps(rows: Sequence[Mapping[str, Any]]) -> list[ReportStep]:
-    """Rows of reinforcement learning; numbers of evaluations join their step under names of their own."""
+    """Returns a step for each row of reinforcement learning; numbers of evaluations join their step under names of
+    their own."""
     steps: dict[int, dict[str, float]] = {}
     for row in rows:
         if row["stage"] == "rl":
@@ -151,7 +159,7 @@ def _steps(rows: Sequence[Mapping[str, Any]]) -> list[ReportStep]:
 
 
 def _layers(layers: Sequence[Mapping[str, Any]]) -> tuple[Layer, ...]:
-    """Means over steps; margins at flips weigh each step by its flips."""
+    """Returns means over steps; margins at flips weigh each step by its flips."""
     if not layers:
         return ()
     differing, jaccard, at_flips, elsewhere = (

@@ -31,14 +31,14 @@ MAX_PAGE_BYTES = 5_000_000
 
 
 def write_report(report: Report, page: Path) -> None:
-    """Writes the page, and `report.json` beside it under the page's name. OSError where it cannot."""
+    """Writes the page, and the report as JSON next to it under the page's name. Raises `OSError` if it cannot."""
     with atomic_file(page.with_suffix(".json")) as partial:
         partial.write_bytes(encode_report(report))
     write_page(report, page)
 
 
 def write_page(report: Report, path: Path) -> None:
-    """Writes the page of one report. OSError where it cannot."""
+    """Writes the page of one report. Raises `OSError` if it cannot."""
     parts = (
         learning(report),
         sections.gap(report),
@@ -78,8 +78,8 @@ def write_html(
 
 
 def inline_json(data: Any) -> str:
-    """JSON that is the same inside of a script element: no character that could end one, or that HTML treats. Control
-    characters in texts are shown as escapes."""
+    """Returns JSON that is the same inside of a script element: no character that could end one, or that HTML treats.
+    Control characters in texts are shown as escapes."""
     text = msgspec.json.encode(_shown(data)).decode()
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
@@ -87,7 +87,7 @@ def inline_json(data: Any) -> str:
 
 
 def _shown(data: Any) -> Any:
-    """The data with every text printable."""
+    """Returns the data with every text printable."""
     if isinstance(data, str):
         return unbroken(printable(data))
     if isinstance(data, dict):

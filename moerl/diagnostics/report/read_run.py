@@ -1,4 +1,4 @@
-"""Reports of run directories, and those that are stored. Reads files alone; torch-free."""
+"""Reports of run directories, and stored reports. Reads files alone; torch-free."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _PROMPT, _RESPONSE = 240, 480
 
 
 def report_of_directory(run_dir: Path) -> Report | None:
-    """The report of a run; None where no step of reinforcement learning is done.
+    """Returns the report of a run; None if no step of reinforcement learning is done.
 
     Raises:
         MoerlError: its files cannot be read.
@@ -58,7 +58,8 @@ def report_of_directory(run_dir: Path) -> Report | None:
 
 
 def numbers_of_directory(run_dir: Path) -> tuple[list[dict[str, Any]], float | None]:
-    """Rows of reinforcement learning of a run, and its final accuracy on held-out problems, None before the end.
+    """Returns the rows of reinforcement learning of a run, and its final accuracy on held-out problems, None before the
+    end.
 
     Raises:
         MoerlError: its files cannot be read.
@@ -83,7 +84,7 @@ def _reading(run_dir: Path) -> Iterator[None]:
 
 
 def stored_report(path: Path) -> Report:
-    """The report of a `report.json`.
+    """Returns the report of a `report.json`.
 
     Raises:
         MoerlError: it is none, or one of another build.
@@ -129,13 +130,14 @@ def _about(run_dir: Path) -> About:
 
 
 def _precision(config: Mapping[str, Any]) -> str | None:
-    """The coarser dtype of sampler and trainer; None if one is not known."""
+    """Returns the coarser dtype of sampler and trainer; None if one is not known."""
     dtypes = [_value(config, key) for key in ("rollout.dtype", "model.dtype")]
     return None if None in dtypes else next((dtype for dtype in dtypes if dtype != "float32"), "float32")
 
 
 def _max_age(config: Mapping[str, Any]) -> int | None:
-    """The bound on the age of a token that the configuration sets (docs/async.md), in versions."""
+    """Returns the bound on the age of a token that the configuration sets (docs/async.md), in versions; None if not
+    known."""
     values = [_value(config, key) for key in ("buffer.max_staleness", "buffer.window", "rl.prompts_per_step")]
     if None in values:
         return None
@@ -144,7 +146,8 @@ def _max_age(config: Mapping[str, Any]) -> int | None:
 
 
 def _samples(run_dir: Path) -> tuple[tuple[Sample, ...], str]:
-    """The responses of the newest file with the highest and the lowest reward, and where they are from."""
+    """Returns the responses of the newest file with the highest and the lowest reward, and a sentence on their
+    source."""
     files = response_files(run_dir)
     if not files:
         return (), "The run stored no responses: dump.rollouts_every=N dumps rollouts, evaluation.every=N evaluates."
@@ -183,7 +186,7 @@ def _config(path: Path) -> Mapping[str, Any]:
 
 
 def _value(config: Mapping[str, Any], key: str) -> Any:
-    """The value at a dotted path; None where there is none."""
+    """Returns the value at a dotted path; None if there is none."""
     value: Any = config
     for part in key.split("."):
         value = value.get(part) if isinstance(value, dict) else None

@@ -22,57 +22,62 @@ PART_FAULT = 0.1
 RISE_NOTE, RISE_FAULT, MIN_RANK_CORRELATION, MIN_STEPS = 1.5, 2.0, 0.5, 10
 """Gap of the last fifth of the steps over that of the first; rank correlation of gap and step; steps needed."""
 RECENT = 5
-"""Steps that "now" is the mean of."""
+"""Steps whose mean is the value of "now"."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """Settings of a run; None where it is not known.
-
-    routing: `keep_routing.mode`. masks: `keep_sampling_mask.enabled`. precision: the coarser dtype of sampler and
-    trainer. max_age: the bound on the age of a token, versions. quarantined: records by reason.
-    """
+    """Settings of a run; None if they are not known."""
 
     routing: str | None = None
+    """`keep_routing.mode`."""
     masks: bool | None = None
+    """`keep_sampling_mask.enabled`."""
     precision: str | None = None
+    """The coarser dtype of sampler and trainer."""
     max_age: int | None = None
+    """The bound on the age of a token, versions."""
     quarantined: Mapping[str, int] = field(default_factory=dict)
+    """Records by reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """Sources of findings. rows: of the stage rl, by step. gap: decomposition with nothing kept, if there is a
-    mismatch table; trained: mean |d| as trained by step, [steps]; trained_at_table: that of the table's step."""
+    """Sources of findings."""
 
     rows: Sequence[Row]
+    """Rows of the stage rl, by step."""
     settings: RunSettings
+    """Settings of the run."""
     gap: Decomposition | None
+    """Decomposition with nothing kept; None without a mismatch table."""
     trained: Sequence[float]
+    """Mean |d| as trained, nats, of the steps that measured it."""
     trained_at_table: float | None = None
+    """Mean |d| as trained of the table's step, nats; None without a table or a value."""
 
     def values(self, metric: str) -> list[float]:
-        """Values of all steps that have it."""
+        """Returns the values of all steps that have this metric."""
         return [row[metric] for row in self.rows if metric in row]
 
     def part(self, cause: str) -> float:
-        """Nats of a part of the gap with nothing kept; 0 without a table."""
+        """Returns the nats of a part of the gap with nothing kept; 0 without a table."""
         shares = self.gap.shares if self.gap else ()
         return next((share.nats.value for share in shares if share.cause == cause), 0.0)
 
     @property
     def total(self) -> float:
-        """The gap with nothing kept, or as trained where there is no table."""
+        """The gap with nothing kept, nats; as trained if there is no table."""
         return self.gap.total.value if self.gap else self.now
 
     @property
     def now(self) -> float:
-        """The gap as trained, mean of the latest steps."""
+        """The gap as trained, nats, mean of the latest steps."""
         return float(np.mean(self.trained[-RECENT:])) if self.trained else 0.0
 
 
 def certain(value: float) -> Interval:
-    """A value without an interval."""
+    """Returns a value without an interval."""
     return Interval(value, value, value)
 
 
@@ -144,7 +149,7 @@ def masks(seen: Seen) -> Finding | None:
 
 
 def coverage(seen: Seen) -> Finding | None:
-    """Rows that no engine reported experts of."""
+    """Tells of rows whose experts no engine reported."""
     live = seen.values("routing/live_rows")
     if not sum(live):
         return None
@@ -160,7 +165,7 @@ def coverage(seen: Seen) -> Finding | None:
 
 
 def far_tokens(seen: Seen) -> Finding | None:
-    """F(2) above a tenth."""
+    """Tells of an F(2) above a tenth."""
     shares = seen.values("mismatch/share_above_ln2")
     now = float(np.mean(shares[-RECENT:])) if shares else 0.0
     if now <= FAR_SHARE:
@@ -176,7 +181,7 @@ def far_tokens(seen: Seen) -> Finding | None:
 
 
 def remaining(seen: Seen) -> Finding | None:
-    """The gap that is there while the run trains."""
+    """Tells of a large gap while the run trains."""
     now = seen.now
     if now < GAP_NOTE:
         return None
@@ -198,7 +203,7 @@ def remaining(seen: Seen) -> Finding | None:
 
 
 def rising(seen: Seen) -> Finding | None:
-    """The gap as trained grows with the steps."""
+    """Tells of a gap as trained that grows with the steps."""
     values = np.asarray(seen.trained, np.float64)
     if len(values) < MIN_STEPS:
         return None
@@ -223,7 +228,7 @@ def rising(seen: Seen) -> Finding | None:
 
 
 def _companions(seen: Seen) -> list[Evidence]:
-    """Other metrics that changed meanwhile."""
+    """Returns other metrics that changed meanwhile."""
     found: list[Evidence] = []
     for metric in ("policy/entropy", "mismatch/tokens_with_different_experts", "mismatch/both/logprob_abs_mean"):
         values = seen.values(metric)
@@ -233,7 +238,7 @@ def _companions(seen: Seen) -> list[Evidence]:
 
 
 def quarantine(seen: Seen) -> Finding | None:
-    """Records that broke the data contract."""
+    """Tells of records that broke the data contract."""
     counts = seen.values("quarantine/count")
     if not counts or not counts[-1]:
         return None
@@ -251,7 +256,7 @@ def _versions(count: float) -> str:
 
 
 def age(seen: Seen) -> Finding | None:
-    """Tokens that older weights sampled."""
+    """Tells of tokens that older weights sampled."""
     largest, mean = seen.values("staleness/age_max"), seen.values("staleness/age_mean")
     if not largest or not max(largest):
         return None
@@ -281,14 +286,14 @@ CHECKS: tuple[Callable[[Seen], Finding | None], ...] = (
 
 
 def findings_of(seen: Seen) -> tuple[Finding, ...]:
-    """All that the numbers say, faults first."""
+    """Returns all findings, faults first."""
     found = [finding for check in CHECKS if (finding := check(seen)) is not None]
     order = ("fault", "note", "good")
     return tuple(sorted(found, key=lambda each: (order.index(each.level), -each.nats.value)))
 
 
 def verdict_of(findings: Sequence[Finding], seen: Seen) -> Verdict:
-    """The box on top, from findings in the order of `findings_of`."""
+    """Returns the box on top, from findings in the order of `findings_of`."""
     size = f"log-probs differ by {brief(seen.now)} nats on average as trained (healthy: below {GAP_NOTE:g} nats)"
     first = findings[0] if findings else None
     if first is not None and first.level == "fault":

@@ -1,4 +1,4 @@
-"""The first screen of a run's page as HTML: its headlines and samples, and below them what it learned. Torch-free."""
+"""The first screen of a run's page as HTML: headlines, samples, and the chart of learning. Torch-free."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _headline(one: Headline) -> str:
 
 
 def samples(report: Report) -> str:
-    """Returns prompts with their responses side by side, or why there are none; nothing where nobody looked."""
+    """Returns prompts with their responses side by side, or why there are none; empty for reports that have neither."""
     pairs = "".join(
         f'<div class="sample"><p class="why">{escaped(each.why)}</p><dl><dt>prompt</dt><dd>{escaped(each.prompt)}</dd>'
         f"<dt>response</dt><dd>{escaped(each.response)}</dd></dl></div>"
@@ -43,6 +43,6 @@ def samples(report: Report) -> str:
 
 
 def learning(report: Report) -> PageSection | None:
-    """Returns the chart of reward and accuracy of a run; a dump says nothing of them."""
+    """Returns the chart of reward and accuracy of a run; None for a dump, which has neither."""
     chart = figures.learning(report) if report.headlines else None
     return chart and PageSection("learning", "Reward and accuracy", figure(chart), (chart,))

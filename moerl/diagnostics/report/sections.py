@@ -19,22 +19,26 @@ MAX_SWAPS = 200
 """Rows of the table of swaps."""
 _SCORED = SCORERS | {"trainer": "the trainer's log-probs that the dump brings"}
 _COMPARED = ("neither", "both", "trainer", "trained")
-"""Scorers whose figures stand beside those of others."""
+"""Scorers whose figures stand next to those that others published."""
 _SHARES = ("share_outside_tenth", "share_above_ln2", "tokens_with_different_experts")
 
 
 @dataclass(frozen=True, slots=True)
 class PageSection:
-    """name: of the anchor. title: of the heading and in the list of contents; neither where it is empty."""
+    """One part of a page."""
 
     name: str
+    """Anchor of the part."""
     title: str
+    """Heading, also in the list of contents."""
     body: str
+    """HTML."""
     charts: tuple[Chart, ...] = ()
+    """Charts that `body` has places for."""
 
 
 def figure(chart: Chart) -> str:
-    """The place of a chart, with its choices, its sentence and its folded rows."""
+    """Returns the place of a chart, with its choices, its sentence and its folded rows."""
     name, first = chart.name, chart.choices[0]
     choose = ""
     if len(chart.choices) > 1:
@@ -64,7 +68,7 @@ def _options(chart: Chart) -> str:
 
 
 def verdict_box(verdict: Verdict) -> str:
-    """The box on top."""
+    """Returns the box on top."""
     return (
         f'<section class="verdict level-{verdict.level}" aria-label="verdict">'
         f'<p class="badge">{LEVELS[verdict.level]}</p><p class="text">{escaped(verdict.text)}</p>'
@@ -73,13 +77,13 @@ def verdict_box(verdict: Verdict) -> str:
 
 
 def facts_list(facts: Sequence[tuple[str, str]]) -> str:
-    """Names and values."""
+    """Returns names and values as a list; empty without facts."""
     pairs = "".join(f"<div><dt>{escaped(name)}</dt><dd>{escaped(value)}</dd></div>" for name, value in facts)
     return f'<dl class="facts">{pairs}</dl>' if facts else ""
 
 
 def gap(report: Report) -> PageSection | None:
-    """The gap decomposed."""
+    """Returns the gap decomposed."""
     chart = figures.decomposition([("", report)])
     if chart is None:
         return None
@@ -116,7 +120,7 @@ def published(report: Report) -> str:
 
 
 def decomposition_table(gaps: Sequence[tuple[str, Decomposition]]) -> str:
-    """Parts with intervals and shares."""
+    """Returns a table of parts with intervals and shares."""
     colors = figures.part_colors([each for _, each in gaps])
     rows: list[list[str]] = []
     for name, each in gaps:
@@ -128,12 +132,12 @@ def decomposition_table(gaps: Sequence[tuple[str, Decomposition]]) -> str:
         rows.append(
             ["" if each.shares else title, "<strong>all</strong>", f"<strong>{interval(each.total)}</strong>", "100%"]
         )
-    note = "Nats, mean |d| over tokens; [95% interval] where rollouts could be drawn again."
+    note = "Nats, mean |d| over tokens; [95% interval] if rollouts could be drawn again."
     return table(("gap", "part", "nats", "share"), rows, note, texts=2)
 
 
 def findings(report: Report) -> PageSection | None:
-    """Cards, faults first."""
+    """Returns a card for each finding, faults first."""
     if not report.findings:
         return None
     order = {"fault": 0, "note": 1, "good": 2}
@@ -158,7 +162,7 @@ def _card(finding: Finding) -> str:
 
 
 def scorers(report: Report) -> PageSection | None:
-    """Figures by scorer."""
+    """Returns the table of figures by scorer."""
     if not report.scorers:
         return None
     names = list(report.scorers)
@@ -178,7 +182,7 @@ def scorers(report: Report) -> PageSection | None:
 
 
 def figure_title(key: str) -> str:
-    """Title of a figure of a scorer, by its name without prefix."""
+    """Returns the title of a figure of a scorer, by its name without prefix."""
     if key == "trainer_distance":
         return "Trainer less this scorer, mean"
     known = definition_of(f"mismatch/{key}")
@@ -186,20 +190,20 @@ def figure_title(key: str) -> str:
 
 
 def scorer_cell(values: Mapping[str, float], key: str) -> str:
-    """One figure of a scorer as text; empty where it has none."""
+    """Returns one figure of a scorer as text; empty if it has none."""
     if key not in values:
         return ""
     return percent(values[key]) if key in _SHARES else number(values[key])
 
 
 def over_steps(report: Report) -> PageSection | None:
-    """Any metric over steps."""
+    """Returns any metric over steps."""
     chart = figures.over_steps([("", report)])
     return chart and PageSection("steps", "Over steps", figure(chart), (chart,))
 
 
 def layers(report: Report) -> PageSection | None:
-    """Heat maps, and one layer by hand."""
+    """Returns heat maps, single layers to choose from, and a table."""
     charts = [chart for chart in (figures.layer_maps(report), figures.single_layers(report)) if chart]
     body = "".join(figure(chart) for chart in charts)
     if report.layers:
@@ -212,7 +216,7 @@ def layers(report: Report) -> PageSection | None:
         body += folded("Table of all layers", table(head, rows))
     if not body:
         return None
-    lead = '<p class="lead">Where the trainer\'s own router would have chosen other experts than the record says.</p>'
+    lead = '<p class="lead">Rows in which the trainer\'s own router would have chosen other experts than recorded.</p>'
     return PageSection("layers", "Layers", lead + body, tuple(charts))
 
 
@@ -221,7 +225,7 @@ def _or_dash(value: float | None, form: Callable[[float], str] = number) -> str:
 
 
 def margins(report: Report) -> PageSection | None:
-    """Score margins by layer, and histograms."""
+    """Returns score margins by layer, and histograms."""
     charts = [chart for chart in (figures.margins(report), figures.histograms(report)) if chart]
     lead = (
         '<p class="lead">Flips at small margins are ties that rounding decides. Flips at margins as large as elsewhere'
@@ -232,7 +236,7 @@ def margins(report: Report) -> PageSection | None:
 
 
 def swaps(report: Report) -> PageSection | None:
-    """Experts that replace one another."""
+    """Returns tables of experts that replace one another."""
     if not report.swaps:
         return None
     shown = sorted(report.swaps, key=lambda each: each.count, reverse=True)[:MAX_SWAPS]
@@ -249,7 +253,7 @@ def _swap_row(swap: Swap) -> list[str]:
 
 
 def slices(report: Report) -> PageSection | None:
-    """Tokens by kind."""
+    """Returns gaps and routing by kind of token."""
     if not report.slices:
         return None
     chart = figures.slices(report)
@@ -269,7 +273,7 @@ def slices(report: Report) -> PageSection | None:
 
 
 def unusable(report: Report) -> PageSection | None:
-    """Rows left out, by reason."""
+    """Returns a table of rows left out, by reason."""
     if not report.unusable:
         return None
     rows = [
@@ -279,7 +283,7 @@ def unusable(report: Report) -> PageSection | None:
 
 
 def definitions() -> PageSection:
-    """Every figure: formula, source, and its names elsewhere."""
+    """Returns every figure: formula, source, and its names elsewhere."""
     parts: list[str] = []
     for each in DEFINITIONS:
         unit = f" ({METRICS[each.metric].unit})" if each.metric else ""
@@ -294,7 +298,7 @@ def definitions() -> PageSection:
 
 
 def notes(report: Report) -> PageSection | None:
-    """Limits of the numbers."""
+    """Returns the limits of the numbers as a list."""
     if not report.notes:
         return None
     return PageSection(

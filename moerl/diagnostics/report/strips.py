@@ -24,7 +24,7 @@ _LEGEND = (
 
 
 def strip_section(strips: Sequence[Strip]) -> PageSection | None:
-    """The view of one trajectory, chosen by hand; what it shows is in `strip_data`."""
+    """Returns the view of one trajectory, chosen by hand; its data is that of `strip_data`."""
     if not strips:
         return None
     shown = _shown(strips)
@@ -50,7 +50,7 @@ def strip_section(strips: Sequence[Strip]) -> PageSection | None:
 
 
 def _shown(strips: Sequence[Strip]) -> list[Strip]:
-    """The first strips, as many as the page has room for; one at least."""
+    """Returns the first strips, as many as the page has room for; one at least."""
     shown: list[Strip] = []
     room = MAX_ALL_TOKENS
     for strip in strips[:MAX_STRIPS]:
@@ -62,7 +62,7 @@ def _shown(strips: Sequence[Strip]) -> list[Strip]:
 
 
 def strip_data(strips: Sequence[Strip]) -> list[dict[str, Any]]:
-    """The tokens of the strips that are shown, as columns."""
+    """Returns the tokens of the strips that are shown, as columns."""
     return [_columns(strip) for strip in _shown(strips)]
 
 

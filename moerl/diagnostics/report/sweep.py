@@ -34,25 +34,29 @@ _FINALS = {
     "mismatch/logprob_abs_mean": "gap, mean |d|, nats",
     "mismatch/share_above_ln2": "extreme tokens, F(2)",
 }
-"""Final numbers, and what a table calls them."""
+"""Final numbers, and their names in a table."""
 _LONG_LABEL = 30
 
 
 @dataclass(frozen=True, slots=True)
 class SweptRun:
-    """One run. values: by swept key, as on a command line. state: as the sweep says. rows: of reinforcement learning,
-    by step. accuracy: on held-out problems, None before the end. page: of the run, relative to that of the sweep, or
-    empty."""
+    """One run of a sweep."""
 
     name: str
+    """Name of the run in the sweep."""
     values: Mapping[str, str]
+    """By swept key, as on a command line."""
     state: str
+    """State that the sweep reports, such as "finished" or "failed"."""
     rows: Sequence[Mapping[str, Any]]
+    """Rows of reinforcement learning, by step."""
     accuracy: float | None = None
+    """On held-out problems, in [0, 1]; None before the end."""
     page: str = ""
+    """Page of the run, relative to that of the sweep; empty if there is none."""
 
     def final(self, metric: str) -> float | None:
-        """The final number of a metric, None without one."""
+        """Returns the final number of a metric, None without one."""
         if metric == ACCURACY:
             return self.accuracy
         found = [float(row[metric]) for row in self.rows if metric in row]
@@ -63,17 +67,24 @@ class Spread(msgspec.Struct, frozen=True):
     """A number over runs that differ in their seed alone."""
 
     mean: float
+    """Mean over the runs."""
     low: float
+    """Smallest value."""
     high: float
+    """Largest value."""
     runs: int
+    """Finished runs that have the number."""
 
 
 class Setting(msgspec.Struct, frozen=True):
-    """Runs with the same values of all keys but the seed. finals: by metric."""
+    """Runs with the same values of all keys but the seed."""
 
     values: dict[str, str]
+    """Values by key, without the seed, as on a command line."""
     runs: list[str]
+    """Names of the runs."""
     finals: dict[str, Spread] = field(default_factory=dict[str, Spread])
+    """Final numbers by metric, of metrics that finished runs have."""
 
     @property
     def label(self) -> str:
@@ -82,18 +93,24 @@ class Setting(msgspec.Struct, frozen=True):
 
 
 class SweepReport(msgspec.Struct, frozen=True):
-    """The numbers of the page. states: of runs, by name."""
+    """The numbers of the page of a sweep."""
 
     title: str
+    """Title of the page."""
     keys: list[str]
+    """Swept keys, the seed among them if it is swept."""
     settings: list[Setting]
+    """In the order of the sweep."""
     states: dict[str, str]
+    """States of runs, by name."""
     verdict: Verdict
+    """Box on top."""
     schema: str = SCHEMA
+    """Version of this schema."""
 
 
 def sweep_report(title: str, keys: Sequence[str], runs: Sequence[SweptRun]) -> SweepReport:
-    """The numbers of a sweep."""
+    """Returns the numbers of a sweep."""
     settings = [
         Setting(values, [run.name for run in members], {m: s for m in _FINALS if (s := spread(members, m))})
         for values, members in _groups(runs, [key for key in keys if key != SEED])
@@ -102,7 +119,7 @@ def sweep_report(title: str, keys: Sequence[str], runs: Sequence[SweptRun]) -> S
 
 
 def write_sweep_report(report: SweepReport, runs: Sequence[SweptRun], page: Path) -> None:
-    """Writes the page, and its numbers as JSON beside it. OSError where it cannot."""
+    """Writes the page, and its numbers as JSON next to it. Raises `OSError` if it cannot."""
     with atomic_file(page.with_suffix(".json")) as partial:
         partial.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
     parts = (
@@ -116,7 +133,7 @@ def write_sweep_report(report: SweepReport, runs: Sequence[SweptRun], page: Path
 
 
 def spread(runs: Sequence[SweptRun], metric: str) -> Spread | None:
-    """Mean and range of a final number over finished runs; None where none has it."""
+    """Returns mean and range of a final number over finished runs; None if none has it."""
     ends = [run.final(metric) for run in runs if run.state == "finished"]
     found = [value for value in ends if value is not None]
     return Spread(fmean(found), min(found), max(found), len(found)) if found else None
@@ -167,7 +184,7 @@ def _stands_out(rewards: Sequence[tuple[str, Spread]]) -> bool:
 
 
 def _groups(runs: Sequence[SweptRun], keys: Sequence[str]) -> list[tuple[dict[str, str], list[SweptRun]]]:
-    """Runs with the same values of these keys, in the order of the sweep."""
+    """Returns runs with the same values of these keys, in the order of the sweep."""
     found: dict[tuple[str, ...], list[SweptRun]] = {}
     for run in runs:
         found.setdefault(tuple(run.values[key] for key in keys), []).append(run)
@@ -219,7 +236,7 @@ def _runs(keys: Sequence[str], runs: Sequence[SweptRun]) -> PageSection:
 def _curves(
     name: str, title: str, metrics: Sequence[str], keys: Sequence[str], runs: Sequence[SweptRun]
 ) -> PageSection | None:
-    """Means over steps by the values of each swept key, and by setting, with the range over runs."""
+    """Returns means over steps by the values of each swept key, and by setting, with the range over runs."""
     ways = [(f"by {key}", [key]) for key in sorted(keys, key=lambda key: key == SEED)]
     others = [key for key in keys if key != SEED]
     if len(others) > 1:
@@ -277,7 +294,7 @@ def _band(runs: Sequence[SweptRun], metric: str) -> _Band | None:
 
 
 def _spec(colors: Mapping[str, str], y_title: str, bands: Sequence[_Band]) -> dict[str, Any]:
-    """Lines, and what lies between the smallest and the largest run; rows: series, x, y, low, high.
+    """Returns lines, and the areas between the smallest and the largest run; rows: series, x, y, low, high.
 
     colors: by series.
     """

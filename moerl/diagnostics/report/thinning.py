@@ -11,8 +11,8 @@ from moerl.diagnostics.report.data import LayerMap, ReportStep
 
 
 def thinned_points(ys: Sequence[float], limit: int) -> list[int]:
-    """Indices of at most `limit` points of a curve, in order: its first and last and the smallest and largest of each
-    stretch, so that no spike is lost."""
+    """Returns indices of at most `limit` points of a curve, in order: its first and last and the smallest and largest
+    of each stretch, so that no spike is lost."""
     if len(ys) <= limit:
         return [*range(len(ys))]
     values = np.asarray(ys, np.float64)
@@ -23,7 +23,8 @@ def thinned_points(ys: Sequence[float], limit: int) -> list[int]:
 
 
 def thinned_steps(steps: Sequence[ReportStep], limit: int) -> tuple[ReportStep, ...]:
-    """Keeps at most `limit` values of each metric (`thinned_points`), and drops the steps that have no value left."""
+    """Returns the steps with at most `limit` values of each metric (`thinned_points`), without steps that have no value
+    left."""
     if len(steps) <= limit:
         return tuple(steps)
     kept: list[dict[str, float]] = [{} for _ in steps]
@@ -36,7 +37,7 @@ def thinned_steps(steps: Sequence[ReportStep], limit: int) -> tuple[ReportStep, 
 
 
 def joined_columns(each: LayerMap, limit: int) -> LayerMap:
-    """Columns in `limit` groups, with the means of their shares, where there are more than that."""
+    """Returns the columns in `limit` groups, with the means of their shares, if there are more columns than that."""
     if len(each.columns) <= limit:
         return each
     values = np.array(each.differing, np.float64)  # None becomes nan

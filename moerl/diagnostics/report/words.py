@@ -26,25 +26,26 @@ UNITS = (
         "[KMG]i?B",
     ),
 )
-"""Patterns of what stands behind a number: units of metrics, and what else pages count."""
+"""Patterns of words that stand behind a number: units of metrics, and other things that pages count."""
 _EXPONENT = re.compile(r"([0-9]e-)(?=[0-9])")
 _TAG = re.compile(r"<[^>]*>")
 _BETWEEN = re.compile(rf"([0-9\]](?:</\w+>)?) (?=(?:{'|'.join(UNITS)})(?![\w-]))(?![^<>]*>)")
 
 
 def escaped(text: str) -> str:
-    """Text of anyone, for an element or an attribute: no markup, no control characters, no change of direction."""
+    """Returns text of anyone, for an element or an attribute: no markup, no control characters, no change of
+    direction."""
     return html.escape(printable(text), quote=True)
 
 
 def unbroken(text: str) -> str:
-    """HTML or text in which no line ends between a number and its unit, nor within 1.2e-02: no-break spaces, and word
-    joiners behind the minus signs of exponents."""
+    """Returns HTML or text in which no line ends between a number and its unit, nor within 1.2e-02: no-break spaces,
+    and word joiners behind the minus signs of exponents."""
     return _EXPONENT.sub("\\1\u2060", _BETWEEN.sub("\\1\u00a0", text))
 
 
 def number(value: float) -> str:
-    """Four significant digits: 0.01235, 1.235e-07, 48,211."""
+    """Returns four significant digits: 0.01235, 1.235e-07, 48,211."""
     if value == 0.0:
         return "0"
     if float(value).is_integer() and abs(value) < 1e9:
@@ -56,7 +57,7 @@ def number(value: float) -> str:
 
 
 def brief(value: float) -> str:
-    """Two significant digits, for sentences: 0.012, 1.2e-07."""
+    """Returns two significant digits, for sentences: 0.012, 1.2e-07."""
     if value and not 1e-4 <= abs(value) < 1e6:
         return f"{value:.1e}"
     digits = f"{value:.2g}"
@@ -64,21 +65,21 @@ def brief(value: float) -> str:
 
 
 def percent(share: float) -> str:
-    """A share as a percentage of three digits; ``<0.01%`` where it is smaller and not zero."""
+    """Returns a share as a percentage of three digits; ``<0.01%`` if it is smaller and not zero."""
     if share == 0.0:
         return "0%"
     return "<0.01%" if 0.0 < share < 1e-4 else f"{100 * share:.3g}%"
 
 
 def interval(value: Interval) -> str:
-    """The value, with its bounds where they were found."""
+    """Returns the value, with its bounds if they are known."""
     if value.low == value.high:
         return number(value.value)
     return f"{number(value.value)} [{number(value.low)}, {number(value.high)}]"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "", *, texts: int = 1) -> str:
-    """A table that scrolls in its own box; its cells are HTML.
+    """Returns a table that scrolls in its own box; its cells are HTML.
 
     Args:
         rows: the first cell of each is its heading.
@@ -102,5 +103,5 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "",
 
 
 def folded(summary: str, body: str) -> str:
-    """A part that opens on a click."""
+    """Returns a part that opens on a click."""
     return f"<details><summary>{summary}</summary>{body}</details>"

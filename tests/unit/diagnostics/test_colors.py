@@ -59,7 +59,7 @@ def test_what_experts_make_has_one_colour_in_parts_scorers_and_margins() -> None
     by_scorer = colors_in(steps, choice_of(steps, "Gap, mean |d|, by scorer"))
     own = page_colors(MEANINGS)
     assert parts["experts not kept"] == own["routing"] == own["kept_sets"]
-    assert colors_in(figures.margins(report))["where the choice differs"] == own["routing"]
+    assert colors_in(figures.margins(report))["rows where experts differ"] == own["routing"]
     assert by_scorer == {"as trained": own["as trained"], SCORERS["neither"]: own["neither"]}
     alone = colors_in(steps, choice_of(steps, "mismatch/neither/logprob_abs_mean"))
     assert [*alone.values()] == [own["neither"]]
